@@ -1,0 +1,69 @@
+# Every target works in $(VENV). PYTHON= makes it, TORCH= is the torch put there, VENV= names one that
+# exists already: a torch found in it is left as it is.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+DONE := $(VENV)/.torchgradx
+SOURCES := pyproject.toml setup.py README.md $(shell find build_tools csrc torchgradx -type f \
+             ! -name '*.so' ! -name '*.pyc')
+PYTHON_CODE := torchgradx tests examples benchmarks build_tools setup.py
+CXX_CODE := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test bench lint format sanitize clean
+
+help:
+	@sed -n 's/^\([a-z]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+demo: $(DONE)/examples  ## build, then find mislabelled digits by their gradient norms; writes out/
+	$(BIN)/python examples/rank_digits.py --out out
+
+test: $(DONE)/test  ## build, then the whole test suite against the installed package
+	$(BIN)/pytest tests $(PYTEST_ARGS)
+
+bench: $(DONE)/bench  ## build, then time it against the plain step and the rivals
+	$(BIN)/python benchmarks/run.py
+
+lint: $(DONE)/lint  ## ruff, clang-format and mypy; changes nothing
+	$(BIN)/ruff check $(PYTHON_CODE)
+	$(BIN)/ruff format --check $(PYTHON_CODE)
+	$(BIN)/clang-format --dry-run -Werror $(CXX_CODE)
+	$(BIN)/mypy
+
+format: $(DONE)/lint  ## have ruff and clang-format rewrite the sources
+	$(BIN)/ruff check --fix $(PYTHON_CODE)
+	$(BIN)/ruff format $(PYTHON_CODE)
+	$(BIN)/clang-format -i $(CXX_CODE)
+
+# A second copy of the package, before the installed one in the search path. Python itself is not
+# instrumented, hence the preloads; its own allocator would hide heap errors, hence malloc. --capture=sys: a report is written to the
+# process's stderr just before it dies, which pytest would swallow.
+SANITIZED := build/sanitize/package
+sanitize: $(DONE)/test  ## operator tests and fuzz under AddressSanitizer and UndefinedBehaviorSanitizer
+	rm -rf $(SANITIZED) build/sanitize/lib*
+	TORCHGRADX_SANITIZE=1 $(PIP) install --no-deps --target $(SANITIZED) .
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+	  PYTHONMALLOC=malloc PYTHONPATH=$(SANITIZED) \
+	  $(BIN)/python $(BIN)/pytest --capture=sys $(wildcard tests/test_ops*.py tests/test_fuzz*.py)
+
+clean:  ## remove all that make has made, .venv included (an environment named by VENV= stays)
+	rm -rf .venv build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(DONE)/torch: | $(BIN)/python
+	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) install "$(TORCH)"
+	mkdir -p $(DONE) && touch $@
+
+# One stamp for each extra. setuptools packs whatever an earlier build left in build/lib*.
+$(DONE)/%: $(DONE)/torch $(SOURCES)
+	rm -rf build/lib*
+	$(PIP) install ".[$*]"
+	touch $@

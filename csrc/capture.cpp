@@ -1,0 +1,114 @@
+// The tap: catches a layer's input and the gradient of its output without changing the layer. The input is a SavedVariable, so that
+// checkpointing and offloading hold for it too; the hook sits on the node, after every hook of the user's on the tensor.
+#include "site.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+namespace torchgradx {
+namespace {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+struct Tap : torch::autograd::FunctionPreHook {
+  SavedVariable input;
+  c10::intrusive_ptr<Use> use;
+  uint32_t output_nr;
+  std::vector<int64_t> sizes;  // of the output
+
+  Tap(const Tensor& x, c10::intrusive_ptr<Use> use, uint32_t output_nr, at::IntArrayRef sizes)
+      : input(x.defined() ? x.detach() : x, /*is_output=*/false),
+        use(std::move(use)),
+        output_nr(output_nr),
+        sizes(sizes.vec()) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    if (!use->pass->arrive(use->parameters()) || !grads[output_nr].defined()) return grads;
+    Tensor x = use->wants_weight ? input.unpack() : Tensor(), g = grads[output_nr].reshape(sizes);
+    if (!torch::autograd::get_current_graph_task_keep_graph()) input.reset_data();
+    if (at::GradMode::is_enabled()) return grads;  // create_graph: refused when read
+    const Site& site = *use->site;
+    if (x.defined()) x = site.padded(x);
+    if (site.one_dimensional) {
+      g = g.unsqueeze(-2);
+      if (x.defined()) x = x.unsqueeze(-2);
+    }
+    use->record(x, g);
+    return grads;
+  }
+};
+
+// A tensor kept as autograd keeps one, for layers that run again in Python.
+struct Saved {
+  SavedVariable value;
+  explicit Saved(const Tensor& t) : value(t.detach(), /*is_output=*/false) {}
+  Tensor unpack() const { return value.unpack(); }
+};
+
+}  // namespace
+
+c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, at::IntArrayRef sizes, const Tensor& weight,
+                                  const std::optional<Tensor>& bias) {
+  const bool transformed = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+  std::shared_ptr<Pass> pass = transformed ? nullptr : site->recorder->current();
+  if (!pass) return {};
+  std::vector<Slot> slots;
+  const bool wants_weight = site->weight >= 0 && weight.requires_grad();
+  const bool wants_bias = site->bias >= 0 && bias.has_value() && bias->requires_grad();
+  if (wants_weight) slots.emplace_back(site->weight, weight);
+  if (wants_bias) slots.emplace_back(site->bias, *bias);
+  if (slots.empty()) return {};
+  const int64_t index = pass->call(site->index, slots, sizes);
+  if (!at::GradMode::is_enabled()) return {};
+  return c10::make_intrusive<Use>(site, std::move(pass), index, wants_weight, wants_bias);
+}
+
+void tap(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+         const Tensor& output) {
+  const auto use = begin_use(site, input.sizes(), weight, bias);
+  if (!use || !output.grad_fn()) return;
+  use->pass->watch(use->index, output);
+  // An in-place operation on a view (a Linear's output in three dimensions) replaces the view's node; the base's stays.
+  const Tensor base = output.is_view() ? Tensor(output._base()) : Tensor();
+  const bool whole = base.defined() && base.grad_fn() && base.numel() == output.numel() && base.is_contiguous() &&
+                     output.is_contiguous();
+  const Tensor& made = whole ? base : output;
+  made.grad_fn()->add_pre_hook(
+      std::make_unique<Tap>(use->wants_weight ? input : Tensor(), use, made.output_nr(), output.sizes()));
+}
+
+void bind_capture(py::module_& m) {
+  py::class_<Site, std::shared_ptr<Site>>(m, "Site")
+      .def(py::init([](std::shared_ptr<Recorder> recorder, int64_t index, int64_t weight, int64_t bias, bool weight_grad,
+                       int64_t layout, int64_t presumed, py::object planner) {
+             auto site = std::make_shared<Site>();
+             site->recorder = std::move(recorder);
+             site->index = index;
+             site->weight = weight;
+             site->bias = bias;
+             site->weight_grad = weight_grad;
+             site->layout = static_cast<Layout>(layout);
+             site->presumed = static_cast<Layout>(presumed);
+             site->planner.reset(new Callback{std::move(planner)});
+             return site;
+           }),
+           py::arg("recorder"), py::arg("index"), py::arg("weight"), py::arg("bias"), py::arg("weight_grad"),
+           py::arg("layout"), py::arg("presumed"), py::arg("planner"))
+      .def_readwrite("kernel_size", &Site::kernel_size)
+      .def_readwrite("stride", &Site::stride)
+      .def_readwrite("padding", &Site::padding)
+      .def_readwrite("dilation", &Site::dilation)
+      .def_readwrite("groups", &Site::groups)
+      .def_readwrite("pre_pad", &Site::pre_pad)
+      .def_readwrite("pad_mode", &Site::pad_mode)
+      .def_readwrite("one_dimensional", &Site::one_dimensional);
+  m.def("linear", &linear);
+  m.def("convolution", &convolution);
+  m.def("tap", &tap);
+
+  py::class_<Saved>(m, "Saved").def(py::init<const Tensor&>()).def("unpack", &Saved::unpack);
+}
+
+}  // namespace torchgradx

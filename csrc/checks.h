@@ -1,0 +1,111 @@
+// What a malformed direct call must not do is crash the interpreter: every operator goes through one of these first.
+// Each message names the argument, what was expected and what came. Python checks again, with friendlier words.
+#pragma once
+
+#include "ops.h"
+
+#include <ATen/core/TensorBody.h>
+#include <c10/util/Exception.h>
+#include <c10/util/safe_numerics.h>
+
+namespace torchgradx {
+
+struct RowShape {  // activations [N, T, I], grad_output [N, T, O]
+  int64_t N, T, I, O;
+};
+
+struct ConvShape {  // input [N, C, H, W], grad_output [N, O, outH, outW], weight [O, C / groups, kH, kW]
+  int64_t N, C, H, W, O, outH, outW, kH, kW, strideH, strideW, padH, padW, dilationH, dilationW, groups;
+};
+
+// Sizes below these limits keep every product of two of them, and every offset computed from them, inside int64.
+constexpr int64_t kMaxSize = int64_t(1) << 31, kMaxStep = int64_t(1) << 20, kMaxPatch = int64_t(1) << 31;
+
+inline void check_operand(const Tensor& tensor, const char* name, int64_t dim, const char* letters) {
+  TORCH_CHECK(tensor.defined(), name, " must be a tensor ", letters, "; got none");
+  TORCH_CHECK(tensor.layout() == at::kStrided, name, " must be dense (strided); got layout ", tensor.layout());
+  TORCH_CHECK(tensor.dim() == dim, name, " must be ", letters, "; got ", tensor.dim(), " dimensions, ", tensor.sizes());
+  const auto dtype = tensor.scalar_type();
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf, name,
+              " must be float32, float64, bfloat16 or float16; got ", dtype);
+  for (const auto size : tensor.sizes())
+    TORCH_CHECK(size < kMaxSize, name, " must have sizes below 2^31; got ", tensor.sizes());
+}
+
+inline void check_alike(const Tensor& first, const char* first_name, const Tensor& second, const char* second_name) {
+  TORCH_CHECK(first.scalar_type() == second.scalar_type(), second_name, " must have the dtype of ", first_name, ", ",
+              first.scalar_type(), "; got ", second.scalar_type());
+  TORCH_CHECK(first.device() == second.device(), second_name, " must be on the device of ", first_name, ", ",
+              first.device(), "; got ", second.device());
+}
+
+inline void check_weight_fits(int64_t rows, int64_t columns) {
+  uint64_t bytes = 0;
+  const bool overflows = c10::mul_overflows(uint64_t(rows), uint64_t(columns), &bytes) || bytes > (uint64_t(1) << 58);
+  TORCH_CHECK(!overflows, "the weight's gradient would have ", rows, " x ", columns, " elements, more than can be indexed");
+}
+
+inline RowShape check_rows(const Tensor& activations,    // [N, T, I]
+                           const Tensor& grad_output) {  // [N, T, O]
+  check_operand(activations, "activations", 3, "[N, T, I]");
+  check_operand(grad_output, "grad_output", 3, "[N, T, O]");
+  const int64_t N = activations.size(0), T = activations.size(1);
+  TORCH_CHECK(grad_output.size(0) == N && grad_output.size(1) == T, "grad_output must be [N, T, O] with N = ", N,
+              " and T = ", T, ", as activations are ", activations.sizes(), "; got ", grad_output.sizes());
+  check_alike(activations, "activations", grad_output, "grad_output");
+  check_weight_fits(grad_output.size(2), activations.size(2));
+  return {N, T, activations.size(2), grad_output.size(2)};
+}
+
+inline void check_scale(const std::optional<Tensor>& scale, int64_t N, const Tensor& like) {
+  if (!scale) return;
+  check_operand(*scale, "scale", 1, "[N]");
+  TORCH_CHECK(scale->size(0) == N, "scale must be [N] with N = ", N, "; got ", scale->sizes());
+  TORCH_CHECK(scale->device() == like.device(), "scale must be on ", like.device(), "; got ", scale->device());
+}
+
+inline void check_pair(IntArrayRef pair, const char* name, int64_t least) {
+  TORCH_CHECK(pair.size() == 2, name, " must be two integers; got ", pair);
+  for (const auto value : pair)
+    TORCH_CHECK(value >= least && value <= kMaxStep, name, " must be between ", least, " and 2^20; got ", pair);
+}
+
+inline void check_output_size(int64_t size, int64_t kernel, int64_t stride, int64_t padding, int64_t dilation,
+                              int64_t got, const char* which) {
+  const int64_t room = size + 2 * padding - dilation * (kernel - 1) - 1;
+  const int64_t expected = room < 0 ? 0 : room / stride + 1;
+  TORCH_CHECK(room >= 0 || got == 0, "kernel_size with dilation must fit the padded input's ", which, " of ",
+              size + 2 * padding, "; it spans ", dilation * (kernel - 1) + 1);
+  TORCH_CHECK(got == expected, "grad_output must have ", which, " ", expected, ", as input, kernel_size, stride, padding ",
+              "and dilation have it; got ", got);
+}
+
+inline ConvShape check_conv2d(const Tensor& input,        // [N, C, H, W]
+                              const Tensor& grad_output,  // [N, O, outH, outW]
+                              const Geometry& g) {
+  check_operand(input, "input", 4, "[N, C, H, W]");
+  check_operand(grad_output, "grad_output", 4, "[N, O, H', W']");
+  check_alike(input, "input", grad_output, "grad_output");
+  check_pair(g.kernel_size, "kernel_size", 1);
+  check_pair(g.stride, "stride", 1);
+  check_pair(g.padding, "padding", 0);
+  check_pair(g.dilation, "dilation", 1);
+  const int64_t N = input.size(0), C = input.size(1), O = grad_output.size(1);
+  TORCH_CHECK(grad_output.size(0) == N, "grad_output must be [N, O, H', W'] with N = ", N, ", as input is ", input.sizes(),
+              "; got ", grad_output.sizes());
+  TORCH_CHECK(g.groups >= 1 && C % g.groups == 0 && O % g.groups == 0,
+              "groups must be positive and divide the channels of input, ", C, ", and of grad_output, ", O, "; got ", g.groups);
+  check_output_size(input.size(2), g.kernel_size[0], g.stride[0], g.padding[0], g.dilation[0], grad_output.size(2), "height");
+  check_output_size(input.size(3), g.kernel_size[1], g.stride[1], g.padding[1], g.dilation[1], grad_output.size(3), "width");
+  uint64_t patch = 0;
+  const bool overflows =
+      c10::mul_overflows(uint64_t(C / g.groups), uint64_t(g.kernel_size[0] * g.kernel_size[1]), &patch) || patch > uint64_t(kMaxPatch);
+  TORCH_CHECK(!overflows, "input's channels per group times kernel_size must be at most 2^31; got ", C / g.groups, " times ",
+              g.kernel_size);
+  check_weight_fits(O, int64_t(patch));
+  return {N, C, input.size(2), input.size(3), O, grad_output.size(2), grad_output.size(3),
+          g.kernel_size[0], g.kernel_size[1], g.stride[0], g.stride[1], g.padding[0], g.padding[1],
+          g.dilation[0], g.dilation[1], g.groups};
+}
+
+}  // namespace torchgradx

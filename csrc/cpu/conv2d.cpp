@@ -1,0 +1,96 @@
+// Conv2d: the linear algorithms over patches (patches.h); a 1 x 1 convolution is a Linear over pixels.
+#include "direct.h"
+#include "patch_gram.h"
+#include "planes.h"
+
+#include <ATen/ops/empty_like.h>
+
+#include <torch/library.h>
+
+namespace torchgradx::cpu {
+namespace {
+
+using at::IntArrayRef;
+
+bool pointwise(const ConvShape& s) {
+  return s.kH == 1 && s.kW == 1 && s.strideH == 1 && s.strideW == 1 && s.padH == 0 && s.padW == 0 && s.groups == 1;
+}
+
+// [N, C, H, W] -> [N, H W, C] without a copy, or nothing where rows are apart
+std::optional<Tensor> as_rows(const Tensor& t) {
+  const int64_t T = t.size(2) * t.size(3);
+  const bool flat = t.size(2) <= 1 || t.stride(2) == t.size(3) * t.stride(3) || t.size(3) <= 1;
+  if (!flat) return std::nullopt;
+  return t.as_strided({t.size(0), T, t.size(1)}, {t.stride(0), t.size(3) > 1 ? t.stride(3) : t.stride(2), t.stride(1)});
+}
+
+bool is_empty(const ConvShape& s) { return s.N == 0 || s.outH == 0 || s.outW == 0; }
+
+Tensor conv2d_direct_sq_norms(const Tensor& input, const Tensor& grad_output, IntArrayRef kernel_size, IntArrayRef stride,
+                              IntArrayRef padding, IntArrayRef dilation, int64_t groups, bool bias) {
+  const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
+  if (pointwise(s))
+    if (const auto a = as_rows(input), b = as_rows(grad_output); a && b) return direct_sq_norms(*a, *b, bias);
+  return norm_results(input, s.N, bias, is_empty(s), [&](auto zero, const Tensor& sq_norms) {
+    using acc_t = decltype(zero);
+    const Patches<acc_t> layer(input, grad_output, s, false);
+    if (suits_planes(s))
+      planes_pass<acc_t>(layer, nullptr, {}, sq_norms);
+    else
+      direct_pass<acc_t>(layer, sq_norms);
+    if (bias) bias_pass<acc_t>(layer, nullptr, {}, sq_norms);
+  });
+}
+
+Tensor conv2d_gram_sq_norms(const Tensor& input, const Tensor& grad_output, IntArrayRef kernel_size, IntArrayRef stride,
+                            IntArrayRef padding, IntArrayRef dilation, int64_t groups, bool bias) {
+  const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
+  return norm_results(input, s.N, bias, is_empty(s), [&](auto zero, const Tensor& sq_norms) {
+    using acc_t = decltype(zero);
+    // The groups are layers of their own, each with its share of the channels.
+    ConvShape one = s;
+    one.C /= s.groups, one.O /= s.groups, one.groups = 1;
+    const Tensor part = s.groups == 1 ? sq_norms : at::empty_like(sq_norms).select(0, 0).unsqueeze(0), norms = sq_norms.narrow(0, 0, 1);
+    for (int64_t g = 0; g < s.groups; ++g) {
+      const Patches<acc_t> layer(input.narrow(1, g * one.C, one.C), grad_output.narrow(1, g * one.O, one.O), one, false);
+      gram_pass<acc_t>(PatchSource<acc_t>{layer}, layer, s.outH * s.outW, part);
+      if (s.groups > 1) g ? norms.add_(part) : norms.copy_(part);
+    }
+    if (bias) bias_pass<acc_t>(Patches<acc_t>(input, grad_output, s, false), nullptr, {}, sq_norms);
+  });
+}
+
+Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, IntArrayRef kernel_size, IntArrayRef stride,
+                   IntArrayRef padding, IntArrayRef dilation, int64_t groups, const std::optional<Tensor>& scale, bool bias) {
+  const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
+  check_scale(scale, s.N, input);
+  const int64_t columns = s.C / s.groups;
+  if (pointwise(s))
+    if (const auto a = as_rows(input), b = as_rows(grad_output); a && b) {
+      auto [weight, grad_bias, sq_norms] = linear_fused(*a, *b, scale, bias);
+      return {weight.view({s.O, s.C, 1, 1}), grad_bias, sq_norms};
+    }
+  return fused_results(input, {s.O, columns, s.kH, s.kW}, s.N, scale, bias, is_empty(s),
+                       [&](auto zero, const auto* factors, const Tensor& weight, const Tensor& grad_bias, const Tensor& sq_norms) {
+    using acc_t = decltype(zero);
+    const Patches<acc_t> layer(input, grad_output, s, true);
+    const char* e = getenv("CG");
+    if (suits_planes(s)) {
+      planes_pass<acc_t>(layer, factors, weight, sq_norms);
+    } else if (e && s.groups == 1) {
+      fused_pass<acc_t>(layer, factors, s.outH * s.outW, weight, {});
+      gram_pass<acc_t>(PatchSource<acc_t>{layer}, layer, s.outH * s.outW, sq_norms);
+    } else
+      fused_pass<acc_t>(layer, factors, s.outH * s.outW, weight, sq_norms);
+    if (bias) bias_pass<acc_t>(layer, factors, grad_bias, sq_norms);
+  });
+}
+
+}  // namespace
+}  // namespace torchgradx::cpu
+
+TORCH_LIBRARY_IMPL(torchgradx, CPU, m) {
+  m.impl("conv2d_direct_sq_norms", torchgradx::cpu::conv2d_direct_sq_norms);
+  m.impl("conv2d_gram_sq_norms", torchgradx::cpu::conv2d_gram_sq_norms);
+  m.impl("conv2d_fused", torchgradx::cpu::conv2d_fused);
+}

@@ -1,0 +1,160 @@
+// gram: |G_n|^2 = sum over positions s, t of (a_s . a_t)(b_s . b_t), for T small against I and O. Cost N T^2 (I + O).
+// Both Gram matrices are computed in squares of kSpan positions with the same register tiles, the upper triangle of squares only;
+// a square of each and its packed operands are all there is in memory: about 1/2 MiB a thread.
+// A sum much smaller than its terms has lost its digits, as has one with a row whose own square underflowed: such samples are
+// done again by direct.
+#pragma once
+
+#include "passes.h"
+
+namespace torchgradx::cpu {
+
+constexpr int64_t kSpan = 128;    // positions along a square
+constexpr int64_t kChannels = 256;  // packed at a time
+
+// Squares of the Gram matrix of one operand. Packed: [run of positions][channel][two vectors of positions].
+template <class acc_t>
+class GramSquare {
+ public:
+  GramSquare(int64_t positions, const Kernels<acc_t>& kernels)
+      : kernels_(kernels), run_(2 * kernels.lanes), panels_(run_, kernels.max_rows), span_(std::min(kSpan, round_up(positions, run_))),
+        runs_(span_ / run_), tile_size_(panels_.rows * run_) {}
+
+  int64_t size() const { return runs_ * runs_ * panels_.count * tile_size_; }
+  int64_t span() const { return span_; }
+  int64_t runs() const { return runs_; }
+
+  // square[s, t] for s in [s0, s0 + span), t in [t0, t0 + span); pack(out, first channel, channels, first position, positions)
+  template <class Pack>
+  void compute(int64_t channels, int64_t T, int64_t s0, int64_t t0, acc_t* packed, acc_t* square, const Pack& pack) const {
+    const int64_t side = runs_ * run_ * kChannels;
+    for (int64_t c = 0; c < channels; c += kChannels) {
+      const int64_t depth = std::min(kChannels, channels - c);
+      for (int64_t k = 0; k < (s0 == t0 ? 1 : 2); ++k) {
+        const int64_t first = k ? s0 : t0;
+        for (int64_t r = 0; r < runs_ && first + r * run_ < T; ++r)
+          pack(packed + k * side + r * run_ * depth, c, depth, first + r * run_, std::min(run_, T - first - r * run_));
+      }
+      tiles(depth, T, s0, t0, packed, packed + (s0 == t0 ? 0 : side), square, c > 0);
+    }
+  }
+
+  // f(offset into the square, s, t, valid columns) for each row of each tile that holds something of the upper triangle
+  template <class Row>
+  void each_row(int64_t T, int64_t s0, int64_t t0, const Row& f) const {
+    each_tile(T, s0, t0, [&](int64_t index, int64_t s, int64_t rows, int64_t t) {
+      for (int64_t row = 0; row < rows; ++row) f(index * tile_size_ + row * run_, s + row, t, std::min(run_, T - t));
+    });
+  }
+
+ private:
+  template <class F>
+  void each_tile(int64_t T, int64_t s0, int64_t t0, const F& f) const {
+    for (int64_t r = 0; r < runs_ && t0 + r * run_ < T; ++r)
+      for (int64_t q = 0; q < (s0 == t0 ? r + 1 : runs_) && s0 + q * run_ < T; ++q)
+        for (int64_t p = 0; p < panels_.count; ++p) {
+          const int64_t s = s0 + q * run_ + p * panels_.rows;
+          const int64_t rows = std::min(p + 1 < panels_.count ? panels_.rows : panels_.last, T - s);
+          if (rows > 0) f((r * runs_ + q) * panels_.count + p, s, rows, t0 + r * run_);
+        }
+  }
+
+  void tiles(int64_t depth, int64_t T, int64_t s0, int64_t t0, const acc_t* right, const acc_t* left, acc_t* square,
+             bool resume) const {
+    each_tile(T, s0, t0, [&](int64_t index, int64_t s, int64_t rows, int64_t t) {
+      Tile<acc_t> job{};
+      job.x = right + (t - t0) * depth, job.x_along = run_, job.height = 1, job.width = depth;
+      job.g = left + (s - s0) / run_ * run_ * depth + (s - s0) % run_, job.g_along = run_;
+      job.carry = square + index * tile_size_, job.resume = resume, job.suspend = true;
+      kernels_.tile[T - t > kernels_.lanes][rows](job);
+    });
+  }
+
+  const Kernels<acc_t>& kernels_;
+  const int64_t run_;
+  const Panels panels_;
+  const int64_t span_, runs_, tile_size_;
+};
+
+struct GramSum {
+  double sum = 0, magnitude = 0;
+  bool underflow = false;
+};
+
+// One sample. source.pack_activations / pack_grads as GramSquare::compute's pack.
+template <class acc_t, class Source>
+GramSum gram_sum(const Source& source, int64_t n, int64_t T, int64_t I, int64_t O) {
+  const Kernels<acc_t>& k = kernels<acc_t>();
+  const GramSquare<acc_t> square(T, k);
+  Workspace<acc_t>& workspace = Workspace<acc_t>::mine();
+  acc_t* const packed = workspace.panels.get(2 * square.span() * kChannels);
+  acc_t* const of_a = workspace.columns.get(square.size());
+  acc_t* const of_b = workspace.carry.get(square.size());
+  GramSum result;
+  double faint = 0;  // what a row whose own square underflowed might have added, squared
+  for (int64_t t0 = 0; t0 < T; t0 += square.span())
+    for (int64_t s0 = 0; s0 <= t0; s0 += square.span()) {
+      source.activations(square, n, T, I, s0, t0, packed, of_a);
+      square.compute(O, T, s0, t0, packed, of_b,
+                     [&](acc_t* out, int64_t c, int64_t depth, int64_t t, int64_t count) { source.pack_grads(out, n, c, depth, t, count); });
+      double twice = 0, twice_magnitude = 0;
+      square.each_row(T, s0, t0, [&](int64_t offset, int64_t s, int64_t t, int64_t columns) {
+        const bool on_diagonal = s >= t && s < t + columns;
+        double* const sum = s >= t ? &result.sum : &twice;
+        k.products(of_a + offset, of_b + offset, columns, sum, s >= t ? &result.magnitude : &twice_magnitude);
+        if (!on_diagonal) return;
+        const double a = of_a[offset + s - t], b = of_b[offset + s - t];
+        if (std::min(a, b) < 1e-30) faint = std::max(faint, 1e-30 * std::max(a, b));
+      });
+      result.sum += 2 * twice, result.magnitude += 2 * twice_magnitude;
+    }
+  result.underflow = faint > 1e-14 * result.sum;
+  return result;
+}
+
+// Row 0 of sq_norms; `layer` is the sweep's, for samples that gram cannot do
+template <class acc_t, class Source, class Layer>
+void gram_pass(const Source& source, const Layer& layer, int64_t T, const Tensor& sq_norms) {
+  const int64_t N = layer.N;
+  std::vector<double> sums(N, 0.0);
+  const double flop = double(T) * T * (double(layer.patch()) + double(layer.rows));
+  at::parallel_for(0, N, std::max<int64_t>(1, int64_t(2e5 / std::max(flop, 1.0))), [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      const GramSum gram = gram_sum<acc_t>(source, n, T, layer.patch(), layer.rows);
+      const bool doubtful = !(gram.sum > 1e-4 * gram.magnitude) || gram.underflow || !std::isfinite(gram.sum) ||
+                            out_of_range(gram.sum, sizeof(acc_t) == sizeof(float));
+      sums[n] = doubtful ? 0 : gram.sum;
+      if (doubtful && !layer.vanishes(n)) {
+        Sums<acc_t> again;
+        again.sq_sums = sums.data(), again.wide = true;
+        Sweep<acc_t, Layer>(layer, {n, n + 1, 0, layer.rows}, again).run();
+      }
+    }
+  });
+  write_row<acc_t>(sq_norms, 0, sums);
+}
+
+// Rows as they lie.
+template <class acc_t>
+struct RowSource {
+  const Operand a, b;
+  const RowKernels<acc_t>& pack;
+
+  RowSource(const Tensor& activations, const Tensor& grad_output)
+      : a(rows_of(activations)), b(rows_of(grad_output)), pack(kernels<acc_t>().of(activations.scalar_type())) {}
+
+  void transposed(const Operand& from, acc_t* out, int64_t n, int64_t c, int64_t depth, int64_t t, int64_t count) const {
+    pack.pack(out, 2 * kernels<acc_t>().lanes, from.at(n, 0, t, c), depth, count, from.c, from.x);
+  }
+  void activations(const GramSquare<acc_t>& square, int64_t n, int64_t T, int64_t I, int64_t s0, int64_t t0, acc_t* packed,
+                   acc_t* out) const {
+    square.compute(I, T, s0, t0, packed, out, [&](acc_t* to, int64_t c, int64_t depth, int64_t t, int64_t count) {
+      transposed(a, to, n, c, depth, t, count);
+    });
+  }
+  void pack_grads(acc_t* out, int64_t n, int64_t c, int64_t depth, int64_t t, int64_t count) const {
+    transposed(b, out, n, c, depth, t, count);
+  }
+};
+
+}  // namespace torchgradx::cpu

@@ -1,0 +1,199 @@
+// What surrounds a sweep: sharing the work among threads, adding up what they found, the bias, and samples whose squares
+// left float's range, which are done again with squares in double.
+#pragma once
+
+#include "../ops.h"
+#include "sweep.h"
+
+namespace torchgradx::cpu {
+
+struct Grid {
+  int64_t sample_parts, row_parts;
+  int64_t parts() const { return sample_parts * row_parts; }
+  Share share(int64_t part, int64_t N, int64_t rows) const {
+    const int64_t s = part / row_parts, r = part % row_parts;
+    return {N * s / sample_parts, N * (s + 1) / sample_parts, rows * r / row_parts, rows * (r + 1) / row_parts};
+  }
+};
+
+// The grid whose slowest share is smallest; sharing rows makes every sharer pack the same columns, hence the surcharge.
+inline Grid make_grid(int64_t N, int64_t rows, double flop, double total_bytes) {
+  constexpr double kWorthAThread = 2e5, kCopyBytes = 1 << 20, kPacking = 16;
+  const int64_t threads = at::in_parallel_region() ? 1 : std::min<int64_t>(at::get_num_threads(), int64_t(flop / kWorthAThread));
+  Grid best{1, 1};
+  double best_cost = double(N) * (double(rows) + kPacking);
+  for (int64_t s = 1; s <= std::min(threads, N); ++s) {
+    if (s > 1 && total_bytes > kCopyBytes) break;
+    const int64_t r = std::min(threads / s, rows);
+    const double cost = double(ceil_div(N, s)) * (double(ceil_div(rows, r)) + kPacking);
+    if (cost < best_cost) best_cost = cost, best = {s, r};
+  }
+  return best;
+}
+
+template <class Work>
+void for_parts(int64_t parts, const Work& work) {
+  if (parts == 1) return work(0);
+  at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) work(part);
+  });
+}
+
+// Sums of squares that float may have rounded to nothing, or past its end; zero too, unless an operand is all zeros.
+inline bool out_of_range(double sq_sum, bool single) {
+  return single && !(sq_sum > 1e-24 && sq_sum < 1e30);
+}
+
+template <class acc_t, class Layer>
+void redo_out_of_range(const Layer& layer, double* sq_sums) {
+  if (sizeof(acc_t) == sizeof(double)) return;
+  for_parts(layer.N, [&](int64_t n) {
+    if (!out_of_range(sq_sums[n], true)) return;
+    sq_sums[n] = 0;
+    if (layer.vanishes(n)) return;
+    Sums<acc_t> sums;
+    sums.sq_sums = sq_sums, sums.wide = true;
+    Sweep<acc_t, Layer>(layer, {n, n + 1, 0, layer.rows}, sums).run();
+  });
+}
+
+template <class Layer>
+double flop_of(const Layer& layer) {
+  return 2.0 * double(layer.N) * double(layer.height * layer.width) * double(layer.rows) * double(layer.patch());
+}
+
+inline std::vector<double> sum_of_parts(const std::vector<double>& partial, int64_t parts, int64_t N) {
+  if (parts == 1) return partial;
+  std::vector<double> sums(N, 0.0);
+  for (int64_t part = 0; part < parts; ++part)
+    for (int64_t n = 0; n < N; ++n) sums[n] += partial[part * N + n];
+  return sums;
+}
+
+template <class acc_t>
+void write_row(const Tensor& sq_norms, int64_t row, const std::vector<double>& sums) {
+  acc_t* out = sq_norms.mutable_data_ptr<acc_t>() + row * sq_norms.size(1);
+  for (size_t n = 0; n < sums.size(); ++n) out[n] = acc_t(sums[n]);
+}
+
+// |sum_t b_nt|^2 for the samples and rows of a share; total [O], if any, gathers the sums times scale_n.
+template <class acc_t, class Layer>
+void bias_sweep(const Layer& layer, const Share& share, const acc_t* scale, double* sq_sums, double* total) {
+  constexpr int64_t kWide = 512;
+  acc_t sums[kWide];
+  const Operand& grads = layer.grads;
+  const bool flat = layer.height == 1 || grads.y == layer.width * grads.x;
+  for (int64_t n = share.sample_begin; n < share.sample_end; ++n)
+    for (int64_t row = share.row_begin; row < share.row_end; row += kWide) {
+      const int64_t rows = std::min(kWide, share.row_end - row);
+      std::fill(sums, sums + rows, acc_t(0));
+      for (int64_t y = 0; y < (flat ? 1 : layer.height); ++y)
+        layer.grad_kernels->add_rows(sums, grads.at(n, y, 0, row), flat ? layer.height * layer.width : layer.width, rows, grads.x,
+                                     grads.c);
+      double squares = 0;
+      for (int64_t r = 0; r < rows; ++r) squares += double(sums[r]) * sums[r];
+      sq_sums[n] += squares;
+      if (total)
+        for (int64_t r = 0; r < rows; ++r) total[row + r] += double(sums[r]) * (scale ? scale[n] : acc_t(1));
+    }
+}
+
+// Row 1 of sq_norms, and grad_bias [O] if it is defined.
+template <class acc_t, class Layer>
+void bias_pass(const Layer& layer, const acc_t* scale, const Tensor& grad_bias, const Tensor& sq_norms) {
+  constexpr double kCostOfAnElement = 8;  // in FLOP: bound by memory
+  const int64_t N = layer.N, rows = layer.rows;
+  const double elements = double(N) * double(layer.height * layer.width) * double(rows);
+  const Grid grid = make_grid(N, rows, kCostOfAnElement * elements, 8.0 * double(rows));
+  std::vector<double> partial(grid.parts() * N, 0.0), totals(grad_bias.defined() ? grid.sample_parts * rows : 0, 0.0);
+  for_parts(grid.parts(), [&](int64_t part) {
+    double* const total = grad_bias.defined() ? totals.data() + part / grid.row_parts * rows : nullptr;
+    bias_sweep<acc_t>(layer, grid.share(part, N, rows), scale, partial.data() + part * N, total);
+  });
+  write_row<acc_t>(sq_norms, 1, sum_of_parts(partial, grid.parts(), N));
+  if (!grad_bias.defined()) return;
+  acc_t* const out = grad_bias.mutable_data_ptr<acc_t>();
+  totals = sum_of_parts(totals, grid.sample_parts, rows);
+  for (int64_t row = 0; row < rows; ++row) out[row] = acc_t(totals[row]);
+}
+
+// Row 0 of sq_norms, the norms alone.
+template <class acc_t, class Layer>
+void direct_pass(const Layer& layer, const Tensor& sq_norms) {
+  const int64_t N = layer.N;
+  const Grid grid = make_grid(N, layer.rows, flop_of(layer), 0);
+  std::vector<double> partial(grid.parts() * N, 0.0);
+  for_parts(grid.parts(), [&](int64_t part) {
+    Sums<acc_t> sums;
+    sums.sq_sums = partial.data() + part * N;
+    Sweep<acc_t, Layer>(layer, grid.share(part, N, layer.rows), sums).run();
+  });
+  auto sums = sum_of_parts(partial, grid.parts(), N);
+  redo_out_of_range<acc_t>(layer, sums.data());
+  write_row<acc_t>(sq_norms, 0, sums);
+}
+
+// weight [size] += each of copies [count, size], in order
+template <class acc_t>
+void add_copies(acc_t* weight, const acc_t* copies, int64_t size, int64_t count) {
+  for (int64_t copy = 0; copy < count; ++copy)
+    for (int64_t k = 0; k < size; ++k) weight[k] += copies[copy * size + k];
+}
+
+// grad_weight [O, ...] in acc_t and row 0 of sq_norms; without sq_norms, the plain weight gradient, all positions as one sum.
+template <class acc_t, class Layer>
+void fused_pass(const Layer& layer, const acc_t* scale, int64_t scale_every, const Tensor& grad_weight, const Tensor& sq_norms) {
+  const int64_t N = layer.N, rows = layer.rows, size = rows * layer.patch();
+  const Grid grid = make_grid(N, rows, flop_of(layer), double(size) * sizeof(acc_t));
+  const Tensor copies = at::empty({grid.sample_parts - 1, size}, grad_weight.options());
+  acc_t *const weight = grad_weight.mutable_data_ptr<acc_t>(), *const copy = copies.mutable_data_ptr<acc_t>();
+  std::vector<double> partial(sq_norms.defined() ? grid.parts() * N : 0, 0.0);
+  for_parts(grid.parts(), [&](int64_t part) {
+    Sums<acc_t> sums;
+    sums.sq_sums = sq_norms.defined() ? partial.data() + part * N : nullptr;
+    const int64_t sample_part = part / grid.row_parts;
+    sums.weight = sample_part ? copy + (sample_part - 1) * size : weight;
+    sums.scale = scale, sums.scale_every = scale_every;
+    Sweep<acc_t, Layer>(layer, grid.share(part, N, rows), sums).run();
+  });
+  add_copies(weight, copy, size, grid.sample_parts - 1);
+  if (!sq_norms.defined()) return;
+  auto sums = sum_of_parts(partial, grid.parts(), N);
+  redo_out_of_range<acc_t>(layer, sums.data());
+  write_row<acc_t>(sq_norms, 0, sums);
+}
+
+// The operator around a pass: results of the right dtypes, halves accumulated in float and rounded once.
+// pass(acc_t{}, scale or null, grad_weight, grad_bias, sq_norms); called only if there is something to add up.
+template <class Pass>
+Fused fused_results(const Tensor& like, at::IntArrayRef weight_sizes, int64_t N, const std::optional<Tensor>& scale, bool bias,
+                    bool empty, const Pass& pass) {
+  const auto acc_dtype = like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto options = like.options().dtype(acc_dtype);
+  const auto make = [&](at::IntArrayRef sizes) { return empty ? at::zeros(sizes, options) : at::empty(sizes, options); };
+  Tensor weight = make(weight_sizes), grad_bias = make({bias ? weight_sizes[0] : 0}), sq_norms = make({1 + int64_t(bias), N});
+  if (!empty) {
+    Tensor factors;
+    if (scale) factors = scale->to(acc_dtype).contiguous();
+    if (acc_dtype == at::kDouble)
+      pass(double{}, scale ? factors.const_data_ptr<double>() : nullptr, weight, grad_bias, sq_norms);
+    else
+      pass(float{}, scale ? factors.const_data_ptr<float>() : nullptr, weight, grad_bias, sq_norms);
+  }
+  if (like.scalar_type() != acc_dtype) weight = weight.to(like.scalar_type()), grad_bias = grad_bias.to(like.scalar_type());
+  return {weight, grad_bias, sq_norms};
+}
+
+template <class Pass>
+Tensor norm_results(const Tensor& like, int64_t N, bool bias, bool empty, const Pass& pass) {
+  const auto acc_dtype = like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  if (empty) return at::zeros({1 + int64_t(bias), N}, like.options().dtype(acc_dtype));
+  const Tensor sq_norms = at::empty({1 + int64_t(bias), N}, like.options().dtype(acc_dtype));
+  if (acc_dtype == at::kDouble)
+    pass(double{}, sq_norms);
+  else
+    pass(float{}, sq_norms);
+  return sq_norms;
+}
+
+}  // namespace torchgradx::cpu

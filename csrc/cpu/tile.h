@@ -1,0 +1,63 @@
+// The processor-dependent kernels behind one table: a register tile of a product, and the loops that feed it.
+// Written once (tile_body.h) on the compiler's vectors, compiled for plain, AVX2 and AVX-512 processors, chosen at run time.
+// acc_t is float for float32, bfloat16 and float16 operands, double for float64.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+
+namespace torchgradx::cpu {
+
+constexpr int kMaxRows = 14;  // of any processor's tile
+constexpr int kMaxTaps = 9;   // of a correlation at a time
+
+// One tile: sum over positions (y, x) of g[0 .. rows) x[0 .. columns)^T, for one sample; then what becomes of it.
+template <class acc_t>
+struct Tile {
+  const acc_t* x;  // [height, width, columns], strides (x_down, x_along, 1); read in whole vectors past `columns`
+  int64_t x_down, x_along, height, width;
+  const acc_t* g;  // [height * width, rows], strides (g_along, 1)
+  int64_t g_along;
+  acc_t* carry;    // [rows, 2 vectors]: partial sums of a sample that spans several chunks
+  bool resume, suspend;  // begin from `carry`; end there
+  acc_t* total;    // [rows, columns] in whole vectors, or null: the sum over samples, scaled
+  int64_t total_along;
+  acc_t scale;
+  bool fresh;      // the first to be added: `total` is not yet initialised
+  bool wide;       // squares in double, for samples whose squares leave float's range
+  int columns;
+  double* sq_sum;  // the tile's squares are added to it; null if unwanted
+};
+
+// Loops over an operand of one dtype. Strides count elements.
+template <class acc_t>
+struct RowKernels {
+  // out[r * ld + c] = source[r * row_stride + c * column_stride]; writes nothing else
+  void (*pack)(acc_t* out, int64_t ld, const void* source, int64_t rows, int64_t columns, int64_t row_stride,
+               int64_t column_stride);
+  // sum[c] += sum over r of source[r, c]
+  void (*add_rows)(acc_t* sum, const void* source, int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride);
+  double (*sq_sum)(const void* source, int64_t count, int64_t stride);
+};
+
+template <class acc_t>
+struct Kernels {
+  int lanes, max_rows;
+  void (*tile[2][kMaxRows + 1])(const Tile<acc_t>&);  // [vectors - 1][rows]
+  RowKernels<acc_t> native, bfloat16, float16;
+  // sum += sum of a b, magnitude += sum of |a b|, in double
+  void (*products)(const acc_t* a, const acc_t* b, int64_t count, double* sum, double* magnitude);
+
+  // out[k] += sum of g[i] x[offsets[k] + i] over i below count, a multiple of lanes; [taps]
+  void (*correlate[kMaxTaps + 1])(const acc_t* g, const acc_t* x, const int64_t* offsets, int64_t count, acc_t* out);
+
+  const RowKernels<acc_t>& of(at::ScalarType dtype) const {
+    return dtype == at::kBFloat16 ? bfloat16 : dtype == at::kHalf ? float16 : native;
+  }
+};
+
+template <class acc_t>
+const Kernels<acc_t>& kernels();  // for this processor
+
+}  // namespace torchgradx::cpu

@@ -1,0 +1,28 @@
+// Tiles for processors with AVX2 and FMA: 6 rows by two vectors, 12 of 16 registers.
+#include "tile_isa.h"
+
+#if defined(__x86_64__)
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx,avx2,fma,f16c,bmi,bmi2"))), apply_to = function)
+#else
+#pragma GCC target("avx,avx2,fma,f16c,bmi,bmi2")
+#endif
+#include "tile_body.h"
+
+namespace torchgradx::cpu {
+
+template <class acc_t>
+Kernels<acc_t> avx2_kernels() {
+  return make_kernels<acc_t, 32 / sizeof(acc_t), 6>();
+}
+
+template Kernels<float> avx2_kernels();
+template Kernels<double> avx2_kernels();
+
+}  // namespace torchgradx::cpu
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

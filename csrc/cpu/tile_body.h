@@ -1,0 +1,343 @@
+// Included by tile_default.cpp, tile_avx2.cpp and tile_avx512.cpp after their target pragma; not a header of its own.
+// Everything is in an anonymous namespace and nothing of std is instantiated: a function compiled for AVX-512 that the linker
+// merged with its namesake elsewhere would fault on older processors.
+
+namespace torchgradx::cpu {
+namespace {
+
+template <class T, int L>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(sizeof(T) * L)));
+};
+template <class T, int L>
+using Vector = typename VectorOf<T, L>::type;
+
+#define INLINE inline __attribute__((always_inline))
+
+struct bfloat16_bits { uint16_t bits; };
+struct float16_bits { uint16_t bits; };
+
+template <class T, int L>
+INLINE Vector<T, L> load(const T* p) {
+  Vector<T, L> v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class T, int L>
+INLINE void store(T* p, Vector<T, L> v) {
+  __builtin_memcpy(p, &v, sizeof v);
+}
+template <class T, int L>
+INLINE Vector<uint32_t, L> load_bits(const T* p) {
+  Vector<uint16_t, L> h;
+  __builtin_memcpy(&h, p, sizeof h);
+  return __builtin_convertvector(h, Vector<uint32_t, L>);
+}
+template <class T, int L>
+INLINE Vector<float, L> load(const bfloat16_bits* p) {
+  return (Vector<float, L>)(load_bits<bfloat16_bits, L>(p) << 16);
+}
+template <class T, int L>
+INLINE Vector<float, L> load(const float16_bits* p) {
+  // Exponent and mantissa moved to float's places are off by 2^112, subnormals too; infinities and NaN need their exponent back.
+  const Vector<uint32_t, L> h = load_bits<float16_bits, L>(p), shifted = (h & 0x7fffu) << 13;
+  const Vector<uint32_t, L> finite = (Vector<uint32_t, L>)((Vector<float, L>)shifted * 0x1p112f);
+  const Vector<uint32_t, L> special = (Vector<uint32_t, L>)(shifted >= 0x0f800000u) & 0x7f800000u;
+  return (Vector<float, L>)(finite | special | (h & 0x8000u) << 16);
+}
+INLINE float value(float v) { return v; }
+INLINE double value(double v) { return v; }
+INLINE float value(bfloat16_bits v) {
+  const uint32_t bits = uint32_t(v.bits) << 16;
+  float f;
+  __builtin_memcpy(&f, &bits, sizeof f);
+  return f;
+}
+INLINE float value(float16_bits v) {
+  const uint32_t shifted = (v.bits & 0x7fffu) << 13;
+  float f;
+  __builtin_memcpy(&f, &shifted, sizeof f);
+  f *= 0x1p112f;
+  uint32_t bits;
+  __builtin_memcpy(&bits, &f, sizeof f);
+  bits |= (shifted >= 0x0f800000u ? 0x7f800000u : 0u) | (v.bits & 0x8000u) << 16;
+  __builtin_memcpy(&f, &bits, sizeof f);
+  return f;
+}
+
+template <class T, int L>
+INLINE T sum_lanes(Vector<T, L> v) {
+  if constexpr (L == 2) {
+    return v[0] + v[1];
+  } else {
+    Vector<T, L / 2> halves[2];
+    __builtin_memcpy(halves, &v, sizeof v);
+    return sum_lanes<T, L / 2>(halves[0] + halves[1]);
+  }
+}
+
+// ---- the register tile ----
+
+template <class T, int L, int R, int V>
+void tile(const Tile<T>& job) {
+  using Vec = Vector<T, L>;
+  Vec sum[R][V];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) sum[r][v] = Vec{};
+  T* const target = job.suspend ? job.carry : job.total;
+  const int64_t along = job.suspend ? 2 * L : job.total_along;
+  if (target)
+    for (int r = 0; r < R; ++r) {
+      __builtin_prefetch(target + r * along, 1);
+      if (V == 2) __builtin_prefetch(target + r * along + L, 1);
+    }
+  const T* g = job.g;
+  const int64_t g_along = job.g_along, x_along = job.x_along, width = job.width;
+  for (int64_t y = 0; y < job.height; ++y) {
+    const T* x = job.x + y * job.x_down;
+    for (int64_t t = 0; t < width; ++t, x += x_along, g += g_along) {
+      Vec column[V];
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) column[v] = load<T, L>(x + v * L);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < V; ++v) sum[r][v] += column[v] * g[r];
+    }
+  }
+  if (job.resume) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) sum[r][v] += load<T, L>(job.carry + (r * 2 + v) * L);
+  }
+  if (job.suspend) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) store<T, L>(job.carry + (r * 2 + v) * L, sum[r][v]);
+    return;
+  }
+  if (job.columns < V * L) {  // lanes past the last column hold other columns' products, or another sample's
+    T keep[V * L];
+    for (int c = 0; c < V * L; ++c) keep[c] = c < job.columns;
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) {
+      const auto kept = load<T, L>(keep + v * L) != 0;
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) sum[r][v] = (Vec)((decltype(kept))sum[r][v] & kept);
+    }
+  }
+  if (job.sq_sum && job.wide) {
+    double squares = 0;
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v)
+        for (int l = 0; l < L; ++l) squares += double(sum[r][v][l]) * sum[r][v][l];
+    *job.sq_sum += squares;
+  } else if (job.sq_sum) {
+    Vec squares[2] = {Vec{}, Vec{}};
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) squares[(r + v) % 2] += sum[r][v] * sum[r][v];
+    *job.sq_sum += sum_lanes<T, L>(squares[0] + squares[1]);
+  }
+  if (!job.total) return;
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) {
+      T* out = job.total + r * job.total_along + v * L;
+      const Vec term = sum[r][v] * job.scale;
+      store<T, L>(out, job.fresh ? term : load<T, L>(out) + term);
+    }
+}
+
+// ---- loops over operands ----
+
+template <class T, int W, class S>
+INLINE void copy(T* out, const S* in) {
+  store<T, W>(out, load<T, W>(in));
+}
+
+// Tails are copied by a second, overlapping vector: no reads or writes outside the row, no scalar loop.
+template <class T, int L, class S>
+INLINE void copy_row(T* out, const S* in, int64_t n) {
+  if (n >= L) {
+    for (int64_t c = 0; c + L <= n; c += L) copy<T, L>(out + c, in + c);
+    if (n % L) copy<T, L>(out + n - L, in + n - L);
+  } else if constexpr (L > 2) {
+    copy_row<T, L / 2>(out, in, n);
+  } else {
+    for (int64_t c = 0; c < n; ++c) out[c] = value(in[c]);
+  }
+}
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+#define SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, Mask{i, j, k, l})
+#endif
+
+// out[r * ld + c] = in[r + c * stride], 4 x 4
+template <class T, class S>
+INLINE void transpose4(T* out, int64_t ld, const S* in, int64_t stride) {
+  using Vec = Vector<T, 4>;
+#if !defined(__clang__)
+  using Mask = decltype(Vec{} == Vec{});
+#endif
+  const Vec a = load<T, 4>(in), b = load<T, 4>(in + stride), c = load<T, 4>(in + 2 * stride), d = load<T, 4>(in + 3 * stride);
+  const Vec ab_low = SHUFFLE(a, b, 0, 4, 1, 5), ab_high = SHUFFLE(a, b, 2, 6, 3, 7);
+  const Vec cd_low = SHUFFLE(c, d, 0, 4, 1, 5), cd_high = SHUFFLE(c, d, 2, 6, 3, 7);
+  store<T, 4>(out, SHUFFLE(ab_low, cd_low, 0, 1, 4, 5));
+  store<T, 4>(out + ld, SHUFFLE(ab_low, cd_low, 2, 3, 6, 7));
+  store<T, 4>(out + 2 * ld, SHUFFLE(ab_high, cd_high, 0, 1, 4, 5));
+  store<T, 4>(out + 3 * ld, SHUFFLE(ab_high, cd_high, 2, 3, 6, 7));
+}
+
+template <class T, int L, class S>
+void pack(T* out, int64_t ld, const void* source, int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride) {
+  const S* in = static_cast<const S*>(source);
+  if (column_stride == 1) {
+    for (int64_t r = 0; r < rows; ++r) copy_row<T, L>(out + r * ld, in + r * row_stride, columns);
+  } else if (L >= 4 && row_stride == 1 && rows >= 4 && columns >= 4) {
+    if constexpr (L >= 4)
+    for (int64_t block = 0; block < columns; block += 4) {
+      const int64_t c = block + 4 <= columns ? block : columns - 4;
+      for (int64_t r = 0; r + 4 <= rows; r += 4) transpose4(out + r * ld + c, ld, in + r + c * column_stride, column_stride);
+      if (rows % 4) transpose4(out + (rows - 4) * ld + c, ld, in + rows - 4 + c * column_stride, column_stride);
+    }
+  } else {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < columns; ++c) out[r * ld + c] = value(in[r * row_stride + c * column_stride]);
+  }
+}
+
+template <class T, int L, class S>
+INLINE T sum_along(const S* in, int64_t count, int64_t stride) {
+  T sum = 0;
+  int64_t k = 0;
+  if (stride == 1) {
+    Vector<T, L> lanes[2] = {Vector<T, L>{}, Vector<T, L>{}};
+    for (; k + 2 * L <= count; k += 2 * L) lanes[0] += load<T, L>(in + k), lanes[1] += load<T, L>(in + k + L);
+    sum = sum_lanes<T, L>(lanes[0] + lanes[1]);
+  }
+  for (; k < count; ++k) sum += value(in[k * stride]);
+  return sum;
+}
+
+template <class T, int L, class S>
+void add_rows(T* sum, const void* source, int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride) {
+  const S* in = static_cast<const S*>(source);
+  if (column_stride != 1) {
+    for (int64_t c = 0; c < columns; ++c) sum[c] += sum_along<T, L>(in + c * column_stride, rows, row_stride);
+    return;
+  }
+  int64_t c = 0;
+  for (; c + 2 * L <= columns; c += 2 * L) {
+    Vector<T, L> lanes[2] = {Vector<T, L>{}, Vector<T, L>{}};
+    for (int64_t r = 0; r < rows; ++r) {
+      lanes[0] += load<T, L>(in + r * row_stride + c);
+      lanes[1] += load<T, L>(in + r * row_stride + c + L);
+    }
+    store<T, L>(sum + c, load<T, L>(sum + c) + lanes[0]);
+    store<T, L>(sum + c + L, load<T, L>(sum + c + L) + lanes[1]);
+  }
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t k = c; k < columns; ++k) sum[k] += value(in[r * row_stride + k]);
+}
+
+template <class T, int L, class S>
+double sq_sum(const void* source, int64_t count, int64_t stride) {
+  const S* in = static_cast<const S*>(source);
+  constexpr int D = L * sizeof(T) / sizeof(double);
+  using Doubles = Vector<double, D>;
+  double sum = 0;
+  int64_t k = 0;
+  if (stride == 1) {
+    Doubles lanes[2] = {Doubles{}, Doubles{}};
+    for (; k + 2 * D <= count; k += 2 * D) {
+      const auto first = __builtin_convertvector((load<T, D>(in + k)), Doubles);
+      const auto second = __builtin_convertvector((load<T, D>(in + k + D)), Doubles);
+      lanes[0] += first * first, lanes[1] += second * second;
+    }
+    sum = sum_lanes<double, D>(lanes[0] + lanes[1]);
+  }
+  for (; k < count; ++k) sum += double(value(in[k * stride])) * value(in[k * stride]);
+  return sum;
+}
+
+template <class T, int L>
+void products(const T* a, const T* b, int64_t count, double* sum, double* magnitude) {
+  constexpr int D = L * sizeof(T) / sizeof(double);
+  using Doubles = Vector<double, D>;
+  Doubles totals{}, absolutes{};
+  int64_t k = 0;
+  for (; k + D <= count; k += D) {
+    const Doubles term = __builtin_convertvector((load<T, D>(a + k)), Doubles) * __builtin_convertvector((load<T, D>(b + k)), Doubles);
+    totals += term;
+    absolutes += term < 0 ? -term : term;
+  }
+  double total = sum_lanes<double, D>(totals), absolute = sum_lanes<double, D>(absolutes);
+  for (; k < count; ++k) {
+    const double term = double(a[k]) * b[k];
+    total += term, absolute += term < 0 ? -term : term;
+  }
+  *sum += total, *magnitude += absolute;
+}
+
+template <class T, int L, int K>
+void correlate(const T* g, const T* x, const int64_t* offsets, int64_t count, T* out) {
+  Vector<T, L> sums[K];
+  const T* shifted[K];
+#pragma GCC unroll 16
+  for (int k = 0; k < K; ++k) sums[k] = Vector<T, L>{}, shifted[k] = x + offsets[k];
+  for (int64_t i = 0; i < count; i += L) {
+    const Vector<T, L> grad = load<T, L>(g + i);
+#pragma GCC unroll 16
+    for (int k = 0; k < K; ++k) sums[k] += grad * load<T, L>(shifted[k] + i);
+  }
+#pragma GCC unroll 16
+  for (int k = 0; k < K; ++k) out[k] += sum_lanes<T, L>(sums[k]);
+}
+
+// ---- the table ----
+
+template <class T, int L, class S>
+constexpr RowKernels<T> row_kernels() {
+  return {pack<T, L, S>, add_rows<T, L, S>, sq_sum<T, L, S>};
+}
+
+template <class T, int L, int R>
+void fill_tiles(Kernels<T>& table) {
+  table.tile[0][R] = tile<T, L, R, 1>;
+  table.tile[1][R] = tile<T, L, R, 2>;
+  if constexpr (R > 1) fill_tiles<T, L, R - 1>(table);
+}
+
+template <class T, int L, int K>
+void fill_correlates(Kernels<T>& table) {
+  table.correlate[K] = correlate<T, L, K>;
+  if constexpr (K > 1) fill_correlates<T, L, K - 1>(table);
+}
+
+template <class T, int L, int R>
+Kernels<T> make_kernels() {
+  static_assert(R <= kMaxRows, "the table has no room for this many rows");
+  Kernels<T> table{};
+  table.lanes = L, table.max_rows = R;
+  fill_tiles<T, L, R>(table);
+  fill_correlates<T, L, kMaxTaps>(table);
+  table.native = row_kernels<T, L, T>();
+  if constexpr (sizeof(T) == sizeof(float)) {
+    table.bfloat16 = row_kernels<T, L, bfloat16_bits>();
+    table.float16 = row_kernels<T, L, float16_bits>();
+  }
+  table.products = products<T, L>;
+  return table;
+}
+
+}  // namespace
+}  // namespace torchgradx::cpu

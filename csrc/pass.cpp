@@ -1,0 +1,310 @@
+#include "pass.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+
+namespace torchgradx {
+namespace {
+
+using torch::autograd::get_current_graph_task_exec_info;
+using torch::autograd::get_current_graph_task_id;
+using torch::autograd::get_current_graph_task_nodes_in_graph;
+
+// The pass in force on this thread, for each probe: replicas and other threads run at the same time.
+thread_local std::vector<std::pair<const Recorder*, std::shared_ptr<Pass>>> in_force;
+
+bool executes(Node* node) {
+  const auto* info = get_current_graph_task_exec_info();
+  if (!info || info->empty()) return true;  // a plain backward() runs everything
+  const auto found = info->find(node);
+  return found != info->end() && found->second.should_execute();
+}
+
+uint64_t mixed(uint64_t hash, uint64_t value) { return (hash ^ value) * 0x9E3779B97F4A7C15u + (hash >> 29); }
+
+}  // namespace
+
+Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::object drained)
+    : balance(parameters, 0),
+      began_(new Callback{std::move(began)}),
+      finish_(new Callback{std::move(finish)}),
+      drained_(new Callback{std::move(drained)}),
+      recorded_(parameters),
+      magnitude_(parameters, 0) {}
+
+void Recorder::push(std::shared_ptr<Pass> pass) {
+  if (pass) {
+    std::vector<std::weak_ptr<Pass>> living;
+    for (const auto& weak : alive)
+      if (const auto other = weak.lock()) {
+        if (other->recorded) other->silent_calls = 0;  // its backward has been: nothing will run again
+        living.push_back(weak);
+      }
+    living.push_back(pass);
+    alive.swap(living);
+  }
+  in_force.emplace_back(this, std::move(pass));
+}
+
+void Recorder::pop() {
+  for (auto i = in_force.size(); i-- > 0;)
+    if (in_force[i].first == this) {
+      if (in_force[i].second) in_force[i].second->forget_uses();
+      in_force.erase(in_force.begin() + static_cast<int64_t>(i));
+      return;
+    }
+}
+
+bool Recorder::pushed() const {
+  return std::any_of(in_force.begin(), in_force.end(), [this](const auto& entry) { return entry.first == this; });
+}
+
+std::shared_ptr<Pass> Recorder::current() const {
+  for (auto i = in_force.size(); i-- > 0;)
+    if (in_force[i].first == this) return in_force[i].second;
+  if (get_current_graph_task_id() == -1) return nullptr;
+  // A recomputation. A reentrant checkpoint's backward comes from it: the pass whose calls ran under no_grad.
+  // Otherwise its graph is thrown away, and only what it saves matters: as in the original, if that was tapped.
+  std::shared_ptr<Pass> waiting, latest;
+  for (const auto& weak : alive)
+    if (auto pass = weak.lock()) {
+      latest = pass;
+      if (pass->silent_calls <= 0) continue;
+      if (waiting) waiting->ambiguous = pass->ambiguous = true;
+      waiting = std::move(pass);
+    }
+  if (waiting) return waiting;
+  return held_ > 0 ? latest : nullptr;
+}
+
+void Recorder::refuse(int64_t site, const std::string& reason) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (const auto& refusal : refusals)
+    if (refusal.first == site && refusal.second == reason) return;
+  refusals.emplace_back(site, reason);
+}
+
+void Recorder::clear() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::fill(balance.begin(), balance.end(), 0);
+  refusals.clear();
+}
+
+void Recorder::add_recorded(int64_t parameter, const Tensor& gradient, double magnitude) {
+  const at::NoGradGuard no_grad;
+  const std::lock_guard<std::mutex> lock(mutex);
+  Tensor& sum = recorded_[parameter];
+  sum = sum.defined() ? sum + gradient : gradient.clone();  // the caller's tensor goes on to be .grad
+  magnitude_[parameter] += magnitude;
+}
+
+std::pair<std::optional<Tensor>, double> Recorder::take_recorded(int64_t parameter) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::optional<Tensor> sum;
+  if (recorded_[parameter].defined()) sum = std::move(recorded_[parameter]);
+  recorded_[parameter] = Tensor();
+  return {sum, std::exchange(magnitude_[parameter], 0)};
+}
+
+void Recorder::hold() { ++held_; }
+
+void Recorder::release() {
+  if (--held_ > 0) return;
+  py::gil_scoped_acquire gil;
+  drained_->function();
+}
+
+Pass::Pass(std::shared_ptr<Recorder> recorder, int64_t n, const std::vector<Tensor>& parameters)
+    : recorder(std::move(recorder)), n(n), entries(parameters.size()), owners_(parameters.size()) {
+  for (size_t p = 0; p < parameters.size(); ++p) track(static_cast<int64_t>(p), parameters[p]);
+}
+
+void Pass::track(int64_t parameter, const Tensor& tensor) {
+  if (!tensor.defined() || !tensor.requires_grad() || !tensor.is_leaf()) return;
+  NodePtr node = torch::autograd::impl::grad_accumulator(tensor);
+  if (owners_[parameter] == node) return;
+  accumulators_[&*node] = parameter;
+  owners_[parameter] = std::move(node);
+}
+
+bool Pass::needed(int64_t parameter) const { return !owners_[parameter] || executes(&*owners_[parameter]); }
+
+int64_t Pass::call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef sizes) {
+  const bool again = get_current_graph_task_id() != -1 && !recorder->pushed();
+  for (const auto& [parameter, tensor] : slots) track(parameter, tensor);
+  if (again) {
+    if (silent_calls > 0) --silent_calls;
+    return -1;
+  }
+  for (const auto& slot : slots) ++entries[slot.first].calls;
+  if (!at::GradMode::is_enabled()) ++silent_calls;
+  structure = mixed(structure, static_cast<uint64_t>(site) * 64 + sizes.size());
+  for (const int64_t size : sizes) structure = mixed(structure, size == n ? 1 : 2);
+  if (!sizes.empty()) structure = mixed(structure, n > 0 && sizes[0] % n == 0 ? 3 : 4);
+  uses.push_back({site, sizes.vec(), NodePtr(), 0});
+  return forgotten_ + static_cast<int64_t>(uses.size()) - 1;
+}
+
+void Pass::watch(int64_t use, const Tensor& output) {
+  if (use < forgotten_ || !output.grad_fn()) return;
+  Use& seen = uses[use - forgotten_];
+  seen.node = output.grad_fn();
+  seen.output_nr = static_cast<uint32_t>(output.output_nr());
+}
+
+void Pass::forget_uses() {
+  forgotten_ += static_cast<int64_t>(uses.size());
+  uses.clear();
+}
+
+bool Pass::arrive(const std::vector<int64_t>& parameters) {
+  bool any = false;
+  if (recorder->idle) return false;
+  for (const int64_t parameter : parameters) any = any || needed(parameter);
+  if (!any) return false;  // autograd.grad of something else: no gradient of ours is computed
+  if (!recorded) {
+    py::gil_scoped_acquire gil;
+    if (!recorded) recorder->began()(shared_from_this());
+  }
+  if (ambiguous) recorder->refuse(-1, "a reentrant checkpoint recomputed while several passes were in flight");
+  if (at::GradMode::is_enabled()) create_graph = true;
+  const std::lock_guard<std::mutex> lock(recorder->mutex);
+  audit_edges();
+  for (const int64_t parameter : parameters) {
+    ++entries[parameter].fired;
+    if (owners_[parameter] && needed(parameter)) --recorder->balance[parameter];
+  }
+  return true;
+}
+
+// Once a backward: every edge of its graph into a tracked parameter must belong to a recorded use. Autocast casts a weight
+// once for many uses, so an edge into the cast is what counts there.
+void Pass::audit_edges() {
+  const int64_t task = get_current_graph_task_id();
+  std::vector<int64_t>& audited = recorder->audited;  // of several, since reentrant checkpoints nest backwards
+  if (std::find(audited.begin(), audited.end(), task) != audited.end()) return;
+  if (audited.size() >= 64) audited.erase(audited.begin());
+  audited.push_back(task);
+  const auto* nodes = get_current_graph_task_nodes_in_graph();
+  if (!nodes) return;
+  std::unordered_map<Node*, int64_t> casts;
+  for (Node* node : *nodes)
+    for (const auto& edge : node->next_edges()) {
+      if (!edge.function) continue;
+      const auto found = accumulators_.find(&*edge.function);
+      if (found == accumulators_.end() || !executes(node) || !executes(found->first)) continue;
+      if (node->num_inputs() == 1 && node->next_edges().size() == 1 && node->name() == "ToCopyBackward0")
+        casts[node] = found->second;
+      else
+        ++recorder->balance[found->second];
+    }
+  if (casts.empty()) return;
+  for (Node* node : *nodes)
+    for (const auto& edge : node->next_edges()) {
+      const auto found = edge.function ? casts.find(&*edge.function) : casts.end();
+      if (found != casts.end() && executes(node)) ++recorder->balance[found->second];
+    }
+}
+
+bool Pass::waits(int64_t parameter) {
+  const Entry& entry = entries[parameter];
+  return keep || entry.calls != 1 || !entry.terms.empty() || torch::autograd::get_current_graph_task_keep_graph();
+}
+
+void Pass::add(int64_t parameter, Term term) {
+  Entry& entry = entries[parameter];
+  if (entry.sq_norms.defined()) {
+    entry.late = true;
+    return;
+  }
+  entry.terms.push_back(std::move(term));
+  if (keep || entry.fired < entry.calls || torch::autograd::get_current_graph_task_keep_graph()) return;
+  py::gil_scoped_acquire gil;  // all uses are in: combine them now, and let their operands go
+  recorder->finish()(shared_from_this(), parameter);
+}
+
+void Pass::finish(int64_t parameter, const Tensor& sq_norms) {
+  Entry& entry = entries[parameter];
+  entry.late = entry.late || entry.sq_norms.defined();
+  entry.sq_norms = sq_norms;
+  entry.terms.clear();
+}
+
+void Pass::clear() {
+  recorded = false;
+  for (Entry& entry : entries) {
+    entry.fired = 0;
+    entry.late = false;
+    entry.sq_norms = Tensor();
+    entry.terms.clear();
+  }
+}
+
+void bind_pass(py::module_& m) {
+  py::class_<Recorder, std::shared_ptr<Recorder>>(m, "Recorder")
+      .def(py::init<int64_t, py::object, py::object, py::object>())
+      .def("push", &Recorder::push, py::arg("run").none(true))
+      .def("pop", &Recorder::pop)
+      .def("current", &Recorder::current)
+      .def("refuse", &Recorder::refuse)
+      .def("clear", &Recorder::clear)
+      .def("take_recorded", &Recorder::take_recorded)
+      .def("add_recorded", &Recorder::add_recorded)
+      .def_readwrite("auditing", &Recorder::auditing)
+      .def_readwrite("idle", &Recorder::idle)
+      .def("audited",
+           [](const Recorder& self, int64_t task) {
+             return std::find(self.audited.begin(), self.audited.end(), task) != self.audited.end();
+           })
+      .def_readonly("balance", &Recorder::balance)
+      .def_readonly("refusals", &Recorder::refusals)
+      .def_property_readonly("held", &Recorder::held);
+
+  py::class_<Pass, std::shared_ptr<Pass>>(m, "Pass")
+      .def(py::init<std::shared_ptr<Recorder>, int64_t, const std::vector<Tensor>&>())
+      .def_readonly("n", &Pass::n)
+      .def_readonly("create_graph", &Pass::create_graph)
+      .def_readonly("structure", &Pass::structure)
+      .def_readwrite("recorded", &Pass::recorded)
+      .def_readwrite("keep", &Pass::keep)
+      .def_readwrite("layouts", &Pass::layouts)
+      .def_readwrite("serial", &Pass::serial)
+      .def_readonly("refusals", &Pass::refusals)
+      .def("refuse", [](Pass& self, int64_t site, const std::string& reason) { self.refusals.emplace_back(site, reason); })
+      .def("call", &Pass::call)
+      .def("watch", &Pass::watch)
+      .def("uses",  // -> [(site, sizes, node or None, output_nr)]
+           [](const Pass& self) {
+             py::list uses;
+             for (const Pass::Use& use : self.uses) {
+               py::object node = py::none();
+               if (use.node) node = py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(use.node));
+               uses.append(py::make_tuple(use.site, use.sizes, node, use.output_nr));
+             }
+             return uses;
+           })
+      .def("arrive", &Pass::arrive)
+      .def("waits", &Pass::waits)
+      .def("finish", &Pass::finish)
+      .def("clear", &Pass::clear)
+      .def("add", [](Pass& self, int64_t parameter, const Tensor& grads) { self.add(parameter, {-1, Tensor(), grads}); })
+      .def("sq_norms",
+           [](const Pass& self, int64_t parameter) -> std::optional<Tensor> {
+             const Tensor& sq_norms = self.entries[parameter].sq_norms;
+             return sq_norms.defined() ? std::optional<Tensor>(sq_norms) : std::nullopt;
+           })
+      .def("late", [](const Pass& self, int64_t parameter) { return self.entries[parameter].late; })
+      .def("terms",
+           [](const Pass& self, int64_t parameter) {
+             py::list terms;
+             for (const Term& term : self.entries[parameter].terms)
+               terms.append(py::make_tuple(
+                   term.site, term.activations.defined() ? py::cast(term.activations) : py::none(), term.grads));
+             return terms;
+           });
+}
+
+}  // namespace torchgradx

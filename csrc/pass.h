@@ -1,0 +1,142 @@
+// What one training forward of an attached model leaves behind, and what its backward brings.
+// A Pass is owned by the graph: its uses hold it, it holds none of them, so a forward that meets no backward vanishes with its graph.
+// Parameters are known by their place in the probe's table, never by identity: wrappers swap the objects.
+#pragma once
+
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/extension.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace torchgradx {
+
+namespace py = pybind11;
+using at::Tensor;
+using torch::autograd::Node;
+using NodePtr = std::decay_t<decltype(std::declval<const Tensor&>().grad_fn())>;  // shared or intrusive: torch changed it
+
+class Pass;
+
+// Python objects that the graph may drop from any thread.
+struct Callback {
+  py::object function;
+  ~Callback() {
+    if (!function) return;
+    py::gil_scoped_acquire gil;
+    function = py::object();
+  }
+};
+
+// One contribution of one use to one parameter: operands of an outer product, or the per-sample gradient itself.
+struct Term {
+  int64_t site;        // place in the probe's table of sites; -1: `grads` holds per-sample gradients
+  Tensor activations;  // canonical, see Site::canonical
+  Tensor grads;
+};
+
+using Slot = std::pair<int64_t, Tensor>;  // a parameter's place in the table, and the tensor that stands there now
+
+struct Entry {  // one parameter within one pass
+  int64_t calls = 0, fired = 0;
+  Tensor sq_norms;  // [N], once final
+  std::vector<Term> terms;
+  bool late = false;  // a use arrived after the norm was final
+};
+
+// What all passes of one probe share.
+class Recorder {
+ public:
+  Recorder(int64_t parameters, py::object began, py::object finish, py::object drained);
+
+  void push(std::shared_ptr<Pass> pass);  // nullptr: record nothing on this thread until pop()
+  void pop();
+  bool pushed() const;                    // a pass, or silence, is in force on this thread
+  std::shared_ptr<Pass> current() const;  // of this thread; in a recomputation, the pass that waits for it
+
+  // The record: everything since it was last cleared.
+  std::vector<int64_t> balance;  // graph edges into each parameter, minus recorded uses: anything but 0 is unaccounted for
+  std::vector<std::pair<int64_t, std::string>> refusals;  // (site, reason)
+  void refuse(int64_t site, const std::string& reason);
+  void clear();
+
+  // The audit of a new structure: the sum of what is recorded, to be held against what a parameter receives.
+  bool auditing = false;
+  void add_recorded(int64_t parameter, const Tensor& gradient, double magnitude);
+  std::pair<std::optional<Tensor>, double> take_recorded(int64_t parameter);
+
+  // Uses whose saved tensors went through hooks (checkpointing): their layers must stay as they are until they die.
+  void hold();
+  void release();
+  int64_t held() const { return held_; }
+
+  std::mutex mutex;
+  bool idle = false;               // nothing arrives: a proof is running
+  std::vector<int64_t> audited;    // the backwards that met a pass, the latest few
+  std::vector<std::weak_ptr<Pass>> alive;
+  py::object began() const { return began_->function; }
+  py::object finish() const { return finish_->function; }
+
+ private:
+  std::unique_ptr<Callback> began_, finish_, drained_;
+  std::vector<Tensor> recorded_;
+  std::vector<double> magnitude_;
+  std::atomic<int64_t> held_{0};
+};
+
+class Pass : public std::enable_shared_from_this<Pass> {
+ public:
+  Pass(std::shared_ptr<Recorder> recorder, int64_t n, const std::vector<Tensor>& parameters);
+
+  const std::shared_ptr<Recorder> recorder;
+  const int64_t n;
+  bool recorded = false;       // it is part of the record
+  bool keep = false;           // more forwards of the same samples may come: finish nothing before it is read
+  bool create_graph = false;   // seen in backward; refused when read
+  bool ambiguous = false;      // its recomputations cannot be told from another pass's
+  int64_t silent_calls = 0;    // calls under no_grad, which a reentrant checkpoint runs again
+  uint64_t structure = 0;      // hash of the uses: which, and which of their sizes equal N
+  int64_t serial = 0;          // its place among the forwards
+  std::vector<std::pair<int64_t, std::string>> refusals;  // (site, reason); they count once a backward comes
+  std::vector<int64_t> layouts;  // by use, once proven; empty: as declared, or batch first
+  std::vector<Entry> entries;
+
+  struct Use {
+    int64_t site;
+    std::vector<int64_t> sizes;  // of what the site looks at to find the samples
+    NodePtr node;                // that made the output
+    uint32_t output_nr;
+  };
+  std::vector<Use> uses;  // only while a forward runs, since the nodes own this pass
+  void forget_uses();
+
+  // Forward: counts a use of these parameters; returns its place, or -1 in a recomputation.
+  int64_t call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef sizes);
+  void watch(int64_t use, const Tensor& output);
+  // Backward: a use's gradient is here. False where this backward computes none of the parameters' gradients.
+  bool arrive(const std::vector<int64_t>& parameters);
+  // Whether the operands must be kept until all uses are in.
+  bool waits(int64_t parameter);
+  void add(int64_t parameter, Term term);
+  void finish(int64_t parameter, const Tensor& sq_norms);
+  void clear();
+
+ private:
+  int64_t forgotten_ = 0;  // uses of earlier forwards of the same samples
+  void track(int64_t parameter, const Tensor& tensor);
+  bool needed(int64_t parameter) const;
+  void audit_edges();
+  std::unordered_map<Node*, int64_t> accumulators_;
+  std::vector<NodePtr> owners_;  // keep the keys above alive
+};
+
+void bind_pass(py::module_& m);
+void bind_capture(py::module_& m);
+
+}  // namespace torchgradx

@@ -1,0 +1,90 @@
+"""Compiles csrc into torchgradx._C, against the torch that is installed.
+
+Everything else about the package is in pyproject.toml. The environment may say:
+
+    TORCHGRADX_NO_EXTENSION=1   install without the extension; the pure-Python fallback serves
+    TORCHGRADX_SANITIZE=1       AddressSanitizer and UndefinedBehaviorSanitizer, see `make sanitize`
+    CXX, MAX_JOBS               the compiler, and how many of them at once
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+from glob import glob
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+SANITIZE = os.environ.get("TORCHGRADX_SANITIZE") == "1"
+COMPILING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop", "install"}
+PROBE = "#include <Python.h>\n#include <vector>\n"
+
+
+def why_not() -> str | None:
+    """The reason to leave the extension out, if there is one."""
+    if os.environ.get("TORCHGRADX_NO_EXTENSION") == "1":
+        return "TORCHGRADX_NO_EXTENSION=1"
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    command = [*compiler, "-xc++", "-fsyntax-only", f"-I{sysconfig.get_path('include')}", "-"]
+    try:
+        probe = subprocess.run(command, input=PROBE, capture_output=True, text=True)
+    except OSError as error:
+        return f"no C++ compiler ({error})"
+    return None if probe.returncode == 0 else f"{compiler[0]} failed:\n{probe.stderr}"
+
+
+# Python's own flags have -fwrapv, under which no signed overflow is an error.
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-wrapv"]
+CHECKED = ["-O1", "-g", "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS", *SANITIZERS]
+
+
+def flags(torch) -> list[str]:
+    project = Path(ROOT, "pyproject.toml").read_text()
+    version = re.search(r'^version = "(.+)"', project, re.M)[1]
+    site = os.path.dirname(os.path.dirname(torch.__file__))
+    return [
+        *(CHECKED if SANITIZE else ["-O3", "-g0"]),
+        "-fopenmp",  # torch's at::parallel_for is inline code, and serial without it
+        "-fvisibility=hidden",
+        # checks print the file they stand in: no path of the building machine in a binary
+        f"-ffile-prefix-map={ROOT}/=",
+        f"-ffile-prefix-map={site}/=",
+        f'-DTORCHGRADX_VERSION="{version}"',
+        # also makes ninja compile again for another torch, whose headers may well be older files
+        f'-DTORCHGRADX_TORCH_VERSION="{torch.__version__}"',
+    ]
+
+
+def extension() -> dict:
+    import torch  # here, since sdist and egg_info must do without
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+        sys.exit(f"torchgradx needs torch >= 2.11, found {torch.__version__}: upgrade torch first")
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+    jobs = min(os.cpu_count(), gib // 2)  # torch's headers take about 1.5 GiB a compiler
+    os.environ.setdefault("MAX_JOBS", str(max(1, jobs)))
+    # Not linked with -fopenmp: torch brings its own OpenMP runtime, and two would mean two pools.
+    library = CppExtension(
+        "torchgradx._C",
+        sorted(glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp")),
+        extra_compile_args={"cxx": flags(torch)},
+        extra_link_args=SANITIZERS if SANITIZE else [],
+    )
+    # force: setuptools compares times of sources only; ninja also sees headers and flags
+    return {"ext_modules": [library], "cmdclass": {"build_ext": BuildExtension}}
+
+
+options = {
+    "build_ext": {"force": True},
+    "build": {"build_base": "build/sanitize" if SANITIZE else "build"},
+}
+compiling = bool(COMPILING & set(sys.argv))
+reason = why_not() if compiling else None
+if reason:
+    print(f"torchgradx: installing without the compiled extension: {reason}", file=sys.stderr)
+setup(options=options, **(extension() if compiling and not reason else {}))

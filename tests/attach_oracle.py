@@ -1,0 +1,327 @@
+"""The oracle for whole models: a float64 loop over single samples, plain autograd, and nothing of
+the code under test. `check` holds an attached model against it and against an unattached twin."""
+
+import copy
+import functools
+import gc
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import torchgradx
+
+NATIVE = [{"backend": "native"}, {"backend": "native", "fused": False}]
+NATIVE += [{"backend": "native", "weight_grad": False}]
+ANY = [{}, {"fused": False}, {"weight_grad": False}]
+VMAP = [{"backend": "vmap"}, {"backend": "vmap", "weight_grad": False}]
+
+
+def title(options):
+    return ",".join(f"{key}={value}" for key, value in options.items()) or "default"
+
+
+every_mode = pytest.mark.parametrize("options", ANY + VMAP + NATIVE, ids=title)
+fallback_mode = pytest.mark.parametrize("options", ANY + VMAP, ids=title)
+a_few_modes = pytest.mark.parametrize("options", ANY + VMAP[:1], ids=title)
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Small problems: one thread, or a busy machine spends its time waking the others."""
+    before = torch.get_num_threads()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Model(nn.Module):
+    """Model(forward, name=module_or_tensor, ...): a module from a function of (model, *inputs)."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, nn.Parameter(part) if isinstance(part, torch.Tensor) else part)
+
+    def forward(self, *args, **kwargs):
+        return self.function(self, *args, **kwargs)
+
+
+def mlp(width=5):
+    return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2))
+
+
+def square(model, *batch):
+    """Mean over samples of the sum of squares of the sample's output."""
+    return model(*batch).square().flatten(1).sum(1).mean()
+
+
+def square_sum(model, *batch):
+    return model(*batch).square().sum()
+
+
+def square_second(model, *batch):
+    """As square, for an output [T, N, ...]."""
+    return model(*batch).square().transpose(0, 1).flatten(1).sum(1).mean()
+
+
+def penalised(model, *batch):
+    """square, and a penalty on the first parameter, as weight decay written into the loss."""
+    return square(model, *batch) + 0.1 * next(model.parameters()).square().sum()
+
+
+def as_dtype(tensor, dtype):
+    floating = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+    return tensor.to(dtype) if floating and dtype is not None else tensor
+
+
+def one_sample(batch, n, dims):
+    dims = dims if isinstance(dims, tuple) else (dims,) * len(batch)
+    for tensor, dim in zip(batch, dims, strict=True):
+        yield tensor.narrow(dim if tensor.dim() > 1 else 0, n, 1)
+
+
+def count(batch, dims):
+    return batch[0].shape[dims[0] if isinstance(dims, tuple) else dims]
+
+
+def loop(model, loss, *batch, dims=0, dtype=torch.float64):
+    """{parameter: [N] norms of the gradient of loss(model, sample n)}, one sample at a time."""
+    model = copy.deepcopy(model).to(dtype)
+    batch = [as_dtype(t.detach(), dtype) for t in batch]
+    live = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows = []
+    for n in range(count(batch, dims)):
+        model.zero_grad()
+        loss(model, *one_sample(batch, n, dims)).backward()
+        grads = [p.grad for p in live.values()]
+        rows.append([0.0 if g is None else g.to_dense().double().norm().item() for g in grads])
+    columns = torch.tensor(rows, dtype=torch.float64).unbind(1)
+    return dict(zip(live, columns, strict=True))
+
+
+def per_module(norms):
+    modules = {}
+    for name, value in norms.items():
+        modules.setdefault(name.rpartition(".")[0], []).append(value)
+    return {name: torch.stack(values).norm(dim=0) for name, values in modules.items()}
+
+
+def per_model(norms):
+    return torch.stack(list(norms.values())).norm(dim=0)
+
+
+def loop_model(model, loss, *batch, **options):
+    return per_model(loop(model, loss, *batch, **options))
+
+
+def tolerance(model, dtype):
+    """float64: far below any error of meaning. Else: a gradient entry and a norm are sums of at
+    most the largest parameter's length (errors grow as its root), over some 32 roundings of a
+    sample's way forward and back."""
+    if dtype == torch.float64:
+        return 1e-9
+    longest = max(p.numel() for p in model.parameters())
+    return 32 * torch.finfo(dtype).eps * math.sqrt(longest)
+
+
+def close(got, want, rtol=1e-9, among=None):
+    """|got - want| <= rtol (want + among / 10); among: the norm of all parameters together, below
+    which a small parameter's norm is rounding of the larger terms it is made from."""
+    assert got.shape == want.shape, f"{tuple(got.shape)} and not {tuple(want.shape)}"
+    bound = rtol * (want + (want if among is None else among / 10))
+    wrong = (got.double() - want).abs() > bound + 1e-300
+    wrong |= ~got.isfinite()
+    assert not wrong.any(), f"{got.tolist()} and not {want.tolist()}"
+
+
+def close_named(got, want, rtol=1e-9):
+    """Every name of want; a name beside them (a frozen parameter's) counts nothing."""
+    total = per_model(want)
+    for name, value in want.items():
+        assert name in got, f"{name} is missing among {list(got)}"
+        try:
+            close(got[name], value, rtol, total)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+    for name in got.keys() - want.keys():
+        assert not got[name].any(), f"{name} counts nothing, and has {got[name].tolist()}"
+
+
+def same_gradients(model, twin, rtol=None):
+    """Bit for bit if rtol is None."""
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), f"{name}.grad: {p.grad} and not {q.grad}"
+        if p.grad is None:
+            continue
+        got, want = p.grad.to_dense(), q.grad.to_dense()
+        if rtol is None:
+            assert torch.equal(got, want), f"{name}.grad differs from the plain backward's"
+        else:
+            assert (got.dtype, got.shape) == (want.dtype, want.shape)
+            worst = (got - want).abs().max().double() if got.numel() else 0.0
+            assert worst <= rtol * want.abs().max(), f"{name}.grad is off by {worst}"
+
+
+def fingerprint(model):
+    """What an attachment must not leave on a model."""
+    modules = {
+        name: (
+            type(m),
+            tuple(vars(m)),
+            tuple(len(hooks) for key, hooks in sorted(vars(m).items()) if key.endswith("_hooks")),
+            m.training,
+        )
+        for name, m in model.named_modules()
+    }
+    parameters = {
+        name: (type(p), tuple(vars(p)), len(p._backward_hooks or ()),
+               len(p._post_accumulate_grad_hooks or ()))
+        for name, p in model.named_parameters()
+    }  # fmt: skip
+    return modules, parameters, tuple(model.state_dict())
+
+
+@functools.cache
+def native_missing():
+    """Why backend="native" cannot run here, or None."""
+    layer = nn.Linear(2, 2)
+    try:
+        with torchgradx.attach(layer, backend="native") as probe:
+            square(layer, torch.randn(3, 2)).backward()
+            probe.norms()
+    except Exception as error:  # the reason is shown as the skip's
+        return f"backend='native' does not run here: {error}"
+    return None
+
+
+def need_native(options):
+    if options.get("backend") == "native" and native_missing():
+        pytest.skip(native_missing())
+
+
+def prepared(model, batch, dtype, input_grad):
+    model = copy.deepcopy(model).to(dtype)
+    batch = [as_dtype(t, dtype) for t in batch]
+    if input_grad:
+        batch = [t.detach().requires_grad_() if t.is_floating_point() else t for t in batch]
+    return model, batch
+
+
+def check(model, loss, *batch, dtype=torch.float64, dims=0, want=None, rtol=None,
+          input_grad=False, **options):  # fmt: skip
+    """One step of an attached copy of the model: norms equal the loop's, under every `per=`;
+    the loss is the same bits, and `.grad` (inputs' too) is what it is without the probe."""
+    need_native(options)
+    want = loop(model, loss, *batch, dims=dims) if want is None else want
+    model, batch = prepared(model, batch, dtype, input_grad)
+    twin, twin_batch = prepared(model, [t.detach() for t in batch], dtype, input_grad)
+    rtol = rtol or tolerance(model, dtype)
+    only_norms = options.get("weight_grad") is False
+    before = fingerprint(model)
+    if only_norms:
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.5)
+    kept = [p.grad for p in model.parameters()]
+    with torchgradx.attach(model, **options) as probe:
+        value = loss(model, *batch)
+        value.backward()
+        named, modules = probe.norms(per="parameter"), probe.norms(per="module")
+        whole = probe.norms()
+        again = probe.norms(per="model")
+    plain = loss(twin, *twin_batch)
+    plain.backward()
+    assert torch.equal(value, plain), "the attachment changed the model's output"
+    close_named(named, want, rtol)
+    close_named(modules, per_module(want), rtol)
+    close(whole, per_model(want), rtol)
+    assert torch.equal(whole, again), "reading twice gave two answers"
+    expected = torch.float64 if dtype == torch.float64 else torch.float32
+    for norms in [whole, *named.values(), *modules.values()]:
+        assert (norms.dtype, norms.requires_grad) == (expected, False)
+    if only_norms:
+        for p, old in zip(model.parameters(), kept, strict=True):
+            assert p.grad is old, "weight_grad=False replaced .grad"
+            assert bool((old == 0.5).all()), "weight_grad=False changed .grad"
+    else:
+        same_gradients(model, twin, None if options.get("fused") is False else rtol)
+    for t, u in zip(batch, twin_batch, strict=True):
+        if t.requires_grad:
+            assert (t.grad - u.grad).abs().max() <= rtol * u.grad.abs().max()
+    del value  # what is left may live as long as the last graph
+    if fingerprint(model) != before:
+        gc.collect()
+    assert fingerprint(model) == before, "something is left after remove()"
+    return whole
+
+
+def exact_or(kind, words, probe, want):
+    """What the probe reads is exact, or an error of this kind with these words."""
+    try:
+        got = probe.norms(per="parameter")
+    except kind as error:
+        text = str(error)
+        assert words in text, text
+    else:
+        close_named(got, want)
+
+
+def attempt(model, loss, *batch, **options):
+    """One step and a reading: {parameter: norms} or None, the CoverageError or None, and whether
+    backward() ran (attach itself may refuse)."""
+    probe = None
+    try:
+        probe = torchgradx.attach(model, **options)
+    except torchgradx.CoverageError as error:
+        refusal = error
+    else:
+        loss(model, *batch).backward()  # outside the try: backward() itself must not raise
+        try:
+            return probe.norms(per="parameter"), None, True
+        except torchgradx.CoverageError as error:
+            refusal = error
+            with pytest.raises(torchgradx.CoverageError):
+                probe.norms()
+    finally:
+        if probe is not None:
+            probe.remove()
+    assert refusal.parameters, f"no parameter named: {refusal}"
+    for name in refusal.parameters:
+        assert name in dict(model.named_parameters()), f"{name} is not a parameter's name"
+    assert any(name in str(refusal) for name in refusal.parameters), str(refusal)
+    return None, refusal, probe is not None
+
+
+def exact_or_refused(model, loss, *batch, dims=0, **options):
+    """Where the contract promises only not to be wrong. Returns the refusal, if there was one."""
+    need_native(options)
+    model, batch = prepared(model, batch, torch.float64, False)
+    want = loop(model, loss, *batch, dims=dims)
+    got, refusal, _ = attempt(model, loss, *batch, **options)
+    if refusal is None:
+        close_named(got, want)
+    return refusal
+
+
+def refused(model, loss, *batch, names, match="", spared=(), **options):
+    """A CoverageError that names these parameters and not the spared ones; .grad is whole."""
+    need_native(options)
+    model, batch = prepared(model, batch, torch.float64, False)
+    twin = copy.deepcopy(model)
+    loss(twin, *batch).backward()
+    got, refusal, ran = attempt(model, loss, *batch, **options)
+    assert refusal is not None, f"accepted, and gave {got}"
+    assert set(names) <= set(refusal.parameters), refusal.parameters
+    assert not set(spared) & set(refusal.parameters), refusal.parameters
+    text = str(refusal)
+    for name in names:
+        assert name in text, text
+    assert re.search(match, text), f"{match!r} is not in: {text}"
+    if ran and options.get("weight_grad", True):
+        same_gradients(model, twin, None if options.get("fused") is False else 1e-9)
+    return refusal

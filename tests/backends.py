@@ -1,0 +1,87 @@
+"""Who computes: a registry, so that a CUDA or an emulated backend is one more entry.
+
+A backend offers the raw operators of csrc/ops.h by name, on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from oracle import Conv2d
+from torch import Tensor
+
+from torchgradx import ops, reference
+
+LINEAR_ALGORITHMS = ("rank1", "gram", "direct", "fused")
+CONV2D_ALGORITHMS = ("gram", "direct", "fused")
+OPERATORS = reference.__all__
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    operator: Callable[[str], Callable[..., Any]]
+    device: str = "cpu"
+    missing: str = ""  # why it is not here
+
+    def linear(self, algorithm: str, a: Tensor, b: Tensor, bias: bool = True) -> Tensor:
+        """sq_norms [1 + bias, N] of activations [N, T, I] and grad_output [N, T, O]"""
+        if algorithm == "fused":
+            return self.linear_fused(a, b, None, bias)[2]
+        sq_norms: Tensor = self.operator(f"{algorithm}_sq_norms")(a, b, bias)
+        return sq_norms
+
+    def linear_fused(
+        self, a: Tensor, b: Tensor, scale: Tensor | None = None, bias: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        fused: tuple[Tensor, Tensor, Tensor] = self.operator("linear_fused")(a, b, scale, bias)
+        return fused
+
+    def conv2d(
+        self, algorithm: str, x: Tensor, b: Tensor, problem: Conv2d, bias: bool = True
+    ) -> Tensor:
+        """sq_norms [1 + bias, N] of input [N, C, H, W] and grad_output [N, O, H', W']"""
+        if algorithm == "fused":
+            return self.conv2d_fused(x, b, problem, None, bias)[2]
+        operator = self.operator(f"conv2d_{algorithm}_sq_norms")
+        sq_norms: Tensor = operator(x, b, *problem.geometry, bias)
+        return sq_norms
+
+    def conv2d_fused(
+        self, x: Tensor, b: Tensor, problem: Conv2d, scale: Tensor | None = None, bias: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        operator = self.operator("conv2d_fused")
+        fused: tuple[Tensor, Tensor, Tensor] = operator(x, b, *problem.geometry, scale, bias)
+        return fused
+
+
+BACKENDS: dict[str, Backend] = {
+    "reference": Backend("reference", lambda name: getattr(reference, name)),
+    "native": Backend(
+        "native",
+        lambda name: getattr(ops, name),
+        missing="" if ops.NATIVE else "torchgradx._C is not built",
+    ),
+}
+
+
+def parameters() -> list[Any]:
+    """The registry for pytest.mark.parametrize; what is missing shows up as a skip."""
+    return [
+        pytest.param(b, id=b.name, marks=pytest.mark.skipif(bool(b.missing), reason=b.missing))
+        for b in BACKENDS.values()
+    ]
+
+
+def supports(algorithm: str, t: int) -> bool:
+    return algorithm != "rank1" or t <= 1
+
+
+def to(backend: Backend, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(
+        x.to(backend.device) if x.device != torch.device(backend.device) else x for x in tensors
+    )

@@ -1,0 +1,364 @@
+"""What an attachment leaves on a model, keeps alive, copies and pickles."""
+
+import contextlib
+import copy
+import gc
+import io
+import os
+import pickle
+import weakref
+
+import pytest
+import torch
+from attach_oracle import (
+    ANY,
+    Model,
+    a_few_modes,
+    close,
+    close_named,
+    every_mode,
+    fallback_mode,
+    fingerprint,
+    loop,
+    loop_model,
+    native_missing,
+    need_native,
+    same_gradients,
+    seeded,  # noqa: F401
+    square,
+    title,
+)
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import torchgradx
+
+N = 4
+
+
+def net():
+    """A layer with each kind of path: convolution, linear, fallback; one used twice."""
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(
+        nn.Conv1d(3, 4, 3), nn.ReLU(inplace=True), nn.LayerNorm(4), layer, nn.Tanh(), layer
+    )  # fmt: skip
+
+
+def batch():
+    return torch.randn(N, 3, 6)
+
+
+def only_kernels(options):
+    need_native(options)
+    model = net()
+    if options.get("backend") == "native":
+        model[2] = nn.Identity()
+    return model
+
+
+# ---- What is on the model ------------------------------------------------------------------------
+@every_mode
+def test_an_attached_model_has_no_new_attribute_and_is_of_its_own_types(options):
+    model = only_kernels(options)
+    kinds = [type(m) for m in model.modules()]
+    attributes = [set(vars(m)) for m in model.modules()]
+    of_parameters = [set(vars(p)) for p in model.parameters()]
+    state = list(model.state_dict())
+    text = repr(model)
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(2):
+            square(model, batch()).backward()
+            probe.norms()
+        assert all(isinstance(m, kind) for m, kind in zip(model.modules(), kinds, strict=True))
+        assert [set(vars(m)) for m in model.modules()] == attributes
+        assert [set(vars(p)) for p in model.parameters()] == of_parameters
+        assert list(model.state_dict()) == state
+        assert repr(model) == text
+    assert [type(m) for m in model.modules()] == kinds
+
+
+@every_mode
+def test_remove_leaves_nothing_on_the_model(options):
+    model = only_kernels(options)
+    before = fingerprint(model)
+    probe = torchgradx.attach(model, **options)
+    square(model, batch()).backward()
+    probe.norms()
+    model(batch())
+    probe.remove()
+    assert fingerprint(model) == before
+    probe.remove()  # twice is once
+    assert fingerprint(model) == before
+
+
+@every_mode
+@pytest.mark.parametrize("then", ["backward", "forgotten"])
+def test_after_removal_with_a_graph_in_flight_nothing_is_left_once_it_dies(then, options):
+    model = only_kernels(options)
+    before, twin, x = fingerprint(model), copy.deepcopy(model), batch()
+    probe = torchgradx.attach(model, **options)
+    loss = square(model, x)
+    probe.remove()
+    if then == "backward":
+        loss.backward()
+        square(twin, x).backward()
+        if options.get("weight_grad", True):
+            same_gradients(model, twin, None if options.get("fused") is False else 1e-5)
+    del loss
+    gc.collect()
+    assert fingerprint(model) == before
+
+
+def test_a_probe_may_be_attached_again_after_removal():
+    model, x = net().double(), batch().double()
+    want = loop_model(model, square, x)
+    for options in ANY:
+        with torchgradx.attach(model, **options) as probe:
+            square(model, x).backward()
+            close(probe.norms(), want)
+
+
+def test_a_second_probe_on_the_same_model_is_refused_and_the_first_goes_on():
+    model, x = net().double(), batch().double()
+    with torchgradx.attach(model) as probe:
+        with pytest.raises((RuntimeError, ValueError), match=r"attached|probe"):
+            torchgradx.attach(model)
+        square(model, x).backward()
+        close(probe.norms(), loop_model(model, square, x))
+
+
+def test_leaving_the_block_by_an_exception_removes_the_probe():
+    model = net()
+    before = fingerprint(model)
+
+    def step():
+        with torchgradx.attach(model):
+            square(model, batch()).backward()
+            raise KeyError("boom")
+
+    with pytest.raises(KeyError, match="boom"):
+        step()
+    assert fingerprint(model) == before
+
+
+def test_attach_that_refuses_leaves_nothing_on_the_model():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    before = fingerprint(model)
+    with contextlib.suppress(torchgradx.CoverageError):
+        torchgradx.attach(model).remove()
+    with pytest.raises((ValueError, TypeError)):
+        torchgradx.attach(model, loss_reduction="surely not")
+    assert fingerprint(model) == before
+
+
+def test_a_probe_that_is_dropped_keeps_no_model_alive():
+    model = net()
+    dead = weakref.ref(model)
+    probe = torchgradx.attach(model)
+    square(model, batch()).backward()
+    probe.norms()
+    probe.remove()
+    del model, probe
+    gc.collect()
+    assert dead() is None
+
+
+# ---- Copies --------------------------------------------------------------------------------------
+@a_few_modes
+def test_a_deepcopy_of_an_attached_model_is_unattached_and_runs_its_own_weights(options):
+    model, x = net().double(), batch().double()
+    plain = fingerprint(model)
+    want = loop_model(model, square, x)
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        copied = copy.deepcopy(model)
+        assert fingerprint(copied) == plain
+        with torch.no_grad():
+            for p in copied.parameters():
+                p.zero_()
+        assert not copied(x).any(), "the copy runs the original's weights"
+        copied.zero_grad()
+        square(copied, x[:2]).backward()
+        assert all(p.grad is not None for p in copied.parameters())
+        close(probe.norms(), want)
+    assert fingerprint(copied) == plain
+    with torchgradx.attach(copied) as probe:
+        square(copied, x).backward()
+        close(probe.norms(), loop_model(copied, square, x))
+
+
+@a_few_modes
+def test_an_average_of_the_weights_may_be_kept_while_attached(options):
+    model = net()
+    with torchgradx.attach(model, **options) as probe:
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        for _ in range(2):
+            square(model, batch()).backward()
+            averaged.update_parameters(model)
+            assert len(probe.norms()) == N
+    for p, q in zip(averaged.module.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(p, q)
+
+
+@a_few_modes
+@pytest.mark.parametrize("how", ["pickle", "torch.save"])
+def test_a_pickled_attached_model_is_unattached_and_needs_no_torchgradx(how, options):
+    model, x, file = net().double(), batch().double(), io.BytesIO()
+    plain = fingerprint(model)
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        if how == "pickle":
+            pickle.dump(model, file)
+        else:
+            torch.save(model, file)
+        assert b"torchgradx" not in file.getvalue()
+        file.seek(0)
+        loaded = pickle.load(file) if how == "pickle" else torch.load(file, weights_only=False)
+        assert fingerprint(loaded) == plain
+        assert torch.equal(loaded(x), model(x))
+        close(probe.norms(), loop_model(loaded, square, x))
+
+
+@a_few_modes
+def test_the_state_of_an_attached_model_can_be_saved_and_loaded(options):
+    model, x = net().double(), batch().double()
+    other = net().double()
+    with torchgradx.attach(model, **options) as probe:
+        model.load_state_dict(other.state_dict())
+        square(model, x).backward()
+        close_named(probe.norms(per="parameter"), loop(other, square, x))
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+def activations(model, run):
+    """Weak references to every layer's output storage during run(), and what run() returned."""
+    references, handles = [], []
+    for layer in model:
+        handles.append(
+            layer.register_forward_hook(
+                lambda m, args, out: references.append(StorageWeakRef(out.untyped_storage()))
+            )
+        )
+    kept = run()
+    for handle in handles:
+        handle.remove()
+    gc.collect()
+    return [r for r in references if not r.expired()], kept
+
+
+@fallback_mode
+def test_a_forward_without_backward_keeps_no_activation_alive(options):
+    model = net()
+    with torchgradx.attach(model, **options):
+        alive, _ = activations(model, lambda: model(batch()).sum().item())
+        assert not alive
+        square(model, batch()).backward()
+        alive, _ = activations(model, lambda: model(batch()).sum().item())
+        assert not alive
+
+
+@fallback_mode
+def test_no_activation_outlives_backward_though_the_loss_does(options):
+    model = net()
+
+    def step():
+        loss = square(model, batch())
+        loss.backward()
+        return loss
+
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(2):
+            alive, loss = activations(model, step)
+            assert not alive, f"{len(alive)} activations outlive backward"
+            assert loss.isfinite()
+            assert len(probe.norms()) == N
+
+
+@fallback_mode
+def test_an_exception_in_the_forward_keeps_no_activation_alive(options):
+    model = net()
+
+    def step():
+        with pytest.raises(RuntimeError):
+            model(torch.randn(N, 3, 6)[:, :, :2])
+
+    with torchgradx.attach(model, **options):
+        assert not activations(model, step)[0]
+
+
+@pytest.mark.parametrize("options", [*ANY, {"backend": "vmap"}], ids=title)
+@pytest.mark.parametrize("regime", ["checkpoint", "reentrant", "offloaded", "biases only"])
+def test_what_saves_memory_without_a_probe_saves_as_much_with_one(regime, options):
+    block = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Conv1d(6, 6, 3, padding=1))
+    if regime == "biases only":
+        if options.get("backend") == "vmap" or native_missing():
+            pytest.skip("vmap runs the layer again, and keeps its input for that")
+        block = nn.Sequential(nn.Linear(16, 16), nn.Conv1d(6, 6, 3, padding=1), nn.Linear(16, 16))
+        for layer in block:
+            layer.weight.requires_grad_(False)
+    x = torch.randn(N, 6, 16, requires_grad=True)
+
+    def forward():
+        if regime in ("checkpoint", "reentrant"):
+            return checkpoint(block, x, use_reentrant=regime == "reentrant").square().sum()
+        if regime == "biases only":
+            return block(x).sum()
+        copies = torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
+        with copies:
+            return block(x).square().sum()
+
+    whole = Model(lambda m: forward(), block=block)
+
+    def alive():
+        return len(activations(block, lambda: whole())[0])
+
+    plain = alive()
+    with torchgradx.attach(whole, batch_size=N, **options):
+        for _ in range(2):
+            assert alive() <= plain
+            whole().backward()
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+STEPS = ["read", "unread", "no backward", "retained"]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
+@pytest.mark.parametrize("options", [*ANY, {"backend": "vmap"}], ids=title)
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_thousand_steps_hold_memory_flat(kind, options):
+    model = Model(lambda m, x: m.head(torch.relu_(m.l(m.l(x))).flatten(1)),
+                  l=nn.Linear(16, 16), head=nn.Linear(16 * 64, 2))  # fmt: skip
+    x = torch.randn(8, 64, 16)  # 32 KiB; a leaked activation is 32 MiB in a thousand steps
+    steps = 200 if options.get("backend") == "vmap" else 1000
+    with torchgradx.attach(model, **options) as probe:
+
+        def step():
+            if kind == "no backward":
+                model(x)
+                return
+            loss = square(model, x)
+            loss.backward(retain_graph=kind == "retained")
+            if kind == "retained":
+                loss.backward()
+            if kind != "unread":
+                probe.norms()
+
+        for _ in range(50):
+            step()
+        gc.collect()
+        objects, memory = len(gc.get_objects()), resident()
+        for _ in range(steps):
+            step()
+        gc.collect()
+        grown, more = resident() - memory, len(gc.get_objects()) - objects
+    per_step = 32 * 2**10 * steps
+    assert grown < per_step / 4, f"{grown / 2**20:.1f} MiB more after {steps} steps"
+    # an unread record keeps a row of norms a pass, and no more
+    allowed = 12 * steps if kind == "unread" else 200
+    assert more < allowed, f"{more} objects more after {steps} steps"

@@ -1,0 +1,123 @@
+"""Modules that are not plain: random, with custom functions, and with parameters of their own
+outside a leaf layer."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import (
+    Model,
+    a_few_modes,
+    close_named,
+    exact_or_refused,
+    seeded,  # noqa: F401
+    square,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torchgradx
+
+N = 4
+
+
+OWNERS = {
+    "a functional use of the root's own matrix": (
+        lambda: Model(lambda m, x: m.l(F.linear(x, m.w).tanh()), w=torch.randn(4, 3),
+                      l=nn.Linear(4, 2)), (N, 3)),
+    "a product with the root's own matrix": (
+        lambda: Model(lambda m, x: m.l(torch.tanh(x @ m.w)), w=torch.randn(3, 4),
+                      l=nn.Linear(4, 2)), (N, 3)),
+    "class token, positions and gains of the root": (
+        lambda: Model(
+            lambda m, x: m.l((torch.cat([m.cls.expand(len(x), -1, -1), x], 1) + m.pos) * m.gain),
+            cls=torch.randn(1, 1, 3), pos=torch.randn(1, 6, 3), gain=torch.randn(3),
+            l=nn.Linear(3, 2)), (N, 5, 3)),
+    "weights normalised by a parametrization": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(),
+                              nn.Linear(4, 2)), (N, 3)),
+    "weights made orthogonal by a parametrization": (
+        lambda: nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)), nn.Tanh()),
+        (N, 3)),
+    "parameters in a list": (
+        lambda: Model(lambda m, x: sum(torch.tanh(x * w) for w in m.weights),
+                      weights=nn.ParameterList([torch.randn(3) for _ in range(2)])), (N, 3)),
+    "an embedding whose gradient is scaled by frequency": (
+        lambda: nn.Embedding(7, 3, scale_grad_by_freq=True), (N, 5)),
+    "an embedding that renormalises its rows": (
+        lambda: nn.Embedding(7, 3, max_norm=1.0), (N, 5)),
+    "an embedding with sparse gradients": (lambda: nn.Embedding(7, 3, sparse=True), (N, 5)),
+    "an encoder layer": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), (N, 5, 4)),
+    "a checkpointed encoder layer": (
+        lambda: Model(lambda m, x: checkpoint(m.c, m.i(x), use_reentrant=False),
+                      c=nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+                      i=nn.Linear(4, 4)), (N, 5, 4)),
+    "attention over a T of N": (
+        lambda: Model(lambda m, x: m.a(x, x, x)[0],
+                      a=nn.MultiheadAttention(4, 2, batch_first=True)), (N, N, 4)),
+    "attention": (
+        lambda: Model(lambda m, x: m.a(x, x, x, need_weights=False)[0],
+                      a=nn.MultiheadAttention(4, 2, batch_first=True)), (N, 5, 4)),
+}  # fmt: skip
+
+
+@a_few_modes
+@pytest.mark.parametrize("name", OWNERS)
+def test_parameters_outside_leaf_layers_are_exact_or_refused(name, options):
+    make, shape = OWNERS[name]
+    x = torch.randint(0, 7, shape) if "embedding" in name else torch.randn(shape)
+    exact_or_refused(make(), square, x, **options)
+
+
+@a_few_modes
+@pytest.mark.parametrize("block", ["dropout between", "lstm with dropout"])
+def test_active_dropout_gives_the_gradient_under_the_masks_of_that_forward(block, options):
+    if block == "dropout between":
+        model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    else:
+        model = Model(lambda m, x: m.o(m.r(x)[0]), o=nn.Linear(4, 2),
+                      r=nn.LSTM(3, 4, num_layers=2, dropout=0.5, batch_first=True))  # fmt: skip
+    model, x, rows = model.double(), torch.randn(N, 5, 3).double(), []
+    for n in range(N):  # the sample's own loss within the whole batch, under the same masks
+        torch.manual_seed(7)
+        grads = torch.autograd.grad(model(x)[n].square().sum(), list(model.parameters()))
+        rows.append(torch.stack([g.norm() for g in grads]))
+    want = dict(zip(dict(model.named_parameters()), torch.stack(rows).unbind(1), strict=True))
+    with torchgradx.attach(model, **options) as probe:
+        torch.manual_seed(7)
+        square(model, x).backward()
+        after = torch.rand(3)
+        close_named(probe.norms(per="parameter"), want)
+    torch.manual_seed(7)
+    model(x)
+    assert torch.equal(torch.rand(3), after), "the probe moved the random state"
+
+
+@a_few_modes
+def test_a_module_with_side_effects_and_a_custom_function_is_exact_or_refused(options):
+    exact_or_refused(nn.Sequential(nn.Linear(3, 4), Custom()), square, torch.randn(N, 3), **options)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).sum(0)
+
+
+class Custom(nn.Module):
+    """A leaf whose custom autograd function vmap has no rule for, and which counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return Double.apply(x, self.w)

@@ -1,0 +1,121 @@
+"""Names, arguments, forced algorithms, and what explain() says."""
+
+import pytest
+import torch
+from attach_oracle import (
+    close,
+    close_named,
+    loop,
+    loop_model,
+    mlp,
+    native_missing,
+    need_native,
+    seeded,  # noqa: F401
+    square,
+)
+from torch import nn
+
+import torchgradx
+
+N = 4
+
+
+@pytest.fixture
+def model():
+    return mlp().double()
+
+
+def samples(n=N):
+    return torch.randn(n, 3, dtype=torch.float64)
+
+
+def test_names_are_those_of_the_model_and_the_roots_own_parameters_belong_to_no_name():
+    layer = nn.Linear(3, 2)
+    with torchgradx.attach(layer) as probe:
+        square(layer, torch.randn(N, 3)).backward()
+        assert set(probe.norms(per="parameter")) == {"weight", "bias"}
+        assert set(probe.norms(per="module")) == {""}
+
+
+def test_an_argument_that_means_nothing_is_refused_by_its_name(model):
+    for name in ("loss_reduction", "backend", "algorithm"):
+        with pytest.raises((ValueError, TypeError), match=name):
+            torchgradx.attach(model, **{name: "surely not"})
+    with torchgradx.attach(model) as probe:
+        square(model, samples()).backward()
+        with pytest.raises(ValueError, match="per"):
+            probe.norms(per="layer")
+
+
+@pytest.mark.parametrize("algorithm", ["gram", "direct"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_forced_algorithm_is_used_and_gives_the_same_norms(algorithm, fused):
+    net, x = mlp().double(), torch.randn(N, 6, 3, dtype=torch.float64)
+    with torchgradx.attach(net, algorithm=algorithm, fused=fused) as probe:
+        square(net, x).backward()
+        close_named(probe.norms(per="parameter"), loop(net, square, x))
+        if not native_missing():  # vmap has no algorithms to choose from
+            assert algorithm in str(probe.explain())
+
+
+def test_a_forced_algorithm_that_refuses_says_why(model):
+    need_native({"backend": "native"})
+
+    def step(x):
+        with torchgradx.attach(model, algorithm="rank1") as probe:
+            square(model, x).backward()
+            return probe.norms()
+
+    with pytest.raises((ValueError, RuntimeError), match="rank1"):
+        step(torch.randn(N, 6, 3, dtype=torch.float64))
+    x = samples()
+    close(step(x), loop_model(model, square, x))  # one position: there it is right
+
+
+def test_explain_names_each_layer_and_the_path_it_takes():
+    net = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2))
+    with torchgradx.attach(net) as probe:
+        square(net, torch.randn(N, 6, 3)).backward()
+        lines = str(probe.explain()).splitlines()
+    starts = [i for i, text in enumerate(lines) if text.split(":")[0].strip() in ("0", "1", "2")]
+    assert len(starts) == 3, lines
+    paths = ("rank1", "gram", "direct", "fused", "vmap", "replay")
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        text = " ".join(lines[start:end])
+        assert any(word in text for word in paths), text
+
+
+def test_names_follow_the_model_through_nested_modules_and_the_root():
+    inner = nn.Sequential(nn.Linear(3, 3), nn.PReLU())
+    net = nn.ModuleDict({"body": inner, "head": nn.Linear(3, 2)})
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = net
+
+        def forward(self, x):
+            return self.parts["head"](self.parts["body"](x))
+
+    net_of = Net().double()
+    with torchgradx.attach(net_of) as probe:
+        square(net_of, samples()).backward()
+        assert list(probe.norms(per="parameter")) == [n for n, _ in net_of.named_parameters()]
+        assert list(probe.norms(per="module")) == ["parts.body.0", "parts.body.1", "parts.head"]
+
+
+def test_native_without_an_extension_and_vmap_with_one_say_what_they_do():
+    """backend="vmap" always serves; "native" serves or raises an error that names it."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)).double()
+    with torchgradx.attach(net, backend="vmap") as probe:
+        square(net, samples()).backward()
+        probe.norms()
+        assert "vmap" in str(probe.explain())
+
+    def native():  # LayerNorm has no kernel, whatever is installed
+        with torchgradx.attach(net, backend="native") as probe:
+            square(net, samples()).backward()
+            return probe.norms()
+
+    with pytest.raises((RuntimeError, ValueError, NotImplementedError), match="native"):
+        native()

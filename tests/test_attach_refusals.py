@@ -1,0 +1,203 @@
+"""What cannot be accounted for exactly is refused by name when it is read, and `.grad` is whole."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import (
+    Model,
+    a_few_modes,
+    attempt,
+    check,
+    close,
+    every_mode,
+    exact_or,
+    exact_or_refused,
+    loop,
+    loop_model,
+    mlp,
+    need_native,
+    penalised,
+    refused,
+    seeded,  # noqa: F401
+    square,
+)
+from torch import nn
+
+import torchgradx
+
+N = 4
+
+
+@every_mode
+def test_functional_use_of_a_layers_parameters_is_refused_by_name(options):
+    model = Model(
+        lambda m, x: m.o(torch.tanh(F.linear(x, m.l.weight, m.l.bias))),
+        l=nn.Linear(3, 4), o=nn.Linear(4, 2),
+    )  # fmt: skip
+    names, spared = ["l.weight", "l.bias"], ["o.weight", "o.bias"]
+    refused(model, square, torch.randn(N, 3), names=names, spared=spared, **options)
+
+
+@every_mode
+def test_a_call_and_a_functional_use_of_the_same_weight_are_refused_by_name(options):
+    model = Model(
+        lambda m, x: m.o(F.linear(torch.tanh(m.l(x)), m.l.weight)),
+        l=nn.Linear(3, 3), o=nn.Linear(3, 2),
+    )  # fmt: skip
+    spared = ["l.bias", "o.weight", "o.bias"]
+    refused(model, square, torch.randn(N, 3), names=["l.weight"], spared=spared, **options)
+
+
+@every_mode
+def test_a_functional_use_that_begins_at_a_later_step_is_refused(options):
+    need_native(options)
+
+    def forward(m, x):
+        y = torch.tanh(m.l(x))
+        return m.o(F.linear(y, m.l.weight) if m.twice else y)
+
+    model = Model(forward, l=nn.Linear(3, 3), o=nn.Linear(3, 2))
+    model.twice, x = False, torch.randn(N, 3)
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(3):
+            square(model, x).backward()
+            probe.norms()
+        model.twice = True
+        square(model, x).backward()
+        with pytest.raises(torchgradx.CoverageError, match=r"l\.weight"):
+            probe.norms()
+
+
+@every_mode
+def test_a_penalty_inside_the_loss_is_refused_by_name(options):
+    names, spared = ["0.weight"], ["2.weight", "2.bias"]
+    refused(mlp(), penalised, torch.randn(N, 3), names=names, spared=spared, **options)
+
+
+@a_few_modes
+@pytest.mark.parametrize("penalised_name", ["1.weight", "0.bias", "2.weight"])
+def test_a_penalty_on_any_kind_of_parameter_is_refused_by_name(penalised_name, options):
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Conv1d(6, 2, 3))
+
+    def loss(model, x):
+        p = dict(model.named_parameters())[penalised_name]
+        return square(model, x) + 0.01 * p.abs().sum()
+
+    refused(model, loss, torch.randn(N, 6, 3), names=[penalised_name], **options)
+
+
+@every_mode
+def test_a_penalty_that_appears_at_a_later_step_is_refused(options):
+    need_native(options)
+    model, x = mlp(), torch.randn(N, 3)
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(3):
+            square(model, x).backward()
+            probe.norms()
+        penalised(model, x).backward()
+        with pytest.raises(torchgradx.CoverageError, match=r"0\.weight"):
+            probe.norms()
+
+
+def test_a_penalty_in_its_own_backward_does_not_change_the_norms():
+    model, x = mlp().double(), torch.randn(N, 3).double()
+    want = loop_model(model, square, x)
+    with torchgradx.attach(model) as probe:
+        square(model, x).backward()
+        close(probe.norms(), want)
+        (0.1 * model[0].weight.square().sum()).backward()
+        square(model, x).backward()
+        close(probe.norms(), want)
+
+
+def test_a_penalty_on_a_frozen_parameter_and_on_the_output_is_no_penalty_on_the_weights():
+    model = mlp()
+    model[0].requires_grad_(False)
+
+    def loss(model, x):
+        out = model(x)
+        return (out.square() + out.abs()).sum(1).mean() + model[0].weight.square().sum()
+
+    def own(model, x):
+        out = model(x)
+        return (out.square() + out.abs()).sum(1).mean()
+
+    x = torch.randn(N, 3)
+    check(model, loss, x, want=loop(model, own, x))
+
+
+def test_after_a_refusal_reset_makes_the_probe_good_again():
+    model, x = mlp().double(), torch.randn(N, 3).double()
+    with torchgradx.attach(model) as probe:
+        penalised(model, x).backward()
+        with pytest.raises(torchgradx.CoverageError):
+            probe.norms()
+        probe.reset()
+        square(model, x).backward()
+        close(probe.norms(), loop_model(model, square, x))
+
+
+@every_mode
+def test_a_submodule_called_without_the_root_is_refused_by_name(options):
+    model = Model(lambda m, x: m.head(torch.tanh(m.body(x))), body=nn.Linear(3, 4),
+                  head=nn.Linear(4, 2))  # fmt: skip
+    refused(model, lambda m, x: square(m.body, x), torch.randn(N, 3), names=["body.weight"],
+            **options)  # fmt: skip
+
+
+@a_few_modes
+def test_a_submodule_called_beside_the_root_in_one_loss_is_refused_by_name(options):
+    model = Model(lambda m, x: m.head(torch.tanh(m.body(x))), body=nn.Linear(3, 4),
+                  head=nn.Linear(4, 2))  # fmt: skip
+    refused(model, lambda m, x: square(m, x) + square(m.body, 2 * x), torch.randn(N, 3),
+            names=["body.weight"], spared=["head.weight"], **options)  # fmt: skip
+
+
+def batch_normed(**kwargs):
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, **kwargs), nn.Linear(4, 2))
+
+
+@every_mode
+def test_batch_norm_in_training_mode_is_refused_with_what_to_do(options):
+    refused(batch_normed(), square, torch.randn(N, 3), names=["1.weight", "1.bias"],
+            match=r"eval|GroupNorm", **options)  # fmt: skip
+
+
+def test_batch_statistics_are_refused_even_without_parameters_of_their_own():
+    for kwargs in ({"affine": False}, {"track_running_stats": False}):
+        model = batch_normed(**kwargs)
+        assert attempt(model, square, torch.randn(N, 3))[1] is not None
+    model = batch_normed(track_running_stats=False).eval()  # uses the batch's in eval too
+    assert attempt(model, square, torch.randn(N, 3))[1] is not None
+
+
+def test_batch_norm_that_is_set_to_training_after_attach_is_refused():
+    model, x = batch_normed().eval(), torch.randn(N, 3)
+    with torchgradx.attach(model) as probe:
+        square(model, x).backward()
+        probe.norms()
+        model.train()
+        square(model, x).backward()
+        with pytest.raises(torchgradx.CoverageError, match=r"eval|GroupNorm"):
+            probe.norms()
+
+
+@a_few_modes
+def test_double_backward_is_exact_or_refused(options):
+    def gradient_penalty(model, x):
+        x = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(square(model, x) * len(x), x, create_graph=True)
+        return gradient.square().sum(1).mean()
+
+    exact_or_refused(mlp(), gradient_penalty, torch.randn(N, 3), **options)
+
+
+@a_few_modes
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_a_backward_that_creates_a_graph_is_exact_or_refused(options):
+    model, x = mlp().double(), torch.randn(N, 3).double()
+    want = loop(model, square, x)
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward(create_graph=True)
+        exact_or(torchgradx.CoverageError, "create_graph", probe, want)
+    model.zero_grad()

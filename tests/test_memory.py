@@ -1,0 +1,93 @@
+"""No operator holds N weight gradients, T x T numbers, or all patches: peak memory is measured.
+
+The measurement runs in a process of its own, on the kernel's high-water mark of resident memory,
+so that it sees torch's allocator and the kernels' own buffers alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from backends import BACKENDS, Backend
+from oracle import Conv2d, Linear
+
+MIB = 2**20
+WIDE = Linear(32, 2, 1024, 1024)  # N gradients: 128 MiB
+LONG = Linear(1, 5120, 8, 8)  # T x T: 100 MiB
+MANY = Linear(40, 768, 8, 8)  # N of T x T: 90 MiB
+IMAGE = Conv2d(28, 8, 8, (64, 64), (5, 5), padding=(2, 2))  # patches: 87 MiB
+SMALL = Conv2d(160, 256, 64, (4, 4), (3, 3), padding=(1, 1))  # N gradients: 90 MiB
+CASES = {
+    "linear-direct-wide": ("direct", WIDE),
+    "linear-fused-wide": ("fused", WIDE),
+    "linear-gram-wide": ("gram", WIDE),
+    "linear-gram-long": ("gram", LONG),
+    "linear-gram-many": ("gram", MANY),
+    "conv2d-direct-image": ("direct", IMAGE),
+    "conv2d-fused-image": ("fused", IMAGE),
+    "conv2d-direct-small": ("direct", SMALL),
+    "conv2d-fused-small": ("fused", SMALL),
+    "conv2d-gram-small": ("gram", SMALL),
+}
+# What any of these may take beyond its operands: a few chunks of the reference, or a few tiles,
+# images and weight gradients a thread; less than what materialising takes in any case above.
+BOUND = 56 * MIB
+
+
+def _extra_bytes(function: object) -> int:
+    status = Path("/proc/self/status")
+
+    def kilobytes(field: str) -> int:
+        line = next(s for s in status.read_text().splitlines() if s.startswith(field))
+        return int(line.split()[1])
+
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back: a case starts from its operands
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    before = kilobytes("VmRSS")
+    function()  # type: ignore[operator]
+    return 1024 * (kilobytes("VmHWM") - before)
+
+
+def _measure(name: str) -> dict[str, int]:
+    backend, extra = BACKENDS[name], {}
+    torch.set_num_threads(2)
+    for case, (algorithm, problem) in CASES.items():
+        run = backend.linear if isinstance(problem, Linear) else backend.conv2d
+        shape = () if isinstance(problem, Linear) else (problem,)
+        tiny = problem._replace(n=2) if shape else problem._replace(n=2, t=2)
+        for p in (tiny, problem):  # first what stays: thread pools, BLAS buffers
+            operands = p.operands(torch.float32, "integers")
+            arguments = (algorithm, *operands, *((p,) if shape else ()))
+            extra[case] = _extra_bytes(lambda call=run, args=arguments: call(*args))
+    a, b = WIDE.operands(torch.float32, "integers")
+    extra["materialised"] = _extra_bytes(lambda: (b.mT @ a).square().sum((1, 2)))
+    return extra
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
+def test_extra_memory_is_bounded(backend: Backend) -> None:
+    if backend.device != "cpu":
+        pytest.skip("measures resident memory of the CPU")
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, backend.name],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    extra = json.loads(result.stdout)
+    assert extra.pop("materialised") >= 128 * MIB, "the measurement does not see memory"
+    assert set(extra) == set(CASES)
+    over = {case: f"{taken / MIB:.0f} MiB" for case, taken in extra.items() if taken > BOUND}
+    assert not over
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure(sys.argv[1])))

@@ -1,0 +1,254 @@
+"""Every operator, backend, dtype and problem against the oracle, and in every memory format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from backends import CONV2D_ALGORITHMS, LINEAR_ALGORITHMS, OPERATORS, Backend, supports, to
+from oracle import (
+    CONV2D,
+    DTYPES,
+    LINEAR,
+    Conv2d,
+    Kind,
+    Linear,
+    assert_gradient,
+    assert_sq_norms,
+    case,
+    conv2d_truth,
+    linear_truth,
+    tolerance,
+)
+from torch import Tensor
+
+from torchgradx import ops
+
+KINDS: tuple[Kind, ...] = ("integers", "gaussians")
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_linear = pytest.mark.parametrize("problem", LINEAR, ids=lambda p: "x".join(map(str, p)))
+LINEAR_CASES = [
+    pytest.param(algorithm, problem, id=f"{algorithm}-{'x'.join(map(str, problem))}")
+    for algorithm in LINEAR_ALGORITHMS
+    for problem in LINEAR
+    if supports(algorithm, problem.t)
+]
+each_conv2d = pytest.mark.parametrize("problem", CONV2D)
+
+
+@each_dtype
+@each_kind
+@pytest.mark.parametrize(("algorithm", "problem"), LINEAR_CASES)
+def test_linear_agrees_with_the_oracle(
+    backend: Backend, algorithm: str, problem: Linear, kind: Kind, dtype: torch.dtype
+) -> None:
+    a, b, truth = case(problem, dtype, kind)
+    sq_norms = backend.linear(algorithm, *to(backend, a, b), bias=True)
+    assert_sq_norms(sq_norms, truth, algorithm, dtype, kind)
+    alone = backend.linear(algorithm, *to(backend, a, b), bias=False)
+    assert torch.equal(alone, sq_norms[:1])
+
+
+@each_dtype
+@each_kind
+@each_conv2d
+@pytest.mark.parametrize("algorithm", CONV2D_ALGORITHMS)
+def test_conv2d_agrees_with_the_oracle(
+    backend: Backend, algorithm: str, problem: Conv2d, kind: Kind, dtype: torch.dtype
+) -> None:
+    x, b, truth = case(problem, dtype, kind)
+    sq_norms = backend.conv2d(algorithm, *to(backend, x, b), problem, bias=True)
+    assert_sq_norms(sq_norms, truth, algorithm, dtype, kind)
+    alone = backend.conv2d(algorithm, *to(backend, x, b), problem, bias=False)
+    assert torch.equal(alone, sq_norms[:1])
+
+
+@each_dtype
+@each_linear
+def test_bias_sq_norms_agree_with_the_oracle(
+    backend: Backend, problem: Linear, dtype: torch.dtype
+) -> None:
+    _, b, truth = case(problem, dtype, "gaussians")
+    actual = backend.operator("bias_sq_norms")(*to(backend, b)).cpu()
+    allowance = truth.allowance("direct", dtype)[1]
+    assert actual.shape == (problem.n,)
+    assert bool(((actual.double() - truth.sq_norms()[1]).abs() <= allowance).all())
+
+
+SCALES = {
+    "none": lambda n: None,
+    "weights": lambda n: torch.linspace(-2, 3, n),
+    "zeros": lambda n: torch.zeros(n),
+}
+each_scale = pytest.mark.parametrize("make_scale", SCALES.values(), ids=SCALES)
+
+
+@each_dtype
+@each_scale
+@each_linear
+def test_scale_weights_the_gradients_and_not_sq_norms(
+    backend: Backend,
+    problem: Linear,
+    make_scale: Callable[[int], Tensor | None],
+    dtype: torch.dtype,
+) -> None:
+    a, b, truth = case(problem, dtype, "gaussians")
+    scale = make_scale(problem.n)
+    weights = torch.ones(problem.n) if scale is None else scale
+    on_device = None if scale is None else scale.to(backend.device)
+    fused = backend.linear_fused(*to(backend, a, b), on_device, True)
+    _assert_fused(fused, truth, weights, problem.t, dtype)
+
+
+@each_dtype
+@each_scale
+@each_conv2d
+def test_conv2d_scale_weights_the_gradients_and_not_sq_norms(
+    backend: Backend,
+    problem: Conv2d,
+    make_scale: Callable[[int], Tensor | None],
+    dtype: torch.dtype,
+) -> None:
+    x, b, truth = case(problem, dtype, "gaussians")
+    scale = make_scale(problem.n)
+    weights = torch.ones(problem.n) if scale is None else scale
+    on_device = None if scale is None else scale.to(backend.device)
+    fused = backend.conv2d_fused(*to(backend, x, b), problem, on_device, True)
+    _assert_fused(fused, truth, weights, b[:1, 0].numel(), dtype)
+
+
+def _assert_fused(
+    fused: tuple[Tensor, Tensor, Tensor], truth, weights: Tensor, t: int, dtype: torch.dtype
+) -> None:
+    grad_weight, grad_bias, sq_norms = fused
+    w, terms = weights.double(), t * len(weights)
+    expected = torch.tensordot(w, truth.weight, dims=1)
+    assert grad_weight.dtype == grad_bias.dtype == dtype
+    assert_gradient(
+        grad_weight, expected, torch.tensordot(w.abs(), truth.weight_magnitude, dims=1), terms
+    )
+    assert_gradient(grad_bias, w @ truth.bias, w.abs() @ truth.bias_magnitude, terms)
+    assert_sq_norms(sq_norms, truth, "fused", dtype)
+
+
+def _strided_inside(x: Tensor) -> Tensor:
+    wide = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])
+    wide[..., ::2] = x
+    return wide[..., ::2]
+
+
+def _cut_from_larger(x: Tensor) -> Tensor:
+    larger = x.new_full([size + 3 for size in x.shape], float("nan"))
+    view = larger[tuple(slice(1, size + 1) for size in x.shape)]
+    return view.copy_(x)
+
+
+def _offset(x: Tensor) -> Tensor:
+    """Contiguous, at an address that is a multiple of its itemsize alone."""
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "sequence_first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "features_outside": lambda x: x.transpose(1, -1).contiguous().transpose(1, -1),
+    "one_sample_expanded": lambda x: x[:1].expand_as(x),
+    "one_position_expanded": lambda x: (
+        x[:, :, :1].expand_as(x) if x.dim() == 4 else x[:, :1].expand_as(x)
+    ),
+    "one_number_expanded": lambda x: x.flatten()[:1].view([1] * x.dim()).expand_as(x),
+    "cut_from_larger": _cut_from_larger,
+    "strided_inside": _strided_inside,
+    "offset": _offset,
+}
+LINEAR_OF_LAYOUTS = [Linear(3, 17, 33, 15), Linear(3, 1, 33, 15), Linear(2, 5, 64, 32)]
+CONV2D_OF_LAYOUTS = [
+    Conv2d(3, 4, 6, (7, 5), (3, 3), (1, 1), (1, 1), (1, 1), 2),
+    Conv2d(2, 8, 16, (6, 6), (3, 3), (1, 1), (1, 1)),
+    Conv2d(2, 8, 16, (6, 6), (1, 1)),
+    Conv2d(3, 4, 4, (9, 8), (3, 2), (2, 1), (1, 0), (1, 2), 4),
+]
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("float32", "bfloat16"))
+@pytest.mark.parametrize("problem", LINEAR_OF_LAYOUTS)
+@each_layout
+def test_strides_do_not_matter_to_linear(
+    backend: Backend, layout: str, problem: Linear, dtype: torch.dtype
+) -> None:
+    if layout == "channels_last":
+        pytest.skip("of four dimensions only")
+    a, b = problem.operands(dtype, "integers")
+    laid = LAYOUTS[layout]
+    for x, y in ((laid(a), b), (a, laid(b)), (laid(a), laid(b))):
+        truth = linear_truth(x, y)
+        for algorithm in LINEAR_ALGORITHMS:
+            if supports(algorithm, problem.t):
+                sq_norms = backend.linear(algorithm, *to(backend, x, y))
+                assert_sq_norms(sq_norms, truth, algorithm, dtype, "integers")
+        grad_weight = backend.linear_fused(*to(backend, x, y))[0].cpu()
+        assert torch.equal(grad_weight, truth.weight.sum(0).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("float32", "bfloat16"))
+@pytest.mark.parametrize("problem", CONV2D_OF_LAYOUTS)
+@each_layout
+def test_strides_do_not_matter_to_conv2d(
+    backend: Backend, layout: str, problem: Conv2d, dtype: torch.dtype
+) -> None:
+    x, b = problem.operands(dtype, "integers")
+    x, b = LAYOUTS[layout](x), LAYOUTS[layout](b)
+    truth = conv2d_truth(x, b, problem)
+    for algorithm in CONV2D_ALGORITHMS:
+        sq_norms = backend.conv2d(algorithm, *to(backend, x, b), problem)
+        assert_sq_norms(sq_norms, truth, algorithm, dtype, "integers")
+    grad_weight = backend.conv2d_fused(*to(backend, x, b), problem)[0].cpu()
+    assert torch.equal(grad_weight, truth.weight.sum(0).to(dtype))
+
+
+def _arguments(operator: str, bias: bool) -> tuple[object, ...]:
+    linear = Linear(3, 1 if operator.startswith("rank1") else 5, 7, 4)
+    conv2d = Conv2d(3, 4, 6, (7, 5), (3, 3), (2, 1), (1, 1), (1, 1), 2)
+    problem = conv2d if operator.startswith("conv2d") else linear
+    a, b = problem.operands(torch.float32, "gaussians")
+    if operator == "bias_sq_norms":
+        return (b,)
+    scale = (torch.linspace(-1, 1, 3),) if operator.endswith("fused") else ()
+    geometry = conv2d.geometry if problem is conv2d else ()
+    return (a, b, *geometry, *scale, bias)
+
+
+@pytest.mark.skipif(not ops.NATIVE, reason="torchgradx._C is not built")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_opcheck(operator: str, bias: bool) -> None:
+    overload = getattr(torch.ops.torchgradx, operator).default
+    torch.library.opcheck(overload, _arguments(operator, bias))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_meta_tensors_get_shapes_dtypes_and_strides(operator: str, bias: bool) -> None:
+    arguments = _arguments(operator, bias)
+    real = getattr(ops, operator)(*arguments)
+    meta = getattr(ops, operator)(
+        *(x.to("meta") if isinstance(x, Tensor) else x for x in arguments)
+    )
+    for r, m in zip(*((x if isinstance(x, tuple) else (x,)) for x in (real, meta)), strict=True):
+        assert m.is_meta
+        assert (r.shape, r.dtype, r.stride()) == (m.shape, m.dtype, m.stride())
+
+
+@each_linear
+def test_weight_gradient_is_the_frameworks(problem: Linear) -> None:
+    a, b, truth = case(problem, torch.float32, "gaussians")
+    layer = torch.nn.Linear(problem.i, problem.o, bias=False)
+    layer(a).backward(b)
+    assert layer.weight.grad is not None
+    off = (ops.linear_weight_grad(a, b)[0] - layer.weight.grad).abs()
+    both = 2 * tolerance(torch.float32, problem.n * problem.t)
+    assert bool((off <= both * truth.weight_magnitude.sum(0)).all())

@@ -1,0 +1,184 @@
+"""What is installed, what a source distribution holds, and what an import does and does not do."""
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+import torchgradx
+from torchgradx import ops
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = Path(torchgradx.__file__).parent
+needs_extension = pytest.mark.skipif(not ops.NATIVE, reason="installed without the extension")
+
+
+def python(code, *, path=None, cwd=None):
+    """Run `code` in a fresh interpreter, outside the source tree unless `cwd` says otherwise."""
+    environment = {**os.environ, "PYTHONPATH": str(path)} if path else os.environ
+    return subprocess.run(
+        [sys.executable, "-W", "always::RuntimeWarning", "-c", code],
+        cwd=cwd or Path(sys.executable).parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def checked(run):
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_the_suite_sees_the_installed_package():
+    compiled = any(PACKAGE.glob("_C.*.so"))
+    assert PACKAGE.parent != ROOT or compiled, (
+        "run `pytest`: `python -m pytest` imports ./torchgradx"
+    )
+
+
+def test_the_version_is_written_once():
+    project = (ROOT / "pyproject.toml").read_text()
+    version = re.search(r'^version = "(.+)"', project, re.MULTILINE)[1]
+    assert importlib.metadata.version("torchgradx") == version
+    code = [ROOT / "setup.py", *ROOT.glob("torchgradx/*.py"), *ROOT.glob("csrc/**/*.*")]
+    assert [p.name for p in code if f'"{version}"' in p.read_text(errors="replace")] == []
+
+
+def test_the_package_is_typed():
+    assert (PACKAGE / "py.typed").exists()
+
+
+# Import
+
+IMPORT = """
+import sys, time, torch
+started = []
+sys.addaudithook(lambda event, args: started.append(args[0]) if event in EVENTS else None)
+EVENTS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork"}
+begin = time.perf_counter()
+import torchgradx
+print(time.perf_counter() - begin)
+assert not started, started
+assert "torch.utils.cpp_extension" not in sys.modules
+"""
+
+
+def test_import_is_quick_and_compiles_nothing():
+    # beyond torch's own import; it takes 0.1 s, and the best of three bears a busy machine
+    assert min(float(checked(python(IMPORT))) for _ in range(3)) < 1.0
+
+
+@needs_extension
+def test_the_extension_brings_no_second_openmp_runtime():
+    code = """
+import torch
+def runtimes():
+    lines = open("/proc/self/maps").read().split()
+    return {path for path in lines if "omp" in path.rsplit("/", 1)[-1] and ".so" in path}
+before = runtimes()
+import torchgradx
+assert runtimes() == before, runtimes() - before
+"""
+    checked(python(code))
+
+
+@needs_extension
+def test_the_extension_shows_no_path_of_the_building_machine():
+    binary = next(PACKAGE.glob("_C.*.so")).read_bytes()
+    for path in (ROOT, Path(sys.prefix)):
+        assert f"{path}/".encode() not in binary
+
+
+def test_the_facts_are_printed():
+    facts = checked(python("import runpy; runpy.run_module('torchgradx', run_name='__main__')"))
+    names = re.findall(r"^(\w+(?: \w+)?)  +\S", facts, re.MULTILINE)
+    assert names == [
+        *("torchgradx", "torch", "extension", "CPU", "CUDA kernels", "device", "backend auto")
+    ]
+    assert ("loaded" if ops.NATIVE else "not loaded") in facts
+    assert importlib.metadata.version("torchgradx") in facts
+
+
+# Without the extension
+
+FALLBACK = """
+import torch, torchgradx
+import torchgradx.ops
+assert not torchgradx.ops.NATIVE
+a, b = torch.randn(3, 4, 5), torch.randn(3, 4, 2)
+expected = torch.einsum("nti,nto->noi", a, b).square().sum((1, 2))
+torch.testing.assert_close(torchgradx.ops.linear_sq_norms(a, b), expected)
+model = torch.nn.Linear(5, 2)
+with torchgradx.attach(model) as probe:
+    model(a[0]).square().mean().backward()
+    assert probe.norms().shape == (4,)
+"""
+
+
+@pytest.fixture
+def uncompiled(tmp_path):
+    """A copy of the package as an installation without a compiler leaves it."""
+    copy = tmp_path / "torchgradx"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("_C.*", "__pycache__"))
+    return copy
+
+
+def test_without_the_extension_it_warns_once_and_works(uncompiled):
+    run = python(FALLBACK, path=uncompiled.parent)
+    checked(run)
+    assert run.stderr.count("RuntimeWarning") == 1, run.stderr
+    assert "without its compiled extension" in run.stderr
+
+
+def test_an_extension_that_does_not_load_is_named_in_the_warning(uncompiled):
+    (uncompiled / "_C.so").write_bytes(b"not a library")
+    run = python(FALLBACK, path=uncompiled.parent)
+    checked(run)
+    assert run.stderr.count("RuntimeWarning") == 1, run.stderr
+    assert "does not load" in run.stderr
+
+
+# Source distribution
+
+SDIST = """
+import sys
+sys.modules["torch"] = None  # an import of it raises
+sys.argv = ["setup.py", "-q", "sdist", "--dist-dir", sys.argv[1]]
+exec(compile(open("setup.py").read(), "setup.py", "exec"), {"__file__": "setup.py"})
+"""
+
+
+def test_the_sdist_is_complete_and_needs_no_torch(tmp_path):
+    pytest.importorskip("setuptools")
+    tree = tmp_path / "tree"
+    made = shutil.ignore_patterns(".*", "build", "dist", "out", "__pycache__", "*.egg-info", "*.so")
+    shutil.copytree(ROOT, tree, ignore=made)
+    checked(python(SDIST.replace("sys.argv[1]", repr(str(tmp_path))), cwd=tree))
+    with tarfile.open(next(tmp_path.glob("torchgradx-*.tar.gz"))) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {
+        str(path.relative_to(tree))
+        for folder in ("csrc", "build_tools", "torchgradx", "tests", "examples")
+        for path in (tree / folder).rglob("*")
+        if path.is_file()
+    }
+    wanted |= {"pyproject.toml", "setup.py", "README.md", "LICENSE", "Makefile", "CHANGELOG.md"}
+    assert wanted - held == set()
+
+
+# The Makefile
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="no make here")
+def test_make_alone_lists_every_target():
+    listed = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    assert [line.split()[0] for line in listed.splitlines()] == phony[1:]

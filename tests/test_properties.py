@@ -1,0 +1,178 @@
+"""What is true of per-sample norms whatever computes them, and what must not go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from backends import CONV2D_ALGORITHMS, LINEAR_ALGORITHMS, Backend, supports, to
+from oracle import Conv2d, Kind, Linear, assert_sq_norms, conv2d_truth, linear_truth
+from torch import Tensor
+
+# Every way to norms, as (operands, norms of operands): the properties hold of each.
+LINEAR = Linear(6, 9, 33, 17)
+CONV2D = Conv2d(6, 4, 6, (9, 7), (3, 3), (2, 1), (1, 1), (1, 1), 2)
+WAYS = [
+    *(("linear", algorithm) for algorithm in LINEAR_ALGORITHMS),
+    *(("conv2d", algorithm) for algorithm in CONV2D_ALGORITHMS),
+]
+each_way = pytest.mark.parametrize("way", WAYS, ids="-".join)
+
+
+def operands(way: tuple[str, str], kind: Kind = "gaussians") -> tuple[Tensor, Tensor]:
+    layer, algorithm = way
+    if layer == "conv2d":
+        return CONV2D.operands(torch.float32, kind)
+    t = LINEAR.t if supports(algorithm, LINEAR.t) else 1
+    return LINEAR._replace(t=t).operands(torch.float32, kind)
+
+
+def norms(backend: Backend, way: tuple[str, str], a: Tensor, b: Tensor) -> Tensor:
+    """sq_norms [2, N]"""
+    layer, algorithm = way
+    a, b = to(backend, a, b)
+    if layer == "conv2d":
+        return backend.conv2d(algorithm, a, b, CONV2D).cpu()
+    return backend.linear(algorithm, a, b).cpu()
+
+
+@each_way
+def test_permuting_samples_permutes_norms(backend: Backend, way: tuple[str, str]) -> None:
+    a, b = operands(way, "integers")  # exact, wherever in memory a sample lies
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    assert torch.equal(norms(backend, way, a[order], b[order]), norms(backend, way, a, b)[:, order])
+
+
+@each_way
+def test_a_samples_norms_do_not_depend_on_its_batch(backend: Backend, way: tuple[str, str]) -> None:
+    a, b = operands(way, "integers")
+    alone = [norms(backend, way, a[n : n + 1], b[n : n + 1]) for n in range(6)]
+    assert torch.equal(torch.cat(alone, 1), norms(backend, way, a, b))
+
+
+@each_way
+@pytest.mark.parametrize("factor", [2.0**-20, -2.0, 2.0**20])
+def test_scaling_by_c_scales_sq_norms_by_c_squared(
+    backend: Backend, way: tuple[str, str], factor: float
+) -> None:
+    a, b = operands(way)  # a power of two scales without rounding
+    assert torch.equal(norms(backend, way, a, b * factor), norms(backend, way, a, b) * factor**2)
+
+
+@each_way
+def test_a_zero_gradient_has_exactly_zero_norm(backend: Backend, way: tuple[str, str]) -> None:
+    a, b = operands(way)
+    b[2] = 0
+    a[4] = 0
+    sq_norms = norms(backend, way, a, b)
+    assert sq_norms[0].eq(0).tolist() == [False, False, True, False, True, False]
+    assert sq_norms[1].eq(0).tolist() == [False, False, True, False, False, False]
+
+
+@each_way
+@pytest.mark.parametrize("count", [1, 2])
+def test_repeated_runs_are_bitwise_equal(
+    backend: Backend, way: tuple[str, str], count: int, threads: Callable[[int], None]
+) -> None:
+    threads(count)
+    a, b = operands(way)
+    first = norms(backend, way, a, b)
+    assert all(torch.equal(norms(backend, way, a, b), first) for _ in range(5))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_repeated_weight_gradients_are_bitwise_equal(
+    backend: Backend, count: int, threads: Callable[[int], None]
+) -> None:
+    threads(count)
+    linear = to(backend, *Linear(9, 33, 65, 130).operands(torch.float32, "gaussians"))
+    conv2d = to(backend, *CONV2D.operands(torch.float32, "gaussians"))
+    first = backend.linear_fused(*linear)[0], backend.conv2d_fused(*conv2d, CONV2D)[0]
+    for _ in range(5):
+        assert torch.equal(backend.linear_fused(*linear)[0], first[0])
+        assert torch.equal(backend.conv2d_fused(*conv2d, CONV2D)[0], first[1])
+
+
+@each_way
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_sample_that_is_not_finite_spoils_no_other(
+    backend: Backend, way: tuple[str, str], poison: float
+) -> None:
+    a, b = operands(way)
+    clean = norms(backend, way, a, b)
+    b[1].flatten()[3] = poison
+    a[4].flatten()[3] = poison
+    spoilt = norms(backend, way, a, b)
+    fine = [0, 2, 3, 5]
+    assert torch.equal(spoilt[:, fine], clean[:, fine])
+    assert not spoilt[:, 1].isfinite().any()
+    assert not spoilt[0, 4].isfinite()
+    assert torch.equal(spoilt[1, 4], clean[1, 4])
+
+
+@each_way
+@pytest.mark.parametrize(
+    ("activation", "gradient"),
+    [
+        (1.0, 2.0**-60),  # 1e-18: squares are 1e-36, at the edge of float32
+        (1.0, 2.0**50),  # 1e+15
+        (2.0**-83, 2.0**33),  # 1e-25 by 1e+10: a Gram of the activations alone underflows
+        (2.0**33, 2.0**-83),
+        (2.0**70, 2.0**-70),  # 1e+21 by 1e-21: and overflows
+        (2.0**-70, 2.0**70),
+    ],
+)
+def test_extreme_operands_give_the_norm_that_float32_can_hold(
+    backend: Backend, way: tuple[str, str], activation: float, gradient: float
+) -> None:
+    a, b = operands(way)
+    expected = norms(backend, way, a, b)[0].double() * (activation * gradient) ** 2
+    actual = norms(backend, way, a * activation, b * gradient)[0].double()
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rows", ["activations", "grad_output"])
+def test_a_gram_that_cancels_is_noticed(backend: Backend, rows: str, dtype: torch.dtype) -> None:
+    """Alternating signs over nearly equal rows: sum_t b_t a_t^T all but vanishes."""
+    n, t = 3, 64
+    a, b = Linear(n, t, 24, 20).operands(dtype, "gaussians")
+    sign = torch.tensor([1.0, -1.0], dtype=dtype).repeat(t // 2)[:, None]
+    tremor = 2.0**-12 if dtype != torch.bfloat16 else 2.0**-6
+    a = (a[:, :1] * (1 + tremor * a)).to(dtype)
+    b = b[:, :1] * sign
+    if rows == "grad_output":
+        a, b = b, a
+    truth = linear_truth(a, b)
+    share = (truth.weight.square().sum((1, 2)), truth.weight_magnitude.square().sum((1, 2)))
+    rho = share[0] / share[1]
+    assert bool((rho < 1e-4).all()), f"nothing cancels: {rho}"
+    a, b = to(backend, a, b)
+    assert_sq_norms(backend.linear("gram", a, b), truth, "direct", dtype)
+
+
+def test_a_conv2d_gram_that_cancels_is_noticed(backend: Backend) -> None:
+    problem = Conv2d(2, 3, 4, (8, 8), (3, 3))
+    x, b = problem.operands(torch.float32, "gaussians")
+    x = 1 + 2.0**-12 * x
+    b = b[:, :, :1, :1] * torch.tensor([1.0, -1.0]).repeat(18).view(6, 6)
+    truth = conv2d_truth(x, b, problem)
+    x, b = to(backend, x, b)
+    assert_sq_norms(backend.conv2d("gram", x, b, problem), truth, "direct", torch.float32)
+
+
+def test_half_operands_accumulate_in_float32(backend: Backend) -> None:
+    """4095 equal steps: a half accumulator stops at 256 (bfloat16) or 2048 (float16)."""
+    for dtype in (torch.bfloat16, torch.float16):
+        a, b = to(backend, *torch.ones(2, 1, 4095, 1, dtype=dtype))
+        for algorithm in ("gram", "direct", "fused"):
+            assert backend.linear(algorithm, a, b).tolist() == [[4095.0**2], [4095.0**2]]
+
+
+def test_large_half_operands_do_not_overflow(backend: Backend) -> None:
+    """A float16 Gram of activations of 300 is infinite; the norm is not."""
+    a, b = to(backend, *torch.full((2, 1, 4, 8), 300.0, dtype=torch.float16))
+    for algorithm in ("gram", "direct", "fused"):
+        expected = 64 * (4 * 300.0**2) ** 2
+        assert backend.linear(algorithm, a, b)[0].tolist() == [pytest.approx(expected, rel=1e-6)]

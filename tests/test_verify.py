@@ -1,0 +1,219 @@
+"""grad_norms and verify: one call, nothing left behind; and verify finds what attach cannot."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import (
+    Model,
+    close,
+    close_named,
+    fingerprint,
+    loop,
+    mlp,
+    per_model,
+    per_module,
+    seeded,  # noqa: F401
+)
+from torch import nn
+
+import torchgradx
+
+N = 6
+
+
+def classifier():
+    return nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.LayerNorm(16),
+                         nn.Linear(16, 5))  # fmt: skip
+
+
+def samples():
+    return torch.randn(N, 3, 6), torch.randint(0, 5, (N,))
+
+
+def entropy(model, *batch):
+    *inputs, y = batch
+    return F.cross_entropy(model(*inputs), y)
+
+
+def two_inputs():
+    return Model(lambda m, left, right: m.head(torch.tanh(m.a(left) * m.b(right))),
+                 a=nn.Linear(3, 4), b=nn.Linear(2, 4), head=nn.Linear(4, 5))  # fmt: skip
+
+
+def pack(kind, left, right):
+    return (left, right) if kind == "tuple" else {"right": right, "left": left}
+
+
+# ---- grad_norms ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_grad_norms_gives_every_samples_norm_and_the_parts_of_it(dtype):
+    model, (x, y) = classifier().to(dtype), samples()
+    x, rtol = x.to(dtype), 1e-9 if dtype == torch.float64 else 1e-4
+    want = loop(model, entropy, x, y)
+    close(torchgradx.grad_norms(model, F.cross_entropy, x, y), per_model(want), rtol)
+    named = torchgradx.grad_norms(model, F.cross_entropy, x, y, per="parameter")
+    close_named(named, want, rtol)
+    modules = torchgradx.grad_norms(model, F.cross_entropy, x, y, per="module")
+    close_named(modules, per_module(want), rtol)
+    for norms in named.values():
+        assert (norms.dtype, norms.shape, norms.requires_grad) == (dtype, (N,), False)
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict"])
+def test_inputs_may_be_a_tuple_or_a_dictionary(kind):
+    model, y = two_inputs().double(), torch.randint(0, 5, (N,))
+    left, right = torch.randn(N, 3).double(), torch.randn(N, 2).double()
+    want = per_model(loop(model, entropy, left, right, y))
+    inputs = pack(kind, left, right)
+    close(torchgradx.grad_norms(model, F.cross_entropy, inputs, y), want)
+    assert str(torchgradx.verify(model, F.cross_entropy, inputs, y))
+
+
+def test_a_sum_loss_is_said_and_gives_the_same_norms():
+    model, (x, y) = classifier().double(), samples()
+    x = x.double()
+    want = per_model(loop(model, entropy, x, y))
+
+    def total(out, y):
+        return F.cross_entropy(out, y, reduction="sum")
+
+    close(torchgradx.grad_norms(model, total, x, y, loss_reduction="sum"), want)
+    assert str(torchgradx.verify(model, total, x, y, loss_reduction="sum"))
+
+
+@pytest.mark.parametrize("call", ["grad_norms", "verify"])
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_is_left_behind(call, training):
+    model, (x, y) = classifier().train(training), samples()
+    before = fingerprint(model)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model[0].weight.grad = kept = torch.ones(4, 3, 3)
+    getattr(torchgradx, call)(model, F.cross_entropy, x, y)
+    grads = [p.grad for p in model.parameters()]
+    assert grads[0] is kept
+    assert bool((kept == 1).all())
+    assert grads[1:] == [None] * (len(grads) - 1)
+    assert fingerprint(model) == before
+    assert x.grad is None
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("call", ["grad_norms", "verify"])
+def test_a_loss_that_raises_leaves_nothing_behind(call):
+    model, (x, y) = classifier(), samples()
+    before = fingerprint(model)
+
+    def boom(out, y):
+        raise KeyError("boom")
+
+    with pytest.raises(KeyError, match="boom"):
+        getattr(torchgradx, call)(model, boom, x, y)
+    assert fingerprint(model) == before
+    assert len(torchgradx.grad_norms(model, F.cross_entropy, x, y)) == N
+
+
+def test_grad_norms_refuses_by_name_and_leaves_nothing_behind():
+    model = Model(lambda m, x: m.o(F.linear(x, m.l.weight)), l=nn.Linear(3, 4, bias=False),
+                  o=nn.Linear(4, 5))  # fmt: skip
+    before = fingerprint(model)
+    x, y = torch.randn(N, 3), torch.randint(0, 5, (N,))
+    with pytest.raises(torchgradx.CoverageError, match=r"l\.weight"):
+        torchgradx.grad_norms(model, F.cross_entropy, x, y)
+    assert fingerprint(model) == before
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_frozen_parameters_stay_frozen_and_do_not_count():
+    model, (x, y) = classifier().double(), samples()
+    model[0].requires_grad_(False)
+    want = per_model(loop(model, entropy, x.double(), y))
+    close(torchgradx.grad_norms(model, F.cross_entropy, x.double(), y), want)
+    assert [p.requires_grad for p in model.parameters()] == [False] * 2 + [True] * 4
+
+
+# ---- verify --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("make", [classifier, lambda: nn.Sequential(nn.Flatten(), mlp_of(18))])
+def test_verify_reports_on_a_model_that_is_right(make, dtype):
+    model, (x, y) = make().to(dtype), samples()
+    report = torchgradx.verify(model, F.cross_entropy, x.to(dtype), y)
+    assert report is not None
+    for name, _ in model.named_parameters():
+        assert name in str(report)
+
+
+def mlp_of(width):
+    return nn.Sequential(nn.Linear(width, 7), nn.Tanh(), nn.Linear(7, 5))
+
+
+def in_batch_negatives(out, _):
+    return F.cross_entropy(out @ out.T, torch.arange(len(out)))
+
+
+def a_ranking(out, _):
+    return F.softplus(3 * (out[:, None, 0] - out[None, :, 1])).mean()
+
+
+def centred(out, y):
+    return F.cross_entropy(out - out.mean(0), y)
+
+
+def forgot_the_mean(out, y):
+    return F.cross_entropy(out, y, reduction="sum")
+
+
+@pytest.mark.parametrize("loss", [in_batch_negatives, a_ranking, centred, forgot_the_mean])
+def test_verify_finds_a_loss_that_mixes_samples_or_is_not_reduced_as_said(loss):
+    model, (x, y) = classifier(), samples()
+    before = fingerprint(model)
+    with pytest.raises(torchgradx.VerificationError) as caught:
+        torchgradx.verify(model, loss, x, y)
+    text = str(caught.value)
+    assert any(name in text for name, _ in model.named_parameters()), text
+    assert len(text.splitlines()) > 2, f"no table: {text}"
+    assert re.search(r"\d", text)
+    assert fingerprint(model) == before
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_verify_finds_a_model_that_mixes_samples():
+    model = Model(lambda m, x: m.o(torch.tanh(m.l(x)) - m.l(x).mean(0)), l=nn.Linear(3, 4),
+                  o=nn.Linear(4, 5))  # fmt: skip
+    with pytest.raises(torchgradx.VerificationError):
+        torchgradx.verify(model, F.cross_entropy, torch.randn(N, 3), torch.randint(0, 5, (N,)))
+
+
+def test_verify_reports_a_refusal_as_its_own_error():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
+    x, y = torch.randn(N, 3), torch.randint(0, 5, (N,))
+    with pytest.raises(torchgradx.VerificationError, match=r"1\.weight"):
+        torchgradx.verify(model, F.cross_entropy, x, y)
+    assert torchgradx.verify(model.eval(), F.cross_entropy, x, y) is not None
+
+
+def test_verify_holds_norms_to_the_tolerance_it_is_given():
+    model, (x, y) = classifier(), samples()
+    calls = []
+
+    def nudged(out, y):  # the loop over single samples meets a loss 1% off the batch's
+        calls.append(len(out))
+        return F.cross_entropy(out, y) * (1.01 if len(out) == 1 else 1.0)
+
+    assert torchgradx.verify(model, nudged, x, y, rtol=0.05) is not None
+    with pytest.raises(torchgradx.VerificationError):
+        torchgradx.verify(model, nudged, x, y, rtol=1e-3)
+    with pytest.raises(torchgradx.VerificationError):
+        torchgradx.verify(model, nudged, x, y)
+    assert {1, N} <= set(calls)
+
+
+def test_verification_and_coverage_errors_are_told_apart():
+    assert not issubclass(torchgradx.CoverageError, torchgradx.VerificationError)
+    assert not issubclass(torchgradx.VerificationError, torchgradx.CoverageError)
+
+
+def test_the_mlp_of_the_other_tests_passes_verify():
+    x, y = torch.randn(N, 3), torch.randint(0, 2, (N,))
+    assert torchgradx.verify(mlp(), F.cross_entropy, x, y) is not None

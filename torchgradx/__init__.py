@@ -1,0 +1,22 @@
+"""Per-sample gradient norms of existing PyTorch models, without per-sample gradients."""
+
+from importlib.metadata import version as _version
+
+from . import ops
+from .attach import Probe, attach
+from .errors import CoverageError, VerificationError
+from .scoring import grad_norms
+from .verify import Report, verify
+
+__version__ = _version("torchgradx")
+
+__all__ = [
+    "CoverageError",
+    "Probe",
+    "Report",
+    "VerificationError",
+    "attach",
+    "grad_norms",
+    "ops",
+    "verify",
+]

@@ -1,0 +1,219 @@
+"""Arguments of the public operators: checked once, by name, in a few microseconds.
+
+Every text says what was expected, what came, and where it helps what to do.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import cost
+from .reference import accumulation_dtype
+
+__all__ = ["algorithm", "conv2d_operands", "linear_operands", "scale"]
+
+Pair = tuple[int, int]
+Geometry = tuple[Pair, Pair, Pair, Pair, int]  # kernel_size, stride, padding, dilation, groups
+
+DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+LARGEST = 2**20  # of a geometry's integers, as the kernels have it: sizes derived stay in 64 bits
+
+
+def _seen(value: Any) -> str:
+    """What came, in a few words."""
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)}"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
+
+
+def _refuse_tensor(name: str, value: Any) -> NoReturn:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor; got {_seen(value)}")
+    if value.layout is not torch.strided or value.is_nested:
+        layout = "a nested tensor: pad it" if value.is_nested else f"{value.layout}: densify it"
+        raise TypeError(f"{name} must be a dense (strided) tensor; got {layout}")
+    raise TypeError(
+        f"{name} must be float16, bfloat16, float32 or float64; got {value.dtype}: convert it"
+    )
+
+
+def _pair(first_name: str, first: Any, second_name: str, second: Any) -> tuple[Tensor, Tensor]:
+    """Two tensors of one supported dtype on one device, without their autograd graphs."""
+    for name, value in ((first_name, first), (second_name, second)):
+        if not _dense(value):
+            _refuse_tensor(name, value)
+    dtype = first.dtype
+    if dtype not in DTYPES:
+        _refuse_tensor(first_name, first)
+    if second.dtype is not dtype:
+        raise TypeError(
+            f"{second_name} must be {dtype}, as {first_name} is; got {second.dtype}: convert one"
+        )
+    if second.device != first.device:
+        raise TypeError(
+            f"{second_name} must be on {first.device}, as {first_name} is; "
+            f"got {second.device}: move one"
+        )
+    return (
+        first.detach() if first.requires_grad else first,
+        second.detach() if second.requires_grad else second,
+    )
+
+
+def linear_operands(activations: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, *, I], [N, *, O] -> [N, T, I], [N, T, O]"""
+    activations, grad_output = _pair("activations", activations, "grad_output", grad_output)
+    a_shape, b_shape = activations.shape, grad_output.shape
+    if len(a_shape) < 2:
+        raise ValueError(
+            f"activations must be [N, *, I], of two dimensions at least; got {list(a_shape)}"
+        )
+    if a_shape[:-1] != b_shape[:-1]:
+        positions = "".join(f" and T = {t}" for t in (prod(a_shape[1:-1]),) if len(a_shape) > 2)
+        letters = {2: "[N, O]", 3: "[N, T, O]"}.get(len(a_shape), "[N, *, O]")
+        raise ValueError(
+            f"grad_output must be {letters} with N = {a_shape[0]}{positions}, "
+            f"as activations are {list(a_shape)}; got {list(b_shape)}"
+        )
+    if len(a_shape) == 3:
+        return activations, grad_output
+    n, t = a_shape[0], prod(a_shape[1:-1])
+    return activations.reshape(n, t, a_shape[-1]), grad_output.reshape(n, t, b_shape[-1])
+
+
+def scale(value: Tensor | None, operand: Tensor, operand_name: str) -> Tensor | None:
+    """[N], in the dtype the kernels accumulate in"""
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        raise TypeError(f"scale must be a torch.Tensor [N] or None; got {_seen(value)}")
+    if not _dense(value) or value.dtype not in DTYPES:
+        _refuse_tensor("scale", value)
+    if value.device != operand.device:
+        raise TypeError(
+            f"scale must be on {operand.device}, as {operand_name} is; got {value.device}: move it"
+        )
+    n = operand.shape[0]
+    if value.shape != (n,):
+        raise ValueError(f"scale must be [N] with N = {n}; got {list(value.shape)}")
+    return value.detach().to(accumulation_dtype(operand.dtype))
+
+
+def _integers(name: str, value: Any, least: int) -> Pair:
+    """An int or a pair of them -> a pair"""
+    if type(value) is int:
+        first = second = value
+    elif not isinstance(value, (tuple, list)):
+        raise TypeError(f"{name} must be an int or a pair of ints; got {_seen(value)}")
+    elif len(value) != 2:
+        raise ValueError(f"{name} must be an int or a pair of ints; got {_seen(value)}")
+    else:
+        first, second = value
+        if type(first) is not int or type(second) is not int:
+            raise TypeError(f"{name} must be an int or a pair of ints; got {_seen(value)}")
+    if not (least <= first <= LARGEST and least <= second <= LARGEST):
+        raise ValueError(f"{name} must be from {least} to {LARGEST}; got {_seen(value)}")
+    return first, second
+
+
+def _padding(value: Any, kernel_size: Pair, stride: Pair, dilation: Pair) -> tuple[Pair, Pair]:
+    """An int, a pair, "same" or "valid" -> padding on each side, and rows and columns lacking
+    at the far side ("same" of an even extent)"""
+    if not isinstance(value, str):
+        return _integers("padding", value, 0), (0, 0)
+    if value == "valid":
+        return (0, 0), (0, 0)
+    if value != "same":
+        raise ValueError(f'padding must be an int, a pair, "same" or "valid"; got {_seen(value)}')
+    if stride != (1, 1):
+        raise ValueError(f'padding="same" needs stride = 1; got stride = {stride}')
+    total = (dilation[0] * (kernel_size[0] - 1), dilation[1] * (kernel_size[1] - 1))
+    if max(total) > LARGEST:
+        raise ValueError(f'padding="same" would pad {total} pixels; at most {LARGEST}')
+    return (total[0] // 2, total[1] // 2), (total[0] % 2, total[1] % 2)
+
+
+def _output_size(size: Pair, geometry: Geometry) -> Pair:
+    """H', W' of a convolution on H, W"""
+    kernel_size, stride, padding, dilation, _ = geometry
+    down = size[0] + 2 * padding[0] - dilation[0] * (kernel_size[0] - 1) - 1
+    along = size[1] + 2 * padding[1] - dilation[1] * (kernel_size[1] - 1) - 1
+    if down < 0 or along < 0:
+        raise ValueError(
+            f"kernel_size = {kernel_size} with dilation = {dilation} must fit into the input's "
+            f"{list(size)} pixels padded by {padding}"
+        )
+    return down // stride[0] + 1, along // stride[1] + 1
+
+
+def conv2d_operands(
+    input: Tensor,  # [N, C, H, W]
+    grad_output: Tensor,  # [N, O, H', W']
+    kernel_size: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: Any,
+) -> tuple[Tensor, Tensor, Geometry]:
+    """The operands, the input padded where "same" is lopsided, and the geometry as pairs."""
+    input, grad_output = _pair("input", input, "grad_output", grad_output)
+    kernel = _integers("kernel_size", kernel_size, 1)
+    steps = _integers("stride", stride, 1)
+    spread = _integers("dilation", dilation, 1)
+    margin, lacking = _padding(padding, kernel, steps, spread)
+    if type(groups) is not int:
+        raise TypeError(f"groups must be an int; got {_seen(groups)}")
+    if input.dim() != 4:
+        raise ValueError(f"input must be [N, C, H, W]; got {list(input.shape)}")
+    if grad_output.dim() != 4:
+        raise ValueError(f"grad_output must be [N, O, H', W']; got {list(grad_output.shape)}")
+    n, channels, height, width = input.shape
+    o = grad_output.shape[1]
+    if groups < 1 or channels % groups or o % groups:
+        raise ValueError(
+            f"groups must divide input's C = {channels} and grad_output's O = {o}; got {groups}"
+        )
+    if lacking != (0, 0):
+        input = F.pad(input, (0, lacking[1], 0, lacking[0]))
+    geometry = (kernel, steps, margin, spread, groups)
+    pixels = _output_size((height + lacking[0], width + lacking[1]), geometry)
+    if grad_output.shape != (n, o, *pixels):
+        raise ValueError(
+            f"grad_output must be [N, O, H', W'] with N = {n}, H' = {pixels[0]} and "
+            f"W' = {pixels[1]}, as input is {[n, channels, height, width]}, "
+            f"kernel_size = {kernel}, stride = {steps}, padding = {padding} and "
+            f"dilation = {spread}; got {list(grad_output.shape)}"
+        )
+    return input, grad_output, geometry
+
+
+def algorithm(operand: Tensor, t: int, i: int, o: int, groups: int, forced: str | None) -> str:
+    """The one to run: by the cost model, or as forced unless it refuses."""
+    if forced is not None and type(forced) is not str:
+        raise TypeError(f"algorithm must be a str or None; got {_seen(forced)}")
+    layer = "linear" if operand.dim() == 3 else "conv2d"
+    # Dynamo warns of caches, and has no need of them.
+    choose = _choose if torch.compiler.is_compiling() else _choose_once
+    return choose(layer, operand.shape[0], t, i, o, groups, operand.itemsize, forced)
+
+
+def _choose(
+    layer: Any, n: int, t: int, i: int, o: int, groups: int, itemsize: int, forced: str | None
+) -> str:
+    problem = cost.Problem(layer, n, t, i, o, groups, itemsize)
+    return cost.make_plan(problem, forced).algorithm
+
+
+# A Problem is a dataclass, dearer to make than to look up: here its integers are the key.
+_choose_once = lru_cache(maxsize=4096)(_choose)

@@ -1,0 +1,324 @@
+"""attach(): hooks on an existing model, and the probe that reads what they caught.
+
+One Pass a training forward of the root; one Site a module that owns parameters. A site either swaps its
+module's class for one whose forward calls the fused operator, or listens at the module's output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import ops, passes
+from .audit import Audit, Verdict
+from .errors import CoverageError
+from .explain import explanation
+from .layout import tensors_in
+from .record import Record
+from .sites import FallbackSite, Hook, NativeSite, Parameters, find_layers
+
+if ops.NATIVE:
+    from ._C import Pass, Recorder
+else:
+    Pass, Recorder = passes.Pass, passes.Recorder
+
+__all__ = ["Probe", "attach"]
+
+_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Probe]] = weakref.WeakKeyDictionary()
+# Verdicts on structures outlive a probe: scoring attaches anew for each batch.
+_proven: weakref.WeakKeyDictionary[nn.Module, dict[Any, dict[Any, Verdict]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def attach(
+    model: nn.Module,
+    *,
+    loss_reduction: str = "mean",
+    loss_scale: float | Tensor | torch.amp.GradScaler = 1.0,
+    batch_dim: int = 0,
+    batch_size: int | Callable[[tuple[Any, ...], dict[str, Any]], int] | None = None,
+    layout: Mapping[str, str] | None = None,
+    fused: bool = True,
+    weight_grad: bool = True,
+    clip: bool = False,
+    directions: Mapping[str, Tensor] | None = None,
+    algorithm: str | None = None,
+    backend: str = "auto",
+) -> Probe:
+    """Attach to a model: its next training steps leave the norm of each sample's gradient.
+
+    Equivalent to, but for speed and memory::
+
+        for n in range(N):
+            model.zero_grad()
+            loss_fn(model(x[n:n+1]), y[n:n+1]).backward()
+            norms[n] = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+
+    Args:
+        model: any module; it is used as it is, and given back as it was by `Probe.remove`.
+        loss_reduction: how the loss combines its samples: "mean" (the 1/N is undone, so that norms are
+            those of each sample's own loss) or "sum".
+        loss_scale: what the loss is multiplied by before `backward()`: a number, a Tensor [N], or
+            a GradScaler; norms come back divided by it.
+        batch_dim: where the samples are in inputs and activations: 0, or 1 for sequence-first models.
+        batch_size: N, or a callable (args, kwargs) -> N, where the model's first tensor argument
+            does not show it.
+        layout: {module name or pattern: "batch" or "sequence"} for modules fed rows n*T+t or t*N+n.
+        fused: weight gradient and norms from one pass where a kernel has it.
+        weight_grad: False computes norms only, and leaves `.grad` as it is.
+        clip, directions: what clipping and dot products need; not in this version.
+        algorithm: None lets the cost model choose; "rank1", "gram" or "direct" forces.
+        backend: "auto", "native" (kernels or an error) or "vmap" (the pure-Python fallback).
+
+    Returns:
+        The probe. `norms()` after `loss.backward()` gives a Tensor [N].
+
+    Raises:
+        ValueError, TypeError: an argument is not as above; the text names it.
+        RuntimeError: the model, or a module of it, is attached already.
+        CoverageError: backend="native" and a module with no kernel.
+    """
+    return Probe(
+        model,
+        loss_reduction=loss_reduction,
+        loss_scale=loss_scale,
+        batch_dim=batch_dim,
+        batch_size=batch_size,
+        layout=layout,
+        fused=fused,
+        weight_grad=weight_grad,
+        clip=clip,
+        directions=directions,
+        algorithm=algorithm,
+        backend=backend,
+    )
+
+
+def _check(model: Any, options: dict[str, Any]) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    for name, choices in (
+        ("loss_reduction", ("mean", "sum")),
+        ("batch_dim", (0, 1)),
+        ("algorithm", (None, "rank1", "gram", "direct")),
+        ("backend", ("auto", "native", "vmap")),
+        ("fused", (True, False)),
+        ("weight_grad", (True, False)),
+    ):
+        if options[name] not in choices:
+            expected = ", ".join(map(repr, choices))
+            raise ValueError(f"{name} must be one of {expected}; got {options[name]!r}")
+    if options["clip"] or options["directions"] is not None:
+        name = "clip" if options["clip"] else "directions"
+        raise NotImplementedError(f"{name} is not supported in this version: leave it out")
+    if options["backend"] == "native" and not ops.NATIVE:
+        raise RuntimeError(
+            'backend="native" needs the compiled extension, which is not there: build it with '
+            '`pip install .`, or say backend="auto"'
+        )
+    size = options["batch_size"]
+    if size is not None and not callable(size) and (isinstance(size, bool) or not isinstance(size, int)):
+        raise TypeError(f"batch_size must be an int or a callable (args, kwargs) -> int; got {size!r}")
+    scale = options["loss_scale"]
+    if not isinstance(scale, (int, float, Tensor, torch.amp.GradScaler)) or isinstance(scale, bool):
+        raise TypeError(f"loss_scale must be a number, a Tensor [N] or a GradScaler; got {scale!r}")
+    for pattern, how in (options["layout"] or {}).items():
+        if how not in ("batch", "sequence"):
+            raise ValueError(f'layout[{pattern!r}] must be "batch" or "sequence"; got {how!r}')
+
+
+class Probe:
+    """The handle of an attachment; see `attach`. Also a context manager that removes itself."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        _check(model, options)
+        for name, module in model.named_modules():
+            if module in _attached:
+                where = f"its module {name!r}" if name else "the model"
+                raise RuntimeError(f"{where} is attached already: remove() the other probe first")
+        self._model = weakref.ref(model)
+        self._options = options
+        self._parameters = Parameters(model)
+        self._layers = find_layers(model, self._parameters, options)
+        me = weakref.ref(self)
+
+        def forward_to(method: str) -> Callable[..., None]:
+            # The graph owns what it calls; it must not own the probe.
+            def call(*args: Any) -> None:
+                probe = me()
+                if probe is not None:
+                    getattr(probe, method)(*args)
+
+            return call
+
+        count = len(self._parameters.names)
+        callbacks = (forward_to("_began"), forward_to("_finish"), forward_to("_drained"))
+        self._recorder = Recorder(count, *callbacks)
+        shared = (self._recorder, self._parameters, self._layers, options)
+        choices = tuple(repr(options[k]) for k in ("layout", "batch_dim", "backend", "fused", "weight_grad"))
+        self._record = Record(*shared)
+        self._audit = Audit(*shared, self._record, _proven.setdefault(model, {}).setdefault(choices, {}))
+        self._joint: list[Pass] | None = None
+        self._paused = 0
+        self._on = True
+        self._sites: list[NativeSite | FallbackSite] = []
+        self._handles: list[Any] = []
+        self._listen(model)
+
+    # Attaching
+
+    def _listen(self, model: nn.Module) -> None:
+        modules = dict(model.named_modules())
+        try:
+            for index, layer in enumerate(self._layers):
+                kind = FallbackSite if layer.kind == "vmap" else NativeSite
+                site = kind(modules[layer.name], layer, index, self._recorder, self._audit, self._parameters, self._options)
+                self._sites.append(site)
+            if not self._options["weight_grad"]:
+                fallback = [layer for layer in self._layers if layer.kind == "vmap"]
+                self._audit.shield([place for layer in fallback for place in layer.parameters])
+            for module in modules.values():
+                _attached[module] = weakref.ref(self)
+            register = (
+                (model.register_forward_pre_hook, self._enter, {"prepend": True}),
+                (model.register_forward_hook, self._leave, {"always_call": True}),
+            )
+            for method, hook, extra in register:
+                self._handles.append(method(Hook(hook), with_kwargs=True, **extra))
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Leave the model as it was, at once or when the last checkpointed graph in flight dies."""
+        self._on = False
+        self._audit.stop()
+        self._drained()
+
+    def _drained(self) -> None:
+        if self._on or self._recorder.held > 0:
+            return
+        for handle in self._handles:
+            handle.remove()
+        for site in self._sites:
+            site.remove()
+        self._handles, self._sites = [], []
+        model = self._model()
+        for module in model.modules() if model is not None else ():
+            if module in _attached and _attached[module]() in (self, None):
+                del _attached[module]
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    # Forward
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._recorder.push(self._begin(args, kwargs))
+
+    def _begin(self, args: Any, kwargs: Any) -> Pass | None:
+        idle = torch._C._are_functorch_transforms_active()
+        if not self._on or self._paused or idle or not torch.is_grad_enabled():
+            return None
+        self._audit.settle()
+        n = self._batch_size(args, kwargs)
+        if n is None:
+            return None
+        if self._joint:
+            if self._joint[0].n != n:
+                self._recorder.refuse(-1, f"same_samples() met {self._joint[0].n} and {n} samples")
+            return self._joint[0]
+        run = Pass(self._recorder, n, self._parameters.tensors())
+        if self._joint is not None:
+            run.keep = True
+            self._joint.append(run)
+        self._record.note_forward(run)
+        return run
+
+    def _batch_size(self, args: Any, kwargs: Any) -> int | None:
+        given = self._options["batch_size"]
+        if callable(given):
+            return int(given(args, kwargs))
+        if given is not None:
+            return int(given)
+        dim = self._options["batch_dim"]
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.dim():
+                return tensor.shape[dim if tensor.dim() > dim else 0]
+        self._recorder.refuse(-1, "the model was called without a tensor that shows N: say batch_size=")
+        return None
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        run = self._recorder.current()
+        uses = run.uses() if run is not None else []
+        self._recorder.pop()
+        if run is not None and out is not None and self._on:
+            self._audit.examine(run, uses, tensors_in(out), self._sites)
+
+    # Backward
+
+    def _began(self, run: Pass) -> None:
+        self._record.begin(run)
+
+    def _finish(self, run: Pass, parameter: int) -> None:
+        self._record.finish(run, parameter)
+
+    # What the user calls
+
+    def norms(
+        self, per: str = "model", loss_scale: float | Tensor | None = None
+    ) -> Tensor | dict[str, Tensor]:
+        """Norms of the gradient of each sample's own loss, for all samples of the record.
+
+        Args:
+            per: "model" for one Tensor [N]; "module" or "parameter" for a dict of them, by name.
+            loss_scale: overrides what `attach` was told: a number, or a Tensor [N].
+
+        Returns:
+            float32 (float64 for float64 models), samples in the order of their forwards.
+
+        Raises:
+            CoverageError: some parameters' gradients are not accounted for sample by sample.
+        """
+        if per not in ("model", "module", "parameter"):
+            raise ValueError(f'per must be "model", "module" or "parameter"; got {per!r}')
+        self._audit.settle()
+        self._record.require()
+        self._audit.check()
+        return self._record.norms(per, loss_scale)
+
+    def explain(self) -> str:
+        """Layer by layer: shapes, the algorithm chosen, its cost, what was refused and why."""
+        return explanation(self._layers, self._parameters)
+
+    def reset(self) -> None:
+        """Begin a new record at once."""
+        self._audit.settle()
+        self._record.clear()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing inside."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    @contextlib.contextmanager
+    def same_samples(self) -> Iterator[None]:
+        """All forwards inside are of the same samples: their gradients add up before the norm."""
+        before, self._joint = self._joint, []
+        try:
+            yield
+        finally:
+            self._joint = before

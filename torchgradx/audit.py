@@ -1,0 +1,214 @@
+"""Nothing is silently wrong: what is recorded is held against what the parameters receive.
+
+On the first pass of a new structure the samples' places are proven (layout.py), and each parameter's
+gradient is compared with the sum of what was recorded. In every backward, each edge of the graph into
+a parameter must belong to a recorded use (csrc/pass.cpp). What fails is refused when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .errors import CoverageError
+from .layout import SEQUENCE, Watched, prove
+from .rules import Layer
+
+if TYPE_CHECKING:
+    from .record import Record
+    from .sites import Parameters, Site
+
+__all__ = ["Audit", "Verdict"]
+
+Verdict = tuple[list[int], list[tuple[int, str]]]  # layout of each use; (site, why it is refused)
+
+
+class Audit:
+    def __init__(
+        self,
+        recorder: Any,
+        parameters: Parameters,
+        layers: Sequence[Layer],
+        options: Mapping[str, Any],
+        record: Record,
+        proven: dict[Any, Verdict],
+    ) -> None:
+        self._record = record
+        self._recorder, self._parameters, self._layers = recorder, parameters, layers
+        self._options, self._proven = options, proven
+        self._pending: dict[Any, tuple[Verdict, Any]] = {}  # structure -> (verdict, its first pass)
+        self._handles: list[Any] = []
+        self._shields: list[Any] = []
+        self._shielded: set[int] = set()
+        self._deferred: set[int] = set()
+        self._before: dict[int, Tensor | None] = {}
+
+    # Forward
+
+    def examine(
+        self, run: Any, uses: Sequence[Any], outputs: Sequence[Tensor], sites: Sequence[Site]
+    ) -> None:
+        """At the end of a forward: what is known of its structure, or a first look at it."""
+        key = (run.structure, tuple(self._parameters.trainable()))
+        verdict = self._proven.get(key)
+        if verdict is None:
+            pending = self._pending.get(key)
+            verdict = pending[0] if pending else self._prove(run.n, uses, outputs, sites)
+            self._pending[key] = verdict, run
+            self._listen()
+        layouts, refusals = verdict
+        if run.keep or any(layouts):
+            run.layouts = run.layouts + layouts
+        for site, reason in refusals:
+            run.refuse(site, reason)
+
+    def _prove(
+        self, n: int, uses: Sequence[Any], outputs: Sequence[Tensor], sites: Sequence[Site]
+    ) -> Verdict:
+        watched = []
+        for site, sizes, node, number in uses:
+            trusted = sites[site].declared >= 0
+            watched.append(Watched(None if trusted else node, number, sites[site].leads(len(sizes))))
+        self._recorder.idle = True
+        try:
+            found = prove(outputs, watched, n, self._options["batch_dim"])
+        finally:
+            self._recorder.idle = False
+        layouts: list[int] = []
+        refusals: list[tuple[int, str]] = []
+        for (site, sizes, _, _), use, verdict in zip(uses, watched, found, strict=True):
+            presumed = sites[site].presumed
+            unsure = use.node is not None and not isinstance(verdict, int)
+            if unsure and (verdict or not _beyond_doubt(sizes[: use.leads], n, presumed)):
+                reason = verdict or f"no proof could be had of where the {n} samples are in it"
+                say = f'if it is so, say layout={{"{self._layers[site].name}": "batch"}} or "sequence"'
+                refusals.append((site, f"of shape {list(sizes)}, {reason}; {say}"))
+            layouts.append(verdict if isinstance(verdict, int) and use.node is not None else presumed)
+        return layouts, refusals
+
+    # Backward
+
+    def shield(self, places: Sequence[int]) -> None:
+        """Norms only: what a recorded backward brings for these leaves their .grad as it was."""
+        tensors = self._parameters.tensors()
+        for place in places:
+            p = tensors[place]
+            if p.requires_grad and place not in self._shielded:
+                self._shielded.add(place)
+                self._shields.append(p.register_hook(partial(self._received, place)))
+                after = partial(self._accumulated, place)
+                self._shields.append(p.register_post_accumulate_grad_hook(after))
+
+    def _listen(self) -> None:
+        """Hold what each parameter receives against what is recorded, until settled."""
+        if self._recorder.auditing:
+            return
+        self._recorder.auditing = True
+        for place, p in enumerate(self._parameters.tensors()):
+            if not p.requires_grad or not p.is_leaf or place in self._shielded:
+                continue
+            if not p._backward_hooks:  # else what arrives may have been changed on purpose
+                self._handles.append(p.register_hook(partial(self._received, place)))
+
+    def _received(self, place: int, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None or not self._recorder.audited(torch._C._current_graph_task_id()):
+            return None  # this backward met no pass
+        if self._recorder.auditing and not self._agrees(place, gradient.detach()):
+            self._record.mismatched[place] = None
+        if place not in self._shielded:
+            return None
+        self._before[place] = self._parameters.tensors()[place].grad
+        return torch.zeros_like(gradient)
+
+    def _accumulated(self, place: int, p: Tensor) -> None:
+        if self._before.pop(place, p) is None:
+            p.grad = None
+
+    def _agrees(self, place: int, gradient: Tensor) -> bool:
+        recorded, magnitude = self._recorder.take_recorded(place)
+        if place in self._deferred:
+            return True
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if recorded is None:
+            return not bool(gradient.any())
+        difference = float((gradient.double() - recorded.reshape(gradient.shape).double()).norm())
+        eps = max(torch.finfo(t.dtype).eps for t in (gradient, recorded))
+        # The rounding of a sum is by its terms; a gradient that cancels is all rounding.
+        allowed = 64 * eps * (magnitude + float(gradient.double().norm()))
+        return not difference > allowed  # inf and nan are the scaler's to report
+
+    def defer(self, places: Sequence[int]) -> None:
+        """Their gradients by sample come only at the end of the backward."""
+        self._deferred.update(places)
+
+    def settle(self) -> None:
+        """A structure whose first backward has come and agreed is known from now on."""
+        for key, (verdict, run) in list(self._pending.items()):
+            if not run.recorded and len(self._pending) < 8 or not ops.NATIVE:
+                continue
+            if run.recorded and not self._record.mismatched:
+                self._proven[key] = verdict
+            del self._pending[key]
+        if not self._pending:
+            self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        self._recorder.auditing = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for place in range(len(self._parameters.names)):
+            self._recorder.take_recorded(place)
+
+    def stop(self) -> None:
+        self._pending = {}
+        self._stop_listening()
+        for handle in self._shields:
+            handle.remove()
+        self._shields = []
+
+    # Reading
+
+    def check(self) -> None:
+        """Raise a CoverageError if anything in the record is not accounted for."""
+        problems: dict[str, str] = {}  # parameter -> reason
+        names = self._parameters.names
+        trainable = self._parameters.trainable()
+        if any(run.create_graph for run, _ in self._record.runs):
+            reason = "its gradient was computed under create_graph=True, whose second backward changes it"
+            problems.update((names[place], reason) for place in trainable)
+        for site, reason in self._recorder.refusals:
+            places = self._layers[site].parameters if site >= 0 else ()
+            concerned = [place for place in places or trainable if place in trainable]
+            problems.update((names[place], reason) for place in concerned)
+        for place in trainable:
+            missing = self._recorder.balance[place]
+            if missing:
+                problems[names[place]] = (
+                    f"the backward used it in {missing:+d} places beyond the recorded calls of its module. "
+                    "A functional use, a penalty on the weights inside the loss, or a module called "
+                    "outside the model's own forward cannot be split by sample: call the module instead, "
+                    "backward the penalty apart from the loss, or freeze the parameter"
+                )
+            elif place in self._record.mismatched:
+                problems[names[place]] = (
+                    "the gradient it received is not the sum of what was recorded: something besides the "
+                    "samples' own losses reaches it, or its module does not compute what it seems to"
+                )
+            elif any(run.late(place) for run, _ in self._record.runs):
+                problems[names[place]] = "a use of it arrived after its norm was final: reset() in between"
+        if problems:
+            lines = "".join(f"\n  {name}: {reason}" for name, reason in problems.items())
+            raise CoverageError(f"no exact norms by sample for {len(problems)} parameters:{lines}", problems)
+
+
+def _beyond_doubt(leads: Sequence[int], n: int, presumed: int) -> bool:
+    """Without a proof: the samples' dimension is the only one of its size."""
+    dim = 1 if presumed == SEQUENCE and len(leads) > 1 else 0
+    return list(leads).count(n) == 1 and leads[dim] == n

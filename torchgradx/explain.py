@@ -1,0 +1,34 @@
+"""What Probe.explain() prints: layer by layer what serves it, at what cost, and what was refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .rules import Layer
+
+if TYPE_CHECKING:
+    from .sites import Parameters
+
+__all__ = ["explanation"]
+
+
+def explanation(layers: Sequence[Layer], parameters: Parameters) -> str:
+    trainable = set(parameters.trainable())
+    lines = []
+    for layer in layers:
+        names = [parameters.names[place] for place in layer.parameters if place in trainable]
+        title = f"{layer.name or '(root)'}: {layer.type_name}"
+        lines.append(f"{title}  [{', '.join(names) or 'frozen'}]")
+        if names:
+            lines += [f"  {line}" for line in _how(layer).splitlines()]
+    return "\n".join(lines)
+
+
+def _how(layer: Layer) -> str:
+    if layer.kind == "vmap":
+        ways = " and ".join(layer.notes) or "vmap"
+        return f"{ways}: no kernel for {layer.type_name}; its own forward is run again in backward"
+    if not layer.plans:
+        return f"{layer.kind}: no single use seen yet; uses of a parameter in several places are combined"
+    return "\n".join(repr(plan) for plan in list(layer.plans.values())[-2:])

@@ -1,0 +1,258 @@
+"""Per-sample gradients of a module that has no kernel: vmap over its own gradient, or a replay.
+
+Both run the module's forward again on the inputs it was given, and pull back the gradient of its outputs.
+Where vmap has no rule (recurrent layers, custom Functions, dropout), the whole batch is replayed
+once with its random state, and each sample's gradient is one vector-Jacobian product.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.utils._pytree import tree_map
+
+from .layout import BATCH, SEQUENCE, tensors_in
+
+__all__ = ["Call", "Regime", "per_sample_gradients"]
+
+Chunks = Iterator[tuple[slice, list[Tensor]]]
+
+CHUNK = 1 << 23  # elements of per-sample gradients at a time: 32 MiB of float32
+
+
+@dataclass(frozen=True)
+class Regime:
+    """What a forward ran under, besides its inputs."""
+
+    device: str
+    autocast: torch.dtype | None
+    rng: tuple[Tensor, Tensor | None] | None  # CPU, and the device's own
+
+    @staticmethod
+    def current(module: nn.Module, random: bool) -> Regime:
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        enabled = torch.is_autocast_enabled(device.type)
+        autocast = torch.get_autocast_dtype(device.type) if enabled else None
+        own = torch.cuda.get_rng_state(device) if random and device.type == "cuda" else None
+        return Regime(device.type, autocast, (torch.get_rng_state(), own) if random else None)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        devices = [torch.cuda.current_device()] if self.device == "cuda" else []
+        with (
+            torch.random.fork_rng(devices, enabled=self.rng is not None),
+            torch.autocast(self.device, self.autocast, enabled=self.autocast is not None),
+        ):
+            if self.rng is not None:
+                torch.set_rng_state(self.rng[0])
+                if self.rng[1] is not None:
+                    torch.cuda.set_rng_state(self.rng[1])
+            yield
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module, as its backward finds it."""
+
+    module: nn.Module
+    names: Sequence[str]  # of the parameters, within the module
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    grads: Sequence[Tensor | None]  # by output tensor
+    n: int
+    layout: int
+    regime: Regime
+
+
+class _Forward(nn.Module):
+    """The module's forward without its hooks, but for those that make its weight."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for hook in self.module._forward_pre_hooks.values():
+            if type(hook).__module__.startswith("torch.nn.utils."):  # weight_norm of old
+                hook(self.module, args)
+        return self.module.forward(*args, **kwargs)
+
+
+def per_sample_gradients(
+    call: Call, silent: Callable[[], contextlib.AbstractContextManager[None]]
+) -> tuple[str, Chunks]:
+    """("vmap" or "replay", chunks of samples with their gradients [n, *shape], one a parameter).
+
+    `silent` keeps what runs again from being recorded.
+    """
+
+    def chunks_of(way: Callable[[Call], Chunks]) -> Chunks:
+        with silent(), call.regime.again():
+            yield from way(call)
+
+    try:
+        chunks = chunks_of(_by_vmap)
+        first = list(itertools.islice(chunks, 1))
+    except Exception:  # vmap refuses in many ways; the replay's error is the one to show
+        return "replay", chunks_of(_by_replay)
+    return "vmap", itertools.chain(first, chunks)
+
+
+def _count(call: Call) -> int:
+    """Rows along the samples' dimension of the first output that has a gradient."""
+    first = next(g for g in call.grads if g is not None)
+    return first.shape[_dim(call, first)]
+
+
+def _dim(call: Call, t: Tensor) -> int:
+    """Where the samples are in [N, ...], [N * K, ...], [T, N, ...] or [K * N, ...]."""
+    if call.layout == SEQUENCE and t.dim() > 1 and t.shape[1] == call.n:
+        return 1
+    if isinstance(call.module, nn.RNNBase) and t.dim() == 3 and _is_state(call.module, t):
+        return 1  # [layers, N, H] whatever batch_first says
+    return 0
+
+
+def _is_state(module: nn.RNNBase, t: Tensor) -> bool:
+    layers = module.num_layers * (2 if module.bidirectional else 1)
+    hidden = module.proj_size or module.hidden_size
+    return t.shape[0] == layers and t.shape[2] in (hidden, module.hidden_size)
+
+
+def _pieces(call: Call, t: Tensor, count: int) -> Tensor | None:
+    """[N, *a valid input of the module], or None for a tensor that all samples share."""
+    if not isinstance(t, Tensor) or t.dim() <= _dim(call, t):
+        return None
+    dim = _dim(call, t)
+    if dim == 1:
+        return t.movedim(1, 0).unsqueeze(2)
+    if t.shape[0] != count:
+        return None
+    if count == call.n:
+        return t.unsqueeze(1)
+    if call.layout == BATCH:
+        return t.unflatten(0, (call.n, -1))
+    return t.unflatten(0, (-1, call.n)).transpose(0, 1)
+
+
+def _by_vmap(call: Call) -> Chunks:
+    module, count = _Forward(call.module), _count(call)
+    inputs: list[Tensor] = []
+
+    def place(leaf: Any) -> Any:
+        piece = _pieces(call, leaf, count)
+        if piece is None:
+            return leaf
+        inputs.append(piece)
+        return _Place(len(inputs) - 1)
+
+    args, kwargs = tree_map(place, call.arguments)
+    grads = [None if g is None else _pieces(call, g, count) for g in call.grads]
+    names = [f"module.{name}" for name in call.names]
+    held = dict(module.named_parameters(remove_duplicate=False))
+    parameters = {name: held[name].detach() for name in names}
+
+    def objective(parameters: dict[str, Tensor], inputs: list[Tensor], grads: list[Tensor]) -> Tensor:
+        fill = lambda leaf: inputs[leaf.index] if isinstance(leaf, _Place) else leaf  # noqa: E731
+        out = functional_call(module, parameters, tree_map(fill, args), tree_map(fill, kwargs))
+        return _inner(tensors_in(out), grads)
+
+    given = [g for g in grads if g is not None]
+    kept = [k for k, g in enumerate(grads) if g is not None]
+
+    def one(parameters: dict[str, Tensor], inputs: list[Tensor], given: list[Tensor]) -> Tensor:
+        spread: list[Any] = [None] * len(grads)
+        for k, g in zip(kept, given, strict=True):
+            spread[k] = g
+        return objective(parameters, inputs, spread)
+
+    mapped = vmap(grad(one), in_dims=(None, 0, 0), randomness="error")
+    for chunk in _chunks(call.n, sum(p.numel() for p in parameters.values())):
+        found = mapped(parameters, [t[chunk] for t in inputs], [g[chunk] for g in given])
+        yield chunk, [found[name] for name in names]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for a batched tensor among the arguments."""
+
+    index: int
+
+
+def _inner(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
+    total = torch.zeros(())
+    for out, g in zip(outputs, grads, strict=True):
+        if g is not None:
+            wide = torch.promote_types(out.dtype, torch.float32)
+            total = total + (out.to(wide) * g.to(wide)).sum()
+    return total
+
+
+def _by_replay(call: Call) -> Chunks:
+    args, kwargs = call.arguments
+    with torch.enable_grad(), _copies(call) as parameters:
+        outputs = tensors_in(_Forward(call.module)(*args, **kwargs))
+    pairs = [(out, g) for out, g in zip(outputs, call.grads, strict=True) if g is not None]
+    for chunk in _chunks(call.n, sum(p.numel() for p in parameters)):
+        found = []
+        for sample in range(chunk.start, chunk.stop):
+            masked = [_only(call, g, sample) for _, g in pairs]
+            found.append(
+                torch.autograd.grad(
+                    [out for out, _ in pairs],
+                    parameters,
+                    masked,
+                    retain_graph=True,
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+            )
+        yield chunk, [torch.stack(column) for column in zip(*found, strict=True)]
+
+
+@contextlib.contextmanager
+def _copies(call: Call) -> Iterator[list[Tensor]]:
+    """The module computing with leaves of its own, so that hooks on its parameters stay silent."""
+    originals = dict(call.module.named_parameters(remove_duplicate=False))
+    copies = {name: originals[name].detach().requires_grad_() for name in call.names}
+    swaps = {id(originals[name]): copy for name, copy in copies.items()}
+    owners: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    flat: list[tuple[nn.RNNBase, list[Any]]] = []
+    for module in call.module.modules():
+        owners.append((module._parameters, dict(module._parameters)))
+        if isinstance(module, nn.RNNBase):  # holds its weights a second time
+            flat.append((module, module._flat_weights))
+            module._flat_weights = [swaps.get(id(w), w) for w in module._flat_weights]
+    try:
+        for held, before in owners:
+            held.update({key: swaps.get(id(p), p) for key, p in before.items()})
+        yield [copies[name] for name in call.names]
+    finally:
+        for held, before in owners:
+            held.update(before)
+        for module, weights in flat:
+            module._flat_weights = weights
+
+
+def _only(call: Call, g: Tensor, sample: int) -> Tensor:
+    """g with all but one sample's rows zero."""
+    masked, dim = torch.zeros_like(g), _dim(call, g)
+    per_sample = g.shape[dim] // call.n
+    if per_sample == 1 or call.layout == BATCH:
+        rows = slice(sample * per_sample, (sample + 1) * per_sample)
+    else:
+        rows = slice(sample, None, call.n)
+    place = (slice(None),) * dim + (rows,)
+    masked[place] = g[place]
+    return masked
+
+
+def _chunks(n: int, elements: int) -> Iterator[slice]:
+    step = max(1, CHUNK // max(1, elements))
+    return (slice(start, min(start + step, n)) for start in range(0, n, step))

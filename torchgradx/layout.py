@@ -1,0 +1,136 @@
+"""Where the samples are in a layer's rows: proven once a structure, never guessed from sizes.
+
+Vector-Jacobian products from the model's outputs, the same random seeds each time, sample n weighted by
+a power of two that a digit of n picks. Scaling by a power of two is exact, so each row of a layer's
+output gradient comes back scaled by the weight of the sample it belongs to, or it mixes samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, is_dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["BATCH", "SEQUENCE", "Watched", "prove", "tensors_in"]
+
+BATCH, SEQUENCE = 0, 1  # rows n*T+t | rows t*N+n
+
+
+@dataclass(frozen=True)
+class Watched:
+    """One use of a layer in a forward."""
+
+    node: Any  # that made the output; None where it needs no gradient
+    output_nr: int
+    leads: int  # leading dimensions that count rows
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in a model's arguments or outputs, in order; dataclasses too."""
+    found: list[Tensor] = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in(list(vars(leaf).values()))
+    return found
+
+
+def prove(
+    outputs: Iterable[Tensor], uses: Sequence[Watched], n: int, batch_dim: int
+) -> list[int | str | None]:
+    """For each use BATCH or SEQUENCE; a str says why neither; None: no proof could be had."""
+    known = [u.node is not None for u in uses]
+    if n <= 1 or not any(known):
+        return [BATCH] * len(uses)
+    heads = [(t, _sample_dim(t, n, batch_dim)) for t in outputs if t.requires_grad]
+    seeded = [(t, d) for t, d in heads if d is not None]
+    if not seeded:
+        return [None] * len(uses)
+    edges = [GradientEdge(u.node, u.output_nr) for u in uses if u.node is not None]
+    digits = _digits(n, 4 if any(t.dtype == torch.float16 for t, _ in seeded) else 16)
+    generator = torch.Generator().manual_seed(n)
+    seeds = [torch.randn(t.shape, generator=generator).to(t) for t, _ in seeded]
+
+    def gradients(exponents: Tensor) -> tuple[Tensor | None, ...]:
+        weighted = []
+        for seed, (t, d) in zip(seeds, seeded, strict=True):
+            shape = [-1 if k == d else 1 for k in range(t.dim())]
+            weighted.append(torch.ldexp(seed, exponents.to(seed.device).view(shape)).to(seed.dtype))
+        return torch.autograd.grad(
+            [t for t, _ in seeded], edges, weighted, retain_graph=True, allow_unused=True
+        )
+
+    try:
+        plain = gradients(torch.zeros(n, dtype=torch.int32))
+        scaled = [gradients(digit) for digit in digits]
+    except RuntimeError:  # reentrant checkpointing forbids autograd.grad
+        return [None] * len(uses)
+    verdicts: list[int | str | None] = []
+    place = iter(range(len(edges)))
+    for use in uses:
+        if use.node is None:
+            verdicts.append(BATCH)
+            continue
+        k = next(place)
+        verdicts.append(_verdict(use, plain[k], [s[k] for s in scaled], digits, n))
+    return verdicts
+
+
+def _sample_dim(t: Tensor, n: int, batch_dim: int) -> int | None:
+    if not t.is_floating_point():
+        return None
+    if t.dim() > batch_dim and t.shape[batch_dim] == n:
+        return batch_dim
+    return 0 if t.dim() and t.shape[0] == n else None
+
+
+def _digits(n: int, base: int) -> list[Tensor]:
+    """Exponents [N] below `base`, whose combination is another for each sample."""
+    samples, digits = torch.arange(n, dtype=torch.int32), []
+    while not digits or base ** len(digits) < n:
+        digits.append(samples // base ** len(digits) % base)
+    return digits
+
+
+def _verdict(
+    use: Watched, plain: Tensor | None, scaled: list[Tensor | None], digits: list[Tensor], n: int
+) -> int | str | None:
+    if plain is None or any(s is None for s in scaled):
+        return None
+    leads = plain.shape[: use.leads]
+    count = leads.numel()
+    held = [s.reshape(count, -1) for s in scaled if s is not None]
+    for layout, owner in _owners(leads, n):
+        pairs = zip(held, digits, strict=True)
+        if all(_scaled_by(plain.reshape(count, -1), s, digit[owner]) for s, digit in pairs):
+            return layout
+    return f"its rows mix the {n} samples, or stand in another order than n*T+t or t*N+n"
+
+
+def _owners(leads: Sequence[int], n: int) -> Iterator[tuple[int, Tensor]]:
+    """Each layout that the sizes allow, and the sample of each row under it (as csrc/site.cpp)."""
+    place = torch.arange(prod(leads))
+    if leads[0] % n == 0:
+        yield BATCH, place // (len(place) // n)
+    if len(leads) > 1 and leads[1] == n:
+        yield SEQUENCE, place // prod(leads[2:]) % n
+    elif leads[0] % n == 0:
+        yield SEQUENCE, place // prod(leads[1:]) % n
+
+
+def _scaled_by(plain: Tensor, scaled: Tensor, exponents: Tensor) -> bool:
+    """Whether each row came back scaled by 2^exponent; another's factor is off by 2 at least."""
+    wide = torch.float64 if plain.dtype == torch.float64 else torch.float32
+    plain, scaled = plain.to(wide), scaled.to(wide)
+    wanted = torch.ldexp(plain, exponents.to(plain.device)[:, None])
+    # A row far below its tensor's largest may have lost bits to subnormal numbers on the way.
+    floor = 1e-6 * wanted.abs().amax(1, keepdim=True)
+    close = (scaled - wanted).abs() <= 0.01 * wanted.abs() + floor
+    return bool((close | ~plain.isfinite()).all())

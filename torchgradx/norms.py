@@ -1,0 +1,92 @@
+"""Squared norms of parameters that are used in several places, or several times.
+
+A parameter's gradient is the sum over its uses, so their norm has cross terms. Uses of one kind are
+one use with a longer T: their rows are concatenated and go through the same kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import ops
+from .reference import accumulation_dtype
+from .rules import Layer
+
+__all__ = ["Term", "combine"]
+
+# (layer, activations, grad_output) of an outer product, or (None, None, per-sample gradients)
+Term = tuple[Layer | None, Tensor | None, Tensor]
+
+CHUNK = 1 << 21  # elements of one chunk's operands: 8 MiB of float32
+
+
+def combine(n: int, terms: Sequence[Term]) -> Tensor:
+    """[N] squared norms of the sum of all terms of one parameter."""
+    grads = [term[2] for term in terms]
+    sq_norms = grads[0].new_zeros(n, dtype=accumulation_dtype(grads[0].dtype))
+    outer = [term for term in terms if term[0] is not None]
+    groups = {term[0].groups for term in outer if term[0]}
+    for chunk in _chunks(n, terms):
+        if len(outer) == len(terms) and len(groups) == 1:
+            rows = [_rows(term, n, chunk) for term in outer]
+            a, b = (torch.cat(_alike([pair[k] for pair in rows]), 1) for k in (0, 1))
+            a, b = _alike([a, b])
+            by_group = ops.linear_sq_norms(a, b)
+            sq_norms[chunk] = by_group.view(-1, groups.copy().pop()).sum(1)
+        else:
+            total = sum(_gradients(term, n, chunk) for term in terms)
+            assert isinstance(total, Tensor)
+            sq_norms[chunk] = total.square().sum(1)
+    return sq_norms
+
+
+def _chunks(n: int, terms: Sequence[Term]) -> Iterator[slice]:
+    elements = sum((a.numel() * _patch(layer) if a is not None else 0) + g.numel()
+                   for layer, a, g in terms)
+    step = max(1, n * CHUNK // max(1, elements))
+    return (slice(start, min(start + step, n)) for start in range(0, n, step))
+
+
+def _patch(layer: Layer | None) -> int:
+    """How many times a pixel is repeated in the rows of a convolution."""
+    return layer.kernel_size[0] * layer.kernel_size[1] if layer and layer.kernel_size else 1
+
+
+def _alike(tensors: list[Tensor]) -> list[Tensor]:
+    """Of one dtype: uses inside and outside of autocast may differ."""
+    dtypes = {t.dtype for t in tensors}
+    wide = next(iter(dtypes)) if len(dtypes) == 1 else torch.promote_types(*dtypes)
+    return [t.to(wide) for t in tensors]
+
+
+def _rows(term: Term, n: int, chunk: slice) -> tuple[Tensor, Tensor]:
+    """[n * groups, T, I], [n * groups, T, O / groups] of some samples."""
+    layer, a, b = term
+    assert layer is not None
+    assert a is not None
+    if not layer.kernel_size:
+        return a[chunk], b[chunk]
+    images = a.shape[0] // n  # of one sample
+    these = slice(chunk.start * images, chunk.stop * images)
+    patches = F.unfold(a[these], layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+    count, groups = chunk.stop - chunk.start, layer.groups
+
+    def by_group(t: Tensor) -> Tensor:  # [n * images, groups * features, pixels]
+        t = t.reshape(count, images, groups, -1, t.shape[-1])
+        return t.permute(0, 2, 1, 4, 3).flatten(2, 3).flatten(0, 1)
+
+    return by_group(patches), by_group(b[these].flatten(2))
+
+
+def _gradients(term: Term, n: int, chunk: slice) -> Tensor:
+    """[n, size of the parameter], in the order of its memory."""
+    layer, _, grads = term
+    if layer is None:
+        return grads[chunk].flatten(1).to(accumulation_dtype(grads.dtype))
+    a, b = _rows(term, n, chunk)
+    wide = accumulation_dtype(b.dtype)
+    return (b.to(wide).mT @ a.to(wide)).reshape(chunk.stop - chunk.start, -1)

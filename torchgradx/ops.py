@@ -1,0 +1,325 @@
+"""The operators from Python: loads the extension, holds its overloads, checks arguments by name.
+
+The four public functions check and choose, then make one call. The raw operators beside them
+(`ops.gram_sq_norms` and its like, as in csrc/ops.h) check nothing a user would understand.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _check, reference
+
+__all__ = ["conv2d_sq_norms", "conv2d_weight_grad", "linear_sq_norms", "linear_weight_grad"]
+
+Operator = Callable[..., Any]
+Fused = tuple[Tensor, Tensor, Tensor]
+
+
+def _load() -> bool:
+    """Import torchgradx._C, which registers torch.ops.torchgradx.*; False where it cannot be."""
+    name = f"{__package__}._C"
+    if importlib.util.find_spec(name) is None:
+        reason = "it was not built"
+    else:
+        try:
+            importlib.import_module(name)
+            return True
+        except (ImportError, OSError) as error:  # another torch's symbols, most often
+            reason = f"it does not load ({error})"
+    warnings.warn(
+        f"torchgradx runs without its compiled extension, as {reason}: the pure-Python fallback "
+        "serves, which is exact but slow. With a C++ compiler and this torch installed, "
+        "`pip install --force-reinstall --no-deps torchgradx` builds it.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+NATIVE: bool = _load()
+
+
+# Shapes alone, for FakeTensor and the meta device. The kernels check more than these do.
+
+
+def _expect(dimensions: int, **operands: Tensor) -> None:
+    for name, operand in operands.items():
+        if not isinstance(operand, Tensor) or operand.dim() != dimensions:
+            shape = list(operand.shape) if isinstance(operand, Tensor) else operand
+            raise ValueError(f"{name} must be a tensor of {dimensions} dimensions; got {shape}")
+
+
+def _fake_sq_norms(activations: Tensor, grad_output: Tensor, bias: bool) -> Tensor:
+    _expect(3, activations=activations, grad_output=grad_output)
+    dtype = reference.accumulation_dtype(activations.dtype)
+    return activations.new_empty((1 + bias, activations.shape[0]), dtype=dtype)
+
+
+def _fake_bias_sq_norms(grad_output: Tensor) -> Tensor:
+    _expect(3, grad_output=grad_output)
+    dtype = reference.accumulation_dtype(grad_output.dtype)
+    return grad_output.new_empty(grad_output.shape[0], dtype=dtype)
+
+
+def _fake_linear_fused(
+    activations: Tensor, grad_output: Tensor, scale: Tensor | None, bias: bool
+) -> Fused:
+    sq_norms = _fake_sq_norms(activations, grad_output, bias)
+    o = grad_output.shape[2]
+    grad_weight = activations.new_empty(o, activations.shape[2])
+    grad_bias = grad_output.new_empty(o if bias else 0)
+    return grad_weight, grad_bias, sq_norms
+
+
+def _fake_conv2d_sq_norms(
+    input: Tensor,
+    grad_output: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    bias: bool,
+) -> Tensor:
+    _expect(4, input=input, grad_output=grad_output)
+    if groups < 1:
+        raise ValueError(f"groups must be at least 1; got {groups}")
+    dtype = reference.accumulation_dtype(input.dtype)
+    return input.new_empty((1 + bias, input.shape[0]), dtype=dtype)
+
+
+def _fake_conv2d_fused(
+    input: Tensor,
+    grad_output: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    scale: Tensor | None,
+    bias: bool,
+) -> Fused:
+    geometry = (kernel_size, stride, padding, dilation, groups)
+    sq_norms = _fake_conv2d_sq_norms(input, grad_output, *geometry, bias)
+    o = grad_output.shape[1]
+    grad_weight = input.new_empty(o, input.shape[1] // groups, *kernel_size)
+    grad_bias = grad_output.new_empty(o if bias else 0)
+    return grad_weight, grad_bias, sq_norms
+
+
+def _operator(name: str, fake: Operator) -> Operator:
+    """The overload, held once: a look-up through torch.ops costs more than a small kernel."""
+    twin: Operator = getattr(reference, name)
+
+    def serve(*arguments: Any) -> Any:
+        shapes = fake(*arguments)  # refuses what the twin would stumble over
+        return shapes if arguments[0].is_meta else twin(*arguments)
+
+    serve.__name__ = serve.__qualname__ = name
+    serve.__doc__ = twin.__doc__
+    if not NATIVE:
+        return serve
+    torch.library.register_fake(f"torchgradx::{name}", fake)
+    # On every device for which no backend has registered a kernel.
+    _library.impl(name, serve, "CompositeExplicitAutograd")
+    overload: Operator = getattr(torch.ops.torchgradx, name).default
+    return overload
+
+
+if NATIVE:
+    _library = torch.library.Library("torchgradx", "IMPL")
+
+rank1_sq_norms = _operator("rank1_sq_norms", _fake_sq_norms)
+gram_sq_norms = _operator("gram_sq_norms", _fake_sq_norms)
+direct_sq_norms = _operator("direct_sq_norms", _fake_sq_norms)
+bias_sq_norms = _operator("bias_sq_norms", _fake_bias_sq_norms)
+linear_fused = _operator("linear_fused", _fake_linear_fused)
+conv2d_gram_sq_norms = _operator("conv2d_gram_sq_norms", _fake_conv2d_sq_norms)
+conv2d_direct_sq_norms = _operator("conv2d_direct_sq_norms", _fake_conv2d_sq_norms)
+conv2d_fused = _operator("conv2d_fused", _fake_conv2d_fused)
+
+_LINEAR = {"rank1": rank1_sq_norms, "gram": gram_sq_norms, "direct": direct_sq_norms}
+_CONV2D: dict[str, Operator] = {
+    # Where a convolution has one output pixel, its patch is about its input: no kernel of its own.
+    "rank1": partial(reference.conv2d_sq_norms_of_rows, rank1_sq_norms),
+    "gram": conv2d_gram_sq_norms,
+    "direct": conv2d_direct_sq_norms,
+}
+
+
+def linear_sq_norms(
+    activations: Tensor,  # [N, *, I]
+    grad_output: Tensor,  # [N, *, O]
+    *,
+    algorithm: str | None = None,
+) -> Tensor:
+    """Squared norms [N] of a Linear's weight gradient, sample by sample.
+
+    Equivalent to::
+
+        torch.stack([(b.flatten(0, -2).T @ a.flatten(0, -2)).square().sum()
+                     for a, b in zip(activations, grad_output)])
+
+    The gradients are those that `grad_output` states: under a mean over N samples, multiply by N^2
+    to get those of the samples' own losses. The result carries no autograd graph.
+
+    Args:
+        activations: the layer's input [N, *, I]; float16, bfloat16, float32 or float64.
+        grad_output: the gradient of its output [N, *, O], of the same dtype.
+        algorithm: None lets the cost model choose; "rank1" (T = 1 only; Goodfellow 2015,
+            arXiv:1510.01799), "gram" (the ghost norm; Li et al. 2021, arXiv:2110.05679) or
+            "direct" (the gradient by tiles, each squared and dropped) forces.
+
+    Returns:
+        sq_norms [N], float32; float64 for float64 operands.
+
+    Raises:
+        TypeError: an operand is no tensor, or the dtypes or devices do not go together.
+        ValueError: the shapes do not go together, or the algorithm forced refuses.
+    """
+    a, b = _check.linear_operands(activations, grad_output)
+    chosen = _check.algorithm(a, a.shape[1], a.shape[2], b.shape[2], 1, algorithm)
+    sq_norms: Tensor = _LINEAR[chosen](a, b, False)
+    return sq_norms.squeeze(0)
+
+
+def linear_weight_grad(
+    activations: Tensor,  # [N, *, I]
+    grad_output: Tensor,  # [N, *, O]
+    *,
+    scale: Tensor | None = None,  # [N]
+) -> tuple[Tensor, Tensor]:
+    """A Linear's weight gradient and its squared norms sample by sample, from one pass.
+
+    Equivalent to::
+
+        g = torch.stack([b.flatten(0, -2).T @ a.flatten(0, -2)
+                         for a, b in zip(activations, grad_output)])
+        torch.einsum("n,noi->oi", scale, g), g.square().sum((1, 2))
+
+    The gradients are those that `grad_output` states: under a mean over N samples, multiply
+    sq_norms by N^2 to get those of the samples' own losses. The result carries no autograd graph.
+
+    Args:
+        activations: the layer's input [N, *, I]; float16, bfloat16, float32 or float64.
+        grad_output: the gradient of its output [N, *, O], of the same dtype.
+        scale: weights [N] of the samples in grad_weight (not in sq_norms); None: all 1.
+
+    Returns:
+        grad_weight [O, I] in the operands' dtype; sq_norms [N], float32 (float64 for float64).
+
+    Raises:
+        TypeError: an operand is no tensor, or the dtypes or devices do not go together.
+        ValueError: the shapes do not go together.
+    """
+    a, b = _check.linear_operands(activations, grad_output)
+    weights = _check.scale(scale, a, "activations")
+    grad_weight, _, sq_norms = linear_fused(a, b, weights, False)
+    return grad_weight, sq_norms.squeeze(0)
+
+
+def conv2d_sq_norms(
+    input: Tensor,  # [N, C, H, W]
+    grad_output: Tensor,  # [N, O, H', W']
+    kernel_size: int | Sequence[int],
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    algorithm: str | None = None,
+) -> Tensor:
+    """Squared norms [N] of a Conv2d's weight gradient, sample by sample.
+
+    Equivalent to::
+
+        size = (O, C // groups, *kernel_size)
+        torch.stack([conv2d_weight(x[None], size, b[None], stride, padding, dilation, groups)
+                     .square().sum() for x, b in zip(input, grad_output)])
+
+    with `conv2d_weight` from torch.nn.grad. The gradients are those that `grad_output` states:
+    under a mean over N samples, multiply by N^2 to get those of the samples' own losses. The
+    result carries no autograd graph.
+
+    Args:
+        input: the layer's input [N, C, H, W]; float16, bfloat16, float32 or float64.
+        grad_output: the gradient of its output [N, O, H', W'], of the same dtype.
+        kernel_size, stride, padding, dilation, groups: as of `torch.nn.Conv2d`; padding may be
+            "same" or "valid". Only zeros are padded: for another padding_mode pad `input` first.
+        algorithm: None lets the cost model choose; "gram" (Li et al. 2021, arXiv:2110.05679, on
+            the patches), "direct" (Rochette et al. 2019, arXiv:1912.06015, by tiles) or "rank1"
+            (one output pixel only; Goodfellow 2015, arXiv:1510.01799) forces.
+
+    Returns:
+        sq_norms [N], float32; float64 for float64 operands.
+
+    Raises:
+        TypeError: an argument has a wrong type, or dtypes or devices do not go together.
+        ValueError: shapes or geometry do not go together, or the algorithm forced refuses.
+    """
+    x, b, geometry = _check.conv2d_operands(
+        input, grad_output, kernel_size, stride, padding, dilation, groups
+    )
+    (kernel_height, kernel_width), _, _, _, groups = geometry
+    t = b.shape[2] * b.shape[3]
+    i = x.shape[1] // groups * kernel_height * kernel_width
+    chosen = _check.algorithm(x, t, i, b.shape[1] // groups, groups, algorithm)
+    sq_norms: Tensor = _CONV2D[chosen](x, b, *geometry, False)
+    return sq_norms.squeeze(0)
+
+
+def conv2d_weight_grad(
+    input: Tensor,  # [N, C, H, W]
+    grad_output: Tensor,  # [N, O, H', W']
+    kernel_size: int | Sequence[int],
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    scale: Tensor | None = None,  # [N]
+) -> tuple[Tensor, Tensor]:
+    """A Conv2d's weight gradient and its squared norms sample by sample, from one pass.
+
+    Equivalent to::
+
+        size = (O, C // groups, *kernel_size)
+        g = torch.stack([conv2d_weight(x[None], size, b[None], stride, padding, dilation, groups)
+                         for x, b in zip(input, grad_output)])
+        torch.einsum("n,nochw->ochw", scale, g), g.square().sum((1, 2, 3, 4))
+
+    with `conv2d_weight` from torch.nn.grad (per-sample gradients of a convolution: Rochette et al.
+    2019, arXiv:1912.06015). The gradients are those that `grad_output` states: under a mean over N
+    samples, multiply sq_norms by N^2 to get those of the samples' own losses. The result carries
+    no autograd graph.
+
+    Args:
+        input: the layer's input [N, C, H, W]; float16, bfloat16, float32 or float64.
+        grad_output: the gradient of its output [N, O, H', W'], of the same dtype.
+        kernel_size, stride, padding, dilation, groups: as of `torch.nn.Conv2d`; padding may be
+            "same" or "valid". Only zeros are padded: for another padding_mode pad `input` first.
+        scale: weights [N] of the samples in grad_weight (not in sq_norms); None: all 1.
+
+    Returns:
+        grad_weight [O, C / groups, kH, kW] in the operands' dtype; sq_norms [N], float32 (float64
+        for float64 operands).
+
+    Raises:
+        TypeError: an argument has a wrong type, or dtypes or devices do not go together.
+        ValueError: shapes or geometry do not go together.
+    """
+    x, b, geometry = _check.conv2d_operands(
+        input, grad_output, kernel_size, stride, padding, dilation, groups
+    )
+    weights = _check.scale(scale, x, "input")
+    grad_weight, _, sq_norms = conv2d_fused(x, b, *geometry, weights, False)
+    return grad_weight, sq_norms.squeeze(0)

@@ -1,0 +1,207 @@
+"""Recorder and Pass in plain Python: what csrc/pass.h says, where there is no extension.
+
+But for the balance of graph edges, which Python cannot see in backward: without the extension every pass
+is held against what the parameters receive, not only the first of a structure.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Pass", "Recorder"]
+
+Slot = tuple[int, Tensor]  # a parameter's place in the table, and the tensor that stands there now
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class Recorder:
+    """What all passes of one probe share."""
+
+    def __init__(
+        self,
+        parameters: int,
+        began: Callable[[Pass], None],
+        finish: Callable[[Pass, int], None],
+        drained: Callable[[], None],
+    ) -> None:
+        self.began, self.finish = began, finish
+        self.balance = [0] * parameters
+        self.refusals: list[tuple[int, str]] = []
+        self.auditing = False
+        self.held = 0  # nothing is saved through hooks here
+        self.idle = False
+        self._audited: list[int] = []
+        self.alive: Any = []
+        self._recorded: dict[int, tuple[Tensor, float]] = {}
+        self._local = threading.local()
+
+    def _in_force(self) -> list[Pass | None]:
+        if not hasattr(self._local, "stack"):
+            self._local.stack = []
+        stack: list[Pass | None] = self._local.stack
+        return stack
+
+    def push(self, run: Pass | None) -> None:
+        if run is not None:
+            living = [ref for ref in self.alive if ref() is not None]
+            for ref in living:
+                other = ref()
+                if other is not None and other.recorded:
+                    other.silent_calls = 0
+            self.alive = [*living, weakref.ref(run)]
+        self._in_force().append(run)
+
+    def pop(self) -> None:
+        run = self._in_force().pop()
+        if run is not None:
+            run.seen.clear()
+
+    @property
+    def pushed(self) -> bool:
+        return bool(self._in_force())
+
+    def current(self) -> Pass | None:
+        if self._in_force():
+            return self._in_force()[-1]
+        if not _in_backward():
+            return None
+        passes = [run for run in (ref() for ref in self.alive) if run is not None]
+        waiting = [run for run in passes if run.silent_calls > 0]
+        for run in waiting if len(waiting) > 1 else ():
+            run.ambiguous = True
+        return waiting[-1] if waiting else None
+
+    def audited(self, task: int) -> bool:
+        return task in self._audited
+
+    def meet(self, task: int) -> None:
+        if task not in self._audited:
+            self._audited = [*self._audited[-63:], task]
+
+    def refuse(self, site: int, reason: str) -> None:
+        if (site, reason) not in self.refusals:
+            self.refusals.append((site, reason))
+
+    def clear(self) -> None:
+        self.balance = [0] * len(self.balance)
+        self.refusals = []
+
+    def add_recorded(self, parameter: int, gradient: Tensor, magnitude: float) -> None:
+        before = self._recorded.get(parameter)
+        total = gradient if before is None else before[0] + gradient
+        self._recorded[parameter] = (total, magnitude + (before[1] if before else 0.0))
+
+    def take_recorded(self, parameter: int) -> tuple[Tensor | None, float]:
+        return self._recorded.pop(parameter, (None, 0.0))
+
+
+class Pass:
+    """What one training forward leaves behind, and what its backward brings."""
+
+    def __init__(self, recorder: Recorder, n: int, parameters: Sequence[Tensor]) -> None:
+        self.recorder, self.n = recorder, n
+        self.recorded = self.keep = self.create_graph = self.ambiguous = False
+        self.silent_calls = self.count = 0
+        self.structure: Any = ()
+        self.layouts: list[int] = []
+        self.serial = 0
+        self.refusals: list[tuple[int, str]] = []
+        self.seen: list[tuple[int, list[int], Any, int]] = []
+        self._calls = [0] * len(parameters)
+        self._owners: list[Any] = [None] * len(parameters)
+        for place, tensor in enumerate(parameters):
+            self._track(place, tensor)
+        self.clear()
+
+    def clear(self) -> None:
+        self.recorded = False
+        self._fired = [0] * len(self._calls)
+        self._sq_norms: dict[int, Tensor] = {}
+        self._terms: dict[int, list[tuple[int, Tensor | None, Tensor]]] = {}
+        self._late: set[int] = set()
+
+    def _track(self, place: int, tensor: Tensor) -> None:
+        if tensor.requires_grad and tensor.is_leaf:
+            self._owners[place] = torch.autograd.graph.get_gradient_edge(tensor).node
+
+    def _needed(self, place: int) -> bool:
+        node = self._owners[place]
+        return node is None or torch._C._will_engine_execute_node(node)
+
+    def call(self, site: int, slots: Sequence[Slot], sizes: Sequence[int]) -> int:
+        for place, tensor in slots:
+            self._track(place, tensor)
+        if _in_backward() and not self.recorder.pushed:
+            self.silent_calls = max(0, self.silent_calls - 1)
+            return -1
+        for place, _ in slots:
+            self._calls[place] += 1
+        self.silent_calls += not torch.is_grad_enabled()
+        equal = tuple(size == self.n for size in sizes)
+        self.structure += ((site, equal, bool(sizes) and self.n > 0 and sizes[0] % self.n == 0),)
+        self.count += 1
+        self.seen.append((site, list(sizes), None, 0))
+        return self.count - 1
+
+    def watch(self, use: int, output: Tensor) -> None:
+        if use >= 0 and output.grad_fn is not None:
+            place = use - self.count + len(self.seen)
+            self.seen[place] = (*self.seen[place][:2], output.grad_fn, output.output_nr)
+
+    def uses(self) -> list[tuple[int, list[int], Any, int]]:
+        return list(self.seen)
+
+    def refuse(self, site: int, reason: str) -> None:
+        self.refusals.append((site, reason))
+
+    def arrive(self, places: Sequence[int]) -> bool:
+        if self.recorder.idle or not any(self._needed(place) for place in places):
+            return False
+        if not self.recorded:
+            self.recorder.began(self)
+        if self.ambiguous:
+            self.recorder.refuse(
+                -1, "a reentrant checkpoint recomputed while several passes were in flight"
+            )
+        self.create_graph |= torch.is_grad_enabled()
+        self.recorder.meet(torch._C._current_graph_task_id())
+        for place in places:
+            self._fired[place] += 1
+        return True
+
+    def waits(self, place: int) -> bool:
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        return self.keep or self._calls[place] != 1 or place in self._terms or kept
+
+    def add(self, place: int, grads: Tensor) -> None:
+        if place in self._sq_norms:
+            self._late.add(place)
+            return
+        self._terms.setdefault(place, []).append((-1, None, grads))
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not (self.keep or self._fired[place] < self._calls[place] or kept):
+            self.recorder.finish(self, place)
+
+    def finish(self, place: int, sq_norms: Tensor) -> None:
+        if place in self._sq_norms:
+            self._late.add(place)
+        self._sq_norms[place] = sq_norms
+        self._terms.pop(place, None)
+
+    def sq_norms(self, place: int) -> Tensor | None:
+        return self._sq_norms.get(place)
+
+    def late(self, place: int) -> bool:
+        return place in self._late
+
+    def terms(self, place: int) -> list[tuple[int, Tensor | None, Tensor]]:
+        return self._terms.get(place, [])

@@ -1,0 +1,141 @@
+"""The record: the passes whose backward has come since the last read, and the norms they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .errors import CoverageError
+from .norms import combine
+from .rules import Layer
+
+if TYPE_CHECKING:
+    from .sites import Parameters
+
+__all__ = ["Record"]
+
+
+class Record:
+    def __init__(
+        self,
+        recorder: Any,
+        parameters: Parameters,
+        layers: Sequence[Layer],
+        options: Mapping[str, Any],
+    ) -> None:
+        self._recorder, self._parameters, self._layers = recorder, parameters, layers
+        self._options = options
+        self._serial = 0
+        self._read = False
+        self.mismatched: dict[int, None] = {}  # parameters that received something else
+        self.runs: list[tuple[Any, float | Tensor]] = []  # with the loss scale in force at each
+
+    def note_forward(self, run: Any) -> None:
+        self._serial += 1
+        run.serial = self._serial
+
+    def begin(self, run: Any) -> None:
+        """The first gradient of a pass that is not in the record."""
+        if self._read:
+            self.clear()
+        scale = self._options["loss_scale"]
+        if isinstance(scale, torch.amp.GradScaler):
+            scale = scale.get_scale() if scale.is_enabled() else 1.0
+        self.runs.append((run, scale))
+        run.recorded = True
+        for site, reason in run.refusals:
+            self._recorder.refuse(site, reason)
+
+    def clear(self) -> None:
+        for run, _ in self.runs:
+            run.clear()
+        self.runs = []
+        self.mismatched = {}
+        self._recorder.clear()
+        self._read = False
+
+    def finish(self, run: Any, place: int) -> None:
+        """All uses of a parameter are in: combine them, and let their operands go."""
+        run.finish(place, self._combined(run, place))
+
+    def _combined(self, run: Any, place: int) -> Tensor:
+        terms = [(self._layers[site] if site >= 0 else None, a, g) for site, a, g in run.terms(place)]
+        with torch.no_grad():
+            return combine(run.n, terms)
+
+    def _sq_norms(self, run: Any, place: int) -> Tensor | None:
+        found: Tensor | None = run.sq_norms(place)
+        return self._combined(run, place) if found is None and run.terms(place) else found
+
+    def norms(
+        self, per: str, loss_scale: float | Tensor | None
+    ) -> Tensor | dict[str, Tensor]:
+        self._read = True
+        runs = sorted(self.runs, key=lambda entry: entry[0].serial)
+        tensors = self._parameters.tensors()
+        counted = self._parameters.trainable()
+        double = any(tensors[place].dtype == torch.float64 for place in counted)
+        dtype = torch.float64 if double else torch.float32
+        device = tensors[counted[0]].device if counted else torch.device("cpu")
+        factors = self._factors(runs, loss_scale, device)
+
+        def of(places: Sequence[int]) -> Tensor:
+            """[N1 + N2 + ...] norms of some parameters together, summed in float64."""
+            whole = []
+            for run, _ in runs:
+                total = torch.zeros(run.n, dtype=torch.float64, device=device)
+                for place in places:
+                    found = self._sq_norms(run, place)
+                    if found is not None:
+                        total += found.to(device)
+                whole.append(total)
+            return (torch.cat(whole).clamp_min(0).sqrt() * factors).to(dtype)
+
+        if per == "model":
+            return of(counted)
+        groups: dict[str, list[int]] = {}
+        for place in counted:
+            name = self._parameters.names[place]
+            groups.setdefault(name if per == "parameter" else name.rpartition(".")[0], []).append(place)
+        return {name: of(places) for name, places in groups.items()}
+
+    def _factors(
+        self, runs: Sequence[Any], given: float | Tensor | None, device: torch.device
+    ) -> Tensor:
+        """[N1 + N2 + ...]: what undoes the reduction and the scale of the loss."""
+        sizes = [run.n for run, _ in runs]
+        if isinstance(given, Tensor) and given.dim() and given.numel() != sum(sizes):
+            raise ValueError(
+                f"loss_scale must be a number or a Tensor [{sum(sizes)}], as the record holds that many "
+                f"samples; got shape {list(given.shape)}"
+            )
+        factors = []
+        start = 0
+        for n, (_, scale) in zip(sizes, runs, strict=True):
+            if given is not None:
+                scale = given[start : start + n] if isinstance(given, Tensor) and given.dim() else given
+            scale = torch.as_tensor(scale, dtype=torch.float64, device=device)
+            if scale.dim() and scale.shape != (n,):
+                raise ValueError(
+                    f"loss_scale must be a number or a Tensor [{n}], one a sample of the pass; "
+                    f"got shape {list(scale.shape)}"
+                )
+            reduction = float(n) if self._options["loss_reduction"] == "mean" else 1.0
+            factors.append((reduction / scale.abs()).expand(n))
+            start += n
+        return torch.cat(factors)
+
+    def require(self) -> None:
+        """Raise a CoverageError where there is nothing to read."""
+        if self.runs:
+            return
+        reasons = "".join(f" ({reason})" for _, reason in self._recorder.refusals)
+        raise CoverageError(
+            "nothing is recorded: no backward has come through a forward of the attached model since "
+            f"the record began{reasons}. Call the model itself (not a submodule of it) with grad "
+            "enabled, then loss.backward(), then norms()",
+            [self._parameters.names[place] for place in self._parameters.trainable()],
+        )

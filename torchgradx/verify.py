@@ -1,0 +1,138 @@
+"""verify(): the norms of a model held against a loop over its samples, one at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from .errors import CoverageError, VerificationError
+from .layout import tensors_in
+from .scoring import Loss, call, grad_norms
+
+__all__ = ["Report", "verify"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What verify() compared: the norms by parameter, of the probe and of the loop."""
+
+    norms: Mapping[str, Tensor]  # name -> [N]
+    loop: Mapping[str, Tensor]
+    rtol: float
+
+    def errors(self) -> dict[str, float]:
+        """The largest difference of each parameter, relative to the sample's norm over the model."""
+        whole = torch.stack([v.double().square() for v in self.loop.values()]).sum(0).sqrt()
+        scale = whole.clamp_min(torch.finfo(torch.float64).tiny)
+        return {
+            name: float(((self.norms[name].double() - loop.double()).abs() / scale).max()) if len(loop) else 0.0
+            for name, loop in self.loop.items()
+        }
+
+    @property
+    def agrees(self) -> bool:
+        return all(error <= self.rtol for error in self.errors().values())
+
+    def __str__(self) -> str:
+        errors = self.errors()
+        width = max(map(len, errors), default=0)
+        lines = [f"{'parameter':<{width}}  largest error  (allowed {self.rtol:.1e})"]
+        for name, error in errors.items():
+            wrong = "" if error <= self.rtol else "  <- differs"
+            lines.append(f"{name:<{width}}  {error:13.2e}{wrong}")
+        return "\n".join(lines)
+
+
+def verify(
+    model: nn.Module,
+    loss_fn: Loss,
+    inputs: Any,
+    targets: Any,
+    rtol: float | None = None,
+    *,
+    loss_reduction: str = "mean",
+    batch_dim: int = 0,
+    **options: Any,
+) -> Report:
+    """Compare a model's norms with a loop over single samples; `.grad` and the model stay as they are.
+
+    The loop sees each sample alone, so it also finds what no attachment can: a loss that mixes samples
+    (in-batch negatives) has no gradient by sample.
+
+    Args:
+        model, loss_fn, inputs, targets, loss_reduction: as of `grad_norms`. Tensors with N in their
+            first dimension (`batch_dim` for inputs) are split; others are given whole.
+        rtol: the largest error allowed, relative to the sample's norm over the model; None derives it
+            from the dtype.
+        options: of `attach`.
+
+    Returns:
+        A Report; print it for a table.
+
+    Raises:
+        VerificationError: the norms differ, or are refused; the text is the table, or the refusal.
+    """
+    common = {"loss_reduction": loss_reduction, "batch_dim": batch_dim, **options}
+    state = torch.get_rng_state()
+    try:
+        norms = grad_norms(model, loss_fn, inputs, targets, per="parameter", **common)
+    except CoverageError as error:
+        raise VerificationError(str(error)) from error
+    assert isinstance(norms, dict)
+    n = len(next(iter(norms.values()))) if norms else 0
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(state)
+        loop = _loop(model, loss_fn, inputs, targets, n, batch_dim, list(norms))
+    if rtol is None:
+        dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+        # A norm over a long sum keeps half its digits at the least, whatever the order of summation.
+        rtol = max((torch.finfo(d).eps for d in dtypes), default=0.0) ** 0.5
+    report = Report(norms, loop, rtol)
+    if not report.agrees:
+        raise VerificationError(
+            "the norms differ from those of each sample alone: does the model or the loss mix samples, "
+            f"or draw random numbers?\n{report}"
+        )
+    return report
+
+
+def _loop(
+    model: nn.Module,
+    loss_fn: Loss,
+    inputs: Any,
+    targets: Any,
+    n: int,
+    batch_dim: int,
+    names: list[str],
+) -> dict[str, Tensor]:
+    """{parameter: [N]} on a copy of the model, one sample at a time."""
+    twin = copy.deepcopy(model)
+    held = dict(twin.named_parameters())
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    for sample in range(n):
+        one_input = _sample(inputs, sample, n, batch_dim)
+        one_target = _sample(targets, sample, n, 0)
+        with torch.enable_grad():
+            loss = loss_fn(call(twin, one_input), one_target)
+            gradients = torch.autograd.grad(loss, [held[k] for k in names], allow_unused=True)
+        for name, gradient in zip(names, gradients, strict=True):
+            none = torch.zeros((), dtype=held[name].dtype, device=held[name].device)
+            found[name].append(none if gradient is None else gradient.detach().double().norm())
+    empty = torch.zeros(0, dtype=torch.float64)
+    return {name: torch.stack([v.double() for v in values]) if values else empty for name, values in found.items()}
+
+
+def _sample(tree: Any, sample: int, n: int, dim: int) -> Any:
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return leaf
+        d = dim if leaf.dim() > dim else 0
+        return leaf.narrow(d, sample, 1) if leaf.shape[d] == n else leaf
+
+    return tree_map(one, tree) if tensors_in(tree) else tree
