@@ -28,7 +28,8 @@ struct LayerFunction : Function<LayerFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto use = c10::static_intrusive_pointer_cast<Use>(ctx->saved_data["use"].toCapsule());
     const Tensor& grad_output = grads[0];
-    const bool recorded = use->pass->arrive(use->parameters());
+    const auto node = torch::autograd::get_current_node();
+    const bool recorded = use->pass->arrive(use->parameters(), &*node);
     if (!grad_output.defined()) return {Tensor(), Tensor(), Tensor(), Tensor()};
     const auto saved = ctx->get_saved_variables();
     const Tensor &input = saved[0], &weight = saved[1];

@@ -15,17 +15,19 @@ using torch::autograd::variable_list;
 struct Tap : torch::autograd::FunctionPreHook {
   SavedVariable input;
   c10::intrusive_ptr<Use> use;
+  const Node* node;  // that owns this hook
   uint32_t output_nr;
   std::vector<int64_t> sizes;  // of the output
 
-  Tap(const Tensor& x, c10::intrusive_ptr<Use> use, uint32_t output_nr, at::IntArrayRef sizes)
+  Tap(const Tensor& x, c10::intrusive_ptr<Use> use, const Node* node, uint32_t output_nr, at::IntArrayRef sizes)
       : input(x.defined() ? x.detach() : x, /*is_output=*/false),
         use(std::move(use)),
+        node(node),
         output_nr(output_nr),
         sizes(sizes.vec()) {}
 
   variable_list operator()(const variable_list& grads) override {
-    if (!use->pass->arrive(use->parameters()) || !grads[output_nr].defined()) return grads;
+    if (!use->pass->arrive(use->parameters(), node) || !grads[output_nr].defined()) return grads;
     Tensor x = use->wants_weight ? input.unpack() : Tensor(), g = grads[output_nr].reshape(sizes);
     if (!torch::autograd::get_current_graph_task_keep_graph()) input.reset_data();
     if (at::GradMode::is_enabled()) return grads;  // create_graph: refused when read
@@ -76,7 +78,7 @@ void tap(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& w
                      output.is_contiguous();
   const Tensor& made = whole ? base : output;
   made.grad_fn()->add_pre_hook(
-      std::make_unique<Tap>(use->wants_weight ? input : Tensor(), use, made.output_nr(), output.sizes()));
+      std::make_unique<Tap>(use->wants_weight ? input : Tensor(), use, &*made.grad_fn(), made.output_nr(), output.sizes()));
 }
 
 void bind_capture(py::module_& m) {

@@ -42,7 +42,8 @@ inline void check_alike(const Tensor& first, const char* first_name, const Tenso
 inline void check_weight_fits(int64_t rows, int64_t columns) {
   uint64_t bytes = 0;
   const bool overflows = c10::mul_overflows(uint64_t(rows), uint64_t(columns), &bytes) || bytes > (uint64_t(1) << 58);
-  TORCH_CHECK(!overflows, "the weight's gradient would have ", rows, " x ", columns, " elements, more than can be indexed");
+  TORCH_CHECK(!overflows, "the weight's gradient would have ", rows, " x ", columns,
+              " elements, more than can be indexed");
 }
 
 inline RowShape check_rows(const Tensor& activations,    // [N, T, I]
@@ -76,8 +77,8 @@ inline void check_output_size(int64_t size, int64_t kernel, int64_t stride, int6
   const int64_t expected = room < 0 ? 0 : room / stride + 1;
   TORCH_CHECK(room >= 0 || got == 0, "kernel_size with dilation must fit the padded input's ", which, " of ",
               size + 2 * padding, "; it spans ", dilation * (kernel - 1) + 1);
-  TORCH_CHECK(got == expected, "grad_output must have ", which, " ", expected, ", as input, kernel_size, stride, padding ",
-              "and dilation have it; got ", got);
+  TORCH_CHECK(got == expected, "grad_output must have ", which, " ", expected,
+              ", as input, kernel_size, stride, padding ", "and dilation have it; got ", got);
 }
 
 inline ConvShape check_conv2d(const Tensor& input,        // [N, C, H, W]
@@ -91,21 +92,38 @@ inline ConvShape check_conv2d(const Tensor& input,        // [N, C, H, W]
   check_pair(g.padding, "padding", 0);
   check_pair(g.dilation, "dilation", 1);
   const int64_t N = input.size(0), C = input.size(1), O = grad_output.size(1);
-  TORCH_CHECK(grad_output.size(0) == N, "grad_output must be [N, O, H', W'] with N = ", N, ", as input is ", input.sizes(),
-              "; got ", grad_output.sizes());
+  TORCH_CHECK(grad_output.size(0) == N, "grad_output must be [N, O, H', W'] with N = ", N, ", as input is ",
+              input.sizes(), "; got ", grad_output.sizes());
   TORCH_CHECK(g.groups >= 1 && C % g.groups == 0 && O % g.groups == 0,
-              "groups must be positive and divide the channels of input, ", C, ", and of grad_output, ", O, "; got ", g.groups);
-  check_output_size(input.size(2), g.kernel_size[0], g.stride[0], g.padding[0], g.dilation[0], grad_output.size(2), "height");
-  check_output_size(input.size(3), g.kernel_size[1], g.stride[1], g.padding[1], g.dilation[1], grad_output.size(3), "width");
+              "groups must be positive and divide the channels of input, ", C, ", and of grad_output, ", O, "; got ",
+              g.groups);
+  check_output_size(input.size(2), g.kernel_size[0], g.stride[0], g.padding[0], g.dilation[0], grad_output.size(2),
+                    "height");
+  check_output_size(input.size(3), g.kernel_size[1], g.stride[1], g.padding[1], g.dilation[1], grad_output.size(3),
+                    "width");
   uint64_t patch = 0;
   const bool overflows =
-      c10::mul_overflows(uint64_t(C / g.groups), uint64_t(g.kernel_size[0] * g.kernel_size[1]), &patch) || patch > uint64_t(kMaxPatch);
-  TORCH_CHECK(!overflows, "input's channels per group times kernel_size must be at most 2^31; got ", C / g.groups, " times ",
-              g.kernel_size);
+      c10::mul_overflows(uint64_t(C / g.groups), uint64_t(g.kernel_size[0] * g.kernel_size[1]), &patch) ||
+      patch > uint64_t(kMaxPatch);
+  TORCH_CHECK(!overflows, "input's channels per group times kernel_size must be at most 2^31; got ", C / g.groups,
+              " times ", g.kernel_size);
   check_weight_fits(O, int64_t(patch));
-  return {N, C, input.size(2), input.size(3), O, grad_output.size(2), grad_output.size(3),
-          g.kernel_size[0], g.kernel_size[1], g.stride[0], g.stride[1], g.padding[0], g.padding[1],
-          g.dilation[0], g.dilation[1], g.groups};
+  return {N,
+          C,
+          input.size(2),
+          input.size(3),
+          O,
+          grad_output.size(2),
+          grad_output.size(3),
+          g.kernel_size[0],
+          g.kernel_size[1],
+          g.stride[0],
+          g.stride[1],
+          g.padding[0],
+          g.padding[1],
+          g.dilation[0],
+          g.dilation[1],
+          g.groups};
 }
 
 }  // namespace torchgradx

@@ -1,6 +1,8 @@
 #include "pass.h"
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -16,10 +18,10 @@ using torch::autograd::get_current_graph_task_nodes_in_graph;
 // The pass in force on this thread, for each probe: replicas and other threads run at the same time.
 thread_local std::vector<std::pair<const Recorder*, std::shared_ptr<Pass>>> in_force;
 
-bool executes(Node* node) {
+bool executes(const Node* node) {
   const auto* info = get_current_graph_task_exec_info();
   if (!info || info->empty()) return true;  // a plain backward() runs everything
-  const auto found = info->find(node);
+  const auto found = info->find(const_cast<Node*>(node));
   return found != info->end() && found->second.should_execute();
 }
 
@@ -160,7 +162,18 @@ void Pass::forget_uses() {
   uses.clear();
 }
 
-bool Pass::arrive(const std::vector<int64_t>& parameters) {
+void Pass::enclose(const std::vector<int64_t>& parameters, uint64_t first) {
+  spans_.push_back({at::RecordFunction::currentThreadId(), first, at::sequence_number::peek(), parameters});
+}
+
+bool Pass::encloses(const Node& node, int64_t parameter) const {
+  return std::any_of(spans_.begin(), spans_.end(), [&](const Span& span) {
+    const bool inside = node.thread_id() == span.thread && node.sequence_nr() >= span.first && node.sequence_nr() < span.last;
+    return inside && std::find(span.parameters.begin(), span.parameters.end(), parameter) != span.parameters.end();
+  });
+}
+
+bool Pass::arrive(const std::vector<int64_t>& parameters, const Node* at, bool enclosed) {
   bool any = false;
   if (recorder->idle) return false;
   for (const int64_t parameter : parameters) any = any || needed(parameter);
@@ -172,40 +185,50 @@ bool Pass::arrive(const std::vector<int64_t>& parameters) {
   if (ambiguous) recorder->refuse(-1, "a reentrant checkpoint recomputed while several passes were in flight");
   if (at::GradMode::is_enabled()) create_graph = true;
   const std::lock_guard<std::mutex> lock(recorder->mutex);
-  audit_edges();
+  audit_edges(at);
   for (const int64_t parameter : parameters) {
     ++entries[parameter].fired;
-    if (owners_[parameter] && needed(parameter)) --recorder->balance[parameter];
+    if (!enclosed && owners_[parameter] && needed(parameter)) --recorder->balance[parameter];
   }
   return true;
 }
 
 // Once a backward: every edge of its graph into a tracked parameter must belong to a recorded use. Autocast casts a weight
 // once for many uses, so an edge into the cast is what counts there.
-void Pass::audit_edges() {
+void Pass::audit_edges(const Node* at) {
   const int64_t task = get_current_graph_task_id();
   std::vector<int64_t>& audited = recorder->audited;  // of several, since reentrant checkpoints nest backwards
   if (std::find(audited.begin(), audited.end(), task) != audited.end()) return;
   if (audited.size() >= 64) audited.erase(audited.begin());
   audited.push_back(task);
-  const auto* nodes = get_current_graph_task_nodes_in_graph();
-  if (!nodes) return;
-  std::unordered_map<Node*, int64_t> casts;
-  for (Node* node : *nodes)
+  const auto* reached = get_current_graph_task_nodes_in_graph();
+  if (!reached) return;
+  std::vector<const Node*> nodes(reached->begin(), reached->end());
+  if (at && !reached->count(const_cast<Node*>(at))) nodes.push_back(at);  // the root of a backward is not among them
+  std::vector<std::shared_ptr<Pass>> passes;
+  for (const auto& weak : recorder->alive)
+    if (auto pass = weak.lock()) passes.push_back(std::move(pass));
+  const auto count = [&](const Node& node, int64_t parameter) {
+    for (const auto& pass : passes)
+      if (pass->encloses(node, parameter)) return;
+    ++recorder->balance[parameter];
+  };
+  std::unordered_map<const Node*, int64_t> casts;
+  for (const Node* node : nodes)
     for (const auto& edge : node->next_edges()) {
       if (!edge.function) continue;
       const auto found = accumulators_.find(&*edge.function);
       if (found == accumulators_.end() || !executes(node) || !executes(found->first)) continue;
-      if (node->num_inputs() == 1 && node->next_edges().size() == 1 && node->name() == "ToCopyBackward0")
+      if (node->next_edges().size() == 1 && node->name() == "ToCopyBackward0")
         casts[node] = found->second;
       else
-        ++recorder->balance[found->second];
+        count(*node, found->second);
     }
   if (casts.empty()) return;
-  for (Node* node : *nodes)
+  for (const Node* node : nodes)
     for (const auto& edge : node->next_edges()) {
       const auto found = edge.function ? casts.find(&*edge.function) : casts.end();
-      if (found != casts.end() && executes(node)) ++recorder->balance[found->second];
+      if (found != casts.end() && executes(node)) count(*node, found->second);
     }
 }
 
@@ -251,6 +274,8 @@ void bind_pass(py::module_& m) {
       .def("current", &Recorder::current)
       .def("refuse", &Recorder::refuse)
       .def("clear", &Recorder::clear)
+      .def("hold", &Recorder::hold)
+      .def("release", &Recorder::release)
       .def("take_recorded", &Recorder::take_recorded)
       .def("add_recorded", &Recorder::add_recorded)
       .def_readwrite("auditing", &Recorder::auditing)
@@ -262,6 +287,8 @@ void bind_pass(py::module_& m) {
       .def_readonly("balance", &Recorder::balance)
       .def_readonly("refusals", &Recorder::refusals)
       .def_property_readonly("held", &Recorder::held);
+
+  m.def("sequence_number", &at::sequence_number::peek);  // of the next graph node on this thread
 
   py::class_<Pass, std::shared_ptr<Pass>>(m, "Pass")
       .def(py::init<std::shared_ptr<Recorder>, int64_t, const std::vector<Tensor>&>())
@@ -286,7 +313,10 @@ void bind_pass(py::module_& m) {
              }
              return uses;
            })
-      .def("arrive", &Pass::arrive)
+      .def("enclose", &Pass::enclose)
+      .def("arrive", [](Pass& self, const std::vector<int64_t>& parameters, bool enclosed) {
+             return self.arrive(parameters, nullptr, enclosed);
+           }, py::arg("parameters"), py::arg("enclosed") = false)
       .def("waits", &Pass::waits)
       .def("finish", &Pass::finish)
       .def("clear", &Pass::clear)

@@ -119,8 +119,10 @@ class Pass : public std::enable_shared_from_this<Pass> {
   // Forward: counts a use of these parameters; returns its place, or -1 in a recomputation.
   int64_t call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef sizes);
   void watch(int64_t use, const Tensor& output);
-  // Backward: a use's gradient is here. False where this backward computes none of the parameters' gradients.
-  bool arrive(const std::vector<int64_t>& parameters);
+  // Nodes made since `first` on this thread belong to a module that is run again whole: its uses of these need no counting.
+  void enclose(const std::vector<int64_t>& parameters, uint64_t first);
+  // Backward: a use's gradient is here, at this node of the graph. False where this backward computes none of the parameters' gradients.
+  bool arrive(const std::vector<int64_t>& parameters, const Node* at, bool enclosed = false);
   // Whether the operands must be kept until all uses are in.
   bool waits(int64_t parameter);
   void add(int64_t parameter, Term term);
@@ -131,7 +133,13 @@ class Pass : public std::enable_shared_from_this<Pass> {
   int64_t forgotten_ = 0;  // uses of earlier forwards of the same samples
   void track(int64_t parameter, const Tensor& tensor);
   bool needed(int64_t parameter) const;
-  void audit_edges();
+  void audit_edges(const Node* at);
+  bool encloses(const Node& node, int64_t parameter) const;
+  struct Span {
+    uint64_t thread, first, last;
+    std::vector<int64_t> parameters;
+  };
+  std::vector<Span> spans_;
   std::unordered_map<Node*, int64_t> accumulators_;
   std::vector<NodePtr> owners_;  // keep the keys above alive
 };

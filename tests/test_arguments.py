@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -248,7 +249,7 @@ def test_a_refusal_names_the_argument_and_what_came(call, error, text: str) -> N
     assert str(raised.value) == text
 
 
-def test_without_the_extension_one_warning_says_how_to_build() -> None:
+def test_without_the_extension_one_warning_says_how_to_build(tmp_path: Path) -> None:
     """A stand-in for an extension that does not load, whether or not there is a real one."""
     script = """
 import importlib.machinery, importlib.util, sys, warnings
@@ -272,7 +273,7 @@ assert ops.linear_sq_norms(torch.ones(2, 3), torch.ones(2, 4)).tolist() == [12.0
 assert ops.linear_sq_norms(torch.ones(2, 3).to("meta"), torch.ones(2, 4).to("meta")).is_meta
 """
     result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert result.returncode == 0, result.stderr
 

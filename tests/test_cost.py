@@ -17,10 +17,11 @@ def conv2d(n: int, t: int, i: int, o: int, groups: int = 1, weight_grad: bool = 
 
 VERDICTS = [
     (linear(256, 1, 784, 1024), "rank1"),  # an MLP: two row sums
-    (linear(256, 1, 784, 1024, True), "rank1"),  # and the framework's GEMM beside them
-    (linear(4096, 1, 1, 1), "rank1"),
+    (linear(256, 1, 784, 1024, True), "fused"),  # a GEMM over all samples, and row sums
+    (linear(4096, 1, 16, 16), "rank1"),
     (linear(16, 2, 512, 512), "gram"),  # 3 (I + O) against 2 I O
-    (linear(16, 4, 512, 512, True), "gram"),  # too few positions to fill a tile of the gradient
+    (linear(16, 4, 512, 512), "gram"),
+    (linear(16, 4, 512, 512, True), "fused"),  # a Gram inside: below T = 16 no tile is squared
     (linear(16, 8, 4096, 4096), "gram"),
     (linear(8, 1024, 512, 512), "direct"),  # past T = 2 I O / (I + O) a Gram is dearer
     (linear(8, 1024, 512, 512, True), "fused"),  # the gradient's tiles are there to be squared

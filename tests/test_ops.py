@@ -29,6 +29,15 @@ KINDS: tuple[Kind, ...] = ("integers", "gaussians")
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_linear = pytest.mark.parametrize("problem", LINEAR, ids=lambda p: "x".join(map(str, p)))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(threads: Callable[[int], None]) -> None:
+    """Thousands of tiny problems: waking a second thread costs more than they do. Threads are
+    the subject of test_properties.py."""
+    threads(1)
+
+
 LINEAR_CASES = [
     pytest.param(algorithm, problem, id=f"{algorithm}-{'x'.join(map(str, problem))}")
     for algorithm in LINEAR_ALGORITHMS

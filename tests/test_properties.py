@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from backends import CONV2D_ALGORITHMS, LINEAR_ALGORITHMS, Backend, supports, to
-from oracle import Conv2d, Kind, Linear, assert_sq_norms, conv2d_truth, linear_truth
+from oracle import Conv2d, Kind, Linear, assert_sq_norms, case, conv2d_truth, linear_truth
 from torch import Tensor
 
 # Every way to norms, as (operands, norms of operands): the properties hold of each.
@@ -94,6 +94,42 @@ def test_repeated_weight_gradients_are_bitwise_equal(
         assert torch.equal(backend.conv2d_fused(*conv2d, CONV2D)[0], first[1])
 
 
+SHARED_OUT = [  # enough work for several threads, by samples or, with few of them, by features
+    Linear(1, 64, 130, 70),
+    Linear(7, 64, 130, 70),
+    Linear(64, 1, 300, 200),
+    Linear(40, 4, 130, 70),
+    Conv2d(1, 16, 24, (12, 12), (3, 3)),
+    Conv2d(7, 16, 24, (12, 12), (3, 3)),
+    Conv2d(5, 32, 32, (16, 16), (3, 3), padding=(1, 1), groups=32),
+    Conv2d(5, 16, 24, (12, 12), (1, 1)),
+]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("problem", SHARED_OUT)
+def test_any_number_of_threads_is_right(
+    backend: Backend, problem: Linear | Conv2d, count: int, threads: Callable[[int], None]
+) -> None:
+    a, b, truth = case(problem, torch.float32, "integers")
+    a, b = to(backend, a, b)
+    scale = torch.arange(problem.n, dtype=torch.float32, device=backend.device) - 3
+    threads(count)
+    if isinstance(problem, Linear):
+        ways = [way for way in LINEAR_ALGORITHMS if supports(way, problem.t)]
+        each = {way: backend.linear(way, a, b) for way in ways}
+        grad_weight, grad_bias, _ = backend.linear_fused(a, b, scale)
+    else:
+        each = {way: backend.conv2d(way, a, b, problem) for way in CONV2D_ALGORITHMS}
+        grad_weight, grad_bias, _ = backend.conv2d_fused(a, b, problem, scale)
+    for way, sq_norms in each.items():
+        assert_sq_norms(sq_norms, truth, way, torch.float32, "integers")
+    weights = scale.cpu().double()
+    expected = torch.tensordot(weights, truth.weight, dims=1)
+    assert torch.equal(grad_weight.cpu().double(), expected)
+    assert torch.equal(grad_bias.cpu().double(), weights @ truth.bias)
+
+
 @each_way
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_sample_that_is_not_finite_spoils_no_other(
@@ -130,6 +166,16 @@ def test_extreme_operands_give_the_norm_that_float32_can_hold(
     expected = norms(backend, way, a, b)[0].double() * (activation * gradient) ** 2
     actual = norms(backend, way, a * activation, b * gradient)[0].double()
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("algorithm", LINEAR_ALGORITHMS)
+def test_squares_below_float32s_range_still_add_up(backend: Backend, algorithm: str) -> None:
+    """90 000 squares of 2.5 times float32's smallest number: rounded one by one, 2 or 3 of it."""
+    t = 2 if supports(algorithm, 2) else 1
+    a, b = torch.ones(2, t, 300), torch.full((2, t, 300), (2.5 * 2.0**-149) ** 0.5 / t)
+    sq_norms = backend.linear(algorithm, *to(backend, a, b))[0].cpu().double()
+    expected = linear_truth(a, b).sq_norms()[0]
+    torch.testing.assert_close(sq_norms, expected, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

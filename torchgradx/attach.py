@@ -20,7 +20,7 @@ from .errors import CoverageError
 from .explain import explanation
 from .layout import tensors_in
 from .record import Record
-from .sites import FallbackSite, Hook, NativeSite, Parameters, find_layers
+from .sites import FallbackSite, Hooks, NativeSite, Parameters, find_layers
 
 if ops.NATIVE:
     from ._C import Pass, Recorder
@@ -168,7 +168,7 @@ class Probe:
         self._paused = 0
         self._on = True
         self._sites: list[NativeSite | FallbackSite] = []
-        self._handles: list[Any] = []
+        self._hooks: Hooks | None = None
         self._listen(model)
 
     # Attaching
@@ -181,16 +181,12 @@ class Probe:
                 site = kind(modules[layer.name], layer, index, self._recorder, self._audit, self._parameters, self._options)
                 self._sites.append(site)
             if not self._options["weight_grad"]:
-                fallback = [layer for layer in self._layers if layer.kind == "vmap"]
-                self._audit.shield([place for layer in fallback for place in layer.parameters])
+                self._audit.shield(range(len(self._parameters.names)))
             for module in modules.values():
                 _attached[module] = weakref.ref(self)
-            register = (
-                (model.register_forward_pre_hook, self._enter, {"prepend": True}),
-                (model.register_forward_hook, self._leave, {"always_call": True}),
-            )
-            for method, hook, extra in register:
-                self._handles.append(method(Hook(hook), with_kwargs=True, **extra))
+            self._hooks = Hooks(model)
+            self._hooks.add(model.register_forward_pre_hook, self._enter, prepend=True, with_kwargs=True)
+            self._hooks.add(model.register_forward_hook, self._leave, always_call=True, with_kwargs=True)
         except BaseException:
             self.remove()
             raise
@@ -204,11 +200,10 @@ class Probe:
     def _drained(self) -> None:
         if self._on or self._recorder.held > 0:
             return
-        for handle in self._handles:
-            handle.remove()
-        for site in self._sites:
-            site.remove()
-        self._handles, self._sites = [], []
+        for part in (self._hooks, *self._sites):
+            if part is not None:
+                part.remove()
+        self._hooks, self._sites = None, []
         model = self._model()
         for module in model.modules() if model is not None else ():
             if module in _attached and _attached[module]() in (self, None):

@@ -187,8 +187,11 @@ class Audit:
             places = self._layers[site].parameters if site >= 0 else ()
             concerned = [place for place in places or trainable if place in trainable]
             problems.update((names[place], reason) for place in concerned)
+        balance = self._recorder.balance
         for place in trainable:
-            missing = self._recorder.balance[place]
+            missing = balance[place]
+            if names[place] in problems:
+                continue
             if missing:
                 problems[names[place]] = (
                     f"the backward used it in {missing:+d} places beyond the recorded calls of its module. "

@@ -41,21 +41,34 @@ class Cost:
 
 @dataclass(frozen=True)
 class Rates:
-    """What one thread does in a second: the device model's two numbers, one pair an algorithm."""
+    """What one thread does in a second: the device model's two numbers, a pair an algorithm."""
 
     flop: float
     bytes: float
 
 
-# Measured 2026-11 (prototype) on one thread of an AMD EPYC (Zen 4), float32. Only ratios matter.
-# Not modelled: caches, thread counts, the fixed cost of a call, halves' conversion.
-WEIGHT_GRAD_RATES = Rates(flop=1.0e11, bytes=1.0e10)  # the framework's own
-RATES = {
-    "rank1": Rates(flop=1.0e10, bytes=1.0e10),
-    "gram": Rates(flop=2.5e10, bytes=1.0e10),
-    "direct": Rates(flop=1.0e11, bytes=3.0e10),
-    "fused": Rates(flop=1.05e11, bytes=2.5e10),
+# Least squares over the layers of benchmarks/calibrate.py, 2026-11-20, one thread of an AMD EPYC
+# (Zen 4, AVX-512), torch 2.13, float32. Only ratios matter, and only near a crossover.
+# Not modelled: caches, threads, a call's fixed cost, halves' conversion, strides, other devices.
+RATES: dict[str, dict[str, Rates]] = {
+    "linear": {
+        "weight_grad": Rates(flop=9.4e10, bytes=1.8e10),  # the framework's own
+        "rank1": Rates(flop=6.8e10, bytes=3.4e10),
+        "gram": Rates(flop=1.7e11, bytes=8.9e09),
+        "direct": Rates(flop=2.0e11, bytes=7.3e10),
+        "fused": Rates(flop=2.0e11, bytes=7.3e10),
+    },
+    "conv2d": {
+        "weight_grad": Rates(flop=1.4e11, bytes=3.1e10),
+        "rank1": Rates(flop=6.8e10, bytes=2.3e09),
+        "gram": Rates(flop=1.5e11, bytes=2.3e09),
+        "direct": Rates(flop=1.9e11, bytes=7.9e10),
+        "fused": Rates(flop=1.8e11, bytes=9.5e10),
+    },
 }
+
+
+FUSED_FROM = 16  # positions; csrc/cpu/direct.cpp has the same
 
 
 def _operands(p: Problem) -> int:
@@ -82,8 +95,12 @@ def _direct(p: Problem) -> Cost:
 
 
 def _fused(p: Problem) -> Cost:
+    """Beside the gradient a tile is squared and added to the total; or, where T is so small that
+    this would be most of the work, the norms come from a Gram."""
+    if p.layer == "linear" and p.t < FUSED_FROM:
+        return weight_grad(p) + _gram(p)
     tiles = p.n * p.groups * p.i * p.o
-    return Cost(2 * tiles * p.t + 4 * tiles, _operands(p) + 12 * tiles)
+    return weight_grad(p) + Cost(4 * tiles, 12 * tiles)
 
 
 def _never(p: Problem) -> str | None:
@@ -117,9 +134,9 @@ class Algorithm:
         return norms + weight_grad(problem) if beside else norms
 
     def seconds(self, problem: Problem) -> float:
-        seconds = _seconds(self.norms(problem), RATES[self.name])
+        seconds = _seconds(self.norms(problem), RATES[problem.layer][self.name])
         if problem.weight_grad and self.name != "fused":
-            seconds += _seconds(weight_grad(problem), WEIGHT_GRAD_RATES)
+            seconds += _seconds(weight_grad(problem), RATES[problem.layer]["weight_grad"])
         return seconds
 
 

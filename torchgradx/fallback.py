@@ -104,19 +104,18 @@ def per_sample_gradients(
     return "vmap", itertools.chain(first, chunks)
 
 
-def _count(call: Call) -> int:
-    """Rows along the samples' dimension of the first output that has a gradient."""
-    first = next(g for g in call.grads if g is not None)
-    return first.shape[_dim(call, first)]
+def _first(call: Call) -> Tensor:
+    return next(g for g in call.grads if g is not None)
 
 
 def _dim(call: Call, t: Tensor) -> int:
     """Where the samples are in [N, ...], [N * K, ...], [T, N, ...] or [K * N, ...]."""
-    if call.layout == SEQUENCE and t.dim() > 1 and t.shape[1] == call.n:
-        return 1
     if isinstance(call.module, nn.RNNBase) and t.dim() == 3 and _is_state(call.module, t):
         return 1  # [layers, N, H] whatever batch_first says
-    return 0
+    first = _first(call)
+    if call.layout != SEQUENCE or first.dim() < 3 or first.shape[1] != call.n:
+        return 0
+    return 1 if t.dim() > 2 or t.shape[:2] == first.shape[:2] else 0
 
 
 def _is_state(module: nn.RNNBase, t: Tensor) -> bool:
@@ -131,7 +130,7 @@ def _pieces(call: Call, t: Tensor, count: int) -> Tensor | None:
         return None
     dim = _dim(call, t)
     if dim == 1:
-        return t.movedim(1, 0).unsqueeze(2)
+        return t.movedim(1, 0).unsqueeze(2) if t.shape[1] == call.n else None
     if t.shape[0] != count:
         return None
     if count == call.n:
@@ -142,7 +141,8 @@ def _pieces(call: Call, t: Tensor, count: int) -> Tensor | None:
 
 
 def _by_vmap(call: Call) -> Chunks:
-    module, count = _Forward(call.module), _count(call)
+    module, first = _Forward(call.module), _first(call)
+    count = first.shape[_dim(call, first)]
     inputs: list[Tensor] = []
 
     def place(leaf: Any) -> Any:

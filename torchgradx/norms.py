@@ -86,7 +86,8 @@ def _gradients(term: Term, n: int, chunk: slice) -> Tensor:
     """[n, size of the parameter], in the order of its memory."""
     layer, _, grads = term
     if layer is None:
-        return grads[chunk].flatten(1).to(accumulation_dtype(grads.dtype))
+        part = grads[chunk]
+        return part.reshape(len(part), -1).to(accumulation_dtype(grads.dtype))
     a, b = _rows(term, n, chunk)
     wide = accumulation_dtype(b.dtype)
     return (b.to(wide).mT @ a.to(wide)).reshape(chunk.stop - chunk.start, -1)

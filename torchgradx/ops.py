@@ -91,8 +91,9 @@ def _fake_conv2d_sq_norms(
     bias: bool,
 ) -> Tensor:
     _expect(4, input=input, grad_output=grad_output)
-    if groups < 1:
-        raise ValueError(f"groups must be at least 1; got {groups}")
+    if len(kernel_size) != 2 or groups < 1:
+        seen = f"{list(kernel_size)} and {groups}"
+        raise ValueError(f"kernel_size must be a pair and groups at least 1; got {seen}")
     dtype = reference.accumulation_dtype(input.dtype)
     return input.new_empty((1 + bias, input.shape[0]), dtype=dtype)
 

@@ -83,6 +83,12 @@ class Recorder:
     def audited(self, task: int) -> bool:
         return task in self._audited
 
+    def hold(self) -> None:
+        pass  # nothing here goes through the hooks of a checkpoint
+
+    def release(self) -> None:
+        pass
+
     def meet(self, task: int) -> None:
         if task not in self._audited:
             self._audited = [*self._audited[-63:], task]
@@ -163,7 +169,10 @@ class Pass:
     def refuse(self, site: int, reason: str) -> None:
         self.refusals.append((site, reason))
 
-    def arrive(self, places: Sequence[int]) -> bool:
+    def enclose(self, places: Sequence[int], first: int) -> None:
+        pass  # no edges are counted here
+
+    def arrive(self, places: Sequence[int], enclosed: bool = False) -> bool:
         if self.recorder.idle or not any(self._needed(place) for place in places):
             return False
         if not self.recorded:

@@ -133,9 +133,10 @@ class Record:
         if self.runs:
             return
         reasons = "".join(f" ({reason})" for _, reason in self._recorder.refusals)
+        names = [self._parameters.names[place] for place in self._parameters.trainable()]
         raise CoverageError(
             "nothing is recorded: no backward has come through a forward of the attached model since "
             f"the record began{reasons}. Call the model itself (not a submodule of it) with grad "
-            "enabled, then loss.backward(), then norms()",
-            [self._parameters.names[place] for place in self._parameters.trainable()],
+            f"enabled, then loss.backward(), then norms(). Without norms: {', '.join(names)}",
+            names,
         )

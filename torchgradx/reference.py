@@ -24,7 +24,7 @@ __all__ = [
     "rank1_sq_norms",
 ]
 
-CHUNK = 1 << 20  # elements of one chunk's largest intermediate: 4 MiB of float32
+CHUNK = 1 << 19  # elements of one chunk's largest intermediate: 2 MiB of float32
 
 # Below this share of its terms' absolute sum a Gram has lost four digits to cancellation.
 CANCELLED = 1e-4
@@ -40,6 +40,12 @@ def _chunks(count: int, elements: int) -> Iterator[slice]:
     """Slices of range(count), each of as many items of `elements` elements as fit in CHUNK."""
     step = max(1, CHUNK // max(1, elements))
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """[N, T, D] -> [N], in float64, since squares leave float32's range long before norms do"""
+    precise = torch.float32 if rows.device.type == "mps" else torch.float64
+    return torch.linalg.vector_norm(rows, dim=(1, 2), dtype=precise)
 
 
 def _with_bias(sq_norms: Tensor, grad_output: Tensor, bias: bool) -> Tensor:
@@ -62,10 +68,8 @@ def rank1_sq_norms(activations: Tensor, grad_output: Tensor, bias: bool) -> Tens
         raise ValueError(f"rank1_sq_norms takes T <= 1; got T = {activations.shape[1]}")
     wide = accumulation_dtype(activations.dtype)
     # Either factor alone may leave float32's range where the product does not: 1e-25 by 1e+10.
-    precise = wide if activations.device.type == "mps" else torch.float64
-    a_norms = torch.linalg.vector_norm(activations, dim=(1, 2), dtype=precise)
-    b_norms = torch.linalg.vector_norm(grad_output, dim=(1, 2), dtype=precise)
-    return _with_bias((a_norms * b_norms).square().to(wide), grad_output, bias)
+    sq_norms = (_norms(activations) * _norms(grad_output)).square().to(wide)
+    return _with_bias(sq_norms, grad_output, bias)
 
 
 @torch.no_grad()
@@ -103,7 +107,7 @@ def direct_sq_norms(activations: Tensor, grad_output: Tensor, bias: bool) -> Ten
     n, dtype = activations.shape[0], accumulation_dtype(activations.dtype)
     sq_norms = activations.new_empty(n, dtype=dtype)
     for chunk, gradients in _sample_gradients(activations, grad_output):
-        sq_norms[chunk] = gradients.square().sum((1, 2))
+        sq_norms[chunk] = _norms(gradients).square()
     return _with_bias(sq_norms, grad_output, bias)
 
 
@@ -121,7 +125,7 @@ def linear_fused(
     grad_weight = activations.new_zeros(o, i, dtype=wide)
     sq_norms = activations.new_empty(n, dtype=wide)
     for chunk, gradients in _sample_gradients(activations, grad_output):
-        sq_norms[chunk] = gradients.square().sum((1, 2))
+        sq_norms[chunk] = _norms(gradients).square()
         grad_weight += torch.tensordot(weights[chunk], gradients, dims=1)
     grad_bias = _grad_bias(grad_output, weights, bias)
     return grad_weight.to(activations.dtype), grad_bias, _with_bias(sq_norms, grad_output, bias)

@@ -15,7 +15,10 @@ from torch.nn.utils import parametrize
 
 from .cost import Plan, Problem, plan
 
-__all__ = ["RULES", "Layer", "Rule", "opaque", "rule_of"]
+__all__ = ["RULES", "Layer", "Rule", "modules_in_order", "opaque", "own_names", "rule_of"]
+
+
+CONTAINERS = (nn.ParameterList, nn.ParameterDict)  # never called: their parameters are their owner's
 
 
 @dataclass
@@ -124,6 +127,17 @@ def opaque(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention) or parametrize.is_parametrized(module)
 
 
+def own_names(module: nn.Module) -> list[str]:
+    """The parameters that a module's own forward uses, by their names within it."""
+    if opaque(module):
+        return [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    names = [name for name, p in module._parameters.items() if p is not None]
+    for child_name, child in module.named_children():
+        if isinstance(child, CONTAINERS):
+            names += [f"{child_name}.{name}" for name in own_names(child)]
+    return names
+
+
 def modules_in_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """named_modules() that does not descend into opaque modules."""
     inside: tuple[str, ...] = ()
@@ -132,4 +146,5 @@ def modules_in_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         if opaque(module):
             inside += (f"{name}." if name else "",)
-        yield name, module
+        if not isinstance(module, CONTAINERS):
+            yield name, module

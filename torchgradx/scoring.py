@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,19 @@ def call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+@contextlib.contextmanager
+def _gradients_put_by(model: nn.Module) -> Iterator[None]:
+    """Whatever runs inside, and however it ends, every .grad is as before."""
+    before = [(p, p.grad) for p in model.parameters()]
+    for p, _ in before:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in before:
+            p.grad = gradient
 
 
 def grad_norms(
@@ -59,7 +73,11 @@ def grad_norms(
     if per not in ("model", "module", "parameter"):
         raise ValueError(f'per must be "model", "module" or "parameter"; got {per!r}')
     options.setdefault("weight_grad", False)
-    with attach(model, loss_reduction=loss_reduction, **options) as probe, torch.enable_grad():
+    with (
+        _gradients_put_by(model),
+        attach(model, loss_reduction=loss_reduction, **options) as probe,
+        torch.enable_grad(),
+    ):
         loss = loss_fn(call(model, inputs), targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

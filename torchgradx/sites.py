@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,39 +19,19 @@ from torch.utils._pytree import tree_map
 
 from . import ops
 from .audit import Audit
+from .copies import Hook, keep_out, let_in, swapped
 from .errors import CoverageError
 from .fallback import Call, Regime, per_sample_gradients
 from .layout import BATCH, SEQUENCE, tensors_in
-from .rules import Layer, modules_in_order, opaque, rule_of
+from .rules import Layer, modules_in_order, opaque, own_names, rule_of
 
 if ops.NATIVE:
     from . import _C
 
-__all__ = ["FallbackSite", "Hook", "NativeSite", "Parameters", "find_layers"]
+__all__ = ["FallbackSite", "Hooks", "NativeSite", "Parameters", "Site", "find_layers"]
 
 CODES = {"rank1": 0, "gram": 1, "direct": 2, "fused": 3}  # Algorithm in csrc/site.h
 LAYOUTS = {"batch": BATCH, "sequence": SEQUENCE}
-
-
-class Hook:
-    """A hook of a module that is inert in copies: a copy of an attached model is unattached."""
-
-    def __init__(self, function: Callable[..., Any] | None = None) -> None:
-        self.function = function
-
-    def __call__(self, module: nn.Module, *args: Any) -> Any:
-        if self.function is not None:
-            return self.function(module, *args)
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [key for key, hook in hooks.items() if hook is self]:
-                del hooks[key]  # type: ignore[attr-defined]
-        return None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        return Hook()
-
-    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
-        return Hook, ()
 
 
 class Parameters:
@@ -85,7 +66,7 @@ def find_layers(model: nn.Module, parameters: Parameters, options: Mapping[str, 
     layers = []
     uncovered = []
     for name, module in modules_in_order(model):
-        names = [key for key, _ in module.named_parameters(recurse=opaque(module), remove_duplicate=False)]
+        names = own_names(module)
         if not names and not isinstance(module, _BatchNorm):
             continue
         prefix = f"{name}." if name else ""
@@ -124,6 +105,24 @@ def _declared(layer: Layer, options: Mapping[str, Any]) -> int:
         return LAYOUTS[layout[layer.name]]
     fits = (how for pattern, how in layout.items() if fnmatch.fnmatchcase(layer.name, pattern))
     return LAYOUTS.get(next(fits, ""), -1)
+
+
+class Hooks:
+    """A module's hooks, left out of its copies, and their removal."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._kind = type(module)
+        self._handles: list[Any] = []
+        keep_out(self._kind)
+
+    def add(self, register: Callable[..., Any], function: Callable[..., Any], **options: Any) -> None:
+        self._handles.append(register(Hook(function), **options))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        let_in(self._kind)
 
 
 class NativeSite:
@@ -165,42 +164,27 @@ class NativeSite:
             site.pre_pad, site.pad_mode = list(layer.pre_pad), layer.pad_mode
             for name in ("kernel_size", "stride", "padding", "dilation"):
                 setattr(site, name, list(getattr(layer, name)))
-        self._handle = None
+        self._hooks = Hooks(module)
         if beside or not weight_grad:
-            module.__class__ = _swapped(type(module), _C.convolution if layer.kernel_size else _C.linear, site)
+            operator = _C.convolution if layer.kernel_size else _C.linear
+            module.__class__ = swapped(self._stock, _calls(operator, site))
         else:
-            self._handle = module.register_forward_hook(Hook(_tap(site)), prepend=True, with_kwargs=True)
+            self._hooks.add(module.register_forward_hook, _tap(site), prepend=True, with_kwargs=True)
 
     def leads(self, dims: int) -> int:
         """How many leading dimensions of its input count rows."""
         return 1 if self.layer.kernel_size else dims - 1
 
     def remove(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-        else:
-            self._module.__class__ = self._stock
+        self._module.__class__ = self._stock
+        self._hooks.remove()
 
 
-def _swapped(stock: type[nn.Module], operator: Callable[..., Tensor], site: Any) -> type[nn.Module]:
-    """A subclass whose forward calls the operator, and whose copies are of the stock class."""
-
+def _calls(operator: Callable[..., Tensor], site: Any) -> Callable[..., Tensor]:
     def forward(self: Any, input: Tensor) -> Tensor:
         return operator(site, input, self.weight, self.bias)
 
-    def reduce(self: Any, protocol: Any) -> Any:
-        made = stock.__reduce_ex__(self, protocol)
-        arguments = tuple(stock if part is type(self) else part for part in made[1])
-        return (made[0], arguments, *made[2:])
-
-    body = {
-        "forward": forward,
-        "__reduce_ex__": reduce,
-        "__module__": stock.__module__,
-        "__qualname__": stock.__qualname__,
-        "__doc__": stock.__doc__,
-    }
-    return type(stock.__name__, (stock,), body)
+    return forward
 
 
 def _tap(site: Any) -> Callable[..., None]:
@@ -226,20 +210,17 @@ class FallbackSite:
         self.layer, self.declared = layer, _declared(layer, options)
         self._module, self._index, self._recorder, self._audit = module, index, recorder, audit
         self._batch_dim = options["batch_dim"]
-        self._rng: list[Regime] = []
         prefix = f"{layer.name}." if layer.name else ""
         self._own: dict[int, str] = {}
-        for key, _ in module.named_parameters(recurse=opaque(module), remove_duplicate=False):
+        for key in own_names(module):
             self._own.setdefault(parameters.place(prefix + key), key)
         self._names = parameters.names
-        self._handles = [
-            module.register_forward_pre_hook(Hook(self._before)),
-            module.register_forward_hook(Hook(self._after), prepend=True, with_kwargs=True),
-        ]
+        self._hooks = Hooks(module)
+        self._hooks.add(module.register_forward_pre_hook, self._before)
+        self._hooks.add(module.register_forward_hook, self._after, prepend=True, with_kwargs=True)
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.remove()
 
     @property
     def presumed(self) -> int:
@@ -258,6 +239,7 @@ class FallbackSite:
         stock = type(module).__module__.startswith("torch.nn.modules.")
         random = module.training and (not stock or getattr(module, "dropout", 0.0) > 0)
         self._regime = Regime.current(module, random)
+        self._first = _C.sequence_number() if ops.NATIVE else 0
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         run = self._recorder.current()
@@ -285,6 +267,7 @@ class FallbackSite:
         use = run.call(self._index, list(held.items()), list(first.shape))
         if not torch.is_grad_enabled() or not live:
             return replaced
+        run.enclose(list(held), self._first)
         run.watch(use, first)
         self._listen(run, use, held, (args, kwargs), outputs)
         return replaced
@@ -305,6 +288,7 @@ class FallbackSite:
         if several:
             self._audit.defer(list(held))
         arrived: list[int] = []
+        held_by_graph = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
         def settle() -> None:
             arrived.clear()
@@ -320,7 +304,7 @@ class FallbackSite:
             numbers = [made[k].output_nr for k in outs]
 
             def prehook(incoming: Any, outs: list[int] = outs, numbers: list[int] = numbers) -> None:
-                if not arrived and not run.arrive(places):
+                if not arrived and not run.arrive(places, True):
                     return
                 for k, number in zip(outs, numbers, strict=True):
                     grads[k] = None if incoming[number] is None else incoming[number].reshape(shapes[k])
@@ -333,6 +317,9 @@ class FallbackSite:
                     torch.autograd.Variable._execution_engine.queue_callback(settle)
 
             node.register_prehook(prehook)
+            if held_by_graph:  # a checkpoint: what runs again must save as much again
+                self._recorder.hold()
+                weakref.finalize(prehook, self._recorder.release)
 
     def _deliver(
         self,
@@ -358,7 +345,7 @@ class FallbackSite:
                 if self._recorder.auditing:
                     size = sum(float(f.detach().double().norm()) for f in found) * run.n
                     self._recorder.add_recorded(place, g.sum(0), size)
-                kept[k].append(g if waits[k] else g.flatten(1).square().sum(1))
+                kept[k].append(g if waits[k] else g.reshape(len(g), -1).square().sum(1))
         for k, place in enumerate(places):
             whole = torch.cat(kept[k]) if kept[k] else torch.zeros(0)
             if waits[k]:

@@ -24,10 +24,21 @@ std::optional<Tensor> as_rows(const Tensor& t) {
   return t.as_strided({t.size(0), T, t.size(1)}, {t.stride(0), t.size(3) > 1 ? t.stride(3) : t.stride(2), t.stride(1)});
 }
 
-bool is_empty(const ConvShape& s) { return s.N == 0 || s.outH == 0 || s.outW == 0; }
+// Of small images with many channels: the Gram matrices of pixels cost less than what becomes of each tile.
+bool gram_is_quicker(const ConvShape& s) {
+  if (s.groups > 1 || !gram_of_pixels(s.outH * s.outW, s.H * s.W)) return false;
+  const int64_t T = s.outH * s.outW, taps = s.kH * s.kW;
+  const double of_taps = 2 * double(taps) * double(T) * double(s.outH);
+  return gram_nanoseconds(s.H * s.W, s.C) + gram_nanoseconds(T, s.O) + of_taps < tile_end_nanoseconds(s.C * taps, s.O);
+}
 
-Tensor conv2d_direct_sq_norms(const Tensor& input, const Tensor& grad_output, IntArrayRef kernel_size, IntArrayRef stride,
-                              IntArrayRef padding, IntArrayRef dilation, int64_t groups, bool bias) {
+bool is_empty(const ConvShape& s) {
+  return s.N == 0 || s.O == 0 || s.outH == 0 || s.outW == 0;
+}
+
+Tensor conv2d_direct_sq_norms(const Tensor& input, const Tensor& grad_output, IntArrayRef kernel_size,
+                              IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups,
+                              bool bias) {
   const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
   if (pointwise(s))
     if (const auto a = as_rows(input), b = as_rows(grad_output); a && b) return direct_sq_norms(*a, *b, bias);
@@ -50,9 +61,11 @@ Tensor conv2d_gram_sq_norms(const Tensor& input, const Tensor& grad_output, IntA
     // The groups are layers of their own, each with its share of the channels.
     ConvShape one = s;
     one.C /= s.groups, one.O /= s.groups, one.groups = 1;
-    const Tensor part = s.groups == 1 ? sq_norms : at::empty_like(sq_norms).select(0, 0).unsqueeze(0), norms = sq_norms.narrow(0, 0, 1);
+    const Tensor part = s.groups == 1 ? sq_norms : at::empty_like(sq_norms).select(0, 0).unsqueeze(0),
+                 norms = sq_norms.narrow(0, 0, 1);
     for (int64_t g = 0; g < s.groups; ++g) {
-      const Patches<acc_t> layer(input.narrow(1, g * one.C, one.C), grad_output.narrow(1, g * one.O, one.O), one, false);
+      const Patches<acc_t> layer(input.narrow(1, g * one.C, one.C), grad_output.narrow(1, g * one.O, one.O), one,
+                                 false);
       gram_pass<acc_t>(PatchSource<acc_t>{layer}, layer, s.outH * s.outW, part);
       if (s.groups > 1) g ? norms.add_(part) : norms.copy_(part);
     }
@@ -61,7 +74,8 @@ Tensor conv2d_gram_sq_norms(const Tensor& input, const Tensor& grad_output, IntA
 }
 
 Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, IntArrayRef kernel_size, IntArrayRef stride,
-                   IntArrayRef padding, IntArrayRef dilation, int64_t groups, const std::optional<Tensor>& scale, bool bias) {
+                   IntArrayRef padding, IntArrayRef dilation, int64_t groups, const std::optional<Tensor>& scale,
+                   bool bias) {
   const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
   check_scale(scale, s.N, input);
   const int64_t columns = s.C / s.groups;
@@ -70,20 +84,21 @@ Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, IntArrayRef k
       auto [weight, grad_bias, sq_norms] = linear_fused(*a, *b, scale, bias);
       return {weight.view({s.O, s.C, 1, 1}), grad_bias, sq_norms};
     }
-  return fused_results(input, {s.O, columns, s.kH, s.kW}, s.N, scale, bias, is_empty(s),
-                       [&](auto zero, const auto* factors, const Tensor& weight, const Tensor& grad_bias, const Tensor& sq_norms) {
-    using acc_t = decltype(zero);
-    const Patches<acc_t> layer(input, grad_output, s, true);
-    const char* e = getenv("CG");
-    if (suits_planes(s)) {
-      planes_pass<acc_t>(layer, factors, weight, sq_norms);
-    } else if (e && s.groups == 1) {
-      fused_pass<acc_t>(layer, factors, s.outH * s.outW, weight, {});
-      gram_pass<acc_t>(PatchSource<acc_t>{layer}, layer, s.outH * s.outW, sq_norms);
-    } else
-      fused_pass<acc_t>(layer, factors, s.outH * s.outW, weight, sq_norms);
-    if (bias) bias_pass<acc_t>(layer, factors, grad_bias, sq_norms);
-  });
+  return fused_results(
+      input, {s.O, columns, s.kH, s.kW}, s.N, scale, bias, is_empty(s),
+      [&](auto zero, const auto* factors, const Tensor& weight, const Tensor& grad_bias, const Tensor& sq_norms) {
+        using acc_t = decltype(zero);
+        const Patches<acc_t> layer(input, grad_output, s, true);
+        if (suits_planes(s)) {
+          planes_pass<acc_t>(layer, factors, weight, sq_norms);
+        } else if (gram_is_quicker(s)) {
+          fused_pass<acc_t>(layer, factors, s.outH * s.outW, weight, {});
+          gram_pass<acc_t>(PatchSource<acc_t>{layer}, layer, s.outH * s.outW, sq_norms);
+        } else {
+          fused_pass<acc_t>(layer, factors, s.outH * s.outW, weight, sq_norms);
+        }
+        if (bias) bias_pass<acc_t>(layer, factors, grad_bias, sq_norms);
+      });
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // direct and fused for Linear: the sweep of sweep.h over rows as they lie.
-// fused takes the sweep where T is large enough to hide what becomes of each tile; below that the weight gradient in one sum over
-// all N T positions, and the norms by rank1 or gram.
+// fused takes the sweep where T is large enough to hide what becomes of each tile; below that the plain weight
+// gradient, one sum over all N T positions, and the norms by rank1 or gram.
 #include "direct.h"
 #include "gram.h"
 #include "rowwise.h"
@@ -10,13 +10,15 @@
 namespace torchgradx::cpu {
 namespace {
 
-constexpr int64_t kFusedFrom = 16;  // positions
+bool gram_is_quicker(const RowShape& s) {
+  return gram_nanoseconds(s.T, s.I) + gram_nanoseconds(s.T, s.O) < tile_end_nanoseconds(s.I, s.O);
+}
 
 }  // namespace
 
 Tensor direct_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias) {
   const RowShape s = check_rows(activations, grad_output);
-  return norm_results(activations, s.N, bias, s.N == 0 || s.T == 0, [&](auto zero, const Tensor& sq_norms) {
+  return norm_results(activations, s.N, bias, grad_output.numel() == 0, [&](auto zero, const Tensor& sq_norms) {
     using acc_t = decltype(zero);
     const Rows<acc_t> layer(activations, grad_output, false);
     direct_pass<acc_t>(layer, sq_norms);
@@ -24,24 +26,26 @@ Tensor direct_sq_norms(const Tensor& activations, const Tensor& grad_output, boo
   });
 }
 
-Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const std::optional<Tensor>& scale, bool bias) {
+Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const std::optional<Tensor>& scale,
+                   bool bias) {
   const RowShape s = check_rows(activations, grad_output);
   check_scale(scale, s.N, activations);
-  return fused_results(activations, {s.O, s.I}, s.N, scale, bias, s.N == 0 || s.T == 0,
-                       [&](auto zero, const auto* factors, const Tensor& weight, const Tensor& grad_bias, const Tensor& sq_norms) {
-    using acc_t = decltype(zero);
-    const Rows<acc_t> layer(activations, grad_output, true);
-    if (s.T >= (getenv("FF")?atoi(getenv("FF")):kFusedFrom)) {
-      fused_pass<acc_t>(layer, factors, s.T, weight, sq_norms);
-    } else {
-      fused_pass<acc_t>(layer.joined(), factors, s.T, weight, {});
-      if (s.T == 1)
-        rank1_pass<acc_t>(activations, grad_output, bias, sq_norms);
-      else
-        gram_pass<acc_t>(RowSource<acc_t>(activations, grad_output), layer, s.T, sq_norms);
-    }
-    if (bias) bias_pass<acc_t>(layer, factors, grad_bias, sq_norms);
-  });
+  return fused_results(
+      activations, {s.O, s.I}, s.N, scale, bias, grad_output.numel() == 0,
+      [&](auto zero, const auto* factors, const Tensor& weight, const Tensor& grad_bias, const Tensor& sq_norms) {
+        using acc_t = decltype(zero);
+        const Rows<acc_t> layer(activations, grad_output, true);
+        if (s.T == 1) {
+          fused_pass<acc_t>(layer.joined(), factors, s.T, weight, {});
+          rank1_pass<acc_t>(activations, grad_output, false, sq_norms);
+        } else if (gram_is_quicker(s)) {
+          fused_pass<acc_t>(layer.joined(), factors, s.T, weight, {});
+          gram_pass<acc_t>(RowSource<acc_t>(activations, grad_output), layer, s.T, sq_norms);
+        } else {
+          fused_pass<acc_t>(layer, factors, s.T, weight, sq_norms);
+        }
+        if (bias) bias_pass<acc_t>(layer, factors, grad_bias, sq_norms);
+      });
 }
 
 }  // namespace torchgradx::cpu

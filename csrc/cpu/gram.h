@@ -1,32 +1,54 @@
 // gram: |G_n|^2 = sum over positions s, t of (a_s . a_t)(b_s . b_t), for T small against I and O. Cost N T^2 (I + O).
-// Both Gram matrices are computed in squares of kSpan positions with the same register tiles, the upper triangle of squares only;
-// a square of each and its packed operands are all there is in memory: about 1/2 MiB a thread.
-// A sum much smaller than its terms has lost its digits, as has one with a row whose own square underflowed: such samples are
-// done again by direct.
+// Both Gram matrices are computed in squares of kSpan positions with the same register tiles, the upper triangle of
+// squares only; a square of each and its packed operands are all there is in memory: about 1/2 MiB a thread. A sum much
+// smaller than its terms has lost its digits, as has one with a row whose own square underflowed: such samples are done
+// again by direct.
 #pragma once
 
 #include "passes.h"
 
 namespace torchgradx::cpu {
 
-constexpr int64_t kSpan = 128;    // positions along a square
+constexpr int64_t kSpan = 128;      // positions along a square
 constexpr int64_t kChannels = 256;  // packed at a time
+
+// Fitted to measurements (one AVX-512 core, 175 GFLOP/s); only the ratio of the two matters, and that is alike
+// elsewhere.
+inline double gram_nanoseconds(int64_t T, int64_t channels) {
+  return 150 + double(channels) * (1.5 + double(T) * double(T + 20) / 150);
+}
+// What fused takes longer than the plain weight gradient: a tile's end costs about as much as twelve positions.
+inline double tile_end_nanoseconds(int64_t I, int64_t O) {
+  return 12 * double(I) * double(O) / 87;
+}
 
 // Squares of the Gram matrix of one operand. Packed: [run of positions][channel][two vectors of positions].
 template <class acc_t>
 class GramSquare {
  public:
   GramSquare(int64_t positions, const Kernels<acc_t>& kernels)
-      : kernels_(kernels), run_(2 * kernels.lanes), panels_(run_, kernels.max_rows), span_(std::min(kSpan, round_up(positions, run_))),
-        runs_(span_ / run_), tile_size_(panels_.rows * run_) {}
+      : kernels_(kernels),
+        run_(2 * kernels.lanes),
+        panels_(run_, kernels.max_rows),
+        span_(std::min(kSpan, round_up(positions, run_))),
+        runs_(span_ / run_),
+        tile_size_(panels_.rows * run_) {}
 
-  int64_t size() const { return runs_ * runs_ * panels_.count * tile_size_; }
-  int64_t span() const { return span_; }
-  int64_t runs() const { return runs_; }
+  int64_t size() const {
+    return runs_ * runs_ * panels_.count * tile_size_;
+  }
+  int64_t span() const {
+    return span_;
+  }
+  int64_t runs() const {
+    return runs_;
+  }
 
-  // square[s, t] for s in [s0, s0 + span), t in [t0, t0 + span); pack(out, first channel, channels, first position, positions)
+  // square[s, t] for s in [s0, s0 + span), t in [t0, t0 + span); pack(out, first channel, channels, first position,
+  // positions)
   template <class Pack>
-  void compute(int64_t channels, int64_t T, int64_t s0, int64_t t0, acc_t* packed, acc_t* square, const Pack& pack) const {
+  void compute(int64_t channels, int64_t T, int64_t s0, int64_t t0, acc_t* packed, acc_t* square,
+               const Pack& pack) const {
     const int64_t side = runs_ * run_ * kChannels;
     for (int64_t c = 0; c < channels; c += kChannels) {
       const int64_t depth = std::min(kChannels, channels - c);
@@ -95,8 +117,9 @@ GramSum gram_sum(const Source& source, int64_t n, int64_t T, int64_t I, int64_t 
   for (int64_t t0 = 0; t0 < T; t0 += square.span())
     for (int64_t s0 = 0; s0 <= t0; s0 += square.span()) {
       source.activations(square, n, T, I, s0, t0, packed, of_a);
-      square.compute(O, T, s0, t0, packed, of_b,
-                     [&](acc_t* out, int64_t c, int64_t depth, int64_t t, int64_t count) { source.pack_grads(out, n, c, depth, t, count); });
+      square.compute(O, T, s0, t0, packed, of_b, [&](acc_t* out, int64_t c, int64_t depth, int64_t t, int64_t count) {
+        source.pack_grads(out, n, c, depth, t, count);
+      });
       double twice = 0, twice_magnitude = 0;
       square.each_row(T, s0, t0, [&](int64_t offset, int64_t s, int64_t t, int64_t columns) {
         const bool on_diagonal = s >= t && s < t + columns;
@@ -143,11 +166,12 @@ struct RowSource {
   RowSource(const Tensor& activations, const Tensor& grad_output)
       : a(rows_of(activations)), b(rows_of(grad_output)), pack(kernels<acc_t>().of(activations.scalar_type())) {}
 
-  void transposed(const Operand& from, acc_t* out, int64_t n, int64_t c, int64_t depth, int64_t t, int64_t count) const {
+  void transposed(const Operand& from, acc_t* out, int64_t n, int64_t c, int64_t depth, int64_t t,
+                  int64_t count) const {
     pack.pack(out, 2 * kernels<acc_t>().lanes, from.at(n, 0, t, c), depth, count, from.c, from.x);
   }
-  void activations(const GramSquare<acc_t>& square, int64_t n, int64_t T, int64_t I, int64_t s0, int64_t t0, acc_t* packed,
-                   acc_t* out) const {
+  void activations(const GramSquare<acc_t>& square, int64_t n, int64_t T, int64_t I, int64_t s0, int64_t t0,
+                   acc_t* packed, acc_t* out) const {
     square.compute(I, T, s0, t0, packed, out, [&](acc_t* to, int64_t c, int64_t depth, int64_t t, int64_t count) {
       transposed(a, to, n, c, depth, t, count);
     });

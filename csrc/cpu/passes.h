@@ -1,5 +1,5 @@
-// What surrounds a sweep: sharing the work among threads, adding up what they found, the bias, and samples whose squares
-// left float's range, which are done again with squares in double.
+// What surrounds a sweep: sharing the work among threads, adding up what they found, the bias, and samples whose
+// squares left float's range, which are done again with squares in double.
 #pragma once
 
 #include "../ops.h"
@@ -9,7 +9,9 @@ namespace torchgradx::cpu {
 
 struct Grid {
   int64_t sample_parts, row_parts;
-  int64_t parts() const { return sample_parts * row_parts; }
+  int64_t parts() const {
+    return sample_parts * row_parts;
+  }
   Share share(int64_t part, int64_t N, int64_t rows) const {
     const int64_t s = part / row_parts, r = part % row_parts;
     return {N * s / sample_parts, N * (s + 1) / sample_parts, rows * r / row_parts, rows * (r + 1) / row_parts};
@@ -19,7 +21,8 @@ struct Grid {
 // The grid whose slowest share is smallest; sharing rows makes every sharer pack the same columns, hence the surcharge.
 inline Grid make_grid(int64_t N, int64_t rows, double flop, double total_bytes) {
   constexpr double kWorthAThread = 2e5, kCopyBytes = 1 << 20, kPacking = 16;
-  const int64_t threads = at::in_parallel_region() ? 1 : std::min<int64_t>(at::get_num_threads(), int64_t(flop / kWorthAThread));
+  const int64_t threads =
+      at::in_parallel_region() ? 1 : std::min<int64_t>(at::get_num_threads(), int64_t(flop / kWorthAThread));
   Grid best{1, 1};
   double best_cost = double(N) * (double(rows) + kPacking);
   for (int64_t s = 1; s <= std::min(threads, N); ++s) {
@@ -88,8 +91,8 @@ void bias_sweep(const Layer& layer, const Share& share, const acc_t* scale, doub
       const int64_t rows = std::min(kWide, share.row_end - row);
       std::fill(sums, sums + rows, acc_t(0));
       for (int64_t y = 0; y < (flat ? 1 : layer.height); ++y)
-        layer.grad_kernels->add_rows(sums, grads.at(n, y, 0, row), flat ? layer.height * layer.width : layer.width, rows, grads.x,
-                                     grads.c);
+        layer.grad_kernels->add_rows(sums, grads.at(n, y, 0, row), flat ? layer.height * layer.width : layer.width,
+                                     rows, grads.x, grads.c);
       double squares = 0;
       for (int64_t r = 0; r < rows; ++r) squares += double(sums[r]) * sums[r];
       sq_sums[n] += squares;
@@ -140,9 +143,11 @@ void add_copies(acc_t* weight, const acc_t* copies, int64_t size, int64_t count)
     for (int64_t k = 0; k < size; ++k) weight[k] += copies[copy * size + k];
 }
 
-// grad_weight [O, ...] in acc_t and row 0 of sq_norms; without sq_norms, the plain weight gradient, all positions as one sum.
+// grad_weight [O, ...] in acc_t and row 0 of sq_norms; without sq_norms, the plain weight gradient, all positions as
+// one sum.
 template <class acc_t, class Layer>
-void fused_pass(const Layer& layer, const acc_t* scale, int64_t scale_every, const Tensor& grad_weight, const Tensor& sq_norms) {
+void fused_pass(const Layer& layer, const acc_t* scale, int64_t scale_every, const Tensor& grad_weight,
+                const Tensor& sq_norms) {
   const int64_t N = layer.N, rows = layer.rows, size = rows * layer.patch();
   const Grid grid = make_grid(N, rows, flop_of(layer), double(size) * sizeof(acc_t));
   const Tensor copies = at::empty({grid.sample_parts - 1, size}, grad_weight.options());
@@ -166,12 +171,15 @@ void fused_pass(const Layer& layer, const acc_t* scale, int64_t scale_every, con
 // The operator around a pass: results of the right dtypes, halves accumulated in float and rounded once.
 // pass(acc_t{}, scale or null, grad_weight, grad_bias, sq_norms); called only if there is something to add up.
 template <class Pass>
-Fused fused_results(const Tensor& like, at::IntArrayRef weight_sizes, int64_t N, const std::optional<Tensor>& scale, bool bias,
-                    bool empty, const Pass& pass) {
+Fused fused_results(const Tensor& like, at::IntArrayRef weight_sizes, int64_t N, const std::optional<Tensor>& scale,
+                    bool bias, bool empty, const Pass& pass) {
   const auto acc_dtype = like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const auto options = like.options().dtype(acc_dtype);
-  const auto make = [&](at::IntArrayRef sizes) { return empty ? at::zeros(sizes, options) : at::empty(sizes, options); };
-  Tensor weight = make(weight_sizes), grad_bias = make({bias ? weight_sizes[0] : 0}), sq_norms = make({1 + int64_t(bias), N});
+  const auto make = [&](at::IntArrayRef sizes) {
+    return empty ? at::zeros(sizes, options) : at::empty(sizes, options);
+  };
+  Tensor weight = make(weight_sizes), grad_bias = make({bias ? weight_sizes[0] : 0}),
+         sq_norms = make({1 + int64_t(bias), N});
   if (!empty) {
     Tensor factors;
     if (scale) factors = scale->to(acc_dtype).contiguous();
@@ -180,7 +188,8 @@ Fused fused_results(const Tensor& like, at::IntArrayRef weight_sizes, int64_t N,
     else
       pass(float{}, scale ? factors.const_data_ptr<float>() : nullptr, weight, grad_bias, sq_norms);
   }
-  if (like.scalar_type() != acc_dtype) weight = weight.to(like.scalar_type()), grad_bias = grad_bias.to(like.scalar_type());
+  if (like.scalar_type() != acc_dtype)
+    weight = weight.to(like.scalar_type()), grad_bias = grad_bias.to(like.scalar_type());
   return {weight, grad_bias, sq_norms};
 }
 

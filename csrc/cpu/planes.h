@@ -1,7 +1,8 @@
-// Depthwise convolutions and others with very few channels a group: each tap of each pair of channels is one flat dot product of
-// the output gradient's plane with the image's, both copied to lines of the same length with zeros between, so that a tap is an
-// offset. A stride splits the image into planes of every stride-th pixel. Cost 2 N T I O / groups, bound by loads.
-// A sample's gradients of one group are kept, 64 Ki at most; large planes are done in bands. Squares are summed in double.
+// Depthwise convolutions and others with very few channels a group: each tap of each pair of channels is one flat dot
+// product of the output gradient's plane with the image's, both copied to lines of the same length with zeros between,
+// so that a tap is an offset. A stride splits the image into planes of every stride-th pixel. Cost 2 N T I O / groups,
+// bound by loads. A sample's gradients of one group are kept, 64 Ki at most; large planes are done in bands. Squares
+// are summed in double.
 #pragma once
 
 #include "passes.h"
@@ -20,7 +21,8 @@ class PlaneCorrelation {
     wide_ = std::min(layer_.width, kPlane);
     const auto reach = [](const Axis& axis) { return (axis.taps - 1) * axis.dilation / axis.stride; };
     line_ = wide_ + reach(along), lines_ = high_ + reach(down);
-    // One spare line: the last lines' taps run past the plane's end by less than that, and by the rounding to whole vectors.
+    // One spare line: the last lines' taps run past the plane's end by less than that, and by the rounding to whole
+    // vectors.
     plane_ = round_up((lines_ + 1) * line_ + layer_.lanes, layer_.lanes);
     for (int64_t ky = 0; ky < down.taps; ++ky)
       for (int64_t kx = 0; kx < along.taps; ++kx) {
@@ -54,11 +56,14 @@ class PlaneCorrelation {
  private:
   struct Phase {
     int64_t y, x;
-    bool operator==(const Phase& other) const { return y == other.y && x == other.x; }
+    bool operator==(const Phase& other) const {
+      return y == other.y && x == other.x;
+    }
   };
 
   void band(int64_t n, int64_t group, int64_t y, int64_t x, Workspace<acc_t>& workspace, acc_t* sums) {
-    const int64_t high = std::min(high_, layer_.height - y), wide = std::min(wide_, layer_.width - x), taps = layer_.taps();
+    const int64_t high = std::min(high_, layer_.height - y), wide = std::min(wide_, layer_.width - x),
+                  taps = layer_.taps();
     const int64_t image = plane_ * int64_t(phases_.size()), count = round_up(high * line_, layer_.lanes);
     acc_t* const images = workspace.image.get(layer_.channels * image);
     acc_t* const grads = workspace.panels.get(plane_);
@@ -67,12 +72,12 @@ class PlaneCorrelation {
         pack_image(images + c * image + int64_t(p) * plane_, n, group * layer_.channels + c, y, x, phases_[p]);
     for (int64_t r = 0; r < layer_.group_rows; ++r) {
       std::fill(grads, grads + count, acc_t(0));
-      layer_.grad_kernels->pack(grads, line_, layer_.grads.at(n, y, x, group * layer_.group_rows + r), high, wide, layer_.grads.y,
-                                layer_.grads.x);
+      layer_.grad_kernels->pack(grads, line_, layer_.grads.at(n, y, x, group * layer_.group_rows + r), high, wide,
+                                layer_.grads.y, layer_.grads.x);
       for (int64_t c = 0; c < layer_.channels; ++c, sums += taps)
         for (int64_t k = 0; k < taps; k += kMaxTaps)
-          layer_.kernels_->correlate[std::min<int64_t>(kMaxTaps, taps - k)](grads, images + c * image, offsets_.data() + k, count,
-                                                                           sums + k);
+          layer_.kernels_->correlate[std::min<int64_t>(kMaxTaps, taps - k)](grads, images + c * image,
+                                                                            offsets_.data() + k, count, sums + k);
     }
   }
 
@@ -82,9 +87,9 @@ class PlaneCorrelation {
     const Span down = inside(layer_.down, layer_.down.pixel(y, phase.y), lines_);
     const Span along = inside(layer_.along, layer_.along.pixel(x, phase.x), line_);
     if (down.begin >= down.end || along.begin >= along.end) return;
-    layer_.source_kernels->pack(out + down.begin * line_ + along.begin, line_, layer_.source.at(n, down.first, along.first, channel),
-                                down.end - down.begin, along.end - along.begin, layer_.source.y * down.step,
-                                layer_.source.x * along.step);
+    layer_.source_kernels->pack(out + down.begin * line_ + along.begin, line_,
+                                layer_.source.at(n, down.first, along.first, channel), down.end - down.begin,
+                                along.end - along.begin, layer_.source.y * down.step, layer_.source.x * along.step);
   }
 
   struct Span {  // places of a line whose pixels lie in the image, from pixel `first` by `step`
@@ -126,7 +131,8 @@ void planes_pass(const Patches<acc_t>& layer, const acc_t* scale, const Tensor& 
     const Share share = grid.share(part, N, layer.groups);
     const int64_t sample_part = part / grid.row_parts;
     PlaneCorrelation<acc_t>(layer).run(share.sample_begin, share.sample_end, share.row_begin, share.row_end, scale,
-                                       total && sample_part ? copy + (sample_part - 1) * size : weight, partial.data() + part * N);
+                                       total && sample_part ? copy + (sample_part - 1) * size : weight,
+                                       partial.data() + part * N);
   });
   write_row<acc_t>(sq_norms, 0, sum_of_parts(partial, grid.parts(), N));
   if (total) add_copies(weight, copy, size, grid.sample_parts - 1);

@@ -11,14 +11,22 @@ struct Rows {
   Rows(const Tensor& activations,  // [N, T, I]
        const Tensor& grad_output,  // [N, T, O]
        bool total)
-      : N(activations.size(0)), height(1), width(activations.size(1)), rows(grad_output.size(2)), inputs(activations.size(2)),
-        source(rows_of(activations)), grads(rows_of(grad_output)),
-        kernels_(&kernels<acc_t>()), source_kernels(&kernels_->of(activations.scalar_type())),
+      : N(activations.size(0)),
+        height(1),
+        width(activations.size(1)),
+        rows(grad_output.size(2)),
+        inputs(activations.size(2)),
+        source(rows_of(activations)),
+        grads(rows_of(grad_output)),
+        kernels_(&kernels<acc_t>()),
+        source_kernels(&kernels_->of(activations.scalar_type())),
         grad_kernels(&kernels_->of(grad_output.scalar_type())),
-        straight(source.c == 1 && source.itemsize == sizeof(acc_t)), per_block(inputs) {
+        straight(source.c == 1 && source.itemsize == sizeof(acc_t)),
+        per_block(std::max<int64_t>(inputs, 1)) {
     const int64_t run = 2 * kernels_->lanes, block_rows = std::min(rows, kRowBlock);
     if (total || width > kDepth)
-      per_block = std::max<int64_t>(run, kBlockBytes / int64_t(sizeof(acc_t)) / std::max<int64_t>(block_rows, 1) / run * run);
+      per_block =
+          std::max<int64_t>(run, kBlockBytes / int64_t(sizeof(acc_t)) / std::max<int64_t>(block_rows, 1) / run * run);
   }
 
   // All N T positions as one sample, where the strides allow it: the plain weight gradient needs no samples.
@@ -31,14 +39,22 @@ struct Rows {
     return one;
   }
 
-  int64_t patch() const { return inputs; }
-  int64_t blocks() const { return ceil_div(inputs, per_block); }
-  Block block(int64_t b) const { return {0, rows, b * per_block, std::min(per_block, inputs - b * per_block)}; }
+  int64_t patch() const {
+    return inputs;
+  }
+  int64_t blocks() const {
+    return ceil_div(inputs, per_block);
+  }
+  Block block(int64_t b) const {
+    return {0, rows, b * per_block, std::min(per_block, inputs - b * per_block)};
+  }
   ChunkSize chunk(const Block&, int64_t) const {
     if (width <= kDepth) return {std::max<int64_t>(1, kDepth / width), 1, width};
     return {1, 1, ceil_div(width, ceil_div(width, kDepth))};
   }
-  int64_t runs(const Block& block) const { return ceil_div(block.columns, 2 * kernels_->lanes); }
+  int64_t runs(const Block& block) const {
+    return ceil_div(block.columns, 2 * kernels_->lanes);
+  }
   Run run(const Block& block, int64_t r) const {
     const int64_t offset = r * 2 * kernels_->lanes;
     return {offset, int(std::min<int64_t>(2 * kernels_->lanes, block.columns - offset))};
@@ -48,22 +64,29 @@ struct Rows {
                    Workspace<acc_t>& workspace) const {
     const Run run = this->run(block, r);
     if (straight && !joined && panels < kWorthPacking && run.columns % kernels_->lanes == 0)
-      return {static_cast<const acc_t*>(source.at(chunk.sample, 0, chunk.x, block.first_column + run.column)), source.n, 0, source.x};
+      return {static_cast<const acc_t*>(source.at(chunk.sample, 0, chunk.x, block.first_column + run.column)), source.n,
+              0, source.x};
     const int64_t along = 2 * kernels_->lanes, positions = chunk.positions();
     acc_t* const out = workspace.columns.get(chunk.samples * positions * along);
     for (int64_t n = 0; n < chunk.samples; ++n)
-      source_kernels->pack(out + n * positions * along, along, source.at(chunk.sample + n, 0, chunk.x, block.first_column + run.column),
-                           positions, run.columns, source.x, source.c);
+      source_kernels->pack(out + n * positions * along, along,
+                           source.at(chunk.sample + n, 0, chunk.x, block.first_column + run.column), positions,
+                           run.columns, source.x, source.c);
     return {out, positions * along, 0, along};
   }
 
-  bool in_place() const { return inputs % kernels_->lanes == 0; }
-  int64_t padded_columns(const Block& block) const { return round_up(block.columns, kernels_->lanes); }
+  bool in_place() const {
+    return inputs % kernels_->lanes == 0;
+  }
+  int64_t padded_columns(const Block& block) const {
+    return round_up(block.columns, kernels_->lanes);
+  }
   void unpack(const Block& block, const acc_t* total, acc_t* weight) const {
     std::copy(total, total + block.columns, weight + block.first_column);
   }
 
   bool vanishes(int64_t n) const {
+    if (inputs == 0) return true;
     double largest[2] = {0, 0};
     for (int64_t t = 0; t < width; ++t) {
       largest[0] += source_kernels->sq_sum(source.at(n, 0, t, 0), inputs, source.c);

@@ -1,4 +1,5 @@
-// rank1: |a|^2 |b|^2 for rows [N, 1, D]. Squares and their product in double, so neither factor can leave float's range.
+// rank1: |a|^2 |b|^2 for rows [N, 1, D]. Squares and their product in double, so neither factor can leave float's
+// range.
 #pragma once
 
 #include "passes.h"

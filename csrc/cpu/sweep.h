@@ -1,9 +1,9 @@
-// The mainloop of direct and fused, for linear and convolution alike: G_n = sum_t b_nt a_nt^T in register tiles over all t,
-// each squared into |G_n|^2, added (times scale_n) to the running total if one is wanted, and dropped.
-// Cost 2 N T I O; a layer says how rows of `a` are read (struct Rows in direct.cpp, struct Patches in conv2d.cpp).
-// Threads own a static grid of sample ranges by ranges of O; a total is shared by the latter and copied for the former, which
-// happens only where it is cache-sized. Extra memory besides: N doubles, and about 1 MiB a thread, kept between calls.
-// A sample longer than a chunk leaves its unfinished tiles in `carry`, which blocking of the columns keeps cache-sized.
+// The mainloop of direct and fused, for linear and convolution alike: G_n = sum_t b_nt a_nt^T in register tiles over
+// all t, each squared into |G_n|^2, added (times scale_n) to the running total if one is wanted, and dropped.
+// Cost 2 N T I O. A layer says how rows of `a` are read: struct Rows in rows.h, struct Patches in patches.h.
+// Threads own a static grid of sample ranges by ranges of O; a total is shared by the latter and copied for the former,
+// which happens only where it is cache-sized. Besides: N doubles, and at most about 2 MiB a thread, kept between calls.
+// A sample longer than a chunk leaves its unfinished tiles in `carry`; blocking of the columns keeps that cache-sized.
 #pragma once
 
 #include "tile.h"
@@ -24,11 +24,15 @@ using at::Tensor;
 
 constexpr int64_t kDepth = 256;           // positions in a chunk: a run of two vectors of them stays in L1
 constexpr int64_t kRowBlock = 512;        // rows of O whose packed chunk stays in L2
-constexpr int64_t kWorthPacking = 4;       // panels of rows that read a run of columns
+constexpr int64_t kWorthPacking = 4;      // panels of rows that read a run of columns
 constexpr int64_t kBlockBytes = 5 << 17;  // of the total (or of carry) that one block of columns touches
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+inline int64_t round_up(int64_t a, int64_t b) {
+  return ceil_div(a, b) * b;
+}
 
 // An operand by strides: [N, height, width, channels], with rows of T positions as height 1.
 struct Operand {
@@ -40,13 +44,24 @@ struct Operand {
 };
 
 inline Operand rows_of(const Tensor& t) {  // [N, T, D]
-  return {static_cast<const char*>(t.const_data_ptr()), int64_t(t.element_size()), t.stride(0), 0, t.stride(1), t.stride(2)};
+  return {static_cast<const char*>(t.const_data_ptr()),
+          int64_t(t.element_size()),
+          t.stride(0),
+          0,
+          t.stride(1),
+          t.stride(2)};
 }
 inline Operand pixels_of(const Tensor& t) {  // [N, C, H, W]
-  return {static_cast<const char*>(t.const_data_ptr()), int64_t(t.element_size()), t.stride(0), t.stride(2), t.stride(3), t.stride(1)};
+  return {static_cast<const char*>(t.const_data_ptr()),
+          int64_t(t.element_size()),
+          t.stride(0),
+          t.stride(2),
+          t.stride(3),
+          t.stride(1)};
 }
 
-// Cache-sized memory of one thread; grows, is not cleared, and is kept, since fresh pages cost more than small problems do.
+// Cache-sized memory of one thread; grows, is not cleared, and is kept, since fresh pages cost more than small problems
+// do.
 template <class acc_t>
 class Scratch {
  public:
@@ -76,18 +91,21 @@ struct Workspace {
 struct Chunk {  // several whole samples, or a rectangle of one sample's positions
   int64_t sample, samples, y, height, x, width;
   bool begins, ends;  // its samples
-  int64_t positions() const { return height * width; }
+  int64_t positions() const {
+    return height * width;
+  }
 };
 
 struct ChunkSize {
   int64_t samples, height, width;
 };
 
-struct Block {  // columns of the weight gradient that are worked on together, and the rows (of their group) they belong to
+struct Block {  // columns of the weight gradient that are worked on together, and the rows (of their group) they belong
+                // to
   int64_t row_begin, row_end, first_column, columns;
 };
 
-struct Run {  // up to two vectors of columns
+struct Run {       // up to two vectors of columns
   int64_t column;  // among the block's, whose total is laid out in whole vectors
   int columns;
 };
@@ -110,9 +128,9 @@ struct Panels {  // rows cut into register tiles, as even as can be
 };
 
 template <class acc_t>
-struct Sums {  // where a share's results go
-  double* sq_sums = nullptr;  // [N], or null: only the weight, all positions of a chunk as one sum
-  acc_t* weight = nullptr;    // [O, patch], or null: only the norms
+struct Sums {                    // where a share's results go
+  double* sq_sums = nullptr;     // [N], or null: only the weight, all positions of a chunk as one sum
+  acc_t* weight = nullptr;       // [O, patch], or null: only the norms
   const acc_t* scale = nullptr;  // one for every `scale_every` positions, or null
   int64_t scale_every = 1;
   bool wide = false;
@@ -134,7 +152,9 @@ class Sweep {
   }
 
  private:
-  bool merged() const { return !sums_.sq_sums; }
+  bool merged() const {
+    return !sums_.sq_sums;
+  }
 
   void rows(const Block& block, int64_t row_begin, int64_t row_end) {
     if (sums_.weight && layer_.in_place()) {
@@ -156,7 +176,10 @@ class Sweep {
       const int64_t samples = std::min(size.samples, share_.sample_end - n);
       for (int64_t y = 0; y < layer_.height; y += size.height)
         for (int64_t x = 0; x < layer_.width; x += size.width) {
-          Chunk chunk{n, samples, y, std::min(size.height, layer_.height - y), x, std::min(size.width, layer_.width - x), y + x == 0, false};
+          Chunk chunk{n,          samples,
+                      y,          std::min(size.height, layer_.height - y),
+                      x,          std::min(size.width, layer_.width - x),
+                      y + x == 0, false};
           chunk.ends = chunk.y + chunk.height == layer_.height && chunk.x + chunk.width == layer_.width;
           one(block, chunk, row_begin, row_end);
         }
@@ -216,8 +239,8 @@ class Sweep {
       for (int64_t n = chunk.sample; n < chunk.sample + chunk.samples; ++n) {
         acc_t* value = out;
         for (int64_t y = 0; y < lines; ++y, out += length * rows)
-          layer_.grad_kernels->pack(out, rows, grads.at(n, chunk.y + y, chunk.x, row_begin + p * panels.rows), length, rows,
-                                    grads.x, grads.c);
+          layer_.grad_kernels->pack(out, rows, grads.at(n, chunk.y + y, chunk.x, row_begin + p * panels.rows), length,
+                                    rows, grads.x, grads.c);
         if (!merged() || !sums_.scale) continue;
         for (int64_t t = n * layer_.height * layer_.width + chunk.y * layer_.width + chunk.x; value < out; ++t)
           for (int64_t row = 0; row < rows; ++row) *value++ *= sums_.scale[t / sums_.scale_every];

@@ -1,6 +1,6 @@
 // The processor-dependent kernels behind one table: a register tile of a product, and the loops that feed it.
-// Written once (tile_body.h) on the compiler's vectors, compiled for plain, AVX2 and AVX-512 processors, chosen at run time.
-// acc_t is float for float32, bfloat16 and float16 operands, double for float64.
+// Written once (tile_body.h) on the compiler's vectors, compiled for plain, AVX2 and AVX-512 processors, chosen at run
+// time. acc_t is float for float32, bfloat16 and float16 operands, double for float64.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -19,13 +19,13 @@ struct Tile {
   int64_t x_down, x_along, height, width;
   const acc_t* g;  // [height * width, rows], strides (g_along, 1)
   int64_t g_along;
-  acc_t* carry;    // [rows, 2 vectors]: partial sums of a sample that spans several chunks
+  acc_t* carry;          // [rows, 2 vectors]: partial sums of a sample that spans several chunks
   bool resume, suspend;  // begin from `carry`; end there
-  acc_t* total;    // [rows, columns] in whole vectors, or null: the sum over samples, scaled
+  acc_t* total;          // [rows, columns] in whole vectors, or null: the sum over samples, scaled
   int64_t total_along;
   acc_t scale;
-  bool fresh;      // the first to be added: `total` is not yet initialised
-  bool wide;       // squares in double, for samples whose squares leave float's range
+  bool fresh;  // the first to be added: `total` is not yet initialised
+  bool wide;   // squares in double, for samples whose squares leave float's range
   int columns;
   double* sq_sum;  // the tile's squares are added to it; null if unwanted
 };
@@ -37,7 +37,8 @@ struct RowKernels {
   void (*pack)(acc_t* out, int64_t ld, const void* source, int64_t rows, int64_t columns, int64_t row_stride,
                int64_t column_stride);
   // sum[c] += sum over r of source[r, c]
-  void (*add_rows)(acc_t* sum, const void* source, int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride);
+  void (*add_rows)(acc_t* sum, const void* source, int64_t rows, int64_t columns, int64_t row_stride,
+                   int64_t column_stride);
   double (*sq_sum)(const void* source, int64_t count, int64_t stride);
 };
 

@@ -4,7 +4,8 @@
 #if defined(__x86_64__)
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx,avx2,fma,f16c,bmi,bmi2,avx512f,avx512vl,avx512bw,avx512dq"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx,avx2,fma,f16c,bmi,bmi2,avx512f,avx512vl,avx512bw,avx512dq"))), \
+                             apply_to = function)
 #else
 #pragma GCC target("avx,avx2,fma,f16c,bmi,bmi2,avx512f,avx512vl,avx512bw,avx512dq,prefer-vector-width=512")
 #endif

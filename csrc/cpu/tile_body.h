@@ -1,6 +1,6 @@
 // Included by tile_default.cpp, tile_avx2.cpp and tile_avx512.cpp after their target pragma; not a header of its own.
-// Everything is in an anonymous namespace and nothing of std is instantiated: a function compiled for AVX-512 that the linker
-// merged with its namesake elsewhere would fault on older processors.
+// Everything is in an anonymous namespace and nothing of std is instantiated: a function compiled for AVX-512 that the
+// linker merged with its namesake elsewhere would fault on older processors.
 
 namespace torchgradx::cpu {
 namespace {
@@ -14,8 +14,12 @@ using Vector = typename VectorOf<T, L>::type;
 
 #define INLINE inline __attribute__((always_inline))
 
-struct bfloat16_bits { uint16_t bits; };
-struct float16_bits { uint16_t bits; };
+struct bfloat16_bits {
+  uint16_t bits;
+};
+struct float16_bits {
+  uint16_t bits;
+};
 
 template <class T, int L>
 INLINE Vector<T, L> load(const T* p) {
@@ -39,14 +43,19 @@ INLINE Vector<float, L> load(const bfloat16_bits* p) {
 }
 template <class T, int L>
 INLINE Vector<float, L> load(const float16_bits* p) {
-  // Exponent and mantissa moved to float's places are off by 2^112, subnormals too; infinities and NaN need their exponent back.
+  // Exponent and mantissa moved to float's places are off by 2^112, subnormals too; infinities and NaN need their
+  // exponent back.
   const Vector<uint32_t, L> h = load_bits<float16_bits, L>(p), shifted = (h & 0x7fffu) << 13;
   const Vector<uint32_t, L> finite = (Vector<uint32_t, L>)((Vector<float, L>)shifted * 0x1p112f);
   const Vector<uint32_t, L> special = (Vector<uint32_t, L>)(shifted >= 0x0f800000u) & 0x7f800000u;
   return (Vector<float, L>)(finite | special | (h & 0x8000u) << 16);
 }
-INLINE float value(float v) { return v; }
-INLINE double value(double v) { return v; }
+INLINE float value(float v) {
+  return v;
+}
+INLINE double value(double v) {
+  return v;
+}
 INLINE float value(bfloat16_bits v) {
   const uint32_t bits = uint32_t(v.bits) << 16;
   float f;
@@ -188,7 +197,8 @@ INLINE void transpose4(T* out, int64_t ld, const S* in, int64_t stride) {
 #if !defined(__clang__)
   using Mask = decltype(Vec{} == Vec{});
 #endif
-  const Vec a = load<T, 4>(in), b = load<T, 4>(in + stride), c = load<T, 4>(in + 2 * stride), d = load<T, 4>(in + 3 * stride);
+  const Vec a = load<T, 4>(in), b = load<T, 4>(in + stride), c = load<T, 4>(in + 2 * stride),
+            d = load<T, 4>(in + 3 * stride);
   const Vec ab_low = SHUFFLE(a, b, 0, 4, 1, 5), ab_high = SHUFFLE(a, b, 2, 6, 3, 7);
   const Vec cd_low = SHUFFLE(c, d, 0, 4, 1, 5), cd_high = SHUFFLE(c, d, 2, 6, 3, 7);
   store<T, 4>(out, SHUFFLE(ab_low, cd_low, 0, 1, 4, 5));
@@ -198,17 +208,19 @@ INLINE void transpose4(T* out, int64_t ld, const S* in, int64_t stride) {
 }
 
 template <class T, int L, class S>
-void pack(T* out, int64_t ld, const void* source, int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride) {
+void pack(T* out, int64_t ld, const void* source, int64_t rows, int64_t columns, int64_t row_stride,
+          int64_t column_stride) {
   const S* in = static_cast<const S*>(source);
   if (column_stride == 1) {
     for (int64_t r = 0; r < rows; ++r) copy_row<T, L>(out + r * ld, in + r * row_stride, columns);
   } else if (L >= 4 && row_stride == 1 && rows >= 4 && columns >= 4) {
     if constexpr (L >= 4)
-    for (int64_t block = 0; block < columns; block += 4) {
-      const int64_t c = block + 4 <= columns ? block : columns - 4;
-      for (int64_t r = 0; r + 4 <= rows; r += 4) transpose4(out + r * ld + c, ld, in + r + c * column_stride, column_stride);
-      if (rows % 4) transpose4(out + (rows - 4) * ld + c, ld, in + rows - 4 + c * column_stride, column_stride);
-    }
+      for (int64_t block = 0; block < columns; block += 4) {
+        const int64_t c = block + 4 <= columns ? block : columns - 4;
+        for (int64_t r = 0; r + 4 <= rows; r += 4)
+          transpose4(out + r * ld + c, ld, in + r + c * column_stride, column_stride);
+        if (rows % 4) transpose4(out + (rows - 4) * ld + c, ld, in + rows - 4 + c * column_stride, column_stride);
+      }
   } else {
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t c = 0; c < columns; ++c) out[r * ld + c] = value(in[r * row_stride + c * column_stride]);
@@ -276,7 +288,8 @@ void products(const T* a, const T* b, int64_t count, double* sum, double* magnit
   Doubles totals{}, absolutes{};
   int64_t k = 0;
   for (; k + D <= count; k += D) {
-    const Doubles term = __builtin_convertvector((load<T, D>(a + k)), Doubles) * __builtin_convertvector((load<T, D>(b + k)), Doubles);
+    const Doubles term =
+        __builtin_convertvector((load<T, D>(a + k)), Doubles) * __builtin_convertvector((load<T, D>(b + k)), Doubles);
     totals += term;
     absolutes += term < 0 ? -term : term;
   }
