@@ -13,6 +13,7 @@ import argparse
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -103,6 +104,16 @@ def fit(costs: list[cost.Cost], seconds: list[float]) -> cost.Rates:
     return cost.Rates(float(1 / inverse[0]), float(1 / inverse[1]))
 
 
+def alone(name: str, p: cost.Problem) -> cost.Cost | None:
+    """What a measured run consists of; None where it mixes two algorithms."""
+    if name == "weight_grad":
+        return cost.weight_grad(p)
+    algorithm = cost.ALGORITHMS[name]
+    if name == "fused":
+        return algorithm.cost(p) if {part for part, _ in algorithm.parts(p)} == {"fused"} else None
+    return algorithm.cost(replace(p, weight_grad=False))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layer", choices=["linear", "conv2d"], default="linear")
@@ -120,10 +131,9 @@ def main() -> None:
         f"{torch.backends.cpu.get_cpu_capability()}, native = {ops.NATIVE}, one thread"
     )
     for name in ("weight_grad", *cost.ALGORITHMS):
-        those = [(p, times[name]) for p, times in measured if name in times]
-        if those:
-            norms = cost.weight_grad if name == "weight_grad" else cost.ALGORITHMS[name].norms
-            rates = fit([norms(p) for p, _ in those], [s for _, s in those])
+        those = [(alone(name, p), times[name]) for p, times in measured if name in times]
+        if those := [(c, seconds) for c, seconds in those if c is not None]:
+            rates = fit([c for c, _ in those], [seconds for _, seconds in those])
             print(f'"{name}": Rates(flop={rates.flop:.1e}, bytes={rates.bytes:.1e}),')
 
     for weight_grad in (False, True):
@@ -133,10 +143,7 @@ def main() -> None:
 
 
 def report(problem: cost.Problem, times: dict[str, float], weight_grad: bool) -> None:
-    p = cost.Problem(
-        *[getattr(problem, f) for f in ("layer", "n", "t", "i", "o", "groups")],
-        weight_grad=weight_grad,
-    )
+    p = replace(problem, weight_grad=weight_grad)
     plan = cost.plan(p)
     seconds = {
         name: times[name] + (times["weight_grad"] if weight_grad and name != "fused" else 0)

@@ -184,6 +184,7 @@ bool Pass::arrive(const std::vector<int64_t>& parameters, const Node* at, bool e
   }
   if (ambiguous) recorder->refuse(-1, "a reentrant checkpoint recomputed while several passes were in flight");
   if (at::GradMode::is_enabled()) create_graph = true;
+  if (torch::autograd::get_current_graph_task_keep_graph()) retained = true;
   const std::lock_guard<std::mutex> lock(recorder->mutex);
   audit_edges(at);
   for (const int64_t parameter : parameters) {
@@ -234,7 +235,7 @@ void Pass::audit_edges(const Node* at) {
 
 bool Pass::waits(int64_t parameter) {
   const Entry& entry = entries[parameter];
-  return keep || entry.calls != 1 || !entry.terms.empty() || torch::autograd::get_current_graph_task_keep_graph();
+  return keep || retained || entry.calls != 1 || !entry.terms.empty();
 }
 
 void Pass::add(int64_t parameter, Term term) {
@@ -244,7 +245,7 @@ void Pass::add(int64_t parameter, Term term) {
     return;
   }
   entry.terms.push_back(std::move(term));
-  if (keep || entry.fired < entry.calls || torch::autograd::get_current_graph_task_keep_graph()) return;
+  if (keep || retained || entry.fired < entry.calls) return;
   py::gil_scoped_acquire gil;  // all uses are in: combine them now, and let their operands go
   recorder->finish()(shared_from_this(), parameter);
 }
@@ -297,6 +298,7 @@ void bind_pass(py::module_& m) {
       .def_readonly("structure", &Pass::structure)
       .def_readwrite("recorded", &Pass::recorded)
       .def_readwrite("keep", &Pass::keep)
+      .def_readonly("retained", &Pass::retained)
       .def_readwrite("layouts", &Pass::layouts)
       .def_readwrite("serial", &Pass::serial)
       .def_readonly("refusals", &Pass::refusals)

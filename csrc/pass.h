@@ -99,6 +99,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   bool recorded = false;       // it is part of the record
   bool keep = false;           // more forwards of the same samples may come: finish nothing before it is read
   bool create_graph = false;   // seen in backward; refused when read
+  bool retained = false;       // a backward kept its graph: another may come
   bool ambiguous = false;      // its recomputations cannot be told from another pass's
   int64_t silent_calls = 0;    // calls under no_grad, which a reentrant checkpoint runs again
   uint64_t structure = 0;      // hash of the uses: which, and which of their sizes equal N

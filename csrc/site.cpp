@@ -102,7 +102,7 @@ void Use::record(const Tensor& input, const Tensor& grad_output) {
   const auto operands = site->canonical(*pass, index, wants_weight ? input : Tensor(), grad_output);
   if (!operands) return;
   const auto& [a, g, images] = *operands;
-  if (site->recorder->auditing) {
+  if (site->recorder->auditing && site->weight_grad) {  // norms only: nothing of ours is received
     const auto [grad_weight, grad_bias] = plain_gradients(*site, a, Tensor(), g, wants_weight, wants_bias);
     const double size = magnitude(g);
     if (wants_weight) site->recorder->add_recorded(site->weight, grad_weight, size * magnitude(a));

@@ -12,6 +12,7 @@ from attach_oracle import (
     every_mode,
     exact_or,
     exact_or_refused,
+    fallback_mode,
     loop,
     loop_model,
     mlp,
@@ -157,7 +158,7 @@ def batch_normed(**kwargs):
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, **kwargs), nn.Linear(4, 2))
 
 
-@every_mode
+@fallback_mode
 def test_batch_norm_in_training_mode_is_refused_with_what_to_do(options):
     refused(batch_normed(), square, torch.randn(N, 3), names=["1.weight", "1.bias"],
             match=r"eval|GroupNorm", **options)  # fmt: skip

@@ -52,23 +52,20 @@ class Rates:
 # Not modelled: caches, threads, a call's fixed cost, halves' conversion, strides, other devices.
 RATES: dict[str, dict[str, Rates]] = {
     "linear": {
-        "weight_grad": Rates(flop=9.4e10, bytes=1.8e10),  # the framework's own
-        "rank1": Rates(flop=6.8e10, bytes=3.4e10),
-        "gram": Rates(flop=1.7e11, bytes=8.9e09),
-        "direct": Rates(flop=2.0e11, bytes=7.3e10),
-        "fused": Rates(flop=2.0e11, bytes=7.3e10),
+        "weight_grad": Rates(flop=8.6e10, bytes=5.3e10),  # the framework's own
+        "rank1": Rates(flop=4.6e10, bytes=2.3e10),
+        "gram": Rates(flop=1.7e11, bytes=8.4e09),
+        "direct": Rates(flop=1.9e11, bytes=6.9e10),
+        "fused": Rates(flop=1.9e11, bytes=6.9e10),
     },
     "conv2d": {
-        "weight_grad": Rates(flop=1.4e11, bytes=3.1e10),
-        "rank1": Rates(flop=6.8e10, bytes=2.3e09),
-        "gram": Rates(flop=1.5e11, bytes=2.3e09),
-        "direct": Rates(flop=1.9e11, bytes=7.9e10),
-        "fused": Rates(flop=1.8e11, bytes=9.5e10),
+        "weight_grad": Rates(flop=1.7e11, bytes=2.8e10),
+        "rank1": Rates(flop=4.6e10, bytes=2.3e10),
+        "gram": Rates(flop=1.5e11, bytes=9.4e10),
+        "direct": Rates(flop=2.4e11, bytes=6.3e10),
+        "fused": Rates(flop=1.8e11, bytes=6.3e10),
     },
 }
-
-
-FUSED_FROM = 16  # positions; csrc/cpu/direct.cpp has the same
 
 
 def _operands(p: Problem) -> int:
@@ -78,6 +75,7 @@ def _operands(p: Problem) -> int:
 
 
 def weight_grad(p: Problem) -> Cost:
+    """The framework's, or any other's: one product over all N T positions."""
     return Cost(2 * p.n * p.t * p.groups * p.i * p.o, _operands(p))
 
 
@@ -94,13 +92,31 @@ def _direct(p: Problem) -> Cost:
     return Cost(2 * tiles * p.t + 2 * tiles, _operands(p) + 4 * tiles)
 
 
-def _fused(p: Problem) -> Cost:
-    """Beside the gradient a tile is squared and added to the total; or, where T is so small that
-    this would be most of the work, the norms come from a Gram."""
-    if p.layer == "linear" and p.t < FUSED_FROM:
-        return weight_grad(p) + _gram(p)
+Parts = tuple[tuple[str, Cost], ...]  # what an algorithm consists of, by the rates that it runs at
+
+
+def _beside(name: str, norms: Callable[[Problem], Cost]) -> Callable[[Problem], Parts]:
+    """Norms alone, or beside the framework's weight gradient where that is wanted."""
+
+    def parts(p: Problem) -> Parts:
+        alone = ((name, norms(p)),)
+        return (*alone, ("weight_grad", weight_grad(p))) if p.weight_grad else alone
+
+    return parts
+
+
+def _fused(p: Problem) -> Parts:
+    """Every tile of the gradient is also squared and added to the total; or, where T is so small
+    that this would be most of the work, the kernel takes the norms from a Gram."""
     tiles = p.n * p.groups * p.i * p.o
-    return weight_grad(p) + Cost(4 * tiles, 12 * tiles)
+    ends, gram = ("fused", Cost(4 * tiles, 12 * tiles)), ("gram", _gram(p))
+    cheaper = gram if _seconds(p, (gram,)) < _seconds(p, (ends,)) else ends
+    return ("fused", weight_grad(p)), cheaper
+
+
+def _seconds(p: Problem, parts: Parts) -> float:
+    rates = RATES[p.layer]
+    return sum(c.flop / rates[name].flop + c.bytes / rates[name].bytes for name, c in parts)
 
 
 def _never(p: Problem) -> str | None:
@@ -124,32 +140,26 @@ class Algorithm:
     name: str
     formula: str
     refuses: Callable[[Problem], str | None]  # the reason, as a sentence
-    norms: Callable[[Problem], Cost]
+    parts: Callable[[Problem], Parts]
 
     def cost(self, problem: Problem) -> Cost:
-        """Of everything the problem asks for: the framework's weight gradient too, if wanted
-        and not made by this algorithm."""
-        norms = self.norms(problem)
-        beside = problem.weight_grad and self.name != "fused"
-        return norms + weight_grad(problem) if beside else norms
+        """Of all that the problem asks for: the framework's weight gradient too, if one is wanted
+        and this algorithm does not make it."""
+        total = Cost(0, 0)
+        for _, cost in self.parts(problem):
+            total += cost
+        return total
 
     def seconds(self, problem: Problem) -> float:
-        seconds = _seconds(self.norms(problem), RATES[problem.layer][self.name])
-        if problem.weight_grad and self.name != "fused":
-            seconds += _seconds(weight_grad(problem), RATES[problem.layer]["weight_grad"])
-        return seconds
-
-
-def _seconds(cost: Cost, rates: Rates) -> float:
-    return cost.flop / rates.flop + cost.bytes / rates.bytes
+        return _seconds(problem, self.parts(problem))
 
 
 ALGORITHMS: dict[str, Algorithm] = {
     a.name: a
     for a in (
-        Algorithm("rank1", "|a|^2 |b|^2", _unless_one_position, _rank1),
-        Algorithm("gram", "sum_st (a_s.a_t)(b_s.b_t)", _never, _gram),
-        Algorithm("direct", "|sum_t b_t a_t^T|^2", _never, _direct),
+        Algorithm("rank1", "|a|^2 |b|^2", _unless_one_position, _beside("rank1", _rank1)),
+        Algorithm("gram", "sum_st (a_s.a_t)(b_s.b_t)", _never, _beside("gram", _gram)),
+        Algorithm("direct", "|sum_t b_t a_t^T|^2", _never, _beside("direct", _direct)),
         Algorithm("fused", "direct, and the weight gradient", _unless_weight_grad, _fused),
     )
 }

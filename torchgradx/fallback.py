@@ -203,16 +203,15 @@ def _by_replay(call: Call) -> Chunks:
         found = []
         for sample in range(chunk.start, chunk.stop):
             masked = [_only(call, g, sample) for _, g in pairs]
-            found.append(
-                torch.autograd.grad(
-                    [out for out, _ in pairs],
-                    parameters,
-                    masked,
-                    retain_graph=True,
-                    allow_unused=True,
-                    materialize_grads=True,
-                )
+            gradients = torch.autograd.grad(
+                [out for out, _ in pairs],
+                parameters,
+                masked,
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
             )
+            found.append([g.to_dense() if g.is_sparse else g for g in gradients])
         yield chunk, [torch.stack(column) for column in zip(*found, strict=True)]
 
 

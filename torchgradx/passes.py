@@ -115,7 +115,8 @@ class Pass:
 
     def __init__(self, recorder: Recorder, n: int, parameters: Sequence[Tensor]) -> None:
         self.recorder, self.n = recorder, n
-        self.recorded = self.keep = self.create_graph = self.ambiguous = False
+        self.recorded = self.keep = self.retained = False
+        self.create_graph = self.ambiguous = False
         self.silent_calls = self.count = 0
         self.structure: Any = ()
         self.layouts: list[int] = []
@@ -182,22 +183,21 @@ class Pass:
                 -1, "a reentrant checkpoint recomputed while several passes were in flight"
             )
         self.create_graph |= torch.is_grad_enabled()
+        self.retained |= torch._C._autograd._get_current_graph_task_keep_graph()
         self.recorder.meet(torch._C._current_graph_task_id())
         for place in places:
             self._fired[place] += 1
         return True
 
     def waits(self, place: int) -> bool:
-        kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        return self.keep or self._calls[place] != 1 or place in self._terms or kept
+        return self.keep or self.retained or self._calls[place] != 1 or place in self._terms
 
     def add(self, place: int, grads: Tensor) -> None:
         if place in self._sq_norms:
             self._late.add(place)
             return
         self._terms.setdefault(place, []).append((-1, None, grads))
-        kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        if not (self.keep or self._fired[place] < self._calls[place] or kept):
+        if not (self.keep or self.retained or self._fired[place] < self._calls[place]):
             self.recorder.finish(self, place)
 
     def finish(self, place: int, sq_norms: Tensor) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map
 
 from . import ops
@@ -30,6 +31,7 @@ if ops.NATIVE:
 
 __all__ = ["FallbackSite", "Hooks", "NativeSite", "Parameters", "Site", "find_layers"]
 
+CHANNELS_FIRST = (_ConvNd, _NormBase, nn.GroupNorm)
 CODES = {"rank1": 0, "gram": 1, "direct": 2, "fused": 3}  # Algorithm in csrc/site.h
 LAYOUTS = {"batch": BATCH, "sequence": SEQUENCE}
 
@@ -233,7 +235,7 @@ class FallbackSite:
 
     def leads(self, dims: int) -> int:
         """How many leading dimensions of its output count rows: [N, ...] or [T, N, ...]."""
-        return min(2, max(1, dims - 1))
+        return 1 if isinstance(self._module, CHANNELS_FIRST) else min(2, max(1, dims - 1))
 
     def _before(self, module: nn.Module, args: Any) -> None:
         stock = type(module).__module__.startswith("torch.nn.modules.")
@@ -275,7 +277,7 @@ class FallbackSite:
     def _listen(
         self, run: Any, use: int, held: dict[int, Tensor], arguments: Any, outputs: list[Tensor]
     ) -> None:
-        saved = tree_map(_save, arguments)
+        saved = [tree_map(_save, arguments)]
         grads: list[Tensor | None] = [None] * len(outputs)
         regime, places = self._regime, list(held)
         by_node: dict[Any, list[int]] = {}
@@ -296,9 +298,11 @@ class FallbackSite:
             if all(g is None for g in now):
                 return
             try:
-                self._deliver(run, use, places, tree_map(_unpack, saved), now, regime)
+                self._deliver(run, use, places, tree_map(_unpack, saved[0]), now, regime)
             except Exception as error:  # never from inside backward()
                 self._recorder.refuse(self._index, f"its gradients by sample failed: {error}")
+            if not run.retained:
+                saved.clear()
 
         for node, outs in by_node.items():
             numbers = [made[k].output_nr for k in outs]
@@ -343,8 +347,9 @@ class FallbackSite:
         for _, found in chunks:
             for k, (place, g) in enumerate(zip(places, found, strict=True)):
                 if self._recorder.auditing:
+                    eps = torch.finfo(regime.autocast or g.dtype).eps / torch.finfo(g.dtype).eps
                     size = sum(float(f.detach().double().norm()) for f in found) * run.n
-                    self._recorder.add_recorded(place, g.sum(0), size)
+                    self._recorder.add_recorded(place, g.sum(0), size * eps)
                 kept[k].append(g if waits[k] else g.reshape(len(g), -1).square().sum(1))
         for k, place in enumerate(places):
             whole = torch.cat(kept[k]) if kept[k] else torch.zeros(0)

@@ -145,7 +145,7 @@ void gram_pass(const Source& source, const Layer& layer, int64_t T, const Tensor
     for (int64_t n = begin; n < end; ++n) {
       const GramSum gram = gram_sum<acc_t>(source, n, T, layer.patch(), layer.rows);
       const bool doubtful = !(gram.sum > 1e-4 * gram.magnitude) || gram.underflow || !std::isfinite(gram.sum) ||
-                            out_of_range(gram.sum, sizeof(acc_t) == sizeof(float));
+                            underflowed<acc_t>(gram.sum);
       sums[n] = doubtful ? 0 : gram.sum;
       if (doubtful && !layer.vanishes(n)) {
         Sums<acc_t> again;

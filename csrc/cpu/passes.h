@@ -1,5 +1,5 @@
 // What surrounds a sweep: sharing the work among threads, adding up what they found, the bias, and samples whose
-// squares left float's range, which are done again with squares in double.
+// squares underflowed, which are done again with squares in double.
 #pragma once
 
 #include "../ops.h"
@@ -42,20 +42,22 @@ void for_parts(int64_t parts, const Work& work) {
   });
 }
 
-// Sums of squares that float may have rounded to nothing, or past its end; zero too, unless an operand is all zeros.
-inline bool out_of_range(double sq_sum, bool single) {
-  return single && !(sq_sum > 1e-24 && sq_sum < 1e30);
+// A sum of squares so small that those float rounded to nothing may have mattered; zero too, unless an operand is all
+// zeros. Not so large ones: float's squares overflow only where their sum does.
+template <class acc_t>
+bool underflowed(double sq_sum) {
+  return sizeof(acc_t) == sizeof(float) && sq_sum < 1e-30;
 }
 
 template <class acc_t, class Layer>
-void redo_out_of_range(const Layer& layer, double* sq_sums) {
-  if (sizeof(acc_t) == sizeof(double)) return;
+void redo_underflowed(const Layer& layer, std::vector<double>& sq_sums) {
+  if (std::none_of(sq_sums.begin(), sq_sums.end(), underflowed<acc_t>)) return;
   for_parts(layer.N, [&](int64_t n) {
-    if (!out_of_range(sq_sums[n], true)) return;
+    if (!underflowed<acc_t>(sq_sums[n])) return;
     sq_sums[n] = 0;
     if (layer.vanishes(n)) return;
     Sums<acc_t> sums;
-    sums.sq_sums = sq_sums, sums.wide = true;
+    sums.sq_sums = sq_sums.data(), sums.wide = true;
     Sweep<acc_t, Layer>(layer, {n, n + 1, 0, layer.rows}, sums).run();
   });
 }
@@ -132,7 +134,7 @@ void direct_pass(const Layer& layer, const Tensor& sq_norms) {
     Sweep<acc_t, Layer>(layer, grid.share(part, N, layer.rows), sums).run();
   });
   auto sums = sum_of_parts(partial, grid.parts(), N);
-  redo_out_of_range<acc_t>(layer, sums.data());
+  redo_underflowed<acc_t>(layer, sums);
   write_row<acc_t>(sq_norms, 0, sums);
 }
 
@@ -164,7 +166,7 @@ void fused_pass(const Layer& layer, const acc_t* scale, int64_t scale_every, con
   add_copies(weight, copy, size, grid.sample_parts - 1);
   if (!sq_norms.defined()) return;
   auto sums = sum_of_parts(partial, grid.parts(), N);
-  redo_out_of_range<acc_t>(layer, sums.data());
+  redo_underflowed<acc_t>(layer, sums);
   write_row<acc_t>(sq_norms, 0, sums);
 }
 

@@ -60,8 +60,7 @@ inline Operand pixels_of(const Tensor& t) {  // [N, C, H, W]
           t.stride(1)};
 }
 
-// Cache-sized memory of one thread; grows, is not cleared, and is kept, since fresh pages cost more than small problems
-// do.
+// Cache-sized memory of one thread; grows, is not cleared, and is kept: fresh pages cost more than small problems do.
 template <class acc_t>
 class Scratch {
  public:
@@ -100,8 +99,7 @@ struct ChunkSize {
   int64_t samples, height, width;
 };
 
-struct Block {  // columns of the weight gradient that are worked on together, and the rows (of their group) they belong
-                // to
+struct Block {  // columns of the weight gradient that are worked on together, and the rows of their group
   int64_t row_begin, row_end, first_column, columns;
 };
 

@@ -15,7 +15,7 @@ const Kernels<acc_t>& kernels() {
   static const Kernels<acc_t> chosen = [] {
     [[maybe_unused]] const std::string capability = at::get_cpu_capability();
 #if defined(__x86_64__)
-    if (capability == "AVX512") return avx512_kernels<acc_t>();
+    if (capability.rfind("AVX512", 0) == 0) return avx512_kernels<acc_t>();
     if (capability == "AVX2") return avx2_kernels<acc_t>();
 #endif
     return make_kernels<acc_t, 16 / sizeof(acc_t), 6>();
