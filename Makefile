@@ -40,15 +40,17 @@ format: $(DONE)/lint  ## have ruff and clang-format rewrite the sources
 	$(BIN)/clang-format -i $(CXX_CODE)
 
 # A second copy of the package, before the installed one in the search path. Python itself is not
-# instrumented, hence the preloads; its own allocator would hide heap errors, hence malloc. --capture=sys: a report is written to the
-# process's stderr just before it dies, which pytest would swallow.
+# instrumented, hence the preloads; its own allocator would hide heap errors, hence malloc. A refused
+# allocation is Python's to report (return_null). A report goes to the process's stderr just before
+# it dies, which pytest would swallow: --capture=sys.
 SANITIZED := build/sanitize/package
 sanitize: $(DONE)/test  ## operator tests and fuzz under AddressSanitizer and UndefinedBehaviorSanitizer
 	rm -rf $(SANITIZED) build/sanitize/lib*
 	TORCHGRADX_SANITIZE=1 $(PIP) install --no-deps --target $(SANITIZED) .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
-	  PYTHONMALLOC=malloc PYTHONPATH=$(SANITIZED) \
+	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	  UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+	  PYTHONMALLOC=malloc PYTHONPATH=$(CURDIR)/$(SANITIZED) \
 	  $(BIN)/python $(BIN)/pytest --capture=sys $(wildcard tests/test_ops*.py tests/test_fuzz*.py)
 
 clean:  ## remove all that make has made, .venv included (an environment named by VENV= stays)

@@ -21,7 +21,6 @@ from setuptools import setup
 ROOT = os.path.dirname(os.path.abspath(__file__))
 SANITIZE = os.environ.get("TORCHGRADX_SANITIZE") == "1"
 COMPILING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop", "install"}
-PROBE = "#include <Python.h>\n#include <vector>\n"
 
 
 def why_not() -> str | None:
@@ -30,8 +29,9 @@ def why_not() -> str | None:
         return "TORCHGRADX_NO_EXTENSION=1"
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     command = [*compiler, "-xc++", "-fsyntax-only", f"-I{sysconfig.get_path('include')}", "-"]
+    source = "#include <Python.h>\n#include <vector>\n"
     try:
-        probe = subprocess.run(command, input=PROBE, capture_output=True, text=True)
+        probe = subprocess.run(command, input=source, capture_output=True, text=True)
     except OSError as error:
         return f"no C++ compiler ({error})"
     return None if probe.returncode == 0 else f"{compiler[0]} failed:\n{probe.stderr}"
@@ -66,8 +66,8 @@ def extension() -> dict:
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
         sys.exit(f"torchgradx needs torch >= 2.11, found {torch.__version__}: upgrade torch first")
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
-    jobs = min(os.cpu_count(), gib // 2)  # torch's headers take about 1.5 GiB a compiler
-    os.environ.setdefault("MAX_JOBS", str(max(1, jobs)))
+    # torch's headers take about 1.5 GiB a compiler
+    os.environ.setdefault("MAX_JOBS", str(max(1, min(os.cpu_count(), gib // 2))))
     # Not linked with -fopenmp: torch brings its own OpenMP runtime, and two would mean two pools.
     library = CppExtension(
         "torchgradx._C",
@@ -79,10 +79,8 @@ def extension() -> dict:
     return {"ext_modules": [library], "cmdclass": {"build_ext": BuildExtension}}
 
 
-options = {
-    "build_ext": {"force": True},
-    "build": {"build_base": "build/sanitize" if SANITIZE else "build"},
-}
+base = "build/sanitize" if SANITIZE else "build"
+options = {"build_ext": {"force": True}, "build": {"build_base": base}}
 compiling = bool(COMPILING & set(sys.argv))
 reason = why_not() if compiling else None
 if reason:

@@ -33,9 +33,7 @@ Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::
     : balance(parameters, 0),
       began_(new Callback{std::move(began)}),
       finish_(new Callback{std::move(finish)}),
-      drained_(new Callback{std::move(drained)}),
-      recorded_(parameters),
-      magnitude_(parameters, 0) {}
+      drained_(new Callback{std::move(drained)}) {}
 
 void Recorder::push(std::shared_ptr<Pass> pass) {
   if (pass) {
@@ -98,17 +96,23 @@ void Recorder::clear() {
 void Recorder::add_recorded(int64_t parameter, const Tensor& gradient, double magnitude) {
   const at::NoGradGuard no_grad;
   const std::lock_guard<std::mutex> lock(mutex);
-  Tensor& sum = recorded_[parameter];
+  auto& [sum, size] = recorded_[{get_current_graph_task_id(), parameter}];
   sum = sum.defined() ? sum + gradient : gradient.clone();  // the caller's tensor goes on to be .grad
-  magnitude_[parameter] += magnitude;
+  size += magnitude;
 }
 
 std::pair<std::optional<Tensor>, double> Recorder::take_recorded(int64_t parameter) {
   const std::lock_guard<std::mutex> lock(mutex);
-  std::optional<Tensor> sum;
-  if (recorded_[parameter].defined()) sum = std::move(recorded_[parameter]);
-  recorded_[parameter] = Tensor();
-  return {sum, std::exchange(magnitude_[parameter], 0)};
+  const auto found = recorded_.find({get_current_graph_task_id(), parameter});
+  if (found == recorded_.end()) return {std::nullopt, 0};
+  const auto [sum, size] = std::move(found->second);
+  recorded_.erase(found);
+  return {sum, size};
+}
+
+void Recorder::forget_recorded() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  recorded_.clear();
 }
 
 void Recorder::hold() { ++held_; }
@@ -279,6 +283,7 @@ void bind_pass(py::module_& m) {
       .def("release", &Recorder::release)
       .def("take_recorded", &Recorder::take_recorded)
       .def("add_recorded", &Recorder::add_recorded)
+      .def("forget_recorded", &Recorder::forget_recorded)
       .def_readwrite("auditing", &Recorder::auditing)
       .def_readwrite("idle", &Recorder::idle)
       .def("audited",

@@ -7,6 +7,7 @@
 #include <torch/extension.h>
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -70,6 +71,7 @@ class Recorder {
   bool auditing = false;
   void add_recorded(int64_t parameter, const Tensor& gradient, double magnitude);
   std::pair<std::optional<Tensor>, double> take_recorded(int64_t parameter);
+  void forget_recorded();
 
   // Uses whose saved tensors went through hooks (checkpointing): their layers must stay as they are until they die.
   void hold();
@@ -85,8 +87,8 @@ class Recorder {
 
  private:
   std::unique_ptr<Callback> began_, finish_, drained_;
-  std::vector<Tensor> recorded_;
-  std::vector<double> magnitude_;
+  // By backward, since threads run theirs at the same time, and by parameter: the sum, and how large its terms were.
+  std::map<std::pair<int64_t, int64_t>, std::pair<Tensor, double>> recorded_;
   std::atomic<int64_t> held_{0};
 };
 

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from . import ops, passes
 from .audit import Audit, Verdict
-from .errors import CoverageError
 from .explain import explanation
 from .layout import tensors_in
 from .record import Record
-from .sites import FallbackSite, Hooks, NativeSite, Parameters, find_layers
+from .rerun import FallbackSite, Site
+from .sites import Hooks, NativeSite
+from .table import Context, Parameters, find_layers
 
 if ops.NATIVE:
     from ._C import Pass, Recorder
@@ -123,8 +124,14 @@ def _check(model: Any, options: dict[str, Any]) -> None:
             '`pip install .`, or say backend="auto"'
         )
     size = options["batch_size"]
-    if size is not None and not callable(size) and (isinstance(size, bool) or not isinstance(size, int)):
-        raise TypeError(f"batch_size must be an int or a callable (args, kwargs) -> int; got {size!r}")
+    if (
+        size is not None
+        and not callable(size)
+        and (isinstance(size, bool) or not isinstance(size, int))
+    ):
+        raise TypeError(
+            f"batch_size must be an int or a callable (args, kwargs) -> int; got {size!r}"
+        )
     scale = options["loss_scale"]
     if not isinstance(scale, (int, float, Tensor, torch.amp.GradScaler)) or isinstance(scale, bool):
         raise TypeError(f"loss_scale must be a number, a Tensor [N] or a GradScaler; got {scale!r}")
@@ -161,13 +168,17 @@ class Probe:
         callbacks = (forward_to("_began"), forward_to("_finish"), forward_to("_drained"))
         self._recorder = Recorder(count, *callbacks)
         shared = (self._recorder, self._parameters, self._layers, options)
-        choices = tuple(repr(options[k]) for k in ("layout", "batch_dim", "backend", "fused", "weight_grad"))
+        choices = tuple(
+            repr(options[k]) for k in ("layout", "batch_dim", "backend", "fused", "weight_grad")
+        )
         self._record = Record(*shared)
-        self._audit = Audit(*shared, self._record, _proven.setdefault(model, {}).setdefault(choices, {}))
+        self._audit = Audit(
+            *shared, self._record, _proven.setdefault(model, {}).setdefault(choices, {})
+        )
         self._joint: list[Pass] | None = None
         self._paused = 0
         self._on = True
-        self._sites: list[NativeSite | FallbackSite] = []
+        self._sites: list[Site] = []
         self._hooks: Hooks | None = None
         self._listen(model)
 
@@ -176,17 +187,22 @@ class Probe:
     def _listen(self, model: nn.Module) -> None:
         modules = dict(model.named_modules())
         try:
+            context = Context(self._recorder, self._audit, self._parameters, self._options)
             for index, layer in enumerate(self._layers):
                 kind = FallbackSite if layer.kind == "vmap" else NativeSite
-                site = kind(modules[layer.name], layer, index, self._recorder, self._audit, self._parameters, self._options)
+                site = kind(modules[layer.name], layer, index, context)
                 self._sites.append(site)
             if not self._options["weight_grad"]:
                 self._audit.shield(range(len(self._parameters.names)))
             for module in modules.values():
                 _attached[module] = weakref.ref(self)
             self._hooks = Hooks(model)
-            self._hooks.add(model.register_forward_pre_hook, self._enter, prepend=True, with_kwargs=True)
-            self._hooks.add(model.register_forward_hook, self._leave, always_call=True, with_kwargs=True)
+            self._hooks.add(
+                model.register_forward_pre_hook, self._enter, prepend=True, with_kwargs=True
+            )
+            self._hooks.add(
+                model.register_forward_hook, self._leave, always_call=True, with_kwargs=True
+            )
         except BaseException:
             self.remove()
             raise
@@ -249,7 +265,9 @@ class Probe:
         for tensor in tensors_in((args, kwargs)):
             if tensor.dim():
                 return tensor.shape[dim if tensor.dim() > dim else 0]
-        self._recorder.refuse(-1, "the model was called without a tensor that shows N: say batch_size=")
+        self._recorder.refuse(
+            -1, "the model was called without a tensor that shows N: say batch_size="
+        )
         return None
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:

@@ -21,7 +21,8 @@ from .rules import Layer
 
 if TYPE_CHECKING:
     from .record import Record
-    from .sites import Parameters, Site
+    from .rerun import Site
+    from .table import Parameters
 
 __all__ = ["Audit", "Verdict"]
 
@@ -73,7 +74,9 @@ class Audit:
         watched = []
         for site, sizes, node, number in uses:
             trusted = sites[site].declared >= 0
-            watched.append(Watched(None if trusted else node, number, sites[site].leads(len(sizes))))
+            watched.append(
+                Watched(None if trusted else node, number, sites[site].leads(len(sizes)))
+            )
         self._recorder.idle = True
         try:
             found = prove(outputs, watched, n, self._options["batch_dim"])
@@ -88,7 +91,9 @@ class Audit:
                 reason = verdict or f"no proof could be had of where the {n} samples are in it"
                 say = f'if it is so, say layout={{"{self._layers[site].name}": "batch"}} or "sequence"'
                 refusals.append((site, f"of shape {list(sizes)}, {reason}; {say}"))
-            layouts.append(verdict if isinstance(verdict, int) and use.node is not None else presumed)
+            layouts.append(
+                verdict if isinstance(verdict, int) and use.node is not None else presumed
+            )
         return layouts, refusals
 
     # Backward
@@ -150,7 +155,7 @@ class Audit:
     def settle(self) -> None:
         """A structure whose first backward has come and agreed is known from now on."""
         for key, (verdict, run) in list(self._pending.items()):
-            if not run.recorded and len(self._pending) < 8 or not ops.NATIVE:
+            if (not run.recorded and len(self._pending) < 8) or not ops.NATIVE:
                 continue
             if run.recorded and not self._record.mismatched:
                 self._proven[key] = verdict
@@ -163,8 +168,7 @@ class Audit:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for place in range(len(self._parameters.names)):
-            self._recorder.take_recorded(place)
+        self._recorder.forget_recorded()
 
     def stop(self) -> None:
         self._pending = {}
@@ -205,10 +209,14 @@ class Audit:
                     "samples' own losses reaches it, or its module does not compute what it seems to"
                 )
             elif any(run.late(place) for run, _ in self._record.runs):
-                problems[names[place]] = "a use of it arrived after its norm was final: reset() in between"
+                problems[names[place]] = (
+                    "a use of it arrived after its norm was final: reset() in between"
+                )
         if problems:
             lines = "".join(f"\n  {name}: {reason}" for name, reason in problems.items())
-            raise CoverageError(f"no exact norms by sample for {len(problems)} parameters:{lines}", problems)
+            raise CoverageError(
+                f"no exact norms by sample for {len(problems)} parameters:{lines}", problems
+            )
 
 
 def _beyond_doubt(leads: Sequence[int], n: int, presumed: int) -> bool:

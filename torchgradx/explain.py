@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .rules import Layer
 
 if TYPE_CHECKING:
-    from .sites import Parameters
+    from .table import Parameters
 
 __all__ = ["explanation"]
 

@@ -158,7 +158,9 @@ def _by_vmap(call: Call) -> Chunks:
     held = dict(module.named_parameters(remove_duplicate=False))
     parameters = {name: held[name].detach() for name in names}
 
-    def objective(parameters: dict[str, Tensor], inputs: list[Tensor], grads: list[Tensor]) -> Tensor:
+    def objective(
+        parameters: dict[str, Tensor], inputs: list[Tensor], grads: list[Tensor]
+    ) -> Tensor:
         fill = lambda leaf: inputs[leaf.index] if isinstance(leaf, _Place) else leaf  # noqa: E731
         out = functional_call(module, parameters, tree_map(fill, args), tree_map(fill, kwargs))
         return _inner(tensors_in(out), grads)

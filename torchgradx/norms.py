@@ -45,8 +45,9 @@ def combine(n: int, terms: Sequence[Term]) -> Tensor:
 
 
 def _chunks(n: int, terms: Sequence[Term]) -> Iterator[slice]:
-    elements = sum((a.numel() * _patch(layer) if a is not None else 0) + g.numel()
-                   for layer, a, g in terms)
+    elements = sum(
+        (a.numel() * _patch(layer) if a is not None else 0) + g.numel() for layer, a, g in terms
+    )
     step = max(1, n * CHUNK // max(1, elements))
     return (slice(start, min(start + step, n)) for start in range(0, n, step))
 

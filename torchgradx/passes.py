@@ -41,7 +41,7 @@ class Recorder:
         self.idle = False
         self._audited: list[int] = []
         self.alive: Any = []
-        self._recorded: dict[int, tuple[Tensor, float]] = {}
+        self._recorded: dict[tuple[int, int], tuple[Tensor, float]] = {}  # by backward
         self._local = threading.local()
 
     def _in_force(self) -> list[Pass | None]:
@@ -102,12 +102,16 @@ class Recorder:
         self.refusals = []
 
     def add_recorded(self, parameter: int, gradient: Tensor, magnitude: float) -> None:
-        before = self._recorded.get(parameter)
+        key = torch._C._current_graph_task_id(), parameter
+        before = self._recorded.get(key)
         total = gradient if before is None else before[0] + gradient
-        self._recorded[parameter] = (total, magnitude + (before[1] if before else 0.0))
+        self._recorded[key] = (total, magnitude + (before[1] if before else 0.0))
 
     def take_recorded(self, parameter: int) -> tuple[Tensor | None, float]:
-        return self._recorded.pop(parameter, (None, 0.0))
+        return self._recorded.pop((torch._C._current_graph_task_id(), parameter), (None, 0.0))
+
+    def forget_recorded(self) -> None:
+        self._recorded.clear()
 
 
 class Pass:

@@ -13,7 +13,7 @@ from .norms import combine
 from .rules import Layer
 
 if TYPE_CHECKING:
-    from .sites import Parameters
+    from .table import Parameters
 
 __all__ = ["Record"]
 
@@ -62,7 +62,9 @@ class Record:
         run.finish(place, self._combined(run, place))
 
     def _combined(self, run: Any, place: int) -> Tensor:
-        terms = [(self._layers[site] if site >= 0 else None, a, g) for site, a, g in run.terms(place)]
+        terms = [
+            (self._layers[site] if site >= 0 else None, a, g) for site, a, g in run.terms(place)
+        ]
         with torch.no_grad():
             return combine(run.n, terms)
 
@@ -70,9 +72,7 @@ class Record:
         found: Tensor | None = run.sq_norms(place)
         return self._combined(run, place) if found is None and run.terms(place) else found
 
-    def norms(
-        self, per: str, loss_scale: float | Tensor | None
-    ) -> Tensor | dict[str, Tensor]:
+    def norms(self, per: str, loss_scale: float | Tensor | None) -> Tensor | dict[str, Tensor]:
         self._read = True
         runs = sorted(self.runs, key=lambda entry: entry[0].serial)
         tensors = self._parameters.tensors()
@@ -99,7 +99,9 @@ class Record:
         groups: dict[str, list[int]] = {}
         for place in counted:
             name = self._parameters.names[place]
-            groups.setdefault(name if per == "parameter" else name.rpartition(".")[0], []).append(place)
+            groups.setdefault(name if per == "parameter" else name.rpartition(".")[0], []).append(
+                place
+            )
         return {name: of(places) for name, places in groups.items()}
 
     def _factors(
@@ -116,7 +118,9 @@ class Record:
         start = 0
         for n, (_, scale) in zip(sizes, runs, strict=True):
             if given is not None:
-                scale = given[start : start + n] if isinstance(given, Tensor) and given.dim() else given
+                scale = (
+                    given[start : start + n] if isinstance(given, Tensor) and given.dim() else given
+                )
             scale = torch.as_tensor(scale, dtype=torch.float64, device=device)
             if scale.dim() and scale.shape != (n,):
                 raise ValueError(

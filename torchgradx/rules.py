@@ -18,7 +18,10 @@ from .cost import Plan, Problem, plan
 __all__ = ["RULES", "Layer", "Rule", "modules_in_order", "opaque", "own_names", "rule_of"]
 
 
-CONTAINERS = (nn.ParameterList, nn.ParameterDict)  # never called: their parameters are their owner's
+CONTAINERS = (
+    nn.ParameterList,
+    nn.ParameterDict,
+)  # never called: their parameters are their owner's
 
 
 @dataclass
@@ -84,7 +87,9 @@ def _convolution(module: nn.Conv1d | nn.Conv2d) -> dict[str, Any]:
         "kernel_size": lift + tuple(module.kernel_size),
         "stride": lift + tuple(module.stride),
         "dilation": lift + tuple(module.dilation),
-        "padding": (0,) * len(lift) + tuple(low for low, _ in reversed(pairs)) if symmetric else (0, 0),
+        "padding": (0,) * len(lift) + tuple(low for low, _ in reversed(pairs))
+        if symmetric
+        else (0, 0),
         "pre_pad": () if symmetric else tuple(sides),
         "pad_mode": "constant" if module.padding_mode == "zeros" else module.padding_mode,
     }

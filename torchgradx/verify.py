@@ -31,7 +31,9 @@ class Report:
         whole = torch.stack([v.double().square() for v in self.loop.values()]).sum(0).sqrt()
         scale = whole.clamp_min(torch.finfo(torch.float64).tiny)
         return {
-            name: float(((self.norms[name].double() - loop.double()).abs() / scale).max()) if len(loop) else 0.0
+            name: float(((self.norms[name].double() - loop.double()).abs() / scale).max())
+            if len(loop)
+            else 0.0
             for name, loop in self.loop.items()
         }
 
@@ -125,7 +127,10 @@ def _loop(
             none = torch.zeros((), dtype=held[name].dtype, device=held[name].device)
             found[name].append(none if gradient is None else gradient.detach().double().norm())
     empty = torch.zeros(0, dtype=torch.float64)
-    return {name: torch.stack([v.double() for v in values]) if values else empty for name, values in found.items()}
+    return {
+        name: torch.stack([v.double() for v in values]) if values else empty
+        for name, values in found.items()
+    }
 
 
 def _sample(tree: Any, sample: int, n: int, dim: int) -> Any:

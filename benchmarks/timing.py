@@ -1,0 +1,68 @@
+"""Ratios of times that hold on a busy machine: every step is timed beside a plain one.
+
+A round times each way once, and right before or after it (in turns) the plain step. What is
+reported are quantiles of the ratios of such neighbours, never a ratio of two far apart in time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median, quantiles
+from typing import NamedTuple
+
+Step = Callable[[], object]
+
+WARM_UPS = 2  # buffers and caches; a probe's first step also proves what it records
+
+
+class Ratio(NamedTuple):
+    """Of a step's time to the plain step's."""
+
+    median: float
+    low: float  # 20%
+    high: float  # 80%
+    milliseconds: float  # of the step itself, median
+    plain_milliseconds: float
+    rounds: int
+
+
+class Budget(NamedTuple):
+    """Rounds until both are used up."""
+
+    seconds: float
+    rounds: int
+
+
+def interleaved(plain: Step, steps: Mapping[str, Step], budget: Budget) -> dict[str, Ratio]:
+    for step in (plain, *steps.values()):
+        for _ in range(WARM_UPS):
+            step()
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    begin, turn = time.perf_counter(), 0
+    while turn < budget.rounds or time.perf_counter() - begin < budget.seconds:
+        for name, step in steps.items():
+            pairs[name].append(neighbours(plain, step, swapped=turn % 2 == 1))
+        turn += 1
+    return {name: ratio(times) for name, times in pairs.items()}
+
+
+def neighbours(plain: Step, step: Step, swapped: bool) -> tuple[float, float]:
+    """Seconds of the plain step and of the other, the one right after the other."""
+    if swapped:
+        other = seconds(step)
+        return seconds(plain), other
+    return seconds(plain), seconds(step)
+
+
+def seconds(step: Step) -> float:
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
+def ratio(times: list[tuple[float, float]]) -> Ratio:
+    ratios = [step / plain for plain, step in times]
+    low, *_, high = quantiles(ratios, n=5, method="inclusive") if len(ratios) > 1 else ratios * 2
+    plain, step = (1e3 * median(column) for column in zip(*times, strict=True))
+    return Ratio(median(ratios), low, high, step, plain, len(times))

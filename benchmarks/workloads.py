@@ -1,0 +1,203 @@
+"""What is timed: WORKLOADS, and WAYS to get the norms of each sample's gradient out of one.
+
+Losses are means, over the samples and within each. `check` holds a way against the oracle: float64,
+one sample at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+import torchgradx
+
+RTOL = 1e-6  # of most samples: ten float32 epsilons
+WORST = 2e-3  # of any: a ReLU at 0 within rounding is on in one precision and off in the other
+VMAP_CHUNK = 32  # samples whose gradients vmap holds at a time: faster than all, and it fits
+
+
+class Workload(NamedTuple):
+    model: nn.Module
+    inputs: Tensor  # [N, ...]; requires a gradient where the layer would stand inside a model
+    targets: Tensor  # [N, ...]
+    loss: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> mean over the samples
+
+    def step(self, model: nn.Module) -> None:
+        """Forward and backward, as in training."""
+        model.zero_grad()
+        self.inputs.grad = None
+        self.loss(model(self.inputs), self.targets).backward()
+
+    def double(self) -> Workload:
+        inputs = self.inputs.detach()
+        inputs = inputs.double() if inputs.is_floating_point() else inputs
+        inputs.requires_grad_(self.inputs.requires_grad)
+        targets = self.targets.double() if self.targets.is_floating_point() else self.targets
+        return Workload(copy.deepcopy(self.model).double(), inputs, targets, self.loss)
+
+
+# Workloads
+
+
+class Block(nn.Module):
+    def __init__(self, d: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.qkv, self.out = nn.LayerNorm(d), nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.norm2, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, T, d]
+        by_head = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
+        q, k, v = by_head.unbind(2)  # [N, heads, T, d / heads]
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, vocabulary: int, t: int, d: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, d), nn.Embedding(t, d)
+        self.blocks = nn.Sequential(*(Block(d, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, vocabulary)
+
+    def forward(self, ids: Tensor) -> Tensor:  # [N, T] -> [N, T, vocabulary]
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1])[None])
+        return self.head(self.norm(self.blocks(x)))
+
+
+def mlp() -> Workload:
+    wide = [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
+    return classifier(nn.Sequential(*wide, nn.Linear(1024, 10)), torch.randn(256, 784))
+
+
+def cnn() -> Workload:
+    """Two max-pools, 32x32 to 8x8, and the mean over the pixels before the last layer."""
+    layers: list[nn.Module] = []
+    for c, o in ((3, 32), (32, 64), (64, 128)):
+        layers += [nn.Conv2d(c, o, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    layers[-1] = nn.AdaptiveAvgPool2d(1)
+    return classifier(
+        nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 10)), torch.randn(64, 3, 32, 32)
+    )
+
+
+def many_small_layers() -> Workload:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(64)))
+    return regression(model, torch.randn(8, 16))
+
+
+def gpt() -> Workload:
+    ids = torch.randint(256, (16, 129))
+    model = GPT(vocabulary=256, t=128, d=256, heads=4, layers=4)
+    return Workload(model, ids[:, :-1], ids[:, 1:], lambda y, z: F.cross_entropy(y.mT, z))
+
+
+def classifier(model: nn.Module, inputs: Tensor) -> Workload:
+    return Workload(model, inputs, torch.randint(10, (len(inputs),)), F.cross_entropy)
+
+
+def regression(model: nn.Module, inputs: Tensor) -> Workload:
+    with torch.no_grad():
+        targets = torch.randn_like(model(inputs))
+    return Workload(model, inputs, targets, F.mse_loss)
+
+
+def inner(layer: nn.Module, *size: int) -> Workload:
+    """One layer as inside a model, where the gradient of its input is computed too."""
+    return regression(layer, torch.randn(size).requires_grad_())
+
+
+def conv(c: int, o: int) -> nn.Module:
+    return nn.Conv2d(c, o, 3, padding=1)
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "MLP 784-1024-1024-10, N=256": mlp,
+    "CNN 3-32-64-128 on 32x32, N=64": cnn,
+    "64 Linear 16-16, N=8": many_small_layers,
+    "Linear 512-512, T=1024, N=8": lambda: inner(nn.Linear(512, 512), 8, 1024, 512),
+    "Conv 32-32 on 64x64, N=16": lambda: inner(conv(32, 32), 16, 32, 64, 64),
+    "Conv 512-512 on 8x8, N=16": lambda: inner(conv(512, 512), 16, 512, 8, 8),
+    "GPT 4 layers d=256, T=128, N=16": gpt,
+}
+
+
+# Ways: workload -> a step that gives norms [N]
+
+Way = Callable[[Workload], Callable[[], Tensor]]
+
+
+def attached(**options: bool) -> Way:
+    """On a model of its own, attached once, as in a training run."""
+
+    def way(w: Workload) -> Callable[[], Tensor]:
+        model = copy.deepcopy(w.model)
+        probe = torchgradx.attach(model, **options)
+
+        def step() -> Tensor:
+            w.step(model)
+            return probe.norms()
+
+        return step
+
+    return way
+
+
+def by_loop(w: Workload) -> Callable[[], Tensor]:
+    parameters = list(w.model.parameters())
+
+    def norm_of_one(x: Tensor, y: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(w.inputs.requires_grad)
+        sources = [*parameters, x] if x.requires_grad else parameters
+        gradients = torch.autograd.grad(w.loss(w.model(x), y), sources)
+        return norm(gradients[: len(parameters)])
+
+    samples = list(zip(w.inputs.split(1), w.targets.split(1), strict=True))
+    return lambda: torch.stack([norm_of_one(x, y) for x, y in samples])
+
+
+def by_vmap(w: Workload) -> Callable[[], Tensor]:
+    parameters = {name: p.detach() for name, p in w.model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return w.loss(functional_call(w.model, parameters, x[None]), y[None])
+
+    gradient = grad(loss, argnums=(0, 1) if w.inputs.requires_grad else (0,))
+
+    def norm_of_one(x: Tensor, y: Tensor) -> Tensor:
+        return norm(gradient(parameters, x, y)[0].values())
+
+    warnings.filterwarnings("ignore", "There is a performance drop")  # it has no rule for attention
+    norms = vmap(norm_of_one, chunk_size=VMAP_CHUNK)
+    return lambda: norms(w.inputs.detach(), w.targets)
+
+
+def norm(gradients) -> Tensor:
+    return sum(g.square().sum() for g in gradients).sqrt()
+
+
+OURS: dict[str, Way] = {
+    "fused": attached(fused=True),
+    "fused=False": attached(fused=False),
+    "scoring": attached(weight_grad=False),
+}
+RIVALS: dict[str, Way] = {"loop": by_loop, "vmap": by_vmap}  # norms alone, no batch gradient
+
+
+def check(name: str, norms: Tensor, oracle: Tensor) -> None:
+    """Raise unless the norms are the oracle's."""
+    off = ((norms.double() - oracle) / oracle).abs()
+    median, worst = off.median().item(), off.max().item()
+    if not (median < RTOL and worst < WORST):  # NaN included
+        raise AssertionError(
+            f"{name}: off the float64 loop's norms by {median:.1g} (median), {worst:.1g} (largest)"
+        )

@@ -1,0 +1,229 @@
+"""Where a probe touches a module that has no kernel: its inputs are kept, and it runs again in backward."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_map
+
+from . import ops
+from .fallback import Call, Regime, per_sample_gradients
+from .layout import BATCH, SEQUENCE, tensors_in
+from .rules import Layer, own_names
+from .sites import Hooks, NativeSite
+from .table import Context, declared_layout
+
+if ops.NATIVE:
+    from . import _C
+
+__all__ = ["FallbackSite", "Site"]
+
+CHANNELS_FIRST = (_ConvNd, _NormBase, nn.GroupNorm)
+
+
+class FallbackSite:
+    """A module whose parameters no kernel sees: run again in backward, see fallback.py."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layer: Layer,
+        index: int,
+        context: Context,
+    ) -> None:
+        self.layer, self.declared = layer, declared_layout(layer, context.options)
+        self._module, self._index = module, index
+        self._recorder, self._audit = context.recorder, context.audit
+        self._batch_dim = context.options["batch_dim"]
+        prefix = f"{layer.name}." if layer.name else ""
+        self._own: dict[int, str] = {}
+        for key in own_names(module):
+            self._own.setdefault(context.parameters.place(prefix + key), key)
+        self._hooks = Hooks(module)
+        self._hooks.add(module.register_forward_pre_hook, self._before)
+        self._hooks.add(module.register_forward_hook, self._after, prepend=True, with_kwargs=True)
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+    @property
+    def presumed(self) -> int:
+        """Where nothing is proven: what is declared, what the module itself says, or `batch_dim`."""
+        if self.declared >= 0:
+            return self.declared
+        if isinstance(self._module, (nn.RNNBase, nn.MultiheadAttention)):
+            return BATCH if self._module.batch_first else SEQUENCE
+        return SEQUENCE if self._batch_dim else BATCH
+
+    def leads(self, dims: int) -> int:
+        """How many leading dimensions of its output count rows: [N, ...] or [T, N, ...]."""
+        return 1 if isinstance(self._module, CHANNELS_FIRST) else min(2, max(1, dims - 1))
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        stock = type(module).__module__.startswith("torch.nn.modules.")
+        random = module.training and (not stock or getattr(module, "dropout", 0.0) > 0)
+        self._regime = Regime.current(module, random)
+        self._first = _C.sequence_number() if ops.NATIVE else 0
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        run = self._recorder.current()
+        if run is None or torch._C._are_functorch_transforms_active():
+            return None
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            run.refuse(
+                self._index,
+                "it normalises by the batch's statistics, which mix samples: call eval() on it, or use GroupNorm",
+            )
+            return None
+        held = {place: _find(module, name) for place, name in self._own.items()}
+        held = {place: p for place, p in held.items() if p.requires_grad}
+        outputs = tensors_in(out)
+        live = [t for t in outputs if t.requires_grad]
+        if not held:
+            return None
+        replaced = None
+        first = (live or outputs)[0]
+        if isinstance(module, nn.Embedding) and first.dim() > 1 and first.shape[0] == 1 < run.n:
+            # Positions that all samples share: made explicit, so that each sample's gradient arrives.
+            replaced = first = first.expand(run.n, *first.shape[1:])
+            args = tuple(t.expand(run.n, *t.shape[1:]) for t in args)
+            outputs = live = [first]
+        use = run.call(self._index, list(held.items()), list(first.shape))
+        if not torch.is_grad_enabled() or not live:
+            return replaced
+        run.enclose(list(held), self._first)
+        run.watch(use, first)
+        self._listen(run, use, held, (args, kwargs), outputs)
+        return replaced
+
+    def _listen(
+        self, run: Any, use: int, held: dict[int, Tensor], arguments: Any, outputs: list[Tensor]
+    ) -> None:
+        saved = [tree_map(_save, arguments)]
+        grads: list[Tensor | None] = [None] * len(outputs)
+        regime, places = self._regime, list(held)
+        by_node: dict[Any, list[int]] = {}
+        made = [_made(t) for t in outputs]
+        shapes = [t.shape for t in outputs]
+        for k, t in enumerate(made):
+            if t.grad_fn is not None:
+                by_node.setdefault(t.grad_fn, []).append(k)
+        several = len(by_node) > 1
+        if several:
+            self._audit.defer(list(held))
+        arrived: list[int] = []
+        held_by_graph = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+        def settle() -> None:
+            arrived.clear()
+            now, grads[:] = list(grads), [None] * len(grads)
+            if all(g is None for g in now):
+                return
+            try:
+                self._deliver(run, use, places, tree_map(_unpack, saved[0]), now, regime)
+            except Exception as error:  # never from inside backward()
+                self._recorder.refuse(self._index, f"its gradients by sample failed: {error}")
+            if not run.retained:
+                saved.clear()
+
+        for node, outs in by_node.items():
+            numbers = [made[k].output_nr for k in outs]
+
+            def prehook(
+                incoming: Any, outs: list[int] = outs, numbers: list[int] = numbers
+            ) -> None:
+                if not arrived and not run.arrive(places, True):
+                    return
+                for k, number in zip(outs, numbers, strict=True):
+                    grads[k] = (
+                        None if incoming[number] is None else incoming[number].reshape(shapes[k])
+                    )
+                arrived.append(1)
+                if torch.is_grad_enabled():
+                    return  # create_graph: refused when read
+                if not several:
+                    settle()
+                elif (
+                    len(arrived) == 1
+                ):  # the others may come, or not: wait for the end of this backward
+                    torch.autograd.Variable._execution_engine.queue_callback(settle)
+
+            node.register_prehook(prehook)
+            if held_by_graph:  # a checkpoint: what runs again must save as much again
+                self._recorder.hold()
+                weakref.finalize(prehook, self._recorder.release)
+
+    def _deliver(
+        self,
+        run: Any,
+        use: int,
+        places: list[int],
+        arguments: Any,
+        grads: list[Tensor | None],
+        regime: Regime,
+    ) -> None:
+        proven = self.declared < 0 and 0 <= use < len(run.layouts)
+        layout = run.layouts[use] if proven else self.presumed
+        if isinstance(self._module, (nn.RNNBase, nn.MultiheadAttention)):
+            layout = self.presumed
+        names = [self._own[place] for place in places]
+        call = Call(self._module, names, arguments, grads, run.n, layout, regime)
+        way, chunks = per_sample_gradients(call, self._silent)
+        self.layer.notes[way] = None
+        waits = [run.waits(place) for place in places]
+        kept: list[list[Tensor]] = [[] for _ in places]
+        for _, found in chunks:
+            for k, (place, g) in enumerate(zip(places, found, strict=True)):
+                if self._recorder.auditing:
+                    eps = torch.finfo(regime.autocast or g.dtype).eps / torch.finfo(g.dtype).eps
+                    size = sum(float(f.detach().double().norm()) for f in found) * run.n
+                    self._recorder.add_recorded(place, g.sum(0), size * eps)
+                kept[k].append(g if waits[k] else g.reshape(len(g), -1).square().sum(1))
+        for k, place in enumerate(places):
+            whole = torch.cat(kept[k]) if kept[k] else torch.zeros(0)
+            if waits[k]:
+                run.add(place, whole)
+            else:
+                run.finish(place, whole)
+
+    @contextlib.contextmanager
+    def _silent(self) -> Iterator[None]:
+        self._recorder.push(None)
+        try:
+            yield
+        finally:
+            self._recorder.pop()
+
+
+Site = NativeSite | FallbackSite
+
+
+def _find(module: nn.Module, name: str) -> Tensor:
+    owner, _, key = name.rpartition(".")
+    found: Tensor = module.get_submodule(owner)._parameters[key]  # type: ignore[assignment]
+    return found
+
+
+def _made(t: Tensor) -> Tensor:
+    """What to listen at: an in-place operation on a view replaces the view's node; the base's stays."""
+    base = t._base
+    plain = base is not None and base.grad_fn is not None and base.numel() == t.numel()
+    same_order = base is not None and base.is_contiguous() and t.is_contiguous()
+    return base if plain and same_order else t  # type: ignore[return-value]
+
+
+def _save(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return _C.Saved(leaf) if ops.NATIVE else leaf.detach()
+
+
+def _unpack(leaf: Any) -> Any:
+    return leaf.unpack() if ops.NATIVE and isinstance(leaf, _C.Saved) else leaf

@@ -1,0 +1,112 @@
+"""What a probe sees of a model before any data: its parameters by place, its layers in order."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from . import ops
+from .errors import CoverageError
+from .layout import BATCH, SEQUENCE
+from .rules import Layer, modules_in_order, opaque, own_names, rule_of
+
+if TYPE_CHECKING:
+    from .audit import Audit
+
+__all__ = ["Context", "Parameters", "declared_layout", "find_layers"]
+
+LAYOUTS = {"batch": BATCH, "sequence": SEQUENCE}
+
+
+class Parameters:
+    """The table of a model's parameters: by place, by first name, and whatever stands there now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        places: dict[int, int] = {}
+        self.names: list[str] = []
+        self._slots: list[tuple[dict[str, Any], str]] = []
+        self._aliases: dict[str, int] = {}
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for name, p in model.named_parameters(remove_duplicate=False):
+            if id(p) not in places:
+                owner, _, key = name.rpartition(".")
+                places[id(p)] = len(self.names)
+                self.names.append(name)
+                self._slots.append((modules[owner]._parameters, key))
+            self._aliases[name] = places[id(p)]
+
+    def place(self, name: str) -> int:
+        return self._aliases[name]
+
+    def tensors(self) -> list[Tensor]:
+        return [held[key] for held, key in self._slots]
+
+    def trainable(self) -> list[int]:
+        return [place for place, p in enumerate(self.tensors()) if p.requires_grad]
+
+
+def find_layers(
+    model: nn.Module, parameters: Parameters, options: Mapping[str, Any]
+) -> list[Layer]:
+    """A Layer for each module that owns parameters, or whose statistics mix samples."""
+    layers = []
+    uncovered = []
+    for name, module in modules_in_order(model):
+        names = own_names(module)
+        if not names and not isinstance(module, _BatchNorm):
+            continue
+        prefix = f"{name}." if name else ""
+        own = {key: parameters.place(prefix + key) for key in names}
+        rule = rule_of(module) if not opaque(module) else None
+        native = rule is not None and _runs_natively(module, options["backend"])
+        layer = Layer(
+            name=name,
+            kind=rule.name if rule and native else "vmap",
+            type_name=type(module).__name__,
+            weight=own.get("weight", -1),
+            bias=own.get("bias", -1),
+            parameters=tuple(dict.fromkeys(own.values())),
+            **(rule.describe(module) if rule and native else {}),
+        )
+        layers.append(layer)
+        if options["backend"] == "native" and not native and names:
+            uncovered += [prefix + key for key in names]
+    if uncovered:
+        raise CoverageError(
+            f'backend="native" has no kernel for {", ".join(uncovered)}: '
+            'say backend="auto", which serves them through vmap',
+            uncovered,
+        )
+    return layers
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the sites of one probe share."""
+
+    recorder: Any
+    audit: Audit
+    parameters: Parameters
+    options: Mapping[str, Any]
+
+
+def _runs_natively(module: nn.Module, backend: str) -> bool:
+    return (
+        ops.NATIVE
+        and backend != "vmap"
+        and all(p.device.type == "cpu" for p in module.parameters(False))
+    )
+
+
+def declared_layout(layer: Layer, options: Mapping[str, Any]) -> int:
+    """What `layout` says of a module: its name first, then the first pattern that fits; or -1."""
+    layout = options["layout"] or {}
+    if layer.name in layout:
+        return LAYOUTS[layout[layer.name]]
+    fits = (how for pattern, how in layout.items() if fnmatch.fnmatchcase(layer.name, pattern))
+    return LAYOUTS.get(next(fits, ""), -1)
