@@ -1,5 +1,6 @@
-// Layers whose backward makes the weight gradient and the norms in one pass. The gradient goes back through autograd, so
-// what wraps the model (DDP, GradScaler, hooks on parameters) sees nothing unusual. Under create_graph it is plain PyTorch.
+// Layers whose backward makes the weight gradient and the norms in one pass. The gradient goes back through autograd,
+// so what wraps the model (DDP, GradScaler, hooks on parameters) sees nothing unusual. Under create_graph it is plain
+// PyTorch.
 #include "site.h"
 
 #include <ATen/ATen.h>
@@ -14,12 +15,13 @@ using torch::autograd::Function;
 using torch::autograd::variable_list;
 
 struct LayerFunction : Function<LayerFunction> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
-                        const c10::intrusive_ptr<Use>& use) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
+                        const std::optional<Tensor>& bias, const c10::intrusive_ptr<Use>& use) {
     const at::AutoDispatchBelowADInplaceOrView below;
     const Site& site = *use->site;
     ctx->set_materialize_grads(false);
-    ctx->save_for_backward({use->wants_weight || !site.linear() ? input : Tensor(), input.requires_grad() ? weight : Tensor()});
+    ctx->save_for_backward(
+        {use->wants_weight || !site.linear() ? input : Tensor(), input.requires_grad() ? weight : Tensor()});
     ctx->saved_data["use"] = c10::IValue::make_capsule(use);
     if (site.linear()) return at::linear(input, weight, bias);
     return at::conv2d(input, weight, bias, site.stride, site.padding, site.dilation, site.groups);
@@ -38,9 +40,9 @@ struct LayerFunction : Function<LayerFunction> {
     Tensor grad_input;
     if (ctx->needs_input_grad(0)) {
       grad_input = site.linear() ? grad_output.matmul(weight)
-                                 : std::get<0>(at::convolution_backward(grad_output, input, weight, std::nullopt, site.stride,
-                                                                        site.padding, site.dilation, false, {0, 0},
-                                                                        site.groups, {true, false, false}));
+                                 : std::get<0>(at::convolution_backward(grad_output, input, weight, std::nullopt,
+                                                                        site.stride, site.padding, site.dilation, false,
+                                                                        {0, 0}, site.groups, {true, false, false}));
     }
     std::pair<Tensor, Tensor> gradients;
     if (!recorded) {
@@ -59,7 +61,8 @@ Tensor cast(const Tensor& t) {
   return at::autocast::cached_cast(at::autocast::get_autocast_dtype(t.device().type()), t, t.device().type());
 }
 
-Tensor apply(const c10::intrusive_ptr<Use>& use, const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+Tensor apply(const c10::intrusive_ptr<Use>& use, const Tensor& input, const Tensor& weight,
+             const std::optional<Tensor>& bias) {
   Tensor output;
   if (at::autocast::is_autocast_enabled(input.device().type())) {
     const std::optional<Tensor> bias_cast = bias ? std::optional<Tensor>(cast(*bias)) : std::nullopt;
@@ -73,7 +76,8 @@ Tensor apply(const c10::intrusive_ptr<Use>& use, const Tensor& input, const Tens
 
 }  // namespace
 
-Tensor linear(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+Tensor linear(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
+              const std::optional<Tensor>& bias) {
   const auto use = input.dim() > 1 ? begin_use(site, input.sizes(), weight, bias) : nullptr;
   return use ? apply(use, input, weight, bias) : at::linear(input, weight, bias);
 }

@@ -1,5 +1,6 @@
-// The tap: catches a layer's input and the gradient of its output without changing the layer. The input is a SavedVariable, so that
-// checkpointing and offloading hold for it too; the hook sits on the node, after every hook of the user's on the tensor.
+// The tap: catches a layer's input and the gradient of its output without changing the layer. The input is a
+// SavedVariable, so that checkpointing and offloading hold for it too; the hook sits on the node, after every hook of
+// the user's on the tensor.
 #include "site.h"
 
 #include <ATen/ATen.h>
@@ -46,7 +47,9 @@ struct Tap : torch::autograd::FunctionPreHook {
 struct Saved {
   SavedVariable value;
   explicit Saved(const Tensor& t) : value(t.detach(), /*is_output=*/false) {}
-  Tensor unpack() const { return value.unpack(); }
+  Tensor unpack() const {
+    return value.unpack();
+  }
 };
 
 }  // namespace
@@ -67,8 +70,8 @@ c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, at::IntArra
   return c10::make_intrusive<Use>(site, std::move(pass), index, wants_weight, wants_bias);
 }
 
-void tap(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
-         const Tensor& output) {
+void tap(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
+         const std::optional<Tensor>& bias, const Tensor& output) {
   const auto use = begin_use(site, input.sizes(), weight, bias);
   if (!use || !output.grad_fn()) return;
   use->pass->watch(use->index, output);
@@ -77,14 +80,14 @@ void tap(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& w
   const bool whole = base.defined() && base.grad_fn() && base.numel() == output.numel() && base.is_contiguous() &&
                      output.is_contiguous();
   const Tensor& made = whole ? base : output;
-  made.grad_fn()->add_pre_hook(
-      std::make_unique<Tap>(use->wants_weight ? input : Tensor(), use, &*made.grad_fn(), made.output_nr(), output.sizes()));
+  made.grad_fn()->add_pre_hook(std::make_unique<Tap>(use->wants_weight ? input : Tensor(), use, &*made.grad_fn(),
+                                                     made.output_nr(), output.sizes()));
 }
 
 void bind_capture(py::module_& m) {
   py::class_<Site, std::shared_ptr<Site>>(m, "Site")
-      .def(py::init([](std::shared_ptr<Recorder> recorder, int64_t index, int64_t weight, int64_t bias, bool weight_grad,
-                       int64_t layout, int64_t presumed, py::object planner) {
+      .def(py::init([](std::shared_ptr<Recorder> recorder, int64_t index, int64_t weight, int64_t bias,
+                       bool weight_grad, int64_t layout, int64_t presumed, py::object planner) {
              auto site = std::make_shared<Site>();
              site->recorder = std::move(recorder);
              site->index = index;

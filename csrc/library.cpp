@@ -13,12 +13,15 @@ TORCH_LIBRARY(torchgradx, m) {
   m.def("direct_sq_norms(Tensor activations, Tensor grad_output, bool bias) -> Tensor");
   m.def("bias_sq_norms(Tensor grad_output) -> Tensor");
   m.def("linear_fused(Tensor activations, Tensor grad_output, Tensor? scale, bool bias) -> (Tensor, Tensor, Tensor)");
-  m.def("conv2d_gram_sq_norms(Tensor input, Tensor grad_output, int[2] kernel_size, int[2] stride, int[2] padding, "
-        "int[2] dilation, int groups, bool bias) -> Tensor");
-  m.def("conv2d_direct_sq_norms(Tensor input, Tensor grad_output, int[2] kernel_size, int[2] stride, int[2] padding, "
-        "int[2] dilation, int groups, bool bias) -> Tensor");
-  m.def("conv2d_fused(Tensor input, Tensor grad_output, int[2] kernel_size, int[2] stride, int[2] padding, "
-        "int[2] dilation, int groups, Tensor? scale, bool bias) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "conv2d_gram_sq_norms(Tensor input, Tensor grad_output, int[2] kernel_size, int[2] stride, int[2] padding, "
+      "int[2] dilation, int groups, bool bias) -> Tensor");
+  m.def(
+      "conv2d_direct_sq_norms(Tensor input, Tensor grad_output, int[2] kernel_size, int[2] stride, int[2] padding, "
+      "int[2] dilation, int groups, bool bias) -> Tensor");
+  m.def(
+      "conv2d_fused(Tensor input, Tensor grad_output, int[2] kernel_size, int[2] stride, int[2] padding, "
+      "int[2] dilation, int groups, Tensor? scale, bool bias) -> (Tensor, Tensor, Tensor)");
 }
 
 namespace torchgradx {
@@ -30,7 +33,8 @@ auto find(const char* name) {
 }
 
 using Norms = Tensor(const Tensor&, const Tensor&, bool);
-using ConvNorms = Tensor(const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t, bool);
+using ConvNorms = Tensor(const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t,
+                         bool);
 
 }  // namespace
 
@@ -54,7 +58,8 @@ Tensor bias_sq_norms(const Tensor& grad_output) {
   return op.call(grad_output);
 }
 
-Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const std::optional<Tensor>& scale, bool bias) {
+Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const std::optional<Tensor>& scale,
+                   bool bias) {
   using Signature = Fused(const Tensor&, const Tensor&, const std::optional<Tensor>&, bool);
   static const auto op = find<Signature>("torchgradx::linear_fused");
   return op.call(activations, grad_output, scale, bias);
@@ -70,8 +75,8 @@ Tensor conv2d_direct_sq_norms(const Tensor& input, const Tensor& grad_output, co
   return op.call(input, grad_output, g.kernel_size, g.stride, g.padding, g.dilation, g.groups, bias);
 }
 
-Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, const Geometry& g, const std::optional<Tensor>& scale,
-                   bool bias) {
+Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, const Geometry& g,
+                   const std::optional<Tensor>& scale, bool bias) {
   using Signature = Fused(const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t,
                           const std::optional<Tensor>&, bool);
   static const auto op = find<Signature>("torchgradx::conv2d_fused");

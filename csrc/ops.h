@@ -1,5 +1,6 @@
-// The operators as C++ calls. Schemas and the dispatcher hop are in library.cpp; each backend registers its own kernels.
-// Letters: N samples, T positions, I input features, O output features. sq_norms are float32, float64 for float64 operands.
+// The operators as C++ calls. Schemas and the dispatcher hop are in library.cpp; each backend registers its own
+// kernels. Letters: N samples, T positions, I input features, O output features. sq_norms are float32, float64 for
+// float64 operands.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,9 +26,10 @@ Tensor rank1_sq_norms(const Tensor& activations,  // [N, T, I] with T <= 1
 Tensor gram_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias);
 Tensor direct_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias);
 Tensor bias_sq_norms(const Tensor& grad_output);  // [N, T, O] -> [N]
-Fused linear_fused(const Tensor& activations, const Tensor& grad_output,
-                   const std::optional<Tensor>& scale,  // [N], weights each sample in the returned gradients, not in sq_norms
-                   bool bias);
+Fused linear_fused(
+    const Tensor& activations, const Tensor& grad_output,
+    const std::optional<Tensor>& scale,  // [N], weights each sample in the returned gradients, not in sq_norms
+    bool bias);
 
 Tensor conv2d_gram_sq_norms(const Tensor& input,        // [N, C, H, W]
                             const Tensor& grad_output,  // [N, O, H', W']

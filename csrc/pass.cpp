@@ -25,7 +25,9 @@ bool executes(const Node* node) {
   return found != info->end() && found->second.should_execute();
 }
 
-uint64_t mixed(uint64_t hash, uint64_t value) { return (hash ^ value) * 0x9E3779B97F4A7C15u + (hash >> 29); }
+uint64_t mixed(uint64_t hash, uint64_t value) {
+  return (hash ^ value) * 0x9E3779B97F4A7C15u + (hash >> 29);
+}
 
 }  // namespace
 
@@ -115,7 +117,9 @@ void Recorder::forget_recorded() {
   recorded_.clear();
 }
 
-void Recorder::hold() { ++held_; }
+void Recorder::hold() {
+  ++held_;
+}
 
 void Recorder::release() {
   if (--held_ > 0) return;
@@ -136,7 +140,9 @@ void Pass::track(int64_t parameter, const Tensor& tensor) {
   owners_[parameter] = std::move(node);
 }
 
-bool Pass::needed(int64_t parameter) const { return !owners_[parameter] || executes(&*owners_[parameter]); }
+bool Pass::needed(int64_t parameter) const {
+  return !owners_[parameter] || executes(&*owners_[parameter]);
+}
 
 int64_t Pass::call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef sizes) {
   const bool again = get_current_graph_task_id() != -1 && !recorder->pushed();
@@ -172,7 +178,8 @@ void Pass::enclose(const std::vector<int64_t>& parameters, uint64_t first) {
 
 bool Pass::encloses(const Node& node, int64_t parameter) const {
   return std::any_of(spans_.begin(), spans_.end(), [&](const Span& span) {
-    const bool inside = node.thread_id() == span.thread && node.sequence_nr() >= span.first && node.sequence_nr() < span.last;
+    const bool inside =
+        node.thread_id() == span.thread && node.sequence_nr() >= span.first && node.sequence_nr() < span.last;
     return inside && std::find(span.parameters.begin(), span.parameters.end(), parameter) != span.parameters.end();
   });
 }
@@ -198,8 +205,8 @@ bool Pass::arrive(const std::vector<int64_t>& parameters, const Node* at, bool e
   return true;
 }
 
-// Once a backward: every edge of its graph into a tracked parameter must belong to a recorded use. Autocast casts a weight
-// once for many uses, so an edge into the cast is what counts there.
+// Once a backward: every edge of its graph into a tracked parameter must belong to a recorded use. Autocast casts a
+// weight once for many uses, so an edge into the cast is what counts there.
 void Pass::audit_edges(const Node* at) {
   const int64_t task = get_current_graph_task_id();
   std::vector<int64_t>& audited = recorder->audited;  // of several, since reentrant checkpoints nest backwards
@@ -307,7 +314,8 @@ void bind_pass(py::module_& m) {
       .def_readwrite("layouts", &Pass::layouts)
       .def_readwrite("serial", &Pass::serial)
       .def_readonly("refusals", &Pass::refusals)
-      .def("refuse", [](Pass& self, int64_t site, const std::string& reason) { self.refusals.emplace_back(site, reason); })
+      .def("refuse",
+           [](Pass& self, int64_t site, const std::string& reason) { self.refusals.emplace_back(site, reason); })
       .def("call", &Pass::call)
       .def("watch", &Pass::watch)
       .def("uses",  // -> [(site, sizes, node or None, output_nr)]
@@ -321,27 +329,30 @@ void bind_pass(py::module_& m) {
              return uses;
            })
       .def("enclose", &Pass::enclose)
-      .def("arrive", [](Pass& self, const std::vector<int64_t>& parameters, bool enclosed) {
-             return self.arrive(parameters, nullptr, enclosed);
-           }, py::arg("parameters"), py::arg("enclosed") = false)
+      .def(
+          "arrive",
+          [](Pass& self, const std::vector<int64_t>& parameters, bool enclosed) {
+            return self.arrive(parameters, nullptr, enclosed);
+          },
+          py::arg("parameters"), py::arg("enclosed") = false)
       .def("waits", &Pass::waits)
       .def("finish", &Pass::finish)
       .def("clear", &Pass::clear)
-      .def("add", [](Pass& self, int64_t parameter, const Tensor& grads) { self.add(parameter, {-1, Tensor(), grads}); })
+      .def("add",
+           [](Pass& self, int64_t parameter, const Tensor& grads) { self.add(parameter, {-1, Tensor(), grads}); })
       .def("sq_norms",
            [](const Pass& self, int64_t parameter) -> std::optional<Tensor> {
              const Tensor& sq_norms = self.entries[parameter].sq_norms;
              return sq_norms.defined() ? std::optional<Tensor>(sq_norms) : std::nullopt;
            })
       .def("late", [](const Pass& self, int64_t parameter) { return self.entries[parameter].late; })
-      .def("terms",
-           [](const Pass& self, int64_t parameter) {
-             py::list terms;
-             for (const Term& term : self.entries[parameter].terms)
-               terms.append(py::make_tuple(
-                   term.site, term.activations.defined() ? py::cast(term.activations) : py::none(), term.grads));
-             return terms;
-           });
+      .def("terms", [](const Pass& self, int64_t parameter) {
+        py::list terms;
+        for (const Term& term : self.entries[parameter].terms)
+          terms.append(py::make_tuple(term.site, term.activations.defined() ? py::cast(term.activations) : py::none(),
+                                      term.grads));
+        return terms;
+      });
 }
 
 }  // namespace torchgradx

@@ -1,6 +1,7 @@
 // What one training forward of an attached model leaves behind, and what its backward brings.
-// A Pass is owned by the graph: its uses hold it, it holds none of them, so a forward that meets no backward vanishes with its graph.
-// Parameters are known by their place in the probe's table, never by identity: wrappers swap the objects.
+// A Pass is owned by the graph: its uses hold it, it holds none of them, so a forward that meets no backward vanishes
+// with its graph. Parameters are known by their place in the probe's table, never by identity: wrappers swap the
+// objects.
 #pragma once
 
 #include <torch/csrc/autograd/graph_task.h>
@@ -21,7 +22,8 @@ namespace torchgradx {
 namespace py = pybind11;
 using at::Tensor;
 using torch::autograd::Node;
-using NodePtr = std::decay_t<decltype(std::declval<const Tensor&>().grad_fn())>;  // shared or intrusive: torch changed it
+using NodePtr =
+    std::decay_t<decltype(std::declval<const Tensor&>().grad_fn())>;  // shared or intrusive: torch changed it
 
 class Pass;
 
@@ -62,7 +64,8 @@ class Recorder {
   std::shared_ptr<Pass> current() const;  // of this thread; in a recomputation, the pass that waits for it
 
   // The record: everything since it was last cleared.
-  std::vector<int64_t> balance;  // graph edges into each parameter, minus recorded uses: anything but 0 is unaccounted for
+  std::vector<int64_t>
+      balance;  // graph edges into each parameter, minus recorded uses: anything but 0 is unaccounted for
   std::vector<std::pair<int64_t, std::string>> refusals;  // (site, reason)
   void refuse(int64_t site, const std::string& reason);
   void clear();
@@ -76,14 +79,20 @@ class Recorder {
   // Uses whose saved tensors went through hooks (checkpointing): their layers must stay as they are until they die.
   void hold();
   void release();
-  int64_t held() const { return held_; }
+  int64_t held() const {
+    return held_;
+  }
 
   std::mutex mutex;
-  bool idle = false;               // nothing arrives: a proof is running
-  std::vector<int64_t> audited;    // the backwards that met a pass, the latest few
+  bool idle = false;             // nothing arrives: a proof is running
+  std::vector<int64_t> audited;  // the backwards that met a pass, the latest few
   std::vector<std::weak_ptr<Pass>> alive;
-  py::object began() const { return began_->function; }
-  py::object finish() const { return finish_->function; }
+  py::object began() const {
+    return began_->function;
+  }
+  py::object finish() const {
+    return finish_->function;
+  }
 
  private:
   std::unique_ptr<Callback> began_, finish_, drained_;
@@ -98,16 +107,16 @@ class Pass : public std::enable_shared_from_this<Pass> {
 
   const std::shared_ptr<Recorder> recorder;
   const int64_t n;
-  bool recorded = false;       // it is part of the record
-  bool keep = false;           // more forwards of the same samples may come: finish nothing before it is read
-  bool create_graph = false;   // seen in backward; refused when read
-  bool retained = false;       // a backward kept its graph: another may come
-  bool ambiguous = false;      // its recomputations cannot be told from another pass's
-  int64_t silent_calls = 0;    // calls under no_grad, which a reentrant checkpoint runs again
-  uint64_t structure = 0;      // hash of the uses: which, and which of their sizes equal N
-  int64_t serial = 0;          // its place among the forwards
+  bool recorded = false;      // it is part of the record
+  bool keep = false;          // more forwards of the same samples may come: finish nothing before it is read
+  bool create_graph = false;  // seen in backward; refused when read
+  bool retained = false;      // a backward kept its graph: another may come
+  bool ambiguous = false;     // its recomputations cannot be told from another pass's
+  int64_t silent_calls = 0;   // calls under no_grad, which a reentrant checkpoint runs again
+  uint64_t structure = 0;     // hash of the uses: which, and which of their sizes equal N
+  int64_t serial = 0;         // its place among the forwards
   std::vector<std::pair<int64_t, std::string>> refusals;  // (site, reason); they count once a backward comes
-  std::vector<int64_t> layouts;  // by use, once proven; empty: as declared, or batch first
+  std::vector<int64_t> layouts;                           // by use, once proven; empty: as declared, or batch first
   std::vector<Entry> entries;
 
   struct Use {
@@ -122,9 +131,11 @@ class Pass : public std::enable_shared_from_this<Pass> {
   // Forward: counts a use of these parameters; returns its place, or -1 in a recomputation.
   int64_t call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef sizes);
   void watch(int64_t use, const Tensor& output);
-  // Nodes made since `first` on this thread belong to a module that is run again whole: its uses of these need no counting.
+  // Nodes made since `first` on this thread belong to a module that is run again whole: its uses of these need no
+  // counting.
   void enclose(const std::vector<int64_t>& parameters, uint64_t first);
-  // Backward: a use's gradient is here, at this node of the graph. False where this backward computes none of the parameters' gradients.
+  // Backward: a use's gradient is here, at this node of the graph. False where this backward computes none of the
+  // parameters' gradients.
   bool arrive(const std::vector<int64_t>& parameters, const Node* at, bool enclosed = false);
   // Whether the operands must be kept until all uses are in.
   bool waits(int64_t parameter);

@@ -6,7 +6,9 @@
 namespace torchgradx {
 namespace {
 
-Tensor wide(const Tensor& t) { return at::isReducedFloatingType(t.scalar_type()) ? t.to(at::kFloat) : t; }
+Tensor wide(const Tensor& t) {
+  return at::isReducedFloatingType(t.scalar_type()) ? t.to(at::kFloat) : t;
+}
 
 // [N, T, F] view of a layer's rows.
 std::optional<Tensor> rows(const Tensor& t, int64_t n, Layout layout) {
@@ -23,11 +25,15 @@ std::optional<Tensor> rows(const Tensor& t, int64_t n, Layout layout) {
   return t.reshape({n, positions, features});
 }
 
-double magnitude(const Tensor& t) { return at::linalg_vector_norm(t.detach(), 2, {}, false, at::kDouble).item<double>(); }
+double magnitude(const Tensor& t) {
+  return at::linalg_vector_norm(t.detach(), 2, {}, false, at::kDouble).item<double>();
+}
 
 }  // namespace
 
-Tensor Site::padded(const Tensor& input) const { return pre_pad.empty() ? input : at::pad(input, pre_pad, pad_mode); }
+Tensor Site::padded(const Tensor& input) const {
+  return pre_pad.empty() ? input : at::pad(input, pre_pad, pad_mode);
+}
 
 std::optional<Site::Operands> Site::canonical(const Pass& pass, int64_t use, const Tensor& input,
                                               const Tensor& grad_output) const {
@@ -106,7 +112,8 @@ void Use::record(const Tensor& input, const Tensor& grad_output) {
     const auto [grad_weight, grad_bias] = plain_gradients(*site, a, Tensor(), g, wants_weight, wants_bias);
     const double size = magnitude(g);
     if (wants_weight) site->recorder->add_recorded(site->weight, grad_weight, size * magnitude(a));
-    if (wants_bias) site->recorder->add_recorded(site->bias, grad_bias, size * std::sqrt(static_cast<double>(g.numel())));
+    if (wants_bias)
+      site->recorder->add_recorded(site->bias, grad_bias, size * std::sqrt(static_cast<double>(g.numel())));
   }
   const bool keep_weight = wants_weight && (images > 1 || pass->waits(site->weight));
   const bool keep_bias = wants_bias && (images > 1 || pass->waits(site->bias));
@@ -118,9 +125,11 @@ void Use::record(const Tensor& input, const Tensor& grad_output) {
     if (!site->linear() && algorithm == Algorithm::kRank1) {
       // One output pixel: its patch is all there is, and each group an outer product of its own.
       const int64_t groups = site->groups;
-      const Tensor patch = at::im2col(a, site->kernel_size, site->dilation, site->padding, site->stride);  // [N, groups * I, 1]
-      const Tensor parts = rank1_sq_norms(patch.reshape({pass->n * groups, 1, patch.numel() / std::max<int64_t>(1, pass->n * groups)}),
-                                          g.reshape({pass->n * groups, 1, g.size(1) / groups}), false);
+      const Tensor patch =
+          at::im2col(a, site->kernel_size, site->dilation, site->padding, site->stride);  // [N, groups * I, 1]
+      const Tensor parts =
+          rank1_sq_norms(patch.reshape({pass->n * groups, 1, patch.numel() / std::max<int64_t>(1, pass->n * groups)}),
+                         g.reshape({pass->n * groups, 1, g.size(1) / groups}), false);
       sq = parts.view({pass->n, groups}).sum(1, true).t();
       if (bias_now) sq = at::cat({sq, bias_sq_norms(flat).unsqueeze(0)});
     } else if (site->linear())
@@ -144,17 +153,22 @@ std::pair<Tensor, Tensor> Use::record_fused(const Tensor& input, const Tensor& w
                       (!wants_bias || !pass->waits(site->bias));
   if (simple) {
     const auto operands = site->canonical(*pass, index, input, grad_output);
-    const int64_t t = !operands ? 0 : site->linear() ? operands->grad_output.size(1) : grad_output[0].numel() / grad_output.size(1);
+    const int64_t t = !operands        ? 0
+                      : site->linear() ? operands->grad_output.size(1)
+                                       : grad_output[0].numel() / grad_output.size(1);
     if (operands && operands->images == 1 && site->plan(pass->n, t) == Algorithm::kFused) {
       auto [grad_weight, grad_bias, sq] =
-          site->linear() ? linear_fused(operands->activations, operands->grad_output, std::nullopt, wants_bias)
-                         : conv2d_fused(operands->activations, operands->grad_output, site->geometry(), std::nullopt, wants_bias);
+          site->linear()
+              ? linear_fused(operands->activations, operands->grad_output, std::nullopt, wants_bias)
+              : conv2d_fused(operands->activations, operands->grad_output, site->geometry(), std::nullopt, wants_bias);
       pass->finish(site->weight, sq[0]);
       if (wants_bias) pass->finish(site->bias, sq[1]);
       if (site->recorder->auditing) {
         const double size = magnitude(grad_output);
         site->recorder->add_recorded(site->weight, grad_weight, size * magnitude(input));
-        if (wants_bias) site->recorder->add_recorded(site->bias, grad_bias, size * std::sqrt(static_cast<double>(grad_output.numel())));
+        if (wants_bias)
+          site->recorder->add_recorded(site->bias, grad_bias,
+                                       size * std::sqrt(static_cast<double>(grad_output.numel())));
       }
       return {grad_weight, wants_bias ? grad_bias : Tensor()};
     }
@@ -175,10 +189,13 @@ std::pair<Tensor, Tensor> plain_gradients(const Site& site, const Tensor& input,
   }
   if (want_weight) {
     const int64_t o = grad_output.size(1), c = input.size(1) / site.groups;
-    const Tensor shape = weight.defined() ? weight
-                                          : at::empty({1}, grad_output.options()).expand({o, c, site.kernel_size[0], site.kernel_size[1]});
-    grad_weight = std::get<1>(at::convolution_backward(grad_output, input, shape, std::nullopt, site.stride, site.padding,
-                                                       site.dilation, false, {0, 0}, site.groups, {false, true, false}));
+    const Tensor shape =
+        weight.defined()
+            ? weight
+            : at::empty({1}, grad_output.options()).expand({o, c, site.kernel_size[0], site.kernel_size[1]});
+    grad_weight =
+        std::get<1>(at::convolution_backward(grad_output, input, shape, std::nullopt, site.stride, site.padding,
+                                             site.dilation, false, {0, 0}, site.groups, {false, true, false}));
   }
   if (want_bias) grad_bias = grad_output.sum({0, 2, 3});
   return {grad_weight, grad_bias};

@@ -365,7 +365,7 @@ def test_a_thousand_steps_hold_memory_flat(kind, options):
         gc.collect()
         grown, more = resident() - memory, len(gc.get_objects()) - objects
     per_step = 32 * 2**10 * steps
-    # a record that nobody reads holds its norms, and no more than half an activation of book-keeping
+    # a record that nobody reads holds its norms, and less than half an activation beside
     allowed = per_step / (2 if kind == "unread" else 4)
     assert grown < allowed, f"{grown / 2**20:.1f} MiB more after {steps} steps"
     # an unread record keeps a row of norms a pass, and no more

@@ -1,4 +1,4 @@
-"""Adding a layer touches four places, and they agree: RULES, the rules' names, the tests' table, README."""
+"""Adding a layer touches four places, and they agree: its rule, RULES, the tests' table, README."""
 
 import re
 from pathlib import Path

@@ -1,6 +1,6 @@
 """attach(): hooks on an existing model, and the probe that reads what they caught.
 
-One Pass a training forward of the root; one Site a module that owns parameters. A site either swaps its
+One Pass a training forward of the root; one site a module that owns parameters. A site swaps its
 module's class for one whose forward calls the fused operator, or listens at the module's output.
 """
 
@@ -63,11 +63,11 @@ def attach(
 
     Args:
         model: any module; it is used as it is, and given back as it was by `Probe.remove`.
-        loss_reduction: how the loss combines its samples: "mean" (the 1/N is undone, so that norms are
-            those of each sample's own loss) or "sum".
+        loss_reduction: how the loss combines its samples: "mean" (the 1/N is undone, so that
+            norms are those of each sample's own loss) or "sum".
         loss_scale: what the loss is multiplied by before `backward()`: a number, a Tensor [N], or
             a GradScaler; norms come back divided by it.
-        batch_dim: where the samples are in inputs and activations: 0, or 1 for sequence-first models.
+        batch_dim: where the samples are in inputs and activations: 0, or 1 (sequence first).
         batch_size: N, or a callable (args, kwargs) -> N, where the model's first tensor argument
             does not show it.
         layout: {module name or pattern: "batch" or "sequence"} for modules fed rows n*T+t or t*N+n.

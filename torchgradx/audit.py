@@ -1,8 +1,9 @@
 """Nothing is silently wrong: what is recorded is held against what the parameters receive.
 
-On the first pass of a new structure the samples' places are proven (layout.py), and each parameter's
-gradient is compared with the sum of what was recorded. In every backward, each edge of the graph into
-a parameter must belong to a recorded use (csrc/pass.cpp). What fails is refused when it is read.
+On the first pass of a new structure the samples' places are proven (layout.py), and each
+parameter's gradient is compared with the sum of what was recorded. In every backward, each edge of
+the graph into a parameter must belong to a recorded use (csrc/pass.cpp). What fails is refused when
+it is read.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class Audit:
             unsure = use.node is not None and not isinstance(verdict, int)
             if unsure and (verdict or not _beyond_doubt(sizes[: use.leads], n, presumed)):
                 reason = verdict or f"no proof could be had of where the {n} samples are in it"
-                say = f'if it is so, say layout={{"{self._layers[site].name}": "batch"}} or "sequence"'
+                name = self._layers[site].name
+                say = f'if it is so, say layout={{"{name}": "batch"}} or "sequence"'
                 refusals.append((site, f"of shape {list(sizes)}, {reason}; {say}"))
             layouts.append(
                 verdict if isinstance(verdict, int) and use.node is not None else presumed
@@ -185,7 +187,7 @@ class Audit:
         names = self._parameters.names
         trainable = self._parameters.trainable()
         if any(run.create_graph for run, _ in self._record.runs):
-            reason = "its gradient was computed under create_graph=True, whose second backward changes it"
+            reason = "its gradient was computed under create_graph=True, and may change again"
             problems.update((names[place], reason) for place in trainable)
         for site, reason in self._recorder.refusals:
             places = self._layers[site].parameters if site >= 0 else ()
@@ -198,15 +200,15 @@ class Audit:
                 continue
             if missing:
                 problems[names[place]] = (
-                    f"the backward used it in {missing:+d} places beyond the recorded calls of its module. "
-                    "A functional use, a penalty on the weights inside the loss, or a module called "
-                    "outside the model's own forward cannot be split by sample: call the module instead, "
-                    "backward the penalty apart from the loss, or freeze the parameter"
+                    f"the backward used it in {missing:+d} places beyond the recorded calls of its "
+                    "module. A functional use, a penalty on the weights inside the loss, or a "
+                    "module called outside the model's own forward cannot be split by sample: call "
+                    "the module instead, backward the penalty apart from the loss, or freeze it"
                 )
             elif place in self._record.mismatched:
                 problems[names[place]] = (
-                    "the gradient it received is not the sum of what was recorded: something besides the "
-                    "samples' own losses reaches it, or its module does not compute what it seems to"
+                    "the gradient it received is not the sum of what was recorded: something "
+                    "besides the samples' own losses reaches it, or its module mixes samples"
                 )
             elif any(run.late(place) for run, _ in self._record.runs):
                 problems[names[place]] = (

@@ -1,4 +1,4 @@
-"""Copies of an attached model are unattached: deepcopy and pickle leave out what a probe put there."""
+"""Copies of an attached model are unattached: deepcopy and pickle leave out what a probe added."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Hook:
 
 
 def keep_out(kind: type) -> None:
-    """While any probe has hooks on modules of this class: without an attribute of ours on the module."""
+    """While any probe has hooks on modules of this class; nothing is added to the modules."""
     _kept_out[kind] += 1
     copyreg.dispatch_table.setdefault(kind, _reduce)
 

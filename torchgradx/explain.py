@@ -1,4 +1,4 @@
-"""What Probe.explain() prints: layer by layer what serves it, at what cost, and what was refused."""
+"""What Probe.explain() prints: layer by layer what serves it, its cost, and what was refused."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def _how(layer: Layer) -> str:
         ways = " and ".join(layer.notes) or "vmap"
         return f"{ways}: no kernel for {layer.type_name}; its own forward is run again in backward"
     if not layer.plans:
-        return f"{layer.kind}: no single use seen yet; uses of a parameter in several places are combined"
+        return f"{layer.kind}: no single use seen; several uses of a parameter are combined"
     return "\n".join(repr(plan) for plan in list(layer.plans.values())[-2:])

@@ -1,8 +1,9 @@
 """Where the samples are in a layer's rows: proven once a structure, never guessed from sizes.
 
-Vector-Jacobian products from the model's outputs, the same random seeds each time, sample n weighted by
-a power of two that a digit of n picks. Scaling by a power of two is exact, so each row of a layer's
-output gradient comes back scaled by the weight of the sample it belongs to, or it mixes samples.
+Vector-Jacobian products from the model's outputs, the same random seeds each time, sample n
+weighted by a power of two that a digit of n picks. Scaling by a power of two is exact, so each row
+of a layer's output gradient comes back scaled by the weight of the sample it belongs to, or it
+mixes samples.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def _sample_dim(t: Tensor, n: int, batch_dim: int) -> int | None:
 
 def _digits(n: int, base: int) -> list[Tensor]:
     """Exponents [N] below `base`, whose combination is another for each sample."""
-    samples, digits = torch.arange(n, dtype=torch.int32), []
+    samples = torch.arange(n, dtype=torch.int32)
+    digits: list[Tensor] = []
     while not digits or base ** len(digits) < n:
         digits.append(samples // base ** len(digits) % base)
     return digits

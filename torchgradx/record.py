@@ -111,8 +111,8 @@ class Record:
         sizes = [run.n for run, _ in runs]
         if isinstance(given, Tensor) and given.dim() and given.numel() != sum(sizes):
             raise ValueError(
-                f"loss_scale must be a number or a Tensor [{sum(sizes)}], as the record holds that many "
-                f"samples; got shape {list(given.shape)}"
+                f"loss_scale must be a number or a Tensor [{sum(sizes)}], as the record holds "
+                f"that many samples; got shape {list(given.shape)}"
             )
         factors = []
         start = 0
@@ -139,8 +139,8 @@ class Record:
         reasons = "".join(f" ({reason})" for _, reason in self._recorder.refusals)
         names = [self._parameters.names[place] for place in self._parameters.trainable()]
         raise CoverageError(
-            "nothing is recorded: no backward has come through a forward of the attached model since "
-            f"the record began{reasons}. Call the model itself (not a submodule of it) with grad "
+            "nothing is recorded: no backward has come through a forward of the attached model "
+            f"since the record began{reasons}. Call the model itself (not a submodule of it) with grad "
             f"enabled, then loss.backward(), then norms(). Without norms: {', '.join(names)}",
             names,
         )

@@ -1,4 +1,4 @@
-"""Where a probe touches a module that has no kernel: its inputs are kept, and it runs again in backward."""
+"""Where a probe touches a module that has no kernel: it runs again in backward."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class FallbackSite:
 
     @property
     def presumed(self) -> int:
-        """Where nothing is proven: what is declared, what the module itself says, or `batch_dim`."""
+        """Where nothing is proven: what is declared, what the module says, or `batch_dim`."""
         if self.declared >= 0:
             return self.declared
         if isinstance(self._module, (nn.RNNBase, nn.MultiheadAttention)):
@@ -79,7 +79,8 @@ class FallbackSite:
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             run.refuse(
                 self._index,
-                "it normalises by the batch's statistics, which mix samples: call eval() on it, or use GroupNorm",
+                "it normalises by the batch's statistics, which mix samples: call eval() on it, "
+                "or use GroupNorm",
             )
             return None
         held = {place: _find(module, name) for place, name in self._own.items()}
@@ -91,7 +92,7 @@ class FallbackSite:
         replaced = None
         first = (live or outputs)[0]
         if isinstance(module, nn.Embedding) and first.dim() > 1 and first.shape[0] == 1 < run.n:
-            # Positions that all samples share: made explicit, so that each sample's gradient arrives.
+            # Positions that all samples share: made explicit, so that each one's gradient arrives.
             replaced = first = first.expand(run.n, *first.shape[1:])
             args = tuple(t.expand(run.n, *t.shape[1:]) for t in args)
             outputs = live = [first]
@@ -212,7 +213,7 @@ def _find(module: nn.Module, name: str) -> Tensor:
 
 
 def _made(t: Tensor) -> Tensor:
-    """What to listen at: an in-place operation on a view replaces the view's node; the base's stays."""
+    """What to listen at: in-place operations on a view replace its node; the base's stays."""
     base = t._base
     plain = base is not None and base.grad_fn is not None and base.numel() == t.numel()
     same_order = base is not None and base.is_contiguous() and t.is_contiguous()

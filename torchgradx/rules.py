@@ -1,7 +1,7 @@
-"""Which kernel sees a module's parameters: RULES for layers that have one, the fallback for the rest.
+"""Which kernel sees a module's parameters: RULES for layers that have one, else the fallback.
 
-A rule is chosen by the identity of the forward function, never by type alone: a subclass with its own
-forward computes something else.
+A rule is chosen by the identity of the forward function, never by type alone: a subclass with its
+own forward computes something else.
 """
 
 from __future__ import annotations

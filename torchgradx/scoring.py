@@ -82,7 +82,8 @@ def grad_norms(
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
-                f"loss_fn must return one number, the batch's {loss_reduction} loss; got {got}: reduce it"
+                f"loss_fn must return one number, the batch's {loss_reduction} loss; got {got}: "
+                "reduce it"
             )
         loss.backward()
         return probe.norms(per)

@@ -27,7 +27,7 @@ class Report:
     rtol: float
 
     def errors(self) -> dict[str, float]:
-        """The largest difference of each parameter, relative to the sample's norm over the model."""
+        """The largest difference of each parameter, relative to the sample's whole norm."""
         whole = torch.stack([v.double().square() for v in self.loop.values()]).sum(0).sqrt()
         scale = whole.clamp_min(torch.finfo(torch.float64).tiny)
         return {
@@ -62,16 +62,16 @@ def verify(
     batch_dim: int = 0,
     **options: Any,
 ) -> Report:
-    """Compare a model's norms with a loop over single samples; `.grad` and the model stay as they are.
+    """Compare a model's norms with a loop over single samples; `.grad` and the model are untouched.
 
-    The loop sees each sample alone, so it also finds what no attachment can: a loss that mixes samples
-    (in-batch negatives) has no gradient by sample.
+    The loop sees each sample alone, so it also finds what no attachment can: a loss that mixes
+    samples (in-batch negatives) has no gradient by sample.
 
     Args:
         model, loss_fn, inputs, targets, loss_reduction: as of `grad_norms`. Tensors with N in their
             first dimension (`batch_dim` for inputs) are split; others are given whole.
-        rtol: the largest error allowed, relative to the sample's norm over the model; None derives it
-            from the dtype.
+        rtol: the largest error allowed, relative to the sample's norm over the model; None derives
+            it from the dtype.
         options: of `attach`.
 
     Returns:
@@ -93,13 +93,13 @@ def verify(
         loop = _loop(model, loss_fn, inputs, targets, n, batch_dim, list(norms))
     if rtol is None:
         dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
-        # A norm over a long sum keeps half its digits at the least, whatever the order of summation.
+        # A norm over a long sum keeps half its digits at least, whatever the order of summation.
         rtol = max((torch.finfo(d).eps for d in dtypes), default=0.0) ** 0.5
     report = Report(norms, loop, rtol)
     if not report.agrees:
         raise VerificationError(
-            "the norms differ from those of each sample alone: does the model or the loss mix samples, "
-            f"or draw random numbers?\n{report}"
+            "the norms differ from those of each sample alone: does the model or the loss mix "
+            f"samples, or draw random numbers?\n{report}"
         )
     return report
 

@@ -140,6 +140,7 @@ template <class acc_t, class Source, class Layer>
 void gram_pass(const Source& source, const Layer& layer, int64_t T, const Tensor& sq_norms) {
   const int64_t N = layer.N;
   std::vector<double> sums(N, 0.0);
+  if (layer.patch() == 0 || layer.rows == 0) return write_row<acc_t>(sq_norms, 0, sums);  // an empty sum
   const double flop = double(T) * T * (double(layer.patch()) + double(layer.rows));
   at::parallel_for(0, N, std::max<int64_t>(1, int64_t(2e5 / std::max(flop, 1.0))), [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {

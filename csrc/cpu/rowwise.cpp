@@ -24,7 +24,7 @@ Tensor bias_sq_norms(const Tensor& grad_output) {
         using acc_t = decltype(zero);
         bias_pass<acc_t>(Rows<acc_t>(grad_output, grad_output, false), nullptr, {}, sq_norms);
       });
-  return both.select(0, 1);
+  return both.select(0, 1).clone();  // a result of its own, not a row of another
 }
 
 }  // namespace
