@@ -55,8 +55,8 @@ def measured(name: str, quick: bool) -> dict:
     def plain() -> None:
         w.step(w.model)
 
-    ratios = interleaved(plain, ours, Budget(0.3, 5) if quick else Budget(5, 15))
-    ratios |= interleaved(plain, rivals, Budget(0, 1 if quick else 3))
+    ratios = interleaved(plain, ours, Budget(0.3, 3) if quick else Budget(5, 7))
+    ratios |= interleaved(plain, rivals, Budget(0, 1))
     return {
         "workload": name,
         "plain_ms": round(ratios["fused"].plain_milliseconds, 3),

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 Step = Callable[[], object]
 
-WARM_UPS = 2  # buffers and caches; a probe's first step also proves what it records
-
 
 class Ratio(NamedTuple):
     """Of a step's time to the plain step's."""
@@ -28,7 +26,7 @@ class Ratio(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """Rounds until both are used up."""
+    """Rounds until both are used up: short steps get many, long ones at least so few."""
 
     seconds: float
     rounds: int
@@ -36,8 +34,7 @@ class Budget(NamedTuple):
 
 def interleaved(plain: Step, steps: Mapping[str, Step], budget: Budget) -> dict[str, Ratio]:
     for step in (plain, *steps.values()):
-        for _ in range(WARM_UPS):
-            step()
+        step()  # to warm caches and buffers
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     begin, turn = time.perf_counter(), 0
     while turn < budget.rounds or time.perf_counter() - begin < budget.seconds:

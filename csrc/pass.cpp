@@ -129,7 +129,10 @@ void Recorder::release() {
 
 Pass::Pass(std::shared_ptr<Recorder> recorder, int64_t n, const std::vector<Tensor>& parameters)
     : recorder(std::move(recorder)), n(n), entries(parameters.size()), owners_(parameters.size()) {
-  for (size_t p = 0; p < parameters.size(); ++p) track(static_cast<int64_t>(p), parameters[p]);
+  for (size_t p = 0; p < parameters.size(); ++p) {
+    track(static_cast<int64_t>(p), parameters[p]);
+    structure = mixed(structure, parameters[p].requires_grad() ? 5 : 6);
+  }
 }
 
 void Pass::track(int64_t parameter, const Tensor& tensor) {
@@ -261,11 +264,44 @@ void Pass::add(int64_t parameter, Term term) {
   recorder->finish()(shared_from_this(), parameter);
 }
 
-void Pass::finish(int64_t parameter, const Tensor& sq_norms) {
+void Pass::finish(int64_t parameter, const Tensor& sq_norms, int64_t row) {
   Entry& entry = entries[parameter];
   entry.late = entry.late || entry.sq_norms.defined();
   entry.sq_norms = sq_norms;
+  entry.row = row;
   entry.terms.clear();
+}
+
+Tensor Pass::total(const std::vector<int64_t>& parameters) const {
+  const at::NoGradGuard no_grad;
+  Tensor total = at::zeros({n}, at::kDouble);
+  for (const int64_t parameter : parameters) {
+    const Entry& entry = entries[parameter];
+    if (!entry.sq_norms.defined()) continue;
+    // An addition of tensors for each of hundreds of parameters would take longer than their kernels.
+    if (entry.sq_norms.is_cpu() && entry.sq_norms.is_contiguous() && entry.sq_norms.scalar_type() == at::kFloat) {
+      const float* from = entry.sq_norms.const_data_ptr<float>() + entry.row * n;
+      double* to = total.mutable_data_ptr<double>();
+      for (int64_t i = 0; i < n; ++i) to[i] += from[i];
+    } else {
+      total += entry.final().to(at::kCPU);
+    }
+  }
+  return total;
+}
+
+std::vector<int64_t> Pass::waiting() const {
+  std::vector<int64_t> parameters;
+  for (size_t p = 0; p < entries.size(); ++p)
+    if (!entries[p].terms.empty()) parameters.push_back(static_cast<int64_t>(p));
+  return parameters;
+}
+
+std::vector<int64_t> Pass::late() const {
+  std::vector<int64_t> parameters;
+  for (size_t p = 0; p < entries.size(); ++p)
+    if (entries[p].late) parameters.push_back(static_cast<int64_t>(p));
+  return parameters;
 }
 
 void Pass::clear() {
@@ -336,16 +372,13 @@ void bind_pass(py::module_& m) {
           },
           py::arg("parameters"), py::arg("enclosed") = false)
       .def("waits", &Pass::waits)
-      .def("finish", &Pass::finish)
+      .def("finish", &Pass::finish, py::arg("parameter"), py::arg("sq_norms"), py::arg("row") = 0)
       .def("clear", &Pass::clear)
       .def("add",
            [](Pass& self, int64_t parameter, const Tensor& grads) { self.add(parameter, {-1, Tensor(), grads}); })
-      .def("sq_norms",
-           [](const Pass& self, int64_t parameter) -> std::optional<Tensor> {
-             const Tensor& sq_norms = self.entries[parameter].sq_norms;
-             return sq_norms.defined() ? std::optional<Tensor>(sq_norms) : std::nullopt;
-           })
-      .def("late", [](const Pass& self, int64_t parameter) { return self.entries[parameter].late; })
+      .def("total", &Pass::total)
+      .def("waiting", &Pass::waiting)
+      .def("late", &Pass::late)
       .def("terms", [](const Pass& self, int64_t parameter) {
         py::list terms;
         for (const Term& term : self.entries[parameter].terms)

@@ -48,9 +48,14 @@ using Slot = std::pair<int64_t, Tensor>;  // a parameter's place in the table, a
 
 struct Entry {  // one parameter within one pass
   int64_t calls = 0, fired = 0;
-  Tensor sq_norms;  // [N], once final
+  Tensor sq_norms;  // once final: [N], or [*, N] of which `row` counts
+  int64_t row = 0;
   std::vector<Term> terms;
   bool late = false;  // a use arrived after the norm was final
+
+  Tensor final() const {
+    return sq_norms.dim() > 1 ? sq_norms[row] : sq_norms;
+  }
 };
 
 // What all passes of one probe share.
@@ -140,7 +145,11 @@ class Pass : public std::enable_shared_from_this<Pass> {
   // Whether the operands must be kept until all uses are in.
   bool waits(int64_t parameter);
   void add(int64_t parameter, Term term);
-  void finish(int64_t parameter, const Tensor& sq_norms);
+  void finish(int64_t parameter, const Tensor& sq_norms, int64_t row = 0);
+  // [N] in float64: the squared norms of some parameters together, as far as they are final.
+  Tensor total(const std::vector<int64_t>& parameters) const;
+  std::vector<int64_t> waiting() const;  // parameters whose uses are not combined yet
+  std::vector<int64_t> late() const;
   void clear();
 
  private:

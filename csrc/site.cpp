@@ -139,8 +139,8 @@ void Use::record(const Tensor& input, const Tensor& grad_output) {
     else
       sq = algorithm == Algorithm::kGram ? conv2d_gram_sq_norms(a, g, site->geometry(), bias_now)
                                          : conv2d_direct_sq_norms(a, g, site->geometry(), bias_now);
-    pass->finish(site->weight, sq[0]);
-    if (bias_now) pass->finish(site->bias, sq[1]);
+    pass->finish(site->weight, sq, 0);
+    if (bias_now) pass->finish(site->bias, sq, 1);
   } else if (bias_now) {
     pass->finish(site->bias, bias_sq_norms(flat));
   }
@@ -161,8 +161,8 @@ std::pair<Tensor, Tensor> Use::record_fused(const Tensor& input, const Tensor& w
           site->linear()
               ? linear_fused(operands->activations, operands->grad_output, std::nullopt, wants_bias)
               : conv2d_fused(operands->activations, operands->grad_output, site->geometry(), std::nullopt, wants_bias);
-      pass->finish(site->weight, sq[0]);
-      if (wants_bias) pass->finish(site->bias, sq[1]);
+      pass->finish(site->weight, sq, 0);
+      if (wants_bias) pass->finish(site->bias, sq, 1);
       if (site->recorder->auditing) {
         const double size = magnitude(grad_output);
         site->recorder->add_recorded(site->weight, grad_weight, size * magnitude(input));

@@ -272,10 +272,11 @@ class Probe:
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         run = self._recorder.current()
-        uses = run.uses() if run is not None else []
+        uses = [] if run is None or self._audit.knows(run) else run.uses()
         self._recorder.pop()
         if run is not None and out is not None and self._on:
-            self._audit.examine(run, uses, tensors_in(out), self._sites)
+            outputs = tensors_in(out) if uses else []
+            self._audit.examine(run, uses, outputs, self._sites)
 
     # Backward
 

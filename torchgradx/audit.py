@@ -52,11 +52,14 @@ class Audit:
 
     # Forward
 
+    def knows(self, run: Any) -> bool:
+        return run.structure in self._proven
+
     def examine(
         self, run: Any, uses: Sequence[Any], outputs: Sequence[Tensor], sites: Sequence[Site]
     ) -> None:
         """At the end of a forward: what is known of its structure, or a first look at it."""
-        key = (run.structure, tuple(self._parameters.trainable()))
+        key = run.structure
         verdict = self._proven.get(key)
         if verdict is None:
             pending = self._pending.get(key)
@@ -194,7 +197,8 @@ class Audit:
             concerned = [place for place in places or trainable if place in trainable]
             problems.update((names[place], reason) for place in concerned)
         balance = self._recorder.balance
-        for place in trainable:
+        late = {place for run, _ in self._record.runs for place in run.late()}
+        for place in trainable if any(balance) or late or self._record.mismatched else ():
             missing = balance[place]
             if names[place] in problems:
                 continue
@@ -210,7 +214,7 @@ class Audit:
                     "the gradient it received is not the sum of what was recorded: something "
                     "besides the samples' own losses reaches it, or its module mixes samples"
                 )
-            elif any(run.late(place) for run, _ in self._record.runs):
+            elif place in late:
                 problems[names[place]] = (
                     "a use of it arrived after its norm was final: reset() in between"
                 )

@@ -1,8 +1,8 @@
 """Per-sample gradients of a module that has no kernel: vmap over its own gradient, or a replay.
 
 Both run the module's forward again on the inputs it was given, and pull back the gradient of its
-outputs. Where vmap has no rule (recurrent layers, custom Functions, dropout), the whole batch is replayed
-once with its random state, and each sample's gradient is one vector-Jacobian product.
+outputs. Where vmap has no rule (recurrent layers, custom Functions, dropout), the whole batch is
+replayed once with its random state, and each sample's gradient is one vector-Jacobian product.
 """
 
 from __future__ import annotations

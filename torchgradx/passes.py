@@ -122,7 +122,7 @@ class Pass:
         self.recorded = self.keep = self.retained = False
         self.create_graph = self.ambiguous = False
         self.silent_calls = self.count = 0
-        self.structure: Any = ()
+        self.structure: Any = tuple(p.requires_grad for p in parameters)
         self.layouts: list[int] = []
         self.serial = 0
         self.refusals: list[tuple[int, str]] = []
@@ -210,11 +210,18 @@ class Pass:
         self._sq_norms[place] = sq_norms
         self._terms.pop(place, None)
 
-    def sq_norms(self, place: int) -> Tensor | None:
-        return self._sq_norms.get(place)
+    def total(self, places: Sequence[int]) -> Tensor:
+        total = torch.zeros(self.n, dtype=torch.float64)
+        for place in places:
+            if place in self._sq_norms:
+                total += self._sq_norms[place].cpu()
+        return total
 
-    def late(self, place: int) -> bool:
-        return place in self._late
+    def waiting(self) -> list[int]:
+        return list(self._terms)
+
+    def late(self) -> list[int]:
+        return list(self._late)
 
     def terms(self, place: int) -> list[tuple[int, Tensor | None, Tensor]]:
         return self._terms.get(place, [])

@@ -68,10 +68,6 @@ class Record:
         with torch.no_grad():
             return combine(run.n, terms)
 
-    def _sq_norms(self, run: Any, place: int) -> Tensor | None:
-        found: Tensor | None = run.sq_norms(place)
-        return self._combined(run, place) if found is None and run.terms(place) else found
-
     def norms(self, per: str, loss_scale: float | Tensor | None) -> Tensor | dict[str, Tensor]:
         self._read = True
         runs = sorted(self.runs, key=lambda entry: entry[0].serial)
@@ -80,19 +76,17 @@ class Record:
         double = any(tensors[place].dtype == torch.float64 for place in counted)
         dtype = torch.float64 if double else torch.float32
         device = tensors[counted[0]].device if counted else torch.device("cpu")
-        factors = self._factors(runs, loss_scale, device)
+        factors = self._factors(runs, loss_scale)
 
         def of(places: Sequence[int]) -> Tensor:
             """[N1 + N2 + ...] norms of some parameters together, summed in float64."""
             whole = []
             for run, _ in runs:
-                total = torch.zeros(run.n, dtype=torch.float64, device=device)
-                for place in places:
-                    found = self._sq_norms(run, place)
-                    if found is not None:
-                        total += found.to(device)
+                total = run.total(places)
+                for place in set(run.waiting()).intersection(places):
+                    total += self._combined(run, place).to(total.device)
                 whole.append(total)
-            return (torch.cat(whole).clamp_min(0).sqrt() * factors).to(dtype)
+            return (torch.cat(whole).clamp_min(0).sqrt() * factors).to(device, dtype)
 
         if per == "model":
             return of(counted)
@@ -104,9 +98,7 @@ class Record:
             )
         return {name: of(places) for name, places in groups.items()}
 
-    def _factors(
-        self, runs: Sequence[Any], given: float | Tensor | None, device: torch.device
-    ) -> Tensor:
+    def _factors(self, runs: Sequence[Any], given: float | Tensor | None) -> Tensor:
         """[N1 + N2 + ...]: what undoes the reduction and the scale of the loss."""
         sizes = [run.n for run, _ in runs]
         if isinstance(given, Tensor) and given.dim() and given.numel() != sum(sizes):
@@ -121,7 +113,7 @@ class Record:
                 scale = (
                     given[start : start + n] if isinstance(given, Tensor) and given.dim() else given
                 )
-            scale = torch.as_tensor(scale, dtype=torch.float64, device=device)
+            scale = torch.as_tensor(scale, dtype=torch.float64, device="cpu")
             if scale.dim() and scale.shape != (n,):
                 raise ValueError(
                     f"loss_scale must be a number or a Tensor [{n}], one a sample of the pass; "
@@ -140,7 +132,7 @@ class Record:
         names = [self._parameters.names[place] for place in self._parameters.trainable()]
         raise CoverageError(
             "nothing is recorded: no backward has come through a forward of the attached model "
-            f"since the record began{reasons}. Call the model itself (not a submodule of it) with grad "
-            f"enabled, then loss.backward(), then norms(). Without norms: {', '.join(names)}",
+            f"since the record began{reasons}. Call the model itself (not a submodule of it) with "
+            f"grad enabled, then loss.backward(), then norms(). Without norms: {', '.join(names)}",
             names,
         )
