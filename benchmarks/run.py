@@ -55,7 +55,7 @@ def measured(name: str, quick: bool) -> dict:
     def plain() -> None:
         w.step(w.model)
 
-    ratios = interleaved(plain, ours, Budget(0.3, 3) if quick else Budget(5, 7))
+    ratios = interleaved(plain, ours, Budget(0.3, 3) if quick else Budget(4, 5))
     ratios |= interleaved(plain, rivals, Budget(0, 1))
     return {
         "workload": name,
@@ -149,7 +149,7 @@ def main() -> None:
                 bar.update()
                 rows.append(row)
     console = Console()
-    console.width = max(console.width, 132)
+    console.width = max(console.width, 140)
     console.print(table_of(rows))
     out = options.out or (None if options.quick else OUT)
     if out:

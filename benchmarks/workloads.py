@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -36,11 +36,11 @@ class Workload(NamedTuple):
         self.loss(model(self.inputs), self.targets).backward()
 
     def double(self) -> Workload:
-        inputs = self.inputs.detach()
-        inputs = inputs.double() if inputs.is_floating_point() else inputs
-        inputs.requires_grad_(self.inputs.requires_grad)
-        targets = self.targets.double() if self.targets.is_floating_point() else self.targets
-        return Workload(copy.deepcopy(self.model).double(), inputs, targets, self.loss)
+        def wide(t: Tensor) -> Tensor:
+            return t.detach().double() if t.is_floating_point() else t
+
+        inputs = wide(self.inputs).requires_grad_(self.inputs.requires_grad)
+        return Workload(copy.deepcopy(self.model).double(), inputs, wide(self.targets), self.loss)
 
 
 # Workloads
@@ -56,9 +56,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [N, T, d]
         by_head = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
         q, k, v = by_head.unbind(2)  # [N, heads, T, d / heads]
-        x = x + self.out(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -91,8 +90,7 @@ def cnn() -> Workload:
 
 
 def many_small_layers() -> Workload:
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(64)))
-    return regression(model, torch.randn(8, 16))
+    return regression(nn.Sequential(*(nn.Linear(16, 16) for _ in range(64))), torch.randn(8, 16))
 
 
 def gpt() -> Workload:
@@ -116,17 +114,13 @@ def inner(layer: nn.Module, *size: int) -> Workload:
     return regression(layer, torch.randn(size).requires_grad_())
 
 
-def conv(c: int, o: int) -> nn.Module:
-    return nn.Conv2d(c, o, 3, padding=1)
-
-
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "MLP 784-1024-1024-10, N=256": mlp,
     "CNN 3-32-64-128 on 32x32, N=64": cnn,
     "64 Linear 16-16, N=8": many_small_layers,
     "Linear 512-512, T=1024, N=8": lambda: inner(nn.Linear(512, 512), 8, 1024, 512),
-    "Conv 32-32 on 64x64, N=16": lambda: inner(conv(32, 32), 16, 32, 64, 64),
-    "Conv 512-512 on 8x8, N=16": lambda: inner(conv(512, 512), 16, 512, 8, 8),
+    "Conv 32-32 on 64x64, N=16": lambda: inner(nn.Conv2d(32, 32, 3, padding=1), 16, 32, 64, 64),
+    "Conv 512-512 on 8x8, N=16": lambda: inner(nn.Conv2d(512, 512, 3, padding=1), 16, 512, 8, 8),
     "GPT 4 layers d=256, T=128, N=16": gpt,
 }
 
@@ -181,7 +175,7 @@ def by_vmap(w: Workload) -> Callable[[], Tensor]:
     return lambda: norms(w.inputs.detach(), w.targets)
 
 
-def norm(gradients) -> Tensor:
+def norm(gradients: Iterable[Tensor]) -> Tensor:
     return sum(g.square().sum() for g in gradients).sqrt()
 
 

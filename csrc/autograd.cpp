@@ -46,7 +46,9 @@ struct LayerFunction : Function<LayerFunction> {
     }
     std::pair<Tensor, Tensor> gradients;
     if (!recorded) {
-      // This backward computes no gradient of the parameters.
+      // autograd.grad: nothing reaches .grad, but what is asked for is computed.
+      gradients = plain_gradients(site, input, weight, grad_output, ctx->needs_input_grad(1),
+                                  use->wants_bias && ctx->needs_input_grad(2));
     } else if (site.weight_grad) {
       gradients = use->record_fused(input, weight, grad_output);
     } else if (!at::GradMode::is_enabled()) {

@@ -74,12 +74,12 @@ void tap(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& w
          const std::optional<Tensor>& bias, const Tensor& output) {
   const auto use = begin_use(site, input.sizes(), weight, bias);
   if (!use || !output.grad_fn()) return;
-  use->pass->watch(use->index, output);
   // An in-place operation on a view (a Linear's output in three dimensions) replaces the view's node; the base's stays.
   const Tensor base = output.is_view() ? Tensor(output._base()) : Tensor();
   const bool whole = base.defined() && base.grad_fn() && base.numel() == output.numel() && base.is_contiguous() &&
                      output.is_contiguous();
   const Tensor& made = whole ? base : output;
+  use->pass->watch(use->index, made);
   made.grad_fn()->add_pre_hook(std::make_unique<Tap>(use->wants_weight ? input : Tensor(), use, &*made.grad_fn(),
                                                      made.output_nr(), output.sizes()));
 }

@@ -18,11 +18,12 @@ using torch::autograd::get_current_graph_task_nodes_in_graph;
 // The pass in force on this thread, for each probe: replicas and other threads run at the same time.
 thread_local std::vector<std::pair<const Recorder*, std::shared_ptr<Pass>>> in_force;
 
+// Under backward(inputs=...) or autograd.grad, which only captures: no .grad receives anything there.
 bool executes(const Node* node) {
   const auto* info = get_current_graph_task_exec_info();
   if (!info || info->empty()) return true;  // a plain backward() runs everything
   const auto found = info->find(const_cast<Node*>(node));
-  return found != info->end() && found->second.should_execute();
+  return found != info->end() && found->second.needed_;
 }
 
 uint64_t mixed(uint64_t hash, uint64_t value) {
@@ -58,6 +59,10 @@ void Recorder::pop() {
       in_force.erase(in_force.begin() + static_cast<int64_t>(i));
       return;
     }
+}
+
+int64_t Recorder::depth() const {
+  return std::count_if(in_force.begin(), in_force.end(), [this](const auto& entry) { return entry.first == this; });
 }
 
 bool Recorder::pushed() const {
@@ -99,7 +104,7 @@ void Recorder::add_recorded(int64_t parameter, const Tensor& gradient, double ma
   const at::NoGradGuard no_grad;
   const std::lock_guard<std::mutex> lock(mutex);
   auto& [sum, size] = recorded_[{get_current_graph_task_id(), parameter}];
-  sum = sum.defined() ? sum + gradient : gradient.clone();  // the caller's tensor goes on to be .grad
+  sum = sum.defined() ? sum + gradient.reshape(-1) : gradient.reshape(-1).clone();  // the caller's goes on to be .grad
   size += magnitude;
 }
 
@@ -133,6 +138,7 @@ Pass::Pass(std::shared_ptr<Recorder> recorder, int64_t n, const std::vector<Tens
     track(static_cast<int64_t>(p), parameters[p]);
     structure = mixed(structure, parameters[p].requires_grad() ? 5 : 6);
   }
+  structure = mixed(structure, n > 1 ? 7 : 8);  // where there is one sample nothing is proven
 }
 
 void Pass::track(int64_t parameter, const Tensor& tensor) {
@@ -151,16 +157,21 @@ int64_t Pass::call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef
   const bool again = get_current_graph_task_id() != -1 && !recorder->pushed();
   for (const auto& [parameter, tensor] : slots) track(parameter, tensor);
   if (again) {
-    if (silent_calls > 0) --silent_calls;
+    if (silent_calls > 0 && at::GradMode::is_enabled()) --silent_calls;  // a nested checkpoint's comes once more
     return -1;
   }
   for (const auto& slot : slots) ++entries[slot.first].calls;
   if (!at::GradMode::is_enabled()) ++silent_calls;
-  structure = mixed(structure, static_cast<uint64_t>(site) * 64 + sizes.size());
+  note(site);
+  note(static_cast<int64_t>(sizes.size()));
   for (const int64_t size : sizes) structure = mixed(structure, size == n ? 1 : 2);
   if (!sizes.empty()) structure = mixed(structure, n > 0 && sizes[0] % n == 0 ? 3 : 4);
   uses.push_back({site, sizes.vec(), NodePtr(), 0});
   return forgotten_ + static_cast<int64_t>(uses.size()) - 1;
+}
+
+void Pass::note(int64_t fact) {
+  structure = mixed(structure, static_cast<uint64_t>(fact) + 16);
 }
 
 void Pass::watch(int64_t use, const Tensor& output) {
@@ -188,14 +199,18 @@ bool Pass::encloses(const Node& node, int64_t parameter) const {
 }
 
 bool Pass::arrive(const std::vector<int64_t>& parameters, const Node* at, bool enclosed) {
-  bool any = false;
+  bool any = false, all = true;
   if (recorder->idle) return false;
-  for (const int64_t parameter : parameters) any = any || needed(parameter);
+  for (const int64_t parameter : parameters) {
+    any = any || needed(parameter);
+    all = all && needed(parameter);
+  }
   if (!any) return false;  // autograd.grad of something else: no gradient of ours is computed
   if (!recorded) {
     py::gil_scoped_acquire gil;
     if (!recorded) recorder->began()(shared_from_this());
   }
+  if (!all) recorder->refuse(-1, "a backward(inputs=...) computed the gradients of some parameters only");
   if (ambiguous) recorder->refuse(-1, "a reentrant checkpoint recomputed while several passes were in flight");
   if (at::GradMode::is_enabled()) create_graph = true;
   if (torch::autograd::get_current_graph_task_keep_graph()) retained = true;
@@ -319,6 +334,7 @@ void bind_pass(py::module_& m) {
       .def(py::init<int64_t, py::object, py::object, py::object>())
       .def("push", &Recorder::push, py::arg("run").none(true))
       .def("pop", &Recorder::pop)
+      .def("depth", &Recorder::depth)
       .def("current", &Recorder::current)
       .def("refuse", &Recorder::refuse)
       .def("clear", &Recorder::clear)
@@ -353,6 +369,7 @@ void bind_pass(py::module_& m) {
       .def("refuse",
            [](Pass& self, int64_t site, const std::string& reason) { self.refusals.emplace_back(site, reason); })
       .def("call", &Pass::call)
+      .def("note", &Pass::note)
       .def("watch", &Pass::watch)
       .def("uses",  // -> [(site, sizes, node or None, output_nr)]
            [](const Pass& self) {

@@ -65,6 +65,7 @@ class Recorder {
 
   void push(std::shared_ptr<Pass> pass);  // nullptr: record nothing on this thread until pop()
   void pop();
+  int64_t depth() const;                  // how many are in force on this thread, one within another
   bool pushed() const;                    // a pass, or silence, is in force on this thread
   std::shared_ptr<Pass> current() const;  // of this thread; in a recomputation, the pass that waits for it
 
@@ -135,6 +136,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
 
   // Forward: counts a use of these parameters; returns its place, or -1 in a recomputation.
   int64_t call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef sizes);
+  void note(int64_t fact);  // that its structure depends on
   void watch(int64_t use, const Tensor& output);
   // Nodes made since `first` on this thread belong to a module that is run again whole: its uses of these need no
   // counting.

@@ -25,6 +25,20 @@ std::optional<Tensor> rows(const Tensor& t, int64_t n, Layout layout) {
   return t.reshape({n, positions, features});
 }
 
+double epsilon(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kDouble:
+      return std::numeric_limits<double>::epsilon();
+    case at::kHalf:
+      return std::ldexp(1.0, -10);
+    case at::kBFloat16:
+      return std::ldexp(1.0, -7);
+    default:
+      return std::numeric_limits<float>::epsilon();
+  }
+}
+
+// What the rounding of a sum of products with this factor is measured by.
 double magnitude(const Tensor& t) {
   return at::linalg_vector_norm(t.detach(), 2, {}, false, at::kDouble).item<double>();
 }
@@ -110,7 +124,7 @@ void Use::record(const Tensor& input, const Tensor& grad_output) {
   const auto& [a, g, images] = *operands;
   if (site->recorder->auditing && site->weight_grad) {  // norms only: nothing of ours is received
     const auto [grad_weight, grad_bias] = plain_gradients(*site, a, Tensor(), g, wants_weight, wants_bias);
-    const double size = magnitude(g);
+    const double size = magnitude(g) * epsilon(g);
     if (wants_weight) site->recorder->add_recorded(site->weight, grad_weight, size * magnitude(a));
     if (wants_bias)
       site->recorder->add_recorded(site->bias, grad_bias, size * std::sqrt(static_cast<double>(g.numel())));
@@ -155,7 +169,7 @@ std::pair<Tensor, Tensor> Use::record_fused(const Tensor& input, const Tensor& w
     const auto operands = site->canonical(*pass, index, input, grad_output);
     const int64_t t = !operands        ? 0
                       : site->linear() ? operands->grad_output.size(1)
-                                       : grad_output[0].numel() / grad_output.size(1);
+                                       : grad_output.size(2) * grad_output.size(3);
     if (operands && operands->images == 1 && site->plan(pass->n, t) == Algorithm::kFused) {
       auto [grad_weight, grad_bias, sq] =
           site->linear()
@@ -164,7 +178,7 @@ std::pair<Tensor, Tensor> Use::record_fused(const Tensor& input, const Tensor& w
       pass->finish(site->weight, sq, 0);
       if (wants_bias) pass->finish(site->bias, sq, 1);
       if (site->recorder->auditing) {
-        const double size = magnitude(grad_output);
+        const double size = magnitude(grad_output) * epsilon(grad_output);
         site->recorder->add_recorded(site->weight, grad_weight, size * magnitude(input));
         if (wants_bias)
           site->recorder->add_recorded(site->bias, grad_bias,

@@ -7,12 +7,14 @@ module's class for one whose forward calls the fused operator, or listens at the
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from . import ops, passes
 from .audit import Audit, Verdict
@@ -140,17 +142,35 @@ def _check(model: Any, options: dict[str, Any]) -> None:
             raise ValueError(f'layout[{pattern!r}] must be "batch" or "sequence"; got {how!r}')
 
 
+def _called_by_itself(module: nn.Module) -> bool:
+    """Whether a forward of this module stands on the stack below the present one."""
+    frame, calls = inspect.currentframe(), 0
+    while frame is not None:
+        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module
+        frame = frame.f_back
+    return calls > 1
+
+
 class Probe:
     """The handle of an attachment; see `attach`. Also a context manager that removes itself."""
 
+    _on: bool  # False from remove() on
+
     def __init__(self, model: nn.Module, **options: Any) -> None:
         _check(model, options)
+        lazy = [n for n, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
+        if lazy:
+            raise ValueError(f"model has uninitialized parameters ({lazy[0]}): run a forward first")
         for name, module in model.named_modules():
+            other = _attached[module]() if module in _attached else None
+            if other is not None and not other._on:
+                other._leave_model()  # a graph in flight had kept it
             if module in _attached:
                 where = f"its module {name!r}" if name else "the model"
                 raise RuntimeError(f"{where} is attached already: remove() the other probe first")
         self._model = weakref.ref(model)
         self._options = options
+        self._on = True
         self._parameters = Parameters(model)
         self._layers = find_layers(model, self._parameters, options)
         me = weakref.ref(self)
@@ -177,7 +197,6 @@ class Probe:
         )
         self._joint: list[Pass] | None = None
         self._paused = 0
-        self._on = True
         self._sites: list[Site] = []
         self._hooks: Hooks | None = None
         self._listen(model)
@@ -194,6 +213,7 @@ class Probe:
                 self._sites.append(site)
             if not self._options["weight_grad"]:
                 self._audit.shield(range(len(self._parameters.names)))
+            self._audit.attend()
             for module in modules.values():
                 _attached[module] = weakref.ref(self)
             self._hooks = Hooks(model)
@@ -214,8 +234,10 @@ class Probe:
         self._drained()
 
     def _drained(self) -> None:
-        if self._on or self._recorder.held > 0:
-            return
+        if not self._on and self._recorder.held <= 0:
+            self._leave_model()
+
+    def _leave_model(self) -> None:
         for part in (self._hooks, *self._sites):
             if part is not None:
                 part.remove()
@@ -234,13 +256,21 @@ class Probe:
     # Forward
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._recorder.push(self._begin(args, kwargs))
+        outer = self._recorder.depth() and self._recorder.current()
+        if outer and not _called_by_itself(module):  # left by an interrupt, which runs no hooks
+            while self._recorder.depth():
+                self._recorder.pop()
+            outer = None
+        self._recorder.push(outer or self._begin(args, kwargs))
 
     def _begin(self, args: Any, kwargs: Any) -> Pass | None:
-        idle = torch._C._are_functorch_transforms_active()
+        idle = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
         if not self._on or self._paused or idle or not torch.is_grad_enabled():
             return None
         self._audit.settle()
+        if self._parameters.changed():
+            self._recorder.refuse(-1, "the model's modules or ties changed: attach again")
+            return None
         n = self._batch_size(args, kwargs)
         if n is None:
             return None

@@ -8,7 +8,7 @@ it is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -48,18 +48,26 @@ class Audit:
         self._shields: list[Any] = []
         self._shielded: set[int] = set()
         self._deferred: set[int] = set()
+        self._awaiting: dict[tuple[int, int], Tensor] = {}  # what deferred parameters received
+        rerun = [set(layer.parameters) for layer in layers if layer.kind == "vmap"]
+        native = [set(layer.parameters) for layer in layers if layer.kind != "vmap"]
+        # Nothing counts the uses inside a module that is run again: its sum is compared every time.
+        self.always = set().union(*rerun).difference(*native)
         self._before: dict[int, Tensor | None] = {}
 
     # Forward
 
+    def _key(self, run: Any) -> Any:
+        return run.structure, self._parameters.modes()
+
     def knows(self, run: Any) -> bool:
-        return run.structure in self._proven
+        return self._key(run) in self._proven
 
     def examine(
         self, run: Any, uses: Sequence[Any], outputs: Sequence[Tensor], sites: Sequence[Site]
     ) -> None:
         """At the end of a forward: what is known of its structure, or a first look at it."""
-        key = run.structure
+        key = self._key(run)
         verdict = self._proven.get(key)
         if verdict is None:
             pending = self._pending.get(key)
@@ -114,44 +122,67 @@ class Audit:
                 after = partial(self._accumulated, place)
                 self._shields.append(p.register_post_accumulate_grad_hook(after))
 
-    def _listen(self) -> None:
-        """Hold what each parameter receives against what is recorded, until settled."""
-        if self._recorder.auditing:
-            return
-        self._recorder.auditing = True
-        for place, p in enumerate(self._parameters.tensors()):
+    def attend(self) -> None:
+        """Compare always what modules that run again receive."""
+        self.always &= set(self._heard(self.always))
+
+    def _heard(self, places: Iterable[int]) -> Iterator[int]:
+        tensors = self._parameters.tensors()
+        for place in places:
+            p = tensors[place]
             if not p.requires_grad or not p.is_leaf or place in self._shielded:
                 continue
             if not p._backward_hooks:  # else what arrives may have been changed on purpose
-                self._handles.append(p.register_hook(partial(self._received, place)))
+                handles = self._shields if place in self.always else self._handles
+                handles.append(p.register_hook(partial(self._received, place)))
+                yield place
+
+    def _listen(self) -> None:
+        """Hold what each parameter receives against what is recorded, until settled."""
+        if not self._recorder.auditing:
+            self._recorder.auditing = True
+            list(self._heard(set(range(len(self._parameters.names))) - self.always))
 
     def _received(self, place: int, gradient: Tensor | None) -> Tensor | None:
         if gradient is None or not self._recorder.audited(torch._C._current_graph_task_id()):
             return None  # this backward met no pass
-        if self._recorder.auditing and not self._agrees(place, gradient.detach()):
-            self._record.mismatched[place] = None
-        if place not in self._shielded:
-            return None
-        self._before[place] = self._parameters.tensors()[place].grad
-        return torch.zeros_like(gradient)
+        if self._recorder.auditing or place in self.always:
+            if place in self._deferred:
+                key = torch._C._current_graph_task_id(), place
+                self._awaiting[key] = gradient.detach().clone()
+            else:
+                self._compare(place, gradient.detach())
+        if place in self._shielded:
+            p = self._parameters.tensors()[place]
+            self._before[place], p.grad = p.grad, None
+        return None
 
     def _accumulated(self, place: int, p: Tensor) -> None:
-        if self._before.pop(place, p) is None:
-            p.grad = None
+        if place in self._before:
+            p.grad = self._before.pop(place)
+
+    def compare_deferred(self, places: Iterable[int]) -> None:
+        """At the end of a backward."""
+        for place in places:
+            gradient = self._awaiting.pop((torch._C._current_graph_task_id(), place), None)
+            if gradient is not None:
+                self._compare(place, gradient)
+
+    def _compare(self, place: int, gradient: Tensor) -> None:
+        if not self._agrees(place, gradient):
+            self._record.mismatched[place] = None
 
     def _agrees(self, place: int, gradient: Tensor) -> bool:
-        recorded, magnitude = self._recorder.take_recorded(place)
-        if place in self._deferred:
-            return True
+        recorded, rounding = self._recorder.take_recorded(place)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if recorded is None:
             return not bool(gradient.any())
-        difference = float((gradient.double() - recorded.reshape(gradient.shape).double()).norm())
-        eps = max(torch.finfo(t.dtype).eps for t in (gradient, recorded))
+        gradient = gradient.reshape(-1).double()
+        difference = float((gradient - recorded.double()).norm())
         # The rounding of a sum is by its terms; a gradient that cancels is all rounding.
-        allowed = 64 * eps * (magnitude + float(gradient.double().norm()))
-        return not difference > allowed  # inf and nan are the scaler's to report
+        own = torch.finfo(recorded.dtype).eps * float(gradient.norm())
+        return not difference > 64 * (rounding + own)  # inf and nan are the scaler's to report
 
     def defer(self, places: Sequence[int]) -> None:
         """Their gradients by sample come only at the end of the backward."""
@@ -186,19 +217,22 @@ class Audit:
 
     def check(self) -> None:
         """Raise a CoverageError if anything in the record is not accounted for."""
+        created = any(run.create_graph for run, _ in self._record.runs)
+        balance, refusals = self._recorder.balance, self._recorder.refusals
+        late = {place for run, _ in self._record.runs for place in run.late()}
+        if not (created or any(balance) or refusals or late or self._record.mismatched):
+            return
         problems: dict[str, str] = {}  # parameter -> reason
         names = self._parameters.names
         trainable = self._parameters.trainable()
-        if any(run.create_graph for run, _ in self._record.runs):
+        if created:
             reason = "its gradient was computed under create_graph=True, and may change again"
             problems.update((names[place], reason) for place in trainable)
-        for site, reason in self._recorder.refusals:
+        for site, reason in refusals:
             places = self._layers[site].parameters if site >= 0 else ()
             concerned = [place for place in places or trainable if place in trainable]
             problems.update((names[place], reason) for place in concerned)
-        balance = self._recorder.balance
-        late = {place for run, _ in self._record.runs for place in run.late()}
-        for place in trainable if any(balance) or late or self._record.mismatched else ():
+        for place in trainable:
             missing = balance[place]
             if names[place] in problems:
                 continue

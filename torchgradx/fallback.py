@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map
 
 from .layout import BATCH, SEQUENCE, tensors_in
@@ -24,6 +26,7 @@ __all__ = ["Call", "Regime", "per_sample_gradients"]
 
 Chunks = Iterator[tuple[slice, list[Tensor]]]
 
+CHANNELS_FIRST = (_ConvNd, _NormBase, nn.GroupNorm)
 CHUNK = 1 << 23  # elements of per-sample gradients at a time: 32 MiB of float32
 
 
@@ -71,7 +74,7 @@ class Call:
 
 
 class _Forward(nn.Module):
-    """The module's forward without its hooks, but for those that make its weight."""
+    """The module's forward, and before it the hooks that make its weight: see _untouched."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -79,8 +82,7 @@ class _Forward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for hook in self.module._forward_pre_hooks.values():
-            if type(hook).__module__.startswith("torch.nn.utils."):  # weight_norm of old
-                hook(self.module, args)
+            hook(self.module, args)
         return self.module.forward(*args, **kwargs)
 
 
@@ -93,7 +95,7 @@ def per_sample_gradients(
     """
 
     def chunks_of(way: Callable[[Call], Chunks]) -> Chunks:
-        with silent(), call.regime.again():
+        with silent(), call.regime.again(), _untouched(call.module):
             yield from way(call)
 
     try:
@@ -110,18 +112,21 @@ def _first(call: Call) -> Tensor:
 
 def _dim(call: Call, t: Tensor) -> int:
     """Where the samples are in [N, ...], [N * K, ...], [T, N, ...] or [K * N, ...]."""
-    if isinstance(call.module, nn.RNNBase) and t.dim() == 3 and _is_state(call.module, t):
-        return 1  # [layers, N, H] whatever batch_first says
+    if isinstance(call.module, nn.RNNBase) and not _is_data(call, t):
+        return t.dim() - 2  # a state [layers, N, H], whatever batch_first says
     first = _first(call)
     if call.layout != SEQUENCE or first.dim() < 3 or first.shape[1] != call.n:
         return 0
+    if isinstance(call.module, CHANNELS_FIRST):
+        return 0  # rows t*N+n: the second dimension is of channels
     return 1 if t.dim() > 2 or t.shape[:2] == first.shape[:2] else 0
 
 
-def _is_state(module: nn.RNNBase, t: Tensor) -> bool:
-    layers = module.num_layers * (2 if module.bidirectional else 1)
-    hidden = module.proj_size or module.hidden_size
-    return t.shape[0] == layers and t.shape[2] in (hidden, module.hidden_size)
+def _is_data(call: Call, t: Tensor) -> bool:
+    """Of a recurrent layer: its input and its output, not the states."""
+    args, kwargs = call.arguments
+    data = args[0] if args else kwargs.get("input")
+    return t is data or t is call.grads[0]
 
 
 def _pieces(call: Call, t: Tensor, count: int) -> Tensor | None:
@@ -223,22 +228,34 @@ def _copies(call: Call) -> Iterator[list[Tensor]]:
     originals = dict(call.module.named_parameters(remove_duplicate=False))
     copies = {name: originals[name].detach().requires_grad_() for name in call.names}
     swaps = {id(originals[name]): copy for name, copy in copies.items()}
-    owners: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    flat: list[tuple[nn.RNNBase, list[Any]]] = []
     for module in call.module.modules():
-        owners.append((module._parameters, dict(module._parameters)))
+        held = module._parameters.items()
+        module.__dict__["_parameters"] = {key: swaps.get(id(p), p) for key, p in held}
         if isinstance(module, nn.RNNBase):  # holds its weights a second time
-            flat.append((module, module._flat_weights))
-            module._flat_weights = [swaps.get(id(w), w) for w in module._flat_weights]
+            weights = module.__dict__["_flat_weights"]
+            module.__dict__["_flat_weights"] = [swaps.get(id(w), w) for w in weights]
+    yield [copies[name] for name in call.names]
+
+
+@contextlib.contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """Hooks off, and what the module does to its buffers and attributes inside is undone."""
+    before = [(m, dict(m.__dict__)) for m in module.modules()]
+    for m, _ in before:
+        buffers = {key: b if b is None else b.clone() for key, b in m._buffers.items()}
+        m.__dict__.update(_buffers=buffers, _forward_hooks={})
+        makers = {key: hook for key, hook in m._forward_pre_hooks.items() if _makes_weight(hook)}
+        m.__dict__["_forward_pre_hooks"] = makers
     try:
-        for held, before in owners:
-            held.update({key: swaps.get(id(p), p) for key, p in before.items()})
-        yield [copies[name] for name in call.names]
+        yield
     finally:
-        for held, before in owners:
-            held.update(before)
-        for module, weights in flat:
-            module._flat_weights = weights
+        for m, attributes in before:
+            m.__dict__.clear()
+            m.__dict__.update(attributes)
+
+
+def _makes_weight(hook: Any) -> bool:
+    return type(hook).__module__.startswith("torch.nn.utils.")  # weight_norm of old
 
 
 def _only(call: Call, g: Tensor, sample: int) -> Tensor:

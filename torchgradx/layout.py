@@ -68,10 +68,14 @@ def prove(
             [t for t, _ in seeded], edges, weighted, retain_graph=True, allow_unused=True
         )
 
+    if any(_is_python(node) for node in _below(seeded)):
+        return [None] * len(uses)  # a backward of the user's own may change things when it runs
     try:
         plain = gradients(torch.zeros(n, dtype=torch.int32))
         scaled = [gradients(digit) for digit in digits]
-    except RuntimeError:  # reentrant checkpointing forbids autograd.grad
+    except (
+        Exception
+    ):  # reentrant checkpointing forbids autograd.grad; hooks may raise what they like
         return [None] * len(uses)
     verdicts: list[int | str | None] = []
     place = iter(range(len(edges)))
@@ -82,6 +86,22 @@ def prove(
         k = next(place)
         verdicts.append(_verdict(use, plain[k], [s[k] for s in scaled], digits, n))
     return verdicts
+
+
+def _below(seeded: Sequence[tuple[Tensor, int]]) -> Iterator[Any]:
+    """The graph's nodes below the outputs."""
+    todo, seen = [t.grad_fn for t, _ in seeded], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        todo += [child for child, _ in node.next_functions]
+
+
+def _is_python(node: Any) -> bool:
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def _sample_dim(t: Tensor, n: int, batch_dim: int) -> int | None:

@@ -65,6 +65,9 @@ class Recorder:
         if run is not None:
             run.seen.clear()
 
+    def depth(self) -> int:
+        return len(self._in_force())
+
     @property
     def pushed(self) -> bool:
         return bool(self._in_force())
@@ -104,6 +107,7 @@ class Recorder:
     def add_recorded(self, parameter: int, gradient: Tensor, magnitude: float) -> None:
         key = torch._C._current_graph_task_id(), parameter
         before = self._recorded.get(key)
+        gradient = gradient.reshape(-1)
         total = gradient if before is None else before[0] + gradient
         self._recorded[key] = (total, magnitude + (before[1] if before else 0.0))
 
@@ -122,7 +126,7 @@ class Pass:
         self.recorded = self.keep = self.retained = False
         self.create_graph = self.ambiguous = False
         self.silent_calls = self.count = 0
-        self.structure: Any = tuple(p.requires_grad for p in parameters)
+        self.structure: Any = (n > 1, *(p.requires_grad for p in parameters))
         self.layouts: list[int] = []
         self.serial = 0
         self.refusals: list[tuple[int, str]] = []
@@ -152,7 +156,7 @@ class Pass:
         for place, tensor in slots:
             self._track(place, tensor)
         if _in_backward() and not self.recorder.pushed:
-            self.silent_calls = max(0, self.silent_calls - 1)
+            self.silent_calls = max(0, self.silent_calls - torch.is_grad_enabled())
             return -1
         for place, _ in slots:
             self._calls[place] += 1
@@ -162,6 +166,9 @@ class Pass:
         self.count += 1
         self.seen.append((site, list(sizes), None, 0))
         return self.count - 1
+
+    def note(self, fact: int) -> None:
+        self.structure += (fact,)
 
     def watch(self, use: int, output: Tensor) -> None:
         if use >= 0 and output.grad_fn is not None:
@@ -182,6 +189,9 @@ class Pass:
             return False
         if not self.recorded:
             self.recorder.began(self)
+        if not all(self._needed(place) for place in places):
+            reason = "a backward(inputs=...) computed the gradients of some parameters only"
+            self.recorder.refuse(-1, reason)
         if self.ambiguous:
             self.recorder.refuse(
                 -1, "a reentrant checkpoint recomputed while several passes were in flight"

@@ -44,6 +44,8 @@ class Record:
         scale = self._options["loss_scale"]
         if isinstance(scale, torch.amp.GradScaler):
             scale = scale.get_scale() if scale.is_enabled() else 1.0
+        elif isinstance(scale, Tensor):
+            scale = scale.detach().clone()
         self.runs.append((run, scale))
         run.recorded = True
         for site, reason in run.refusals:
@@ -72,7 +74,7 @@ class Record:
         self._read = True
         runs = sorted(self.runs, key=lambda entry: entry[0].serial)
         tensors = self._parameters.tensors()
-        counted = self._parameters.trainable()
+        counted = [place for place, p in enumerate(tensors) if p.requires_grad]
         double = any(tensors[place].dtype == torch.float64 for place in counted)
         dtype = torch.float64 if double else torch.float32
         device = tensors[counted[0]].device if counted else torch.device("cpu")
@@ -113,13 +115,17 @@ class Record:
                 scale = (
                     given[start : start + n] if isinstance(given, Tensor) and given.dim() else given
                 )
-            scale = torch.as_tensor(scale, dtype=torch.float64, device="cpu")
+            reduction = float(n) if self._options["loss_reduction"] == "mean" else 1.0
+            if not isinstance(scale, Tensor):
+                factors.append(torch.full((n,), reduction / abs(scale), dtype=torch.float64))
+                start += n
+                continue
+            scale = scale.detach().to("cpu", torch.float64)
             if scale.dim() and scale.shape != (n,):
                 raise ValueError(
                     f"loss_scale must be a number or a Tensor [{n}], one a sample of the pass; "
                     f"got shape {list(scale.shape)}"
                 )
-            reduction = float(n) if self._options["loss_reduction"] == "mean" else 1.0
             factors.append((reduction / scale.abs()).expand(n))
             start += n
         return torch.cat(factors)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_map
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import ops
-from .fallback import Call, Regime, per_sample_gradients
+from .fallback import CHANNELS_FIRST, Call, Regime, per_sample_gradients
 from .layout import BATCH, SEQUENCE, tensors_in
 from .rules import Layer, own_names
 from .sites import Hooks, NativeSite
@@ -24,8 +24,6 @@ if ops.NATIVE:
     from . import _C
 
 __all__ = ["FallbackSite", "Site"]
-
-CHANNELS_FIRST = (_ConvNd, _NormBase, nn.GroupNorm)
 
 
 class FallbackSite:
@@ -68,46 +66,47 @@ class FallbackSite:
 
     def _before(self, module: nn.Module, args: Any) -> None:
         stock = type(module).__module__.startswith("torch.nn.modules.")
-        random = module.training and (not stock or getattr(module, "dropout", 0.0) > 0)
+        random = not stock or (module.training and getattr(module, "dropout", 0.0) > 0)
         self._regime = Regime.current(module, random)
         self._first = _C.sequence_number() if ops.NATIVE else 0
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         run = self._recorder.current()
         if run is None or torch._C._are_functorch_transforms_active():
-            return None
+            return
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             run.refuse(
                 self._index,
                 "it normalises by the batch's statistics, which mix samples: call eval() on it, "
                 "or use GroupNorm",
             )
-            return None
+            return
         held = {place: _find(module, name) for place, name in self._own.items()}
         held = {place: p for place, p in held.items() if p.requires_grad}
         outputs = tensors_in(out)
         live = [t for t in outputs if t.requires_grad]
         if not held:
-            return None
-        replaced = None
+            return
+        unsaid = _unsupported(held.values(), (args, kwargs))
+        if unsaid:
+            run.refuse(self._index, unsaid)
+            return
         first = (live or outputs)[0]
-        if isinstance(module, nn.Embedding) and first.dim() > 1 and first.shape[0] == 1 < run.n:
-            # Positions that all samples share: made explicit, so that each one's gradient arrives.
-            replaced = first = first.expand(run.n, *first.shape[1:])
-            args = tuple(t.expand(run.n, *t.shape[1:]) for t in args)
-            outputs = live = [first]
         use = run.call(self._index, list(held.items()), list(first.shape))
+        for t in tensors_in((args, kwargs)):  # which of them hold samples depends on their sizes
+            run.note(sum(2**k for k, size in enumerate(t.shape[:8]) if size == run.n))
         if not torch.is_grad_enabled() or not live:
-            return replaced
+            return
         run.enclose(list(held), self._first)
-        run.watch(use, first)
+        run.watch(use, _made(first))
         self._listen(run, use, held, (args, kwargs), outputs)
-        return replaced
 
     def _listen(
         self, run: Any, use: int, held: dict[int, Tensor], arguments: Any, outputs: list[Tensor]
     ) -> None:
-        saved = [tree_map(_save, arguments)]
+        leaves, spec = tree_flatten(arguments)
+        saved = [_save(leaf) for leaf in leaves]
+        del leaves
         grads: list[Tensor | None] = [None] * len(outputs)
         regime, places = self._regime, list(held)
         by_node: dict[Any, list[int]] = {}
@@ -119,7 +118,7 @@ class FallbackSite:
         several = len(by_node) > 1
         if several:
             self._audit.defer(list(held))
-        arrived: list[int] = []
+        arrived: list[int] = []  # the backward, once for each node that has been
         held_by_graph = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
         def settle() -> None:
@@ -128,11 +127,14 @@ class FallbackSite:
             if all(g is None for g in now):
                 return
             try:
-                self._deliver(run, use, places, tree_map(_unpack, saved[0]), now, regime)
+                again = tree_unflatten([_unpack(leaf) for leaf in saved], spec)
+                self._deliver(run, use, places, again, now, regime)
             except Exception as error:  # never from inside backward()
                 self._recorder.refuse(self._index, f"its gradients by sample failed: {error}")
             if not run.retained:
                 saved.clear()
+            if several:  # after all that is queued already
+                at_the_end(lambda: self._audit.compare_deferred(places))
 
         for node, outs in by_node.items():
             numbers = [made[k].output_nr for k in outs]
@@ -140,21 +142,22 @@ class FallbackSite:
             def prehook(
                 incoming: Any, outs: list[int] = outs, numbers: list[int] = numbers
             ) -> None:
+                task = torch._C._current_graph_task_id()
+                if arrived and arrived[-1] != task:  # of a backward that did not end
+                    arrived.clear()
+                    grads[:] = [None] * len(grads)
                 if not arrived and not run.arrive(places, True):
                     return
                 for k, number in zip(outs, numbers, strict=True):
-                    grads[k] = (
-                        None if incoming[number] is None else incoming[number].reshape(shapes[k])
-                    )
-                arrived.append(1)
+                    g = incoming[number]
+                    grads[k] = None if g is None else g.reshape(shapes[k])
+                arrived.append(task)
                 if torch.is_grad_enabled():
                     return  # create_graph: refused when read
                 if not several:
                     settle()
-                elif (
-                    len(arrived) == 1
-                ):  # the others may come, or not: wait for the end of this backward
-                    torch.autograd.Variable._execution_engine.queue_callback(settle)
+                elif len(arrived) == 1:  # the others may come, or not: wait for the end
+                    at_the_end(settle)
 
             node.register_prehook(prehook)
             if held_by_graph:  # a checkpoint: what runs again must save as much again
@@ -182,8 +185,8 @@ class FallbackSite:
         kept: list[list[Tensor]] = [[] for _ in places]
         for _, found in chunks:
             for k, (place, g) in enumerate(zip(places, found, strict=True)):
-                if self._recorder.auditing:
-                    eps = torch.finfo(regime.autocast or g.dtype).eps / torch.finfo(g.dtype).eps
+                if self._recorder.auditing or place in self._audit.always:
+                    eps = torch.finfo(regime.autocast or g.dtype).eps
                     size = sum(float(f.detach().double().norm()) for f in found) * run.n
                     self._recorder.add_recorded(place, g.sum(0), size * eps)
                 kept[k].append(g if waits[k] else g.reshape(len(g), -1).square().sum(1))
@@ -204,6 +207,18 @@ class FallbackSite:
 
 
 Site = NativeSite | FallbackSite
+
+at_the_end = torch.autograd.Variable._execution_engine.queue_callback  # of the current backward
+
+
+def _unsupported(parameters: Iterable[Tensor], arguments: Any) -> str | None:
+    """Why a module cannot be run again sample by sample, if one can tell beforehand."""
+    if any(p.is_complex() for p in parameters):
+        return "complex parameters have no kernel and no fallback: freeze it"
+    packed = tree_flatten(arguments, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))[0]
+    if any(isinstance(leaf, PackedSequence) for leaf in packed):
+        return "packed sequences are not supported: give it padded ones"
+    return None
 
 
 def _find(module: nn.Module, name: str) -> Tensor:

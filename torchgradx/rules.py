@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -18,6 +19,7 @@ from .cost import Plan, Problem, plan
 __all__ = ["RULES", "Layer", "Rule", "modules_in_order", "opaque", "own_names", "rule_of"]
 
 
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CONTAINERS = (
     nn.ParameterList,
     nn.ParameterDict,
@@ -123,6 +125,8 @@ def rule_of(module: nn.Module) -> Rule | None:
     own = {name for name, p in module._parameters.items() if p is not None}
     plain = "forward" not in module.__dict__ and "_conv_forward" not in module.__dict__
     if not plain or not own <= {"weight", "bias"} or "weight" not in own:
+        return None
+    if any(p is not None and p.dtype not in DTYPES for p in module._parameters.values()):
         return None
     return next((rule for rule in RULES.values() if rule.accepts(module)), None)
 

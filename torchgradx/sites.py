@@ -60,7 +60,12 @@ class NativeSite:
         beside = weight_grad and options["fused"]
 
         def planner(n: int, t: int) -> int:
-            return CODES[layer.plan(n, t, itemsize, beside, options["algorithm"]).algorithm]
+            try:
+                plan = layer.plan(n, t, itemsize, beside, options["algorithm"])
+            except ValueError as refusal:  # raised when it is read, never from inside backward()
+                context.recorder.refuse(index, str(refusal))
+                plan = layer.plan(n, t, itemsize, beside, None)
+            return CODES[plan.algorithm]
 
         site = _C.Site(
             recorder=context.recorder,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import is_not
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -23,6 +24,14 @@ __all__ = ["Context", "Parameters", "declared_layout", "find_layers"]
 LAYOUTS = {"batch": BATCH, "sequence": SEQUENCE}
 
 
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _key(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
 class Parameters:
     """The table of a model's parameters: by place, by first name, and whatever stands there now."""
 
@@ -34,17 +43,38 @@ class Parameters:
         modules = dict(model.named_modules(remove_duplicate=False))
         for name, p in model.named_parameters(remove_duplicate=False):
             if id(p) not in places:
-                owner, _, key = name.rpartition(".")
                 places[id(p)] = len(self.names)
                 self.names.append(name)
-                self._slots.append((modules[owner]._parameters, key))
+                self._slots.append((modules[_owner(name)]._parameters, _key(name)))
             self._aliases[name] = places[id(p)]
+        self._last = list(model.parameters())
+        self._modules = list(model.modules())
+        self._children = [(m._modules, list(m._modules.values())) for m in self._modules]
+        self._counts = [(m._parameters, len(m._parameters)) for m in self._modules]
+        tied = [name for name, place in self._aliases.items() if self.names[place] != name]
+        self._tied = [(modules[_owner(n)]._parameters, _key(n), self._aliases[n]) for n in tied]
 
     def place(self, name: str) -> int:
         return self._aliases[name]
 
     def tensors(self) -> list[Tensor]:
-        return [held[key] for held, key in self._slots]
+        """What stands in each place now; what stood there last, where nothing does."""
+        return [
+            held.get(key, last) for (held, key), last in zip(self._slots, self._last, strict=True)
+        ]
+
+    def modes(self) -> tuple[bool, ...]:
+        return tuple([module.training for module in self._modules])
+
+    def changed(self) -> bool:
+        """Whether modules or parameters came, went, or are tied otherwise since attach."""
+        for held, children in self._children:
+            if len(held) != len(children) or any(map(is_not, held.values(), children)):
+                return True
+        if any(len(held) != count for held, count in self._counts):
+            return True
+        now = self.tensors() if self._tied else []
+        return any(held.get(key) is not now[place] for held, key, place in self._tied)
 
     def trainable(self) -> list[int]:
         return [place for place, p in enumerate(self.tensors()) if p.requires_grad]
