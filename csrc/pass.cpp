@@ -134,6 +134,7 @@ void Recorder::release() {
 
 Pass::Pass(std::shared_ptr<Recorder> recorder, int64_t n, const std::vector<Tensor>& parameters)
     : recorder(std::move(recorder)), n(n), entries(parameters.size()), owners_(parameters.size()) {
+  accumulators_.reserve(parameters.size());
   for (size_t p = 0; p < parameters.size(); ++p) {
     track(static_cast<int64_t>(p), parameters[p]);
     structure = mixed(structure, parameters[p].requires_grad() ? 5 : 6);
@@ -349,6 +350,11 @@ void bind_pass(py::module_& m) {
            [](const Recorder& self, int64_t task) {
              return std::find(self.audited.begin(), self.audited.end(), task) != self.audited.end();
            })
+      .def_property_readonly("balanced",
+                             [](const Recorder& self) {
+                               return std::all_of(self.balance.begin(), self.balance.end(),
+                                                  [](int64_t b) { return b == 0; });
+                             })
       .def_readonly("balance", &Recorder::balance)
       .def_readonly("refusals", &Recorder::refusals)
       .def_property_readonly("held", &Recorder::held);

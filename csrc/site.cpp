@@ -71,7 +71,8 @@ std::optional<Site::Operands> Site::canonical(const Pass& pass, int64_t use, con
   }
   if (!operands.grad_output.defined()) {
     std::ostringstream reason;
-    reason << "the " << pass.n << " samples of the pass cannot be found in its output of shape " << grad_output.sizes();
+    reason << "the " << pass.n << " samples of the pass cannot be found in its output of shape " << grad_output.sizes()
+           << "; if they are there, say layout=";
     recorder->refuse(index, reason.str());
     return std::nullopt;
   }

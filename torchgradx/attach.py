@@ -292,7 +292,8 @@ class Probe:
         if given is not None:
             return int(given)
         dim = self._options["batch_dim"]
-        for tensor in tensors_in((args, kwargs)):
+        plain = args and isinstance(args[0], Tensor) and args[0].dim()
+        for tensor in args[:1] if plain else tensors_in((args, kwargs)):
             if tensor.dim():
                 return tensor.shape[dim if tensor.dim() > dim else 0]
         self._recorder.refuse(
@@ -302,11 +303,12 @@ class Probe:
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         run = self._recorder.current()
-        uses = [] if run is None or self._audit.knows(run) else run.uses()
+        key = None if run is None else self._audit.key(run)
+        uses = [] if run is None or self._audit.knows(key) else run.uses()
         self._recorder.pop()
         if run is not None and out is not None and self._on:
             outputs = tensors_in(out) if uses else []
-            self._audit.examine(run, uses, outputs, self._sites)
+            self._audit.examine(run, key, uses, outputs, self._sites)
 
     # Backward
 

@@ -57,17 +57,22 @@ class Audit:
 
     # Forward
 
-    def _key(self, run: Any) -> Any:
+    def key(self, run: Any) -> Any:
+        """What a verdict on a structure holds for."""
         return run.structure, self._parameters.modes()
 
-    def knows(self, run: Any) -> bool:
-        return self._key(run) in self._proven
+    def knows(self, key: Any) -> bool:
+        return key in self._proven
 
     def examine(
-        self, run: Any, uses: Sequence[Any], outputs: Sequence[Tensor], sites: Sequence[Site]
+        self,
+        run: Any,
+        key: Any,
+        uses: Sequence[Any],
+        outputs: Sequence[Tensor],
+        sites: Sequence[Site],
     ) -> None:
         """At the end of a forward: what is known of its structure, or a first look at it."""
-        key = self._key(run)
         verdict = self._proven.get(key)
         if verdict is None:
             pending = self._pending.get(key)
@@ -87,7 +92,7 @@ class Audit:
         for site, sizes, node, number in uses:
             trusted = sites[site].declared >= 0
             watched.append(
-                Watched(None if trusted else node, number, sites[site].leads(len(sizes)))
+                Watched(None if trusted else node, number, sizes[: sites[site].leads(len(sizes))])
             )
         self._recorder.idle = True
         try:
@@ -99,7 +104,7 @@ class Audit:
         for (site, sizes, _, _), use, verdict in zip(uses, watched, found, strict=True):
             presumed = sites[site].presumed
             unsure = use.node is not None and not isinstance(verdict, int)
-            if unsure and (verdict or not _beyond_doubt(sizes[: use.leads], n, presumed)):
+            if unsure and (verdict or not _beyond_doubt(use.leads, n, presumed)):
                 reason = verdict or f"no proof could be had of where the {n} samples are in it"
                 name = self._layers[site].name
                 say = f'if it is so, say layout={{"{name}": "batch"}} or "sequence"'
@@ -124,7 +129,7 @@ class Audit:
 
     def attend(self) -> None:
         """Compare always what modules that run again receive."""
-        self.always &= set(self._heard(self.always))
+        self.always &= {*self._heard(self.always), *self._shielded}
 
     def _heard(self, places: Iterable[int]) -> Iterator[int]:
         tensors = self._parameters.tensors()
@@ -218,10 +223,12 @@ class Audit:
     def check(self) -> None:
         """Raise a CoverageError if anything in the record is not accounted for."""
         created = any(run.create_graph for run, _ in self._record.runs)
-        balance, refusals = self._recorder.balance, self._recorder.refusals
+        refusals = self._recorder.refusals
         late = {place for run, _ in self._record.runs for place in run.late()}
-        if not (created or any(balance) or refusals or late or self._record.mismatched):
+        doubts = created or refusals or late or self._record.mismatched
+        if not doubts and self._recorder.balanced:
             return
+        balance = self._recorder.balance
         problems: dict[str, str] = {}  # parameter -> reason
         names = self._parameters.names
         trainable = self._parameters.trainable()

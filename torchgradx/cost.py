@@ -49,7 +49,7 @@ class Rates:
 
 # Least squares over the layers of benchmarks/calibrate.py, 2026-11-20, one thread of an AMD EPYC
 # (Zen 4, AVX-512), torch 2.13, float32. Only ratios matter, and only near a crossover.
-# Not modelled: caches, threads, a call's fixed cost, halves' conversion, strides, other devices.
+# Not modelled: caches, threads, halves' conversion, strides, other devices.
 RATES: dict[str, dict[str, Rates]] = {
     "linear": {
         "weight_grad": Rates(flop=8.6e10, bytes=5.3e10),  # the framework's own
@@ -66,6 +66,10 @@ RATES: dict[str, dict[str, Rates]] = {
         "fused": Rates(flop=1.8e11, bytes=6.3e10),
     },
 }
+
+
+# A call of an operator, whatever it does: 3 us for linear_fused against 8 for rank1, mm and sum.
+CALL = 2.5e-6
 
 
 def _operands(p: Problem) -> int:
@@ -107,11 +111,11 @@ def _beside(name: str, norms: Callable[[Problem], Cost]) -> Callable[[Problem], 
 
 def _fused(p: Problem) -> Parts:
     """Every tile of the gradient is also squared and added to the total; or, where T is so small
-    that this would be most of the work, the kernel takes the norms from a Gram."""
+    that this would be most of the work, the kernel takes the norms from a Gram, or by rank1."""
     tiles = p.n * p.groups * p.i * p.o
     ends, gram = ("fused", Cost(4 * tiles, 12 * tiles)), ("gram", _gram(p))
-    cheaper = gram if _seconds(p, (gram,)) < _seconds(p, (ends,)) else ends
-    return ("fused", weight_grad(p)), cheaper
+    ways = (ends, gram, ("rank1", _rank1(p))) if p.t <= 1 else (ends, gram)
+    return ("fused", weight_grad(p)), min(ways, key=lambda way: _seconds(p, (way,)))
 
 
 def _seconds(p: Problem, parts: Parts) -> float:
@@ -151,7 +155,8 @@ class Algorithm:
         return total
 
     def seconds(self, problem: Problem) -> float:
-        return _seconds(problem, self.parts(problem))
+        beside = problem.weight_grad and self.name != "fused"
+        return _seconds(problem, self.parts(problem)) + CALL * (3 if beside else 1)
 
 
 ALGORITHMS: dict[str, Algorithm] = {

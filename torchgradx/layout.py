@@ -29,7 +29,7 @@ class Watched:
 
     node: Any  # that made the output; None where it needs no gradient
     output_nr: int
-    leads: int  # leading dimensions that count rows
+    leads: Sequence[int]  # the leading dimensions of the layer's output, which count its rows
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -126,8 +126,7 @@ def _verdict(
 ) -> int | str | None:
     if plain is None or any(s is None for s in scaled):
         return None
-    leads = plain.shape[: use.leads]
-    count = leads.numel()
+    leads, count = use.leads, prod(use.leads)
     held = [s.reshape(count, -1) for s in scaled if s is not None]
     for layout, owner in _owners(leads, n):
         pairs = zip(held, digits, strict=True)

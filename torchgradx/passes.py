@@ -65,6 +65,10 @@ class Recorder:
         if run is not None:
             run.seen.clear()
 
+    @property
+    def balanced(self) -> bool:
+        return not any(self.balance)
+
     def depth(self) -> int:
         return len(self._in_force())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import is_not
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -49,8 +48,9 @@ class Parameters:
             self._aliases[name] = places[id(p)]
         self._last = list(model.parameters())
         self._modules = list(model.modules())
-        self._children = [(m._modules, list(m._modules.values())) for m in self._modules]
-        self._counts = [(m._parameters, len(m._parameters)) for m in self._modules]
+        self._children = [m._modules for m in self._modules if m._modules]
+        self._held = [m._parameters for m in self._modules]
+        self._shape = self._present()
         tied = [name for name, place in self._aliases.items() if self.names[place] != name]
         self._tied = [(modules[_owner(n)]._parameters, _key(n), self._aliases[n]) for n in tied]
 
@@ -68,13 +68,14 @@ class Parameters:
 
     def changed(self) -> bool:
         """Whether modules or parameters came, went, or are tied otherwise since attach."""
-        for held, children in self._children:
-            if len(held) != len(children) or any(map(is_not, held.values(), children)):
-                return True
-        if any(len(held) != count for held, count in self._counts):
+        if self._present() != self._shape:
             return True
         now = self.tensors() if self._tied else []
         return any(held.get(key) is not now[place] for held, key, place in self._tied)
+
+    def _present(self) -> tuple[list[int], list[int]]:
+        children = [id(child) for held in self._children for child in held.values()]
+        return children, [len(held) for held in self._held]
 
     def trainable(self) -> list[int]:
         return [place for place, p in enumerate(self.tensors()) if p.requires_grad]
