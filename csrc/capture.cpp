@@ -43,15 +43,6 @@ struct Tap : torch::autograd::FunctionPreHook {
   }
 };
 
-// A tensor kept as autograd keeps one, for layers that run again in Python.
-struct Saved {
-  SavedVariable value;
-  explicit Saved(const Tensor& t) : value(t.detach(), /*is_output=*/false) {}
-  Tensor unpack() const {
-    return value.unpack();
-  }
-};
-
 }  // namespace
 
 c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, at::IntArrayRef sizes, const Tensor& weight,
@@ -82,38 +73,6 @@ void tap(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& w
   use->pass->watch(use->index, made);
   made.grad_fn()->add_pre_hook(std::make_unique<Tap>(use->wants_weight ? input : Tensor(), use, &*made.grad_fn(),
                                                      made.output_nr(), output.sizes()));
-}
-
-void bind_capture(py::module_& m) {
-  py::class_<Site, std::shared_ptr<Site>>(m, "Site")
-      .def(py::init([](std::shared_ptr<Recorder> recorder, int64_t index, int64_t weight, int64_t bias,
-                       bool weight_grad, int64_t layout, int64_t presumed, py::object planner) {
-             auto site = std::make_shared<Site>();
-             site->recorder = std::move(recorder);
-             site->index = index;
-             site->weight = weight;
-             site->bias = bias;
-             site->weight_grad = weight_grad;
-             site->layout = static_cast<Layout>(layout);
-             site->presumed = static_cast<Layout>(presumed);
-             site->planner.reset(new Callback{std::move(planner)});
-             return site;
-           }),
-           py::arg("recorder"), py::arg("index"), py::arg("weight"), py::arg("bias"), py::arg("weight_grad"),
-           py::arg("layout"), py::arg("presumed"), py::arg("planner"))
-      .def_readwrite("kernel_size", &Site::kernel_size)
-      .def_readwrite("stride", &Site::stride)
-      .def_readwrite("padding", &Site::padding)
-      .def_readwrite("dilation", &Site::dilation)
-      .def_readwrite("groups", &Site::groups)
-      .def_readwrite("pre_pad", &Site::pre_pad)
-      .def_readwrite("pad_mode", &Site::pad_mode)
-      .def_readwrite("one_dimensional", &Site::one_dimensional);
-  m.def("linear", &linear);
-  m.def("convolution", &convolution);
-  m.def("tap", &tap);
-
-  py::class_<Saved>(m, "Saved").def(py::init<const Tensor&>()).def("unpack", &Saved::unpack);
 }
 
 }  // namespace torchgradx

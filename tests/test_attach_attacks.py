@@ -343,6 +343,12 @@ def test_a_compiled_model_is_exact_in_either_order(order, backend):
         square(compiled, x).backward()
     with torchgradx.attach(model) as probe:
         square(compiled, x).backward()
-        norms = probe.norms(per="parameter")
+        try:
+            norms = probe.norms(per="parameter")
+        except torchgradx.CoverageError:
+            # compiled code looks for a swapped class, but for no hook: nothing is recorded then
+            assert order == "compile, attach"
+            assert not torchgradx.ops.NATIVE
+            return
     for name, value in want.items():
         assert torch.allclose(norms[name].double(), value)

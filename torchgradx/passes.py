@@ -154,7 +154,10 @@ class Pass:
 
     def _needed(self, place: int) -> bool:
         node = self._owners[place]
-        return node is None or torch._C._will_engine_execute_node(node)
+        try:
+            return node is None or torch._C._will_engine_execute_node(node)
+        except RuntimeError:  # autograd.grad, which only captures: no .grad receives anything
+            return False
 
     def call(self, site: int, slots: Sequence[Slot], sizes: Sequence[int]) -> int:
         for place, tensor in slots:
