@@ -69,7 +69,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, vocabulary)
 
     def forward(self, ids: Tensor) -> Tensor:  # [N, T] -> [N, T, vocabulary]
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1])[None])
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]).expand_as(ids))
         return self.head(self.norm(self.blocks(x)))
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -95,8 +96,8 @@ def per_sample_gradients(
     """
 
     def chunks_of(way: Callable[[Call], Chunks]) -> Chunks:
-        with silent(), call.regime.again(), _untouched(call.module):
-            yield from way(call)
+        with silent(), call.regime.again():
+            yield from way(replace(call, module=_stand_in(call.module)))
 
     try:
         chunks = chunks_of(_by_vmap)
@@ -203,7 +204,10 @@ def _inner(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
 
 def _by_replay(call: Call) -> Chunks:
     args, kwargs = call.arguments
-    with torch.enable_grad(), _copies(call) as parameters:
+    held = dict(call.module.named_parameters(remove_duplicate=False))
+    parameters = [held[name].detach().requires_grad_() for name in call.names]
+    _put(call.module, {id(held[n]): p for n, p in zip(call.names, parameters, strict=True)})
+    with torch.enable_grad():
         outputs = tensors_in(_Forward(call.module)(*args, **kwargs))
     pairs = [(out, g) for out, g in zip(outputs, call.grads, strict=True) if g is not None]
     for chunk in _chunks(call.n, sum(p.numel() for p in parameters)):
@@ -222,36 +226,33 @@ def _by_replay(call: Call) -> Chunks:
         yield chunk, [torch.stack(column) for column in zip(*found, strict=True)]
 
 
-@contextlib.contextmanager
-def _copies(call: Call) -> Iterator[list[Tensor]]:
-    """The module computing with leaves of its own, so that hooks on its parameters stay silent."""
-    originals = dict(call.module.named_parameters(remove_duplicate=False))
-    copies = {name: originals[name].detach().requires_grad_() for name in call.names}
-    swaps = {id(originals[name]): copy for name, copy in copies.items()}
-    for module in call.module.modules():
-        held = module._parameters.items()
-        module.__dict__["_parameters"] = {key: swaps.get(id(p), p) for key, p in held}
-        if isinstance(module, nn.RNNBase):  # holds its weights a second time
-            weights = module.__dict__["_flat_weights"]
-            module.__dict__["_flat_weights"] = [swaps.get(id(w), w) for w in weights]
-    yield [copies[name] for name in call.names]
+def _stand_in(module: nn.Module) -> nn.Module:
+    """A shallow copy to run: what it does to buffers and attributes is its own, and hooks are off.
+
+    The module itself is not touched: another thread may be running it.
+    """
+    twin = type(module).__new__(type(module))
+    twin.__dict__ = dict(module.__dict__)
+    makers = {key: h for key, h in module._forward_pre_hooks.items() if _makes_weight(h)}
+    twin.__dict__.update(
+        _parameters=dict(module._parameters),
+        _buffers={key: b if b is None else b.clone() for key, b in module._buffers.items()},
+        _modules={key: child and _stand_in(child) for key, child in module._modules.items()},
+        _forward_hooks=OrderedDict(),
+        _forward_pre_hooks=OrderedDict(makers),
+        _backward_hooks=OrderedDict(),
+        _backward_pre_hooks=OrderedDict(),
+    )
+    return twin
 
 
-@contextlib.contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
-    """Hooks off, and what the module does to its buffers and attributes inside is undone."""
-    before = [(m, dict(m.__dict__)) for m in module.modules()]
-    for m, _ in before:
-        buffers = {key: b if b is None else b.clone() for key, b in m._buffers.items()}
-        m.__dict__.update(_buffers=buffers, _forward_hooks={})
-        makers = {key: hook for key, hook in m._forward_pre_hooks.items() if _makes_weight(hook)}
-        m.__dict__["_forward_pre_hooks"] = makers
-    try:
-        yield
-    finally:
-        for m, attributes in before:
-            m.__dict__.clear()
-            m.__dict__.update(attributes)
+def _put(module: nn.Module, swaps: dict[int, Tensor]) -> None:
+    """Let a stand-in compute with other tensors, by the ids of those that they replace."""
+    for m in module.modules():
+        held = {key: swaps.get(id(p), p) for key, p in m._parameters.items()}
+        m.__dict__["_parameters"] = held
+        if isinstance(m, nn.RNNBase):  # holds its weights a second time
+            m.__dict__["_flat_weights"] = [swaps.get(id(w), w) for w in m._flat_weights]
 
 
 def _makes_weight(hook: Any) -> bool:
