@@ -57,7 +57,7 @@ def test_a_verdict_of_eval_mode_does_not_hold_in_training(options):
 
     model, x = Model(forward, l=nn.Linear(3, 5), o=nn.Linear(5, 2)).double(), torch.randn(N, 3)
     model, x = model.eval(), x.double()
-    forward.__globals__["torch"].set_default_dtype(torch.double)
+    torch.set_default_dtype(torch.double)
     try:
         with torchgradx.attach(model, **options) as probe:
             assert isinstance(norms_or_refusal(probe, model, x), dict)
