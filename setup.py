@@ -1,8 +1,13 @@
-"""Compiles csrc into torchgradx._C, against the torch that is installed.
+"""Compiles csrc into torchgradx._C, and csrc/cuda into torchgradx._cuda, against the torch that is
+installed. They are two so that CUDA kernels which do not load leave the CPU's at work.
 
 Everything else about the package is in pyproject.toml. The environment may say:
 
-    TORCHGRADX_NO_EXTENSION=1   install without the extension; the pure-Python fallback serves
+    TORCHGRADX_NO_EXTENSION=1   install without the extensions; the pure-Python fallback serves
+    TORCHGRADX_CUDA=0 or 1      leave the CUDA kernels out, or insist on them; unset: if torch has
+                                CUDA and nvcc is found, be there a GPU or not
+    TORCH_CUDA_ARCH_LIST        compute capabilities, as torch has it: "8.0;9.0+PTX"
+    CUDA_HOME                   the CUDA toolkit, where the nvcc on PATH is not the one wanted
     TORCHGRADX_SANITIZE=1       AddressSanitizer and UndefinedBehaviorSanitizer, see `make sanitize`
     CXX, MAX_JOBS               the compiler, and how many of them at once
 """
@@ -19,12 +24,15 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(ROOT, "build_tools"))
+import cuda_toolkit  # noqa: E402
+
 SANITIZE = os.environ.get("TORCHGRADX_SANITIZE") == "1"
 COMPILING = {"build", "build_ext", "bdist_wheel", "editable_wheel", "develop", "install"}
 
 
 def why_not() -> str | None:
-    """The reason to leave the extension out, if there is one."""
+    """The reason to leave the extensions out, if there is one."""
     if os.environ.get("TORCHGRADX_NO_EXTENSION") == "1":
         return "TORCHGRADX_NO_EXTENSION=1"
     compiler = shlex.split(os.environ.get("CXX", "c++"))
@@ -59,7 +67,7 @@ def flags(torch) -> list[str]:
     ]
 
 
-def extension() -> dict:
+def extensions() -> dict:
     import torch  # here, since sdist and egg_info must do without
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 
@@ -69,20 +77,27 @@ def extension() -> dict:
     # torch's headers take about 1.5 GiB a compiler
     os.environ.setdefault("MAX_JOBS", str(max(1, min(os.cpu_count(), gib // 2))))
     # Not linked with -fopenmp: torch brings its own OpenMP runtime, and two would mean two pools.
-    library = CppExtension(
+    native = CppExtension(
         "torchgradx._C",
-        sorted(glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp")),
+        sorted(glob("csrc/*.cpp") + glob("csrc/layers/*.cpp") + glob("csrc/cpu/*.cpp")),
         extra_compile_args={"cxx": flags(torch)},
         extra_link_args=SANITIZERS if SANITIZE else [],
     )
-    # force: setuptools compares times of sources only; ninja also sees headers and flags
-    return {"ext_modules": [library], "cmdclass": {"build_ext": BuildExtension}}
+    modules = [native]
+    home = cuda_toolkit.toolkit()
+    left_out = "a sanitized build" if SANITIZE else cuda_toolkit.why_not(home, torch)
+    if left_out:
+        print(f"torchgradx: installing without CUDA kernels: {left_out}", file=sys.stderr)
+    else:
+        modules.append(cuda_toolkit.extension(home, torch, flags(torch)))
+    return {"ext_modules": modules, "cmdclass": {"build_ext": BuildExtension}}
 
 
 base = "build/sanitize" if SANITIZE else "build"
+# force: setuptools compares times of sources only; ninja also sees headers and flags
 options = {"build_ext": {"force": True}, "build": {"build_base": base}}
 compiling = bool(COMPILING & set(sys.argv))
 reason = why_not() if compiling else None
 if reason:
-    print(f"torchgradx: installing without the compiled extension: {reason}", file=sys.stderr)
-setup(options=options, **(extension() if compiling and not reason else {}))
+    print(f"torchgradx: installing without the compiled extensions: {reason}", file=sys.stderr)
+setup(options=options, **(extensions() if compiling and not reason else {}))

@@ -1,27 +1,15 @@
-// Every operator's schema, once, and the C++ call that reaches it through the dispatcher.
-// Kernels register themselves at the foot of each backend's file; shapes are documented in ops.h.
+// The operators' definition, and the C++ calls that reach them through the dispatcher.
+// Kernels register themselves at the foot of each backend's file.
 #include "ops.h"
 #include "pass.h"
+#include "schemas.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/extension.h>
 #include <torch/library.h>
 
 TORCH_LIBRARY(torchgradx, m) {
-  m.def("rank1_sq_norms(Tensor activations, Tensor grad_output, bool bias) -> Tensor");
-  m.def("gram_sq_norms(Tensor activations, Tensor grad_output, bool bias) -> Tensor");
-  m.def("direct_sq_norms(Tensor activations, Tensor grad_output, bool bias) -> Tensor");
-  m.def("bias_sq_norms(Tensor grad_output) -> Tensor");
-  m.def("linear_fused(Tensor activations, Tensor grad_output, Tensor? scale, bool bias) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "conv2d_gram_sq_norms(Tensor input, Tensor grad_output, int[2] kernel_size, int[2] stride, int[2] padding, "
-      "int[2] dilation, int groups, bool bias) -> Tensor");
-  m.def(
-      "conv2d_direct_sq_norms(Tensor input, Tensor grad_output, int[2] kernel_size, int[2] stride, int[2] padding, "
-      "int[2] dilation, int groups, bool bias) -> Tensor");
-  m.def(
-      "conv2d_fused(Tensor input, Tensor grad_output, int[2] kernel_size, int[2] stride, int[2] padding, "
-      "int[2] dilation, int groups, Tensor? scale, bool bias) -> (Tensor, Tensor, Tensor)");
+  torchgradx::define_operators(m);
 }
 
 namespace torchgradx {
@@ -81,6 +69,54 @@ Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, const Geometr
                           const std::optional<Tensor>&, bool);
   static const auto op = find<Signature>("torchgradx::conv2d_fused");
   return op.call(input, grad_output, g.kernel_size, g.stride, g.padding, g.dilation, g.groups, scale, bias);
+}
+
+Tensor affine_sq_norms(const Tensor& input, const Tensor& grad_output, const std::optional<Tensor>& mean,
+                       const std::optional<Tensor>& rstd, bool bias) {
+  using Signature =
+      Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, const std::optional<Tensor>&, bool);
+  static const auto op = find<Signature>("torchgradx::affine_sq_norms");
+  return op.call(input, grad_output, mean, rstd, bias);
+}
+
+AffineFused affine_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
+                         const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool frozen,
+                         const std::optional<Tensor>& scale, bool bias) {
+  using Signature = AffineFused(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&,
+                                const std::optional<Tensor>&, bool, const std::optional<Tensor>&, bool);
+  static const auto op = find<Signature>("torchgradx::affine_fused");
+  return op.call(input, grad_output, weight, mean, rstd, frozen, scale, bias);
+}
+
+Tensor prelu_sq_norms(const Tensor& input, const Tensor& grad_output) {
+  static const auto op = find<Tensor(const Tensor&, const Tensor&)>("torchgradx::prelu_sq_norms");
+  return op.call(input, grad_output);
+}
+
+Fused prelu_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
+                  const std::optional<Tensor>& scale) {
+  using Signature = Fused(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&);
+  static const auto op = find<Signature>("torchgradx::prelu_fused");
+  return op.call(input, grad_output, weight, scale);
+}
+
+std::tuple<Tensor, Tensor> moments(const Tensor& input, double eps, bool centred, bool over_positions) {
+  using Signature = std::tuple<Tensor, Tensor>(const Tensor&, double, bool, bool);
+  static const auto op = find<Signature>("torchgradx::moments");
+  return op.call(input, eps, centred, over_positions);
+}
+
+Tensor gather_sq_norms(const Tensor& indices, const Tensor& grad_output, std::optional<int64_t> padding_idx) {
+  using Signature = Tensor(const Tensor&, const Tensor&, std::optional<int64_t>);
+  static const auto op = find<Signature>("torchgradx::gather_sq_norms");
+  return op.call(indices, grad_output, padding_idx);
+}
+
+Tensor gather_dots(const Tensor& indices, const Tensor& grad_rows, const Tensor& activations, const Tensor& grad_output,
+                   std::optional<int64_t> padding_idx) {
+  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, std::optional<int64_t>);
+  static const auto op = find<Signature>("torchgradx::gather_dots");
+  return op.call(indices, grad_rows, activations, grad_output, padding_idx);
 }
 
 }  // namespace torchgradx

@@ -13,6 +13,7 @@ namespace torchgradx {
 using at::IntArrayRef;
 using at::Tensor;
 using Fused = std::tuple<Tensor, Tensor, Tensor>;  // grad_weight, grad_bias [O] (or [0]), sq_norms [1 + bias, N]
+using AffineFused = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // grad_input, then as in Fused
 
 struct Geometry {  // of a two-dimensional convolution
   IntArrayRef kernel_size, stride, padding, dilation;
@@ -37,5 +38,44 @@ Tensor conv2d_gram_sq_norms(const Tensor& input,        // [N, C, H, W]
 Tensor conv2d_direct_sq_norms(const Tensor& input, const Tensor& grad_output, const Geometry& geometry, bool bias);
 Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, const Geometry& geometry,
                    const std::optional<Tensor>& scale, bool bias);
+
+// Parameters that act element by element. Operands are [N, T, G, K]: T positions that share the parameters, which are
+// [G, K]. The weight's gradient is sum_t b_nt f_nt, the bias's sum_t b_nt, with the feature f = xhat = (x - mean) rstd.
+// Statistics are in the dtype that sums are kept in, [N, T, 1] (G = 1) or [N, 1, G]; any size may be 1 for all alike.
+//
+//   LayerNorm, RMSNorm (no mean)   [N, T, 1, D]       [N, T, 1]
+//   GroupNorm                      [N, HW, G, C / G]  [N, 1, G]
+//   InstanceNorm                   [N, HW, C, 1]      [N, 1, C]
+//   BatchNorm in eval mode         [N, HW, C, 1]      [1, 1, C], frozen
+//   a scale, gamma x               [N, T, D, 1]       none, frozen
+Tensor affine_sq_norms(const Tensor& input,        // [N, T, G, K]
+                       const Tensor& grad_output,  // [N, T, G, K]
+                       const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool bias);
+// grad_input = rstd (w b - m(w b) - xhat m(w b xhat)), m the mean over what the statistics are of: K, or T and K; the
+// first m only if there is a mean, neither if the statistics are frozen, that is constants. Gradients as `input`'s
+// dtype.
+AffineFused affine_fused(const Tensor& input, const Tensor& grad_output,
+                         const Tensor& weight,  // [G, K]
+                         const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool frozen,
+                         const std::optional<Tensor>& scale,  // [N], as for linear_fused; not in grad_input
+                         bool bias);
+// f = min(x, 0): PReLU's, [N, T, 1, 1] or [N, HW, C, 1]
+Tensor prelu_sq_norms(const Tensor& input, const Tensor& grad_output);  // -> [1, N]
+Fused prelu_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
+                  const std::optional<Tensor>& scale);  // -> grad_input, grad_weight [G, K], sq_norms [1, N]
+// Statistics of input [N, T, G, K], over K (-> [N, T, G]) or T and K (-> [N, 1, G]): mean, and rstd = 1 / sqrt(v + eps)
+// with v the variance; not centred: mean is [0], and v the mean square.
+std::tuple<Tensor, Tensor> moments(const Tensor& input, double eps, bool centred, bool over_positions);
+
+// Tables of rows, looked up by id.
+Tensor gather_sq_norms(const Tensor& indices,                // [N, T], int32 or int64
+                       const Tensor& grad_output,            // [N, T, D]
+                       std::optional<int64_t> padding_idx);  // rows that count nothing
+// <E_n, H_n>, with E_n the gradient of a table [V, D] looked up by id and H_n that of a Linear of the same weight
+Tensor gather_dots(const Tensor& indices,                // [N, T]
+                   const Tensor& grad_rows,              // [N, T, D], of the rows looked up
+                   const Tensor& activations,            // [N, S, D], the Linear's
+                   const Tensor& grad_output,            // [N, S, V]
+                   std::optional<int64_t> padding_idx);  // -> [N]
 
 }  // namespace torchgradx

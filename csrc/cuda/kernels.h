@@ -1,0 +1,118 @@
+// Every launcher of the CUDA backend in plain types: this header and the .cu files know nothing of torch.
+// Strides count elements. A launcher enqueues on `stream` of the current device, allocates nothing, never waits, and
+// returns the first error. `workspace` is uninitialised device memory, 256-byte aligned, of at least as many bytes as
+// the launcher's companion says. Sums are float32, float64 for float64 operands: `acc` below.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace torchgradx::cuda {
+
+enum class DType { kFloat, kDouble, kHalf, kBFloat16 };
+
+struct DenseOperand {  // [N, T, features]
+  const void* data;
+  int64_t n, t, feature;  // strides
+};
+
+struct ConvOperand {  // [N, channels, height, width]
+  const void* data;
+  int64_t n, c, h, w;  // strides
+};
+
+struct Device {
+  int multiprocessors;  // work is cut to fill so many; results are deterministic for a given number
+  bool tf32;            // float32 operands may be rounded to TF32: torch's own flag for the layer at hand
+};
+
+struct LinearProblem {
+  DType dtype;
+  int64_t N, T, I, O;
+  DenseOperand activations;  // [N, T, I]
+  DenseOperand grad_output;  // [N, T, O]
+  Device device;
+};
+
+struct Conv2dProblem {
+  DType dtype;
+  int64_t N, C, H, W, O, outH, outW, kH, kW, strideH, strideW, padH, padW, dilationH, dilationW, groups;
+  ConvOperand input;        // [N, C, H, W]
+  ConvOperand grad_output;  // [N, O, outH, outW]
+  Device device;
+};
+
+struct SqNorms {  // null: not wanted
+  void* weight;   // [N] acc
+  void* bias;     // [N] acc
+};
+
+struct Gradients {    // weighted sums over the samples, in the operands' dtype, rounded once
+  void* weight;       // [O, I] or [O, C / groups, kH, kW], contiguous
+  void* bias;         // [O], or null
+  const void* scale;  // [N] acc, contiguous; null: all ones
+};
+
+// direct.cu: |G_n|^2 by tiles of G_n = sum_t b_nt a_nt^T, and the bias's |sum_t b_nt|^2; where there is a mask [N],
+// samples of mask[n] == 0 keep what they have.
+size_t direct_workspace(const LinearProblem& problem);
+size_t direct_workspace(const Conv2dProblem& problem);
+cudaError_t launch_direct(const LinearProblem& problem, const SqNorms& sq_norms, void* workspace, cudaStream_t stream,
+                          const uint8_t* mask = nullptr);
+cudaError_t launch_direct(const Conv2dProblem& problem, const SqNorms& sq_norms, void* workspace, cudaStream_t stream,
+                          const uint8_t* mask = nullptr);
+
+// direct.cu: the same tiles, times scale_n, also summed over the samples. sq_norms are of gradients not scaled; where
+// sq_norms.weight is null they are not taken, and neighbouring samples may be joined.
+size_t fused_workspace(const LinearProblem& problem);
+size_t fused_workspace(const Conv2dProblem& problem);
+cudaError_t launch_fused(const LinearProblem& problem, const Gradients& gradients, const SqNorms& sq_norms,
+                         void* workspace, cudaStream_t stream);
+cudaError_t launch_fused(const Conv2dProblem& problem, const Gradients& gradients, const SqNorms& sq_norms,
+                         void* workspace, cudaStream_t stream);
+
+// gram.cu: |G_n|^2 = sum_{s,t} (a_s . a_t)(b_s . b_t), the weight's alone (the bias's is a row sum: rowwise.cu).
+// Samples whose terms cancel, or leave float32's range, are done again by direct, on the device.
+size_t gram_workspace(const LinearProblem& problem);
+size_t gram_workspace(const Conv2dProblem& problem);
+cudaError_t launch_gram(const LinearProblem& problem, void* sq_norms, void* workspace, cudaStream_t stream);
+cudaError_t launch_gram(const Conv2dProblem& problem, void* sq_norms, void* workspace, cudaStream_t stream);
+
+// rowwise.cu: |a_n|^2 |b_n|^2 for T = 1, and |b_n|^2 for the bias.
+cudaError_t launch_rank1(const LinearProblem& problem, const SqNorms& sq_norms, cudaStream_t stream);
+
+// rowwise.cu: the bias alone, |sum_t b_nt|^2 -> sq_norms [N] acc, or null, and gradients.bias, or null. Of problem it
+// reads grad_output; of gradients, not weight.
+inline LinearProblem rows_of_bias(const LinearProblem& p) {
+  return p;
+}
+inline LinearProblem rows_of_bias(const Conv2dProblem& p) {  // pixels evenly spaced
+  const ConvOperand& g = p.grad_output;
+  const DenseOperand rows{g.data, g.n, p.outW > 1 ? g.w : g.h, g.c};
+  return {p.dtype, p.N, p.outH * p.outW, 0, p.O, {}, rows, p.device};
+}
+size_t bias_workspace(const LinearProblem& problem, bool gradient);
+cudaError_t launch_bias(const LinearProblem& problem, const Gradients& gradients, void* sq_norms, void* workspace,
+                        cudaStream_t stream);
+
+// rowwise.cu: what blocks found, in a fixed order. partials [N, parts] -> sq_norms [N] acc; where there is a mask,
+// samples of mask[n] == 0 keep what they have.
+cudaError_t launch_sum_partials(DType dtype, const double* partials, int64_t N, int64_t parts, const uint8_t* mask,
+                                void* sq_norms, cudaStream_t stream);
+// rows [R, K] acc, each times its weight (acc; null: ones) -> out [K] of dtype
+cudaError_t launch_sum_rows(DType dtype, const void* rows, const void* weights, int64_t R, int64_t K, void* out,
+                            cudaStream_t stream);
+
+// planes.cu: direct and fused for convolutions of many groups of few channels, if planes_suit. Pixels of grad_output
+// are evenly spaced: h = W' w.
+bool planes_suit(const Conv2dProblem& problem);
+size_t planes_direct_workspace(const Conv2dProblem& problem);
+size_t planes_fused_workspace(const Conv2dProblem& problem);
+cudaError_t launch_planes_direct(const Conv2dProblem& problem, const SqNorms& sq_norms, void* workspace,
+                                 cudaStream_t stream);
+cudaError_t launch_planes_fused(const Conv2dProblem& problem, const Gradients& gradients, const SqNorms& sq_norms,
+                                void* workspace, cudaStream_t stream);
+
+}  // namespace torchgradx::cuda
