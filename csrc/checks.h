@@ -126,4 +126,57 @@ inline ConvShape check_conv2d(const Tensor& input,        // [N, C, H, W]
           g.groups};
 }
 
+inline void check_indices(const Tensor& indices,                        // [N, T]
+                          const Tensor& rows, const char* rows_name) {  // [N, T, D]
+  TORCH_CHECK(indices.defined() && indices.layout() == at::kStrided && indices.dim() == 2,
+              "indices must be a dense tensor [N, T]; got ",
+              indices.defined() ? c10::str(indices.layout(), " ", indices.sizes()) : "none");
+  TORCH_CHECK(indices.scalar_type() == at::kInt || indices.scalar_type() == at::kLong,
+              "indices must be int32 or int64; got ", indices.scalar_type());
+  TORCH_CHECK(indices.device() == rows.device(), "indices must be on the device of ", rows_name, ", ", rows.device(),
+              "; got ", indices.device());
+  TORCH_CHECK(indices.size(0) == rows.size(0) && indices.size(1) == rows.size(1), "indices must be [N, T], as ",
+              rows_name, " is ", rows.sizes(), "; got ", indices.sizes());
+}
+
+inline void check_statistic(const std::optional<Tensor>& statistic, const char* name, const Tensor& input) {
+  if (!statistic) return;
+  check_operand(*statistic, name, 3, "[N, T, 1] or [N, 1, G]");
+  const auto wide = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  TORCH_CHECK(statistic->scalar_type() == wide, name, " must be ", wide, ", as sums over input are; got ",
+              statistic->scalar_type());
+  TORCH_CHECK(statistic->device() == input.device(), name, " must be on the device of input, ", input.device(),
+              "; got ", statistic->device());
+  const auto fits = [&](int64_t d) { return statistic->size(d) == 1 || statistic->size(d) == input.size(d); };
+  TORCH_CHECK(fits(0) && fits(1) && fits(2) && (statistic->size(1) == 1 || input.size(2) == 1), name,
+              " must be [N, T, 1] if G = 1, or [N, 1, G], as input is ", input.sizes(), "; got ", statistic->sizes());
+}
+
+inline void check_affine(const Tensor& input,                  // [N, T, G, K]
+                         const Tensor& grad_output,            // [N, T, G, K]
+                         const std::optional<Tensor>& mean,    // [N, T, 1] or [N, 1, G]
+                         const std::optional<Tensor>& rstd) {  // likewise
+  check_operand(input, "input", 4, "[N, T, G, K]");
+  check_operand(grad_output, "grad_output", 4, "[N, T, G, K]");
+  TORCH_CHECK(input.sizes() == grad_output.sizes(), "grad_output must have the shape of input, ", input.sizes(),
+              "; got ", grad_output.sizes());
+  check_alike(input, "input", grad_output, "grad_output");
+  check_weight_fits(input.size(2), input.size(3));
+  check_statistic(mean, "mean", input);
+  check_statistic(rstd, "rstd", input);
+  TORCH_CHECK(!mean || (rstd && rstd->sizes() == mean->sizes()), "rstd must have the shape of mean, ", mean->sizes(),
+              "; got ", rstd ? rstd->sizes() : at::IntArrayRef());
+}
+
+inline void check_affine_weight(const Tensor& input, const Tensor& weight) {  // [N, T, G, K], [G, K]
+  check_operand(weight, "weight", 2, "[G, K]");
+  TORCH_CHECK(weight.size(0) == input.size(2) && weight.size(1) == input.size(3), "weight must be [G, K], as input is ",
+              input.sizes(), "; got ", weight.sizes());
+  TORCH_CHECK((weight.scalar_type() == at::kDouble) == (input.scalar_type() == at::kDouble),
+              "weight must be float64 if input is, and only then; got ", weight.scalar_type(), " and ",
+              input.scalar_type());
+  TORCH_CHECK(weight.device() == input.device(), "weight must be on the device of input, ", input.device(), "; got ",
+              weight.device());
+}
+
 }  // namespace torchgradx

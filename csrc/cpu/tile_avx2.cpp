@@ -10,6 +10,8 @@
 #endif
 #include "tile_body.h"
 
+#include "affine_body.h"
+
 namespace torchgradx::cpu {
 
 template <class acc_t>
@@ -19,6 +21,14 @@ Kernels<acc_t> avx2_kernels() {
 
 template Kernels<float> avx2_kernels();
 template Kernels<double> avx2_kernels();
+
+template <class acc_t>
+AffineKernels<acc_t> avx2_affine_kernels() {
+  return make_affine_kernels<acc_t, 32 / sizeof(acc_t)>();
+}
+
+template AffineKernels<float> avx2_affine_kernels();
+template AffineKernels<double> avx2_affine_kernels();
 
 }  // namespace torchgradx::cpu
 

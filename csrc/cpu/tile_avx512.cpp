@@ -11,6 +11,8 @@
 #endif
 #include "tile_body.h"
 
+#include "affine_body.h"
+
 namespace torchgradx::cpu {
 
 template <class acc_t>
@@ -20,6 +22,14 @@ Kernels<acc_t> avx512_kernels() {
 
 template Kernels<float> avx512_kernels();
 template Kernels<double> avx512_kernels();
+
+template <class acc_t>
+AffineKernels<acc_t> avx512_affine_kernels() {
+  return make_affine_kernels<acc_t, 64 / sizeof(acc_t)>();
+}
+
+template AffineKernels<float> avx512_affine_kernels();
+template AffineKernels<double> avx512_affine_kernels();
 
 }  // namespace torchgradx::cpu
 

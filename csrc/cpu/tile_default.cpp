@@ -8,22 +8,52 @@
 
 #include "tile_body.h"
 
+#include "affine_body.h"
+
 namespace torchgradx::cpu {
+
+namespace {
+
+enum class Processor { kAny, kAvx2, kAvx512 };
+
+Processor processor() {
+#if defined(__x86_64__)
+  const std::string capability = at::get_cpu_capability();
+  if (capability.rfind("AVX512", 0) == 0) return Processor::kAvx512;
+  if (capability == "AVX2") return Processor::kAvx2;
+#endif
+  return Processor::kAny;
+}
+
+}  // namespace
 
 template <class acc_t>
 const Kernels<acc_t>& kernels() {
   static const Kernels<acc_t> chosen = [] {
-    [[maybe_unused]] const std::string capability = at::get_cpu_capability();
 #if defined(__x86_64__)
-    if (capability.rfind("AVX512", 0) == 0) return avx512_kernels<acc_t>();
-    if (capability == "AVX2") return avx2_kernels<acc_t>();
+    if (processor() == Processor::kAvx512) return avx512_kernels<acc_t>();
+    if (processor() == Processor::kAvx2) return avx2_kernels<acc_t>();
 #endif
     return make_kernels<acc_t, 16 / sizeof(acc_t), 6>();
   }();
   return chosen;
 }
 
+template <class acc_t>
+const AffineKernels<acc_t>& affine_kernels() {
+  static const AffineKernels<acc_t> chosen = [] {
+#if defined(__x86_64__)
+    if (processor() == Processor::kAvx512) return avx512_affine_kernels<acc_t>();
+    if (processor() == Processor::kAvx2) return avx2_affine_kernels<acc_t>();
+#endif
+    return make_affine_kernels<acc_t, 16 / sizeof(acc_t)>();
+  }();
+  return chosen;
+}
+
 template const Kernels<float>& kernels();
 template const Kernels<double>& kernels();
+template const AffineKernels<float>& affine_kernels();
+template const AffineKernels<double>& affine_kernels();
 
 }  // namespace torchgradx::cpu

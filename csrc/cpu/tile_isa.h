@@ -1,6 +1,7 @@
 // What tile_avx2.cpp and tile_avx512.cpp offer to the choice in tile_default.cpp.
 #pragma once
 
+#include "affine.h"
 #include "tile.h"
 
 namespace torchgradx::cpu {
@@ -9,5 +10,9 @@ template <class acc_t>
 Kernels<acc_t> avx2_kernels();
 template <class acc_t>
 Kernels<acc_t> avx512_kernels();
+template <class acc_t>
+AffineKernels<acc_t> avx2_affine_kernels();
+template <class acc_t>
+AffineKernels<acc_t> avx512_affine_kernels();
 
 }  // namespace torchgradx::cpu

@@ -1,0 +1,135 @@
+// Layers whose parameters act element by element: the affine parameters of normalisations, scales, PReLU. Bound by
+// memory: the norms read both operands once; fused makes grad_input from the same lines, which a LayerNorm's need once
+// and a GroupNorm's twice, the second time out of cache where a group (a sample, if channels_last) fits it.
+#include "affine_sweep.h"
+
+#include <torch/library.h>
+
+namespace torchgradx::cpu {
+namespace {
+
+// sq_norms [1 + bias, N] and, if wanted, gradients [2, C]: weighted totals of the weight's and the bias's
+template <class acc_t>
+void affine_pass(const AffineLayer<acc_t>& layer, const acc_t* scale, acc_t* gradients, const Tensor& sq_norms) {
+  const int64_t N = sq_norms.size(1), C = layer.C();
+  const auto parts = parts_of(layer.N, layer.T, layer.G, C, layer.feature == Feature::kByRow);
+  const int64_t count = int64_t(parts.size());
+  const bool shared_positions = parts[0].t1 - parts[0].t0 < layer.T && !layer.rows_are_samples;
+  std::vector<double> squares(count * 2 * N, 0.0);
+  std::vector<acc_t> totals(gradients ? count * 2 * C : 0, acc_t(0));
+  std::vector<acc_t> unfinished(shared_positions ? count * N * 2 * C : 0);
+  const auto results = [&](int64_t p) {
+    return AffineResults<acc_t>{N, squares.data() + p * 2 * N, totals.empty() ? nullptr : totals.data() + p * 2 * C,
+                                scale, shared_positions ? unfinished.data() + p * N * 2 * C : nullptr};
+  };
+  for_parts(count, [&](int64_t p) { AffineSweep<acc_t>(layer, parts[p], results(p)).run(); });
+  if (shared_positions) {
+    add_copies(unfinished.data(), unfinished.data() + N * 2 * C, N * 2 * C, count - 1);
+    for (int64_t n = 0; n < N; ++n) {
+      const acc_t* const products = unfinished.data() + n * 2 * C;
+      finish_sample(n, 0, C, C, products + C, products, results(0));
+    }
+  }
+  if (gradients) {
+    add_copies(totals.data(), totals.data() + 2 * C, 2 * C, count - 1);
+    std::copy(totals.begin(), totals.begin() + 2 * C, gradients);
+  }
+  const auto sums = sum_of_parts(squares, count, 2 * N);
+  acc_t* const out = sq_norms.mutable_data_ptr<acc_t>();
+  for (int64_t k = 0; k < sq_norms.numel(); ++k) out[k] = acc_t(sums[k]);
+}
+
+// T = 1 by row: samples are as good as positions, and sums over them as good as their totals.
+template <class acc_t>
+AffineLayer<acc_t> layer_of(const Tensor& input, const Tensor& grad_output, const std::optional<Tensor>& mean,
+                            const std::optional<Tensor>& rstd, Feature feature) {
+  if (feature != Feature::kByRow || input.size(1) != 1) return {input, grad_output, mean, rstd, feature};
+  const auto swapped = [](const Tensor& t) { return t.transpose(0, 1); };
+  AffineLayer<acc_t> layer(swapped(input), swapped(grad_output), mean ? std::optional(swapped(*mean)) : mean,
+                           swapped(*rstd), feature);
+  layer.rows_are_samples = true;
+  return layer;
+}
+
+Feature feature_of(const Tensor& input, const std::optional<Tensor>& rstd, bool frozen) {
+  const bool by_row = rstd && !frozen && input.size(2) == 1 && rstd->size(1) == input.size(1);
+  return by_row ? Feature::kByRow : Feature::kByColumn;
+}
+
+Tensor norms(const Tensor& input, const Tensor& grad_output, const std::optional<Tensor>& mean,
+             const std::optional<Tensor>& rstd, Feature feature, bool bias) {
+  return norm_results(input, input.size(0), bias, input.numel() == 0, [&](auto zero, const Tensor& sq_norms) {
+    using acc_t = decltype(zero);
+    affine_pass<acc_t>(layer_of<acc_t>(input, grad_output, mean, rstd, feature), nullptr, nullptr, sq_norms);
+  });
+}
+
+AffineFused fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
+                  const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, Feature feature, bool frozen,
+                  const std::optional<Tensor>& scale, bool bias) {
+  const Tensor grad_input = empty_in_lines(input, feature == Feature::kByRow);
+  Tensor gradients;  // [2, G, K]
+  const auto pass = [&](auto zero, const Tensor& sq_norms) {
+    using acc_t = decltype(zero);
+    const auto dtype = sq_norms.scalar_type();
+    const Tensor wide = weight.to(dtype).contiguous(), factors = scale ? scale->to(dtype).contiguous() : Tensor();
+    gradients = at::empty({2, weight.size(0), weight.size(1)}, sq_norms.options());
+    auto layer = layer_of<acc_t>(input, grad_output, mean, rstd, feature);
+    layer.weight = wide.const_data_ptr<acc_t>(), layer.frozen = frozen, layer.centred = mean.has_value();
+    layer.out = static_cast<char*>(grad_input.mutable_data_ptr()), layer.out_strides = affine_operand(grad_input);
+    if (layer.rows_are_samples) std::swap(layer.out_strides.n, layer.out_strides.x);
+    affine_pass<acc_t>(layer, scale ? factors.const_data_ptr<acc_t>() : nullptr, gradients.mutable_data_ptr<acc_t>(),
+                       sq_norms);
+  };
+  const Tensor sq_norms = norm_results(input, input.size(0), bias, input.numel() == 0, pass);
+  if (!gradients.defined()) gradients = at::zeros({2, weight.size(0), weight.size(1)}, sq_norms.options());
+  const auto result = [&](int64_t row) {  // a tensor of its own
+    return gradients.select(0, row).to(weight.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+  };
+  return {grad_input, result(0), bias ? result(1) : at::empty({0}, weight.options()), sq_norms};
+}
+
+Tensor affine_sq_norms(const Tensor& input, const Tensor& grad_output, const std::optional<Tensor>& mean,
+                       const std::optional<Tensor>& rstd, bool bias) {
+  check_affine(input, grad_output, mean, rstd);
+  return norms(input, grad_output, mean, rstd, feature_of(input, rstd, false), bias);
+}
+
+AffineFused affine_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
+                         const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool frozen,
+                         const std::optional<Tensor>& scale, bool bias) {
+  check_affine(input, grad_output, mean, rstd);
+  check_affine_weight(input, weight);
+  check_scale(scale, input.size(0), input);
+  TORCH_CHECK(frozen || rstd, "rstd must be given unless frozen; got none");
+  TORCH_CHECK(frozen || rstd->size(0) == input.size(0), "rstd must have a row a sample, N = ", input.size(0),
+              ", unless frozen; got ", rstd->sizes());
+  TORCH_CHECK(!frozen || !rstd || rstd->size(1) == 1, "rstd must be [N, 1, G] or [1, 1, G] if frozen; got ",
+              rstd->sizes());
+  return fused(input, grad_output, weight, mean, rstd, feature_of(input, rstd, frozen), frozen, scale, bias);
+}
+
+Tensor prelu_sq_norms(const Tensor& input, const Tensor& grad_output) {
+  check_affine(input, grad_output, {}, {});
+  return norms(input, grad_output, {}, {}, Feature::kNegative, false);
+}
+
+Fused prelu_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
+                  const std::optional<Tensor>& scale) {
+  check_affine(input, grad_output, {}, {});
+  check_affine_weight(input, weight);
+  check_scale(scale, input.size(0), input);
+  auto [grad_input, grad_weight, grad_bias, sq_norms] =
+      fused(input, grad_output, weight, {}, {}, Feature::kNegative, true, scale, false);
+  return {grad_input, grad_weight, sq_norms};
+}
+
+}  // namespace
+}  // namespace torchgradx::cpu
+
+TORCH_LIBRARY_IMPL(torchgradx, CPU, m) {
+  m.impl("affine_sq_norms", torchgradx::cpu::affine_sq_norms);
+  m.impl("affine_fused", torchgradx::cpu::affine_fused);
+  m.impl("prelu_sq_norms", torchgradx::cpu::prelu_sq_norms);
+  m.impl("prelu_fused", torchgradx::cpu::prelu_fused);
+}
