@@ -5,95 +5,103 @@
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
-#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
 
 namespace torchgradx {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
+using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-struct LayerFunction : Function<LayerFunction> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
-                        const std::optional<Tensor>& bias, const c10::intrusive_ptr<Use>& use) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    const Site& site = *use->site;
-    ctx->set_materialize_grads(false);
-    ctx->save_for_backward(
-        {use->wants_weight || !site.linear() ? input : Tensor(), input.requires_grad() ? weight : Tensor()});
-    ctx->saved_data["use"] = c10::IValue::make_capsule(use);
-    if (site.linear()) return at::linear(input, weight, bias);
-    return at::conv2d(input, weight, bias, site.stride, site.padding, site.dilation, site.groups);
+// A node of its own: torch::autograd::Function costs half a microsecond more, which a small layer feels.
+struct LayerNode : Node {
+  c10::intrusive_ptr<Use> use;
+  SavedVariable input, weight;
+  Tensor mean, rstd;
+
+  std::string name() const override {
+    return "torchgradx::LayerBackward";
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto use = c10::static_intrusive_pointer_cast<Use>(ctx->saved_data["use"].toCapsule());
-    const Tensor& grad_output = grads[0];
-    const auto node = torch::autograd::get_current_node();
-    const bool recorded = use->pass->arrive(use->parameters(), &*node);
-    if (!grad_output.defined()) return {Tensor(), Tensor(), Tensor(), Tensor()};
-    const auto saved = ctx->get_saved_variables();
-    const Tensor &input = saved[0], &weight = saved[1];
-    const Site& site = *use->site;
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    input.reset_data(), weight.reset_data();
+    mean = rstd = Tensor();
+  }
 
-    Tensor grad_input;
-    if (ctx->needs_input_grad(0)) {
-      grad_input = site.linear() ? grad_output.matmul(weight)
-                                 : std::get<0>(at::convolution_backward(grad_output, input, weight, std::nullopt,
-                                                                        site.stride, site.padding, site.dilation, false,
-                                                                        {0, 0}, site.groups, {true, false, false}));
-    }
-    std::pair<Tensor, Tensor> gradients;
-    if (!recorded) {
-      // autograd.grad: nothing reaches .grad, but what is asked for is computed.
-      gradients = plain_gradients(site, input, weight, grad_output, ctx->needs_input_grad(1),
-                                  use->wants_bias && ctx->needs_input_grad(2));
-    } else if (site.weight_grad) {
-      gradients = use->record_fused(input, weight, grad_output);
-    } else if (!at::GradMode::is_enabled()) {
-      use->record(input, grad_output);
-    }
-    return {grad_input, gradients.first, gradients.second, Tensor()};
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const bool recorded = use->pass->arrive(use->parameters(), this);
+    if (!grads[0].defined()) return variable_list(3);
+    const auto [grad_input, grad_weight, grad_bias] =
+        gradients({input.unpack(), mean, rstd}, weight.unpack(), grads[0], recorded);
+    return {grad_input, grad_weight, grad_bias};
+  }
+
+  Gradients gradients(const Saved& saved, const Tensor& w, const Tensor& grad_output, bool recorded) {
+    const Layer& layer = *use->site->layer;
+    Wanted wanted{task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
+    const bool received = !recorded || use->site->weight_grad, records = recorded && !at::GradMode::is_enabled();
+    if (records && (received || layer.makes_input())) return use->record_fused(saved, w, grad_output, wanted.input);
+    if (records) use->record(saved, w, grad_output, received);
+    if (!received) wanted.weight = wanted.bias = false;
+    return layer.backward(saved, w, grad_output, wanted);
   }
 };
+
+template <class T>
+auto make_node() {
+  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<Node>>)
+    return std::shared_ptr<T>(new T(), [](T* node) { deleteNode(node); });  // torch's, found by its argument
+  else
+    return c10::make_intrusive<T>();
+}
+
+Tensor attached(const c10::intrusive_ptr<Use>& use, const Tensor& input, const Tensor& weight,
+                const std::optional<Tensor>& bias, Saved& saved) {
+  const Layer& layer = *use->site->layer;
+  const auto node = make_node<LayerNode>();
+  node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
+  node->use = use;
+  if (use->wants_weight || layer.reads_input()) node->input = SavedVariable(input, /*is_output=*/false);
+  if (input.requires_grad() || layer.reads_input()) node->weight = SavedVariable(weight, /*is_output=*/false);
+  const Tensor output = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const at::NoGradGuard no_grad;
+    return layer.forward(input, weight, bias, saved);
+  }();
+  node->mean = std::move(saved.mean), node->rstd = std::move(saved.rstd);
+  torch::autograd::set_history(output, node);
+  return output;
+}
 
 // As autocast does for the framework's own layers, the weight's cast being cached for the region.
 Tensor cast(const Tensor& t) {
   return at::autocast::cached_cast(at::autocast::get_autocast_dtype(t.device().type()), t, t.device().type());
 }
 
-Tensor apply(const c10::intrusive_ptr<Use>& use, const Tensor& input, const Tensor& weight,
-             const std::optional<Tensor>& bias) {
-  Tensor output;
-  if (at::autocast::is_autocast_enabled(input.device().type())) {
-    const std::optional<Tensor> bias_cast = bias ? std::optional<Tensor>(cast(*bias)) : std::nullopt;
-    output = LayerFunction::apply(cast(input), cast(weight), bias_cast, use);
-  } else {
-    output = LayerFunction::apply(input, weight, bias, use);
-  }
-  use->pass->watch(use->index, output);
-  return output;
-}
-
 }  // namespace
 
-Tensor linear(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
-              const std::optional<Tensor>& bias) {
-  const auto use = input.dim() > 1 ? begin_use(site, input.sizes(), weight, bias) : nullptr;
-  return use ? apply(use, input, weight, bias) : at::linear(input, weight, bias);
-}
-
-Tensor convolution(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
-                   const std::optional<Tensor>& bias) {
-  const bool batched = input.dim() == (site->one_dimensional ? 3 : 4);
-  const auto use = batched ? begin_use(site, input.sizes(), weight, bias) : nullptr;
-  const bool lift = site->one_dimensional;
-  const Tensor x = site->padded(input);
-  const Tensor x2 = lift ? x.unsqueeze(-2) : x, w2 = lift ? weight.unsqueeze(-2) : weight;
-  const Tensor output = use ? apply(use, x2, w2, bias)
-                            : at::conv2d(x2, w2, bias, site->stride, site->padding, site->dilation, site->groups);
-  return lift ? output.squeeze(-2) : output;
+Tensor call(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
+            const std::optional<Tensor>& bias, Saved saved) {
+  const Layer& layer = *site->layer;
+  const auto use = layer.batched(input) ? begin_use(site, input.sizes(), weight, bias) : nullptr;
+  const Tensor x = layer.enter(input), w = layer.enter_weight(weight);
+  const bool autocast = at::autocast::is_autocast_enabled(input.device().type());
+  Tensor output;
+  if (!use || (autocast && !layer.lowered())) {
+    output = layer.forward(x, w, bias, saved);
+    listen(use, {x, saved.mean, saved.rstd}, w, output);
+  } else if (autocast) {
+    output = attached(use, cast(x), cast(w), bias ? std::optional<Tensor>(cast(*bias)) : std::nullopt, saved);
+    use->pass->watch(use->index, output);
+  } else {
+    output = attached(use, x, w, bias, saved);
+    use->pass->watch(use->index, output);
+  }
+  return layer.leave(output);
 }
 
 }  // namespace torchgradx

@@ -12,9 +12,9 @@ namespace {
 using torch::autograd::SavedVariable;
 
 // A tensor kept as autograd keeps one, for layers that run again in Python.
-struct Saved {
+struct Kept {
   SavedVariable value;
-  explicit Saved(const Tensor& t) : value(t.detach(), /*is_output=*/false) {}
+  explicit Kept(const Tensor& t) : value(t.detach(), /*is_output=*/false) {}
   Tensor unpack() const {
     return value.unpack();
   }
@@ -56,6 +56,8 @@ void bind_pass(py::module_& m) {
   py::class_<Pass, std::shared_ptr<Pass>>(m, "Pass")
       .def(py::init<std::shared_ptr<Recorder>, int64_t, const std::vector<Tensor>&>())
       .def_readonly("n", &Pass::n)
+      .def_readonly("wide", &Pass::wide)
+      .def_readonly("trainable", &Pass::trainable)
       .def_readonly("create_graph", &Pass::create_graph)
       .def_readonly("structure", &Pass::structure)
       .def_readwrite("recorded", &Pass::recorded)
@@ -75,7 +77,7 @@ void bind_pass(py::module_& m) {
              for (const Pass::Use& use : self.uses) {
                py::object node = py::none();
                if (use.node) node = py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(use.node));
-               uses.append(py::make_tuple(use.site, use.sizes, node, use.output_nr));
+               uses.append(py::make_tuple(use.site, at::IntArrayRef(use.sizes).vec(), node, use.output_nr));
              }
              return uses;
            })
@@ -91,7 +93,7 @@ void bind_pass(py::module_& m) {
       .def("clear", &Pass::clear)
       .def("add",
            [](Pass& self, int64_t parameter, const Tensor& grads) { self.add(parameter, {-1, Tensor(), grads}); })
-      .def("total", &Pass::total)
+      .def("total", &Pass::total, py::arg("parameters") = std::nullopt)
       .def("waiting", &Pass::waiting)
       .def("late", &Pass::late)
       .def("terms", [](const Pass& self, int64_t parameter) {
@@ -104,35 +106,62 @@ void bind_pass(py::module_& m) {
 }
 
 void bind_capture(py::module_& m) {
-  py::class_<Site, std::shared_ptr<Site>>(m, "Site")
-      .def(py::init([](std::shared_ptr<Recorder> recorder, int64_t index, int64_t weight, int64_t bias,
-                       bool weight_grad, int64_t layout, int64_t presumed, py::object planner) {
-             auto site = std::make_shared<Site>();
-             site->recorder = std::move(recorder);
-             site->index = index;
-             site->weight = weight;
-             site->bias = bias;
-             site->weight_grad = weight_grad;
-             site->layout = static_cast<Layout>(layout);
-             site->presumed = static_cast<Layout>(presumed);
-             site->planner.reset(new Callback{std::move(planner)});
-             return site;
-           }),
-           py::arg("recorder"), py::arg("index"), py::arg("weight"), py::arg("bias"), py::arg("weight_grad"),
-           py::arg("layout"), py::arg("presumed"), py::arg("planner"))
-      .def_readwrite("kernel_size", &Site::kernel_size)
-      .def_readwrite("stride", &Site::stride)
-      .def_readwrite("padding", &Site::padding)
-      .def_readwrite("dilation", &Site::dilation)
-      .def_readwrite("groups", &Site::groups)
-      .def_readwrite("pre_pad", &Site::pre_pad)
-      .def_readwrite("pad_mode", &Site::pad_mode)
-      .def_readwrite("one_dimensional", &Site::one_dimensional);
-  m.def("linear", &linear);
-  m.def("convolution", &convolution);
-  m.def("tap", &tap);
+  py::class_<Layer, std::shared_ptr<Layer>>(m, "Layer");
+  m.def("embedding_layer", &embedding_layer, py::arg("rows"), py::arg("padding_idx"));
+  m.def("layer_norm_layer", &layer_norm_layer, py::arg("shape"), py::arg("eps"));
+  m.def("rms_norm_layer", &rms_norm_layer, py::arg("shape"), py::arg("eps"));
+  m.def("group_norm_layer", &group_norm_layer, py::arg("groups"), py::arg("eps"));
+  m.def("instance_norm_layer", &instance_norm_layer, py::arg("eps"));
+  m.def("batch_norm_layer", &batch_norm_layer, py::arg("eps"));
+  m.def("prelu_layer", &prelu_layer, py::arg("slopes"));
+  m.def("linear_layer", &linear_layer, py::arg("transposed") = false);
+  m.def(
+      "convolution_layer",
+      [](std::vector<int64_t> kernel_size, std::vector<int64_t> stride, std::vector<int64_t> padding,
+         std::vector<int64_t> dilation, int64_t groups, bool transposed, bool one_dimensional,
+         std::vector<int64_t> pre_pad, std::string pad_mode) {
+        return convolution_layer(
+            {kernel_size, stride, padding, dilation, groups, transposed, one_dimensional, pre_pad, pad_mode});
+      },
+      py::arg("kernel_size"), py::arg("stride"), py::arg("padding"), py::arg("dilation"), py::arg("groups"),
+      py::arg("transposed"), py::arg("one_dimensional"), py::arg("pre_pad"), py::arg("pad_mode"));
 
-  py::class_<Saved>(m, "Saved").def(py::init<const Tensor&>()).def("unpack", &Saved::unpack);
+  py::class_<Site, std::shared_ptr<Site>>(m, "Site").def(
+      py::init([](std::shared_ptr<Recorder> recorder, int64_t index, int64_t weight, int64_t bias, bool weight_grad,
+                  int64_t layout, int64_t presumed, py::object planner, LayerPtr layer) {
+        auto site = std::make_shared<Site>();
+        site->recorder = std::move(recorder);
+        site->index = index;
+        site->weight = weight;
+        site->bias = bias;
+        site->weight_grad = weight_grad;
+        site->layout = static_cast<Layout>(layout);
+        site->presumed = static_cast<Layout>(presumed);
+        site->planner.reset(new Callback{std::move(planner)});
+        site->layer = std::move(layer);
+        return site;
+      }),
+      py::arg("recorder"), py::arg("index"), py::arg("weight"), py::arg("bias"), py::arg("weight_grad"),
+      py::arg("layout"), py::arg("presumed"), py::arg("planner"), py::arg("layer"));
+  m.def(
+      "call",
+      [](const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
+         const std::optional<Tensor>& bias, const std::optional<Tensor>& mean, const std::optional<Tensor>& var) {
+        return call(site, input, weight, bias, {{}, mean.value_or(Tensor()), var.value_or(Tensor())});
+      },
+      py::arg("site"), py::arg("input"), py::arg("weight"), py::arg("bias"), py::arg("mean") = std::nullopt,
+      py::arg("var") = std::nullopt);
+  m.def(
+      "tap",
+      [](const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
+         const std::optional<Tensor>& bias, const Tensor& output, const std::optional<Tensor>& mean,
+         const std::optional<Tensor>& var) {
+        tap(site, {input, mean.value_or(Tensor()), var.value_or(Tensor())}, weight, bias, output);
+      },
+      py::arg("site"), py::arg("input"), py::arg("weight"), py::arg("bias"), py::arg("output"),
+      py::arg("mean") = std::nullopt, py::arg("var") = std::nullopt);
+
+  py::class_<Kept>(m, "Saved").def(py::init<const Tensor&>()).def("unpack", &Kept::unpack);
 }
 
 }  // namespace torchgradx

@@ -15,30 +15,35 @@ using torch::autograd::variable_list;
 
 struct Tap : torch::autograd::FunctionPreHook {
   SavedVariable input;
+  Tensor mean, rstd;  // where they are the module's own
   c10::intrusive_ptr<Use> use;
   const Node* node;  // that owns this hook
   uint32_t output_nr;
-  std::vector<int64_t> sizes;  // of the output
+  at::DimVector sizes;      // of the output
+  at::DimVector weight;     // sizes of the weight as the layer enters it
+  at::TensorOptions dtype;  // of the weight
 
-  Tap(const Tensor& x, c10::intrusive_ptr<Use> use, const Node* node, uint32_t output_nr, at::IntArrayRef sizes)
-      : input(x.defined() ? x.detach() : x, /*is_output=*/false),
+  Tap(const Saved& saved, c10::intrusive_ptr<Use> use, const Node* node, uint32_t output_nr, at::IntArrayRef sizes,
+      const Tensor& weight)
+      : input(saved.input.defined() ? saved.input.detach() : saved.input, /*is_output=*/false),
+        mean(saved.mean.defined() ? saved.mean.detach() : saved.mean),
+        rstd(saved.rstd.defined() ? saved.rstd.detach() : saved.rstd),
         use(std::move(use)),
         node(node),
         output_nr(output_nr),
-        sizes(sizes.vec()) {}
+        sizes(sizes),
+        weight(weight.sizes()),
+        dtype(weight.options()) {}
 
   variable_list operator()(const variable_list& grads) override {
     if (!use->pass->arrive(use->parameters(), node) || !grads[output_nr].defined()) return grads;
     Tensor x = use->wants_weight ? input.unpack() : Tensor(), g = grads[output_nr].reshape(sizes);
     if (!torch::autograd::get_current_graph_task_keep_graph()) input.reset_data();
     if (at::GradMode::is_enabled()) return grads;  // create_graph: refused when read
-    const Site& site = *use->site;
-    if (x.defined()) x = site.padded(x);
-    if (site.one_dimensional) {
-      g = g.unsqueeze(-2);
-      if (x.defined()) x = x.unsqueeze(-2);
-    }
-    use->record(x, g);
+    const at::NoGradGuard no_grad;
+    const Layer& layer = *use->site->layer;
+    use->record({x.defined() ? layer.enter(x) : x, mean, rstd}, at::zeros({1}, dtype).expand(weight),
+                layer.enter_grad(g), /*received=*/true);
     return grads;
   }
 };
@@ -61,9 +66,7 @@ c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, at::IntArra
   return c10::make_intrusive<Use>(site, std::move(pass), index, wants_weight, wants_bias);
 }
 
-void tap(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
-         const std::optional<Tensor>& bias, const Tensor& output) {
-  const auto use = begin_use(site, input.sizes(), weight, bias);
+void listen(const c10::intrusive_ptr<Use>& use, const Saved& saved, const Tensor& weight, const Tensor& output) {
   if (!use || !output.grad_fn()) return;
   // An in-place operation on a view (a Linear's output in three dimensions) replaces the view's node; the base's stays.
   const Tensor base = output.is_view() ? Tensor(output._base()) : Tensor();
@@ -71,8 +74,15 @@ void tap(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& w
                      output.is_contiguous();
   const Tensor& made = whole ? base : output;
   use->pass->watch(use->index, made);
-  made.grad_fn()->add_pre_hook(std::make_unique<Tap>(use->wants_weight ? input : Tensor(), use, &*made.grad_fn(),
-                                                     made.output_nr(), output.sizes()));
+  made.grad_fn()->add_pre_hook(std::make_unique<Tap>(use->wants_weight ? saved : Saved{}, use, &*made.grad_fn(),
+                                                     made.output_nr(), output.sizes(),
+                                                     use->site->layer->enter_weight(weight)));
+}
+
+void tap(const std::shared_ptr<Site>& site, const Saved& saved, const Tensor& weight, const std::optional<Tensor>& bias,
+         const Tensor& output) {
+  if (site->layer->batched(saved.input))
+    listen(begin_use(site, saved.input.sizes(), weight, bias), saved, weight, output);
 }
 
 }  // namespace torchgradx

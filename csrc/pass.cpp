@@ -25,6 +25,27 @@ bool executes(const Node* node) {
   return found != info->end() && found->second.needed_;
 }
 
+// The node that a tensor's gradient goes to, where it receives one.
+NodePtr owner_of(const Tensor& tensor) {
+  const bool receives = tensor.defined() && tensor.requires_grad() && tensor.is_leaf();
+  return receives ? torch::autograd::impl::grad_accumulator(tensor) : NodePtr();
+}
+
+std::shared_ptr<const Owners> owners_of(const std::vector<Tensor>& parameters) {
+  auto owners = std::make_shared<Owners>();
+  owners->parameter.reserve(parameters.size());
+  for (const Tensor& tensor : parameters) {
+    owners->of.push_back(owner_of(tensor));
+    if (owners->of.back()) owners->parameter[&*owners->of.back()] = static_cast<int64_t>(owners->of.size()) - 1;
+  }
+  return owners;
+}
+
+bool same(const std::shared_ptr<const Owners>& owners, const std::vector<Tensor>& parameters) {
+  return owners && std::equal(parameters.begin(), parameters.end(), owners->of.begin(), owners->of.end(),
+                              [](const Tensor& tensor, const NodePtr& owner) { return owner_of(tensor) == owner; });
+}
+
 uint64_t mixed(uint64_t hash, uint64_t value) {
   return (hash ^ value) * 0x9E3779B97F4A7C15u + (hash >> 29);
 }
@@ -62,10 +83,6 @@ void Recorder::pop() {
 
 int64_t Recorder::depth() const {
   return std::count_if(in_force.begin(), in_force.end(), [this](const auto& entry) { return entry.first == this; });
-}
-
-bool Recorder::pushed() const {
-  return std::any_of(in_force.begin(), in_force.end(), [this](const auto& entry) { return entry.first == this; });
 }
 
 std::shared_ptr<Pass> Recorder::current() const {
@@ -132,29 +149,39 @@ void Recorder::release() {
 }
 
 Pass::Pass(std::shared_ptr<Recorder> recorder, int64_t n, const std::vector<Tensor>& parameters)
-    : recorder(std::move(recorder)), n(n), entries(parameters.size()), owners_(parameters.size()) {
-  accumulators_.reserve(parameters.size());
+    : recorder(std::move(recorder)), n(n), entries(parameters.size()) {
+  trainable.reserve(parameters.size());
   for (size_t p = 0; p < parameters.size(); ++p) {
-    track(static_cast<int64_t>(p), parameters[p]);
-    structure = mixed(structure, parameters[p].requires_grad() ? 5 : 6);
+    const bool trained = parameters[p].requires_grad();
+    structure = mixed(structure, trained ? 5 : 6);
+    if (!trained) continue;
+    trainable.push_back(static_cast<int64_t>(p));
+    wide = wide || parameters[p].scalar_type() == at::kDouble;
   }
+  // Hundreds of parameters are looked up anew only where one was exchanged.
+  const std::lock_guard<std::mutex> lock(this->recorder->mutex);
+  if (!same(this->recorder->owners, parameters)) this->recorder->owners = owners_of(parameters);
+  owners_ = this->recorder->owners;
   structure = mixed(structure, n > 1 ? 7 : 8);  // where there is one sample nothing is proven
 }
 
 void Pass::track(int64_t parameter, const Tensor& tensor) {
-  if (!tensor.defined() || !tensor.requires_grad() || !tensor.is_leaf()) return;
-  NodePtr node = torch::autograd::impl::grad_accumulator(tensor);
-  if (owners_[parameter] == node) return;
-  accumulators_[&*node] = parameter;
-  owners_[parameter] = std::move(node);
+  NodePtr node = owner_of(tensor);
+  if (!node || owners_->of[parameter] == node) return;
+  auto owners = std::make_shared<Owners>(*owners_);  // of this pass alone
+  owners->parameter[&*node] = parameter;
+  std::swap(owners->of[parameter], node);
+  if (node) owners->former.push_back(std::move(node));
+  owners_ = std::move(owners);
 }
 
 bool Pass::needed(int64_t parameter) const {
-  return !owners_[parameter] || executes(&*owners_[parameter]);
+  const NodePtr& owner = owners_->of[parameter];
+  return !owner || executes(&*owner);
 }
 
 int64_t Pass::call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef sizes) {
-  const bool again = get_current_graph_task_id() != -1 && !recorder->pushed();
+  const bool again = get_current_graph_task_id() != -1 && recorder->depth() == 0;
   for (const auto& [parameter, tensor] : slots) track(parameter, tensor);
   if (again) {
     if (silent_calls > 0 && at::GradMode::is_enabled()) --silent_calls;  // a nested checkpoint's comes once more
@@ -166,7 +193,7 @@ int64_t Pass::call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef
   note(static_cast<int64_t>(sizes.size()));
   for (const int64_t size : sizes) structure = mixed(structure, size == n ? 1 : 2);
   if (!sizes.empty()) structure = mixed(structure, n > 0 && sizes[0] % n == 0 ? 3 : 4);
-  uses.push_back({site, sizes.vec(), NodePtr(), 0});
+  uses.push_back({site, at::DimVector(sizes), NodePtr(), 0});
   return forgotten_ + static_cast<int64_t>(uses.size()) - 1;
 }
 
@@ -198,7 +225,7 @@ bool Pass::encloses(const Node& node, int64_t parameter) const {
   });
 }
 
-bool Pass::arrive(const std::vector<int64_t>& parameters, const Node* at, bool enclosed) {
+bool Pass::arrive(at::IntArrayRef parameters, const Node* at, bool enclosed) {
   bool any = false, all = true;
   if (recorder->idle) return false;
   for (const int64_t parameter : parameters) {
@@ -218,7 +245,7 @@ bool Pass::arrive(const std::vector<int64_t>& parameters, const Node* at, bool e
   audit_edges(at);
   for (const int64_t parameter : parameters) {
     ++entries[parameter].fired;
-    if (!enclosed && owners_[parameter] && needed(parameter)) --recorder->balance[parameter];
+    if (!enclosed && owners_->of[parameter] && needed(parameter)) --recorder->balance[parameter];
   }
   return true;
 }
@@ -247,8 +274,8 @@ void Pass::audit_edges(const Node* at) {
   for (const Node* node : nodes)
     for (const auto& edge : node->next_edges()) {
       if (!edge.function) continue;
-      const auto found = accumulators_.find(&*edge.function);
-      if (found == accumulators_.end() || !executes(node) || !executes(found->first)) continue;
+      const auto found = owners_->parameter.find(&*edge.function);
+      if (found == owners_->parameter.end() || !executes(node) || !executes(found->first)) continue;
       if (node->next_edges().size() == 1 && node->name() == "ToCopyBackward0")
         casts[node] = found->second;
       else
@@ -287,22 +314,32 @@ void Pass::finish(int64_t parameter, const Tensor& sq_norms, int64_t row) {
   entry.terms.clear();
 }
 
-Tensor Pass::total(const std::vector<int64_t>& parameters) const {
+Tensor Pass::total(const std::optional<std::vector<int64_t>>& parameters) const {
   const at::NoGradGuard no_grad;
   Tensor total = at::zeros({n}, at::kDouble);
-  for (const int64_t parameter : parameters) {
-    const Entry& entry = entries[parameter];
-    if (!entry.sq_norms.defined()) continue;
-    // An addition of tensors for each of hundreds of parameters would take longer than their kernels.
-    if (entry.sq_norms.is_cpu() && entry.sq_norms.is_contiguous() && entry.sq_norms.scalar_type() == at::kFloat) {
-      const float* from = entry.sq_norms.const_data_ptr<float>() + entry.row * n;
-      double* to = total.mutable_data_ptr<double>();
-      for (int64_t i = 0; i < n; ++i) to[i] += from[i];
-    } else {
-      total += entry.final().to(at::kCPU);
-    }
-  }
+  OnDevices elsewhere;
+  if (!parameters)
+    for (const Entry& entry : entries) add_to(total, elsewhere, entry);
+  else
+    for (const int64_t parameter : *parameters) add_to(total, elsewhere, entries[parameter]);
+  // On a GPU two kernels add up all of its parameters, and nothing waits for it.
+  for (const auto& [device, rows] : elsewhere)
+    total = total.to(rows[0].device()) + at::stack(rows).sum(0, false, at::kDouble);
   return total;
+}
+
+void Pass::add_to(Tensor& total, OnDevices& elsewhere, const Entry& entry) const {
+  if (!entry.sq_norms.defined()) return;
+  // An addition of tensors for each of hundreds of parameters would take longer than their kernels.
+  if (entry.sq_norms.is_cpu() && entry.sq_norms.is_contiguous() && entry.sq_norms.scalar_type() == at::kFloat) {
+    const float* from = entry.sq_norms.const_data_ptr<float>() + entry.row * n;
+    double* to = total.mutable_data_ptr<double>();
+    for (int64_t i = 0; i < n; ++i) to[i] += from[i];
+  } else if (entry.sq_norms.is_cuda()) {
+    elsewhere[entry.sq_norms.get_device()].push_back(entry.final());
+  } else {
+    total += entry.final().to(at::kCPU);
+  }
 }
 
 std::vector<int64_t> Pass::waiting() const {

@@ -58,6 +58,13 @@ struct Entry {  // one parameter within one pass
   }
 };
 
+// The node that receives each parameter's gradient. Passes share one until a parameter is exchanged.
+struct Owners {
+  std::vector<NodePtr> of;  // by parameter; null where none is received
+  std::unordered_map<const Node*, int64_t> parameter;
+  std::vector<NodePtr> former;  // exchanged within a forward: keep the keys above alive
+};
+
 // What all passes of one probe share.
 class Recorder {
  public:
@@ -66,7 +73,6 @@ class Recorder {
   void push(std::shared_ptr<Pass> pass);  // nullptr: record nothing on this thread until pop()
   void pop();
   int64_t depth() const;                  // how many are in force on this thread, one within another
-  bool pushed() const;                    // a pass, or silence, is in force on this thread
   std::shared_ptr<Pass> current() const;  // of this thread; in a recomputation, the pass that waits for it
 
   // The record: everything since it was last cleared.
@@ -93,6 +99,7 @@ class Recorder {
   bool idle = false;             // nothing arrives: a proof is running
   std::vector<int64_t> audited;  // the backwards that met a pass, the latest few
   std::vector<std::weak_ptr<Pass>> alive;
+  std::shared_ptr<const Owners> owners;  // of the latest pass
   py::object began() const {
     return began_->function;
   }
@@ -113,22 +120,24 @@ class Pass : public std::enable_shared_from_this<Pass> {
 
   const std::shared_ptr<Recorder> recorder;
   const int64_t n;
-  bool recorded = false;      // it is part of the record
-  bool keep = false;          // more forwards of the same samples may come: finish nothing before it is read
-  bool create_graph = false;  // seen in backward; refused when read
-  bool retained = false;      // a backward kept its graph: another may come
-  bool ambiguous = false;     // its recomputations cannot be told from another pass's
-  int64_t silent_calls = 0;   // calls under no_grad, which a reentrant checkpoint runs again
-  uint64_t structure = 0;     // hash of the uses: which, and which of their sizes equal N
-  int64_t serial = 0;         // its place among the forwards
+  bool wide = false;               // a trainable parameter is float64
+  std::vector<int64_t> trainable;  // parameters, when the forward began
+  bool recorded = false;           // it is part of the record
+  bool keep = false;               // more forwards of the same samples may come: finish nothing before it is read
+  bool create_graph = false;       // seen in backward; refused when read
+  bool retained = false;           // a backward kept its graph: another may come
+  bool ambiguous = false;          // its recomputations cannot be told from another pass's
+  int64_t silent_calls = 0;        // calls under no_grad, which a reentrant checkpoint runs again
+  uint64_t structure = 0;          // hash of the uses: which, and which of their sizes equal N
+  int64_t serial = 0;              // its place among the forwards
   std::vector<std::pair<int64_t, std::string>> refusals;  // (site, reason); they count once a backward comes
   std::vector<int64_t> layouts;                           // by use, once proven; empty: as declared, or batch first
   std::vector<Entry> entries;
 
   struct Use {
     int64_t site;
-    std::vector<int64_t> sizes;  // of what the site looks at to find the samples
-    NodePtr node;                // that made the output
+    at::DimVector sizes;  // of what the site looks at to find the samples
+    NodePtr node;         // that made the output
     uint32_t output_nr;
   };
   std::vector<Use> uses;  // only while a forward runs, since the nodes own this pass
@@ -143,13 +152,13 @@ class Pass : public std::enable_shared_from_this<Pass> {
   void enclose(const std::vector<int64_t>& parameters, uint64_t first);
   // Backward: a use's gradient is here, at this node of the graph. False where this backward computes none of the
   // parameters' gradients.
-  bool arrive(const std::vector<int64_t>& parameters, const Node* at, bool enclosed = false);
+  bool arrive(at::IntArrayRef parameters, const Node* at, bool enclosed = false);
   // Whether the operands must be kept until all uses are in.
   bool waits(int64_t parameter);
   void add(int64_t parameter, Term term);
   void finish(int64_t parameter, const Tensor& sq_norms, int64_t row = 0);
-  // [N] in float64: the squared norms of some parameters together, as far as they are final.
-  Tensor total(const std::vector<int64_t>& parameters) const;
+  // [N] in float64: the squared norms of some parameters, or of all, together, as far as they are final.
+  Tensor total(const std::optional<std::vector<int64_t>>& parameters) const;
   std::vector<int64_t> waiting() const;  // parameters whose uses are not combined yet
   std::vector<int64_t> late() const;
   void clear();
@@ -157,6 +166,8 @@ class Pass : public std::enable_shared_from_this<Pass> {
  private:
   int64_t forgotten_ = 0;  // uses of earlier forwards of the same samples
   void track(int64_t parameter, const Tensor& tensor);
+  using OnDevices = std::map<c10::DeviceIndex, std::vector<Tensor>>;  // GPUs
+  void add_to(Tensor& total, OnDevices& elsewhere, const Entry& entry) const;
   bool needed(int64_t parameter) const;
   void audit_edges(const Node* at);
   bool encloses(const Node& node, int64_t parameter) const;
@@ -165,8 +176,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
     std::vector<int64_t> parameters;
   };
   std::vector<Span> spans_;
-  std::unordered_map<Node*, int64_t> accumulators_;
-  std::vector<NodePtr> owners_;  // keep the keys above alive
+  std::shared_ptr<const Owners> owners_;
 };
 
 void bind_pass(py::module_& m);

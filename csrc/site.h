@@ -1,16 +1,13 @@
-// One module of an attached model: where its parameters stand in the probe's table, its geometry, and what is done with
-// a use.
+// One module of an attached model: where its parameters stand in the probe's table, its layer, and what is done with a
+// use.
 #pragma once
 
-#include "ops.h"
+#include "layers/layer.h"
 #include "pass.h"
 
 #include <map>
 
 namespace torchgradx {
-
-enum class Layout : int64_t { kAuto = -1, kBatch = 0, kSequence = 1 };              // rows n*T+t | rows t*N+n
-enum class Algorithm : int64_t { kRank1 = 0, kGram = 1, kDirect = 2, kFused = 3 };  // as in cost.py
 
 struct Site {
   std::shared_ptr<Recorder> recorder;
@@ -20,30 +17,10 @@ struct Site {
   Layout layout;                      // as declared
   Layout presumed = Layout::kBatch;   // where nothing is declared or proven
   std::unique_ptr<Callback> planner;  // (N, T) -> Algorithm; asked once a size
+  LayerPtr layer;
 
-  // Convolutions only; a one-dimensional one is a two-dimensional one of height 1.
-  std::vector<int64_t> kernel_size, stride, padding, dilation;
-  int64_t groups = 0;            // 0: a Linear
-  std::vector<int64_t> pre_pad;  // what `padding` cannot say: other modes than zeros, or uneven sides
-  std::string pad_mode;
-  bool one_dimensional = false;
-
-  bool linear() const {
-    return groups == 0;
-  }
-  Geometry geometry() const {
-    return {kernel_size, stride, padding, dilation, groups};
-  }
-  Tensor padded(const Tensor& input) const;
-
-  struct Operands {
-    Tensor activations;  // [N, T, I], or [N * K, C, H, W] padded as it was
-    Tensor grad_output;  // [N, T, O], or [N * K, O, H', W']
-    int64_t images = 1;  // K, of one sample
-  };
   // Operands with the samples in front; nothing, and a refusal in the record, where they cannot be found.
-  std::optional<Operands> canonical(const Pass& pass, int64_t use, const Tensor& input,
-                                    const Tensor& grad_output) const;
+  std::optional<Operands> operands(const Pass& pass, int64_t use, const Saved& saved, const Tensor& grad_output) const;
 
   Algorithm plan(int64_t n, int64_t t);
 
@@ -63,11 +40,16 @@ struct Use : torch::CustomClassHolder {
   Use(std::shared_ptr<Site> site, std::shared_ptr<Pass> pass, int64_t index, bool wants_weight, bool wants_bias);
   ~Use() override;
 
-  std::vector<int64_t> parameters() const;
-  // Norms beside the framework's own gradient, or operands kept for the other uses of the same parameters.
-  void record(const Tensor& input, const Tensor& grad_output);
-  // {grad_weight, grad_bias}, and the norms from the same pass where a kernel has it.
-  std::pair<Tensor, Tensor> record_fused(const Tensor& input, const Tensor& weight, const Tensor& grad_output);
+  c10::SmallVector<int64_t, 2> parameters() const;
+  // Norms beside the framework's own gradient, or operands kept for the other uses of the same parameters; `received`:
+  // the parameters get that gradient.
+  void record(Saved saved, const Tensor& weight, const Tensor& grad_output, bool received);
+  // The gradients, and the norms from the same pass where a kernel has it.
+  Gradients record_fused(const Saved& saved, const Tensor& weight, const Tensor& grad_output, bool wants_input);
+
+ private:
+  void audit(const Operands& operands, const Gradients& gradients, const Tensor& grad_output);
+  bool keeps(int64_t parameter, const Operands& operands) const;
 };
 
 // A use of `site` on this thread, or nothing where the plain layer should run.
@@ -75,16 +57,11 @@ c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, at::IntArra
                                   const std::optional<Tensor>& bias);
 
 // The layer's forward, with a backward that also records.
-Tensor linear(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
-              const std::optional<Tensor>& bias);
-Tensor convolution(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
-                   const std::optional<Tensor>& bias);
+Tensor call(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
+            const std::optional<Tensor>& bias, Saved saved);  // `saved`: statistics that are the module's own
 // Listens at the output of the framework's own layer.
-void tap(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
-         const std::optional<Tensor>& bias, const Tensor& output);
-
-// {grad_weight, grad_bias} as plain PyTorch makes them, differentiable.
-std::pair<Tensor, Tensor> plain_gradients(const Site& site, const Tensor& input, const Tensor& weight,
-                                          const Tensor& grad_output, bool want_weight, bool want_bias);
+void listen(const c10::intrusive_ptr<Use>& use, const Saved& saved, const Tensor& weight, const Tensor& output);
+void tap(const std::shared_ptr<Site>& site, const Saved& saved, const Tensor& weight, const std::optional<Tensor>& bias,
+         const Tensor& output);
 
 }  // namespace torchgradx

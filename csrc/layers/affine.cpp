@@ -1,0 +1,235 @@
+// Normalisations, whose weight and bias act element by element on what is normalised. Each kind says how its input is
+// seen as [N, T, G, K] (ops.h); the rest is one. Statistics that a forward does not hand out are taken again.
+#include "layer.h"
+
+#include <ATen/ATen.h>
+
+namespace torchgradx {
+namespace {
+
+at::ScalarType sums_of(const Tensor& t) {
+  return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+std::optional<Tensor> given(const Tensor& t) {
+  return t.defined() ? std::optional<Tensor>(t) : std::nullopt;
+}
+
+class Affine : public Layer {
+ public:
+  explicit Affine(double eps) : eps_(eps) {}
+
+  bool lowered() const override {
+    return false;
+  }
+  bool makes_input() const override {
+    return true;
+  }
+  bool fuses(const Operands& o, const Tensor& weight) const override {
+    return !o.rearranged && weight.scalar_type() == o.activations.scalar_type();
+  }
+
+  std::optional<Operands> operands(const Saved& saved, const Tensor& grad_output, int64_t n,
+                                   Layout layout) const override {
+    const auto b = by_sample(grad_output, n, layout);
+    if (!b) return std::nullopt;
+    Operands o{{}, b->first, {}, {}, n ? b->first.size(0) / n : 1, b->second, at::DimVector(grad_output.sizes())};
+    if (!saved.input.defined()) return o;
+    o.activations = by_sample(saved.input, n, layout)->first;
+    std::tie(o.mean, o.rstd) = statistics(saved, o.activations, n);
+    return o;
+  }
+
+  int64_t positions(const Operands& o) const override {
+    return o.grad_output.size(1);
+  }
+  Tensor bias_rows(const Operands& o) const override {
+    return o.grad_output.flatten(2);
+  }
+  double magnitude(const Operands& o) const override {
+    return norm_of(features(o));
+  }
+  Tensor sq_norms(const Operands& o, Algorithm, bool bias) const override {
+    return affine_sq_norms(o.activations, o.grad_output, given(o.mean), o.rstd, bias);
+  }
+  std::optional<Tensor> weight_gradients(const Operands& o) const override {
+    return (features(o) * o.grad_output).sum(1).flatten(1);
+  }
+
+  std::pair<Gradients, Tensor> fused(const Operands& o, const Tensor& weight, const Wanted& wanted) const override {
+    const Tensor w = weight.view({o.activations.size(2), o.activations.size(3)});
+    auto [input, grad_weight, grad_bias, sq] =
+        affine_fused(o.activations, o.grad_output, w, given(o.mean), o.rstd, frozen(), std::nullopt, wanted.bias);
+    return {{restored(input, o.shape), grad_weight.view_as(weight), wanted.bias ? grad_bias.view_as(weight) : Tensor()},
+            sq};
+  }
+
+ protected:
+  // [N K, T, G, K'], and whether the samples had to be brought to the front.
+  virtual std::optional<std::pair<Tensor, bool>> by_sample(const Tensor& t, int64_t n, Layout layout) const = 0;
+  virtual Tensor restored(const Tensor& t, at::IntArrayRef shape) const = 0;  // the inverse, where they had not
+  // As ops.h wants them for a [N, T, G, K]; mean undefined where nothing is subtracted.
+  virtual std::pair<Tensor, Tensor> statistics(const Saved& saved, const Tensor& a, int64_t n) const = 0;
+  virtual bool frozen() const {
+    return false;
+  }
+
+  static Tensor features(const Operands& o) {
+    const Tensor x = o.activations.to(o.rstd.scalar_type());
+    return (o.mean.defined() ? x - o.mean.unsqueeze(3) : x) * o.rstd.unsqueeze(3);
+  }
+
+  const double eps_;
+};
+
+// LayerNorm and RMSNorm: rows of the last dimensions, [N, T, 1, D].
+class LastDimensions final : public Affine {
+ public:
+  LastDimensions(std::vector<int64_t> shape, double eps, bool centred)
+      : Affine(eps), shape_(std::move(shape)), centred_(centred) {}
+
+  bool batched(const Tensor& input) const override {
+    return input.dim() > static_cast<int64_t>(shape_.size());
+  }
+
+  Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                 Saved& saved) const override {
+    if (!centred_) return at::rms_norm(input, shape_, weight, eps_ < 0 ? std::nullopt : std::optional<double>(eps_));
+    Tensor output;
+    std::tie(output, saved.mean, saved.rstd) = at::native_layer_norm(input, shape_, weight, bias, eps_);
+    return output;
+  }
+
+ protected:
+  std::optional<std::pair<Tensor, bool>> by_sample(const Tensor& t, int64_t n, Layout layout) const override {
+    const auto rows = rows_by_sample(t.flatten(t.dim() - static_cast<int64_t>(shape_.size())), n, layout);
+    if (!rows) return std::nullopt;
+    return std::pair(rows->unsqueeze(2), layout == Layout::kSequence && n != 1);
+  }
+  Tensor restored(const Tensor& t, at::IntArrayRef shape) const override {
+    return t.reshape(shape);
+  }
+  std::pair<Tensor, Tensor> statistics(const Saved& saved, const Tensor& a, int64_t) const override {
+    const bool kept = saved.rstd.defined() && saved.rstd.scalar_type() == sums_of(a);
+    const bool in_order = kept && a.is_contiguous() && saved.input.is_contiguous() && a.is_alias_of(saved.input);
+    if (in_order) return {saved.mean.view({a.size(0), a.size(1), 1}), saved.rstd.view({a.size(0), a.size(1), 1})};
+    const double eps = eps_ < 0 ? epsilon(a) : eps_;
+    auto [mean, rstd] = moments(a, eps, centred_, /*over_positions=*/false);
+    return {centred_ ? mean : Tensor(), rstd};
+  }
+
+ private:
+  static double epsilon(const Tensor& a) {  // RMSNorm's default
+    return a.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon()
+                                          : std::numeric_limits<float>::epsilon();
+  }
+  const std::vector<int64_t> shape_;
+  const bool centred_;
+};
+
+// GroupNorm, InstanceNorm, BatchNorm: channels second, [N, HW, G, C / G].
+class Channels : public Affine {
+ public:
+  Channels(int64_t groups, double eps) : Affine(eps), groups_(groups) {}
+
+  bool batched(const Tensor& input) const override {
+    return input.dim() > 1;
+  }
+
+ protected:
+  std::optional<std::pair<Tensor, bool>> by_sample(const Tensor& t, int64_t n, Layout layout) const override {
+    if (t.dim() < 2 || (n == 0 ? t.size(0) != 0 : t.size(0) % n != 0)) return std::nullopt;
+    const int64_t k = n ? t.size(0) / n : 1;
+    const bool moved = k > 1 && layout == Layout::kSequence;
+    const Tensor front = moved ? t.unflatten(0, {k, n}).transpose(0, 1).flatten(0, 1) : t;
+    const Tensor pixels = t.dim() > 2 ? front.flatten(2) : front.unsqueeze(2);  // [N K, C, HW]
+    return std::pair(pixels.unflatten(1, {groups(t), -1}).permute({0, 3, 1, 2}), moved);
+  }
+  Tensor restored(const Tensor& t, at::IntArrayRef shape) const override {
+    return t.permute({0, 2, 3, 1}).reshape(shape);
+  }
+  std::pair<Tensor, Tensor> statistics(const Saved& saved, const Tensor& a, int64_t n) const override {
+    const bool kept = saved.rstd.defined() && saved.rstd.scalar_type() == sums_of(a) && a.size(0) == n;
+    if (kept) return {saved.mean.view({a.size(0), 1, a.size(2)}), saved.rstd.view({a.size(0), 1, a.size(2)})};
+    auto [mean, rstd] = moments(a, eps_, /*centred=*/true, /*over_positions=*/true);
+    return {mean, rstd};
+  }
+  int64_t groups(const Tensor& input) const {
+    return groups_ ? groups_ : input.size(1);
+  }
+
+ private:
+  const int64_t groups_;  // 0: as many as there are channels
+};
+
+class GroupNorm final : public Channels {
+ public:
+  using Channels::Channels;
+
+  Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                 Saved& saved) const override {
+    const Tensor x =
+        input.contiguous(input.device().is_cpu() ? input.suggest_memory_format() : at::MemoryFormat::Contiguous);
+    const int64_t n = x.size(0), c = x.size(1), pixels = c10::multiply_integers(x.sizes().slice(2));
+    Tensor output;
+    std::tie(output, saved.mean, saved.rstd) =
+        at::native_group_norm(x, weight.contiguous(), bias ? std::optional<Tensor>(bias->contiguous()) : std::nullopt,
+                              n, c, pixels, groups(x), eps_);
+    return output;
+  }
+};
+
+class InstanceNorm final : public Channels {
+ public:
+  explicit InstanceNorm(double eps) : Channels(0, eps) {}
+
+  Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, Saved&) const override {
+    return at::instance_norm(input, weight, bias, std::nullopt, std::nullopt, true, 0.0, eps_,
+                             at::globalContext().userEnabledCuDNN());
+  }
+};
+
+// With statistics of its own, saved as (running_mean, running_var).
+class BatchNorm final : public Channels {
+ public:
+  explicit BatchNorm(double eps) : Channels(0, eps) {}
+
+  Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                 Saved& saved) const override {
+    return at::batch_norm(input, weight, bias, saved.mean, saved.rstd, /*training=*/false, 0.0, eps_,
+                          at::globalContext().userEnabledCuDNN());
+  }
+
+ protected:
+  std::pair<Tensor, Tensor> statistics(const Saved& saved, const Tensor& a, int64_t) const override {
+    const auto wide = sums_of(a);
+    return {saved.mean.to(wide).view({1, 1, -1}), saved.rstd.to(wide).add(eps_).rsqrt().view({1, 1, -1})};
+  }
+  bool frozen() const override {
+    return true;
+  }
+};
+
+}  // namespace
+
+LayerPtr layer_norm_layer(std::vector<int64_t> shape, double eps) {
+  return std::make_shared<LastDimensions>(std::move(shape), eps, /*centred=*/true);
+}
+
+LayerPtr rms_norm_layer(std::vector<int64_t> shape, double eps) {
+  return std::make_shared<LastDimensions>(std::move(shape), eps, /*centred=*/false);
+}
+
+LayerPtr group_norm_layer(int64_t groups, double eps) {
+  return std::make_shared<GroupNorm>(groups, eps);
+}
+
+LayerPtr instance_norm_layer(double eps) {
+  return std::make_shared<InstanceNorm>(eps);
+}
+
+LayerPtr batch_norm_layer(double eps) {
+  return std::make_shared<BatchNorm>(eps);
+}
+
+}  // namespace torchgradx

@@ -1,0 +1,63 @@
+// Embedding: rows of a table looked up by id. Its forward and its gradient stay the framework's own.
+#include "layer.h"
+
+#include <ATen/ATen.h>
+
+namespace torchgradx {
+namespace {
+
+class Embedding final : public Layer {
+ public:
+  Embedding(int64_t rows, int64_t padding_idx) : rows_(rows), padding_idx_(padding_idx) {}
+
+  bool batched(const Tensor& input) const override {
+    return input.dim() > 0;
+  }
+  bool lowered() const override {
+    return false;
+  }
+
+  Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>&, Saved&) const override {
+    return at::embedding(weight, input, padding_idx_, /*scale_grad_by_freq=*/false, /*sparse=*/false);
+  }
+  Gradients backward(const Saved& saved, const Tensor&, const Tensor& grad_output,
+                     const Wanted& wanted) const override {
+    if (!wanted.weight) return {};
+    return {{}, at::embedding_dense_backward(grad_output, saved.input, rows_, padding_idx_, false), {}};
+  }
+
+  std::optional<Operands> operands(const Saved& saved, const Tensor& grad_output, int64_t n,
+                                   Layout layout) const override {
+    const auto ids = rows_by_sample(saved.input.unsqueeze(-1), n, layout);
+    const auto rows = rows_by_sample(grad_output, n, layout);
+    if (!ids || !rows) return std::nullopt;
+    return Operands{ids->squeeze(-1), *rows};
+  }
+  int64_t positions(const Operands& operands) const override {
+    return operands.grad_output.size(1);
+  }
+  Tensor bias_rows(const Operands& operands) const override {
+    return operands.grad_output;
+  }
+  double magnitude(const Operands& operands) const override {
+    return std::sqrt(static_cast<double>(operands.activations.numel()));
+  }
+  Tensor sq_norms(const Operands& operands, Algorithm, bool) const override {
+    const auto padding = padding_idx_ < 0 ? std::nullopt : std::optional<int64_t>(padding_idx_);
+    return gather_sq_norms(operands.activations, operands.grad_output, padding).unsqueeze(0);
+  }
+  std::pair<Gradients, Tensor> fused(const Operands&, const Tensor&, const Wanted&) const override {
+    TORCH_CHECK(false, "an embedding has no fused kernel");
+  }
+
+ private:
+  const int64_t rows_, padding_idx_;  // -1: none
+};
+
+}  // namespace
+
+LayerPtr embedding_layer(int64_t rows, int64_t padding_idx) {
+  return std::make_shared<Embedding>(rows, padding_idx);
+}
+
+}  // namespace torchgradx

@@ -1,0 +1,65 @@
+#include "layer.h"
+
+#include <ATen/ATen.h>
+#include <ATen/SavedTensorHooks.h>
+#include <torch/csrc/autograd/autograd.h>
+
+namespace torchgradx {
+
+namespace {
+
+// A checkpoint counts what is saved through its hooks; what is run here is none of its business.
+struct UnseenByHooks {
+  const bool before = at::SavedTensorDefaultHooks::set_tracing(true);
+  ~UnseenByHooks() {
+    at::SavedTensorDefaultHooks::set_tracing(before);
+  }
+};
+
+}  // namespace
+
+Gradients Layer::backward(const Saved& saved, const Tensor& weight, const Tensor& grad_output,
+                          const Wanted& wanted) const {
+  const bool create_graph = at::GradMode::is_enabled();
+  const at::AutoGradMode enabled(true);
+  const UnseenByHooks unseen;
+  const auto source = [&](const Tensor& t) { return create_graph ? t : t.detach().requires_grad_(); };
+  const Tensor x = source(saved.input), w = source(weight), b = at::zeros_like(weight).requires_grad_();
+  Saved again{{}, saved.mean, saved.rstd};
+  const Tensor output = forward(x, w, b, again);
+  // All of them, wanted or not: the framework's group norm in channels_last fails without its input's.
+  torch::autograd::variable_list sources;
+  for (const Tensor& t : {x, w, b})
+    if (t.requires_grad()) sources.push_back(t);
+  const auto found = torch::autograd::grad({output}, sources, {grad_output}, create_graph, create_graph, true);
+  auto next = found.begin();
+  Gradients gradients;
+  if (x.requires_grad()) gradients.input = *next++;
+  if (w.requires_grad()) gradients.weight = *next++;
+  gradients.bias = *next;
+  if (!wanted.input) gradients.input = Tensor();
+  if (!wanted.weight) gradients.weight = Tensor();
+  if (!wanted.bias) gradients.bias = Tensor();
+  return gradients;
+}
+
+double norm_of(const Tensor& t) {
+  return at::linalg_vector_norm(t.detach(), 2, {}, false, at::kDouble).item<double>();
+}
+
+std::optional<Tensor> rows_by_sample(const Tensor& t, int64_t n, Layout layout) {
+  if (t.dim() < 2) return std::nullopt;
+  const int64_t lead = t.size(0), features = t.size(-1);
+  if (layout == Layout::kSequence && t.dim() > 2 && t.size(1) == n)
+    return rows_by_sample(t.transpose(0, 1), n, Layout::kBatch);
+  if (n == 0 ? lead != 0 : lead % n != 0) return std::nullopt;
+  int64_t positions = n == 0 ? 0 : lead / n;
+  for (int64_t d = 1; d < t.dim() - 1; ++d) positions *= t.size(d);
+  if (layout == Layout::kSequence && n > 0) {
+    const Tensor minor = t.reshape({lead / n, n, -1, features}).transpose(0, 1);
+    return minor.size(2) == 1 ? minor.squeeze(2) : minor.reshape({n, positions, features});
+  }
+  return t.reshape({n, positions, features});
+}
+
+}  // namespace torchgradx

@@ -1,0 +1,118 @@
+// One layer's arithmetic, by kind: its forward, the framework's own backward, and what the kernels make of its
+// operands. A layer knows its module's constants, and nothing of passes, graphs or parameters' places; sites do
+// (site.h).
+#pragma once
+
+#include "../ops.h"
+
+#include <memory>
+
+namespace torchgradx {
+
+// rows n*T+t | rows t*N+n | rows of no sample, as those of a position table
+enum class Layout : int64_t { kAuto = -1, kBatch = 0, kSequence = 1, kShared = 2 };
+enum class Algorithm : int64_t { kRank1 = 0, kGram = 1, kDirect = 2, kFused = 3 };  // as in cost.py
+
+struct Saved {  // of a forward, besides the weight
+  Tensor input, mean, rstd;
+};
+
+struct Wanted {
+  bool input, weight, bias;
+};
+
+struct Gradients {
+  Tensor input, weight, bias;
+};
+
+struct Operands {  // with the samples in front; each kind has its own shapes
+  Tensor activations, grad_output, mean, rstd;
+  int64_t images = 1;       // K, of one sample: the first dimension is N K
+  bool rearranged = false;  // the samples were not in front
+  at::DimVector shape;      // of the layer's input
+};
+
+struct Layer {
+  virtual ~Layer() = default;
+
+  virtual bool batched(const Tensor& input) const = 0;  // it has a dimension for samples
+  virtual bool lowered() const {                        // autocast computes it in its lower precision
+    return true;
+  }
+
+  virtual bool reads_input() const {  // for its input's gradient
+    return true;
+  }
+
+  virtual bool makes_input() const {  // fused() makes its input's gradient too
+    return false;
+  }
+  virtual bool fuses(const Operands&, const Tensor& /*weight*/) const {
+    return true;
+  }
+
+  // Around the operator: what it cannot say, such as a padding mode or a missing dimension.
+  virtual Tensor enter(const Tensor& input) const {
+    return input;
+  }
+  virtual Tensor enter_weight(const Tensor& weight) const {
+    return weight;
+  }
+  virtual Tensor enter_grad(const Tensor& grad_output) const {
+    return grad_output;
+  }
+  virtual Tensor leave(const Tensor& output) const {
+    return output;
+  }
+
+  // The operator; statistics that its backward needs go into `saved`.
+  virtual Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                         Saved& saved) const = 0;
+  // As the framework makes them; what is not wanted stays undefined. By running the forward again, for those kinds
+  // whose norms rarely stand beside the framework's own gradients. The bias is shaped as the weight there.
+  virtual Gradients backward(const Saved& saved, const Tensor& weight, const Tensor& grad_output,
+                             const Wanted& wanted) const;
+
+  // Nothing where the samples cannot be found. Without saved.input only the bias can be served.
+  virtual std::optional<Operands> operands(const Saved& saved, const Tensor& grad_output, int64_t n,
+                                           Layout layout) const = 0;
+  virtual int64_t positions(const Operands& operands) const = 0;  // T, for the plan
+  virtual Tensor bias_rows(const Operands& operands) const = 0;  // [N K, T, O], whose sum over T is the bias's gradient
+  // How large a sample's gradient rounds: the norm of what grad_output is multiplied by.
+  virtual double magnitude(const Operands& operands) const = 0;
+  virtual Tensor sq_norms(const Operands& operands, Algorithm algorithm, bool bias) const = 0;  // [1 + bias, N]
+  // Gradients and [1 + bias, N] from one pass.
+  virtual std::pair<Gradients, Tensor> fused(const Operands& operands, const Tensor& weight,
+                                             const Wanted& wanted) const = 0;
+  // [N K, size of the weight] where that is no larger than the operands, to be kept in their place.
+  virtual std::optional<Tensor> weight_gradients(const Operands&) const {
+    return std::nullopt;
+  }
+};
+
+// Rows [N, T, F] of [*, F], or nothing; see Layout.
+std::optional<Tensor> rows_by_sample(const Tensor& t, int64_t n, Layout layout);
+double norm_of(const Tensor& t);
+
+using LayerPtr = std::shared_ptr<Layer>;
+
+struct ConvolutionOptions {  // a one-dimensional one is a two-dimensional one of height 1
+  std::vector<int64_t> kernel_size, stride, padding, dilation;
+  int64_t groups = 1;
+  bool transposed = false;
+  bool one_dimensional = false;
+  std::vector<int64_t> pre_pad;  // what `padding` cannot say: other modes than zeros, or uneven sides
+  std::string pad_mode;
+};
+
+LayerPtr embedding_layer(int64_t rows, int64_t padding_idx);  // -1: none
+LayerPtr layer_norm_layer(std::vector<int64_t> shape, double eps);
+LayerPtr rms_norm_layer(std::vector<int64_t> shape, double eps);  // eps < 0: the dtype's
+LayerPtr group_norm_layer(int64_t groups, double eps);
+LayerPtr instance_norm_layer(double eps);
+LayerPtr batch_norm_layer(double eps);
+LayerPtr prelu_layer(int64_t slopes);
+LayerPtr linear_layer(bool transposed);  // weight [O, I], or [I, O]
+LayerPtr convolution_layer(ConvolutionOptions options);
+
+}  // namespace torchgradx

@@ -1,0 +1,80 @@
+// Linear: rows of activations [*, I] and of gradients [*, O].
+#include "layer.h"
+
+#include <ATen/ATen.h>
+
+namespace torchgradx {
+
+namespace {
+
+class Linear final : public Layer {
+ public:
+  explicit Linear(bool transposed) : transposed_(transposed) {}
+
+  bool batched(const Tensor& input) const override {
+    return input.dim() > 1;
+  }
+
+  bool reads_input() const override {
+    return false;
+  }
+
+  Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, Saved&) const override {
+    return at::linear(input, transposed_ ? weight.t() : weight, bias);
+  }
+
+  Gradients backward(const Saved& saved, const Tensor& weight, const Tensor& grad_output,
+                     const Wanted& wanted) const override {
+    Gradients gradients;
+    if (wanted.input) gradients.input = grad_output.matmul(transposed_ ? weight.t() : weight);
+    const Tensor g = grad_output.reshape({-1, grad_output.size(-1)});
+    if (wanted.weight) {
+      const Tensor a = saved.input.reshape({-1, saved.input.size(-1)});
+      gradients.weight = transposed_ ? a.t().mm(g) : g.t().mm(a);
+    }
+    if (wanted.bias) gradients.bias = g.sum(0);
+    return gradients;
+  }
+
+  std::optional<Operands> operands(const Saved& saved, const Tensor& grad_output, int64_t n,
+                                   Layout layout) const override {
+    const auto b = rows_by_sample(grad_output, n, layout);
+    const auto a = saved.input.defined() ? rows_by_sample(saved.input, n, layout) : std::optional<Tensor>(Tensor());
+    if (!a || !b) return std::nullopt;
+    return Operands{*a, *b, {}, {}, 1};
+  }
+
+  int64_t positions(const Operands& operands) const override {
+    return operands.grad_output.size(1);
+  }
+  Tensor bias_rows(const Operands& operands) const override {
+    return operands.grad_output;
+  }
+  double magnitude(const Operands& operands) const override {
+    return norm_of(operands.activations);
+  }
+
+  Tensor sq_norms(const Operands& operands, Algorithm algorithm, bool bias) const override {
+    const auto& a = operands.activations;
+    const auto& b = operands.grad_output;
+    return algorithm == Algorithm::kRank1  ? rank1_sq_norms(a, b, bias)
+           : algorithm == Algorithm::kGram ? gram_sq_norms(a, b, bias)
+                                           : direct_sq_norms(a, b, bias);
+  }
+
+  std::pair<Gradients, Tensor> fused(const Operands& operands, const Tensor&, const Wanted& wanted) const override {
+    auto [weight, bias, sq] = linear_fused(operands.activations, operands.grad_output, std::nullopt, wanted.bias);
+    return {{Tensor(), transposed_ ? weight.t() : weight, wanted.bias ? bias : Tensor()}, sq};
+  }
+
+ private:
+  const bool transposed_;
+};
+
+}  // namespace
+
+LayerPtr linear_layer(bool transposed) {
+  return std::make_shared<Linear>(transposed);
+}
+
+}  // namespace torchgradx
