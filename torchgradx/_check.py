@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import cost
+from .gpu import Gpu, gpu_of
 from .reference import accumulation_dtype
 
-__all__ = ["algorithm", "conv2d_operands", "linear_operands", "scale"]
+__all__ = ["algorithm", "conv2d_operands", "embedding_operands", "linear_operands", "scale"]
 
 Pair = tuple[int, int]
 Geometry = tuple[Pair, Pair, Pair, Pair, int]  # kernel_size, stride, padding, dilation, groups
@@ -90,6 +91,38 @@ def linear_operands(activations: Tensor, grad_output: Tensor) -> tuple[Tensor, T
         return activations, grad_output
     n, t = a_shape[0], prod(a_shape[1:-1])
     return activations.reshape(n, t, a_shape[-1]), grad_output.reshape(n, t, b_shape[-1])
+
+
+def embedding_operands(
+    indices: Tensor, grad_output: Tensor, padding_idx: Any
+) -> tuple[Tensor, Tensor]:
+    """[N, *], [N, *, D] -> [N, T], [N, T, D]"""
+    for name, value in (("indices", indices), ("grad_output", grad_output)):
+        if not _dense(value):
+            _refuse_tensor(name, value)
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"indices must be int32 or int64; got {indices.dtype}: convert it")
+    if grad_output.dtype not in DTYPES:
+        _refuse_tensor("grad_output", grad_output)
+    if grad_output.device != indices.device:
+        raise TypeError(
+            f"grad_output must be on {indices.device}, as indices is; "
+            f"got {grad_output.device}: move one"
+        )
+    if padding_idx is not None and type(padding_idx) is not int:
+        raise TypeError(f"padding_idx must be an int or None; got {_seen(padding_idx)}")
+    if padding_idx is not None and not 0 <= padding_idx < 2**63:
+        raise ValueError(
+            f"padding_idx must be an id, from 0 on; got {padding_idx}: add num_embeddings to it"
+        )
+    shape = indices.shape
+    if not shape or grad_output.shape[:-1] != shape:
+        raise ValueError(
+            f"grad_output must be [N, *, D] where indices are [N, *]; got {list(grad_output.shape)}"
+            f" and {list(shape)}"
+        )
+    n, t = shape[0], prod(shape[1:])
+    return indices.reshape(n, t), grad_output.detach().reshape(n, t, grad_output.shape[-1])
 
 
 def scale(value: Tensor | None, operand: Tensor, operand_name: str) -> Tensor | None:
@@ -205,13 +238,22 @@ def algorithm(operand: Tensor, t: int, i: int, o: int, groups: int, forced: str 
     layer = "linear" if operand.dim() == 3 else "conv2d"
     # Dynamo warns of caches, and has no need of them.
     choose = _choose if torch.compiler.is_compiling() else _choose_once
-    return choose(layer, operand.shape[0], t, i, o, groups, operand.itemsize, forced)
+    device = gpu_of(operand.device) if operand.is_cuda else None
+    return choose(layer, operand.shape[0], t, i, o, groups, operand.itemsize, device, forced)
 
 
 def _choose(
-    layer: Any, n: int, t: int, i: int, o: int, groups: int, itemsize: int, forced: str | None
+    layer: Any,
+    n: int,
+    t: int,
+    i: int,
+    o: int,
+    groups: int,
+    itemsize: int,
+    device: Gpu | None,
+    forced: str | None,
 ) -> str:
-    problem = cost.Problem(layer, n, t, i, o, groups, itemsize)
+    problem = cost.Problem(layer, n, t, i, o, groups, itemsize, device=device)
     return cost.make_plan(problem, forced).algorithm
 
 

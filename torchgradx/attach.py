@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from . import ops, passes
-from .audit import Audit, Verdict
+from .audit import Audit
+from .errors import CoverageError
 from .explain import explanation
 from .layout import tensors_in
 from .record import Record
 from .rerun import FallbackSite, Site
+from .sharding import flattened, gathers, split
 from .sites import Hooks, NativeSite
 from .table import Context, Parameters, find_layers
 
@@ -34,7 +36,7 @@ __all__ = ["Probe", "attach"]
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Probe]] = weakref.WeakKeyDictionary()
 # Verdicts on structures outlive a probe: scoring attaches anew for each batch.
-_proven: weakref.WeakKeyDictionary[nn.Module, dict[Any, dict[Any, Verdict]]] = (
+_proven: weakref.WeakKeyDictionary[nn.Module, dict[Any, dict[str, dict[Any, Any]]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -142,6 +144,12 @@ def _check(model: Any, options: dict[str, Any]) -> None:
             raise ValueError(f'layout[{pattern!r}] must be "batch" or "sequence"; got {how!r}')
 
 
+def _unattached() -> Probe:
+    probe = attach(nn.Module())
+    probe.remove()
+    return probe
+
+
 def _called_by_itself(module: nn.Module) -> bool:
     """Whether a forward of this module stands on the stack below the present one."""
     frame, calls = inspect.currentframe(), 0
@@ -161,6 +169,13 @@ class Probe:
         lazy = [n for n, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
         if lazy:
             raise ValueError(f"model has uninitialized parameters ({lazy[0]}): run a forward first")
+        if flattened(model):
+            names = [name for name, _ in model.named_parameters()]
+            raise CoverageError(
+                "FullyShardedDataParallel makes one flat parameter of many, whose norms by sample "
+                f"nobody can tell apart: use torch.distributed.fsdp.fully_shard for {names}",
+                names,
+            )
         for name, module in model.named_modules():
             other = _attached[module]() if module in _attached else None
             if other is not None and not other._on:
@@ -247,6 +262,10 @@ class Probe:
             if module in _attached and _attached[module]() in (self, None):
                 del _attached[module]
 
+    def __reduce__(self) -> tuple[Callable[[], Probe], tuple[()]]:
+        """A copy or a pickle, as of a trainer that holds the probe, is attached to nothing."""
+        return _unattached, ()
+
     def __enter__(self) -> Probe:
         return self
 
@@ -260,16 +279,27 @@ class Probe:
         if outer and not _called_by_itself(module):  # left by an interrupt, which runs no hooks
             while self._recorder.depth():
                 self._recorder.pop()
+            self._audit.lift.unwatch()
             outer = None
-        self._recorder.push(outer or self._begin(args, kwargs))
+        self._recorder.push(outer or self._begin(module, args, kwargs))
 
-    def _begin(self, args: Any, kwargs: Any) -> Pass | None:
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
         idle = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
         if not self._on or self._paused or idle or not torch.is_grad_enabled():
             return None
         self._audit.settle()
         if self._parameters.changed():
             self._recorder.refuse(-1, "the model's modules or ties changed: attach again")
+            return None
+        if split(module, self._parameters.tensors()):
+            self._recorder.refuse(-1, "tensor parallelism has split layers over processes")
+            return None
+        if getattr(module, "_is_replica", False):
+            self._recorder.refuse(
+                -1,
+                "DataParallel runs its replicas in threads, and nothing tells in which order: use "
+                "DistributedDataParallel",
+            )
             return None
         n = self._batch_size(args, kwargs)
         if n is None:
@@ -283,6 +313,7 @@ class Probe:
             run.keep = True
             self._joint.append(run)
         self._record.note_forward(run)
+        self._audit.lift.watch(n, module, tensors_in((args, kwargs)))
         return run
 
     def _batch_size(self, args: Any, kwargs: Any) -> int | None:
@@ -303,12 +334,13 @@ class Probe:
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         run = self._recorder.current()
+        taint = self._audit.lift.unwatch() if self._recorder.depth() == 1 else None
         key = None if run is None else self._audit.key(run)
         uses = [] if run is None or self._audit.knows(key) else run.uses()
         self._recorder.pop()
         if run is not None and out is not None and self._on:
-            outputs = tensors_in(out) if uses else []
-            self._audit.examine(run, key, uses, outputs, self._sites)
+            outputs = tensors_in(out) if uses and not gathers(module) else []
+            self._audit.examine(run, key, uses, outputs, self._sites, taint)
 
     # Backward
 

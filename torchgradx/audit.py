@@ -9,6 +9,7 @@ it is read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +18,27 @@ from torch import Tensor
 
 from . import ops
 from .errors import CoverageError
-from .layout import SEQUENCE, Watched, prove
+from .layout import SEQUENCE, SHARED, Watched, prove
+from .lift import Lift
 from .rules import Layer
+from .shared import Plan
 
 if TYPE_CHECKING:
     from .record import Record
     from .rerun import Site
     from .table import Parameters
+    from .taint import Taint
 
 __all__ = ["Audit", "Verdict"]
 
-Verdict = tuple[list[int], list[tuple[int, str]]]  # layout of each use; (site, why it is refused)
+
+@dataclass(frozen=True)
+class Verdict:
+    """What holds for a structure."""
+
+    layouts: list[int]  # of each use
+    refusals: list[tuple[int, str]]  # (site, why)
+    plan: Plan | None  # for the uses of layout SHARED
 
 
 class Audit:
@@ -38,11 +49,16 @@ class Audit:
         layers: Sequence[Layer],
         options: Mapping[str, Any],
         record: Record,
-        proven: dict[Any, Verdict],
+        proven: dict[str, dict[Any, Any]],
     ) -> None:
         self._record = record
         self._recorder, self._parameters, self._layers = recorder, parameters, layers
-        self._options, self._proven = options, proven
+        self._options = options
+        self._proven: dict[Any, Verdict] = proven.setdefault("structures", {})
+        plans = proven.setdefault("plans", {})
+        self.lift = Lift(
+            recorder, parameters, layers, plans, self._hears, not options["weight_grad"]
+        )
         self._pending: dict[Any, tuple[Verdict, Any]] = {}  # structure -> (verdict, its first pass)
         self._handles: list[Any] = []
         self._shields: list[Any] = []
@@ -62,7 +78,8 @@ class Audit:
         return run.structure, self._parameters.modes()
 
     def knows(self, key: Any) -> bool:
-        return key in self._proven
+        """Whether a pass of this structure need not be looked at."""
+        return key in self._proven and self._proven[key].plan is None
 
     def examine(
         self,
@@ -71,22 +88,31 @@ class Audit:
         uses: Sequence[Any],
         outputs: Sequence[Tensor],
         sites: Sequence[Site],
+        taint: Taint | None,
     ) -> None:
         """At the end of a forward: what is known of its structure, or a first look at it."""
+        if taint is not None:
+            self.lift.watched()
         verdict = self._proven.get(key)
         if verdict is None:
             pending = self._pending.get(key)
-            verdict = pending[0] if pending else self._prove(run.n, uses, outputs, sites)
+            verdict = pending[0] if pending else self._prove(run.n, uses, outputs, sites, taint)
             self._pending[key] = verdict, run
             self._listen()
-        layouts, refusals = verdict
-        if run.keep or any(layouts):
-            run.layouts = run.layouts + layouts
-        for site, reason in refusals:
+        if run.keep or any(verdict.layouts):
+            run.layouts = run.layouts + verdict.layouts
+        for site, reason in verdict.refusals:
             run.refuse(site, reason)
+        if verdict.plan is not None:
+            self.lift.begin(run, verdict.plan, uses, outputs)
 
     def _prove(
-        self, n: int, uses: Sequence[Any], outputs: Sequence[Tensor], sites: Sequence[Site]
+        self,
+        n: int,
+        uses: Sequence[Any],
+        outputs: Sequence[Tensor],
+        sites: Sequence[Site],
+        taint: Taint | None,
     ) -> Verdict:
         watched = []
         for site, sizes, node, number in uses:
@@ -94,25 +120,35 @@ class Audit:
             watched.append(
                 Watched(None if trusted else node, number, sizes[: sites[site].leads(len(sizes))])
             )
-        self._recorder.idle = True
-        try:
-            found = prove(outputs, watched, n, self._options["batch_dim"])
-        finally:
-            self._recorder.idle = False
+
+        def proof(watched: Sequence[Watched]) -> list[int | str | None]:
+            self._recorder.idle = True
+            try:
+                return prove(outputs, watched, n, self._options["batch_dim"])
+            finally:
+                self._recorder.idle = False
+
+        found = proof(watched)
+        plan = self.lift.plan(n, uses, sites, found, outputs, taint, proof)
+        for k, _ in plan.starts if plan else ():
+            found[k] = SHARED
         layouts: list[int] = []
         refusals: list[tuple[int, str]] = []
-        for (site, sizes, _, _), use, verdict in zip(uses, watched, found, strict=True):
+        for (site, sizes, node, _), use, verdict in zip(uses, watched, found, strict=True):
             presumed = sites[site].presumed
-            unsure = use.node is not None and not isinstance(verdict, int)
-            if unsure and (verdict or not _beyond_doubt(use.leads, n, presumed)):
-                reason = verdict or f"no proof could be had of where the {n} samples are in it"
+            trusted = sites[site].declared >= 0
+            # No node: it runs again in backward (reentrant checkpointing), where nothing is proven.
+            # Without sizes: a term that lift.py will bring.
+            known = isinstance(verdict, int) and (node is not None or n <= 1 or not sizes)
+            reason = verdict if isinstance(verdict, str) else None
+            if not trusted and not known and (reason or not _beyond_doubt(use.leads, n, presumed)):
+                reason = reason or f"no proof could be had of where the {n} samples are in it"
                 name = self._layers[site].name
                 say = f'if it is so, say layout={{"{name}": "batch"}} or "sequence"'
                 refusals.append((site, f"of shape {list(sizes)}, {reason}; {say}"))
-            layouts.append(
-                verdict if isinstance(verdict, int) and use.node is not None else presumed
-            )
-        return layouts, refusals
+            proven = known and node is not None and not trusted
+            layouts.append(int(verdict) if proven else presumed)  # type: ignore[arg-type]
+        return Verdict(layouts, refusals, plan)
 
     # Backward
 
@@ -126,6 +162,10 @@ class Audit:
                 self._shields.append(p.register_hook(partial(self._received, place)))
                 after = partial(self._accumulated, place)
                 self._shields.append(p.register_post_accumulate_grad_hook(after))
+
+    def _hears(self, place: int) -> bool:
+        """Whether what is recorded of a parameter will be held against what it receives."""
+        return place in self.always or self._recorder.auditing
 
     def attend(self) -> None:
         """Compare always what modules that run again receive."""
@@ -196,9 +236,11 @@ class Audit:
     def settle(self) -> None:
         """A structure whose first backward has come and agreed is known from now on."""
         for key, (verdict, run) in list(self._pending.items()):
-            if (not run.recorded and len(self._pending) < 8) or not ops.NATIVE:
+            if not ops.NATIVE and not (run.recorded and not _finite(run)):
+                continue  # every pass is compared
+            if not run.recorded and len(self._pending) < 8:
                 continue
-            if run.recorded and not self._record.mismatched:
+            if run.recorded and not self._record.mismatched and _finite(run):
                 self._proven[key] = verdict
             del self._pending[key]
         if not self._pending:
@@ -213,6 +255,7 @@ class Audit:
 
     def stop(self) -> None:
         self._pending = {}
+        self.lift.unwatch()
         self._stop_listening()
         for handle in self._shields:
             handle.remove()
@@ -264,6 +307,12 @@ class Audit:
             raise CoverageError(
                 f"no exact norms by sample for {len(problems)} parameters:{lines}", problems
             )
+
+
+def _finite(run: Any) -> bool:
+    """Whether a pass shows anything: sums that are inf or nan agree with whatever was received."""
+    waiting = [g for place in run.waiting() for _, _, g in run.terms(place)]
+    return all(bool(t.isfinite().all()) for t in (run.total(None), *waiting))
 
 
 def _beyond_doubt(leads: Sequence[int], n: int, presumed: int) -> bool:

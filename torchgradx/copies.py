@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copyreg
+import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
 from typing import Any
 
 from torch import nn
 
-__all__ = ["Hook", "keep_out", "let_in", "swapped"]
+__all__ = ["Hook", "keep_out", "let_in", "stock_of", "swapped"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 FLAGS = ("_with_kwargs", "_always_called")
 
 _kept_out: Counter[type] = Counter()
+_stock: weakref.WeakKeyDictionary[type, type[nn.Module]] = weakref.WeakKeyDictionary()
 
 
 class Hook:
@@ -25,6 +28,19 @@ class Hook:
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """A model that keeps a hook's handle holds the hooks beside it: pickled, ours is None."""
+        return type(None), ()
+
+
+# torch.compile breaks its graph here, and under fullgraph=True shows the reason.
+for _name, _value in {
+    "_torchdynamo_disable": True,
+    "_torchdynamo_disable_msg": "torchgradx records outside of graphs: compile an attached model "
+    "without fullgraph=True",
+}.items():
+    setattr(Hook.__call__, _name, _value)
 
 
 def keep_out(kind: type) -> None:
@@ -53,12 +69,49 @@ def _without_hooks(state: Any) -> Any:
         ours = {key for key, hook in hooks.items() if isinstance(hook, Hook)}
         for part in (name, *(name + flag for flag in FLAGS)) if ours else ():
             if part in state:
-                state[part] = OrderedDict((k, v) for k, v in state[part].items() if k not in ours)
+                state[part] = _Theirs(state[part], ours)
     return state
 
 
-def swapped(stock: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """A subclass with another forward, whose copies are of the stock class."""
+class _Theirs(OrderedDict[int, Any]):
+    """A module's table of hooks less ours. Handles of hooks hold that table too, and a deep copy of
+    both must be one table again: else the handle's dies, and torch cannot copy it a second time."""
+
+    def __init__(self, table: Mapping[int, Any], ours: Collection[int]) -> None:
+        super().__init__((key, hook) for key, hook in table.items() if key not in ours)
+        self._table, self._ours = table, ours
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OrderedDict[int, Any]:
+        copied: OrderedDict[int, Any] = memo.setdefault(id(self._table), OrderedDict())
+        for key in self._ours:  # a handle was copied before
+            copied.pop(key, None)
+        for key, hook in self.items():
+            copied[key] = deepcopy(hook, memo)
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)
+
+
+def swapped(
+    stock: type[nn.Module], operator: Callable[..., Any], sites: dict[int, Any]
+) -> type[nn.Module]:
+    """A subclass whose forward is the operator at the module's site; its copies are stock.
+
+    One class serves all modules of a type: Python's own caches are by type, and a class for each
+    module would cost more than a small layer does.
+    """
+
+    def forward(self: Any, input: Any) -> Any:
+        site = sites.get(id(self))
+        if site is None:  # a stand-in that runs again, or another's copy of the dict: stock
+            return stock.forward(self, input)
+        return operator(site, input, self.weight, getattr(self, "bias", None))
+
+    def replicate(self: Any) -> Any:
+        replica = stock._replicate_for_data_parallel(self)
+        replica.__class__ = swapped(stock, operator, {id(replica): sites[id(self)]})
+        return replica
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         made = stock.__reduce_ex__(self, 2)
@@ -66,9 +119,26 @@ def swapped(stock: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Modu
 
     body = {
         "forward": forward,
+        "_replicate_for_data_parallel": replicate,
         "__reduce_ex__": reduce,
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
     }
-    return type(stock.__name__, (stock,), body)
+    kind = type(stock.__name__, (stock,), body)
+    _stock[kind] = stock
+    return kind
+
+
+def stock_of(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that one of ours stands in for; others made a subclass of ours, keep that one."""
+    if kind in _stock:
+        return _stock[kind]
+    bases = tuple(
+        stock_of(base) if issubclass(base, nn.Module) else base for base in kind.__bases__
+    )
+    if bases == kind.__bases__:
+        return kind
+    body = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
+    _stock[kind] = type(kind.__name__, bases, body)
+    return _stock[kind]

@@ -1,6 +1,8 @@
 """Which algorithm, and why: integers in, a printable Plan out; no tensors, nothing is run.
 
 Problem -> ALGORITHMS that do not refuse -> least seconds under the device model -> Plan
+
+The model of a CPU is here, that of a GPU in gpu.py.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
+
+from . import gpu
 
 __all__ = ["ALGORITHMS", "Algorithm", "Cost", "Plan", "Problem", "make_plan", "plan"]
 
@@ -28,6 +32,7 @@ class Problem:
     groups: int = 1
     itemsize: int = 4
     weight_grad: bool = False
+    device: gpu.Gpu | None = None  # None: a CPU
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Rates:
 
 # Least squares over the layers of benchmarks/calibrate.py, 2026-11-20, one thread of an AMD EPYC
 # (Zen 4, AVX-512), torch 2.13, float32. Only ratios matter, and only near a crossover.
-# Not modelled: caches, threads, halves' conversion, strides, other devices.
+# Not modelled: caches, threads, halves' conversion, strides.
 RATES: dict[str, dict[str, Rates]] = {
     "linear": {
         "weight_grad": Rates(flop=8.6e10, bytes=5.3e10),  # the framework's own
@@ -155,6 +160,8 @@ class Algorithm:
         return total
 
     def seconds(self, problem: Problem) -> float:
+        if problem.device:
+            return gpu.seconds(problem, self.name)
         beside = problem.weight_grad and self.name != "fused"
         return _seconds(problem, self.parts(problem)) + CALL * (3 if beside else 1)
 
@@ -185,7 +192,8 @@ class Plan:
         p = self.problem
         groups = f" groups={p.groups}" if p.groups > 1 else ""
         wanted = "weight gradient and norms" if p.weight_grad else "norms"
-        lines = [f"{p.layer} N={p.n} T={p.t} I={p.i} O={p.o}{groups}: {wanted}"]
+        where = f" on {p.device.name}" if p.device else ""
+        lines = [f"{p.layer} N={p.n} T={p.t} I={p.i} O={p.o}{groups}: {wanted}{where}"]
         times = {self.algorithm: self.seconds, **self.alternatives}
         for name, seconds in times.items():
             cost = ALGORITHMS[name].cost(p)

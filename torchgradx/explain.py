@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .rules import Layer
+from .rules import Layer, rule_named
 
 if TYPE_CHECKING:
     from .table import Parameters
@@ -26,9 +26,14 @@ def explanation(layers: Sequence[Layer], parameters: Parameters) -> str:
 
 
 def _how(layer: Layer) -> str:
+    if "lifted" in layer.notes:
+        return "lifted: no samples enter it; its gradients by sample are taken where they come in"
     if layer.kind == "vmap":
         ways = " and ".join(layer.notes) or "vmap"
         return f"{ways}: no kernel for {layer.type_name}; its own forward is run again in backward"
+    way = rule_named(layer.kind).way
+    if way:
+        return way
     if not layer.plans:
         return f"{layer.kind}: no single use seen; several uses of a parameter are combined"
     return "\n".join(repr(plan) for plan in list(layer.plans.values())[-2:])

@@ -21,9 +21,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map
 
+from .copies import stock_of
 from .layout import BATCH, SEQUENCE, tensors_in
 
-__all__ = ["Call", "Regime", "per_sample_gradients"]
+__all__ = ["Call", "Regime", "as_it_is_now", "per_sample_gradients"]
 
 Chunks = Iterator[tuple[slice, list[Tensor]]]
 
@@ -231,7 +232,9 @@ def _stand_in(module: nn.Module) -> nn.Module:
 
     The module itself is not touched: another thread may be running it.
     """
-    twin = type(module).__new__(type(module))
+    twin = object.__new__(
+        stock_of(type(module))
+    )  # a sharded class builds the plain module in __new__
     twin.__dict__ = dict(module.__dict__)
     makers = {key: h for key, h in module._forward_pre_hooks.items() if _makes_weight(h)}
     twin.__dict__.update(
@@ -243,6 +246,13 @@ def _stand_in(module: nn.Module) -> nn.Module:
         _backward_hooks=OrderedDict(),
         _backward_pre_hooks=OrderedDict(),
     )
+    return twin
+
+
+def as_it_is_now(module: nn.Module) -> nn.Module:
+    """A stand-in that keeps its weights: later in a backward others step them, or shard them."""
+    twin = _stand_in(module)
+    _put(twin, {id(p): p.detach().clone() for p in twin.parameters()})
     return twin
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["BATCH", "SEQUENCE", "Watched", "prove", "tensors_in"]
+__all__ = ["BATCH", "SEQUENCE", "SHARED", "Watched", "prove", "tensors_in"]
 
-BATCH, SEQUENCE = 0, 1  # rows n*T+t | rows t*N+n
+BATCH, SEQUENCE, SHARED = 0, 1, 2  # rows n*T+t | rows t*N+n | rows of no sample, see shared.py
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,15 @@ def _verdict(
         return None
     leads, count = use.leads, prod(use.leads)
     held = [s.reshape(count, -1) for s in scaled if s is not None]
+    fits = {}
     for layout, owner in _owners(leads, n):
         pairs = zip(held, digits, strict=True)
         if all(_scaled_by(plain.reshape(count, -1), s, digit[owner]) for s, digit in pairs):
-            return layout
+            fits[layout] = owner
+    if fits:
+        first = next(iter(fits))
+        alike = all(torch.equal(owner, fits[first]) for owner in fits.values())
+        return first if alike or bool(plain.isfinite().all()) else None  # nan is no evidence
     return f"its rows mix the {n} samples, or stand in another order than n*T+t or t*N+n"
 
 
@@ -152,6 +157,7 @@ def _scaled_by(plain: Tensor, scaled: Tensor, exponents: Tensor) -> bool:
     plain, scaled = plain.to(wide), scaled.to(wide)
     wanted = torch.ldexp(plain, exponents.to(plain.device)[:, None])
     # A row far below its tensor's largest may have lost bits to subnormal numbers on the way.
-    floor = 1e-6 * wanted.abs().amax(1, keepdim=True)
+    finite = plain.isfinite()
+    floor = 1e-6 * wanted.abs().where(finite, 0).amax(1, keepdim=True)
     close = (scaled - wanted).abs() <= 0.01 * wanted.abs() + floor
-    return bool((close | ~plain.isfinite()).all())
+    return bool((close | ~finite).all())

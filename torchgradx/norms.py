@@ -18,7 +18,8 @@ from .rules import Layer
 
 __all__ = ["Term", "combine"]
 
-# (layer, activations, grad_output) of an outer product, or (None, None, per-sample gradients)
+# (layer, activations, grad_output) of an outer product, (layer, ids, grad_output) of a table looked
+# up, or (None, None, per-sample gradients)
 Term = tuple[Layer | None, Tensor | None, Tensor]
 
 CHUNK = 1 << 21  # elements of one chunk's operands: 8 MiB of float32
@@ -28,20 +29,55 @@ def combine(n: int, terms: Sequence[Term]) -> Tensor:
     """[N] squared norms of the sum of all terms of one parameter."""
     grads = [term[2] for term in terms]
     sq_norms = grads[0].new_zeros(n, dtype=accumulation_dtype(grads[0].dtype))
-    outer = [term for term in terms if term[0] is not None]
+    tables = [term for term in terms if term[0] and term[0].kind == "embedding"]
+    outer = [term for term in terms if term[0] and term[0].kind != "embedding"]
     groups = {term[0].groups for term in outer if term[0]}
+    closed = len(outer) + len(tables) == len(terms) and (not tables or groups <= {1})
     for chunk in _chunks(n, terms):
-        if len(outer) == len(terms) and len(groups) == 1:
-            rows = [_rows(term, n, chunk) for term in outer]
-            a, b = (torch.cat(_alike([pair[k] for pair in rows]), 1) for k in (0, 1))
-            a, b = _alike([a, b])
-            by_group = ops.linear_sq_norms(a, b)
-            sq_norms[chunk] = by_group.view(-1, groups.copy().pop()).sum(1)
+        if closed and len(groups) <= 1:
+            sq_norms[chunk] = _closed(outer, tables, n, chunk, max(groups, default=1))
         else:
             total = sum(_gradients(term, n, chunk) for term in terms)
             assert isinstance(total, Tensor)
             sq_norms[chunk] = total.square().sum(1)
     return sq_norms
+
+
+def _closed(
+    outer: Sequence[Term], tables: Sequence[Term], n: int, chunk: slice, groups: int
+) -> Tensor:
+    """|H + E|^2 = |H|^2 + |E|^2 + 2 <H, E>, with H all outer products and E all rows looked up."""
+    sq_norms: Tensor | float = 0.0
+    if outer:
+        a, b = _joined([_rows(term, n, chunk) for term in outer])
+        sq_norms = ops.linear_sq_norms(a, b).view(-1, groups).sum(1)
+    if tables:
+        ids, rows = _looked_up(tables, chunk)
+        sq_norms = sq_norms + ops.embedding_sq_norms(ids, rows)
+    if outer and tables:
+        rows, a, b = _alike([rows, a, b])
+        sq_norms = sq_norms + 2 * ops.gather_dots(ids, rows, a, b, None)
+    assert isinstance(sq_norms, Tensor)
+    return sq_norms.clamp_min(0)
+
+
+def _joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Several uses as one with a longer T."""
+    first, second = (torch.cat(_alike([pair[k] for pair in pairs]), 1) for k in (0, 1))
+    return tuple(_alike([first, second]))  # type: ignore[return-value]
+
+
+def _looked_up(tables: Sequence[Term], chunk: slice) -> tuple[Tensor, Tensor]:
+    """ids [n, T] and their gradients [n, T, D], 0 where an id is the padding of its layer."""
+    ids, rows = [], []
+    for layer, indices, grads in tables:
+        assert layer is not None
+        assert indices is not None
+        padding = layer.constants["padding_idx"]
+        kept = (indices[chunk] != padding).unsqueeze(-1)
+        ids.append(indices[chunk].long())
+        rows.append(grads[chunk] if padding < 0 else grads[chunk] * kept)
+    return torch.cat(ids, 1), torch.cat(_alike(rows), 1)
 
 
 def _chunks(n: int, terms: Sequence[Term]) -> Iterator[slice]:
@@ -89,6 +125,11 @@ def _gradients(term: Term, n: int, chunk: slice) -> Tensor:
     if layer is None:
         part = grads[chunk]
         return part.reshape(len(part), -1).to(accumulation_dtype(grads.dtype))
+    if layer.kind == "embedding":
+        ids, rows = _looked_up([term], chunk)
+        rows = rows.to(accumulation_dtype(rows.dtype))
+        table = rows.new_zeros(len(ids), layer.constants["rows"], rows.shape[2])
+        return table.scatter_add_(1, ids.unsqueeze(-1).expand_as(rows), rows).flatten(1)
     a, b = _rows(term, n, chunk)
     wide = accumulation_dtype(b.dtype)
     return (b.to(wide).mT @ a.to(wide)).reshape(chunk.stop - chunk.start, -1)

@@ -1,6 +1,6 @@
 """The operators from Python: loads the extension, holds its overloads, checks arguments by name.
 
-The four public functions check and choose, then make one call. The raw operators beside them
+The public functions check and choose, then make one call. The raw operators beside them
 (`ops.gram_sq_norms` and its like, as in csrc/ops.h) check nothing a user would understand.
 """
 
@@ -16,36 +16,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _check, reference
+from . import _check, fakes, reference
 
-__all__ = ["conv2d_sq_norms", "conv2d_weight_grad", "linear_sq_norms", "linear_weight_grad"]
+__all__ = [
+    "conv2d_sq_norms",
+    "conv2d_weight_grad",
+    "embedding_sq_norms",
+    "linear_sq_norms",
+    "linear_weight_grad",
+]
 
 Operator = Callable[..., Any]
 Fused = tuple[Tensor, Tensor, Tensor]
 
 
-def _load() -> bool:
-    """Import torchgradx._C, which registers torch.ops.torchgradx.*; False where it cannot be."""
-    name = f"{__package__}._C"
+NOT_BUILT = "it was not built"
+
+
+def _import(module: str) -> str:
+    """Import torchgradx.<module>, which registers kernels; the reason why not, or nothing."""
+    name = f"{__package__}.{module}"
     if importlib.util.find_spec(name) is None:
-        reason = "it was not built"
-    else:
-        try:
-            importlib.import_module(name)
-            return True
-        except (ImportError, OSError) as error:  # another torch's symbols, most often
-            reason = f"it does not load ({error})"
+        return NOT_BUILT
+    try:
+        importlib.import_module(name)
+    except (ImportError, OSError) as error:  # another torch's symbols, most often
+        return f"it does not load ({error})"
+    return ""
+
+
+WHY_NOT_NATIVE: str = _import("_C")
+NATIVE: bool = not WHY_NOT_NATIVE
+if not NATIVE:
     warnings.warn(
-        f"torchgradx runs without its compiled extension, as {reason}: the pure-Python fallback "
-        "serves, which is exact but slow. With a C++ compiler and this torch installed, "
+        f"torchgradx runs without its compiled extension, as {WHY_NOT_NATIVE}: the pure-Python "
+        "fallback serves, which is exact but slow. With a C++ compiler and this torch installed, "
         "`pip install --force-reinstall --no-deps torchgradx` builds it.",
         RuntimeWarning,
         stacklevel=2,
     )
-    return False
+
+# The CUDA kernels are a library of their own, for the operators that _C defines.
+WHY_NOT_CUDA: str = _import("_cuda") if NATIVE else NOT_BUILT
+CUDA: bool = not WHY_NOT_CUDA
+if WHY_NOT_CUDA not in ("", NOT_BUILT):
+    warnings.warn(
+        f"torchgradx runs without its CUDA kernels, as torchgradx._cuda was built but "
+        f"{WHY_NOT_CUDA}: CUDA tensors are served by plain PyTorch, which is exact but slow; "
+        "the CPU kernels are not affected. "
+        "`pip install --force-reinstall --no-deps torchgradx` builds it for this torch.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
-NATIVE: bool = _load()
+def kernels_on(device: torch.device) -> bool:
+    """Whether kernels run there; plain PyTorch serves everywhere else."""
+    if device.type == "cuda":
+        return CUDA and torch.cuda.get_device_capability(device) >= (8, 0)
+    return NATIVE and device.type == "cpu"
 
 
 # Shapes alone, for FakeTensor and the meta device. The kernels check more than these do.
@@ -147,6 +176,13 @@ linear_fused = _operator("linear_fused", _fake_linear_fused)
 conv2d_gram_sq_norms = _operator("conv2d_gram_sq_norms", _fake_conv2d_sq_norms)
 conv2d_direct_sq_norms = _operator("conv2d_direct_sq_norms", _fake_conv2d_sq_norms)
 conv2d_fused = _operator("conv2d_fused", _fake_conv2d_fused)
+affine_sq_norms = _operator("affine_sq_norms", fakes.affine_sq_norms)
+affine_fused = _operator("affine_fused", fakes.affine_fused)
+prelu_sq_norms = _operator("prelu_sq_norms", fakes.prelu_sq_norms)
+prelu_fused = _operator("prelu_fused", fakes.prelu_fused)
+moments = _operator("moments", fakes.moments)
+gather_sq_norms = _operator("gather_sq_norms", fakes.gather_sq_norms)
+gather_dots = _operator("gather_dots", fakes.gather_dots)
 
 _LINEAR = {"rank1": rank1_sq_norms, "gram": gram_sq_norms, "direct": direct_sq_norms}
 _CONV2D: dict[str, Operator] = {
@@ -324,3 +360,39 @@ def conv2d_weight_grad(
     weights = _check.scale(scale, x, "input")
     grad_weight, _, sq_norms = conv2d_fused(x, b, *geometry, weights, False)
     return grad_weight, sq_norms.squeeze(0)
+
+
+def embedding_sq_norms(
+    indices: Tensor,  # [N, *]
+    grad_output: Tensor,  # [N, *, D]
+    *,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Squared norms [N] of an Embedding's weight gradient, sample by sample.
+
+    Equivalent to::
+
+        g = [grad_output.new_zeros(V, D).index_add_(0, ids.flatten(), b.flatten(0, -2))
+             for ids, b in zip(indices, grad_output)]
+        torch.stack(g).square().sum((1, 2))  # for any V above the largest id
+
+    with the rows of `padding_idx` left out. The gradients are those that `grad_output` states:
+    under a mean over N samples, multiply by N^2 to get those of the samples' own losses. The
+    result carries no autograd graph.
+
+    Args:
+        indices: the ids looked up [N, *], int32 or int64.
+        grad_output: the gradient of the rows [N, *, D]; float16, bfloat16, float32 or float64.
+        padding_idx: the id whose rows count nothing, as of `torch.nn.Embedding`.
+
+    Returns:
+        sq_norms [N], float32; float64 for a float64 grad_output.
+
+    Raises:
+        TypeError: an argument has a wrong type, or the devices do not go together.
+        ValueError: the shapes do not go together, or padding_idx is negative.
+        IndexError: an id is negative.
+    """
+    ids, rows = _check.embedding_operands(indices, grad_output, padding_idx)
+    sq_norms: Tensor = gather_sq_norms(ids, rows, padding_idx)
+    return sq_norms

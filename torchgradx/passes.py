@@ -72,10 +72,6 @@ class Recorder:
     def depth(self) -> int:
         return len(self._in_force())
 
-    @property
-    def pushed(self) -> bool:
-        return bool(self._in_force())
-
     def current(self) -> Pass | None:
         if self._in_force():
             return self._in_force()[-1]
@@ -85,7 +81,8 @@ class Recorder:
         waiting = [run for run in passes if run.silent_calls > 0]
         for run in waiting if len(waiting) > 1 else ():
             run.ambiguous = True
-        return waiting[-1] if waiting else None
+        # Nested checkpoints may have counted one call twice: the latest pass then.
+        return (waiting or passes or [None])[-1]
 
     def audited(self, task: int) -> bool:
         return task in self._audited
@@ -131,6 +128,8 @@ class Pass:
         self.create_graph = self.ambiguous = False
         self.silent_calls = self.count = 0
         self.structure: Any = (n > 1, *(p.requires_grad for p in parameters))
+        self.trainable = [place for place, p in enumerate(parameters) if p.requires_grad]
+        self.wide = any(parameters[place].dtype == torch.float64 for place in self.trainable)
         self.layouts: list[int] = []
         self.serial = 0
         self.refusals: list[tuple[int, str]] = []
@@ -162,7 +161,7 @@ class Pass:
     def call(self, site: int, slots: Sequence[Slot], sizes: Sequence[int]) -> int:
         for place, tensor in slots:
             self._track(place, tensor)
-        if _in_backward() and not self.recorder.pushed:
+        if _in_backward() and not self.recorder.depth():
             self.silent_calls = max(0, self.silent_calls - torch.is_grad_enabled())
             return -1
         for place, _ in slots:
@@ -227,9 +226,9 @@ class Pass:
         self._sq_norms[place] = sq_norms
         self._terms.pop(place, None)
 
-    def total(self, places: Sequence[int]) -> Tensor:
+    def total(self, places: Sequence[int] | None = None) -> Tensor:
         total = torch.zeros(self.n, dtype=torch.float64)
-        for place in places:
+        for place in self._sq_norms if places is None else places:
             if place in self._sq_norms:
                 total += self._sq_norms[place].cpu()
         return total

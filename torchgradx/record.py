@@ -73,32 +73,34 @@ class Record:
     def norms(self, per: str, loss_scale: float | Tensor | None) -> Tensor | dict[str, Tensor]:
         self._read = True
         runs = sorted(self.runs, key=lambda entry: entry[0].serial)
-        tensors = self._parameters.tensors()
-        counted = [place for place, p in enumerate(tensors) if p.requires_grad]
-        double = any(tensors[place].dtype == torch.float64 for place in counted)
-        dtype = torch.float64 if double else torch.float32
-        device = tensors[counted[0]].device if counted else torch.device("cpu")
-        factors = self._factors(runs, loss_scale)
+        dtype = torch.float64 if any(run.wide for run, _ in runs) else torch.float32
+        device = self._parameters.tensors()[0].device
+        sums_on = device if device.type == "cuda" else torch.device("cpu")
+        factors = self._factors(runs, loss_scale).to(sums_on)
 
-        def of(places: Sequence[int]) -> Tensor:
-            """[N1 + N2 + ...] norms of some parameters together, summed in float64."""
+        def of(places: Sequence[int] | None) -> Tensor:
+            """[N1 + N2 + ...] norms of some parameters, or of all, summed in float64."""
             whole = []
             for run, _ in runs:
-                total = run.total(places)
-                for place in set(run.waiting()).intersection(places):
-                    total += self._combined(run, place).to(total.device)
+                total = run.total(places).to(sums_on)
+                for place in run.waiting():
+                    if places is None or place in places:
+                        total += self._combined(run, place).to(total.device)
                 whole.append(total)
             return (torch.cat(whole).clamp_min(0).sqrt() * factors).to(device, dtype)
 
         if per == "model":
-            return of(counted)
+            return of(None)
+        return {name: of(places) for name, places in self._groups(per, runs).items()}
+
+    def _groups(self, per: str, runs: Sequence[Any]) -> dict[str, list[int]]:
+        """The places of what was trainable in any of the passes, by parameter or by module."""
         groups: dict[str, list[int]] = {}
-        for place in counted:
+        for place in sorted(set().union(*(run.trainable for run, _ in runs))):
             name = self._parameters.names[place]
-            groups.setdefault(name if per == "parameter" else name.rpartition(".")[0], []).append(
-                place
-            )
-        return {name: of(places) for name, places in groups.items()}
+            key = name if per == "parameter" else name.rpartition(".")[0]
+            groups.setdefault(key, []).append(place)
+        return groups
 
     def _factors(self, runs: Sequence[Any], given: float | Tensor | None) -> Tensor:
         """[N1 + N2 + ...]: what undoes the reduction and the scale of the loss."""

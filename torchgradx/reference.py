@@ -13,39 +13,38 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .chunks import accumulation_dtype, chunks, norms
+from .reference_affine import (
+    affine_fused,
+    affine_sq_norms,
+    moments,
+    prelu_fused,
+    prelu_sq_norms,
+)
+from .reference_gather import gather_dots, gather_sq_norms
+
 __all__ = [
+    "affine_fused",
+    "affine_sq_norms",
     "bias_sq_norms",
     "conv2d_direct_sq_norms",
     "conv2d_fused",
     "conv2d_gram_sq_norms",
     "direct_sq_norms",
+    "gather_dots",
+    "gather_sq_norms",
     "gram_sq_norms",
     "linear_fused",
+    "moments",
+    "prelu_fused",
+    "prelu_sq_norms",
     "rank1_sq_norms",
 ]
-
-CHUNK = 1 << 19  # elements of one chunk's largest intermediate: 2 MiB of float32
 
 # Below this share of its terms' absolute sum a Gram has lost four digits to cancellation.
 CANCELLED = 1e-4
 
 Fused = tuple[Tensor, Tensor, Tensor]  # grad_weight, grad_bias [O] (or [0]), sq_norms [1 + bias, N]
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _chunks(count: int, elements: int) -> Iterator[slice]:
-    """Slices of range(count), each of as many items of `elements` elements as fit in CHUNK."""
-    step = max(1, CHUNK // max(1, elements))
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
-
-
-def _norms(rows: Tensor) -> Tensor:
-    """[N, T, D] -> [N], in float64, since squares leave float32's range long before norms do"""
-    precise = torch.float32 if rows.device.type == "mps" else torch.float64
-    return torch.linalg.vector_norm(rows, dim=(1, 2), dtype=precise)
 
 
 def _with_bias(sq_norms: Tensor, grad_output: Tensor, bias: bool) -> Tensor:
@@ -68,7 +67,7 @@ def rank1_sq_norms(activations: Tensor, grad_output: Tensor, bias: bool) -> Tens
         raise ValueError(f"rank1_sq_norms takes T <= 1; got T = {activations.shape[1]}")
     wide = accumulation_dtype(activations.dtype)
     # Either factor alone may leave float32's range where the product does not: 1e-25 by 1e+10.
-    sq_norms = (_norms(activations) * _norms(grad_output)).square().to(wide)
+    sq_norms = (norms(activations) * norms(grad_output)).square().to(wide)
     return _with_bias(sq_norms, grad_output, bias)
 
 
@@ -79,10 +78,10 @@ def gram_sq_norms(activations: Tensor, grad_output: Tensor, bias: bool) -> Tenso
     if activations.device.type == "mps":  # no float64, without which a Gram under- and overflows
         return direct_sq_norms(activations, grad_output, bias)
     sq_norms = activations.new_empty(n, dtype=accumulation_dtype(activations.dtype))
-    for chunk in _chunks(n, t * max(t, i + o)):
+    for chunk in chunks(n, t * max(t, i + o)):
         a, b = activations[chunk].double(), grad_output[chunk].double()
         total, magnitude = a.new_zeros(2, len(a))
-        for rows in _chunks(t, t * len(a)):
+        for rows in chunks(t, t * len(a)):
             terms = (a[:, rows] @ a.mT) * (b[:, rows] @ b.mT)
             total += terms.sum((1, 2))
             magnitude += terms.abs().sum((1, 2))
@@ -97,7 +96,7 @@ def _sample_gradients(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """[N, T, I], [N, T, O] -> chunks of samples with their gradients [n, O, I]"""
     wide = accumulation_dtype(a.dtype)
     (n, t, i), o = a.shape, b.shape[2]
-    for chunk in _chunks(n, max(o * i, t * (i + o))):
+    for chunk in chunks(n, max(o * i, t * (i + o))):
         yield chunk, b[chunk].to(wide).mT @ a[chunk].to(wide)
 
 
@@ -107,7 +106,7 @@ def direct_sq_norms(activations: Tensor, grad_output: Tensor, bias: bool) -> Ten
     n, dtype = activations.shape[0], accumulation_dtype(activations.dtype)
     sq_norms = activations.new_empty(n, dtype=dtype)
     for chunk, gradients in _sample_gradients(activations, grad_output):
-        sq_norms[chunk] = _norms(gradients).square()
+        sq_norms[chunk] = norms(gradients).square()
     return _with_bias(sq_norms, grad_output, bias)
 
 
@@ -125,7 +124,7 @@ def linear_fused(
     grad_weight = activations.new_zeros(o, i, dtype=wide)
     sq_norms = activations.new_empty(n, dtype=wide)
     for chunk, gradients in _sample_gradients(activations, grad_output):
-        sq_norms[chunk] = _norms(gradients).square()
+        sq_norms[chunk] = norms(gradients).square()
         grad_weight += torch.tensordot(weights[chunk], gradients, dims=1)
     grad_bias = _grad_bias(grad_output, weights, bias)
     return grad_weight.to(activations.dtype), grad_bias, _with_bias(sq_norms, grad_output, bias)
@@ -151,7 +150,7 @@ def _rows(
     [n * groups, T, I] and [n * groups, T, O / groups]."""
     n, o, *pixels = grad_output.shape
     t, i = pixels[0] * pixels[1], input.shape[1] // groups * kernel_size[0] * kernel_size[1]
-    for chunk in _chunks(n, t * i * groups):
+    for chunk in chunks(n, t * i * groups):
         image = input[chunk].to(accumulation_dtype(input.dtype))
         geometry = (tuple(g) for g in (kernel_size, dilation, padding, stride))
         patches = F.unfold(image, *geometry)  # [n, C * kH * kW, T]

@@ -14,10 +14,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import ops
-from .fallback import CHANNELS_FIRST, Call, Regime, per_sample_gradients
-from .layout import BATCH, SEQUENCE, tensors_in
-from .rules import Layer, own_names
-from .sites import Hooks, NativeSite
+from .fallback import CHANNELS_FIRST, Call, Regime, as_it_is_now, per_sample_gradients
+from .layout import BATCH, SEQUENCE, SHARED, tensors_in
+from .rules import CONTAINERS, Layer, opaque, own_names
+from .sharding import scattered
+from .sites import MIXES, Hooks, NativeSite
 from .table import Context, declared_layout
 
 if ops.NATIVE:
@@ -64,6 +65,12 @@ class FallbackSite:
         """How many leading dimensions of its output count rows: [N, ...] or [T, N, ...]."""
         return 1 if isinstance(self._module, CHANNELS_FIRST) else min(2, max(1, dims - 1))
 
+    @property
+    def calls_others(self) -> bool:
+        """Whether to run it again is to run other modules again."""
+        children = (c for c in self._module.children() if not isinstance(c, CONTAINERS))
+        return self.declared < 0 and not opaque(self._module) and any(children)
+
     def _before(self, module: nn.Module, args: Any) -> None:
         stock = type(module).__module__.startswith("torch.nn.modules.")
         random = not stock or (module.training and getattr(module, "dropout", 0.0) > 0)
@@ -75,11 +82,7 @@ class FallbackSite:
         if run is None or torch._C._are_functorch_transforms_active():
             return
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-            run.refuse(
-                self._index,
-                "it normalises by the batch's statistics, which mix samples: call eval() on it, "
-                "or use GroupNorm",
-            )
+            run.refuse(self._index, MIXES)
             return
         held = {place: _find(module, name) for place, name in self._own.items()}
         held = {place: p for place, p in held.items() if p.requires_grad}
@@ -119,6 +122,7 @@ class FallbackSite:
         if several:
             self._audit.defer(list(held))
         arrived: list[int] = []  # the backward, once for each node that has been
+        module = [self._module]
         held_by_graph = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
         def settle() -> None:
@@ -128,9 +132,12 @@ class FallbackSite:
                 return
             try:
                 again = tree_unflatten([_unpack(leaf) for leaf in saved], spec)
-                self._deliver(run, use, places, again, now, regime)
+                self._deliver(run, use, places, again, now, regime, module[0])
             except Exception as error:  # never from inside backward()
-                self._recorder.refuse(self._index, f"its gradients by sample failed: {error}")
+                why = f"its gradients by sample failed: {type(error).__name__}: {error}"
+                if scattered(module[0]):
+                    why = "modules that it calls are sharded apart: move it into one of its own"
+                self._recorder.refuse(self._index, why)
             if not run.retained:
                 saved.clear()
             if several:  # after all that is queued already
@@ -157,6 +164,7 @@ class FallbackSite:
                 if not several:
                     settle()
                 elif len(arrived) == 1:  # the others may come, or not: wait for the end
+                    module[0] = as_it_is_now(self._module)
                     at_the_end(settle)
 
             node.register_prehook(prehook)
@@ -172,13 +180,16 @@ class FallbackSite:
         arguments: Any,
         grads: list[Tensor | None],
         regime: Regime,
+        module: nn.Module,
     ) -> None:
         proven = self.declared < 0 and 0 <= use < len(run.layouts)
         layout = run.layouts[use] if proven else self.presumed
+        if layout == SHARED:
+            return  # lift.py brings its gradients by sample
         if isinstance(self._module, (nn.RNNBase, nn.MultiheadAttention)):
             layout = self.presumed
         names = [self._own[place] for place in places]
-        call = Call(self._module, names, arguments, grads, run.n, layout, regime)
+        call = Call(module, names, arguments, grads, run.n, layout, regime)
         way, chunks = per_sample_gradients(call, self._silent)
         self.layer.notes[way] = None
         waits = [run.waits(place) for place in places]

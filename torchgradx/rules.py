@@ -6,15 +6,22 @@ own forward computes something else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
+from operator import gt
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from . import ops
 from .cost import Plan, Problem, plan
+from .gpu import Gpu
+
+if ops.NATIVE:
+    from . import _C
 
 __all__ = ["RULES", "Layer", "Rule", "modules_in_order", "opaque", "own_names", "rule_of"]
 
@@ -45,10 +52,20 @@ class Layer:
     dilation: tuple[int, ...] = ()
     pre_pad: tuple[int, ...] = ()  # what `padding` cannot say, as for F.pad
     pad_mode: str = "constant"
+    transposed: bool = False
+    constants: dict[str, Any] = field(default_factory=dict)  # of other layers
     plans: dict[tuple[int, int], Plan] = field(default_factory=dict)  # by (N, T)
     notes: dict[str, None] = field(default_factory=dict)  # how the fallback served, once each
 
-    def plan(self, n: int, t: int, itemsize: int, weight_grad: bool, forced: str | None) -> Plan:
+    def plan(
+        self,
+        n: int,
+        t: int,
+        itemsize: int,
+        weight_grad: bool,
+        forced: str | None,
+        device: Gpu | None = None,
+    ) -> Plan:
         problem = Problem(
             layer="conv2d" if self.kernel_size else "linear",
             n=n,
@@ -58,6 +75,7 @@ class Layer:
             groups=self.groups,
             itemsize=itemsize,
             weight_grad=weight_grad,
+            device=device,
         )
         # direct, where the weight gradient is wanted too, is what fused does in one pass
         if forced == "direct" and weight_grad:
@@ -69,56 +87,187 @@ class Layer:
 @dataclass(frozen=True)
 class Rule:
     name: str
-    accepts: Callable[[nn.Module], bool]
+    accepts: Callable[[Any], bool]
     describe: Callable[[Any], dict[str, Any]]  # fields of Layer
+    make: Callable[[Layer], Any]  # its arithmetic in C++, csrc/layers
+    leads: Callable[
+        [Layer, int], int
+    ]  # leading dimensions, of an input of so many, that count rows
+    swaps: bool = True  # its forward can be ours; else its output is tapped
+    way: str = ""  # what serves it, where there is nothing to choose; else the cost model says
+
+
+# Linear
 
 
 def _linear(module: nn.Linear) -> dict[str, Any]:
     return {"in_features": module.in_features, "out_features": module.out_features}
 
 
+def _all_but_last(layer: Layer, dims: int) -> int:
+    return dims - 1
+
+
+# Convolutions; one dimension is two, of height 1
+
+
 def _convolution(module: nn.Conv1d | nn.Conv2d) -> dict[str, Any]:
-    lift = (1,) * (2 - len(module.kernel_size))  # one dimension is two, of height 1
     sides = list(module._reversed_padding_repeated_twice)  # as for F.pad: last dimension first
     pairs = [(sides[k], sides[k + 1]) for k in range(0, len(sides), 2)]
     symmetric = module.padding_mode == "zeros" and all(low == high for low, high in pairs)
     return {
-        "in_features": module.in_channels // module.groups * _product(module.kernel_size),
+        **_geometry(module),
+        "in_features": module.in_channels // module.groups * prod(module.kernel_size),
         "out_features": module.out_channels // module.groups,
-        "groups": module.groups,
-        "kernel_size": lift + tuple(module.kernel_size),
-        "stride": lift + tuple(module.stride),
-        "dilation": lift + tuple(module.dilation),
-        "padding": (0,) * len(lift) + tuple(low for low, _ in reversed(pairs))
-        if symmetric
-        else (0, 0),
+        "padding": _lifted([low for low, _ in reversed(pairs)], 0) if symmetric else (0, 0),
         "pre_pad": () if symmetric else tuple(sides),
         "pad_mode": "constant" if module.padding_mode == "zeros" else module.padding_mode,
     }
 
 
-def _product(sizes: tuple[int, ...]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
+def _transposed(module: Any) -> dict[str, Any]:
+    """The convolution from its gradient to its input, see csrc/layers/convolution.cpp."""
+    return {
+        **_geometry(module),
+        "in_features": module.out_channels // module.groups * prod(module.kernel_size),
+        "out_features": module.in_channels // module.groups,
+        "padding": _lifted(module.padding, 0),
+        "transposed": True,
+    }
 
 
-def _forward_of(stock: Any, *methods: str) -> Callable[[nn.Module], bool]:
+def _geometry(module: Any) -> dict[str, Any]:
+    return {
+        "groups": module.groups,
+        "kernel_size": _lifted(module.kernel_size),
+        "stride": _lifted(module.stride),
+        "dilation": _lifted(module.dilation),
+    }
+
+
+def _lifted(sizes: Sequence[int], first: int = 1) -> tuple[int, ...]:
+    return (*(first for _ in range(2 - len(sizes))), *sizes)
+
+
+def _convolution_layer(layer: Layer) -> Any:
+    return _C.convolution_layer(
+        kernel_size=layer.kernel_size,
+        stride=layer.stride,
+        padding=layer.padding,
+        dilation=layer.dilation,
+        groups=layer.groups,
+        transposed=layer.transposed,
+        one_dimensional=layer.kind.endswith("1d"),
+        pre_pad=layer.pre_pad,
+        pad_mode=layer.pad_mode,
+    )
+
+
+def _one(layer: Layer, dims: int) -> int:
+    return 1
+
+
+def _fits(module: Any) -> bool:
+    """Whether the sizes of a transposed convolution are those of a convolution turned round."""
+    return all(map(gt, module.stride, module.output_padding))
+
+
+# Tables, normalisations and what else acts element by element: constants for csrc/layers
+
+
+def _constants(*names: str, **renamed: str) -> Callable[[Any], dict[str, Any]]:
+    """{constant: attribute of the module}; None is -1."""
+    pairs = {**{name: name for name in names}, **renamed}
+
+    def describe(module: Any) -> dict[str, Any]:
+        found = {constant: getattr(module, name) for constant, name in pairs.items()}
+        return {"constants": {k: -1 if v is None else v for k, v in found.items()}}
+
+    return describe
+
+
+def _made_of(name: str) -> Callable[[Layer], Any]:
+    return lambda layer: getattr(_C, name)(**layer.constants)
+
+
+def _all(layer: Layer, dims: int) -> int:
+    return dims
+
+
+def _all_but_shape(layer: Layer, dims: int) -> int:
+    return dims - len(layer.constants["shape"])
+
+
+GATHER = "gather: rows of equal ids are added up, then squared"
+SWEEP = "fused: in the sweep that makes its gradients"
+BESIDE = "direct: in a sweep beside the framework's own"
+
+
+def _plain_table(module: nn.Embedding) -> bool:
+    return module.max_norm is None and not module.scale_grad_by_freq
+
+
+def _own_statistics(module: Any) -> bool:
+    return module.running_mean is None
+
+
+def _stock(kind: Any, *methods: str) -> Callable[[Any], bool]:
     """Whether a module computes just what the stock class does."""
+    methods = ("forward", *methods)
 
-    def accepts(module: nn.Module) -> bool:
-        kind = type(module)
-        return all(getattr(kind, method, None) is getattr(stock, method) for method in methods)
+    def accepts(module: Any) -> bool:
+        same = all(getattr(type(module), m, None) is getattr(kind, m) for m in methods)
+        return same and isinstance(module, kind)  # relatives share a forward
 
     return accepts
 
 
-RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: Rule("linear", _forward_of(nn.Linear, "forward"), _linear),
-    nn.Conv1d: Rule("conv1d", _forward_of(nn.Conv1d, "forward", "_conv_forward"), _convolution),
-    nn.Conv2d: Rule("conv2d", _forward_of(nn.Conv2d, "forward", "_conv_forward"), _convolution),
-}
+def _row(
+    kind: Any,
+    describe: Callable[[Any], dict[str, Any]],
+    make: Callable[[Layer], Any],
+    leads: Callable[[Layer, int], int],
+    *,
+    methods: Sequence[str] = (),
+    when: Callable[[Any], bool] = lambda module: True,
+    **more: Any,
+) -> tuple[type[nn.Module], Rule]:
+    stock = _stock(kind, *methods)
+
+    def accepts(module: Any) -> bool:
+        return stock(module) and when(module)
+
+    return kind, Rule(kind.__name__.lower(), accepts, describe, make, leads, **more)
+
+
+def _rules() -> Iterator[tuple[type[nn.Module], Rule]]:
+    kind: Any
+    yield _row(nn.Linear, _linear, lambda layer: _C.linear_layer(), _all_but_last)
+    for kind in (nn.Conv1d, nn.Conv2d):
+        yield _row(kind, _convolution, _convolution_layer, _one, methods=("_conv_forward",))
+    for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d):
+        # its forward takes an output_size besides, and stays the framework's own
+        yield _row(kind, _transposed, _convolution_layer, _one, when=_fits, swaps=False)
+    rows = _constants("padding_idx", rows="num_embeddings")
+    table = _made_of("embedding_layer")
+    yield _row(nn.Embedding, rows, table, _all, when=_plain_table, swaps=False, way=GATHER)
+    shape = _constants("eps", shape="normalized_shape")
+    yield _row(nn.LayerNorm, shape, _made_of("layer_norm_layer"), _all_but_shape, way=SWEEP)
+    yield _row(nn.RMSNorm, shape, _made_of("rms_norm_layer"), _all_but_shape, way=SWEEP)
+    groups = _constants("eps", groups="num_groups")
+    yield _row(nn.GroupNorm, groups, _made_of("group_norm_layer"), _one, way=SWEEP)
+    slopes = _constants(slopes="num_parameters")
+    yield _row(nn.PReLU, slopes, _made_of("prelu_layer"), _one, way=SWEEP)
+    tapped: dict[str, Any] = {"swaps": False, "way": BESIDE}
+    eps = _constants("eps")
+    for kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
+        instances = _made_of("instance_norm_layer")
+        yield _row(kind, eps, instances, _one, when=_own_statistics, **tapped)
+    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        yield _row(kind, eps, _made_of("batch_norm_layer"), _one, **tapped)
+
+
+RULES: dict[type[nn.Module], Rule] = dict(_rules())
 
 
 def rule_of(module: nn.Module) -> Rule | None:
@@ -131,16 +280,28 @@ def rule_of(module: nn.Module) -> Rule | None:
     return next((rule for rule in RULES.values() if rule.accepts(module)), None)
 
 
+def rule_named(name: str) -> Rule:
+    return next(rule for rule in RULES.values() if rule.name == name)
+
+
 def opaque(module: nn.Module) -> bool:
     """Whether a module uses its children's parameters without calling the children."""
     return isinstance(module, nn.MultiheadAttention) or parametrize.is_parametrized(module)
 
 
 def own_names(module: nn.Module) -> list[str]:
-    """The parameters that a module's own forward uses, by their names within it."""
+    """The parameters that a module's own forward uses, by their names within it.
+
+    One that a layer below it holds too (a head's bias, kept beside the decoder that adds it) is the
+    layer's: a module that runs again would count it a second time. What the module itself does with
+    it is then beyond the recorded uses, and refused when it is read.
+    """
     if opaque(module):
         return [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    names = [name for name, p in module._parameters.items() if p is not None]
+    called = [child for child in module.children() if not isinstance(child, CONTAINERS)]
+    below = {id(p) for child in called for p in child.parameters()}
+    own = ((name, p) for name, p in module._parameters.items() if p is not None)
+    names = [name for name, p in own if id(p) not in below]
     for child_name, child in module.named_children():
         if isinstance(child, CONTAINERS):
             names += [f"{child_name}.{name}" for name in own_names(child)]

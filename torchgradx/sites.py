@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import ops
-from .copies import Hook, keep_out, let_in, swapped
+from .copies import Hook, keep_out, let_in, stock_of
+from .gpu import gpu_of
 from .layout import BATCH, SEQUENCE
-from .rules import Layer
+from .rules import Layer, rule_named
 from .table import Context, declared_layout
 
 if ops.NATIVE:
@@ -18,6 +19,11 @@ if ops.NATIVE:
 
 __all__ = ["Hooks", "NativeSite"]
 
+MIXING = ("batchnorm1d", "batchnorm2d", "batchnorm3d")
+MIXES = (
+    "it normalises by the batch's statistics, which mix samples: call eval() on it, or use "
+    "GroupNorm"
+)
 CODES = {"rank1": 0, "gram": 1, "direct": 2, "fused": 3}  # Algorithm in csrc/site.h
 
 
@@ -56,19 +62,27 @@ class NativeSite:
         self.presumed = SEQUENCE if options["batch_dim"] else BATCH
         self._module, self._stock = module, type(module)
         weight_grad = options["weight_grad"]
-        itemsize = module._parameters["weight"].element_size()  # type: ignore[union-attr]
-        beside = weight_grad and options["fused"]
+        weight = module._parameters["weight"]
+        assert weight is not None
+        itemsize, device = weight.element_size(), gpu_of(weight.device)
+        self._rule = rule_named(layer.kind)
+        swaps = self._rule.swaps and (options["fused"] or not weight_grad)
+        beside = swaps and weight_grad
+        self_evident = bool(self._rule.way)
+        recorder = context.recorder  # the planner must not own the context, which owns the site
 
         def planner(n: int, t: int) -> int:
+            if self_evident:
+                return CODES["fused"]
             try:
-                plan = layer.plan(n, t, itemsize, beside, options["algorithm"])
+                plan = layer.plan(n, t, itemsize, beside, options["algorithm"], device)
             except ValueError as refusal:  # raised when it is read, never from inside backward()
-                context.recorder.refuse(index, str(refusal))
-                plan = layer.plan(n, t, itemsize, beside, None)
+                recorder.refuse(index, str(refusal))
+                plan = layer.plan(n, t, itemsize, beside, None, device)
             return CODES[plan.algorithm]
 
         site = _C.Site(
-            recorder=context.recorder,
+            recorder=recorder,
             index=index,
             weight=layer.weight,
             bias=layer.bias,
@@ -76,40 +90,42 @@ class NativeSite:
             layout=self.declared,
             presumed=self.presumed,
             planner=planner,
+            layer=self._rule.make(layer),
         )
-        if layer.kernel_size:
-            site.groups = layer.groups
-            site.one_dimensional = layer.kind == "conv1d"
-            site.pre_pad, site.pad_mode = list(layer.pre_pad), layer.pad_mode
-            for name in ("kernel_size", "stride", "padding", "dilation"):
-                setattr(site, name, list(getattr(layer, name)))
         self._hooks = Hooks(module)
-        if beside or not weight_grad:
-            operator = _C.convolution if layer.kernel_size else _C.linear
-            module.__class__ = swapped(self._stock, _calls(operator, site))
+        if swaps:
+            kind, sites = context.swapped(self._stock, _C.call)
+            sites[id(module)] = site
+            module.__class__ = kind
         else:
-            self._hooks.add(
-                module.register_forward_hook, _tap(site), prepend=True, with_kwargs=True
-            )
+            tap = _tap_statistics(site, recorder, index) if layer.kind in MIXING else _tap(site)
+            self._hooks.add(module.register_forward_hook, tap, prepend=True, with_kwargs=True)
 
     def leads(self, dims: int) -> int:
         """How many leading dimensions of its input count rows."""
-        return 1 if self.layer.kernel_size else dims - 1
+        return self._rule.leads(self.layer, dims)
 
     def remove(self) -> None:
-        self._module.__class__ = self._stock
+        self._module.__class__ = stock_of(type(self._module))
         self._hooks.remove()
-
-
-def _calls(operator: Callable[..., Tensor], site: Any) -> Callable[..., Tensor]:
-    def forward(self: Any, input: Tensor) -> Tensor:
-        return operator(site, input, self.weight, self.bias)
-
-    return forward
 
 
 def _tap(site: Any) -> Callable[..., None]:
     def hook(module: Any, args: Any, kwargs: Any, out: Tensor) -> None:
-        _C.tap(site, args[0] if args else kwargs["input"], module.weight, module.bias, out)
+        x = args[0] if args else kwargs["input"]
+        _C.tap(site, x, module.weight, getattr(module, "bias", None), out)
+
+    return hook
+
+
+def _tap_statistics(site: Any, recorder: Any, index: int) -> Callable[..., None]:
+    def hook(module: Any, args: Any, kwargs: Any, out: Tensor) -> None:
+        if module.training or module.running_mean is None:
+            run = recorder.current()
+            if run is not None:
+                run.refuse(index, MIXES)
+            return
+        x = args[0] if args else kwargs["input"]
+        _C.tap(site, x, module.weight, module.bias, out, module.running_mean, module.running_var)
 
     return hook

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
+from .copies import swapped
 from .errors import CoverageError
 from .layout import BATCH, SEQUENCE
 from .rules import Layer, modules_in_order, opaque, own_names, rule_of
@@ -46,10 +48,11 @@ class Parameters:
                 self.names.append(name)
                 self._slots.append((modules[_owner(name)]._parameters, _key(name)))
             self._aliases[name] = places[id(p)]
-        self._last = list(model.parameters())
+        self._tensors: list[Tensor] = list(model.parameters())
         self._modules = list(model.modules())
         self._children = [m._modules for m in self._modules if m._modules]
         self._held = [m._parameters for m in self._modules]
+        self._standing = self._stand()
         self._shape = self._present()
         tied = [name for name, place in self._aliases.items() if self.names[place] != name]
         self._tied = [(modules[_owner(n)]._parameters, _key(n), self._aliases[n]) for n in tied]
@@ -59,9 +62,13 @@ class Parameters:
 
     def tensors(self) -> list[Tensor]:
         """What stands in each place now; what stood there last, where nothing does."""
-        return [
-            held.get(key, last) for (held, key), last in zip(self._slots, self._last, strict=True)
-        ]
+        now = self._stand()
+        same = len(now) == len(self._standing) and all(map(is_, now, self._standing))
+        if not same:
+            places = zip(self._slots, self._tensors, strict=True)
+            self._tensors = [held.get(key, last) for (held, key), last in places]
+            self._standing = now
+        return self._tensors
 
     def modes(self) -> tuple[bool, ...]:
         return tuple([module.training for module in self._modules])
@@ -73,9 +80,12 @@ class Parameters:
         now = self.tensors() if self._tied else []
         return any(held.get(key) is not now[place] for held, key, place in self._tied)
 
-    def _present(self) -> tuple[list[int], list[int]]:
-        children = [id(child) for held in self._children for child in held.values()]
-        return children, [len(held) for held in self._held]
+    def _stand(self) -> list[Tensor | None]:
+        return [p for held in self._held for p in held.values()]
+
+    def _present(self) -> tuple[list[nn.Module | None], list[int]]:
+        children = [child for held in self._children for child in held.values()]
+        return children, list(map(len, self._held))
 
     def trainable(self) -> list[int]:
         return [place for place, p in enumerate(self.tensors()) if p.requires_grad]
@@ -124,14 +134,20 @@ class Context:
     audit: Audit
     parameters: Parameters
     options: Mapping[str, Any]
+    _swapped: dict[type, tuple[type, dict[int, Any]]] = field(default_factory=dict)
+
+    def swapped(
+        self, stock: type[nn.Module], operator: Callable[..., Any]
+    ) -> tuple[type[nn.Module], dict[int, Any]]:
+        """The class that stands in for a stock one, and its table of sites by the module's id."""
+        if stock not in self._swapped:
+            sites: dict[int, Any] = {}
+            self._swapped[stock] = swapped(stock, operator, sites), sites
+        return self._swapped[stock]
 
 
 def _runs_natively(module: nn.Module, backend: str) -> bool:
-    return (
-        ops.NATIVE
-        and backend != "vmap"
-        and all(p.device.type == "cpu" for p in module.parameters(False))
-    )
+    return backend != "vmap" and all(ops.kernels_on(p.device) for p in module.parameters(False))
 
 
 def declared_layout(layer: Layer, options: Mapping[str, Any]) -> int:

@@ -1,0 +1,32 @@
+"""What the twins share: the dtype of sums, samples in chunks, norms float32 could not square."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+__all__ = ["CHUNK", "accumulation_dtype", "chunks", "norms", "precise_dtype"]
+
+CHUNK = 1 << 19  # elements of one chunk's largest intermediate: 2 MiB of float32
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def precise_dtype(tensor: Tensor) -> torch.dtype:
+    """float64, where the device has it"""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def chunks(count: int, elements: int) -> Iterator[slice]:
+    """Slices of range(count), each of as many items of `elements` elements as fit in CHUNK."""
+    step = max(1, CHUNK // max(1, elements))
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def norms(rows: Tensor) -> Tensor:
+    """[N, T, D] -> [N], in float64, since squares leave float32's range long before norms do"""
+    return torch.linalg.vector_norm(rows, dim=(1, 2), dtype=precise_dtype(rows))

@@ -1,0 +1,296 @@
+"""Gradients by sample, taken down from a frontier (shared.py) to the parameters below it.
+
+As the backward comes by, each node is asked for its vector-Jacobian product sample by sample,
+before it runs itself and lets its saved tensors go. Gradients on their way are [N, *shape].
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from .products import by_sample, closed, dense, fitted, mapped
+from .reference import accumulation_dtype
+from .shared import Graph, Node, Plan, below, is_leaf
+
+__all__ = ["Descent", "Leaf", "stations"]
+
+CHUNK = 1 << 23  # elements of parameters' gradients at a time: 32 MiB of float32
+
+
+@dataclass(frozen=True)
+class Leaf:
+    site: int
+    place: int  # in the table of parameters
+    parameter: Tensor
+    alone: bool  # nothing else brings it a gradient
+
+
+@dataclass
+class Station:
+    """One node, and by operand where the gradients go on."""
+
+    key: int
+    layout: int | None  # of the output of a frontier node
+    output: int
+    inward: dict[int, tuple[int, int]] = field(default_factory=dict)  # to a node's key and output
+    leaves: dict[int, Leaf] = field(default_factory=dict)
+
+
+def stations(
+    graph: Graph, plan: Plan, climbed: Sequence[Node], leaf_of: Callable[[int], Leaf | None]
+) -> dict[Node, Station]:
+    """What lies between the frontier and the parameters to serve."""
+    layouts = dict(zip(climbed, plan.layouts, strict=True))
+    inside = dict.fromkeys(below(node for node in climbed if layouts[node] is None))
+    numbers = {node: k for k, node in enumerate({**dict.fromkeys(climbed), **inside})}
+    way = {node: Station(key, layouts.get(node), max(graph.numbers(node), default=0))
+           for node, key in numbers.items()}  # fmt: skip
+    for node, station in way.items():
+        for operand, (child, _) in enumerate(node.next_functions):
+            if child and is_leaf(child) and (node in inside or child in inside):
+                leaf = leaf_of(id(child.variable))
+                if leaf:
+                    station.leaves[operand] = leaf
+    edges = Counter(leaf.place for s in way.values() for leaf in s.leaves.values())
+    for station in way.values():
+        for operand, leaf in station.leaves.items():
+            station.leaves[operand] = replace(leaf, alone=leaf.alone and edges[leaf.place] == 1)
+    ends = [node for node, station in way.items() if station.leaves]
+    useful = way.keys() & graph.climb(ends, lambda _, node: node in inside)
+    for node in useful:
+        for operand, (child, output) in enumerate(node.next_functions):
+            if child in inside and child in useful:
+                way[node].inward[operand] = numbers[child], output
+    return {node: s for node, s in way.items() if s.inward or s.leaves}
+
+
+class Descent:
+    """The way down through one pass's graph: owned by its hooks, it owns no node."""
+
+    def __init__(
+        self,
+        run: Any,
+        recorder: Any,
+        way: dict[Node, Station],
+        hears: Callable[[int], bool],
+        refuse: Callable[[str], None],
+        norms_only: bool,
+    ) -> None:
+        self._run, self._recorder, self._norms_only = run, recorder, norms_only
+        self._hears, self._refuse = hears, refuse
+        self._task, self._final, self._rounding = -1, True, 0.0
+        self._held: dict[tuple[int, int], Tensor] = {}  # on their way, by node and output
+        self._ready: list[tuple[Leaf, Tensor, bool]] = []
+        self._leaves = [leaf for station in way.values() for leaf in station.leaves.values()]
+        for leaf in self._leaves:
+            if not leaf.alone:  # the sum over its uses waits for this one too
+                run.call(leaf.site, [(leaf.place, leaf.parameter)], [])
+        for node, station in way.items():
+            node.register_prehook(partial(self._arrive, station))
+            if station.leaves:
+                node.register_hook(self._deliver)
+
+    def _arrive(self, station: Station, incoming: Sequence[Tensor | None]) -> None:
+        if self._recorder.idle or torch.is_grad_enabled():
+            return  # a proof; or create_graph, which is refused when it is read
+        if self._task != torch._C._current_graph_task_id():
+            self._begin()
+        if not self._counts:
+            return
+        node = torch._C._current_autograd_node()
+        # Norms only: a fused layer gives its parameters nothing to compare with, nor does a cast.
+        fused = node.name().startswith("torchgradx")
+        self._gives = any(g is not None for g in incoming) and not (self._norms_only and fused)
+        try:
+            if station.layout is not None:
+                self._enter(station, node, incoming)
+            else:
+                held = [self._held.pop((station.key, k), None) for k in range(len(incoming))]
+                self._compare(station, node, incoming, held)
+                self._pass(station, node, held)
+        except Exception as error:  # never from inside backward()
+            self._refuse(f"its gradients by sample failed at {node.name()}: {error}")
+
+    def _begin(self) -> None:
+        self._task, self._rounding = torch._C._current_graph_task_id(), 0.0
+        self._held.clear()
+        self._ready.clear()
+        self._counts = any(_receives(leaf.parameter) for leaf in self._leaves)
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._final = not (self._run.keep or self._run.retained or keeps)
+
+    def _compare(
+        self,
+        station: Station,
+        node: Node,
+        incoming: Sequence[Tensor | None],
+        held: Sequence[Tensor | None],
+    ) -> None:
+        """In every backward: what a node receives is the sum over the samples of what came down.
+
+        A hook of the user's in between, or a use that no output leads to, is found here.
+        """
+        casts = (
+            station.leaves and node.name() == "ToCopyBackward0"
+        )  # autocast: for all uses at once
+        for g, mine in zip(incoming, held, strict=True):
+            if mine is not None:
+                self._measure(mine)
+            if g is None or casts:
+                continue
+            total = torch.zeros_like(g) if mine is None else mine.sum(0)
+            off, own = _size(g - total), _size(g)
+            if off > 64 * (self._rounding + own * torch.finfo(g.dtype).eps):
+                self._refuse(
+                    "the gradient it received is not the sum of its gradients by sample: a hook, "
+                    "or a use that the model's outputs do not show, changed it on the way"
+                )
+
+    def _enter(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
+        """Through a node of the frontier, whose gradient has rows by sample."""
+        g, layout, n = incoming[station.output], station.layout, self._run.n
+        if g is None or layout is None:
+            return
+        self._measure(g)
+        masked: list[int] = []
+        for operand in (*station.inward, *station.leaves):
+            product = closed(node, operand, g, layout, n)
+            if product is None:
+                masked.append(operand)
+            else:
+                self._send(station, operand, self._reduced(station, operand, product))
+        if not masked:
+            return
+        grads: list[Tensor | None] = [None] * len(incoming)
+        columns: dict[int, list[Tensor]] = {operand: [] for operand in masked}
+        for sample in range(n):
+            only = torch.zeros_like(g)
+            by_sample(only, layout, n)[sample] = by_sample(g, layout, n)[sample]
+            grads[station.output] = only
+            out = self._ask(node, grads)
+            for operand in masked:
+                product = self._reduced(station, operand, dense(out[operand])[None])
+                columns[operand].append(product)
+        for operand, column in columns.items():
+            self._send(station, operand, torch.cat(column))
+
+    def _pass(self, station: Station, node: Node, held: list[Tensor | None]) -> None:
+        """Through a node of which all outputs are shared."""
+        live = {k: g for k, g in enumerate(held) if g is not None}
+        if not live:
+            return
+        if node.name() == "EmbeddingBackward0" and self._look_up(station, node, live[0]):
+            return
+        columns: dict[int, list[Tensor]] = {k: [] for k in (*station.inward, *station.leaves)}
+        most = max((leaf.parameter.numel() for leaf in station.leaves.values()), default=1)
+
+        def ask(*grads: Tensor) -> tuple[Tensor, ...]:
+            given = dict(zip(live, grads, strict=True))
+            out = self._ask(node, [given.get(k) for k in range(len(held))])
+            return tuple(out[operand] for operand in columns)
+
+        for part in _chunks(live.values(), self._run.n, max(1, CHUNK // max(1, most))):
+            for operand, product in zip(columns, mapped(ask, part), strict=True):
+                if product is not None:
+                    columns[operand].append(self._reduced(station, operand, product))
+        for operand, column in columns.items():
+            if column:
+                self._send(station, operand, torch.cat(column))
+
+    def _look_up(self, station: Station, node: Node, g: Tensor) -> bool:
+        """A table meets the same ids for all samples: nothing need be as large as N tables."""
+        leaf = next(iter(station.leaves.values()), None)
+        if not leaf or not leaf.alone or not self._final or node._saved_scale_grad_by_freq:
+            return False
+        ids = node._saved_indices.flatten()
+        rows = g.reshape(len(g), len(ids), -1)
+        found, group = ids.unique(return_inverse=True)
+        if len(found) < len(ids):
+            zeros = rows.new_zeros(len(g), len(found), rows.shape[2])
+            rows = zeros.index_add_(1, group, rows)
+        else:
+            found = ids
+        padding = node._saved_padding_idx  # the largest number there is, if none was said
+        if padding < node._saved_weight_sym_argsize_0:
+            rows = rows[:, found != padding]
+        if self._hears(leaf.place):
+            total = dense(self._ask(node, [g.sum(0)])[0])
+            self._recorder.add_recorded(leaf.place, total, self._rounding)
+        self._ready.append((leaf, _sq_norms(rows), True))
+        return True
+
+    def _reduced(self, station: Station, operand: int, product: Tensor) -> Tensor:
+        """[n, *shape], or [n] squared norms where nothing else is added to it."""
+        leaf = station.leaves.get(operand)
+        if leaf is None:
+            return product
+        if self._hears(leaf.place) and self._gives:
+            self._measure(product)
+            self._recorder.add_recorded(leaf.place, product.sum(0), self._rounding)
+        return _sq_norms(product) if leaf.alone and self._final else product
+
+    def _send(self, station: Station, operand: int, whole: Tensor) -> None:
+        if operand in station.leaves:
+            leaf = station.leaves[operand]
+            self._ready.append((leaf, whole, leaf.alone and self._final))
+        else:
+            key = station.inward[operand]
+            before = self._held.get(key)
+            self._held[key] = whole if before is None else before + whole
+
+    def _ask(self, node: Node, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """The node's own products. Its hooks are not called, and nothing of it is recorded."""
+        before, self._recorder.idle = self._recorder.idle, True
+        try:
+            out = node(*grads)
+        finally:
+            self._recorder.idle = before
+        products = out if isinstance(out, tuple) else (out,)
+        return tuple(map(fitted, products, node.next_functions))
+
+    def _measure(self, g: Tensor) -> None:
+        """The rounding of a sum is by its terms, of which the largest met on the way stands."""
+        rounding = _size(g) * self._run.n * torch.finfo(g.dtype).eps
+        self._rounding = max(self._rounding, rounding)
+
+    def _deliver(self, *_: Any) -> None:
+        """After the node ran: a use of its own has arrived by then."""
+        ready, self._ready = self._ready, []
+        for leaf, whole, squared in ready:
+            if not self._run.arrive([leaf.place], True):
+                continue
+            if squared:
+                self._run.finish(leaf.place, whole)
+            else:
+                self._run.add(leaf.place, whole)
+
+
+def _receives(parameter: Tensor) -> bool:
+    """Whether this backward brings a parameter a gradient; autograd.grad does not."""
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:
+        return False
+
+
+def _size(t: Tensor) -> float:
+    return float(torch.linalg.vector_norm(t, dtype=accumulation_dtype(t.dtype)))
+
+
+def _sq_norms(grads: Tensor) -> Tensor:
+    """[N] of [N, *]."""
+    wide = accumulation_dtype(grads.dtype)
+    return torch.linalg.vector_norm(grads.flatten(1), dim=1, dtype=wide).square()
+
+
+def _chunks(grads: Iterable[Tensor], n: int, step: int) -> Iterator[list[Tensor]]:
+    grads = list(grads)
+    return ([g[start : start + step] for g in grads] for start in range(0, n, step))

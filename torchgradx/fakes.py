@@ -1,0 +1,94 @@
+"""Shapes of the element-wise and the table operators, for FakeTensor and the meta device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .chunks import accumulation_dtype
+from .reference_affine import AffineFused, empty_in_lines, is_by_row
+
+__all__ = [
+    "affine_fused",
+    "affine_sq_norms",
+    "gather_dots",
+    "gather_sq_norms",
+    "moments",
+    "prelu_fused",
+    "prelu_sq_norms",
+]
+
+
+def _expect(dimensions: int, **operands: Any) -> None:
+    for name, operand in operands.items():
+        if not isinstance(operand, Tensor) or operand.dim() != dimensions:
+            shape = list(operand.shape) if isinstance(operand, Tensor) else operand
+            raise ValueError(f"{name} must be a tensor of {dimensions} dimensions; got {shape}")
+
+
+def affine_sq_norms(
+    input: Tensor, grad_output: Tensor, mean: Tensor | None, rstd: Tensor | None, bias: bool
+) -> Tensor:
+    _expect(4, input=input, grad_output=grad_output)
+    return input.new_empty(1 + bias, input.shape[0], dtype=accumulation_dtype(input.dtype))
+
+
+def affine_fused(
+    input: Tensor,
+    grad_output: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    frozen: bool,
+    scale: Tensor | None,
+    bias: bool,
+) -> AffineFused:
+    sq_norms = affine_sq_norms(input, grad_output, mean, rstd, bias)
+    _expect(2, weight=weight)
+    if rstd is not None:
+        _expect(3, rstd=rstd)
+    grad_input = empty_in_lines(input, is_by_row(input, rstd, frozen))
+    grad_weight = weight.new_empty(weight.shape)
+    grad_bias = weight.new_empty(weight.shape if bias else (0,))
+    return grad_input, grad_weight, grad_bias, sq_norms
+
+
+def prelu_sq_norms(input: Tensor, grad_output: Tensor) -> Tensor:
+    return affine_sq_norms(input, grad_output, None, None, False)
+
+
+def prelu_fused(
+    input: Tensor, grad_output: Tensor, weight: Tensor, scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    sq_norms = prelu_sq_norms(input, grad_output)
+    _expect(2, weight=weight)
+    return empty_in_lines(input, False), weight.new_empty(weight.shape), sq_norms
+
+
+def moments(
+    input: Tensor, eps: float, centred: bool, over_positions: bool
+) -> tuple[Tensor, Tensor]:
+    _expect(4, input=input)
+    n, t, groups, _ = input.shape
+    dtype = accumulation_dtype(input.dtype)
+    rstd = input.new_empty(n, 1 if over_positions else t, groups, dtype=dtype)
+    return rstd.new_empty(rstd.shape if centred else (0,)), rstd
+
+
+def gather_sq_norms(indices: Tensor, grad_output: Tensor, padding_idx: int | None) -> Tensor:
+    _expect(2, indices=indices)
+    _expect(3, grad_output=grad_output)
+    dtype = accumulation_dtype(grad_output.dtype)
+    return grad_output.new_empty(grad_output.shape[0], dtype=dtype)
+
+
+def gather_dots(
+    indices: Tensor,
+    grad_rows: Tensor,
+    activations: Tensor,
+    grad_output: Tensor,
+    padding_idx: int | None,
+) -> Tensor:
+    _expect(3, activations=activations, grad_output=grad_output)
+    return gather_sq_norms(indices, grad_rows, padding_idx)

@@ -1,0 +1,186 @@
+"""What an algorithm takes on a GPU: a device's rates and a problem's integers in, seconds out.
+
+A kernel's time is that of its fullest multiprocessor, tile by tile, or that of its bytes. Only
+`gpu_of` asks torch about a device. Budgeted from datasheets and the kernels' tiles; not yet held
+against a measurement, and meant for the order of two algorithms rather than for their times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .cost import Problem
+
+__all__ = ["Gpu", "gpu_of", "seconds"]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOP that a multiprocessor starts in a clock; products accumulate in at least float32."""
+
+    half: int  # tensor cores
+    tf32: int
+    single: int
+    double: int
+    clock: float  # Hz, and bytes a second: of the usual card, where the driver does not say
+    bandwidth: float
+
+
+# By compute capability, ascending; from NVIDIA's architecture whitepapers.
+RATES: dict[tuple[int, int], Rates] = {
+    (8, 0): Rates(2048, 1024, 128, 64, 1.41e9, 1.6e12),  # A100
+    (8, 6): Rates(512, 256, 256, 4, 1.7e9, 0.9e12),  # GA10x
+    (8, 9): Rates(512, 256, 256, 4, 2.5e9, 1.0e12),  # Ada
+    (9, 0): Rates(4096, 2048, 256, 128, 1.8e9, 4.3e12),  # H100, H200
+    (10, 0): Rates(8192, 4096, 256, 128, 1.9e9, 7.0e12),  # B200
+    (12, 0): Rates(512, 256, 256, 4, 2.4e9, 1.8e12),  # consumers' Blackwell
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    rates: Rates
+    multiprocessors: int
+    clock: float  # Hz
+    bandwidth: float  # bytes a second
+    tf32: bool = False  # float32 products by tensor cores, as torch's flag has it
+
+
+def rates_of(capability: tuple[int, int]) -> Rates:
+    """A capability that is not listed has the rates of the newest below it."""
+    *_, newest = (RATES[known] for known in RATES if known <= max(capability, (8, 0)))
+    return newest
+
+
+def gpu_of(device: torch.device) -> Gpu | None:
+    """None for the CPU."""
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = (index, torch.backends.cuda.matmul.allow_tf32)
+    if key not in _known:
+        _known[key] = from_properties(torch.cuda.get_device_properties(index), key[1])
+    return _known[key]
+
+
+_known: dict[tuple[int, bool], Gpu] = {}  # no lru_cache, of which Dynamo warns
+
+
+def from_properties(properties: Any, tf32: bool) -> Gpu:
+    """Clocks in kHz and a bus in bits, where the driver tells them; double data rate."""
+    rates = rates_of((properties.major, properties.minor))
+    clock = 1e3 * getattr(properties, "clock_rate", 0)
+    memory = 1e3 * getattr(properties, "memory_clock_rate", 0)
+    bandwidth = 2 * memory * getattr(properties, "memory_bus_width", 0) / 8
+    return Gpu(
+        name=properties.name,
+        rates=rates,
+        multiprocessors=properties.multi_processor_count,
+        clock=clock or rates.clock,
+        bandwidth=bandwidth or rates.bandwidth,
+        tf32=tf32,
+    )
+
+
+REACHED = 0.6  # of the peak, by a loop of mma.sync or FFMA
+LAUNCH = 4e-6  # a kernel and the gap before the next
+DEPTH = 32  # of a step along the sum
+TILE = {2: (128, 192), 4: (128, 128), 8: (64, 64)}  # of the gradient: outputs, inputs
+
+
+# Functions rather than methods of Gpu: Dynamo calls none on an object that a traced function made.
+
+
+def products(gpu: Gpu, itemsize: int) -> float:
+    """FLOP a second of one multiprocessor in products of operands of so many bytes"""
+    if itemsize == 2:
+        return gpu.clock * gpu.rates.half
+    if itemsize == 8:
+        return gpu.clock * gpu.rates.double
+    return gpu.clock * (gpu.rates.tf32 if gpu.tf32 else gpu.rates.single)
+
+
+def _sums(gpu: Gpu, itemsize: int) -> float:
+    """The same of the cores that square and add what products have accumulated"""
+    return gpu.clock * (gpu.rates.double if itemsize == 8 else gpu.rates.single)
+
+
+def _up(count: int, step: int) -> int:
+    return -(-count // step) * step
+
+
+def _moved(p: Problem) -> float:
+    gpu = p.device
+    assert gpu is not None
+    return p.itemsize * p.n * p.t * p.groups * (p.i + p.o) / gpu.bandwidth
+
+
+def _tiles(p: Problem, tiles: int, flop: int, ends: int) -> float:
+    """`tiles`, each of `flop` in products and `ends` afterwards, shared among multiprocessors"""
+    gpu = p.device
+    assert gpu is not None
+    one = flop / (REACHED * products(gpu, p.itemsize)) + ends / _sums(gpu, p.itemsize)
+    return max(_up(tiles, gpu.multiprocessors) / gpu.multiprocessors * one, _moved(p))
+
+
+def _weight_grad(p: Problem) -> float:
+    gpu = p.device
+    assert gpu is not None
+    flop = 2 * p.n * p.t * p.groups * p.i * p.o
+    whole = REACHED * products(gpu, p.itemsize) * gpu.multiprocessors
+    return max(flop / whole, _moved(p)) + LAUNCH
+
+
+def _rank1(p: Problem) -> float:
+    return _moved(p) + LAUNCH
+
+
+def _gram(p: Problem) -> float:
+    span = 64 if p.t <= 64 or p.itemsize == 8 else 128  # positions of a tile
+    along = _up(p.t, span) // span
+    flop = 2 * span**2 * (_up(p.i, DEPTH) + _up(p.o, DEPTH))
+    pairs = p.n * p.groups * along * (along + 1) // 2
+    return _tiles(p, pairs, flop, 2 * span**2) + 2 * LAUNCH
+
+
+def _by_planes(p: Problem) -> bool:
+    """Whether a kernel bound by memory serves: many groups of few channels (csrc/cuda/planes.cu)"""
+    return p.layer == "conv2d" and p.groups >= 8 and p.i * p.o <= 16 * 9
+
+
+def _gradient(p: Problem, ends: int) -> float:
+    """Tiles of every sample's gradient, and `ends` FLOP for each element"""
+    if _by_planes(p):
+        return _moved(p) + 2 * LAUNCH
+    high, wide = TILE[p.itemsize]
+    tiles = p.n * p.groups * (_up(p.o, high) // high) * (_up(p.i, wide) // wide)
+    return _tiles(p, tiles, 2 * high * wide * _up(p.t, DEPTH), ends * high * wide) + 2 * LAUNCH
+
+
+def _fused(p: Problem) -> float:
+    """Below a few positions the gradient is one sum over all samples, and the norms are taken
+    beside it (csrc/cuda/bindings.cpp)."""
+    assert p.device is not None
+    if p.layer == "linear" and p.t <= 1:
+        return _weight_grad(p) + _rank1(p)
+    tensor_cores = p.itemsize == 2 or (p.itemsize == 4 and p.device.tf32)
+    if p.layer == "linear" and p.t <= 16 and tensor_cores:
+        return min(_gradient(p, 4), _weight_grad(p) + _gram(p))
+    return _gradient(p, 4)
+
+
+def seconds(p: Problem, algorithm: str) -> float:
+    """Of all that the problem asks for"""
+    if algorithm == "fused":
+        return _fused(p)
+    if algorithm == "direct":
+        norms = _gradient(p, 2)
+    else:
+        norms = {"rank1": _rank1, "gram": _gram}[algorithm](p)
+    beside = _weight_grad(p) + LAUNCH  # its bias is a kernel more
+    return norms + beside if p.weight_grad else norms

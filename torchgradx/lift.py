@@ -1,0 +1,157 @@
+"""Uses whose gradient by sample is taken from above them, where the samples come in.
+
+Of modules called on something without samples (shared.py says what that is), and of parameters
+that a module uses beside its children: running such a module again would run all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from .descent import Descent, Leaf, stations
+from .layout import Watched
+from .products import in_closed_form, unpacks_twice
+from .rerun import FallbackSite, Site
+from .rules import Layer
+from .shared import Graph, Group, Node, Plan, survey
+from .taint import Taint
+
+__all__ = ["Lift"]
+
+Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, output of the node)
+
+
+class Lift:
+    """What one probe knows of them; `plans` outlives it."""
+
+    def __init__(
+        self,
+        recorder: Any,
+        parameters: Any,
+        layers: Sequence[Layer],
+        plans: dict[Any, Plan | None],
+        hears: Callable[[int], bool],
+        norms_only: bool,
+    ) -> None:
+        self._recorder, self._parameters, self._layers = recorder, parameters, layers
+        # By the modules' modes and the sites concerned. What no sample's value enters is a matter
+        # of the model's code: seen once, it holds for batches of other sizes.
+        self._plans, self._hears, self._norms_only = plans, hears, norms_only
+        self._local = threading.local()
+
+    def watch(self, n: int, model: nn.Module, arguments: Iterable[Tensor]) -> None:
+        """Before a forward: see what its samples enter, unless that is known."""
+        if torch.compiler.is_compiling():
+            return
+        if n > 1 and (self._parameters.modes(), ()) not in self._plans:
+            self._local.taint = Taint([*model.parameters(), *model.buffers()], arguments)
+
+    def unwatch(self) -> Taint | None:
+        taint: Taint | None = getattr(self._local, "taint", None)
+        self._local.taint = None
+        if taint is not None:
+            taint.stop()
+        return taint
+
+    def watched(self) -> None:
+        """Once is enough, for as long as its modules are in these modes."""
+        self._plans[self._parameters.modes(), ()] = None
+
+    def plan(
+        self,
+        n: int,
+        uses: Sequence[Use],
+        sites: Sequence[Site],
+        verdicts: Sequence[Any],
+        outputs: Sequence[Tensor],
+        taint: Taint | None,
+        prove: Callable[[Sequence[Watched]], Sequence[Any]],
+    ) -> Plan | None:
+        """Which uses are lifted, and how; the first time that a structure is met."""
+        modes = self._parameters.modes()
+        mixing = [k for k, verdict in enumerate(verdicts) if isinstance(verdict, str)]
+        beside = [k for k in self._beside(uses, sites) if isinstance(verdicts[k], int)]
+        if not mixing and not beside:
+            return None
+        graph = Graph(outputs)
+
+        def cheap(node: Node, ends: bool) -> bool:
+            """Whether asking a node costs less than to run its module again."""
+            again = unpacks_twice(node, ends, self._recorder.held > 0)
+            return not again and (not ends or n == 1 or in_closed_form(node))
+
+        groups = [Group(k, (uses[k][2],), lambda node, ends: True) for k in mixing]
+        groups += [Group(k, self._own(uses[k][0], graph), cheap) for k in beside]
+        key = modes, tuple(uses[group.use][0] for group in groups)
+        before = self._plans.get(key)
+        clean: Callable[[Node, int], bool]
+        if taint is not None:
+            clean = taint.clean
+        elif before is not None:
+            served = {k for k, _ in before.starts}
+            starts = [node for g in groups if g.use in served for node in g.starts]
+            clean = before.clean(graph, starts)
+        else:
+            clean = lambda node, number: False  # noqa: E731
+        plan = survey(graph, groups, clean, prove)
+        if n > 1 and plan.starts:
+            self._plans[key] = plan
+        elif n > 1 and taint is None:
+            self._plans.pop((modes, ()), None)  # watch the next forward
+        return plan if plan.starts else None
+
+    def _beside(self, uses: Sequence[Use], sites: Sequence[Site]) -> list[int]:
+        """Uses of modules that have parameters and children, and share those with no other."""
+        able = {k: isinstance(s, FallbackSite) and s.calls_others for k, s in enumerate(sites)}
+        others = {place for site, *_ in uses if not able[site]
+                  for place in self._layers[site].parameters}  # fmt: skip
+        return [k for k, (site, _, node, _) in enumerate(uses)
+                if able[site] and node is not None
+                and others.isdisjoint(self._layers[site].parameters)]  # fmt: skip
+
+    def _own(self, site: int, graph: Graph) -> tuple[Node, ...]:
+        tensors = [self._parameters.tensors()[place] for place in self._layers[site].parameters]
+        nodes = [get_gradient_edge(p).node for p in tensors if p.requires_grad]
+        return tuple(node for node in nodes if node in graph.parents)
+
+    def begin(self, run: Any, plan: Plan, uses: Sequence[Use], outputs: Sequence[Tensor]) -> None:
+        """Listen at the frontier, and below it, in the graph of this pass."""
+        lifted = {uses[k][0] for k, _ in plan.starts}
+
+        def refuse(where: Any, reason: str) -> None:
+            for site in lifted:
+                where.refuse(site, reason)
+
+        graph = Graph(outputs)
+        starts: list[Node] = []
+        for k, own in plan.starts:
+            starts += self._own(uses[k][0], graph) if own else [uses[k][2]]
+        climbed = plan.climb(graph, starts)
+        if climbed is None:
+            refuse(run, "what no sample enters is consumed otherwise than when it was proven")
+            return
+        way = stations(graph, plan, climbed, self._leaves(plan, uses).get)
+        for node, station in way.items():
+            if unpacks_twice(node, station.layout is not None, self._recorder.held > 0):
+                refuse(run, f"by sample it needs {node.name()} of a checkpoint a second time")
+                return
+        for site in lifted:
+            self._layers[site].notes["lifted"] = None
+        refuse_now = partial(refuse, self._recorder)
+        Descent(run, self._recorder, way, self._hears, refuse_now, self._norms_only)
+
+    def _leaves(self, plan: Plan, uses: Sequence[Use]) -> dict[int, Leaf]:
+        """The parameters to serve, by their tensors' ids."""
+        lifted = {k for k, _ in plan.starts}
+        places = [set(self._layers[site].parameters) for site, *_ in uses]
+        others = set().union(*(p for k, p in enumerate(places) if k not in lifted))
+        tensors = self._parameters.tensors()
+        return {id(tensors[place]): Leaf(uses[k][0], place, tensors[place], place not in others)
+                for k in lifted for place in places[k]}  # fmt: skip

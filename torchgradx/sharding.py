@@ -1,0 +1,56 @@
+"""What torch.distributed has made of a model, as far as it changes what a probe may do.
+
+torch.distributed.fsdp and .tensor are never imported here: where nobody has, nothing is sharded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["flattened", "gathers", "scattered", "split"]
+
+
+def _known(module: str, *names: str) -> tuple[type, ...]:
+    """Classes of a module, if it was imported."""
+    held = vars(sys.modules.get(module, sys))
+    return tuple(held[name] for name in names if name in held)
+
+
+def gathers(model: nn.Module) -> bool:
+    """Whether a backward of its graph communicates: a proof's, on one rank alone, would hang."""
+    sharded = _known("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel")
+    return bool(sharded) and any(isinstance(module, sharded) for module in model.modules())
+
+
+def flattened(model: nn.Module) -> bool:
+    """Whether FullyShardedDataParallel has made one flat parameter of many."""
+    kinds = _known("torch.distributed.fsdp", "FullyShardedDataParallel")
+    return bool(kinds) and any(isinstance(module, kinds) for module in model.modules())
+
+
+def split(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
+    """Whether layers compute with DTensors: tensor parallelism, and not what fully_shard gathers
+    before they run."""
+    kinds = _known("torch.distributed.tensor", "DTensor")
+    if not kinds or kinds[0] not in set(map(type, tensors)):
+        return False
+    sharded = _known("torch.distributed.fsdp", "FSDPModule")
+    modules = [module for module in model.modules() if sharded and isinstance(module, sharded)]
+    return not modules or any(p.is_dtensor for module in modules for p in _gathered_by(module))
+
+
+def scattered(module: nn.Module) -> bool:
+    """Whether it holds parameters of which only a part is here now."""
+    kinds = _known("torch.distributed.tensor", "DTensor")
+    return bool(kinds) and any(isinstance(p, kinds) for p in module.parameters())
+
+
+def _gathered_by(module: Any) -> Iterator[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    for group in groups:
+        yield from group.fsdp_params if group else ()

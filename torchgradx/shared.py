@@ -1,0 +1,170 @@
+"""What all samples share, and where in a graph the samples come in.
+
+wpe(torch.arange(T)[None]) receives one gradient, summed over the samples where its output met them.
+Each node of the graph where that happens still gets rows by sample. These nodes are the frontier,
+found by climbing the graph; descent.py takes their gradients down by sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layout import Watched
+
+__all__ = ["Graph", "Group", "Node", "Plan", "below", "dtype_of", "is_leaf", "shape_of", "survey"]
+
+Node = Any
+
+
+class Graph:
+    """A forward's graph, walked from its outputs: who consumes what."""
+
+    def __init__(self, outputs: Iterable[Tensor]) -> None:
+        self.roots = {t.grad_fn for t in outputs if t.grad_fn is not None}
+        self.parents: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.roots}
+        todo = list(self.parents)
+        while todo:
+            node = todo.pop()
+            for child, number in node.next_functions:
+                if child is not None:
+                    if child not in self.parents:
+                        self.parents[child] = []
+                        todo.append(child)
+                    self.parents[child].append((node, number))
+
+    def numbers(self, node: Node) -> list[int]:
+        """The outputs of a node that others consume."""
+        return sorted({number for _, number in self.parents.get(node, ())})
+
+    def climb(self, starts: Iterable[Node], on: Callable[[int, Node], bool]) -> list[Node]:
+        """Nodes above, nearest first; beyond the k-th only if `on` says so."""
+        found = list(dict.fromkeys(starts))
+        seen = set(found)
+        for k, node in enumerate(found):  # grows as it goes
+            if on(k, node):
+                fresh = dict.fromkeys(p for p, _ in self.parents.get(node, ()) if p not in seen)
+                found += fresh
+                seen.update(fresh)
+        return found
+
+
+def below(starts: Iterable[Node]) -> list[Node]:
+    """These nodes and all that they lead to, but for the parameters."""
+    found = list(dict.fromkeys(starts))
+    seen = set(found)
+    for node in found:  # grows as it goes
+        children = (child for child, _ in node.next_functions if child and not is_leaf(child))
+        fresh = dict.fromkeys(child for child in children if child not in seen)
+        found += fresh
+        seen.update(fresh)
+    return found
+
+
+def is_leaf(node: Node) -> bool:
+    return hasattr(node, "variable")
+
+
+def shape_of(node: Node, number: int) -> tuple[int, ...]:
+    if is_leaf(node):
+        return tuple(node.variable.shape)
+    return tuple(node._input_metadata[number].shape)
+
+
+def rows_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The dimensions that may hold samples: the first two that are not a leading 1."""
+    while len(shape) > 1 and shape[0] == 1:
+        shape = shape[1:]
+    return shape[:2] or (1,)
+
+
+def dtype_of(node: Node, number: int) -> torch.dtype:
+    found = node.variable if is_leaf(node) else node._input_metadata[number]
+    dtype: torch.dtype = found.dtype
+    return dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is above the shared nodes, in the order of the climb; holds for a structure."""
+
+    starts: tuple[tuple[int, bool], ...]  # (use, whether from its own parameters)
+    names: tuple[str, ...]
+    layouts: tuple[int | None, ...]  # of the frontier's outputs; None: no rows by sample yet
+
+    def climb(self, graph: Graph, starts: Iterable[Node]) -> list[Node] | None:
+        """The same nodes in another pass, if they are there."""
+
+        def on(k: int, node: Node) -> bool:
+            known = k < len(self.names) and self.names[k] == node.name()
+            return known and self.layouts[k] is None
+
+        found = graph.climb(starts, on)
+        return found if tuple(node.name() for node in found) == self.names else None
+
+    def clean(self, graph: Graph, starts: Iterable[Node]) -> Callable[[Node, int], bool]:
+        """For a pass that was not watched: what was shared where it was."""
+        found = self.climb(graph, starts) or []
+        shared = {n for n, layout in zip(found, self.layouts, strict=False) if layout is None}
+        return lambda node, number: node in shared
+
+
+@dataclass(frozen=True)
+class Group:
+    """The starts of one use: the node of its output, or its own parameters' nodes."""
+
+    use: int
+    starts: tuple[Node, ...]
+    accepts: Callable[[Node, bool], bool]  # a node above, and whether it is of the frontier
+
+
+def survey(
+    graph: Graph,
+    groups: Sequence[Group],
+    clean: Callable[[Node, int], bool],
+    prove: Callable[[Sequence[Watched]], Sequence[Any]],
+) -> Plan:
+    """For those groups of which all consumers are shared, up to nodes that are proven to have rows
+    by sample."""
+
+    def shared(node: Node) -> bool:
+        numbers = graph.numbers(node)
+        return bool(numbers) and (is_leaf(node) or all(clean(node, k) for k in numbers))
+
+    groups = [group for group in groups if group.starts and all(map(shared, group.starts))]
+    found = graph.climb(_starts(groups), lambda k, node: shared(node))
+    watched = [Watched(node, k, rows_of(shape_of(node, k)))
+               for node in found if not is_leaf(node)
+               for k in graph.numbers(node) or [0]]  # fmt: skip
+    layouts: dict[Node, int | None] = dict.fromkeys(found)
+    for use, verdict in zip(watched, prove(watched), strict=True):
+        single = len(graph.numbers(use.node)) < 2
+        layouts[use.node] = verdict if single and isinstance(verdict, int) else None
+
+    def climb(starts: Iterable[Node]) -> list[Node]:
+        return graph.climb(starts, lambda k, node: layouts[node] is None and shared(node))
+
+    def served(group: Group) -> bool:
+        for node in climb(group.starts):
+            ends = layouts[node] is not None
+            if not group.accepts(node, ends):
+                return False
+            if not ends and (not shared(node) or node in graph.roots):
+                return False
+        return True
+
+    groups = [group for group in groups if served(group)]
+    found = climb(_starts(groups))
+    return Plan(
+        tuple((group.use, all(map(is_leaf, group.starts))) for group in groups),
+        tuple(node.name() for node in found),
+        tuple(layouts[node] for node in found),
+    )
+
+
+def _starts(groups: Iterable[Group]) -> list[Node]:
+    return [node for group in groups for node in group.starts]

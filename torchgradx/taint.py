@@ -1,0 +1,92 @@
+"""Which tensors of a forward are the same for any batch: computed from parameters and constants.
+
+A gradient that mixes samples may be that of a position table, which all samples share, or of
+something computed from several of them, which has no gradient by sample. The graph cannot tell
+these apart, since data needs no gradient. So every operation of a forward is watched once. Nothing
+is clean by default: arguments, data hidden in objects and what comes from NumPy are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Taint"]
+
+
+class Taint(TorchDispatchMode):
+    """Watches the operations of this thread, from here to `stop`."""
+
+    def __init__(self, held: Iterable[Tensor], arguments: Iterable[Tensor]) -> None:
+        super().__init__()
+        # By storage, which views and in-place writes share; a weak reference keeps its address.
+        self._known: dict[int, tuple[StorageWeakRef, bool]] = {}
+        self._seen: dict[tuple[Any, int], bool] = {}  # clean, as consumed; by node and output
+        self._on = True
+        for t in held:
+            self._mark(t, True)
+        for t in arguments:
+            self._mark(t, False)
+        self.__enter__()
+
+    def stop(self) -> None:
+        self._on = False
+        self._known = {}
+        if _get_current_dispatch_mode() is self:  # else an interrupt left others above: stay, idle
+            self.__exit__(None, None, None)
+
+    def clean(self, node: Any, number: int) -> bool:
+        """Whether this output of a graph node is known to be computed from no sample."""
+        return self._seen.get((node, number), False)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._on:
+            return func(*args, **kwargs)
+        operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        verdicts = [self._is_clean(t) for t in operands]  # before it runs: it may work in place
+        for t, clean in zip(operands, verdicts, strict=True):
+            if t.grad_fn is not None:
+                key = t.grad_fn, t.output_nr
+                self._seen[key] = self._seen.get(key, True) and clean
+        out = func(*args, **kwargs)
+        clean = all(verdicts)
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                self._mark(t, clean or _of_sizes_only(func))
+        for t in _written(func, args, kwargs) if not clean else ():
+            self._mark(t, False)
+        return out
+
+    def _is_clean(self, t: Tensor) -> bool:
+        try:
+            known = self._known.get(t.untyped_storage()._cdata)
+        except Exception:  # sparse tensors have no storage
+            return False
+        return known[1] if known else t.dim() == 0  # a number that Python made
+
+    def _mark(self, t: Tensor, clean: bool) -> None:
+        try:
+            storage = t.untyped_storage()
+        except Exception:
+            return
+        self._known[storage._cdata] = StorageWeakRef(storage), clean
+
+
+def _of_sizes_only(func: Any) -> bool:
+    """zeros_like(x), x.new_ones(...): nothing of the operand's values."""
+    name: str = func._schema.name.partition("::")[2]
+    return name.endswith("_like") or name.startswith("new_")
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    if func._schema.is_mutable:
+        for place, argument in enumerate(func._schema.arguments):
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
