@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulation import build, operators
 from oracle import Conv2d
 from torch import Tensor
 
@@ -19,6 +20,10 @@ from torchgradx import ops, reference
 LINEAR_ALGORITHMS = ("rank1", "gram", "direct", "fused")
 CONV2D_ALGORITHMS = ("gram", "direct", "fused")
 OPERATORS = reference.__all__
+CUDA_OPERATORS = (
+    *("rank1_sq_norms", "gram_sq_norms", "direct_sq_norms", "bias_sq_norms", "linear_fused"),
+    *("conv2d_gram_sq_norms", "conv2d_direct_sq_norms", "conv2d_fused"),
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,18 @@ class Backend:
         return fused
 
 
+def _no_cuda() -> str:
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    return f"torchgradx._cuda: {ops.WHY_NOT_CUDA}" if ops.WHY_NOT_CUDA else ""
+
+
+def _emulated(name: str) -> Callable[..., Any]:
+    if name not in CUDA_OPERATORS:
+        pytest.skip(f"{name} has no CUDA kernel: plain PyTorch serves it there")
+    return operators.operator(name)
+
+
 BACKENDS: dict[str, Backend] = {
     "reference": Backend("reference", lambda name: getattr(reference, name)),
     "native": Backend(
@@ -66,6 +83,8 @@ BACKENDS: dict[str, Backend] = {
         lambda name: getattr(ops, name),
         missing="" if ops.NATIVE else "torchgradx._C is not built",
     ),
+    "emulated": Backend("emulated", _emulated, missing=build.why_not()),
+    "cuda": Backend("cuda", lambda name: getattr(ops, name), "cuda", missing=_no_cuda()),
 }
 
 
@@ -82,6 +101,12 @@ def supports(algorithm: str, t: int) -> bool:
 
 
 def to(backend: Backend, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(
-        x.to(backend.device) if x.device != torch.device(backend.device) else x for x in tensors
-    )
+    """The same strides at the same offset in a copy of the whole storage: Tensor.to() would lay a
+    view with gaps out anew, and the kernels under test would never see one."""
+    device = torch.device(backend.device)
+    return tuple(x if x.device == device else _copied(x, device) for x in tensors)
+
+
+def _copied(x: Tensor, device: torch.device) -> Tensor:
+    whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device)
+    return whole.as_strided(x.shape, x.stride(), x.storage_offset())

@@ -282,6 +282,7 @@ def test_public_names() -> None:
     assert ops.__all__ == [
         "conv2d_sq_norms",
         "conv2d_weight_grad",
+        "embedding_sq_norms",
         "linear_sq_norms",
         "linear_weight_grad",
     ]

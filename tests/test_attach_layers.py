@@ -95,6 +95,15 @@ KERNEL_LAYERS = {
         conv(4, 4, 3, padding=1, padding_mode="circular", groups=4, stride=2),
         (N, 4, 6, 6),
     ),
+    "transposed conv1d": (lambda: nn.ConvTranspose1d(2, 3, 3, stride=2), (N, 2, 5)),
+    "transposed conv1d of one position": (lambda: nn.ConvTranspose1d(3, 2, 2), (N, 3, 1)),
+    "transposed conv2d in groups": (lambda: nn.ConvTranspose2d(2, 4, 3, groups=2), (N, 2, 4, 4)),
+    "transposed conv2d with everything": (
+        lambda: nn.ConvTranspose2d(
+            2, 3, (3, 2), stride=(3, 2), padding=(2, 1), output_padding=(2, 1), dilation=(2, 1)
+        ),
+        (N, 2, 5, 4),
+    ),
 }
 
 
@@ -172,28 +181,40 @@ def recurrent(kind, **options):
 
 
 IDS = (N, 5)  # token ids of 7
-FALLBACK_LAYERS = {
+ELEMENTWISE_LAYERS = {
     "layer norm": (lambda: nn.LayerNorm(3), (N, 5, 3)),
     "layer norm without bias": (lambda: nn.LayerNorm(3, bias=False), (N, 5, 3)),
     "layer norm of two dimensions": (lambda: nn.LayerNorm((5, 3)), (N, 2, 5, 3)),
+    "layer norm of rows": (lambda: nn.LayerNorm(3, eps=0.1), (N, 3)),
     "rms norm": (lambda: nn.RMSNorm(3), (N, 5, 3)),
-    "rms norm of one's own": (RootMeanSquare, (N, 5, 3)),
+    "rms norm of two dimensions": (lambda: nn.RMSNorm((5, 3), eps=0.1), (N, 2, 5, 3)),
     "group norm": (lambda: nn.GroupNorm(2, 4), (N, 4, 3, 3)),
-    "instance norm": (lambda: nn.InstanceNorm2d(3, affine=True), (N, 3, 4, 4)),
+    "group norm of rows": (lambda: nn.GroupNorm(3, 6, eps=0.1), (N, 6)),
+    "instance norm 1d": (lambda: nn.InstanceNorm1d(3, affine=True), (N, 3, 4)),
+    "instance norm 2d": (lambda: nn.InstanceNorm2d(3, affine=True), (N, 3, 4, 4)),
+    "instance norm 3d": (lambda: nn.InstanceNorm3d(3, affine=True), (N, 3, 2, 3, 2)),
     "batch norm 1d in eval": (lambda: batch_norm(nn.BatchNorm1d), (N, 3)),
     "batch norm 2d in eval": (lambda: batch_norm(nn.BatchNorm2d), (N, 3, 4, 4)),
+    "batch norm 3d in eval": (lambda: batch_norm(nn.BatchNorm3d), (N, 3, 2, 3, 2)),
     "embedding": (lambda: nn.Embedding(7, 3), IDS),
     "embedding with padding": (lambda: nn.Embedding(7, 3, padding_idx=2), IDS),
     "embedding of one id": (lambda: nn.Embedding(7, 3), (N,)),
+    "prelu": (lambda: nn.PReLU(), (N, 3)),
+    "prelu per channel": (lambda: nn.PReLU(3), (N, 3, 4)),
+}
+
+
+FALLBACK_LAYERS = {
+    "rms norm of one's own": (RootMeanSquare, (N, 5, 3)),
     "embedding bag sum": (lambda: nn.EmbeddingBag(7, 3, mode="sum"), IDS),
     "embedding bag mean": (lambda: nn.EmbeddingBag(7, 3, mode="mean"), IDS),
     "embedding bag max": (lambda: nn.EmbeddingBag(7, 3, mode="max"), IDS),
-    "prelu": (lambda: nn.PReLU(), (N, 3)),
-    "prelu per channel": (lambda: nn.PReLU(3), (N, 3, 4)),
     "conv3d": (lambda: nn.Conv3d(2, 3, 2, padding=1), (N, 2, 3, 4, 3)),
     "conv3d groups": (lambda: nn.Conv3d(2, 4, 2, groups=2), (N, 2, 3, 4, 3)),
-    "transposed conv1d": (lambda: nn.ConvTranspose1d(2, 3, 3, stride=2), (N, 2, 5)),
-    "transposed conv2d": (lambda: nn.ConvTranspose2d(2, 4, 3, groups=2), (N, 2, 4, 4)),
+    "transposed conv2d with much output padding": (
+        lambda: nn.ConvTranspose2d(2, 3, 3, stride=2, dilation=3, output_padding=2),
+        (N, 2, 4, 3),
+    ),
     "leaf with bare parameters": (Scale, (N, 5, 3)),
     "leaf with a matrix": (Mixing, (N, 5, 3)),
     "leaf subclass of linear": (lambda: Doubled(3, 3), (N, 3)),
@@ -211,10 +232,20 @@ FALLBACK_LAYERS = {
 
 
 @both_dtypes
+@every_mode
+@pytest.mark.parametrize("name", ELEMENTWISE_LAYERS)
+def test_tables_and_normalisations_have_the_norms_of_the_loop(name, options, dtype):
+    check_leaf(name, *ELEMENTWISE_LAYERS[name], options, dtype)
+
+
+@both_dtypes
 @fallback_mode
 @pytest.mark.parametrize("name", FALLBACK_LAYERS)
 def test_every_other_leaf_layer_has_the_norms_of_the_loop(name, options, dtype):
-    make, shape = FALLBACK_LAYERS[name]
+    check_leaf(name, *FALLBACK_LAYERS[name], options, dtype)
+
+
+def check_leaf(name, make, shape, options, dtype):
     layer, ids = make(), "embedding" in name
     for p in layer.parameters():
         nn.init.normal_(p)
@@ -281,6 +312,15 @@ def test_channels_last_changes_nothing(what, options):
     if what != "model":
         x = x.to(memory_format=torch.channels_last)
     check(model, square, x, want=want, **options)
+
+
+@every_mode
+def test_channels_last_changes_nothing_to_normalisations(options):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.PReLU(4))
+    x = torch.randn(N, 3, 8, 7)
+    want = loop(model, square, x)
+    last = torch.channels_last
+    check(model.to(memory_format=last), square, x.to(memory_format=last), want=want, **options)
 
 
 @every_mode

@@ -17,6 +17,7 @@ from attach_oracle import (
     square_second,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
@@ -291,3 +292,24 @@ def test_a_computed_batch_size_sees_the_keywords_and_may_change_from_pass_to_pas
             want = loop(model, loss, x)
             loss(model, x).backward()
             close_named(probe.norms(per="parameter"), want)
+
+
+INSIDE = {  # of a reentrant checkpoint, which forbids every proof
+    "sequence first": lambda m, x: m.b(torch.tanh(m.a(x.transpose(0, 1)))).transpose(0, 1),
+    "rows t*N+n": lambda m, x: m.b(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (-1, len(x)))
+    .transpose(0, 1),
+    "a norm, sequence first": lambda m, x: m.n(torch.tanh(x.transpose(0, 1))).transpose(0, 1),
+}  # fmt: skip
+
+
+@a_few_modes
+@pytest.mark.parametrize("T", [N, N + 1, 2 * N])
+@pytest.mark.parametrize("inside", INSIDE)
+def test_a_layout_inside_a_reentrant_checkpoint_is_said_or_refused(inside, T, options):
+    def forward(m, x):
+        return checkpoint(lambda y: INSIDE[inside](m, y), x.requires_grad_(), use_reentrant=True)
+
+    model = Model(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 3), n=nn.LayerNorm(3))
+    x = torch.randn(N, T, 3)
+    assert exact_or_refused(model, square, x, **options) is not None
+    check(model, square, x, layout={"*": "sequence"}, **options)

@@ -7,8 +7,11 @@ import torch.nn.functional as F
 from attach_oracle import (
     Model,
     a_few_modes,
+    check,
     close_named,
     exact_or_refused,
+    fallback_mode,
+    refused,
     seeded,  # noqa: F401
     square,
 )
@@ -67,6 +70,38 @@ def test_parameters_outside_leaf_layers_are_exact_or_refused(name, options):
     make, shape = OWNERS[name]
     x = torch.randint(0, 7, shape) if "embedding" in name else torch.randn(shape)
     exact_or_refused(make(), square, x, **options)
+
+
+@fallback_mode
+@pytest.mark.parametrize("again", [False, True], ids=["", "checkpointed"])
+def test_a_module_with_a_gain_of_its_own_around_layers_is_exact(again, options):
+    """The layers inside, which a kernel serves, run once more with the module."""
+    block = Model(lambda m, x: x + m.gain * m.c(torch.tanh(m.l(x)).mT).mT, gain=torch.randn(3),
+                  l=nn.Linear(3, 4), c=nn.Conv1d(4, 3, 1))  # fmt: skip
+    model = Model(
+        lambda m, x: checkpoint(m.b, x, use_reentrant=False) if again else m.b(x), b=block
+    )
+    check(nn.Sequential(nn.Linear(3, 3), model), square, torch.randn(N, 5, 3), **options)
+
+
+def headed(forward):
+    """A head that keeps a bias beside the decoder that adds it, as language models do."""
+    head = Model(forward, dense=nn.Linear(3, 3), decoder=nn.Linear(3, 4))
+    head.bias = head.decoder.bias
+    return nn.Sequential(nn.Linear(3, 3), head)
+
+
+@fallback_mode
+def test_a_parameter_kept_beside_the_layer_that_uses_it_counts_once(options):
+    model = headed(lambda m, x: m.decoder(torch.tanh(m.dense(x))))
+    check(model, square, torch.randn(N, 5, 3), **options)
+
+
+@a_few_modes
+def test_a_parameter_used_beside_the_layer_that_uses_it_is_refused_by_name(options):
+    model = headed(lambda m, x: m.decoder(torch.tanh(m.dense(x))) + m.bias)
+    spared = ["1.dense.weight", "1.decoder.weight"]
+    refused(model, square, torch.randn(N, 5, 3), names=["1.bias"], spared=spared, **options)
 
 
 @a_few_modes

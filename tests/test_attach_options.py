@@ -104,15 +104,24 @@ def test_names_follow_the_model_through_nested_modules_and_the_root():
         assert list(probe.norms(per="module")) == ["parts.body.0", "parts.body.1", "parts.head"]
 
 
+class Shift(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return x + self.by
+
+
 def test_native_without_an_extension_and_vmap_with_one_say_what_they_do():
     """backend="vmap" always serves; "native" serves or raises an error that names it."""
-    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)).double()
+    net = nn.Sequential(nn.Linear(3, 4), Shift()).double()
     with torchgradx.attach(net, backend="vmap") as probe:
         square(net, samples()).backward()
         probe.norms()
         assert "vmap" in str(probe.explain())
 
-    def native():  # LayerNorm has no kernel, whatever is installed
+    def native():  # a layer of one's own has no kernel, whatever is installed
         with torchgradx.attach(net, backend="native") as probe:
             square(net, samples()).backward()
             return probe.norms()

@@ -194,6 +194,47 @@ def test_layers_and_models_called_by_keyword(options):
 
 
 @every_mode
+def test_a_parameter_frozen_after_its_backward_still_counts(options):
+    need_native(options)
+    model, x = mlp().double(), torch.randn(N, 3).double()
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        want = loop_model(model, square, x)
+        model[0].weight.requires_grad_(False)
+        close(probe.norms(), want)
+        assert "0.weight" in probe.norms(per="parameter")
+
+
+@every_mode
+def test_parameters_exchanged_between_passes_count_as_what_they_are(options):
+    """As loaders and wrappers do: another tensor in the same place, then the first one again."""
+    need_native(options)
+    model, x = mlp().double(), torch.randn(N, 3).double()
+    first = model[0].weight
+    with torchgradx.attach(model, **options) as probe:
+        for weight in (first, nn.Parameter(first.detach() * 2), first):
+            model[0].weight = weight
+            square(model, x).backward()
+            close(probe.norms(), loop_model(model, square, x))
+
+
+def test_a_replica_of_a_layer_records_as_the_layer_does():
+    """What DataParallel makes: another object, with the weights of its device."""
+    layer, x = nn.Linear(3, 2).double(), torch.randn(N, 3).double()
+
+    def forward(m, x):
+        replica = m.layer._replicate_for_data_parallel()
+        replica.weight, replica.bias = m.layer.weight, m.layer.bias
+        return replica(x)
+
+    model = Model(forward, layer=layer)
+    want = loop_model(nn.Sequential(layer), square, x)
+    with torchgradx.attach(model) as probe:
+        square(model, x).backward()
+        close(probe.norms(), want)
+
+
+@every_mode
 def test_low_rank_adapters_on_a_frozen_layer(options):
     model = Model(lambda m, x: m.base(x) + m.up(m.down(x)), base=nn.Linear(4, 4),
                   down=nn.Linear(4, 2, bias=False), up=nn.Linear(2, 4, bias=False))  # fmt: skip

@@ -49,6 +49,55 @@ def valid_conv2d(rng: random.Random) -> Arguments:
     }
 
 
+def valid_embedding(rng: random.Random) -> Arguments:
+    n, t, d = (rng.choice((0, 1, 2, 3, 5)) for _ in range(3))
+    ids = torch.ones(n, t, dtype=rng.choice((torch.int32, torch.int64)))
+    return {
+        "indices": ids,
+        "grad_output": torch.ones(n, t, d),
+        "padding_idx": rng.choice((None, 0, 1)),
+    }
+
+
+def valid_gather_dots(rng: random.Random) -> Arguments:
+    arguments, s, v = valid_embedding(rng), rng.choice((0, 1, 3)), rng.choice((2, 5))
+    n, _, d = arguments["grad_output"].shape
+    return {
+        "indices": arguments["indices"],
+        "grad_rows": arguments["grad_output"],
+        "activations": torch.ones(n, s, d),
+        "grad_output": torch.ones(n, s, v),
+        "padding_idx": arguments["padding_idx"],
+    }
+
+
+def valid_elementwise(operator: str, rng: random.Random) -> Arguments:
+    """Of the operators on [N, T, G, K], in the order of their schemas"""
+    n, t, g, k = (rng.choice((0, 1, 2, 3, 5)) for _ in range(4))
+    shape = (n, t, 1) if g == 1 else (n, 1, g)
+    each = {
+        "input": torch.ones(n, t, g, k),
+        "grad_output": torch.ones(n, t, g, k),
+        "weight": torch.ones(g, k),
+        "mean": rng.choice((None, torch.ones(shape))),
+        "rstd": torch.ones(shape),
+        "frozen": False,
+        "scale": rng.choice((None, torch.ones(n))),
+        "bias": rng.random() < 0.5,
+        "eps": 1e-5,
+        "centred": rng.random() < 0.5,
+        "over_positions": rng.random() < 0.5,
+    }
+    named = {
+        "affine_sq_norms": "input grad_output mean rstd bias",
+        "affine_fused": "input grad_output weight mean rstd frozen scale bias",
+        "prelu_sq_norms": "input grad_output",
+        "prelu_fused": "input grad_output weight scale",
+        "moments": "input eps centred over_positions",
+    }
+    return {name: each[name] for name in named[operator].split()}
+
+
 def _reshaped(x: Tensor, rng: random.Random) -> Tensor:
     shape = list(x.shape)
     where = rng.randrange(len(shape))
@@ -125,10 +174,11 @@ def damaged(arguments: Arguments, rng: random.Random) -> Arguments:
 
 def public_call(rng: random.Random) -> tuple[str, Callable[..., Any], list[Any], Arguments]:
     name = rng.choice(ops.__all__)
-    arguments = (valid_linear if name.startswith("linear") else valid_conv2d)(rng)
+    valid = {"linear": valid_linear, "conv2d": valid_conv2d, "embedding": valid_embedding}
+    arguments = valid[name.partition("_")[0]](rng)
     if name.endswith("weight_grad"):
         arguments["scale"] = torch.ones(len(arguments["grad_output"]))
-    else:
+    elif not name.startswith("embedding"):
         arguments["algorithm"] = None
     return name, getattr(ops, name), [], damaged(arguments, rng)
 
@@ -136,13 +186,18 @@ def public_call(rng: random.Random) -> tuple[str, Callable[..., Any], list[Any],
 def raw_call(rng: random.Random) -> tuple[str, Callable[..., Any], list[Any], Arguments]:
     """A call of an overload, past every check in Python."""
     name = rng.choice(reference.__all__)
-    arguments = (valid_conv2d if name.startswith("conv2d") else valid_linear)(rng)
-    if name.startswith("bias"):
-        del arguments["activations"]
+    if name.startswith("gather"):
+        arguments = (valid_gather_dots if name.endswith("dots") else valid_embedding)(rng)
+    elif name.startswith(("affine", "prelu", "moments")):
+        arguments = valid_elementwise(name, rng)
     else:
-        if name.endswith("fused"):
-            arguments["scale"] = torch.ones(len(arguments["grad_output"]))
-        arguments["bias"] = rng.random() < 0.5
+        arguments = (valid_conv2d if name.startswith("conv2d") else valid_linear)(rng)
+        if name.startswith("bias"):
+            del arguments["activations"]
+        else:
+            if name.endswith("fused"):
+                arguments["scale"] = torch.ones(len(arguments["grad_output"]))
+            arguments["bias"] = rng.random() < 0.5
     return name, getattr(ops, name), list(damaged(arguments, rng).values()), {}
 
 
@@ -173,7 +228,7 @@ def run(seed: int, calls: int, log_path: str) -> None:
             log.flush()
             try:
                 function(*positional, **named)
-            except (TypeError, ValueError, RuntimeError) as error:
+            except (TypeError, ValueError, RuntimeError, IndexError) as error:
                 refused[kind] += 1
                 if kind == "public" and not any(key in str(error) for key in named):
                     print(f"{line}: names no argument: {type(error).__name__}: {error}")

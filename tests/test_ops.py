@@ -18,6 +18,7 @@ from oracle import (
     assert_sq_norms,
     case,
     conv2d_truth,
+    draw,
     linear_truth,
     tolerance,
 )
@@ -179,6 +180,7 @@ CONV2D_OF_LAYOUTS = [
     Conv2d(2, 8, 16, (6, 6), (3, 3), (1, 1), (1, 1)),
     Conv2d(2, 8, 16, (6, 6), (1, 1)),
     Conv2d(3, 4, 4, (9, 8), (3, 2), (2, 1), (1, 0), (1, 2), 4),
+    Conv2d(3, 8, 8, (9, 8), (3, 2), (2, 1), (1, 0), (1, 2), 8),
 ]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -219,7 +221,24 @@ def test_strides_do_not_matter_to_conv2d(
     assert torch.equal(grad_weight, truth.weight.sum(0).to(dtype))
 
 
+def _elementwise_arguments(operator: str, bias: bool) -> tuple[object, ...]:
+    x, g = draw((3, 5, 2, 4), torch.float32, "gaussians", 0), torch.ones(3, 5, 2, 4)
+    mean, rstd, scale = torch.zeros(3, 1, 2), torch.ones(3, 1, 2), torch.linspace(-1, 1, 3)
+    weight, ids = torch.ones(2, 4), torch.randint(0, 6, (3, 5))
+    return {
+        "affine_sq_norms": (x, g, mean, rstd, bias),
+        "affine_fused": (x, g, weight, mean, rstd, False, scale, bias),
+        "prelu_sq_norms": (x, g),
+        "prelu_fused": (x, g, weight, scale),
+        "moments": (x, 1e-5, bias, True),
+        "gather_sq_norms": (ids, g[..., 0], 2),
+        "gather_dots": (ids, g[..., 0], x[:, :3, 0, :2], torch.ones(3, 3, 6), None),
+    }[operator]
+
+
 def _arguments(operator: str, bias: bool) -> tuple[object, ...]:
+    if operator.startswith(("affine", "prelu", "moments", "gather")):
+        return _elementwise_arguments(operator, bias)
     linear = Linear(3, 1 if operator.startswith("rank1") else 5, 7, 4)
     conv2d = Conv2d(3, 4, 6, (7, 5), (3, 3), (2, 1), (1, 1), (1, 1), 2)
     problem = conv2d if operator.startswith("conv2d") else linear

@@ -104,6 +104,7 @@ def test_the_facts_are_printed():
         *("torchgradx", "torch", "extension", "CPU", "CUDA kernels", "device", "backend auto")
     ]
     assert ("loaded" if ops.NATIVE else "not loaded") in facts
+    assert f"CUDA kernels  {'compiled for ' if ops.CUDA else 'none: ' + ops.WHY_NOT_CUDA}" in facts
     assert importlib.metadata.version("torchgradx") in facts
 
 
@@ -127,7 +128,7 @@ with torchgradx.attach(model) as probe:
 def uncompiled(tmp_path):
     """A copy of the package as an installation without a compiler leaves it."""
     copy = tmp_path / "torchgradx"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("_C.*", "__pycache__"))
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("_C.*", "_cuda.*", "__pycache__"))
     return copy
 
 

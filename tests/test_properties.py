@@ -13,17 +13,20 @@ from torch import Tensor
 # Every way to norms, as (operands, norms of operands): the properties hold of each.
 LINEAR = Linear(6, 9, 33, 17)
 CONV2D = Conv2d(6, 4, 6, (9, 7), (3, 3), (2, 1), (1, 1), (1, 1), 2)
+DEPTHWISE = Conv2d(6, 9, 9, (9, 7), (3, 3), (1, 1), (1, 1), (1, 1), 9)
+PROBLEMS = {"conv2d": CONV2D, "depthwise": DEPTHWISE}
 WAYS = [
     *(("linear", algorithm) for algorithm in LINEAR_ALGORITHMS),
     *(("conv2d", algorithm) for algorithm in CONV2D_ALGORITHMS),
+    *(("depthwise", algorithm) for algorithm in ("direct", "fused")),
 ]
 each_way = pytest.mark.parametrize("way", WAYS, ids="-".join)
 
 
 def operands(way: tuple[str, str], kind: Kind = "gaussians") -> tuple[Tensor, Tensor]:
     layer, algorithm = way
-    if layer == "conv2d":
-        return CONV2D.operands(torch.float32, kind)
+    if layer in PROBLEMS:
+        return PROBLEMS[layer].operands(torch.float32, kind)
     t = LINEAR.t if supports(algorithm, LINEAR.t) else 1
     return LINEAR._replace(t=t).operands(torch.float32, kind)
 
@@ -32,8 +35,8 @@ def norms(backend: Backend, way: tuple[str, str], a: Tensor, b: Tensor) -> Tenso
     """sq_norms [2, N]"""
     layer, algorithm = way
     a, b = to(backend, a, b)
-    if layer == "conv2d":
-        return backend.conv2d(algorithm, a, b, CONV2D).cpu()
+    if layer in PROBLEMS:
+        return backend.conv2d(algorithm, a, b, PROBLEMS[layer]).cpu()
     return backend.linear(algorithm, a, b).cpu()
 
 
@@ -87,11 +90,15 @@ def test_repeated_weight_gradients_are_bitwise_equal(
 ) -> None:
     threads(count)
     linear = to(backend, *Linear(9, 33, 65, 130).operands(torch.float32, "gaussians"))
-    conv2d = to(backend, *CONV2D.operands(torch.float32, "gaussians"))
-    first = backend.linear_fused(*linear)[0], backend.conv2d_fused(*conv2d, CONV2D)[0]
+    images = {p: to(backend, *p.operands(torch.float32, "gaussians")) for p in PROBLEMS.values()}
+
+    def gradients() -> list[Tensor]:
+        convolved = [backend.conv2d_fused(*images[p], p)[0] for p in images]
+        return [backend.linear_fused(*linear)[0], *convolved]
+
+    first = gradients()
     for _ in range(5):
-        assert torch.equal(backend.linear_fused(*linear)[0], first[0])
-        assert torch.equal(backend.conv2d_fused(*conv2d, CONV2D)[0], first[1])
+        assert all(map(torch.equal, gradients(), first))
 
 
 SHARED_OUT = [  # enough work for several threads, by samples or, with few of them, by features
@@ -175,6 +182,15 @@ def test_squares_below_float32s_range_still_add_up(backend: Backend, algorithm: 
     a, b = torch.ones(2, t, 300), torch.full((2, t, 300), (2.5 * 2.0**-149) ** 0.5 / t)
     sq_norms = backend.linear(algorithm, *to(backend, a, b))[0].cpu().double()
     expected = linear_truth(a, b).sq_norms()[0]
+    torch.testing.assert_close(sq_norms, expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "fused"])
+def test_so_do_a_depthwise_convolutions(backend: Backend, algorithm: str) -> None:
+    problem = Conv2d(2, 8, 8, (18, 18), (18, 18), groups=8)
+    x, b = torch.ones(2, 8, 18, 18), torch.full((2, 8, 1, 1), (2.5 * 2.0**-149) ** 0.5)
+    sq_norms = backend.conv2d(algorithm, *to(backend, x, b), problem)[0].cpu().double()
+    expected = conv2d_truth(x, b, problem).sq_norms()[0]
     torch.testing.assert_close(sq_norms, expected, rtol=1e-4, atol=0)
 
 

@@ -1,0 +1,78 @@
+// The functions of the CUDA runtime that launchers and the binding call, on a device that is this process.
+#include <cuda_runtime_api.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+namespace cuda_emulation {
+extern std::string message;
+}
+
+namespace {
+// Few, so that the small problems of tests are split over blocks as large ones are on a GPU.
+int multiprocessors = 5;
+}  // namespace
+
+extern "C" {
+
+void cuda_emulation_multiprocessors(int count) {
+  multiprocessors = count;
+}
+const char* cuda_emulation_message() {
+  return cuda_emulation::message.c_str();
+}
+void cuda_emulation_clear() {
+  cuda_emulation::message.clear();
+}
+
+// launch() returns its error, so none is left behind.
+cudaError_t cudaGetLastError() {
+  return cudaSuccess;
+}
+cudaError_t cudaPeekAtLastError() {
+  return cudaSuccess;
+}
+const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaSuccess ? "no error" : cuda_emulation::message.c_str();
+}
+const char* cudaGetErrorName(cudaError_t error) {
+  return error == cudaSuccess ? "cudaSuccess" : "an error of the emulation";
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount:
+      *value = multiprocessors;
+      return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = 163 * 1024;
+      return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      *value = 164 * 1024;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 8;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = 0;
+      return cudaSuccess;
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  std::memmove(to, from, bytes);
+  return cudaSuccess;
+}
+}

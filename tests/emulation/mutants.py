@@ -1,0 +1,231 @@
+"""`make mutants`: plants bugs in the CUDA kernels one at a time; the tests must catch every one.
+
+A bug is a substitution whose text must be found exactly once, so that none fades away as kernels
+change. The file is compiled for one dtype, linked with the other kernels as they are, and run
+against the oracle and under the emulator's checks (`battery`), until something objects.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1])]
+
+from emulation import build  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str  # of csrc/cuda
+    via: str  # the .cu that is compiled with it
+    arithmetic: str  # bfloat16, float32, float64 or tf32
+    old: str
+    new: str
+
+
+BARRIER, DROPPED = "__syncthreads();", ";"
+MUTANTS = [
+    # The pipeline
+    Mutant("ring: barrier dropped", "pipeline.cuh", "direct", "bfloat16",
+           "__syncthreads();  // this slot", ";  // this slot"),
+    Mutant("ring: barrier dropped, float32", "pipeline.cuh", "gram", "float32",
+           "__syncthreads();  // this slot", ";  // this slot"),
+    Mutant("ring: waits for one group too few", "pipeline.cuh", "direct", "float32",
+           "cp_async_wait<kStages - 2>", "cp_async_wait<kStages - 1>"),
+    Mutant("ring: never waits for the last copies", "pipeline.cuh", "direct", "bfloat16",
+           "  cp_async_wait<0>();\n", ""),
+    Mutant("ring: fills the slot in use", "pipeline.cuh", "direct", "float64",
+           "slot ? slot - 1 : kStages - 1", "slot"),
+    # Staging
+    Mutant("staging: rows past the end are not zero", "tile.cuh", "direct", "bfloat16",
+           "outer_left > 0 && from ?", "from ?"),
+    Mutant("staging: elements past the end are read", "tile.cuh", "direct", "float32",
+           "k_valid && mn_left(mn) > 0 && from", "k_valid && from"),
+    Mutant("staging: tail of a chunk is not masked", "tile.cuh", "gram", "bfloat16",
+           "min(max(inner_left, 0), kVector)", "kVector"),
+    Mutant("staging: table of places read without a barrier", "direct.cuh", "direct", "float32",
+           "__syncthreads();  // the tables", ";  // the tables"),
+    Mutant("im2col: no padding above", "operand.cuh", "direct", "float32",
+           "unsigned(p.y + f.y) < unsigned(H)", "p.y + f.y < H"),
+    Mutant("im2col: padding to the wrong side", "operand.cuh", "gram", "float32",
+           "* strideW - padW", "* strideW + padW"),
+    Mutant("im2col: division rounds down once too often", "operand.cuh", "direct", "float32",
+           "+ uint64_t(d) - 1) / uint64_t(d)", ") / uint64_t(d)"),
+    Mutant("im2col: weight written in the image's order", "operand.cuh", "direct", "float64",
+           "int64_t(a) * digits[0].weight + b * digits[1].weight + c * digits[2].weight",
+           "index"),
+    # Fragments
+    Mutant("mma: fragments of B swapped", "product.cuh", "direct", "bfloat16",
+           "b[j][1] = two[1], b[j + 1][0] = two[2]", "b[j][1] = two[2], b[j + 1][0] = two[1]"),
+    Mutant("mma: rows of D mixed up", "product.cuh", "direct", "bfloat16",
+           "r / 2 * 8 + lane() / 4", "r % 2 * 8 + lane() / 4"),
+    Mutant("mma: columns of D mixed up", "product.cuh", "direct", "bfloat16",
+           "lane() % 4 * 2 + r % 2", "lane() % 4 * 2 + r / 2"),
+    Mutant("tf32: second half of k two rows off", "product.cuh", "direct", "tf32",
+           "n[LayoutN::offset(k + half * 4", "n[LayoutN::offset(k + half * 2"),
+    Mutant("tf32: operand not rounded", "product.cuh", "gram", "tf32",
+           "b[j][half] = to_tf32(", "b[j][half] = __float_as_uint("),
+    Mutant("simt: depth off by one", "product.cuh", "direct", "float32",
+           "for (int k = 0; k < kK; ++k)", "for (int k = 0; k < kK - 1; ++k)"),
+    # Direct and fused
+    Mutant("fused: scale forgotten", "direct.cuh", "direct", "float32",
+           "+= scale * product_.acc[group][r]", "+= product_.acc[group][r]"),
+    Mutant("fused: scale of the first sample for all", "direct.cuh", "direct", "float32",
+           "a_.scale[n]", "a_.scale[0]"),
+    Mutant("fused: scale forgotten in the bias", "direct.cuh", "direct", "bfloat16",
+           "+= scale * row_sum", "+= row_sum"),
+    Mutant("direct: a sample runs into the next", "direct.cuh", "direct", "float64",
+           "    product_.clear();\n  }\n", "  }\n"),
+    Mutant("direct: one row too many is written", "direct.cuh", "direct", "float32",
+           "row >= rows_left()", "row > rows_left()"),
+    Mutant("direct: the mask is read the wrong way round", "direct.cuh", "direct", "float32",
+           "!a_.mask[n]", "a_.mask[n]"),
+    Mutant("direct: groups write over each other", "direct.cuh", "direct", "float32",
+           "int64_t(group_) * a_.grads.features + tile_o_", "tile_o_"),
+    Mutant("direct: shared memory too small", "direct.cu", "direct", "float32",
+           "DirectBlock<Product, Loader, true>::kSharedBytes",
+           "DirectBlock<Product, Loader, true>::kSharedBytes - 512"),
+    # Gram
+    Mutant("gram: the diagonal counts twice", "gram.cuh", "gram", "float32",
+           "on_diagonal() ? 1 : 2", "2"),
+    Mutant("gram: off the diagonal counts once", "gram.cuh", "gram", "float64",
+           "on_diagonal() ? 1 : 2", "1"),
+    Mutant("gram: one side of a pair for both", "gram.cuh", "gram", "float32",
+           "(side ? tiles_.t : tiles_.s)", "tiles_.s"),
+    Mutant("gram: barrier before the squares dropped", "gram.cuh", "gram", "float32",
+           f"{BARRIER}\n    const bool mine", f"{DROPPED}\n    const bool mine"),
+    Mutant("gram: cancellation not noticed", "gram.cu", "gram", "float32",
+           "kCancelled = 1e-4", "kCancelled = 1e-12"),
+    Mutant("gram: magnitude forgets the sign", "gram.cuh", "gram", "float32",
+           "magnitude[r] += fabs(term)", "magnitude[r] += term"),
+    # Row sums
+    Mutant("bias: barrier dropped", "rowwise.cu", "rowwise", "float32",
+           f"{BARRIER}\n  if (warp > 0) return;", f"{DROPPED}\n  if (warp > 0) return;"),
+    Mutant("rank1: strides ignored", "rowwise.cu", "rowwise", "float32",
+           "row[k * stride]", "row[k]"),
+    Mutant("row sums: weight of the first row for all", "rowwise.cu", "rowwise", "float32",
+           "weights[r] : acc_t(1)", "weights[0] : acc_t(1)"),
+    Mutant("row sums: off the last column", "rowwise.cu", "rowwise", "float32",
+           "if (warp % sharing > 0 || k >= K) return;", "if (warp % sharing > 0) return;"),
+    Mutant("partials: every other is left out", "rowwise.cu", "rowwise", "float64",
+           "part < parts; part += blockDim.x", "part < parts; part += 2 * blockDim.x"),
+    Mutant("block_sum: second call overtakes the first", "device.cuh", "rowwise", "float32",
+           f"value = warp_sum(value);\n  {BARRIER}", "value = warp_sum(value);"),
+    Mutant("narrow: rounds towards zero", "device.cuh", "direct", "bfloat16",
+           "__float2bfloat16_rn", "__float2bfloat16_rz"),
+    # Planes
+    Mutant("planes: barrier before the next tile dropped", "planes.cu", "planes", "float32",
+           f"{BARRIER}\n        stage(shared", f"{DROPPED}\n        stage(shared"),
+    Mutant("planes: barrier after the sum dropped", "planes.cu", "planes", "float32",
+           f"{BARRIER}\n    const acc_t factor", f"{DROPPED}\n    const acc_t factor"),
+    Mutant("planes: groups past the last are read", "planes.cu", "planes", "float32",
+           "inside && plane < planes", "inside"),
+    Mutant("planes: scale forgotten", "planes.cu", "planes", "float32",
+           "total[k] += factor * sum", "total[k] += sum"),
+    Mutant("planes: taps a column off", "planes.cu", "planes", "float32",
+           "tap % p.kW * p.dilationW) * kPitch", "tap % p.kW * p.dilationW + 1) * kPitch"),
+]  # fmt: skip
+
+ZEROS = {"bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double", "tf32": "float"}
+
+
+def planted(mutant: Mutant, folder: Path) -> Path:
+    """A copy of csrc with the bug in it; its .cu."""
+    csrc = folder / "csrc"
+    shutil.copytree(build.ROOT / "csrc", csrc)
+    file = csrc / "cuda" / mutant.file
+    text = file.read_text()
+    if (count := text.count(mutant.old)) != 1:
+        sys.exit(f"{mutant.name}: its text is found {count} times in {mutant.file}:\n{mutant.old}")
+    file.write_text(text.replace(mutant.old, mutant.new))
+    keep_one_dtype(csrc / "cuda/dispatch.cuh", ZEROS[mutant.arithmetic])
+    return csrc / "cuda" / f"{mutant.via}.cu"
+
+
+def keep_one_dtype(dispatch: Path, kept: str) -> None:
+    """The others' instantiations would be three quarters of the compilation."""
+    others = rf"return f\((?!{re.escape(kept)}\{{)\w+\{{\}}\);"
+    text, count = re.subn(others, "return cudaErrorInvalidValue;", dispatch.read_text())
+    if count != 3:
+        sys.exit(f"expected four dtypes in {dispatch.name}; found {count + 1}")
+    dispatch.write_text(text)
+
+
+def verdict(library: Path, arithmetic: str) -> str:
+    """What the battery objects to, in one line; empty if nothing. In a process of its own, since
+    a planted bug may well crash it."""
+    environment = {**os.environ, "TORCHGRADX_EMULATED": str(library)}
+    command = [sys.executable, __file__, "--battery", arithmetic]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=300
+        )
+    except subprocess.TimeoutExpired:
+        return "does not end"
+    if done.returncode == 0:
+        return ""
+    lines = [line for line in done.stderr.splitlines() if re.match(r"(\w+\.)*\w*Error\b", line)]
+    return lines[-1] if lines else f"crashes, exit status {done.returncode}"
+
+
+def battery(arithmetic: str) -> None:
+    """Raises what the tests would, of the operators in TORCHGRADX_EMULATED."""
+    import test_emulated as tests
+    import test_properties as properties
+    import torch
+    from backends import BACKENDS
+
+    torch.set_num_threads(1)
+    tf32 = arithmetic == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    dtype = torch.float32 if tf32 else getattr(torch, arithmetic)
+    for problem in tests.LINEAR + tests.CONV2D:
+        for kind in ("integers", "gaussians"):
+            a, b = problem.operands(dtype, kind)
+            if tf32:
+                tests.results(problem, a, b)  # not rounded yet: the kernel's to do
+                a, b = tests._of_tf32(a), tests._of_tf32(b)
+            tests.assert_right(problem, a, b, kind)
+            tests.assert_right(problem, tests._turned(a), tests._turned(b), kind)
+    if tf32:
+        return  # which cannot hold what cancels
+    emulated = BACKENDS["emulated"]
+    for rows in ("activations", "grad_output"):
+        properties.test_a_gram_that_cancels_is_noticed(emulated, rows, dtype)
+
+
+def main() -> int:
+    only = sys.argv[1] if len(sys.argv) > 1 else ""
+    wanted = [m for m in MUTANTS if only in m.name]
+    for arithmetic in sorted({m.arithmetic for m in wanted}):
+        if objection := verdict(build.operators(), arithmetic):
+            sys.exit(f"the kernels as they are fail, {arithmetic}: {objection}")
+    start, survivors = time.monotonic(), []
+    for mutant in wanted:
+        with tempfile.TemporaryDirectory() as scratch:
+            source = planted(mutant, Path(scratch))
+            library = build.operators({mutant.via: build.kernel(source)})
+            objection = verdict(library, mutant.arithmetic)
+            library.unlink()
+        if not objection:
+            survivors.append(mutant.name)
+        print(f"{mutant.name:52} {mutant.arithmetic:9} {objection[:110] or 'SURVIVES'}", flush=True)
+    caught, minutes = len(wanted) - len(survivors), (time.monotonic() - start) / 60
+    print(f"{caught} of {len(wanted)} planted bugs caught, in {minutes:.0f} minutes")
+    return len(survivors)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--battery"]:
+        battery(sys.argv[2])
+    else:
+        sys.exit(main())

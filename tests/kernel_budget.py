@@ -1,0 +1,67 @@
+"""What each CUDA kernel may take and must contain: its machine code is read in test_cuda_static.py.
+
+A multiprocessor has 65536 registers, dealt to warps in steps of 8 a thread: a block of 256 threads
+leaves room for another at 128 registers, for two at 80 (85, rounded down), for seven at 32.
+Minimum counts are static, of one instantiation: fewer means that the compiler found another way
+than tensor cores, ldmatrix or cp.async, or that a loop is no longer unrolled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+# Local memory is where spilled registers and arrays that are not in registers go; atomics and
+# reductions in memory would make sums depend on who comes first.
+FORBIDDEN = ("LDL", "STL", "ATOM", "ATOMG", "ATOMS", "RED", "REDG")
+
+
+@dataclass(frozen=True)
+class Budget:
+    kernels: str  # a pattern of names, as cubins.short gives them
+    threads: int  # of __launch_bounds__
+    registers: int
+    needs: dict[str, int] = field(default_factory=dict)  # opcode: at least so many
+
+
+HALF = {"HMMA": 48, "LDSM": 14, "LDGSTS": 32}
+TF32 = {"HMMA": 32, "LDGSTS": 32}
+FLOAT = {"FFMA": 256, "LDGSTS": 32}
+DOUBLE = {"DFMA": 64, "LDGSTS": 32}
+
+BUDGETS = [
+    # Norms alone: one set of accumulators. One block, and registers to spare for the pipeline.
+    Budget("direct_kernel<HalfProduct<*>, *, false>", 256, 168, HALF),
+    Budget("direct_kernel<Tf32Product<*>, *, false>", 256, 168, TF32),
+    Budget("direct_kernel<SimtProduct<float, *>, *, false>", 256, 168, FLOAT),
+    Budget("direct_kernel<SimtProduct<double, *>, *, false>", 256, 128, DOUBLE),
+    # Fused: two sets. All the registers a thread can have, and none spilled.
+    Budget("direct_kernel<HalfProduct<*>, *, true>", 256, 255, HALF),
+    Budget("direct_kernel<Tf32Product<*>, *, true>", 256, 208, TF32),
+    Budget("direct_kernel<SimtProduct<float, *>, *, true>", 256, 232, FLOAT),
+    Budget("direct_kernel<SimtProduct<double, *>, *, true>", 256, 176, DOUBLE),
+    # Gram keeps the products of the activations while it makes the gradients': two sets too.
+    # Tiles of 64 are for small T, two blocks a multiprocessor.
+    Budget("gram_kernel<HalfProduct<*, 64, 64, *>, *>", 256, 128, {"HMMA": 8, "LDSM": 6}),
+    Budget("gram_kernel<Tf32Product<64, 64>, *>", 256, 128, {"HMMA": 8, "LDGSTS": 16}),
+    Budget("gram_kernel<SimtProduct<float, 64, 64>, *>", 256, 128, {"FFMA": 64, "LDGSTS": 16}),
+    Budget("gram_kernel<SimtProduct<double, *>, *>", 256, 168, DOUBLE),
+    Budget("gram_kernel<HalfProduct<*>, *>", 256, 224, HALF | {"HMMA": 32, "LDSM": 12}),
+    Budget("gram_kernel<Tf32Product<*>, *>", 256, 224, TF32),
+    Budget("gram_kernel<SimtProduct<float, *>, *>", 256, 224, FLOAT),
+    Budget("verdict_kernel<*>", 128, 32),
+    # A filter's taps in registers, 25 of them or 9. Bound by memory: warps matter more.
+    Budget("planes_kernel<double, 25>", 256, 168, {"DFMA": 25}),
+    Budget("planes_kernel<double, 9>", 256, 128, {"DFMA": 9}),
+    Budget("planes_kernel<*, 25>", 256, 128, {"FFMA": 25}),
+    Budget("planes_kernel<*, 9>", 256, 80, {"FFMA": 9}),
+    Budget("rank1_kernel<*>", 256, 32),
+    Budget("bias_kernel<*>", 1024, 32),  # two blocks, every warp a processor has
+    Budget("sum_rows_kernel<*>", 256, 40),
+    Budget("sum_partials_kernel<*>", 256, 32),
+]
+
+
+def budget_of(kernel: str) -> Budget | None:
+    """The first that fits."""
+    return next((b for b in BUDGETS if fnmatchcase(kernel, b.kernels)), None)

@@ -1,0 +1,356 @@
+"""Normalisations, scales and PReLU against the oracle: norms, gradients, statistics, layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from backends import Backend, to
+from oracle import DTYPES, Kind, assert_gradient, tolerance
+from oracle_affine import (
+    EPS,
+    FROZEN,
+    LAYERS,
+    Affine,
+    Operands,
+    assert_sq_norms,
+    case,
+    operands,
+    statistics,
+    truth,
+)
+from torch import Tensor, nn
+
+SIZES = [  # n, t, and features: of a vector's lanes, one more, one less, and tails of all kinds
+    (0, 3, 5),
+    (1, 1, 1),
+    (5, 1, 13),
+    (3, 2, 16),
+    (2, 5, 33),
+    (3, 7, 64),
+    (2, 17, 127),
+    (2, 49, 12),  # 7 x 7 pixels
+    (1, 257, 6),
+    (33, 3, 31),
+]
+
+
+def _problems() -> list[Affine]:
+    found = []
+    for n, t, features in SIZES:
+        for layer in LAYERS:
+            if layer == "group_norm":
+                splits = {(g, features // g) for g in (1, 2, 3, 4, features) if features % g == 0}
+            elif layer in FROZEN:
+                splits = {(features, 1)}
+            else:
+                splits = {(1, features)}
+            found += [Affine(layer, n, t, g, k) for g, k in sorted(splits)]
+    found += [Affine("prelu", 3, t, 1, 1) for t in (1, 40, 10007)]  # a single parameter
+    found += [Affine("scale", 3, 11, 2, 6), Affine("group_norm", 2, 10007, 2, 2)]
+    return found
+
+
+PROBLEMS = _problems()
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+each_kind = pytest.mark.parametrize("kind", ["integers", "gaussians"])
+each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: "-".join(map(str, p)))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(threads: Callable[[int], None]) -> None:
+    threads(1)
+
+
+def _to(backend: Backend, o: Operands) -> Operands:
+    return Operands(*(None if t is None else to(backend, t)[0] for t in o))
+
+
+def norms(backend: Backend, layer: str, o: Operands, bias: bool = True) -> Tensor:
+    o = _to(backend, o)
+    if layer == "prelu":
+        sq_norms: Tensor = backend.operator("prelu_sq_norms")(o.x, o.g)
+    else:
+        sq_norms = backend.operator("affine_sq_norms")(o.x, o.g, o.mean, o.rstd, bias)
+    return sq_norms
+
+
+def fused(
+    backend: Backend, layer: str, o: Operands, scale: Tensor | None = None, bias: bool = True
+) -> tuple[Tensor, ...]:
+    """grad_input, grad_weight, grad_bias, sq_norms"""
+    o = _to(backend, o)
+    scale = None if scale is None else to(backend, scale)[0]
+    if layer == "prelu":
+        x, w, sq_norms = backend.operator("prelu_fused")(o.x, o.g, o.weight, scale)
+        return x, w, w.new_empty(0), sq_norms
+    frozen = layer in FROZEN
+    results: tuple[Tensor, ...] = backend.operator("affine_fused")(
+        o.x, o.g, o.weight, o.mean, o.rstd, frozen, scale, bias
+    )
+    return results
+
+
+def _assert_grad_input(actual: Tensor, expected: Tensor, magnitude: Tensor, terms: int) -> None:
+    dtype = actual.dtype
+    half_step = torch.finfo(dtype).eps / 2 * expected.abs() + torch.finfo(dtype).smallest_normal
+    off = (actual.cpu().double() - expected).abs()
+    allowance = tolerance(dtype, terms + 8) * magnitude + half_step
+    assert actual.shape == expected.shape
+    assert bool((off <= allowance).all()), f"off by {(off - allowance).max():.3g} too much"
+
+
+@each_dtype
+@each_kind
+@each_problem
+def test_norms_agree_with_the_oracle(
+    backend: Backend, problem: Affine, kind: Kind, dtype: torch.dtype
+) -> None:
+    o, expected = case(problem, dtype, kind)
+    sq_norms = norms(backend, problem.layer, o)
+    assert_sq_norms(sq_norms, expected, dtype, kind)
+    assert torch.equal(norms(backend, problem.layer, o, False), sq_norms[:1])
+
+
+@each_dtype
+@pytest.mark.parametrize("weights", [None, (-2.0, 3.0), (0.0, 0.0)])
+@each_problem
+def test_fused_makes_every_gradient(
+    backend: Backend,
+    problem: Affine,
+    weights: tuple[float, float] | None,
+    dtype: torch.dtype,
+) -> None:
+    o, expected = case(problem, dtype, "gaussians")
+    scale = None if weights is None else torch.linspace(*weights, problem.n)
+    x, w, b, sq_norms = fused(backend, problem.layer, o, scale)
+    assert x.dtype == w.dtype == dtype
+    assert w.shape == o.weight.shape
+    assert b.shape == ((0,) if problem.layer == "prelu" else w.shape)
+    assert_sq_norms(sq_norms, expected, dtype, "gaussians")
+    s = torch.ones(problem.n).double() if scale is None else scale.double()
+    terms = problem.n * (problem.t + 4)
+
+    def total(each: Tensor) -> Tensor:
+        return torch.tensordot(s, each, dims=1)
+
+    magnitude = torch.tensordot(s.abs(), expected.weight_magnitude, dims=1)
+    assert_gradient(w, total(expected.weight), magnitude, terms)
+    if problem.layer != "prelu":
+        magnitude = torch.tensordot(s.abs(), expected.bias_magnitude, dims=1)
+        assert_gradient(b, total(expected.bias), magnitude, terms)
+    count = problem.k * (problem.t if problem.layer == "group_norm" else 1)
+    _assert_grad_input(x, expected.input, expected.input_magnitude, count)
+
+
+@each_dtype
+@pytest.mark.parametrize("centred", [True, False])
+@each_problem
+def test_moments_are_those_of_the_layers(
+    backend: Backend, problem: Affine, centred: bool, dtype: torch.dtype
+) -> None:
+    layer = {"group_norm": "group_norm"}.get(problem.layer, "layer_norm" if centred else "rms_norm")
+    x = operands(problem, dtype, "gaussians").x
+    over_positions = layer == "group_norm"
+    if over_positions and not centred:
+        pytest.skip("no layer")
+    mean, rstd = backend.operator("moments")(*to(backend, x), EPS, centred, over_positions)
+    expected = statistics(x, layer, (1, 3) if over_positions else (3,))
+    eps = tolerance(dtype, problem.k * (problem.t if over_positions else 1))
+    assert rstd.shape == expected[1].shape
+    torch.testing.assert_close(rstd.cpu().double(), expected[1], rtol=eps * 10, atol=0)
+    if centred:
+        torch.testing.assert_close(mean.cpu().double(), expected[0], rtol=0, atol=eps * 4)
+    else:
+        assert mean.shape == (0,)
+
+
+def test_moments_of_a_small_variance_about_a_large_mean(backend: Backend) -> None:
+    """x = 4096 + r, r of size 1: sum x^2 - (sum x)^2 / n in float32 would have no digit right."""
+    r = torch.randint(-3, 4, (3, 40, 2, 6)).float()
+    for over_positions in (False, True):
+        _, rstd = backend.operator("moments")(*to(backend, r + 4096), 0.0, True, over_positions)
+        _, expected = backend.operator("moments")(*to(backend, r), 0.0, True, over_positions)
+        torch.testing.assert_close(rstd, expected, rtol=1e-5, atol=0)
+
+
+def _strided_inside(x: Tensor) -> Tensor:
+    wide = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])
+    wide[..., ::2] = x
+    return wide[..., ::2]
+
+
+def _cut_from_larger(x: Tensor) -> Tensor:
+    larger = x.new_full([size + 3 for size in x.shape], float("nan"))
+    return larger[tuple(slice(1, size + 1) for size in x.shape)].copy_(x)
+
+
+def _in_order(*order: int) -> Callable[[Tensor], Tensor]:
+    """[N, T, G, K] with its memory in another order of dimensions"""
+    back = [order.index(d) for d in range(4)]
+    return lambda x: x.permute(order).contiguous().permute(back)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "planes": _in_order(0, 2, 3, 1),
+    "sequence_first": _in_order(1, 0, 2, 3),
+    "groups_inside": _in_order(0, 1, 3, 2),
+    "samples_inside": _in_order(1, 2, 3, 0),
+    "one_sample_expanded": lambda x: x[:1].expand_as(x),
+    "one_number_expanded": lambda x: x.flatten()[:1].view(1, 1, 1, 1).expand_as(x),
+    "cut_from_larger": _cut_from_larger,
+    "strided_inside": _strided_inside,
+    "offset": lambda x: x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x),
+}
+OF_LAYOUTS = [
+    Affine("layer_norm", 3, 5, 1, 33),
+    Affine("rms_norm", 3, 5, 1, 32),
+    Affine("group_norm", 3, 6, 4, 5),
+    Affine("group_norm", 3, 6, 1, 16),
+    Affine("group_norm", 3, 6, 7, 1),  # an InstanceNorm
+    Affine("batch_norm", 3, 6, 19, 1),
+    Affine("scale", 3, 6, 17, 1),
+    Affine("scale", 3, 1, 17, 1),
+    Affine("prelu", 3, 6, 5, 1),
+    Affine("prelu", 3, 24, 1, 1),
+]
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("float32", "bfloat16"))
+@pytest.mark.parametrize("problem", OF_LAYOUTS, ids=lambda p: "-".join(map(str, p)))
+@each_layout
+def test_strides_do_not_matter(
+    backend: Backend, layout: str, problem: Affine, dtype: torch.dtype
+) -> None:
+    o, laid = operands(problem, dtype, "integers"), LAYOUTS[layout]
+    for x, g in ((laid(o.x), o.g), (o.x, laid(o.g)), (laid(o.x), laid(o.g))):
+        these = o._replace(x=x, g=g)
+        expected = truth(problem, these, "integers")
+        assert_sq_norms(norms(backend, problem.layer, these), expected, dtype, "integers")
+        plain = [t.contiguous() for t in (x, g)]
+        contiguous = fused(backend, problem.layer, o._replace(x=plain[0], g=plain[1]))
+        results = fused(backend, problem.layer, these)
+        assert_sq_norms(results[3], expected, dtype, "integers")
+        for result, same in zip(results[1:3], contiguous[1:3], strict=True):
+            assert torch.equal(result, same)
+        torch.testing.assert_close(results[0], contiguous[0], rtol=1e-2, atol=1e-5)
+        assert results[0].shape == x.shape
+
+
+@pytest.mark.parametrize("problem", OF_LAYOUTS, ids=lambda p: "-".join(map(str, p)))
+@pytest.mark.parametrize("layout", ["contiguous", "planes", "sequence_first"])
+def test_grad_input_lies_as_its_input(backend: Backend, layout: str, problem: Affine) -> None:
+    o = operands(problem, torch.float32, "gaussians")
+    x = LAYOUTS[layout](o.x)
+    by_row = problem.layer in ("layer_norm", "rms_norm")
+    if (layout == "planes" and by_row) or (layout == "sequence_first" and problem[3:] == (1, 1)):
+        pytest.skip("made contiguous along the lines that it is read by")
+    grad_input = fused(backend, problem.layer, o._replace(x=x))[0]
+    wide = [d for d in range(4) if x.shape[d] > 1]
+    assert [grad_input.stride(d) for d in wide] == [x.stride(d) for d in wide]
+
+
+def _layers() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
+    torch.manual_seed(0)
+    return {
+        "LayerNorm": (nn.LayerNorm(24), (3, 5, 24)),
+        "LayerNorm of two dimensions": (nn.LayerNorm((4, 6)), (3, 5, 4, 6)),
+        "RMSNorm": (nn.RMSNorm(24, eps=EPS), (3, 5, 24)),
+        "GroupNorm": (nn.GroupNorm(3, 12), (3, 12, 5, 4)),
+        "InstanceNorm": (nn.InstanceNorm2d(6, affine=True), (3, 6, 5, 4)),
+        "BatchNorm": (nn.BatchNorm2d(6).eval(), (3, 6, 5, 4)),
+        "PReLU": (nn.PReLU(), (3, 6, 5, 4)),
+        "PReLU by channel": (nn.PReLU(6), (3, 6, 5, 4)),
+    }
+
+
+def _as_operators_see(module: nn.Module, x: Tensor) -> tuple[Tensor, tuple[bool, bool] | None]:
+    """[N, T, G, K], and moments' arguments centred and over_positions; None: frozen"""
+    n = len(x)
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        k = module.weight.numel()
+        return x.reshape(n, -1, 1, k), (isinstance(module, nn.LayerNorm), False)
+    if isinstance(module, nn.PReLU) and module.weight.numel() == 1:
+        return x.reshape(n, -1, 1, 1), None
+    planes = x.flatten(2).transpose(1, 2)
+    if isinstance(module, nn.GroupNorm):
+        return planes.unflatten(2, (module.num_groups, -1)), (True, True)
+    return planes[..., None], None if isinstance(module, (nn.BatchNorm2d, nn.PReLU)) else (
+        True,
+        True,
+    )
+
+
+@pytest.mark.parametrize("name", _layers())
+def test_a_layers_backward_is_the_operators(backend: Backend, name: str) -> None:
+    """What a rule does: the module seen as [N, T, G, K], and all that its backward makes."""
+    module, shape = _layers()[name]
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    if isinstance(module, nn.BatchNorm2d):
+        module.running_mean.normal_(), module.running_var.uniform_(0.5, 2)
+    x, b = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    module(x).backward(b)
+    (view, how), (grads, _) = _as_operators_see(module, x.detach()), _as_operators_see(module, b)
+    mean = rstd = None
+    if how is not None:
+        mean, rstd = backend.operator("moments")(*to(backend, view), EPS, *how)
+        mean = mean if how[0] else None
+    elif isinstance(module, nn.BatchNorm2d):
+        mean = module.running_mean.view(1, 1, -1)
+        rstd = (module.running_var + module.eps).rsqrt().view(1, 1, -1)
+    weight = module.weight.detach().view(view.shape[2:])
+    layer = (
+        "prelu" if isinstance(module, nn.PReLU) else "batch_norm" if how is None else "layer_norm"
+    )
+    o = Operands(view, grads, weight, mean, rstd)
+    grad_input, grad_weight, grad_bias, sq_norms = fused(backend, layer, o)
+    shown = _as_operators_see(module, x.grad)[0]
+    torch.testing.assert_close(grad_input.cpu(), shown, rtol=1e-4, atol=1e-5)
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(
+        grad_weight.cpu().view_as(module.weight), module.weight.grad, **close
+    )
+    bias = getattr(module, "bias", None)
+    if bias is not None:
+        torch.testing.assert_close(grad_bias.cpu().view_as(bias), bias.grad, **close)
+    for n in range(len(x)):
+        module.zero_grad()
+        module(x[n : n + 1].detach()).backward(b[n : n + 1])
+        torch.testing.assert_close(sq_norms[0, n].cpu(), module.weight.grad.square().sum(), **close)
+        if bias is not None:
+            torch.testing.assert_close(sq_norms[1, n].cpu(), bias.grad.square().sum(), **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=("float16", "bfloat16"))
+@pytest.mark.parametrize("layout", ["contiguous", "strided_inside"])
+def test_halves_are_rounded_to_nearest_even(
+    backend: Backend, layout: str, dtype: torch.dtype
+) -> None:
+    """A scale's grad_input is g w: every half, by weights that reach ties, subnormals and overflow;
+    read in place, and by way of scratch."""
+    g = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(1, 2, -1, 1)
+    weight = 2.0 ** torch.randint(-20, 20, (g.shape[2], 1)) * (1 + torch.rand(g.shape[2], 1))
+    ties = 1 + torch.randint(0, 2**5, (g.shape[2], 1)) / 2**4
+    for w in (weight, ties):
+        o = Operands(LAYOUTS[layout](g), LAYOUTS[layout](g), w, None, None)
+        grad_input = fused(backend, "scale", o)[0].cpu()
+        expected = (g.float() * w).to(dtype)
+        torch.testing.assert_close(grad_input, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("planes", [False, True])
+def test_prelu_at_zero_takes_the_weight_as_the_framework_does(
+    backend: Backend, planes: bool
+) -> None:
+    x = torch.tensor([0.0, -0.0, 1.0, -1.0, float("nan"), 2.0, 0.0]).repeat(20).view(2, 70, 1, 1)
+    x = x if planes else x.view(2, 1, 70, 1)
+    g, weight = torch.ones_like(x), torch.full(x.shape[2:], 0.25)
+    grad_input = fused(backend, "prelu", Operands(x, g, weight, None, None))[0].cpu()
+    inputs = x.clone().requires_grad_()
+    nn.functional.prelu(inputs, torch.tensor([0.25])).sum().backward()
+    torch.testing.assert_close(grad_input, inputs.grad, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,190 @@
+"""What is true of the norms of element-wise parameters and of tables, whatever computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from backends import Backend, to
+from oracle import Kind
+from oracle_affine import FROZEN, Affine, Operands, assert_sq_norms, operands, truth
+from oracle_gather import Gather
+from torch import Tensor
+
+# Each way through the kernels: rows and planes, statistics by row, by column and none, T = 1.
+PROBLEMS = {
+    "layer_norm": Affine("layer_norm", 6, 9, 1, 33),
+    "layer_norm of one position": Affine("layer_norm", 6, 1, 1, 33),
+    "rms_norm": Affine("rms_norm", 6, 9, 1, 33),
+    "group_norm": Affine("group_norm", 6, 9, 3, 5),
+    "group_norm of planes": Affine("group_norm", 6, 9, 3, 5),
+    "batch_norm": Affine("batch_norm", 6, 9, 17, 1),
+    "scale": Affine("scale", 6, 9, 17, 1),
+    "prelu": Affine("prelu", 6, 9, 17, 1),
+    "prelu of planes": Affine("prelu", 6, 9, 17, 1),
+}
+WAYS = [(name, how) for name in PROBLEMS for how in ("norms", "fused")] + [("gather", "norms")]
+each_way = pytest.mark.parametrize("way", WAYS, ids="-".join)
+GATHER = Gather(6, 40, 9, 17)
+
+
+def draw(way: tuple[str, str], kind: Kind = "gaussians") -> Operands:
+    name = way[0]
+    if name == "gather":
+        indices, g = GATHER.operands(torch.float32, kind)
+        return Operands(indices, g, g, None, None)
+    o = operands(PROBLEMS[name], torch.float32, kind)
+    return o._replace(x=_laid(name, o.x.clone()), g=_laid(name, o.g.clone()))
+
+
+def _laid(name: str, x: Tensor) -> Tensor:
+    if not name.endswith("planes"):
+        return x
+    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+
+def norms(backend: Backend, way: tuple[str, str], o: Operands) -> Tensor:
+    """sq_norms [1 + bias, N]"""
+    name, how = way
+    x, g, weight, mean, rstd = (None if t is None else to(backend, t)[0] for t in o)
+    if name == "gather":
+        return backend.operator("gather_sq_norms")(x, g, 3)[None].cpu()
+    layer = PROBLEMS[name].layer
+    if layer == "prelu":
+        sq_norms = backend.operator("prelu_sq_norms")(x, g)
+        fused = backend.operator("prelu_fused")(x, g, weight, None)[2] if how == "fused" else None
+    else:
+        statistics = (mean, rstd)
+        sq_norms = backend.operator("affine_sq_norms")(x, g, *statistics, True)
+        arguments = (x, g, weight, *statistics, layer in FROZEN, None, True)
+        fused = backend.operator("affine_fused")(*arguments)[3] if how == "fused" else None
+    return (sq_norms if fused is None else fused).cpu()
+
+
+def _sample_of(o: Operands, which: slice | Tensor) -> Operands:
+    def some(t: Tensor | None) -> Tensor | None:
+        return t if t is None or len(t) != len(o.g) else t[which]
+
+    return Operands(some(o.x), o.g[which], o.weight, some(o.mean), some(o.rstd))  # type: ignore[arg-type]
+
+
+@each_way
+def test_permuting_samples_permutes_norms(backend: Backend, way: tuple[str, str]) -> None:
+    o, order = draw(way, "integers"), torch.tensor([3, 0, 5, 1, 4, 2])
+    permuted = norms(backend, way, _sample_of(o, order))
+    assert torch.equal(permuted, norms(backend, way, o)[:, order])
+
+
+@each_way
+def test_a_samples_norms_do_not_depend_on_its_batch(backend: Backend, way: tuple[str, str]) -> None:
+    o = draw(way, "integers")
+    alone = [norms(backend, way, _sample_of(o, slice(n, n + 1))) for n in range(6)]
+    assert torch.equal(torch.cat(alone, 1), norms(backend, way, o))
+
+
+@each_way
+@pytest.mark.parametrize("factor", [2.0**-20, -2.0, 2.0**20])
+def test_scaling_by_c_scales_sq_norms_by_c_squared(
+    backend: Backend, way: tuple[str, str], factor: float
+) -> None:
+    o = draw(way)
+    scaled = norms(backend, way, o._replace(g=o.g * factor))
+    assert torch.equal(scaled, norms(backend, way, o) * factor**2)
+
+
+@each_way
+def test_a_zero_gradient_has_exactly_zero_norm(backend: Backend, way: tuple[str, str]) -> None:
+    o = draw(way)
+    o.g[2] = 0
+    assert norms(backend, way, o).eq(0).any(0).tolist() == [n == 2 for n in range(6)]
+
+
+@each_way
+@pytest.mark.parametrize("count", [1, 2])
+def test_repeated_runs_are_bitwise_equal(
+    backend: Backend, way: tuple[str, str], count: int, threads: Callable[[int], None]
+) -> None:
+    threads(count)
+    o = draw(way)
+    first = norms(backend, way, o)
+    assert all(torch.equal(norms(backend, way, o), first) for _ in range(5))
+
+
+@each_way
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_sample_that_is_not_finite_spoils_no_other(
+    backend: Backend, way: tuple[str, str], poison: float
+) -> None:
+    o = draw(way)
+    if way[0] == "gather":
+        o.x[1, 0] = 0  # not the padding
+    clean = norms(backend, way, o)
+    o.g[(1, *[0] * (o.g.dim() - 1))] = poison
+    spoilt, fine = norms(backend, way, o), [0, 2, 3, 4, 5]
+    assert torch.equal(spoilt[:, fine], clean[:, fine])
+    assert not spoilt[:, 1].isfinite().any()
+
+
+@each_way
+@pytest.mark.parametrize("gradient", [2.0**-60, 2.0**50])
+def test_extreme_gradients_give_the_norm_that_float32_can_hold(
+    backend: Backend, way: tuple[str, str], gradient: float
+) -> None:
+    o = draw(way)
+    expected = norms(backend, way, o).double() * gradient**2
+    actual = norms(backend, way, o._replace(g=o.g * gradient)).double()
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("layer", ["layer_norm", "batch_norm"])
+def test_squares_below_float32s_range_still_add_up(backend: Backend, layer: str, t: int) -> None:
+    """90 000 squares of 2.5 times float32's smallest number: rounded one by one, 2 or 3 of it."""
+    size = (2, t, 1, 90_000) if layer == "layer_norm" else (2, t, 90_000, 1)
+    g = torch.full(size, (2.5 * 2.0**-149) ** 0.5 / t)
+    rstd = torch.ones((2, t, 1) if layer == "layer_norm" else (1, 1, 90_000))
+    operands = to(backend, torch.ones(size), g, rstd)
+    actual = backend.operator("affine_sq_norms")(operands[0], operands[1], None, operands[2], True)
+    expected = torch.full((2, 2), 90_000 * 2.5 * 2.0**-149, dtype=torch.float64)
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=1e-4, atol=0)
+
+
+SHARED_OUT = [  # enough work for several threads: by samples, or with few of them by T or by G
+    Affine("layer_norm", 1, 300, 1, 257),
+    Affine("layer_norm", 7, 60, 1, 257),
+    Affine("layer_norm", 300, 1, 1, 257),
+    Affine("group_norm", 1, 900, 5, 16),
+    Affine("group_norm", 9, 900, 5, 3),
+    Affine("batch_norm", 1, 900, 80, 1),
+    Affine("prelu", 3, 30_000, 1, 1),
+]
+
+
+@pytest.mark.parametrize("planes", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("problem", SHARED_OUT)
+def test_any_number_of_threads_is_right(
+    backend: Backend, problem: Affine, count: int, planes: bool, threads: Callable[[int], None]
+) -> None:
+    threads(count)
+    o = operands(problem, torch.float32, "integers")
+    o = o._replace(x=_laid("planes" if planes else "", o.x))
+    expected = truth(problem, o, "integers")
+    x, g, weight, mean, rstd = (None if t is None else to(backend, t)[0] for t in o)
+    scale = torch.arange(problem.n, dtype=torch.float32, device=backend.device) - 3
+    if problem.layer == "prelu":
+        sq_norms = backend.operator("prelu_sq_norms")(x, g)
+        _, grad_weight, also = backend.operator("prelu_fused")(x, g, weight, scale)
+        grad_bias = None
+    else:
+        sq_norms = backend.operator("affine_sq_norms")(x, g, mean, rstd, True)
+        frozen = problem.layer in FROZEN
+        arguments = (x, g, weight, mean, rstd, frozen, scale, True)
+        _, grad_weight, grad_bias, also = backend.operator("affine_fused")(*arguments)
+    assert_sq_norms(sq_norms, expected, torch.float32, "integers")
+    assert_sq_norms(also, expected, torch.float32, "integers")
+    for actual, each in ((grad_weight, expected.weight), (grad_bias, expected.bias)):
+        if actual is not None:
+            total = torch.tensordot(scale.cpu().double(), each, dims=1)
+            assert torch.equal(actual.cpu().double(), total)

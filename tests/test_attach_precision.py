@@ -1,0 +1,237 @@
+"""Half precision, mixed dtypes, GradScaler; steps of inf and nan are shown, and prove nothing."""
+
+import pytest
+import torch
+from attach_oracle import (
+    Model,
+    a_few_modes,
+    check,
+    close_named,
+    loop,
+    loop_model,
+    mlp,
+    seeded,  # noqa: F401
+    square,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torchgradx
+
+N = 4
+halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+# ---- Half precision ------------------------------------------------------------------------------
+def twice(m, x):
+    return m.out(torch.tanh(m.l(torch.tanh(m.l(x)))))
+
+
+def inside_and_outside(m, x):
+    """A layer used under autocast and beside it."""
+    hidden = torch.tanh(m.l(x))
+    with torch.autocast("cpu", enabled=False):
+        hidden = m.l(hidden.float())
+    return m.out(hidden)
+
+
+def checkpointed(reentrant):
+    return lambda m, x: m.out(checkpoint(m.block, torch.tanh(m.l(x)), use_reentrant=reentrant))
+
+
+def shared(function, **more):
+    return lambda: Model(function, l=nn.Linear(8, 8), out=nn.Linear(8, 2), **more)
+
+
+def block():
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+
+
+MODELS = {
+    "a layer used twice": (shared(twice), (N, 8)),
+    "a layer used twice, positions": (shared(twice), (N, 5, 8)),
+    "under autocast and beside it": (shared(inside_and_outside), (N, 5, 8)),
+    "recurrent": (shared(lambda m, x: m.out(m.g(m.l(x))[0]),
+                         g=nn.GRU(8, 8, batch_first=True)), (N, 5, 8)),
+    "attention": (shared(lambda m, x: m.out(m.a(x, x, x, need_weights=False)[0]),
+                         a=nn.MultiheadAttention(8, 2, batch_first=True)), (N, 5, 8)),
+    "images": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(),
+                                     nn.Flatten(), nn.Linear(64, 2)), (N, 3, 6, 6)),
+    "checkpointed": (shared(checkpointed(False), block=block()), (N, 8)),
+    "checkpointed reentrantly": (shared(checkpointed(True), block=block()), (N, 8)),
+}  # fmt: skip
+
+
+@a_few_modes
+@halves
+@pytest.mark.parametrize("name", MODELS)
+def test_autocast_is_exact_within_its_rounding_however_layers_are_used(name, dtype, options):
+    make, shape = MODELS[name]
+    net, x = make(), torch.randn(shape)
+
+    def under(model, x):
+        with torch.autocast("cpu", dtype):
+            out = model(x)
+        return out.float().square().flatten(1).sum(1).mean()
+
+    want = loop(net, under, x, dtype=torch.float32)
+    # two dozen roundings to half on a sample's way, which differ between one sample and a batch
+    rtol = 24 * torch.finfo(dtype).eps
+    check(net, under, x, dtype=torch.float32, want=want, rtol=rtol, **options)
+
+
+@a_few_modes
+@halves
+@pytest.mark.parametrize("name", ["a layer used twice", "recurrent", "images"])
+def test_half_precision_models_are_those_of_float64_within_their_rounding(name, dtype, options):
+    make, shape = MODELS[name]
+    net, x = make().to(dtype), torch.randn(shape).to(dtype)
+    want = loop(net, square, x)
+    with torchgradx.attach(net, **options) as probe:
+        square(net, x).backward()
+        close_named(probe.norms(per="parameter"), want, 24 * torch.finfo(dtype).eps)
+        assert probe.norms().dtype == torch.float32
+
+
+@a_few_modes
+def test_parameters_of_several_dtypes_count_together_in_the_widest(options):
+    def forward(m, x):
+        hidden = m.b(torch.tanh(m.a(x)).double())
+        return m.c(hidden.bfloat16()).float()
+
+    net = Model(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8).double(),
+                c=nn.Linear(8, 2).bfloat16())  # fmt: skip
+    x = torch.randn(N, 8)
+    rows = []
+    for n in range(N):  # the oracle's loop makes one dtype of all
+        net.zero_grad()
+        square(net, x[n : n + 1]).backward()
+        rows.append([p.grad.double().norm() for p in net.parameters()])
+    names = [name for name, _ in net.named_parameters()]
+    want = dict(zip(names, torch.tensor(rows).unbind(1), strict=True))
+    with torchgradx.attach(net, **options) as probe:
+        square(net, x).backward()
+        close_named(probe.norms(per="parameter"), want, 24 * torch.finfo(torch.bfloat16).eps)
+        assert probe.norms().dtype == torch.float64
+
+
+@pytest.fixture(params=[torch.float64, torch.bfloat16], ids=str)
+def default_dtype(request):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(before)
+
+
+@a_few_modes
+def test_the_default_dtype_does_not_matter(default_dtype, options):
+    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    check(net, square, torch.randn(N, 3), **options)
+    check(net, square, torch.randn(N, 3), dtype=torch.float32, **options)
+
+
+# ---- GradScaler, inf and nan ---------------------------------------------------------------------
+@a_few_modes
+def test_a_step_that_overflows_is_shown_and_the_next_are_exact(options):
+    net, x = mlp(), torch.randn(N, 3)
+    want = loop_model(net, square, x)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=2.0**-30)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    with torchgradx.attach(net, loss_scale=scaler, **options) as probe:
+        for overflows in (True, False, False):
+            with torch.autocast("cpu", torch.float16):
+                out = net(x)
+            loss = out.float().square().flatten(1).sum(1).mean()
+            scaler.scale(loss).backward()
+            norms = probe.norms()
+            if overflows:
+                assert not norms.isfinite().any(), norms
+            else:
+                assert torch.allclose(norms.double(), want, rtol=24 * 2**-10)
+            if options.get("weight_grad", True):
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                scaler.update(1024.0)
+            optimizer.zero_grad()
+
+
+@a_few_modes
+def test_norms_are_the_same_before_and_after_unscaling(options):
+    net, x = mlp(), torch.randn(N, 3)
+    want = loop_model(net, square, x)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    with torchgradx.attach(net, loss_scale=scaler, **options) as probe:
+        scaler.scale(square(net, x)).backward()
+        before = probe.norms()
+        if options.get("weight_grad", True):
+            scaler.unscale_(optimizer)
+        assert torch.equal(probe.norms(), before)
+        assert torch.allclose(before.double(), want, rtol=1e-5)
+
+
+POISONED = {
+    "rows": (mlp, (N, 3)),
+    "positions": (mlp, (N, 6, 3)),
+    "normalised": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), (N, 3)),
+    "images": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(),
+                                     nn.Linear(64, 2)), (N, 3, 6, 6)),
+}  # fmt: skip
+
+
+@a_few_modes
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", POISONED)
+def test_one_sample_of_nan_is_that_samples_alone_and_the_next_batch_is_exact(name, value, options):
+    make, shape = POISONED[name]
+    net, x = make().double(), torch.randn(shape).double()
+    want, poisoned = loop_model(net, square, x), x.clone()
+    poisoned[1].view(-1)[0] = value
+    with torchgradx.attach(net, **options) as probe:
+        for batch, healthy in ((poisoned, [0, 2, 3]), (poisoned, [0, 2, 3]), (x, [0, 1, 2, 3])):
+            square(net, batch).backward()
+            norms = probe.norms()
+            assert norms.isfinite().nonzero().flatten().tolist() == healthy
+            assert torch.allclose(norms[healthy], want[healthy], rtol=1e-9)
+
+
+@a_few_modes
+def test_a_first_pass_of_nan_approves_of_no_later_one(options):
+    """A model that mixes samples, which nan hides."""
+
+    def forward(m, x):
+        hidden = m.l(x)
+        return m.o(torch.tanh(hidden - hidden.mean(0)))
+
+    net = Model(forward, l=nn.Linear(3, 4), o=nn.Linear(4, 2)).double()
+    x = torch.randn(N, 3).double()
+    with torchgradx.attach(net, **options) as probe:
+        square(net, x * float("nan")).backward()
+        assert not probe.norms().isfinite().any()
+        square(net, x).backward()
+        with pytest.raises(torchgradx.CoverageError) as refusal:
+            probe.norms()
+    assert "l.weight" in refusal.value.parameters
+
+
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_rows_of_nan_do_not_choose_a_layout(when):
+    """Rows t*N+n, all of nan at first: no verdict may be had from them, nor kept."""
+
+    def forward(m, x):
+        n, t, d = x.shape
+        rows = m.l(x.transpose(0, 1).reshape(t * n, d))
+        return m.o(torch.tanh(rows)).view(t, n, -1).transpose(0, 1)
+
+    net = Model(forward, l=nn.Linear(3, 4), o=nn.Linear(4, 2)).double()
+    x = torch.randn(N, 8, 3).double()
+    want = loop(net, square, x)
+    with torchgradx.attach(net) as probe:
+        if when == "first":
+            square(net, x * float("nan")).backward()
+            with pytest.raises(torchgradx.CoverageError):
+                probe.norms()
+            probe.reset()
+        square(net, x).backward()
+        close_named(probe.norms(per="parameter"), want)

@@ -1,0 +1,222 @@
+"""What only a GPU has: streams, graphs, an allocator, TF32, a second device; and attached models.
+
+The operators themselves are tested by test_ops.py and test_properties.py, "cuda" being one of
+their backends. Where there is no GPU all of this is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from attach_oracle import NATIVE, Model, check, mlp, seeded, square, title  # noqa: F401
+from backends import BACKENDS, to
+from oracle import Conv2d, Linear
+from test_attach_layers import KERNEL_LAYERS
+from test_memory import BOUND, CASES, MIB, WIDE
+from test_properties import PROBLEMS, each_way, operands
+from torch import Tensor, nn
+
+CUDA = BACKENDS["cuda"]
+pytestmark = pytest.mark.skipif(bool(CUDA.missing), reason=CUDA.missing)
+
+
+@pytest.fixture(autouse=True)
+def matmul() -> Iterator[Any]:
+    """The framework that results are compared with: float32 in earnest, the same bits each time."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32
+    cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32 = True, False, False
+    yield matmul
+    cudnn.deterministic, cudnn.allow_tf32, matmul.allow_tf32 = before
+
+
+Way = tuple[str, str]
+
+
+def results(way: Way, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    """All that an operator gives."""
+    layer, algorithm = way
+    if layer in PROBLEMS:
+        if algorithm == "fused":
+            return CUDA.conv2d_fused(a, b, PROBLEMS[layer])
+        return (CUDA.conv2d(algorithm, a, b, PROBLEMS[layer]),)
+    return CUDA.linear_fused(a, b) if algorithm == "fused" else (CUDA.linear(algorithm, a, b),)
+
+
+def same(these: tuple[Tensor, ...], those: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(these, those, strict=True))
+
+
+# Operators
+
+
+@each_way
+def test_launches_wait_for_what_their_stream_has_yet_to_do(way: Way) -> None:
+    a, b = to(CUDA, *operands(way))
+    expected, late = results(way, a, b), torch.zeros_like(a)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)  # some 50 ms, in which another stream would read zeros
+        late.copy_(a)
+        actual = results(way, late, b)
+    side.synchronize()
+    assert same(actual, expected)
+
+
+@each_way
+def test_a_captured_call_replays_on_new_operands(way: Way) -> None:
+    a, b = to(CUDA, *operands(way))
+    results(way, a, b)  # before capture, as torch.cuda.graph asks: libraries load
+    held, graph = a.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results(way, held, b)
+    for new in (a, a.flip(0), 3 * a):
+        held.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(captured, results(way, new, b))
+
+
+@pytest.fixture
+def synchronising_raises() -> Iterator[Callable[[], None]]:
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@each_way
+def test_nothing_waits_for_the_device(way: Way, synchronising_raises: Callable[[], None]) -> None:
+    a, b = to(CUDA, *operands(way))
+    synchronising_raises()
+    results(way, a, b)
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        a.sum().item()  # so it would have been noticed
+
+
+LARGE = {  # many blocks, samples split over them
+    "linear": (Linear(8, 1024, 768, 768), torch.bfloat16),
+    "linear float32": (Linear(8, 256, 512, 512), torch.float32),
+    "conv2d": (Conv2d(16, 64, 64, (28, 28), (3, 3), padding=(1, 1)), torch.bfloat16),
+    "depthwise": (Conv2d(16, 96, 96, (28, 28), (3, 3), padding=(1, 1), groups=96), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_many_blocks_give_the_same_bits_each_time(name: str) -> None:
+    problem, dtype = LARGE[name]
+    a, b = to(CUDA, *problem.operands(dtype, "gaussians"))
+
+    def run() -> tuple[Tensor, ...]:
+        if isinstance(problem, Linear):
+            return (*CUDA.linear_fused(a, b), *(CUDA.linear(x, a, b) for x in ("gram", "direct")))
+        each = (CUDA.conv2d(x, a, b, problem) for x in ("gram", "direct"))
+        return (*CUDA.conv2d_fused(a, b, problem), *each)
+
+    first = run()
+    assert all(same(run(), first) for _ in range(5))
+
+
+def _extra_bytes(function: object) -> int:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()  # type: ignore[operator]
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_workspaces_are_bounded(name: str) -> None:
+    algorithm, problem = CASES[name]
+    a, b = to(CUDA, *problem.operands(torch.float32, "integers"))
+    if isinstance(problem, Linear):
+        extra = _extra_bytes(lambda: CUDA.linear(algorithm, a, b))
+    else:
+        extra = _extra_bytes(lambda: CUDA.conv2d(algorithm, a, b, problem))
+    assert 0 < extra <= BOUND, f"{extra / MIB:.0f} MiB"
+
+
+def test_the_measure_of_workspaces_sees_materialised_gradients() -> None:
+    a, b = to(CUDA, *WIDE.operands(torch.float32, "integers"))
+    assert _extra_bytes(lambda: (b.mT @ a).square().sum((1, 2))) >= 128 * MIB
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is no second GPU")
+@each_way
+def test_a_call_runs_where_its_operands_are(way: Way) -> None:
+    a, b = operands(way)
+    elsewhere = results(way, a.to("cuda:1"), b.to("cuda:1"))
+    assert {x.device for x in elsewhere} == {torch.device("cuda:1")}
+    assert torch.cuda.current_device() == 0
+    assert same(elsewhere, results(way, *to(CUDA, a, b)))
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_float32_is_rounded_to_tf32_where_torch_allows_it_and_only_there(
+    allowed: bool, matmul: Any
+) -> None:
+    matmul.allow_tf32 = allowed
+    a = torch.full((2, 64, 128), 1 + 2.0**-12, device="cuda")  # TF32 keeps ten bits
+    ones = torch.ones(2, 64, 128, device="cuda")
+    expected = 128.0 if allowed else 128 * (1 + 2.0**-12)
+    assert bool((CUDA.linear_fused(a, ones)[0] == expected).all())
+
+
+def test_copies_on_the_device_keep_strides_and_offsets() -> None:
+    view = torch.arange(60.0).view(3, 4, 5)[1:, ::2, 1:4]
+    (copy,) = to(CUDA, view)
+    assert (copy.stride(), copy.storage_offset()) == (view.stride(), view.storage_offset())
+    assert torch.equal(copy.cpu(), view)
+
+
+# Attached models
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("options", NATIVE, ids=title)
+@pytest.mark.parametrize("name", KERNEL_LAYERS)
+def test_layers_have_the_norms_of_the_loop(
+    name: str, options: dict[str, object], dtype: torch.dtype
+) -> None:
+    make, shape = KERNEL_LAYERS[name]
+    model = nn.Sequential(make(), nn.Tanh())
+    check(model, square, torch.randn(shape), dtype=dtype, device="cuda", **options)
+
+
+def shared() -> nn.Module:
+    return Model(lambda m, x: m.layer(torch.tanh(m.layer(x))), layer=nn.Linear(3, 3))
+
+
+MODELS = {
+    "mlp": (mlp, (4, 3)),
+    "mlp of many positions": (mlp, (4, 70, 3)),
+    "shared": (shared, (4, 5, 3)),
+    "normalised": (lambda: nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6)), (4, 5, 3)),
+    "cnn": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.GroupNorm(2, 8),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3, groups=8),
+            nn.Flatten(),
+            nn.Linear(8 * 16, 2),
+        ),
+        (4, 3, 6, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("options", [{}, *NATIVE, {"backend": "vmap"}], ids=title)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_the_norms_of_the_loop(name: str, options: dict[str, object]) -> None:
+    make, shape = MODELS[name]
+    check(make(), square, torch.randn(shape), device="cuda", input_grad=True, **options)
+
+
+def test_a_step_on_a_side_stream_has_the_same_norms() -> None:
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        check(mlp(64), square, torch.randn(8, 33, 3), device="cuda")

@@ -1,0 +1,251 @@
+"""torchgradx._cuda without a GPU: found, built, linked and loaded beside whatever torch is here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import torchgradx
+from torchgradx import ops, reference
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = Path(torchgradx.__file__).parent
+needs_extension = pytest.mark.skipif(not ops.NATIVE, reason="installed without the extension")
+
+
+def _toolkit() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "cuda_toolkit", ROOT / "build_tools/cuda_toolkit.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+cuda_toolkit = _toolkit()
+
+
+def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+# Whether CUDA kernels are built, and with what
+
+
+def toolkit_in(folder: Path, release: str = "13.0") -> Path:
+    """As much of a toolkit as is looked at."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "lib64").mkdir()
+    (folder / "lib64/libcudart_static.a").touch()
+    nvcc = folder / "bin/nvcc"
+    said = f"echo 'Cuda compilation tools, release {release}, V{release}.88'"
+    nvcc.write_text(f"#!/bin/sh\necho '#$ TOP={folder}/bin/..' >&2\n{said}\n")
+    nvcc.chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in ("CUDA_HOME", "CUDA_PATH", "TORCHGRADX_CUDA", "TORCH_CUDA_ARCH_LIST"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def torch_of(cuda: str | None) -> Any:
+    return SimpleNamespace(version=SimpleNamespace(cuda=cuda))
+
+
+def test_a_wrapper_of_nvcc_on_the_path_is_seen_through(
+    clean: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home = toolkit_in(tmp_path / "cuda")
+    wrapper = tmp_path / "bin/nvcc"
+    wrapper.parent.mkdir()
+    wrapper.write_text(f'#!/bin/sh\nexec {home}/bin/nvcc "$@"\n')
+    wrapper.chmod(0o755)
+    clean.setenv("PATH", f"{wrapper.parent}:{os.environ['PATH']}")
+    assert cuda_toolkit.toolkit() == home
+
+
+def test_a_toolkit_that_is_named_comes_first(clean: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    home = toolkit_in(tmp_path / "named")
+    clean.setenv("CUDA_HOME", str(home))
+    assert cuda_toolkit.toolkit() == home
+
+
+@pytest.mark.parametrize(
+    ("wanted", "torchs", "found", "reason"),
+    [
+        ("0", "13.0", True, "TORCHGRADX_CUDA=0"),
+        (None, None, True, "the installed torch is a CPU build"),
+        (None, "13.0", False, "there is no nvcc"),
+        (None, "12.8", True, "the installed torch has CUDA 12.8, and "),
+        (None, "13.1", True, None),
+        ("1", None, True, None),
+        ("1", "12.8", True, None),
+    ],
+)
+def test_when_cuda_kernels_are_left_out(
+    clean: pytest.MonkeyPatch,
+    tmp_path: Path,
+    wanted: str | None,
+    torchs: str | None,
+    found: bool,
+    reason: str | None,
+) -> None:
+    if wanted is not None:
+        clean.setenv("TORCHGRADX_CUDA", wanted)
+    home = toolkit_in(tmp_path / "cuda") if found else None
+    why = cuda_toolkit.why_not(home, torch_of(torchs))
+    assert why is None if reason is None else why.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [("1", "TORCHGRADX_CUDA=1, but there is no nvcc"), ("yes", "must be 0, 1 or unset; got 'yes'")],
+)
+def test_what_cannot_be_had_is_refused(clean: pytest.MonkeyPatch, wanted: str, text: str) -> None:
+    clean.setenv("TORCHGRADX_CUDA", wanted)
+    with pytest.raises(SystemExit, match=text):
+        cuda_toolkit.why_not(None, torch_of("13.0"))
+
+
+def test_a_toolkit_without_its_static_runtime_is_named(
+    clean: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home = toolkit_in(tmp_path / "cuda")
+    (home / "lib64/libcudart_static.a").unlink()
+    assert "libcudart_static.a" in cuda_toolkit.why_not(home, torch_of("13.0"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "present", "built"),
+    [
+        (None, [], "8.0;9.0+PTX"),
+        (None, [(9, 0), (9, 0)], "9.0+PTX"),
+        (None, [(9, 0), (8, 6), (7, 5)], "8.6;9.0+PTX"),
+        (None, [(7, 5)], "8.0;9.0+PTX"),
+        ("8.9", [(9, 0)], "8.9"),
+    ],
+)
+def test_architectures(
+    clean: pytest.MonkeyPatch, asked: str | None, present: list[tuple[int, int]], built: str
+) -> None:
+    if asked:
+        clean.setenv("TORCH_CUDA_ARCH_LIST", asked)
+    gpus = SimpleNamespace(
+        device_count=lambda: len(present), get_device_capability=lambda gpu: present[gpu]
+    )
+    assert cuda_toolkit.architectures(SimpleNamespace(cuda=gpus)) == built
+
+
+# A library that does not load
+
+
+def package_with(library: bytes | Path, folder: Path) -> Path:
+    """A copy of the package with this for torchgradx._cuda."""
+    copy = folder / "torchgradx"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("_cuda.*", "__pycache__"))
+    if isinstance(library, bytes):
+        (copy / "_cuda.so").write_bytes(library)
+    else:
+        shutil.copy(library, copy / library.name)
+    return copy
+
+
+BROKEN = """
+import torch, torchgradx
+from torchgradx import ops
+assert ops.NATIVE and not ops.CUDA
+a, b = torch.randn(3, 4, 5), torch.randn(3, 4, 2)
+expected = torch.einsum("nti,nto->noi", a, b).square().sum((1, 2))
+torch.testing.assert_close(ops.linear_sq_norms(a, b), expected)
+"""
+
+
+@needs_extension
+def test_cuda_kernels_that_do_not_load_leave_the_cpus_at_work(tmp_path: Path) -> None:
+    copy = package_with(b"not a library", tmp_path)
+    python = [sys.executable, "-W", "always::RuntimeWarning"]
+    done = run(*python, "-c", BROKEN, cwd=tmp_path, PYTHONPATH=str(copy.parent))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("RuntimeWarning") == 1, done.stderr
+    assert "torchgradx._cuda was built but it does not load" in done.stderr
+    done = run(*python, "-m", "torchgradx", cwd=tmp_path, PYTHONPATH=str(copy.parent))
+    assert "CUDA kernels  none: it does not load" in done.stdout
+
+
+# The library itself
+
+BUILD = """
+import sys
+sys.path.insert(0, "build_tools")
+import cuda_toolkit, torch
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension
+module = cuda_toolkit.extension(cuda_toolkit.toolkit(), torch, ["-O1", "-fvisibility=hidden"])
+into = sys.argv[1]
+sys.argv = ["setup.py", "-q", "build_ext", "--build-lib", into, "--build-temp", into + "/objects"]
+options = {"build_ext": {"force": True}}
+setup(name="cuda", ext_modules=[module], options=options, cmdclass={"build_ext": BuildExtension})
+"""
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    """The installed one, else one built here and kept: ninja sees what has changed."""
+    installed = next(PACKAGE.glob("_cuda.*.so"), None)
+    if installed:
+        return installed
+    if cuda_toolkit.toolkit() is None:
+        pytest.skip("the CUDA library is NOT built: no nvcc")
+    into = ROOT / "build/cuda"
+    environment = {"MAX_JOBS": os.environ.get("MAX_JOBS", "2")}
+    done = run(sys.executable, "-c", BUILD, str(into), cwd=ROOT, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(into.glob("torchgradx/_cuda.*.so"))
+
+
+def test_it_needs_no_library_that_a_machine_without_a_gpu_may_lack(library: Path) -> None:
+    said = run("readelf", "--dynamic", str(library), cwd=ROOT).stdout
+    needed = [line for line in said.splitlines() if "(NEEDED)" in line]
+    assert needed
+    assert not [line for line in needed if "cuda" in line.lower()]
+
+
+LOADED = """
+import torch
+from torchgradx import ops
+assert ops.NATIVE and ops.CUDA, ops.WHY_NOT_CUDA
+registered = torch._C._dispatch_has_kernel_for_dispatch_key
+print([name for name in {names} if not registered(f"torchgradx::{{name}}", "CUDA")])
+assert ops.linear_sq_norms(torch.ones(2, 3, 4), torch.ones(2, 3, 5)).tolist() == [180.0, 180.0]
+"""
+
+
+@needs_extension
+def test_it_loads_without_a_driver_and_has_every_operator(library: Path, tmp_path: Path) -> None:
+    copy = package_with(library, tmp_path)
+    code = LOADED.format(names=reference.__all__)
+    done = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(copy.parent))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+    facts = run(sys.executable, "-m", "torchgradx", cwd=tmp_path, PYTHONPATH=str(copy.parent))
+    assert "CUDA kernels  compiled for " in facts.stdout

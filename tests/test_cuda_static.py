@@ -1,0 +1,115 @@
+"""The CUDA kernels without a GPU: compiled for each architecture, warnings and spills as errors,
+and their machine code held to a budget (kernel_budget.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cubins
+import pytest
+from cubins import ARCHITECTURES, SOURCES, Kernel
+from kernel_budget import BUDGETS, FORBIDDEN, Budget, budget_of
+
+needs_nvcc = pytest.mark.skipif(bool(cubins.why_not()), reason=cubins.why_not())
+needs_disassembler = pytest.mark.skipif(
+    not cubins.cuobjdump(),
+    reason="the kernels' budgets are NOT checked: no cuobjdump (pip install '.[test]')",
+)
+each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+@needs_nvcc
+@each_architecture
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_a_file_compiles_without_warnings_and_spills(source: Path, architecture: int) -> None:
+    assert cubins.compiled(source, architecture).exists()
+
+
+# As files of kernels are, but for one fault. A loop over a local array of 512 floats, all of them
+# alive at once, cannot stay in 255 registers.
+FAULTS = {
+    "warning": ("__global__ void f(float* x) { int never_used = 3; x[0] = 1; }", "never_used"),
+    "stack": (
+        """__global__ void f(const float* x, float* y, int n) {
+             float kept[512];
+             for (int i = 0; i < 512; ++i) kept[i] = x[i * n];
+             for (int i = 0; i < n; ++i) y[i] = kept[i * n % 512];
+           }""",
+        "local memory|stack|lmem",
+    ),
+    "spill": (
+        """__global__ void __launch_bounds__(1024, 2) f(const float* x, float* y) {
+             float kept[64];
+             #pragma unroll
+             for (int i = 0; i < 64; ++i) kept[i] = x[i * 1024 + threadIdx.x];
+             __syncthreads();
+             #pragma unroll
+             for (int i = 0; i < 64; ++i) y[(63 - i) * 1024 + threadIdx.x] = kept[i] * kept[i ^ 21];
+           }""",
+        "[Ss]pill",
+    ),
+}
+
+
+@needs_nvcc
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_doubtful_is_an_error(fault: str, tmp_path: Path) -> None:
+    code, message = FAULTS[fault]
+    source = tmp_path / f"{fault}.cu"
+    source.write_text(code)
+    with pytest.raises(RuntimeError, match=message):
+        cubins.compiled(source, 80)
+
+
+def faults(kernel: Kernel, budget: Budget | None) -> list[str]:
+    """How a kernel breaks its budget, as text."""
+    if budget is None:
+        return [f"{kernel.name} has no budget: give it a row in kernel_budget.py"]
+    broken = [f"has {kernel.opcodes[op]} {op}" for op in FORBIDDEN if kernel.opcodes[op]]
+    broken += [
+        f"has {kernel.opcodes[op]} {op}, needs {least}"
+        for op, least in budget.needs.items()
+        if kernel.opcodes[op] < least
+    ]
+    if kernel.registers > budget.registers:
+        broken.append(f"takes {kernel.registers} registers, of {budget.registers}")
+    if kernel.stack:
+        broken.append(f"takes {kernel.stack} bytes of stack")
+    if kernel.max_threads != budget.threads:
+        broken.append(f"is bounded to {kernel.max_threads} threads, not {budget.threads}")
+    return [f"{kernel.name} {what}" for what in broken]
+
+
+@needs_nvcc
+@needs_disassembler
+@each_architecture
+def test_every_kernel_keeps_its_budget(architecture: int) -> None:
+    found = cubins.kernels(architecture).values()
+    assert len(found) >= len(BUDGETS)
+    assert [text for kernel in found for text in faults(kernel, budget_of(kernel.name))] == []
+
+
+@needs_nvcc
+@needs_disassembler
+def test_every_budget_is_some_kernels() -> None:
+    found = cubins.kernels(ARCHITECTURES[0]).values()
+    spent = {b.kernels for k in found if (b := budget_of(k.name))}
+    assert {b.kernels for b in BUDGETS} - spent == set()
+
+
+@needs_nvcc
+@needs_disassembler
+def test_a_broken_budget_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel that breaks every rule, through the same disassembler."""
+    source = tmp_path / "broken.cu"
+    source.write_text(
+        "__global__ void __launch_bounds__(64) f(float* x) { atomicAdd(x + threadIdx.x, x[64]); }"
+    )
+    monkeypatch.setattr(cubins, "SOURCES", [source])
+    (kernel,) = cubins.kernels.__wrapped__(80).values()
+    broken = "\n".join(faults(kernel, Budget("f", 32, 2, {"HMMA": 1})))
+    assert "registers, of 2" in broken
+    assert "has 0 HMMA, needs 1" in broken
+    assert "is bounded to 64 threads, not 32" in broken
+    assert "has 1 RED" in broken
+    assert faults(kernel, None) == ["f has no budget: give it a row in kernel_budget.py"]

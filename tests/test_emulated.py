@@ -1,0 +1,224 @@
+"""What only the emulation can ask of the CUDA operators: any order of threads, any number of
+multiprocessors, every kernel's launches, every byte of workspace, TF32 to the last bit."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import cubins
+import pytest
+import torch
+from backends import BACKENDS, CONV2D_ALGORITHMS, LINEAR_ALGORITHMS, supports
+from emulation import build
+from emulation.operators import Operators, operators
+from oracle import (
+    Conv2d,
+    Kind,
+    Linear,
+    assert_gradient,
+    assert_sq_norms,
+    case,
+    conv2d_truth,
+    linear_truth,
+)
+from test_memory import BOUND, CASES, WIDE
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
+EMULATED = BACKENDS["emulated"]
+
+# Several tiles in each direction and a part of one, samples enough to share out, every kernel.
+LINEAR = (
+    Linear(3, 37, 200, 135),
+    Linear(2, 40, 200, 136),  # whole tiles that are copied by the 16 bytes, and parts
+    Linear(7, 1, 270, 40),  # rows for several warps
+    Linear(2, 140, 9, 11),
+)
+CONV2D = (
+    Conv2d(3, 6, 10, (9, 7), (3, 3), (2, 1), (1, 1), (1, 1), 2),
+    Conv2d(3, 8, 8, (13, 14), (3, 3), padding=(1, 1), groups=8),  # planes of several tiles
+    Conv2d(2, 8, 16, (8, 7), (5, 5), padding=(2, 2), groups=8),
+    Conv2d(2, 23, 9, (6, 6), (3, 3), padding=(1, 1)),
+)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+each_problem = pytest.mark.parametrize("problem", LINEAR + CONV2D)
+ARITHMETIC = [(dtype, False) for dtype in DTYPES] + [(torch.float32, True)]  # with TF32 or not
+
+
+@pytest.fixture
+def allow_tf32() -> Iterator[Callable[[bool], None]]:
+    """Set torch's flag, whose own attribute cannot be deleted as monkeypatch would; undone."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    yield lambda allowed: setattr(matmul, "allow_tf32", allowed)
+    matmul.allow_tf32 = before
+
+
+def results(problem: Linear | Conv2d, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+    """All that the operators have to say of a problem."""
+    scale = torch.arange(problem.n, dtype=torch.float32) - 1
+    if isinstance(problem, Linear):
+        ways = [way for way in LINEAR_ALGORITHMS if supports(way, problem.t)]
+        norms = {way: EMULATED.linear(way, a, b) for way in ways}
+        fused = EMULATED.linear_fused(a, b, scale)
+    else:
+        norms = {way: EMULATED.conv2d(way, a, b, problem) for way in CONV2D_ALGORITHMS}
+        fused = EMULATED.conv2d_fused(a, b, problem, scale)
+    return norms | dict(zip(("weight", "bias", "scaled"), fused, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "tf32"), ARITHMETIC)
+@each_problem
+def test_the_order_of_threads_does_not_matter(
+    problem: Linear | Conv2d, dtype: torch.dtype, tf32: bool, allow_tf32: Callable[[bool], None]
+) -> None:
+    allow_tf32(tf32)
+    a, b = problem.operands(dtype, "gaussians")
+    forward = results(problem, a, b)
+    for order in ("reverse", "shuffled"):
+        with operators().order(order):
+            other = results(problem, a, b)
+        assert [name for name in forward if not torch.equal(forward[name], other[name])] == []
+
+
+@pytest.mark.parametrize("count", [1, 2, 132])
+@each_problem
+def test_any_number_of_multiprocessors_is_right(problem: Linear | Conv2d, count: int) -> None:
+    with operators().multiprocessors(count):
+        assert_right(problem, *case(problem, torch.float32, "integers")[:2])
+
+
+@pytest.mark.parametrize("kind", ["integers", "gaussians"])
+@each_problem
+def test_tf32_loses_nothing_of_operands_that_it_can_hold(
+    problem: Linear | Conv2d, kind: Kind, allow_tf32: Callable[[bool], None]
+) -> None:
+    allow_tf32(True)
+    a, b = problem.operands(torch.float32, kind)
+    assert_right(problem, _of_tf32(a), _of_tf32(b), kind)
+
+
+def _of_tf32(x: Tensor) -> Tensor:
+    """Cut to 10 bits of mantissa."""
+    return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def assert_right(problem: Linear | Conv2d, a: Tensor, b: Tensor, kind: Kind = "integers") -> None:
+    """Every operator against the oracle."""
+    linear = isinstance(problem, Linear)
+    truth = linear_truth(a, b) if linear else conv2d_truth(a, b, problem)
+    given = results(problem, a, b)
+    for way in CONV2D_ALGORITHMS if not linear else LINEAR_ALGORITHMS:
+        if way in given:
+            assert_sq_norms(given[way], truth, way, a.dtype, kind)
+    weights = torch.arange(problem.n, dtype=torch.float64) - 1
+    terms = truth.terms[0] * problem.n
+    for name, each, magnitude in (
+        ("weight", truth.weight, truth.weight_magnitude),
+        ("bias", truth.bias, truth.bias_magnitude),
+    ):
+        sums = (
+            torch.tensordot(w, x, dims=1) for w, x in ((weights, each), (weights.abs(), magnitude))
+        )
+        assert_gradient(given[name], *sums, terms)
+
+
+# Kernels
+
+
+@pytest.mark.skipif(
+    bool(cubins.why_not()) or not cubins.cuobjdump(), reason="needs nvcc and cuobjdump"
+)
+def test_every_kernel_is_launched_within_its_bounds(allow_tf32: Callable[[bool], None]) -> None:
+    """On a GPU a block larger than its kernel's bounds is a launch that fails."""
+    for dtype, tf32 in ARITHMETIC:
+        allow_tf32(tf32)
+        for problem in LINEAR + CONV2D:
+            operands = problem.operands(dtype, "integers")
+            with operators().dry():
+                results(problem, *operands)
+                results(problem, *map(_turned, operands))
+    bounds = {k.name: k.max_threads for k in cubins.kernels(80).values()}
+    launched = _launched(operators())
+    assert {name: threads for name, threads in launched.items() if threads > bounds[name]} == {}
+    assert set(bounds) - set(launched) == set(), "no test reaches these kernels"
+
+
+def _turned(x: Tensor) -> Tensor:
+    """The same numbers, contiguous along the other dimension, or along none."""
+    if x.dim() == 4:
+        return x.contiguous(memory_format=torch.channels_last)
+    if x.shape[1] == 1:
+        return torch.stack([x, x], -1)[..., 0]
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _launched(library: Operators) -> dict[str, int]:
+    symbols, launched = library.symbols(), library.launched()
+    names = cubins.demangled([symbols[offset] for offset in launched])
+    return {
+        cubins.short(name): threads
+        for name, (threads, _) in zip(names, launched.values(), strict=True)
+    }
+
+
+# Memory
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_workspace_are_bounded(name: str) -> None:
+    """Of problems whose gradients, T x T or patches would each take more, on an H200."""
+    algorithm, problem = CASES[name]
+    library = operators()
+    with library.dry(), library.multiprocessors(132):
+        operands = problem.operands(torch.float32, "integers")
+        if isinstance(problem, Linear):
+            EMULATED.linear(algorithm, *operands)
+        else:
+            EMULATED.conv2d(algorithm, *operands, problem)
+    assert library.allocated() <= BOUND
+
+
+def test_allocations_are_counted() -> None:
+    a, b = WIDE.operands(torch.float32, "integers")
+    with operators().dry():
+        EMULATED.linear_fused(a, b)
+    assert operators().allocated() >= 4 * WIDE.i * WIDE.o
+
+
+# Malformed calls
+
+FUZZ = """
+import random, sys, warnings
+from test_fuzz import raw_call, _written
+from torchgradx import ops
+from emulation.operators import operator
+warnings.simplefilter("ignore")
+rng, refused = random.Random(int(sys.argv[1])), 0
+for call in range(int(sys.argv[2])):
+    name, _, arguments, _ = raw_call(rng)
+    print(name, *map(_written, arguments), flush=True)
+    try:
+        operator(name)(*arguments)
+    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        refused += 1
+        assert "EmulationError" not in type(error).__name__, error
+print(refused)
+"""
+
+
+def test_malformed_calls_are_refused_before_a_kernel_sees_them(tmp_path: Path) -> None:
+    calls = 2000
+    command = [sys.executable, "-c", FUZZ, "1", str(calls)]
+    here = Path(__file__).parent
+    done = subprocess.run(
+        command, cwd=here, capture_output=True, text=True, check=False, timeout=300
+    )
+    last = done.stdout.splitlines()[-1]
+    assert done.returncode == 0, f"{done.returncode} in {last}: {done.stderr}"
+    assert re.fullmatch(r"\d+", last)
+    assert int(last) > calls // 4

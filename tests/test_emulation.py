@@ -1,0 +1,183 @@
+"""The emulator itself: what right kernels compute on it, and that each fault is reported.
+
+The kernels are in emulation/unit.cu. A fault must be found in every thread order, since the checks
+do not depend on who happens to come first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from emulation import build
+from emulation.emulator import ORDERS, EmulationError, Emulator
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
+
+THREADS = 64
+IN = torch.arange(1, 2 * THREADS + 1, dtype=torch.float32)
+OUT_BYTES = 4 * 2 * THREADS
+each_order = pytest.mark.parametrize("order", ORDERS)
+
+
+@cache
+def unit() -> Emulator:
+    emulator = Emulator(build.kernels_alone(build.HERE / "unit.cu"))
+    emulator.c.unit_name.restype = ctypes.c_char_p
+    arguments = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+    emulator.c.unit_launch.argtypes = arguments
+    return emulator
+
+
+@cache
+def cases() -> dict[str, int]:
+    names: dict[str, int] = {}
+    while name := unit().c.unit_name(len(names)):
+        names[name.decode()] = len(names)
+    return names
+
+
+def launch(name: str, threads: int = THREADS, shared_bytes: int = 4 * THREADS) -> Tensor:
+    """out [2 * THREADS] of a kernel given IN; EmulationError if the emulator objects"""
+    emulator, out = unit(), torch.full((2 * THREADS,), -1.0)
+    emulator.c.cuda_emulation_clear()
+    spans = ((IN.data_ptr(), OUT_BYTES, False), (out.data_ptr(), OUT_BYTES, True))
+    with emulator.buffers(*spans):
+        which = cases()[name]
+        error = emulator.c.unit_launch(which, *(s[0] for s in spans), threads, shared_bytes)
+    emulator.expect_silence()
+    assert error == 0
+    return out
+
+
+@pytest.fixture(params=ORDERS)
+def _each_order(request: pytest.FixtureRequest) -> Iterator[None]:
+    with unit().order(request.param):
+        yield
+
+
+in_each_order = pytest.mark.usefixtures("_each_order")
+ROW = IN[:THREADS]
+
+
+def _lanes(x: Tensor) -> Tensor:
+    return x.view(-1, 32)
+
+
+def _warp_functions() -> Tensor:
+    x = _lanes(ROW)
+    down = torch.cat([x[:, 4:], x[:, 28:]], 1)  # past the warp's end: one's own
+    up = torch.cat([x[:, :1], x[:, :-1]], 1)
+    return (down + 1000 * up + 1e6 * x[:, 3:4] + 0.5).flatten()
+
+
+def _sums() -> Tensor:
+    total = 3 * float(ROW.sum())
+    return torch.tensor([total, total, 0.0, 0.0])  # the sum is thread 0's alone
+
+
+EXPECTED = {
+    "reverse": ROW.flip(0),
+    "rotate_twice": ROW.roll(-66),
+    "swap_lanes": ROW.view(-1, 2).flip(1).flatten(),
+    "shared": ROW,
+    "global": ROW,
+    "vector": IN[: THREADS - 4],
+    "index": ROW,
+    "shuffle": ROW.view(-1, 2).flip(1).flatten(),
+    "warp_functions": _warp_functions(),
+    "sums": _sums(),
+    "copy": ROW,
+    "copy/part": torch.where(torch.arange(THREADS) % 4 < 3, ROW, 0),
+    "copy/nothing": torch.zeros(THREADS),
+}
+
+
+@in_each_order
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_right_kernel_computes_what_cuda_would(name: str) -> None:
+    expected = EXPECTED[name]
+    assert torch.equal(launch(name)[: len(expected)], expected)
+    with unit().unchecked():
+        assert torch.equal(launch(name)[: len(expected)], expected)
+
+
+FAULTS = {
+    "reverse/no_barrier": "uninitialised|race: read",
+    "reverse/divergent": "uninitialised|race: read",
+    "reverse/early_return": "divergence: .*__syncthreads",
+    "rotate_twice/no_barrier": "race: ",
+    "swap_lanes/no_barrier": "uninitialised|race: ",
+    "swap_lanes/across_warps": "uninitialised|race: ",
+    "shared/out_of_bounds": "read of 4 bytes at offset 256 of 256 bytes of dynamic shared memory",
+    "shared/uninitialised": "read of dynamic shared memory at offset 20, which is uninitialised",
+    "global/out_of_bounds": "at offset 512 of 512 bytes|in no registered buffer",
+    "global/between_blocks": "race: write at offset .* by another block",
+    "global/write_input": "write at offset .* of an input",
+    "global/read_other_block": "race: .* by another block",
+    "vector/misaligned": "type_mismatch|misaligned",
+    "index/overflow": "(add|mul)_overflow",
+    "shuffle/divergent": "divergence: warp operation",
+    "shuffle/partial_mask": "mask 0000ffff leaves out lanes",
+    "copy/no_wait": "still being copied",
+    "copy/wait_too_short": "still being copied",
+    "copy/no_barrier": "still being copied|uninitialised|race: ",
+    "copy/misaligned": "misaligned cp.async of 16 bytes",
+    "copy/never_waited": "1 asynchronous copies it never waited for",
+}
+
+
+def test_every_kernel_of_the_table_is_tested() -> None:
+    assert set(EXPECTED) | set(FAULTS) == set(cases())
+
+
+@in_each_order
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_reported(name: str) -> None:
+    with pytest.raises(EmulationError, match=FAULTS[name]):
+        launch(name)
+
+
+def test_a_report_says_which_thread_and_which_line() -> None:
+    with pytest.raises(EmulationError) as report:
+        launch("shared/uninitialised")
+    assert "[block (0, 0, 0), thread (5, 0, 0)]" in str(report.value)
+    assert "shared_kernel" in str(report.value)
+    assert "unit.cu:" in str(report.value)
+
+
+def test_a_failed_launch_leaves_nothing_behind() -> None:
+    for fault in ("copy/never_waited", "reverse/divergent", "shared/out_of_bounds"):
+        with pytest.raises(EmulationError):
+            launch(fault)
+        assert torch.equal(launch("copy")[:THREADS], ROW)
+
+
+@pytest.mark.parametrize(("threads", "shared_bytes"), [(33, 256), (0, 0), (2048, 0), (64, 1 << 18)])
+def test_a_launch_no_gpu_would_take_is_refused(threads: int, shared_bytes: int) -> None:
+    with pytest.raises(EmulationError, match="invalid launch"):
+        launch("shared", threads, shared_bytes)
+
+
+def test_dynamic_shared_memory_must_be_asked_for() -> None:
+    with pytest.raises(EmulationError, match="no dynamic shared memory"):
+        launch("shared", shared_bytes=0)
+
+
+@in_each_order
+@pytest.mark.parametrize("name", ["reverse/divergent", "reverse/early_return"])
+def test_divergence_names_both_places(name: str) -> None:
+    """Also without the checks of memory, which may see its consequence first."""
+    both = r"divergence: .*__syncthreads at .*unit.cu:\d+; the end of the kernel"
+    with unit().unchecked(), pytest.raises(EmulationError, match=both):
+        launch(name)
+
+
+def test_what_is_unchecked_is_not_reported() -> None:
+    """Else the plain flavour would cost what the checked one does."""
+    with unit().unchecked():
+        launch("global/between_blocks")

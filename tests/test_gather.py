@@ -1,0 +1,254 @@
+"""Tables looked up by id: the norms of their gradients, and their dot with a tied Linear's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from backends import Backend, to
+from oracle import DTYPES, Kind, accumulation_epsilon, tolerance
+from oracle_gather import GATHER, Gather, assert_sq_norms, dots
+from torch import Tensor, nn
+
+from torchgradx import ops
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+each_kind = pytest.mark.parametrize("kind", ["integers", "gaussians"])
+each_problem = pytest.mark.parametrize("problem", GATHER, ids=lambda p: "-".join(map(str, p)))
+each_ids = pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=("int32", "int64"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(threads: Callable[[int], None]) -> None:
+    threads(1)
+
+
+@each_dtype
+@each_kind
+@each_ids
+@pytest.mark.parametrize("padding_idx", [None, 0])
+@each_problem
+def test_norms_agree_with_the_oracle(
+    backend: Backend,
+    problem: Gather,
+    padding_idx: int | None,
+    ids: torch.dtype,
+    kind: Kind,
+    dtype: torch.dtype,
+) -> None:
+    indices, grads = problem.operands(dtype, kind)
+    arguments = to(backend, indices.to(ids), grads)
+    sq_norms = backend.operator("gather_sq_norms")(*arguments, padding_idx)
+    # Ids are renamed in order, so that the oracle's table is small.
+    names, renamed = indices.unique(return_inverse=True)
+    padding = None if padding_idx is None or padding_idx not in names else 0
+    assert_sq_norms(sq_norms, renamed, grads, max(1, len(names)), padding, kind)
+
+
+@each_dtype
+@each_kind
+@pytest.mark.parametrize("s", [0, 1, 5, 33, 300])
+@pytest.mark.parametrize("padding_idx", [None, 0])
+@each_problem
+def test_dots_agree_with_the_oracle(
+    backend: Backend,
+    problem: Gather,
+    padding_idx: int | None,
+    s: int,
+    kind: Kind,
+    dtype: torch.dtype,
+) -> None:
+    problem = problem._replace(v=min(problem.v, 400))
+    operands = (*problem.operands(dtype, kind), *problem.linear(s, dtype, kind))
+    actual = backend.operator("gather_dots")(*to(backend, *operands), padding_idx)
+    expected, magnitude = dots(problem, s, dtype, kind, padding_idx)
+    allowance = 2 * accumulation_epsilon(dtype) * expected.abs()
+    if kind == "gaussians":
+        terms = tolerance(dtype, problem.t) + tolerance(dtype, s)
+        allowance = (terms + accumulation_epsilon(dtype)) * magnitude
+    assert actual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert actual.shape == expected.shape
+    assert bool(((actual.cpu().double() - expected).abs() <= allowance).all())
+
+
+def test_a_tied_table_and_head(backend: Backend) -> None:
+    """|E + H|^2 = |E|^2 + 2 <E, H> + |H|^2 of a model that embeds and predicts with one weight."""
+    torch.manual_seed(0)
+    n, t, v, d = 3, 12, 20, 8
+    table = nn.Embedding(v, d)
+    mix = nn.Linear(d, d)
+    ids, wanted = torch.randint(v, (2, n, t))
+
+    def rows_and_loss(these: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        rows = table(these)
+        hidden = mix(rows.cumsum(1)).tanh()
+        logits = hidden @ table.weight.T
+        return (
+            rows,
+            hidden,
+            logits,
+            nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum"),
+        )
+
+    rows, hidden, logits, loss = rows_and_loss(ids, wanted)
+    e, b = torch.autograd.grad(loss, (rows, logits))
+    ids_, e, a, b = to(backend, ids, e, hidden.detach(), b)
+    looked_up = backend.operator("gather_sq_norms")(ids_, e, None)
+    cross = backend.operator("gather_dots")(ids_, e, a, b, None)
+    head = backend.operator("direct_sq_norms")(a, b, False)[0]
+    for k in range(n):
+        grad = torch.autograd.grad(
+            rows_and_loss(ids[k : k + 1], wanted[k : k + 1])[3], table.weight
+        )
+        expected = grad[0].square().sum()
+        actual = (looked_up + 2 * cross + head)[k].cpu()
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "sequence_first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "features_outside": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "one_sample_expanded": lambda x: x[:1].expand_as(x),
+    "one_position_expanded": lambda x: x[:, :1].expand_as(x),
+    "offset": lambda x: x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x),
+    "strided_inside": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("float32", "bfloat16"))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_do_not_matter(backend: Backend, layout: str, dtype: torch.dtype) -> None:
+    problem, laid = Gather(3, 33, 7, 31), LAYOUTS[layout]
+    operands = (*problem.operands(dtype, "integers"), *problem.linear(9, dtype, "integers"))
+    for which in range(4):
+        these = list(operands)
+        these[which] = laid(these[which])
+        plain = [t.contiguous() for t in these]
+        for name, count in (("gather_sq_norms", 2), ("gather_dots", 4)):
+            run = backend.operator(name)
+            actual = run(*to(backend, *these[:count]), 3)
+            assert torch.equal(actual, run(*to(backend, *plain[:count]), 3))
+
+
+@pytest.mark.parametrize("operator", ["gather_sq_norms", "gather_dots"])
+@pytest.mark.parametrize("wrong", [-1, 7])
+def test_ids_outside_of_the_table_are_refused(backend: Backend, operator: str, wrong: int) -> None:
+    problem = Gather(3, 33, 7, 5)
+    operands = (*problem.operands(torch.float32, "integers"),)
+    operands[0][1, 4] = wrong
+    if operator == "gather_dots":
+        operands += problem.linear(9, torch.float32, "integers")
+    elif wrong > 0:
+        pytest.skip("the size of the table is not known")
+    text = rf"indices must be from 0 (on|to \d+); got {wrong} in sample 1, position 4"
+    with pytest.raises(IndexError, match=text):
+        backend.operator(operator)(*to(backend, *operands), None)
+
+
+def test_largest_ids(backend: Backend) -> None:
+    """The sort is by bytes: ids that differ in the highest, or only in one between."""
+    ids = torch.tensor([[2**62, 2**62 + 1, 5, 2**40 + 5, 2**62, 5, 2**62 + 256]])
+    actual = backend.operator("gather_sq_norms")(*to(backend, ids, torch.ones(1, 7, 2)), None)
+    assert actual.tolist() == [2 * (4 + 1 + 4 + 1 + 1)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("problem", [Gather(1, 200, 60, 512), Gather(7, 100, 30, 256)])
+def test_any_number_of_threads_is_right_and_repeats(
+    backend: Backend, problem: Gather, count: int, threads: Callable[[int], None]
+) -> None:
+    threads(count)
+    operands = (
+        *problem.operands(torch.float32, "integers"),
+        *problem.linear(64, torch.float32, "integers"),
+    )
+    expected, _ = dots(problem, 64, torch.float32, "integers", None)
+    indices, grads, a, b = to(backend, *operands)
+    for _ in range(3):
+        sq_norms = backend.operator("gather_sq_norms")(indices, grads, None)
+        assert_sq_norms(sq_norms, operands[0], operands[1], problem.v, None, "integers")
+        actual = backend.operator("gather_dots")(indices, grads, a, b, None)
+        assert torch.equal(actual.cpu().double(), expected)
+
+
+@pytest.mark.parametrize("positions", [(), (5,), (3, 2), (0,)])
+@pytest.mark.parametrize("padding_idx", [None, 1])
+def test_embedding_sq_norms_of_any_rank(
+    positions: tuple[int, ...], padding_idx: int | None
+) -> None:
+    ids, g = torch.randint(0, 3, (4, *positions)), torch.randn(4, *positions, 6)
+    sq_norms = ops.embedding_sq_norms(ids, g, padding_idx=padding_idx)
+    flat = ids.reshape(4, -1)
+    assert_sq_norms(sq_norms, flat, g.reshape(4, flat.shape[1], 6), 3, padding_idx, "gaussians")
+
+
+def test_it_is_the_norm_of_the_frameworks_gradient() -> None:
+    layer = nn.Embedding(10, 6, padding_idx=2)
+    ids, g = torch.randint(0, 10, (4, 15)), torch.randn(4, 15, 6)
+    sq_norms = ops.embedding_sq_norms(ids, g, padding_idx=layer.padding_idx)
+    for n in range(4):
+        layer.zero_grad()
+        layer(ids[n]).backward(g[n])
+        torch.testing.assert_close(sq_norms[n], layer.weight.grad.square().sum())
+
+
+@pytest.mark.skipif(not ops.NATIVE, reason="torchgradx._C is not built")
+def test_compile_traces_through_without_a_break() -> None:
+    compiled = torch.compile(ops.embedding_sq_norms, backend="aot_eager", fullgraph=True)
+    for n in (4, 3):
+        ids, g = torch.randint(0, 3, (n, 5)), torch.randn(n, 5, 6)
+        torch.testing.assert_close(compiled(ids, g), ops.embedding_sq_norms(ids, g))
+
+
+IDS, G = torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 5, 2)
+REFUSALS = [
+    (
+        lambda: ops.embedding_sq_norms(IDS.float(), G),
+        TypeError,
+        "indices must be int32 or int64; got torch.float32: convert it",
+    ),
+    (
+        lambda: ops.embedding_sq_norms(IDS, G.long()),
+        TypeError,
+        "grad_output must be float16, bfloat16, float32 or float64; got torch.int64: convert it",
+    ),
+    (
+        lambda: ops.embedding_sq_norms(IDS, G[:, :4]),
+        ValueError,
+        "grad_output must be [N, *, D] where indices are [N, *]; got [3, 4, 2] and [3, 5]",
+    ),
+    (
+        lambda: ops.embedding_sq_norms(IDS, G, padding_idx=-1),
+        ValueError,
+        "padding_idx must be an id, from 0 on; got -1: add num_embeddings to it",
+    ),
+    (
+        lambda: ops.embedding_sq_norms(IDS, G, padding_idx=1.0),
+        TypeError,
+        "padding_idx must be an int or None; got float 1.0",
+    ),
+    (
+        lambda: ops.embedding_sq_norms(IDS, G.to("meta")),
+        TypeError,
+        "grad_output must be on cpu, as indices is; got meta: move one",
+    ),
+    (
+        lambda: ops.embedding_sq_norms([1], G),
+        TypeError,
+        "indices must be a torch.Tensor; got list [1]",
+    ),
+    (
+        lambda: ops.embedding_sq_norms(IDS - 3, G),
+        IndexError,
+        "indices must be from 0 on; got -3 in sample 0, position 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), REFUSALS, ids=[r[2][:40] for r in REFUSALS])
+def test_a_refusal_names_the_argument_and_what_came(call, error, text: str) -> None:
+    with pytest.raises(error) as raised:
+        call()
+    assert text in str(raised.value)

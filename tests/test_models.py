@@ -1,0 +1,171 @@
+"""Models as users bring them: called by keyword, masked, tied, checkpointed, adapted."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from attach_oracle import (
+    ANY,
+    check,
+    close_named,
+    exact_or_refused,
+    loop,
+    same_gradients,
+    seeded,  # noqa: F401
+    title,
+)
+from model_zoo import FLATTENED, IGNORED, ROWS
+
+import torchgradx
+
+RTOL = 1e-9
+every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+every_mode = pytest.mark.parametrize("options", ANY, ids=title)
+
+
+def without(model, names):
+    """The model less what is refused, whose other parameters must be exact."""
+    model = copy.deepcopy(model)
+    parameters = dict(model.named_parameters())
+    for name in names:
+        parameters[name].requires_grad_(False)
+    return model
+
+
+def trainable(row, dropout=0.0):
+    model = row.build(dropout)
+    return without(model, row.refusals(model))
+
+
+def held(row, model, names, *batch, **options):
+    """Exact; or, in a row that says so, refused by just those names, and exact without them."""
+    if names:
+        refusal = exact_or_refused(model, row.loss, *batch, **options)
+        assert refusal is not None, f"exact now: {names}"
+        assert set(refusal.parameters) == names, refusal
+    check(without(model, names), row.loss, *batch, **options)
+
+
+@every_mode
+@pytest.mark.parametrize("equal", [False, True], ids=["", "T is N"])
+@every_row
+def test_a_step_is_exact(row, equal, options):
+    n = (row.equal or row.samples[0]) if equal else row.samples[0]
+    model = row.build()
+    held(row, model, row.refusals(model), *row.batch(n, n if equal else 7), **options)
+
+
+@every_row
+def test_a_step_in_evaluation_mode_with_dropout_is_exact(row):
+    model = row.build(dropout=0.3).eval()
+    held(row, model, row.refusals(model), *row.batch(row.samples[0]))
+
+
+@every_row
+def test_active_dropout_gives_the_gradient_under_the_masks_of_that_forward(row):
+    model, batch = trainable(row, dropout=0.3), row.batch(row.samples[0])
+    live = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows = []
+    for n in range(row.samples[0]):  # its own loss within the whole batch, under the same masks
+        torch.manual_seed(7)
+        grads = torch.autograd.grad(row.losses(model, *batch)[n], live.values(), allow_unused=True)
+        rows.append(torch.stack([torch.zeros(()) if g is None else g.norm() for g in grads]))
+    with torchgradx.attach(model) as probe:
+        torch.manual_seed(7)
+        row.loss(model, *batch).backward()
+        close_named(probe.norms(per="parameter"), dict(zip(live, torch.stack(rows).T, strict=True)))
+
+
+def accumulated(model, row, batches, **options):
+    """One read after several backwards: all samples in order, and the gradient of their sum."""
+    twin = copy.deepcopy(model)
+    loops = [loop(model, row.loss, *batch) for batch in batches]
+    with torchgradx.attach(model, **options) as probe:
+        for batch in batches:
+            row.loss(model, *batch).backward()
+        want = {name: torch.cat([norms[name] for norms in loops]) for name in loops[0]}
+        close_named(probe.norms(per="parameter"), want)
+    for batch in batches:
+        row.loss(twin, *batch).backward()
+    if options.get("weight_grad", True):
+        same_gradients(model, twin, RTOL)
+    else:
+        assert all(p.grad is None for p in model.parameters())
+
+
+@every_mode
+@every_row
+def test_accumulated_batches_are_exact(row, options):
+    sizes = zip(row.samples, (7, 5), strict=True)
+    accumulated(trainable(row), row, [row.batch(*size) for size in sizes], **options)
+
+
+CHECKPOINTED = {
+    f"{row.name}, reentrant" if reentrant else row.name: (row, reentrant)
+    for row in ROWS
+    for reentrant in row.checkpoints
+}
+
+
+@every_mode
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_checkpointed_layers_are_exact(name, options):
+    row, reentrant = CHECKPOINTED[name]
+    model = row.build()
+    if reentrant and row.adapter:
+        model.enable_input_require_grads()  # else nothing reaches the adapters
+    kwargs = {"use_reentrant": reentrant}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    names = row.refusals(model, reentrant)
+    held(row, model, names, *row.batch(row.samples[0]), **options)
+
+
+@pytest.mark.parametrize("name", [n for n, (row, how) in CHECKPOINTED.items() if how])
+def test_reentrantly_checkpointed_layers_are_exact_where_the_layout_is_said(name):
+    row, _ = CHECKPOINTED[name]
+    model = trainable(row)
+    if row.adapter:
+        model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    shared = set(row.checkpointed + row.reentrantly) - set(FLATTENED)  # what no layout describes
+    model = without(model, row.refusals(model, True)) if shared else model
+    check(model, row.loss, *row.batch(row.samples[0]), layout={"*": "batch"})
+
+
+@every_row
+def test_training_steps_of_changing_sizes_are_exact(row):
+    """The first of each size is proven; what follows relies on that."""
+    model = trainable(row)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first, second = row.samples
+    with torchgradx.attach(model) as probe:
+        for n, t in [(first, 7), (first, 7), (second, 7), (second, 4), (first, 4)]:
+            batch = row.batch(n, t)
+            want = loop(model, row.loss, *batch)
+            optimizer.zero_grad()
+            row.loss(model, *batch).backward()
+            optimizer.step()
+            close_named(probe.norms(per="parameter"), want)
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r.kind == "token"], ids=lambda row: row.name)
+def test_the_models_own_loss_over_all_tokens_is_undone_by_a_scale_for_each_sample(row):
+    model, batch = trainable(row), row.batch(row.samples[0])
+    *inputs, labels = batch
+    counts = (labels != IGNORED).sum(1).double()
+    with torchgradx.attach(model, loss_scale=counts / counts.mean()) as probe:
+        model(**row.keywords(*inputs), labels=labels).loss.backward()
+        close_named(probe.norms(per="parameter"), loop(model, row.loss, *batch))
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r.kind == "next"], ids=lambda row: row.name)
+def test_what_is_generated_between_forward_and_backward_leaves_nothing(row):
+    model, batch = trainable(row), row.batch(row.samples[0])
+    want = loop(model, row.loss, *batch)
+    with torchgradx.attach(model) as probe:
+        loss = row.loss(model, *batch)
+        model.generate(**row.keywords(*batch[:2]), max_new_tokens=2, do_sample=False)
+        loss.backward()
+        close_named(probe.norms(per="parameter"), want)
