@@ -10,11 +10,11 @@ DONE := $(VENV)/.torchgradx
 SOURCES := pyproject.toml setup.py README.md $(shell find build_tools csrc torchgradx -type f \
              ! -name '*.so' ! -name '*.pyc')
 PYTHON_CODE := torchgradx tests examples benchmarks build_tools setup.py
-CXX_CODE := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CXX_CODE := $(shell find csrc tests/emulation -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test bench lint format sanitize clean
+.PHONY: help demo test bench gpu lint format sanitize mutants clean
 
 help:
 	@sed -n 's/^\([a-z]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -27,6 +27,9 @@ test: $(DONE)/test  ## build, then the whole test suite against the installed pa
 
 bench: $(DONE)/bench  ## build, then time it against the plain step and the rivals
 	$(BIN)/python benchmarks/run.py
+
+gpu:  ## where a GPU is, with the torch of PYTHON=: build, test, sanitize, benchmark; OUT= gets a copy
+	PYTHON="$(PYTHON)" OUT="$(OUT)" .ci/gpu
 
 lint: $(DONE)/lint  ## ruff, clang-format and mypy; changes nothing
 	$(BIN)/ruff check $(PYTHON_CODE)
@@ -51,7 +54,10 @@ sanitize: $(DONE)/test  ## operator tests and fuzz under AddressSanitizer and Un
 	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	  UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	  PYTHONMALLOC=malloc PYTHONPATH=$(CURDIR)/$(SANITIZED) \
-	  $(BIN)/python $(BIN)/pytest --capture=sys $(wildcard tests/test_ops*.py tests/test_fuzz*.py)
+	  $(BIN)/python $(BIN)/pytest --capture=sys -k "not emulated" $(wildcard tests/test_ops*.py tests/test_fuzz*.py tests/test_affine*.py tests/test_gather*.py)
+
+mutants: $(DONE)/test  ## plant bugs in the CUDA kernels: their emulation must catch every one; without a GPU
+	$(BIN)/python tests/emulation/mutants.py
 
 clean:  ## remove all that make has made, .venv included (an environment named by VENV= stays)
 	rm -rf .venv build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -47,16 +47,16 @@ class Workload(NamedTuple):
 
 
 class Block(nn.Module):
-    def __init__(self, d: int, heads: int) -> None:
+    def __init__(self, d: int, heads: int, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm1, self.qkv, self.out = nn.LayerNorm(d), nn.Linear(d, 3 * d), nn.Linear(d, d)
         self.norm2, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
 
     def forward(self, x: Tensor) -> Tensor:  # [N, T, d]
         by_head = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
         q, k, v = by_head.unbind(2)  # [N, heads, T, d / heads]
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -69,7 +69,8 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, vocabulary)
 
     def forward(self, ids: Tensor) -> Tensor:  # [N, T] -> [N, T, vocabulary]
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]).expand_as(ids))
+        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        x = self.tokens(ids) + self.positions(places)
         return self.head(self.norm(self.blocks(x)))
 
 
