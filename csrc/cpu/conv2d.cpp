@@ -45,10 +45,8 @@ Tensor conv2d_direct_sq_norms(const Tensor& input, const Tensor& grad_output, In
   return norm_results(input, s.N, bias, is_empty(s), [&](auto zero, const Tensor& sq_norms) {
     using acc_t = decltype(zero);
     const Patches<acc_t> layer(input, grad_output, s, false);
-    if (suits_planes(s))
-      planes_pass<acc_t>(layer, nullptr, {}, sq_norms);
-    else
-      direct_pass<acc_t>(layer, sq_norms);
+    if (!suits_planes(s)) return direct_pass<acc_t>(layer, sq_norms);
+    planes_pass<acc_t>(layer, nullptr, {}, sq_norms);
     if (bias) bias_pass<acc_t>(layer, nullptr, {}, sq_norms);
   });
 }
@@ -92,10 +90,10 @@ Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, IntArrayRef k
         if (suits_planes(s)) {
           planes_pass<acc_t>(layer, factors, weight, sq_norms);
         } else if (gram_is_quicker(s)) {
-          fused_pass<acc_t>(layer, factors, s.outH * s.outW, weight, {});
+          fused_pass<acc_t>(layer, factors, s.outH * s.outW, weight, {}, {});
           gram_pass<acc_t>(PatchSource<acc_t>{layer}, layer, s.outH * s.outW, sq_norms);
         } else {
-          fused_pass<acc_t>(layer, factors, s.outH * s.outW, weight, sq_norms);
+          return fused_pass<acc_t>(layer, factors, s.outH * s.outW, weight, grad_bias, sq_norms);
         }
         if (bias) bias_pass<acc_t>(layer, factors, grad_bias, sq_norms);
       });

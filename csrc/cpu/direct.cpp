@@ -22,7 +22,6 @@ Tensor direct_sq_norms(const Tensor& activations, const Tensor& grad_output, boo
     using acc_t = decltype(zero);
     const Rows<acc_t> layer(activations, grad_output, false);
     direct_pass<acc_t>(layer, sq_norms);
-    if (bias) bias_pass<acc_t>(layer, nullptr, {}, sq_norms);
   });
 }
 
@@ -35,15 +34,12 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
       [&](auto zero, const auto* factors, const Tensor& weight, const Tensor& grad_bias, const Tensor& sq_norms) {
         using acc_t = decltype(zero);
         const Rows<acc_t> layer(activations, grad_output, true);
-        if (s.T == 1) {
-          fused_pass<acc_t>(layer.joined(), factors, s.T, weight, {});
+        if (s.T > 1 && !gram_is_quicker(s)) return fused_pass<acc_t>(layer, factors, s.T, weight, grad_bias, sq_norms);
+        fused_pass<acc_t>(layer.joined(), factors, s.T, weight, {}, {});
+        if (s.T == 1)
           rank1_pass<acc_t>(activations, grad_output, false, sq_norms);
-        } else if (gram_is_quicker(s)) {
-          fused_pass<acc_t>(layer.joined(), factors, s.T, weight, {});
+        else
           gram_pass<acc_t>(RowSource<acc_t>(activations, grad_output), layer, s.T, sq_norms);
-        } else {
-          fused_pass<acc_t>(layer, factors, s.T, weight, sq_norms);
-        }
         if (bias) bias_pass<acc_t>(layer, factors, grad_bias, sq_norms);
       });
 }

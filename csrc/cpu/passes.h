@@ -1,4 +1,4 @@
-// What surrounds a sweep: sharing the work among threads, adding up what they found, the bias, and samples whose
+// What surrounds a sweep: sharing the work among threads, adding up what they found, and samples whose
 // squares underflowed, which are done again with squares in double.
 #pragma once
 
@@ -81,9 +81,51 @@ void write_row(const Tensor& sq_norms, int64_t row, const std::vector<double>& s
   for (size_t n = 0; n < sums.size(); ++n) out[n] = acc_t(sums[n]);
 }
 
-// |sum_t b_nt|^2 for the samples and rows of a share; total [O], if any, gathers the sums times scale_n.
+// What the parts of a grid add up, apart until the end: squares [part][N] of the weight and, where sq_norms has a row
+// for it, of the bias, whose gradient is [sample part][O].
+template <class acc_t>
+class Partial {
+ public:
+  Partial(const Grid& grid, int64_t N, int64_t rows, const Tensor& sq_norms, const Tensor& grad_bias)
+      : grid_(grid),
+        N_(N),
+        rows_(rows),
+        sq_norms_(sq_norms),
+        grad_bias_(grad_bias),
+        weight_(sq_norms.defined() ? grid.parts() * N : 0, 0.0),
+        bias_(sq_norms.defined() && sq_norms.size(0) > 1 ? grid.parts() * N : 0, 0.0),
+        totals_(!bias_.empty() && grad_bias.defined() ? grid.sample_parts * rows : 0, 0.0) {}
+
+  Sums<acc_t> of(int64_t part) {
+    Sums<acc_t> sums;
+    if (!weight_.empty()) sums.sq_sums = weight_.data() + part * N_;
+    if (!bias_.empty()) sums.bias_sq_sums = bias_.data() + part * N_;
+    if (!totals_.empty()) sums.bias = totals_.data() + part / grid_.row_parts * rows_;
+    return sums;
+  }
+
+  std::vector<double> weight() const {
+    return sum_of_parts(weight_, grid_.parts(), N_);
+  }
+
+  void write_bias() const {
+    if (!bias_.empty()) write_row<acc_t>(sq_norms_, 1, sum_of_parts(bias_, grid_.parts(), N_));
+    if (totals_.empty()) return;
+    acc_t* const out = grad_bias_.mutable_data_ptr<acc_t>();
+    const auto totals = sum_of_parts(totals_, grid_.sample_parts, rows_);
+    for (int64_t row = 0; row < rows_; ++row) out[row] = acc_t(totals[row]);
+  }
+
+ private:
+  const Grid grid_;
+  const int64_t N_, rows_;
+  const Tensor sq_norms_, grad_bias_;
+  std::vector<double> weight_, bias_, totals_;
+};
+
+// |sum_t b_nt|^2 for the samples and rows of a share.
 template <class acc_t, class Layer>
-void bias_sweep(const Layer& layer, const Share& share, const acc_t* scale, double* sq_sums, double* total) {
+void bias_sweep(const Layer& layer, const Share& share, const Sums<acc_t>& to) {
   constexpr int64_t kWide = 512;
   acc_t sums[kWide];
   const Operand& grads = layer.grads;
@@ -95,47 +137,38 @@ void bias_sweep(const Layer& layer, const Share& share, const acc_t* scale, doub
       for (int64_t y = 0; y < (flat ? 1 : layer.height); ++y)
         layer.grad_kernels->add_rows(sums, grads.at(n, y, 0, row), flat ? layer.height * layer.width : layer.width,
                                      rows, grads.x, grads.c);
-      double squares = 0;
-      for (int64_t r = 0; r < rows; ++r) squares += double(sums[r]) * sums[r];
-      sq_sums[n] += squares;
-      if (total)
-        for (int64_t r = 0; r < rows; ++r) total[row + r] += double(sums[r]) * (scale ? scale[n] : acc_t(1));
+      finish_bias(to, sums, n, row, rows);
     }
 }
 
-// Row 1 of sq_norms, and grad_bias [O] if it is defined.
+// Row 1 of sq_norms, and grad_bias [O] if it is defined: for algorithms that do not read the grads by chunks.
 template <class acc_t, class Layer>
 void bias_pass(const Layer& layer, const acc_t* scale, const Tensor& grad_bias, const Tensor& sq_norms) {
   constexpr double kCostOfAnElement = 8;  // in FLOP: bound by memory
   const int64_t N = layer.N, rows = layer.rows;
   const double elements = double(N) * double(layer.height * layer.width) * double(rows);
   const Grid grid = make_grid(N, rows, kCostOfAnElement * elements, 8.0 * double(rows));
-  std::vector<double> partial(grid.parts() * N, 0.0), totals(grad_bias.defined() ? grid.sample_parts * rows : 0, 0.0);
+  Partial<acc_t> partial(grid, N, rows, sq_norms, grad_bias);
   for_parts(grid.parts(), [&](int64_t part) {
-    double* const total = grad_bias.defined() ? totals.data() + part / grid.row_parts * rows : nullptr;
-    bias_sweep<acc_t>(layer, grid.share(part, N, rows), scale, partial.data() + part * N, total);
+    Sums<acc_t> sums = partial.of(part);
+    sums.scale = scale;
+    bias_sweep(layer, grid.share(part, N, rows), sums);
   });
-  write_row<acc_t>(sq_norms, 1, sum_of_parts(partial, grid.parts(), N));
-  if (!grad_bias.defined()) return;
-  acc_t* const out = grad_bias.mutable_data_ptr<acc_t>();
-  totals = sum_of_parts(totals, grid.sample_parts, rows);
-  for (int64_t row = 0; row < rows; ++row) out[row] = acc_t(totals[row]);
+  partial.write_bias();
 }
 
-// Row 0 of sq_norms, the norms alone.
+// The norms alone; of the bias too where sq_norms has a row for them.
 template <class acc_t, class Layer>
 void direct_pass(const Layer& layer, const Tensor& sq_norms) {
-  const int64_t N = layer.N;
-  const Grid grid = make_grid(N, layer.rows, flop_of(layer), 0);
-  std::vector<double> partial(grid.parts() * N, 0.0);
-  for_parts(grid.parts(), [&](int64_t part) {
-    Sums<acc_t> sums;
-    sums.sq_sums = partial.data() + part * N;
-    Sweep<acc_t, Layer>(layer, grid.share(part, N, layer.rows), sums).run();
-  });
-  auto sums = sum_of_parts(partial, grid.parts(), N);
+  const int64_t N = layer.N, rows = layer.rows;
+  const Grid grid = make_grid(N, rows, flop_of(layer), 0);
+  Partial<acc_t> partial(grid, N, rows, sq_norms, {});
+  for_parts(grid.parts(),
+            [&](int64_t part) { Sweep<acc_t, Layer>(layer, grid.share(part, N, rows), partial.of(part)).run(); });
+  auto sums = partial.weight();
   redo_underflowed<acc_t>(layer, sums);
   write_row<acc_t>(sq_norms, 0, sums);
+  partial.write_bias();
 }
 
 // weight [size] += each of copies [count, size], in order
@@ -145,19 +178,18 @@ void add_copies(acc_t* weight, const acc_t* copies, int64_t size, int64_t count)
     for (int64_t k = 0; k < size; ++k) weight[k] += copies[copy * size + k];
 }
 
-// grad_weight [O, ...] in acc_t and row 0 of sq_norms; without sq_norms, the plain weight gradient, all positions as
-// one sum.
+// grad_weight [O, ...] in acc_t, sq_norms, and grad_bias [O] where sq_norms has a row for it; without sq_norms, the
+// plain weight gradient, all positions as one sum.
 template <class acc_t, class Layer>
 void fused_pass(const Layer& layer, const acc_t* scale, int64_t scale_every, const Tensor& grad_weight,
-                const Tensor& sq_norms) {
+                const Tensor& grad_bias, const Tensor& sq_norms) {
   const int64_t N = layer.N, rows = layer.rows, size = rows * layer.patch();
   const Grid grid = make_grid(N, rows, flop_of(layer), double(size) * sizeof(acc_t));
   const Tensor copies = at::empty({grid.sample_parts - 1, size}, grad_weight.options());
   acc_t *const weight = grad_weight.mutable_data_ptr<acc_t>(), *const copy = copies.mutable_data_ptr<acc_t>();
-  std::vector<double> partial(sq_norms.defined() ? grid.parts() * N : 0, 0.0);
+  Partial<acc_t> partial(grid, N, rows, sq_norms, grad_bias);
   for_parts(grid.parts(), [&](int64_t part) {
-    Sums<acc_t> sums;
-    sums.sq_sums = sq_norms.defined() ? partial.data() + part * N : nullptr;
+    Sums<acc_t> sums = partial.of(part);
     const int64_t sample_part = part / grid.row_parts;
     sums.weight = sample_part ? copy + (sample_part - 1) * size : weight;
     sums.scale = scale, sums.scale_every = scale_every;
@@ -165,9 +197,10 @@ void fused_pass(const Layer& layer, const acc_t* scale, int64_t scale_every, con
   });
   add_copies(weight, copy, size, grid.sample_parts - 1);
   if (!sq_norms.defined()) return;
-  auto sums = sum_of_parts(partial, grid.parts(), N);
+  auto sums = partial.weight();
   redo_underflowed<acc_t>(layer, sums);
   write_row<acc_t>(sq_norms, 0, sums);
+  partial.write_bias();
 }
 
 // The operator around a pass: results of the right dtypes, halves accumulated in float and rounded once.

@@ -69,7 +69,7 @@ struct Patches {
   Block block(int64_t b) const {
     const int64_t group = b / channel_blocks, first = b % channel_blocks * per_block;
     return {group * group_rows, (group + 1) * group_rows, group * channels + first,
-            std::min(per_block, channels - first)};
+            std::min(per_block, channels - first), first == 0};
   }
   ChunkSize chunk(const Block&, int64_t) const {
     return size;
@@ -221,7 +221,7 @@ struct Patches {
     }
     channel_blocks = std::max<int64_t>(1, ceil_div(channels, per_block));
     gathered = pixels(size.height, size.width) * double(per_block) > 8.0 * kImage;
-    const Block first{0, group_rows, 0, per_block};
+    const Block first{0, group_rows, 0, per_block, true};
     const double loose = double(segments()) * double(ceil_div(segment_columns(first), lanes));
     const double tight = double(ceil_div(per_block * taps(), lanes));
     dense = gathered || loose * block_rows > tight * block_rows + 4 * tight;

@@ -43,10 +43,10 @@ struct Rows {
     return inputs;
   }
   int64_t blocks() const {
-    return ceil_div(inputs, per_block);
+    return std::max<int64_t>(1, ceil_div(inputs, per_block));  // none would have no bias
   }
   Block block(int64_t b) const {
-    return {0, rows, b * per_block, std::min(per_block, inputs - b * per_block)};
+    return {0, rows, b * per_block, std::min(per_block, inputs - b * per_block), b == 0};
   }
   ChunkSize chunk(const Block&, int64_t) const {
     if (width <= kDepth) return {std::max<int64_t>(1, kDepth / width), 1, width};

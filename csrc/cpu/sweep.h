@@ -4,6 +4,7 @@
 // Threads own a static grid of sample ranges by ranges of O; a total is shared by the latter and copied for the former,
 // which happens only where it is cache-sized. Besides: N doubles, and at most about 2 MiB a thread, kept between calls.
 // A sample longer than a chunk leaves its unfinished tiles in `carry`; blocking of the columns keeps that cache-sized.
+// The bias is summed from each chunk of grads just after it was packed, while it lies in cache.
 #pragma once
 
 #include "tile.h"
@@ -16,6 +17,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace torchgradx::cpu {
@@ -80,7 +82,7 @@ class Scratch {
 
 template <class acc_t>
 struct Workspace {
-  Scratch<acc_t> panels, columns, carry, total, image;
+  Scratch<acc_t> panels, columns, carry, total, image, bias;
   static Workspace& mine() {
     static thread_local Workspace workspace;
     return workspace;
@@ -101,6 +103,7 @@ struct ChunkSize {
 
 struct Block {  // columns of the weight gradient that are worked on together, and the rows of their group
   int64_t row_begin, row_end, first_column, columns;
+  bool first;  // of its rows'
 };
 
 struct Run {       // up to two vectors of columns
@@ -132,7 +135,19 @@ struct Sums {                    // where a share's results go
   const acc_t* scale = nullptr;  // one for every `scale_every` positions, or null
   int64_t scale_every = 1;
   bool wide = false;
+  double* bias_sq_sums = nullptr;  // [N], or null: no bias
+  double* bias = nullptr;          // [O], or null: only its norms
 };
+
+// What becomes of the sums over one sample's positions, of rows that begin at `row`.
+template <class acc_t>
+void finish_bias(const Sums<acc_t>& to, const acc_t* sums, int64_t n, int64_t row, int64_t rows) {
+  double squares = 0;
+  for (int64_t r = 0; r < rows; ++r) squares += double(sums[r]) * sums[r];
+  to.bias_sq_sums[n] += squares;
+  if (to.bias)
+    for (int64_t r = 0; r < rows; ++r) to.bias[row + r] += double(sums[r]) * (to.scale ? to.scale[n] : acc_t(1));
+}
 
 template <class acc_t, class Layer>
 class Sweep {
@@ -188,6 +203,7 @@ class Sweep {
     const Panels panels(row_end - row_begin, kernels_.max_rows);
     const int64_t positions = chunk.samples * chunk.positions(), tile_size = 2 * kernels_.lanes * kernels_.max_rows;
     const acc_t* g = pack_grads(chunk, row_begin, panels);
+    if (sums_.bias_sq_sums && block.first) add_bias(chunk, row_begin, row_end - row_begin);
     layer_.open(block, chunk, workspace_);
     const int64_t runs = layer_.runs(block);
     const bool joined = merged() && chunk.samples > 1;
@@ -224,13 +240,30 @@ class Sweep {
     }
   }
 
+  // A chunk of grads as lines of positions that are equally far apart: count and length.
+  std::pair<int64_t, int64_t> lines_of(const Chunk& chunk) const {
+    const bool flat = chunk.height == 1 || layer_.grads.y == chunk.width * layer_.grads.x;
+    return flat ? std::pair(int64_t(1), chunk.positions()) : std::pair(chunk.height, chunk.width);
+  }
+
+  void add_bias(const Chunk& chunk, int64_t row, int64_t rows) {
+    const Operand& grads = layer_.grads;
+    acc_t* const sums = workspace_.bias.get(rows);
+    const auto [lines, length] = lines_of(chunk);
+    for (int64_t n = chunk.sample; n < chunk.sample + chunk.samples; ++n) {
+      if (chunk.begins) std::fill(sums, sums + rows, acc_t(0));
+      for (int64_t y = 0; y < lines; ++y)
+        layer_.grad_kernels->add_rows(sums, grads.at(n, chunk.y + y, chunk.x, row), length, rows, grads.x, grads.c);
+      if (chunk.ends) finish_bias(sums_, sums, n, row, rows);
+    }
+  }
+
   // [panel][sample, position][row of the panel]
   const acc_t* pack_grads(const Chunk& chunk, int64_t row_begin, const Panels& panels) {
     const Operand& grads = layer_.grads;
     const int64_t positions = chunk.samples * chunk.positions();
     acc_t* const packed = workspace_.panels.get(positions * ((panels.count - 1) * panels.rows + panels.last));
-    const bool flat = chunk.height == 1 || grads.y == chunk.width * grads.x;
-    const int64_t lines = flat ? 1 : chunk.height, length = flat ? chunk.positions() : chunk.width;
+    const auto [lines, length] = lines_of(chunk);
     for (int64_t p = 0; p < panels.count; ++p) {
       const int64_t rows = p + 1 < panels.count ? panels.rows : panels.last;
       acc_t* out = packed + p * panels.rows * positions;
