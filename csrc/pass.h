@@ -32,6 +32,10 @@ struct Callback {
   py::object function;
   ~Callback() {
     if (!function) return;
+    if (!Py_IsInitialized()) {  // a pass that an interrupt left outlives the interpreter
+      function.release();
+      return;
+    }
     py::gil_scoped_acquire gil;
     function = py::object();
   }

@@ -1,6 +1,8 @@
 """Models that a hostile reader brought: each was silently wrong once, or broke its user's run."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -214,6 +216,21 @@ def test_an_interrupted_forward_leaves_nothing_in_force(options):
                 model(x)
         handle.remove()
         assert isinstance(norms_or_refusal(probe, model, x), dict)
+
+
+LEFT_IN_A_FORWARD = """
+from torchgradx.attach import Pass, Recorder
+recorder = Recorder(0, print, print, print)
+recorder.push(Pass(recorder, 2, []))
+del recorder
+exit(7)
+"""
+
+
+def test_a_pass_that_an_interrupt_left_outlives_the_interpreter():
+    command = [sys.executable, "-W", "ignore", "-c", LEFT_IN_A_FORWARD]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 7, done.stderr
 
 
 @fallback_mode

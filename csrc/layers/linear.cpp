@@ -19,8 +19,14 @@ class Linear final : public Layer {
     return false;
   }
 
+  // To the last bit as the framework does it: of rows that lie apart it makes one product where the weight wants a
+  // gradient, which the transpose that it takes of a weight below autograd no longer says.
   Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, Saved&) const override {
-    return at::linear(input, transposed_ ? weight.t() : weight, bias);
+    const Tensor w = transposed_ ? weight.t() : weight;
+    if (input.dim() < 3 || input.is_contiguous() || !weight.requires_grad()) return at::linear(input, w, bias);
+    const Tensor rows = at::linear(input.flatten(0, -2), w);
+    const Tensor output = rows.unflatten(0, input.sizes().slice(0, input.dim() - 1));
+    return bias ? output.add_(*bias) : output;
   }
 
   Gradients backward(const Saved& saved, const Tensor& weight, const Tensor& grad_output,
