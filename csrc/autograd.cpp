@@ -74,6 +74,7 @@ Tensor attached(const c10::intrusive_ptr<Use>& use, const Tensor& input, const T
   }();
   node->mean = std::move(saved.mean), node->rstd = std::move(saved.rstd);
   torch::autograd::set_history(output, node);
+  use->pass->watch(use->index, output);
   return output;
 }
 
@@ -91,15 +92,13 @@ Tensor call(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor
   const Tensor x = layer.enter(input), w = layer.enter_weight(weight);
   const bool autocast = at::autocast::is_autocast_enabled(input.device().type());
   Tensor output;
-  if (!use || (autocast && !layer.lowered())) {
+  if (use && autocast && layer.lowered()) {
+    output = attached(use, cast(x), cast(w), bias ? std::optional<Tensor>(cast(*bias)) : std::nullopt, saved);
+  } else if (use && !autocast) {
+    output = attached(use, x, w, bias, saved);
+  } else {
     output = layer.forward(x, w, bias, saved);
     listen(use, {x, saved.mean, saved.rstd}, w, output);
-  } else if (autocast) {
-    output = attached(use, cast(x), cast(w), bias ? std::optional<Tensor>(cast(*bias)) : std::nullopt, saved);
-    use->pass->watch(use->index, output);
-  } else {
-    output = attached(use, x, w, bias, saved);
-    use->pass->watch(use->index, output);
   }
   return layer.leave(output);
 }

@@ -142,9 +142,7 @@ struct Sums {                    // where a share's results go
 // What becomes of the sums over one sample's positions, of rows that begin at `row`.
 template <class acc_t>
 void finish_bias(const Sums<acc_t>& to, const acc_t* sums, int64_t n, int64_t row, int64_t rows) {
-  double squares = 0;
-  for (int64_t r = 0; r < rows; ++r) squares += double(sums[r]) * sums[r];
-  to.bias_sq_sums[n] += squares;
+  to.bias_sq_sums[n] += kernels<acc_t>().native.sq_sum(sums, rows, 1);
   if (to.bias)
     for (int64_t r = 0; r < rows; ++r) to.bias[row + r] += double(sums[r]) * (to.scale ? to.scale[n] : acc_t(1));
 }

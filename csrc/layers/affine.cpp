@@ -1,8 +1,6 @@
 // Normalisations, whose weight and bias act element by element on what is normalised. Each kind says how its input is
 // seen as [N, T, G, K] (ops.h); the rest is one. Statistics that a forward does not hand out are taken again.
-#include "layer.h"
-
-#include <ATen/ATen.h>
+#include "elementwise.h"
 
 namespace torchgradx {
 namespace {
@@ -15,19 +13,9 @@ std::optional<Tensor> given(const Tensor& t) {
   return t.defined() ? std::optional<Tensor>(t) : std::nullopt;
 }
 
-class Affine : public Layer {
+class Affine : public Elementwise {
  public:
   explicit Affine(double eps) : eps_(eps) {}
-
-  bool lowered() const override {
-    return false;
-  }
-  bool makes_input() const override {
-    return true;
-  }
-  bool fuses(const Operands& o, const Tensor& weight) const override {
-    return !o.rearranged && weight.scalar_type() == o.activations.scalar_type();
-  }
 
   std::optional<Operands> operands(const Saved& saved, const Tensor& grad_output, int64_t n,
                                    Layout layout) const override {
@@ -40,22 +28,9 @@ class Affine : public Layer {
     return o;
   }
 
-  int64_t positions(const Operands& o) const override {
-    return o.grad_output.size(1);
-  }
-  Tensor bias_rows(const Operands& o) const override {
-    return o.grad_output.flatten(2);
-  }
-  double magnitude(const Operands& o) const override {
-    return norm_of(features(o));
-  }
   Tensor sq_norms(const Operands& o, Algorithm, bool bias) const override {
     return affine_sq_norms(o.activations, o.grad_output, given(o.mean), o.rstd, bias);
   }
-  std::optional<Tensor> weight_gradients(const Operands& o) const override {
-    return (features(o) * o.grad_output).sum(1).flatten(1);
-  }
-
   std::pair<Gradients, Tensor> fused(const Operands& o, const Tensor& weight, const Wanted& wanted) const override {
     const Tensor w = weight.view({o.activations.size(2), o.activations.size(3)});
     auto [input, grad_weight, grad_bias, sq] =
@@ -74,7 +49,7 @@ class Affine : public Layer {
     return false;
   }
 
-  static Tensor features(const Operands& o) {
+  Tensor features(const Operands& o) const override {
     const Tensor x = o.activations.to(o.rstd.scalar_type());
     return (o.mean.defined() ? x - o.mean.unsqueeze(3) : x) * o.rstd.unsqueeze(3);
   }
@@ -138,12 +113,11 @@ class Channels : public Affine {
 
  protected:
   std::optional<std::pair<Tensor, bool>> by_sample(const Tensor& t, int64_t n, Layout layout) const override {
-    if (t.dim() < 2 || (n == 0 ? t.size(0) != 0 : t.size(0) % n != 0)) return std::nullopt;
-    const int64_t k = n ? t.size(0) / n : 1;
-    const bool moved = k > 1 && layout == Layout::kSequence;
-    const Tensor front = moved ? t.unflatten(0, {k, n}).transpose(0, 1).flatten(0, 1) : t;
+    const auto images = t.dim() > 1 ? images_of(t, n, layout) : std::nullopt;
+    if (!images) return std::nullopt;
+    const Tensor front = images->by_sample(t);
     const Tensor pixels = t.dim() > 2 ? front.flatten(2) : front.unsqueeze(2);  // [N K, C, HW]
-    return std::pair(pixels.unflatten(1, {groups(t), -1}).permute({0, 3, 1, 2}), moved);
+    return std::pair(pixels.unflatten(1, {groups(t), -1}).permute({0, 3, 1, 2}), images->moved);
   }
   Tensor restored(const Tensor& t, at::IntArrayRef shape) const override {
     return t.permute({0, 2, 3, 1}).reshape(shape);

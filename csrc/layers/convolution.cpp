@@ -46,14 +46,11 @@ class Convolution final : public Layer {
 
   std::optional<Operands> operands(const Saved& saved, const Tensor& grad_output, int64_t n,
                                    Layout layout) const override {
-    const int64_t lead = grad_output.dim() == 4 ? grad_output.size(0) : -1;
-    if (lead < 0 || (n == 0 ? lead != 0 : lead % n != 0)) return std::nullopt;
-    const int64_t k = n == 0 ? 1 : lead / n;
-    const bool rearranged = k > 1 && layout == Layout::kSequence;
-    const auto by_sample = [&](const Tensor& t) {
-      return t.defined() && rearranged ? t.unflatten(0, {k, n}).transpose(0, 1).flatten(0, 1) : t;
-    };
-    return Operands{by_sample(saved.input), by_sample(grad_output), {}, {}, k, rearranged};
+    if (grad_output.dim() != 4) return std::nullopt;
+    const auto images = images_of(grad_output, n, layout);
+    if (!images) return std::nullopt;
+    return Operands{
+        images->by_sample(saved.input), images->by_sample(grad_output), {}, {}, images->each, images->moved};
   }
 
   int64_t positions(const Operands& operands) const override {

@@ -62,4 +62,16 @@ std::optional<Tensor> rows_by_sample(const Tensor& t, int64_t n, Layout layout) 
   return t.reshape({n, positions, features});
 }
 
+Tensor Images::by_sample(const Tensor& t) const {
+  return moved && t.defined() ? t.unflatten(0, {each, n}).transpose(0, 1).flatten(0, 1) : t;
+}
+
+std::optional<Images> images_of(const Tensor& t, int64_t n, Layout layout) {
+  if (t.dim() == 0) return std::nullopt;
+  const int64_t lead = t.size(0);
+  if (n == 0 ? lead != 0 : lead % n != 0) return std::nullopt;
+  const int64_t each = n ? lead / n : 1;
+  return Images{n, each, each > 1 && layout == Layout::kSequence};
+}
+
 }  // namespace torchgradx

@@ -92,6 +92,14 @@ struct Layer {
 
 // Rows [N, T, F] of [*, F], or nothing; see Layout.
 std::optional<Tensor> rows_by_sample(const Tensor& t, int64_t n, Layout layout);
+
+struct Images {  // [N K, ...], K of each sample
+  int64_t n, each;
+  bool moved;  // the samples are not in front
+  Tensor by_sample(const Tensor& t) const;
+};
+std::optional<Images> images_of(const Tensor& t, int64_t n, Layout layout);  // or nothing
+
 double norm_of(const Tensor& t);
 
 using LayerPtr = std::shared_ptr<Layer>;

@@ -1,0 +1,39 @@
+// Layers whose weight acts element by element on features [N K, T, G, C] of the input, which their operators make.
+#pragma once
+
+#include "layer.h"
+
+#include <ATen/ATen.h>
+
+namespace torchgradx {
+
+class Elementwise : public Layer {
+ public:
+  bool lowered() const override {
+    return false;
+  }
+  bool makes_input() const override {
+    return true;
+  }
+  bool fuses(const Operands& o, const Tensor& weight) const override {
+    return !o.rearranged && weight.scalar_type() == o.activations.scalar_type();
+  }
+
+  int64_t positions(const Operands& o) const override {
+    return o.grad_output.size(1);
+  }
+  Tensor bias_rows(const Operands& o) const override {
+    return o.grad_output.flatten(2);
+  }
+  double magnitude(const Operands& o) const override {
+    return norm_of(features(o));
+  }
+  std::optional<Tensor> weight_gradients(const Operands& o) const override {
+    return (features(o) * o.grad_output).sum(1).flatten(1);
+  }
+
+ protected:
+  virtual Tensor features(const Operands& o) const = 0;
+};
+
+}  // namespace torchgradx
