@@ -53,11 +53,13 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
         const Rows<acc_t> layer(activations, grad_output, true);
         if (s.T > 1 && !gram_is_quicker(s)) return fused_pass<acc_t>(layer, factors, s.T, weight, grad_bias, sq_norms);
         weight_pass<acc_t>(layer, activations, grad_output, factors, weight);
-        if (s.T == 1)
-          rank1_pass<acc_t>(activations, grad_output, false, sq_norms);
-        else
+        if (s.T == 1) {
+          rank1_pass<acc_t>(activations, grad_output, bias, sq_norms);
+          if (bias) bias_pass<acc_t>(factors ? layer : layer.joined(), factors, grad_bias, {});
+        } else {
           gram_pass<acc_t>(RowSource<acc_t>(activations, grad_output), layer, s.T, sq_norms);
-        if (bias) bias_pass<acc_t>(layer, factors, grad_bias, sq_norms);
+          if (bias) bias_pass<acc_t>(layer, factors, grad_bias, sq_norms);
+        }
       });
 }
 

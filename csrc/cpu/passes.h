@@ -94,7 +94,7 @@ class Partial {
         grad_bias_(grad_bias),
         weight_(sq_norms.defined() ? grid.parts() * N : 0, 0.0),
         bias_(sq_norms.defined() && sq_norms.size(0) > 1 ? grid.parts() * N : 0, 0.0),
-        totals_(!bias_.empty() && grad_bias.defined() ? grid.sample_parts * rows : 0, 0.0) {}
+        totals_(grad_bias.defined() && grad_bias.numel() ? grid.sample_parts * rows : 0, 0.0) {}
 
   Sums<acc_t> of(int64_t part) {
     Sums<acc_t> sums;
@@ -141,7 +141,8 @@ void bias_sweep(const Layer& layer, const Share& share, const Sums<acc_t>& to) {
     }
 }
 
-// Row 1 of sq_norms, and grad_bias [O] if it is defined: for algorithms that do not read the grads by chunks.
+// Row 1 of sq_norms, and grad_bias [O], as far as they are defined: for algorithms that do not read the grads by
+// chunks.
 template <class acc_t, class Layer>
 void bias_pass(const Layer& layer, const acc_t* scale, const Tensor& grad_bias, const Tensor& sq_norms) {
   constexpr double kCostOfAnElement = 8;  // in FLOP: bound by memory

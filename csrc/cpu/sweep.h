@@ -135,14 +135,14 @@ struct Sums {                    // where a share's results go
   const acc_t* scale = nullptr;  // one for every `scale_every` positions, or null
   int64_t scale_every = 1;
   bool wide = false;
-  double* bias_sq_sums = nullptr;  // [N], or null: no bias
+  double* bias_sq_sums = nullptr;  // [N], or null
   double* bias = nullptr;          // [O], or null: only its norms
 };
 
 // What becomes of the sums over one sample's positions, of rows that begin at `row`.
 template <class acc_t>
 void finish_bias(const Sums<acc_t>& to, const acc_t* sums, int64_t n, int64_t row, int64_t rows) {
-  to.bias_sq_sums[n] += kernels<acc_t>().native.sq_sum(sums, rows, 1);
+  if (to.bias_sq_sums) to.bias_sq_sums[n] += kernels<acc_t>().native.sq_sum(sums, rows, 1);
   if (to.bias)
     for (int64_t r = 0; r < rows; ++r) to.bias[row + r] += double(sums[r]) * (to.scale ? to.scale[n] : acc_t(1));
 }
