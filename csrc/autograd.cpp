@@ -33,7 +33,7 @@ struct LayerNode : Node {
 
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const bool recorded = use->pass->arrive(use->parameters(), this);
+    const bool recorded = use->pass->arrive(use->parameters(), this, use->site->apart());
     if (!grads[0].defined()) return variable_list(3);
     const auto [grad_input, grad_weight, grad_bias] =
         gradients({input.unpack(), mean, rstd}, weight.unpack(), grads[0], recorded);

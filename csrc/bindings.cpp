@@ -88,8 +88,8 @@ void bind_pass(py::module_& m) {
             return self.arrive(parameters, nullptr, enclosed);
           },
           py::arg("parameters"), py::arg("enclosed") = false)
-      .def("waits", &Pass::waits)
-      .def("finish", &Pass::finish, py::arg("parameter"), py::arg("sq_norms"), py::arg("row") = 0)
+      .def("waits", [](Pass& self, int64_t parameter) { return self.waits(parameter); })
+      .def("finish", [](Pass& self, int64_t parameter, const Tensor& sq_norms) { self.finish(parameter, sq_norms); })
       .def("clear", &Pass::clear)
       .def("add",
            [](Pass& self, int64_t parameter, const Tensor& grads) { self.add(parameter, {-1, Tensor(), grads}); })
@@ -119,16 +119,17 @@ void bind_capture(py::module_& m) {
       "convolution_layer",
       [](std::vector<int64_t> kernel_size, std::vector<int64_t> stride, std::vector<int64_t> padding,
          std::vector<int64_t> dilation, int64_t groups, bool transposed, bool one_dimensional,
-         std::vector<int64_t> pre_pad, std::string pad_mode) {
+         std::vector<int64_t> depth, std::vector<int64_t> pre_pad, std::string pad_mode) {
         return convolution_layer(
-            {kernel_size, stride, padding, dilation, groups, transposed, one_dimensional, pre_pad, pad_mode});
+            {kernel_size, stride, padding, dilation, groups, transposed, one_dimensional, depth, pre_pad, pad_mode});
       },
       py::arg("kernel_size"), py::arg("stride"), py::arg("padding"), py::arg("dilation"), py::arg("groups"),
-      py::arg("transposed"), py::arg("one_dimensional"), py::arg("pre_pad"), py::arg("pad_mode"));
+      py::arg("transposed"), py::arg("one_dimensional"), py::arg("depth"), py::arg("pre_pad"), py::arg("pad_mode"));
 
   py::class_<Site, std::shared_ptr<Site>>(m, "Site").def(
       py::init([](std::shared_ptr<Recorder> recorder, int64_t index, int64_t weight, int64_t bias, bool weight_grad,
-                  int64_t layout, int64_t presumed, py::object planner, LayerPtr layer) {
+                  int64_t layout, int64_t presumed, py::object planner, LayerPtr layer,
+                  const std::array<int64_t, 3>& weight_rows, const std::array<int64_t, 3>& bias_rows) {
         auto site = std::make_shared<Site>();
         site->recorder = std::move(recorder);
         site->index = index;
@@ -139,10 +140,13 @@ void bind_capture(py::module_& m) {
         site->presumed = static_cast<Layout>(presumed);
         site->planner.reset(new Callback{std::move(planner)});
         site->layer = std::move(layer);
+        site->weight_rows = {weight_rows[0], weight_rows[1], weight_rows[2]};
+        site->bias_rows = {bias_rows[0], bias_rows[1], bias_rows[2]};
         return site;
       }),
       py::arg("recorder"), py::arg("index"), py::arg("weight"), py::arg("bias"), py::arg("weight_grad"),
-      py::arg("layout"), py::arg("presumed"), py::arg("planner"), py::arg("layer"));
+      py::arg("layout"), py::arg("presumed"), py::arg("planner"), py::arg("layer"), py::arg("weight_rows"),
+      py::arg("bias_rows"));
   m.def(
       "call",
       [](const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
@@ -151,6 +155,11 @@ void bind_capture(py::module_& m) {
       },
       py::arg("site"), py::arg("input"), py::arg("weight"), py::arg("bias"), py::arg("mean") = std::nullopt,
       py::arg("var") = std::nullopt);
+  m.def(
+      "count",
+      [](const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
+         const std::optional<Tensor>& bias) { begin_use(site, input.sizes(), weight, bias); },
+      py::arg("site"), py::arg("input"), py::arg("weight"), py::arg("bias"));
   m.def(
       "tap",
       [](const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,

@@ -36,7 +36,7 @@ struct Tap : torch::autograd::FunctionPreHook {
         dtype(weight.options()) {}
 
   variable_list operator()(const variable_list& grads) override {
-    if (!use->pass->arrive(use->parameters(), node) || !grads[output_nr].defined()) return grads;
+    if (!use->pass->arrive(use->parameters(), node, use->site->apart()) || !grads[output_nr].defined()) return grads;
     Tensor x = use->wants_weight ? input.unpack() : Tensor(), g = grads[output_nr].reshape(sizes);
     if (!torch::autograd::get_current_graph_task_keep_graph()) input.reset_data();
     if (at::GradMode::is_enabled()) return grads;  // create_graph: refused when read

@@ -289,9 +289,9 @@ void Pass::audit_edges(const Node* at) {
     }
 }
 
-bool Pass::waits(int64_t parameter) {
+bool Pass::waits(int64_t parameter, int64_t parts) {
   const Entry& entry = entries[parameter];
-  return keep || retained || entry.calls != 1 || !entry.terms.empty();
+  return keep || retained || entry.calls != parts || !entry.terms.empty();
 }
 
 void Pass::add(int64_t parameter, Term term) {
@@ -306,8 +306,16 @@ void Pass::add(int64_t parameter, Term term) {
   recorder->finish()(shared_from_this(), parameter);
 }
 
-void Pass::finish(int64_t parameter, const Tensor& sq_norms, int64_t row) {
+void Pass::finish(int64_t parameter, const Tensor& sq_norms, int64_t row, int64_t parts) {
   Entry& entry = entries[parameter];
+  if (entry.parts > 0 && entry.parts < parts) {
+    const at::NoGradGuard no_grad;
+    entry.sq_norms = entry.final() + (sq_norms.dim() > 1 ? sq_norms[row] : sq_norms);
+    entry.row = 0;
+    ++entry.parts;
+    return;
+  }
+  entry.parts = 1;
   entry.late = entry.late || entry.sq_norms.defined();
   entry.sq_norms = sq_norms;
   entry.row = row;
@@ -360,6 +368,7 @@ void Pass::clear() {
   recorded = false;
   for (Entry& entry : entries) {
     entry.fired = 0;
+    entry.parts = 0;
     entry.late = false;
     entry.sq_norms = Tensor();
     entry.terms.clear();

@@ -50,9 +50,9 @@ struct Term {
 
 using Slot = std::pair<int64_t, Tensor>;  // a parameter's place in the table, and the tensor that stands there now
 
-struct Entry {  // one parameter within one pass
-  int64_t calls = 0, fired = 0;
-  Tensor sq_norms;  // once final: [N], or [*, N] of which `row` counts
+struct Entry {                              // one parameter within one pass
+  int64_t calls = 0, fired = 0, parts = 0;  // parts: final, of one whose rows are used apart
+  Tensor sq_norms;                          // once final: [N], or [*, N] of which `row` counts
   int64_t row = 0;
   std::vector<Term> terms;
   bool late = false;  // a use arrived after the norm was final
@@ -157,10 +157,10 @@ class Pass : public std::enable_shared_from_this<Pass> {
   // Backward: a use's gradient is here, at this node of the graph. False where this backward computes none of the
   // parameters' gradients.
   bool arrive(at::IntArrayRef parameters, const Node* at, bool enclosed = false);
-  // Whether the operands must be kept until all uses are in.
-  bool waits(int64_t parameter);
+  // Whether the operands must be kept until all uses are in; `parts` of its rows, used once each, need no cross terms.
+  bool waits(int64_t parameter, int64_t parts = 1);
   void add(int64_t parameter, Term term);
-  void finish(int64_t parameter, const Tensor& sq_norms, int64_t row = 0);
+  void finish(int64_t parameter, const Tensor& sq_norms, int64_t row = 0, int64_t parts = 1);
   // [N] in float64: the squared norms of some parameters, or of all, together, as far as they are final.
   Tensor total(const std::optional<std::vector<int64_t>>& parameters) const;
   std::vector<int64_t> waiting() const;  // parameters whose uses are not combined yet

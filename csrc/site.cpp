@@ -23,6 +23,14 @@ double epsilon(const Tensor& t) {
   }
 }
 
+// Zeros in place of the rows that another part of the module uses.
+Tensor among(const Tensor& t, const Rows& rows, int64_t dim) {
+  if (rows.parts == 1) return t;
+  const bool last = dim == -1 || t.dim() == 1;
+  if (last) return at::constant_pad_nd(t, {rows.before, rows.after});
+  return at::constant_pad_nd(t, {0, 0, rows.before, rows.after});
+}
+
 }  // namespace
 
 std::optional<Operands> Site::operands(const Pass& pass, int64_t use, const Saved& saved,
@@ -79,18 +87,22 @@ c10::SmallVector<int64_t, 2> Use::parameters() const {
   return parameters;
 }
 
-// A sample of several images, or of several uses, is one sum: its norm must wait until all of it is there.
-bool Use::keeps(int64_t parameter, const Operands& operands) const {
-  return operands.images > 1 || pass->waits(parameter);
+bool Use::waits_for_weight() const {
+  return wants_weight && pass->waits(site->weight, site->weight_rows.parts);
+}
+
+bool Use::waits_for_bias() const {
+  return wants_bias && pass->waits(site->bias, site->bias_rows.parts);
 }
 
 // What is recorded, to be held against what the parameters receive.
 void Use::audit(const Operands& operands, const Gradients& gradients, const Tensor& grad_output) {
   const double size = norm_of(grad_output) * epsilon(grad_output);
   if (wants_weight)
-    site->recorder->add_recorded(site->weight, gradients.weight, size * site->layer->magnitude(operands));
+    site->recorder->add_recorded(site->weight, among(gradients.weight, site->weight_rows, 0),
+                                 size * site->layer->magnitude(operands));
   if (wants_bias)
-    site->recorder->add_recorded(site->bias, gradients.bias,
+    site->recorder->add_recorded(site->bias, among(gradients.bias, site->bias_rows, 0),
                                  size * std::sqrt(static_cast<double>(grad_output.numel())));
 }
 
@@ -108,15 +120,16 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
     if (wants_bias) gradients.bias = layer.bias_rows(*operands).sum({0, 1});
     audit(*operands, gradients, grad_output);
   }
-  const bool keep_weight = wants_weight && keeps(site->weight, *operands);
-  const bool keep_bias = wants_bias && keeps(site->bias, *operands);
+  // A sample of several images, or of several uses, is one sum: its norm must wait until all of it is there.
+  const bool keep_weight = wants_weight && (operands->images > 1 || waits_for_weight());
+  const bool keep_bias = wants_bias && (operands->images > 1 || waits_for_bias());
   const bool bias_now = wants_bias && !keep_bias;
   if (wants_weight && !keep_weight) {
     const Tensor sq = layer.sq_norms(*operands, site->plan(pass->n, layer.positions(*operands)), bias_now);
-    pass->finish(site->weight, sq, 0);
-    if (bias_now) pass->finish(site->bias, sq, 1);
+    pass->finish(site->weight, sq, 0, site->weight_rows.parts);
+    if (bias_now) pass->finish(site->bias, sq, 1, site->bias_rows.parts);
   } else if (bias_now) {
-    pass->finish(site->bias, bias_sq_norms(layer.bias_rows(*operands)));
+    pass->finish(site->bias, bias_sq_norms(layer.bias_rows(*operands)), 0, site->bias_rows.parts);
   }
   const auto whole = [&](const Tensor& by_image) {  // [N K, *] -> [N, *]
     return by_image.unflatten(0, {pass->n, operands->images}).sum(1);
@@ -125,16 +138,20 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
     if (const auto gradients = layer.weight_gradients(*operands))
       pass->add(site->weight, {-1, Tensor(), whole(wide(*gradients))});
     else
-      pass->add(site->weight, {site->index, operands->activations, operands->grad_output});
+      pass->add(site->weight,
+                {site->index, operands->activations, among(operands->grad_output, site->weight_rows, -1)});
   }
-  if (keep_bias) pass->add(site->bias, {-1, Tensor(), whole(wide(layer.bias_rows(*operands)).sum(1))});
+  if (keep_bias) {
+    const Tensor by_sample = whole(wide(layer.bias_rows(*operands)).sum(1));
+    pass->add(site->bias, {-1, Tensor(), among(by_sample, site->bias_rows, -1)});
+  }
 }
 
 // Without weight_grad nothing but the input's gradient is asked for.
 Gradients Use::record_fused(const Saved& saved, const Tensor& weight, const Tensor& grad_output, bool wants_input) {
   const Layer& layer = *site->layer;
   const bool received = site->weight_grad;
-  const auto operands = wants_weight && !pass->waits(site->weight) && (!wants_bias || !pass->waits(site->bias))
+  const auto operands = wants_weight && !waits_for_weight() && !waits_for_bias()
                             ? site->operands(*pass, index, saved, grad_output)
                             : std::nullopt;
   if (operands && operands->images == 1 && layer.fuses(*operands, weight) &&
@@ -142,8 +159,8 @@ Gradients Use::record_fused(const Saved& saved, const Tensor& weight, const Tens
     auto [gradients, sq] = layer.fused(*operands, weight, {wants_input, wants_weight, wants_bias});
     if (wants_input && !layer.makes_input())
       gradients.input = layer.backward(saved, weight, grad_output, {true, false, false}).input;
-    pass->finish(site->weight, sq, 0);
-    if (wants_bias) pass->finish(site->bias, sq, 1);
+    pass->finish(site->weight, sq, 0, site->weight_rows.parts);
+    if (wants_bias) pass->finish(site->bias, sq, 1, site->bias_rows.parts);
     if (received && site->recorder->auditing) audit(*operands, gradients, grad_output);
     return received ? gradients : Gradients{gradients.input};
   }

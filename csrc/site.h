@@ -9,16 +9,24 @@
 
 namespace torchgradx {
 
+struct Rows {  // of a parameter, that a layer uses: between so many others, one of the parts that a module uses apart
+  int64_t before = 0, after = 0, parts = 1;
+};
+
 struct Site {
   std::shared_ptr<Recorder> recorder;
   int64_t index;
-  int64_t weight, bias;               // places in the table of parameters, -1 where there is none
+  int64_t weight, bias;  // places in the table of parameters, -1 where there is none
+  Rows weight_rows, bias_rows;
   bool weight_grad;                   // false: norms only
   Layout layout;                      // as declared
   Layout presumed = Layout::kBatch;   // where nothing is declared or proven
   std::unique_ptr<Callback> planner;  // (N, T) -> Algorithm; asked once a size
   LayerPtr layer;
 
+  bool apart() const {  // its module's edges into these parameters are counted by none, see Pass::enclose
+    return weight_rows.parts > 1 || bias_rows.parts > 1;
+  }
   // Operands with the samples in front; nothing, and a refusal in the record, where they cannot be found.
   std::optional<Operands> operands(const Pass& pass, int64_t use, const Saved& saved, const Tensor& grad_output) const;
 
@@ -49,7 +57,8 @@ struct Use : torch::CustomClassHolder {
 
  private:
   void audit(const Operands& operands, const Gradients& gradients, const Tensor& grad_output);
-  bool keeps(int64_t parameter, const Operands& operands) const;
+  bool waits_for_weight() const;
+  bool waits_for_bias() const;
 };
 
 // A use of `site` on this thread, or nothing where the plain layer should run.

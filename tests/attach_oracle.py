@@ -259,7 +259,8 @@ def check(model, loss, *batch, dtype=torch.float64, dims=0, want=None, rtol=None
     else:
         same_gradients(model, twin, None if options.get("fused") is False else rtol)
     for t, u in zip(batch, twin_batch, strict=True):
-        if t.requires_grad:
+        assert (t.grad is None) == (u.grad is None)
+        if u.grad is not None:
             assert (t.grad - u.grad).abs().max() <= rtol * u.grad.abs().max()
     del value  # what is left may live as long as the last graph
     if fingerprint(model) != before:

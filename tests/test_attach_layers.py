@@ -28,6 +28,10 @@ def conv(*args, **kwargs):
     return lambda: nn.Conv2d(*args, **kwargs)
 
 
+def conv3d(*args, **kwargs):
+    return lambda: nn.Conv3d(*args, **kwargs)
+
+
 def linear(*args, **kwargs):
     return lambda: nn.Linear(*args, **kwargs)
 
@@ -94,6 +98,39 @@ KERNEL_LAYERS = {
     "conv2d circular groups stride": (
         conv(4, 4, 3, padding=1, padding_mode="circular", groups=4, stride=2),
         (N, 4, 6, 6),
+    ),
+    "conv3d": (conv3d(2, 3, 2, padding=1), (N, 2, 3, 4, 3)),
+    "conv3d without bias": (conv3d(2, 3, 3, bias=False), (N, 2, 4, 3, 5)),
+    "conv3d groups": (conv3d(4, 6, 2, groups=2), (N, 4, 3, 4, 3)),
+    "conv3d depthwise": (conv3d(4, 4, (2, 3, 1), groups=4, padding=(0, 1, 0)), (N, 4, 3, 4, 3)),
+    "conv3d 1x1x1": (conv3d(3, 4, 1, stride=2), (N, 3, 3, 4, 3)),
+    "conv3d everything": (
+        conv3d(4, 6, (2, 3, 2), stride=(2, 1, 3), padding=(1, 2, 1), dilation=(1, 2, 2), groups=2),
+        (N, 4, 5, 6, 7),
+    ),
+    "conv3d stride beyond kernel": (conv3d(2, 3, 2, stride=3), (N, 2, 6, 8, 9)),
+    "conv3d tall kernel": (conv3d(2, 3, (1, 4, 1), stride=(1, 2, 1)), (N, 2, 3, 9, 3)),
+    "conv3d one depth": (conv3d(2, 3, (3, 2, 2)), (N, 2, 3, 4, 3)),
+    "conv3d kernel of the image's size": (conv3d(2, 3, 3), (N, 2, 3, 3, 3)),
+    "conv3d one sample": (conv3d(2, 3, 2), (1, 2, 3, 4, 3)),
+    "conv3d same, even kernel": (conv3d(2, 3, (2, 3, 4), padding="same"), (N, 2, 3, 4, 5)),
+    "conv3d circular": (conv3d(2, 3, 3, padding=1, padding_mode="circular"), (N, 2, 3, 4, 3)),
+    "transposed conv3d": (lambda: nn.ConvTranspose3d(2, 3, 2, stride=2), (N, 2, 2, 3, 2)),
+    "transposed conv3d in groups": (
+        lambda: nn.ConvTranspose3d(4, 2, 3, groups=2, bias=False),
+        (N, 4, 2, 2, 3),
+    ),
+    "transposed conv3d with everything": (
+        lambda: nn.ConvTranspose3d(
+            2,
+            3,
+            (3, 2, 3),
+            stride=(3, 2, 2),
+            padding=(2, 1, 0),
+            output_padding=(2, 1, 1),
+            dilation=(2, 1, 2),
+        ),
+        (N, 2, 3, 4, 2),
     ),
     "transposed conv1d": (lambda: nn.ConvTranspose1d(2, 3, 3, stride=2), (N, 2, 5)),
     "transposed conv1d of one position": (lambda: nn.ConvTranspose1d(3, 2, 2), (N, 3, 1)),
@@ -206,11 +243,6 @@ ELEMENTWISE_LAYERS = {
 
 FALLBACK_LAYERS = {
     "rms norm of one's own": (RootMeanSquare, (N, 5, 3)),
-    "embedding bag sum": (lambda: nn.EmbeddingBag(7, 3, mode="sum"), IDS),
-    "embedding bag mean": (lambda: nn.EmbeddingBag(7, 3, mode="mean"), IDS),
-    "embedding bag max": (lambda: nn.EmbeddingBag(7, 3, mode="max"), IDS),
-    "conv3d": (lambda: nn.Conv3d(2, 3, 2, padding=1), (N, 2, 3, 4, 3)),
-    "conv3d groups": (lambda: nn.Conv3d(2, 4, 2, groups=2), (N, 2, 3, 4, 3)),
     "transposed conv2d with much output padding": (
         lambda: nn.ConvTranspose2d(2, 3, 3, stride=2, dilation=3, output_padding=2),
         (N, 2, 4, 3),
@@ -254,10 +286,35 @@ def check_leaf(name, make, shape, options, dtype):
     check(model, square, x, dtype=dtype, input_grad=not ids, **options)
 
 
-@fallback_mode
-def test_bilinear_has_the_norms_of_the_loop(options):
-    model = Model(lambda m, x, y: torch.tanh(m.pair(x, y)), pair=nn.Bilinear(3, 2, 4))
-    check(model, square, torch.randn(N, 3), torch.randn(N, 2), **options)
+TWICE = {
+    "conv2d": (conv(3, 3, 3, padding=1), (N, 3, 4, 5)),
+    "conv3d": (conv3d(3, 3, 3, padding=1, groups=3), (N, 3, 2, 3, 4)),
+    "conv3d strided": (conv3d(3, 3, (2, 1, 3), stride=(1, 2, 1), padding=1), (N, 3, 2, 5, 4)),
+    "transposed conv1d": (lambda: nn.ConvTranspose1d(3, 3, 2, stride=2), (N, 3, 4)),
+    "transposed conv2d": (
+        lambda: nn.ConvTranspose2d(3, 3, (2, 3), stride=2, padding=1),
+        (N, 3, 4, 5),
+    ),
+    "transposed conv2d in groups": (
+        lambda: nn.ConvTranspose2d(6, 6, 2, stride=2, groups=3),
+        (N, 6, 3, 2),
+    ),
+    "transposed conv3d": (lambda: nn.ConvTranspose3d(3, 3, (2, 1, 3), stride=2), (N, 3, 2, 3, 2)),
+}
+
+
+@every_mode
+@pytest.mark.parametrize("images", [1, 2], ids=["one image", "two images"])
+@pytest.mark.parametrize("name", TWICE)
+def test_convolutions_used_twice_count_their_cross_terms(name, images, options):
+    make, shape = TWICE[name]
+
+    def of_images(m, x):
+        x = x.flatten(0, 1)
+        return m.conv(m.conv(x).tanh()).unflatten(0, (-1, images))
+
+    x = torch.randn(shape[0], images, *shape[1:])
+    check(Model(of_images, conv=make()), square, x, **options)
 
 
 @every_mode
@@ -397,3 +454,25 @@ def test_very_small_and_very_large_gradients_survive_float32(factor, options):
         (square(model, x) * factor).backward()
         norms = probe.norms().double() / factor
     assert torch.allclose(norms, want, rtol=1e-4), f"{norms.tolist()} and not {want.tolist()}"
+
+
+@both_dtypes
+@every_mode
+def test_a_linear_of_gpt2_has_the_norms_of_the_loop(options, dtype):
+    kind = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    for shape in ((N, 3), (N, 7, 3), (N, 70, 3), (1, 6, 3)):
+        model = nn.Sequential(kind(5, 3), nn.Tanh())
+        check(model, square, torch.randn(shape), dtype=dtype, input_grad=True, **options)
+    named = Model(lambda m, x: m.c(x=x), c=kind(5, 3))
+    check(named, square, torch.randn(N, 7, 3), dtype=dtype, **options)
+
+
+@every_mode
+def test_a_linear_of_gpt2_used_twice_and_tied_to_a_table(options):
+    kind = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    twice = Model(lambda m, x: m.c(torch.tanh(m.c(x))), c=kind(3, 3))
+    check(twice, square, torch.randn(N, 5, 3), **options)
+    tied = Model(lambda m, ids, x: m.c(x).tanh() + m.table(ids), c=kind(3, 7),
+                 table=nn.Embedding(7, 3))  # fmt: skip
+    tied.table.weight = tied.c.weight
+    check(tied, square, torch.randint(0, 7, (N, 5)), torch.randn(N, 5, 7), **options)

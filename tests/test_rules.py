@@ -5,30 +5,53 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_attach_attention import WAYS
+from test_attach_closed import BAGS, PAIRS
 from test_attach_layers import ELEMENTWISE_LAYERS, KERNEL_LAYERS
 from torch import nn
 
 from torchgradx.rules import RULES, rule_of
 
-LAYERS = KERNEL_LAYERS | ELEMENTWISE_LAYERS
+LAYERS = {name: make for name, (make, _) in (KERNEL_LAYERS | ELEMENTWISE_LAYERS).items()}
+# Of more than one input: a part of a model
+LAYERS |= {f"attention {name}": lambda make=make: make().a for name, make in WAYS.items()}
+LAYERS |= {f"bag {name}": lambda make=make: make().bag for name, make in BAGS.items()}
+LAYERS |= {f"pair {name}": lambda make=make: make().pair for name, (make, _) in PAIRS.items()}
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
-@pytest.mark.parametrize("kind", RULES, ids=lambda kind: kind.__name__)
+def title(kind):
+    """nn.Linear, or the name of a class of another package."""
+    return kind if isinstance(kind, str) else f"nn.{kind.__name__}"
+
+
+@pytest.mark.parametrize("kind", RULES, ids=title)
 def test_a_layer_with_a_rule_is_in_the_tests_table_and_in_the_readme(kind):
-    assert any(type(make()) is kind for make, _ in LAYERS.values())
-    assert re.search(rf"^\| `nn\.{kind.__name__}` \|", README, re.MULTILINE)
+    assert isinstance(kind, str) or any(type(make()) is kind for make in LAYERS.values())
+    assert re.search(rf"^\| `{title(kind)}` \|", README, re.MULTILINE)
 
 
 def test_every_layer_that_the_readme_gives_a_kernel_has_a_rule():
-    named = re.findall(r"^\| `nn\.(\w+)` \| C\+\+", README, re.MULTILINE)
-    assert {getattr(nn, name) for name in named} == set(RULES)
+    named = re.findall(r"^\| `([\w.]+)` \| (?:C\+\+|closed form)", README, re.MULTILINE)
+    assert set(named) == set(map(title, RULES))
 
 
-@pytest.mark.parametrize("make", [make for make, _ in LAYERS.values()], ids=LAYERS)
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_every_layer_of_the_tests_table_has_the_rule_of_its_type(make):
     layer = make()
     assert rule_of(layer) is RULES[type(layer)]
+
+
+def test_a_layer_of_another_package_has_its_rule_where_it_is_imported():
+    name, _, kind = "transformers.pytorch_utils.Conv1D".rpartition(".")
+    layer = getattr(pytest.importorskip(name), kind)
+    assert rule_of(layer(3, 2)) is RULES[f"{name}.{kind}"]
+
+    class Doubled(layer):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    assert rule_of(Doubled(3, 2)) is None
 
 
 def test_a_subclass_that_computes_something_else_has_no_rule():

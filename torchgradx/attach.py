@@ -23,6 +23,7 @@ from .explain import explanation
 from .layout import tensors_in
 from .record import Record
 from .rerun import FallbackSite, Site
+from .rules import rule_named
 from .sharding import flattened, gathers, split
 from .sites import Hooks, NativeSite
 from .table import Context, Parameters, find_layers
@@ -223,7 +224,8 @@ class Probe:
         try:
             context = Context(self._recorder, self._audit, self._parameters, self._options)
             for index, layer in enumerate(self._layers):
-                kind = FallbackSite if layer.kind == "vmap" else NativeSite
+                native = layer.kind != "vmap" and not rule_named(layer.kind).closed
+                kind = NativeSite if native else FallbackSite
                 site = kind(modules[layer.name], layer, index, context)
                 self._sites.append(site)
             if not self._options["weight_grad"]:

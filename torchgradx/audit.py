@@ -22,6 +22,7 @@ from .layout import SEQUENCE, SHARED, Watched, prove
 from .lift import Lift
 from .rules import Layer
 from .shared import Plan
+from .sites import NativeSite
 
 if TYPE_CHECKING:
     from .record import Record
@@ -117,9 +118,9 @@ class Audit:
         watched = []
         for site, sizes, node, number in uses:
             trusted = sites[site].declared >= 0
-            watched.append(
-                Watched(None if trusted else node, number, sizes[: sites[site].leads(len(sizes))])
-            )
+            leads = sizes[: sites[site].leads(len(sizes))]
+            second = isinstance(sites[site], NativeSite)
+            watched.append(Watched(None if trusted else node, number, leads, second))
 
         def proof(watched: Sequence[Watched]) -> list[int | str | None]:
             self._recorder.idle = True

@@ -94,23 +94,19 @@ class _Theirs(OrderedDict[int, Any]):
 
 
 def swapped(
-    stock: type[nn.Module], operator: Callable[..., Any], sites: dict[int, Any]
+    stock: type[nn.Module], forward_of: Callable[..., Any], sites: dict[int, Any]
 ) -> type[nn.Module]:
-    """A subclass whose forward is the operator at the module's site; its copies are stock.
+    """A subclass whose forward is forward_of(stock, sites) and looks up the module's site by its
+    id; where there is none (a stand-in that runs again, or another's copy of the dict) it is the
+    stock one's. Copies are stock.
 
     One class serves all modules of a type: Python's own caches are by type, and a class for each
     module would cost more than a small layer does.
     """
 
-    def forward(self: Any, input: Any) -> Any:
-        site = sites.get(id(self))
-        if site is None:  # a stand-in that runs again, or another's copy of the dict: stock
-            return stock.forward(self, input)
-        return operator(site, input, self.weight, getattr(self, "bias", None))
-
     def replicate(self: Any) -> Any:
         replica = stock._replicate_for_data_parallel(self)
-        replica.__class__ = swapped(stock, operator, {id(replica): sites[id(self)]})
+        replica.__class__ = swapped(stock, forward_of, {id(replica): sites[id(self)]})
         return replica
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
@@ -118,7 +114,7 @@ def swapped(
         return (copyreg._reconstructor, (stock, object, None), _without_hooks(made[2]))  # type: ignore[attr-defined]
 
     body = {
-        "forward": forward,
+        "forward": forward_of(stock, sites),
         "_replicate_for_data_parallel": replicate,
         "__reduce_ex__": reduce,
         "__module__": stock.__module__,

@@ -17,8 +17,11 @@ def explanation(layers: Sequence[Layer], parameters: Parameters) -> str:
     trainable = set(parameters.trainable())
     lines = []
     for layer in layers:
+        if layer.role and not layer.plans:
+            continue  # one of the ways in which its module may be called
         names = [parameters.names[place] for place in layer.parameters if place in trainable]
-        title = f"{layer.name or '(root)'}: {layer.type_name}"
+        part = f", {layer.role}" if layer.role else ""
+        title = f"{layer.name or '(root)'}: {layer.type_name}{part}"
         lines.append(f"{title}  [{', '.join(names) or 'frozen'}]")
         if names:
             lines += [f"  {line}" for line in _how(layer).splitlines()]

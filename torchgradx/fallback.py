@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from .copies import stock_of
 from .layout import BATCH, SEQUENCE, tensors_in
 
-__all__ = ["Call", "Regime", "as_it_is_now", "per_sample_gradients"]
+__all__ = ["Call", "Regime", "as_it_is_now", "by_sample", "per_sample_gradients", "whole_gradients"]
 
 Chunks = Iterator[tuple[slice, list[Tensor]]]
 
@@ -198,9 +198,27 @@ def _inner(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
     total = torch.zeros(())
     for out, g in zip(outputs, grads, strict=True):
         if g is not None:
+            if out.shape != g.shape:
+                raise ValueError(f"a sample's output is {out.shape}, its gradient {g.shape}")
             wide = torch.promote_types(out.dtype, torch.float32)
             total = total + (out.to(wide) * g.to(wide)).sum()
     return total
+
+
+def by_sample(call: Call, t: Tensor) -> Tensor | None:
+    """[N, T, F] of rows [*, F], one for each of the module's output."""
+    first = _first(call)
+    pieces = _pieces(call, t, first.shape[_dim(call, first)])
+    return None if pieces is None else pieces.flatten(1, -2)
+
+
+def whole_gradients(
+    call: Call, silent: Callable[[], contextlib.AbstractContextManager[None]]
+) -> list[Tensor]:
+    """The sums over the samples."""
+    with silent(), call.regime.again():
+        again = replace(call, module=_stand_in(call.module), n=1, layout=BATCH)
+        return [gradients[0] for _, found in _by_replay(again) for gradients in found]
 
 
 def _by_replay(call: Call) -> Chunks:

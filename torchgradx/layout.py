@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["BATCH", "SEQUENCE", "SHARED", "Watched", "prove", "tensors_in"]
+__all__ = ["BATCH", "SECOND", "SEQUENCE", "SHARED", "Watched", "prove", "tensors_in"]
 
-BATCH, SEQUENCE, SHARED = 0, 1, 2  # rows n*T+t | rows t*N+n | rows of no sample, see shared.py
+# rows n*T+t | rows t*N+n | rows of no sample, see shared.py | [T, N K, *]
+BATCH, SEQUENCE, SHARED, SECOND = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Watched:
     node: Any  # that made the output; None where it needs no gradient
     output_nr: int
     leads: Sequence[int]  # the leading dimensions of the layer's output, which count its rows
+    second: bool = False  # it can find samples of several rows in the second dimension
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -129,7 +131,7 @@ def _verdict(
     leads, count = use.leads, prod(use.leads)
     held = [s.reshape(count, -1) for s in scaled if s is not None]
     fits = {}
-    for layout, owner in _owners(leads, n):
+    for layout, owner in _owners(leads, n, use.second):
         pairs = zip(held, digits, strict=True)
         if all(_scaled_by(plain.reshape(count, -1), s, digit[owner]) for s, digit in pairs):
             fits[layout] = owner
@@ -140,7 +142,7 @@ def _verdict(
     return f"its rows mix the {n} samples, or stand in another order than n*T+t or t*N+n"
 
 
-def _owners(leads: Sequence[int], n: int) -> Iterator[tuple[int, Tensor]]:
+def _owners(leads: Sequence[int], n: int, second: bool) -> Iterator[tuple[int, Tensor]]:
     """Each layout that the sizes allow, and the sample of each row under it (as csrc/site.cpp)."""
     place = torch.arange(prod(leads))
     if leads[0] % n == 0:
@@ -149,6 +151,8 @@ def _owners(leads: Sequence[int], n: int) -> Iterator[tuple[int, Tensor]]:
         yield SEQUENCE, place // prod(leads[2:]) % n
     elif leads[0] % n == 0:
         yield SEQUENCE, place // prod(leads[1:]) % n
+    if second and len(leads) > 1 and leads[1] % n == 0:
+        yield SECOND, place // prod(leads[2:]) % leads[1] // (leads[1] // n)
 
 
 def _scaled_by(plain: Tensor, scaled: Tensor, exponents: Tensor) -> bool:

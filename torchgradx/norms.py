@@ -105,11 +105,15 @@ def _rows(term: Term, n: int, chunk: slice) -> tuple[Tensor, Tensor]:
     layer, a, b = term
     assert layer is not None
     assert a is not None
+    if layer.transposed:  # its weight is the other way round
+        a, b = b, a
     if not layer.kernel_size:
         return a[chunk], b[chunk]
     images = a.shape[0] // n  # of one sample
     these = slice(chunk.start * images, chunk.stop * images)
-    patches = F.unfold(a[these], layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+    # Of three dimensions: csrc/layers/convolution.cpp has made them two, the first one padded.
+    padding = (0, layer.padding[1]) if layer.depth else layer.padding
+    patches = F.unfold(a[these], layer.kernel_size, layer.dilation, padding, layer.stride)
     count, groups = chunk.stop - chunk.start, layer.groups
 
     def by_group(t: Tensor) -> Tensor:  # [n * images, groups * features, pixels]

@@ -14,9 +14,16 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import ops
-from .fallback import CHANNELS_FIRST, Call, Regime, as_it_is_now, per_sample_gradients
+from .fallback import (
+    CHANNELS_FIRST,
+    Call,
+    Regime,
+    as_it_is_now,
+    per_sample_gradients,
+    whole_gradients,
+)
 from .layout import BATCH, SEQUENCE, SHARED, tensors_in
-from .rules import CONTAINERS, Layer, opaque, own_names
+from .rules import CONTAINERS, Layer, opaque, own_names, rule_named
 from .sharding import scattered
 from .sites import MIXES, Hooks, NativeSite
 from .table import Context, declared_layout
@@ -45,6 +52,7 @@ class FallbackSite:
         self._own: dict[int, str] = {}
         for key in own_names(module):
             self._own.setdefault(context.parameters.place(prefix + key), key)
+        self._closed = rule_named(layer.kind).closed if layer.kind != "vmap" else None
         self._hooks = Hooks(module)
         self._hooks.add(module.register_forward_pre_hook, self._before)
         self._hooks.add(module.register_forward_hook, self._after, prepend=True, with_kwargs=True)
@@ -101,7 +109,7 @@ class FallbackSite:
         if not torch.is_grad_enabled() or not live:
             return
         run.enclose(list(held), self._first)
-        run.watch(use, _made(first))
+        run.watch(use, _made(first) if len(outputs) == 1 else first)
         self._listen(run, use, held, (args, kwargs), outputs)
 
     def _listen(
@@ -113,7 +121,8 @@ class FallbackSite:
         grads: list[Tensor | None] = [None] * len(outputs)
         regime, places = self._regime, list(held)
         by_node: dict[Any, list[int]] = {}
-        made = [_made(t) for t in outputs]
+        # The base of one of several may be what another is made from.
+        made = [_made(t) for t in outputs] if len(outputs) == 1 else outputs
         shapes = [t.shape for t in outputs]
         for k, t in enumerate(made):
             if t.grad_fn is not None:
@@ -165,6 +174,8 @@ class FallbackSite:
                     settle()
                 elif len(arrived) == 1:  # the others may come, or not: wait for the end
                     module[0] = as_it_is_now(self._module)
+                    if any(map(run.waits, places)):  # all of its uses have arrived before any is in
+                        run.keep = True
                     at_the_end(settle)
 
             node.register_prehook(prehook)
@@ -190,9 +201,19 @@ class FallbackSite:
             layout = self.presumed
         names = [self._own[place] for place in places]
         call = Call(module, names, arguments, grads, run.n, layout, regime)
+        waits = [run.waits(place) for place in places]
+        norms = self._closed(call) if self._closed and not any(waits) else None
+        if norms is not None:
+            if self._recorder.auditing:
+                totals = whole_gradients(call, self._silent)
+                for place, name, total in zip(places, names, totals, strict=True):
+                    eps = torch.finfo(regime.autocast or total.dtype).eps
+                    self._recorder.add_recorded(place, total, float(norms[name].sqrt().sum()) * eps)
+            for place, name in zip(places, names, strict=True):
+                run.finish(place, norms[name])
+            return
         way, chunks = per_sample_gradients(call, self._silent)
         self.layer.notes[way] = None
-        waits = [run.waits(place) for place in places]
         kept: list[list[Tensor]] = [[] for _ in places]
         for _, found in chunks:
             for k, (place, g) in enumerate(zip(places, found, strict=True)):
@@ -202,11 +223,11 @@ class FallbackSite:
                     self._recorder.add_recorded(place, g.sum(0), size * eps)
                 kept[k].append(g if waits[k] else g.reshape(len(g), -1).square().sum(1))
         for k, place in enumerate(places):
-            whole = torch.cat(kept[k]) if kept[k] else torch.zeros(0)
+            joined = torch.cat(kept[k]) if kept[k] else torch.zeros(0)
             if waits[k]:
-                run.add(place, whole)
+                run.add(place, joined)
             else:
-                run.finish(place, whole)
+                run.finish(place, joined)
 
     @contextlib.contextmanager
     def _silent(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ own forward computes something else.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from . import ops
+from . import attention, closed, ops
 from .cost import Plan, Problem, plan
 from .gpu import Gpu
 
@@ -31,6 +32,9 @@ CONTAINERS = (
     nn.ParameterList,
     nn.ParameterDict,
 )  # never called: their parameters are their owner's
+
+
+WHOLE = (0, 0, 1)
 
 
 @dataclass
@@ -52,7 +56,13 @@ class Layer:
     dilation: tuple[int, ...] = ()
     pre_pad: tuple[int, ...] = ()  # what `padding` cannot say, as for F.pad
     pad_mode: str = "constant"
+    depth: tuple[
+        int, ...
+    ] = ()  # of the first of three dimensions: kernel, stride, padding, dilation
     transposed: bool = False
+    role: str = ""  # of one among several layers that a module is
+    weight_rows: tuple[int, int, int] = WHOLE  # those before, those after, and in how many parts
+    bias_rows: tuple[int, int, int] = WHOLE
     constants: dict[str, Any] = field(default_factory=dict)  # of other layers
     plans: dict[tuple[int, int], Plan] = field(default_factory=dict)  # by (N, T)
     notes: dict[str, None] = field(default_factory=dict)  # how the fallback served, once each
@@ -89,12 +99,13 @@ class Rule:
     name: str
     accepts: Callable[[Any], bool]
     describe: Callable[[Any], dict[str, Any]]  # fields of Layer
-    make: Callable[[Layer], Any]  # its arithmetic in C++, csrc/layers
-    leads: Callable[
-        [Layer, int], int
-    ]  # leading dimensions, of an input of so many, that count rows
+    make: Callable[[Layer], Any] = lambda layer: None  # its arithmetic in C++, csrc/layers
+    leads: Callable[[Layer, int], int] = lambda layer, dims: 1  # of an input: that count rows
     swaps: bool = True  # its forward can be ours; else its output is tapped
     way: str = ""  # what serves it, where there is nothing to choose; else the cost model says
+    argument: str = "input"
+    closed: closed.Form | None = None  # in place of `make`: from what the module was called with
+    parts: Callable[..., Iterator[dict[str, Any]]] | None = None  # fields of several layers
 
 
 # Linear
@@ -108,18 +119,23 @@ def _all_but_last(layer: Layer, dims: int) -> int:
     return dims - 1
 
 
-# Convolutions; one dimension is two, of height 1
+def _conv1d(module: Any) -> dict[str, Any]:
+    """That of GPT-2: a Linear whose weight is [I, O]."""
+    return {"in_features": module.nx, "out_features": module.nf, "transposed": True}
 
 
-def _convolution(module: nn.Conv1d | nn.Conv2d) -> dict[str, Any]:
+# Convolutions; one dimension is two, of height 1, and three are two, of more channels
+
+
+def _convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> dict[str, Any]:
     sides = list(module._reversed_padding_repeated_twice)  # as for F.pad: last dimension first
     pairs = [(sides[k], sides[k + 1]) for k in range(0, len(sides), 2)]
     symmetric = module.padding_mode == "zeros" and all(low == high for low, high in pairs)
+    padding = [low if symmetric else 0 for low, _ in reversed(pairs)]
     return {
-        **_geometry(module),
+        **_geometry(module, padding),
         "in_features": module.in_channels // module.groups * prod(module.kernel_size),
         "out_features": module.out_channels // module.groups,
-        "padding": _lifted([low for low, _ in reversed(pairs)], 0) if symmetric else (0, 0),
         "pre_pad": () if symmetric else tuple(sides),
         "pad_mode": "constant" if module.padding_mode == "zeros" else module.padding_mode,
     }
@@ -128,25 +144,28 @@ def _convolution(module: nn.Conv1d | nn.Conv2d) -> dict[str, Any]:
 def _transposed(module: Any) -> dict[str, Any]:
     """The convolution from its gradient to its input, see csrc/layers/convolution.cpp."""
     return {
-        **_geometry(module),
+        **_geometry(module, module.padding),
         "in_features": module.out_channels // module.groups * prod(module.kernel_size),
         "out_features": module.in_channels // module.groups,
-        "padding": _lifted(module.padding, 0),
         "transposed": True,
     }
 
 
-def _geometry(module: Any) -> dict[str, Any]:
+def _geometry(module: Any, padding: Sequence[int]) -> dict[str, Any]:
+    sizes = (module.kernel_size, module.stride, padding, module.dilation)
+    deep = len(module.kernel_size) == 3
     return {
         "groups": module.groups,
-        "kernel_size": _lifted(module.kernel_size),
-        "stride": _lifted(module.stride),
-        "dilation": _lifted(module.dilation),
+        "kernel_size": _pair(module.kernel_size),
+        "stride": _pair(module.stride),
+        "padding": _pair(padding, 0),
+        "dilation": _pair(module.dilation),
+        "depth": tuple(size[0] for size in sizes) if deep else (),
     }
 
 
-def _lifted(sizes: Sequence[int], first: int = 1) -> tuple[int, ...]:
-    return (*(first for _ in range(2 - len(sizes))), *sizes)
+def _pair(sizes: Sequence[int], first: int = 1) -> tuple[int, ...]:
+    return (first, *sizes)[-2:]
 
 
 def _convolution_layer(layer: Layer) -> Any:
@@ -158,6 +177,7 @@ def _convolution_layer(layer: Layer) -> Any:
         groups=layer.groups,
         transposed=layer.transposed,
         one_dimensional=layer.kind.endswith("1d"),
+        depth=layer.depth,
         pre_pad=layer.pre_pad,
         pad_mode=layer.pad_mode,
     )
@@ -186,6 +206,10 @@ def _constants(*names: str, **renamed: str) -> Callable[[Any], dict[str, Any]]:
     return describe
 
 
+def _nothing(module: Any) -> dict[str, Any]:
+    return {}
+
+
 def _made_of(name: str) -> Callable[[Layer], Any]:
     return lambda layer: getattr(_C, name)(**layer.constants)
 
@@ -199,11 +223,13 @@ def _all_but_shape(layer: Layer, dims: int) -> int:
 
 
 GATHER = "gather: rows of equal ids are added up, then squared"
+BAGS = "closed form: every row of a bag has the bag's gradient, rows of equal ids are added up"
+PAIRS = "closed form: outer products of the inputs, or Gram matrices, whichever is less"
 SWEEP = "fused: in the sweep that makes its gradients"
 BESIDE = "direct: in a sweep beside the framework's own"
 
 
-def _plain_table(module: nn.Embedding) -> bool:
+def _plain_table(module: nn.Embedding | nn.EmbeddingBag) -> bool:
     return module.max_norm is None and not module.scale_grad_by_freq
 
 
@@ -217,7 +243,22 @@ def _stock(kind: Any, *methods: str) -> Callable[[Any], bool]:
 
     def accepts(module: Any) -> bool:
         same = all(getattr(type(module), m, None) is getattr(kind, m) for m in methods)
-        return same and isinstance(module, kind)  # relatives share a forward
+        return same and isinstance(module, kind) and _only_weight_and_bias(module)
+
+    return accepts
+
+
+def _only_weight_and_bias(module: nn.Module) -> bool:
+    own = {name for name, p in module._parameters.items() if p is not None}
+    return "weight" in own and own <= {"weight", "bias"}
+
+
+def _elsewhere(module: str, name: str) -> Callable[[Any], bool]:
+    """As _stock, of a class of a package that is never imported here."""
+
+    def accepts(candidate: Any) -> bool:
+        kind = getattr(sys.modules.get(module), name, None)
+        return kind is not None and _stock(kind)(candidate)
 
     return accepts
 
@@ -225,8 +266,8 @@ def _stock(kind: Any, *methods: str) -> Callable[[Any], bool]:
 def _row(
     kind: Any,
     describe: Callable[[Any], dict[str, Any]],
-    make: Callable[[Layer], Any],
-    leads: Callable[[Layer, int], int],
+    make: Callable[[Layer], Any] = Rule.make,
+    leads: Callable[[Layer, int], int] = Rule.leads,
     *,
     methods: Sequence[str] = (),
     when: Callable[[Any], bool] = lambda module: True,
@@ -240,17 +281,29 @@ def _row(
     return kind, Rule(kind.__name__.lower(), accepts, describe, make, leads, **more)
 
 
-def _rules() -> Iterator[tuple[type[nn.Module], Rule]]:
+def _rules() -> Iterator[tuple[type[nn.Module] | str, Rule]]:
     kind: Any
     yield _row(nn.Linear, _linear, lambda layer: _C.linear_layer(), _all_but_last)
-    for kind in (nn.Conv1d, nn.Conv2d):
+    conv1d = "transformers.pytorch_utils", "Conv1D"
+    yield ".".join(conv1d), Rule(
+        "transposed linear", _elsewhere(*conv1d), _conv1d,
+        lambda layer: _C.linear_layer(transposed=True), _all_but_last, argument="x"
+    )  # fmt: skip
+    for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         yield _row(kind, _convolution, _convolution_layer, _one, methods=("_conv_forward",))
-    for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d):
+    for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
         # its forward takes an output_size besides, and stays the framework's own
         yield _row(kind, _transposed, _convolution_layer, _one, when=_fits, swaps=False)
     rows = _constants("padding_idx", rows="num_embeddings")
     table = _made_of("embedding_layer")
     yield _row(nn.Embedding, rows, table, _all, when=_plain_table, swaps=False, way=GATHER)
+    bags: dict[str, Any] = {"closed": closed.embedding_bag, "way": BAGS}
+    yield _row(nn.EmbeddingBag, _nothing, when=_plain_table, **bags)
+    yield _row(nn.Bilinear, _nothing, closed=closed.bilinear, way=PAIRS)
+    yield (
+        nn.MultiheadAttention,
+        Rule("multiheadattention", attention.accepts, _nothing, parts=attention.parts),
+    )
     shape = _constants("eps", shape="normalized_shape")
     yield _row(nn.LayerNorm, shape, _made_of("layer_norm_layer"), _all_but_shape, way=SWEEP)
     yield _row(nn.RMSNorm, shape, _made_of("rms_norm_layer"), _all_but_shape, way=SWEEP)
@@ -267,13 +320,12 @@ def _rules() -> Iterator[tuple[type[nn.Module], Rule]]:
         yield _row(kind, eps, _made_of("batch_norm_layer"), _one, **tapped)
 
 
-RULES: dict[type[nn.Module], Rule] = dict(_rules())
+RULES: dict[type[nn.Module] | str, Rule] = dict(_rules())
 
 
 def rule_of(module: nn.Module) -> Rule | None:
-    own = {name for name, p in module._parameters.items() if p is not None}
     plain = "forward" not in module.__dict__ and "_conv_forward" not in module.__dict__
-    if not plain or not own <= {"weight", "bias"} or "weight" not in own:
+    if not plain or parametrize.is_parametrized(module):
         return None
     if any(p is not None and p.dtype not in DTYPES for p in module._parameters.values()):
         return None

@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import ops
+from .attention import Part, attending
 from .copies import Hook, keep_out, let_in, stock_of
 from .gpu import gpu_of
-from .layout import BATCH, SEQUENCE
-from .rules import Layer, rule_named
+from .layout import BATCH, SECOND, SEQUENCE
+from .rules import Layer, Rule, rule_named
 from .table import Context, declared_layout
 
 if ops.NATIVE:
@@ -59,11 +60,10 @@ class NativeSite:
     ) -> None:
         options = context.options
         self.layer, self.declared = layer, declared_layout(layer, options)
-        self.presumed = SEQUENCE if options["batch_dim"] else BATCH
-        self._module, self._stock = module, type(module)
+        self.presumed = SEQUENCE if options["batch_dim"] or layer.role else BATCH
+        self._module, self._stock = module, stock_of(type(module))
         weight_grad = options["weight_grad"]
-        weight = module._parameters["weight"]
-        assert weight is not None
+        weight = context.parameters.tensors()[layer.weight]
         itemsize, device = weight.element_size(), gpu_of(weight.device)
         self._rule = rule_named(layer.kind)
         swaps = self._rule.swaps and (options["fused"] or not weight_grad)
@@ -87,18 +87,27 @@ class NativeSite:
             weight=layer.weight,
             bias=layer.bias,
             weight_grad=weight_grad,
-            layout=self.declared,
+            layout=SECOND if layer.role and self.declared >= 0 else self.declared,
             presumed=self.presumed,
             planner=planner,
             layer=self._rule.make(layer),
+            weight_rows=layer.weight_rows,
+            bias_rows=layer.bias_rows,
         )
         self._hooks = Hooks(module)
-        if swaps:
-            kind, sites = context.swapped(self._stock, _C.call)
+        if layer.role:
+            kind, sites = context.swapped(self._stock, attending(recorder))
+            part = Part(site, index, layer, self.declared, fused=swaps)
+            sites.setdefault(id(module), {})[layer.role] = part
+            module.__class__ = kind
+        elif swaps:
+            forward_of = _forward_of if self._rule.argument == "input" else _forward_of_x
+            kind, sites = context.swapped(self._stock, forward_of)
             sites[id(module)] = site
             module.__class__ = kind
         else:
-            tap = _tap_statistics(site, recorder, index) if layer.kind in MIXING else _tap(site)
+            statistics = layer.kind in MIXING
+            tap = _tap_statistics(site, recorder, index) if statistics else _tap(site, self._rule)
             self._hooks.add(module.register_forward_hook, tap, prepend=True, with_kwargs=True)
 
     def leads(self, dims: int) -> int:
@@ -110,9 +119,24 @@ class NativeSite:
         self._hooks.remove()
 
 
-def _tap(site: Any) -> Callable[..., None]:
+def _forward_of(stock: Any, sites: dict[int, Any]) -> Callable[..., Any]:
+    def forward(self: Any, input: Any) -> Any:
+        site = sites.get(id(self))
+        if site is None:
+            return stock.forward(self, input)
+        return _C.call(site, input, self.weight, getattr(self, "bias", None))
+
+    return forward
+
+
+def _forward_of_x(stock: Any, sites: dict[int, Any]) -> Callable[..., Any]:
+    forward = _forward_of(stock, sites)
+    return lambda self, x: forward(self, x)
+
+
+def _tap(site: Any, rule: Rule) -> Callable[..., None]:
     def hook(module: Any, args: Any, kwargs: Any, out: Tensor) -> None:
-        x = args[0] if args else kwargs["input"]
+        x = args[0] if args else kwargs[rule.argument]
         _C.tap(site, x, module.weight, getattr(module, "bias", None), out)
 
     return hook

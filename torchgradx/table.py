@@ -15,7 +15,7 @@ from . import ops
 from .copies import swapped
 from .errors import CoverageError
 from .layout import BATCH, SEQUENCE
-from .rules import Layer, modules_in_order, opaque, own_names, rule_of
+from .rules import Layer, modules_in_order, own_names, rule_of
 
 if TYPE_CHECKING:
     from .audit import Audit
@@ -103,12 +103,16 @@ def find_layers(
             continue
         prefix = f"{name}." if name else ""
         own = {key: parameters.place(prefix + key) for key in names}
-        rule = rule_of(module) if not opaque(module) else None
+        rule = rule_of(module)
         native = rule is not None and _runs_natively(module, options["backend"])
+        kind, title = rule.name if rule and native else "vmap", type(module).__name__
+        if rule and native and rule.parts:
+            layers += [Layer(name, type_name=title, **part) for part in rule.parts(module, own)]
+            continue
         layer = Layer(
             name=name,
-            kind=rule.name if rule and native else "vmap",
-            type_name=type(module).__name__,
+            kind=kind,
+            type_name=title,
             weight=own.get("weight", -1),
             bias=own.get("bias", -1),
             parameters=tuple(dict.fromkeys(own.values())),
@@ -137,12 +141,12 @@ class Context:
     _swapped: dict[type, tuple[type, dict[int, Any]]] = field(default_factory=dict)
 
     def swapped(
-        self, stock: type[nn.Module], operator: Callable[..., Any]
+        self, stock: type[nn.Module], forward_of: Callable[..., Any]
     ) -> tuple[type[nn.Module], dict[int, Any]]:
         """The class that stands in for a stock one, and its table of sites by the module's id."""
         if stock not in self._swapped:
             sites: dict[int, Any] = {}
-            self._swapped[stock] = swapped(stock, operator, sites), sites
+            self._swapped[stock] = swapped(stock, forward_of, sites), sites
         return self._swapped[stock]
 
 

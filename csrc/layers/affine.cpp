@@ -79,7 +79,7 @@ class LastDimensions final : public Affine {
   std::optional<std::pair<Tensor, bool>> by_sample(const Tensor& t, int64_t n, Layout layout) const override {
     const auto rows = rows_by_sample(t.flatten(t.dim() - static_cast<int64_t>(shape_.size())), n, layout);
     if (!rows) return std::nullopt;
-    return std::pair(rows->unsqueeze(2), layout == Layout::kSequence && n != 1);
+    return std::pair(rows->unsqueeze(2), layout != Layout::kBatch && n != 1);
   }
   Tensor restored(const Tensor& t, at::IntArrayRef shape) const override {
     return t.reshape(shape);

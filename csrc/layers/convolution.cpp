@@ -1,5 +1,7 @@
-// Convolutions of one and two dimensions. A transposed one is a convolution whose input and output have changed places:
-// its weight's gradient is that of a convolution from grad_output to the input.
+// Convolutions of one to three dimensions. A transposed one is a convolution whose input and output have changed
+// places: its weight's gradient is that of a convolution from grad_output to the input. The gradient of one of three
+// dimensions is that of one of two, whose channels are those of each depth that the kernel spans, and whose image is a
+// stack of all depths of the output.
 #include "layer.h"
 
 #include <ATen/ATen.h>
@@ -9,10 +11,17 @@ namespace {
 
 class Convolution final : public Layer {
  public:
-  explicit Convolution(ConvolutionOptions options) : o_(std::move(options)) {}
+  explicit Convolution(ConvolutionOptions options)
+      : o_(std::move(options)),
+        kernel_(all(o_.kernel_size, 0)),
+        stride_(all(o_.stride, 1)),
+        padding_(all(o_.padding, 2)),
+        dilation_(all(o_.dilation, 3)),
+        none_(kernel_.size(), 0),
+        across_{0, o_.padding[1]} {}
 
   bool batched(const Tensor& input) const override {
-    return input.dim() == (o_.one_dimensional ? 3 : 4);
+    return input.dim() == (o_.one_dimensional ? 3 : deep() ? 5 : 4);
   }
   Tensor enter(const Tensor& input) const override {
     const Tensor padded = o_.pre_pad.empty() ? input : at::pad(input, o_.pre_pad, o_.pad_mode);
@@ -29,7 +38,7 @@ class Convolution final : public Layer {
   }
 
   Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, Saved&) const override {
-    return at::convolution(input, weight, bias, o_.stride, o_.padding, o_.dilation, o_.transposed, {0, 0}, o_.groups);
+    return at::convolution(input, weight, bias, stride_, padding_, dilation_, o_.transposed, none_, o_.groups);
   }
 
   Gradients backward(const Saved& saved, const Tensor& weight, const Tensor& grad_output,
@@ -37,20 +46,27 @@ class Convolution final : public Layer {
     Gradients gradients;
     if (wanted.input || wanted.weight) {
       std::tie(gradients.input, gradients.weight, std::ignore) = at::convolution_backward(
-          grad_output, saved.input, weight, std::nullopt, o_.stride, o_.padding, o_.dilation, o_.transposed,
+          grad_output, saved.input, weight, std::nullopt, stride_, padding_, dilation_, o_.transposed,
           output_padding(saved.input, grad_output), o_.groups, {wanted.input, wanted.weight, false});
     }
-    if (wanted.bias) gradients.bias = grad_output.sum({0, 2, 3});
+    if (wanted.bias) gradients.bias = grad_output.flatten(2).sum({0, 2});
     return gradients;
   }
 
   std::optional<Operands> operands(const Saved& saved, const Tensor& grad_output, int64_t n,
                                    Layout layout) const override {
-    if (grad_output.dim() != 4) return std::nullopt;
+    if (grad_output.dim() != spatial() + 2) return std::nullopt;
     const auto images = images_of(grad_output, n, layout);
     if (!images) return std::nullopt;
-    return Operands{
-        images->by_sample(saved.input), images->by_sample(grad_output), {}, {}, images->each, images->moved};
+    Operands o{images->by_sample(saved.input), images->by_sample(grad_output), {}, {}, images->each, images->moved};
+    if (deep()) {
+      o.bias_grad = o.grad_output;
+      if (o.activations.defined() && o_.transposed)
+        std::tie(o.grad_output, o.activations) = stacked(o.grad_output, o.activations);
+      else if (o.activations.defined())
+        std::tie(o.activations, o.grad_output) = stacked(o.activations, o.grad_output);
+    }
+    return o;
   }
 
   int64_t positions(const Operands& operands) const override {
@@ -58,7 +74,8 @@ class Convolution final : public Layer {
     return t.size(2) * t.size(3);
   }
   Tensor bias_rows(const Operands& operands) const override {
-    return operands.grad_output.flatten(2).transpose(1, 2);
+    const Tensor& g = operands.bias_grad.defined() ? operands.bias_grad : operands.grad_output;
+    return g.flatten(2).transpose(1, 2);
   }
   double magnitude(const Operands& operands) const override {
     return norm_of(operands.activations);
@@ -74,29 +91,54 @@ class Convolution final : public Layer {
     return sq;
   }
 
-  std::pair<Gradients, Tensor> fused(const Operands& operands, const Tensor&, const Wanted& wanted) const override {
+  std::pair<Gradients, Tensor> fused(const Operands& operands, const Tensor& w, const Wanted& wanted) const override {
     const bool together = wanted.bias && !o_.transposed;
     const auto [from, to] = ends(operands);
-    auto [weight, bias, sq] = conv2d_fused(from, to, geometry(), std::nullopt, together);
+    auto [gradient, bias, sq] = conv2d_fused(from, to, geometry(), std::nullopt, together);
+    const Tensor weight = gradient.view(w.sizes());
     if (!wanted.bias) return {{Tensor(), weight, Tensor()}, sq};
     if (together) return {{Tensor(), weight, bias}, sq};
     const Tensor of_bias = bias_sq_norms(bias_rows(operands)).unsqueeze(0);
-    return {{Tensor(), weight, operands.grad_output.sum({0, 2, 3})}, at::cat({sq, of_bias})};
+    return {{Tensor(), weight, bias_rows(operands).sum({0, 1})}, at::cat({sq, of_bias})};
   }
 
  private:
   Tensor lifted(const Tensor& t) const {
     return o_.one_dimensional ? t.unsqueeze(-2) : t;
   }
+  bool deep() const {
+    return !o_.depth.empty();
+  }
+  int64_t spatial() const {
+    return static_cast<int64_t>(kernel_.size());
+  }
+  std::vector<int64_t> all(const std::vector<int64_t>& pair, size_t which) const {  // dimensions
+    return deep() ? std::vector<int64_t>{o_.depth[which], pair[0], pair[1]} : pair;
+  }
   Geometry geometry() const {
-    return {o_.kernel_size, o_.stride, o_.padding, o_.dilation, o_.groups};
+    return {o_.kernel_size, o_.stride, deep() ? across_ : o_.padding, o_.dilation, o_.groups};
+  }
+  // [M, C, D, H, W] -> [M, C kD, D' R sH, W] and [M, O, D', H', W'] -> [M, O, D' R, W']: R rows of the output for each
+  // of its depths, of which those beyond H', where the kernel would span two depths, are zero.
+  std::pair<Tensor, Tensor> stacked(const Tensor& from, const Tensor& to) const {
+    const int64_t kernel = o_.depth[0], stride = o_.depth[1], padding = o_.depth[2], dilation = o_.depth[3];
+    const int64_t depths = to.size(2), height = from.size(3) + 2 * o_.padding[0], step = o_.stride[0];
+    const int64_t rows = depths == 1 ? to.size(3) : (height + step - 1) / step;
+    const int64_t below = depths == 1 ? 0 : rows * step - height;
+    const Tensor padded = at::constant_pad_nd(from, {0, 0, o_.padding[0], o_.padding[0] + below, padding, padding});
+    const Tensor spans = padded.unfold(2, (kernel - 1) * dilation + 1, stride).slice(-1, 0, std::nullopt, dilation);
+    const Tensor image = spans.narrow(2, 0, depths).permute({0, 1, 5, 2, 3, 4}).flatten(3, 4).flatten(1, 2);
+    // Where the kernel is taller than a step, the last of the rows need more below them.
+    const int64_t last = depths == 1 ? 0 : std::max<int64_t>(0, o_.dilation[0] * (o_.kernel_size[0] - 1) + 1 - step);
+    const Tensor grads = at::constant_pad_nd(to, {0, 0, 0, rows - to.size(3)}).flatten(2, 3);
+    return {at::constant_pad_nd(image, {0, 0, 0, last}), grads};
   }
   // Rows and columns of a transposed convolution's output that its sizes alone do not call for.
   std::vector<int64_t> output_padding(const Tensor& input, const Tensor& grad_output) const {
-    std::vector<int64_t> more(2, 0);
-    for (int64_t d = 0; d < 2 && o_.transposed; ++d)
-      more[d] = grad_output.size(2 + d) - (input.size(2 + d) - 1) * o_.stride[d] + 2 * o_.padding[d] -
-                o_.dilation[d] * (o_.kernel_size[d] - 1) - 1;
+    std::vector<int64_t> more(none_);
+    for (int64_t d = 0; d < spatial() && o_.transposed; ++d)
+      more[d] = grad_output.size(2 + d) - (input.size(2 + d) - 1) * stride_[d] + 2 * padding_[d] -
+                dilation_[d] * (kernel_[d] - 1) - 1;
     return more;
   }
   // Of the convolution whose weight's gradient it is: input and grad_output.
@@ -113,7 +155,9 @@ class Convolution final : public Layer {
     return sq.view({grad_output.size(0), o_.groups}).sum(1).unsqueeze(0);
   }
 
-  const ConvolutionOptions o_;
+  const ConvolutionOptions o_;                                              // of the last two dimensions
+  const std::vector<int64_t> kernel_, stride_, padding_, dilation_, none_;  // of all
+  const std::vector<int64_t> across_;                                       // the padding that stacked() leaves
 };
 
 }  // namespace

@@ -50,7 +50,8 @@ double norm_of(const Tensor& t) {
 std::optional<Tensor> rows_by_sample(const Tensor& t, int64_t n, Layout layout) {
   if (t.dim() < 2) return std::nullopt;
   const int64_t lead = t.size(0), features = t.size(-1);
-  if (layout == Layout::kSequence && t.dim() > 2 && t.size(1) == n)
+  if (layout == Layout::kSecond && t.dim() < 3) return std::nullopt;
+  if (layout == Layout::kSecond || (layout == Layout::kSequence && t.dim() > 2 && t.size(1) == n))
     return rows_by_sample(t.transpose(0, 1), n, Layout::kBatch);
   if (n == 0 ? lead != 0 : lead % n != 0) return std::nullopt;
   int64_t positions = n == 0 ? 0 : lead / n;

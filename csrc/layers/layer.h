@@ -9,8 +9,8 @@
 
 namespace torchgradx {
 
-// rows n*T+t | rows t*N+n | rows of no sample, as those of a position table
-enum class Layout : int64_t { kAuto = -1, kBatch = 0, kSequence = 1, kShared = 2 };
+// rows n*T+t | rows t*N+n | rows of no sample, as those of a position table | [T, N K, *]
+enum class Layout : int64_t { kAuto = -1, kBatch = 0, kSequence = 1, kShared = 2, kSecond = 3 };
 enum class Algorithm : int64_t { kRank1 = 0, kGram = 1, kDirect = 2, kFused = 3 };  // as in cost.py
 
 struct Saved {  // of a forward, besides the weight
@@ -30,6 +30,7 @@ struct Operands {  // with the samples in front; each kind has its own shapes
   int64_t images = 1;       // K, of one sample: the first dimension is N K
   bool rearranged = false;  // the samples were not in front
   at::DimVector shape;      // of the layer's input
+  Tensor bias_grad;         // where grad_output stands as the weight alone needs it
 };
 
 struct Layer {
@@ -109,6 +110,7 @@ struct ConvolutionOptions {  // a one-dimensional one is a two-dimensional one o
   int64_t groups = 1;
   bool transposed = false;
   bool one_dimensional = false;
+  std::vector<int64_t> depth;    // kernel size, stride, padding, dilation of the first of three dimensions
   std::vector<int64_t> pre_pad;  // what `padding` cannot say: other modes than zeros, or uneven sides
   std::string pad_mode;
 };
