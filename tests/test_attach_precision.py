@@ -115,6 +115,58 @@ def test_parameters_of_several_dtypes_count_together_in_the_widest(options):
         assert probe.norms().dtype == torch.float64
 
 
+MIXED = {
+    "layer norm": (lambda: nn.LayerNorm(6), (N, 5, 6)),
+    "rms norm": (lambda: nn.RMSNorm(6), (N, 5, 6)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (N, 4, 3, 3)),
+    "instance norm": (lambda: nn.InstanceNorm2d(4, affine=True), (N, 4, 3, 3)),
+    "batch norm in eval": (lambda: nn.BatchNorm2d(4).eval(), (N, 4, 3, 3)),
+}
+
+
+@a_few_modes
+@halves
+@pytest.mark.parametrize("name", MIXED)
+def test_normalisations_of_halves_have_float32_gradients_of_float32_parameters(
+    name, dtype, options
+):
+    make, shape = MIXED[name]
+    net, x = make(), torch.randn(shape).to(dtype)
+    for p in net.parameters():
+        nn.init.normal_(p)
+
+    def wide(model, x):
+        return model(x.to(dtype)).float().square().flatten(1).sum(1).mean()
+
+    want = loop(net, wide, x, dtype=torch.float32)
+    with torchgradx.attach(net, **options) as probe:
+        wide(net, x).backward()
+        close_named(probe.norms(per="parameter"), want, 24 * torch.finfo(dtype).eps)
+    grads = [p.grad for p in net.parameters() if p.grad is not None]
+    assert {g.dtype for g in grads} <= {torch.float32}
+
+
+@a_few_modes
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_table_of_another_dtype_than_its_reader(dtype, options):
+    net = Model(lambda m, ids: m.head(m.table(ids).float()), head=nn.Linear(3, 2),
+                table=nn.Embedding(7, 3).to(dtype))  # fmt: skip
+    ids = torch.randint(0, 7, (N, 5))
+    rows = []
+    for n in range(N):  # the oracle's loop makes one dtype of all
+        net.zero_grad()
+        square(net, ids[n : n + 1]).backward()
+        rows.append([p.grad.double().norm() for p in net.parameters()])
+    names = [name for name, _ in net.named_parameters()]
+    want = dict(zip(names, torch.tensor(rows).unbind(1), strict=True))
+    net.zero_grad()
+    with torchgradx.attach(net, **options) as probe:
+        square(net, ids).backward()
+        close_named(probe.norms(per="parameter"), want, 24 * torch.finfo(torch.bfloat16).eps)
+    if options.get("weight_grad", True):
+        assert net.table.weight.grad.dtype == dtype
+
+
 @pytest.fixture(params=[torch.float64, torch.bfloat16], ids=str)
 def default_dtype(request):
     before = torch.get_default_dtype()

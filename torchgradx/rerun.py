@@ -207,8 +207,8 @@ class FallbackSite:
             if self._recorder.auditing:
                 totals = whole_gradients(call, self._silent)
                 for place, name, total in zip(places, names, totals, strict=True):
-                    eps = torch.finfo(regime.autocast or total.dtype).eps
-                    self._recorder.add_recorded(place, total, float(norms[name].sqrt().sum()) * eps)
+                    size = float(norms[name].sqrt().sum())
+                    self._recorder.add_recorded(place, total, size * _epsilon(call, total))
             for place, name in zip(places, names, strict=True):
                 run.finish(place, norms[name])
             return
@@ -218,9 +218,8 @@ class FallbackSite:
         for _, found in chunks:
             for k, (place, g) in enumerate(zip(places, found, strict=True)):
                 if self._recorder.auditing or place in self._audit.always:
-                    eps = torch.finfo(regime.autocast or g.dtype).eps
                     size = sum(float(f.detach().double().norm()) for f in found) * run.n
-                    self._recorder.add_recorded(place, g.sum(0), size * eps)
+                    self._recorder.add_recorded(place, g.sum(0), size * _epsilon(call, g))
                 kept[k].append(g if waits[k] else g.reshape(len(g), -1).square().sum(1))
         for k, place in enumerate(places):
             joined = torch.cat(kept[k]) if kept[k] else torch.zeros(0)
@@ -251,6 +250,15 @@ def _unsupported(parameters: Iterable[Tensor], arguments: Any) -> str | None:
     if any(isinstance(leaf, PackedSequence) for leaf in packed):
         return "packed sequences are not supported: give it padded ones"
     return None
+
+
+def _epsilon(call: Call, gradient: Tensor) -> float:
+    """The coarsest rounding on the way from its outputs' gradients to a parameter's."""
+    dtypes = {
+        call.regime.autocast or gradient.dtype,
+        *(g.dtype for g in call.grads if g is not None),
+    }
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
 def _find(module: nn.Module, name: str) -> Tensor:
