@@ -149,11 +149,6 @@ def test_weights_may_be_stepped_within_the_backward(options):
                 handle.remove()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=torchgradx.CoverageError,
-    reason="uses count as in when their first gradient arrives, and are added when the last has",
-)
 def test_a_recurrent_layer_called_twice_counts_its_cross_terms():
     model = recurrent(lambda m, x: both_outputs(m, x) + both_outputs(m, 2 * x))
     check(model, square, torch.randn(N, 5, 3))
