@@ -43,7 +43,7 @@ struct LayerNode : Node {
   Gradients gradients(const Saved& saved, const Tensor& w, const Tensor& grad_output, bool recorded) {
     const Layer& layer = *use->site->layer;
     Wanted wanted{task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
-    const bool received = !recorded || use->site->weight_grad, records = recorded && !at::GradMode::is_enabled();
+    const bool received = !recorded || use->receives(), records = recorded && !at::GradMode::is_enabled();
     if (records && (received || layer.makes_input())) return use->record_fused(saved, w, grad_output, wanted.input);
     if (records) use->record(saved, w, grad_output, received);
     if (!received) wanted.weight = wanted.bias = false;
@@ -88,7 +88,7 @@ Tensor cast(const Tensor& t) {
 Tensor call(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
             const std::optional<Tensor>& bias, Saved saved) {
   const Layer& layer = *site->layer;
-  const auto use = layer.batched(input) ? begin_use(site, input.sizes(), weight, bias) : nullptr;
+  const auto use = layer.batched(input) ? begin_use(site, input, weight, bias) : nullptr;
   const Tensor x = layer.enter(input), w = layer.enter_weight(weight);
   const bool autocast = at::autocast::is_autocast_enabled(input.device().type());
   Tensor output;

@@ -24,7 +24,7 @@ struct Kept {
 
 void bind_pass(py::module_& m) {
   py::class_<Recorder, std::shared_ptr<Recorder>>(m, "Recorder")
-      .def(py::init<int64_t, py::object, py::object, py::object>())
+      .def(py::init<int64_t, py::object, py::object, py::object, py::object>())
       .def("push", &Recorder::push, py::arg("run").none(true))
       .def("pop", &Recorder::pop)
       .def("depth", &Recorder::depth)
@@ -64,6 +64,7 @@ void bind_pass(py::module_& m) {
       .def_readwrite("keep", &Pass::keep)
       .def_readonly("retained", &Pass::retained)
       .def_readwrite("layouts", &Pass::layouts)
+      .def_readwrite("hooked", &Pass::hooked)
       .def_readwrite("serial", &Pass::serial)
       .def_readonly("refusals", &Pass::refusals)
       .def("refuse",

@@ -4,6 +4,7 @@
 #include "site.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
@@ -50,7 +51,7 @@ struct Tap : torch::autograd::FunctionPreHook {
 
 }  // namespace
 
-c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, at::IntArrayRef sizes, const Tensor& weight,
+c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
                                   const std::optional<Tensor>& bias) {
   const bool transformed = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
   std::shared_ptr<Pass> pass = transformed ? nullptr : site->recorder->current();
@@ -61,7 +62,12 @@ c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, at::IntArra
   if (wants_weight) slots.emplace_back(site->weight, weight);
   if (wants_bias) slots.emplace_back(site->bias, *bias);
   if (slots.empty()) return {};
-  const int64_t index = pass->call(site->index, slots, sizes);
+  // Where operations are watched (torchgradx/taint.py), or a selective checkpoint takes them down.
+  if (c10::impl::TorchDispatchModeTLS::any_modes_set() && site->recorder->depth() > 0) {
+    py::gil_scoped_acquire gil;
+    site->recorder->met()(site->index, input);
+  }
+  const int64_t index = pass->call(site->index, slots, input.sizes());
   if (!at::GradMode::is_enabled()) return {};
   return c10::make_intrusive<Use>(site, std::move(pass), index, wants_weight, wants_bias);
 }
@@ -81,8 +87,7 @@ void listen(const c10::intrusive_ptr<Use>& use, const Saved& saved, const Tensor
 
 void tap(const std::shared_ptr<Site>& site, const Saved& saved, const Tensor& weight, const std::optional<Tensor>& bias,
          const Tensor& output) {
-  if (site->layer->batched(saved.input))
-    listen(begin_use(site, saved.input.sizes(), weight, bias), saved, weight, output);
+  if (site->layer->batched(saved.input)) listen(begin_use(site, saved.input, weight, bias), saved, weight, output);
 }
 
 }  // namespace torchgradx

@@ -52,11 +52,12 @@ uint64_t mixed(uint64_t hash, uint64_t value) {
 
 }  // namespace
 
-Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::object drained)
+Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object met)
     : balance(parameters, 0),
       began_(new Callback{std::move(began)}),
       finish_(new Callback{std::move(finish)}),
-      drained_(new Callback{std::move(drained)}) {}
+      drained_(new Callback{std::move(drained)}),
+      met_(new Callback{std::move(met)}) {}
 
 void Recorder::push(std::shared_ptr<Pass> pass) {
   if (pass) {
@@ -243,10 +244,8 @@ bool Pass::arrive(at::IntArrayRef parameters, const Node* at, bool enclosed) {
   if (torch::autograd::get_current_graph_task_keep_graph()) retained = true;
   const std::lock_guard<std::mutex> lock(recorder->mutex);
   audit_edges(at);
-  for (const int64_t parameter : parameters) {
-    ++entries[parameter].fired;
+  for (const int64_t parameter : parameters)
     if (!enclosed && owners_->of[parameter] && needed(parameter)) --recorder->balance[parameter];
-  }
   return true;
 }
 
@@ -301,7 +300,7 @@ void Pass::add(int64_t parameter, Term term) {
     return;
   }
   entry.terms.push_back(std::move(term));
-  if (keep || retained || entry.fired < entry.calls) return;
+  if (keep || retained || static_cast<int64_t>(entry.terms.size()) < entry.calls) return;
   py::gil_scoped_acquire gil;  // all uses are in: combine them now, and let their operands go
   recorder->finish()(shared_from_this(), parameter);
 }
@@ -367,7 +366,6 @@ std::vector<int64_t> Pass::late() const {
 void Pass::clear() {
   recorded = false;
   for (Entry& entry : entries) {
-    entry.fired = 0;
     entry.parts = 0;
     entry.late = false;
     entry.sq_norms = Tensor();

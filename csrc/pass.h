@@ -50,9 +50,9 @@ struct Term {
 
 using Slot = std::pair<int64_t, Tensor>;  // a parameter's place in the table, and the tensor that stands there now
 
-struct Entry {                              // one parameter within one pass
-  int64_t calls = 0, fired = 0, parts = 0;  // parts: final, of one whose rows are used apart
-  Tensor sq_norms;                          // once final: [N], or [*, N] of which `row` counts
+struct Entry {                   // one parameter within one pass
+  int64_t calls = 0, parts = 0;  // parts: final, of one whose rows are used apart
+  Tensor sq_norms;               // once final: [N], or [*, N] of which `row` counts
   int64_t row = 0;
   std::vector<Term> terms;
   bool late = false;  // a use arrived after the norm was final
@@ -72,7 +72,7 @@ struct Owners {
 // What all passes of one probe share.
 class Recorder {
  public:
-  Recorder(int64_t parameters, py::object began, py::object finish, py::object drained);
+  Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object met);
 
   void push(std::shared_ptr<Pass> pass);  // nullptr: record nothing on this thread until pop()
   void pop();
@@ -110,9 +110,12 @@ class Recorder {
   py::object finish() const {
     return finish_->function;
   }
+  py::object met() const {
+    return met_->function;
+  }
 
  private:
-  std::unique_ptr<Callback> began_, finish_, drained_;
+  std::unique_ptr<Callback> began_, finish_, drained_, met_;
   // By backward, since threads run theirs at the same time, and by parameter: the sum, and how large its terms were.
   std::map<std::pair<int64_t, int64_t>, std::pair<Tensor, double>> recorded_;
   std::atomic<int64_t> held_{0};
@@ -126,6 +129,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   const int64_t n;
   bool wide = false;               // a trainable parameter is float64
   std::vector<int64_t> trainable;  // parameters, when the forward began
+  std::vector<int64_t> hooked;     // norms only: parameters that get their gradient all the same, for hooks on them
   bool recorded = false;           // it is part of the record
   bool keep = false;               // more forwards of the same samples may come: finish nothing before it is read
   bool create_graph = false;       // seen in backward; refused when read

@@ -95,6 +95,13 @@ bool Use::waits_for_bias() const {
   return wants_bias && pass->waits(site->bias, site->bias_rows.parts);
 }
 
+bool Use::receives() const {
+  const auto hooked = [&](int64_t parameter) {
+    return std::find(pass->hooked.begin(), pass->hooked.end(), parameter) != pass->hooked.end();
+  };
+  return site->weight_grad || (!pass->hooked.empty() && (hooked(site->weight) || hooked(site->bias)));
+}
+
 // What is recorded, to be held against what the parameters receive.
 void Use::audit(const Operands& operands, const Gradients& gradients, const Tensor& grad_output) {
   const double size = norm_of(grad_output) * epsilon(grad_output);
@@ -150,7 +157,7 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
 // Without weight_grad nothing but the input's gradient is asked for.
 Gradients Use::record_fused(const Saved& saved, const Tensor& weight, const Tensor& grad_output, bool wants_input) {
   const Layer& layer = *site->layer;
-  const bool received = site->weight_grad;
+  const bool received = receives();
   const auto operands = wants_weight && !waits_for_weight() && !waits_for_bias()
                             ? site->operands(*pass, index, saved, grad_output)
                             : std::nullopt;

@@ -49,6 +49,7 @@ struct Use : torch::CustomClassHolder {
   ~Use() override;
 
   c10::SmallVector<int64_t, 2> parameters() const;
+  bool receives() const;  // whether its parameters are to get their gradients
   // Norms beside the framework's own gradient, or operands kept for the other uses of the same parameters; `received`:
   // the parameters get that gradient.
   void record(Saved saved, const Tensor& weight, const Tensor& grad_output, bool received);
@@ -62,7 +63,7 @@ struct Use : torch::CustomClassHolder {
 };
 
 // A use of `site` on this thread, or nothing where the plain layer should run.
-c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, at::IntArrayRef sizes, const Tensor& weight,
+c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
                                   const std::optional<Tensor>& bias);
 
 // The layer's forward, with a backward that also records.

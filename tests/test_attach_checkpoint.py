@@ -162,11 +162,6 @@ def selective():
     )  # fmt: skip
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="the proof of the layout recomputes a region that may be recomputed only once",
-)
 @a_few_modes
 def test_a_selective_checkpoint_is_exact(options):
     check(selective(), square, torch.randn(N, 3), **options)
@@ -207,15 +202,9 @@ AROUND = {
     "a reentrant checkpoint": lambda use, x: checkpoint(use, x, use_reentrant=True),
     "a Function of the user's": lambda use, x: Same.apply(use(x)),
 }
-unproven = pytest.mark.xfail(
-    strict=True,
-    reason="where nothing can be proven [N, D] is taken for the samples, though no sample made it",
-)
 
 
 @a_few_modes
-@pytest.mark.parametrize(
-    "where", [pytest.param(k, marks=unproven if " F" in k or " r" in k else ()) for k in AROUND]
-)
+@pytest.mark.parametrize("where", AROUND)
 def test_a_table_of_n_rows_is_exact_or_refused(where, options):
     exact_or_refused(table(AROUND[where]), square, torch.randn(N, 3), **options)

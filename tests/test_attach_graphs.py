@@ -154,19 +154,34 @@ def test_a_recurrent_layer_called_twice_counts_its_cross_terms():
     check(model, square, torch.randn(N, 5, 3))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=TypeError,
-    reason="the hook is called with None: the layer's node returns no weight gradient",
-)
-def test_a_hook_on_a_parameter_survives_a_pass_of_norms_alone():
-    if not torchgradx.ops.NATIVE:
-        pytest.skip("refused: what the hook returns is not the sum of what was recorded")
-    model, x = mlp(), torch.randn(N, 3)
-    model[0].weight.register_hook(lambda g: g * 2)
-    with torchgradx.attach(model, weight_grad=False) as probe:
-        square(model, x).backward()
-        assert probe.norms().shape == (N,)
+@pytest.mark.parametrize("options", [{}, {"backend": "vmap"}], ids=str)
+@pytest.mark.parametrize("first", ["hook", "probe"])
+def test_hooks_on_a_parameter_under_norms_alone(first, options):
+    """One on the gradient sees it; what follows an accumulation follows none, and stays."""
+    model, x = mlp().double(), torch.randn(N, 3).double()
+    want, weight, seen, stepped = loop(model, square, x), model[0].weight, [], []
+    square(model, x).backward()
+    gradient, kept = weight.grad.clone(), [p.grad for p in model.parameters()]
+
+    def hook():
+        weight.register_hook(lambda g: seen.append(g) or g * 2)
+        weight.register_post_accumulate_grad_hook(stepped.append)
+
+    if first == "hook":
+        hook()
+    with torchgradx.attach(model, weight_grad=False, **options) as probe:
+        if first == "probe":
+            hook()
+        for _ in range(2):
+            square(model, x).backward()
+            close_named(probe.norms(per="parameter"), want)
+    assert len(seen) == 2
+    assert all(torch.allclose(g, gradient, rtol=1e-9) for g in seen)
+    assert not stepped
+    assert all(p.grad is old for p, old in zip(model.parameters(), kept, strict=True))
+    assert torch.equal(weight.grad, gradient)
+    square(model, x).backward()
+    assert len(stepped) == 1
 
 
 # ---- What goes in and comes out ------------------------------------------------------------------

@@ -201,8 +201,8 @@ class Probe:
             return call
 
         count = len(self._parameters.names)
-        callbacks = (forward_to("_began"), forward_to("_finish"), forward_to("_drained"))
-        self._recorder = Recorder(count, *callbacks)
+        callbacks = ("_began", "_finish", "_drained", "_met")
+        self._recorder = Recorder(count, *map(forward_to, callbacks))
         shared = (self._recorder, self._parameters, self._layers, options)
         choices = tuple(
             repr(options[k]) for k in ("layout", "batch_dim", "backend", "fused", "weight_grad")
@@ -344,10 +344,14 @@ class Probe:
             outputs = tensors_in(out) if uses and not gathers(module) else []
             self._audit.examine(run, key, uses, outputs, self._sites, taint)
 
+    def _met(self, site: int, given: Tensor) -> None:
+        self._audit.lift.met(site, [given])
+
     # Backward
 
     def _began(self, run: Pass) -> None:
         self._record.begin(run)
+        run.hooked = self._audit.hooked()
 
     def _finish(self, run: Pass, parameter: int) -> None:
         self._record.finish(run, parameter)

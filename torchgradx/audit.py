@@ -8,7 +8,7 @@ it is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ class Verdict:
     layouts: list[int]  # of each use
     refusals: list[tuple[int, str]]  # (site, why)
     plan: Plan | None  # for the uses of layout SHARED
+    complete: bool  # False: another forward must be looked at
 
 
 class Audit:
@@ -63,14 +64,14 @@ class Audit:
         self._pending: dict[Any, tuple[Verdict, Any]] = {}  # structure -> (verdict, its first pass)
         self._handles: list[Any] = []
         self._shields: list[Any] = []
-        self._shielded: set[int] = set()
+        self._shielded: dict[int, tuple[int, int]] = {}  # by place: the keys of our two hooks
         self._deferred: set[int] = set()
         self._awaiting: dict[tuple[int, int], Tensor] = {}  # what deferred parameters received
         rerun = [set(layer.parameters) for layer in layers if layer.kind == "vmap"]
         native = [set(layer.parameters) for layer in layers if layer.kind != "vmap"]
         # Nothing counts the uses inside a module that is run again: its sum is compared every time.
         self.always = set().union(*rerun).difference(*native)
-        self._before: dict[int, Tensor | None] = {}
+        self._before: dict[int, tuple[Tensor | None, dict[int, Any]]] = {}
 
     # Forward
 
@@ -93,13 +94,14 @@ class Audit:
     ) -> None:
         """At the end of a forward: what is known of its structure, or a first look at it."""
         if taint is not None:
-            self.lift.watched()
+            self.lift.watched(taint)
         verdict = self._proven.get(key)
         if verdict is None:
             pending = self._pending.get(key)
             verdict = pending[0] if pending else self._prove(run.n, uses, outputs, sites, taint)
-            self._pending[key] = verdict, run
-            self._listen()
+            if verdict.complete:
+                self._pending[key] = verdict, run
+                self._listen()
         if run.keep or any(verdict.layouts):
             run.layouts = run.layouts + verdict.layouts
         for site, reason in verdict.refusals:
@@ -125,7 +127,7 @@ class Audit:
         def proof(watched: Sequence[Watched]) -> list[int | str | None]:
             self._recorder.idle = True
             try:
-                return prove(outputs, watched, n, self._options["batch_dim"])
+                return prove(outputs, watched, n, self._options["batch_dim"], self.lift.unspent)
             finally:
                 self._recorder.idle = False
 
@@ -135,6 +137,7 @@ class Audit:
             found[k] = SHARED
         layouts: list[int] = []
         refusals: list[tuple[int, str]] = []
+        complete = True
         for (site, sizes, node, _), use, verdict in zip(uses, watched, found, strict=True):
             presumed = sites[site].presumed
             trusted = sites[site].declared >= 0
@@ -142,14 +145,18 @@ class Audit:
             # Without sizes: a term that lift.py will bring.
             known = isinstance(verdict, int) and (node is not None or n <= 1 or not sizes)
             reason = verdict if isinstance(verdict, str) else None
-            if not trusted and not known and (reason or not _beyond_doubt(use.leads, n, presumed)):
+            doubt = not trusted and not known
+            if doubt and not reason and _beyond_doubt(use.leads, n, presumed):
+                fed = self.lift.fed(site)
+                complete, doubt = complete and fed is not None, not fed
+            if doubt:
                 reason = reason or f"no proof could be had of where the {n} samples are in it"
                 name = self._layers[site].name
                 say = f'if it is so, say layout={{"{name}": "batch"}} or "sequence"'
                 refusals.append((site, f"of shape {list(sizes)}, {reason}; {say}"))
             proven = known and node is not None and not trusted
             layouts.append(int(verdict) if proven else presumed)  # type: ignore[arg-type]
-        return Verdict(layouts, refusals, plan)
+        return Verdict(layouts, refusals, plan, complete)
 
     # Backward
 
@@ -159,10 +166,10 @@ class Audit:
         for place in places:
             p = tensors[place]
             if p.requires_grad and place not in self._shielded:
-                self._shielded.add(place)
-                self._shields.append(p.register_hook(partial(self._received, place)))
-                after = partial(self._accumulated, place)
-                self._shields.append(p.register_post_accumulate_grad_hook(after))
+                before = _first_of_all(p, partial(self._received, place))
+                last = p.register_post_accumulate_grad_hook(partial(self._accumulated, place))
+                self._shielded[place] = before.id, last.id
+                self._shields += [before, last]
 
     def _hears(self, place: int) -> bool:
         """Whether what is recorded of a parameter will be held against what it receives."""
@@ -178,10 +185,15 @@ class Audit:
             p = tensors[place]
             if not p.requires_grad or not p.is_leaf or place in self._shielded:
                 continue
-            if not p._backward_hooks:  # else what arrives may have been changed on purpose
-                handles = self._shields if place in self.always else self._handles
-                handles.append(p.register_hook(partial(self._received, place)))
-                yield place
+            handles = self._shields if place in self.always else self._handles
+            handles.append(_first_of_all(p, partial(self._received, place)))
+            yield place
+
+    def hooked(self) -> list[int]:
+        """Norms only: the parameters with hooks of the user's, which are called with a gradient."""
+        tensors = self._parameters.tensors()
+        return [place for place, (ours, _) in self._shielded.items()
+                if any(key != ours for key in tensors[place]._backward_hooks or ())]  # fmt: skip
 
     def _listen(self) -> None:
         """Hold what each parameter receives against what is recorded, until settled."""
@@ -200,12 +212,17 @@ class Audit:
                 self._compare(place, gradient.detach())
         if place in self._shielded:
             p = self._parameters.tensors()[place]
-            self._before[place], p.grad = p.grad, None
+            hooks: dict[int, Any] = p._post_accumulate_grad_hooks
+            self._before[place], p.grad = (p.grad, dict(hooks)), None
+            for theirs in set(hooks) - {self._shielded[place][1]}:
+                del hooks[theirs]  # nothing is accumulated, so nothing follows it
         return None
 
     def _accumulated(self, place: int, p: Tensor) -> None:
         if place in self._before:
-            p.grad = self._before.pop(place)
+            p.grad, hooks = self._before.pop(place)
+            p._post_accumulate_grad_hooks.clear()
+            p._post_accumulate_grad_hooks.update(hooks)
 
     def compare_deferred(self, places: Iterable[int]) -> None:
         """At the end of a backward."""
@@ -308,6 +325,17 @@ class Audit:
             raise CoverageError(
                 f"no exact norms by sample for {len(problems)} parameters:{lines}", problems
             )
+
+
+def _first_of_all(p: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """A hook that sees the gradient as it comes, before the user's own change it."""
+    handle = p.register_hook(hook)
+    hooks: dict[int, Any] = p._backward_hooks  # type: ignore[assignment]
+    theirs = {key: h for key, h in hooks.items() if key != handle.id}
+    for key in theirs:  # torch calls them as they were put in, whatever move_to_end() says
+        del hooks[key]
+    hooks.update(theirs)
+    return handle
 
 
 def _finite(run: Any) -> bool:

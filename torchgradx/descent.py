@@ -106,9 +106,9 @@ class Descent:
         if not self._counts:
             return
         node = torch._C._current_autograd_node()
-        # Norms only: a fused layer gives its parameters nothing to compare with, nor does a cast.
-        fused = node.name().startswith("torchgradx")
-        self._gives = any(g is not None for g in incoming) and not (self._norms_only and fused)
+        self._gives = any(g is not None for g in incoming)  # else a cast under norms only
+        # Norms only: a fused layer gives its parameters nothing to compare with.
+        self._withholds = self._norms_only and node.name().startswith("torchgradx")
         try:
             if station.layout is not None:
                 self._enter(station, node, incoming)
@@ -232,7 +232,7 @@ class Descent:
         leaf = station.leaves.get(operand)
         if leaf is None:
             return product
-        if self._hears(leaf.place) and self._gives:
+        if self._hears(leaf.place) and self._gives and not (self._withholds and operand):
             self._measure(product)
             self._recorder.add_recorded(leaf.place, product.sum(0), self._rounding)
         return _sq_norms(product) if leaf.alone and self._final else product
@@ -288,7 +288,8 @@ def _size(t: Tensor) -> float:
 def _sq_norms(grads: Tensor) -> Tensor:
     """[N] of [N, *]."""
     wide = accumulation_dtype(grads.dtype)
-    return torch.linalg.vector_norm(grads.flatten(1), dim=1, dtype=wide).square()
+    rows = grads[:, None].flatten(1)  # of a single number: [N]
+    return torch.linalg.vector_norm(rows, dim=1, dtype=wide).square()
 
 
 def _chunks(grads: Iterable[Tensor], n: int, step: int) -> Iterator[list[Tensor]]:

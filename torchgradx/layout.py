@@ -8,7 +8,8 @@ mixes samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from math import prod
 from typing import Any
@@ -46,9 +47,16 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def prove(
-    outputs: Iterable[Tensor], uses: Sequence[Watched], n: int, batch_dim: int
+    outputs: Iterable[Tensor],
+    uses: Sequence[Watched],
+    n: int,
+    batch_dim: int,
+    unspent: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[int | str | None]:
-    """For each use BATCH or SEQUENCE; a str says why neither; None: no proof could be had."""
+    """For each use BATCH or SEQUENCE; a str says why neither; None: no proof could be had.
+
+    `unspent`: what each backward of the graph runs under.
+    """
     known = [u.node is not None for u in uses]
     if n <= 1 or not any(known):
         return [BATCH] * len(uses)
@@ -66,9 +74,9 @@ def prove(
         for seed, (t, d) in zip(seeds, seeded, strict=True):
             shape = [-1 if k == d else 1 for k in range(t.dim())]
             weighted.append(torch.ldexp(seed, exponents.to(seed.device).view(shape)).to(seed.dtype))
-        return torch.autograd.grad(
-            [t for t, _ in seeded], edges, weighted, retain_graph=True, allow_unused=True
-        )
+        roots = [t for t, _ in seeded]
+        with unspent():
+            return torch.autograd.grad(roots, edges, weighted, retain_graph=True, allow_unused=True)
 
     if any(_is_python(node) for node in _below(seeded)):
         return [None] * len(uses)  # a backward of the user's own may change things when it runs

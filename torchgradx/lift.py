@@ -6,14 +6,17 @@ that a module uses beside its children: running such a module again would run al
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .descent import Descent, Leaf, stations
 from .layout import Watched
@@ -28,6 +31,12 @@ __all__ = ["Lift"]
 Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, output of the node)
 
 
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.taint: Taint | None = None
+        self.caches: list[dict[Any, Any]] = []  # of selective checkpoints
+
+
 class Lift:
     """What one probe knows of them; `plans` outlives it."""
 
@@ -36,7 +45,7 @@ class Lift:
         recorder: Any,
         parameters: Any,
         layers: Sequence[Layer],
-        plans: dict[Any, Plan | None],
+        plans: dict[Any, Any],
         hears: Callable[[int], bool],
         norms_only: bool,
     ) -> None:
@@ -44,25 +53,55 @@ class Lift:
         # By the modules' modes and the sites concerned. What no sample's value enters is a matter
         # of the model's code: seen once, it holds for batches of other sizes.
         self._plans, self._hears, self._norms_only = plans, hears, norms_only
-        self._local = threading.local()
+        self._local = _OfThread()
 
     def watch(self, n: int, model: nn.Module, arguments: Iterable[Tensor]) -> None:
         """Before a forward: see what its samples enter, unless that is known."""
+        self._local.caches = []
         if torch.compiler.is_compiling():
             return
         if n > 1 and (self._parameters.modes(), ()) not in self._plans:
-            self._local.taint = Taint([*model.parameters(), *model.buffers()], arguments)
+            self._local.taint = Taint(n, [*model.parameters(), *model.buffers()], arguments)
 
     def unwatch(self) -> Taint | None:
-        taint: Taint | None = getattr(self._local, "taint", None)
-        self._local.taint = None
+        taint, self._local.taint = self._local.taint, None
         if taint is not None:
             taint.stop()
         return taint
 
-    def watched(self) -> None:
+    def watched(self, taint: Taint) -> None:
         """Once is enough, for as long as its modules are in these modes."""
-        self._plans[self._parameters.modes(), ()] = None
+        fed = {site: fed and taint.orderly for site, fed in taint.fed.items()}
+        self._plans[self._parameters.modes(), ()] = fed
+
+    def met(self, site: int, given: Sequence[Tensor]) -> None:
+        """A use of a site, where operations are watched or taken down."""
+        if self._local.taint is not None:
+            self._local.taint.met(site, given)
+        for mode in _get_current_dispatch_mode_stack():
+            cache = getattr(mode, "storage", None)
+            if isinstance(cache, dict) and all(cache is not known for known in self._local.caches):
+                self._local.caches.append(cache)
+
+    @contextlib.contextmanager
+    def unspent(self) -> Iterator[None]:
+        """A backward inside leaves selective checkpoints theirs: they serve one, and no second."""
+        caches = self._local.caches
+        before = [{key: copy.copy(kept) for key, kept in cache.items()} for cache in caches]
+        try:
+            yield
+        finally:
+            for cache, kept in zip(caches, before, strict=True):
+                cache.update(kept)
+
+    def fed(self, site: int) -> bool | None:
+        """Whether samples enter all that a site is given, and nothing moves them; None: its uses
+        were not watched, and the next forward will be."""
+        key = self._parameters.modes(), ()
+        known: bool | None = self._plans.get(key, {}).get(site)
+        if known is None:
+            self._plans.pop(key, None)
+        return known
 
     def plan(
         self,

@@ -32,6 +32,7 @@ class Recorder:
         began: Callable[[Pass], None],
         finish: Callable[[Pass, int], None],
         drained: Callable[[], None],
+        met: Callable[[int, Tensor], None],
     ) -> None:
         self.began, self.finish = began, finish
         self.balance = [0] * parameters
@@ -131,6 +132,7 @@ class Pass:
         self.trainable = [place for place, p in enumerate(parameters) if p.requires_grad]
         self.wide = any(parameters[place].dtype == torch.float64 for place in self.trainable)
         self.layouts: list[int] = []
+        self.hooked: list[int] = []
         self.serial = 0
         self.refusals: list[tuple[int, str]] = []
         self.seen: list[tuple[int, list[int], Any, int]] = []
@@ -142,7 +144,6 @@ class Pass:
 
     def clear(self) -> None:
         self.recorded = False
-        self._fired = [0] * len(self._calls)
         self._sq_norms: dict[int, Tensor] = {}
         self._terms: dict[int, list[tuple[int, Tensor | None, Tensor]]] = {}
         self._late: set[int] = set()
@@ -205,8 +206,6 @@ class Pass:
         self.create_graph |= torch.is_grad_enabled()
         self.retained |= torch._C._autograd._get_current_graph_task_keep_graph()
         self.recorder.meet(torch._C._current_graph_task_id())
-        for place in places:
-            self._fired[place] += 1
         return True
 
     def waits(self, place: int) -> bool:
@@ -217,7 +216,7 @@ class Pass:
             self._late.add(place)
             return
         self._terms.setdefault(place, []).append((-1, None, grads))
-        if not (self.keep or self.retained or self._fired[place] < self._calls[place]):
+        if not (self.keep or self.retained or len(self._terms[place]) < self._calls[place]):
             self.recorder.finish(self, place)
 
     def finish(self, place: int, sq_norms: Tensor) -> None:

@@ -103,6 +103,8 @@ class FallbackSite:
             run.refuse(self._index, unsaid)
             return
         first = (live or outputs)[0]
+        if torch._C._len_torch_dispatch_stack() and self._recorder.depth():
+            self._audit.lift.met(self._index, tensors_in((args, kwargs)))
         use = run.call(self._index, list(held.items()), list(first.shape))
         for t in tensors_in((args, kwargs)):  # which of them hold samples depends on their sizes
             run.note(sum(2**k for k, size in enumerate(t.shape[:8]) if size == run.n))

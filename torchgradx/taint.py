@@ -3,7 +3,8 @@
 A gradient that mixes samples may be that of a position table, which all samples share, or of
 something computed from several of them, which has no gradient by sample. The graph cannot tell
 these apart, since data needs no gradient. So every operation of a forward is watched once. Nothing
-is clean by default: arguments, data hidden in objects and what comes from NumPy are not.
+is clean by default: arguments, data hidden in objects and what comes from NumPy are not. Nor does
+everything else hold samples: only what the arguments entered does.
 """
 
 from __future__ import annotations
@@ -16,17 +17,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
+from .order import disorders
+
 __all__ = ["Taint"]
 
 
 class Taint(TorchDispatchMode):
     """Watches the operations of this thread, from here to `stop`."""
 
-    def __init__(self, held: Iterable[Tensor], arguments: Iterable[Tensor]) -> None:
+    def __init__(self, n: int, held: Iterable[Tensor], arguments: Iterable[Tensor]) -> None:
         super().__init__()
+        self._n = n
         # By storage, which views and in-place writes share; a weak reference keeps its address.
-        self._known: dict[int, tuple[StorageWeakRef, bool]] = {}
+        self._known: dict[int, tuple[StorageWeakRef, bool | None]] = {}
         self._seen: dict[tuple[Any, int], bool] = {}  # clean, as consumed; by node and output
+        self.fed: dict[int, bool] = {}  # by site: whether samples entered all that it was given
+        self.orderly = True  # nothing moved or mixed the samples
         self._on = True
         for t in held:
             self._mark(t, True)
@@ -53,24 +59,34 @@ class Taint(TorchDispatchMode):
         for t, clean in zip(operands, verdicts, strict=True):
             if t.grad_fn is not None:
                 key = t.grad_fn, t.output_nr
-                self._seen[key] = self._seen.get(key, True) and clean
+                self._seen[key] = self._seen.get(key, True) and clean is True
+        fed = [t for t, clean in zip(operands, verdicts, strict=True) if clean is False]
+        if fed and self.orderly:
+            self.orderly = not disorders(func, args, kwargs, self._n, fed)
         out = func(*args, **kwargs)
-        clean = all(verdicts)
+        clean = False if False in verdicts else None if None in verdicts else True
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
-                self._mark(t, clean or _of_sizes_only(func))
+                self._mark(t, True if _of_sizes_only(func) else clean)
         for t in _written(func, args, kwargs) if not clean else ():
-            self._mark(t, False)
+            self._mark(t, clean)
         return out
 
-    def _is_clean(self, t: Tensor) -> bool:
+    def met(self, site: int, given: Iterable[Tensor]) -> None:
+        """A use of a site."""
+        if self._on:
+            fed = any(self._is_clean(t) is False for t in given)
+            self.fed[site] = self.fed.get(site, True) and fed
+
+    def _is_clean(self, t: Tensor) -> bool | None:
+        """False: samples entered it. None: nobody knows."""
         try:
             known = self._known.get(t.untyped_storage()._cdata)
         except Exception:  # sparse tensors have no storage
-            return False
-        return known[1] if known else t.dim() == 0  # a number that Python made
+            return None
+        return known[1] if known else True if t.dim() == 0 else None  # a number that Python made
 
-    def _mark(self, t: Tensor, clean: bool) -> None:
+    def _mark(self, t: Tensor, clean: bool | None) -> None:
         try:
             storage = t.untyped_storage()
         except Exception:

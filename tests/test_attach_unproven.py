@@ -1,0 +1,161 @@
+"""Where no backward can be asked whose rows a layer is given (in a reentrant checkpoint, below a
+user's Function), a forward in which they could be no sample's, or another's, is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import (
+    Model,
+    a_few_modes,
+    check,
+    close_named,
+    exact_or_refused,
+    loop,
+    seeded,  # noqa: F401
+    square,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torchgradx
+
+N = 4
+
+
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+UNPROVEN = {
+    "a reentrant checkpoint": lambda use, x: checkpoint(use, x, use_reentrant=True),
+    "a Function of the user's": lambda use, x: Same.apply(use(x)),
+}
+unproven = pytest.mark.parametrize("where", UNPROVEN)
+
+
+def model(use, where, **parts):
+    def forward(m, x):
+        return UNPROVEN[where](lambda t: use(m, t), m.i(x / 2 - 1))
+
+    layers = {"i": nn.Linear(3, 3), "a": nn.Linear(3, 3), "b": nn.Linear(3, 2)}
+    return Model(forward, **(layers | parts))
+
+
+def h(m, x):
+    return torch.tanh(m.a(x))
+
+
+def swapped(x):
+    return torch.eye(N, dtype=x.dtype).flip(0)[:, : len(x)]
+
+
+DISORDERED = {
+    "flip": lambda m, x: m.b(h(m, x).flip(0)),
+    "roll": lambda m, x: m.b(h(m, x).roll(1, 0)),
+    "roll, flattened": lambda m, x: m.b(h(m, x).roll(3)),
+    "index": lambda m, x: m.b(h(m, x)[torch.arange(len(x)).flip(0)]),
+    "index_select": lambda m, x: m.b(h(m, x).index_select(0, torch.arange(len(x)).flip(0))),
+    "index_copy": lambda m, x: m.b(h(m, x).index_copy(0, torch.arange(len(x)).flip(0), x)),
+    "sorted": lambda m, x: m.b(h(m, x)[x[:, 0].argsort()]),
+    "a boolean mask": lambda m, x: m.b(h(m, x)[x[:, 0] < torch.inf]),
+    "slices": lambda m, x: m.b(torch.cat([h(m, x)[1:], h(m, x)[:1]])),
+    "unbind": lambda m, x: m.b(torch.stack(h(m, x).unbind(0)[::-1])),
+    "split": lambda m, x: m.b(torch.cat(h(m, x).split(1)[::-1])),
+    "a permutation matrix": lambda m, x: m.b(swapped(x) @ h(m, x)),
+    "centred": lambda m, x: m.b(h(m, x) - h(m, x).mean(0)),
+    "centred by one number": lambda m, x: m.b(h(m, x) - h(m, x).mean()),
+    "softmax": lambda m, x: m.b(h(m, x).softmax(0)),
+    "cumsum": lambda m, x: m.b(h(m, x).cumsum(0)),
+    "max": lambda m, x: m.b(h(m, x) - h(m, x).amax(0)),
+    "similarity": lambda m, x: m.b(torch.tanh(x @ x.T) @ h(m, x)),
+    "covariance": lambda m, x: m.b(x @ (x.T @ x)),
+    "einsum": lambda m, x: m.b(torch.einsum("nd,md,me->ne", x, x, h(m, x))),
+    "attention": lambda m, x: m.b(F.scaled_dot_product_attention(*[h(m, x)[None]] * 3)[0]),
+    "batch statistics": lambda m, x: m.b(F.batch_norm(h(m, x), None, None, training=True)),
+}
+
+
+@a_few_modes
+@unproven
+@pytest.mark.parametrize("name", DISORDERED)
+def test_samples_that_may_have_moved_or_mixed_are_refused(name, where, options):
+    one = model(DISORDERED[name], where)
+    with torchgradx.attach(one, **options) as probe:
+        square(one, torch.randn(N, 3)).backward()
+        with pytest.raises(torchgradx.CoverageError, match=r"b\.weight: .*no proof could be had"):
+            probe.norms()
+
+
+IN_ORDER = {
+    "layers": lambda m, x: m.b(F.gelu(m.a(x)).softmax(-1)),
+    "positions": lambda m, x: m.b(h(m, x)[:, None].expand(-1, 5, -1) * m.kept[0].to(x)),
+    "each at its place": lambda m, x: m.b(h(m, x)[torch.arange(len(x)), :]),
+    "half of each": lambda m, x: m.b(torch.cat([x[:, :1], h(m, x)[:, 1:]], 1)),
+    "a loss beside it": lambda m, x: m.b(h(m, x) + 0 * len(str(h(m, x).mean().item()))),
+    "attention": lambda m, x: m.b(
+        F.scaled_dot_product_attention(*[h(m, x).unflatten(1, (3, 1))] * 3).flatten(1)
+    ),
+}
+
+
+@a_few_modes
+@unproven
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_samples_that_stay_in_order_need_no_layout(name, where, options):
+    check(
+        model(IN_ORDER[name], where, kept=[torch.randn(5, 1)]), square, torch.randn(N, 3), **options
+    )
+
+
+def over(rows):
+    """A layer called on rows of no sample's, as many as there are samples."""
+    return lambda m, x: m.c(torch.tanh(x @ m.a(rows(m)).T))
+
+
+TABLES = {
+    "a parameter": (over(lambda m: m.rows), torch.randn(N, 3)),
+    "made from a parameter": (over(lambda m: torch.tanh(m.rows)), torch.randn(N, 3)),
+    "a constant": (over(lambda m: torch.ones(N, 3).to(m.c.weight)), None),
+    "an attribute": (over(lambda m: m.kept[0].to(m.c.weight)), None),
+    "looked up": (over(lambda m: m.e(torch.arange(N))), None),
+}
+
+
+@a_few_modes
+@unproven
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_of_n_rows_is_refused(name, where, options):
+    use, rows = TABLES[name]
+    parts = {"c": nn.Linear(N, 2), "e": nn.Embedding(N, 3), "kept": [torch.randn(N, 3)]}
+    parts |= {} if rows is None else {"rows": rows}
+    refusal = exact_or_refused(model(use, where, **parts), square, torch.randn(N, 3), **options)
+    assert ("e.weight" if name == "looked up" else "a.weight") in refusal.parameters
+
+
+@a_few_modes
+@unproven
+def test_a_layer_first_met_after_the_forward_that_was_watched(where, options):
+    """It is refused once, then looked at."""
+
+    def use(m, x):
+        return m.b(m.late(h(m, x)) if m.later else h(m, x))
+
+    one = model(use, where, late=nn.Linear(3, 3), later=False).double()
+    x = torch.randn(N, 3).double()
+    with torchgradx.attach(one, **options) as probe:
+        square(one, x).backward()
+        probe.norms()
+        one.later = True
+        square(one, x).backward()
+        with pytest.raises(torchgradx.CoverageError, match=r"late\.weight: .*no proof"):
+            probe.norms()
+        probe.reset()
+        for _ in range(2):
+            square(one, x).backward()
+            close_named(probe.norms(per="parameter"), loop(one, square, x))
