@@ -41,6 +41,10 @@ std::optional<Operands> Site::operands(const Pass& pass, int64_t use, const Save
     how = proven ? static_cast<Layout>(pass.layouts[use]) : presumed;
   }
   if (how == Layout::kShared) return std::nullopt;  // torchgradx/shared.py brings its gradients by sample
+  if (how == Layout::kNowhere) {
+    recorder->refuse(index, "its gradient came by a way that no output shows");
+    return std::nullopt;
+  }
   const auto operands = layer->operands(saved, grad_output, pass.n, how);
   if (!operands) {
     std::ostringstream reason;

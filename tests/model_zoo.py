@@ -148,13 +148,12 @@ ROWS = [
     Row("deberta-v2, absolute positions", "tag", "DebertaV2ForTokenClassification", BERT, DROPOUT,
         reentrantly=("deberta.embeddings.position_embeddings.weight",)),
     Row("deberta-v2", "tag", "DebertaV2ForTokenClassification", RELATIVE, DROPOUT,
-        refused=("*.rel_embeddings.weight",),
-        checkpointed=("*.pos_key_proj.*", "*.pos_query_proj.*")),
+        checkpointed=("*.rel_embeddings.weight", "*.pos_key_proj.*", "*.pos_query_proj.*")),
     Row("deberta-v3", "tag", "DebertaV2ForTokenClassification",
         RELATIVE | {"position_buckets": 4, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
         DROPOUT, reentrant=False,
-        refused=("*.rel_embeddings.weight",),
-        checkpointed=("*.key_proj.*", "*.query_proj.*", "deberta.encoder.LayerNorm.*")),
+        checkpointed=("*.rel_embeddings.weight", "*.key_proj.*", "*.query_proj.*",
+                      "deberta.encoder.LayerNorm.*")),
     Row("vit", "image", "ViTForImageClassification",
         IMAGE | {"patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2,
                  "num_attention_heads": 4, "intermediate_size": 48},
@@ -183,5 +182,5 @@ ROWS = [
     Row("dora on opt", "next", "OPTForCausalLM", OPT | {"word_embed_proj_dim": 32},
         ("dropout", "attention_dropout"),
         adapter={"target_modules": ["q_proj", "v_proj"], "use_dora": True},
-        refused=("*.lora_A.*", "*.lora_B.*")),  # called on an identity matrix as well
+        reentrantly=("*.lora_A.*", "*.lora_B.*")),  # called on an identity matrix as well
 ]  # fmt: skip

@@ -85,11 +85,13 @@ def test_positions_of_a_sequence_first_model_are_exact(options):
         check(model, square_second, tokens(N, t).T, dims=1, batch_dim=1, **options)
 
 
-def relative(shared):
-    """Positions that go through LayerNorm and a Linear, then score each query, as in DeBERTa."""
+def relative(shared, read=False):
+    """Positions that go through LayerNorm and a Linear, then score each query, as in DeBERTa;
+    `read`: rows of the table's weight, the table not being called."""
 
     def forward(m, x):
-        places = m.norm(m.p(torch.arange(x.shape[1])))
+        t = x.shape[1]
+        places = m.norm(m.p.weight[:t] if read else m.p(torch.arange(t)))
         keys = (m.k if shared else m.r)(places)
         scores = m.q(x) @ m.k(x).transpose(1, 2) + m.q(x) @ keys.T
         return m.o(torch.tanh(scores) @ x)  # a softmax has no gradient for a bias of keys
@@ -100,13 +102,57 @@ def relative(shared):
 
 @fallback_mode
 @sizes
+@pytest.mark.parametrize("read", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_relative_positions_through_modules_are_exact(shared, n, t, options):
+def test_relative_positions_through_modules_are_exact(shared, read, n, t, options):
     """`shared`: the same Linear for samples and for positions, so terms of both kinds cross."""
-    model = relative(shared)
+    model = relative(shared, read)
     if shared:
         del model.r
     check(model, square, torch.randn(n, t, D), **options)
+
+
+@fallback_mode
+def test_a_table_read_as_a_tensor_and_penalised_is_refused(options):
+    model = relative(False, True)
+
+    def loss(m, x):
+        return square(m, x) + m.p.weight.square().sum()
+
+    refused(model, loss, torch.randn(N, T, D), names=["p.weight"], spared=["q.weight"], **options)
+
+
+@fallback_mode
+def test_a_parameter_of_one_number_is_exact(options):
+    model = Model(lambda m, x: m.o(x) * m.s, s=torch.randn(()), o=nn.Linear(D, 2))
+    check(model, square, torch.randn(N, D), **options)
+
+
+@fallback_mode
+def test_a_parameter_that_a_layer_takes_is_exact(options):
+    model = Model(lambda m, x: x @ torch.tanh(m.o(m.rows)).T, rows=torch.randn(3, D),
+                  o=nn.Linear(D, D))  # fmt: skip
+    check(model, square, torch.randn(N, D), **options)
+
+
+@fallback_mode
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_use_that_no_output_shows_is_exact_unless_it_receives_a_gradient(hidden, options):
+    """As DoRA calls its adapters on an identity matrix, and detaches what comes of it."""
+
+    def forward(m, x):
+        m.seen[:] = [m.o(torch.eye(D).to(x))]
+        return m.o(x) * m.seen[0].detach().norm()
+
+    def loss(m, x):
+        return square(m, x) + (m.seen[0].sum() if hidden else 0)
+
+    model, x = Model(forward, o=nn.Linear(D, 2), seen=[]), torch.randn(N, D)
+    if hidden:
+        names = ["o.weight", "o.bias"]
+        refused(model, loss, x, names=names, match="no output shows", **options)
+    else:
+        check(model, loss, x, **options)
 
 
 def biased(m, x):

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from . import ops
 from .errors import CoverageError
-from .layout import SEQUENCE, SHARED, Watched, prove
+from .layout import NOWHERE, SEQUENCE, SHARED, Watched, prove
 from .lift import Lift
 from .rules import Layer
-from .shared import Plan
+from .shared import Graph, Plan
 from .sites import NativeSite
 
 if TYPE_CHECKING:
@@ -134,10 +134,11 @@ class Audit:
         found = proof(watched)
         plan = self.lift.plan(n, uses, sites, found, outputs, taint, proof)
         for k, _ in plan.starts if plan else ():
-            found[k] = SHARED
+            if k >= 0:
+                found[k] = SHARED
         layouts: list[int] = []
         refusals: list[tuple[int, str]] = []
-        complete = True
+        complete, graph = True, Graph(outputs)
         for (site, sizes, node, _), use, verdict in zip(uses, watched, found, strict=True):
             presumed = sites[site].presumed
             trusted = sites[site].declared >= 0
@@ -149,6 +150,9 @@ class Audit:
             if doubt and not reason and _beyond_doubt(use.leads, n, presumed):
                 fed = self.lift.fed(site)
                 complete, doubt = complete and fed is not None, not fed
+            if doubt and outputs and node is not None and node not in graph.parents:
+                layouts.append(NOWHERE)  # as where it was detached: if a gradient comes, refused
+                continue
             if doubt:
                 reason = reason or f"no proof could be had of where the {n} samples are in it"
                 name = self._layers[site].name

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["BATCH", "SECOND", "SEQUENCE", "SHARED", "Watched", "prove", "tensors_in"]
+__all__ = ["BATCH", "NOWHERE", "SECOND", "SEQUENCE", "SHARED", "Watched", "prove", "tensors_in"]
 
-# rows n*T+t | rows t*N+n | rows of no sample, see shared.py | [T, N K, *]
-BATCH, SEQUENCE, SHARED, SECOND = 0, 1, 2, 3
+# rows n*T+t | rows t*N+n | rows of no sample, see shared.py | no output shows a way to them | [T, N K, *]
+BATCH, SEQUENCE, SHARED, NOWHERE, SECOND = range(5)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from . import ops
 from .descent import Descent, Leaf, stations
 from .layout import Watched
 from .products import in_closed_form, unpacks_twice
@@ -25,6 +26,9 @@ from .rerun import FallbackSite, Site
 from .rules import Layer
 from .shared import Graph, Group, Node, Plan, survey
 from .taint import Taint
+
+if ops.NATIVE:
+    from . import _C
 
 __all__ = ["Lift"]
 
@@ -35,6 +39,7 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         self.taint: Taint | None = None
         self.caches: list[dict[Any, Any]] = []  # of selective checkpoints
+        self.first = 0  # of the graph's nodes that this forward made
 
 
 class Lift:
@@ -58,6 +63,7 @@ class Lift:
     def watch(self, n: int, model: nn.Module, arguments: Iterable[Tensor]) -> None:
         """Before a forward: see what its samples enter, unless that is known."""
         self._local.caches = []
+        self._local.first = _C.sequence_number() if ops.NATIVE else 0
         if torch.compiler.is_compiling():
             return
         if n > 1 and (self._parameters.modes(), ()) not in self._plans:
@@ -117,9 +123,10 @@ class Lift:
         modes = self._parameters.modes()
         mixing = [k for k, verdict in enumerate(verdicts) if isinstance(verdict, str)]
         beside = [k for k in self._beside(uses, sites) if isinstance(verdicts[k], int)]
-        if not mixing and not beside:
-            return None
         graph = Graph(outputs)
+        read = self._read(uses, graph)
+        if not mixing and not beside and not read:
+            return None
 
         def cheap(node: Node, ends: bool) -> bool:
             """Whether asking a node costs less than to run its module again."""
@@ -127,8 +134,13 @@ class Lift:
             return not again and (not ends or n == 1 or in_closed_form(node))
 
         groups = [Group(k, (uses[k][2],), lambda node, ends: True) for k in mixing]
-        groups += [Group(k, self._own(uses[k][0], graph), cheap) for k in beside]
-        key = modes, tuple(uses[group.use][0] for group in groups)
+        groups += [Group(k, self._own(k, uses, graph), cheap) for k in beside]
+        for k in read:
+            (start,) = self._own(k, uses, graph)
+            direct = {parent for parent, _ in graph.parents[start]} if n > 1 else set()
+            # Where samples meet the parameter itself, its module is to be called instead.
+            groups.append(Group(k, (start,), lambda node, ends, d=direct: not (ends and node in d)))
+        key = modes, tuple(self._served(group.use, uses) for group in groups)
         before = self._plans.get(key)
         clean: Callable[[Node, int], bool]
         if taint is not None:
@@ -155,14 +167,28 @@ class Lift:
                 if able[site] and node is not None
                 and others.isdisjoint(self._layers[site].parameters)]  # fmt: skip
 
-    def _own(self, site: int, graph: Graph) -> tuple[Node, ...]:
-        tensors = [self._parameters.tensors()[place] for place in self._layers[site].parameters]
+    def _read(self, uses: Sequence[Use], graph: Graph) -> list[int]:
+        """Parameters that the forward reads while it calls none of their modules, as -1 - place."""
+        used = {place for site, *_ in uses for place in self._layers[site].parameters}
+        every = {place for layer in self._layers for place in layer.parameters}
+        alone = [-1 - place for place in sorted(every - used)]
+        return [k for k in alone if self._own(k, uses, graph)]
+
+    def _served(self, k: int, uses: Sequence[Use]) -> tuple[int, tuple[int, ...]]:
+        """The site of a start of a plan, and the parameters."""
+        if k >= 0:
+            return uses[k][0], self._layers[uses[k][0]].parameters
+        owns = (-1 - k in layer.parameters for layer in self._layers)
+        return list(owns).index(True), (-1 - k,)
+
+    def _own(self, k: int, uses: Sequence[Use], graph: Graph) -> tuple[Node, ...]:
+        tensors = [self._parameters.tensors()[place] for place in self._served(k, uses)[1]]
         nodes = [get_gradient_edge(p).node for p in tensors if p.requires_grad]
         return tuple(node for node in nodes if node in graph.parents)
 
     def begin(self, run: Any, plan: Plan, uses: Sequence[Use], outputs: Sequence[Tensor]) -> None:
         """Listen at the frontier, and below it, in the graph of this pass."""
-        lifted = {uses[k][0] for k, _ in plan.starts}
+        lifted = {self._served(k, uses)[0] for k, _ in plan.starts}
 
         def refuse(where: Any, reason: str) -> None:
             for site in lifted:
@@ -171,7 +197,8 @@ class Lift:
         graph = Graph(outputs)
         starts: list[Node] = []
         for k, own in plan.starts:
-            starts += self._own(uses[k][0], graph) if own else [uses[k][2]]
+            starts += self._own(k, uses, graph) if own else [uses[k][2]]
+        run.enclose([-1 - k for k, _ in plan.starts if k < 0], self._local.first)
         climbed = plan.climb(graph, starts)
         if climbed is None:
             refuse(run, "what no sample enters is consumed otherwise than when it was proven")
@@ -192,5 +219,9 @@ class Lift:
         places = [set(self._layers[site].parameters) for site, *_ in uses]
         others = set().union(*(p for k, p in enumerate(places) if k not in lifted))
         tensors = self._parameters.tensors()
-        return {id(tensors[place]): Leaf(uses[k][0], place, tensors[place], place not in others)
-                for k in lifted for place in places[k]}  # fmt: skip
+        leaves = {}
+        for site, concerned in (self._served(k, uses) for k in lifted):
+            for place in concerned:
+                leaf = Leaf(site, place, tensors[place], place not in others)
+                leaves[id(tensors[place])] = leaf
+        return leaves

@@ -22,7 +22,7 @@ from .fallback import (
     per_sample_gradients,
     whole_gradients,
 )
-from .layout import BATCH, SEQUENCE, SHARED, tensors_in
+from .layout import BATCH, NOWHERE, SEQUENCE, SHARED, tensors_in
 from .rules import CONTAINERS, Layer, opaque, own_names, rule_named
 from .sharding import scattered
 from .sites import MIXES, Hooks, NativeSite
@@ -199,6 +199,9 @@ class FallbackSite:
         layout = run.layouts[use] if proven else self.presumed
         if layout == SHARED:
             return  # lift.py brings its gradients by sample
+        if layout == NOWHERE:
+            self._recorder.refuse(self._index, "its gradient came by a way that no output shows")
+            return
         if isinstance(self._module, (nn.RNNBase, nn.MultiheadAttention)):
             layout = self.presumed
         names = [self._own[place] for place in places]

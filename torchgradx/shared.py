@@ -92,7 +92,7 @@ def dtype_of(node: Node, number: int) -> torch.dtype:
 class Plan:
     """What is above the shared nodes, in the order of the climb; holds for a structure."""
 
-    starts: tuple[tuple[int, bool], ...]  # (use, whether from its own parameters)
+    starts: tuple[tuple[int, bool], ...]  # (use, whether from its own parameters), see lift.py
     names: tuple[str, ...]
     layouts: tuple[int | None, ...]  # of the frontier's outputs; None: no rows by sample yet
 

@@ -62,7 +62,10 @@ class Taint(TorchDispatchMode):
                 self._seen[key] = self._seen.get(key, True) and clean is True
         fed = [t for t, clean in zip(operands, verdicts, strict=True) if clean is False]
         if fed and self.orderly:
-            self.orderly = not disorders(func, args, kwargs, self._n, fed)
+            try:
+                self.orderly = not disorders(func, args, kwargs, self._n, fed)
+            except Exception:  # what it was given has no values, or is none of torch's
+                self.orderly = False
         out = func(*args, **kwargs)
         clean = False if False in verdicts else None if None in verdicts else True
         for t in tree_leaves(out):

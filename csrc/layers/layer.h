@@ -9,8 +9,8 @@
 
 namespace torchgradx {
 
-// rows n*T+t | rows t*N+n | rows of no sample, as those of a position table | [T, N K, *]
-enum class Layout : int64_t { kAuto = -1, kBatch = 0, kSequence = 1, kShared = 2, kSecond = 3 };
+// rows n*T+t | rows t*N+n | rows of no sample, as those of a position table | no way to them shows | [T, N K, *]
+enum class Layout : int64_t { kAuto = -1, kBatch = 0, kSequence = 1, kShared = 2, kNowhere = 3, kSecond = 4 };
 enum class Algorithm : int64_t { kRank1 = 0, kGram = 1, kDirect = 2, kFused = 3 };  // as in cost.py
 
 struct Saved {  // of a forward, besides the weight
