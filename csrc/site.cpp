@@ -149,8 +149,8 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
     if (const auto gradients = layer.weight_gradients(*operands))
       pass->add(site->weight, {-1, Tensor(), whole(wide(*gradients))});
     else
-      pass->add(site->weight,
-                {site->index, operands->activations, among(operands->grad_output, site->weight_rows, -1)});
+      pass->add(site->weight, {site->index, operands->activations.detach(),  // not its graph
+                               among(operands->grad_output, site->weight_rows, -1)});
   }
   if (keep_bias) {
     const Tensor by_sample = whole(wide(layer.bias_rows(*operands)).sum(1));

@@ -7,7 +7,6 @@ module's class for one whose forward calls the fused operator, or listens at the
 from __future__ import annotations
 
 import contextlib
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -25,7 +24,7 @@ from .record import Record
 from .rerun import FallbackSite, Site
 from .rules import rule_named
 from .sharding import flattened, gathers, split
-from .sites import Hooks, NativeSite
+from .sites import Hooks, NativeSite, called_by_itself
 from .table import Context, Parameters, find_layers
 
 if ops.NATIVE:
@@ -77,7 +76,8 @@ def attach(
             does not show it.
         layout: {module name or pattern: "batch" or "sequence"} for modules fed rows n*T+t or t*N+n.
         fused: weight gradient and norms from one pass where a kernel has it.
-        weight_grad: False computes norms only, and leaves `.grad` as it is.
+        weight_grad: False computes norms only, and leaves `.grad` as it is. A parameter's
+            `register_hook` still sees its gradient; post-accumulate hooks are not called.
         clip, directions: what clipping and dot products need; not in this version.
         algorithm: None lets the cost model choose; "rank1", "gram" or "direct" forces.
         backend: "auto", "native" (kernels or an error) or "vmap" (the pure-Python fallback).
@@ -149,15 +149,6 @@ def _unattached() -> Probe:
     probe = attach(nn.Module())
     probe.remove()
     return probe
-
-
-def _called_by_itself(module: nn.Module) -> bool:
-    """Whether a forward of this module stands on the stack below the present one."""
-    frame, calls = inspect.currentframe(), 0
-    while frame is not None:
-        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module
-        frame = frame.f_back
-    return calls > 1
 
 
 class Probe:
@@ -278,7 +269,7 @@ class Probe:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         outer = self._recorder.depth() and self._recorder.current()
-        if outer and not _called_by_itself(module):  # left by an interrupt, which runs no hooks
+        if outer and not called_by_itself(module):  # left by an interrupt, which runs no hooks
             while self._recorder.depth():
                 self._recorder.pop()
             self._audit.lift.unwatch()

@@ -133,13 +133,16 @@ class Lift:
             again = unpacks_twice(node, ends, self._recorder.held > 0)
             return not again and (not ends or n == 1 or in_closed_form(node))
 
+        def beyond(start: Node) -> Callable[[Node, bool], bool]:
+            """Where samples meet the parameter itself, its module is to be called instead."""
+            direct = {parent for parent, _ in graph.parents[start]} if n > 1 else set()
+            return lambda node, ends: not (ends and node in direct)
+
         groups = [Group(k, (uses[k][2],), lambda node, ends: True) for k in mixing]
         groups += [Group(k, self._own(k, uses, graph), cheap) for k in beside]
         for k in read:
             (start,) = self._own(k, uses, graph)
-            direct = {parent for parent, _ in graph.parents[start]} if n > 1 else set()
-            # Where samples meet the parameter itself, its module is to be called instead.
-            groups.append(Group(k, (start,), lambda node, ends, d=direct: not (ends and node in d)))
+            groups.append(Group(k, (start,), beyond(start)))
         key = modes, tuple(self._served(group.use, uses) for group in groups)
         before = self._plans.get(key)
         clean: Callable[[Node, int], bool]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from .table import Context, declared_layout
 if ops.NATIVE:
     from . import _C
 
-__all__ = ["Hooks", "NativeSite"]
+__all__ = ["Hooks", "NativeSite", "called_by_itself"]
 
 MIXING = ("batchnorm1d", "batchnorm2d", "batchnorm3d")
 MIXES = (
@@ -26,6 +27,15 @@ MIXES = (
     "GroupNorm"
 )
 CODES = {"rank1": 0, "gram": 1, "direct": 2, "fused": 3}  # Algorithm in csrc/site.h
+
+
+def called_by_itself(module: nn.Module) -> bool:
+    """Whether a forward of this module stands on the stack below the present one."""
+    frame, calls = inspect.currentframe(), 0
+    while frame is not None:
+        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module
+        frame = frame.f_back
+    return calls > 1
 
 
 class Hooks:
