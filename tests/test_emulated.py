@@ -102,6 +102,31 @@ def test_tf32_loses_nothing_of_operands_that_it_can_hold(
     assert_right(problem, _of_tf32(a), _of_tf32(b), kind)
 
 
+@pytest.mark.parametrize("name", ["cuda.matmul.fp32_precision", "fp32_precision"])
+def test_tf32_is_allowed_by_torchs_newer_setting_too(name: str) -> None:
+    """After which the older one can no longer be read."""
+    script = NEWER_SETTING.format(name=name)
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=here, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["128.0", "True"]
+
+
+NEWER_SETTING = """
+import torch
+from emulation.operators import operator
+torch.backends.{name} = "tf32"
+a, ones = torch.full((2, 64, 128), 1 + 2.0**-12), torch.ones(2, 64, 128)  # TF32 keeps ten bits
+grad = operator("linear_fused")(a, ones, None, False)[0]
+from torchgradx import gpu
+torch.cuda.get_device_properties = lambda index: None
+gpu.from_properties = lambda properties, tf32: tf32
+print(float(grad.unique()), gpu.gpu_of(torch.device("cuda", 0)))
+"""
+
+
 def _of_tf32(x: Tensor) -> Tensor:
     """Cut to 10 bits of mantissa."""
     return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)

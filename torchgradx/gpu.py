@@ -62,7 +62,8 @@ def gpu_of(device: torch.device) -> Gpu | None:
     if device.type != "cuda":
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
-    key = (index, torch.backends.cuda.matmul.allow_tf32)
+    # As the kernels read it: allow_tf32 raises once fp32_precision has been set.
+    key = (index, torch.backends.cuda.matmul.fp32_precision == "tf32")
     if key not in _known:
         _known[key] = from_properties(torch.cuda.get_device_properties(index), key[1])
     return _known[key]

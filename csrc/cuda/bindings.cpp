@@ -39,7 +39,9 @@ class Run {
     check("cudaGetDevice", cudaGetDevice(&index));
     check("cudaDeviceGetAttribute", cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, index));
     // One flag for both layers: that of cuDNN is set unless someone clears it, and float32 is exact unless asked.
-    return {multiprocessors, at::globalContext().allowTF32CuBLAS()};
+    // Read as cuBLAS does: the older getter refuses to answer once the newer setting has been used.
+    const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
+    return {multiprocessors, precision == at::Float32Precision::TF32};
   }
 
   // launch(workspace, stream), with the workspace until the stream has done with it: torch's allocator sees to that.
@@ -201,7 +203,7 @@ void run_direct(const Run& run, const Problem& p, const SqNorms& sq_norms) {
 
 template <class Problem>
 void run_fused(const Run& run, const Problem& p, const Gradients& gradients, const SqNorms& sq_norms) {
-  run("fused", fused_workspace(p),
+  run("fused", fused_workspace(p, gradients, sq_norms),
       [&](void* workspace, cudaStream_t stream) { return launch_fused(p, gradients, sq_norms, workspace, stream); });
 }
 

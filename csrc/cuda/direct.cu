@@ -1,8 +1,8 @@
 // direct and fused, for Linear and Conv2d: 2 N T I O FLOP, operands read once from memory and again from L2 by every
 // other tile. Samples are shared out among blocks where there are fewer tiles than multiprocessors.
-// Workspace: 8 doubles a sample and tile of the weight (128 x 192; float32 128 x 128; float64 64 x 64), as many a
-// sample and row of tiles for the bias; fused, [parts, O, I + 1] accumulators if there are several parts, which are few
-// blocks' worth: parts x tiles never exceeds the multiprocessors twice over.
+// Workspace: for norms, 8 doubles a sample and tile of the weight (128 x 192; float32 128 x 128; float64 64 x 64), as
+// many a sample and row of tiles for the bias; fused, [parts, O, I + 1] accumulators if there are several parts, of
+// which there are so few that (parts - 1) x tiles is below twice the multiprocessors.
 #include "direct.cuh"
 #include "layer.cuh"
 #include "plan.h"
@@ -28,19 +28,16 @@ cudaError_t with_product(const Layer<Loader>& layer, const Device& device, const
 
 // N T positions as one sequence, cut anew: without squares and without scales there is nothing to be kept apart.
 template <class Loader>
-bool join_samples(Layer<Loader>& layer) {
+void join_samples(Layer<Loader>& layer) {
   if constexpr (std::is_same_v<Loader, DenseRows<typename Loader::scalar_t>>) {
     Loader &a = layer.activations, &b = layer.grads;
     const int64_t T = a.positions, total = layer.N * T;
     if (T == 1) a.t = a.n, b.t = b.n;
-    if (layer.N == 1 || layer.groups > 1 || total > kMostIndex || a.n != T * a.t || b.n != T * b.t) return false;
+    if (layer.N == 1 || layer.groups > 1 || total > kMostIndex || a.n != T * a.t || b.n != T * b.t) return;
     layer.N = ceil_div(total, kJoined);
     layer.last_positions = int(total - (layer.N - 1) * kJoined);
     a.positions = b.positions = int(kJoined);
     a.n = kJoined * a.t, b.n = kJoined * b.t;
-    return true;
-  } else {
-    return false;
   }
 }
 
@@ -52,8 +49,7 @@ struct Plan {
   int64_t tiles = 0, norm_parts = 0, bias_parts = 0, weight_size = 0;
   size_t workspace_bytes = 0;
 
-  // The pieces of the workspace are there whether wanted or not: its size is asked for before that is known.
-  Plan(Layer<Loader> layer, const Device& device, bool fused, void* workspace) {
+  Plan(const Layer<Loader>& layer, const Device& device, bool fused, bool norms, void* workspace) {
     Arguments& a = arguments;
     a.activations = layer.activations, a.grads = layer.grads;
     a.N = int(layer.N), a.groups = layer.groups, a.last_positions = layer.last_positions;
@@ -64,8 +60,10 @@ struct Plan {
     norm_parts = tiles * kWarps, bias_parts = int64_t(a.groups) * a.tiles_o * kWarps;
     weight_size = layer.O() * a.activations.features;
     Carver carver(workspace);
-    a.squares = carver.take<double>(layer.N * norm_parts * sizeof(double));
-    a.bias_squares = carver.take<double>(layer.N * bias_parts * sizeof(double));
+    if (norms) {
+      a.squares = carver.take<double>(layer.N * norm_parts * sizeof(double));
+      a.bias_squares = carver.take<double>(layer.N * bias_parts * sizeof(double));
+    }
     if (fused && a.parts > 1) {
       a.weight_copies = carver.take<acc_t>(a.parts * weight_size * sizeof(acc_t));
       a.bias_copies = carver.take<acc_t>(a.parts * layer.O() * sizeof(acc_t));
@@ -74,19 +72,31 @@ struct Plan {
   }
 };
 
+bool takes_norms(const Gradients* gradients, const SqNorms& sq_norms) {
+  return !gradients || sq_norms.weight || sq_norms.bias;
+}
+
+// Calls f(plan); gradients of null: direct.
+template <class Problem, class F>
+cudaError_t with_plan(const Problem& problem, const Gradients* gradients, const SqNorms& sq_norms, void* workspace,
+                      const F& f) {
+  return with_layer(problem, [&](auto layer) {
+    const bool norms = takes_norms(gradients, sq_norms);
+    if (!norms && !gradients->scale) join_samples(layer);
+    choose_access(layer, true);
+    return with_product(layer, problem.device, [&](auto product) {
+      Plan<typename decltype(product)::type, typename decltype(layer)::Loader> plan(
+          layer, problem.device, gradients != nullptr, norms, workspace);
+      return f(plan);
+    });
+  });
+}
+
 template <class Problem>
-size_t workspace_bytes(const Problem& problem, bool fused) {
+size_t workspace_bytes(const Problem& problem, const Gradients* gradients, const SqNorms& sq_norms) {
   size_t bytes = 0;
-  with_layer(problem, [&](auto layer) {
-    for (const bool joined : {false, true}) {
-      if (joined && !(fused && join_samples(layer))) break;
-      with_product(layer, problem.device, [&](auto product) {
-        const Plan<typename decltype(product)::type, typename decltype(layer)::Loader> plan(layer, problem.device,
-                                                                                            fused, nullptr);
-        bytes = std::max(bytes, plan.workspace_bytes);
-        return cudaSuccess;
-      });
-    }
+  with_plan(problem, gradients, sq_norms, nullptr, [&](const auto& plan) {
+    bytes = plan.workspace_bytes;
     return cudaSuccess;
   });
   return bytes;
@@ -139,34 +149,28 @@ template <class Problem>
 cudaError_t launch_any(const Problem& problem, const Gradients* gradients, const SqNorms& sq_norms, const uint8_t* mask,
                        void* workspace, cudaStream_t stream) {
   return with_layer(problem, [&](auto layer) {
-    if (!layer.fits()) return cudaErrorInvalidValue;
     const bool wants_bias = sq_norms.bias || (gradients && gradients->bias);
     const int64_t I = layer.activations.features, T = layer.grads.positions;
     if (layer.N == 0 || T == 0 || layer.O() == 0 || (I == 0 && !wants_bias))
       return mask ? cudaSuccess : clear_results(layer, gradients, sq_norms, stream);
-    if (gradients && !gradients->scale && !sq_norms.weight && !sq_norms.bias) join_samples(layer);
-    choose_access(layer, true);
-    return with_product(layer, problem.device, [&](auto product) {
-      Plan<typename decltype(product)::type, typename decltype(layer)::Loader> plan(layer, problem.device,
-                                                                                    gradients != nullptr, workspace);
-      return launch(plan, problem.dtype, gradients, sq_norms, mask, stream);
-    });
+    return with_plan(problem, gradients, sq_norms, workspace,
+                     [&](auto& plan) { return launch(plan, problem.dtype, gradients, sq_norms, mask, stream); });
   });
 }
 
 }  // namespace
 
 size_t direct_workspace(const LinearProblem& problem) {
-  return workspace_bytes(problem, false);
+  return workspace_bytes(problem, nullptr, {});
 }
 size_t direct_workspace(const Conv2dProblem& problem) {
-  return workspace_bytes(problem, false);
+  return workspace_bytes(problem, nullptr, {});
 }
-size_t fused_workspace(const LinearProblem& problem) {
-  return workspace_bytes(problem, true);
+size_t fused_workspace(const LinearProblem& problem, const Gradients& gradients, const SqNorms& sq_norms) {
+  return workspace_bytes(problem, &gradients, sq_norms);
 }
-size_t fused_workspace(const Conv2dProblem& problem) {
-  return workspace_bytes(problem, true);
+size_t fused_workspace(const Conv2dProblem& problem, const Gradients& gradients, const SqNorms& sq_norms) {
+  return workspace_bytes(problem, &gradients, sq_norms);
 }
 
 cudaError_t launch_direct(const LinearProblem& problem, const SqNorms& sq_norms, void* workspace, cudaStream_t stream,

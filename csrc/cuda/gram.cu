@@ -89,7 +89,6 @@ template <class Problem, class F>
 cudaError_t with_plan(const Problem& problem, const F& f) {
   return with_layer(problem, [&](auto layer) {
     using Loader = typename decltype(layer)::Loader;
-    if (!layer.fits()) return cudaErrorInvalidValue;
     choose_access(layer, false);
     return with_product(layer, problem.device, [&](auto product) {
       return f(Plan<typename decltype(product)::type, Loader>(layer, problem.device));

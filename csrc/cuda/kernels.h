@@ -66,8 +66,8 @@ cudaError_t launch_direct(const Conv2dProblem& problem, const SqNorms& sq_norms,
 
 // direct.cu: the same tiles, times scale_n, also summed over the samples. sq_norms are of gradients not scaled; where
 // sq_norms.weight is null they are not taken, and neighbouring samples may be joined.
-size_t fused_workspace(const LinearProblem& problem);
-size_t fused_workspace(const Conv2dProblem& problem);
+size_t fused_workspace(const LinearProblem& problem, const Gradients& gradients, const SqNorms& sq_norms);
+size_t fused_workspace(const Conv2dProblem& problem, const Gradients& gradients, const SqNorms& sq_norms);
 cudaError_t launch_fused(const LinearProblem& problem, const Gradients& gradients, const SqNorms& sq_norms,
                          void* workspace, cudaStream_t stream);
 cudaError_t launch_fused(const Conv2dProblem& problem, const Gradients& gradients, const SqNorms& sq_norms,

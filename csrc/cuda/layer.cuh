@@ -24,10 +24,6 @@ struct Layer {
   int64_t O() const {
     return int64_t(groups) * grads.features;
   }
-  bool fits() const {
-    return std::max({N, int64_t(grads.positions), int64_t(grads.features), int64_t(activations.features)}) <=
-           kMostIndex;
-  }
 };
 
 // The largest of 16, 8 and 4 that divides the address and every step taken from it; 0 if that is no more than an
@@ -172,10 +168,12 @@ Layer<Im2colRows<scalar_t>> make_patch_layer(const Conv2dProblem& p) {
 // Calls f(layer) with the problem's operands.
 template <class F>
 cudaError_t with_layer(const LinearProblem& p, const F& f) {
+  if (!fits(p)) return cudaErrorInvalidValue;
   return dispatch(p.dtype, [&](auto zero) { return f(make_layer<decltype(zero)>(p)); });
 }
 template <class F>
 cudaError_t with_layer(const Conv2dProblem& p, const F& f) {
+  if (!fits(p)) return cudaErrorInvalidValue;
   return dispatch(p.dtype, [&](auto zero) {
     return is_pointwise(p) ? f(make_pointwise_layer<decltype(zero)>(p)) : f(make_patch_layer<decltype(zero)>(p));
   });

@@ -9,10 +9,12 @@ namespace torchgradx::cuda {
 
 // x / divisor for 0 <= x < 2^31 by a multiplication: the GPU has no instruction to divide integers.
 struct FastDivisor {
-  uint32_t divisor = 1, multiplier = 0, shift = 0;
+  uint32_t divisor = 1, multiplier = 1u << 31, shift = 0;
 
   FastDivisor() = default;
-  explicit FastDivisor(int64_t d) : divisor(uint32_t(d)) {
+  explicit FastDivisor(int64_t d) {
+    if (d == 0) return;  // of an operand without elements
+    divisor = uint32_t(d);
     while ((uint64_t(1) << shift) < uint64_t(d)) ++shift;
     multiplier = uint32_t(((uint64_t(1) << (31 + shift)) + uint64_t(d) - 1) / uint64_t(d));
   }

@@ -9,6 +9,15 @@ namespace torchgradx::cuda {
 
 constexpr int64_t kMostIndex = (int64_t(1) << 31) - 1024;  // an int, and a tile's more
 
+// Sizes that are ints from here on. The binding lets none of the operands' own be 2^31; products of them may.
+inline bool fits(const LinearProblem& p) {
+  return std::max({p.N, p.T, p.I, p.O}) <= kMostIndex;
+}
+inline bool fits(const Conv2dProblem& p) {
+  const int64_t T = p.outH * p.outW, I = p.C / p.groups * p.kH * p.kW;
+  return std::max({p.N, T, I, p.O, p.H + 2 * p.padH, p.W + 2 * p.padW}) <= kMostIndex;
+}
+
 template <class T>
 struct Type {
   using type = T;
@@ -19,6 +28,7 @@ struct Type {
 // written and read while all of them wait, is worth copy_steps.
 inline int choose_parts(int64_t N, int64_t tiles, int64_t steps, int64_t slots, double copy_steps = 0) {
   constexpr double kBlock = 128;  // filling the pipeline, and leaving
+  if (tiles == 0) return 1;       // nothing to do
   slots = std::max<int64_t>(slots, 1);
   const int64_t most = std::min(N, (2 * slots + tiles - 1) / tiles);
   int64_t best = 1;

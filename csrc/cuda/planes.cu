@@ -3,8 +3,9 @@
 // A lane is a group: 32 planes of each operand are staged tile by tile, pixel-major, with zeros for the padding, so no
 // inner loop has a mask, no access a bank conflict (33 words a pixel) and no sum leaves its thread before a sample
 // ends. Warps share the pixels. Each operand is read once from memory, and the halo of a tile again from L2 (budgeted).
-// Workspace: 8 N units bytes of squares; fused, parts copies of grad_weight in the accumulator type, 4 MB at most if
-// parts > 1. units = ceil(groups / 32) x pairs of channels in a group x ceil(taps / 9, or 25 for larger kernels).
+// Workspace: 8 N units bytes of squares; fused, parts copies of grad_weight in the accumulator type, and the bias's.
+// units = ceil(groups / 32) x pairs of channels in a group x ceil(taps / 9, or 25 for larger kernels), parts =
+// ceil(1024 / units), at most N: no more than 7 MB (doubles 13) of copies if there are several.
 #include "device.cuh"
 #include "dispatch.cuh"
 #include "kernels.h"

@@ -8,6 +8,7 @@
 #include "device.cuh"
 #include "dispatch.cuh"
 #include "kernels.h"
+#include "plan.h"
 
 namespace torchgradx::cuda {
 namespace {
@@ -46,11 +47,12 @@ __global__ void __launch_bounds__(256) rank1_kernel(DenseOperand activations, De
 template <class scalar_t>
 __global__ void __launch_bounds__(1024) bias_kernel(DenseOperand grads, int64_t T, int64_t O, bool along_positions,
                                                     accumulator<scalar_t>* sums,  // [N, O], or null
-                                                    double* partials) {           // [N, gridDim.y]
+                                                    double* partials) {           // [N, parts]
   using acc_t = accumulator<scalar_t>;
   STATIC_SHARED(acc_t, tile, [warp_threads][kColumns + 1]);
   const int lane = threadIdx.x % warp_threads, warp = threadIdx.x / warp_threads, warps = blockDim.x / warp_threads;
-  const int64_t n = blockIdx.x, first = int64_t(blockIdx.y) * kColumns;
+  const unsigned parts = unsigned(ceil_div<int64_t>(O, kColumns));  // all along x: y ends at 65535 blocks
+  const int64_t n = blockIdx.x / parts, first = int64_t(blockIdx.x % parts) * kColumns;
   const scalar_t* const base = static_cast<const scalar_t*>(grads.data) + n * grads.n;
   if (along_positions) {
     for (int column = warp; column < kColumns; column += warps) {
@@ -78,7 +80,7 @@ __global__ void __launch_bounds__(1024) bias_kernel(DenseOperand grads, int64_t 
   for (int row = 0; row < (along_positions ? 1 : warps); ++row) sum += tile[row][lane];
   if (sums && first + lane < O) sums[n * O + first + lane] = sum;
   const double square = warp_sum(double(sum) * double(sum));
-  if (lane == 0) partials[n * gridDim.y + blockIdx.y] = square;
+  if (lane == 0) partials[blockIdx.x] = square;
 }
 
 // out[k] = sum over rows r of weights[r] rows[r, k]. A block of 8 warps: `sharing` of them share 32 columns.
@@ -134,6 +136,7 @@ struct BiasWorkspace {
 
 cudaError_t launch_rank1(const LinearProblem& p, const SqNorms& sq_norms, cudaStream_t stream) {
   if (p.N == 0) return cudaSuccess;
+  if (p.N > kMostIndex) return cudaErrorInvalidConfiguration;
   return dispatch(p.dtype, [&](auto zero) {
     using scalar_t = decltype(zero);
     using acc_t = accumulator<scalar_t>;
@@ -153,12 +156,13 @@ cudaError_t launch_bias(const LinearProblem& p, const Gradients& gradients, void
   const BiasWorkspace own(p, gradients.bias, workspace);
   const bool along_positions = p.T > 1 && grads.feature != 1 && (grads.t < grads.feature || p.O == 1);
   const dim3 threads(p.T < 256 ? 256 : 1024);
+  if (p.N > kMostIndex / std::max<int64_t>(parts, 1)) return cudaErrorInvalidConfiguration;
   cudaError_t error = cudaSuccess;
   if (p.N > 0 && p.O > 0)
     error = dispatch(p.dtype, [&](auto zero) {
       using scalar_t = decltype(zero);
-      return launch(bias_kernel<scalar_t>, dim3(p.N, parts), threads, 0, stream, grads, p.T, p.O, along_positions,
-                    static_cast<accumulator<scalar_t>*>(own.sums), own.partials);
+      return launch(bias_kernel<scalar_t>, dim3(unsigned(p.N * parts)), threads, 0, stream, grads, p.T, p.O,
+                    along_positions, static_cast<accumulator<scalar_t>*>(own.sums), own.partials);
     });
   if (error == cudaSuccess && sq_norms)
     error = launch_sum_partials(p.dtype, own.partials, p.N, parts, nullptr, sq_norms, stream);
@@ -170,6 +174,7 @@ cudaError_t launch_bias(const LinearProblem& p, const Gradients& gradients, void
 cudaError_t launch_sum_partials(DType dtype, const double* partials, int64_t N, int64_t parts, const uint8_t* mask,
                                 void* sq_norms, cudaStream_t stream) {
   if (N == 0) return cudaSuccess;
+  if (N > kMostIndex) return cudaErrorInvalidConfiguration;
   const auto sum = [&](auto kernel, auto* out) {
     return launch(kernel, dim3(N), dim3(row_threads(parts)), 0, stream, partials, parts, mask, out);
   };

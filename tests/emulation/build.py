@@ -97,9 +97,9 @@ def compiled(source: Path, folders: tuple[Path, ...], flags: tuple[str, ...]) ->
     return made(f"{source.stem}.o", key, command)
 
 
-def kernel(source: Path) -> Path:
+def kernel(source: Path, *flags: str) -> Path:
     folders = dict.fromkeys((source.parent, KERNELS, HERE))  # a copy's own headers come first
-    return compiled(source, tuple(folders), ("-std=c++17", *CHECKS))
+    return compiled(source, tuple(folders), ("-std=c++17", *CHECKS, *flags))
 
 
 def runtime(*, torch: bool) -> list[Path]:

@@ -1,8 +1,10 @@
 """`make mutants`: plants bugs in the CUDA kernels one at a time; the tests must catch every one.
 
 A bug is a substitution whose text must be found exactly once, so that none fades away as kernels
-change. The file is compiled for one dtype, linked with the other kernels as they are, and run
-against the oracle and under the emulator's checks (`battery`), until something objects.
+change. Of the file it is compiled into, only what the bug's own kind of problem instantiates is
+left; that is linked with the other kernels as they are, and run against the oracle and under the
+emulator's checks (`battery`), until something objects. Two at a time, in forks of one process that
+has torch loaded.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
@@ -30,6 +34,7 @@ class Mutant:
     arithmetic: str  # bfloat16, float32, float64 or tf32
     old: str
     new: str
+    layer: str = "linear"  # or conv2d: whose problems see it
 
 
 BARRIER, DROPPED = "__syncthreads();", ";"
@@ -41,8 +46,9 @@ MUTANTS = [
            "__syncthreads();  // this slot", ";  // this slot"),
     Mutant("ring: waits for one group too few", "pipeline.cuh", "direct", "float32",
            "cp_async_wait<kStages - 2>", "cp_async_wait<kStages - 1>"),
-    Mutant("ring: never waits for the last copies", "pipeline.cuh", "direct", "bfloat16",
-           "  cp_async_wait<0>();\n", ""),
+    Mutant("ring: the tail's empty groups are not committed", "pipeline.cuh", "direct", "bfloat16",
+           "kStages - 1), work.next(ahead);\n    cp_async_commit();",
+           "kStages - 1), work.next(ahead), cp_async_commit();"),
     Mutant("ring: fills the slot in use", "pipeline.cuh", "direct", "float64",
            "slot ? slot - 1 : kStages - 1", "slot"),
     # Staging
@@ -55,14 +61,14 @@ MUTANTS = [
     Mutant("staging: table of places read without a barrier", "direct.cuh", "direct", "float32",
            "__syncthreads();  // the tables", ";  // the tables"),
     Mutant("im2col: no padding above", "operand.cuh", "direct", "float32",
-           "unsigned(p.y + f.y) < unsigned(H)", "p.y + f.y < H"),
+           "unsigned(p.y + f.y) < unsigned(H)", "p.y + f.y < H", "conv2d"),
     Mutant("im2col: padding to the wrong side", "operand.cuh", "gram", "float32",
-           "* strideW - padW", "* strideW + padW"),
+           "* strideW - padW", "* strideW + padW", "conv2d"),
     Mutant("im2col: division rounds down once too often", "operand.cuh", "direct", "float32",
-           "+ uint64_t(d) - 1) / uint64_t(d)", ") / uint64_t(d)"),
+           "+ uint64_t(d) - 1) / uint64_t(d)", ") / uint64_t(d)", "conv2d"),
     Mutant("im2col: weight written in the image's order", "operand.cuh", "direct", "float64",
            "int64_t(a) * digits[0].weight + b * digits[1].weight + c * digits[2].weight",
-           "index"),
+           "index", "conv2d"),
     # Fragments
     Mutant("mma: fragments of B swapped", "product.cuh", "direct", "bfloat16",
            "b[j][1] = two[1], b[j + 1][0] = two[2]", "b[j][1] = two[2], b[j + 1][0] = two[1]"),
@@ -90,7 +96,7 @@ MUTANTS = [
     Mutant("direct: the mask is read the wrong way round", "direct.cuh", "direct", "float32",
            "!a_.mask[n]", "a_.mask[n]"),
     Mutant("direct: groups write over each other", "direct.cuh", "direct", "float32",
-           "int64_t(group_) * a_.grads.features + tile_o_", "tile_o_"),
+           "int64_t(group_) * a_.grads.features + tile_o_", "tile_o_", "conv2d"),
     Mutant("direct: shared memory too small", "direct.cu", "direct", "float32",
            "DirectBlock<Product, Loader, true>::kSharedBytes",
            "DirectBlock<Product, Loader, true>::kSharedBytes - 512"),
@@ -124,15 +130,16 @@ MUTANTS = [
            "__float2bfloat16_rn", "__float2bfloat16_rz"),
     # Planes
     Mutant("planes: barrier before the next tile dropped", "planes.cu", "planes", "float32",
-           f"{BARRIER}\n        stage(shared", f"{DROPPED}\n        stage(shared"),
+           f"{BARRIER}\n        stage(shared", f"{DROPPED}\n        stage(shared", "conv2d"),
     Mutant("planes: barrier after the sum dropped", "planes.cu", "planes", "float32",
-           f"{BARRIER}\n    const acc_t factor", f"{DROPPED}\n    const acc_t factor"),
+           f"{BARRIER}\n    const acc_t factor", f"{DROPPED}\n    const acc_t factor", "conv2d"),
     Mutant("planes: groups past the last are read", "planes.cu", "planes", "float32",
-           "inside && plane < planes", "inside"),
+           "inside && plane < planes", "inside", "conv2d"),
     Mutant("planes: scale forgotten", "planes.cu", "planes", "float32",
-           "total[k] += factor * sum", "total[k] += sum"),
+           "total[k] += factor * sum", "total[k] += sum", "conv2d"),
     Mutant("planes: taps a column off", "planes.cu", "planes", "float32",
-           "tap % p.kW * p.dilationW) * kPitch", "tap % p.kW * p.dilationW + 1) * kPitch"),
+           "tap % p.kW * p.dilationW) * kPitch", "tap % p.kW * p.dilationW + 1) * kPitch",
+           "conv2d"),
 ]  # fmt: skip
 
 ZEROS = {"bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double", "tf32": "float"}
@@ -142,42 +149,63 @@ def planted(mutant: Mutant, folder: Path) -> Path:
     """A copy of csrc with the bug in it; its .cu."""
     csrc = folder / "csrc"
     shutil.copytree(build.ROOT / "csrc", csrc)
-    file = csrc / "cuda" / mutant.file
+    kernels = csrc / "cuda"
+    file = kernels / mutant.file
     text = file.read_text()
     if (count := text.count(mutant.old)) != 1:
         sys.exit(f"{mutant.name}: its text is found {count} times in {mutant.file}:\n{mutant.old}")
     file.write_text(text.replace(mutant.old, mutant.new))
-    keep_one_dtype(csrc / "cuda/dispatch.cuh", ZEROS[mutant.arithmetic])
-    return csrc / "cuda" / f"{mutant.via}.cu"
+    # What is instantiated for others would be nine tenths of the compilation.
+    refused, zero = "return cudaErrorInvalidValue;", re.escape(ZEROS[mutant.arithmetic])
+    _rewrite(kernels / "dispatch.cuh", rf"return f\((?!{zero}\{{)\w+\{{\}}\);", refused, 3)
+    product = r"\1" if mutant.arithmetic == "tf32" else r"\2"
+    for name in ("direct.cu", "gram.cu"):
+        _rewrite(kernels / name, r"\bdevice\.tf32 \? (f\(.*\)) : (f\(.*\));", rf"{product};", 1)
+    linear, patches = r"return f\(make_layer<.*;", r"return is_pointwise.*: (f\(.*;)"
+    if mutant.layer == "linear":
+        _rewrite(kernels / "layer.cuh", patches, refused, 1)
+    else:
+        _rewrite(kernels / "layer.cuh", linear, refused, 1)
+        _rewrite(kernels / "layer.cuh", patches, r"return \1", 1)
+    return kernels / f"{mutant.via}.cu"
 
 
-def keep_one_dtype(dispatch: Path, kept: str) -> None:
-    """The others' instantiations would be three quarters of the compilation."""
-    others = rf"return f\((?!{re.escape(kept)}\{{)\w+\{{\}}\);"
-    text, count = re.subn(others, "return cudaErrorInvalidValue;", dispatch.read_text())
-    if count != 3:
-        sys.exit(f"expected four dtypes in {dispatch.name}; found {count + 1}")
-    dispatch.write_text(text)
+def _rewrite(file: Path, pattern: str, to: str, times: int) -> None:
+    text, count = re.subn(pattern, to, file.read_text())
+    if count != times:
+        sys.exit(f"expected {pattern} {times} times in {file.name}; found it {count} times")
+    file.write_text(text)
 
 
-def verdict(library: Path, arithmetic: str) -> str:
+def verdict(library: Path, arithmetic: str, layer: str) -> str:
     """What the battery objects to, in one line; empty if nothing. In a process of its own, since
     a planted bug may well crash it."""
-    environment = {**os.environ, "TORCHGRADX_EMULATED": str(library)}
-    command = [sys.executable, __file__, "--battery", arithmetic]
+    fork = get_context("fork")
+    ours, theirs = fork.Pipe(duplex=False)
+    child = fork.Process(target=_examine, args=(theirs, library, arithmetic, layer))
+    child.start()
+    theirs.close()
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=300
-        )
-    except subprocess.TimeoutExpired:
-        return "does not end"
-    if done.returncode == 0:
-        return ""
-    lines = [line for line in done.stderr.splitlines() if re.match(r"(\w+\.)*\w*Error\b", line)]
-    return lines[-1] if lines else f"crashes, exit status {done.returncode}"
+        said: str = ours.recv() if ours.poll(300) else "does not end"
+    except EOFError:
+        child.join()
+        return f"crashes, exit status {child.exitcode}"
+    child.kill()
+    child.join()
+    return said
 
 
-def battery(arithmetic: str) -> None:
+def _examine(to: Connection, library: Path, arithmetic: str, layer: str) -> None:
+    os.environ["TORCHGRADX_EMULATED"] = str(library)
+    try:
+        battery(arithmetic, layer)
+    except Exception as error:
+        to.send(f"{type(error).__name__}: {error}".splitlines()[0])
+    else:
+        to.send("")
+
+
+def battery(arithmetic: str, layer: str) -> None:
     """Raises what the tests would, of the operators in TORCHGRADX_EMULATED."""
     import test_emulated as tests
     import test_properties as properties
@@ -188,7 +216,8 @@ def battery(arithmetic: str) -> None:
     tf32 = arithmetic == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = tf32
     dtype = torch.float32 if tf32 else getattr(torch, arithmetic)
-    for problem in tests.LINEAR + tests.CONV2D:
+    problems = tests.LINEAR if layer == "linear" else tests.CONV2D
+    for problem in problems:
         for kind in ("integers", "gaussians"):
             a, b = problem.operands(dtype, kind)
             if tf32:
@@ -196,36 +225,46 @@ def battery(arithmetic: str) -> None:
                 a, b = tests._of_tf32(a), tests._of_tf32(b)
             tests.assert_right(problem, a, b, kind)
             tests.assert_right(problem, tests._turned(a), tests._turned(b), kind)
-    if tf32:
-        return  # which cannot hold what cancels
+    if tf32 or layer != "linear":
+        return  # tf32 cannot hold what cancels
     emulated = BACKENDS["emulated"]
     for rows in ("activations", "grad_output"):
         properties.test_a_gram_that_cancels_is_noticed(emulated, rows, dtype)
 
 
+def objection_to_none(kind: tuple[str, str]) -> str:
+    return verdict(build.operators(), *kind)
+
+
+def objection(mutant: Mutant) -> str:
+    with tempfile.TemporaryDirectory() as scratch:
+        compiled = build.kernel(planted(mutant, Path(scratch)), "-O1")
+    library = build.operators({mutant.via: compiled})
+    said = verdict(library, mutant.arithmetic, mutant.layer)
+    library.unlink()
+    return said
+
+
 def main() -> int:
+    import test_emulated  # noqa: F401  # torch too: once, for all that is forked from here
+
     only = sys.argv[1] if len(sys.argv) > 1 else ""
     wanted = [m for m in MUTANTS if only in m.name]
-    for arithmetic in sorted({m.arithmetic for m in wanted}):
-        if objection := verdict(build.operators(), arithmetic):
-            sys.exit(f"the kernels as they are fail, {arithmetic}: {objection}")
-    start, survivors = time.monotonic(), []
-    for mutant in wanted:
-        with tempfile.TemporaryDirectory() as scratch:
-            source = planted(mutant, Path(scratch))
-            library = build.operators({mutant.via: build.kernel(source)})
-            objection = verdict(library, mutant.arithmetic)
-            library.unlink()
-        if not objection:
-            survivors.append(mutant.name)
-        print(f"{mutant.name:52} {mutant.arithmetic:9} {objection[:110] or 'SURVIVES'}", flush=True)
-    caught, minutes = len(wanted) - len(survivors), (time.monotonic() - start) / 60
-    print(f"{caught} of {len(wanted)} planted bugs caught, in {minutes:.0f} minutes")
-    return len(survivors)
+    kinds = sorted({(m.arithmetic, m.layer) for m in wanted})
+    start, survivors = time.monotonic(), 0
+    build.operators()
+    with ProcessPoolExecutor(max_workers=2, mp_context=get_context("fork")) as pool:
+        for kind, said in zip(kinds, pool.map(objection_to_none, kinds), strict=True):
+            if said:
+                sys.exit(f"the kernels as they are fail, {' '.join(kind)}: {said}")
+        for mutant, said in zip(wanted, pool.map(objection, wanted), strict=True):
+            survivors += not said
+            line = f"{mutant.name:52} {mutant.arithmetic:9} {said[:110] or 'SURVIVES'}"
+            print(line, flush=True)
+    caught, minutes = len(wanted) - survivors, (time.monotonic() - start) / 60
+    print(f"{caught} of {len(wanted)} planted bugs caught, in {minutes:.1f} minutes")
+    return survivors
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--battery"]:
-        battery(sys.argv[2])
-    else:
-        sys.exit(main())
+    sys.exit(main())
