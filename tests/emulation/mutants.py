@@ -161,7 +161,7 @@ def planted(mutant: Mutant, folder: Path) -> Path:
     product = r"\1" if mutant.arithmetic == "tf32" else r"\2"
     for name in ("direct.cu", "gram.cu"):
         _rewrite(kernels / name, r"\bdevice\.tf32 \? (f\(.*\)) : (f\(.*\));", rf"{product};", 1)
-    linear, patches = r"return f\(make_layer<.*;", r"return is_pointwise.*: (f\(.*;)"
+    linear, patches = r"return f\(make_layer<.*?;", r"return is_pointwise.*: (f\(.*;)"
     if mutant.layer == "linear":
         _rewrite(kernels / "layer.cuh", patches, refused, 1)
     else:
