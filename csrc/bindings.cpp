@@ -159,7 +159,7 @@ void bind_capture(py::module_& m) {
   m.def(
       "count",
       [](const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
-         const std::optional<Tensor>& bias) { begin_use(site, input.sizes(), weight, bias); },
+         const std::optional<Tensor>& bias) { begin_use(site, input, weight, bias); },
       py::arg("site"), py::arg("input"), py::arg("weight"), py::arg("bias"));
   m.def(
       "tap",

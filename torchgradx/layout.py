@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = ["BATCH", "NOWHERE", "SECOND", "SEQUENCE", "SHARED", "Watched", "prove", "tensors_in"]
 
-# rows n*T+t | rows t*N+n | rows of no sample, see shared.py | no output shows a way to them | [T, N K, *]
+# rows n*T+t | rows t*N+n | of no sample, see shared.py | no output shows a way there | [T, N K, *]
 BATCH, SEQUENCE, SHARED, NOWHERE, SECOND = range(5)
 
 
