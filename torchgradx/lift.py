@@ -32,6 +32,11 @@ if ops.NATIVE:
 
 __all__ = ["Lift"]
 
+VIEWS = {f"{name}Backward0" for name in (
+    "Alias", "Clone", "Expand", "Permute", "Select", "Slice", "T", "ToCopy", "Transpose",
+    "UnsafeView", "Unsqueeze", "View",
+)}  # fmt: skip
+
 Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, output of the node)
 
 
@@ -135,8 +140,8 @@ class Lift:
 
         def beyond(start: Node) -> Callable[[Node, bool], bool]:
             """Where samples meet the parameter itself, its module is to be called instead."""
-            direct = {parent for parent, _ in graph.parents[start]} if n > 1 else set()
-            return lambda node, ends: not (ends and node in direct)
+            views = graph.climb([start], lambda _, node: node is start or node.name() in VIEWS)
+            return lambda node, ends: n == 1 or not ends or node not in views
 
         groups = [Group(k, (uses[k][2],), lambda node, ends: True) for k in mixing]
         groups += [Group(k, self._own(k, uses, graph), cheap) for k in beside]
