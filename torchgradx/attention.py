@@ -150,10 +150,10 @@ class _Forward:
         self._batch = q.shape[1]
         if roles == (SELF,):
             return project()
-        first = _C.sequence_number()
+        # Asked first: once a checkpoint's calls have all come again, no pass is left to find.
+        run, first = self._recorder.current(), _C.sequence_number()
         with torch.enable_grad():  # a part is to be trained wherever the whole is
             found = project()
-        run = self._recorder.current()
         if run is not None:
             run.enclose([place for role in roles for place in self._roles[role].places], first)
         return found
