@@ -12,7 +12,6 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -152,18 +151,14 @@ class _Forward:
             return project()
         # Asked first: once a checkpoint's calls have all come again, no pass is left to find.
         run, first = self._recorder.current(), _C.sequence_number()
-        with torch.enable_grad():  # a part is to be trained wherever the whole is
-            found = project()
+        found = project()
         if run is not None:
             run.enclose([place for role in roles for place in self._roles[role].places], first)
         return found
 
     def _linear(self, role: Callable[[], str]) -> Callable[..., Tensor]:
-        enabled = torch.is_grad_enabled()
-
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            with torch.set_grad_enabled(enabled):
-                return self._roles[role()](self._recorder.current(), x, weight, bias)
+            return self._roles[role()](self._recorder.current(), x, weight, bias)
 
         return linear
 
