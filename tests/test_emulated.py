@@ -35,6 +35,7 @@ EMULATED = BACKENDS["emulated"]
 LINEAR = (
     Linear(3, 37, 200, 135),
     Linear(2, 40, 200, 136),  # whole tiles that are copied by the 16 bytes, and parts
+    Linear(2, 136, 72, 40),  # of positions too
     Linear(7, 1, 270, 40),  # rows for several warps
     Linear(2, 140, 9, 11),
 )

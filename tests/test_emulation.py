@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from emulation import build
 from emulation.emulator import ORDERS, EmulationError, Emulator
+from emulation.mutants import MUTANTS, Mutant, planted
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
@@ -175,6 +177,12 @@ def test_divergence_names_both_places(name: str) -> None:
     both = r"divergence: .*__syncthreads at .*unit.cu:\d+; the end of the kernel"
     with unit().unchecked(), pytest.raises(EmulationError, match=both):
         launch(name)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_bug_can_still_be_planted(mutant: Mutant, tmp_path: Path) -> None:
+    """`make mutants` then sees to it that it is caught."""
+    assert planted(mutant, tmp_path).exists()
 
 
 def test_what_is_unchecked_is_not_reported() -> None:

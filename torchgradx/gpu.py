@@ -57,13 +57,22 @@ def rates_of(capability: tuple[int, int]) -> Rates:
     return newest
 
 
+def _tf32() -> bool:
+    """As the kernels read it: allow_tf32 raises once fp32_precision has been set."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+# Dynamo cannot trace the getter. What torch.compiler.assume_constant_result does, which would load
+# all of Dynamo here.
+_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def gpu_of(device: torch.device) -> Gpu | None:
     """None for the CPU."""
     if device.type != "cuda":
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
-    # As the kernels read it: allow_tf32 raises once fp32_precision has been set.
-    key = (index, torch.backends.cuda.matmul.fp32_precision == "tf32")
+    key = (index, _tf32())
     if key not in _known:
         _known[key] = from_properties(torch.cuda.get_device_properties(index), key[1])
     return _known[key]

@@ -8,6 +8,7 @@
 #include "device.cuh"
 #include "dispatch.cuh"
 #include "kernels.h"
+#include "operand.cuh"
 #include "plan.h"
 
 namespace torchgradx::cuda {
@@ -45,14 +46,16 @@ __global__ void __launch_bounds__(256) rank1_kernel(DenseOperand activations, De
 // Sums over the positions of 32 features of one sample, and the sum of their squares. Lanes go along whichever of
 // positions and features lie closer together in memory.
 template <class scalar_t>
-__global__ void __launch_bounds__(1024) bias_kernel(DenseOperand grads, int64_t T, int64_t O, bool along_positions,
+__global__ void __launch_bounds__(1024) bias_kernel(DenseOperand grads, int64_t T, int64_t O,
+                                                    FastDivisor parts,  // of kColumns, in O
+                                                    bool along_positions,
                                                     accumulator<scalar_t>* sums,  // [N, O], or null
                                                     double* partials) {           // [N, parts]
   using acc_t = accumulator<scalar_t>;
   STATIC_SHARED(acc_t, tile, [warp_threads][kColumns + 1]);
   const int lane = threadIdx.x % warp_threads, warp = threadIdx.x / warp_threads, warps = blockDim.x / warp_threads;
-  const unsigned parts = unsigned(ceil_div<int64_t>(O, kColumns));  // all along x: y ends at 65535 blocks
-  const int64_t n = blockIdx.x / parts, first = int64_t(blockIdx.x % parts) * kColumns;
+  int block = int(blockIdx.x);  // all blocks along x, since y ends at 65535
+  const int64_t first = int64_t(parts.take_remainder(block)) * kColumns, n = block;
   const scalar_t* const base = static_cast<const scalar_t*>(grads.data) + n * grads.n;
   if (along_positions) {
     for (int column = warp; column < kColumns; column += warps) {
@@ -162,7 +165,7 @@ cudaError_t launch_bias(const LinearProblem& p, const Gradients& gradients, void
     error = dispatch(p.dtype, [&](auto zero) {
       using scalar_t = decltype(zero);
       return launch(bias_kernel<scalar_t>, dim3(unsigned(p.N * parts)), threads, 0, stream, grads, p.T, p.O,
-                    along_positions, static_cast<accumulator<scalar_t>*>(own.sums), own.partials);
+                    FastDivisor(parts), along_positions, static_cast<accumulator<scalar_t>*>(own.sums), own.partials);
     });
   if (error == cudaSuccess && sq_norms)
     error = launch_sum_partials(p.dtype, own.partials, p.N, parts, nullptr, sq_norms, stream);

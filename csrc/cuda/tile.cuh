@@ -47,7 +47,9 @@ class TileCopy {
 
   // Steps k0 .. k0 + kK of the k_extent of one sample; zeros beyond, and beyond the operand's own mn.
   __device__ __forceinline__ void operator()(const scalar_t* sample, int k0, int k_extent, scalar_t* tile) const {
-    if (loader_.access.chunk_bytes)
+    if (loader_.access.chunk_bytes == 16 && k_extent - k0 >= kK && mn_left(0) >= kMn && kHasWhole)
+      whole(sample, k0, tile);
+    else if (loader_.access.chunk_bytes)
       chunks(sample, k0, k_extent, tile);
     else
       elements(sample, k0, k_extent, tile);
@@ -72,13 +74,36 @@ class TileCopy {
     return (kOverPositions ? loader_.features : loader_.positions) - first_ - mn;
   }
 
-  // 16 bytes at a time, neighbouring lanes along the inner dimension.
-  __device__ __forceinline__ void chunks(const scalar_t* sample, int k0, int k_extent, scalar_t* tile) const {
-    constexpr int kLanes = Layout::kInnerK ? kK / kVector : kThreads / kK;  // along inner
-    constexpr int kStep = Layout::kInnerK ? kThreads / kLanes : kLanes * kVector;
-    static_assert(kMn % kStep == 0);
+  // A thread's chunks of 16 bytes: one k, kStep apart along mn; neighbouring lanes along the inner dimension.
+  static constexpr int kLanes = Layout::kInnerK ? kK / kVector : kThreads / kK;
+  static constexpr int kStep = Layout::kInnerK ? kThreads / kLanes : kLanes * kVector;
+  static_assert(kMn % kStep == 0);
+
+  static __device__ __forceinline__ void share_of_chunks(int& k, int& first) {
     const int along = threadIdx.x % kLanes * kVector, across = threadIdx.x / kLanes;
-    const int k = Layout::kInnerK ? along : across, first = Layout::kInnerK ? across : along;
+    k = Layout::kInnerK ? along : across, first = Layout::kInnerK ? across : along;
+  }
+
+  // Most stages of most problems have no edge: one address, and steps from it. Not for doubles, whose arithmetic hides
+  // the rest, and which would lose a block a multiprocessor to the registers.
+  static constexpr bool kHasWhole = Loader::kPlain && sizeof(scalar_t) < 8;
+  __device__ __forceinline__ void whole(const scalar_t* sample, int k0, scalar_t* tile) const {
+    if constexpr (kHasWhole) {
+      int k, first;
+      share_of_chunks(k, first);
+      const scalar_t* const from = loader_.at(sample, k_place(k0 + k), known_place(first));
+      const int64_t step = Layout::kInnerK ? mn_stride() * kStep : kStep;
+#pragma unroll
+      for (int i = 0; i < kMn / kStep; ++i) cp_async_16(tile + Layout::offset(k, first + i * kStep), from + i * step);
+    }
+  }
+  __device__ __forceinline__ int64_t mn_stride() const {
+    return kOverPositions ? loader_.f : loader_.t;
+  }
+
+  __device__ __forceinline__ void chunks(const scalar_t* sample, int k0, int k_extent, scalar_t* tile) const {
+    int k, first;
+    share_of_chunks(k, first);
     const int k_left = k_extent - k0 - k;
     const Place of_k = k_place(k0 + k);
 #pragma unroll
@@ -114,17 +139,17 @@ class TileCopy {
   // Whatever the strides and the alignment. Wide types still arrive asynchronously; a lone half is below the 4 bytes of
   // the least cp.async and takes the way through registers, kBatch loads in flight.
   __device__ __forceinline__ void elements(const scalar_t* sample, int k0, int k_extent, scalar_t* tile) const {
-    constexpr int kStep = kThreads / kK, kBatch = 4;
-    static_assert(kMn % (kStep * kBatch) == 0);
+    constexpr int kApart = kThreads / kK, kBatch = 4;
+    static_assert(kMn % (kApart * kBatch) == 0);
     int k, first;
     share_of_elements(k, first);
     const bool k_valid = k0 + k < k_extent;
     const Place of_k = k_place(k0 + k);
-    for (int batch = 0; batch < kMn; batch += kStep * kBatch) {
+    for (int batch = 0; batch < kMn; batch += kApart * kBatch) {
       scalar_t values[kBatch];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        const int mn = first + batch + b * kStep;
+        const int mn = first + batch + b * kApart;
         const scalar_t* from = loader_.at(sample, of_k, known_place(mn));
         const bool valid = k_valid && mn_left(mn) > 0 && from;
         if constexpr (sizeof(scalar_t) == 8)
@@ -136,7 +161,7 @@ class TileCopy {
       }
       if constexpr (sizeof(scalar_t) == 2) {
 #pragma unroll
-        for (int b = 0; b < kBatch; ++b) tile[Layout::offset(k, first + batch + b * kStep)] = values[b];
+        for (int b = 0; b < kBatch; ++b) tile[Layout::offset(k, first + batch + b * kApart)] = values[b];
       }
     }
   }
