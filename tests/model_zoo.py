@@ -134,9 +134,11 @@ ROWS = [
     Row("qwen2, tied", "next", "Qwen2ForCausalLM", GROUPED | {"tie_word_embeddings": True},
         ("attention_dropout",), samples=(4, 2)),
     Row("bert", "token", "BertForMaskedLM", BERT, DROPOUT,
-        reentrantly=("bert.embeddings.position_embeddings.weight",)),
+        reentrantly=("bert.embeddings.position_embeddings.weight",
+                     "bert.embeddings.token_type_embeddings.weight")),  # of a buffer's rows
     Row("bert, classifier", "text", "BertForSequenceClassification", BERT, DROPOUT,
-        reentrantly=("bert.embeddings.position_embeddings.weight",)),
+        reentrantly=("bert.embeddings.position_embeddings.weight",
+                     "bert.embeddings.token_type_embeddings.weight")),  # of a buffer's rows
     Row("roberta", "token", "RobertaForMaskedLM", BERT, DROPOUT),
     Row("distilbert", "text", "DistilBertForSequenceClassification",
         {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48,
