@@ -115,6 +115,22 @@ def inner(layer: nn.Module, *size: int) -> Workload:
     return regression(layer, torch.randn(size).requires_grad_())
 
 
+class Recurrent(nn.Module):
+    """The states at all steps, alone."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        states: Tensor = self.layer(x)[0]
+        return states
+
+
+def lstm() -> Workload:
+    return inner(Recurrent(nn.LSTM(64, 128, batch_first=True)), 32, 32, 64)
+
+
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "MLP 784-1024-1024-10, N=256": mlp,
     "CNN 3-32-64-128 on 32x32, N=64": cnn,
@@ -123,6 +139,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "Conv 32-32 on 64x64, N=16": lambda: inner(nn.Conv2d(32, 32, 3, padding=1), 16, 32, 64, 64),
     "Conv 512-512 on 8x8, N=16": lambda: inner(nn.Conv2d(512, 512, 3, padding=1), 16, 512, 8, 8),
     "GPT 4 layers d=256, T=128, N=16": gpt,
+    "LSTM 64-128, T=32, N=32": lstm,
 }
 
 

@@ -1,6 +1,7 @@
 // Layers whose backward makes the weight gradient and the norms in one pass. The gradient goes back through autograd,
 // so what wraps the model (DDP, GradScaler, hooks on parameters) sees nothing unusual. Under create_graph it is plain
 // PyTorch.
+#include "node.h"
 #include "site.h"
 
 #include <ATen/ATen.h>
@@ -15,7 +16,6 @@ namespace {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// A node of its own: torch::autograd::Function costs half a microsecond more, which a small layer feels.
 struct LayerNode : Node {
   c10::intrusive_ptr<Use> use;
   SavedVariable input, weight;
@@ -35,29 +35,12 @@ struct LayerNode : Node {
     const std::lock_guard<std::mutex> lock(mutex_);
     const bool recorded = use->pass->arrive(use->parameters(), this, use->site->apart());
     if (!grads[0].defined()) return variable_list(3);
+    const Wanted wanted{task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
     const auto [grad_input, grad_weight, grad_bias] =
-        gradients({input.unpack(), mean, rstd}, weight.unpack(), grads[0], recorded);
+        use->gradients({input.unpack(), mean, rstd}, weight.unpack(), grads[0], wanted, recorded);
     return {grad_input, grad_weight, grad_bias};
   }
-
-  Gradients gradients(const Saved& saved, const Tensor& w, const Tensor& grad_output, bool recorded) {
-    const Layer& layer = *use->site->layer;
-    Wanted wanted{task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
-    const bool received = !recorded || use->receives(), records = recorded && !at::GradMode::is_enabled();
-    if (records && (received || layer.makes_input())) return use->record_fused(saved, w, grad_output, wanted.input);
-    if (records) use->record(saved, w, grad_output, received);
-    if (!received) wanted.weight = wanted.bias = false;
-    return layer.backward(saved, w, grad_output, wanted);
-  }
 };
-
-template <class T>
-auto make_node() {
-  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<Node>>)
-    return std::shared_ptr<T>(new T(), [](T* node) { deleteNode(node); });  // torch's, found by its argument
-  else
-    return c10::make_intrusive<T>();
-}
 
 Tensor attached(const c10::intrusive_ptr<Use>& use, const Tensor& input, const Tensor& weight,
                 const std::optional<Tensor>& bias, Saved& saved) {

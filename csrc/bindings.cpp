@@ -171,6 +171,26 @@ void bind_capture(py::module_& m) {
       py::arg("site"), py::arg("input"), py::arg("weight"), py::arg("bias"), py::arg("output"),
       py::arg("mean") = std::nullopt, py::arg("var") = std::nullopt);
 
+  py::class_<Recurrence>(m, "Recurrence")
+      .def(py::init([](int64_t cell, bool biases, bool both_ways, bool projects, bool single, bool training,
+                       const std::vector<std::optional<Tensor>>& packing) {
+             Recurrence of{static_cast<Cell>(cell), biases, both_ways, projects, single, training, {}};
+             Tensor* const to[] = {&of.packing.batch_sizes, &of.packing.rows, &of.packing.sorted, &of.packing.unsorted};
+             for (size_t k = 0; k < packing.size() && k < 4; ++k) *to[k] = packing[k].value_or(Tensor());
+             return of;
+           }),
+           py::arg("cell"), py::arg("biases"), py::arg("both_ways"), py::arg("projects"), py::arg("single"),
+           py::arg("training"), py::arg("packing"));
+  m.def(
+      "call_recurrent",
+      [](const std::vector<std::shared_ptr<Site>>& sites, const Recurrence& of, const Tensor& input,
+         const Tensor& state, const std::optional<Tensor>& cell, const Tensors& weights) {
+        const Output out = call_recurrent(sites, of, {input, state, cell.value_or(Tensor()), weights});
+        const auto maybe = [](const Tensor& t) { return t.defined() ? std::optional<Tensor>(t) : std::nullopt; };
+        return std::make_tuple(out.states, maybe(out.last), maybe(out.last_cells));
+      },
+      py::arg("sites"), py::arg("of"), py::arg("input"), py::arg("state"), py::arg("cell"), py::arg("weights"));
+
   py::class_<Kept>(m, "Saved").def(py::init<const Tensor&>()).def("unpack", &Kept::unpack);
 }
 

@@ -52,7 +52,7 @@ struct Tap : torch::autograd::FunctionPreHook {
 }  // namespace
 
 c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
-                                  const std::optional<Tensor>& bias) {
+                                  const std::optional<Tensor>& bias, at::OptionalIntArrayRef sizes) {
   const bool transformed = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
   std::shared_ptr<Pass> pass = transformed ? nullptr : site->recorder->current();
   if (!pass) return {};
@@ -67,7 +67,7 @@ c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, const Tenso
     py::gil_scoped_acquire gil;
     site->recorder->met()(site->index, input);
   }
-  const int64_t index = pass->call(site->index, slots, input.sizes());
+  const int64_t index = pass->call(site->index, slots, sizes.value_or(input.sizes()));
   if (!at::GradMode::is_enabled()) return {};
   return c10::make_intrusive<Use>(site, std::move(pass), index, wants_weight, wants_bias);
 }

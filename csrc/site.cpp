@@ -158,6 +158,16 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
   }
 }
 
+Gradients Use::gradients(const Saved& saved, const Tensor& weight, const Tensor& grad_output, Wanted wanted,
+                         bool recorded) {
+  const bool received = !recorded || receives(), records = recorded && !at::GradMode::is_enabled();
+  if (records && (received || site->layer->makes_input()))
+    return record_fused(saved, weight, grad_output, wanted.input);
+  if (records) record(saved, weight, grad_output, received);
+  if (!received) wanted.weight = wanted.bias = false;
+  return site->layer->backward(saved, weight, grad_output, wanted);
+}
+
 // Without weight_grad nothing but the input's gradient is asked for.
 Gradients Use::record_fused(const Saved& saved, const Tensor& weight, const Tensor& grad_output, bool wants_input) {
   const Layer& layer = *site->layer;

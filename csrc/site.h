@@ -3,6 +3,7 @@
 #pragma once
 
 #include "layers/layer.h"
+#include "layers/recurrence.h"
 #include "pass.h"
 
 #include <map>
@@ -53,22 +54,28 @@ struct Use : torch::CustomClassHolder {
   // Norms beside the framework's own gradient, or operands kept for the other uses of the same parameters; `received`:
   // the parameters get that gradient.
   void record(Saved saved, const Tensor& weight, const Tensor& grad_output, bool received);
-  // The gradients, and the norms from the same pass where a kernel has it.
-  Gradients record_fused(const Saved& saved, const Tensor& weight, const Tensor& grad_output, bool wants_input);
+  // What is wanted; and the norms, where the pass has met this gradient (`recorded`).
+  Gradients gradients(const Saved& saved, const Tensor& weight, const Tensor& grad_output, Wanted wanted,
+                      bool recorded);
 
  private:
+  // The gradients, and the norms from the same pass where a kernel has it.
+  Gradients record_fused(const Saved& saved, const Tensor& weight, const Tensor& grad_output, bool wants_input);
   void audit(const Operands& operands, const Gradients& gradients, const Tensor& grad_output);
   bool waits_for_weight() const;
   bool waits_for_bias() const;
 };
 
-// A use of `site` on this thread, or nothing where the plain layer should run.
+// A use of `site` on this thread, or nothing where the plain layer should run. `sizes` to be told in place of the
+// input's, whose first dimension may count something else than rows.
 c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
-                                  const std::optional<Tensor>& bias);
+                                  const std::optional<Tensor>& bias, at::OptionalIntArrayRef sizes = std::nullopt);
 
 // The layer's forward, with a backward that also records.
 Tensor call(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
             const std::optional<Tensor>& bias, Saved saved);  // `saved`: statistics that are the module's own
+// A layer of a recurrent module likewise. A site for each W_ih, W_hh and W_hr, direction by direction.
+Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Recurrence& of, const Sequence& in);
 // Listens at the output of the framework's own layer.
 void listen(const c10::intrusive_ptr<Use>& use, const Saved& saved, const Tensor& weight, const Tensor& output);
 void tap(const std::shared_ptr<Site>& site, const Saved& saved, const Tensor& weight, const std::optional<Tensor>& bias,

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import (
+    VMAP,
     Model,
     check,
     exact_or_refused,
@@ -16,6 +17,7 @@ from attach_oracle import (
     mlp,
     seeded,  # noqa: F401
     square,
+    title,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -288,8 +290,8 @@ def test_running_a_module_again_leaves_no_trace_on_it(options):
     assert torch.equal(model[1].kept, plain[1].kept)
 
 
-@fallback_mode
-def test_packed_sequences_are_refused_by_name(options):
+@pytest.mark.parametrize("options", [{"fused": False}, *VMAP], ids=title)
+def test_packed_sequences_are_refused_by_name_where_they_run_again(options):
     class Packed(nn.Module):
         def __init__(self):
             super().__init__()

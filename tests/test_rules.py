@@ -10,7 +10,7 @@ from test_attach_closed import BAGS, PAIRS
 from test_attach_layers import ELEMENTWISE_LAYERS, KERNEL_LAYERS
 from torch import nn
 
-from torchgradx.rules import RULES, rule_of
+from torchgradx.rules import RECURRENT, RULES, recurrent_weights, rule_of
 
 LAYERS = {name: make for name, (make, _) in (KERNEL_LAYERS | ELEMENTWISE_LAYERS).items()}
 # Of more than one input: a part of a model
@@ -33,7 +33,8 @@ def test_a_layer_with_a_rule_is_in_the_tests_table_and_in_the_readme(kind):
 
 def test_every_layer_that_the_readme_gives_a_kernel_has_a_rule():
     named = re.findall(r"^\| `([\w.]+)` \| (?:C\+\+|closed form)", README, re.MULTILINE)
-    assert set(named) == set(map(title, RULES))
+    recurrent = {f"nn.{kind.__name__}" for kind in RECURRENT}
+    assert set(named) == {*map(title, RULES), *recurrent}
 
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
@@ -52,6 +53,16 @@ def test_a_layer_of_another_package_has_its_rule_where_it_is_imported():
             return 2 * super().forward(x)
 
     assert rule_of(Doubled(3, 2)) is None
+
+
+@pytest.mark.parametrize("kind", RECURRENT, ids=lambda kind: kind.__name__)
+def test_a_recurrent_module_is_served_unless_it_computes_something_else(kind):
+    class Scaled(kind):
+        def forward(self, x):
+            return super().forward(2 * x)
+
+    assert len(recurrent_weights(kind(3, 2))) == 2
+    assert not recurrent_weights(Scaled(3, 2))
 
 
 def test_a_subclass_that_computes_something_else_has_no_rule():

@@ -21,10 +21,9 @@ from .errors import CoverageError
 from .explain import explanation
 from .layout import tensors_in
 from .record import Record
-from .rerun import FallbackSite, Site
-from .rules import rule_named
+from .recurrent import Site, site_of
 from .sharding import flattened, gathers, split
-from .sites import Hooks, NativeSite, called_by_itself
+from .sites import Hooks, called_by_itself
 from .table import Context, Parameters, find_layers
 
 if ops.NATIVE:
@@ -215,10 +214,7 @@ class Probe:
         try:
             context = Context(self._recorder, self._audit, self._parameters, self._options)
             for index, layer in enumerate(self._layers):
-                native = layer.kind != "vmap" and not rule_named(layer.kind).closed
-                kind = NativeSite if native else FallbackSite
-                site = kind(modules[layer.name], layer, index, context)
-                self._sites.append(site)
+                self._sites.append(site_of(modules[layer.name], layer, index, context))
             if not self._options["weight_grad"]:
                 self._audit.shield(range(len(self._parameters.names)))
             self._audit.attend()

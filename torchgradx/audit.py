@@ -26,7 +26,7 @@ from .sites import NativeSite
 
 if TYPE_CHECKING:
     from .record import Record
-    from .rerun import Site
+    from .recurrent import Site
     from .table import Parameters
     from .taint import Taint
 
@@ -132,6 +132,10 @@ class Audit:
                 self._recorder.idle = False
 
         found = proof(watched)
+        for k, (_, _, node, _) in enumerate(uses):  # of a node with several outputs, one will do
+            if found[k] is None and node is not None:
+                others = (f for f, use in zip(found, uses, strict=True) if use[2] is node)
+                found[k] = next((f for f in others if isinstance(f, int)), None)
         plan = self.lift.plan(n, uses, sites, found, outputs, taint, proof)
         for k, _ in plan.starts if plan else ():
             if k >= 0:

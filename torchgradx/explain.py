@@ -17,8 +17,8 @@ def explanation(layers: Sequence[Layer], parameters: Parameters) -> str:
     trainable = set(parameters.trainable())
     lines = []
     for layer in layers:
-        if layer.role and not layer.plans:
-            continue  # one of the ways in which its module may be called
+        if (layer.role and not layer.plans) or (layer.kind == "recurrent" and not layer.notes):
+            continue  # a way in which its module was not called; or its weights follow
         names = [parameters.names[place] for place in layer.parameters if place in trainable]
         part = f", {layer.role}" if layer.role else ""
         title = f"{layer.name or '(root)'}: {layer.type_name}{part}"
@@ -31,7 +31,7 @@ def explanation(layers: Sequence[Layer], parameters: Parameters) -> str:
 def _how(layer: Layer) -> str:
     if "lifted" in layer.notes:
         return "lifted: no samples enter it; its gradients by sample are taken where they come in"
-    if layer.kind == "vmap":
+    if layer.kind in ("vmap", "recurrent"):
         ways = " and ".join(layer.notes) or "vmap"
         return f"{ways}: no kernel for {layer.type_name}; its own forward is run again in backward"
     way = rule_named(layer.kind).way

@@ -22,7 +22,8 @@ from . import ops
 from .descent import Descent, Leaf, stations
 from .layout import Watched
 from .products import in_closed_form, unpacks_twice
-from .rerun import FallbackSite, Site
+from .recurrent import Site
+from .rerun import FallbackSite
 from .rules import Layer
 from .shared import Graph, Group, Node, Plan, survey
 from .taint import Taint

@@ -25,13 +25,13 @@ from .fallback import (
 from .layout import BATCH, NOWHERE, SEQUENCE, SHARED, tensors_in
 from .rules import CONTAINERS, Layer, opaque, own_names, rule_named
 from .sharding import scattered
-from .sites import MIXES, Hooks, NativeSite
+from .sites import MIXES, Hooks
 from .table import Context, declared_layout
 
 if ops.NATIVE:
     from . import _C
 
-__all__ = ["FallbackSite", "Site"]
+__all__ = ["FallbackSite"]
 
 
 class FallbackSite:
@@ -54,8 +54,12 @@ class FallbackSite:
             self._own.setdefault(context.parameters.place(prefix + key), key)
         self._closed = rule_named(layer.kind).closed if layer.kind != "vmap" else None
         self._hooks = Hooks(module)
-        self._hooks.add(module.register_forward_pre_hook, self._before)
-        self._hooks.add(module.register_forward_hook, self._after, prepend=True, with_kwargs=True)
+        self._attend(context)
+
+    def _attend(self, context: Context) -> None:
+        add, module = self._hooks.add, self._module
+        add(module.register_forward_pre_hook, self._before)
+        add(module.register_forward_hook, self._after, prepend=True, with_kwargs=True)
 
     def remove(self) -> None:
         self._hooks.remove()
@@ -241,8 +245,6 @@ class FallbackSite:
         finally:
             self._recorder.pop()
 
-
-Site = NativeSite | FallbackSite
 
 at_the_end = torch.autograd.Variable._execution_engine.queue_callback  # of the current backward
 

@@ -24,7 +24,17 @@ from .gpu import Gpu
 if ops.NATIVE:
     from . import _C
 
-__all__ = ["RULES", "Layer", "Rule", "modules_in_order", "opaque", "own_names", "rule_of"]
+__all__ = [
+    "RECURRENT",
+    "RULES",
+    "Layer",
+    "Rule",
+    "modules_in_order",
+    "opaque",
+    "own_names",
+    "recurrent_weights",
+    "rule_of",
+]
 
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -42,11 +52,12 @@ class Layer:
     """One module of an attached model: what is known of it before any data is seen."""
 
     name: str
-    kind: str  # the name of its rule, or "vmap"
+    kind: str  # the name of its rule, or "recurrent", or "vmap"
     type_name: str
     weight: int = -1  # places in the probe's table of parameters; -1: none
     bias: int = -1
     parameters: tuple[int, ...] = ()
+    inside: bool = False  # one weight of a recurrent module, which has a Layer of its own before
     in_features: int = 0
     out_features: int = 0  # of one group, as in_features
     groups: int = 1
@@ -330,6 +341,31 @@ def rule_of(module: nn.Module) -> Rule | None:
     if any(p is not None and p.dtype not in DTYPES for p in module._parameters.values()):
         return None
     return next((rule for rule in RULES.values() if rule.accepts(module)), None)
+
+
+RECURRENT = (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)
+
+
+def recurrent_weights(module: Any) -> list[tuple[str, str | None]]:
+    """(weight, bias) of each product in a stock recurrent module: layer by layer, direction by
+    direction W_ih, W_hh and W_hr. Empty for any other module."""
+    kind = next((kind for kind in RECURRENT if _stock(kind)(module)), None)
+    if kind is None or "forward" in module.__dict__:
+        return []
+    several = isinstance(module, nn.RNNBase)
+    ways = ("", "_reverse") if several and module.bidirectional else ("",)
+    ends = [f"_l{k}{way}" for k in range(module.num_layers) for way in ways] if several else [""]
+    found: list[tuple[str, str | None]] = []
+    for end in ends:
+        found += [(f"weight_{w}{end}", f"bias_{w}{end}" if module.bias else None)
+                  for w in ("ih", "hh")]  # fmt: skip
+        if several and module.proj_size:
+            found.append((f"weight_hr{end}", None))
+    named = {name for pair in found for name in pair if name}
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    dtypes = {p.dtype for p in own.values()}
+    served = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64, torch.bfloat16}
+    return found if named == set(own) and served else []
 
 
 def rule_named(name: str) -> Rule:

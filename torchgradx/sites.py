@@ -19,7 +19,7 @@ from .table import Context, declared_layout
 if ops.NATIVE:
     from . import _C
 
-__all__ = ["Hooks", "NativeSite", "called_by_itself"]
+__all__ = ["Hooks", "NativeSite", "called_by_itself", "core"]
 
 MIXING = ("batchnorm1d", "batchnorm2d", "batchnorm3d")
 MIXES = (
@@ -72,41 +72,13 @@ class NativeSite:
         self.layer, self.declared = layer, declared_layout(layer, options)
         self.presumed = SEQUENCE if options["batch_dim"] or layer.role else BATCH
         self._module, self._stock = module, stock_of(type(module))
-        weight_grad = options["weight_grad"]
-        weight = context.parameters.tensors()[layer.weight]
-        itemsize, device = weight.element_size(), gpu_of(weight.device)
         self._rule = rule_named(layer.kind)
-        swaps = self._rule.swaps and (options["fused"] or not weight_grad)
-        beside = swaps and weight_grad
-        self_evident = bool(self._rule.way)
-        recorder = context.recorder  # the planner must not own the context, which owns the site
-
-        def planner(n: int, t: int) -> int:
-            if self_evident:
-                return CODES["fused"]
-            try:
-                plan = layer.plan(n, t, itemsize, beside, options["algorithm"], device)
-            except ValueError as refusal:  # raised when it is read, never from inside backward()
-                recorder.refuse(index, str(refusal))
-                plan = layer.plan(n, t, itemsize, beside, None, device)
-            return CODES[plan.algorithm]
-
-        site = _C.Site(
-            recorder=recorder,
-            index=index,
-            weight=layer.weight,
-            bias=layer.bias,
-            weight_grad=weight_grad,
-            layout=SECOND if layer.role and self.declared >= 0 else self.declared,
-            presumed=self.presumed,
-            planner=planner,
-            layer=self._rule.make(layer),
-            weight_rows=layer.weight_rows,
-            bias_rows=layer.bias_rows,
-        )
+        swaps = self._rule.swaps and (options["fused"] or not options["weight_grad"])
+        declared = SECOND if layer.role and self.declared >= 0 else self.declared
+        site = core(layer, index, context, declared, self.presumed, swaps)
         self._hooks = Hooks(module)
         if layer.role:
-            kind, sites = context.swapped(self._stock, attending(recorder))
+            kind, sites = context.swapped(self._stock, attending(context.recorder))
             part = Part(site, index, layer, self.declared, fused=swaps)
             sites.setdefault(id(module), {})[layer.role] = part
             module.__class__ = kind
@@ -116,8 +88,8 @@ class NativeSite:
             sites[id(module)] = site
             module.__class__ = kind
         else:
-            statistics = layer.kind in MIXING
-            tap = _tap_statistics(site, recorder, index) if statistics else _tap(site, self._rule)
+            mixes, recorder = layer.kind in MIXING, context.recorder
+            tap = _tap_statistics(site, recorder, index) if mixes else _tap(site, self._rule)
             self._hooks.add(module.register_forward_hook, tap, prepend=True, with_kwargs=True)
 
     def leads(self, dims: int) -> int:
@@ -127,6 +99,41 @@ class NativeSite:
     def remove(self) -> None:
         self._module.__class__ = stock_of(type(self._module))
         self._hooks.remove()
+
+
+def core(
+    layer: Layer, index: int, context: Context, declared: int, presumed: int, swaps: bool
+) -> Any:
+    """The site's part in C++."""
+    recorder, options = context.recorder, context.options  # not the context, which owns the site
+    rule = rule_named(layer.kind)
+    weight = context.parameters.tensors()[layer.weight]
+    itemsize, device = weight.element_size(), gpu_of(weight.device)
+    beside = swaps and options["weight_grad"]
+
+    def planner(n: int, t: int) -> int:
+        if rule.way:
+            return CODES["fused"]
+        try:
+            plan = layer.plan(n, t, itemsize, beside, options["algorithm"], device)
+        except ValueError as refusal:  # raised when it is read, never from inside backward()
+            recorder.refuse(index, str(refusal))
+            plan = layer.plan(n, t, itemsize, beside, None, device)
+        return CODES[plan.algorithm]
+
+    return _C.Site(
+        recorder=recorder,
+        index=index,
+        weight=layer.weight,
+        bias=layer.bias,
+        weight_grad=options["weight_grad"],
+        layout=declared,
+        presumed=presumed,
+        planner=planner,
+        layer=rule.make(layer),
+        weight_rows=layer.weight_rows,
+        bias_rows=layer.bias_rows,
+    )
 
 
 def _forward_of(stock: Any, sites: dict[int, Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from . import ops
 from .copies import swapped
 from .errors import CoverageError
 from .layout import BATCH, SEQUENCE
-from .rules import Layer, modules_in_order, own_names, rule_of
+from .rules import Layer, modules_in_order, opaque, own_names, recurrent_weights, rule_of
 
 if TYPE_CHECKING:
     from .audit import Audit
@@ -104,8 +104,11 @@ def find_layers(
         prefix = f"{name}." if name else ""
         own = {key: parameters.place(prefix + key) for key in names}
         rule = rule_of(module)
-        native = rule is not None and _runs_natively(module, options["backend"])
-        kind, title = rule.name if rule and native else "vmap", type(module).__name__
+        products = recurrent_weights(module) if _goes_through_time(module, options) else []
+        native = bool(rule or products) and _runs_natively(module, options["backend"])
+        kind, title = "vmap", type(module).__name__
+        if native:
+            kind = rule.name if rule else "recurrent"
         if rule and native and rule.parts:
             layers += [Layer(name, type_name=title, **part) for part in rule.parts(module, own)]
             continue
@@ -119,6 +122,8 @@ def find_layers(
             **(rule.describe(module) if rule and native else {}),
         )
         layers.append(layer)
+        if native and products:
+            layers += [_product(module, name, own, *product) for product in products]
         if options["backend"] == "native" and not native and names:
             uncovered += [prefix + key for key in names]
     if uncovered:
@@ -130,6 +135,25 @@ def find_layers(
     return layers
 
 
+def _product(
+    module: nn.Module, name: str, own: Mapping[str, int], weight: str, bias: str | None
+) -> Layer:
+    """One weight of a recurrent module: over all steps it is a Linear."""
+    out_features, in_features = getattr(module, weight).shape
+    places = (own[weight], own[bias] if bias else -1)
+    return Layer(
+        name=name,
+        kind="linear",
+        type_name=type(module).__name__,
+        weight=places[0],
+        bias=places[1],
+        parameters=tuple(place for place in places if place >= 0),
+        inside=True,
+        in_features=in_features,
+        out_features=out_features,
+    )
+
+
 @dataclass(frozen=True)
 class Context:
     """What the sites of one probe share."""
@@ -138,6 +162,7 @@ class Context:
     audit: Audit
     parameters: Parameters
     options: Mapping[str, Any]
+    products: dict[int, list[Any]] = field(default_factory=dict)  # by recurrent module's id
     _swapped: dict[type, tuple[type, dict[int, Any]]] = field(default_factory=dict)
 
     def swapped(
@@ -152,6 +177,11 @@ class Context:
 
 def _runs_natively(module: nn.Module, backend: str) -> bool:
     return backend != "vmap" and all(ops.kernels_on(p.device) for p in module.parameters(False))
+
+
+def _goes_through_time(module: nn.Module, options: Mapping[str, Any]) -> bool:
+    on_cpu = all(p.device.type == "cpu" for p in module.parameters(False))
+    return on_cpu and not opaque(module) and (options["fused"] or not options["weight_grad"])
 
 
 def declared_layout(layer: Layer, options: Mapping[str, Any]) -> int:

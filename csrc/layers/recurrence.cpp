@@ -1,0 +1,390 @@
+#include "recurrence.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+
+#include <array>
+
+namespace torchgradx {
+namespace {
+
+constexpr int64_t kLstmMode = 2;  // as ideep numbers them
+
+struct Weights {  // of one direction
+  Tensor ih, hh, ih_bias, hh_bias, hr;
+};
+
+Weights weights_of(const Recurrence& of, const Tensors& all, int64_t direction) {
+  const Tensor* w = all.data() + direction * of.weights();
+  Weights found{w[0], w[1], {}, {}, {}};
+  if (of.biases) found.ih_bias = w[2], found.hh_bias = w[3];
+  if (of.projects) found.hr = w[of.weights() - 1];
+  return found;
+}
+
+std::optional<Tensor> maybe(const Tensor& t) {
+  return t.defined() ? std::optional<Tensor>(t) : std::nullopt;
+}
+
+// Where at::lstm goes to oneDNN in float32 (ATen/native/RNN.cpp, use_mkldnn).
+bool in_onednn(const Recurrence& of, const Sequence& in) {
+  return of.cell == Cell::kLstm && !of.single && !of.projects && !of.packing.rows.defined() && at::hasMKLDNN() &&
+         at::globalContext().userEnabledMkldnn() && in.input.scalar_type() == at::kFloat;
+}
+
+// [T, B, states] of the rows of a sequence, in the order in which the packed data has them.
+Tensor padded(const Packing& packing, const Tensor& data) {
+  const int64_t steps = packing.batch_sizes.size(0), rows = packing.batch_sizes[0].item<int64_t>();
+  return at::zeros({steps * rows, data.size(1)}, data.options())
+      .index_copy_(0, packing.rows, data)
+      .view({steps, rows, data.size(1)});
+}
+
+struct Ran {                   // as the framework has it
+  Tensor states, last, cells;  // [T, B, *], or packed; [directions, B, *]
+};
+
+Ran stepwise(const Recurrence& of, const Sequence& in) {
+  const auto& w = in.weights;
+  if (of.single) {
+    const Tensor x = in.input.squeeze(1), h = in.state[0];
+    const auto b_ih = of.biases ? maybe(w[2]) : std::nullopt, b_hh = of.biases ? maybe(w[3]) : std::nullopt;
+    if (of.cell == Cell::kLstm) {
+      const auto [y, c] = at::lstm_cell(x, {h, in.cell[0]}, w[0], w[1], b_ih, b_hh);
+      return {y.unsqueeze(0), {}, c.unsqueeze(0)};
+    }
+    const auto cell = of.cell == Cell::kGru    ? at::gru_cell
+                      : of.cell == Cell::kTanh ? at::rnn_tanh_cell
+                                               : at::rnn_relu_cell;
+    return {cell(x, h, w[0], w[1], b_ih, b_hh).unsqueeze(0), {}, {}};
+  }
+  Ran ran;
+  if (of.packing.rows.defined()) {
+    const Tensor& sizes = of.packing.batch_sizes;
+    if (of.cell == Cell::kLstm) {
+      std::tie(ran.states, ran.last, ran.cells) =
+          at::lstm(in.input, sizes, {in.state, in.cell}, w, of.biases, 1, 0.0, of.training, of.both_ways);
+      return ran;
+    }
+    const auto layer = of.cell == Cell::kGru    ? at::_ops::gru_data::call
+                       : of.cell == Cell::kTanh ? at::_ops::rnn_tanh_data::call
+                                                : at::_ops::rnn_relu_data::call;
+    std::tie(ran.states, ran.last) = layer(in.input, sizes, in.state, w, of.biases, 1, 0.0, of.training, of.both_ways);
+    return ran;
+  }
+  const Tensor x = in.input.transpose(0, 1);
+  if (of.cell == Cell::kLstm) {
+    std::tie(ran.states, ran.last, ran.cells) =
+        at::lstm(x, {in.state, in.cell}, w, of.biases, 1, 0.0, of.training, of.both_ways, /*batch_first=*/false);
+    return ran;
+  }
+  const auto layer = of.cell == Cell::kGru    ? at::_ops::gru_input::call
+                     : of.cell == Cell::kTanh ? at::_ops::rnn_tanh_input::call
+                                              : at::_ops::rnn_relu_input::call;
+  std::tie(ran.states, ran.last) = layer(x, in.state, w, of.biases, 1, 0.0, of.training, of.both_ways, false);
+  return ran;
+}
+
+// As at::lstm does, with what oneDNN leaves for its own backward.
+Ran onednn(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps) {
+  const Tensor x = in.input.transpose(0, 1).contiguous();
+  Tensors states, last, cells;
+  for (int64_t d = 0; d < of.directions(); ++d) {
+    const Weights w = weights_of(of, in.weights, d);
+    const Tensor none = of.biases ? Tensor() : at::zeros({w.ih.size(0)}, w.ih.options());
+    auto [y, h, c, workspace] = at::mkldnn_rnn_layer(
+        x, w.ih, w.hh, of.biases ? w.ih_bias : none, of.biases ? w.hh_bias : none, in.state[d], in.cell[d], d == 1, {},
+        kLstmMode, w.hh.size(1), 1, of.biases, of.both_ways, false, /*train=*/true);
+    states.push_back(y), last.push_back(h), cells.push_back(c);
+    steps[d].kept = workspace;
+  }
+  const auto stacked = [&](const Tensors& t) { return at::stack(t).view_as(in.state); };
+  return {of.both_ways ? at::cat(states, -1) : states[0], stacked(last), stacked(cells)};
+}
+
+// [T, B, P]: the state that each step began with.
+Tensor shifted(const Recurrence& of, const Tensor& states, const Tensor& first, bool backwards) {
+  const int64_t steps = states.size(0);
+  if (!backwards) return at::cat({first.unsqueeze(0), states.narrow(0, 0, steps - 1)});
+  const Tensor previous = at::cat({states.narrow(0, 1, steps - 1), first.unsqueeze(0)});
+  if (of.packing.rows.defined()) {  // each begins at its own end
+    const auto sizes = of.packing.batch_sizes.accessor<int64_t, 1>();
+    for (int64_t t = 0; t < steps; ++t) {
+      const int64_t longer = t + 1 < steps ? sizes[t + 1] : 0;
+      previous[t].narrow(0, longer, sizes[t] - longer).copy_(first.narrow(0, longer, sizes[t] - longer));
+    }
+  }
+  return previous;
+}
+
+Tensor wide(const Tensor& t) {
+  return t.defined() && at::isReducedFloatingType(t.scalar_type()) ? t.to(at::kFloat) : t;
+}
+
+void activate(const Tensor& gates) {  // of an LSTM: input, forget, cell, output
+  const int64_t h = gates.size(-1) / 4;
+  gates.narrow(-1, 0, 2 * h).sigmoid_();
+  gates.narrow(-1, 2 * h, h).tanh_();
+  gates.narrow(-1, 3 * h, h).sigmoid_();
+}
+
+Tensor lstm_gates(const Weights& w, const Tensor& input, const Tensor& previous) {
+  const Tensor gates = at::linear(input, w.ih, maybe(w.ih_bias));
+  gates.add_(at::linear(previous, w.hh, maybe(w.hh_bias)));
+  activate(gates);
+  return gates;
+}
+
+// oneDNN's workspace begins with the gates, by iteration, in rows of whole cache lines; a multiple of 1 KiB gets one
+// more. That is nowhere documented: two rows, which any other order would place elsewhere, are computed again each
+// time.
+Tensor gates_in(const Tensor& workspace, const Weights& w, const Tensor& input, const Tensor& previous,
+                bool backwards) {
+  const int64_t steps = input.size(0), rows = input.size(1), gates = w.ih.size(0);
+  int64_t along = (gates + 15) / 16 * 16;
+  if (along % 256 == 0) along += 16;
+  const int64_t bytes = steps * rows * along * int64_t(sizeof(float));
+  if (!workspace.defined() || workspace.numel() * workspace.element_size() < bytes) return {};
+  const Tensor found = workspace.view({-1})
+                           .narrow(0, 0, bytes / workspace.element_size())
+                           .view(at::kFloat)
+                           .view({steps, rows, along})
+                           .narrow(2, 0, gates);
+  const auto two = [&](const Tensor& t, int64_t first, int64_t last) {
+    return at::stack({t[first][rows - 1], t[last][0]});
+  };
+  const int64_t first = backwards ? steps - 1 : 0, last = steps - 1 - first;
+  const Tensor wanted = lstm_gates(w, two(input, first, last), two(previous, first, last));
+  const double off = (wanted - two(found, 0, steps - 1)).abs_().max().item<double>();
+  return off < 1e-3 ? found : Tensor();
+}
+
+template <class T>
+struct View {  // [T, B, *]
+  T* data = nullptr;
+  int64_t step = 0, row = 0;
+  View() = default;
+  explicit View(const Tensor& t) : data(t.data_ptr<T>()), step(t.stride(0)), row(t.stride(1)) {}
+  void turn_round(int64_t steps) {
+    data += (steps - 1) * step, step = -step;
+  }
+  T* at(int64_t t, int64_t b) const {
+    return data + t * step + b * row;
+  }
+};
+
+struct Walk {  // the order of the steps
+  int64_t steps, rows, width;
+  bool backwards;
+  const int64_t* sizes;  // null: all rows at every step
+
+  int64_t at(int64_t k) const {
+    return backwards ? steps - 1 - k : k;
+  }
+  int64_t size(int64_t t) const {
+    return sizes ? sizes[t] : rows;
+  }
+  // The step before, for row b, or -1 where it began.
+  int64_t before(int64_t t, int64_t b) const {
+    const int64_t other = backwards ? t + 1 : t - 1;
+    return other >= 0 && other < steps && b < size(other) ? other : -1;
+  }
+  template <class F>
+  void each_row(int64_t t, const F& f) const {
+    const int64_t grain = std::max<int64_t>(1, 8192 / std::max<int64_t>(1, width));
+    at::parallel_for(0, size(t), grain, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) f(b);
+    });
+  }
+};
+
+template <class T>
+struct Lstm {
+  View<T> gates, cells, squashed, grads;  // squashed: tanh(cells)
+  const T* first;                         // [B, H]
+  T* grad_cell;                           // [B, H], carried along
+
+  void forward(const Walk& walk) const {
+    for (int64_t k = 0; k < walk.steps; ++k) {
+      const int64_t t = walk.at(k), h = walk.width;
+      walk.each_row(t, [&](int64_t b) {
+        const int64_t s = walk.before(t, b);
+        const T* __restrict q = gates.at(t, b), * __restrict c = s < 0 ? first + b * h : cells.at(s, b);
+        T* __restrict out = cells.at(t, b);
+        for (int64_t j = 0; j < h; ++j) out[j] = q[h + j] * c[j] + q[j] * q[2 * h + j];
+      });
+    }
+  }
+
+  void backward(const Walk& walk, int64_t t, int64_t b, const T* __restrict grad) const {
+    const int64_t h = walk.width, s = walk.before(t, b);
+    const T* __restrict q = gates.at(t, b), * __restrict c = s < 0 ? first + b * h : cells.at(s, b);
+    const T* __restrict y = squashed.at(t, b);
+    T* __restrict d = grads.at(t, b), * __restrict carried = grad_cell + b * h;
+    for (int64_t j = 0; j < h; ++j) {
+      const T i = q[j], f = q[h + j], g = q[2 * h + j], o = q[3 * h + j];
+      const T dc = carried[j] + grad[j] * o * (1 - y[j] * y[j]);
+      d[j] = dc * g * i * (1 - i);
+      d[h + j] = dc * c[j] * f * (1 - f);
+      d[2 * h + j] = dc * i * (1 - g * g);
+      d[3 * h + j] = grad[j] * y[j] * o * (1 - o);
+      carried[j] = dc * f;
+    }
+  }
+};
+
+template <class T>
+struct Gru {
+  View<T> gates, hidden, previous, grads, grads_hidden;  // gates: reset, update, new; hidden: W_hh h + b_hh
+
+  // `grad` becomes what passes the step by.
+  void backward(const Walk& walk, int64_t t, int64_t b, T* __restrict grad) const {
+    const int64_t h = walk.width;
+    const T* __restrict q = gates.at(t, b), * __restrict u = hidden.at(t, b), * __restrict p = previous.at(t, b);
+    T* __restrict d = grads.at(t, b), * __restrict e = grads_hidden.at(t, b);
+    for (int64_t j = 0; j < h; ++j) {
+      const T r = q[j], z = q[h + j], n = q[2 * h + j];
+      const T dn = grad[j] * (1 - z) * (1 - n * n);
+      d[j] = e[j] = dn * u[2 * h + j] * r * (1 - r);
+      d[h + j] = e[h + j] = grad[j] * (p[j] - n) * z * (1 - z);
+      d[2 * h + j] = dn;
+      e[2 * h + j] = dn * r;
+      grad[j] *= z;
+    }
+  }
+};
+
+template <class T>
+GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, const Tensor& input, const Steps& steps,
+                     const Tensor& first_cell, const OutputGradients& grads) {
+  const Tensor previous = wide(steps.previous);
+  const int64_t h = walk.width, rows = walk.rows, p = previous.size(2), gates = w.ih.size(0);
+  const auto fresh = [&](int64_t width) {
+    const std::array<int64_t, 3> sizes{walk.steps, rows, width};
+    return walk.sizes ? at::zeros(sizes, previous.options()) : at::empty(sizes, previous.options());
+  };
+  const auto begun = [&](const Tensor& from, int64_t width) {  // what is carried backwards
+    return from.defined() ? wide(from).clone(at::MemoryFormat::Contiguous)
+                          : at::zeros({rows, width}, previous.options());
+  };
+  GateGradients found;
+  found.input = found.state = fresh(gates);
+  Lstm<T> lstm;
+  Gru<T> gru;
+  Tensor q, u, cells, squashed;
+  if (of.cell == Cell::kLstm) {
+    q = gates_in(steps.kept, w, input, previous, walk.backwards);
+    lstm.gates = q.defined() ? View<T>(q) : View<T>();
+    if (!q.defined())
+      lstm.gates = View<T>(q = lstm_gates(w, input, previous));
+    else if (walk.backwards)
+      lstm.gates.turn_round(walk.steps);
+    cells = fresh(h);
+    lstm.cells = View<T>(cells);
+    lstm.first = first_cell.data_ptr<T>();
+    lstm.forward(walk);
+    squashed = at::tanh(cells);
+    lstm.squashed = View<T>(squashed), lstm.grads = View<T>(found.input);
+    found.first_cell = begun(grads.cell, h);
+    lstm.grad_cell = found.first_cell.template data_ptr<T>();
+  } else if (of.cell == Cell::kGru) {
+    q = at::linear(input, w.ih, maybe(w.ih_bias)), u = at::linear(previous, w.hh, maybe(w.hh_bias));
+    q.narrow(2, 0, 2 * h).add_(u.narrow(2, 0, 2 * h)).sigmoid_();
+    q.narrow(2, 2 * h, h).addcmul_(q.narrow(2, 0, h), u.narrow(2, 2 * h, h)).tanh_();
+    found.state = fresh(gates);
+    gru = {View<T>(q), View<T>(u), View<T>(previous), View<T>(found.input), View<T>(found.state)};
+  }
+  if (of.projects) {
+    found.projected = q.narrow(2, 3 * h, h) * squashed;
+    found.out = fresh(p);
+  }
+  const Tensor states = of.cell <= Cell::kTanh ? wide(steps.kept) : Tensor();
+  const View<T> y = states.defined() ? View<T>(states) : View<T>(), d(found.input), arrives(grads.states);
+  const Tensor carried = begun(grads.last, p);  // the gradient of the state
+  T* const carry = carried.data_ptr<T>();
+  for (int64_t k = walk.steps; k-- > 0;) {
+    const int64_t t = walk.at(k), count = walk.size(t);
+    walk.each_row(t, [&](int64_t b) {
+      T* __restrict grad = carry + b * p;
+      const T* __restrict more = arrives.at(t, b);
+      for (int64_t j = 0; j < p; ++j) grad[j] += more[j];
+      if (of.projects) return;
+      if (of.cell == Cell::kLstm) return lstm.backward(walk, t, b, grad);
+      if (of.cell == Cell::kGru) return gru.backward(walk, t, b, grad);
+      const T* __restrict s = y.at(t, b);
+      T* __restrict to = d.at(t, b);
+      if (of.cell == Cell::kTanh)
+        for (int64_t j = 0; j < h; ++j) to[j] = grad[j] * (1 - s[j] * s[j]);
+      else
+        for (int64_t j = 0; j < h; ++j) to[j] = s[j] <= 0 ? T(0) : grad[j];
+    });
+    if (of.projects) {
+      const Tensor out = carried.narrow(0, 0, count), cells_out = out.mm(w.hr);
+      found.out[t].narrow(0, 0, count).copy_(out);
+      const T* const rows_of_it = cells_out.data_ptr<T>();
+      walk.each_row(t, [&](int64_t b) { lstm.backward(walk, t, b, rows_of_it + b * h); });
+    }
+    Tensor to = carried.narrow(0, 0, count);
+    to.addmm_(found.state[t].narrow(0, 0, count), w.hh, /*beta=*/of.cell == Cell::kGru ? 1 : 0, /*alpha=*/1);
+  }
+  found.first_state = carried;
+  return found;
+}
+
+Output arranged(const Recurrence& of, const Ran& ran) {
+  const Tensor& order = of.packing.unsorted;
+  const auto by_sample = [&](const Tensor& t) {  // [*, B, *] -> [B, *, *]
+    if (!t.defined()) return t;
+    return (order.defined() ? t.index_select(1, order) : t).transpose(0, 1);
+  };
+  const Tensor states = of.packing.rows.defined() ? padded(of.packing, ran.states) : ran.states;
+  return {by_sample(states), by_sample(ran.last), by_sample(ran.cells)};
+}
+
+}  // namespace
+
+Tensor by_step(const Recurrence& of, const Tensor& input) {
+  return of.packing.rows.defined() ? padded(of.packing, input) : input.transpose(0, 1);
+}
+
+Tensor from_steps(const Recurrence& of, const Tensor& by_step, const Tensor& like) {
+  const Tensor found =
+      of.packing.rows.defined() ? by_step.flatten(0, 1).index_select(0, of.packing.rows) : by_step.transpose(0, 1);
+  return found.to(like.scalar_type());
+}
+
+Output framework(const Recurrence& of, const Sequence& in) {
+  return arranged(of, stepwise(of, in));
+}
+
+Output run(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps) {
+  steps.resize(of.directions());
+  const at::NoGradGuard no_grad;
+  const Ran ran = in_onednn(of, in) ? onednn(of, in, steps) : stepwise(of, in);
+  const at::AutoDispatchBelowADInplaceOrView below;  // above, there are other products, and other bits
+  const Tensor states = of.packing.rows.defined() ? padded(of.packing, ran.states) : ran.states;
+  const int64_t width = states.size(2) / of.directions();
+  for (int64_t d = 0; d < of.directions(); ++d) {
+    const Tensor mine = states.narrow(2, d * width, width);
+    steps[d].previous = shifted(of, mine, in.state[d], d == 1);
+    if (of.cell <= Cell::kTanh) steps[d].kept = mine.clone(at::MemoryFormat::Contiguous);
+  }
+  return arranged(of, ran);
+}
+
+GateGradients through_time(const Recurrence& of, int64_t direction, const Tensor& input, const Sequence& in,
+                           const Steps& steps, const OutputGradients& grads) {
+  Weights w = weights_of(of, in.weights, direction);
+  for (Tensor* t : {&w.ih, &w.hh, &w.ih_bias, &w.hh_bias, &w.hr}) *t = wide(*t);
+  const Tensor x = wide(input), c = in.cell.defined() ? wide(in.cell[direction]).contiguous() : Tensor();
+  const OutputGradients g{wide(grads.states).contiguous(), grads.last, grads.cell};
+  const Tensor& sizes = of.packing.batch_sizes;
+  const int64_t gates = of.cell == Cell::kLstm ? 4 : of.cell == Cell::kGru ? 3 : 1;
+  const Walk walk{x.size(0), x.size(1), w.ih.size(0) / gates, direction == 1,
+                  sizes.defined() ? sizes.const_data_ptr<int64_t>() : nullptr};
+  return x.scalar_type() == at::kDouble ? walked<double>(of, walk, w, x, steps, c, g)
+                                        : walked<float>(of, walk, w, x, steps, c, g);
+}
+
+}  // namespace torchgradx

@@ -1,0 +1,72 @@
+// One layer of nn.LSTM, nn.GRU or nn.RNN, in one direction or in both, or one step of their cells: the framework's
+// forward, and a backward through time that leaves the gradients at each step's gates. With those, every weight is a
+// Linear over all steps at once, and what makes a Linear's gradient and norms makes theirs.
+// Inside, everything is [T, B, *]: the rows of a step lie together. With packed sequences the rows are sorted by
+// length, and a step has the first `sizes[t]` of them.
+#pragma once
+
+#include "layer.h"
+
+namespace torchgradx {
+
+enum class Cell : int64_t { kRelu = 0, kTanh = 1, kLstm = 2, kGru = 3 };
+
+struct Packing {             // of a PackedSequence; all undefined for a plain tensor
+  Tensor batch_sizes, rows;  // [T]; [total]: t B + b of each row of the data
+  Tensor sorted, unsorted;   // [B], as the sequence has them
+};
+
+struct Recurrence {
+  Cell cell;
+  bool biases, both_ways, projects, single, training;  // single: one step, of nn.LSTMCell and the like
+  Packing packing;
+
+  int64_t directions() const {
+    return both_ways ? 2 : 1;
+  }
+  int64_t weights() const {  // of one direction
+    return (biases ? 4 : 2) + (projects ? 1 : 0);
+  }
+};
+
+using Tensors = std::vector<Tensor>;
+
+struct Sequence {  // inputs of a layer: [B, T, I] or the packed data; [directions, B, *]; as the module holds them
+  Tensor input, state, cell;
+  Tensors weights;
+};
+
+struct Steps {      // of one direction's forward, for its backward
+  Tensor previous;  // [T, B, P]: the state before each step
+  Tensor kept;      // LSTM: where oneDNN keeps the gates, if it ran; RNN: [T, B, H], the states
+};
+
+struct Output {
+  Tensor states;            // [B, T, directions P], 0 beyond a sequence's end
+  Tensor last, last_cells;  // [B, directions, P] and, of an LSTM, [B, directions, H]
+};
+
+struct GateGradients {    // of one direction
+  Tensor input, state;    // [T, B, gates H], at W_ih x + b_ih and at W_hh h + b_hh; the same but for a GRU
+  Tensor projected, out;  // operands of W_hr: [T, B, H], and the gradient of the states [T, B, P]
+  Tensor first_state, first_cell;
+};
+
+// As the framework computes it, with whatever graph is being recorded.
+Output framework(const Recurrence& of, const Sequence& in);
+// The same bits, and what the backward needs.
+Output run(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps);
+struct OutputGradients {  // of one direction
+  Tensor states;          // [T, B, P]
+  Tensor last, cell;      // [B, P], [B, H], or undefined
+};
+
+// input [T, B, I]
+GateGradients through_time(const Recurrence& of, int64_t direction, const Tensor& input, const Sequence& in,
+                           const Steps& steps, const OutputGradients& grads);
+
+// [T, B, *] of a layer's input or of its states, and back.
+Tensor by_step(const Recurrence& of, const Tensor& input);
+Tensor from_steps(const Recurrence& of, const Tensor& by_step, const Tensor& like);
+
+}  // namespace torchgradx

@@ -1,0 +1,184 @@
+// A layer of nn.LSTM, nn.GRU or nn.RNN as one node of the graph. Its backward goes through time once, and gives each
+// weight the gradient and the norms of a Linear over all steps.
+#include "layers/recurrence.h"
+#include "node.h"
+#include "site.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+namespace torchgradx {
+namespace {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+constexpr int64_t kInput = 0, kState = 1, kCell = 2, kWeights = 3;  // among the node's inputs
+
+variable_list listed(const Sequence& in) {
+  variable_list all{in.input, in.state, in.cell};
+  all.insert(all.end(), in.weights.begin(), in.weights.end());
+  return all;
+}
+
+Sequence sequence(const variable_list& all) {
+  return {all[kInput], all[kState], all[kCell], Tensors(all.begin() + kWeights, all.end())};
+}
+
+variable_list listed(const Output& out) {
+  variable_list all{out.states};
+  for (const Tensor& t : {out.last, out.last_cells})
+    if (t.defined()) all.push_back(t);
+  return all;
+}
+
+struct RecurrentNode : Node {
+  Recurrence of;
+  std::vector<c10::intrusive_ptr<Use>> uses;  // by site; null where nothing of it is trained
+  at::ScalarType dtype;
+  std::vector<SavedVariable> saved;  // as listed(), then of each direction's Steps
+
+  std::string name() const override {
+    return "torchgradx::RecurrentBackward";
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (SavedVariable& s : saved) s.reset_data();
+  }
+
+  void save(const Sequence& in, const std::vector<Steps>& steps) {
+    variable_list all = listed(in);
+    for (const Steps& s : steps) all.insert(all.end(), {s.previous, s.kept});
+    for (const Tensor& t : all) saved.emplace_back(t, /*is_output=*/false);
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<bool> recorded;
+    for (const auto& use : uses)
+      recorded.push_back(use && use->pass->arrive(use->parameters(), this, use->site->apart()));
+    variable_list all;
+    if (std::none_of(grads.begin(), grads.end(), [](const Tensor& g) { return g.defined(); }))
+      return variable_list(num_outputs());
+    for (const SavedVariable& s : saved) all.push_back(s.unpack());
+    std::vector<Steps> steps;
+    for (size_t k = num_outputs(); k < all.size(); k += 2) steps.push_back({all[k], all[k + 1]});
+    all.resize(num_outputs());
+    return at::GradMode::is_enabled() ? of_framework(all, grads) : of_ours(all, steps, grads, recorded);
+  }
+
+  // Under create_graph: as autograd makes them, by running the layer again.
+  variable_list of_framework(variable_list all, const variable_list& grads) {
+    variable_list sources, outputs, given, found(num_outputs());
+    std::vector<size_t> places;
+    for (size_t k = 0; k < all.size(); ++k) {
+      if (!all[k].defined() || !task_should_compute_output(k)) continue;
+      // A view: two inputs may be one tensor, each with a gradient of its own.
+      all[k] = all[k].view_as(all[k]);
+      sources.push_back(all[k]), places.push_back(k);
+    }
+    const Output again = framework(of, sequence(all));
+    for (size_t k = 0; k < grads.size(); ++k)
+      if (grads[k].defined()) outputs.push_back(listed(again)[k]), given.push_back(grads[k]);
+    const auto made = torch::autograd::grad(outputs, sources, given, true, true, true);
+    for (size_t k = 0; k < places.size(); ++k) found[places[k]] = made[k];
+    return found;
+  }
+
+  variable_list of_ours(const variable_list& all, const std::vector<Steps>& steps, const variable_list& grads,
+                        const std::vector<bool>& recorded) {
+    const Sequence in = sequence(all);
+    const Tensor input = torchgradx::by_step(of, in.input);  // [T, B, I]
+    const int64_t directions = of.directions(), parts = of.projects ? 3 : 2;
+    const int64_t width = steps[0].previous.size(2);
+    const auto by_step = [&](size_t k) {  // [B, *, *] -> [*, B, *]
+      if (k >= grads.size() || !grads[k].defined()) return Tensor();
+      const Tensor& order = of.packing.sorted;
+      return (order.defined() ? grads[k].index_select(0, order) : grads[k]).transpose(0, 1);
+    };
+    Tensor states = by_step(0), last, cells;
+    if (!states.defined()) states = at::zeros({input.size(0), input.size(1), directions * width}, input.options());
+    if (!of.single) last = by_step(1);
+    if (of.cell == Cell::kLstm) cells = by_step(of.single ? 1 : 2);
+    variable_list found(num_outputs());
+    std::vector<Tensor> first_states, first_cells;
+    for (int64_t d = 0; d < directions; ++d) {
+      const int64_t from = kWeights + d * of.weights();
+      const GateGradients at = through_time(
+          of, d, input, in, steps[d],
+          {states.narrow(2, d * width, width), last.defined() ? last[d] : last, cells.defined() ? cells[d] : cells});
+      first_states.push_back(at.first_state), first_cells.push_back(at.first_cell);
+      if (task_should_compute_output(kInput)) {
+        const Tensor w = all[from].to(at.input.scalar_type());
+        const Tensor made = at.input.matmul(w);
+        found[kInput] = found[kInput].defined() ? found[kInput].add_(made) : made;
+      }
+      const int64_t bias = of.biases ? 2 : -1;
+      weight(found, d * parts, recorded, input, at.input, from, bias);
+      weight(found, d * parts + 1, recorded, steps[d].previous, at.state, from + 1, bias);
+      if (of.projects) weight(found, d * parts + 2, recorded, at.projected, at.out, from + of.weights() - 1, -1);
+    }
+    if (found[kInput].defined()) found[kInput] = from_steps(of, found[kInput], in.input);
+    if (task_should_compute_output(kState)) found[kState] = at::stack(first_states).to(in.state.scalar_type());
+    if (task_should_compute_output(kCell)) found[kCell] = at::stack(first_cells).to(in.cell.scalar_type());
+    return found;
+  }
+
+  // One weight, and the bias `bias` places on: a Linear over all steps.
+  void weight(variable_list& found, int64_t site, const std::vector<bool>& recorded, const Tensor& activations,
+              const Tensor& grad_output, int64_t at, int64_t bias) {
+    const auto& use = uses[site];
+    if (!use) return;
+    const auto rows = [&](const Tensor& t) {  // [B, 1, T, *]: rows of samples, whatever T is
+      const Tensor same = t.to(dtype);
+      return (of.packing.unsorted.defined() ? same.index_select(1, of.packing.unsorted) : same)
+          .transpose(0, 1)
+          .unsqueeze(1);
+    };
+    const Saved operand{rows(activations), {}, {}};
+    const Tensor g = rows(grad_output);
+    const bool biased = bias > 0 && task_should_compute_output(at + bias);
+    const Gradients made =
+        use->gradients(operand, {}, g, {false, task_should_compute_output(at), biased}, recorded[site]);
+    found[at] = made.weight;
+    if (bias > 0) found[at + bias] = made.bias;
+  }
+};
+
+}  // namespace
+
+Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Recurrence& of, const Sequence& in) {
+  const int64_t parts = of.projects ? 3 : 2;
+  const Tensor& last = in.weights[of.projects ? of.weights() - 1 : 1];  // [P, H] or [gates, H]
+  const int64_t width = of.directions() * (of.projects ? last.size(0) : last.size(1));
+  const int64_t rows = in.state.size(1);
+  std::vector<c10::intrusive_ptr<Use>> uses;
+  bool any = false;
+  for (size_t s = 0; s < sites.size(); ++s) {
+    const int64_t part = s % parts, from = s / parts * of.weights();
+    const bool biased = of.biases && part < 2;
+    const Tensor& w = in.weights[part < 2 ? from + part : from + of.weights() - 1];
+    uses.push_back(begin_use(sites[s], in.input, w,
+                             biased ? std::optional<Tensor>(in.weights[from + part + 2]) : std::nullopt,
+                             at::IntArrayRef({rows, width})));
+    any = any || uses.back();
+  }
+  if (!any) return framework(of, in);
+  const auto node = make_node<RecurrentNode>();
+  const variable_list all = listed(in);
+  node->set_next_edges(torch::autograd::collect_next_edges(all));
+  node->of = of, node->uses = uses, node->dtype = in.input.scalar_type();
+  std::vector<Steps> steps;
+  const Output found = run(of, in, steps);
+  node->save(in, steps);
+  for (const Tensor& t : listed(found)) torch::autograd::set_history(t, node);
+  // Where the samples are is proven at both: a loss may use either alone.
+  for (size_t k = 0; k < uses.size(); ++k)
+    if (uses[k]) uses[k]->pass->watch(uses[k]->index, k % parts && !of.single ? found.last : found.states);
+  return found;
+}
+
+}  // namespace torchgradx

@@ -1,0 +1,227 @@
+"""nn.LSTM, nn.GRU, nn.RNN and their cells: our backward through time instead of a replay.
+
+The framework's own forward runs layer by layer, each layer a node of the graph (csrc/recurrent.cpp)
+whose backward leaves the gradients at the gates of all steps. Each weight is then a Linear over
+these, with a site of its own. What is not served so, as under autocast, is run again in backward
+like any other module; all of it with fused=False, where the gradients must have the framework's
+bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from . import ops
+from .copies import Hook, stock_of
+from .layout import BATCH
+from .rerun import FallbackSite
+from .rules import Layer, rule_named
+from .sites import NativeSite, core
+from .table import Context, declared_layout
+
+if ops.NATIVE:
+    from . import _C
+
+__all__ = ["Site", "site_of"]
+
+CELLS = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}  # Cell in csrc/layers/recurrence.h
+
+
+class RecurrentSite(FallbackSite):
+    """A recurrent module as a whole."""
+
+    def _attend(self, context: Context) -> None:
+        module, options = self._module, context.options
+        self._stock = type(module)
+        self._strict = options["backend"] == "native"
+        self._products = context.products.setdefault(id(module), [])
+        kind, sites = context.swapped(self._stock, _forward_of)
+        sites[id(module)] = Hook(self._forward)
+        module.__class__ = kind
+
+    def remove(self) -> None:
+        self._module.__class__ = stock_of(type(self._module))
+        super().remove()
+
+    def _forward(self, module: Any, input: Any, hx: Any) -> Any:
+        run = self._recorder.current()
+        if run is not None and _served(module, input, hx):
+            single = isinstance(module, nn.RNNCellBase)
+            return (self._step if single else self._sequence)(module, input, hx)
+        if run is not None and self._strict:
+            run.refuse(self._index, 'backend="native" has no kernel for how it was called')
+        self._before(module, ())
+        out = self._stock.forward(module, input, hx)
+        self._after(module, (input, hx), {}, out)
+        return out
+
+    def _step(self, cell: Any, input: Tensor, hx: Any) -> Any:
+        lstm = isinstance(cell, nn.LSTMCell)
+        if hx is None:
+            zeros = input.new_zeros(len(input), cell.hidden_size)
+            hx = (zeros, zeros) if lstm else zeros
+        h, c = hx if lstm else (hx, None)
+        biases = (cell.bias_ih, cell.bias_hh) if cell.bias else ()
+        kind = _mode(cell)
+        of = _C.Recurrence(CELLS[kind], cell.bias, False, False, True, cell.training, [])
+        y, _, c = _C.call_recurrent(
+            self._products,
+            of,
+            input.unsqueeze(1),
+            h.unsqueeze(0),
+            None if c is None else c.unsqueeze(0),
+            [cell.weight_ih, cell.weight_hh, *biases],
+        )
+        return (y.squeeze(1), c.squeeze(1)) if lstm else y.squeeze(1)
+
+    def _sequence(self, module: Any, input: Any, hx: Any) -> Any:
+        packed = Packed(input) if isinstance(input, PackedSequence) else None
+        first = 0 if module.batch_first else 1
+        x = packed.data if packed else input.transpose(0, first)  # [N, T, I] or [total, I]
+        rows = packed.rows if packed else len(x)
+        layers, ways = module.num_layers, 1 + module.bidirectional
+        width = module.proj_size or module.hidden_size
+        lstm = module.mode == "LSTM"
+        if hx is None:
+            hx = [x.new_zeros(layers * ways, rows, size) for size in (width, module.hidden_size)]
+        else:
+            hx = list(hx) if lstm else [hx]
+            if packed:
+                hx = [packed.sort(state) for state in hx]
+        of = _C.Recurrence(
+            CELLS[module.mode],
+            module.bias,
+            module.bidirectional,
+            bool(module.proj_size),
+            False,
+            module.training,
+            packed.fields if packed else [],
+        )
+        module._update_flat_weights()
+        weights = module._flat_weights
+        last: list[Tensor] = []
+        cells: list[Tensor] = []
+        for k in range(layers):
+            if k and module.dropout and module.training:
+                # in the order of memory, which is that of the random numbers
+                x = torch.dropout(x if packed else x.transpose(0, 1), module.dropout, True)
+                x = x if packed else x.transpose(0, 1)
+            here = slice(k * ways, (k + 1) * ways)
+            states = hx if layers == 1 else [state[here] for state in hx]
+            y, h, c = _C.call_recurrent(
+                _share(self._products, k, layers),
+                of,
+                x,
+                states[0],
+                states[1] if lstm else None,
+                _share(weights, k, layers),
+            )
+            last.append(h.transpose(0, 1))
+            cells.append(c.transpose(0, 1) if lstm else c)
+            x = packed.pack(y) if packed else y
+        out = PackedSequence(x, *input[1:]) if packed else x.transpose(0, first)
+        h, c = (t[0] if layers == 1 else torch.cat(t) for t in (last, cells if lstm else last))
+        return out, (h, c) if lstm else h
+
+
+class Packed:
+    """A PackedSequence: where its rows are in [T, N, *]."""
+
+    def __init__(self, sequence: PackedSequence) -> None:
+        self.data, sizes, self._sorted, unsorted = sequence
+        self.rows = int(sizes[0])
+        inside = torch.arange(self.rows) < sizes[:, None]  # [T, N], rows sorted by length
+        steps, row = inside.nonzero(as_tuple=True)
+        self.fields = [sizes, steps * self.rows + row, self._sorted, unsorted]
+        sample = row if self._sorted is None else self._sorted[row]
+        self._places = steps * self.rows + sample
+
+    def sort(self, state: Tensor) -> Tensor:
+        return state if self._sorted is None else state.index_select(1, self._sorted)
+
+    def pack(self, y: Tensor) -> Tensor:  # [N, T, *]
+        return y.transpose(0, 1).flatten(0, 1).index_select(0, self._places)
+
+
+class Product:
+    """One weight of a recurrent module, which is a Linear over all steps."""
+
+    def __init__(self, module: nn.Module, layer: Layer, index: int, context: Context) -> None:
+        self.layer, self.declared = layer, declared_layout(layer, context.options)
+        self.presumed = BATCH  # the module's own batch_first is undone before it
+        products = context.products.setdefault(id(module), [])
+        products.append(core(layer, index, context, self.declared, BATCH, True))
+
+    def leads(self, dims: int) -> int:
+        return 1
+
+    def remove(self) -> None:
+        pass  # the module's site does it
+
+
+Site = NativeSite | FallbackSite | Product
+
+
+def site_of(module: nn.Module, layer: Layer, index: int, context: Context) -> Site:
+    kind: Any = NativeSite
+    if layer.inside:
+        kind = Product
+    elif layer.kind == "recurrent":
+        kind = RecurrentSite
+    elif layer.kind == "vmap" or rule_named(layer.kind).closed:
+        kind = FallbackSite
+    site: Site = kind(module, layer, index, context)
+    return site
+
+
+def _forward_of(stock: Any, sites: dict[int, Any]) -> Any:
+    def forward(self: Any, input: Any, hx: Any = None) -> Any:
+        site = sites.get(id(self))
+        return stock.forward(self, input, hx) if site is None else site(self, input, hx)
+
+    return forward
+
+
+def _mode(module: Any) -> str:
+    if isinstance(module, nn.RNNCell):
+        return f"RNN_{module.nonlinearity.upper()}"
+    return "LSTM" if isinstance(module, nn.LSTMCell) else "GRU"
+
+
+def _share(items: Any, k: int, layers: int) -> Any:
+    """What belongs to the k-th layer."""
+    count = len(items) // layers
+    return items[k * count : (k + 1) * count]
+
+
+def _served(module: Any, input: Any, hx: Any) -> bool:
+    """Whether this call is one that csrc/recurrent.cpp knows: else the framework's, run again."""
+    single = isinstance(module, nn.RNNCellBase)
+    data, sizes = input[:2] if isinstance(input, PackedSequence) and not single else (input, None)
+    lstm = isinstance(module, (nn.LSTM, nn.LSTMCell))
+    given = [] if hx is None else list(hx) if lstm and isinstance(hx, (tuple, list)) else [hx]
+    tensors = [data, *given, *module._parameters.values()]
+    held = [t for t in tensors if t is not None]
+    if any(type(t) not in (Tensor, nn.Parameter) for t in held):
+        return False
+    if any(t.dtype != data.dtype or t.device.type != "cpu" for t in held) or not data.numel():
+        return False
+    if torch.is_autocast_enabled("cpu") or torch._C._are_functorch_transforms_active():
+        return False
+    if data.dim() != (2 if single or sizes is not None else 3):
+        return False
+    if data.shape[-1] != module.input_size or not any(
+        p.requires_grad for p in module._parameters.values() if p is not None
+    ):
+        return False
+    if single:
+        wanted: list[Any] = [(len(data), module.hidden_size)] * (1 + lstm)
+    else:
+        wanted = [module.get_expected_hidden_size(data, sizes)]
+        if lstm:
+            wanted.append(module.get_expected_cell_size(data, sizes))
+    return not given or [tuple(t.shape) for t in given] == [tuple(w) for w in wanted]
