@@ -135,7 +135,7 @@ class Audit:
         for k, (_, _, node, _) in enumerate(uses):  # of a node with several outputs, one will do
             if found[k] is None and node is not None:
                 others = (f for f, use in zip(found, uses, strict=True) if use[2] is node)
-                found[k] = next((f for f in others if isinstance(f, int)), None)
+                found[k] = next((f for f in others if f is not None), None)
         plan = self.lift.plan(n, uses, sites, found, outputs, taint, proof)
         for k, _ in plan.starts if plan else ():
             if k >= 0:
