@@ -362,7 +362,9 @@ Output run(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps) 
   steps.resize(of.directions());
   const at::NoGradGuard no_grad;
   const Ran ran = in_onednn(of, in) ? onednn(of, in, steps) : stepwise(of, in);
-  const at::AutoDispatchBelowADInplaceOrView below;  // above, there are other products, and other bits
+  // Not before: below autograd a transposed weight no longer says that it wants a gradient, on which the choice of
+  // product depends, and with it the last bits.
+  const at::AutoDispatchBelowADInplaceOrView below;
   const Tensor states = of.packing.rows.defined() ? padded(of.packing, ran.states) : ran.states;
   const int64_t width = states.size(2) / of.directions();
   for (int64_t d = 0; d < of.directions(); ++d) {
