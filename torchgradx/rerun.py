@@ -52,7 +52,8 @@ class FallbackSite:
         self._own: dict[int, str] = {}
         for key in own_names(module):
             self._own.setdefault(context.parameters.place(prefix + key), key)
-        self._closed = rule_named(layer.kind).closed if layer.kind != "vmap" else None
+        known = layer.kind not in ("vmap", "recurrent")
+        self._closed = rule_named(layer.kind).closed if known else None
         self._hooks = Hooks(module)
         self._attend(context)
 

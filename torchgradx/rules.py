@@ -349,8 +349,8 @@ RECURRENT = (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)
 def recurrent_weights(module: Any) -> list[tuple[str, str | None]]:
     """(weight, bias) of each product in a stock recurrent module: layer by layer, direction by
     direction W_ih, W_hh and W_hr. Empty for any other module."""
-    kind = next((kind for kind in RECURRENT if _stock(kind)(module)), None)
-    if kind is None or "forward" in module.__dict__:
+    stock = any(isinstance(module, k) and type(module).forward is k.forward for k in RECURRENT)
+    if not stock or "forward" in module.__dict__:
         return []
     several = isinstance(module, nn.RNNBase)
     ways = ("", "_reverse") if several and module.bidirectional else ("",)
