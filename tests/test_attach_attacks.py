@@ -365,8 +365,8 @@ def test_a_compiled_model_is_exact_in_either_order(order, backend):
         try:
             norms = probe.norms(per="parameter")
         except torchgradx.CoverageError:
-            # Compiled code looks for a swapped class, but for no hook, and nothing is recorded then;
-            # nor does anything vouch for rows that compiled code alone has seen.
+            # Compiled code looks for a swapped class, but for no hook: nothing is recorded then.
+            # Nor does anything vouch for rows that compiled code alone has seen.
             assert not torchgradx.ops.NATIVE
             return
     for name, value in want.items():
