@@ -182,6 +182,17 @@ def test_a_cell_unrolled_in_time_is_exact(kind, bias, options, dtype):
         check(unrolled(cell, steps), square, x, dtype=dtype, rtol=rtol, input_grad=True, **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("options", [{"fused": False}, {"backend": "vmap"}], ids=title)
+def test_a_cell_that_runs_again_is_refused_as_its_c_feeds_its_h(options, dtype):
+    model = unrolled(nn.LSTMCell(I, H)).to(dtype)
+    with torchgradx.attach(model, **options) as probe:
+        square(model, torch.randn(N, 3, I).to(dtype)).backward()
+        with pytest.raises(torchgradx.CoverageError, match="made from another") as refusal:
+            probe.norms()
+    assert set(refusal.value.parameters) == {f"c.{name}" for name, _ in model.c.named_parameters()}
+
+
 def test_a_cell_gives_what_the_module_gives():
     """The same weights, once as nn.GRU and once unrolled: the same norms."""
     rnn, x = nn.GRU(I, H, batch_first=True).double(), torch.randn(N, 3, I).double()

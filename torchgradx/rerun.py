@@ -124,7 +124,6 @@ class FallbackSite:
     ) -> None:
         leaves, spec = tree_flatten(arguments)
         saved = [_save(leaf) for leaf in leaves]
-        del leaves
         grads: list[Tensor | None] = [None] * len(outputs)
         regime, places = self._regime, list(held)
         by_node: dict[Any, list[int]] = {}
@@ -135,6 +134,7 @@ class FallbackSite:
             if t.grad_fn is not None:
                 by_node.setdefault(t.grad_fn, []).append(k)
         several = len(by_node) > 1
+        inner = _made_from_others(made, leaves) if several else set()
         if several:
             self._audit.defer(list(held))
         arrived: list[int] = []  # the backward, once for each node that has been
@@ -145,6 +145,10 @@ class FallbackSite:
             arrived.clear()
             now, grads[:] = list(grads), [None] * len(grads)
             if all(g is None for g in now):
+                return
+            if any(now[k] is not None for k in inner):
+                why = "one of its outputs is made from another, which hides the loss's gradient"
+                self._recorder.refuse(self._index, why)
                 return
             try:
                 again = tree_unflatten([_unpack(leaf) for leaf in saved], spec)
@@ -248,6 +252,28 @@ class FallbackSite:
 
 
 at_the_end = torch.autograd.Variable._execution_engine.queue_callback  # of the current backward
+
+
+def _made_from_others(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
+    """Of a module's outputs, those that others of them were computed from, as an LSTMCell's c for
+    its h: what arrives there came through the module too."""
+    before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
+    ends = {
+        (t.grad_fn, t.output_nr): k
+        for k, t in enumerate(outputs)
+        if t.grad_fn and t.grad_fn not in before
+    }
+    found: set[int] = set()
+    for start in {node for node, _ in ends}:
+        seen: set[Any] = {start, None, *before}
+        rest: list[Any] = [start]
+        while rest:
+            for node, number in rest.pop().next_functions:
+                found.update({ends[node, number]} if (node, number) in ends else ())
+                if node not in seen:
+                    seen.add(node)
+                    rest.append(node)
+    return found
 
 
 def _unsupported(parameters: Iterable[Tensor], arguments: Any) -> str | None:
