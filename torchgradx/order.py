@@ -33,6 +33,8 @@ def disorders(func: Any, args: Sequence[Any], kwargs: Any, n: int, fed: Sequence
         return any(flag is True for flag in args)  # training
     if "scaled_dot_product" in name and args[0].dim() > 1 and args[0].shape[0] != n:
         return bool(args[0].shape[-2] == n)
+    if name == "narrow":
+        return args[0].shape[args[1]] == n and args[3] < n
     if name == "slice":
         whole = args[0].shape[_argument(func, args, kwargs, "dim") or 0]
         start, end = (_argument(func, args, kwargs, key) for key in ("start", "end"))
