@@ -6,6 +6,7 @@ import pytest
 import torch
 from attach_oracle import (
     Model,
+    Same,
     a_few_modes,
     check,
     close_named,
@@ -184,16 +185,6 @@ def table(around):
     model = Model(forward, l=nn.Linear(3, 3), head=nn.Linear(3, 2))
     model.register_buffer("rows", torch.randn(N, 3))
     return model
-
-
-class Same(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
 
 
 AROUND = {

@@ -39,6 +39,17 @@ def checkpointed(reentrant):
     return lambda m, x: m.out(checkpoint(m.block, torch.tanh(m.l(x)), use_reentrant=reentrant))
 
 
+def loop_of_mixed(net, x):
+    """The loop over single samples as they are: the oracle's makes one dtype of all."""
+    rows = []
+    for n in range(len(x)):
+        net.zero_grad()
+        square(net, x[n : n + 1]).backward()
+        rows.append([p.grad.double().norm() for p in net.parameters()])
+    names = [name for name, _ in net.named_parameters()]
+    return dict(zip(names, torch.tensor(rows).unbind(1), strict=True))
+
+
 def shared(function, **more):
     return lambda: Model(function, l=nn.Linear(8, 8), out=nn.Linear(8, 2), **more)
 
@@ -102,13 +113,7 @@ def test_parameters_of_several_dtypes_count_together_in_the_widest(options):
     net = Model(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8).double(),
                 c=nn.Linear(8, 2).bfloat16())  # fmt: skip
     x = torch.randn(N, 8)
-    rows = []
-    for n in range(N):  # the oracle's loop makes one dtype of all
-        net.zero_grad()
-        square(net, x[n : n + 1]).backward()
-        rows.append([p.grad.double().norm() for p in net.parameters()])
-    names = [name for name, _ in net.named_parameters()]
-    want = dict(zip(names, torch.tensor(rows).unbind(1), strict=True))
+    want = loop_of_mixed(net, x)
     with torchgradx.attach(net, **options) as probe:
         square(net, x).backward()
         close_named(probe.norms(per="parameter"), want, 24 * torch.finfo(torch.bfloat16).eps)
@@ -152,13 +157,7 @@ def test_a_table_of_another_dtype_than_its_reader(dtype, options):
     net = Model(lambda m, ids: m.head(m.table(ids).float()), head=nn.Linear(3, 2),
                 table=nn.Embedding(7, 3).to(dtype))  # fmt: skip
     ids = torch.randint(0, 7, (N, 5))
-    rows = []
-    for n in range(N):  # the oracle's loop makes one dtype of all
-        net.zero_grad()
-        square(net, ids[n : n + 1]).backward()
-        rows.append([p.grad.double().norm() for p in net.parameters()])
-    names = [name for name, _ in net.named_parameters()]
-    want = dict(zip(names, torch.tensor(rows).unbind(1), strict=True))
+    want = loop_of_mixed(net, ids)
     net.zero_grad()
     with torchgradx.attach(net, **options) as probe:
         square(net, ids).backward()
