@@ -128,15 +128,11 @@ template <class acc_t, class Layer>
 void bias_sweep(const Layer& layer, const Share& share, const Sums<acc_t>& to) {
   constexpr int64_t kWide = 512;
   acc_t sums[kWide];
-  const Operand& grads = layer.grads;
-  const bool flat = layer.height == 1 || grads.y == layer.width * grads.x;
   for (int64_t n = share.sample_begin; n < share.sample_end; ++n)
     for (int64_t row = share.row_begin; row < share.row_end; row += kWide) {
       const int64_t rows = std::min(kWide, share.row_end - row);
       std::fill(sums, sums + rows, acc_t(0));
-      for (int64_t y = 0; y < (flat ? 1 : layer.height); ++y)
-        layer.grad_kernels->add_rows(sums, grads.at(n, y, 0, row), flat ? layer.height * layer.width : layer.width,
-                                     rows, grads.x, grads.c);
+      add_grads(sums, layer, Chunk{n, 1, 0, layer.height, 0, layer.width, true, true}, n, row, rows);
       finish_bias(to, sums, n, row, rows);
     }
 }

@@ -139,7 +139,22 @@ struct Sums {                    // where a share's results go
   double* bias = nullptr;          // [O], or null: only its norms
 };
 
-// What becomes of the sums over one sample's positions, of rows that begin at `row`.
+// A chunk of grads as lines of positions that are equally far apart: count and length.
+inline std::pair<int64_t, int64_t> lines_of(const Operand& grads, const Chunk& chunk) {
+  const bool flat = chunk.height == 1 || grads.y == chunk.width * grads.x;
+  return flat ? std::pair(int64_t(1), chunk.positions()) : std::pair(chunk.height, chunk.width);
+}
+
+// sums [rows] += what sample n has of the chunk, of rows that begin at `row`
+template <class acc_t, class Layer>
+void add_grads(acc_t* sums, const Layer& layer, const Chunk& chunk, int64_t n, int64_t row, int64_t rows) {
+  const Operand& grads = layer.grads;
+  const auto [lines, length] = lines_of(grads, chunk);
+  for (int64_t y = 0; y < lines; ++y)
+    layer.grad_kernels->add_rows(sums, grads.at(n, chunk.y + y, chunk.x, row), length, rows, grads.x, grads.c);
+}
+
+// What becomes of the sums over one sample's positions.
 template <class acc_t>
 void finish_bias(const Sums<acc_t>& to, const acc_t* sums, int64_t n, int64_t row, int64_t rows) {
   if (to.bias_sq_sums) to.bias_sq_sums[n] += kernels<acc_t>().native.sq_sum(sums, rows, 1);
@@ -238,20 +253,11 @@ class Sweep {
     }
   }
 
-  // A chunk of grads as lines of positions that are equally far apart: count and length.
-  std::pair<int64_t, int64_t> lines_of(const Chunk& chunk) const {
-    const bool flat = chunk.height == 1 || layer_.grads.y == chunk.width * layer_.grads.x;
-    return flat ? std::pair(int64_t(1), chunk.positions()) : std::pair(chunk.height, chunk.width);
-  }
-
   void add_bias(const Chunk& chunk, int64_t row, int64_t rows) {
-    const Operand& grads = layer_.grads;
     acc_t* const sums = workspace_.bias.get(rows);
-    const auto [lines, length] = lines_of(chunk);
     for (int64_t n = chunk.sample; n < chunk.sample + chunk.samples; ++n) {
       if (chunk.begins) std::fill(sums, sums + rows, acc_t(0));
-      for (int64_t y = 0; y < lines; ++y)
-        layer_.grad_kernels->add_rows(sums, grads.at(n, chunk.y + y, chunk.x, row), length, rows, grads.x, grads.c);
+      add_grads(sums, layer_, chunk, n, row, rows);
       if (chunk.ends) finish_bias(sums_, sums, n, row, rows);
     }
   }
@@ -261,7 +267,7 @@ class Sweep {
     const Operand& grads = layer_.grads;
     const int64_t positions = chunk.samples * chunk.positions();
     acc_t* const packed = workspace_.panels.get(positions * ((panels.count - 1) * panels.rows + panels.last));
-    const auto [lines, length] = lines_of(chunk);
+    const auto [lines, length] = lines_of(grads, chunk);
     for (int64_t p = 0; p < panels.count; ++p) {
       const int64_t rows = p + 1 < panels.count ? panels.rows : panels.last;
       acc_t* out = packed + p * panels.rows * positions;
