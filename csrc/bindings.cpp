@@ -26,6 +26,7 @@ void bind_pass(py::module_& m) {
   py::class_<Recorder, std::shared_ptr<Recorder>>(m, "Recorder")
       .def(py::init<int64_t, py::object, py::object, py::object, py::object>())
       .def("push", &Recorder::push, py::arg("run").none(true))
+      .def("enlist", &Recorder::enlist)
       .def("pop", &Recorder::pop)
       .def("depth", &Recorder::depth)
       .def("current", &Recorder::current)
@@ -62,6 +63,13 @@ void bind_pass(py::module_& m) {
       .def_readonly("structure", &Pass::structure)
       .def_readwrite("recorded", &Pass::recorded)
       .def_readwrite("keep", &Pass::keep)
+      .def_readonly("in_graph", &Pass::in_graph)
+      .def_property(
+          "outside", [](const Pass& self) { return self.outside ? self.outside->function : py::none(); },
+          [](Pass& self, py::object function) {
+            self.in_graph = true;
+            self.outside = function.is_none() ? nullptr : std::make_unique<Callback>(Callback{std::move(function)});
+          })
       .def_readonly("retained", &Pass::retained)
       .def_readwrite("layouts", &Pass::layouts)
       .def_readwrite("hooked", &Pass::hooked)

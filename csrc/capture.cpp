@@ -8,6 +8,8 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <algorithm>
+
 namespace torchgradx {
 namespace {
 
@@ -70,6 +72,23 @@ c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, const Tenso
   const int64_t index = pass->call(site->index, slots, sizes.value_or(input.sizes()));
   if (!at::GradMode::is_enabled()) return {};
   return c10::make_intrusive<Use>(site, std::move(pass), index, wants_weight, wants_bias);
+}
+
+c10::intrusive_ptr<Use> use_in_graph(const std::shared_ptr<Site>& site, const std::shared_ptr<Pass>& pass,
+                                     const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  const auto trained = [&](int64_t parameter) {  // what a graph is given need not say so
+    return std::find(pass->trainable.begin(), pass->trainable.end(), parameter) != pass->trainable.end();
+  };
+  const bool wants_weight = trained(site->weight), wants_bias = bias.has_value() && trained(site->bias);
+  std::vector<Slot> slots;
+  if (wants_weight) slots.emplace_back(site->weight, weight);
+  if (wants_bias) slots.emplace_back(site->bias, *bias);
+  if (slots.empty()) return {};
+  const at::AutoGradMode enable(true);
+  const int64_t index = pass->call(site->index, slots, input.sizes());
+  auto use = c10::make_intrusive<Use>(site, pass, index, wants_weight, wants_bias);
+  use->borrows = true;
+  return use;
 }
 
 void listen(const c10::intrusive_ptr<Use>& use, const Saved& saved, const Tensor& weight, const Tensor& output) {

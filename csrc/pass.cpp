@@ -59,17 +59,19 @@ Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::
       drained_(new Callback{std::move(drained)}),
       met_(new Callback{std::move(met)}) {}
 
+void Recorder::enlist(const std::shared_ptr<Pass>& pass) {
+  std::vector<std::weak_ptr<Pass>> living;
+  for (const auto& weak : alive)
+    if (const auto other = weak.lock()) {
+      if (other->recorded) other->silent_calls = 0;  // its backward has been: nothing will run again
+      living.push_back(weak);
+    }
+  living.push_back(pass);
+  alive.swap(living);
+}
+
 void Recorder::push(std::shared_ptr<Pass> pass) {
-  if (pass) {
-    std::vector<std::weak_ptr<Pass>> living;
-    for (const auto& weak : alive)
-      if (const auto other = weak.lock()) {
-        if (other->recorded) other->silent_calls = 0;  // its backward has been: nothing will run again
-        living.push_back(weak);
-      }
-    living.push_back(pass);
-    alive.swap(living);
-  }
+  if (pass) enlist(pass);
   in_force.emplace_back(this, std::move(pass));
 }
 
@@ -249,6 +251,10 @@ bool Pass::arrive(at::IntArrayRef parameters, const Node* at, bool enclosed) {
   return true;
 }
 
+bool Pass::compiled(const Node& node) {
+  return node.name() == "CompiledFunctionBackward";
+}
+
 // Once a backward: every edge of its graph into a tracked parameter must belong to a recorded use. Autocast casts a
 // weight once for many uses, so an edge into the cast is what counts there.
 void Pass::audit_edges(const Node* at) {
@@ -269,6 +275,7 @@ void Pass::audit_edges(const Node* at) {
       if (pass->encloses(node, parameter)) return;
     ++recorder->balance[parameter];
   };
+  const bool in_graphs = std::any_of(passes.begin(), passes.end(), [](const auto& pass) { return pass->in_graph; });
   std::unordered_map<const Node*, int64_t> casts;
   for (const Node* node : nodes)
     for (const auto& edge : node->next_edges()) {
@@ -277,7 +284,7 @@ void Pass::audit_edges(const Node* at) {
       if (found == owners_->parameter.end() || !executes(node) || !executes(found->first)) continue;
       if (node->next_edges().size() == 1 && node->name() == "ToCopyBackward0")
         casts[node] = found->second;
-      else
+      else if (!in_graphs || !compiled(*node))
         count(*node, found->second);
     }
   if (casts.empty()) return;

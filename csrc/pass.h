@@ -74,7 +74,8 @@ class Recorder {
  public:
   Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object met);
 
-  void push(std::shared_ptr<Pass> pass);  // nullptr: record nothing on this thread until pop()
+  void enlist(const std::shared_ptr<Pass>& pass);
+  void push(std::shared_ptr<Pass> pass);  // enlisted; nullptr: record nothing on this thread until pop()
   void pop();
   int64_t depth() const;                  // how many are in force on this thread, one within another
   std::shared_ptr<Pass> current() const;  // of this thread; in a recomputation, the pass that waits for it
@@ -127,17 +128,19 @@ class Pass : public std::enable_shared_from_this<Pass> {
 
   const std::shared_ptr<Recorder> recorder;
   const int64_t n;
-  bool wide = false;               // a trainable parameter is float64
-  std::vector<int64_t> trainable;  // parameters, when the forward began
-  std::vector<int64_t> hooked;     // norms only: parameters that get their gradient all the same, for hooks on them
-  bool recorded = false;           // it is part of the record
-  bool keep = false;               // more forwards of the same samples may come: finish nothing before it is read
-  bool create_graph = false;       // seen in backward; refused when read
-  bool retained = false;           // a backward kept its graph: another may come
-  bool ambiguous = false;          // its recomputations cannot be told from another pass's
-  int64_t silent_calls = 0;        // calls under no_grad, which a reentrant checkpoint runs again
-  uint64_t structure = 0;          // hash of the uses: which, and which of their sizes equal N
-  int64_t serial = 0;              // its place among the forwards
+  bool wide = false;                  // a trainable parameter is float64
+  std::vector<int64_t> trainable;     // parameters, when the forward began
+  std::vector<int64_t> hooked;        // norms only: parameters that get their gradient all the same, for hooks on them
+  bool recorded = false;              // it is part of the record
+  bool keep = false;                  // more forwards of the same samples may come: finish nothing before it is read
+  bool create_graph = false;          // seen in backward; refused when read
+  bool retained = false;              // a backward kept its graph: another may come
+  bool in_graph = false;              // its uses are those of a compiled graph, whose edges say nothing
+  std::unique_ptr<Callback> outside;  // then: calls its model again, without the compiler
+  bool ambiguous = false;             // its recomputations cannot be told from another pass's
+  int64_t silent_calls = 0;           // calls under no_grad, which a reentrant checkpoint runs again
+  uint64_t structure = 0;             // hash of the uses: which, and which of their sizes equal N
+  int64_t serial = 0;                 // its place among the forwards
   std::vector<std::pair<int64_t, std::string>> refusals;  // (site, reason); they count once a backward comes
   std::vector<int64_t> layouts;                           // by use, once proven; empty: as declared, or batch first
   std::vector<Entry> entries;
@@ -161,6 +164,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   // Backward: a use's gradient is here, at this node of the graph. False where this backward computes none of the
   // parameters' gradients.
   bool arrive(at::IntArrayRef parameters, const Node* at, bool enclosed = false);
+  static bool compiled(const Node& node);  // the backward of a whole graph: an edge for each parameter, used as may be
   // Whether the operands must be kept until all uses are in; `parts` of its rows, used once each, need no cross terms.
   bool waits(int64_t parameter, int64_t parts = 1);
   void add(int64_t parameter, Term term);
@@ -189,5 +193,6 @@ class Pass : public std::enable_shared_from_this<Pass> {
 
 void bind_pass(py::module_& m);
 void bind_capture(py::module_& m);
+void bind_trace(py::module_& m);
 
 }  // namespace torchgradx

@@ -142,6 +142,7 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
   } else if (bias_now) {
     pass->finish(site->bias, bias_sq_norms(layer.bias_rows(*operands)), 0, site->bias_rows.parts);
   }
+  const auto kept = [&](const Tensor& t) { return borrows ? t.clone() : t; };
   const auto whole = [&](const Tensor& by_image) {  // [N K, *] -> [N, *]
     return by_image.unflatten(0, {pass->n, operands->images}).sum(1);
   };
@@ -149,8 +150,8 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
     if (const auto gradients = layer.weight_gradients(*operands))
       pass->add(site->weight, {-1, Tensor(), whole(wide(*gradients))});
     else
-      pass->add(site->weight, {site->index, operands->activations.detach(),  // not its graph
-                               among(operands->grad_output, site->weight_rows, -1)});
+      pass->add(site->weight, {site->index, kept(operands->activations.detach()),  // not its graph
+                               kept(among(operands->grad_output, site->weight_rows, -1))});
   }
   if (keep_bias) {
     const Tensor by_sample = whole(wide(layer.bias_rows(*operands)).sum(1));

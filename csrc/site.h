@@ -44,7 +44,8 @@ struct Use : torch::CustomClassHolder {
   std::shared_ptr<Pass> pass;
   int64_t index;
   bool wants_weight, wants_bias;
-  bool held;  // its saved tensors go through hooks
+  bool held;             // its saved tensors go through hooks
+  bool borrows = false;  // in a compiled graph, which uses its tensors' memory again
 
   Use(std::shared_ptr<Site> site, std::shared_ptr<Pass> pass, int64_t index, bool wants_weight, bool wants_bias);
   ~Use() override;
@@ -70,6 +71,10 @@ struct Use : torch::CustomClassHolder {
 // input's, whose first dimension may count something else than rows.
 c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
                                   const std::optional<Tensor>& bias, at::OptionalIntArrayRef sizes = std::nullopt);
+
+// A use by a compiled graph.
+c10::intrusive_ptr<Use> use_in_graph(const std::shared_ptr<Site>& site, const std::shared_ptr<Pass>& pass,
+                                     const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias);
 
 // The layer's forward, with a backward that also records.
 Tensor call(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,

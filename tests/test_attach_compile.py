@@ -102,16 +102,6 @@ def test_code_compiled_before_the_attachment_is_exact_or_refused(options):
             close_named(got, want)
 
 
-def test_fullgraph_says_what_to_do():
-    model = mlp()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with (
-        torchgradx.attach(model),
-        pytest.raises(torch._dynamo.exc.Unsupported, match=r"torchgradx.*without fullgraph"),
-    ):
-        compiled(torch.randn(N, 3))
-
-
 def test_attaching_recompiles_nothing_of_others():
     graphs = []
 

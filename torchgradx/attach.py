@@ -16,15 +16,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from . import ops, passes
-from .audit import Audit
+from .audit import Audit, Verdict
 from .errors import CoverageError
 from .explain import explanation
-from .layout import tensors_in
+from .layout import batch_size, tensors_in
+from .options import check
 from .record import Record
 from .recurrent import Site, site_of
 from .sharding import flattened, gathers, split
 from .sites import Hooks, called_by_itself
 from .table import Context, Parameters, find_layers
+from .trace import Call, Trace, outside
 
 if ops.NATIVE:
     from ._C import Pass, Recorder
@@ -32,6 +34,8 @@ else:
     Pass, Recorder = passes.Pass, passes.Recorder
 
 __all__ = ["Probe", "attach"]
+
+MIXED = "same_samples() met forwards of a whole compiled graph and others"
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Probe]] = weakref.WeakKeyDictionary()
 # Verdicts on structures outlive a probe: scoring attaches anew for each batch.
@@ -105,45 +109,6 @@ def attach(
     )
 
 
-def _check(model: Any, options: dict[str, Any]) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
-    for name, choices in (
-        ("loss_reduction", ("mean", "sum")),
-        ("batch_dim", (0, 1)),
-        ("algorithm", (None, "rank1", "gram", "direct")),
-        ("backend", ("auto", "native", "vmap")),
-        ("fused", (True, False)),
-        ("weight_grad", (True, False)),
-    ):
-        if options[name] not in choices:
-            expected = ", ".join(map(repr, choices))
-            raise ValueError(f"{name} must be one of {expected}; got {options[name]!r}")
-    if options["clip"] or options["directions"] is not None:
-        name = "clip" if options["clip"] else "directions"
-        raise NotImplementedError(f"{name} is not supported in this version: leave it out")
-    if options["backend"] == "native" and not ops.NATIVE:
-        raise RuntimeError(
-            'backend="native" needs the compiled extension, which is not there: build it with '
-            '`pip install .`, or say backend="auto"'
-        )
-    size = options["batch_size"]
-    if (
-        size is not None
-        and not callable(size)
-        and (isinstance(size, bool) or not isinstance(size, int))
-    ):
-        raise TypeError(
-            f"batch_size must be an int or a callable (args, kwargs) -> int; got {size!r}"
-        )
-    scale = options["loss_scale"]
-    if not isinstance(scale, (int, float, Tensor, torch.amp.GradScaler)) or isinstance(scale, bool):
-        raise TypeError(f"loss_scale must be a number, a Tensor [N] or a GradScaler; got {scale!r}")
-    for pattern, how in (options["layout"] or {}).items():
-        if how not in ("batch", "sequence"):
-            raise ValueError(f'layout[{pattern!r}] must be "batch" or "sequence"; got {how!r}')
-
-
 def _unattached() -> Probe:
     probe = attach(nn.Module())
     probe.remove()
@@ -154,9 +119,10 @@ class Probe:
     """The handle of an attachment; see `attach`. Also a context manager that removes itself."""
 
     _on: bool  # False from remove() on
+    _looking: list[Verdict] | None = None  # from outside, at the model of a compiled graph
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        _check(model, options)
+        check(model, options)
         lazy = [n for n, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
         if lazy:
             raise ValueError(f"model has uninitialized parameters ({lazy[0]}): run a forward first")
@@ -212,9 +178,14 @@ class Probe:
     def _listen(self, model: nn.Module) -> None:
         modules = dict(model.named_modules())
         try:
-            context = Context(self._recorder, self._audit, self._parameters, self._options)
+            self._trace = Trace(self._options, self._open_in_graph)
+            context = Context(
+                self._recorder, self._audit, self._parameters, self._options, self._trace
+            )
             for index, layer in enumerate(self._layers):
-                self._sites.append(site_of(modules[layer.name], layer, index, context))
+                site = site_of(modules[layer.name], layer, index, context)
+                self._sites.append(site)
+                self._trace.add(modules[layer.name], layer, getattr(site, "core", None))
             if not self._options["weight_grad"]:
                 self._audit.shield(range(len(self._parameters.names)))
             self._audit.attend()
@@ -222,10 +193,18 @@ class Probe:
                 _attached[module] = weakref.ref(self)
             self._hooks = Hooks(model)
             self._hooks.add(
-                model.register_forward_pre_hook, self._enter, prepend=True, with_kwargs=True
+                model.register_forward_pre_hook,
+                self._enter,
+                self._trace.enter,
+                prepend=True,
+                with_kwargs=True,
             )
             self._hooks.add(
-                model.register_forward_hook, self._leave, always_call=True, with_kwargs=True
+                model.register_forward_hook,
+                self._leave,
+                self._trace.leave,
+                always_call=True,
+                with_kwargs=True,
             )
         except BaseException:
             self.remove()
@@ -233,7 +212,7 @@ class Probe:
 
     def remove(self) -> None:
         """Leave the model as it was, at once or when the last checkpointed graph in flight dies."""
-        self._on = False
+        self._on = self._trace.on = False
         self._audit.stop()
         self._drained()
 
@@ -276,60 +255,90 @@ class Probe:
         idle = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
         if not self._on or self._paused or idle or not torch.is_grad_enabled():
             return None
-        self._audit.settle()
+        n = batch_size(self._options, args, kwargs)
+        if n is None:
+            self._recorder.refuse(
+                -1, "the model was called without a tensor that shows N: say batch_size="
+            )
+            return None
+        run, new = self._open(module, n)
+        if new:
+            self._audit.lift.watch(n, module, tensors_in((args, kwargs)))
+        return run
+
+    def _open(self, module: nn.Module, n: int) -> tuple[Pass | None, bool]:
+        """A pass of n samples, and whether it is a new one."""
+        if self._looking is None:
+            self._audit.settle()
         if self._parameters.changed():
             self._recorder.refuse(-1, "the model's modules or ties changed: attach again")
-            return None
+            return None, False
         if split(module, self._parameters.tensors()):
             self._recorder.refuse(-1, "tensor parallelism has split layers over processes")
-            return None
+            return None, False
         if getattr(module, "_is_replica", False):
             self._recorder.refuse(
                 -1,
                 "DataParallel runs its replicas in threads, and nothing tells in which order: use "
                 "DistributedDataParallel",
             )
-            return None
-        n = self._batch_size(args, kwargs)
-        if n is None:
-            return None
+            return None, False
         if self._joint:
             if self._joint[0].n != n:
                 self._recorder.refuse(-1, f"same_samples() met {self._joint[0].n} and {n} samples")
-            return self._joint[0]
+            return self._joint[0], False
         run = Pass(self._recorder, n, self._parameters.tensors())
         if self._joint is not None:
             run.keep = True
             self._joint.append(run)
         self._record.note_forward(run)
-        self._audit.lift.watch(n, module, tensors_in((args, kwargs)))
+        return run, True
+
+    def _open_in_graph(self, n: int, call: Call, args: Any, kwargs: Any) -> Pass | None:
+        """The pass of a compiled graph that runs now."""
+        module = self._model()
+        if module is None or not self._on or self._paused:
+            return None
+        run, new = self._open(module, n)
+        if run is not None:
+            if new:
+                self._recorder.enlist(run)
+            elif not run.in_graph:
+                run.refuse(-1, MIXED)
+            me = weakref.WeakMethod(self._outside)  # the graph must not own the probe
+            run.outside = [*(run.outside or ()), lambda: me()(call, args, kwargs)]  # type: ignore[misc]
         return run
 
-    def _batch_size(self, args: Any, kwargs: Any) -> int | None:
-        given = self._options["batch_size"]
-        if callable(given):
-            return int(given(args, kwargs))
-        if given is not None:
-            return int(given)
-        dim = self._options["batch_dim"]
-        plain = args and isinstance(args[0], Tensor) and args[0].dim()
-        for tensor in args[:1] if plain else tensors_in((args, kwargs)):
-            if tensor.dim():
-                return tensor.shape[dim if tensor.dim() > dim else 0]
-        self._recorder.refuse(
-            -1, "the model was called without a tensor that shows N: say batch_size="
-        )
-        return None
+    def _outside(self, call: Call, args: Any, kwargs: Any) -> Verdict:
+        """Call the model as it is without the compiler, for what is to be said of its structure."""
+        module = self._model()
+        assert module is not None
+        joint, self._joint, self._looking = self._joint, None, []
+        try:
+            with outside(module, call):
+                module._call_impl(*args, **kwargs)
+            return self._looking[-1]
+        finally:
+            self._joint, self._looking = joint, None
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         run = self._recorder.current()
         taint = self._audit.lift.unwatch() if self._recorder.depth() == 1 else None
         key = None if run is None else self._audit.key(run)
-        uses = [] if run is None or self._audit.knows(key) else run.uses()
+        known = self._looking is None and self._audit.knows(key)
+        uses = [] if run is None or known else run.uses()
         self._recorder.pop()
-        if run is not None and out is not None and self._on:
-            outputs = tensors_in(out) if uses and not gathers(module) else []
+        if run is None or out is None or not self._on:
+            return
+        if taint is not None:
+            self._audit.lift.watched(taint)
+        outputs = tensors_in(out) if uses and not gathers(module) else []
+        if run.in_graph:
+            run.refuse(-1, MIXED)
+        elif self._looking is None:
             self._audit.examine(run, key, uses, outputs, self._sites, taint)
+        else:
+            self._looking.append(self._audit.verdict(run.n, uses, outputs, self._sites, taint))
 
     def _met(self, site: int, given: Tensor) -> None:
         self._audit.lift.met(site, [given])
@@ -337,6 +346,9 @@ class Probe:
     # Backward
 
     def _began(self, run: Pass) -> None:
+        if run.in_graph:
+            self._audit.look(run)
+            run.outside = None
         self._record.begin(run)
         run.hooked = self._audit.hooked()
 
@@ -380,10 +392,12 @@ class Probe:
     def paused(self) -> Iterator[None]:
         """Record nothing inside."""
         self._paused += 1
+        self._trace.on = False
         try:
             yield
         finally:
             self._paused -= 1
+            self._trace.on = self._on and not self._paused
 
     @contextlib.contextmanager
     def same_samples(self) -> Iterator[None]:

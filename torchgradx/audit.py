@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 __all__ = ["Audit", "Verdict"]
 
 
+OUTSIDE = (
+    "what it computes before samples enter, as from a position table, is followed outside of "
+    "graphs: compile it without fullgraph=True"
+)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What holds for a structure."""
@@ -93,23 +99,52 @@ class Audit:
         taint: Taint | None,
     ) -> None:
         """At the end of a forward: what is known of its structure, or a first look at it."""
-        if taint is not None:
-            self.lift.watched(taint)
-        verdict = self._proven.get(key)
-        if verdict is None:
-            pending = self._pending.get(key)
-            verdict = pending[0] if pending else self._prove(run.n, uses, outputs, sites, taint)
-            if verdict.complete:
-                self._pending[key] = verdict, run
-                self._listen()
-        if run.keep or any(verdict.layouts):
-            run.layouts = run.layouts + verdict.layouts
-        for site, reason in verdict.refusals:
-            run.refuse(site, reason)
+        prove = partial(self.verdict, run.n, uses, outputs, sites, taint)
+        verdict = self._applied(run, key, prove)
         if verdict.plan is not None:
             self.lift.begin(run, verdict.plan, uses, outputs)
 
-    def _prove(
+    def look(self, run: Any) -> None:
+        """The same for a pass of compiled graphs, at its first gradient: each forward is done once
+        more, without the compiler."""
+
+        def prove() -> Verdict:
+            seen = []
+            try:
+                for forward in run.outside:
+                    verdict = forward()
+                    seen.append(verdict if verdict.complete else forward())  # watched in the first
+            except Exception as error:  # no reason to end a training step
+                why = f"a call of the model without the compiler failed: {error}"
+                return Verdict([], [(-1, why)], None, True)
+            return Verdict(
+                [how for verdict in seen for how in verdict.layouts],
+                [refusal for verdict in seen for refusal in verdict.refusals],
+                next((verdict.plan for verdict in seen if verdict.plan), None),
+                all(verdict.complete for verdict in seen),
+            )
+
+        verdict = self._applied(run, self.key(run), prove)
+        if verdict.plan is not None:
+            run.refuse(-1, OUTSIDE)
+        elif len(run.uses()) != len(run.layouts):
+            run.refuse(-1, "its compiled graph calls other layers than the model does without")
+
+    def _applied(self, run: Any, key: Any, prove: Callable[[], Verdict]) -> Verdict:
+        verdict = self._proven.get(key)
+        if verdict is None:
+            pending = self._pending.get(key)
+            verdict = pending[0] if pending else prove()
+            if verdict.complete:
+                self._pending[key] = verdict, run
+                self._listen()
+        if run.keep or run.in_graph or any(verdict.layouts):
+            run.layouts = run.layouts + verdict.layouts
+        for site, reason in verdict.refusals:
+            run.refuse(site, reason)
+        return verdict
+
+    def verdict(
         self,
         n: int,
         uses: Sequence[Any],
@@ -117,6 +152,7 @@ class Audit:
         sites: Sequence[Site],
         taint: Taint | None,
     ) -> Verdict:
+        """What a forward shows of its structure."""
         watched = []
         for site, sizes, node, number in uses:
             trusted = sites[site].declared >= 0

@@ -9,9 +9,11 @@ from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from typing import Any
 
+import torch
 from torch import nn
+from torch._C._dynamo import eval_frame
 
-__all__ = ["Hook", "keep_out", "let_in", "stock_of", "swapped"]
+__all__ = ["Hook", "keep_out", "let_in", "stock_of", "swapped", "untraced"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 FLAGS = ("_with_kwargs", "_always_called")
@@ -20,13 +22,33 @@ _kept_out: Counter[type] = Counter()
 _stock: weakref.WeakKeyDictionary[type, type[nn.Module]] = weakref.WeakKeyDictionary()
 
 
-class Hook:
-    """A hook of ours on a module."""
+def untraced(function: Any) -> Any:
+    """Called by a compiled program, it runs as it is, with all that it calls; inlined, it is traced
+    like any other. torch.compiler.disable would do so too, and takes a second to import."""
+    whole = eval_frame._FrameExecStrategy(
+        eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP
+    )
+    eval_frame.set_code_exec_strategy(function.__code__, whole)
+    return function
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
+
+class Hook:
+    """A hook of ours on a module; `traced` stands in for it in a graph, where that can be whole."""
+
+    def __init__(
+        self, function: Callable[..., Any], traced: Callable[..., Any] | None = None
+    ) -> None:
+        self.function, self.traced = function, traced
 
     def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() and self.traced is not None:
+            result = self.traced(*args)
+            if result is not NotImplemented:
+                return result
+        return self._outside(*args)
+
+    @untraced
+    def _outside(self, *args: Any) -> Any:
         return self.function(*args)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -37,10 +59,10 @@ class Hook:
 # torch.compile breaks its graph here, and under fullgraph=True shows the reason.
 for _name, _value in {
     "_torchdynamo_disable": True,
-    "_torchdynamo_disable_msg": "torchgradx records outside of graphs: compile an attached model "
-    "without fullgraph=True",
+    "_torchdynamo_disable_msg": "torchgradx records this model outside of graphs (see the README's "
+    "limits): compile it without fullgraph=True",
 }.items():
-    setattr(Hook.__call__, _name, _value)
+    setattr(Hook._outside, _name, _value)
 
 
 def keep_out(kind: type) -> None:

@@ -8,7 +8,7 @@ mixes samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from math import prod
@@ -19,7 +19,17 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["BATCH", "NOWHERE", "SECOND", "SEQUENCE", "SHARED", "Watched", "prove", "tensors_in"]
+__all__ = [
+    "BATCH",
+    "NOWHERE",
+    "SECOND",
+    "SEQUENCE",
+    "SHARED",
+    "Watched",
+    "batch_size",
+    "prove",
+    "tensors_in",
+]
 
 # rows n*T+t | rows t*N+n | of no sample, see shared.py | no output shows a way there | [T, N K, *]
 BATCH, SEQUENCE, SHARED, NOWHERE, SECOND = range(5)
@@ -44,6 +54,22 @@ def tensors_in(tree: Any) -> list[Tensor]:
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             found += tensors_in(list(vars(leaf).values()))
     return found
+
+
+def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None:
+    """N: as the user says, or off the first tensor that a model is called with."""
+    given = options["batch_size"]
+    if callable(given):
+        n = given(args, kwargs)
+        return n if isinstance(n, int) else int(n)  # of a graph, a symbol
+    if given is not None:
+        return int(given)
+    dim = options["batch_dim"]
+    plain = args and isinstance(args[0], Tensor) and args[0].dim()
+    for tensor in args[:1] if plain else tensors_in((args, kwargs)):
+        if tensor.dim():
+            return tensor.shape[dim if tensor.dim() > dim else 0]
+    return None
 
 
 def prove(

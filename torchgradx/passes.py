@@ -126,6 +126,7 @@ class Pass:
     def __init__(self, recorder: Recorder, n: int, parameters: Sequence[Tensor]) -> None:
         self.recorder, self.n = recorder, n
         self.recorded = self.keep = self.retained = False
+        self.in_graph = False  # never without the extension
         self.create_graph = self.ambiguous = False
         self.silent_calls = self.count = 0
         self.structure: Any = (n > 1, *(p.requires_grad for p in parameters))

@@ -6,15 +6,17 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from . import ops
 from .attention import Part, attending
-from .copies import Hook, keep_out, let_in, stock_of
+from .copies import Hook, keep_out, let_in, stock_of, untraced
 from .gpu import gpu_of
 from .layout import BATCH, SECOND, SEQUENCE
 from .rules import Layer, Rule, rule_named
 from .table import Context, declared_layout
+from .trace import Trace
 
 if ops.NATIVE:
     from . import _C
@@ -47,9 +49,13 @@ class Hooks:
         keep_out(self._kind)
 
     def add(
-        self, register: Callable[..., Any], function: Callable[..., Any], **options: Any
+        self,
+        register: Callable[..., Any],
+        function: Callable[..., Any],
+        traced: Callable[..., Any] | None = None,
+        **options: Any,
     ) -> None:
-        self._handles.append(register(Hook(function), **options))
+        self._handles.append(register(Hook(function, traced), **options))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -75,7 +81,7 @@ class NativeSite:
         self._rule = rule_named(layer.kind)
         swaps = self._rule.swaps and (options["fused"] or not options["weight_grad"])
         declared = SECOND if layer.role and self.declared >= 0 else self.declared
-        site = core(layer, index, context, declared, self.presumed, swaps)
+        site = self.core = core(layer, index, context, declared, self.presumed, swaps)
         self._hooks = Hooks(module)
         if layer.role:
             kind, sites = context.swapped(self._stock, attending(context.recorder))
@@ -84,13 +90,19 @@ class NativeSite:
             module.__class__ = kind
         elif swaps:
             forward_of = _forward_of if self._rule.argument == "input" else _forward_of_x
-            kind, sites = context.swapped(self._stock, forward_of)
+            kind, sites = context.swapped(self._stock, forward_of(context.trace))
             sites[id(module)] = site
             module.__class__ = kind
         else:
             mixes, recorder = layer.kind in MIXING, context.recorder
             tap = _tap_statistics(site, recorder, index) if mixes else _tap(site, self._rule)
-            self._hooks.add(module.register_forward_hook, tap, prepend=True, with_kwargs=True)
+            self._hooks.add(
+                module.register_forward_hook,
+                tap,
+                context.trace.tap,
+                prepend=True,
+                with_kwargs=True,
+            )
 
     def leads(self, dims: int) -> int:
         """How many leading dimensions of its input count rows."""
@@ -136,19 +148,28 @@ def core(
     )
 
 
-def _forward_of(stock: Any, sites: dict[int, Any]) -> Callable[..., Any]:
-    def forward(self: Any, input: Any) -> Any:
-        site = sites.get(id(self))
-        if site is None:
-            return stock.forward(self, input)
-        return _C.call(site, input, self.weight, getattr(self, "bias", None))
+def _forward_of(trace: Trace) -> Callable[..., Any]:
+    def forward_of(stock: Any, sites: dict[int, Any]) -> Callable[..., Any]:
+        @untraced
+        def forward(self: Any, input: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling() and trace.token is not None:
+                return trace.layer(self, input, stock.forward(self, input))
+            site = sites.get(id(self))
+            if site is None:
+                return stock.forward(self, input)
+            return _C.call(site, input, self.weight, getattr(self, "bias", None))
 
-    return forward
+        return forward
+
+    return forward_of
 
 
-def _forward_of_x(stock: Any, sites: dict[int, Any]) -> Callable[..., Any]:
-    forward = _forward_of(stock, sites)
-    return lambda self, x: forward(self, x)
+def _forward_of_x(trace: Trace) -> Callable[..., Any]:
+    def forward_of(stock: Any, sites: dict[int, Any]) -> Callable[..., Any]:
+        forward = _forward_of(trace)(stock, sites)
+        return lambda self, x: forward(self, x)
+
+    return forward_of
 
 
 def _tap(site: Any, rule: Rule) -> Callable[..., None]:

@@ -19,6 +19,7 @@ from .rules import Layer, modules_in_order, opaque, own_names, recurrent_weights
 
 if TYPE_CHECKING:
     from .audit import Audit
+    from .trace import Trace
 
 __all__ = ["Context", "Parameters", "declared_layout", "find_layers"]
 
@@ -162,6 +163,7 @@ class Context:
     audit: Audit
     parameters: Parameters
     options: Mapping[str, Any]
+    trace: Trace
     products: dict[int, list[Any]] = field(default_factory=dict)  # by recurrent module's id
     _swapped: dict[type, tuple[type, dict[int, Any]]] = field(default_factory=dict)
 

@@ -16,6 +16,9 @@ class Embedding final : public Layer {
   bool lowered() const override {
     return false;
   }
+  bool fuses(const Operands&, const Tensor&) const override {
+    return false;
+  }
 
   Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>&, Saved&) const override {
     return at::embedding(weight, input, padding_idx_, /*scale_grad_by_freq=*/false, /*sparse=*/false);

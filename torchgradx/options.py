@@ -1,0 +1,51 @@
+"""What attach() was told: the first thing that is looked at, before the model is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import ops
+
+__all__ = ["check"]
+
+
+def check(model: Any, options: dict[str, Any]) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    for name, choices in (
+        ("loss_reduction", ("mean", "sum")),
+        ("batch_dim", (0, 1)),
+        ("algorithm", (None, "rank1", "gram", "direct")),
+        ("backend", ("auto", "native", "vmap")),
+        ("fused", (True, False)),
+        ("weight_grad", (True, False)),
+    ):
+        if options[name] not in choices:
+            expected = ", ".join(map(repr, choices))
+            raise ValueError(f"{name} must be one of {expected}; got {options[name]!r}")
+    if options["clip"] or options["directions"] is not None:
+        name = "clip" if options["clip"] else "directions"
+        raise NotImplementedError(f"{name} is not supported in this version: leave it out")
+    if options["backend"] == "native" and not ops.NATIVE:
+        raise RuntimeError(
+            'backend="native" needs the compiled extension, which is not there: build it with '
+            '`pip install .`, or say backend="auto"'
+        )
+    size = options["batch_size"]
+    if (
+        size is not None
+        and not callable(size)
+        and (isinstance(size, bool) or not isinstance(size, int))
+    ):
+        raise TypeError(
+            f"batch_size must be an int or a callable (args, kwargs) -> int; got {size!r}"
+        )
+    scale = options["loss_scale"]
+    if not isinstance(scale, (int, float, Tensor, torch.amp.GradScaler)) or isinstance(scale, bool):
+        raise TypeError(f"loss_scale must be a number, a Tensor [N] or a GradScaler; got {scale!r}")
+    for pattern, how in (options["layout"] or {}).items():
+        if how not in ("batch", "sequence"):
+            raise ValueError(f'layout[{pattern!r}] must be "batch" or "sequence"; got {how!r}')
