@@ -126,7 +126,7 @@ std::tuple<Tensor, Tensor, Tensor> trace_backward(const Tensor& grad_output, con
                                                   const std::optional<Tensor>& bias, const Tensor& token,
                                                   c10::string_view name, std::array<bool, 3> wanted) {
   const auto link = link_of(token);
-  const auto site = link ? link->site : named(name).first;
+  const auto site = link && link->site ? link->site : named(name).first;
   if (!link) site->recorder->refuse(site->index, "its graph kept a copy of what was to be kept itself");
   const Saved saved{input, link ? link->mean : Tensor(), link ? link->rstd : Tensor()};
   const Wanted want{wanted[0], wanted[1], wanted[2]};
