@@ -1,0 +1,108 @@
+"""Models with parts that all samples share, and the ways in which samples come in there."""
+
+import torch
+import torch.nn.functional as F
+from attach_oracle import Model
+from torch import nn
+
+N, T, D = 4, 5, 6
+TOKENS = 7
+
+
+def tokens(n=N, t=T):
+    return torch.randint(0, TOKENS, (n, t))
+
+
+def positional(ids=lambda t: torch.arange(t)[None], **options):
+    """A GPT's first layers."""
+    return Model(lambda m, i: m.o(torch.tanh(m.t(i) + m.p(ids(i.shape[1])))),
+                 t=nn.Embedding(TOKENS, D), p=nn.Embedding(2 * N, D, **options),
+                 o=nn.Linear(D, 2))  # fmt: skip
+
+
+def constant(use, shape=(T, D), **parts):
+    """A model that holds a constant; `use` of (model, x)."""
+    model = Model(use, **{"o": nn.Linear(D, 2), **parts})
+    model.register_buffer("c", torch.randn(shape))
+    return model
+
+
+def relative(shared, read=False):
+    """Positions that go through LayerNorm and a Linear, then score each query, as in DeBERTa;
+    `read`: rows of the table's weight, the table not being called."""
+
+    def forward(m, x):
+        t = x.shape[1]
+        places = m.norm(m.p.weight[:t] if read else m.p(torch.arange(t)))
+        keys = (m.k if shared else m.r)(places)
+        scores = m.q(x) @ m.k(x).transpose(1, 2) + m.q(x) @ keys.T
+        return m.o(torch.tanh(scores) @ x)  # a softmax has no gradient for a bias of keys
+
+    return Model(forward, p=nn.Embedding(2 * N, D), norm=nn.LayerNorm(D), q=nn.Linear(D, D),
+                 k=nn.Linear(D, D), r=nn.Linear(D, D), o=nn.Linear(D, 2))  # fmt: skip
+
+
+def against_all(m, x):
+    return m.o(torch.softmax(x @ m.l(m.c).T, -1) @ m.c)
+
+
+class Patches(nn.Module):
+    """A vision transformer's parameters beside its modules: class token, positions, layer scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, D))
+        self.positions = nn.Parameter(torch.randn(1, T + 1, D))
+        self.scale = nn.Parameter(torch.randn(D))
+        self.embed, self.block, self.head = nn.Linear(3, D), nn.Linear(D, D), nn.Linear(D, 2)
+
+    def forward(self, x):
+        h = torch.cat([self.token.expand(len(x), -1, -1), self.embed(x)], 1)
+        h = h + self.positions[:, : h.shape[1]]
+        h = h + self.scale * torch.tanh(self.block(h))
+        return self.head(h[:, 0])
+
+
+def in_place(y, change):
+    change(y)
+    return y
+
+
+# Where samples come in: of x [N, T, D] and s [T, D]
+WAYS = {
+    "added": lambda x, s: x + s,
+    "added, scaled": lambda x, s: torch.add(x, s, alpha=3),
+    "added to": lambda x, s: torch.add(s, x, alpha=3),
+    "subtracted": lambda x, s: torch.sub(x, s, alpha=3),
+    "subtracted from": lambda x, s: s - x,
+    "multiplied": lambda x, s: x * s,
+    "multiplied by": lambda x, s: s * x,
+    "divided by": lambda x, s: x / (s.square() + 1),
+    "in place": lambda x, s: (x * 2).add_(s),
+    "into a part": lambda x, s: in_place(x * 2, lambda y: y[:, 1:].add_(s[1:])),
+    "expanded": lambda x, s: x * s.expand(x.shape),
+    "one row": lambda x, s: x + s[:1].expand(x.shape),
+    "one number": lambda x, s: x * s.sum(),
+    "one column": lambda x, s: x * s[:, :1],
+    "repeated": lambda x, s: torch.cat([x, s.repeat(len(x), 1, 1)], 1),
+    "one row repeated": lambda x, s: torch.cat([x, s[:1].repeat(len(x), 2, 1)], 1),
+    "rows repeated": lambda x, s: x.flatten(0, 1).mul(s.repeat(len(x), 1)).view(x.shape),
+    "each twice": lambda x, s: x * s.repeat_interleave(2, 0)[: x.shape[1]],
+    "stacked": lambda x, s: torch.stack([s + x[k] for k in range(len(x))]),
+    "matmul": lambda x, s: x @ s.T @ s,
+    "addmm": lambda x, s: torch.addmm(s[0], x.flatten(0, 1), s.T @ s, beta=2, alpha=3).view_as(x),
+    "einsum": lambda x, s: torch.einsum("ntd,sd->nts", x, s) @ s,
+    "from the left": lambda x, s: torch.softmax(s @ s.T, -1) @ x,
+    "bmm": lambda x, s: torch.bmm(x, s.T.expand(len(x), -1, -1)) @ s,
+    "attention": lambda x, s: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None],
+                                                             attn_mask=s @ s.T)[:, 0],
+    "maximum": lambda x, s: torch.maximum(x, s),
+    "where": lambda x, s: torch.where(x > 0, x, s),
+    "norm": lambda x, s: F.layer_norm(x, (D,), s[0], s[1]),
+    "transposed": lambda x, s: (x.transpose(0, 1) + s[:, None]).transpose(0, 1),
+    "rows t*N+n": lambda x, s: (x.transpose(0, 1).flatten(0, 1) * s.repeat_interleave(len(x), 0)
+                                ).unflatten(0, (-1, len(x))).transpose(0, 1),
+    "one row, rows t*N+n": lambda x, s: (x.transpose(0, 1).flatten(0, 1) * s[:1]
+                                         ).unflatten(0, (-1, len(x))).transpose(0, 1),
+    "indexed": lambda x, s: x + s[(x[..., 0] > 0).long()],
+}  # fmt: skip

@@ -1,0 +1,155 @@
+"""What only looks as if all samples shared it: made of several of them, or changed on the way."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import (
+    Model,
+    a_few_modes,
+    close_named,
+    exact_or_refused,
+    fallback_mode,
+    loop,
+    refused,
+    seeded,  # noqa: F401
+    square,
+)
+from broadcast_models import TOKENS, D, N, T, constant, in_place, positional, tokens
+from torch import nn
+
+import torchgradx
+
+
+def hidden(batch):
+    class Hidden:
+        data = batch
+
+    return Hidden()
+
+
+MIXED = {
+    "mean of the inputs": lambda m, x: m.l(x.mean(0)),
+    "mean, kept": lambda m, x: m.l(x.mean(0, keepdim=True)),
+    "the first sample": lambda m, x: m.l(x[0]),
+    "a number of the batch": lambda m, x: m.l(x.mean().expand(x.shape[1:])),
+    "a constant scaled by the batch": lambda m, x: m.l(m.c[:1] * x.mean()),
+    "scaled after the module": lambda m, x: m.l(m.c[:1]) * x.mean((0, 1)),
+    "written over": lambda m, x: m.l(torch.zeros_like(x[0]).copy_(x[0])),
+    "written into": lambda m, x: m.l(in_place(0 * m.c, lambda z: z[1:].add_(x[0, 1]))),
+    "written by a list of tensors": lambda m, x: m.l(in_place(0 * m.c, lambda z:
+                                                     torch._foreach_add_([z], [x[0]]))),
+    "of a list": lambda m, x: m.l(torch.tensor(x[0].tolist(), dtype=x.dtype)),
+    "of an array": lambda m, x: m.l(torch.from_numpy(x[0].numpy())),
+    "mean of what was learned": lambda m, x: m.l(m.i(x).mean(0)),
+    "the neighbour": lambda m, x: m.l(x).flip(0),
+    "batch statistics": lambda m, x: F.batch_norm(m.l(x).mT, None, None, training=True).mT,
+    "softmax over samples": lambda m, x: torch.softmax(m.l(x), 0),
+}  # fmt: skip
+
+
+@fallback_mode
+@pytest.mark.parametrize("t", [T, N])
+@pytest.mark.parametrize("how", MIXED)
+def test_what_is_computed_from_several_samples_is_refused(how, t, options):
+    model = constant(lambda m, x: m.o(torch.tanh(m.i(x) + MIXED[how](m, x))), (t, D),
+                     l=nn.Linear(D, D, bias=False), i=nn.Linear(D, D))  # fmt: skip
+    refused(model, square, torch.randn(N, t, D), names={"l.weight"}, spared={"o.weight"}, **options)
+
+
+@fallback_mode
+def test_data_that_no_argument_shows_is_refused(options):
+    model = constant(lambda m, x, box: m.o(m.i(x) + m.l(box.data.mean(0))), l=nn.Linear(D, D),
+                     i=nn.Linear(D, D)).double()  # fmt: skip
+    x = torch.randn(N, T, D).double()
+    with torchgradx.attach(model, **options) as probe:
+        square(lambda x: model(x, hidden(x)), x).backward()
+        with pytest.raises(torchgradx.CoverageError, match=r"l\.weight"):
+            probe.norms()
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+@fallback_mode
+def test_a_function_of_the_users_own_on_the_way_is_refused_by_name(options):
+    model = constant(lambda m, x: m.o(x + Scaled.apply(m.l(m.c))), l=nn.Linear(D, D))
+    refused(model, square, torch.randn(N, T, D), names={"l.weight"}, **options)
+
+
+@fallback_mode
+def test_another_consumer_in_a_later_pass_is_exact_or_refused(options):
+    """The modules called are the same; only what is done with the table is not."""
+
+    def forward(m, x):
+        s = m.l(m.c)
+        y = torch.tanh(m.i(x) + s)
+        return m.o(y * s if m.more else y)
+
+    model = constant(forward, l=nn.Linear(D, D), i=nn.Linear(D, D)).double()
+    x, refusals = torch.randn(N, T, D).double(), 0
+    with torchgradx.attach(model, **options) as probe:
+        for model.more in (False, True, False, True):
+            want = loop(model, square, x)
+            square(model, x).backward()
+            try:
+                close_named(probe.norms(per="parameter"), want)
+            except torchgradx.CoverageError as error:
+                refusals += "l.weight" in error.parameters
+                probe.reset()
+    assert refusals <= 2
+
+
+@a_few_modes
+def test_a_penalty_on_the_table_is_refused(options):
+    model = positional()
+    loss = lambda m, i: square(m, i) + m.p.weight.square().sum()  # noqa: E731
+    refused(model, loss, tokens(), names={"p.weight"}, **options)
+
+
+@a_few_modes
+def test_a_table_that_the_model_also_returns_is_exact_or_refused(options):
+    model = Model(lambda m, i: (m.o(m.t(i) + m.p(torch.arange(T))), m.p(torch.arange(T))),
+                  t=nn.Embedding(TOKENS, D), p=nn.Embedding(T, D), o=nn.Linear(D, 2))  # fmt: skip
+
+    def loss(m, i):
+        y, table = m(i)
+        return square(lambda i: y, i) + table.square().sum()
+
+    refused(model, loss, tokens(), names={"p.weight"}, **options)
+
+
+@a_few_modes
+def test_a_hook_that_changes_a_gradient_on_the_way_is_exact_or_refused(options):
+    def forward(m, x):
+        s = m.l(m.c)
+        s.register_hook(lambda g: 2 * g)
+        return m.o(torch.tanh(m.i(x) + s))
+
+    model = constant(forward, l=nn.Linear(D, D), i=nn.Linear(D, D))
+    exact_or_refused(model, square, torch.randn(N, T, D), **options)
+
+
+@a_few_modes
+def test_what_runs_again_calls_no_hook_of_the_users(options):
+    seen = []
+
+    def forward(m, x):
+        s = m.l(m.c)
+        s.register_hook(lambda g: seen.append(tuple(g.shape)))
+        return m.o(torch.tanh(m.i(x) + s))
+
+    model, x = constant(forward, l=nn.Linear(D, D), i=nn.Linear(D, D)), torch.randn(N, T, D)
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        probe.norms()
+        seen.clear()
+        square(model, x).backward()
+        probe.norms()
+    assert seen == [(T, D)]

@@ -1,0 +1,81 @@
+"""Each way in which samples come in at something that they share."""
+
+import copy
+
+import pytest
+import torch
+from attach_oracle import (
+    Model,
+    a_few_modes,
+    check,
+    exact_or_refused,
+    seeded,  # noqa: F401
+    square,
+)
+from broadcast_models import WAYS, D, N, T, constant
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torchgradx
+
+MAY_REFUSE = {"stacked"}  # each sample alone: its nodes hold no row for the others
+
+
+@a_few_modes
+@pytest.mark.parametrize("positions", [T, N])
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_for_samples_to_come_in_is_exact(way, positions, options):
+    def forward(m, x):
+        return m.o(torch.tanh(WAYS[way](x, m.l(m.c))))
+
+    model = constant(forward, (positions, D), l=nn.Linear(D, D))
+    x = torch.randn(N, positions, D)
+    if way in MAY_REFUSE:
+        exact_or_refused(model, square, x, **options)
+    else:
+        check(model, square, x, **options)
+
+
+MAY_RUN_AGAIN = {"divided by", "into a part", "stacked", "attention", "maximum", "where", "norm",
+                 "indexed"}  # fmt: skip
+
+
+@a_few_modes
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bare_parameter_is_exact_without_running_its_owner_again(way, options):
+    model = Model(lambda m, x: m.o(torch.tanh(WAYS[way](m.i(x), m.w))), w=torch.randn(T, D),
+                  i=nn.Linear(D, D), o=nn.Linear(D, 2))  # fmt: skip
+    x = torch.randn(N, T, D)
+    if way in MAY_RUN_AGAIN:
+        exact_or_refused(model, square, x, **options)
+        return
+    check(model, square, x, **options)
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        probe.norms()
+        assert "(root): Model  [w]\n  lifted" in probe.explain()
+
+
+@a_few_modes
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("way", ["added", "multiplied", "matmul", "repeated", "norm"])
+def test_where_samples_come_in_inside_a_checkpoint(way, reentrant, options):
+    def forward(m, x):
+        inside = lambda x, s: torch.tanh(WAYS[way](x, s))  # noqa: E731
+        return m.o(checkpoint(inside, m.i(x), m.l(m.c), use_reentrant=reentrant))
+
+    model = constant(forward, l=nn.Linear(D, D), i=nn.Linear(D, D))
+    refusal = exact_or_refused(model, square, torch.randn(N, T, D), **options)
+    if way in ("added", "repeated") and not reentrant:
+        assert refusal is None, "what reads nothing saved needs no second run"
+
+
+@a_few_modes
+@pytest.mark.parametrize("before", [nn.LayerNorm(D), nn.Identity()], ids=["normed", "plain"])
+def test_a_module_without_samples_inside_a_checkpoint(before, options):
+    def forward(m, x):
+        inside = lambda x: torch.tanh(x + m.l(m.n(m.c)))  # noqa: E731
+        return m.o(checkpoint(inside, m.i(x), use_reentrant=False))
+
+    model = constant(forward, l=nn.Linear(D, D), n=copy.deepcopy(before), i=nn.Linear(D, D))
+    exact_or_refused(model, square, torch.randn(N, T, D), **options)
