@@ -23,7 +23,8 @@ from .fallback import (
     whole_gradients,
 )
 from .layout import BATCH, NOWHERE, SEQUENCE, SHARED, tensors_in
-from .rules import CONTAINERS, Layer, opaque, own_names, rule_named
+from .modules import CONTAINERS, opaque, own_names
+from .rules import Layer, rule_named
 from .sharding import scattered
 from .sites import MIXES, Hooks
 from .table import Context, declared_layout

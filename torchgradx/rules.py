@@ -24,26 +24,9 @@ from .gpu import Gpu
 if ops.NATIVE:
     from . import _C
 
-__all__ = [
-    "RECURRENT",
-    "RULES",
-    "Layer",
-    "Rule",
-    "modules_in_order",
-    "opaque",
-    "own_names",
-    "recurrent_weights",
-    "rule_of",
-]
-
+__all__ = ["RULES", "Layer", "Rule", "rule_named", "rule_of"]
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-CONTAINERS = (
-    nn.ParameterList,
-    nn.ParameterDict,
-)  # never called: their parameters are their owner's
-
-
 WHOLE = (0, 0, 1)
 
 
@@ -343,66 +326,5 @@ def rule_of(module: nn.Module) -> Rule | None:
     return next((rule for rule in RULES.values() if rule.accepts(module)), None)
 
 
-RECURRENT = (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)
-
-
-def recurrent_weights(module: Any) -> list[tuple[str, str | None]]:
-    """(weight, bias) of each product in a stock recurrent module: layer by layer, direction by
-    direction W_ih, W_hh and W_hr. Empty for any other module."""
-    stock = any(isinstance(module, k) and type(module).forward is k.forward for k in RECURRENT)
-    if not stock or "forward" in module.__dict__:
-        return []
-    several = isinstance(module, nn.RNNBase)
-    ways = ("", "_reverse") if several and module.bidirectional else ("",)
-    ends = [f"_l{k}{way}" for k in range(module.num_layers) for way in ways] if several else [""]
-    found: list[tuple[str, str | None]] = []
-    for end in ends:
-        found += [(f"weight_{w}{end}", f"bias_{w}{end}" if module.bias else None)
-                  for w in ("ih", "hh")]  # fmt: skip
-        if several and module.proj_size:
-            found.append((f"weight_hr{end}", None))
-    named = {name for pair in found for name in pair if name}
-    own = {name: p for name, p in module._parameters.items() if p is not None}
-    dtypes = {p.dtype for p in own.values()}
-    served = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64, torch.bfloat16}
-    return found if named == set(own) and served else []
-
-
 def rule_named(name: str) -> Rule:
     return next(rule for rule in RULES.values() if rule.name == name)
-
-
-def opaque(module: nn.Module) -> bool:
-    """Whether a module uses its children's parameters without calling the children."""
-    return isinstance(module, nn.MultiheadAttention) or parametrize.is_parametrized(module)
-
-
-def own_names(module: nn.Module) -> list[str]:
-    """The parameters that a module's own forward uses, by their names within it.
-
-    One that a layer below it holds too (a head's bias, kept beside the decoder that adds it) is the
-    layer's: a module that runs again would count it a second time. What the module itself does with
-    it is then beyond the recorded uses, and refused when it is read.
-    """
-    if opaque(module):
-        return [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    called = [child for child in module.children() if not isinstance(child, CONTAINERS)]
-    below = {id(p) for child in called for p in child.parameters()}
-    own = ((name, p) for name, p in module._parameters.items() if p is not None)
-    names = [name for name, p in own if id(p) not in below]
-    for child_name, child in module.named_children():
-        if isinstance(child, CONTAINERS):
-            names += [f"{child_name}.{name}" for name in own_names(child)]
-    return names
-
-
-def modules_in_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """named_modules() that does not descend into opaque modules."""
-    inside: tuple[str, ...] = ()
-    for name, module in model.named_modules():
-        if inside and name.startswith(inside):
-            continue
-        if opaque(module):
-            inside += (f"{name}." if name else "",)
-        if not isinstance(module, CONTAINERS):
-            yield name, module

@@ -15,7 +15,8 @@ from . import ops
 from .copies import swapped
 from .errors import CoverageError
 from .layout import BATCH, SEQUENCE
-from .rules import Layer, modules_in_order, opaque, own_names, recurrent_weights, rule_of
+from .modules import modules_in_order, opaque, own_names, recurrent_weights
+from .rules import Layer, rule_of
 
 if TYPE_CHECKING:
     from .audit import Audit
