@@ -1,5 +1,7 @@
 """Names, arguments, forced algorithms, and what explain() says."""
 
+import re
+
 import pytest
 import torch
 from attach_oracle import (
@@ -83,6 +85,16 @@ def test_explain_names_each_layer_and_the_path_it_takes():
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
         text = " ".join(lines[start:end])
         assert any(word in text for word in paths), text
+
+
+def test_explain_shows_the_latest_plans_and_nothing_grows_with_lengths_that_never_repeat():
+    need_native({"backend": "native"})
+    with torchgradx.attach(net := nn.Linear(3, 2)) as probe:
+        for t in range(2, 10):
+            square(net, torch.randn(N, t, 3)).backward()
+        assert [int(t) for t in re.findall(r"T=(\d+)", probe.explain())] == [8, 9]
+        (layer,) = probe._layers
+        assert len(layer.plans) == 2
 
 
 def test_names_follow_the_model_through_nested_modules_and_the_root():

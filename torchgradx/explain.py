@@ -39,4 +39,4 @@ def _how(layer: Layer) -> str:
         return way
     if not layer.plans:
         return f"{layer.kind}: no single use seen; several uses of a parameter are combined"
-    return "\n".join(repr(plan) for plan in list(layer.plans.values())[-2:])
+    return "\n".join(repr(plan) for plan in layer.plans.values())

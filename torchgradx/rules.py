@@ -28,6 +28,7 @@ __all__ = ["RULES", "Layer", "Rule", "rule_named", "rule_of"]
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WHOLE = (0, 0, 1)
+LATEST = 2  # plans that explain() shows: lengths may never repeat
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Layer:
     weight_rows: tuple[int, int, int] = WHOLE  # those before, those after, and in how many parts
     bias_rows: tuple[int, int, int] = WHOLE
     constants: dict[str, Any] = field(default_factory=dict)  # of other layers
-    plans: dict[tuple[int, int], Plan] = field(default_factory=dict)  # by (N, T)
+    plans: dict[tuple[int, int], Plan] = field(default_factory=dict)  # the latest, by (N, T)
     notes: dict[str, None] = field(default_factory=dict)  # how the fallback served, once each
 
     def plan(
@@ -85,6 +86,8 @@ class Layer:
         if forced == "direct" and weight_grad:
             forced = "fused"
         self.plans[n, t] = chosen = plan(problem, forced)
+        while len(self.plans) > LATEST:
+            self.plans.pop(next(iter(self.plans)), None)
         return chosen
 
 
