@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +35,29 @@ if ops.NATIVE:
     from . import _C
 
 __all__ = ["FallbackSite"]
+
+
+@dataclass
+class _Use:
+    """One call of a module, from its forward until the gradients of its outputs are there."""
+
+    run: Any
+    number: int  # among the uses of the run
+    places: list[int]  # of the parameters
+    arguments: tuple[list[Any], Any]  # leaves as saved, and their structure
+    regime: Regime
+    module: nn.Module  # to run again
+    shapes: list[torch.Size]  # of the outputs
+    grads: list[Tensor | None]
+    several: bool  # nodes that the outputs are of
+    inner: set[int]  # outputs that others are made from
+    arrived: list[int] = field(default_factory=list)  # the backward, once a node that has been
+
+    def forget(self) -> list[Tensor | None]:
+        """What has arrived until now."""
+        self.arrived.clear()
+        grads, self.grads = self.grads, [None] * len(self.grads)
+        return grads
 
 
 class FallbackSite:
@@ -121,92 +146,81 @@ class FallbackSite:
         self._listen(run, use, held, (args, kwargs), outputs)
 
     def _listen(
-        self, run: Any, use: int, held: dict[int, Tensor], arguments: Any, outputs: list[Tensor]
+        self, run: Any, number: int, held: dict[int, Tensor], arguments: Any, outputs: list[Tensor]
     ) -> None:
         leaves, spec = tree_flatten(arguments)
-        saved = [_save(leaf) for leaf in leaves]
-        grads: list[Tensor | None] = [None] * len(outputs)
-        regime, places = self._regime, list(held)
-        by_node: dict[Any, list[int]] = {}
         # The base of one of several may be what another is made from.
         made = [_made(t) for t in outputs] if len(outputs) == 1 else outputs
-        shapes = [t.shape for t in outputs]
+        by_node: dict[Any, list[int]] = {}
         for k, t in enumerate(made):
             if t.grad_fn is not None:
                 by_node.setdefault(t.grad_fn, []).append(k)
-        several = len(by_node) > 1
-        inner = _made_from_others(made, leaves) if several else set()
-        if several:
-            self._audit.defer(list(held))
-        arrived: list[int] = []  # the backward, once for each node that has been
-        module = [self._module]
+        use = _Use(
+            run=run,
+            number=number,
+            places=list(held),
+            arguments=([_save(leaf) for leaf in leaves], spec),
+            regime=self._regime,
+            module=self._module,
+            shapes=[t.shape for t in outputs],
+            grads=[None] * len(outputs),
+            several=len(by_node) > 1,
+            inner=_made_from_others(made, leaves) if len(by_node) > 1 else set(),
+        )
+        if use.several:
+            self._audit.defer(use.places)
         held_by_graph = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-        def settle() -> None:
-            arrived.clear()
-            now, grads[:] = list(grads), [None] * len(grads)
-            if all(g is None for g in now):
-                return
-            if any(now[k] is not None for k in inner):
-                why = "one of its outputs is made from another, which hides the loss's gradient"
-                self._recorder.refuse(self._index, why)
-                return
-            try:
-                again = tree_unflatten([_unpack(leaf) for leaf in saved], spec)
-                self._deliver(run, use, places, again, now, regime, module[0])
-            except Exception as error:  # never from inside backward()
-                why = f"its gradients by sample failed: {type(error).__name__}: {error}"
-                if scattered(module[0]):
-                    why = "modules that it calls are sharded apart: move it into one of its own"
-                self._recorder.refuse(self._index, why)
-            if not run.retained:
-                saved.clear()
-            if several:  # after all that is queued already
-                at_the_end(lambda: self._audit.compare_deferred(places))
-
         for node, outs in by_node.items():
-            numbers = [made[k].output_nr for k in outs]
-
-            def prehook(
-                incoming: Any, outs: list[int] = outs, numbers: list[int] = numbers
-            ) -> None:
-                task = torch._C._current_graph_task_id()
-                if arrived and arrived[-1] != task:  # of a backward that did not end
-                    arrived.clear()
-                    grads[:] = [None] * len(grads)
-                if not arrived and not run.arrive(places, True):
-                    return
-                for k, number in zip(outs, numbers, strict=True):
-                    g = incoming[number]
-                    grads[k] = None if g is None else g.reshape(shapes[k])
-                arrived.append(task)
-                if torch.is_grad_enabled():
-                    return  # create_graph: refused when read
-                if not several:
-                    settle()
-                elif len(arrived) == 1:  # the others may come, or not: wait for the end
-                    module[0] = as_it_is_now(self._module)
-                    if any(map(run.waits, places)):  # all of its uses have arrived before any is in
-                        run.keep = True
-                    at_the_end(settle)
-
+            prehook = partial(self._arrive, use, outs, [made[k].output_nr for k in outs])
             node.register_prehook(prehook)
             if held_by_graph:  # a checkpoint: what runs again must save as much again
                 self._recorder.hold()
                 weakref.finalize(prehook, self._recorder.release)
 
-    def _deliver(
-        self,
-        run: Any,
-        use: int,
-        places: list[int],
-        arguments: Any,
-        grads: list[Tensor | None],
-        regime: Regime,
-        module: nn.Module,
-    ) -> None:
-        proven = self.declared < 0 and 0 <= use < len(run.layouts)
-        layout = run.layouts[use] if proven else self.presumed
+    def _arrive(self, use: _Use, outs: list[int], numbers: list[int], incoming: Any) -> None:
+        task = torch._C._current_graph_task_id()
+        if use.arrived and use.arrived[-1] != task:  # of a backward that did not end
+            use.forget()
+        if not use.arrived and not use.run.arrive(use.places, True):
+            return
+        for k, number in zip(outs, numbers, strict=True):
+            g = incoming[number]
+            use.grads[k] = None if g is None else g.reshape(use.shapes[k])
+        use.arrived.append(task)
+        if torch.is_grad_enabled():
+            return  # create_graph: refused when read
+        if not use.several:
+            self._settle(use)
+        elif len(use.arrived) == 1:  # the others may come, or not: wait for the end
+            use.module = as_it_is_now(self._module)
+            if any(map(use.run.waits, use.places)):  # all uses have arrived before any is in
+                use.run.keep = True
+            at_the_end(partial(self._settle, use))
+
+    def _settle(self, use: _Use) -> None:
+        grads = use.forget()
+        if all(g is None for g in grads):
+            return
+        if any(grads[k] is not None for k in use.inner):
+            why = "one of its outputs is made from another, which hides the loss's gradient"
+            self._recorder.refuse(self._index, why)
+            return
+        try:
+            self._deliver(use, grads)
+        except Exception as error:  # never from inside backward()
+            why = f"its gradients by sample failed: {type(error).__name__}: {error}"
+            if scattered(use.module):
+                why = "modules that it calls are sharded apart: move it into one of its own"
+            self._recorder.refuse(self._index, why)
+        if not use.run.retained:
+            use.arguments[0].clear()
+        if use.several:  # after all that is queued already
+            at_the_end(partial(self._audit.compare_deferred, use.places))
+
+    def _deliver(self, use: _Use, grads: list[Tensor | None]) -> None:
+        run, places = use.run, use.places
+        proven = self.declared < 0 and 0 <= use.number < len(run.layouts)
+        layout = run.layouts[use.number] if proven else self.presumed
         if layout == SHARED:
             return  # lift.py brings its gradients by sample
         if layout == NOWHERE:
@@ -215,7 +229,9 @@ class FallbackSite:
         if isinstance(self._module, (nn.RNNBase, nn.MultiheadAttention)):
             layout = self.presumed
         names = [self._own[place] for place in places]
-        call = Call(module, names, arguments, grads, run.n, layout, regime)
+        leaves, spec = use.arguments
+        arguments = tree_unflatten([_unpack(leaf) for leaf in leaves], spec)
+        call = Call(use.module, names, arguments, grads, run.n, layout, use.regime)
         waits = [run.waits(place) for place in places]
         norms = self._closed(call) if self._closed and not any(waits) else None
         if norms is not None:
