@@ -38,7 +38,7 @@ template <class scalar_t_>
 struct DenseRows {
   using scalar_t = scalar_t_;
   using Place = int64_t;
-  static constexpr bool kTabled = true, kPlain = true;  // kPlain: neither padding nor taps, only strides
+  static constexpr bool kPlain = true;  // kPlain: neither padding nor taps, only strides
 
   const scalar_t* data;
   int64_t n, group, t, f;  // strides
@@ -72,7 +72,7 @@ struct Im2colRows {
     int64_t offset;
     int y, x;
   };
-  static constexpr bool kTabled = true, kPlain = false;
+  static constexpr bool kPlain = false;
 
   struct Digit {
     int64_t offset;  // in the image

@@ -34,15 +34,14 @@ class TileCopy {
  public:
   using scalar_t = typename Loader::scalar_t;
   using Place = typename Loader::Place;
-  static constexpr int kTableBytes = Loader::kTabled ? Layout::kMn * sizeof(Place) : 0;
+  static constexpr int kTableBytes = Layout::kMn * sizeof(Place);
 
   __device__ __forceinline__ TileCopy(const Loader& loader, int first, void* table)
       : loader_(loader), first_(first), table_(static_cast<Place*>(table)) {}
 
   // Once, by all threads; the table is read after the next barrier.
   __device__ __forceinline__ void fill_table() const {
-    if constexpr (Loader::kTabled)
-      for (int mn = threadIdx.x; mn < Layout::kMn; mn += kThreads) table_[mn] = mn_place(mn);
+    for (int mn = threadIdx.x; mn < Layout::kMn; mn += kThreads) table_[mn] = mn_place(mn);
   }
 
   // Steps k0 .. k0 + kK of the k_extent of one sample; zeros beyond, and beyond the operand's own mn.
@@ -63,12 +62,6 @@ class TileCopy {
   }
   __device__ __forceinline__ Place mn_place(int mn) const {
     return kOverPositions ? loader_.feature(first_ + mn) : loader_.position(first_ + mn);
-  }
-  __device__ __forceinline__ Place known_place(int mn) const {
-    if constexpr (Loader::kTabled)
-      return table_[mn];
-    else
-      return mn_place(mn);
   }
   __device__ __forceinline__ int mn_left(int mn) const {
     return (kOverPositions ? loader_.features : loader_.positions) - first_ - mn;
@@ -91,7 +84,7 @@ class TileCopy {
     if constexpr (kHasWhole) {
       int k, first;
       share_of_chunks(k, first);
-      const scalar_t* const from = loader_.at(sample, k_place(k0 + k), known_place(first));
+      const scalar_t* const from = loader_.at(sample, k_place(k0 + k), table_[first]);
       const int64_t step = Layout::kInnerK ? mn_stride() * kStep : kStep;
 #pragma unroll
       for (int i = 0; i < kMn / kStep; ++i) cp_async_16(tile + Layout::offset(k, first + i * kStep), from + i * step);
@@ -110,7 +103,7 @@ class TileCopy {
     for (int mn = 0; mn < kMn; mn += kStep) {
       const int inner_left = Layout::kInnerK ? k_left : mn_left(first + mn);
       const int outer_left = Layout::kInnerK ? mn_left(first + mn) : k_left;
-      const scalar_t* from = loader_.at(sample, of_k, known_place(first + mn));
+      const scalar_t* from = loader_.at(sample, of_k, table_[first + mn]);
       const int valid = outer_left > 0 && from ? min(max(inner_left, 0), kVector) : 0;
       copy_chunk(tile + Layout::offset(k, first + mn), valid ? from : loader_.data, valid * int(sizeof(scalar_t)));
     }
@@ -150,7 +143,7 @@ class TileCopy {
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         const int mn = first + batch + b * kApart;
-        const scalar_t* from = loader_.at(sample, of_k, known_place(mn));
+        const scalar_t* from = loader_.at(sample, of_k, table_[mn]);
         const bool valid = k_valid && mn_left(mn) > 0 && from;
         if constexpr (sizeof(scalar_t) == 8)
           cp_async_8(tile + Layout::offset(k, mn), valid ? from : loader_.data, valid ? 8 : 0);
