@@ -106,7 +106,7 @@ CONV2D = [
     Conv2d(1, 2, 3, (33, 31), (7, 7), (2, 2), (3, 3)),  # a first layer's
     Conv2d(17, 2, 2, (5, 5), (2, 2)),
     Conv2d(3, 9, 9, (7, 6), (3, 3), (1, 1), (1, 1), (1, 1), 9),  # depthwise, as many as to be lanes
-    Conv2d(2, 33, 33, (19, 18), (3, 2), (1, 1), (1, 1), (1, 2), 33),  # and one more than a warp
+    Conv2d(2, 33, 33, (15, 14), (3, 2), (1, 1), (1, 1), (1, 2), 33),  # beyond a warp, two tiles
     Conv2d(2, 8, 24, (9, 8), (5, 3), (2, 1), (2, 1), (1, 1), 8),  # three a channel
     Conv2d(2, 16, 16, (6, 5), (3, 3), (1, 1), (1, 1), (1, 1), 8),  # two channels a group
     Conv2d(2, 8, 8, (9, 9), (7, 7), (1, 1), (3, 3), (1, 1), 8),  # 49 taps

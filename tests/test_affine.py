@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from backends import Backend, to
+from layouts import cut_from_larger, offset, strided_inside
 from oracle import DTYPES, Kind, assert_gradient, tolerance
 from oracle_affine import (
     EPS,
@@ -175,17 +176,6 @@ def test_moments_of_a_small_variance_about_a_large_mean(backend: Backend) -> Non
         torch.testing.assert_close(rstd, expected, rtol=1e-5, atol=0)
 
 
-def _strided_inside(x: Tensor) -> Tensor:
-    wide = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])
-    wide[..., ::2] = x
-    return wide[..., ::2]
-
-
-def _cut_from_larger(x: Tensor) -> Tensor:
-    larger = x.new_full([size + 3 for size in x.shape], float("nan"))
-    return larger[tuple(slice(1, size + 1) for size in x.shape)].copy_(x)
-
-
 def _in_order(*order: int) -> Callable[[Tensor], Tensor]:
     """[N, T, G, K] with its memory in another order of dimensions"""
     back = [order.index(d) for d in range(4)]
@@ -200,9 +190,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "samples_inside": _in_order(1, 2, 3, 0),
     "one_sample_expanded": lambda x: x[:1].expand_as(x),
     "one_number_expanded": lambda x: x.flatten()[:1].view(1, 1, 1, 1).expand_as(x),
-    "cut_from_larger": _cut_from_larger,
-    "strided_inside": _strided_inside,
-    "offset": lambda x: x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x),
+    "cut_from_larger": cut_from_larger,
+    "strided_inside": strided_inside,
+    "offset": offset,
 }
 OF_LAYOUTS = [
     Affine("layer_norm", 3, 5, 1, 33),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from backends import Backend, to
+from backends import Backend, set_threads, to
 from oracle import Kind
 from oracle_affine import FROZEN, Affine, Operands, assert_sq_norms, operands, truth
 from oracle_gather import Gather
@@ -105,7 +105,7 @@ def test_a_zero_gradient_has_exactly_zero_norm(backend: Backend, way: tuple[str,
 def test_repeated_runs_are_bitwise_equal(
     backend: Backend, way: tuple[str, str], count: int, threads: Callable[[int], None]
 ) -> None:
-    threads(count)
+    set_threads(backend, threads, count)
     o = draw(way)
     first = norms(backend, way, o)
     assert all(torch.equal(norms(backend, way, o), first) for _ in range(5))
@@ -167,7 +167,7 @@ SHARED_OUT = [  # enough work for several threads: by samples, or with few of th
 def test_any_number_of_threads_is_right(
     backend: Backend, problem: Affine, count: int, planes: bool, threads: Callable[[int], None]
 ) -> None:
-    threads(count)
+    set_threads(backend, threads, count)
     o = operands(problem, torch.float32, "integers")
     o = o._replace(x=_laid("planes" if planes else "", o.x))
     expected = truth(problem, o, "integers")

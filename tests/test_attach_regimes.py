@@ -142,17 +142,18 @@ def test_saved_tensors_may_be_offloaded(how, options):
     check(mlp(), loss, torch.randn(N, 6, 3), **options)
 
 
+def overwriting(m, x):
+    x = x * 1.0
+    y = m.l(x)
+    x.add_(5.0)
+    return m.o(torch.tanh(y))
+
+
 @every_mode
 def test_an_input_that_is_overwritten_before_backward_is_refused_as_autograd_refuses(options):
     need_native(options)
 
-    def forward(m, x):
-        x = x * 1.0
-        y = m.l(x)
-        x.add_(5.0)
-        return m.o(torch.tanh(y))
-
-    model = Model(forward, l=nn.Linear(3, 4), o=nn.Linear(4, 2)).double()
+    model = Model(overwriting, l=nn.Linear(3, 4), o=nn.Linear(4, 2)).double()
 
     def step():
         square(model, torch.randn(N, 3).double()).backward()
@@ -168,13 +169,7 @@ def test_an_input_that_nothing_needs_may_be_overwritten(options):
     """A frozen weight: only the bias counts, and the layer's input is nobody's."""
     need_native(options)
 
-    def forward(m, x):
-        x = x * 1.0
-        y = m.l(x)
-        x.add_(5.0)
-        return m.o(torch.tanh(y))
-
-    model = Model(forward, l=nn.Linear(3, 4), o=nn.Linear(4, 2))
+    model = Model(overwriting, l=nn.Linear(3, 4), o=nn.Linear(4, 2))
     model.l.weight.requires_grad_(False)
     if options.get("backend") == "vmap" or native_missing():  # it runs the layer again
         exact_or_refused(model, square, torch.randn(N, 3), **options)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from backends import Backend, to
+from layouts import offset, strided_inside
 from oracle import DTYPES, Kind, accumulation_epsilon, tolerance
 from oracle_gather import GATHER, Gather, assert_sq_norms, dots
 from torch import Tensor, nn
@@ -112,8 +113,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "features_outside": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
     "one_sample_expanded": lambda x: x[:1].expand_as(x),
     "one_position_expanded": lambda x: x[:, :1].expand_as(x),
-    "offset": lambda x: x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x),
-    "strided_inside": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "offset": offset,
+    "strided_inside": strided_inside,
 }
 
 

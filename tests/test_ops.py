@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from backends import CONV2D_ALGORITHMS, LINEAR_ALGORITHMS, OPERATORS, Backend, supports, to
+from layouts import cut_from_larger, offset, strided_inside
 from oracle import (
     CONV2D,
     DTYPES,
@@ -143,23 +144,6 @@ def _assert_fused(
     assert_sq_norms(sq_norms, truth, "fused", dtype)
 
 
-def _strided_inside(x: Tensor) -> Tensor:
-    wide = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])
-    wide[..., ::2] = x
-    return wide[..., ::2]
-
-
-def _cut_from_larger(x: Tensor) -> Tensor:
-    larger = x.new_full([size + 3 for size in x.shape], float("nan"))
-    view = larger[tuple(slice(1, size + 1) for size in x.shape)]
-    return view.copy_(x)
-
-
-def _offset(x: Tensor) -> Tensor:
-    """Contiguous, at an address that is a multiple of its itemsize alone."""
-    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
-
-
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
     "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
@@ -170,9 +154,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
         x[:, :, :1].expand_as(x) if x.dim() == 4 else x[:, :1].expand_as(x)
     ),
     "one_number_expanded": lambda x: x.flatten()[:1].view([1] * x.dim()).expand_as(x),
-    "cut_from_larger": _cut_from_larger,
-    "strided_inside": _strided_inside,
-    "offset": _offset,
+    "cut_from_larger": cut_from_larger,
+    "strided_inside": strided_inside,
+    "offset": offset,
 }
 LINEAR_OF_LAYOUTS = [Linear(3, 17, 33, 15), Linear(3, 1, 33, 15), Linear(2, 5, 64, 32)]
 CONV2D_OF_LAYOUTS = [
