@@ -1,92 +1,40 @@
 """nn.LSTM, nn.GRU, nn.RNN and their cells: every option against a loop over single samples."""
 
-import copy
+from platform import machine
 
 import pytest
 import torch
 from attach_oracle import (
-    ANY,
-    NATIVE,
     Model,
     a_few_modes,
     check,
-    close_named,
-    exact_or_refused,
-    loop,
-    need_native,
-    refused,
     seeded,  # noqa: F401
     square,
     title,
 )
+from recurrent_models import (
+    CELLS,
+    KINDS,
+    OPTIONS,
+    H,
+    I,
+    N,
+    T,
+    dtypes,
+    every_kind,
+    every_option,
+    made,
+    native_mode,
+    net,
+    served,
+    served_mode,
+    states_of,
+)
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
-from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 from torchgradx import ops
-
-N, T, I, H = 4, 5, 3, 6
-served = pytest.mark.skipif(not ops.NATIVE, reason="a replay refuses it")
-# With fused=False all is run again: its gradients must have the framework's bits.
-native_mode = pytest.mark.parametrize("options", [*ANY, NATIVE[0]], ids=title)
-served_mode = pytest.mark.parametrize("options", [{}, {"weight_grad": False}], ids=title)
-dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-
-KINDS = {
-    "lstm": nn.LSTM,
-    "gru": nn.GRU,
-    "rnn": nn.RNN,
-    "rnn relu": lambda *args, **more: nn.RNN(*args, nonlinearity="relu", **more),
-}
-CELLS = {
-    "lstm": nn.LSTMCell,
-    "gru": nn.GRUCell,
-    "rnn": nn.RNNCell,
-    "rnn relu": lambda *args: nn.RNNCell(*args, nonlinearity="relu"),
-}
-OPTIONS = {
-    "plain": {},
-    "batch first": {"batch_first": True},
-    "no biases": {"bias": False, "batch_first": True},
-    "two layers": {"num_layers": 2},
-    "both ways": {"bidirectional": True, "batch_first": True},
-    "both ways, three layers": {"bidirectional": True, "num_layers": 3},
-    "dropout in eval": {"num_layers": 2, "dropout": 0.5},
-    "projected": {"proj_size": 2},
-    "projected both ways, two layers": {"proj_size": 2, "bidirectional": True, "num_layers": 2},
-}
-every_kind = pytest.mark.parametrize("kind", KINDS)
-every_option = pytest.mark.parametrize("option", OPTIONS)
-
-
-def states_of(out):
-    """Output and all last states of a recurrent module, as rows of samples [N, *]."""
-    y, last = out
-    last = last if isinstance(last, tuple) else (last,)
-    return y, torch.cat([s.transpose(0, 1).flatten(1) for s in last], 1)
-
-
-def net(rnn, use="all"):
-    """A model [N, T, I] -> [N, *] that reads the states at every step, the last ones, or both."""
-
-    def forward(m, x, h=None, c=None):
-        first = m.r.batch_first
-        x = torch.tanh(m.i(x))
-        h = h if h is None else h.transpose(0, 1).contiguous()
-        c = c if c is None else c.transpose(0, 1).contiguous()
-        hx = h if c is None else (h, c)
-        y, last = states_of(m.r(x if first else x.transpose(0, 1), hx))
-        y = (y if first else y.transpose(0, 1)).flatten(1)
-        return {"all": torch.cat([y, 2 * last], 1), "steps": y, "last": last}[use]
-
-    return Model(forward, i=nn.Linear(I, I), r=rnn)
-
-
-def made(kind, option):
-    if "proj_size" in OPTIONS[option] and kind != "lstm":
-        pytest.skip("only an LSTM projects")
-    return KINDS[kind](I, H, **OPTIONS[option]).train(option != "dropout in eval")
 
 
 @dtypes
@@ -142,6 +90,23 @@ def test_wherever_onednn_keeps_the_gates(hidden, backwards, options):
     """Its rows are padded by the size of four gates: 64 * 16 bytes get one more cache line."""
     rnn = nn.LSTM(I, hidden, bidirectional=backwards)
     check(net(rnn), square, torch.randn(N, T, I), dtype=torch.float32, **options)
+
+
+@pytest.mark.skipif(
+    not (ops.NATIVE and torch.backends.mkldnn.is_available() and machine() == "x86_64"),
+    reason="where its layout was looked up",
+)
+@pytest.mark.parametrize("hidden", [16, 60, 64, 128])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_gates_that_onednn_keeps_are_not_computed_again(hidden, backwards):
+    """But for two rows, to see that they are where they were thought to be."""
+    model = net(nn.LSTM(I, hidden, bidirectional=backwards))
+    with torchgradx.attach(model):
+        loss = square(model, torch.randn(N, T, I))
+        with torch.profiler.profile(record_shapes=True) as seen:
+            loss.backward()
+    rows = [event.input_shapes[0][:-1] for event in seen.events() if event.name == "aten::sigmoid_"]
+    assert rows == [[2], [2]] * (1 + backwards)
 
 
 @native_mode
@@ -263,191 +228,3 @@ def test_packed_sequences_under_autocast_are_refused_by_name(options):
         square(model, torch.randn(N, T, I)).backward()
         with pytest.raises(torchgradx.CoverageError, match="packed"):
             probe.norms()
-
-
-# ---- Uses and regimes ----------------------------------------------------------------------------
-@served
-@served_mode
-@every_kind
-def test_a_module_called_twice_counts_its_cross_terms(kind, options):
-    rnn = KINDS[kind](I, I, batch_first=True)
-    model = Model(lambda m, x: m.r(m.r(x)[0] + x)[0], r=rnn)
-    check(model, square, torch.randn(N, T, I), **options)
-
-
-@native_mode
-def test_weights_shared_between_layers_and_with_a_linear(options):
-    rnn = nn.GRU(I, I, num_layers=2, batch_first=True)
-    rnn.weight_hh_l1, rnn.bias_ih_l1 = rnn.weight_hh_l0, rnn.bias_ih_l0
-    head = nn.Linear(I, 3 * I)
-    head.weight = rnn.weight_ih_l0
-    check(
-        Model(lambda m, x: m.o(m.r(x)[0]), r=rnn, o=head), square, torch.randn(N, T, I), **options
-    )
-
-
-FROZEN = {
-    "input weights": ["weight_ih_l0"],
-    "state weights": ["weight_hh_l0"],
-    "biases": ["bias_ih_l0", "bias_hh_l0"],
-    "weights": ["weight_ih_l0", "weight_hh_l0"],
-    "all but a bias": ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0"],
-}
-
-
-@native_mode
-@pytest.mark.parametrize("frozen", FROZEN)
-@every_kind
-def test_frozen_parameters_count_nothing(kind, frozen, options):
-    model = net(made(kind, "plain"))
-    for name in FROZEN[frozen]:
-        getattr(model.r, name).requires_grad_(False)
-    check(model, square, torch.randn(N, T, I), input_grad=True, **options)
-
-
-@native_mode
-def test_a_frozen_module_passes_its_inputs_gradient_on(options):
-    model = net(nn.LSTM(I, H))
-    model.r.requires_grad_(False)
-    check(model, square, torch.randn(N, T, I), input_grad=True, **options)
-
-
-@a_few_modes
-@pytest.mark.parametrize("reentrant", [False, True])
-@every_kind
-def test_checkpointed(kind, reentrant, options):
-    def forward(m, x):
-        return checkpoint(lambda t: m.r(t)[0], torch.tanh(m.i(x)), use_reentrant=reentrant)
-
-    for more in ({}, {"num_layers": 2, "bidirectional": True}):
-        model = Model(forward, i=nn.Linear(I, I), r=KINDS[kind](I, H, batch_first=True, **more))
-        check(model, square, torch.randn(N, T, I), input_grad=True, **options)
-
-
-@native_mode
-@every_kind
-def test_two_backwards_through_one_graph_add_up(kind, options):
-    need_native(options)
-    model, x = net(made(kind, "both ways")).double(), torch.randn(N, T, I).double()
-    want = {name: 3 * norms for name, norms in loop(model, square, x).items()}
-    with torchgradx.attach(model, **options) as probe:
-        loss = square(model, x)
-        loss.backward(retain_graph=True)
-        (2 * loss).backward()
-        close_named(probe.norms(per="parameter"), want)
-
-
-@a_few_modes
-@every_kind
-def test_a_graph_of_the_gradient_is_the_plain_one(kind, options):
-    """create_graph: refused when read, and the gradients of the gradients are right."""
-    model = net(made(kind, "both ways"), "steps").double()
-    x, twin = torch.randn(N, T, I).double().requires_grad_(), copy.deepcopy(model)
-
-    def penalty(model):
-        (g,) = torch.autograd.grad(square(model, x), x, create_graph=True)
-        g.square().sum().backward()
-        return [p.grad for p in model.parameters()]
-
-    plain = penalty(twin)
-    with torchgradx.attach(model, **options) as probe:
-        for got, want in zip(penalty(model), plain, strict=True):
-            if options.get("weight_grad", True):
-                assert (got is None) == (want is None)
-                assert want is None or torch.allclose(got, want, rtol=1e-9, atol=1e-12)
-        with pytest.raises(torchgradx.CoverageError):
-            probe.norms()
-
-
-@served
-@served_mode
-@every_kind
-def test_states_may_be_changed_in_place(kind, options):
-    """As far as the framework allows it: oneDNN's LSTM keeps its own output."""
-    model = Model(lambda m, x: torch.relu_(m.r(x)[0]), r=KINDS[kind](I, H, batch_first=True))
-    check(model, square, torch.randn(N, T, I), **options)
-
-
-@native_mode
-@pytest.mark.parametrize("kind", ["lstm", "gru"])
-def test_dropout_between_layers_has_the_masks_of_the_plain_module(kind, options):
-    need_native(options)
-    rnn = KINDS[kind](I, H, num_layers=3, dropout=0.5, bidirectional=True)
-    model = net(rnn).double()
-    x, rows = torch.randn(N, T, I).double(), []
-    for n in range(N):
-        torch.manual_seed(7)
-        grads = torch.autograd.grad(model(x)[n].square().sum(), list(model.parameters()))
-        rows.append(torch.stack([g.norm() for g in grads]))
-    torch.manual_seed(7)
-    plain = square(model, x)
-    want = dict(zip(dict(model.named_parameters()), torch.stack(rows).unbind(1), strict=True))
-    with torchgradx.attach(model, **options) as probe:
-        torch.manual_seed(7)
-        loss = square(model, x)
-        loss.backward()
-        assert torch.equal(loss, plain)
-        close_named(probe.norms(per="parameter"), want)
-
-
-@served
-@served_mode
-def test_several_rows_of_each_sample(options):
-    """[N, K, T, I] as [N K, T, I]: K sequences of each sample in the module's batch."""
-    for first in (True, False):
-
-        def forward(m, x, first=first):
-            rows = torch.tanh(m.i(x)).flatten(0, 1)
-            y = m.r(rows if first else rows.transpose(0, 1))[0]
-            return (y if first else y.transpose(0, 1)).unflatten(0, (-1, 3))
-
-        model = Model(forward, i=nn.Linear(I, I), r=nn.LSTM(I, H, batch_first=first))
-        check(model, square, torch.randn(N, 3, T, I), **options)
-
-
-@a_few_modes
-def test_samples_along_the_steps_are_refused(options):
-    """Sequences of as many steps as samples, given to a module that takes the one for the other."""
-    model = Model(lambda m, x: m.r(torch.tanh(m.i(x)))[0], i=nn.Linear(I, I), r=nn.LSTM(I, H))
-    refused(model, square, torch.randn(N, N, I), names=["i.weight"], **options)
-
-
-@a_few_modes
-def test_what_is_not_served_runs_again(options):
-    """Without a batch dimension, under autocast, or called in another way: exact all the same."""
-
-    def half(m, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return m.r(x)[0].float()
-
-    model = Model(half, r=nn.LSTM(I, H, batch_first=True))
-    check(model, square, torch.randn(N, T, I), dtype=torch.float32, rtol=0.05, **options)
-    alone = Model(
-        lambda m, x: m.r(torch.tanh(m.i(x))[0])[0][None], i=nn.Linear(I, I), r=nn.LSTM(I, H)
-    )
-    exact_or_refused(alone, square, torch.randn(1, T, I), **options)
-
-
-def test_a_copy_of_an_attached_module_is_stock():
-    model = net(nn.LSTM(I, H))
-    with torchgradx.attach(model):
-        twin = copy.deepcopy(model)
-        assert (type(model.r) is nn.LSTM) is not ops.NATIVE
-        assert type(model.r).__name__ == "LSTM"
-        assert isinstance(model.r, nn.LSTM)
-    assert type(twin.r) is type(model.r) is nn.LSTM
-    x = torch.randn(N, T, I)
-    assert torch.equal(twin(x), model(x))
-
-
-@pytest.mark.skipif(not ops.NATIVE, reason="replayed without the extension")
-def test_explain_tells_of_each_weight():
-    model = net(nn.LSTM(I, H, bidirectional=True))
-    with torchgradx.attach(model) as probe:
-        square(model, torch.randn(N, T, I)).backward()
-        probe.norms()
-        text = probe.explain()
-    for name in ("weight_ih_l0, r.bias_ih_l0", "weight_hh_l0_reverse, r.bias_hh_l0_reverse"):
-        assert f"r: LSTM  [r.{name}]" in text, text
-    assert "replay" not in text
-    assert f"linear N={N} T={T} I={H} O={4 * H}" in text

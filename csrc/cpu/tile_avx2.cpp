@@ -12,6 +12,8 @@
 
 #include "affine_body.h"
 
+#include "gates_body.h"
+
 namespace torchgradx::cpu {
 
 template <class acc_t>
@@ -29,6 +31,14 @@ AffineKernels<acc_t> avx2_affine_kernels() {
 
 template AffineKernels<float> avx2_affine_kernels();
 template AffineKernels<double> avx2_affine_kernels();
+
+template <class T>
+GateKernels<T> avx2_gate_kernels() {
+  return make_gate_kernels<T, 32 / sizeof(T)>();
+}
+
+template GateKernels<float> avx2_gate_kernels();
+template GateKernels<double> avx2_gate_kernels();
 
 }  // namespace torchgradx::cpu
 

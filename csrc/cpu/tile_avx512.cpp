@@ -13,6 +13,8 @@
 
 #include "affine_body.h"
 
+#include "gates_body.h"
+
 namespace torchgradx::cpu {
 
 template <class acc_t>
@@ -30,6 +32,14 @@ AffineKernels<acc_t> avx512_affine_kernels() {
 
 template AffineKernels<float> avx512_affine_kernels();
 template AffineKernels<double> avx512_affine_kernels();
+
+template <class T>
+GateKernels<T> avx512_gate_kernels() {
+  return make_gate_kernels<T, 64 / sizeof(T)>();
+}
+
+template GateKernels<float> avx512_gate_kernels();
+template GateKernels<double> avx512_gate_kernels();
 
 }  // namespace torchgradx::cpu
 

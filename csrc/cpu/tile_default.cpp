@@ -10,6 +10,8 @@
 
 #include "affine_body.h"
 
+#include "gates_body.h"
+
 namespace torchgradx::cpu {
 
 namespace {
@@ -51,9 +53,23 @@ const AffineKernels<acc_t>& affine_kernels() {
   return chosen;
 }
 
+template <class T>
+const GateKernels<T>& gate_kernels() {
+  static const GateKernels<T> chosen = [] {
+#if defined(__x86_64__)
+    if (processor() == Processor::kAvx512) return avx512_gate_kernels<T>();
+    if (processor() == Processor::kAvx2) return avx2_gate_kernels<T>();
+#endif
+    return make_gate_kernels<T, 16 / sizeof(T)>();
+  }();
+  return chosen;
+}
+
 template const Kernels<float>& kernels();
 template const Kernels<double>& kernels();
 template const AffineKernels<float>& affine_kernels();
 template const AffineKernels<double>& affine_kernels();
+template const GateKernels<float>& gate_kernels();
+template const GateKernels<double>& gate_kernels();
 
 }  // namespace torchgradx::cpu

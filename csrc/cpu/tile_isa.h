@@ -2,6 +2,7 @@
 #pragma once
 
 #include "affine.h"
+#include "gates.h"
 #include "tile.h"
 
 namespace torchgradx::cpu {
@@ -14,5 +15,9 @@ template <class acc_t>
 AffineKernels<acc_t> avx2_affine_kernels();
 template <class acc_t>
 AffineKernels<acc_t> avx512_affine_kernels();
+template <class T>
+GateKernels<T> avx2_gate_kernels();
+template <class T>
+GateKernels<T> avx512_gate_kernels();
 
 }  // namespace torchgradx::cpu

@@ -1,4 +1,5 @@
 #include "recurrence.h"
+#include "../cpu/gates.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -88,6 +89,8 @@ Ran stepwise(const Recurrence& of, const Sequence& in) {
 
 // As at::lstm does, with what oneDNN leaves for its own backward.
 Ran onednn(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps) {
+  const at::AutoDispatchBelowADInplaceOrView below;  // no graph; yet without grad mode it keeps no workspace
+  const at::AutoGradMode enabled(true);
   const Tensor x = in.input.transpose(0, 1).contiguous();
   Tensors states, last, cells;
   for (int64_t d = 0; d < of.directions(); ++d) {
@@ -165,7 +168,9 @@ struct View {  // [T, B, *]
   T* data = nullptr;
   int64_t step = 0, row = 0;
   View() = default;
-  explicit View(const Tensor& t) : data(t.data_ptr<T>()), step(t.stride(0)), row(t.stride(1)) {}
+  explicit View(const Tensor& t) {
+    if (t.defined()) data = t.data_ptr<T>(), step = t.stride(0), row = t.stride(1);
+  }
   void turn_round(int64_t steps) {
     data += (steps - 1) * step, step = -step;
   }
@@ -200,62 +205,6 @@ struct Walk {  // the order of the steps
 };
 
 template <class T>
-struct Lstm {
-  View<T> gates, cells, squashed, grads;  // squashed: tanh(cells)
-  const T* first;                         // [B, H]
-  T* grad_cell;                           // [B, H], carried along
-
-  void forward(const Walk& walk) const {
-    for (int64_t k = 0; k < walk.steps; ++k) {
-      const int64_t t = walk.at(k), h = walk.width;
-      walk.each_row(t, [&](int64_t b) {
-        const int64_t s = walk.before(t, b);
-        const T* __restrict q = gates.at(t, b), * __restrict c = s < 0 ? first + b * h : cells.at(s, b);
-        T* __restrict out = cells.at(t, b);
-        for (int64_t j = 0; j < h; ++j) out[j] = q[h + j] * c[j] + q[j] * q[2 * h + j];
-      });
-    }
-  }
-
-  void backward(const Walk& walk, int64_t t, int64_t b, const T* __restrict grad) const {
-    const int64_t h = walk.width, s = walk.before(t, b);
-    const T* __restrict q = gates.at(t, b), * __restrict c = s < 0 ? first + b * h : cells.at(s, b);
-    const T* __restrict y = squashed.at(t, b);
-    T* __restrict d = grads.at(t, b), * __restrict carried = grad_cell + b * h;
-    for (int64_t j = 0; j < h; ++j) {
-      const T i = q[j], f = q[h + j], g = q[2 * h + j], o = q[3 * h + j];
-      const T dc = carried[j] + grad[j] * o * (1 - y[j] * y[j]);
-      d[j] = dc * g * i * (1 - i);
-      d[h + j] = dc * c[j] * f * (1 - f);
-      d[2 * h + j] = dc * i * (1 - g * g);
-      d[3 * h + j] = grad[j] * y[j] * o * (1 - o);
-      carried[j] = dc * f;
-    }
-  }
-};
-
-template <class T>
-struct Gru {
-  View<T> gates, hidden, previous, grads, grads_hidden;  // gates: reset, update, new; hidden: W_hh h + b_hh
-
-  // `grad` becomes what passes the step by.
-  void backward(const Walk& walk, int64_t t, int64_t b, T* __restrict grad) const {
-    const int64_t h = walk.width;
-    const T* __restrict q = gates.at(t, b), * __restrict u = hidden.at(t, b), * __restrict p = previous.at(t, b);
-    T* __restrict d = grads.at(t, b), * __restrict e = grads_hidden.at(t, b);
-    for (int64_t j = 0; j < h; ++j) {
-      const T r = q[j], z = q[h + j], n = q[2 * h + j];
-      const T dn = grad[j] * (1 - z) * (1 - n * n);
-      d[j] = e[j] = dn * u[2 * h + j] * r * (1 - r);
-      d[h + j] = e[h + j] = grad[j] * (p[j] - n) * z * (1 - z);
-      d[2 * h + j] = dn;
-      e[2 * h + j] = dn * r;
-      grad[j] *= z;
-    }
-  }
-};
-
-template <class T>
 GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, const Tensor& input, const Steps& steps,
                      const Tensor& first_cell, const OutputGradients& grads) {
   const Tensor previous = wide(steps.previous);
@@ -268,64 +217,68 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
     return from.defined() ? wide(from).clone(at::MemoryFormat::Contiguous)
                           : at::zeros({rows, width}, previous.options());
   };
+  const cpu::GateKernels<T>& kernels = cpu::gate_kernels<T>();
   GateGradients found;
   found.input = found.state = fresh(gates);
-  Lstm<T> lstm;
-  Gru<T> gru;
-  Tensor q, u, cells, squashed;
+  Tensor q, u, cells, squashed;                    // as LstmRow and GruRow have them
+  View<T> ran;                                     // the gates, or the states of a plain RNN
+  const auto before = [&](int64_t t, int64_t b) {  // the cells
+    const int64_t s = walk.before(t, b);
+    return s < 0 ? first_cell.const_data_ptr<T>() + b * h : View<T>(cells).at(s, b);
+  };
   if (of.cell == Cell::kLstm) {
     q = gates_in(steps.kept, w, input, previous, walk.backwards);
-    lstm.gates = q.defined() ? View<T>(q) : View<T>();
-    if (!q.defined())
-      lstm.gates = View<T>(q = lstm_gates(w, input, previous));
-    else if (walk.backwards)
-      lstm.gates.turn_round(walk.steps);
+    const bool theirs = q.defined();
+    if (!theirs) q = lstm_gates(w, input, previous);
+    ran = View<T>(q);
+    if (theirs && walk.backwards) ran.turn_round(walk.steps);
     cells = fresh(h);
-    lstm.cells = View<T>(cells);
-    lstm.first = first_cell.data_ptr<T>();
-    lstm.forward(walk);
+    const View<T> c(cells);
+    for (int64_t k = 0; k < walk.steps; ++k) {
+      const int64_t t = walk.at(k);
+      walk.each_row(t, [&](int64_t b) { kernels.cells(ran.at(t, b), before(t, b), c.at(t, b), h); });
+    }
     squashed = at::tanh(cells);
-    lstm.squashed = View<T>(squashed), lstm.grads = View<T>(found.input);
     found.first_cell = begun(grads.cell, h);
-    lstm.grad_cell = found.first_cell.template data_ptr<T>();
   } else if (of.cell == Cell::kGru) {
     q = at::linear(input, w.ih, maybe(w.ih_bias)), u = at::linear(previous, w.hh, maybe(w.hh_bias));
     q.narrow(2, 0, 2 * h).add_(u.narrow(2, 0, 2 * h)).sigmoid_();
     q.narrow(2, 2 * h, h).addcmul_(q.narrow(2, 0, h), u.narrow(2, 2 * h, h)).tanh_();
+    ran = View<T>(q);
     found.state = fresh(gates);
-    gru = {View<T>(q), View<T>(u), View<T>(previous), View<T>(found.input), View<T>(found.state)};
+  } else {
+    q = wide(steps.kept);
+    ran = View<T>(q);
   }
   if (of.projects) {
     found.projected = q.narrow(2, 3 * h, h) * squashed;
     found.out = fresh(p);
   }
-  const Tensor states = of.cell <= Cell::kTanh ? wide(steps.kept) : Tensor();
-  const View<T> y = states.defined() ? View<T>(states) : View<T>(), d(found.input), arrives(grads.states);
+  const View<T> hidden(u), prior(previous), tanh_of(squashed), d(found.input), e(found.state), arrives(grads.states);
+  T* const carried_cell = found.first_cell.defined() ? found.first_cell.template data_ptr<T>() : nullptr;
+  const auto row = [&](int64_t t, int64_t b, T* grad) {  // from the state's gradient to the gates'
+    if (of.cell == Cell::kLstm)
+      kernels.lstm({ran.at(t, b), before(t, b), tanh_of.at(t, b), grad, d.at(t, b), carried_cell + b * h}, h);
+    else if (of.cell == Cell::kGru)
+      kernels.gru({ran.at(t, b), hidden.at(t, b), prior.at(t, b), grad, d.at(t, b), e.at(t, b)}, h);
+    else
+      (of.cell == Cell::kTanh ? kernels.tanh : kernels.relu)(ran.at(t, b), grad, d.at(t, b), h);
+  };
   const Tensor carried = begun(grads.last, p);  // the gradient of the state
   T* const carry = carried.data_ptr<T>();
   for (int64_t k = walk.steps; k-- > 0;) {
     const int64_t t = walk.at(k), count = walk.size(t);
     walk.each_row(t, [&](int64_t b) {
-      T* __restrict grad = carry + b * p;
-      const T* __restrict more = arrives.at(t, b);
-      for (int64_t j = 0; j < p; ++j) grad[j] += more[j];
-      if (of.projects) return;
-      if (of.cell == Cell::kLstm) return lstm.backward(walk, t, b, grad);
-      if (of.cell == Cell::kGru) return gru.backward(walk, t, b, grad);
-      const T* __restrict s = y.at(t, b);
-      T* __restrict to = d.at(t, b);
-      if (of.cell == Cell::kTanh)
-        for (int64_t j = 0; j < h; ++j) to[j] = grad[j] * (1 - s[j] * s[j]);
-      else
-        for (int64_t j = 0; j < h; ++j) to[j] = s[j] <= 0 ? T(0) : grad[j];
+      kernels.add(carry + b * p, arrives.at(t, b), p);
+      if (!of.projects) row(t, b, carry + b * p);
     });
-    if (of.projects) {
-      const Tensor out = carried.narrow(0, 0, count), cells_out = out.mm(w.hr);
-      found.out[t].narrow(0, 0, count).copy_(out);
-      const T* const rows_of_it = cells_out.data_ptr<T>();
-      walk.each_row(t, [&](int64_t b) { lstm.backward(walk, t, b, rows_of_it + b * h); });
-    }
     Tensor to = carried.narrow(0, 0, count);
+    if (of.projects) {
+      const Tensor of_cells = to.mm(w.hr);
+      found.out[t].narrow(0, 0, count).copy_(to);
+      T* const rows_of_it = of_cells.data_ptr<T>();
+      walk.each_row(t, [&](int64_t b) { row(t, b, rows_of_it + b * h); });
+    }
     to.addmm_(found.state[t].narrow(0, 0, count), w.hh, /*beta=*/of.cell == Cell::kGru ? 1 : 0, /*alpha=*/1);
   }
   found.first_state = carried;

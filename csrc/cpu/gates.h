@@ -1,0 +1,35 @@
+// What a step of a recurrent cell does element by element, on the way back: loops over one row, compiled for each
+// processor as the tiles are.
+#pragma once
+
+#include <cstdint>
+
+namespace torchgradx::cpu {
+
+template <class T>
+struct LstmRow {                       // gates: input, forget, cell, output
+  const T *gates, *before, *squashed;  // [4, H]; the cells before, tanh of those after
+  const T* grad;                       // [H], of the state
+  T *out, *carried;                    // [4, H]; of the cells, after the step and then before it
+};
+
+template <class T>
+struct GruRow {                        // gates: reset, update, new
+  const T *gates, *hidden, *previous;  // [3, H]; W_hh h + b_hh [3, H]; the state before
+  T *grad, *out, *out_hidden;          // [H], becomes what passes the step by; [3, H], at x and at h
+};
+
+template <class T>
+struct GateKernels {
+  void (*add)(T* to, const T* from, int64_t count);
+  void (*cells)(const T* gates, const T* before, T* out, int64_t h);  // of an LSTM
+  void (*lstm)(const LstmRow<T>& row, int64_t h);
+  void (*gru)(const GruRow<T>& row, int64_t h);
+  void (*tanh)(const T* states, const T* grad, T* out, int64_t h);  // of a plain RNN
+  void (*relu)(const T* states, const T* grad, T* out, int64_t h);
+};
+
+template <class T>
+const GateKernels<T>& gate_kernels();  // for this processor
+
+}  // namespace torchgradx::cpu

@@ -1,0 +1,70 @@
+"""Recurrent modules under test, by kind and option, and models around them."""
+
+import pytest
+import torch
+from attach_oracle import ANY, NATIVE, Model, title
+from torch import nn
+
+from torchgradx import ops
+
+N, T, I, H = 4, 5, 3, 6
+served = pytest.mark.skipif(not ops.NATIVE, reason="a replay refuses it")
+# With fused=False all is run again: its gradients must have the framework's bits.
+native_mode = pytest.mark.parametrize("options", [*ANY, NATIVE[0]], ids=title)
+served_mode = pytest.mark.parametrize("options", [{}, {"weight_grad": False}], ids=title)
+dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+
+KINDS = {
+    "lstm": nn.LSTM,
+    "gru": nn.GRU,
+    "rnn": nn.RNN,
+    "rnn relu": lambda *args, **more: nn.RNN(*args, nonlinearity="relu", **more),
+}
+CELLS = {
+    "lstm": nn.LSTMCell,
+    "gru": nn.GRUCell,
+    "rnn": nn.RNNCell,
+    "rnn relu": lambda *args: nn.RNNCell(*args, nonlinearity="relu"),
+}
+OPTIONS = {
+    "plain": {},
+    "batch first": {"batch_first": True},
+    "no biases": {"bias": False, "batch_first": True},
+    "two layers": {"num_layers": 2},
+    "both ways": {"bidirectional": True, "batch_first": True},
+    "both ways, three layers": {"bidirectional": True, "num_layers": 3},
+    "dropout in eval": {"num_layers": 2, "dropout": 0.5},
+    "projected": {"proj_size": 2},
+    "projected both ways, two layers": {"proj_size": 2, "bidirectional": True, "num_layers": 2},
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_option = pytest.mark.parametrize("option", OPTIONS)
+
+
+def states_of(out):
+    """Output and all last states of a recurrent module, as rows of samples [N, *]."""
+    y, last = out
+    last = last if isinstance(last, tuple) else (last,)
+    return y, torch.cat([s.transpose(0, 1).flatten(1) for s in last], 1)
+
+
+def net(rnn, use="all"):
+    """A model [N, T, I] -> [N, *] that reads the states at every step, the last ones, or both."""
+
+    def forward(m, x, h=None, c=None):
+        first = m.r.batch_first
+        x = torch.tanh(m.i(x))
+        h = h if h is None else h.transpose(0, 1).contiguous()
+        c = c if c is None else c.transpose(0, 1).contiguous()
+        hx = h if c is None else (h, c)
+        y, last = states_of(m.r(x if first else x.transpose(0, 1), hx))
+        y = (y if first else y.transpose(0, 1)).flatten(1)
+        return {"all": torch.cat([y, 2 * last], 1), "steps": y, "last": last}[use]
+
+    return Model(forward, i=nn.Linear(I, I), r=rnn)
+
+
+def made(kind, option):
+    if "proj_size" in OPTIONS[option] and kind != "lstm":
+        pytest.skip("only an LSTM projects")
+    return KINDS[kind](I, H, **OPTIONS[option]).train(option != "dropout in eval")
