@@ -105,7 +105,7 @@ def extension(home: Path, torch: Any, cxx: list[str]) -> Any:
     host = [flag for flag in cxx if flag.startswith(("-fvisibility", "-ffile-prefix-map"))]
     return cpp_extension.CppExtension(
         "torchgradx._cuda",
-        ["csrc/cuda/bindings.cpp", *sorted(map(str, Path("csrc/cuda").glob("*.cu")))],
+        [str(s) for s in sorted(Path("csrc/cuda").glob("*.c*")) if s.suffix in (".cpp", ".cu")],
         include_dirs=[str(home / "include")],
         library_dirs=_runtime(home),
         libraries=["cudart_static", "dl", "rt", "pthread"],

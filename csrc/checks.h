@@ -179,4 +179,17 @@ inline void check_affine_weight(const Tensor& input, const Tensor& weight) {  //
               weight.device());
 }
 
+inline void check_affine_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
+                               const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool frozen,
+                               const std::optional<Tensor>& scale) {
+  check_affine(input, grad_output, mean, rstd);
+  check_affine_weight(input, weight);
+  check_scale(scale, input.size(0), input);
+  TORCH_CHECK(frozen || rstd, "rstd must be given unless frozen; got none");
+  TORCH_CHECK(frozen || rstd->size(0) == input.size(0), "rstd must have a row a sample, N = ", input.size(0),
+              ", unless frozen; got ", rstd->sizes());
+  TORCH_CHECK(!frozen || !rstd || rstd->size(1) == 1, "rstd must be [N, 1, G] or [1, 1, G] if frozen; got ",
+              rstd->sizes());
+}
+
 }  // namespace torchgradx

@@ -55,6 +55,12 @@ BUDGETS = [
     Budget("planes_kernel<double, 9>", 256, 128, {"DFMA": 9}),
     Budget("planes_kernel<*, 25>", 256, 128, {"FFMA": 25}),
     Budget("planes_kernel<*, 9>", 256, 80, {"FFMA": 9}),
+    # A row's columns in registers, five numbers each, 16 warps a multiprocessor. Sums of columns:
+    # three blocks of 256, four positions under way.
+    Budget("affine_rows_kernel<*>", 512, 128, {"LDG": 14}),
+    Budget("affine_columns_kernel<*, true, *>", 512, 80, {"LDG": 8}),
+    Budget("affine_columns_kernel<*>", 512, 80, {"LDG": 24}),
+    Budget("affine_input_kernel<*>", 256, 40, {"LDG": 32}),
     Budget("rank1_kernel<*>", 256, 32),
     Budget("bias_kernel<*>", 1024, 32),  # two blocks, every warp a processor has
     Budget("sum_rows_kernel<*>", 256, 40),

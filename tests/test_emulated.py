@@ -11,6 +11,7 @@ from pathlib import Path
 
 import cubins
 import pytest
+import test_emulated_elementwise as elementwise
 import torch
 from backends import BACKENDS, CONV2D_ALGORITHMS, LINEAR_ALGORITHMS, supports
 from emulation import build
@@ -168,6 +169,11 @@ def test_every_kernel_is_launched_within_its_bounds(allow_tf32: Callable[[bool],
             with operators().dry():
                 results(problem, *operands)
                 results(problem, *map(_turned, operands))
+    for dtype in DTYPES:
+        for affine in elementwise.PROBLEMS:
+            given = elementwise.case(affine, dtype, "integers")[0]
+            with operators().dry():
+                elementwise.results(affine, given)
     bounds = {k.name: k.max_threads for k in cubins.kernels(80).values()}
     launched = _launched(operators())
     assert {name: threads for name, threads in launched.items() if threads > bounds[name]} == {}

@@ -52,8 +52,7 @@ AffineLayer<acc_t> layer_of(const Tensor& input, const Tensor& grad_output, cons
 }
 
 Feature feature_of(const Tensor& input, const std::optional<Tensor>& rstd, bool frozen) {
-  const bool by_row = rstd && !frozen && input.size(2) == 1 && rstd->size(1) == input.size(1);
-  return by_row ? Feature::kByRow : Feature::kByColumn;
+  return is_by_row(input, rstd, frozen) ? Feature::kByRow : Feature::kByColumn;
 }
 
 Tensor norms(const Tensor& input, const Tensor& grad_output, const std::optional<Tensor>& mean,
@@ -98,14 +97,7 @@ Tensor affine_sq_norms(const Tensor& input, const Tensor& grad_output, const std
 AffineFused affine_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
                          const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool frozen,
                          const std::optional<Tensor>& scale, bool bias) {
-  check_affine(input, grad_output, mean, rstd);
-  check_affine_weight(input, weight);
-  check_scale(scale, input.size(0), input);
-  TORCH_CHECK(frozen || rstd, "rstd must be given unless frozen; got none");
-  TORCH_CHECK(frozen || rstd->size(0) == input.size(0), "rstd must have a row a sample, N = ", input.size(0),
-              ", unless frozen; got ", rstd->sizes());
-  TORCH_CHECK(!frozen || !rstd || rstd->size(1) == 1, "rstd must be [N, 1, G] or [1, 1, G] if frozen; got ",
-              rstd->sizes());
+  check_affine_fused(input, grad_output, weight, mean, rstd, frozen, scale);
   return fused(input, grad_output, weight, mean, rstd, feature_of(input, rstd, frozen), frozen, scale, bias);
 }
 

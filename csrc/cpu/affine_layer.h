@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../checks.h"
+#include "../lines.h"
 #include "affine.h"
 #include "sweep.h"
 
@@ -22,24 +23,6 @@ inline Operand affine_operand(const Tensor& t) {  // [N, T, G, K]
           t.stride(2),
           t.stride(1),
           t.stride(3)};
-}
-
-// Whether (g, k) is contiguous, so that a position's features are a line.
-inline bool rows_contiguous(const Tensor& t) {  // [N, T, G, K]
-  return (t.size(3) == 1 || t.stride(3) == 1) && (t.size(2) == 1 || t.stride(2) == t.size(3));
-}
-
-inline bool lines_are_rows(const Tensor& t, bool by_row) {  // [N, T, G, K]
-  if (by_row || t.size(1) <= 1) return true;
-  return t.size(2) * t.size(3) > 1 && (rows_contiguous(t) || t.stride(1) != 1);
-}
-
-// For a result: dense, its lines those of `like`, samples outside positions or inside as there.
-inline Tensor empty_in_lines(const Tensor& like, bool by_row) {  // [N, T, G, K]
-  const int64_t N = like.size(0), T = like.size(1), G = like.size(2), K = like.size(3);
-  if (!lines_are_rows(like, by_row)) return at::empty({N, G, K, T}, like.options()).permute({0, 3, 1, 2});
-  if (like.stride(0) < like.stride(1)) return at::empty({T, N, G, K}, like.options()).transpose(0, 1);
-  return at::empty({N, T, G, K}, like.options());
 }
 
 template <class acc_t>

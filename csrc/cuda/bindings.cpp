@@ -1,17 +1,7 @@
-// The operators on CUDA tensors: arguments are checked, results and workspace allocated, launchers chosen here.
-// Device and stream by c10's guard for any device: no header and no library of a CUDA torch is needed, so that this
-// compiles, links and loads where there is none. Nothing waits: errors are those of the launch.
+// The operators on CUDA tensors: arguments are checked, results and workspace allocated, launchers chosen here; those
+// on parameters that act element by element and on tables are in bindings_elementwise.cpp.
 // Under CUDA_EMULATION the same operators on CPU tensors, as torchgradx_emulated::*, for the tests.
-#include "../checks.h"
-#include "../ops.h"
-#include "kernels.h"
-
-#include <ATen/Context.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-#include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/library.h>
+#include "bindings.h"
 
 #ifdef CUDA_EMULATION
 #include "../schemas.h"
@@ -22,62 +12,7 @@
 namespace torchgradx::cuda {
 namespace {
 
-// Launches for one operator on its operands' device and torch's current stream of it.
-class Run {
- public:
-  explicit Run(const Tensor& like)
-      : guard_(like.device()),
-        bytes_(like.options().dtype(at::kByte)),
-        stream_(like.is_cpu()  // the emulation's
-                    ? nullptr
-                    : static_cast<cudaStream_t>(
-                          c10::impl::VirtualGuardImpl(like.device().type()).getStream(like.device()).native_handle())) {
-  }
-
-  Device device() const {
-    int index = 0, multiprocessors = 0;
-    check("cudaGetDevice", cudaGetDevice(&index));
-    check("cudaDeviceGetAttribute", cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, index));
-    // One flag for both layers: that of cuDNN is set unless someone clears it, and float32 is exact unless asked.
-    // Read as cuBLAS does: the older getter refuses to answer once the newer setting has been used.
-    const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
-    return {multiprocessors, precision == at::Float32Precision::TF32};
-  }
-
-  // launch(workspace, stream), with the workspace until the stream has done with it: torch's allocator sees to that.
-  template <class Launch>
-  void operator()(const char* kernel, size_t workspace_bytes, const Launch& launch) const {
-    const Tensor workspace = at::empty({int64_t(workspace_bytes)}, bytes_);
-    check(kernel, launch(workspace.mutable_data_ptr(), stream_));
-  }
-
- private:
-  static void check(const char* what, cudaError_t error) {
-    TORCH_CHECK(error == cudaSuccess, "torchgradx could not launch ", what, ": ", cudaGetErrorName(error), ", ",
-                cudaGetErrorString(error));
-  }
-
-  const c10::DeviceGuard guard_;
-  const at::TensorOptions bytes_;
-  const cudaStream_t stream_;
-};
-
 // Operands
-
-DType dtype_of(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kFloat:
-      return DType::kFloat;
-    case at::kDouble:
-      return DType::kDouble;
-    case at::kHalf:
-      return DType::kHalf;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    default:
-      TORCH_CHECK(false, "expected float32, float64, bfloat16 or float16; got ", t.scalar_type());
-  }
-}
 
 DenseOperand rows_of(const Tensor& t) {  // [N, T, features]
   return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
@@ -121,10 +56,6 @@ Conv2dProblem problem_of(const ConvShape& s, const Tensor& input, const Tensor& 
 }
 
 // Results
-
-at::ScalarType accumulator_of(const Tensor& t) {
-  return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
 
 SqNorms rows_of_norms(const Tensor& sq_norms) {  // [1 + bias, N]
   char* const first = static_cast<char*>(sq_norms.mutable_data_ptr());
@@ -304,7 +235,11 @@ Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, IntArrayRef k
                              });
 }
 
-void implement_operators(torch::Library& m) {
+}  // namespace
+}  // namespace torchgradx::cuda
+
+IMPLEMENT_OPERATORS(m) {
+  using namespace torchgradx::cuda;
   m.impl("rank1_sq_norms", rank1_sq_norms);
   m.impl("gram_sq_norms", gram_sq_norms);
   m.impl("direct_sq_norms", direct_sq_norms);
@@ -315,24 +250,13 @@ void implement_operators(torch::Library& m) {
   m.impl("conv2d_fused", conv2d_fused);
 }
 
-}  // namespace
-}  // namespace torchgradx::cuda
-
 #ifdef CUDA_EMULATION
 
 TORCH_LIBRARY(torchgradx_emulated, m) {
   torchgradx::define_operators(m);
 }
 
-TORCH_LIBRARY_IMPL(torchgradx_emulated, CPU, m) {
-  torchgradx::cuda::implement_operators(m);
-}
-
 #else
-
-TORCH_LIBRARY_IMPL(torchgradx, CUDA, m) {
-  torchgradx::cuda::implement_operators(m);
-}
 
 // The module is there to be imported, and says what was compiled in.
 PyMODINIT_FUNC PyInit__cuda() {

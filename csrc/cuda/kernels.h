@@ -44,6 +44,34 @@ struct Conv2dProblem {
   Device device;
 };
 
+struct ElementOperand {  // [N, T, G, K]
+  const void* data;
+  int64_t n, t, g, k;  // strides
+};
+
+struct Statistic {   // mean or rstd [N, T, G] acc
+  const void* data;  // null: there is none
+  int64_t n, t, g;   // strides, 0 where one number is for all
+};
+
+struct AffineProblem {
+  DType dtype;
+  int64_t N, T, G, K;
+  ElementOperand input, grad_output;
+  Statistic mean, rstd;
+  bool negative;  // the feature is min(x, 0), not (x - mean) rstd
+  Device device;
+};
+
+struct InputGradient {  // of what acts element by element
+  void* data;           // as the operands are, of their dtype
+  int64_t n, t, g, k;   // strides
+  const void* weight;   // [G, K] acc, contiguous
+  DType weight_dtype;   // of the weight's and the bias's gradients
+  bool frozen;          // statistics are constants, or there are none
+  bool by_row;          // else they are of each position (G = 1), or of each group
+};
+
 struct SqNorms {  // null: not wanted
   void* weight;   // [N] acc
   void* bias;     // [N] acc
@@ -101,9 +129,25 @@ cudaError_t launch_bias(const LinearProblem& problem, const Gradients& gradients
 // samples of mask[n] == 0 keep what they have.
 cudaError_t launch_sum_partials(DType dtype, const double* partials, int64_t N, int64_t parts, const uint8_t* mask,
                                 void* sq_norms, cudaStream_t stream);
-// rows [R, K] acc, each times its weight (acc; null: ones) -> out [K] of dtype
+// rows [R, K] acc, each times its weight (acc; null: ones), which `each` rows share -> out [K] of dtype
 cudaError_t launch_sum_rows(DType dtype, const void* rows, const void* weights, int64_t R, int64_t K, void* out,
-                            cudaStream_t stream);
+                            cudaStream_t stream, int64_t each = 1);
+
+// affine.cu: parameters that act element by element. |sum_t b_nt f_nt|^2 and, `bias`, |sum_t b_nt|^2 -> sq_norms
+// [1 + bias, N] acc.
+size_t affine_workspace(const AffineProblem& problem, bool bias);
+cudaError_t launch_affine(const AffineProblem& problem, bool bias, void* sq_norms, void* workspace,
+                          cudaStream_t stream);
+// The same, the input's gradient, and the parameters' [G, K] with their scale: the bias's if gradients.bias is there.
+size_t affine_fused_workspace(const AffineProblem& problem, const InputGradient& to, const Gradients& gradients);
+cudaError_t launch_affine_fused(const AffineProblem& problem, const InputGradient& to, const Gradients& gradients,
+                                void* sq_norms, void* workspace, cudaStream_t stream);
+
+// affine_rows.cu: all of that in one sweep, for statistics of each position, if affine_rows_suit.
+bool affine_rows_suit(const AffineProblem& problem, const InputGradient& to);
+size_t affine_rows_workspace(const AffineProblem& problem, const Gradients& gradients);
+cudaError_t launch_affine_rows(const AffineProblem& problem, const InputGradient& to, const Gradients& gradients,
+                               void* sq_norms, void* workspace, cudaStream_t stream);
 
 // planes.cu: direct and fused for convolutions of many groups of few channels, if planes_suit. Pixels of grad_output
 // are evenly spaced: h = W' w.

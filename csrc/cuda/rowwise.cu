@@ -86,11 +86,12 @@ __global__ void __launch_bounds__(1024) bias_kernel(DenseOperand grads, int64_t 
   if (lane == 0) partials[blockIdx.x] = square;
 }
 
-// out[k] = sum over rows r of weights[r] rows[r, k]. A block of 8 warps: `sharing` of them share 32 columns.
+// out[k] = sum over rows r of weights[r / each] rows[r, k]. A block of 8 warps: `sharing` of them share 32 columns.
 template <class scalar_t>
-__global__ void __launch_bounds__(256) sum_rows_kernel(const accumulator<scalar_t>* rows,     // [R, K]
-                                                       const accumulator<scalar_t>* weights,  // [R], or null
-                                                       int64_t R, int64_t K, int sharing, scalar_t* out) {
+__global__ void __launch_bounds__(256)
+    sum_rows_kernel(const accumulator<scalar_t>* rows,     // [R, K]
+                    const accumulator<scalar_t>* weights,  // [R / each], or null
+                    FastDivisor each, int64_t R, int64_t K, int sharing, scalar_t* out) {
   using acc_t = accumulator<scalar_t>;
   STATIC_SHARED(acc_t, tile, [kWarps][warp_threads]);
   const int lane = threadIdx.x % warp_threads, warp = threadIdx.x / warp_threads;
@@ -98,7 +99,8 @@ __global__ void __launch_bounds__(256) sum_rows_kernel(const accumulator<scalar_
   acc_t sum = 0;
   if (k < K) {
 #pragma unroll 4
-    for (int64_t r = warp % sharing; r < R; r += sharing) sum += (weights ? weights[r] : acc_t(1)) * rows[r * K + k];
+    for (int64_t r = warp % sharing; r < R; r += sharing)
+      sum += (weights ? weights[each.divide(int(r))] : acc_t(1)) * rows[r * K + k];
   }
   tile[warp][lane] = sum;
   __syncthreads();
@@ -186,15 +188,16 @@ cudaError_t launch_sum_partials(DType dtype, const double* partials, int64_t N, 
 }
 
 cudaError_t launch_sum_rows(DType dtype, const void* rows, const void* weights, int64_t R, int64_t K, void* out,
-                            cudaStream_t stream) {
+                            cudaStream_t stream, int64_t each) {
   if (K == 0) return cudaSuccess;
+  if (R > kMostIndex) return cudaErrorInvalidConfiguration;
   const int sharing = R > warp_threads ? kWarps : 1;
   const int64_t columns = kWarps / sharing * warp_threads;
   return dispatch(dtype, [&](auto zero) {
     using scalar_t = decltype(zero);
     using acc_t = accumulator<scalar_t>;
     return launch(sum_rows_kernel<scalar_t>, dim3(ceil_div(K, columns)), dim3(kWarps * warp_threads), 0, stream,
-                  static_cast<const acc_t*>(rows), static_cast<const acc_t*>(weights), R, K, sharing,
+                  static_cast<const acc_t*>(rows), static_cast<const acc_t*>(weights), FastDivisor(each), R, K, sharing,
                   static_cast<scalar_t*>(out));
   });
 }

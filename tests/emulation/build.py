@@ -138,9 +138,10 @@ def operators(kernels: dict[str, Path] | None = None) -> Path:
     import torch
 
     flags = ("-DCUDA_EMULATION", *torch_flags())
-    binding = compiled(KERNELS / "bindings.cpp", (KERNELS, ROOT / "csrc"), flags)
+    folders = (KERNELS, ROOT / "csrc")
+    bindings = [compiled(s, folders, flags) for s in sorted(KERNELS.glob("*.cpp"))]
     given = kernels or {}
     objects = [given.get(s.stem) or kernel(s) for s in sorted(KERNELS.glob("*.cu"))]
     libraries = Path(torch.__file__).parent / "lib"
     link = (f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-ltorch", "-lc10")
-    return linked("operators", [binding, *objects, *runtime(torch=True)], *link)
+    return linked("operators", [*bindings, *objects, *runtime(torch=True)], *link)

@@ -34,7 +34,7 @@ class Mutant:
     arithmetic: str  # bfloat16, float32, float64 or tf32
     old: str
     new: str
-    layer: str = "linear"  # or conv2d: whose problems see it
+    layer: str = "linear"  # or conv2d, affine: whose problems see it
 
 
 BARRIER, DROPPED = "__syncthreads();", ";"
@@ -125,7 +125,7 @@ MUTANTS = [
     Mutant("rank1: strides ignored", "rowwise.cu", "rowwise", "float32",
            "row[k * stride]", "row[k]"),
     Mutant("row sums: weight of the first row for all", "rowwise.cu", "rowwise", "float32",
-           "weights[r] : acc_t(1)", "weights[0] : acc_t(1)", "conv2d"),
+           "weights[each.divide(int(r))] :", "weights[0] :", "conv2d"),
     Mutant("row sums: off the last column", "rowwise.cu", "rowwise", "float32",
            "if (warp % sharing > 0 || k >= K) return;", "if (warp % sharing > 0) return;"),
     Mutant("partials: every other is left out", "rowwise.cu", "rowwise", "float64",
@@ -146,6 +146,58 @@ MUTANTS = [
     Mutant("planes: taps a column off", "planes.cu", "planes", "float32",
            "tap % p.kW * p.dilationW) * kPitch", "tap % p.kW * p.dilationW + 1) * kPitch",
            "conv2d"),
+    # Element by element
+    Mutant("columns: barrier dropped", "affine.cu", "affine", "float32",
+           f"{BARRIER}\n  const bool mine", f"{DROPPED}\n  const bool mine", "affine"),
+    Mutant("columns: the tail past the last column is read", "affine.cu", "affine", "float32",
+           "    if (first + j < p.C)\n", "", "affine"),
+    Mutant("columns: sharers take the same positions", "affine.cu", "affine", "float32",
+           "lane : member;", "lane : 0;", "affine"),
+    Mutant("columns: sharers along planes overlap", "affine.cu", "affine", "float64",
+           "sharing * warp_threads : sharing;", "warp_threads : sharing;", "affine"),
+    Mutant("columns: statistics of the first position for all", "affine.cu", "affine", "float32",
+           "!kNegative && moving", "false", "affine"),
+    Mutant("columns: lane 0 alone is not enough", "affine.cu", "affine", "float32",
+           "!cut.along_positions || lane == 0", "true", "affine"),
+    Mutant("columns: a sharer is left out", "affine.cu", "affine", "float32",
+           "int other = 0; other < sharing", "int other = 1; other < sharing", "affine"),
+    Mutant("columns: partials of the weight for the bias too", "affine.cu", "affine", "float32",
+           "kind * int64_t(gridDim.x) + blockIdx.x", "blockIdx.x", "affine"),
+    Mutant("columns: sums of the first sample for all", "affine.cu", "affine", "float32",
+           "(kind * p.N + n) * p.C", "kind * p.N * p.C", "affine"),
+    Mutant("prelu: the gradient is cut to zero above it", "affine.cu", "affine", "bfloat16",
+           "kNegative && positive ? grad", "kNegative && positive ? acc_t(0)", "affine"),
+    Mutant("groups: means read without a barrier", "affine.cu", "affine", "float32",
+           f"{BARRIER}\n  shift = means[0]", f"{DROPPED}\n  shift = means[0]", "affine"),
+    Mutant("groups: shift where nothing is subtracted", "affine.cu", "affine", "float32",
+           "p.mean.data ? shift / count : acc_t(0)", "shift / count", "affine"),
+    Mutant("groups: the mean over features alone", "affine.cu", "affine", "float32",
+           "acc_t(kByRow ? 1 : p.T)", "acc_t(1)", "affine"),
+    Mutant("groups: sums of the first group for all", "affine.cu", "affine", "float32",
+           "+ n * p.C + int64_t(g) * K,", "+ n * p.C,", "affine"),
+    Mutant("groups: positions past the last", "affine.cu", "affine", "float32",
+           "if (t < p.T) {", "{", "affine"),
+    Mutant("rows: barrier dropped", "affine_rows.cu", "affine_rows", "float32",
+           BARRIER, DROPPED, "affine"),
+    Mutant("rows: one place for every row's means", "affine_rows.cu", "affine_rows", "float32",
+           "means[i % 2]", "means[0]", "affine"),
+    Mutant("rows: sums of the block, not of the team", "affine_rows.cu", "affine_rows", "float32",
+           "warp / warps * warps", "0", "affine"),
+    Mutant("rows: a part runs into the next", "affine_rows.cu", "affine_rows", "float32",
+           "begin + i < end;", "begin + i < end + 1;", "affine"),
+    Mutant("rows: idle teams write", "affine_rows.cu", "affine_rows", "float32",
+           "if (idle) return;", ";", "affine"),
+    Mutant("rows: columns past the last are read", "affine_rows.cu", "affine_rows", "float32",
+           "active && first + j * step < D;\n      features[j] = inside ? acc_t(w",
+           "active;\n      features[j] = inside ? acc_t(w", "affine"),
+    Mutant("rows: shift forgotten", "affine_rows.cu", "affine_rows", "bfloat16",
+           "weight[j] * grads[j] - shift -", "weight[j] * grads[j] -", "affine"),
+    Mutant("rows: scale forgotten", "affine_rows.cu", "affine_rows", "float32",
+           "products[j] += scale * (", "products[j] += (", "affine"),
+    Mutant("rows: scale of a part for a sample's", "affine_rows.cu", "affine_rows", "float32",
+           "cut.single ? 1 : cut.parts;", "1;", "affine"),
+    Mutant("rows: the bias's squares for the weight's", "affine_rows.cu", "affine_rows", "float32",
+           "acc_t(square[0])", "acc_t(square[1])", "affine"),
 ]  # fmt: skip
 
 ZEROS = {"bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double", "tf32": "float"}
@@ -170,7 +222,7 @@ def planted(mutant: Mutant, folder: Path) -> Path:
     linear, patches = r"return f\(make_layer<.*?;", r"return is_pointwise.*: (f\(.*;)"
     if mutant.layer == "linear":
         _rewrite(kernels / "layer.cuh", patches, refused, 1)
-    else:
+    elif mutant.layer == "conv2d":
         _rewrite(kernels / "layer.cuh", linear, refused, 1)
         _rewrite(kernels / "layer.cuh", patches, r"return \1", 1)
     return kernels / f"{mutant.via}.cu"
@@ -222,6 +274,12 @@ def battery(arithmetic: str, layer: str) -> None:
     tf32 = arithmetic == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = tf32
     dtype = torch.float32 if tf32 else getattr(torch, arithmetic)
+    if layer == "affine":
+        import test_emulated_elementwise as elementwise
+
+        for affine in elementwise.PROBLEMS:
+            elementwise.assert_right(affine, dtype, "gaussians")
+        return
     if layer == "linear" and not tf32:  # which cannot hold what cancels
         for rows in ("activations", "grad_output"):
             properties.test_a_gram_that_cancels_is_noticed(BACKENDS["emulated"], rows, dtype)

@@ -1,0 +1,49 @@
+// What the kernels of parameters that act element by element share. Operands are [N, T, G, K]: T positions that share
+// the parameters, which are [G, K], C = G K columns. A column's feature is f = (x - mean) rstd, or min(x, 0).
+#pragma once
+
+#include "dispatch.cuh"
+#include "kernels.h"
+#include "operand.cuh"
+#include "plan.h"
+
+namespace torchgradx::cuda {
+
+struct Affine {
+  ElementOperand input, grads;
+  Statistic mean, rstd;
+  InputGradient to;  // data null: not wanted
+  int64_t N, T, C;
+  FastDivisor features;  // K
+
+  explicit Affine(const AffineProblem& p, const InputGradient& to = {})
+      : input(p.input),
+        grads(p.grad_output),
+        mean(p.mean),
+        rstd(p.rstd),
+        to(to),
+        N(p.N),
+        T(p.T),
+        C(p.G * p.K),
+        features(p.K) {}
+};
+
+template <class scalar_t>
+__device__ __forceinline__ const scalar_t* place(const ElementOperand& x, int64_t n, int64_t t, int64_t g, int64_t k) {
+  return static_cast<const scalar_t*>(x.data) + n * x.n + t * x.t + g * x.g + k * x.k;
+}
+template <class scalar_t>
+__device__ __forceinline__ scalar_t* place(const InputGradient& x, int64_t n, int64_t t, int64_t g, int64_t k) {
+  return static_cast<scalar_t*>(x.data) + n * x.n + t * x.t + g * x.g + k * x.k;
+}
+
+template <class acc_t>
+__device__ __forceinline__ acc_t read(const Statistic& s, int64_t n, int64_t t, int64_t g, acc_t otherwise) {
+  return s.data ? static_cast<const acc_t*>(s.data)[n * s.n + t * s.t + g * s.g] : otherwise;
+}
+
+inline bool fits(const AffineProblem& p) {
+  return p.N <= kMostIndex && p.T <= kMostIndex && p.G <= kMostIndex && p.K <= kMostIndex / std::max<int64_t>(p.G, 1);
+}
+
+}  // namespace torchgradx::cuda

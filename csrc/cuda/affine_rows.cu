@@ -1,0 +1,204 @@
+// LayerNorm and RMSNorm fused: statistics of each position, [N, T, 1, D]. With f = (x - mean) rstd,
+// grad_input = rstd (w b - m(w b) - f m(w b f)), m the mean over D, and the column sums sum_t b f and sum_t b.
+// Bound by memory: one sweep that reads both operands once. A row is a team's of warps, in registers (D of 4096 at
+// most, doubles 2048); so are the column sums of the positions that a team walks, which it leaves in the workspace.
+// T = 1: samples are rows, and squares are the rows' own; then a team's sums are the gradient's already.
+// Sums run in an order that depends on sizes alone. Workspace: 2 D accumulators a team, of 16 positions or more if a
+// sample has several, and what launch_bias takes.
+#include "affine.cuh"
+
+namespace torchgradx::cuda {
+namespace {
+
+constexpr int kMostWarps = 16;               // of a block
+constexpr int64_t kWarps = 2048;             // wanted; not read off the device, so that all devices add up alike
+constexpr int64_t kRows = 16, kSamples = 4;  // of a team, at least
+
+// A thread's: more would spill, as all else of them that is in registers comes to five numbers a column.
+constexpr int columns_of(size_t accumulator) {
+  return int(32 / accumulator);
+}
+
+struct Teams {
+  int warps;            // of a team
+  int64_t parts, rows;  // of a sample; T = 1: of all samples. Most rows of a part
+  const void* scale;    // [N] acc, or null: T = 1 alone weights its sums by it
+  void* sums;           // [2, N or 1, parts, D] acc
+  void* sq_norms;       // [2, N] acc, T = 1 alone
+  bool bias;            // whether sq_norms has its second row
+};
+
+// Of `count` numbers each, over a team of warps; in every one of its threads. Between two calls with one `place`
+// there is another call with its barrier, so that one barrier a call does.
+template <int kCount, class acc_t>
+__device__ __forceinline__ void team_sums(acc_t (&values)[kCount], acc_t (*place)[kMostWarps], int warps) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = warp_sum(values[i]);
+  if (warps == 1) return;
+  const int warp = threadIdx.x / warp_threads, first = warp / warps * warps;
+  if (threadIdx.x % warp_threads == 0)
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) place[i][warp] = values[i];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    values[i] = 0;
+    for (int other = 0; other < warps; ++other) values[i] += place[i][first + other];
+  }
+}
+
+template <class scalar_t, bool kSingle>
+__global__ void __launch_bounds__(kMostWarps* warp_threads) affine_rows_kernel(const Affine p, const Teams cut) {
+  using acc_t = accumulator<scalar_t>;
+  constexpr int kColumns = columns_of(sizeof(acc_t));
+  STATIC_SHARED(acc_t, means, [2][2][kMostWarps]);
+  STATIC_SHARED(double, squares, [2][kMostWarps]);
+  const int lane = threadIdx.x % warp_threads, warp = threadIdx.x / warp_threads;
+  const int teams = int(blockDim.x) / warp_threads / cut.warps;
+  const int64_t unit = int64_t(blockIdx.x) * teams + warp / cut.warps, n = unit / cut.parts, part = unit % cut.parts;
+  const int64_t R = kSingle ? p.N : p.T;
+  const bool idle = n >= (kSingle ? 1 : p.N);
+  const int64_t begin = idle ? 0 : R * part / cut.parts, end = idle ? 0 : R * (part + 1) / cut.parts;
+  const int first = warp % cut.warps * warp_threads + lane, step = cut.warps * warp_threads, D = int(p.C);
+
+  acc_t weight[kColumns], sums[kColumns] = {}, products[kColumns] = {};
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) {
+    const int column = first + j * step;
+    weight[j] = column < D ? static_cast<const acc_t*>(p.to.weight)[column] : acc_t(0);
+  }
+#pragma unroll 1
+  for (int64_t i = 0; i < cut.rows; ++i) {  // as many for all teams of a block, since they share its barriers
+    const bool active = begin + i < end;
+    const int64_t row = active ? begin + i : begin, sample = kSingle ? row : n, t = kSingle ? 0 : row;
+    acc_t features[kColumns], grads[kColumns];
+    const scalar_t* const x = place<scalar_t>(p.input, sample, t, 0, first);
+    const scalar_t* const b = place<scalar_t>(p.grads, sample, t, 0, first);
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      const bool inside = active && first + j * step < D;
+      features[j] = inside ? acc_t(widen(x[int64_t(j) * step * p.input.k])) : acc_t(0);
+      grads[j] = inside ? acc_t(widen(b[int64_t(j) * step * p.grads.k])) : acc_t(0);
+    }
+    const acc_t mean = active ? read<acc_t>(p.mean, sample, t, 0, 0) : acc_t(0);
+    const acc_t rstd = active ? read<acc_t>(p.rstd, sample, t, 0, 1) : acc_t(0);
+    acc_t inner[2] = {};
+    double square[2] = {};
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      const bool inside = active && first + j * step < D;
+      features[j] = inside ? (features[j] - mean) * rstd : acc_t(0);
+      const acc_t grad = weight[j] * grads[j];
+      inner[0] += grad, inner[1] += grad * features[j];
+      if (kSingle) {
+        const double of_weight = grads[j] * features[j], of_bias = grads[j];
+        square[0] += of_weight * of_weight, square[1] += of_bias * of_bias;
+      }
+    }
+    team_sums(inner, means[i % 2], cut.warps);
+    if (kSingle) {
+      team_sums(square, squares, cut.warps);
+      acc_t* const sq_norms = static_cast<acc_t*>(cut.sq_norms);
+      if (active && first == 0) {
+        sq_norms[row] = acc_t(square[0]);
+        if (cut.bias) sq_norms[p.N + row] = acc_t(square[1]);
+      }
+    }
+    const acc_t shift = p.mean.data ? inner[0] / acc_t(D) : acc_t(0), slope = inner[1] / acc_t(D);
+    const acc_t scale = kSingle && active && cut.scale ? static_cast<const acc_t*>(cut.scale)[row] : acc_t(1);
+    scalar_t* const out = place<scalar_t>(p.to, sample, t, 0, first);
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      if (active && first + j * step < D)
+        out[int64_t(j) * step * p.to.k] = narrow<scalar_t>(rstd * (weight[j] * grads[j] - shift - features[j] * slope));
+      sums[j] += scale * grads[j];
+      products[j] += scale * (grads[j] * features[j]);
+    }
+  }
+  if (idle) return;
+  acc_t* const to = static_cast<acc_t*>(cut.sums) + unit * D;
+  const int64_t kind = (kSingle ? 1 : p.N) * cut.parts * D;
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) {
+    const int column = first + j * step;
+    if (column < D) to[column] = products[j], to[kind + column] = sums[j];
+  }
+}
+
+// Host
+
+int64_t warp_columns(const AffineProblem& p) {
+  return columns_of(accumulator_bytes(p.dtype)) * warp_threads;
+}
+
+struct Cut {
+  bool single;  // T = 1
+  int warps, threads;
+  int64_t sets, parts, rows, blocks;
+
+  explicit Cut(const AffineProblem& p) : single(p.T == 1), sets(single ? 1 : p.N) {
+    const int64_t R = single ? p.N : p.T;
+    warps = 1;
+    while (warp_columns(p) * warps < p.K) warps *= 2;
+    const int64_t most = ceil_div<int64_t>(R, single ? kSamples : kRows);
+    parts = std::clamp<int64_t>(ceil_div(kWarps / warps, std::max<int64_t>(sets, 1)), 1, std::max<int64_t>(most, 1));
+    rows = ceil_div(R, parts);
+    threads = std::max(4, warps) * warp_threads;
+    blocks = ceil_div<int64_t>(sets * parts, threads / warp_threads / warps);
+  }
+};
+
+// The column sums as rows, of which those of one sample and kind add up to its gradient: [2 N, parts, D].
+LinearProblem rows_of_sums(const AffineProblem& p, const Cut& cut, bool bias, const void* sums) {
+  const DType wide = p.dtype == DType::kDouble ? DType::kDouble : DType::kFloat;
+  return {wide, p.N * (1 + int64_t(bias)), cut.parts, 0, p.K, {}, {sums, cut.parts * p.K, p.K, 1}, p.device};
+}
+
+struct RowsWorkspace {
+  Carver carver;
+  void *sums, *bias;
+
+  RowsWorkspace(const AffineProblem& p, const Cut& cut, bool bias, void* workspace)
+      : carver(workspace),
+        sums(carver.take<void>(2 * cut.sets * cut.parts * p.K * accumulator_bytes(p.dtype))),
+        bias(cut.single ? nullptr : carver.take<void>(bias_workspace(rows_of_sums(p, cut, bias, nullptr), false))) {}
+};
+
+}  // namespace
+
+bool affine_rows_suit(const AffineProblem& p, const InputGradient& to) {
+  return to.by_row && !to.frozen && !p.negative && p.G == 1 && p.N > 0 && p.T > 0 && p.K > 0 &&
+         p.K <= warp_columns(p) * kMostWarps;
+}
+
+size_t affine_rows_workspace(const AffineProblem& p, const Gradients& gradients) {
+  return RowsWorkspace(p, Cut(p), gradients.bias, nullptr).carver.size();
+}
+
+cudaError_t launch_affine_rows(const AffineProblem& p, const InputGradient& to, const Gradients& gradients,
+                               void* sq_norms, void* workspace, cudaStream_t stream) {
+  const Cut cut(p);
+  if (!affine_rows_suit(p, to) || !fits(p) || cut.sets > kMostIndex / cut.parts) return cudaErrorInvalidConfiguration;
+  const RowsWorkspace own(p, cut, gradients.bias, workspace);
+  const Teams teams{cut.warps, cut.parts, cut.rows, gradients.scale, own.sums, sq_norms, gradients.bias != nullptr};
+  cudaError_t error = dispatch(p.dtype, [&](auto zero) {
+    using scalar_t = decltype(zero);
+    const auto run = [&](auto kernel) {
+      return launch(kernel, dim3(unsigned(cut.blocks)), dim3(cut.threads), 0, stream, Affine(p, to), teams);
+    };
+    return cut.single ? run(affine_rows_kernel<scalar_t, true>) : run(affine_rows_kernel<scalar_t, false>);
+  });
+  if (error == cudaSuccess && !cut.single)
+    error = launch_bias(rows_of_sums(p, cut, gradients.bias, own.sums), {}, sq_norms, own.bias, stream);
+  const char* const products = static_cast<const char*>(own.sums);
+  const int64_t R = cut.sets * cut.parts, each = cut.single ? 1 : cut.parts;
+  const void* const weights = cut.single ? nullptr : gradients.scale;
+  if (error == cudaSuccess)
+    error = launch_sum_rows(to.weight_dtype, products, weights, R, p.K, gradients.weight, stream, each);
+  if (error == cudaSuccess && gradients.bias)
+    error = launch_sum_rows(to.weight_dtype, products + R * p.K * accumulator_bytes(p.dtype), weights, R, p.K,
+                            gradients.bias, stream, each);
+  return error;
+}
+
+}  // namespace torchgradx::cuda

@@ -1,0 +1,85 @@
+// What the bindings share: a launch's device, stream and workspace, and dtypes.
+// Device and stream by c10's guard for any device: no header and no library of a CUDA torch is needed, so that this
+// compiles, links and loads where there is none. Nothing waits: errors are those of the launch.
+#pragma once
+
+#include "../checks.h"
+#include "../ops.h"
+#include "kernels.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/library.h>
+
+// Registers m.impl(...) for the backend: CUDA, or the tests' emulation of it on CPU tensors.
+#ifdef CUDA_EMULATION
+#define IMPLEMENT_OPERATORS(m) TORCH_LIBRARY_IMPL(torchgradx_emulated, CPU, m)
+#else
+#define IMPLEMENT_OPERATORS(m) TORCH_LIBRARY_IMPL(torchgradx, CUDA, m)
+#endif
+
+namespace torchgradx::cuda {
+
+// Launches for one operator on its operands' device and torch's current stream of it.
+class Run {
+ public:
+  explicit Run(const Tensor& like)
+      : guard_(like.device()),
+        bytes_(like.options().dtype(at::kByte)),
+        stream_(like.is_cpu()  // the emulation's
+                    ? nullptr
+                    : static_cast<cudaStream_t>(
+                          c10::impl::VirtualGuardImpl(like.device().type()).getStream(like.device()).native_handle())) {
+  }
+
+  Device device() const {
+    int index = 0, multiprocessors = 0;
+    check("cudaGetDevice", cudaGetDevice(&index));
+    check("cudaDeviceGetAttribute", cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, index));
+    // One flag for both layers: that of cuDNN is set unless someone clears it, and float32 is exact unless asked.
+    // Read as cuBLAS does: the older getter refuses to answer once the newer setting has been used.
+    const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
+    return {multiprocessors, precision == at::Float32Precision::TF32};
+  }
+
+  // launch(workspace, stream), with the workspace until the stream has done with it: torch's allocator sees to that.
+  template <class Launch>
+  void operator()(const char* kernel, size_t workspace_bytes, const Launch& launch) const {
+    const Tensor workspace = at::empty({int64_t(workspace_bytes)}, bytes_);
+    check(kernel, launch(workspace.mutable_data_ptr(), stream_));
+  }
+
+ private:
+  static void check(const char* what, cudaError_t error) {
+    TORCH_CHECK(error == cudaSuccess, "torchgradx could not launch ", what, ": ", cudaGetErrorName(error), ", ",
+                cudaGetErrorString(error));
+  }
+
+  const c10::DeviceGuard guard_;
+  const at::TensorOptions bytes_;
+  const cudaStream_t stream_;
+};
+
+inline DType dtype_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat:
+      return DType::kFloat;
+    case at::kDouble:
+      return DType::kDouble;
+    case at::kHalf:
+      return DType::kHalf;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    default:
+      TORCH_CHECK(false, "expected float32, float64, bfloat16 or float16; got ", t.scalar_type());
+  }
+}
+
+inline at::ScalarType accumulator_of(const Tensor& t) {
+  return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+}  // namespace torchgradx::cuda

@@ -1,0 +1,121 @@
+// The operators on parameters that act element by element, for CUDA tensors. As in bindings.cpp.
+#include "../lines.h"
+#include "bindings.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace torchgradx::cuda {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+ElementOperand elements_of(const Tensor& t) {  // [N, T, G, K]
+  return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+}
+
+Statistic statistic_of(const OptionalTensor& t) {  // [N, T or 1, G], each of which may be 1
+  if (!t) return {};
+  const auto along = [&](int64_t d) { return t->size(d) == 1 ? 0 : t->stride(d); };
+  return {t->const_data_ptr(), along(0), along(1), along(2)};
+}
+
+AffineProblem problem_of(const Tensor& input, const Tensor& grad_output, const OptionalTensor& mean,
+                         const OptionalTensor& rstd, bool negative, const Run& run) {
+  return {dtype_of(input),
+          input.size(0),
+          input.size(1),
+          input.size(2),
+          input.size(3),
+          elements_of(input),
+          elements_of(grad_output),
+          statistic_of(mean),
+          statistic_of(rstd),
+          negative,
+          run.device()};
+}
+
+Tensor norms(const Tensor& input, const Tensor& grad_output, const OptionalTensor& mean, const OptionalTensor& rstd,
+             bool negative, bool bias) {
+  const auto options = input.options().dtype(accumulator_of(input));
+  if (input.numel() == 0) return at::zeros({1 + int64_t(bias), input.size(0)}, options);
+  const Tensor sq_norms = at::empty({1 + int64_t(bias), input.size(0)}, options);
+  const Run run(input);
+  const AffineProblem p = problem_of(input, grad_output, mean, rstd, negative, run);
+  run("affine", affine_workspace(p, bias), [&](void* workspace, cudaStream_t stream) {
+    return launch_affine(p, bias, sq_norms.mutable_data_ptr(), workspace, stream);
+  });
+  return sq_norms;
+}
+
+AffineFused fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight, const OptionalTensor& mean,
+                  const OptionalTensor& rstd, bool negative, bool frozen, const OptionalTensor& scale, bool bias) {
+  const bool by_row = is_by_row(input, rstd, frozen), empty = input.numel() == 0;
+  const auto make = [&](IntArrayRef sizes, const at::TensorOptions& options) {
+    return empty ? at::zeros(sizes, options) : at::empty(sizes, options);
+  };
+  const auto wide = input.options().dtype(accumulator_of(input));
+  const Tensor grad_input = empty_in_lines(input, by_row), grad_weight = make(weight.sizes(), weight.options()),
+               grad_bias = bias ? make(weight.sizes(), weight.options()) : at::empty({0}, weight.options()),
+               sq_norms = make({1 + int64_t(bias), input.size(0)}, wide);
+  if (empty) return {grad_input, grad_weight, grad_bias, sq_norms};
+  const Tensor factors = scale ? scale->to(wide.dtype()).contiguous() : Tensor();
+  const Tensor weights = weight.to(wide.dtype()).contiguous();
+  const Run run(input);
+  const AffineProblem p = problem_of(input, grad_output, mean, rstd, negative, run);
+  const ElementOperand out = elements_of(grad_input);
+  const InputGradient to{grad_input.mutable_data_ptr(),
+                         out.n,
+                         out.t,
+                         out.g,
+                         out.k,
+                         weights.const_data_ptr(),
+                         dtype_of(weight),
+                         frozen,
+                         by_row};
+  const Gradients gradients{grad_weight.mutable_data_ptr(), bias ? grad_bias.mutable_data_ptr() : nullptr,
+                            scale ? factors.const_data_ptr() : nullptr};
+  run("affine", affine_fused_workspace(p, to, gradients), [&](void* workspace, cudaStream_t stream) {
+    return launch_affine_fused(p, to, gradients, sq_norms.mutable_data_ptr(), workspace, stream);
+  });
+  return {grad_input, grad_weight, grad_bias, sq_norms};
+}
+
+// Operators
+
+Tensor affine_sq_norms(const Tensor& input, const Tensor& grad_output, const OptionalTensor& mean,
+                       const OptionalTensor& rstd, bool bias) {
+  check_affine(input, grad_output, mean, rstd);
+  return norms(input, grad_output, mean, rstd, false, bias);
+}
+
+AffineFused affine_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
+                         const OptionalTensor& mean, const OptionalTensor& rstd, bool frozen,
+                         const OptionalTensor& scale, bool bias) {
+  check_affine_fused(input, grad_output, weight, mean, rstd, frozen, scale);
+  return fused(input, grad_output, weight, mean, rstd, false, frozen, scale, bias);
+}
+
+Tensor prelu_sq_norms(const Tensor& input, const Tensor& grad_output) {
+  check_affine(input, grad_output, {}, {});
+  return norms(input, grad_output, {}, {}, true, false);
+}
+
+Fused prelu_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight, const OptionalTensor& scale) {
+  check_affine(input, grad_output, {}, {});
+  check_affine_weight(input, weight);
+  check_scale(scale, input.size(0), input);
+  auto [grad_input, grad_weight, grad_bias, sq_norms] =
+      fused(input, grad_output, weight, {}, {}, true, true, scale, false);
+  return {grad_input, grad_weight, sq_norms};
+}
+
+}  // namespace
+}  // namespace torchgradx::cuda
+
+IMPLEMENT_OPERATORS(m) {
+  using namespace torchgradx::cuda;
+  m.impl("affine_sq_norms", affine_sq_norms);
+  m.impl("affine_fused", affine_fused);
+  m.impl("prelu_sq_norms", prelu_sq_norms);
+  m.impl("prelu_fused", prelu_fused);
+}

@@ -1,0 +1,152 @@
+"""What only the emulation can ask of the kernels of element-wise parameters: any order of threads,
+every way of cutting a problem, every byte of workspace."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import pytest
+import test_affine
+import torch
+from backends import BACKENDS
+from emulation import build
+from emulation.operators import operator, operators
+from oracle import Kind
+from oracle_affine import FROZEN, Affine, Operands, assert_sq_norms, case, truth
+from test_affine import fused, norms
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
+EMULATED = BACKENDS["emulated"]
+
+# One warp, several, and all of a block to a row or a column; samples of several parts; samples that
+# are rows; rows too long for one sweep; groups of several blocks; planes and rows.
+PROBLEMS = (
+    Affine("layer_norm", 2, 37, 1, 70),
+    Affine("layer_norm", 3, 20, 1, 300),
+    Affine("rms_norm", 2, 17, 1, 1100),
+    Affine("rms_norm", 5, 3, 1, 33),
+    Affine("layer_norm", 11, 1, 1, 300),
+    Affine("layer_norm", 1, 2, 1, 4100),
+    Affine("rms_norm", 2, 2, 1, 4100),
+    Affine("group_norm", 3, 50, 2, 35),
+    Affine("group_norm", 2, 300, 2, 40),
+    Affine("group_norm", 2, 2100, 3, 1),
+    Affine("batch_norm", 3, 6, 40, 1),
+    Affine("scale", 5, 1, 300, 1),
+    Affine("prelu", 2, 1100, 3, 1),
+    Affine("prelu", 3, 9, 1, 1),
+)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: "-".join(map(str, p)))
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+
+
+def in_planes(o: Operands) -> Operands:
+    """The same numbers, positions side by side."""
+
+    def planes(x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+    return o._replace(x=planes(o.x), g=planes(o.g))
+
+
+def results(problem: Affine, o: Operands) -> list[Tensor]:
+    """All that the operators have to say of a problem."""
+    scale = torch.arange(problem.n, dtype=torch.float32) - 1
+    return [norms(EMULATED, problem.layer, o), *fused(EMULATED, problem.layer, o, scale)]
+
+
+def assert_right(problem: Affine, dtype: torch.dtype, kind: Kind) -> None:
+    """Every operator against the oracle, in either layout."""
+    o, expected = case(problem, dtype, kind)
+    for operands in (o, in_planes(o)):
+        sq_norms, *_, also = results(problem, operands)
+        assert_sq_norms(sq_norms, expected, dtype, kind)
+        assert_sq_norms(also, expected, dtype, kind)
+    test_affine.test_fused_makes_every_gradient(EMULATED, problem, (-2.0, 3.0), dtype)
+
+
+@each_dtype
+@each_problem
+def test_the_order_of_threads_does_not_matter(problem: Affine, dtype: torch.dtype) -> None:
+    o = case(problem, dtype, "gaussians")[0]
+    forward = results(problem, o)
+    for order in ("reverse", "shuffled"):
+        with operators().order(order):
+            other = results(problem, o)
+        assert all(map(torch.equal, forward, other)), order
+
+
+@each_problem
+def test_every_way_of_cutting_is_right(problem: Affine) -> None:
+    assert_right(problem, torch.float32, "gaussians")
+
+
+def test_the_number_of_multiprocessors_does_not_matter() -> None:
+    """Of what is cut by sizes alone."""
+    problem = PROBLEMS[0]
+    o = case(problem, torch.float32, "gaussians")[0]
+    forward = results(problem, o)
+    with operators().multiprocessors(132):
+        assert all(map(torch.equal, forward, results(problem, o)))
+
+
+def test_a_sample_of_one_position_is_weighted_in_its_gradient_alone() -> None:
+    problem = Affine("layer_norm", 6, 1, 1, 33)
+    o = case(problem, torch.float32, "integers")[0]
+    zero, one = (fused(EMULATED, problem.layer, o, torch.full((6,), s)) for s in (0.0, 1.0))
+    assert torch.equal(zero[0], one[0])
+    assert zero[1].eq(0).all()
+    assert torch.equal(zero[3], one[3])
+    assert_sq_norms(zero[3], truth(problem, o, "integers"), torch.float32, "integers")
+
+
+# Workspaces
+
+
+def _piece(bytes_: int) -> int:
+    return ceil(bytes_ / 256) * 256
+
+
+def _wide(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Of any size, in the memory of one number."""
+    return torch.ones(1, dtype=dtype).expand(shape)
+
+
+def _taken(name: str, *arguments: object) -> int:
+    with operators().dry():
+        operator(name)(*arguments)
+    return operators().allocated()
+
+
+# N, T, G, K, and what the headers state: the warps of a team of rows, its parts
+LARGE = {
+    "long": (8, 1024, 1, 768, 4, 64),
+    "samples": (4096, 16, 1, 1024, 4, 1),
+    "rows": (4096, 1, 1, 1024, 4, 512),
+    "too wide": (16, 512, 1, 16384, 0, 0),
+    "groups": (64, 784, 32, 16, 0, 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LARGE)
+def test_they_take_what_their_headers_state(name: str, dtype: torch.dtype) -> None:
+    n, t, g, k, _, parts = LARGE[name]
+    x, weight = _wide(n, t, g, k, dtype=dtype), torch.ones(g, k)
+    rows = g == 1
+    stat = torch.ones((n, t, 1) if rows else (n, 1, g))
+    norms_alone = _taken("affine_sq_norms", x, x, stat, stat, True) - 8 * n
+    assert norms_alone <= 16 * n * ceil(g * k / 32) + 256
+    taken = _taken("affine_fused", x, x, weight, stat, stat, False, None, True)
+    results = n * t * g * k * dtype.itemsize + 8 * g * k + 8 * n
+    if parts == 0:
+        assert taken - results <= norms_alone + _piece(8 * n * g * k)
+    else:
+        sets = 1 if t == 1 else n
+        bias = 0 if t == 1 else _piece(8 * 2 * n * ceil(k / 32))
+        assert taken - results == _piece(8 * sets * parts * k) + bias
+    assert FROZEN  # what has no statistics of its own takes a sample's column sums too
+    frozen = _taken("affine_fused", x, x, weight, None, None, True, None, True)
+    assert frozen - results <= 16 * n * ceil(g * k / 32) + 256 + _piece(8 * n * g * k)
