@@ -218,6 +218,18 @@ def test_parameters_exchanged_between_passes_count_as_what_they_are(options):
             close(probe.norms(), loop_model(model, square, x))
 
 
+@every_mode
+def test_a_bias_that_is_taken_away_counts_nothing(options):
+    need_native(options)
+    model, x = mlp().double(), torch.randn(N, 3).double()
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        probe.reset()
+        model[0].bias = None
+        square(model, x).backward()
+        close(probe.norms(), loop_model(model, square, x))
+
+
 def test_a_replica_of_a_layer_records_as_the_layer_does():
     """What DataParallel makes: another object, with the weights of its device."""
     layer, x = nn.Linear(3, 2).double(), torch.randn(N, 3).double()

@@ -23,7 +23,7 @@ from .layout import batch_size, tensors_in
 from .options import check
 from .record import Record
 from .recurrent import Site, site_of
-from .sharding import flattened, gathers, split
+from .sharding import flattened, gathers, uncovered
 from .sites import Hooks, called_by_itself
 from .table import Context, Parameters, find_layers
 from .trace import Call, Trace, outside
@@ -263,31 +263,26 @@ class Probe:
             return None
         run, new = self._open(module, n)
         if new:
-            self._audit.lift.watch(n, module, tensors_in((args, kwargs)))
+            self._audit.lift.watch(n, module, (args, kwargs))
         return run
 
     def _open(self, module: nn.Module, n: int) -> tuple[Pass | None, bool]:
         """A pass of n samples, and whether it is a new one."""
         if self._looking is None:
             self._audit.settle()
+        parameters = self._parameters.tensors()
         if self._parameters.changed():
-            self._recorder.refuse(-1, "the model's modules or ties changed: attach again")
-            return None, False
-        if split(module, self._parameters.tensors()):
-            self._recorder.refuse(-1, "tensor parallelism has split layers over processes")
-            return None, False
-        if getattr(module, "_is_replica", False):
-            self._recorder.refuse(
-                -1,
-                "DataParallel runs its replicas in threads, and nothing tells in which order: use "
-                "DistributedDataParallel",
-            )
+            why_not: str | None = "the model's modules or ties changed: attach again"
+        else:
+            why_not = uncovered(module, parameters)
+        if why_not:
+            self._recorder.refuse(-1, why_not)
             return None, False
         if self._joint:
             if self._joint[0].n != n:
                 self._recorder.refuse(-1, f"same_samples() met {self._joint[0].n} and {n} samples")
             return self._joint[0], False
-        run = Pass(self._recorder, n, self._parameters.tensors())
+        run = Pass(self._recorder, n, parameters)
         if self._joint is not None:
             run.keep = True
             self._joint.append(run)

@@ -235,9 +235,9 @@ class Audit:
 
     def hooked(self) -> list[int]:
         """Norms only: the parameters with hooks of the user's, which are called with a gradient."""
-        tensors = self._parameters.tensors()
+        tensor = self._parameters.tensor
         return [place for place, (ours, _) in self._shielded.items()
-                if any(key != ours for key in tensors[place]._backward_hooks or ())]  # fmt: skip
+                if any(key != ours for key in tensor(place)._backward_hooks or ())]  # fmt: skip
 
     def _listen(self) -> None:
         """Hold what each parameter receives against what is recorded, until settled."""
@@ -255,7 +255,7 @@ class Audit:
             else:
                 self._compare(place, gradient.detach())
         if place in self._shielded:
-            p = self._parameters.tensors()[place]
+            p = self._parameters.tensor(place)
             hooks: dict[int, Any] = p._post_accumulate_grad_hooks
             self._before[place], p.grad = (p.grad, dict(hooks)), None
             for theirs in set(hooks) - {self._shielded[place][1]}:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from . import ops
 from .descent import Descent, Leaf, stations
-from .layout import Watched
+from .layout import Watched, tensors_in
 from .products import in_closed_form, unpacks_twice
 from .recurrent import Site
 from .rerun import FallbackSite
@@ -66,14 +66,15 @@ class Lift:
         self._plans, self._hears, self._norms_only = plans, hears, norms_only
         self._local = _OfThread()
 
-    def watch(self, n: int, model: nn.Module, arguments: Iterable[Tensor]) -> None:
+    def watch(self, n: int, model: nn.Module, arguments: Any) -> None:
         """Before a forward: see what its samples enter, unless that is known."""
         self._local.caches = []
         self._local.first = _C.sequence_number() if ops.NATIVE else 0
         if torch.compiler.is_compiling():
             return
         if n > 1 and (self._parameters.modes(), ()) not in self._plans:
-            self._local.taint = Taint(n, [*model.parameters(), *model.buffers()], arguments)
+            held = [*model.parameters(), *model.buffers()]
+            self._local.taint = Taint(n, held, tensors_in(arguments))
 
     def unwatch(self) -> Taint | None:
         taint, self._local.taint = self._local.taint, None

@@ -74,7 +74,7 @@ class Record:
         self._read = True
         runs = sorted(self.runs, key=lambda entry: entry[0].serial)
         dtype = torch.float64 if any(run.wide for run, _ in runs) else torch.float32
-        device = self._parameters.tensors()[0].device
+        device = self._parameters.tensor(0).device
         sums_on = device if device.type == "cuda" else torch.device("cpu")
         factors = self._factors(runs, loss_scale).to(sums_on)
 

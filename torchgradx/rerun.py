@@ -123,8 +123,8 @@ class FallbackSite:
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             run.refuse(self._index, MIXES)
             return
-        held = {place: _find(module, name) for place, name in self._own.items()}
-        held = {place: p for place, p in held.items() if p.requires_grad}
+        own = {place: _find(module, name) for place, name in self._own.items()}
+        held = {place: p for place, p in own.items() if p is not None and p.requires_grad}
         outputs = tensors_in(out)
         live = [t for t in outputs if t.requires_grad]
         if not held:
@@ -312,10 +312,9 @@ def _epsilon(call: Call, gradient: Tensor) -> float:
     return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
-def _find(module: nn.Module, name: str) -> Tensor:
+def _find(module: nn.Module, name: str) -> Tensor | None:
     owner, _, key = name.rpartition(".")
-    found: Tensor = module.get_submodule(owner)._parameters[key]  # type: ignore[assignment]
-    return found
+    return module.get_submodule(owner)._parameters[key]
 
 
 def _made(t: Tensor) -> Tensor:

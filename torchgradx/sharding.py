@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["flattened", "gathers", "scattered", "split"]
+__all__ = ["flattened", "gathers", "scattered", "uncovered"]
 
 
 def _known(module: str, *names: str) -> tuple[type, ...]:
@@ -32,7 +32,19 @@ def flattened(model: nn.Module) -> bool:
     return bool(kinds) and any(isinstance(module, kinds) for module in model.modules())
 
 
-def split(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
+def uncovered(model: nn.Module, parameters: Sequence[Tensor]) -> str | None:
+    """Why a forward cannot be recorded, if so."""
+    if _split(model, parameters):
+        return "tensor parallelism has split layers over processes"
+    if getattr(model, "_is_replica", False):
+        return (
+            "DataParallel runs its replicas in threads, and nothing tells in which order: use "
+            "DistributedDataParallel"
+        )
+    return None
+
+
+def _split(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
     """Whether layers compute with DTensors: tensor parallelism, and not what fully_shard gathers
     before they run."""
     kinds = _known("torch.distributed.tensor", "DTensor")

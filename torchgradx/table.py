@@ -62,13 +62,18 @@ class Parameters:
     def place(self, name: str) -> int:
         return self._aliases[name]
 
+    def tensor(self, place: int) -> Tensor:
+        """What stands in one place, as `tensors` has it."""
+        held, key = self._slots[place]
+        now = held.get(key)
+        return self._tensors[place] if now is None else now
+
     def tensors(self) -> list[Tensor]:
         """What stands in each place now; what stood there last, where nothing does."""
         now = self._stand()
         same = len(now) == len(self._standing) and all(map(is_, now, self._standing))
         if not same:
-            places = zip(self._slots, self._tensors, strict=True)
-            self._tensors = [held.get(key, last) for (held, key), last in places]
+            self._tensors = list(map(self.tensor, range(len(self._slots))))
             self._standing = now
         return self._tensors
 
