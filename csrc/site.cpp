@@ -173,6 +173,7 @@ Gradients Use::gradients(const Saved& saved, const Tensor& weight, const Tensor&
 Gradients Use::record_fused(const Saved& saved, const Tensor& weight, const Tensor& grad_output, bool wants_input) {
   const Layer& layer = *site->layer;
   const bool received = receives();
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below(std::in_place);  // nothing fused is differentiated
   const auto operands = wants_weight && !waits_for_weight() && !waits_for_bias()
                             ? site->operands(*pass, index, saved, grad_output)
                             : std::nullopt;
@@ -186,6 +187,7 @@ Gradients Use::record_fused(const Saved& saved, const Tensor& weight, const Tens
     if (received && site->recorder->auditing) audit(*operands, gradients, grad_output);
     return received ? gradients : Gradients{gradients.input};
   }
+  below.reset();
   const Wanted wanted{wants_input, received && wants_weight, received && wants_bias};
   const Gradients gradients = layer.backward(saved, weight, grad_output, wanted);
   record(saved, weight, grad_output, received);

@@ -185,6 +185,20 @@ def test_squares_below_float32s_range_still_add_up(backend: Backend, algorithm: 
     torch.testing.assert_close(sq_norms, expected, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("exponent", [-70, -64, -50, 60, 64, 70])
+def test_the_squares_of_a_long_row_may_leave_float32s_range(
+    backend: Backend, exponent: int
+) -> None:
+    """All of them, and one alone among ones: rank1 sums squares, and takes the product of sums."""
+    a = torch.randn(3, 1, 700)
+    a[0] *= 2.0**exponent
+    a[1, 0, 300] *= 2.0**exponent
+    b = torch.randn(3, 1, 650) * 2.0 ** -max(exponent, 0)
+    sq_norms = backend.linear("rank1", *to(backend, a, b))[0].cpu().double()
+    expected = linear_truth(a, b).sq_norms()[0]
+    torch.testing.assert_close(sq_norms, expected, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("algorithm", ["direct", "fused"])
 def test_so_do_a_depthwise_convolutions(backend: Backend, algorithm: str) -> None:
     problem = Conv2d(2, 8, 8, (18, 18), (18, 18), groups=8)

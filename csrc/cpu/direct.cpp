@@ -7,7 +7,8 @@
 #include "rowwise.h"
 
 #include <ATen/Context.h>
-#include <ATen/ops/mm.h>
+#include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
 
 #include <torch/library.h>
 
@@ -25,7 +26,10 @@ void weight_pass(const Rows<acc_t>& layer, const Tensor& activations, const Tens
   const Rows<acc_t> joined = layer.joined();
   if (mkl_at_home && !scale && joined.N == 1 && activations.scalar_type() == weight.scalar_type()) {
     Tensor out = weight;
-    at::mm_out(out, grad_output.flatten(0, 1).t(), activations.flatten(0, 1));
+    const auto of = [&](const Tensor& t, int64_t features, const Operand& o) {  // [N T, features]
+      return at::cpu::as_strided(t, {joined.width, features}, {o.x, o.c});
+    };
+    at::cpu::mm_out(out, of(grad_output, joined.rows, joined.grads).t(), of(activations, joined.inputs, joined.source));
   } else {
     fused_pass<acc_t>(joined, scale, layer.width, weight, {}, {});
   }

@@ -5,6 +5,8 @@
 #include "../ops.h"
 #include "sweep.h"
 
+#include <ATen/EmptyTensor.h>
+
 namespace torchgradx::cpu {
 
 struct Grid {
@@ -200,16 +202,19 @@ void fused_pass(const Layer& layer, const acc_t* scale, int64_t scale_every, con
   partial.write_bias();
 }
 
+// Not through the dispatcher, which takes longer than a small layer's arithmetic.
+inline Tensor results(at::IntArrayRef sizes, at::ScalarType dtype, bool zero) {
+  const Tensor made = at::detail::empty_cpu(sizes, dtype);
+  return zero ? made.zero_() : made;
+}
+
 // The operator around a pass: results of the right dtypes, halves accumulated in float and rounded once.
 // pass(acc_t{}, scale or null, grad_weight, grad_bias, sq_norms); called only if there is something to add up.
 template <class Pass>
 Fused fused_results(const Tensor& like, at::IntArrayRef weight_sizes, int64_t N, const std::optional<Tensor>& scale,
                     bool bias, bool empty, const Pass& pass) {
   const auto acc_dtype = like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const auto options = like.options().dtype(acc_dtype);
-  const auto make = [&](at::IntArrayRef sizes) {
-    return empty ? at::zeros(sizes, options) : at::empty(sizes, options);
-  };
+  const auto make = [&](at::IntArrayRef sizes) { return results(sizes, acc_dtype, empty); };
   Tensor weight = make(weight_sizes), grad_bias = make({bias ? weight_sizes[0] : 0}),
          sq_norms = make({1 + int64_t(bias), N});
   if (!empty) {
@@ -228,8 +233,8 @@ Fused fused_results(const Tensor& like, at::IntArrayRef weight_sizes, int64_t N,
 template <class Pass>
 Tensor norm_results(const Tensor& like, int64_t N, bool bias, bool empty, const Pass& pass) {
   const auto acc_dtype = like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  if (empty) return at::zeros({1 + int64_t(bias), N}, like.options().dtype(acc_dtype));
-  const Tensor sq_norms = at::empty({1 + int64_t(bias), N}, like.options().dtype(acc_dtype));
+  const Tensor sq_norms = results({1 + int64_t(bias), N}, acc_dtype, empty);
+  if (empty) return sq_norms;
   if (acc_dtype == at::kDouble)
     pass(double{}, sq_norms);
   else

@@ -261,9 +261,37 @@ void add_rows(T* sum, const void* source, int64_t rows, int64_t columns, int64_t
     for (int64_t k = c; k < columns; ++k) sum[k] += value(in[r * row_stride + k]);
 }
 
+// In float, eight squares a lane before they join a sum in double: half the time of squares in double. Rounds by less
+// than the float that the sum ends in. Where squares may have left float's range: nothing like a sum.
+template <int L, class S>
+INLINE double short_sq_sum(const S* in, int64_t count) {
+  using Floats = Vector<float, L>;
+  constexpr int64_t kBlock = 4 * L, kRun = 8 * kBlock;
+  double sum = 0;
+  int64_t k = 0;
+  while (k + kBlock <= count) {
+    const int64_t end = k + kRun < count ? k + kRun : count;
+    Floats lanes[4] = {Floats{}, Floats{}, Floats{}, Floats{}};
+    for (; k + kBlock <= end; k += kBlock)
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) {
+        const Floats x = load<float, L>(in + k + v * L);
+        lanes[v] += x * x;
+      }
+    sum += sum_lanes<float, L>((lanes[0] + lanes[1]) + (lanes[2] + lanes[3]));
+  }
+  for (; k < count; ++k) sum += double(value(in[k])) * value(in[k]);
+  return sum;
+}
+
 template <class T, int L, class S>
 double sq_sum(const void* source, int64_t count, int64_t stride) {
   const S* in = static_cast<const S*>(source);
+  if constexpr (sizeof(T) == sizeof(float))
+    if (stride == 1) {
+      const double sum = short_sq_sum<L>(in, count);
+      if (sum > double(count) * 1e-30 && sum < 1e300) return sum;
+    }
   constexpr int D = L * sizeof(T) / sizeof(double);
   using Doubles = Vector<double, D>;
   double sum = 0;
