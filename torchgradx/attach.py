@@ -300,8 +300,8 @@ class Probe:
                 self._recorder.enlist(run)
             elif not run.in_graph:
                 run.refuse(-1, MIXED)
-            me = weakref.WeakMethod(self._outside)  # the graph must not own the probe
-            run.outside = [*(run.outside or ()), lambda: me()(call, args, kwargs)]  # type: ignore[misc]
+            again: Any = weakref.WeakMethod(self._outside)  # the graph must not own the probe
+            run.outside = [*(run.outside or ()), lambda: again()(call, args, kwargs)]
         return run
 
     def _outside(self, call: Call, args: Any, kwargs: Any) -> Verdict:
