@@ -132,6 +132,14 @@ def test_one_graph_serves_every_size():
     assert frames[0] == frames[-1]
 
 
+def test_models_of_one_class_are_compiled_one_by_one():
+    """The compiler gives up on code that it has compiled eight times."""
+    for _ in range(10):
+        model = tokens().double()
+        probe, compiled = attached(model, "eager")
+        held_against_a_loop(model, probe, compiled, ids(N))
+
+
 def test_code_that_changes_is_looked_at_again():
     """The hooks are compiled apart from the forward of a model of one's own."""
 

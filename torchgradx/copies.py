@@ -7,6 +7,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,13 +23,12 @@ _kept_out: Counter[type] = Counter()
 _stock: weakref.WeakKeyDictionary[type, type[nn.Module]] = weakref.WeakKeyDictionary()
 
 
-def untraced(function: Any) -> Any:
-    """Called by a compiled program, it runs as it is, with all that it calls; inlined, it is traced
+def untraced(function: Any, below: bool = True) -> Any:
+    """A compiled program calls it as it is, with all that it calls (`below`); inlined, it is traced
     like any other. torch.compiler.disable would do so too, and takes a second to import."""
-    whole = eval_frame._FrameExecStrategy(
-        eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP
-    )
-    eval_frame.set_code_exec_strategy(function.__code__, whole)
+    action = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if below else action.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
     return function
 
 
@@ -39,8 +39,14 @@ class Hook:
         self, function: Callable[..., Any], traced: Callable[..., Any] | None = None
     ) -> None:
         self.function, self.traced = function, traced
+        # The compiler bounds how often it compiles one code: let each hook have its own.
+        code = Hook._inside.__code__.replace()
+        self._called = FunctionType(code, globals()) if traced else Hook._outside
 
     def __call__(self, *args: Any) -> Any:
+        return self._called(self, *args)
+
+    def _inside(self, *args: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() and self.traced is not None:
             result = self.traced(*args)
             if result is not NotImplemented:
@@ -56,6 +62,7 @@ class Hook:
         return type(None), ()
 
 
+untraced(Hook.__call__, below=False)
 # torch.compile breaks its graph here, and under fullgraph=True shows the reason.
 for _name, _value in {
     "_torchdynamo_disable": True,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -70,8 +69,6 @@ class Lift:
         """Before a forward: see what its samples enter, unless that is known."""
         self._local.caches = []
         self._local.first = _C.sequence_number() if ops.NATIVE else 0
-        if torch.compiler.is_compiling():
-            return
         if n > 1 and (self._parameters.modes(), ()) not in self._plans:
             held = [*model.parameters(), *model.buffers()]
             self._local.taint = Taint(n, held, tensors_in(arguments))

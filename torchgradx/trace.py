@@ -219,6 +219,14 @@ def _new_call(how: Any, device: str, autocast: torch.dtype | None) -> str:
 
 
 def _new_use(site: str) -> str:
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import LocalSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    # The compiler bounds how often it compiles one code, but for each module anew that it is told.
+    tx = InstructionTranslator.current_tx()
+    for name in [name for name, v in tx.f_locals.items() if isinstance(v, nn.Module)]:
+        install_guard(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
     return f"{site}/{next(_numbers)}"
 
 
