@@ -265,7 +265,9 @@ def test_the_batch_size_is_read_off_the_first_tensor_positional_or_keyword():
 
 
 @a_few_modes
-@pytest.mark.parametrize("size", [N, lambda args, kwargs: args[1]["x"].shape[0]], ids=str)
+@pytest.mark.parametrize(
+    "size", [N, lambda args, kwargs: args[1]["x"].shape[0]], ids=["said", "computed"]
+)
 def test_the_batch_size_may_be_said_or_computed(size, options):
     model = Model(lambda m, heat, inputs: m.l(inputs["x"]) / heat, l=nn.Linear(3, 2)).double()
     x, heat = torch.randn(N, 6, 3).double(), torch.full((1,), 2.0).double()
