@@ -83,6 +83,26 @@ def test_sizes_off_every_vector_and_many_rows(kind, options):
     check(model, square, torch.randn(9, 19, 37), dtype=torch.float32, **options)
 
 
+@served
+@pytest.mark.parametrize("option", ["both ways", "projected"])
+@every_kind
+def test_threads_that_share_the_rows(kind, option):
+    if option == "projected" and kind != "lstm":
+        pytest.skip("only an LSTM projects")
+    rnn = KINDS[kind](I, 33, **OPTIONS[option])
+    x, lengths = torch.randn(18, 61, I), torch.arange(18) * 3 + 7
+    torch.set_num_threads(2)
+    check(net(rnn), square, x, input_grad=True)
+    check(packed_net(rnn), square, x, lengths, input_grad=True)
+    model, found = net(rnn).float(), []
+    for _ in range(2):
+        with torchgradx.attach(model) as probe:
+            square(model, x).backward()
+            found.append([probe.norms(), *(p.grad for p in model.parameters())])
+        model.zero_grad()
+    assert all(map(torch.equal, *found))
+
+
 @native_mode
 @pytest.mark.parametrize("hidden", [16, 60, 64, 128])
 @pytest.mark.parametrize("backwards", [False, True])
@@ -99,14 +119,13 @@ def test_wherever_onednn_keeps_the_gates(hidden, backwards, options):
 @pytest.mark.parametrize("hidden", [16, 60, 64, 128])
 @pytest.mark.parametrize("backwards", [False, True])
 def test_gates_that_onednn_keeps_are_not_computed_again(hidden, backwards):
-    """But for two rows, to see that they are where they were thought to be."""
+    """But for a few, to see that they are where they were thought to be."""
     model = net(nn.LSTM(I, hidden, bidirectional=backwards))
     with torchgradx.attach(model):
         loss = square(model, torch.randn(N, T, I))
-        with torch.profiler.profile(record_shapes=True) as seen:
+        with torch.profiler.profile() as seen:
             loss.backward()
-    rows = [event.input_shapes[0][:-1] for event in seen.events() if event.name == "aten::sigmoid_"]
-    assert rows == [[2], [2]] * (1 + backwards)
+    assert "aten::sigmoid_" not in {event.name for event in seen.events()}
 
 
 @native_mode

@@ -140,11 +140,11 @@ Tensor lstm_gates(const Weights& w, const Tensor& input, const Tensor& previous)
 }
 
 // oneDNN's workspace begins with the gates, by iteration, in rows of whole cache lines; a multiple of 1 KiB gets one
-// more. That is nowhere documented: two rows, which any other order would place elsewhere, are computed again each
-// time.
+// more. That is nowhere documented: the first and the last unit of two rows, which any other order would place
+// elsewhere, are computed again each time.
 Tensor gates_in(const Tensor& workspace, const Weights& w, const Tensor& input, const Tensor& previous,
                 bool backwards) {
-  const int64_t steps = input.size(0), rows = input.size(1), gates = w.ih.size(0);
+  const int64_t steps = input.size(0), rows = input.size(1), gates = w.ih.size(0), h = gates / 4;
   int64_t along = (gates + 15) / 16 * 16;
   if (along % 256 == 0) along += 16;
   const int64_t bytes = steps * rows * along * int64_t(sizeof(float));
@@ -154,13 +154,26 @@ Tensor gates_in(const Tensor& workspace, const Weights& w, const Tensor& input, 
                            .view(at::kFloat)
                            .view({steps, rows, along})
                            .narrow(2, 0, gates);
-  const auto two = [&](const Tensor& t, int64_t first, int64_t last) {
-    return at::stack({t[first][rows - 1], t[last][0]});
+  const auto in_place = found.accessor<float, 3>(), x = input.accessor<float, 3>(), y = previous.accessor<float, 3>();
+  const auto product = [](const auto& weight, const auto& with) {
+    double sum = 0;
+    for (int64_t k = 0; k < with.size(0); ++k) sum += double(weight[k]) * with[k];
+    return sum;
   };
-  const int64_t first = backwards ? steps - 1 : 0, last = steps - 1 - first;
-  const Tensor wanted = lstm_gates(w, two(input, first, last), two(previous, first, last));
-  const double off = (wanted - two(found, 0, steps - 1)).abs_().max().item<double>();
-  return off < 1e-3 ? found : Tensor();
+  const auto holds = [&](int64_t k, int64_t row) {  // iteration k
+    const int64_t t = backwards ? steps - 1 - k : k;
+    for (int64_t gate = 0; gate < 4; ++gate)
+      for (const int64_t unit : {gate * h, gate * h + h - 1}) {
+        double z =
+            product(w.ih.accessor<float, 2>()[unit], x[t][row]) + product(w.hh.accessor<float, 2>()[unit], y[t][row]);
+        for (const Tensor& b : {w.ih_bias, w.hh_bias})
+          if (b.defined()) z += b.accessor<float, 1>()[unit];
+        const double wanted = gate == 2 ? std::tanh(z) : 1 / (1 + std::exp(-z));
+        if (!(std::abs(wanted - in_place[k][row][unit]) < 1e-3)) return false;
+      }
+    return true;
+  };
+  return holds(0, rows - 1) && holds(steps - 1, 0) ? found : Tensor();
 }
 
 template <class T>
@@ -195,11 +208,17 @@ struct Walk {  // the order of the steps
     const int64_t other = backwards ? t + 1 : t - 1;
     return other >= 0 && other < steps && b < size(other) ? other : -1;
   }
+  // f(begin, end): the rows among which threads share all steps, enough of them to make a product of
   template <class F>
-  void each_row(int64_t t, const F& f) const {
+  void each_part(const F& f) const {
+    constexpr int64_t kRows = 8, kElements = 1 << 15;
+    at::parallel_for(0, rows, std::max(kRows, kElements / std::max<int64_t>(1, steps * width)), f);
+  }
+  template <class F>
+  void each_row(int64_t begin, int64_t end, const F& f) const {  // of a step
     const int64_t grain = std::max<int64_t>(1, 8192 / std::max<int64_t>(1, width));
-    at::parallel_for(0, size(t), grain, [&](int64_t begin, int64_t end) {
-      for (int64_t b = begin; b < end; ++b) f(b);
+    at::parallel_for(begin, end, grain, [&](int64_t first, int64_t last) {
+      for (int64_t b = first; b < last; ++b) f(b);
     });
   }
 };
@@ -234,10 +253,13 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
     if (theirs && walk.backwards) ran.turn_round(walk.steps);
     cells = fresh(h);
     const View<T> c(cells);
-    for (int64_t k = 0; k < walk.steps; ++k) {
-      const int64_t t = walk.at(k);
-      walk.each_row(t, [&](int64_t b) { kernels.cells(ran.at(t, b), before(t, b), c.at(t, b), h); });
-    }
+    walk.each_part([&](int64_t begin, int64_t end) {
+      for (int64_t k = 0; k < walk.steps; ++k) {
+        const int64_t t = walk.at(k);
+        for (int64_t b = begin; b < std::min(end, walk.size(t)); ++b)
+          kernels.cells(ran.at(t, b), before(t, b), c.at(t, b), h);
+      }
+    });
     squashed = at::tanh(cells);
     found.first_cell = begun(grads.cell, h);
   } else if (of.cell == Cell::kGru) {
@@ -266,21 +288,32 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
   };
   const Tensor carried = begun(grads.last, p);  // the gradient of the state
   T* const carry = carried.data_ptr<T>();
-  for (int64_t k = walk.steps; k-- > 0;) {
-    const int64_t t = walk.at(k), count = walk.size(t);
-    walk.each_row(t, [&](int64_t b) {
-      kernels.add(carry + b * p, arrives.at(t, b), p);
-      if (!of.projects) row(t, b, carry + b * p);
-    });
-    Tensor to = carried.narrow(0, 0, count);
-    if (of.projects) {
-      const Tensor of_cells = to.mm(w.hr);
-      found.out[t].narrow(0, 0, count).copy_(to);
-      T* const rows_of_it = of_cells.data_ptr<T>();
-      walk.each_row(t, [&](int64_t b) { row(t, b, rows_of_it + b * h); });
+  const auto back = [&](int64_t begin, int64_t end) {
+    const at::AutoDispatchBelowADInplaceOrView below;  // another thread may be in grad mode
+    for (int64_t k = walk.steps; k-- > 0;) {
+      const int64_t t = walk.at(k), last = std::min(end, walk.size(t));
+      if (last <= begin) continue;
+      walk.each_row(begin, last, [&](int64_t b) {
+        kernels.add(carry + b * p, arrives.at(t, b), p);
+        if (!of.projects) row(t, b, carry + b * p);
+      });
+      const auto mine = [&](const Tensor& rows_of_it) { return rows_of_it.narrow(0, begin, last - begin); };
+      Tensor to = mine(carried);
+      if (of.projects) {
+        const Tensor of_cells = to.mm(w.hr);
+        mine(found.out[t]).copy_(to);
+        T* const first = of_cells.data_ptr<T>();
+        walk.each_row(begin, last, [&](int64_t b) { row(t, b, first + (b - begin) * h); });
+      }
+      to.addmm_(mine(found.state[t]), w.hh, /*beta=*/of.cell == Cell::kGru ? 1 : 0, /*alpha=*/1);
     }
-    to.addmm_(found.state[t].narrow(0, 0, count), w.hh, /*beta=*/of.cell == Cell::kGru ? 1 : 0, /*alpha=*/1);
-  }
+  };
+  // A weight that no thread's cache holds is read once a step, by all of them.
+  constexpr int64_t kCached = 1 << 20;
+  if (w.hh.numel() * w.hh.element_size() <= kCached)
+    walk.each_part(back);
+  else
+    back(0, rows);
   found.first_state = carried;
   return found;
 }
@@ -333,7 +366,8 @@ GateGradients through_time(const Recurrence& of, int64_t direction, const Tensor
   Weights w = weights_of(of, in.weights, direction);
   for (Tensor* t : {&w.ih, &w.hh, &w.ih_bias, &w.hh_bias, &w.hr}) *t = wide(*t);
   const Tensor x = wide(input), c = in.cell.defined() ? wide(in.cell[direction]).contiguous() : Tensor();
-  const OutputGradients g{wide(grads.states).contiguous(), grads.last, grads.cell};
+  const Tensor states = wide(grads.states);  // rows may lie in any order, as those of a batch_first module
+  const OutputGradients g{states.stride(2) == 1 ? states : states.contiguous(), grads.last, grads.cell};
   const Tensor& sizes = of.packing.batch_sizes;
   const int64_t gates = of.cell == Cell::kLstm ? 4 : of.cell == Cell::kGru ? 3 : 1;
   const Walk walk{x.size(0), x.size(1), w.ih.size(0) / gates, direction == 1,
