@@ -56,8 +56,7 @@ class RecurrentSite(FallbackSite):
             run.refuse(self._index, 'backend="native" has no kernel for how it was called')
         self._before(module, ())
         out = self._stock.forward(module, input, hx)
-        self._after(module, (input, hx), {}, out)
-        return out
+        return self._after(module, (input, hx), {}, out) or out
 
     def _step(self, cell: Any, input: Tensor, hx: Any) -> Any:
         lstm = isinstance(cell, nn.LSTMCell)

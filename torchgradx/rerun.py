@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import ops
+from .copies import stock_of
 from .fallback import (
     CHANNELS_FIRST,
     Call,
@@ -116,23 +117,25 @@ class FallbackSite:
         self._regime = Regime.current(module, random)
         self._first = _C.sequence_number() if ops.NATIVE else 0
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        """What the module gives in place of its output, if anything."""
         run = self._recorder.current()
         if run is None or torch._C._are_functorch_transforms_active():
-            return
+            return None
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             run.refuse(self._index, MIXES)
-            return
+            return None
         own = {place: _find(module, name) for place, name in self._own.items()}
         held = {place: p for place, p in own.items() if p is not None and p.requires_grad}
-        outputs = tensors_in(out)
-        live = [t for t in outputs if t.requires_grad]
         if not held:
-            return
+            return None
         unsaid = _unsupported(held.values(), (args, kwargs))
         if unsaid:
             run.refuse(self._index, unsaid)
-            return
+            return None
+        changed = _apart(module, out) if torch.is_grad_enabled() else None
+        outputs = tensors_in(changed or out)
+        live = [t for t in outputs if t.requires_grad]
         first = (live or outputs)[0]
         if torch._C._len_torch_dispatch_stack() and self._recorder.depth():
             self._audit.lift.met(self._index, tensors_in((args, kwargs)))
@@ -140,10 +143,11 @@ class FallbackSite:
         for t in tensors_in((args, kwargs)):  # which of them hold samples depends on their sizes
             run.note(sum(2**k for k, size in enumerate(t.shape[:8]) if size == run.n))
         if not torch.is_grad_enabled() or not live:
-            return
+            return None
         run.enclose(list(held), self._first)
         run.watch(use, _made(first) if len(outputs) == 1 else first)
         self._listen(run, use, held, (args, kwargs), outputs)
+        return changed
 
     def _listen(
         self, run: Any, number: int, held: dict[int, Tensor], arguments: Any, outputs: list[Tensor]
@@ -271,9 +275,15 @@ class FallbackSite:
 at_the_end = torch.autograd.Variable._execution_engine.queue_callback  # of the current backward
 
 
+def _apart(module: nn.Module, out: Any) -> Any:
+    """An LSTMCell makes its h from its c: to a copy of c no gradient comes but the loss's. A user's
+    module may keep its outputs, or have them share memory, and is refused where they are so."""
+    return (out[0], out[1].clone()) if stock_of(type(module)) is nn.LSTMCell else None
+
+
 def _made_from_others(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
-    """Of a module's outputs, those that others of them were computed from, as an LSTMCell's c for
-    its h: what arrives there came through the module too."""
+    """Of a module's outputs, those that others of them were computed from: what arrives there came
+    through the module too."""
     before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
     ends = {
         (t.grad_fn, t.output_nr): k
