@@ -61,6 +61,8 @@ BUDGETS = [
     Budget("affine_columns_kernel<*, true, *>", 512, 80, {"LDG": 8}),
     Budget("affine_columns_kernel<*>", 512, 80, {"LDG": 24}),
     Budget("affine_input_kernel<*>", 256, 40, {"LDG": 32}),
+    Budget("gather_kernel<double>", 512, 64, {"LDG": 24}),  # eight rows under way
+    Budget("gather_kernel<*>", 512, 40, {"LDG": 24}),
     Budget("rank1_kernel<*>", 256, 32),
     Budget("bias_kernel<*>", 1024, 32),  # two blocks, every warp a processor has
     Budget("sum_rows_kernel<*>", 256, 40),

@@ -15,7 +15,7 @@ import test_emulated_elementwise as elementwise
 import torch
 from backends import BACKENDS, CONV2D_ALGORITHMS, LINEAR_ALGORITHMS, supports
 from emulation import build
-from emulation.operators import Operators, operators
+from emulation.operators import Operators, operator, operators
 from oracle import (
     Conv2d,
     Kind,
@@ -26,6 +26,7 @@ from oracle import (
     conv2d_truth,
     linear_truth,
 )
+from oracle_gather import Gather
 from test_memory import BOUND, CASES, WIDE
 from torch import Tensor
 
@@ -174,6 +175,8 @@ def test_every_kernel_is_launched_within_its_bounds(allow_tf32: Callable[[bool],
             given = elementwise.case(affine, dtype, "integers")[0]
             with operators().dry():
                 elementwise.results(affine, given)
+        with operators().dry():
+            operator("gather_sq_norms")(*Gather(2, 9, 3, 40).operands(dtype, "integers"), None)
     bounds = {k.name: k.max_threads for k in cubins.kernels(80).values()}
     launched = _launched(operators())
     assert {name: threads for name, threads in launched.items() if threads > bounds[name]} == {}

@@ -1,10 +1,11 @@
-"""What only the emulation can ask of the kernels of element-wise parameters: any order of threads,
-every way of cutting a problem, every byte of workspace."""
+"""What only the emulation can ask of the kernels of element-wise parameters and of tables: any
+order of threads, every way of cutting a problem, every byte of workspace."""
 
 from __future__ import annotations
 
 from math import ceil
 
+import oracle_gather
 import pytest
 import test_affine
 import torch
@@ -13,6 +14,7 @@ from emulation import build
 from emulation.operators import operator, operators
 from oracle import Kind
 from oracle_affine import FROZEN, Affine, Operands, assert_sq_norms, case, truth
+from oracle_gather import Gather
 from test_affine import fused, norms
 from torch import Tensor
 
@@ -100,6 +102,45 @@ def test_a_sample_of_one_position_is_weighted_in_its_gradient_alone() -> None:
     assert zero[1].eq(0).all()
     assert torch.equal(zero[3], one[3])
     assert_sq_norms(zero[3], truth(problem, o, "integers"), torch.float32, "integers")
+
+
+# Tables
+
+TABLES = (
+    Gather(2, 300, 2, 40),  # a run over many warps
+    Gather(2, 600, 9, 33),
+    Gather(3, 70, 1000, 64),
+    Gather(2, 5, 2, 5),  # warps without entries
+)
+each_table = pytest.mark.parametrize("problem", TABLES, ids=lambda p: "-".join(map(str, p)))
+
+
+def assert_table_right(problem: Gather, dtype: torch.dtype) -> None:
+    indices, grads = problem.operands(dtype, "integers")
+    for padding in (None, 1):
+        sq_norms = operator("gather_sq_norms")(indices, grads, padding)
+        oracle_gather.assert_sq_norms(sq_norms, indices, grads, problem.v, padding, "integers")
+
+
+@each_dtype
+@each_table
+def test_runs_of_ids_are_joined_in_any_order_of_threads(
+    problem: Gather, dtype: torch.dtype
+) -> None:
+    assert_table_right(problem, dtype)
+    operands = problem.operands(dtype, "gaussians")
+    forward = operator("gather_sq_norms")(*operands, None)
+    for order in ("reverse", "shuffled"):
+        with operators().order(order):
+            assert torch.equal(forward, operator("gather_sq_norms")(*operands, None))
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)
+def test_a_table_takes_its_sorted_ids_and_no_more(ids: torch.dtype) -> None:
+    n, t, d = 16, 2048, 768
+    indices, grads = torch.zeros(n, t, dtype=ids), _wide(n, t, d, dtype=torch.bfloat16)
+    taken = _taken("gather_sq_norms", indices, grads, None)
+    assert taken <= 8 * n * d // 32 + 4 * n + 3 * 16 * n * t
 
 
 # Workspaces

@@ -391,7 +391,7 @@ def embedding_sq_norms(
     Raises:
         TypeError: an argument has a wrong type, or the devices do not go together.
         ValueError: the shapes do not go together, or padding_idx is negative.
-        IndexError: an id is negative.
+        IndexError: an id is negative. On CUDA, where nothing waits, that sample's norm is NaN.
     """
     ids, rows = _check.embedding_operands(indices, grad_output, padding_idx)
     sq_norms: Tensor = gather_sq_norms(ids, rows, padding_idx)

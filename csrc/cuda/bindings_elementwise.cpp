@@ -1,8 +1,9 @@
-// The operators on parameters that act element by element, for CUDA tensors. As in bindings.cpp.
+// The operators on parameters that act element by element, and on tables, for CUDA tensors. As in bindings.cpp.
 #include "../lines.h"
 #include "bindings.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/sort.h>
 
 namespace torchgradx::cuda {
 namespace {
@@ -109,6 +110,33 @@ Fused prelu_fused(const Tensor& input, const Tensor& grad_output, const Tensor& 
   return {grad_input, grad_weight, sq_norms};
 }
 
+// Ids are sorted by the framework, 16 N T bytes; a stable sort, so that sums have one order. Nothing waits, and so an
+// id below 0 is not refused by its place but makes its sample's norm NaN.
+Tensor gather_sq_norms(const Tensor& indices, const Tensor& grad_output, std::optional<int64_t> padding_idx) {
+  check_operand(grad_output, "grad_output", 3, "[N, T, D]");
+  check_indices(indices, grad_output, "grad_output");
+  const int64_t N = grad_output.size(0);
+  const auto options = grad_output.options().dtype(accumulator_of(grad_output));
+  if (grad_output.numel() == 0) return at::zeros({N}, options);
+  const Run run(grad_output);
+  const Tensor sq_norms = at::empty({N}, options);
+  const auto [ids, positions] = at::sort(indices.to(at::kLong), /*stable=*/true, /*dim=*/1, /*descending=*/false);
+  const Tensor in_order = ids.contiguous(), places = positions.contiguous();
+  const GatherProblem p{
+      dtype_of(grad_output),
+      N,
+      grad_output.size(1),
+      grad_output.size(2),
+      in_order.const_data_ptr<int64_t>(),
+      places.const_data_ptr<int64_t>(),
+      {grad_output.const_data_ptr(), grad_output.stride(0), grad_output.stride(1), grad_output.stride(2)},
+      padding_idx.value_or(-1)};
+  run("gather", gather_workspace(p), [&](void* workspace, cudaStream_t stream) {
+    return launch_gather(p, sq_norms.mutable_data_ptr(), workspace, stream);
+  });
+  return sq_norms;
+}
+
 }  // namespace
 }  // namespace torchgradx::cuda
 
@@ -118,4 +146,5 @@ IMPLEMENT_OPERATORS(m) {
   m.impl("affine_fused", affine_fused);
   m.impl("prelu_sq_norms", prelu_sq_norms);
   m.impl("prelu_fused", prelu_fused);
+  m.impl("gather_sq_norms", gather_sq_norms);
 }

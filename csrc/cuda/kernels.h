@@ -72,6 +72,14 @@ struct InputGradient {  // of what acts element by element
   bool by_row;          // else they are of each position (G = 1), or of each group
 };
 
+struct GatherProblem {
+  DType dtype;
+  int64_t N, T, D;
+  const int64_t *ids, *positions;  // [N, T], contiguous: each sample's ids in order, and where they stood
+  DenseOperand rows;               // [N, T, D]
+  int64_t padding;                 // the id whose rows count nothing; -1: none
+};
+
 struct SqNorms {  // null: not wanted
   void* weight;   // [N] acc
   void* bias;     // [N] acc
@@ -148,6 +156,10 @@ bool affine_rows_suit(const AffineProblem& problem, const InputGradient& to);
 size_t affine_rows_workspace(const AffineProblem& problem, const Gradients& gradients);
 cudaError_t launch_affine_rows(const AffineProblem& problem, const InputGradient& to, const Gradients& gradients,
                                void* sq_norms, void* workspace, cudaStream_t stream);
+
+// gather.cu: tables looked up by id, |E_n|^2 -> sq_norms [N] acc; NaN where an id is below 0.
+size_t gather_workspace(const GatherProblem& problem);
+cudaError_t launch_gather(const GatherProblem& problem, void* sq_norms, void* workspace, cudaStream_t stream);
 
 // planes.cu: direct and fused for convolutions of many groups of few channels, if planes_suit. Pixels of grad_output
 // are evenly spaced: h = W' w.

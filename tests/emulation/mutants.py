@@ -34,7 +34,7 @@ class Mutant:
     arithmetic: str  # bfloat16, float32, float64 or tf32
     old: str
     new: str
-    layer: str = "linear"  # or conv2d, affine: whose problems see it
+    layer: str = "linear"  # or conv2d, affine, gather: whose problems see it
 
 
 BARRIER, DROPPED = "__syncthreads();", ";"
@@ -198,6 +198,27 @@ MUTANTS = [
            "cut.single ? 1 : cut.parts;", "1;", "affine"),
     Mutant("rows: the bias's squares for the weight's", "affine_rows.cu", "affine_rows", "float32",
            "acc_t(square[0])", "acc_t(square[1])", "affine"),
+    # Tables
+    Mutant("gather: barrier dropped", "gather.cu", "gather", "float32", BARRIER, DROPPED, "gather"),
+    Mutant("gather: padding counts", "gather.cu", "gather", "float32",
+           " && ids[k + i] != p.padding", "", "gather"),
+    Mutant("gather: columns past the last are read", "gather.cu", "gather", "float32",
+           "column < p.D && ", "", "gather"),
+    Mutant("gather: entries past the warp's are read", "gather.cu", "gather", "float32",
+           "const bool counts = k + i < end &&", "const bool counts = k + i < p.T &&", "gather"),
+    Mutant("gather: positions of the sorted for the rows'", "gather.cu", "gather", "bfloat16",
+           "rows[positions[k + i] * p.rows.t]", "rows[(k + i) * p.rows.t]", "gather"),
+    Mutant("gather: a run begins with every warp", "gather.cu", "gather", "float32",
+           "begin > 0 ? ids[begin - 1] : -1", "-1", "gather"),
+    Mutant("gather: what a warp finds begun is lost", "gather.cu", "gather", "float32",
+           "open += heads[other][lane];", ";", "gather"),
+    Mutant("gather: a warp within one run forgets it", "gather.cu", "gather", "float64",
+           "  if (!begun) heads[warp][lane] = sum;\n  tails", "  heads[warp][lane] = 0;\n  tails",
+           "gather"),
+    Mutant("gather: the last run is not squared", "gather.cu", "gather", "float32",
+           "    square += squared(open);\n  }\n", "  }\n", "gather"),
+    Mutant("gather: a run is carried into the next", "gather.cu", "gather", "float32",
+           "begun = true, sum = 0;", "begun = true;", "gather"),
 ]  # fmt: skip
 
 ZEROS = {"bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double", "tf32": "float"}
@@ -279,6 +300,12 @@ def battery(arithmetic: str, layer: str) -> None:
 
         for affine in elementwise.PROBLEMS:
             elementwise.assert_right(affine, dtype, "gaussians")
+        return
+    if layer == "gather":
+        import test_emulated_elementwise as elementwise
+
+        for table in elementwise.TABLES:
+            elementwise.assert_table_right(table, dtype)
         return
     if layer == "linear" and not tf32:  # which cannot hold what cancels
         for rows in ("activations", "grad_output"):
