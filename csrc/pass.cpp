@@ -50,6 +50,18 @@ uint64_t mixed(uint64_t hash, uint64_t value) {
   return (hash ^ value) * 0x9E3779B97F4A7C15u + (hash >> 29);
 }
 
+// Where a backward begins, which is not among the nodes that it reaches. Torch hands out those alone, by address: they
+// are a member of what holds the others.
+std::vector<const Node*> roots_beside(const std::unordered_set<Node*>& reached) {
+  using torch::autograd::GraphTask;
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Winvalid-offsetof"
+  const size_t offset = offsetof(GraphTask, nodes_in_graph_);
+#pragma GCC diagnostic pop
+  const auto* task = reinterpret_cast<const GraphTask*>(reinterpret_cast<const char*>(&reached) - offset);
+  return {task->graph_roots_.begin(), task->graph_roots_.end()};
+}
+
 }  // namespace
 
 Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object met)
@@ -266,7 +278,8 @@ void Pass::audit_edges(const Node* at) {
   const auto* reached = get_current_graph_task_nodes_in_graph();
   if (!reached) return;
   std::vector<const Node*> nodes(reached->begin(), reached->end());
-  if (at && !reached->count(const_cast<Node*>(at))) nodes.push_back(at);  // the root of a backward is not among them
+  for (const Node* root : roots_beside(*reached)) nodes.push_back(root);
+  if (at && std::find(nodes.begin(), nodes.end(), at) == nodes.end()) nodes.push_back(at);
   std::vector<std::shared_ptr<Pass>> passes;
   for (const auto& weak : recorder->alive)
     if (auto pass = weak.lock()) passes.push_back(std::move(pass));

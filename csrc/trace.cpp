@@ -133,7 +133,8 @@ std::tuple<Tensor, Tensor, Tensor> trace_backward(const Tensor& grad_output, con
   Gradients gradients;
   if (link && link->use) {
     const auto node = torch::autograd::get_current_node();
-    const bool recorded = link->use->pass->arrive(link->use->parameters(), &*node, Pass::compiled(*node));
+    if (!node) site->recorder->refuse(site->index, "compiled autograd ran its backward, which no node then shows");
+    const bool recorded = node && link->use->pass->arrive(link->use->parameters(), &*node, Pass::compiled(*node));
     gradients = link->use->gradients(saved, weight, grad_output, want, recorded);
   } else {
     gradients = site->layer->backward(saved, weight, grad_output, want);

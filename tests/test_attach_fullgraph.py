@@ -11,11 +11,22 @@ from attach_oracle import (
     close_named,
     loop,
     mlp,
-    penalised,
     same_gradients,
     seeded,  # noqa: F401
     square,
-    square_sum,
+)
+from fullgraph_models import (
+    MODELS,
+    N,
+    attached,
+    backends,
+    cnn,
+    every_model,
+    held_against_a_loop,
+    ids,
+    images,
+    rows,
+    tokens,
 )
 from test_attach_compile import nothing_compiled  # noqa: F401
 from torch import nn
@@ -24,75 +35,6 @@ import torchgradx
 
 if not torchgradx.ops.NATIVE:
     pytest.skip("a graph is whole with the extension only", allow_module_level=True)
-
-N = 4
-DOUBLE = torch.float64
-
-
-def cnn():
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=False), nn.GroupNorm(2, 4),
-        nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(36, 2),
-    )  # fmt: skip
-
-
-def tokens():
-    def forward(m, ids):
-        x = m.norm(m.table(ids))
-        return m.head(F.gelu(m.up(x)) + m.up(x)).mean(1)
-
-    parts = {
-        "table": nn.Embedding(7, 4),
-        "norm": nn.LayerNorm(4),
-        "up": nn.Linear(4, 6),
-        "head": nn.Linear(6, 3),
-    }
-    return Model(forward, **parts)
-
-
-def tied():
-    model = tokens()
-    model.head = nn.Linear(6, 7)
-    model.out, model.back = nn.Linear(4, 7, bias=False), nn.Linear(7, 4)
-    model.out.weight = model.table.weight
-    model.function = lambda m, ids: m.out(m.norm(m.table(ids)) + m.back(m.head(m.up(m.table(ids)))))
-    return model
-
-
-def rows(n, t=5):
-    return torch.randn(n, t, 3).double()
-
-
-def images(n, size=9):
-    return torch.randn(n, 3, size, size).double()
-
-
-def ids(n, t=5):
-    return torch.randint(0, 7, (n, t))
-
-
-MODELS = {
-    "Linear": (mlp, rows),
-    "Conv2d, GroupNorm": (cnn, images),
-    "Embedding, LayerNorm, a Linear twice": (tokens, ids),
-    "a head tied to the table": (tied, ids),
-}
-every_model = pytest.mark.parametrize(("make", "draw"), MODELS.values(), ids=MODELS)
-backends = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-
-
-def attached(model, backend="aot_eager", **options):
-    probe = torchgradx.attach(model, **options)
-    return probe, torch.compile(model, backend=backend, fullgraph=True)
-
-
-def held_against_a_loop(model, probe, compiled, *batch, loss=square):
-    twin, want = copy.deepcopy(model), loop(model, loss, *batch)
-    loss(compiled, *batch).backward()
-    loss(twin, *batch).backward()
-    close_named(probe.norms(per="parameter"), want)
-    same_gradients(model, twin, 1e-9)
-    model.zero_grad()
 
 
 @every_model
@@ -291,90 +233,3 @@ def test_autocast_is_that_of_the_eager_model(make, backend, dtype):
         torch.testing.assert_close(
             got[name], want[name], rtol=64 * torch.finfo(dtype).eps, atol=0.0
         )
-
-
-# Refusals
-
-
-def functional(m, x):
-    return F.linear(m.l(x), m.l.weight)
-
-
-def mixing(m, x):
-    return m.l(x) + m.l(x).flip(0)
-
-
-def table(m, x):
-    return m.l(x + m.p(torch.arange(x.shape[1])))
-
-
-NEVER = {
-    "a functional use": (lambda: Model(functional, l=nn.Linear(3, 3)), square),
-    "samples that mix": (lambda: Model(mixing, l=nn.Linear(3, 3)), square),
-    "a table of positions": (lambda: Model(table, l=nn.Linear(3, 3), p=nn.Embedding(5, 3)), square),
-    "a penalty on the weights": (mlp, penalised),
-}
-
-
-@pytest.mark.parametrize(("make", "loss"), NEVER.values(), ids=NEVER)
-@backends
-def test_what_is_not_exact_is_refused(make, loss, backend):
-    model = make().double()
-    twin = copy.deepcopy(model)
-    probe, compiled = attached(model, backend)
-    for n in (N, 6):
-        x = rows(n)
-        loss(compiled, x).backward()
-        loss(twin, x).backward()
-        with pytest.raises(torchgradx.CoverageError):
-            probe.norms()
-        same_gradients(model, twin, 1e-9)
-
-
-def test_samples_in_the_second_dimension():
-    model = mlp().double()
-    probe, compiled = attached(model, batch_dim=1)
-
-    def loss(model, x):
-        return model(x).square().transpose(0, 1).flatten(1).sum(1).mean()
-
-    for n in (N, 5):
-        x = torch.randn(5, n, 3).double()
-        want = loop(model, loss, x, dims=1)
-        loss(compiled, x).backward()
-        close_named(probe.norms(per="parameter"), want)
-
-
-OUTSIDE = {
-    "a module without a graph's operator": (lambda: nn.Sequential(nn.Linear(3, 3), nn.PReLU()), {}),
-    "norms only": (mlp, {"weight_grad": False}),
-    "no kernels": (mlp, {"backend": "vmap"}),
-}
-
-
-@pytest.mark.parametrize(("make", "options"), OUTSIDE.values(), ids=OUTSIDE)
-def test_what_no_graph_can_hold_says_what_to_do(make, options):
-    model = make().double()
-    with torchgradx.attach(model, **options):
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"torchgradx.*without fullgraph"):
-            compiled(rows(N))
-    assert square_sum(model, rows(N)).isfinite()
-
-
-def test_a_thousand_steps_leave_nothing_behind():
-    model = mlp()
-    probe, compiled = attached(model)
-    x = rows(N).float()
-
-    def step():
-        square(compiled, x).backward()
-        model.zero_grad()
-        return probe.norms()
-
-    step()
-    alive = torchgradx._C.links()
-    for _ in range(1000):
-        step()
-        compiled(x)  # meets no backward
-    assert torchgradx._C.links() == alive

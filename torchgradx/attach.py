@@ -7,26 +7,26 @@ module's class for one whose forward calls the fused operator, or listens at the
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
 from . import ops, passes
-from .audit import Audit, Verdict
-from .errors import CoverageError
+from .audit import Audit
 from .explain import explanation
 from .layout import batch_size, tensors_in
 from .options import check
 from .record import Record
 from .recurrent import Site, site_of
-from .sharding import flattened, gathers, uncovered
+from .sharding import gathers, uncovered
 from .sites import Hooks, called_by_itself
 from .table import Context, Parameters, find_layers
-from .trace import Call, Trace, outside
+from .trace import Call, Trace, outside, root_of
+from .verdict import Verdict
 
 if ops.NATIVE:
     from ._C import Pass, Recorder
@@ -109,6 +109,10 @@ def attach(
     )
 
 
+class _Seen(threading.local):
+    last: list[Any] | None = None  # looking from outside at the model of a compiled graph
+
+
 def _unattached() -> Probe:
     probe = attach(nn.Module())
     probe.remove()
@@ -119,20 +123,9 @@ class Probe:
     """The handle of an attachment; see `attach`. Also a context manager that removes itself."""
 
     _on: bool  # False from remove() on
-    _looking: list[Verdict] | None = None  # from outside, at the model of a compiled graph
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         check(model, options)
-        lazy = [n for n, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
-        if lazy:
-            raise ValueError(f"model has uninitialized parameters ({lazy[0]}): run a forward first")
-        if flattened(model):
-            names = [name for name, _ in model.named_parameters()]
-            raise CoverageError(
-                "FullyShardedDataParallel makes one flat parameter of many, whose norms by sample "
-                f"nobody can tell apart: use torch.distributed.fsdp.fully_shard for {names}",
-                names,
-            )
         for name, module in model.named_modules():
             other = _attached[module]() if module in _attached else None
             if other is not None and not other._on:
@@ -169,6 +162,7 @@ class Probe:
         )
         self._joint: list[Pass] | None = None
         self._paused = 0
+        self._seen = _Seen()
         self._sites: list[Site] = []
         self._hooks: Hooks | None = None
         self._listen(model)
@@ -191,16 +185,17 @@ class Probe:
             self._audit.attend()
             for module in modules.values():
                 _attached[module] = weakref.ref(self)
-            self._hooks = Hooks(model)
+            root = root_of(model)
+            self._hooks = Hooks(root)
             self._hooks.add(
-                model.register_forward_pre_hook,
+                root.register_forward_pre_hook,
                 self._enter,
                 self._trace.enter,
                 prepend=True,
                 with_kwargs=True,
             )
             self._hooks.add(
-                model.register_forward_hook,
+                root.register_forward_hook,
                 self._leave,
                 self._trace.leave,
                 always_call=True,
@@ -268,7 +263,7 @@ class Probe:
 
     def _open(self, module: nn.Module, n: int) -> tuple[Pass | None, bool]:
         """A pass of n samples, and whether it is a new one."""
-        if self._looking is None:
+        if self._seen.last is None:
             self._audit.settle()
         parameters = self._parameters.tensors()
         if self._parameters.changed():
@@ -289,38 +284,37 @@ class Probe:
         self._record.note_forward(run)
         return run, True
 
-    def _open_in_graph(self, n: int, call: Call, args: Any, kwargs: Any) -> Pass | None:
+    def _open_in_graph(self, n: int, call: Call, inputs: Sequence[Tensor]) -> Pass | None:
         """The pass of a compiled graph that runs now."""
-        module = self._model()
-        if module is None or not self._on or self._paused:
+        if not self._on or self._paused:
             return None
-        run, new = self._open(module, n)
+        run, new = self._open(root_of(self._model()), n)
         if run is not None:
             if new:
                 self._recorder.enlist(run)
             elif not run.in_graph:
                 run.refuse(-1, MIXED)
             again: Any = weakref.WeakMethod(self._outside)  # the graph must not own the probe
-            run.outside = [*(run.outside or ()), lambda: again()(call, args, kwargs)]
+            run.outside = [*(run.outside or ()), lambda: again()(call, inputs)]
         return run
 
-    def _outside(self, call: Call, args: Any, kwargs: Any) -> Verdict:
+    def _outside(self, call: Call, inputs: Sequence[Tensor]) -> tuple[Verdict, list[Any]]:
         """Call the model as it is without the compiler, for what is to be said of its structure."""
-        module = self._model()
-        assert module is not None
-        joint, self._joint, self._looking = self._joint, None, []
+        module = root_of(self._model())
+        joint, self._joint, self._seen.last = self._joint, None, []
         try:
-            with outside(module, call):
+            with outside(module, call, inputs) as (args, kwargs):
                 module._call_impl(*args, **kwargs)
-            return self._looking[-1]
+            return self._seen.last[-1]
         finally:
-            self._joint, self._looking = joint, None
+            self._joint, self._seen.last = joint, None
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         run = self._recorder.current()
         taint = self._audit.lift.unwatch() if self._recorder.depth() == 1 else None
         key = None if run is None else self._audit.key(run)
-        known = self._looking is None and self._audit.knows(key)
+        seen = self._seen.last
+        known = seen is None and self._audit.knows(key)
         uses = [] if run is None or known else run.uses()
         self._recorder.pop()
         if run is None or out is None or not self._on:
@@ -330,10 +324,11 @@ class Probe:
         outputs = tensors_in(out) if uses and not gathers(module) else []
         if run.in_graph:
             run.refuse(-1, MIXED)
-        elif self._looking is None:
+        elif seen is None:
             self._audit.examine(run, key, uses, outputs, self._sites, taint)
         else:
-            self._looking.append(self._audit.verdict(run.n, uses, outputs, self._sites, taint))
+            verdict = self._audit.verdict(run.n, uses, outputs, self._sites, taint)
+            seen.append((verdict, [(site, sizes) for site, sizes, *_ in uses]))
 
     def _met(self, site: int, given: Tensor) -> None:
         self._audit.lift.met(site, [given])

@@ -9,7 +9,6 @@ it is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,9 @@ from .errors import CoverageError
 from .layout import NOWHERE, SEQUENCE, SHARED, Watched, prove
 from .lift import Lift
 from .rules import Layer
-from .shared import Graph, Plan
+from .shared import Graph
 from .sites import NativeSite
+from .verdict import OTHERWISE, OUTSIDE, Verdict, from_outside
 
 if TYPE_CHECKING:
     from .record import Record
@@ -30,23 +30,7 @@ if TYPE_CHECKING:
     from .table import Parameters
     from .taint import Taint
 
-__all__ = ["Audit", "Verdict"]
-
-
-OUTSIDE = (
-    "what it computes before samples enter, as from a position table, is followed outside of "
-    "graphs: compile it without fullgraph=True"
-)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What holds for a structure."""
-
-    layouts: list[int]  # of each use
-    refusals: list[tuple[int, str]]  # (site, why)
-    plan: Plan | None  # for the uses of layout SHARED
-    complete: bool  # False: another forward must be looked at
+__all__ = ["Audit"]
 
 
 class Audit:
@@ -108,27 +92,12 @@ class Audit:
         """The same for a pass of compiled graphs, at its first gradient: each forward is done once
         more, without the compiler."""
 
-        def prove() -> Verdict:
-            seen = []
-            try:
-                for forward in run.outside:
-                    verdict = forward()
-                    seen.append(verdict if verdict.complete else forward())  # watched in the first
-            except Exception as error:  # no reason to end a training step
-                why = f"a call of the model without the compiler failed: {error}"
-                return Verdict([], [(-1, why)], None, True)
-            return Verdict(
-                [how for verdict in seen for how in verdict.layouts],
-                [refusal for verdict in seen for refusal in verdict.refusals],
-                next((verdict.plan for verdict in seen if verdict.plan), None),
-                all(verdict.complete for verdict in seen),
-            )
-
-        verdict = self._applied(run, self.key(run), prove)
+        verdict = self._applied(run, self.key(run), partial(from_outside, run))
         if verdict.plan is not None:
             run.refuse(-1, OUTSIDE)
-        elif len(run.uses()) != len(run.layouts):
-            run.refuse(-1, "its compiled graph calls other layers than the model does without")
+        elif not verdict.refusals and verdict.sites != [site for site, *_ in run.uses()]:
+            run.refuse(-1, OTHERWISE)
+        self._listen()  # each time: its edges into parameters say nothing of what uses them
 
     def _applied(self, run: Any, key: Any, prove: Callable[[], Verdict]) -> Verdict:
         verdict = self._proven.get(key)
@@ -200,7 +169,7 @@ class Audit:
                 refusals.append((site, f"of shape {list(sizes)}, {reason}; {say}"))
             proven = known and node is not None and not trusted
             layouts.append(int(verdict) if proven else presumed)  # type: ignore[arg-type]
-        return Verdict(layouts, refusals, plan, complete)
+        return Verdict(layouts, refusals, plan, complete, [site for site, *_ in uses])
 
     # Backward
 
@@ -285,7 +254,10 @@ class Audit:
             gradient = gradient.to_dense()
         if recorded is None:
             return not bool(gradient.any())
-        gradient = gradient.reshape(-1).double()
+        gradient = gradient.reshape(-1)
+        if recorded.dtype == gradient.dtype and torch.equal(gradient, recorded):
+            return True
+        gradient = gradient.double()
         difference = float((gradient - recorded.double()).norm())
         # The rounding of a sum is by its terms; a gradient that cancels is all rounding.
         own = torch.finfo(recorded.dtype).eps * float(gradient.norm())

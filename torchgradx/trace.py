@@ -13,11 +13,13 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 
 from . import ops
 from .layout import batch_size
@@ -26,7 +28,7 @@ from .rules import Layer
 if ops.NATIVE:
     from . import _C
 
-__all__ = ["Call", "Trace", "outside"]
+__all__ = ["Call", "Trace", "outside", "root_of"]
 
 # What the compiler is told of a layer: its forward, in plain PyTorch.
 PLAIN: dict[str, Callable[[Layer, Tensor, Tensor, Tensor | None], Tensor]] = {
@@ -58,6 +60,7 @@ class Trace:
         self._options, self._open = options, open_pass
         self._keys: dict[int, tuple[str, str]] = {}  # by module's id: its site's key, and its kind
         self._held: list[Any] = []
+        make_room()
         self._number = str(next(_numbers))  # an integer might become a symbol
         _traces[self._number] = self
 
@@ -82,7 +85,7 @@ class Trace:
         n = batch_size(self._options, args, kwargs)
         tensors: list[Tensor] = []
         how = _described((args, kwargs), tensors)
-        if n is None or how is None:
+        if n is None or how is None or not tensors:
             return NotImplemented
         call = _new_call(how, *_autocast(tensors[0].device.type))
         self.token = torch.ops.torchgradx.trace_begin(tensors, n, self._number, call)
@@ -117,8 +120,7 @@ class Trace:
     # When the graph runs
 
     def begin(self, inputs: Sequence[Tensor], n: int, call: str) -> Any:
-        args, kwargs = _restored(_calls[call].how, inputs)
-        return self._open(n, _calls[call], args, kwargs)
+        return self._open(n, _calls[call], inputs)
 
 
 @dataclass(frozen=True)
@@ -130,16 +132,24 @@ class Call:
     autocast: torch.dtype | None
 
 
+def root_of(model: nn.Module | None) -> nn.Module:
+    """Whose calls are passes: inside of what torch.compile made of a model, the model."""
+    assert model is not None
+    compiled = type(model).__name__ == "OptimizedModule" and "_orig_mod" in model._modules
+    return model._orig_mod if compiled else model  # type: ignore[return-value]
+
+
 # A thread's dispatch keys: where autograd and autocast are at work.
 KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
 @contextlib.contextmanager
-def outside(model: nn.Module, call: Call) -> Iterator[None]:
-    """From within a running graph, call its model as it is without the compiler; its buffers and
-    the random state stay as they are."""
-    held = [(m._buffers, dict(m._buffers)) for m in model.modules()]
+def outside(model: nn.Module, call: Call, inputs: Sequence[Tensor]) -> Iterator[Any]:
+    """From within a running graph, call its model, with these arguments, as it is without the
+    compiler. Its attributes, its buffers, its arguments and the random state stay as they are."""
+    held = [(table, dict(table)) for m in model.modules() for table in (m.__dict__, m._buffers)]
     values = [(b, b.clone()) for b in model.buffers()]
+    copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     try:
         with (
@@ -149,10 +159,11 @@ def outside(model: nn.Module, call: Call) -> Iterator[None]:
             torch.autocast(call.device, call.autocast, enabled=call.autocast is not None),
             torch.enable_grad(),
         ):
-            yield
+            yield _restored(call.how, copies)
     finally:
-        for buffers, before in held:
-            buffers.update(before)
+        for table, before in held:
+            table.clear()
+            table.update(before)
         for b, value in values:
             if not torch.equal(b, value):
                 b.copy_(value)
@@ -162,6 +173,19 @@ _numbers = itertools.count(1)
 _traces: weakref.WeakValueDictionary[str, Trace] = weakref.WeakValueDictionary()
 _layers: weakref.WeakValueDictionary[str, Layer] = weakref.WeakValueDictionary()
 _calls: dict[str, Call] = {}
+_codes: dict[int, weakref.ref[CodeType]] = {}  # compiled with a layer of ours inside
+
+
+def make_room() -> None:
+    """The compiler refuses code that it has compiled eight times, also for models that are gone:
+    code near it is forgotten, and compiled again where it is called."""
+    for key, ref in list(_codes.items()):
+        code = ref()
+        if code is None:
+            del _codes[key]
+        elif len(eval_frame._debug_get_cache_entry_list(code)) >= 4:
+            eval_frame.reset_code(code)
+            del _codes[key]
 
 
 def _described(value: Any, tensors: list[Tensor]) -> Any:
@@ -176,10 +200,10 @@ def _described(value: Any, tensors: list[Tensor]) -> Any:
             torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
         )
         return "number", len(tensors) - 1
-    if isinstance(value, (tuple, list)):
+    if type(value) in (tuple, list):
         parts = [_described(v, tensors) for v in value]
         return None if None in parts else (type(value).__name__, tuple(parts))
-    if isinstance(value, dict):
+    if type(value) is dict:
         parts = [_described(v, tensors) for v in value.values()]
         return None if None in parts else ("dict", tuple(zip(value.keys(), parts, strict=True)))
     return None
@@ -227,6 +251,7 @@ def _new_use(site: str) -> str:
     tx = InstructionTranslator.current_tx()
     for name in [name for name, v in tx.f_locals.items() if isinstance(v, nn.Module)]:
         install_guard(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
+    _codes[id(tx.f_code)] = weakref.ref(tx.f_code)
     return f"{site}/{next(_numbers)}"
 
 
