@@ -52,13 +52,13 @@ def check(model: Any, options: dict[str, Any]) -> None:
     for pattern, how in (options["layout"] or {}).items():
         if how not in ("batch", "sequence"):
             raise ValueError(f'layout[{pattern!r}] must be "batch" or "sequence"; got {how!r}')
-        lazy = [n for n, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
-        if lazy:
-            raise ValueError(f"model has uninitialized parameters ({lazy[0]}): run a forward first")
-        if flattened(model):
-            names = [name for name, _ in model.named_parameters()]
-            raise CoverageError(
-                "FullyShardedDataParallel makes one flat parameter of many, whose norms by sample "
-                f"nobody can tell apart: use torch.distributed.fsdp.fully_shard for {names}",
-                names,
-            )
+    lazy = [n for n, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        raise ValueError(f"model has uninitialized parameters ({lazy[0]}): run a forward first")
+    if flattened(model):
+        names = [name for name, _ in model.named_parameters()]
+        raise CoverageError(
+            "FullyShardedDataParallel makes one flat parameter of many, whose norms by sample "
+            f"nobody can tell apart: use torch.distributed.fsdp.fully_shard for {names}",
+            names,
+        )
