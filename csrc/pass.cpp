@@ -278,7 +278,8 @@ void Pass::audit_edges(const Node* at) {
   const auto* reached = get_current_graph_task_nodes_in_graph();
   if (!reached) return;
   std::vector<const Node*> nodes(reached->begin(), reached->end());
-  for (const Node* root : roots_beside(*reached)) nodes.push_back(root);
+  for (const Node* root : roots_beside(*reached))
+    if (std::find(nodes.begin(), nodes.end(), root) == nodes.end()) nodes.push_back(root);
   if (at && std::find(nodes.begin(), nodes.end(), at) == nodes.end()) nodes.push_back(at);
   std::vector<std::shared_ptr<Pass>> passes;
   for (const auto& weak : recorder->alive)

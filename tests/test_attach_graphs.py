@@ -253,3 +253,24 @@ def test_lengths_that_vary_under_a_mask_are_exact(options):
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
     model = Model(forward, e=layer, o=nn.Linear(4, 2))
     check(model, square, torch.randn(N, 5, 4), mask, **options)
+
+
+def test_a_backward_that_begins_in_several_places():
+    """In the outputs themselves, one of which is reached from the other, and comes twice."""
+
+    def forward(m, x):
+        h = m.a(x)
+        return m.b(h), h
+
+    def both(model, x):
+        y, h = model(x)
+        return (y.square().flatten(1).sum(1) + 2 * h.square().flatten(1).sum(1)).mean()
+
+    model = Model(forward, a=nn.Linear(3, 4, bias=False), b=nn.Linear(4, 2)).double()
+    x = torch.randn(5, 3).double()
+    want = loop(model, both, x)
+    with torchgradx.attach(model) as probe:
+        for _ in range(2):
+            y, h = model(x)
+            torch.autograd.backward([y, h, h], [2 * t.detach() / 5 for t in (y, h, h)])
+            close_named(probe.norms(per="parameter"), want)
