@@ -7,6 +7,7 @@ that a machine without a GPU may lack, and no particular one of the installed to
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -102,6 +103,9 @@ def extension(home: Path, torch: Any, cxx: list[str]) -> Any:
     cpp_extension.CUDA_HOME = str(home)
     built = architectures(torch)
     os.environ["TORCH_CUDA_ARCH_LIST"] = built  # where torch looks; with no GPU it has no default
+    # Beside a CPU torch nothing tells ninja which headers a .cu includes: a change is a new flag.
+    headers = sorted([*Path("csrc").glob("*.h"), *Path("csrc/cuda").glob("*.*h")])
+    digest = hashlib.sha256(b"".join(header.read_bytes() for header in headers)).hexdigest()
     host = [flag for flag in cxx if flag.startswith(("-fvisibility", "-ffile-prefix-map"))]
     return cpp_extension.CppExtension(
         "torchgradx._cuda",
@@ -111,7 +115,11 @@ def extension(home: Path, torch: Any, cxx: list[str]) -> Any:
         libraries=["cudart_static", "dl", "rt", "pthread"],
         extra_compile_args={
             "cxx": [*cxx, f'-DTORCHGRADX_CUDA_ARCHITECTURES="{built}"'],
-            "nvcc": ["-O3", *(f"-Xcompiler={flag}" for flag in host)],
+            "nvcc": [
+                "-O3",
+                f"-DHEADERS={digest[:16]}",
+                *(f"-Xcompiler={flag}" for flag in host),
+            ],
         },
         # Its own copy of the runtime, whatever another library of the process exports.
         extra_link_args=["-Wl,--exclude-libs,ALL"],
