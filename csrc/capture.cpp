@@ -51,6 +51,14 @@ struct Tap : torch::autograd::FunctionPreHook {
   }
 };
 
+std::vector<Slot> slots_of(const Site& site, bool wants_weight, const Tensor& weight, bool wants_bias,
+                           const std::optional<Tensor>& bias) {
+  std::vector<Slot> slots;
+  if (wants_weight) slots.emplace_back(site.weight, weight);
+  if (wants_bias) slots.emplace_back(site.bias, *bias);
+  return slots;
+}
+
 }  // namespace
 
 c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
@@ -58,11 +66,9 @@ c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, const Tenso
   const bool transformed = c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
   std::shared_ptr<Pass> pass = transformed ? nullptr : site->recorder->current();
   if (!pass) return {};
-  std::vector<Slot> slots;
   const bool wants_weight = site->weight >= 0 && weight.requires_grad();
   const bool wants_bias = site->bias >= 0 && bias.has_value() && bias->requires_grad();
-  if (wants_weight) slots.emplace_back(site->weight, weight);
-  if (wants_bias) slots.emplace_back(site->bias, *bias);
+  const auto slots = slots_of(*site, wants_weight, weight, wants_bias, bias);
   if (slots.empty()) return {};
   // Where operations are watched (torchgradx/taint.py), or a selective checkpoint takes them down.
   if (c10::impl::TorchDispatchModeTLS::any_modes_set() && site->recorder->depth() > 0) {
@@ -80,9 +86,7 @@ c10::intrusive_ptr<Use> use_in_graph(const std::shared_ptr<Site>& site, const st
     return std::find(pass->trainable.begin(), pass->trainable.end(), parameter) != pass->trainable.end();
   };
   const bool wants_weight = trained(site->weight), wants_bias = bias.has_value() && trained(site->bias);
-  std::vector<Slot> slots;
-  if (wants_weight) slots.emplace_back(site->weight, weight);
-  if (wants_bias) slots.emplace_back(site->bias, *bias);
+  const auto slots = slots_of(*site, wants_weight, weight, wants_bias, bias);
   if (slots.empty()) return {};
   const at::AutoGradMode enable(true);
   const int64_t index = pass->call(site->index, slots, input.sizes());

@@ -39,6 +39,13 @@ def seeded():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def nothing_compiled():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 class Same(torch.autograd.Function):
     """A user's own: nothing sees through it."""
 

@@ -10,6 +10,7 @@ from attach_oracle import (
     close_named,
     loop,
     mlp,
+    nothing_compiled,  # noqa: F401
     same_gradients,
     seeded,  # noqa: F401
     square,
@@ -32,11 +33,7 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def samples(shape, n):

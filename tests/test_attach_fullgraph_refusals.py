@@ -11,6 +11,7 @@ from attach_oracle import (
     close_named,
     loop,
     mlp,
+    nothing_compiled,  # noqa: F401
     penalised,
     same_gradients,
     seeded,  # noqa: F401
@@ -24,13 +25,11 @@ from fullgraph_models import (
     held_against_a_loop,
     rows,
 )
-from test_attach_compile import nothing_compiled  # noqa: F401
 from torch import nn
 
 import torchgradx
 
-if not torchgradx.ops.NATIVE:
-    pytest.skip("a graph is whole with the extension only", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 # Refusals

@@ -91,7 +91,6 @@ class Audit:
     def look(self, run: Any) -> None:
         """The same for a pass of compiled graphs, at its first gradient: each forward is done once
         more, without the compiler."""
-
         verdict = self._applied(run, self.key(run), partial(from_outside, run))
         if verdict.plan is not None:
             run.refuse(-1, OUTSIDE)

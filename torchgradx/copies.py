@@ -39,16 +39,16 @@ class Hook:
         self, function: Callable[..., Any], traced: Callable[..., Any] | None = None
     ) -> None:
         self.function, self.traced = function, traced
-        # The compiler bounds how often it compiles one code: let each hook have its own.
-        code = Hook._inside.__code__.replace()
-        self._called = FunctionType(code, globals()) if traced else Hook._outside
+        self._called: Callable[..., Any] = Hook._outside
+        if traced:  # the compiler bounds how often it compiles one code: a code for each hook
+            self._called = FunctionType(Hook._inside.__code__.replace(), globals())
 
     def __call__(self, *args: Any) -> Any:
         return self._called(self, *args)
 
     def _inside(self, *args: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() and self.traced is not None:
-            result = self.traced(*args)
+        if torch.compiler.is_dynamo_compiling():
+            result = self.traced(*args)  # type: ignore[misc]
             if result is not NotImplemented:
                 return result
         return self._outside(*args)
@@ -63,6 +63,7 @@ class Hook:
 
 
 untraced(Hook.__call__, below=False)
+
 # torch.compile breaks its graph here, and under fullgraph=True shows the reason.
 for _name, _value in {
     "_torchdynamo_disable": True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class NativeSite:
             module.__class__ = kind
         elif swaps:
             forward_of = _forward_of if self._rule.argument == "input" else _forward_of_x
-            kind, sites = context.swapped(self._stock, forward_of(context.trace))
+            kind, sites = context.swapped(self._stock, partial(forward_of, context.trace))
             sites[id(module)] = site
             module.__class__ = kind
         else:
@@ -148,28 +149,22 @@ def core(
     )
 
 
-def _forward_of(trace: Trace) -> Callable[..., Any]:
-    def forward_of(stock: Any, sites: dict[int, Any]) -> Callable[..., Any]:
-        @untraced
-        def forward(self: Any, input: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling() and trace.token is not None:
-                return trace.layer(self, input, stock.forward(self, input))
-            site = sites.get(id(self))
-            if site is None:
-                return stock.forward(self, input)
-            return _C.call(site, input, self.weight, getattr(self, "bias", None))
+def _forward_of(trace: Trace, stock: Any, sites: dict[int, Any]) -> Callable[..., Any]:
+    @untraced
+    def forward(self: Any, input: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() and trace.token is not None:
+            return trace.layer(self, input, stock.forward(self, input))
+        site = sites.get(id(self))
+        if site is None:
+            return stock.forward(self, input)
+        return _C.call(site, input, self.weight, getattr(self, "bias", None))
 
-        return forward
-
-    return forward_of
+    return forward
 
 
-def _forward_of_x(trace: Trace) -> Callable[..., Any]:
-    def forward_of(stock: Any, sites: dict[int, Any]) -> Callable[..., Any]:
-        forward = _forward_of(trace)(stock, sites)
-        return lambda self, x: forward(self, x)
-
-    return forward_of
+def _forward_of_x(trace: Trace, stock: Any, sites: dict[int, Any]) -> Callable[..., Any]:
+    forward = _forward_of(trace, stock, sites)
+    return lambda self, x: forward(self, x)
 
 
 def _tap(site: Any, rule: Rule) -> Callable[..., None]:

@@ -60,7 +60,8 @@ class Trace:
         self._options, self._open = options, open_pass
         self._keys: dict[int, tuple[str, str]] = {}  # by module's id: its site's key, and its kind
         self._held: list[Any] = []
-        make_room()
+        self.calls: dict[str, Call] = {}  # of the root, while it was traced
+        _make_room()
         self._number = str(next(_numbers))  # an integer might become a symbol
         _traces[self._number] = self
 
@@ -77,7 +78,7 @@ class Trace:
     # In a trace. NotImplemented: what is done outside of graphs is to be done, at a break.
 
     def enter(self, module: Any, args: Any, kwargs: Any) -> Any:
-        if not self.able or breaks_allowed():
+        if not self.able or _breaks_allowed():
             return NotImplemented
         if not self.on or not torch.is_grad_enabled():
             self.token = False
@@ -87,7 +88,7 @@ class Trace:
         how = _described((args, kwargs), tensors)
         if n is None or how is None or not tensors:
             return NotImplemented
-        call = _new_call(how, *_autocast(tensors[0].device.type))
+        call = _new_call(self._number, how, *_autocast(tensors[0].device.type))
         self.token = torch.ops.torchgradx.trace_begin(tensors, n, self._number, call)
         return None
 
@@ -120,7 +121,7 @@ class Trace:
     # When the graph runs
 
     def begin(self, inputs: Sequence[Tensor], n: int, call: str) -> Any:
-        return self._open(n, _calls[call], inputs)
+        return self._open(n, self.calls[call], inputs)
 
 
 @dataclass(frozen=True)
@@ -172,11 +173,10 @@ def outside(model: nn.Module, call: Call, inputs: Sequence[Tensor]) -> Iterator[
 _numbers = itertools.count(1)
 _traces: weakref.WeakValueDictionary[str, Trace] = weakref.WeakValueDictionary()
 _layers: weakref.WeakValueDictionary[str, Layer] = weakref.WeakValueDictionary()
-_calls: dict[str, Call] = {}
 _codes: dict[int, weakref.ref[CodeType]] = {}  # compiled with a layer of ours inside
 
 
-def make_room() -> None:
+def _make_room() -> None:
     """The compiler refuses code that it has compiled eight times, also for models that are gone:
     code near it is forgotten, and compiled again where it is called."""
     for key, ref in list(_codes.items()):
@@ -223,7 +223,7 @@ def _restored(how: Any, tensors: Sequence[Tensor]) -> Any:
     return tuple(parts) if kind == "tuple" else parts
 
 
-def breaks_allowed() -> bool:
+def _breaks_allowed() -> bool:
     """Whether the graph being traced may break."""
     from torch._dynamo.symbolic_convert import InstructionTranslator  # slow to import
 
@@ -236,9 +236,9 @@ def _autocast(device: str) -> tuple[str, torch.dtype | None]:
     return device, torch.get_autocast_dtype(device) if on else None
 
 
-def _new_call(how: Any, device: str, autocast: torch.dtype | None) -> str:
+def _new_call(probe: str, how: Any, device: str, autocast: torch.dtype | None) -> str:
     number = str(next(_numbers))
-    _calls[number] = Call(how, device, autocast)
+    _traces[probe].calls[number] = Call(how, device, autocast)
     return number
 
 
@@ -255,7 +255,7 @@ def _new_use(site: str) -> str:
     return f"{site}/{next(_numbers)}"
 
 
-for _function in (breaks_allowed, _new_call, _new_use):  # run while tracing, for their results
+for _function in (_breaks_allowed, _new_call, _new_use):  # run while tracing, for their results
     setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
 
 
