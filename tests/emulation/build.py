@@ -6,6 +6,7 @@ went into them (build/emulation), so that a second run compiles nothing.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -79,11 +80,14 @@ def made(name: str, key: str, command: list[str]) -> Path:
     """The file that `command -o file` makes, from the cache where it has been made before."""
     digest = hashlib.sha256(f"{compiler_version()}{key}".encode()).hexdigest()[:20]
     path = CACHE / f"{digest}-{name}"
-    if not path.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        _run([*command, "-o", str(partial)])
-        partial.replace(path)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    # One process makes it: a second copy would replace what the first has mapped already.
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            partial = path.with_suffix(f".{os.getpid()}")
+            _run([*command, "-o", str(partial)])
+            partial.replace(path)
     return path
 
 
