@@ -1,0 +1,217 @@
+"""NoiseScale against closed forms, and against all gradients of single samples."""
+
+import itertools
+
+import pytest
+import torch
+from attach_oracle import Model, mlp, seeded, square  # noqa: F401
+from torch import nn
+
+import torchgradx
+from torchgradx import NoiseScale
+
+POINTS = torch.tensor([[1.0, 0, 2], [-1, 3, 0], [2, 2, 2], [0, -1, 5]], dtype=torch.float64)
+AT = torch.tensor([0.5, -0.5, 1.0], dtype=torch.float64)
+
+
+def quadratic():
+    """Of loss |w - x|^2 / 2, so that a sample's gradient is w - x, exactly."""
+    return Model(lambda m, x: x - m.w, w=AT.clone())
+
+
+def half_square(model, x):
+    return model(x).square().sum(1).mean() / 2
+
+
+def step(model, probe, noise, *batches, loss=half_square):
+    model.zero_grad()
+    for batch in batches:
+        (loss(model, batch) / len(batches)).backward()
+    noise.update(probe)
+
+
+# ---- One step ------------------------------------------------------------------------------------
+def test_a_step_on_a_quadratic_is_the_sample_covariance():
+    model, noise = quadratic(), NoiseScale(decay=0.0)
+    with torchgradx.attach(model) as probe:
+        step(model, probe, noise, POINTS)
+    trace = POINTS.var(0).sum().item()
+    signal = (AT - POINTS.mean(0)).square().sum().item() - trace / len(POINTS)
+    assert noise.trace == pytest.approx(trace, rel=1e-12)
+    assert noise.sq_grad_norm == pytest.approx(signal, rel=1e-12)
+    assert noise.noise_scale == pytest.approx(trace / signal, rel=1e-12)
+    assert noise.critical_batch_size == noise.noise_scale
+    assert noise.efficiency(8) == pytest.approx(8 / (8 + trace / signal))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_mean_over_all_batches_is_what_they_are_drawn_from(size):
+    """All len(POINTS)**size batches drawn with replacement: unbiased means equal, not near."""
+    model = quadratic()
+    traces, signals = [], []
+    with torchgradx.attach(model) as probe:
+        for drawn in itertools.product(range(len(POINTS)), repeat=size):
+            noise = NoiseScale(decay=0.0)
+            step(model, probe, noise, POINTS[list(drawn)])
+            traces.append(noise.trace)
+            signals.append(noise.sq_grad_norm)
+    trace = POINTS.var(0, correction=0).sum().item()
+    assert sum(traces) / len(traces) == pytest.approx(trace, rel=1e-12)
+    signal = (AT - POINTS.mean(0)).square().sum().item()
+    assert sum(signals) / len(signals) == pytest.approx(signal, rel=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (4, 3, 1)])
+def test_accumulated_batches_of_unequal_weight_are_unbiased(sizes):
+    """Weights 1 / (steps * size): the mean over all ways to draw the samples is exact again."""
+    model, points = quadratic(), POINTS[:2, :2] * 3
+    model.w.data = AT[:2].clone()
+    traces, signals = [], []
+    with torchgradx.attach(model, loss_scale=1 / len(sizes)) as probe:
+        for drawn in itertools.product(range(2), repeat=sum(sizes)):
+            noise = NoiseScale(decay=0.0)
+            step(model, probe, noise, *points[list(drawn)].split(sizes))
+            traces.append(noise.trace)
+            signals.append(noise.sq_grad_norm)
+    trace = points.var(0, correction=0).sum().item()
+    assert sum(traces) / len(traces) == pytest.approx(trace, rel=1e-12)
+    signal = (AT[:2] - points.mean(0)).square().sum().item()
+    assert sum(signals) / len(signals) == pytest.approx(signal, rel=1e-12)
+
+
+def single_gradients(model, x):
+    """{parameter: [N, its size]}"""
+    rows = []
+    for n in range(len(x)):
+        model.zero_grad()
+        square(model, x[n : n + 1]).backward()
+        rows.append([p.grad.flatten().clone() for p in model.parameters()])
+    names = [name for name, _ in model.named_parameters()]
+    return {k: torch.stack(v) for k, v in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+@pytest.mark.parametrize("per", ["model", "module", "parameter"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_each_part_of_a_network_equals_a_loop(per, reduction):
+    model, x = mlp().double(), torch.randn(6, 3, dtype=torch.float64)
+    gradients = single_gradients(model, x)
+    parts = {}
+    for name, rows in gradients.items():
+        key = {"model": "", "module": name.rpartition(".")[0]}.get(per, name)
+        parts.setdefault(key, []).append(rows)
+    traces = {k: torch.cat(v, 1).var(0).sum().item() for k, v in parts.items()}
+    means = {k: torch.cat(v, 1).mean(0).square().sum().item() for k, v in parts.items()}
+    noise = NoiseScale(per=per, decay=0.9)
+
+    def loss(model, x):
+        return square(model, x) * (len(x) if reduction == "sum" else 1)
+
+    with torchgradx.attach(model, loss_reduction=reduction) as probe:
+        step(model, probe, noise, x, loss=loss)
+    held = (noise.trace, noise.sq_grad_norm, noise.noise_scale)
+    if per == "model":
+        held = tuple({"": value} for value in held)
+    for key, trace in traces.items():
+        signal = means[key] - trace / len(x)
+        assert held[0][key] == pytest.approx(trace, rel=1e-9)
+        assert held[1][key] == pytest.approx(signal, rel=1e-9, abs=1e-12)
+        want = trace / signal if signal > 0 else float("inf")
+        assert held[2][key] == pytest.approx(want, rel=1e-6)
+
+
+def test_a_grad_scaler_changes_nothing():
+    model, noise = quadratic(), NoiseScale(decay=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    with torchgradx.attach(model, loss_scale=scaler) as probe:
+        scaler.scale(half_square(model, POINTS)).backward()
+        noise.update(probe)
+        scaler.unscale_(torch.optim.SGD(model.parameters()))
+        with pytest.raises(RuntimeError, match="before scaler.unscale_"):
+            noise.update(probe)
+    # .grad and norms are both 64 times too large by the same weights
+    assert noise.trace == pytest.approx(POINTS.var(0).sum().item(), rel=1e-12)
+
+
+# ---- Averages ------------------------------------------------------------------------------------
+def test_numerator_and_denominator_are_averaged_apart_and_corrected():
+    model, noise, decay = quadratic(), NoiseScale(decay=0.75), 0.75
+    batches = torch.randn(5, 4, 3, dtype=torch.float64) + 3
+    with torchgradx.attach(model) as probe:
+        for batch in batches:
+            step(model, probe, noise, batch)
+    weights = [decay ** (len(batches) - 1 - k) for k in range(len(batches))]
+    each = [batch.var(0).sum().item() for batch in batches]
+    mean = [(AT - b.mean(0)).square().sum().item() - t / 4 for b, t in zip(batches, each)]
+    trace = sum(w * t for w, t in zip(weights, each)) / sum(weights)
+    signal = sum(w * s for w, s in zip(weights, mean)) / sum(weights)
+    assert noise.trace == pytest.approx(trace, rel=1e-12)
+    assert noise.noise_scale == pytest.approx(trace / signal, rel=1e-12)
+    assert noise.steps == 5
+
+
+def test_a_state_goes_on_as_if_nothing_had_happened():
+    model, one, two = quadratic(), NoiseScale(decay=0.5), NoiseScale()
+    batches = torch.randn(4, 3, 3, dtype=torch.float64)
+    with torchgradx.attach(model) as probe:
+        for k, batch in enumerate(batches):
+            step(model, probe, one, batch)
+            if k > 1:
+                step(model, probe, two, batch)
+            if k == 1:
+                two.load_state_dict(one.state_dict())
+    assert two.state_dict() == one.state_dict()
+    assert two.noise_scale == one.noise_scale
+    with pytest.raises(ValueError, match="per='model'"):
+        NoiseScale(per="module").load_state_dict(one.state_dict())
+
+
+def test_steps_that_say_nothing_are_skipped_and_counted():
+    model, noise = quadratic(), NoiseScale()
+    assert noise.noise_scale != noise.noise_scale, "NaN before the first step"
+    with torchgradx.attach(model) as probe:
+        step(model, probe, noise, POINTS[:1])
+        step(model, probe, noise, POINTS * float("inf"))
+        assert (noise.steps, noise.skipped) == (0, 2)
+        step(model, probe, noise, POINTS)
+    assert (noise.steps, noise.skipped) == (1, 2)
+
+
+def test_where_no_gradient_is_seen_the_noise_scale_is_infinite():
+    model, noise = quadratic(), NoiseScale(decay=0.0)
+    model.w.data = POINTS.mean(0)
+    with torchgradx.attach(model) as probe:
+        step(model, probe, noise, POINTS)
+    assert noise.sq_grad_norm < 0
+    assert noise.noise_scale == float("inf")
+    assert noise.efficiency(100) == 0
+
+
+# ---- Refusals ------------------------------------------------------------------------------------
+def test_a_grad_that_holds_more_than_the_record_is_refused():
+    model, noise = quadratic(), NoiseScale()
+    with torchgradx.attach(model) as probe:
+        for k in range(3):
+            half_square(model, POINTS).backward()  # never zeroed
+            if k == 0:
+                noise.update(probe)
+                continue
+            with pytest.raises(RuntimeError, match="zero it at every step"):
+                noise.update(probe)
+
+
+def test_without_grad_it_says_where_to_call_it():
+    model = nn.Linear(3, 2)
+    for options, zeroed in (({"weight_grad": False}, False), ({}, True)):
+        with torchgradx.attach(model, **options) as probe:
+            square(model, torch.randn(4, 3)).backward()
+            if zeroed:
+                model.zero_grad()
+            with pytest.raises(RuntimeError, match=r"between backward\(\) and zero_grad"):
+                NoiseScale().update(probe)
+
+
+def test_arguments_are_refused_by_name():
+    with pytest.raises(ValueError, match="per must be"):
+        NoiseScale(per="layer")
+    with pytest.raises(ValueError, match="decay must be"):
+        NoiseScale(decay=1.0)

@@ -1,0 +1,174 @@
+"""Jobs in two gloo processes on the CPU, held against one process. Run by test_jobs_distributed.py,
+once for all."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from two_processes import outcomes_of
+
+import torchgradx
+
+N, C = 13, 3
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, C)).double()
+
+
+class Pool(TensorDataset):
+    fails, reads = None, 0
+
+    def __getitem__(self, index):
+        if index == self.fails:
+            raise OSError(f"sample {index} cannot be read")
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+def pool(n=N):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(n, 5, generator=generator, dtype=torch.float64)
+    return Pool(x, torch.randint(0, C, (n,), generator=generator))
+
+
+def score(model, loader, **options):
+    return torchgradx.score(model, F.cross_entropy, loader, progress=False, **options)
+
+
+def same(got, want):
+    np.testing.assert_allclose(got, want, rtol=1e-9)
+
+
+# ---- score ---------------------------------------------------------------------------------------
+def a_shard_each(n, sampled, folder):
+    data = pool(n)
+    sampler = DistributedSampler(data, shuffle=True) if sampled else None
+    loader = DataLoader(data, 4, sampler=sampler)
+    got = score(net(), loader)
+    assert data.reads == len(range(dist.get_rank(), n, 2)), "its shard, and no padding"
+    same(got, score(net(), loader, distributed=False))
+
+
+def parts_under_ddp(folder):
+    model = net()
+    got = score(DistributedDataParallel(model), DataLoader(pool(), 2), per="parameter")
+    want = score(net(), DataLoader(pool(), 2), per="parameter", distributed=False)
+    assert list(got) == [f"module.{name}" for name in want]
+    for name, column in want.items():
+        same(got[f"module.{name}"], column)
+    modules = score(DistributedDataParallel(model), DataLoader(pool(), 2), per="module")
+    assert list(modules) == ["module.0", "module.2"]
+
+
+def a_sharded_model(n, folder):
+    model = net()
+    fully_shard(model[0])
+    fully_shard(model)
+    got = score(model, DataLoader(pool(n), 2))
+    same(got, score(net(), DataLoader(pool(n), 2), distributed=False))
+
+
+def chosen_samples_of_several_models(folder):
+    models = [net(0), net(1)]
+    chosen = [1, 3, 5, 6]  # rank 1 has three of them
+    got = score(models, DataLoader(pool(), 4), indices=chosen)
+    whole = score(models, DataLoader(pool(), 4), distributed=False)
+    assert np.flatnonzero(~np.isnan(got)).tolist() == chosen
+    same(got[chosen], whole[chosen])
+
+
+def interrupted_and_resumed(folder):
+    out, data = folder / "scores.npz", pool()
+    data.fails = 4  # rank 0 meets it, in its second batch
+    with pytest.raises(OSError if dist.get_rank() == 0 else RuntimeError):
+        score(net(), DataLoader(data, 2), out=out)
+    dist.barrier()
+    assert sorted(os.listdir(folder)) == [f"scores.npz.rank{r}.partial" for r in range(2)]
+    data = pool()
+    got = score(net(), DataLoader(data, 2), out=out)
+    looked_at = len(np.unique(np.linspace(0, N - 1, 8, dtype=int)))
+    assert data.reads - looked_at == (5 if dist.get_rank() == 0 else 0)
+    same(got, score(net(), DataLoader(pool(), 2), distributed=False))
+    dist.barrier()
+    assert os.listdir(folder) == ["scores.npz"]
+    same(np.load(out)["norm"], got)
+
+
+# ---- NoiseScale ----------------------------------------------------------------------------------
+def noise(wrap, per, folder, sizes=((6, 7), (4, 2))):
+    """Of unequal batches on two ranks: that of one process which weights them as DDP does."""
+    single, model = net(), net()
+    wrapped = wrap(model) or model
+    data = pool(sum(map(sum, sizes)))
+    x, y = data.tensors
+    starts = np.cumsum([0, *sizes[0], *sizes[1]])
+    parts = [slice(*pair) for pair in zip(starts, starts[1:], strict=False)]
+    mine = [parts[dist.get_rank()], parts[2 + dist.get_rank()]]
+    here = torchgradx.NoiseScale(per=per, decay=0.5)
+    there = torchgradx.NoiseScale(per=per, decay=0.5, distributed=False)
+    with (
+        torchgradx.attach(model, loss_scale=1 / 2) as probe,
+        torchgradx.attach(single, loss_scale=1 / 4) as other,
+    ):
+        for _ in range(2):
+            wrapped.zero_grad()
+            single.zero_grad()
+            for part in mine:
+                (F.cross_entropy(wrapped(x[part]), y[part]) / 2).backward()
+            for part in parts:
+                (F.cross_entropy(single(x[part]), y[part]) / 4).backward()
+            here.update(probe)
+            there.update(other)
+    got, want = here.state_dict(), there.state_dict()
+    assert got["steps"] == want["steps"] == 2
+    assert list(got["averages"]) == list(want["averages"])
+    for name, pair in want["averages"].items():
+        np.testing.assert_allclose(got["averages"][name], pair, rtol=1e-8, atol=1e-12)
+
+
+def sharded(model):
+    fully_shard(model[0])
+    fully_shard(model)
+
+
+SCENARIOS = {
+    "score, shards of unequal size": partial(a_shard_each, N, False),
+    "score, a DistributedSampler": partial(a_shard_each, N, True),
+    "score, fewer samples than ranks": partial(a_shard_each, 1, False),
+    "score, under DDP": parts_under_ddp,
+    "score, FSDP": partial(a_sharded_model, 13),
+    "score, FSDP, one batch more on a rank": partial(a_sharded_model, 9),
+    "score, FSDP, fewer samples than ranks": partial(a_sharded_model, 1),
+    "score, chosen samples of several models": chosen_samples_of_several_models,
+    "score, interrupted and resumed": interrupted_and_resumed,
+    "noise scale, DDP": partial(noise, DistributedDataParallel, "model"),
+    "noise scale, DDP, by parameter": partial(noise, DistributedDataParallel, "parameter"),
+    "noise scale, FSDP": partial(noise, sharded, "module"),
+}
+
+
+def _table(rank, folder):
+    return {
+        name: partial(scenario, _made(Path(folder) / f"of {k}"))
+        for k, (name, scenario) in enumerate(SCENARIOS.items())
+    }
+
+
+def _made(folder):
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def outcomes(folder):
+    return outcomes_of(_table, folder)
