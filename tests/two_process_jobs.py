@@ -1,6 +1,7 @@
 """Jobs in two gloo processes on the CPU, held against one process. Run by test_jobs_distributed.py,
 once for all."""
 
+import itertools
 import os
 from functools import partial
 from pathlib import Path
@@ -113,7 +114,7 @@ def noise(wrap, per, folder, sizes=((6, 7), (4, 2))):
     data = pool(sum(map(sum, sizes)))
     x, y = data.tensors
     starts = np.cumsum([0, *sizes[0], *sizes[1]])
-    parts = [slice(*pair) for pair in zip(starts, starts[1:], strict=False)]
+    parts = [slice(*pair) for pair in itertools.pairwise(starts)]
     mine = [parts[dist.get_rank()], parts[2 + dist.get_rank()]]
     here = torchgradx.NoiseScale(per=per, decay=0.5)
     there = torchgradx.NoiseScale(per=per, decay=0.5, distributed=False)

@@ -4,6 +4,7 @@ against the loop over them. Run by test_attach_distributed.py, once for all."""
 import collections
 import contextlib
 import datetime
+import functools
 import os
 import traceback
 import warnings
@@ -275,17 +276,25 @@ def scenarios(rank):
     return table
 
 
-def _work(rank, folder):
+def _table(rank, folder):
+    return {name: _bound(*entry) for name, entry in scenarios(rank).items()}
+
+
+def _bound(run, *arguments):
+    how = arguments[-1] if run is steps else {}
+    return functools.partial(run, *(arguments[:-1] if run is steps else arguments), **how)
+
+
+def _work(rank, table, folder):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=20)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=limit)
     outcomes = {}
-    for name, (run, *arguments) in scenarios(rank).items():
-        how = arguments.pop() if run is steps else {}
+    for name, run in table(rank, folder).items():
         try:
-            run(*arguments, **how)
+            run()
             outcomes[name] = ""
         except Exception:
             outcomes[name] = traceback.format_exc()
@@ -295,10 +304,15 @@ def _work(rank, folder):
 
 
 def outcomes(folder):
-    """For each rank {scenario: what went wrong, "" where nothing did}; and how the two ended."""
+    return outcomes_of(_table, folder)
+
+
+def outcomes_of(table, folder):
+    """Of table(rank, folder) -> {scenario: call}, made anew in each process: for each rank
+    {scenario: what went wrong, "" where nothing did}; and how the two ended."""
     ended = ""
     try:
-        mp.spawn(_work, (str(folder),), nprocs=2)
+        mp.spawn(_work, (table, str(folder)), nprocs=2)
     except Exception as error:  # a rank that died, or that waited in vain for the other
         ended = str(error)
     return [torch.load(f"{folder}/{rank}") for rank in range(2)], ended

@@ -5,6 +5,16 @@ from importlib.metadata import version as _version
 from . import ops
 from .attach import Probe, attach
 from .errors import CoverageError, VerificationError
+from .jobs import (
+    ImportanceSampler,
+    IndexedDataset,
+    NoiseScale,
+    Outlier,
+    OutlierWatch,
+    ResumeError,
+    save_scores,
+    score,
+)
 from .scoring import grad_norms
 from .verify import Report, verify
 
@@ -12,11 +22,19 @@ __version__ = _version("torchgradx")
 
 __all__ = [
     "CoverageError",
+    "ImportanceSampler",
+    "IndexedDataset",
+    "NoiseScale",
+    "Outlier",
+    "OutlierWatch",
     "Probe",
     "Report",
+    "ResumeError",
     "VerificationError",
     "attach",
     "grad_norms",
     "ops",
+    "save_scores",
+    "score",
     "verify",
 ]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attach import attach
+from .attach import Probe, attach
 
-__all__ = ["grad_norms"]
+__all__ = ["Loss", "call", "check_per", "grad_norms", "gradients_put_by", "sample_norms"]
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -24,7 +24,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _gradients_put_by(model: nn.Module) -> Iterator[None]:
+def gradients_put_by(model: nn.Module) -> Iterator[None]:
     """Whatever runs inside, and however it ends, every .grad is as before."""
     before = [(p, p.grad) for p in model.parameters()]
     for p, _ in before:
@@ -34,6 +34,26 @@ def _gradients_put_by(model: nn.Module) -> Iterator[None]:
     finally:
         for p, gradient in before:
             p.grad = gradient
+
+
+def sample_norms(
+    probe: Probe, output: Any, targets: Any, loss_fn: Loss, per: str, loss_reduction: str
+) -> Tensor | dict[str, Tensor]:
+    """One backward from the attached model's output: the norms of its samples, and of no others."""
+    loss = loss_fn(output, targets)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"loss_fn must return one number, the batch's {loss_reduction} loss; got {got}: "
+            "reduce it"
+        )
+    loss.backward()
+    return probe.norms(per)
+
+
+def check_per(per: str) -> None:
+    if per not in ("model", "module", "parameter"):
+        raise ValueError(f'per must be "model", "module" or "parameter"; got {per!r}')
 
 
 def grad_norms(
@@ -70,20 +90,11 @@ def grad_norms(
         CoverageError: some parameters' gradients are not accounted for sample by sample.
         ValueError, TypeError: an argument is not as above.
     """
-    if per not in ("model", "module", "parameter"):
-        raise ValueError(f'per must be "model", "module" or "parameter"; got {per!r}')
+    check_per(per)
     options.setdefault("weight_grad", False)
     with (
-        _gradients_put_by(model),
+        gradients_put_by(model),
         attach(model, loss_reduction=loss_reduction, **options) as probe,
         torch.enable_grad(),
     ):
-        loss = loss_fn(call(model, inputs), targets)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
-                f"loss_fn must return one number, the batch's {loss_reduction} loss; got {got}: "
-                "reduce it"
-            )
-        loss.backward()
-        return probe.norms(per)
+        return sample_norms(probe, call(model, inputs), targets, loss_fn, per, loss_reduction)

@@ -76,8 +76,8 @@ class NoiseScale:
         calls this at the same steps; one message is sent.
 
         Raises:
-            RuntimeError: `.grad` is not there, unscaled already, or larger than the record's samples
-                can make it.
+            RuntimeError: `.grad` is not there, unscaled already, or larger than the samples of the
+                record can make it.
             CoverageError: as of `Probe.norms`.
         """
         _refuse_unscaled(probe)

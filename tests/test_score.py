@@ -1,0 +1,367 @@
+"""score(): a pool's scores, in the dataset's order, against a loop over its samples."""
+
+import gc
+import itertools
+import random
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import (
+    Model,
+    close,
+    close_named,
+    fingerprint,
+    loop,
+    per_model,
+    per_module,
+    seeded,  # noqa: F401
+)
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    StackDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import torchgradx
+from torchgradx.jobs import job
+
+N, C = 23, 4
+
+
+def classifier():
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, C)).double()
+
+
+def pool(n=N):
+    x = torch.randn(n, 5, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(0, C, (n,)))
+
+
+def entropy(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def score(model, loader, loss_fn=F.cross_entropy, **options):
+    return torchgradx.score(model, loss_fn, loader, progress=False, **options)
+
+
+def forever(n):
+    """Batches with replacement, of sizes that vary, without an end."""
+    return ([random.randrange(n) for _ in range(1 + k % 5)] for k in itertools.count())
+
+
+class Forever:
+    def __iter__(self):
+        return forever(N)
+
+
+class ByList(Dataset):
+    """Indexed by whole batches."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, indices):
+        return [tensor[indices] for tensor in self.data.tensors]
+
+
+def whole_batches(data):
+    sampler = BatchSampler(RandomSampler(data), 4, drop_last=True)
+    return DataLoader(ByList(data), sampler=sampler, batch_size=None)
+
+
+LOADERS = {
+    "in order": lambda d: DataLoader(d, 4),
+    "shuffled": lambda d: DataLoader(d, 4, shuffle=True),
+    "the last dropped": lambda d: DataLoader(d, 5, shuffle=True, drop_last=True),
+    "one batch": lambda d: DataLoader(d, 100),
+    "a subset": lambda d: DataLoader(d, 4, sampler=SubsetRandomSampler([3, 1, 19])),
+    "drawn with weights": lambda d: DataLoader(d, 4, sampler=WeightedRandomSampler([1.0] * N, 50)),
+    "batches of one's own": lambda d: DataLoader(d, batch_sampler=[[5, 3, 3], [7], [20, 1, 0, 4]]),
+    "batches forever": lambda d: DataLoader(d, batch_sampler=Forever()),
+    "indexed by batches": whole_batches,
+    "two workers": lambda d: DataLoader(d, 4, shuffle=True, num_workers=2),
+}
+
+
+# ---- The scores ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_every_sample_is_scored_once_in_the_order_of_the_dataset(make):
+    model, data = classifier(), pool()
+    got = score(model, make(data))
+    assert (type(got), got.dtype, got.shape) == (np.ndarray, np.float64, (N,))
+    close(torch.tensor(got), per_model(loop(model, entropy, *data.tensors)))
+
+
+def test_the_parts_of_a_norm_have_the_names_of_the_model():
+    model, data = classifier(), pool()
+    model[0].bias.requires_grad_(False)
+    want = loop(model, entropy, *data.tensors)
+    loader = DataLoader(data, 4, shuffle=True)
+    named = score(model, loader, per="parameter")
+    assert list(named) == [name for name, p in model.named_parameters() if p.requires_grad]
+    close_named({name: torch.tensor(v) for name, v in named.items()}, want)
+    modules = score(model, loader, per="module")
+    assert list(modules) == ["0", "2", "3"]
+    close_named({name: torch.tensor(v) for name, v in modules.items()}, per_module(want))
+
+
+def test_a_float32_model_gives_float32():
+    model, data = classifier().float(), pool()
+    data = TensorDataset(data.tensors[0].float(), data.tensors[1])
+    got = score(model, DataLoader(data, 4))
+    assert got.dtype == np.float32
+    close(torch.tensor(got), per_model(loop(model, entropy, *data.tensors)), 1e-4)
+
+
+def test_indices_choose_and_the_others_are_nan():
+    model, data = classifier(), pool()
+    want = per_model(loop(model, entropy, *data.tensors))
+    got = score(model, DataLoader(data, 4), indices=np.array([7, 2, 2, 22]))
+    assert np.flatnonzero(~np.isnan(got)).tolist() == [2, 7, 22]
+    close(torch.tensor(got[[2, 7, 22]]), want[[2, 7, 22]])
+
+
+def test_an_empty_pool_has_empty_scores():
+    loader = DataLoader(pool(0), 4)
+    assert score(classifier(), loader).shape == (0,)
+    named = score(classifier(), loader, per="module")
+    assert [(name, column.shape) for name, column in named.items()] == [
+        ("0", (0,)), ("2", (0,)), ("3", (0,))
+    ]  # fmt: skip
+
+
+def test_the_options_of_attach_and_a_sum_are_heard():
+    model, data = classifier(), pool()
+
+    def tenfold(out, y):
+        return 10 * F.cross_entropy(out, y, reduction="sum")
+
+    for backend in ("auto", "vmap"):
+        got = score(
+            model, DataLoader(data, 4), tenfold, loss_reduction="sum", loss_scale=10.0,
+            backend=backend,
+        )  # fmt: skip
+        close(torch.tensor(got), per_model(loop(model, entropy, *data.tensors)))
+
+
+@pytest.mark.parametrize("kind", ["dict", "dict and split", "pair of inputs", "tensor alone"])
+def test_what_a_batch_may_be(kind):
+    model = Model(lambda m, left, right=None: m.o(left if right is None else left * right),
+                  o=nn.Linear(5, C).double())  # fmt: skip
+    (x, y), z = pool().tensors, torch.randn(N, 5, dtype=torch.float64)
+
+    def squares(out, _):
+        return out.square().mean(1).mean()
+
+    if kind == "tensor alone":
+        got = score(model, DataLoader(x, 4), squares)
+        want = loop(model, lambda m, x: squares(m(x), None), x)
+    elif kind == "pair of inputs":
+        got = score(model, DataLoader(TensorDataset(x, z, y), 4))
+        want = loop(model, lambda m, x, z, y: F.cross_entropy(m(x, z), y), x, z, y)
+    else:
+        more = {"labels": y} if kind == "dict and split" else {}
+        loader = DataLoader(StackDataset(left=x, right=z, **more), 4)
+        split = (lambda b: ((b["left"], b["right"]), b["labels"])) if more else None
+        got = score(model, loader, F.cross_entropy if more else squares, split=split)
+        loss = F.cross_entropy if more else squares
+        want = loop(model, lambda m, x, z, y: loss(m(x, z), y), x, z, y)
+    close(torch.tensor(got), per_model(want))
+
+
+def test_labels_of_a_dict_are_the_targets():
+    model = Model(lambda m, x, labels: m.o(x), o=nn.Linear(5, C).double())
+    x, y = pool().tensors
+    got = score(model, DataLoader(StackDataset(x=x, labels=y), 4))
+    want = loop(model, lambda m, x, y: F.cross_entropy(m(x, y), y), x, y)
+    close(torch.tensor(got), per_model(want))
+
+
+# ---- Other scores --------------------------------------------------------------------------------
+def test_el2n_is_the_error_of_the_probabilities():
+    model, data = classifier(), pool()
+    want = [(model(x[None]).softmax(1)[0] - F.one_hot(y, C)).norm().item() for x, y in iter(data)]
+    got = score(model, DataLoader(data, 4, shuffle=True), None, kind="el2n")
+    close(torch.tensor(got), torch.tensor(want, dtype=torch.float64))
+    x, y = data.tensors
+    soft = DataLoader(TensorDataset(x, F.one_hot(y, C).double()), 4)
+    close(torch.tensor(score(model, soft, None, kind="el2n")), torch.tensor(got))
+
+
+def expected_lengths(model, data, classes=C, of=per_model):
+    """By the definition: every class in turn, a sample at a time."""
+    x = data.tensors[0]
+    by_class = [of(loop(model, entropy, x, torch.full((N,), c))) for c in range(C)]
+    p = model(data.tensors[0]).softmax(1).detach()
+    kept, order = p.sort(1, descending=True)
+    lengths = torch.stack(by_class, 1).gather(1, order)
+    return (kept * lengths)[:, :classes].sum(1)
+
+
+@pytest.mark.parametrize("classes", [None, 2])
+def test_the_expected_gradient_length_needs_no_labels(classes):
+    model, data = classifier(), pool()
+    unlabelled = DataLoader(TensorDataset(data.tensors[0]), 4, shuffle=True)
+    got = score(model, unlabelled, None, kind="egl", top_classes=classes)
+    close(torch.tensor(got), expected_lengths(model, data, classes))
+    named = score(model, unlabelled, None, kind="egl", top_classes=classes, per="parameter")
+    for name in ("0.weight", "3.bias"):
+        want = expected_lengths(model, data, classes, lambda norms, k=name: norms[k])
+        close(torch.tensor(named[name]), want)
+
+
+def test_logits_are_found_in_what_a_model_returns():
+    inner, data = classifier(), pool()
+    model = Model(lambda m, x: {"logits": m.inner(x), "other": x}, inner=inner)
+    want = expected_lengths(inner, data)
+    loader = DataLoader(TensorDataset(data.tensors[0]), 4)
+    close(torch.tensor(score(model, loader, None, kind="egl")), want)
+    deep = Model(lambda m, x: (x, m.inner(x)), inner=inner)
+    close(torch.tensor(score(deep, loader, None, kind="egl", logits=lambda o: o[1])), want)
+    with pytest.raises(TypeError, match="logits="):
+        score(deep, loader, None, kind="egl")
+
+
+def test_grand_is_the_mean_over_models():
+    data, models = pool(), [classifier() for _ in range(3)]
+    want = torch.stack([per_model(loop(m, entropy, *data.tensors)) for m in models]).mean(0)
+    loader = DataLoader(data, 4)
+    close(torch.tensor(score(models, loader)), want)
+    close(torch.tensor(score((m for m in models), loader)), want)
+    with pytest.raises(ValueError, match="alike"):
+        score([models[0], nn.Linear(5, C).double()], loader, per="parameter")
+
+
+# ---- Nothing is left behind ----------------------------------------------------------------------
+class Counting(nn.Module):
+    """Two buffers that every forward changes, one of them by exchanging it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("latest", torch.zeros(2))
+
+    def forward(self, x):
+        self.calls += 1
+        self.latest = self.latest + 1
+        return x
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("eval_mode", [True, False])
+def test_model_and_random_numbers_are_as_they_were(eval_mode, fails):
+    model = nn.Sequential(Counting(), nn.Linear(5, 6), nn.Dropout(0.5), nn.Linear(6, C)).double()
+    model[3].eval()
+    model[1].weight.grad = kept = torch.ones(6, 5, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(5)
+    loader = DataLoader(pool(), batch_sampler=BatchSampler(
+        RandomSampler(range(N), generator=generator), 4, False))  # fmt: skip
+
+    def states():
+        return (torch.get_rng_state().tolist(), generator.get_state().tolist(),
+                random.getstate(), np.random.get_state()[1].tolist())  # fmt: skip
+
+    class Restless(TensorDataset):
+        def __getitem__(self, index):
+            if fails and index == 13:
+                raise KeyError("unlucky")
+            random.random(), np.random.rand(), torch.rand(1)
+            return super().__getitem__(index)
+
+    loader = DataLoader(Restless(*pool().tensors), batch_sampler=loader.batch_sampler)
+    before = fingerprint(model), states(), dict(model.named_buffers())
+    if fails:
+        with pytest.raises(KeyError, match="unlucky"):
+            score(model, loader, eval_mode=eval_mode)
+    else:
+        score(model, loader, eval_mode=eval_mode)
+    assert (fingerprint(model), states()) == before[:2]
+    assert all(buffer is before[2][name] for name, buffer in model.named_buffers())
+    assert model[0].calls == 0
+    assert bool((model[0].latest == 0).all())
+    assert [p.grad for p in model.parameters()] == [kept, None, None, None]
+
+
+def test_scores_are_of_the_eval_mode_unless_said_otherwise():
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, C)).double().train()
+    data = pool()
+    got = score(model, DataLoader(data, 4))
+    assert model[1].training
+    close(torch.tensor(got), per_model(loop(model.eval(), entropy, *data.tensors)))
+    with pytest.raises(torchgradx.CoverageError, match=r"1\.weight"):
+        score(model.train(), DataLoader(data, 4), eval_mode=False)
+
+
+def test_a_pool_is_attached_once_and_needs_the_memory_of_a_batch(monkeypatch):
+    attached, alive, most = [], weakref.WeakSet(), []
+    monkeypatch.setattr(
+        job, "attach", lambda *a, **k: attached.append(1) or torchgradx.attach(*a, **k)
+    )
+
+    class Watched(nn.Module):
+        def forward(self, x):
+            alive.add(x)
+            most.append(len(alive))
+            return x
+
+    gc.disable()
+    try:
+        score(nn.Sequential(Watched(), *classifier()), DataLoader(pool(200), 4))
+    finally:
+        gc.enable()
+    assert len(attached) == 1
+    assert len(most) == 50
+    assert max(most) <= 2, "batches stay alive"
+
+
+# ---- Refusals ------------------------------------------------------------------------------------
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(pool())
+
+
+def test_arguments_are_refused_by_name(tmp_path):
+    model, data = classifier(), pool()
+    loader = DataLoader(data, 4)
+    for kind, words, call in (
+        (TypeError, "iterable", lambda: score(model, DataLoader(Stream(), 4))),
+        (TypeError, "DataLoader; got list", lambda: score(model, [1])),
+        (ValueError, "batch_size=", lambda: score(model, DataLoader(data, batch_size=None))),
+        (ValueError, "per must be", lambda: score(model, loader, per="layer")),
+        (ValueError, "kind must be", lambda: score(model, loader, kind="loss")),
+        (ValueError, "per must be", lambda: score(model, loader, kind="el2n", per="module")),
+        (ValueError, "top_classes", lambda: score(model, loader, top_classes=2)),
+        (ValueError, "loss_scale", lambda: score(model, loader, kind="egl", loss_scale=2.0)),
+        (TypeError, "loss_fn", lambda: score(model, loader, None)),
+        (TypeError, "model must be", lambda: score([3], loader)),
+        (ValueError, "got none", lambda: score([], loader)),
+        (ValueError, r"0 to 22; got 0 to 23", lambda: score(model, loader, indices=[0, 23])),
+        (TypeError, "indices", lambda: score(model, loader, indices=[0.5])),
+        (ValueError, ".npz, .csv, .parquet", lambda: score(model, loader, out="x.txt")),
+        (ValueError, "folder", lambda: score(model, loader, out=tmp_path / "no" / "x.csv")),
+        (ValueError, "one number", lambda: score(model, loader, lambda o, y: o)),
+    ):
+        with pytest.raises(kind, match=words):
+            call()
+
+
+def test_a_collate_that_loses_samples_is_refused():
+    def lossy(samples):
+        return torch.utils.data.default_collate(samples[:-1])
+
+    with pytest.raises(ValueError, match="3 of 4 samples"):
+        score(classifier(), DataLoader(pool(), 4, collate_fn=lossy))

@@ -1,0 +1,283 @@
+"""What score() writes: the whole result, and the partial one that a kill leaves behind."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import seeded  # noqa: F401
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchgradx
+from torchgradx.jobs import partial
+
+N = 30
+
+
+class Counted(TensorDataset):
+    """Notes which samples are read, and fails at one of them."""
+
+    reads, fails = None, None
+
+    def __getitem__(self, index):
+        if index == self.fails:
+            raise OSError(f"sample {index} cannot be read")
+        if self.reads is not None:
+            self.reads.append(index)
+        return super().__getitem__(index)
+
+
+def pool():
+    torch.manual_seed(1)
+    return Counted(torch.randn(N, 5), torch.randint(0, 3, (N,)))
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def score(net, data, batch=4, loss=F.cross_entropy, **options):
+    return torchgradx.score(net, loss, DataLoader(data, batch), progress=False, **options)
+
+
+def interrupted(net, out, fails=17, **options):
+    """A run that fails at a sample, none of those that the fingerprint reads."""
+    data = pool()
+    data.fails = fails
+    with pytest.raises(OSError, match=f"sample {fails}"):
+        score(net, data, out=out, **options)
+
+
+# ---- Going on ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("per", ["model", "parameter"])
+def test_what_was_interrupted_goes_on_and_scores_nothing_twice(tmp_path, per):
+    out, net, data = tmp_path / "scores.npz", model(), pool()
+    interrupted(net, out, per=per)
+    assert os.listdir(tmp_path) == ["scores.npz.partial"]
+    data.reads = []
+    got = score(net, data, batch=7, out=out, per=per)
+    assert data.reads[8:] == list(range(16, N)), "after those of the fingerprint"
+    want = score(net, pool(), per=per)
+    for name in want if per == "parameter" else [None]:
+        a, b = (x if name is None else x[name] for x in (got, want))
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert os.listdir(tmp_path) == ["scores.npz"]
+
+
+def test_of_several_models_those_that_are_done_are_not_scored_again(tmp_path):
+    out, nets = tmp_path / "scores.npz", [model(seed) for seed in range(3)]
+    want = score(nets, pool())
+
+    def first_two():
+        yield from nets[:2]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(first_two(), pool(), out=out)
+    data = pool()
+    data.reads = []
+    got = score(nets, data, out=out)
+    assert data.reads[8:] == list(range(N))
+    np.testing.assert_array_equal(got, want)
+    with pytest.raises(KeyboardInterrupt):
+        score(first_two(), pool(), out=out)
+    with pytest.raises(torchgradx.ResumeError, match="other weights"):
+        score(nets[1:], pool(), out=out)
+    with pytest.raises(torchgradx.ResumeError, match="2 models; got 1"):
+        score(nets[:1], pool(), out=out)
+
+
+KILLED = """
+    import sys, time, torch
+    sys.path.insert(0, {tests!r})
+    import test_score_files as t
+    class Slow(t.Counted):
+        def __getitem__(self, index):
+            with open({log!r}, "a") as log:
+                log.write(f"{{index}}\\n")
+            time.sleep({pause})
+            return super().__getitem__(index)
+    Slow.__qualname__ = "Slow"
+    t.score(t.model(), Slow(*t.pool().tensors), out={out!r})
+"""
+
+
+def start(tmp_path, pause):
+    code = textwrap.dedent(KILLED).format(
+        tests=os.path.dirname(__file__), log=str(tmp_path / "log"), pause=pause,
+        out=str(tmp_path / "scores.csv"),
+    )  # fmt: skip
+    return subprocess.Popen([sys.executable, "-c", code])
+
+
+def lines(path):
+    return path.read_text().split() if path.exists() else []
+
+
+def test_a_kill_loses_at_most_the_batch_in_hand(tmp_path):
+    log = tmp_path / "log"
+    victim = start(tmp_path, 0.1)
+    deadline = time.monotonic() + 120
+    while len(lines(log)) < 8 + 14 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    victim.send_signal(signal.SIGKILL)
+    assert victim.wait() == -signal.SIGKILL
+    first = [int(i) for i in lines(log)[8:]]
+    assert 14 <= len(first) < N
+    log.unlink()
+    assert start(tmp_path, 0).wait() == 0
+    second = [int(i) for i in lines(log)[8:]]
+    twice = set(first) & set(second)
+    assert len(twice) <= 4 + 4, "the batch in hand, and the one that waited for its file"
+    assert set(first) | set(second) == set(range(N))
+    with (tmp_path / "scores.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["index"]) for row in rows] == list(range(N))
+    want = score(model(), pool())
+    np.testing.assert_allclose([float(row["norm"]) for row in rows], want, rtol=1e-5)
+    assert sorted(os.listdir(tmp_path)) == ["log", "scores.csv"]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 40, 150])
+def test_a_record_cut_off_is_cut_away(tmp_path, cut):
+    out, net = tmp_path / "scores.npz", model()
+    interrupted(net, out)
+    kept = tmp_path / "scores.npz.partial"
+    kept.write_bytes(kept.read_bytes()[:-cut])
+    np.testing.assert_allclose(score(net, pool(), out=out), score(net, pool()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("place", [3, 60, -20])
+def test_a_damaged_file_is_not_believed(tmp_path, place):
+    out, net = tmp_path / "scores.npz", model()
+    interrupted(net, out)
+    kept = tmp_path / "scores.npz.partial"
+    data = bytearray(kept.read_bytes())
+    data[place] ^= 0xFF
+    kept.write_bytes(data)
+    if place == 3:
+        with pytest.raises(torchgradx.ResumeError, match="no partial result"):
+            score(net, pool(), out=out)
+    else:
+        np.testing.assert_allclose(score(net, pool(), out=out), score(net, pool()), rtol=1e-5)
+
+
+def double(out, y):
+    return 2 * F.cross_entropy(out, y)
+
+
+def scaled_by(factor):
+    return lambda out, y: factor * F.cross_entropy(out, y)
+
+
+def test_a_partial_result_of_something_else_is_refused_by_name(tmp_path):
+    out, net = tmp_path / "scores.npz", model()
+    interrupted(net, out, loss=scaled_by(2.0))
+    other_data = Counted(pool().tensors[0] + 1, pool().tensors[1])
+    gelu = nn.Sequential(net[0], nn.GELU(), net[2])
+    same = {"loss": scaled_by(2.0), "out": out}
+    for words, call in (
+        ("loss_fn", lambda: score(net, pool(), out=out)),
+        ("loss_fn", lambda: score(net, pool(), loss=scaled_by(3.0), out=out)),
+        ("loss_fn", lambda: score(net, pool(), loss=double, out=out)),
+        ("dataset", lambda: score(net, other_data, **same)),
+        ("dataset", lambda: score(net, Counted(*(t[:-1] for t in pool().tensors)), **same)),
+        ("per", lambda: score(net, pool(), per="module", **same)),
+        ("kind", lambda: score(net, pool(), kind="el2n", **same)),
+        ("eval_mode", lambda: score(net, pool(), eval_mode=False, **same)),
+        ("indices", lambda: score(net, pool(), indices=[1], **same)),
+        ("options", lambda: score(net, pool(), loss_scale=2.0, **same)),
+        ("other weights", lambda: score(model(1), pool(), **same)),
+        ("other weights", lambda: score(gelu, pool(), **same)),
+    ):
+        with pytest.raises(torchgradx.ResumeError, match=words):
+            call()
+    assert not out.exists()
+    again = score(model(1), pool(), resume=False, **same)
+    np.testing.assert_allclose(again, 2 * score(model(1), pool()), rtol=1e-5)
+
+
+def test_two_processes_do_not_write_one_file(tmp_path):
+    path, facts = tmp_path / "x.partial", {"a": 1}
+    first = partial.Partial(path, facts, partial.Gathered(3, 1), True)
+    with pytest.raises(RuntimeError, match="another process"):
+        partial.Partial(path, facts, partial.Gathered(3, 1), True)
+    first.close()
+    partial.Partial(path, facts, partial.Gathered(3, 1), True).close()
+
+
+# ---- The whole result ----------------------------------------------------------------------------
+def read(path):
+    if path.suffix == ".npz":
+        with np.load(path) as archive:
+            return dict(archive)
+    if path.suffix == ".parquet":
+        table = pytest.importorskip("pyarrow.parquet").read_table(path)
+        columns = {name: table[name].to_numpy() for name in table.column_names}
+    else:
+        with path.open(newline="") as file:
+            rows = list(csv.reader(file))
+        columns = {n: np.array(c, float) for n, *c in zip(*rows, strict=True)}
+    index = columns.pop("index")
+    assert index.tolist() == list(range(N))
+    return columns
+
+
+@pytest.mark.parametrize("ending", [".npz", ".csv", ".parquet"])
+def test_a_file_holds_what_score_returns(tmp_path, ending):
+    if ending == ".parquet":
+        pytest.importorskip("pyarrow")
+    net, out = model(), tmp_path / f"scores{ending}"
+    whole = score(net, pool(), out=out, indices=range(1, N))
+    held = read(out)
+    assert list(held) == ["norm"]
+    np.testing.assert_array_equal(held["norm"].astype(np.float32), whole)
+    named = score(net, pool(), out=out, per="parameter")  # replaces it
+    held = read(out)
+    assert list(held) == list(named)
+    for name, column in named.items():
+        np.testing.assert_array_equal(held[name].astype(np.float32), column)
+    assert os.listdir(tmp_path) == [out.name]
+
+
+def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    out = tmp_path / "scores.npz"
+    torchgradx.save_scores(out, np.arange(3.0))
+    with pytest.raises(ValueError, match="one length"):
+        torchgradx.save_scores(out, {"a": np.zeros(2), "b": np.zeros(3)})
+    with pytest.raises(ValueError, match="pickle"):
+        torchgradx.save_scores(out, {"a": np.array([object()])})
+    assert os.listdir(tmp_path) == ["scores.npz"]
+    assert read(out)["norm"].tolist() == [0, 1, 2]
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match="pip install pyarrow"):
+        score(model(), pool(), out=tmp_path / "scores.parquet")
+
+
+def test_progress_is_a_bar_or_lines(capsys, monkeypatch):
+    pytest.importorskip("tqdm")
+    loader = DataLoader(pool(), 4)
+    torchgradx.score(model(), F.cross_entropy, loader)
+    assert "30/30" in capsys.readouterr().err
+    score(model(), pool())
+    assert not capsys.readouterr().err
+    from torchgradx.jobs import progress
+
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    torchgradx.score(model(), F.cross_entropy, loader)
+    assert "30 of 30" in capsys.readouterr().err
+    score(model(), pool())
+    assert not capsys.readouterr().err

@@ -1,0 +1,195 @@
+"""The scoring of a pool: one model after another, each attached once, batch after batch."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..attach import Probe, attach
+from ..scoring import gradients_put_by
+from ..sharding import gathers
+from ..table import Parameters
+from . import fingerprint
+from .partial import Gathered, Partial, ResumeError
+from .pool import Pool, Split, moved, split_batch
+from .progress import bar
+from .quantities import Quantity
+from .ranks import Ranks
+
+__all__ = ["Job"]
+
+
+class Job:
+    split: Split = staticmethod(split_batch)
+    eval_mode = True
+    shown = True
+
+    def __init__(
+        self,
+        pool: Pool,
+        quantity: Quantity,
+        wanted: NDArray[np.bool_],
+        ranks: Ranks,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._pool, self._quantity, self._ranks = pool, quantity, ranks
+        self._wanted, self._mine = wanted, wanted & ranks.mine(len(pool))
+        self._options = {"weight_grad": False, **options, "loss_reduction": quantity.loss_reduction}
+        self._names: list[str] = []
+        self._dtype: Any = np.float32
+        self._gathered: Gathered | None = None
+        self._file: Partial | None = None
+        self._keep: tuple[Path, Mapping[str, Any], bool] | None = None
+
+    def keep(self, path: Path, facts: Mapping[str, Any], resume: bool) -> None:
+        """What is gathered goes into a file, too."""
+        self._keep = path, facts, resume
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def forget(self) -> None:
+        assert self._file is not None
+        self._file.remove()
+
+    def run(self, models: Iterable[nn.Module]) -> None:
+        count = 0
+        for count, model in enumerate(models, 1):
+            if not isinstance(model, nn.Module):
+                raise TypeError(
+                    f"model must be a torch.nn.Module, or several; got {type(model).__name__}"
+                )
+            gathered = self._begin(model, count)
+            if count == len(gathered.models):
+                self._score(model, gathered)
+        if not count or self._gathered is None:
+            raise ValueError("model must be a torch.nn.Module, or several; got none")
+        if count != len(self._gathered.models):
+            raise ResumeError(
+                f"the partial result is of {len(self._gathered.models)} models; got {count}"
+            )
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """{name: [N]}, of all ranks"""
+        assert self._gathered is not None
+        whole = self._ranks.whole(self._gathered.mean(), self._mine)
+        whole[~self._wanted] = np.nan
+        columns = np.ascontiguousarray(whole.T.astype(self._dtype))
+        return dict(zip(self._names, columns, strict=True))
+
+    def _begin(self, model: nn.Module, count: int) -> Gathered:
+        """What is gathered, of `count` models at least; the last may have begun before."""
+        names, dtype = self._columns_of(model)
+        if self._gathered is None:
+            self._names, self._dtype = names, dtype
+            self._gathered = Gathered(len(self._pool), len(names))
+            if self._keep is not None:
+                path, facts, resume = self._keep
+                facts = {**facts, "columns": names}
+                self._file = Partial(path, facts, self._gathered, resume)
+        if names != self._names:
+            raise ValueError("models whose scores are averaged must have parameters alike")
+        mark = fingerprint.of_model(model) if self._file is not None else ""
+        if count > len(self._gathered.models):
+            (self._file or self._gathered).begin(mark)
+        elif self._gathered.models[count - 1] != mark:
+            which = "another model" if isinstance(model, nn.Module) else ""
+            raise ResumeError(
+                f"{self._keep and self._keep[0]} holds scores of {which}, or of other weights: "
+                "write to another file, or say resume=False to begin anew"
+            )
+        return self._gathered
+
+    def _columns_of(self, model: nn.Module) -> tuple[list[str], Any]:
+        """The names of what is scored, in the order of the parameters, and the scores' dtype."""
+        table = Parameters(model)
+        trainable = table.trainable()
+        wide = any(table.tensor(place).dtype == torch.float64 for place in trainable)
+        names = [table.names[place] for place in trainable]
+        if self._quantity.per == "model":
+            names = [self._quantity.name]
+        elif self._quantity.per == "module":
+            names = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+        return names, np.float64 if wide else np.float32
+
+    def _score(self, model: nn.Module, gathered: Gathered) -> None:
+        inner, prefix = model, ""
+        if isinstance(model, DistributedDataParallel):  # which would wait for the other ranks
+            inner, prefix = model.module, "module"
+        first = next(itertools.chain(inner.parameters(), inner.buffers()), torch.empty(0))
+        batches = self._pool.batches(self._mine & ~gathered.done)
+        done = int(self._mine.sum()) - sum(map(len, batches))
+        more = 0  # a sharded model's forward needs all ranks
+        if gathers(inner):
+            more = self._ranks.largest(len(batches)) - len(batches)
+        read = self._pool.read(batches + [next(iter(batches), [0])] * more)
+        with _untouched(inner, self.eval_mode), self._attached(inner) as probe:
+            shown = bar(int(self._mine.sum()), done, self.shown)
+            try:
+                for place, (indices, batch) in enumerate(read):
+                    inputs, targets = self.split(moved(batch, first.device))
+                    rows = self._rows(self._quantity(inner, probe, inputs, targets), prefix)
+                    if len(rows) != len(indices):
+                        raise ValueError(
+                            f"the loader made a batch of {len(rows)} of {len(indices)} samples, so "
+                            "that no one knows which is which: its collate_fn must keep them all"
+                        )
+                    if place < len(batches):
+                        (self._file or gathered).add(indices, rows)
+                        shown.update(len(indices))
+            finally:
+                shown.close()
+
+    @contextlib.contextmanager
+    def _attached(self, model: nn.Module) -> Iterator[Probe | None]:
+        if not self._quantity.needs_probe:
+            yield None
+            return
+        with gradients_put_by(model), torch.enable_grad(), attach(model, **self._options) as probe:
+            yield probe
+
+    def _rows(self, found: Tensor | Mapping[str, Tensor], prefix: str) -> NDArray[np.float64]:
+        """[n, K]"""
+        if isinstance(found, Tensor):
+            columns = [found]
+        else:
+            if prefix:
+                found = {f"{prefix}.{name}".rstrip("."): v for name, v in found.items()}
+            columns = [found[name] for name in self._names]
+        if not columns:
+            return np.zeros((0, 0))
+        return torch.stack(columns, 1).double().cpu().numpy()
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module, eval_mode: bool) -> Iterator[None]:
+    """In eval mode, if so told; afterwards its modes and buffers are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    if eval_mode:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                module._buffers[name] = buffer
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)

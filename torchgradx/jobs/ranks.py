@@ -1,0 +1,72 @@
+"""The processes that share a job, by torch.distributed alone; one process is the case of one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+__all__ = ["Ranks", "running"]
+
+
+def running() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+class Ranks:
+    def __init__(self, distributed: bool) -> None:
+        several = distributed and running()
+        self.rank = dist.get_rank() if several else 0
+        self.world = dist.get_world_size() if several else 1
+
+    def mine(self, size: int) -> NDArray[np.bool_]:
+        """[N]: what a DistributedSampler(shuffle=False) gives this rank, less its padding."""
+        return np.arange(size) % self.world == self.rank
+
+    def beside(self, path: Path) -> Path:
+        """This rank's partial result of what goes to `path`."""
+        rank = f".rank{self.rank}" if self.world > 1 else ""
+        return path.with_name(f"{path.name}{rank}.partial")
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Over all ranks, in place where it can be."""
+        if self.world > 1:
+            there = values.to(_device())
+            dist.all_reduce(there)
+            values = there.to(values.device)
+        return values
+
+    def largest(self, count: int) -> int:
+        if self.world > 1:
+            there = torch.tensor(count, device=_device())
+            dist.all_reduce(there, dist.ReduceOp.MAX)
+            count = int(there)
+        return count
+
+    def whole(self, values: NDArray[np.float64], mine: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """[N, K] of which each rank knows the rows that are its own."""
+        rows = np.where(mine[:, None], values, 0.0)
+        return self.sum(torch.from_numpy(rows)).numpy()
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """An error on one rank is one on all of them: none waits for another in vain."""
+        try:
+            yield
+        except Exception:
+            self.largest(1)
+            raise
+        if self.largest(0):
+            raise RuntimeError("scoring failed on another rank, whose error says why")
+
+
+def _device() -> torch.device:
+    """Where the process group can reduce."""
+    if "gloo" in dist.get_backend():
+        return torch.device("cpu")
+    return torch.device(torch.accelerator.current_accelerator() or "cpu")

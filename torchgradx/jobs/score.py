@@ -1,0 +1,182 @@
+"""score(): a whole pool of samples, in one array, in the dataset's order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from ..scoring import Loss, check_per
+from . import fingerprint
+from .job import Job
+from .pool import Pool, Split, random_state_kept, split_batch
+from .quantities import KINDS, Logits, Quantity
+from .ranks import Ranks
+from .tables import checked_path, save_scores
+
+__all__ = ["score"]
+
+
+def score(
+    model: nn.Module | Iterable[nn.Module],
+    loss_fn: Loss | None,
+    loader: Any,
+    *,
+    per: str = "model",
+    progress: bool = True,
+    kind: str = "norm",
+    top_classes: int | None = None,
+    out: str | os.PathLike[str] | None = None,
+    resume: bool = True,
+    split: Split | None = None,
+    logits: Logits | None = None,
+    indices: Sequence[int] | NDArray[np.integer[Any]] | None = None,
+    eval_mode: bool = True,
+    distributed: bool = True,
+    loss_reduction: str = "mean",
+    **options: Any,
+) -> NDArray[Any] | dict[str, NDArray[Any]]:
+    """A number for each sample of a dataset, by default the norm of its own loss's gradient.
+
+    Equivalent to::
+
+        model.eval()
+        for n in range(len(dataset)):
+            x, y = default_collate([dataset[n]])
+            gradients = torch.autograd.grad(loss_fn(model(x), y), model.parameters())
+            scores[n] = torch.cat([g.flatten() for g in gradients]).norm()
+
+    Every sample is scored once, whatever the loader's sampler draws, repeats or leaves out, and
+    whether it drops the last batch: the sampler says nothing but the batch size. (A batch sampler
+    of your own also says which samples go together.) Score a part through `indices`, or as a
+    `torch.utils.data.Subset`. The model's mode, buffers and `.grad` and the states of all random
+    number generators are afterwards as they were. Needs the memory of one batch and of the result.
+
+    Where torch.distributed runs, each rank scores every world-size-th sample, as those of a
+    DistributedSampler without its padding, and every rank returns the whole.
+
+    Kinds, with the gradients g of all parameters, the probabilities p = softmax(logits):
+
+    * "norm": |g|, the GraNd of Paul et al. 2021 (arXiv:2107.07075) where `model` is several, whose
+      scores are averaged. Costs a forward and the part of a backward that norms need.
+    * "el2n": |p - onehot(target)|, their EL2N. Costs a forward. Needs no `loss_fn`.
+    * "egl": sum_c p_c |g_c| with g_c the gradient of the cross entropy were c the label, the
+      expected gradient length of Settles and Craven 2008: no targets. Costs C times a "norm";
+      with `top_classes=k`, of each sample's k most probable classes alone, a lower bound, k times.
+
+    Args:
+        model: a module, or an iterable of them (a generator makes one at a time): the mean of
+            their scores.
+        loss_fn: (output, targets) -> the batch's loss, reduced as `loss_reduction` says.
+        loader: a DataLoader over a map-style dataset; its workers and collate_fn are used. Batches
+            are moved to the model's device.
+        per: "model", "module" or "parameter", as in `Probe.norms`; "el2n" knows "model" alone.
+        progress: a bar (tqdm's, if installed) on stderr.
+        kind, top_classes: see above.
+        out: a file to write, .npz, .csv or .parquet. Until it is whole, `<out>.partial` beside it
+            holds every batch that is done (of rank r: `<out>.rank<r>.partial`).
+        resume: go on from the partial file, if there is one; False begins anew. It need not be of
+            the same batch size, but of the same model, dataset and options.
+        split: batch -> (inputs, targets), both as of `grad_norms`. Unless given, the last of a
+            sequence is the targets, and a dict is the inputs, its "labels" the targets.
+        logits: the model's output -> [N, C]. Unless given, the output or its `.logits`.
+        indices: the samples to score; the others' scores are NaN.
+        eval_mode: False scores in the mode that the model is in.
+        distributed: False has this process score everything.
+        options: of `attach`: loss_scale, batch_dim, batch_size, layout, algorithm, backend.
+
+    Returns:
+        An array [len(dataset)], float32 (float64 for float64 models); a dict of them by name for
+        per="module" and "parameter".
+
+    Raises:
+        ValueError, TypeError: an argument is not as above; the text names it.
+        ResumeError: the partial file is of another model, dataset or options.
+        CoverageError: some parameters' gradients are not accounted for sample by sample.
+    """
+    check_per(per)
+    quantity = _quantity(kind, per, loss_fn, loss_reduction, logits, top_classes, options)
+    pool = Pool(loader)
+    wanted = _wanted(indices, len(pool))
+    path = None if out is None else checked_path(out)
+    ranks = Ranks(distributed)
+    models = [model] if isinstance(model, nn.Module) else model
+    job = Job(pool, quantity, wanted, ranks, options)
+    job.split, job.eval_mode = split or split_batch, eval_mode
+    job.shown = progress and ranks.rank == 0
+    try:
+        with ranks.together(), random_state_kept(pool.generators()):
+            if path is not None:
+                facts = {
+                    "dataset": fingerprint.of_dataset(pool),
+                    "indices": fingerprint.of_values(wanted),
+                    "kind": kind,
+                    "per": per,
+                    "top_classes": top_classes,
+                    "eval_mode": eval_mode,
+                    "loss_reduction": loss_reduction,
+                    "loss_fn": fingerprint.of_function(loss_fn if quantity.needs_loss else None),
+                    "split": fingerprint.of_function(split),
+                    "logits": fingerprint.of_function(logits),
+                    "collate_fn": fingerprint.of_function(loader.collate_fn),
+                    "options": {name: repr(value) for name, value in sorted(options.items())},
+                    "rank": [ranks.rank, ranks.world],
+                }
+                job.keep(ranks.beside(path), facts, resume)
+            job.run(models)
+        columns = job.columns()
+        scores = columns if per != "model" else columns[kind]
+        if path is not None:
+            with ranks.together():
+                if ranks.rank == 0:
+                    save_scores(path, scores, name=kind)
+            job.forget()
+        return scores
+    finally:
+        job.close()
+
+
+def _quantity(
+    kind: str,
+    per: str,
+    loss_fn: Loss | None,
+    loss_reduction: str,
+    logits: Logits | None,
+    top_classes: int | None,
+    options: dict[str, Any],
+) -> Quantity:
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}; got {kind!r}")
+    if kind == "el2n" and per != "model":
+        raise ValueError(f'kind="el2n" is of the output, so per must be "model"; got {per!r}')
+    if top_classes is not None and (kind != "egl" or top_classes < 1):
+        raise ValueError(
+            f'top_classes must be 1 or more, and goes with kind="egl"; got {top_classes!r} with '
+            f"{kind!r}"
+        )
+    if KINDS[kind].needs_loss and not callable(loss_fn):
+        raise TypeError(f"loss_fn must be callable; got {type(loss_fn).__name__}")
+    if not KINDS[kind].needs_loss and "loss_scale" in options:
+        raise ValueError(f"loss_scale is of a loss_fn, which kind={kind!r} does not call")
+    if options.get("weight_grad"):
+        raise ValueError("score leaves .grad as it is: weight_grad=True cannot be had")
+    return KINDS[kind](per, loss_fn, loss_reduction, logits, top_classes)
+
+
+def _wanted(indices: Any, size: int) -> NDArray[np.bool_]:
+    if indices is None:
+        return np.ones(size, bool)
+    chosen = np.asarray(indices)
+    if chosen.ndim != 1 or (chosen.size and not np.issubdtype(chosen.dtype, np.integer)):
+        raise TypeError(f"indices must be integers, of one dimension; got {indices!r:.60}")
+    if chosen.size and not 0 <= chosen.min() <= chosen.max() < size:
+        raise ValueError(
+            f"indices must be from 0 to {size - 1}; got {chosen.min()} to {chosen.max()}"
+        )
+    wanted = np.zeros(size, bool)
+    wanted[chosen.astype(np.int64)] = True
+    return wanted
