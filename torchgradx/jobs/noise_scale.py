@@ -111,7 +111,7 @@ class NoiseScale:
         ranks = Ranks(running() if self.distributed is None else self.distributed)
         weights = _weights(probe) / ranks.world
         sq_norms = torch.stack([v.double().cpu().square() for v in groups.values()])  # [K, N]
-        most = weights @ sq_norms.sum(0).sqrt()
+        most = weights.abs() @ sq_norms.sum(0).sqrt()
         count = torch.tensor(float(len(weights)), dtype=torch.float64)
         own = torch.stack([count, weights.sum(), weights.square().sum(), most])
         here, sharded = self._sq_grads(probe)

@@ -1,0 +1,232 @@
+"""The command line: what it writes, what it says when an argument is wrong, how it ends."""
+
+import csv
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import seeded  # noqa: F401
+from torch.utils.data import DataLoader
+
+import torchgradx
+from torchgradx import cli, named
+
+USER = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+WIDTH = 6
+def make():
+    return nn.Sequential(nn.Linear(5, WIDTH), nn.Dropout(0.5), nn.Tanh(), nn.Linear(WIDTH, 3))
+class Mixing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(5, 3)
+    def forward(self, x):
+        return self.fc(x) - self.fc(x).mean(0)
+class Missing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.out = nn.Linear(5, 4), nn.Linear(4, 3)
+    def forward(self, x):
+        return self.out(nn.functional.linear(x, self.fc.weight))
+generator = torch.Generator().manual_seed(7)
+pool = TensorDataset(torch.randn(20, 5, generator=generator), torch.arange(20) % 3)
+loader = DataLoader(pool, 7, shuffle=True)
+def pairs():
+    return [{"a": x, "b": y} for x, y in pool]
+def split(batch):
+    return batch["a"], batch["b"]
+def loss(out, y):
+    return nn.functional.cross_entropy(out, y)
+def wrong(out, y):
+    raise ValueError("my own error")
+def broken():
+    raise KeyError("no such config")
+"""
+
+
+@pytest.fixture
+def user(tmp_path, monkeypatch):
+    """The user's files, in the folder where the command runs."""
+    (tmp_path / "mine.py").write_text(USER)
+    (tmp_path / "bad.py").write_text("import no_such_package\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    yield tmp_path
+    for name in [n for n in sys.modules if n == "mine" or n.startswith("_given")]:
+        del sys.modules[name]
+
+
+def column(path, name="norm"):
+    with open(path, newline="") as file:
+        return [float(row[name]) for row in csv.DictReader(file)]
+
+
+def score(*more, model="mine.py:make", data="mine.py:pool", out="s.csv"):
+    given = ["--model", model, "--data", data, "--out", out, "--quiet", "--device", "cpu"]
+    return cli.main(["score", *given, *more])
+
+
+def expected(seed=0, **options):
+    torch.manual_seed(seed)
+    model, data = named.found("", "mine.py:make")(), named.found("", "mine.py:pool")
+    loader = DataLoader(data, 64)
+    return torchgradx.score(model, F.cross_entropy, loader, progress=False, **options)
+
+
+# ---- score ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("data", ["mine.py:pool", "mine:pool", "mine.py:loader"])
+def test_score_writes_what_the_function_returns(user, capsys, data):
+    assert score("--batch-size", "6", data=data) == 0
+    np.testing.assert_allclose(column("s.csv"), expected(), rtol=1e-5)
+    assert capsys.readouterr().out == "s.csv: norm of 20 samples\n"
+    assert sorted(p.name for p in user.iterdir() if p.suffix == ".csv") == ["s.csv"]
+
+
+def test_options_are_passed_on(user):
+    assert score("--kind", "egl", "--top-classes", "2", "--workers", "1", out="s.npz") == 0
+    with np.load("s.npz") as held:
+        np.testing.assert_allclose(held["egl"], expected(kind="egl", top_classes=2), rtol=1e-5)
+    more = ["--split", "mine.py:split", "--loss", "mine.py:loss", "--per", "parameter"]
+    assert score(*more, data="mine.py:pairs") == 0
+    named_columns = expected(per="parameter")
+    for name, want in named_columns.items():
+        np.testing.assert_allclose(column("s.csv", name), want, rtol=1e-5)
+    assert score("--backend", "vmap", "--loss", "torch.nn:CrossEntropyLoss") == 0
+    np.testing.assert_allclose(column("s.csv"), expected(), rtol=1e-5)
+
+
+def test_checkpoints_and_seeds_are_averaged(user):
+    wants = [expected(seed) for seed in (4, 5)]
+    for seed in (4, 5):
+        torch.manual_seed(seed)
+        state = named.found("", "mine.py:make")().state_dict()
+        torch.save({"model": state} if seed == 4 else state, f"{seed}.pt")
+    assert score("--checkpoint", "4.pt") == 0
+    np.testing.assert_allclose(column("s.csv"), wants[0], rtol=1e-5)
+    for more in (["--checkpoint", "4.pt", "--checkpoint", "5.pt"], ["--seed", "4", "--seeds", "2"]):
+        assert score(*more) == 0
+        np.testing.assert_allclose(column("s.csv"), sum(wants) / 2, rtol=1e-5)
+
+
+def test_torchrun_shares_the_pool(user):
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    given = ["--model", "mine:make", "--data", "mine:pool", "--out", "s.csv", "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, *launch, "-m", "torchgradx", "score", *given],
+        capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([".", *sys.path])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "s.csv: norm of 20 samples\n"
+    np.testing.assert_allclose(column("s.csv"), expected(), rtol=1e-5)
+    assert not list(user.glob("*.partial"))
+
+
+# ---- verify and info -----------------------------------------------------------------------------
+def verify(*more, model="mine.py:make", data="mine.py:pool"):
+    return cli.main(["verify", "--model", model, "--data", data, "--device", "cpu", *more])
+
+
+def test_verify_prints_the_table_and_its_exit_code_tells(user, capsys):
+    assert verify("--samples", "5") == 0
+    assert "0.weight" in capsys.readouterr().out
+    assert verify(model="mine.py:Mixing") == 1
+    assert "fc.weight" in capsys.readouterr().err
+    assert verify("--rtol", "1e-30") == 1
+    assert verify(model="mine.py:Missing") == 1, "a refusal"
+    assert "fc.weight" in capsys.readouterr().err
+
+
+def test_score_of_a_refused_model_ends_with_1_and_names_the_parameters(user, capsys):
+    assert score(model="mine.py:Missing") == 1
+    said = capsys.readouterr().err
+    assert "refused" in said
+    assert "fc.weight" in said
+
+
+def test_info_and_no_argument_at_all_print_the_facts(capsys):
+    assert cli.main(["info"]) == 0
+    facts = capsys.readouterr().out
+    assert facts.startswith("torchgradx ")
+    done = subprocess.run(
+        [sys.executable, "-c", "import runpy; runpy.run_module('torchgradx', run_name='__main__')"],
+        capture_output=True, text=True, cwd=os.path.dirname(sys.executable),
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [
+        line.split()[0] for line in facts.splitlines()
+    ]
+
+
+# ---- What is said --------------------------------------------------------------------------------
+@pytest.mark.parametrize("command", [[], ["score"], ["verify"]])
+def test_help_tells_the_options_and_the_exit_codes(command, capsys):
+    assert cli.main([*command, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "exit codes" in said
+    if command:
+        for option in ("--model", "--data", "--loss", "--split", "--device", "--checkpoint"):
+            assert option in said
+
+
+def test_a_wrong_argument_is_named_and_ends_with_2(user, capsys):
+    torch.save({"x": torch.zeros(2)}, "other.pt")
+    for words, call in (
+        ("--model", lambda: score(model="mine.py")),
+        ("--model: there is no file absent.py", lambda: score(model="absent.py:make")),
+        ("--model: there is no module 'absent'", lambda: score(model="absent:make")),
+        ("no_such_package", lambda: score(model="bad:make")),
+        ("has no 'mak'; it has torch, nn", lambda: score(model="mine.py:mak")),
+        ("--model: mine.py:broken() failed: KeyError", lambda: score(model="mine.py:broken")),
+        ("--model: mine.py:split() failed", lambda: score(model="mine.py:split")),
+        ("--model: mine.py:WIDTH is a int", lambda: score(model="mine.py:WIDTH")),
+        ("must be or return an nn.Module", lambda: score(model="mine.py:pairs")),
+        ("--data: mine.py:Mixing must be", lambda: score(data="mine.py:Mixing")),
+        ("--loss: expected cross_entropy", lambda: score("--loss", "crossentropy")),
+        ("--loss", lambda: score("--loss", "mine.py:WIDTH")),
+        ("--split", lambda: score("--split", "mine.py:absent")),
+        ("--device: tpu", lambda: score("--device", "tpu")),
+        ("--checkpoint: absent.pt", lambda: score("--checkpoint", "absent.pt")),
+        ("--checkpoint: other.pt", lambda: score("--checkpoint", "other.pt")),
+        ("--seeds", lambda: score("--seeds", "0")),
+        ("out must end in", lambda: score(out="s.txt")),
+        ("top_classes", lambda: score("--top-classes", "2")),
+        ("--kind", lambda: score("--kind", "loss")),
+        ("--batch-size", lambda: score("--batch-size", "many")),
+        ("batch_size", lambda: score("--batch-size", "0")),
+        ("--samples", lambda: verify("--samples", "0")),
+        ("required", lambda: cli.main(["score"])),
+        ("required", lambda: cli.main([])),
+        ("invalid choice", lambda: cli.main(["scores"])),
+    ):
+        assert call() == 2, words
+        said = capsys.readouterr().err
+        assert words in said, (words, said)
+        assert "Traceback" not in said
+
+
+def test_a_partial_result_of_something_else_says_fresh(user, capsys):
+    with pytest.raises(ValueError, match="my own error"):  # with its trace: it is the user's
+        score("--loss", "mine.py:wrong")
+    assert (user / "s.csv.partial").exists()
+    assert score() == 2
+    said = capsys.readouterr().err
+    assert "loss_fn" in said
+    assert "--fresh" in said
+    assert score("--fresh") == 0
+
+
+def test_an_interrupt_ends_with_130(user, capsys, monkeypatch):
+    def interrupt(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "score", interrupt)
+    assert score() == 130

@@ -1,0 +1,268 @@
+"""The command line: `torchgradx score`, `torchgradx verify`, `torchgradx info`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from . import named
+from .errors import CoverageError, VerificationError
+from .facts import table
+from .jobs import score
+from .jobs.pool import Pool, moved, random_state_kept, split_batch
+from .jobs.quantities import KINDS
+from .named import UsageError
+from .verify import verify
+
+__all__ = ["main"]
+
+EXIT_CODES = """\
+exit codes:
+  0    done
+  1    verify found a difference, or a model was refused (the text names the parameters)
+  2    an argument is wrong (the text names it)
+  130  interrupted; the same command goes on where it was
+"""
+
+SCORE = """\
+Score every sample of a dataset and write the scores in its order.
+
+  torchgradx score --model nets.py:make --checkpoint best.pt --data data.py:pool --out scores.csv
+  torchrun --nproc-per-node 4 -m torchgradx score ...   each process scores a part
+
+--model and --data name an object or a function that returns it: package.module:name, or
+file.py:name. A dataset gives (input, target) pairs; for others --split names a function
+batch -> (inputs, targets). While it runs, OUT.partial keeps what is done: after an interrupt or
+a kill the same command goes on.
+"""
+
+VERIFY = """\
+Compare the norms of a model, on a few samples, with a loop over single samples.
+
+  torchgradx verify --model nets.py:make --data data.py:pool --samples 8
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code. argv: without the program's name, None for sys.argv."""
+    parser = _parser()
+    try:
+        arguments = parser.parse_args(argv)
+    except SystemExit as ended:  # --help, or a usage that argparse has explained
+        return int(ended.code or 0)
+    try:
+        return int(arguments.command(arguments))
+    except UsageError as error:
+        print(f"torchgradx: {error}", file=sys.stderr)
+        return 2
+    except CoverageError as error:
+        print(f"torchgradx: refused: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("torchgradx: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="torchgradx",
+        description="Per-sample gradient norms of PyTorch models.",
+        epilog=EXIT_CODES,
+        formatter_class=raw,
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="command")
+    info = commands.add_parser("info", help="the facts of this installation")
+    info.set_defaults(command=_info)
+    for name, text, run in (("score", SCORE, _score), ("verify", VERIFY, _verify)):
+        brief = text.partition("\n")[0]
+        command = commands.add_parser(
+            name, help=brief, description=text, epilog=EXIT_CODES, formatter_class=raw
+        )
+        command.set_defaults(command=run)
+        _common(command)
+        (_score_options if name == "score" else _verify_options)(command)
+    return parser
+
+
+def _common(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--model", required=True, metavar="M:NAME", help="an nn.Module, or what makes it")
+    add("--data", required=True, metavar="M:NAME", help="a dataset or DataLoader, or what makes it")
+    losses = ", ".join(named.LOSSES)
+    add("--loss", default="cross_entropy", metavar="LOSS",
+        help=f"{losses}, or M:NAME of a function (output, targets) -> the batch's loss "
+        "(default: %(default)s)")  # fmt: skip
+    add("--loss-reduction", choices=("mean", "sum"), default="mean",
+        help="how the loss combines its samples (default: %(default)s)")  # fmt: skip
+    add("--split", metavar="M:NAME", help="batch -> (inputs, targets), if not a pair or a dict")
+    add("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU, if there is one)")
+    add("--backend", choices=("auto", "native", "vmap"), default="auto",
+        help="kernels, or the pure-Python fallback (default: %(default)s)")  # fmt: skip
+    add("--train-mode", action="store_true", help="the model in train mode, not eval")
+    add("--seed", type=int, default=0, help="of torch, before the model is made (default: 0)")
+
+
+def _score_options(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--out", required=True, help="the file to write: .csv, .npz or .parquet")
+    add("--checkpoint", action="append", metavar="FILE",
+        help="a state_dict to load; given several times: the mean of their scores")  # fmt: skip
+    add("--seeds", type=int, default=1, metavar="K",
+        help="make K models, of seeds SEED to SEED + K - 1: the mean of their scores")  # fmt: skip
+    add("--kind", choices=tuple(KINDS), default="norm",
+        help="gradient norm; el2n: |softmax - onehot|; egl: expected gradient length over the "
+        "predicted labels, which needs no targets (default: %(default)s)")  # fmt: skip
+    add("--per", choices=("model", "module", "parameter"), default="model",
+        help="a column for the model, or for each part (default: %(default)s)")  # fmt: skip
+    add("--top-classes", type=int, metavar="K", help="egl: each sample's K likeliest classes only")
+    add("--batch-size", type=int, default=64, help="(default: %(default)s)")
+    add("--workers", type=int, default=0, help="processes that read (default: %(default)s)")
+    add("--fresh", action="store_true", help="begin anew, even if a partial result is there")
+    add("--quiet", action="store_true", help="no progress")
+
+
+def _verify_options(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--checkpoint", metavar="FILE", help="a state_dict to load")
+    add("--samples", type=int, default=8, help="the first so many are compared (default: 8)")
+    add("--rtol", type=float, help="the largest error allowed (default: by dtype)")
+
+
+# The commands
+
+
+def _info(_: argparse.Namespace) -> int:
+    print(table())
+    return 0
+
+
+def _score(given: argparse.Namespace) -> int:
+    ours = _join_ranks()
+    try:
+        device = _device(given.device)
+        torch.manual_seed(given.seed)
+        data = named.dataset(given.data)
+        if not isinstance(data, DataLoader):
+            sizes = {"batch_size": given.batch_size, "num_workers": given.workers}
+            data = _or_usage_error("--data", DataLoader, data, **sizes)
+        models = _models(given, device)
+        scores = _or_usage_error(
+            "score",
+            score,
+            models if given.seeds > 1 or given.checkpoint else next(models),
+            named.loss(given.loss),
+            data,
+            per=given.per,
+            progress=not given.quiet,
+            kind=given.kind,
+            top_classes=given.top_classes,
+            out=given.out,
+            resume=not given.fresh,
+            split=_split(given.split),
+            eval_mode=not given.train_mode,
+            loss_reduction=given.loss_reduction,
+            backend=given.backend,
+        )
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            count = len(scores) if given.per == "model" else len(next(iter(scores.values()), ()))
+            print(f"{given.out}: {given.kind} of {count} samples")
+    finally:
+        if ours:
+            dist.destroy_process_group()
+    return 0
+
+
+def _verify(given: argparse.Namespace) -> int:
+    device = _device(given.device)
+    torch.manual_seed(given.seed)
+    data = named.dataset(given.data)
+    if not isinstance(data, DataLoader):
+        data = DataLoader(data, batch_size=max(1, given.samples))
+    pool = _or_usage_error("--data", Pool, data)
+    first = list(range(min(given.samples, len(pool))))
+    if not first:
+        raise UsageError(f"--samples: nothing to compare: {given.samples} of {len(pool)} samples")
+    model = named.model(given.model, given.checkpoint, device)
+    model.train(given.train_mode)
+    with random_state_kept():
+        batch = moved(next(batch for _, batch in pool.read([first])), device)
+    inputs, targets = (_split(given.split) or split_batch)(batch)
+    try:
+        report = verify(
+            model,
+            named.loss(given.loss),
+            inputs,
+            targets,
+            given.rtol,
+            loss_reduction=given.loss_reduction,
+            backend=given.backend,
+        )
+    except VerificationError as error:
+        print(f"torchgradx: verify failed: {error}", file=sys.stderr)
+        return 1
+    print(report)
+    return 0
+
+
+# What arguments become
+
+
+def _or_usage_error(what: str, call: Any, *args: Any, **kwargs: Any) -> Any:
+    """What is wrong with an argument takes a line; errors of the user's code keep their trace."""
+    try:
+        return call(*args, **kwargs)
+    except (ValueError, TypeError, ImportError) as error:
+        frame = error.__traceback__
+        while frame is not None and frame.tb_next is not None:
+            frame = frame.tb_next
+        where = frame.tb_frame.f_globals.get("__name__", "") if frame is not None else ""
+        if where.startswith(("torchgradx.", "torch.utils.data.")):
+            text = str(error).replace("resume=False", "--fresh")
+            raise UsageError(f"{what}: {text}") from error
+        raise
+
+
+def _models(given: argparse.Namespace, device: torch.device) -> Iterator[torch.nn.Module]:
+    """One at a time: of each checkpoint, or of each seed."""
+    if given.checkpoint and given.seeds != 1:
+        raise UsageError("--seeds: a checkpoint's weights are of no seed; leave one of the two out")
+    if given.seeds < 1:
+        raise UsageError(f"--seeds: expected 1 or more; got {given.seeds}")
+    for k, path in enumerate(given.checkpoint or [None] * given.seeds):
+        torch.manual_seed(given.seed + (0 if path else k))
+        yield named.model(given.model, path, device).train(given.train_mode)
+
+
+def _split(spec: str | None) -> Any:
+    return None if spec is None else named.found("--split", spec)
+
+
+def _device(given: str | None) -> torch.device:
+    if given is None:
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        given = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(given)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"--device: {given} cannot be used here: {reason}") from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _join_ranks() -> bool:
+    """Whether torchrun started this process as one of several, which now know each other."""
+    if int(os.environ.get("WORLD_SIZE", 1)) < 2 or dist.is_initialized():
+        return False
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    return True
