@@ -106,6 +106,19 @@ def test_every_sample_is_scored_once_in_the_order_of_the_dataset(make):
     close(torch.tensor(got), per_model(loop(model, entropy, *data.tensors)))
 
 
+def test_batches_of_ones_own_stay_together_and_the_rest_fills_up():
+    met = []
+
+    def noted(samples):
+        met.append([int(x) for (x,) in samples])
+        return [torch.tensor(met[-1], dtype=torch.float64)[:, None]] * 2
+
+    own = [[9, 8, 7], [3], [8, 8, 2], [1, 0]]
+    loader = DataLoader(TensorDataset(torch.arange(13.0)), batch_sampler=own, collate_fn=noted)
+    score(nn.Linear(1, 1).double(), loader, F.mse_loss)
+    assert met == [[9, 8, 7], [3], [2], [1, 0], [4, 5, 6], [10, 11, 12]]
+
+
 def test_the_parts_of_a_norm_have_the_names_of_the_model():
     model, data = classifier(), pool()
     model[0].bias.requires_grad_(False)
@@ -268,8 +281,11 @@ def test_model_and_random_numbers_are_as_they_were(eval_mode, fails):
     model[3].eval()
     model[1].weight.grad = kept = torch.ones(6, 5, dtype=torch.float64)
     generator = torch.Generator().manual_seed(5)
-    loader = DataLoader(pool(), batch_sampler=BatchSampler(
-        RandomSampler(range(N), generator=generator), 4, False))  # fmt: skip
+
+    class Mine(BatchSampler):
+        """Its batches are asked for."""
+
+    sampler = Mine(RandomSampler(range(N), generator=generator), 4, False)
 
     def states():
         return (torch.get_rng_state().tolist(), generator.get_state().tolist(),
@@ -282,7 +298,7 @@ def test_model_and_random_numbers_are_as_they_were(eval_mode, fails):
             random.random(), np.random.rand(), torch.rand(1)
             return super().__getitem__(index)
 
-    loader = DataLoader(Restless(*pool().tensors), batch_sampler=loader.batch_sampler)
+    loader = DataLoader(Restless(*pool().tensors), batch_sampler=sampler)
     before = fingerprint(model), states(), dict(model.named_buffers())
     if fails:
         with pytest.raises(KeyError, match="unlucky"):
@@ -348,6 +364,7 @@ def test_arguments_are_refused_by_name(tmp_path):
         (ValueError, "loss_scale", lambda: score(model, loader, kind="egl", loss_scale=2.0)),
         (TypeError, "loss_fn", lambda: score(model, loader, None)),
         (TypeError, "model must be", lambda: score([3], loader)),
+        (TypeError, "got function", lambda: score(F.cross_entropy, loader)),
         (ValueError, "got none", lambda: score([], loader)),
         (ValueError, r"0 to 22; got 0 to 23", lambda: score(model, loader, indices=[0, 23])),
         (TypeError, "indices", lambda: score(model, loader, indices=[0.5])),

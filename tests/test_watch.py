@@ -102,12 +102,13 @@ def test_a_summary_writer_of_tensorboard_takes_it(tmp_path):
 
 
 def test_a_state_goes_on_as_if_nothing_had_happened():
-    one, two = (OutlierWatch(quantile=0.8, factor=1.5, window=20, warmup=10) for _ in range(2))
+    one, two = (OutlierWatch(quantile=0.8, factor=1.5, window=21, warmup=10) for _ in range(2))
     norms = spiky(20)
     for batch in norms[:10]:
         one.update(batch)
     two.load_state_dict(one.state_dict())
     for batch in norms[10:]:
+        assert one.threshold == two.threshold
         assert one.update(batch) == two.update(batch)
     assert one.state_dict() == two.state_dict()
 

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -62,13 +62,15 @@ class Job:
         assert self._file is not None
         self._file.remove()
 
-    def run(self, models: Iterable[nn.Module]) -> None:
+    def run(self, models: nn.Module | Iterable[nn.Module]) -> None:
         count = 0
+        if isinstance(models, nn.Module):
+            models = [models]  # a Sequential is iterable, too
+        elif not isinstance(models, Iterable):
+            _refuse_model(models)
         for count, model in enumerate(models, 1):
             if not isinstance(model, nn.Module):
-                raise TypeError(
-                    f"model must be a torch.nn.Module, or several; got {type(model).__name__}"
-                )
+                _refuse_model(model)
             gathered = self._begin(model, count)
             if count == len(gathered.models):
                 self._score(model, gathered)
@@ -103,10 +105,10 @@ class Job:
         if count > len(self._gathered.models):
             (self._file or self._gathered).begin(mark)
         elif self._gathered.models[count - 1] != mark:
-            which = "another model" if isinstance(model, nn.Module) else ""
+            assert self._file is not None
             raise ResumeError(
-                f"{self._keep and self._keep[0]} holds scores of {which}, or of other weights: "
-                "write to another file, or say resume=False to begin anew"
+                f"{self._file.path} holds scores of another model, or of other weights: write to "
+                "another file, or say resume=False to begin anew"
             )
         return self._gathered
 
@@ -169,6 +171,10 @@ class Job:
         if not columns:
             return np.zeros((0, 0))
         return torch.stack(columns, 1).double().cpu().numpy()
+
+
+def _refuse_model(model: Any) -> NoReturn:
+    raise TypeError(f"model must be a torch.nn.Module, or several; got {type(model).__name__}")
 
 
 @contextlib.contextmanager

@@ -27,8 +27,8 @@ class NoiseScale:
     far above, hardly any. The critical batch size, where a training takes twice the least steps
     and twice the least samples, is B_simple as far as the loss curves alike in all directions.
 
-    Where `.grad` is sum_n w_n g_n, with W = sum w_n, Q = sum w_n^2 and M = mean |g_n|^2, unbiased
-    estimates of one step are::
+    Where `.grad` is sum_n w_n g_n of samples drawn evenly, with W = sum w_n, Q = sum w_n^2 and
+    M = mean |g_n|^2, unbiased estimates of one step are::
 
         |G|^2     = (|.grad|^2 - Q M) / (W^2 - Q)
         tr(Sigma) = (W^2 M - |.grad|^2) / (W^2 - Q)

@@ -104,7 +104,6 @@ def score(
     wanted = _wanted(indices, len(pool))
     path = None if out is None else checked_path(out)
     ranks = Ranks(distributed)
-    models = [model] if isinstance(model, nn.Module) else model
     job = Job(pool, quantity, wanted, ranks, options)
     job.split, job.eval_mode = split or split_batch, eval_mode
     job.shown = progress and ranks.rank == 0
@@ -127,7 +126,7 @@ def score(
                     "rank": [ranks.rank, ranks.world],
                 }
                 job.keep(ranks.beside(path), facts, resume)
-            job.run(models)
+            job.run(model)
         columns = job.columns()
         scores = columns if per != "model" else columns[kind]
         if path is not None:

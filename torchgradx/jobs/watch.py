@@ -165,11 +165,10 @@ class _Window:
 
     def __init__(self, size: int) -> None:
         self._ring = np.empty(size)
-        self._count = 0  # ever added
+        self._count = 0  # ever put there
 
     def add(self, values: NDArray[np.float64]) -> None:
         size = len(self._ring)
-        self._count += max(0, len(values) - size)
         values = values[-size:]
         places = (self._count + np.arange(len(values))) % size
         self._ring[places] = values
