@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from attach_oracle import NATIVE, Model, check, mlp, seeded, square, title  # noqa: F401
 from backends import BACKENDS, to
 from oracle import Conv2d, Linear
@@ -18,6 +20,9 @@ from test_attach_layers import KERNEL_LAYERS
 from test_memory import BOUND, CASES, MIB, WIDE
 from test_properties import PROBLEMS, each_way, operands
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchgradx
 
 CUDA = BACKENDS["cuda"]
 pytestmark = pytest.mark.skipif(bool(CUDA.missing), reason=CUDA.missing)
@@ -220,3 +225,39 @@ def test_a_step_on_a_side_stream_has_the_same_norms() -> None:
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         check(mlp(64), square, torch.randn(8, 33, 3), device="cuda")
+
+
+# Jobs
+
+
+def jobs_on(device: str, pinned: bool = False) -> list[Any]:
+    """Numbers of all jobs: scores of a pool, and what a step of training tells."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 4)).to(device)
+    x, y = torch.randn(20, 3), torch.randint(0, 4, (20,))
+    loader = DataLoader(TensorDataset(x, y), 6, shuffle=True, pin_memory=pinned)
+    state = torch.get_rng_state()
+    found: list[Any] = [
+        torchgradx.score(model, F.cross_entropy, loader, kind=kind, progress=False)
+        for kind in ("norm", "el2n", "egl")
+    ]
+    assert torch.equal(torch.get_rng_state(), state)
+    x, y = x.to(device), y.to(device)
+    sampler = torchgradx.ImportanceSampler(20)
+    noise, watch = torchgradx.NoiseScale(), torchgradx.OutlierWatch(warmup=10, factor=0.5)
+    with torchgradx.attach(model.eval()) as probe:
+        F.cross_entropy(model(x), y).backward()
+        norms = probe.norms()
+        noise.update(probe)
+    sampler.update(torch.arange(20, device=device), norms)
+    next(iter(sampler))
+    weights = sampler.weights(torch.arange(20, device=device))
+    assert weights.device == x.device
+    watch.update(norms)
+    return [*found, noise.trace, noise.sq_grad_norm, weights.cpu().numpy(), watch.threshold]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_jobs_find_on_a_gpu_what_they_find_on_the_cpu(pinned: bool) -> None:
+    for got, want in zip(jobs_on("cuda", pinned), jobs_on("cpu"), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4)

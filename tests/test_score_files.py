@@ -210,6 +210,18 @@ def test_a_partial_result_of_something_else_is_refused_by_name(tmp_path):
     np.testing.assert_allclose(again, 2 * score(model(1), pool()), rtol=1e-5)
 
 
+def test_a_loss_with_another_number_or_a_model_in_another_mode_is_another(tmp_path):
+    out = tmp_path / "scores.npz"
+    smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
+    interrupted(model().eval(), out, loss=smooth, eval_mode=False)
+    same = {"out": out, "eval_mode": False}
+    with pytest.raises(torchgradx.ResumeError, match="loss_fn"):
+        score(model().eval(), pool(), loss=nn.CrossEntropyLoss(label_smoothing=0.2), **same)
+    with pytest.raises(torchgradx.ResumeError, match="another model"):
+        score(model(), pool(), loss=smooth, **same)
+    score(model().eval(), pool(), loss=smooth, **same)
+
+
 def test_two_processes_do_not_write_one_file(tmp_path):
     path, facts = tmp_path / "x.partial", {"a": 1}
     first = partial.Partial(path, facts, partial.Gathered(3, 1), True)

@@ -23,9 +23,14 @@ __all__ = ["of_dataset", "of_function", "of_model", "of_values"]
 SAMPLES = 8  # of a dataset that are looked at, spread over it
 
 
-def of_model(model: nn.Module) -> str:
-    """Of its modules and of the bits of its parameters and buffers."""
+def of_model(model: nn.Module, modes: bool = False) -> str:
+    """Of its modules (and their modes), of the bits of its parameters and buffers, and of plain
+    numbers and words: a label_smoothing, an eps."""
     seen = blake2b(_text(repr(model)), digest_size=16)
+    for module in model.modules():
+        for name, value in sorted(vars(module).items()):
+            if isinstance(value, (bool, int, float, str)) and (modes or name != "training"):
+                seen.update(f"{name}={value!r}".encode())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         seen.update(name.encode())
         _add(seen, tensor.detach())

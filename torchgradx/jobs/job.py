@@ -101,7 +101,7 @@ class Job:
                 self._file = Partial(path, facts, self._gathered, resume)
         if names != self._names:
             raise ValueError("models whose scores are averaged must have parameters alike")
-        mark = fingerprint.of_model(model) if self._file is not None else ""
+        mark = fingerprint.of_model(model, not self.eval_mode) if self._file is not None else ""
         if count > len(self._gathered.models):
             (self._file or self._gathered).begin(mark)
         elif self._gathered.models[count - 1] != mark:

@@ -110,7 +110,7 @@ class NoiseScale:
         self._names = list(groups)
         ranks = Ranks(running() if self.distributed is None else self.distributed)
         weights = _weights(probe) / ranks.world
-        sq_norms = torch.stack([v.double().cpu().square() for v in groups.values()])  # [K, N]
+        sq_norms = torch.stack(list(groups.values())).double().cpu().square()  # [K, N]
         most = weights.abs() @ sq_norms.sum(0).sqrt()
         count = torch.tensor(float(len(weights)), dtype=torch.float64)
         own = torch.stack([count, weights.sum(), weights.square().sum(), most])
