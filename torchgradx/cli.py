@@ -123,8 +123,9 @@ def _score_options(command: argparse.ArgumentParser) -> None:
     add("--per", choices=("model", "module", "parameter"), default="model",
         help="a column for the model, or for each part (default: %(default)s)")  # fmt: skip
     add("--top-classes", type=int, metavar="K", help="egl: each sample's K likeliest classes only")
-    add("--batch-size", type=int, default=64, help="(default: %(default)s)")
-    add("--workers", type=int, default=0, help="processes that read (default: %(default)s)")
+    add("--batch-size", type=int, default=64,
+        help="of a dataset; a DataLoader has its own (default: %(default)s)")  # fmt: skip
+    add("--workers", type=int, default=0, help="processes that read a dataset (default: 0)")
     add("--fresh", action="store_true", help="begin anew, even if a partial result is there")
     add("--quiet", action="store_true", help="no progress")
 
