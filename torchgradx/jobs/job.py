@@ -129,16 +129,15 @@ class Job:
         if isinstance(model, DistributedDataParallel):  # which would wait for the other ranks
             inner, prefix = model.module, "module"
         first = next(itertools.chain(inner.parameters(), inner.buffers()), torch.empty(0))
-        batches = self._pool.batches(self._mine & ~gathered.done)
-        done = int(self._mine.sum()) - sum(map(len, batches))
-        more = 0  # a sharded model's forward needs all ranks
-        if gathers(inner):
-            more = self._ranks.largest(len(batches)) - len(batches)
-        read = self._pool.read(batches + [next(iter(batches), [0])] * more)
+        todo = self._mine & ~gathered.done
+        batches = self._pool.batches(todo)
+        if gathers(inner):  # a sharded model's forward needs all ranks
+            batches.repeated = self._ranks.largest(len(batches)) - len(batches)
         with _untouched(inner, self.eval_mode), self._attached(inner) as probe:
-            shown = bar(int(self._mine.sum()), done, self.shown)
+            total = int(self._mine.sum())
+            shown = bar(total, total - int(todo.sum()), self.shown)
             try:
-                for place, (indices, batch) in enumerate(read):
+                for place, (indices, batch) in enumerate(self._pool.read(batches)):
                     inputs, targets = self.split(moved(batch, first.device))
                     rows = self._rows(self._quantity(inner, probe, inputs, targets), prefix)
                     if len(rows) != len(indices):

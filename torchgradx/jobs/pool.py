@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,29 @@ COPIED = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"),
     "multiprocessing_context",
 )
+
+
+class Batches:
+    """Indices in batches: some made by a sampler of the user's own, then the rest in order.
+
+    A Python int takes four times the memory of one in an array, so that the rest stays in one.
+    """
+
+    def __init__(self, made: list[list[int]], rest: NDArray[np.intp], size: int) -> None:
+        self._made, self._rest, self._size = made, rest, size
+        self.repeated = 0  # how often the first comes again at the end
+
+    def __len__(self) -> int:
+        """Less those that are repeated."""
+        return len(self._made) - (-len(self._rest) // self._size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from self._made
+        for start in range(0, len(self._rest), self._size):
+            yield self._rest[start : start + self._size].tolist()
+        if self.repeated:
+            first = self._made[0] if self._made else self._rest[: self._size].tolist()
+            yield from itertools.repeat(first or [0], self.repeated)
 
 
 class Pool:
@@ -59,24 +82,20 @@ class Pool:
     def sample(self, index: int) -> Any:
         return self.dataset[[index]] if self._whole else self.dataset[index]
 
-    def batches(self, wanted: NDArray[np.bool_]) -> list[list[int]]:
+    def batches(self, wanted: NDArray[np.bool_]) -> Batches:
         """The wanted indices, each in one batch.
 
         A batch sampler of the user's own keeps samples together that belong together, as those of
         one length: its batches, less what is not wanted or came before, and then the rest.
         """
         if type(self._sampler) is BatchSampler:
-            found, size = [], self._sampler.batch_size
-        else:
-            found = self._grouped(wanted.copy())
-            size = max(map(len, found), default=0) or 1
-        rest = wanted.copy()
-        rest[list(itertools.chain.from_iterable(found))] = False
-        left = np.flatnonzero(rest).tolist()
-        found += [left[start : start + size] for start in range(0, len(left), size)]
-        return found
+            return Batches([], np.flatnonzero(wanted), self._sampler.batch_size)
+        left = wanted.copy()
+        found = self._grouped(left)
+        return Batches(found, np.flatnonzero(left), max(map(len, found), default=1))
 
     def _grouped(self, wanted: NDArray[np.bool_]) -> list[list[int]]:
+        """The sampler's batches of what is wanted, which then is wanted no more."""
         found, drawn = [], 0
         for batch in self._sampler:
             fresh = []
@@ -91,7 +110,7 @@ class Pool:
                 break
         return found
 
-    def read(self, batches: Sequence[Sequence[int]]) -> Iterator[tuple[NDArray[np.int64], Any]]:
+    def read(self, batches: Iterable[list[int]]) -> Iterator[tuple[NDArray[np.int64], Any]]:
         """(indices [n], what the loader makes of these samples)"""
         options = {name: getattr(self._loader, name) for name in COPIED}
         options |= {"sampler": batches, "batch_size": None} if self._whole else {
