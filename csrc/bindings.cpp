@@ -24,7 +24,7 @@ struct Kept {
 
 void bind_pass(py::module_& m) {
   py::class_<Recorder, std::shared_ptr<Recorder>>(m, "Recorder")
-      .def(py::init<int64_t, py::object, py::object, py::object, py::object>())
+      .def(py::init<int64_t, py::object, py::object, py::object, py::object, py::object>())
       .def("push", &Recorder::push, py::arg("run").none(true))
       .def("enlist", &Recorder::enlist)
       .def("pop", &Recorder::pop)
@@ -39,6 +39,9 @@ void bind_pass(py::module_& m) {
       .def("forget_recorded", &Recorder::forget_recorded)
       .def_readwrite("auditing", &Recorder::auditing)
       .def_readwrite("idle", &Recorder::idle)
+      .def_readwrite("books", &Recorder::books)
+      .def("book",
+           [](const Recorder& self, std::shared_ptr<Pass> run, py::object use) { self.booked()(run, std::move(use)); })
       .def("audited",
            [](const Recorder& self, int64_t task) {
              return std::find(self.audited.begin(), self.audited.end(), task) != self.audited.end();
@@ -98,6 +101,12 @@ void bind_pass(py::module_& m) {
           },
           py::arg("parameters"), py::arg("enclosed") = false)
       .def("waits", [](Pass& self, int64_t parameter) { return self.waits(parameter); })
+      .def_readwrite("directions", &Pass::directions)
+      .def_property_readonly("dots",
+                             [](const Pass& self) {
+                               return self.dots.defined() ? std::optional<Tensor>(self.dots) : std::nullopt;
+                             })
+      .def("add_dots", &Pass::add_dots)
       .def("finish", [](Pass& self, int64_t parameter, const Tensor& sq_norms) { self.finish(parameter, sq_norms); })
       .def("clear", &Pass::clear)
       .def("add",
@@ -178,6 +187,12 @@ void bind_capture(py::module_& m) {
       },
       py::arg("site"), py::arg("input"), py::arg("weight"), py::arg("bias"), py::arg("output"),
       py::arg("mean") = std::nullopt, py::arg("var") = std::nullopt);
+
+  py::class_<Booked, std::shared_ptr<Booked>>(m, "Booked")
+      .def_property_readonly("parameters", &Booked::parameters)
+      .def_property_readonly("intact", &Booked::intact)
+      .def("weighted", &Booked::weighted, py::arg("factors"), py::arg("parameters"),
+           py::call_guard<py::gil_scoped_release>());  // it may run autograd
 
   py::class_<Recurrence>(m, "Recurrence")
       .def(py::init([](int64_t cell, bool biases, bool both_ways, bool projects, bool single, bool training,

@@ -64,12 +64,14 @@ std::vector<const Node*> roots_beside(const std::unordered_set<Node*>& reached) 
 
 }  // namespace
 
-Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object met)
+Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object met,
+                   py::object booked)
     : balance(parameters, 0),
       began_(new Callback{std::move(began)}),
       finish_(new Callback{std::move(finish)}),
       drained_(new Callback{std::move(drained)}),
-      met_(new Callback{std::move(met)}) {}
+      met_(new Callback{std::move(met)}),
+      booked_(new Callback{std::move(booked)}) {}
 
 void Recorder::enlist(const std::shared_ptr<Pass>& pass) {
   std::vector<std::weak_ptr<Pass>> living;
@@ -384,8 +386,16 @@ std::vector<int64_t> Pass::late() const {
   return parameters;
 }
 
+void Pass::add_dots(const Tensor& more) {
+  const at::NoGradGuard no_grad;
+  const Tensor precise = more.to(at::kDouble);
+  const std::lock_guard<std::mutex> lock(recorder->mutex);
+  dots = dots.defined() ? dots + precise.to(dots.device()) : precise;
+}
+
 void Pass::clear() {
   recorded = false;
+  dots = Tensor();
   for (Entry& entry : entries) {
     entry.parts = 0;
     entry.late = false;

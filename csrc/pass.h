@@ -72,7 +72,8 @@ struct Owners {
 // What all passes of one probe share.
 class Recorder {
  public:
-  Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object met);
+  Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object met,
+           py::object booked);
 
   void enlist(const std::shared_ptr<Pass>& pass);
   void push(std::shared_ptr<Pass> pass);  // enlisted; nullptr: record nothing on this thread until pop()
@@ -92,6 +93,12 @@ class Recorder {
   void add_recorded(int64_t parameter, const Tensor& gradient, double magnitude);
   std::pair<std::optional<Tensor>, double> take_recorded(int64_t parameter);
   void forget_recorded();
+
+  // Clipping: uses are kept as they arrive.
+  bool books = false;
+  py::object booked() const {
+    return booked_->function;
+  }
 
   // Uses whose saved tensors went through hooks (checkpointing): their layers must stay as they are until they die.
   void hold();
@@ -116,7 +123,7 @@ class Recorder {
   }
 
  private:
-  std::unique_ptr<Callback> began_, finish_, drained_, met_;
+  std::unique_ptr<Callback> began_, finish_, drained_, met_, booked_;
   // By backward, since threads run theirs at the same time, and by parameter: the sum, and how large its terms were.
   std::map<std::pair<int64_t, int64_t>, std::pair<Tensor, double>> recorded_;
   std::atomic<int64_t> held_{0};
@@ -144,6 +151,9 @@ class Pass : public std::enable_shared_from_this<Pass> {
   std::vector<std::pair<int64_t, std::string>> refusals;  // (site, reason); they count once a backward comes
   std::vector<int64_t> layouts;                           // by use, once proven; empty: as declared, or batch first
   std::vector<Entry> entries;
+  std::vector<std::optional<Tensor>> directions;  // by parameter; none, or empty: no products with it
+  Tensor dots;                                    // [N] in float64, of what has arrived; undefined before
+  void add_dots(const Tensor& dots);
 
   struct Use {
     int64_t site;

@@ -6,10 +6,6 @@
 namespace torchgradx {
 namespace {
 
-Tensor wide(const Tensor& t) {
-  return at::isReducedFloatingType(t.scalar_type()) ? t.to(at::kFloat) : t;
-}
-
 double epsilon(const Tensor& t) {
   switch (t.scalar_type()) {
     case at::kDouble:
@@ -23,7 +19,8 @@ double epsilon(const Tensor& t) {
   }
 }
 
-// Zeros in place of the rows that another part of the module uses.
+}  // namespace
+
 Tensor among(const Tensor& t, const Rows& rows, int64_t dim) {
   if (rows.parts == 1) return t;
   const bool last = dim == -1 || t.dim() == 1;
@@ -31,15 +28,15 @@ Tensor among(const Tensor& t, const Rows& rows, int64_t dim) {
   return at::constant_pad_nd(t, {0, 0, rows.before, rows.after});
 }
 
-}  // namespace
+Layout Site::layout_of(const Pass& pass, int64_t use) const {
+  if (layout != Layout::kAuto) return layout;
+  const bool proven = use >= 0 && use < static_cast<int64_t>(pass.layouts.size());
+  return proven ? static_cast<Layout>(pass.layouts[use]) : presumed;
+}
 
 std::optional<Operands> Site::operands(const Pass& pass, int64_t use, const Saved& saved,
                                        const Tensor& grad_output) const {
-  Layout how = layout;
-  if (how == Layout::kAuto) {
-    const bool proven = use >= 0 && use < static_cast<int64_t>(pass.layouts.size());
-    how = proven ? static_cast<Layout>(pass.layouts[use]) : presumed;
-  }
+  const Layout how = layout_of(pass, use);
   if (how == Layout::kShared) return std::nullopt;  // torchgradx/shared.py brings its gradients by sample
   if (how == Layout::kNowhere) {
     recorder->refuse(index, "its gradient came by a way that no output shows");
@@ -125,6 +122,7 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
   if (input.defined() && input.is_floating_point()) input = input.to(grad_output.scalar_type());
   const auto operands = site->operands(*pass, index, wants_weight ? saved : Saved{}, grad_output);
   if (!operands) return;
+  serve(*operands, saved, weight, grad_output);
   if (site->recorder->auditing && received) {
     Gradients gradients;
     if (wants_weight) gradients = layer.backward(saved, weight, grad_output, {false, true, false});
@@ -148,13 +146,13 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
   };
   if (keep_weight) {
     if (const auto gradients = layer.weight_gradients(*operands))
-      pass->add(site->weight, {-1, Tensor(), whole(wide(*gradients))});
+      pass->add(site->weight, {-1, Tensor(), whole(widened(*gradients))});
     else
       pass->add(site->weight, {site->index, kept(operands->activations.detach()),  // not its graph
                                kept(among(operands->grad_output, site->weight_rows, -1))});
   }
   if (keep_bias) {
-    const Tensor by_sample = whole(wide(layer.bias_rows(*operands)).sum(1));
+    const Tensor by_sample = whole(widened(layer.bias_rows(*operands)).sum(1));
     pass->add(site->bias, {-1, Tensor(), among(by_sample, site->bias_rows, -1)});
   }
 }
@@ -184,6 +182,7 @@ Gradients Use::record_fused(const Saved& saved, const Tensor& weight, const Tens
       gradients.input = layer.backward(saved, weight, grad_output, {true, false, false}).input;
     pass->finish(site->weight, sq, 0, site->weight_rows.parts);
     if (wants_bias) pass->finish(site->bias, sq, 1, site->bias_rows.parts);
+    serve(*operands, saved, weight, grad_output);
     if (received && site->recorder->auditing) audit(*operands, gradients, grad_output);
     return received ? gradients : Gradients{gradients.input};
   }

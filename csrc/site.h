@@ -14,6 +14,9 @@ struct Rows {  // of a parameter, that a layer uses: between so many others, one
   int64_t before = 0, after = 0, parts = 1;
 };
 
+// Zeros in place of the rows that another part of the module uses.
+Tensor among(const Tensor& t, const Rows& rows, int64_t dim);
+
 struct Site {
   std::shared_ptr<Recorder> recorder;
   int64_t index;
@@ -28,6 +31,7 @@ struct Site {
   bool apart() const {  // its module's edges into these parameters are counted by none, see Pass::enclose
     return weight_rows.parts > 1 || bias_rows.parts > 1;
   }
+  Layout layout_of(const Pass& pass, int64_t use) const;
   // Operands with the samples in front; nothing, and a refusal in the record, where they cannot be found.
   std::optional<Operands> operands(const Pass& pass, int64_t use, const Saved& saved, const Tensor& grad_output) const;
 
@@ -63,8 +67,28 @@ struct Use : torch::CustomClassHolder {
   // The gradients, and the norms from the same pass where a kernel has it.
   Gradients record_fused(const Saved& saved, const Tensor& weight, const Tensor& grad_output, bool wants_input);
   void audit(const Operands& operands, const Gradients& gradients, const Tensor& grad_output);
+  // What else the pass asks of a use: to be kept for clipping, and the products with its directions.
+  void serve(const Operands& operands, const Saved& saved, const Tensor& weight, const Tensor& grad_output);
   bool waits_for_weight() const;
   bool waits_for_bias() const;
+};
+
+// A use kept for clipping, which asks for its parameters' gradients once more.
+class Booked {
+ public:
+  Booked(const Use& use, const Saved& saved, const Tensor& weight, const Tensor& grad_output);
+  std::vector<int64_t> parameters() const;
+  bool intact() const;  // what it keeps is as it was
+  // Of these parameters: the sums over the samples, each times its factor [N].
+  std::vector<Tensor> weighted(const Tensor& factors, const std::vector<int64_t>& parameters) const;
+
+ private:
+  std::shared_ptr<Site> site_;
+  Layout layout_;
+  Saved saved_;
+  Tensor weight_, grad_output_;
+  bool of_weight_, of_bias_;
+  uint32_t version_;  // of the input
 };
 
 // A use of `site` on this thread, or nothing where the plain layer should run. `sizes` to be told in place of the

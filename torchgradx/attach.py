@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from . import ops, passes
 from .audit import Audit
-from .explain import explanation
 from .layout import batch_size, tensors_in
 from .options import check
+from .reading import Reader
 from .record import Record
 from .recurrent import Site, site_of
 from .sharding import gathers, uncovered
@@ -81,7 +81,9 @@ def attach(
         fused: weight gradient and norms from one pass where a kernel has it.
         weight_grad: False computes norms only, and leaves `.grad` as it is. A parameter's
             `register_hook` still sees its gradient; post-accumulate hooks are not called.
-        clip, directions: what clipping and dot products need; not in this version.
+        clip: keep what `clip_grad_norm_` needs: inputs and output gradients of the layers, until it
+            is called or the next record begins, those too that a checkpoint let go.
+        directions: {parameter name: tensor of its shape} for `dot`.
         algorithm: None lets the cost model choose; "rank1", "gram" or "direct" forces.
         backend: "auto", "native" (kernels or an error) or "vmap" (the pure-Python fallback).
 
@@ -119,7 +121,7 @@ def _unattached() -> Probe:
     return probe
 
 
-class Probe:
+class Probe(Reader):
     """The handle of an attachment; see `attach`. Also a context manager that removes itself."""
 
     _on: bool  # False from remove() on
@@ -150,7 +152,7 @@ class Probe:
             return call
 
         count = len(self._parameters.names)
-        callbacks = ("_began", "_finish", "_drained", "_met")
+        callbacks = ("_began", "_finish", "_drained", "_met", "_booked")
         self._recorder = Recorder(count, *map(forward_to, callbacks))
         shared = (self._recorder, self._parameters, self._layers, options)
         choices = tuple(
@@ -160,6 +162,7 @@ class Probe:
         self._audit = Audit(
             *shared, self._record, _proven.setdefault(model, {}).setdefault(choices, {})
         )
+        self.directions = options["directions"] or {}
         self._joint: list[Pass] | None = None
         self._paused = 0
         self._seen = _Seen()
@@ -183,6 +186,8 @@ class Probe:
             if not self._options["weight_grad"]:
                 self._audit.shield(range(len(self._parameters.names)))
             self._audit.attend()
+            if self._options["clip"]:
+                self._record.books.open()
             for module in modules.values():
                 _attached[module] = weakref.ref(self)
             root = root_of(model)
@@ -209,6 +214,7 @@ class Probe:
         """Leave the model as it was, at once or when the last checkpointed graph in flight dies."""
         self._on = self._trace.on = False
         self._audit.stop()
+        self._record.books.close()
         self._drained()
 
     def _drained(self) -> None:
@@ -278,6 +284,10 @@ class Probe:
                 self._recorder.refuse(-1, f"same_samples() met {self._joint[0].n} and {n} samples")
             return self._joint[0], False
         run = Pass(self._recorder, n, parameters)
+        if self._directed:
+            run.directions = self._directed
+        if self._recorder.books:
+            self._record.books.within(module)
         if self._joint is not None:
             run.keep = True
             self._joint.append(run)
@@ -345,38 +355,10 @@ class Probe:
     def _finish(self, run: Pass, parameter: int) -> None:
         self._record.finish(run, parameter)
 
-    # What the user calls
+    def _booked(self, run: Pass, use: Any) -> None:
+        self._record.books.keep(run, use)
 
-    def norms(
-        self, per: str = "model", loss_scale: float | Tensor | None = None
-    ) -> Tensor | dict[str, Tensor]:
-        """Norms of the gradient of each sample's own loss, for all samples of the record.
-
-        Args:
-            per: "model" for one Tensor [N]; "module" or "parameter" for a dict of them, by name.
-            loss_scale: overrides what `attach` was told: a number, or a Tensor [N].
-
-        Returns:
-            float32 (float64 for float64 models), samples in the order of their forwards.
-
-        Raises:
-            CoverageError: some parameters' gradients are not accounted for sample by sample.
-        """
-        if per not in ("model", "module", "parameter"):
-            raise ValueError(f'per must be "model", "module" or "parameter"; got {per!r}')
-        self._audit.settle()
-        self._record.require()
-        self._audit.check()
-        return self._record.norms(per, loss_scale)
-
-    def explain(self) -> str:
-        """Layer by layer: shapes, the algorithm chosen, its cost, what was refused and why."""
-        return explanation(self._layers, self._parameters)
-
-    def reset(self) -> None:
-        """Begin a new record at once."""
-        self._audit.settle()
-        self._record.clear()
+    # What the user says of forwards
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from .products import by_sample, closed, dense, fitted, mapped
+from .clipping import BySample
+from .passes import receives
 from .reference import accumulation_dtype
 from .shared import Graph, Node, Plan, below, is_leaf
 
@@ -123,9 +124,10 @@ class Descent:
         self._task, self._rounding = torch._C._current_graph_task_id(), 0.0
         self._held.clear()
         self._ready.clear()
-        self._counts = any(_receives(leaf.parameter) for leaf in self._leaves)
+        self._counts = any(receives(leaf.parameter) for leaf in self._leaves)
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
-        self._final = not (self._run.keep or self._run.retained or keeps)
+        whole = self._recorder.books or bool(self._run.directions)  # what norms alone do not need
+        self._final = not (self._run.keep or self._run.retained or keeps or whole)
 
     def _compare(
         self,
@@ -271,14 +273,11 @@ class Descent:
                 self._run.finish(leaf.place, whole)
             else:
                 self._run.add(leaf.place, whole)
-
-
-def _receives(parameter: Tensor) -> bool:
-    """Whether this backward brings a parameter a gradient; autograd.grad does not."""
-    try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:
-        return False
+            if self._recorder.books:
+                self._recorder.book(self._run, BySample(leaf.place, whole))
+            v = self._run.directions[leaf.place] if self._run.directions else None
+            if v is not None:
+                self._run.add_dots(whole.flatten(1).to(v.dtype) @ v.flatten())
 
 
 def _size(t: Tensor) -> float:

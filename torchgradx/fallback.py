@@ -24,7 +24,15 @@ from torch.utils._pytree import tree_map
 from .copies import stock_of
 from .layout import BATCH, SEQUENCE, tensors_in
 
-__all__ = ["Call", "Regime", "as_it_is_now", "by_sample", "per_sample_gradients", "whole_gradients"]
+__all__ = [
+    "Call",
+    "Regime",
+    "as_it_is_now",
+    "by_sample",
+    "per_sample_gradients",
+    "weighted",
+    "whole_gradients",
+]
 
 Chunks = Iterator[tuple[slice, list[Tensor]]]
 
@@ -219,6 +227,23 @@ def whole_gradients(
     with silent(), call.regime.again():
         again = replace(call, module=_stand_in(call.module), n=1, layout=BATCH)
         return [gradients[0] for _, found in _by_replay(again) for gradients in found]
+
+
+def weighted(call: Call, factors: Tensor) -> Call:
+    """With each sample's share of the gradients times its factor [N]."""
+
+    def times(g: Tensor | None) -> Tensor | None:
+        if g is None or not g.numel():
+            return g
+        dim = _dim(call, g)
+        each = g.shape[dim] // call.n
+        minor = each > 1 and call.layout != BATCH
+        rows = factors.repeat(each) if minor else factors.repeat_interleave(each)
+        shape = [1] * g.dim()
+        shape[dim] = -1
+        return (g * rows.view(shape)).to(g.dtype)
+
+    return replace(call, grads=[times(g) for g in call.grads])
 
 
 def _by_replay(call: Call) -> Chunks:

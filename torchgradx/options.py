@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +11,42 @@ from torch.nn.parameter import UninitializedParameter
 
 from . import ops
 from .errors import CoverageError
+from .reference import accumulation_dtype
 from .sharding import flattened
 
-__all__ = ["check"]
+__all__ = ["check", "placed"]
+
+
+if TYPE_CHECKING:
+    from .table import Parameters
+
+
+def placed(directions: Any, parameters: Parameters) -> list[Tensor | None]:
+    """By the parameters' places, in the dtype of sums; empty where there are none."""
+    if not isinstance(directions, Mapping):
+        got = type(directions).__name__
+        raise TypeError(f"directions must be {{parameter name: Tensor}}; got {got}")
+    tensors = parameters.tensors()
+    found: list[Tensor | None] = [None] * len(tensors)
+    for name, v in directions.items():
+        try:
+            place = parameters.place(name)
+        except KeyError:
+            known = ", ".join(parameters.names[:8])
+            raise ValueError(
+                f"directions[{name!r}] is not a parameter of the model: it has {known}, ..."
+            ) from None
+        p = tensors[place]
+        if not isinstance(v, Tensor) or v.shape != p.shape or not v.is_floating_point():
+            got = f"{v.dtype} {list(v.shape)}" if isinstance(v, Tensor) else repr(v)
+            raise ValueError(
+                f"directions[{name!r}] must be a floating Tensor {list(p.shape)}, as the "
+                f"parameter is; got {got}"
+            )
+        if found[place] is not None:
+            raise ValueError(f"directions[{name!r}] is given twice: the parameter has two names")
+        found[place] = v.detach().to(p.device, accumulation_dtype(p.dtype))
+    return found if directions else []
 
 
 def check(model: Any, options: dict[str, Any]) -> None:
@@ -25,13 +59,13 @@ def check(model: Any, options: dict[str, Any]) -> None:
         ("backend", ("auto", "native", "vmap")),
         ("fused", (True, False)),
         ("weight_grad", (True, False)),
+        ("clip", (True, False)),
     ):
         if options[name] not in choices:
             expected = ", ".join(map(repr, choices))
             raise ValueError(f"{name} must be one of {expected}; got {options[name]!r}")
-    if options["clip"] or options["directions"] is not None:
-        name = "clip" if options["clip"] else "directions"
-        raise NotImplementedError(f"{name} is not supported in this version: leave it out")
+    if options["clip"] and not options["weight_grad"]:
+        raise ValueError("clip=True needs weight_grad=True: without it .grad stays as it was")
     if options["backend"] == "native" and not ops.NATIVE:
         raise RuntimeError(
             'backend="native" needs the compiled extension, which is not there: build it with '

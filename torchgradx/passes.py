@@ -14,13 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Pass", "Recorder"]
+__all__ = ["Pass", "Recorder", "receives"]
 
 Slot = tuple[int, Tensor]  # a parameter's place in the table, and the tensor that stands there now
 
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _executes(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad, which only captures: no .grad receives anything
+        return False
+
+
+def receives(parameter: Tensor) -> bool:
+    """Whether this backward adds to a parameter's .grad."""
+    return _executes(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
 class Recorder:
@@ -33,7 +45,9 @@ class Recorder:
         finish: Callable[[Pass, int], None],
         drained: Callable[[], None],
         met: Callable[[int, Tensor], None],
+        booked: Callable[[Pass, Any], None],
     ) -> None:
+        self.book, self.books = booked, False
         self.began, self.finish = began, finish
         self.balance = [0] * parameters
         self.refusals: list[tuple[int, str]] = []
@@ -133,6 +147,7 @@ class Pass:
         self.trainable = [place for place, p in enumerate(parameters) if p.requires_grad]
         self.wide = any(parameters[place].dtype == torch.float64 for place in self.trainable)
         self.layouts: list[int] = []
+        self.directions: list[Tensor | None] = []
         self.hooked: list[int] = []
         self.serial = 0
         self.refusals: list[tuple[int, str]] = []
@@ -148,6 +163,7 @@ class Pass:
         self._sq_norms: dict[int, Tensor] = {}
         self._terms: dict[int, list[tuple[int, Tensor | None, Tensor]]] = {}
         self._late: set[int] = set()
+        self.dots: Tensor | None = None
 
     def _track(self, place: int, tensor: Tensor) -> None:
         if tensor.requires_grad and tensor.is_leaf:
@@ -155,10 +171,7 @@ class Pass:
 
     def _needed(self, place: int) -> bool:
         node = self._owners[place]
-        try:
-            return node is None or torch._C._will_engine_execute_node(node)
-        except RuntimeError:  # autograd.grad, which only captures: no .grad receives anything
-            return False
+        return node is None or _executes(node)
 
     def call(self, site: int, slots: Sequence[Slot], sizes: Sequence[int]) -> int:
         for place, tensor in slots:
@@ -225,6 +238,9 @@ class Pass:
             self._late.add(place)
         self._sq_norms[place] = sq_norms
         self._terms.pop(place, None)
+
+    def add_dots(self, dots: Tensor) -> None:
+        self.dots = dots.double() + (0 if self.dots is None else self.dots)
 
     def total(self, places: Sequence[int] | None = None) -> Tensor:
         total = torch.zeros(self.n, dtype=torch.float64)

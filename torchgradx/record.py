@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .clipping import Books, Group, factors_of, unscaled_by
 from .errors import CoverageError
 from .norms import combine
 from .rules import Layer
@@ -28,6 +29,7 @@ class Record:
     ) -> None:
         self._recorder, self._parameters, self._layers = recorder, parameters, layers
         self._options = options
+        self.books = Books(recorder, parameters)
         self._serial = 0
         self._read = False
         self.mismatched: dict[int, None] = {}  # parameters that received something else
@@ -41,6 +43,8 @@ class Record:
         """The first gradient of a pass that is not in the record."""
         if self._read:
             self.clear()
+        if not self.runs:
+            self.books.begin()
         scale = self._options["loss_scale"]
         if isinstance(scale, torch.amp.GradScaler):
             scale = scale.get_scale() if scale.is_enabled() else 1.0
@@ -55,6 +59,7 @@ class Record:
         for run, _ in self.runs:
             run.clear()
         self.runs = []
+        self.books.begin()
         self.mismatched = {}
         self._recorder.clear()
         self._read = False
@@ -71,12 +76,9 @@ class Record:
             return combine(run.n, terms)
 
     def norms(self, per: str, loss_scale: float | Tensor | None) -> Tensor | dict[str, Tensor]:
-        self._read = True
-        runs = sorted(self.runs, key=lambda entry: entry[0].serial)
-        dtype = torch.float64 if any(run.wide for run, _ in runs) else torch.float32
-        device = self._parameters.tensor(0).device
-        sums_on = device if device.type == "cuda" else torch.device("cpu")
-        factors = self._factors(runs, loss_scale).to(sums_on)
+        runs = self._in_order()
+        sums_on, result = self._places_of_sums(runs)
+        factors = self._factors(runs, loss_scale).abs().to(sums_on)
 
         def of(places: Sequence[int] | None) -> Tensor:
             """[N1 + N2 + ...] norms of some parameters, or of all, summed in float64."""
@@ -87,19 +89,59 @@ class Record:
                     if places is None or place in places:
                         total += self._combined(run, place).to(total.device)
                 whole.append(total)
-            return (torch.cat(whole).clamp_min(0).sqrt() * factors).to(device, dtype)
+            return (torch.cat(whole).clamp_min(0).sqrt() * factors).to(**result)
 
         if per == "model":
             return of(None)
-        return {name: of(places) for name, places in self._groups(per, runs).items()}
+        return {name: of(places) for name, places in self._groups(per).items()}
 
-    def _groups(self, per: str, runs: Sequence[Any]) -> dict[str, list[int]]:
+    def dots(self) -> Tensor:
+        """[N1 + N2 + ...] products of the samples' gradients with the directions."""
+        runs = self._in_order()
+        sums_on, result = self._places_of_sums(runs)
+        found = [torch.zeros(run.n) if run.dots is None else run.dots for run, _ in runs]
+        whole = torch.cat([dots.to(sums_on, torch.float64) for dots in found])
+        return (whole * self._factors(runs, None).to(sums_on)).to(**result)
+
+    def clip(
+        self,
+        per: str,
+        max_norm: float | Tensor | None,
+        factors: Callable[[Tensor], Tensor] | None,
+    ) -> Tensor | dict[str, Tensor]:
+        """The norms before it."""
+        self.books.check()
+        unscaled = unscaled_by(self._options["loss_scale"])
+        norms = self.norms(per, None)
+        runs = [run for run, _ in self._in_order()]
+        sizes = [run.n for run in runs]
+        by_group = norms if isinstance(norms, dict) else {"": norms}
+        groups = [
+            Group(places, factors_of(by_group[key], max_norm, factors).split(sizes))
+            for key, places in self._groups(per).items()
+        ]
+        self.books.clip(runs, groups, unscaled)
+        return norms
+
+    def _in_order(self) -> list[tuple[Any, float | Tensor]]:
+        """Of a record that is read from now on."""
+        self._read = True
+        return sorted(self.runs, key=lambda entry: entry[0].serial)
+
+    def _places_of_sums(self, runs: Sequence[Any]) -> tuple[torch.device, dict[str, Any]]:
+        """Where sums are added up, and device and dtype of what is returned."""
+        device = self._parameters.tensor(0).device
+        wide = any(run.wide for run, _ in runs)
+        result = {"device": device, "dtype": torch.float64 if wide else torch.float32}
+        return device if device.type == "cuda" else torch.device("cpu"), result
+
+    def _groups(self, per: str) -> dict[str, list[int]]:
         """The places of what was trainable in any of the passes, by parameter or by module."""
         groups: dict[str, list[int]] = {}
-        for place in sorted(set().union(*(run.trainable for run, _ in runs))):
+        for place in sorted(set().union(*(run.trainable for run, _ in self.runs))):
             name = self._parameters.names[place]
-            key = name if per == "parameter" else name.rpartition(".")[0]
-            groups.setdefault(key, []).append(place)
+            keys = {"parameter": name, "module": name.rpartition(".")[0], "model": ""}
+            groups.setdefault(keys[per], []).append(place)
         return groups
 
     def _factors(self, runs: Sequence[Any], given: float | Tensor | None) -> Tensor:
@@ -119,7 +161,7 @@ class Record:
                 )
             reduction = float(n) if self._options["loss_reduction"] == "mean" else 1.0
             if not isinstance(scale, Tensor):
-                factors.append(torch.full((n,), reduction / abs(scale), dtype=torch.float64))
+                factors.append(torch.full((n,), reduction / scale, dtype=torch.float64))
                 start += n
                 continue
             scale = scale.detach().to("cpu", torch.float64)
@@ -128,7 +170,7 @@ class Record:
                     f"loss_scale must be a number or a Tensor [{n}], one a sample of the pass; "
                     f"got shape {list(scale.shape)}"
                 )
-            factors.append((reduction / scale.abs()).expand(n))
+            factors.append((reduction / scale).expand(n))
             start += n
         return torch.cat(factors)
 

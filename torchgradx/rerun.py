@@ -23,6 +23,7 @@ from .fallback import (
     Regime,
     as_it_is_now,
     per_sample_gradients,
+    weighted,
     whole_gradients,
 )
 from .layout import BATCH, NOWHERE, SEQUENCE, SHARED, tensors_in
@@ -59,6 +60,23 @@ class _Use:
         self.arrived.clear()
         grads, self.grads = self.grads, [None] * len(self.grads)
         return grads
+
+
+class _Booked:
+    """A call kept for clipping: it runs once more."""
+
+    def __init__(self, call: Call, places: list[int], silent: Any) -> None:
+        self.parameters, self._call, self._silent = places, call, silent
+        leaves = [*tree_flatten(call.arguments)[0], *call.module.parameters()]
+        self._versions = [(t, t._version) for t in leaves if isinstance(t, Tensor)]
+
+    @property
+    def intact(self) -> bool:
+        return all(t._version == version for t, version in self._versions)
+
+    def weighted(self, factors: Tensor, places: list[int]) -> list[Tensor]:
+        found = whole_gradients(weighted(self._call, factors), self._silent)
+        return [g for place, g in zip(self.parameters, found, strict=True) if place in places]
 
 
 class FallbackSite:
@@ -213,7 +231,7 @@ class FallbackSite:
             self._deliver(use, grads)
         except Exception as error:  # never from inside backward()
             why = f"its gradients by sample failed: {type(error).__name__}: {error}"
-            if scattered(use.module):
+            if scattered(use.module.parameters()):
                 why = "modules that it calls are sharded apart: move it into one of its own"
             self._recorder.refuse(self._index, why)
         if not use.run.retained:
@@ -236,8 +254,12 @@ class FallbackSite:
         leaves, spec = use.arguments
         arguments = tree_unflatten([_unpack(leaf) for leaf in leaves], spec)
         call = Call(use.module, names, arguments, grads, run.n, layout, use.regime)
+        if self._recorder.books:
+            self._recorder.book(run, _Booked(call, places, self._silent))
         waits = [run.waits(place) for place in places]
-        norms = self._closed(call) if self._closed and not any(waits) else None
+        directions = {k: run.directions[place] for k, place in enumerate(places) if run.directions}
+        direct = any(v is not None for v in directions.values())
+        norms = self._closed(call) if self._closed and not any(waits) and not direct else None
         if norms is not None:
             if self._recorder.auditing:
                 totals = whole_gradients(call, self._silent)
@@ -250,7 +272,10 @@ class FallbackSite:
         way, chunks = per_sample_gradients(call, self._silent)
         self.layer.notes[way] = None
         kept: list[list[Tensor]] = [[] for _ in places]
+        dots: list[Tensor] = []
         for _, found in chunks:
+            if direct:
+                dots.append(_dots(found, directions))
             for k, (place, g) in enumerate(zip(places, found, strict=True)):
                 if self._recorder.auditing or place in self._audit.always:
                     size = sum(float(f.detach().double().norm()) for f in found) * run.n
@@ -262,6 +287,8 @@ class FallbackSite:
                 run.add(place, joined)
             else:
                 run.finish(place, joined)
+        if dots:
+            run.add_dots(torch.cat(dots))
 
     @contextlib.contextmanager
     def _silent(self) -> Iterator[None]:
@@ -320,6 +347,12 @@ def _epsilon(call: Call, gradient: Tensor) -> float:
         *(g.dtype for g in call.grads if g is not None),
     }
     return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+def _dots(found: list[Tensor], directions: dict[int, Tensor | None]) -> Tensor:
+    """[n] float64: products of gradients [n, *shape] with directions [*shape], by parameter."""
+    pairs = [(found[k], v) for k, v in directions.items() if v is not None]
+    return torch.stack([g.flatten(1).to(v.dtype) @ v.flatten() for g, v in pairs]).double().sum(0)
 
 
 def _find(module: nn.Module, name: str) -> Tensor | None:

@@ -6,12 +6,13 @@ torch.distributed.fsdp and .tensor are never imported here: where nobody has, no
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["flattened", "gathers", "scattered", "uncovered"]
+__all__ = ["data_parallel", "flattened", "gathers", "mean_over", "scattered", "uncovered"]
 
 
 def _known(module: str, *names: str) -> tuple[type, ...]:
@@ -55,10 +56,29 @@ def _split(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
     return not modules or any(p.is_dtensor for module in modules for p in _gathered_by(module))
 
 
-def scattered(module: nn.Module) -> bool:
-    """Whether it holds parameters of which only a part is here now."""
+def scattered(parameters: Iterable[Tensor]) -> bool:
+    """Whether of any of them only a part is here now."""
     kinds = _known("torch.distributed.tensor", "DTensor")
-    return bool(kinds) and any(isinstance(p, kinds) for p in module.parameters())
+    return bool(kinds) and any(isinstance(p, kinds) for p in parameters)
+
+
+def data_parallel(module: nn.Module) -> Any:
+    """The DistributedDataParallel that a forward of this module runs in, or None."""
+    for kind in _known("torch.nn.parallel.distributed", "DistributedDataParallel"):
+        return module if isinstance(module, kind) else kind._get_active_ddp_module()
+    return None
+
+
+def mean_over(ddp: Any, gradients: Sequence[Tensor]) -> None:
+    """As it averages them: in place, over its processes."""
+    if not ddp.require_backward_grad_sync:  # under no_sync() it does not
+        return
+    group = ddp.process_group
+    flat = torch.cat([g.flatten() for g in gradients])
+    torch.distributed.all_reduce(flat, group=group)
+    parts = (flat / group.size()).split([g.numel() for g in gradients])
+    for g, part in zip(gradients, parts, strict=True):
+        g.copy_(part.view_as(g))
 
 
 def _gathered_by(module: Any) -> Iterator[Any]:

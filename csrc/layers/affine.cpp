@@ -66,6 +66,9 @@ class LastDimensions final : public Affine {
   bool batched(const Tensor& input) const override {
     return input.dim() > static_cast<int64_t>(shape_.size());
   }
+  int64_t row_dims() const override {
+    return static_cast<int64_t>(shape_.size());
+  }
 
   Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                  Saved& saved) const override {

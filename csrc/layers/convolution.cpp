@@ -102,6 +102,14 @@ class Convolution final : public Layer {
     return {{Tensor(), weight, bias_rows(operands).sum({0, 1})}, at::cat({sq, of_bias})};
   }
 
+  Tensor weight_dots(const Operands& operands, const Tensor& direction) const override {
+    const auto [from, to] = ends(operands);
+    const Geometry g = geometry();
+    const Tensor kernel = direction.reshape({direction.size(0), -1, g.kernel_size[0], g.kernel_size[1]});
+    const Tensor made = at::conv2d(widened(from), kernel, std::nullopt, g.stride, g.padding, g.dilation, g.groups);
+    return (made * widened(to)).flatten(1).sum(1);
+  }
+
  private:
   Tensor lifted(const Tensor& t) const {
     return o_.one_dimensional ? t.unsqueeze(-2) : t;

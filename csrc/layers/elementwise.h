@@ -28,6 +28,9 @@ class Elementwise : public Layer {
   double magnitude(const Operands& o) const override {
     return norm_of(features(o));
   }
+  Tensor weight_dots(const Operands& o, const Tensor& direction) const override {
+    return weight_gradients(o)->mv(direction.flatten());
+  }
   std::optional<Tensor> weight_gradients(const Operands& o) const override {
     return (features(o) * o.grad_output).sum(1).flatten(1);
   }

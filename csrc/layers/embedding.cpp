@@ -16,6 +16,9 @@ class Embedding final : public Layer {
   bool lowered() const override {
     return false;
   }
+  int64_t row_dims() const override {
+    return 1;
+  }
   bool fuses(const Operands&, const Tensor&) const override {
     return false;
   }
@@ -48,6 +51,10 @@ class Embedding final : public Layer {
   Tensor sq_norms(const Operands& operands, Algorithm, bool) const override {
     const auto padding = padding_idx_ < 0 ? std::nullopt : std::optional<int64_t>(padding_idx_);
     return gather_sq_norms(operands.activations, operands.grad_output, padding).unsqueeze(0);
+  }
+  Tensor weight_dots(const Operands& operands, const Tensor& direction) const override {
+    const Tensor kept = operands.activations.ne(padding_idx_).unsqueeze(-1);
+    return (at::embedding(direction, operands.activations) * widened(operands.grad_output) * kept).sum({1, 2});
   }
   std::pair<Gradients, Tensor> fused(const Operands&, const Tensor&, const Wanted&) const override {
     TORCH_CHECK(false, "an embedding has no fused kernel");

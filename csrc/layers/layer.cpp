@@ -47,6 +47,10 @@ double norm_of(const Tensor& t) {
   return at::linalg_vector_norm(t.detach(), 2, {}, false, at::kDouble).item<double>();
 }
 
+Tensor widened(const Tensor& t) {
+  return at::isReducedFloatingType(t.scalar_type()) ? t.to(at::kFloat) : t;
+}
+
 std::optional<Tensor> rows_by_sample(const Tensor& t, int64_t n, Layout layout) {
   if (t.dim() < 2) return std::nullopt;
   const int64_t lead = t.size(0), features = t.size(-1);
@@ -61,6 +65,20 @@ std::optional<Tensor> rows_by_sample(const Tensor& t, int64_t n, Layout layout) 
     return minor.size(2) == 1 ? minor.squeeze(2) : minor.reshape({n, positions, features});
   }
   return t.reshape({n, positions, features});
+}
+
+Tensor weighted(const Tensor& grad_output, const Tensor& factors, Layout layout, int64_t row_dims) {
+  const int64_t n = factors.numel(), leads = grad_output.dim() - row_dims;
+  if (n == 0 || grad_output.numel() == 0) return grad_output;
+  const bool second = row_dims > 0 && (layout == Layout::kSecond ||
+                                       (layout == Layout::kSequence && leads > 1 && grad_output.size(1) == n));
+  const int64_t each = grad_output.size(second) / n;
+  const bool minor = layout == Layout::kSequence && !second;
+  at::DimVector shape(grad_output.dim(), 1);
+  shape[second] = each * n;
+  const Tensor by_row = minor ? factors.repeat({each}) : factors.repeat_interleave(each);
+  const Tensor g = widened(grad_output);  // rounded once
+  return (g * by_row.to(g.scalar_type()).view(shape)).to(grad_output.scalar_type());
 }
 
 Tensor Images::by_sample(const Tensor& t) const {

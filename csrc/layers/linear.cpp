@@ -18,6 +18,9 @@ class Linear final : public Layer {
   bool reads_input() const override {
     return false;
   }
+  int64_t row_dims() const override {
+    return 1;
+  }
 
   // To the last bit as the framework does it: of rows that lie apart it makes one product where the weight wants a
   // gradient, which the transpose that it takes of a weight below autograd no longer says.
@@ -71,6 +74,11 @@ class Linear final : public Layer {
   std::pair<Gradients, Tensor> fused(const Operands& operands, const Tensor&, const Wanted& wanted) const override {
     auto [weight, bias, sq] = linear_fused(operands.activations, operands.grad_output, std::nullopt, wanted.bias);
     return {{Tensor(), transposed_ ? weight.t() : weight, wanted.bias ? bias : Tensor()}, sq};
+  }
+
+  Tensor weight_dots(const Operands& operands, const Tensor& direction) const override {
+    const Tensor v = transposed_ ? direction.t() : direction;
+    return (widened(operands.activations).matmul(v.t()) * widened(operands.grad_output)).sum({1, 2});
   }
 
  private:

@@ -1,0 +1,111 @@
+"""The oracle for clipping and dot products: a float64 loop over single samples' gradients."""
+
+import copy
+
+import torch
+from attach_oracle import as_dtype, count, need_native, one_sample, prepared, tolerance
+
+import torchgradx
+
+
+def gradients(model, loss, *batch, dims=0):
+    """[{parameter: gradient of loss(model, sample n)}, ...] in float64."""
+    model = copy.deepcopy(model).double()
+    batch = [as_dtype(t.detach(), torch.float64) for t in batch]
+    live = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows = []
+    for n in range(count(batch, dims)):
+        model.zero_grad()
+        loss(model, *one_sample(batch, n, dims)).backward()
+        rows.append(
+            {
+                name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone()
+                for name, p in live.items()
+            }
+        )
+    return rows
+
+
+def group_of(name, per):
+    return {"model": "", "module": name.rpartition(".")[0], "parameter": name}[per]
+
+
+def norms_of(rows, per):
+    """{group: [N]}"""
+    sums = {}
+    for n, row in enumerate(rows):
+        for name, g in row.items():
+            sq = sums.setdefault(group_of(name, per), torch.zeros(len(rows), dtype=torch.float64))
+            sq[n] += g.square().sum()
+    return {group: sq.sqrt() for group, sq in sums.items()}
+
+
+def weighted(rows, factors, per):
+    """{parameter: sum over samples of factor * gradient}, factors: {group: [N]}"""
+    names = rows[0] if rows else {}
+    return {
+        name: sum(factors[group_of(name, per)][n] * row[name] for n, row in enumerate(rows))
+        for name in names
+    }
+
+
+def bounded(norms, max_norm):
+    return {g: (max_norm / v).clamp(max=1).nan_to_num(1.0) for g, v in norms.items()}
+
+
+def same(model, want, rtol, terms):
+    """.grad, up to rounding of the terms {parameter: norm} that it is a sum of."""
+    largest = max(map(float, terms.values()), default=0)
+    for name, p in model.named_parameters():
+        if name not in want:
+            continue
+        got = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+        off = float((got.double() - want[name]).norm())
+        bound = rtol * (float(terms[name]) + largest / 10) + 1e-300
+        assert off <= bound, f"{name}.grad is off by {off}, and may be by {bound}"
+
+
+def check_clip(model, loss, *batch, dims=0, dtype=torch.float64, reduction="mean", **options):
+    """Steps of an attached copy: `.grad` is the loop's clipped sum, added to what it held before;
+    dots are the loop's; a factor of 1 for all leaves the bits of `.grad`."""
+    need_native(options)
+    rows = gradients(model, loss, *batch, dims=dims)
+    model, batch = prepared(model, batch, dtype, input_grad=False)
+    held = dict(model.named_parameters())
+    rtol = tolerance(model, dtype)
+    directions = {name: torch.randn(p.shape) for name, p in held.items()}
+    exact = [sum((g * directions[name]).sum() for name, g in row.items()) for row in rows]
+    norms = norms_of(rows, "model")[""]
+    of_directions = sum(v.double().square().sum() for v in directions.values()).sqrt()
+    share = 1 / len(rows) if reduction == "mean" else 1.0
+    with torchgradx.attach(
+        model, clip=True, directions=directions, loss_reduction=reduction, **options
+    ) as probe:
+        for per, before in (("model", None), ("parameter", 0.5), ("module", None)):
+            groups = norms_of(rows, per)
+            for p in model.parameters():
+                p.grad = None if before is None else torch.full_like(p, before)
+            bound = float(torch.cat(list(groups.values())).median())
+            loss(model, *batch).backward()
+            off = (probe.dot().double() - torch.stack(exact)).abs()
+            assert (off <= rtol * norms * of_directions + 1e-300).all(), off
+            plain = {n: None if p.grad is None else p.grad.to_dense().clone()
+                     for n, p in held.items()}  # fmt: skip
+            returned = probe.clip_grad_norm_(bound, per=per)
+            again = probe.norms(per=per)
+            if per == "model":
+                assert torch.equal(returned, again)
+            else:
+                assert all(torch.equal(returned[key], again[key]) for key in again)
+            factors = bounded(groups, bound)
+            want = weighted(rows, {key: f * share for key, f in factors.items()}, per)
+            if before is not None:
+                want = {n: g + before * (plain[n] is not None) for n, g in want.items()}
+            terms = {n: share * sum(row[n].norm() for row in rows) + (before or 0) * g.numel() ** 0.5
+                     for n, g in want.items()}  # fmt: skip
+            same(model, want, rtol, terms)
+        loss(model, *batch).backward()
+        plain = [None if p.grad is None else p.grad.to_dense().clone() for p in model.parameters()]
+        probe.clip_grad_norm_(float("inf"))
+        for p, g in zip(model.parameters(), plain, strict=True):
+            assert g is None or torch.equal(p.grad.to_dense(), g)

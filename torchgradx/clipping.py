@@ -1,0 +1,235 @@
+"""Clipping by sample, without a second backward: what a pass computed its norms from is kept, and
+the parameters' gradients are made from it once more, each sample's share times its factor.
+
+Whatever else .grad holds, from before the record or from backwards of other losses, stays.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
+
+from .errors import CoverageError
+from .passes import receives
+from .reference import accumulation_dtype
+from .sharding import data_parallel, mean_over, scattered
+
+if TYPE_CHECKING:
+    from .table import Parameters
+
+__all__ = ["Books", "BySample", "Group", "factors_of", "unscaled_by"]
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class BySample:
+    """Gradients [N, *] of one parameter, kept as they are."""
+
+    place: int
+    grads: Tensor
+    intact = True
+
+    @property
+    def parameters(self) -> list[int]:
+        return [self.place]
+
+    def weighted(self, factors: Tensor, places: Sequence[int]) -> list[Tensor]:
+        wide = accumulation_dtype(self.grads.dtype)
+        return [factors.to(wide) @ self.grads.flatten(1).to(wide)]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are clipped together."""
+
+    places: Sequence[int]
+    factors: Sequence[Tensor]  # [N] of each pass
+
+
+def factors_of(
+    norms: Tensor, max_norm: float | Tensor | None, factors: Callable[[Tensor], Tensor] | None
+) -> Tensor:
+    """[N] float64: what each sample's gradient is multiplied by.
+
+    Where a norm is nan the factor is 1, and where it is inf 0: what is not finite stays so in .grad,
+    and a gradient that is finite, though its norm is not, is left out.
+    """
+    exact = norms.double()
+    if factors is None:
+        bound = torch.as_tensor(max_norm, dtype=torch.float64, device=norms.device)
+        if bound.shape not in ((), norms.shape) or not bool((bound >= 0).all()):
+            raise ValueError(
+                f"max_norm must be a number, or a Tensor [{len(norms)}], of 0 or more; got "
+                f"{max_norm!r}"
+            )
+        return torch.where(exact > bound, bound / exact, 1.0)
+    found = factors(norms)
+    if not isinstance(found, Tensor) or found.shape != norms.shape:
+        got = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+        raise ValueError(f"factors must turn norms [{len(norms)}] into as many factors; got {got}")
+    found = found.detach().double().masked_fill(norms == 0, 0.0)  # of a gradient of zeros
+    if not bool((found.isfinite() | ~norms.isfinite()).all()):
+        raise ValueError(f"factors must be finite where the norms are; got {found}")
+    return found
+
+
+def unscaled_by(loss_scale: Any) -> float:
+    """What a GradScaler has multiplied .grad by since the backward."""
+    if not isinstance(loss_scale, torch.amp.GradScaler) or not loss_scale.is_enabled():
+        return 1.0
+    stages = {state["stage"] for state in loss_scale._per_optimizer_states.values()}
+    if stages != {OptState.UNSCALED}:
+        raise RuntimeError(
+            "clip_grad_norm_ goes between scaler.unscale_(optimizer) and scaler.step(optimizer)"
+        )
+    return 1.0 / loss_scale.get_scale()
+
+
+class Books:
+    """What the passes of a record keep, and what .grad holds besides."""
+
+    def __init__(self, recorder: Any, parameters: Parameters) -> None:
+        self._recorder, self._parameters = recorder, parameters
+        self._kept: deque[tuple[Any, Any]] = deque()  # (pass, use)
+        self._others: dict[int, Tensor] = {}  # by place
+        self._handles: list[Any] = []
+        self._closed = False
+        self._ddp: Callable[[], Any] = lambda: None
+
+    def within(self, module: nn.Module) -> None:
+        """A forward of this model begins."""
+        ddp = data_parallel(module)
+        if ddp is not None:
+            self._ddp = weakref.ref(ddp)
+
+    def open(self) -> None:
+        """From now on uses are kept."""
+        self._recorder.books = True
+        for place, p in enumerate(self._parameters.tensors()):
+            if p.requires_grad and p.is_leaf:
+                self._handles.append(p.register_hook(partial(self._received, place)))
+
+    def close(self) -> None:
+        self._recorder.books = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def begin(self) -> None:
+        """A record begins, before its first gradient is added to .grad."""
+        self._kept.clear()
+        self._closed = False
+        if self._recorder.books:
+            tensors = enumerate(self._parameters.tensors())
+            self._others = {k: p.grad.clone() for k, p in tensors if p.grad is not None}
+
+    def keep(self, run: Any, use: Any) -> None:
+        self._kept.append((run, use))
+
+    def _received(self, place: int, gradient: Tensor) -> None:
+        """Keep apart what comes from a backward that met no pass."""
+        task = torch._C._current_graph_task_id()
+        if not self._kept or self._recorder.audited(task):
+            return
+        if receives(self._parameters.tensor(place)):
+            before = self._others.get(place)
+            gradient = gradient.detach()
+            self._others[place] = gradient.clone() if before is None else before + gradient
+
+    def check(self) -> None:
+        """Raise where nothing can be clipped, before anything is touched."""
+        if not self._recorder.books:
+            raise RuntimeError(
+                "clip_grad_norm_ needs what the backward had in its hands: say attach(..., clip=True)"
+            )
+        if self._closed:
+            raise RuntimeError("this record is clipped already: clip once, between backward and step")
+        tensors = self._parameters.tensors()
+        self._refuse(
+            (place for place, p in enumerate(tensors) if scattered([p])),
+            "gradients that are sharded over processes (FSDP) cannot be clipped by sample: use "
+            "DistributedDataParallel, or clip what norms() says through the loss's weights",
+        )
+        uses = [use for _, use in self._kept]
+        self._refuse(
+            (place for use in uses if not use.intact for place in use.parameters),
+            "what the forward computed with was changed in place since, and is needed once more: "
+            "clip before that",
+        )
+        self._refuse(
+            (place for use in uses for place in use.parameters if tensors[place].grad is None),
+            ".grad is None where a backward left a gradient: clip between backward() and zero_grad()",
+        )
+
+    def _refuse(self, places: Iterable[int], reason: str) -> None:
+        names = [self._parameters.names[place] for place in sorted(set(places))]
+        if names:
+            raise CoverageError(f"{reason}. Concerned: {', '.join(names)}", names)
+
+    def clip(self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float) -> None:
+        """Put the weighted sums into .grad.
+
+        runs: the passes, in the order of the groups' factors. unscaled: what .grad was multiplied
+        by since the backward. Where processes share their gradients none may leave a parameter
+        out, as one alone may where all factors are 1.
+        """
+        self._closed = True
+        ddp = self._ddp()
+        tensors = self._parameters.tensors()
+        numbers = {id(run): k for k, run in enumerate(runs)}
+        group_of = {
+            place: group
+            for group in groups
+            if ddp is not None or any(bool((f != 1).any()) for f in group.factors)
+            for place in group.places
+        }
+        met: set[int] = set()
+        while self._kept:
+            run, use = self._kept.popleft()
+            shares: dict[int, list[int]] = {}
+            for place in use.parameters:
+                if place in group_of:
+                    shares.setdefault(id(group_of[place]), []).append(place)
+            for places in shares.values():
+                p = tensors[places[0]]
+                factors = group_of[places[0]].factors[numbers[id(run)]].to(p.device) * unscaled
+                # Halves keep small factors apart from gradients that would not hold the product.
+                largest = float(factors.abs().amax()) if p.dtype in HALVES and len(factors) else 1.0
+                scale = largest if 0 < largest < float("inf") else 1.0
+                for place, made in zip(places, use.weighted(factors / scale, places), strict=True):
+                    others = self._others.get(place)
+                    before = None if others is None else others * unscaled
+                    _put(tensors[place], made, scale, before, place in met)
+                    met.add(place)
+        if ddp is not None:
+            for place, p in enumerate(tensors):  # what other processes brought to those not met here
+                if place not in met and p.grad is not None:
+                    others = self._others.get(place)
+                    p.grad.zero_() if others is None else p.grad.copy_(others * unscaled)
+            mean_over(ddp, [p.grad for p in tensors if p.grad is not None])
+
+
+def _put(p: Tensor, made: Tensor, scale: float, before: Tensor | None, add: bool) -> None:
+    """Add to .grad, or write it: in place, as others may hold it."""
+    grad, made = p.grad, made.detach().reshape(p.shape)
+    assert grad is not None
+    if grad.is_sparse:
+        total = made.mul(scale) if before is None else before.to_dense() + made.mul(scale)
+        p.grad = (grad.to_dense() + total if add else total).to_sparse(1)
+    elif add:
+        grad.add_(made, alpha=scale)
+    elif before is not None:
+        grad.copy_(before).add_(made, alpha=scale)
+    elif scale == 1:
+        grad.copy_(made)
+    else:
+        torch.mul(made, scale, out=grad) if made.dtype == grad.dtype else grad.copy_(made * scale)

@@ -1,0 +1,143 @@
+"""What a probe is asked for after a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .explain import explanation
+from .options import placed
+
+if TYPE_CHECKING:
+    from .audit import Audit
+    from .record import Record
+    from .rules import Layer
+    from .table import Parameters
+
+__all__ = ["Reader"]
+
+
+class Reader:
+    _audit: Audit
+    _record: Record
+    _parameters: Parameters
+    _layers: list[Layer]
+    _directions: Mapping[str, Tensor]
+    _directed: list[Tensor | None]  # by place; empty: no directions
+
+    def norms(
+        self, per: str = "model", loss_scale: float | Tensor | None = None
+    ) -> Tensor | dict[str, Tensor]:
+        """Norms of the gradient of each sample's own loss, for all samples of the record.
+
+        Args:
+            per: "model" for one Tensor [N]; "module" or "parameter" for a dict of them, by name.
+            loss_scale: overrides what `attach` was told: a number, or a Tensor [N].
+
+        Returns:
+            float32 (float64 for float64 models), samples in the order of their forwards.
+
+        Raises:
+            CoverageError: some parameters' gradients are not accounted for sample by sample.
+        """
+        self._ready(per)
+        return self._record.norms(per, loss_scale)
+
+    def dot(self) -> Tensor:
+        """[N]: the product of each sample's gradient with `directions`, in the order of `norms`.
+
+        Equivalent to::
+
+            for n in range(N):
+                loss_fn(model(x[n:n+1]), y[n:n+1]).backward()
+                dots[n] = sum((p.grad * directions[name]).sum() for name, p in named_parameters)
+
+        <sum_t b_t a_t^T, V> = sum_t b_t . (V a_t): a forward with V in the weight's place.
+
+        Raises:
+            RuntimeError: no directions were given before the forward.
+            CoverageError: as for `norms`.
+        """
+        if not self._directions:
+            raise RuntimeError(
+                "dot() needs directions: attach(..., directions={parameter name: tensor}), or set "
+                "probe.directions before the forward"
+            )
+        self._ready()
+        return self._record.dots()
+
+    @property
+    def directions(self) -> dict[str, Tensor]:
+        """{parameter name: tensor of its shape}, for the passes to come."""
+        return dict(self._directions)
+
+    @directions.setter
+    def directions(self, given: Mapping[str, Tensor]) -> None:
+        self._directed = placed(given, self._parameters)
+        self._directions = dict(given)
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float | Tensor | None = None,
+        per: str = "model",
+        *,
+        factors: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor | dict[str, Tensor]:
+        """Multiply each sample's contribution to `.grad` by min(1, max_norm / its norm).
+
+        Equivalent to, for per="model" and a mean over the samples::
+
+            for n in range(N):
+                gradients = torch.autograd.grad(loss_fn(model(x[n:n+1]), y[n:n+1]), parameters)
+                norm = torch.cat([g.flatten() for g in gradients]).norm()
+                for p, g in zip(parameters, gradients):
+                    p.grad += g * min(1, max_norm / norm) / N
+
+        To be called once a step, after its backwards (and the scaler's `unscale_`), before
+        `step()`. Clips all passes of the record; what else is in `.grad` stays. No second backward
+        is run: the weight gradients are made once more from what the first one had (book-keeping,
+        Bu et al. 2023). Under DistributedDataParallel the result is averaged over its processes.
+
+        Args:
+            max_norm: a number, or a Tensor [N].
+            per: "model", "module" or "parameter": what each norm is of.
+            factors: norms [N] -> factors [N], in place of min(1, max_norm / norm).
+
+        Returns:
+            What `norms(per=per)` returns: the norms before clipping. Where one is nan its sample's
+            gradient stays as it is; where it is inf its factor is 0, so that what is not finite in
+            `.grad` becomes nan. A gradient of norm 0 is left alone.
+
+        Raises:
+            RuntimeError: without attach(..., clip=True), a second time, or before `unscale_`.
+            ValueError, TypeError: an argument is not as above.
+            CoverageError: as for `norms`; sharded gradients (FSDP); what the forward computed with
+                was changed since. `.grad` is as it was.
+        """
+        if (max_norm is None) == (factors is None):
+            raise TypeError("give max_norm or factors: clip_grad_norm_(1.0), or (factors=function)")
+        if factors is not None and not callable(factors):
+            raise TypeError(f"factors must be a function of the norms [N]; got {factors!r}")
+        if max_norm is not None and not isinstance(max_norm, (int, float, Tensor)):
+            raise TypeError(f"max_norm must be a number or a Tensor [N]; got {max_norm!r}")
+        self._ready(per)
+        return self._record.clip(per, max_norm, factors)
+
+    def explain(self) -> str:
+        """Layer by layer: shapes, the algorithm chosen, its cost, what was refused and why."""
+        return explanation(self._layers, self._parameters)
+
+    def reset(self) -> None:
+        """Begin a new record at once."""
+        self._audit.settle()
+        self._record.clear()
+
+    def _ready(self, per: str = "model") -> None:
+        """Raise unless the record can be read."""
+        if per not in ("model", "module", "parameter"):
+            raise ValueError(f'per must be "model", "module" or "parameter"; got {per!r}')
+        self._audit.settle()
+        self._record.require()
+        self._audit.check()
