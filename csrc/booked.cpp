@@ -52,7 +52,11 @@ std::vector<Tensor> Booked::weighted(const Tensor& factors, const std::vector<in
   const Layer& layer = *site_->layer;
   const Wanted wanted{false, of_weight_ && asked(site_->weight), of_bias_ && asked(site_->bias)};
   const Tensor g = torchgradx::weighted(grad_output_, factors, layout_, layer.row_dims());
-  const Gradients made = layer.backward(saved_, weight_, g, wanted);
+  Gradients made;
+  if (wanted.weight)
+    made = layer.backward(saved_, weight_, g, wanted);
+  else if (wanted.bias)  // the input may not have been kept
+    made.bias = layer.bias_rows(*layer.operands({}, g, factors.numel(), layout_)).sum({0, 1});
   std::vector<Tensor> found;
   if (wanted.weight) found.push_back(among(made.weight, site_->weight_rows, 0));
   if (wanted.bias) found.push_back(among(made.bias, site_->bias_rows, 0));

@@ -44,7 +44,7 @@ class BySample:
 
     def weighted(self, factors: Tensor, places: Sequence[int]) -> list[Tensor]:
         wide = accumulation_dtype(self.grads.dtype)
-        return [factors.to(wide) @ self.grads.flatten(1).to(wide)]
+        return [factors.to(wide) @ self.grads.reshape(len(factors), -1).to(wide)]
 
 
 @dataclass(frozen=True)

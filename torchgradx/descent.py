@@ -277,7 +277,7 @@ class Descent:
                 self._recorder.book(self._run, BySample(leaf.place, whole))
             v = self._run.directions[leaf.place] if self._run.directions else None
             if v is not None:
-                self._run.add_dots(whole.flatten(1).to(v.dtype) @ v.flatten())
+                self._run.add_dots(whole.reshape(self._run.n, -1).to(v.dtype) @ v.flatten())
 
 
 def _size(t: Tensor) -> float:

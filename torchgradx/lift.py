@@ -33,7 +33,7 @@ if ops.NATIVE:
 __all__ = ["Lift"]
 
 VIEWS = {f"{name}Backward0" for name in (
-    "Alias", "Clone", "Expand", "Permute", "Select", "Slice", "T", "ToCopy", "Transpose",
+    "Alias", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "T", "ToCopy", "Transpose",
     "UnsafeView", "Unsqueeze", "View",
 )}  # fmt: skip
 

@@ -69,6 +69,11 @@ def is_leaf(node: Node) -> bool:
     return hasattr(node, "variable")
 
 
+def name_of(node: Node) -> str:
+    """Which of its two nodes a reshape makes depends on whether operations are watched."""
+    return "ViewBackward0" if node.name() == "ReshapeAliasBackward0" else node.name()
+
+
 def shape_of(node: Node, number: int) -> tuple[int, ...]:
     if is_leaf(node):
         return tuple(node.variable.shape)
@@ -100,11 +105,11 @@ class Plan:
         """The same nodes in another pass, if they are there."""
 
         def on(k: int, node: Node) -> bool:
-            known = k < len(self.names) and self.names[k] == node.name()
+            known = k < len(self.names) and self.names[k] == name_of(node)
             return known and self.layouts[k] is None
 
         found = graph.climb(starts, on)
-        return found if tuple(node.name() for node in found) == self.names else None
+        return found if tuple(map(name_of, found)) == self.names else None
 
     def clean(self, graph: Graph, starts: Iterable[Node]) -> Callable[[Node, int], bool]:
         """For a pass that was not watched: what was shared where it was."""
@@ -161,7 +166,7 @@ def survey(
     found = climb(_starts(groups))
     return Plan(
         tuple((group.use, all(map(is_leaf, group.starts))) for group in groups),
-        tuple(node.name() for node in found),
+        tuple(map(name_of, found)),
         tuple(layouts[node] for node in found),
     )
 
