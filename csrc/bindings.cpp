@@ -78,6 +78,7 @@ void bind_pass(py::module_& m) {
       .def_readwrite("hooked", &Pass::hooked)
       .def_readwrite("serial", &Pass::serial)
       .def_readonly("refusals", &Pass::refusals)
+      .def_readonly("silent_calls", &Pass::silent_calls)
       .def("refuse",
            [](Pass& self, int64_t site, const std::string& reason) { self.refusals.emplace_back(site, reason); })
       .def("call", &Pass::call)

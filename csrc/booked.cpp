@@ -3,6 +3,7 @@
 #include "site.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 
@@ -24,13 +25,15 @@ Booked::Booked(const Use& use, const Saved& saved, const Tensor& weight, const T
       grad_output_(grad_output.detach()),
       of_weight_(use.wants_weight),
       of_bias_(use.wants_bias) {
+  if (saved.input.defined()) version_ = torch::autograd::impl::version_counter(saved.input);
+  if (version_.enabled()) before_ = version_.current_version();  // an inference tensor has none
   for (Tensor* t : {&saved_.input, &weight_})
     if (t->defined()) *t = t->detach();
   if (use.borrows) {
     grad_output_ = grad_output_.clone();
     if (saved_.input.defined()) saved_.input = saved_.input.clone();
+    before_ = 0, version_ = {};
   }
-  version_ = saved_.input.defined() ? saved_.input._version() : 0;
 }
 
 std::vector<int64_t> Booked::parameters() const {
@@ -41,7 +44,7 @@ std::vector<int64_t> Booked::parameters() const {
 }
 
 bool Booked::intact() const {
-  return !saved_.input.defined() || saved_.input._version() == version_;
+  return !version_.enabled() || version_.current_version() == before_;
 }
 
 std::vector<Tensor> Booked::weighted(const Tensor& factors, const std::vector<int64_t>& parameters) const {

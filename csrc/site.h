@@ -88,7 +88,8 @@ class Booked {
   Saved saved_;
   Tensor weight_, grad_output_;
   bool of_weight_, of_bias_;
-  uint32_t version_;  // of the input
+  c10::VariableVersion version_;  // of the input
+  uint32_t before_ = 0;
 };
 
 // A use of `site` on this thread, or nothing where the plain layer should run. `sizes` to be told in place of the

@@ -199,3 +199,19 @@ AROUND = {
 @pytest.mark.parametrize("where", AROUND)
 def test_a_table_of_n_rows_is_exact_or_refused(where, options):
     exact_or_refused(table(AROUND[where]), square, torch.randn(N, 3), **options)
+
+
+@a_few_modes
+def test_a_second_attachment_to_what_is_all_in_a_reentrant_checkpoint(options):
+    """Its graph holds nothing of the pass before it runs again, and the structure is known."""
+    model = Model(
+        lambda m, x: checkpoint(m.a, x, use_reentrant=True),
+        a=nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)),
+    )
+    x = torch.randn(N, 3, requires_grad=True)
+    want = {f"a.{name}": norms for name, norms in loop(model.a, square, x).items()}
+    for _ in range(2):
+        with torchgradx.attach(model, **options) as probe:
+            for _ in range(2):
+                square(model, x).backward()
+                close_named(probe.norms(per="parameter"), want, 1e-5)

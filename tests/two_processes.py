@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from attach_oracle import close_named, loop, square
+from clip_oracle import bounded, gradients, norms_of, same, weighted
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -197,6 +198,46 @@ def half_precision(options):
     close_named(got, loop(single, square, x), 24 * 2**-8)
 
 
+def clipping(wrap, where, options, bound=0.5):
+    """`.grad` is the mean over the ranks of what each clips of its own, with one reduction more."""
+    model = net()
+    wrapped, probe, _ = attached(model, wrap, where, {"clip": True, "loss_scale": 0.5, **options})
+    rank = dist.get_rank()
+    sizes = [(3, 1), (N, 2)]  # of each pass, by rank
+    with probe:
+        for limit in (bound, float("inf")):
+            model.zero_grad()
+            with wrapped.no_sync():
+                (square(wrapped, samples(0, sizes[0][rank])) / 2).backward()
+            (square(wrapped, samples(1, sizes[1][rank])) / 2).backward()
+            before = [p.grad.clone() for p in model.parameters()]
+            with Communication() as sent:
+                probe.clip_grad_norm_(limit)
+            if limit == float("inf"):
+                for p, g in zip(model.parameters(), before, strict=True):
+                    assert torch.equal(p.grad, g)
+                continue
+            assert sent.counts.total() == 1, sent.counts
+            want = {name: 0 for name, _ in model.named_parameters()}
+            for step, by_rank in enumerate(sizes):
+                for r, n in enumerate(by_rank):
+                    rows = gradients(net(), square, samples(step, n, rank=r))
+                    factors = bounded(norms_of(rows, "model"), limit)
+                    for name, g in weighted(rows, factors, "model").items():
+                        want[name] = want[name] + g / n / 2 / 2
+            same(model, want, 1e-9, {name: g.norm() + 1 for name, g in want.items()})
+
+
+def sharded_gradients_are_not_clipped():
+    model = net()
+    sharded()(model)
+    with torchgradx.attach(model, clip=True) as probe:
+        square(model, samples(0)).backward()
+        with pytest.raises(torchgradx.CoverageError, match="DistributedDataParallel") as refusal:
+            probe.clip_grad_norm_(1.0)
+        assert "into.weight" in refusal.value.parameters
+
+
 def flat_parameters():
     model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
     with pytest.raises(torchgradx.CoverageError, match="fully_shard") as refusal:
@@ -271,6 +312,12 @@ def scenarios(rank):
     for mode, options in MODES.items():
         table[f"accumulation, {mode}"] = (accumulation, options)
         table[f"FSDP in half precision, {mode}"] = (half_precision, options)
+    views = ddp(gradient_as_bucket_view=True, bucket_cap_mb=1e-4)
+    for where in inside_or_out:
+        for mode in few:
+            table[f"clipping, {where}, {mode}"] = (clipping, ddp(), where, MODES[mode])
+    table["clipping, buckets as views"] = (clipping, views, "outside", {})
+    table["clipping, sharded"] = (sharded_gradients_are_not_clipped,)
     table["flat parameters"] = (flat_parameters,)
     table["a sharded layer"] = (a_sharded_layer_is_left_as_it_was,)
     return table

@@ -123,6 +123,7 @@ class Books:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._kept.clear()
 
     def begin(self) -> None:
         """A record begins, before its first gradient is added to .grad."""
@@ -183,7 +184,7 @@ class Books:
         out, as one alone may where all factors are 1.
         """
         self._closed = True
-        ddp = self._ddp()
+        ddp = self._ddp() if groups else None
         tensors = self._parameters.tensors()
         numbers = {id(run): k for k, run in enumerate(runs)}
         group_of = {

@@ -68,7 +68,8 @@ class _Booked:
     def __init__(self, call: Call, places: list[int], silent: Any) -> None:
         self.parameters, self._call, self._silent = places, call, silent
         leaves = [*tree_flatten(call.arguments)[0], *call.module.parameters()]
-        self._versions = [(t, t._version) for t in leaves if isinstance(t, Tensor)]
+        tensors = (t for t in leaves if isinstance(t, Tensor) and not t.is_inference())
+        self._versions = [(t, t._version) for t in tensors]
 
     @property
     def intact(self) -> bool:

@@ -1,0 +1,144 @@
+"""Clipping and dot products of every layer, by every path, against a loop over single samples."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import Model, seeded, square, square_second, title  # noqa: F401
+from broadcast_models import WAYS, D, N, Patches, T, positional, tokens
+from clip_oracle import check_clip
+from recurrent_models import I, every_kind, every_option, made, net
+from test_attach_attention import E, S, attention
+from test_attach_closed import BAGS
+from test_attach_layers import ELEMENTWISE_LAYERS, FALLBACK_LAYERS, KERNEL_LAYERS
+from test_attach_layers import conv as conv2d
+from torch import nn
+
+LAYERS = KERNEL_LAYERS | ELEMENTWISE_LAYERS | FALLBACK_LAYERS
+paths = pytest.mark.parametrize("options", [{}, {"fused": False}, {"backend": "vmap"}], ids=title)
+native_paths = pytest.mark.parametrize("options", [{}, {"fused": False}], ids=title)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+@paths
+@pytest.mark.parametrize("name", LAYERS)
+def test_each_layer(name, options):
+    make, shape = LAYERS[name]
+    layer = make()
+    for p in layer.parameters():
+        nn.init.normal_(p)
+    model = nn.Sequential(layer, nn.Tanh()).train(layer.training)
+    ids = "embedding" in name
+    check_clip(model, square, torch.randint(0, 7, shape) if ids else torch.randn(shape), **options)
+
+
+@native_paths
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_narrow_numbers(dtype, options):
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Tanh(), nn.Flatten(), nn.Linear(200, 5)
+    )
+    check_clip(model, square, torch.randn(6, 3, 5, 5), dtype=dtype, **options)
+
+
+@native_paths
+@every_option
+@every_kind
+def test_recurrent_modules(kind, option, options):
+    check_clip(net(made(kind, option)), square, torch.randn(N, T, I), **options)
+
+
+ATTENTION = {
+    "to itself": (lambda m, x, y: m.a(x, x, x)[0], {}),
+    "to another": (lambda m, x, y: m.a(x, y, y)[0], {}),
+    "to two others": (lambda m, x, y: m.a(x, y, torch.tanh(y))[0], {}),
+    "of other widths": (lambda m, x, y: m.a(x, y[..., :3], y[..., :4])[0], {"kdim": 3, "vdim": 4}),
+    "twice": (lambda m, x, y: m.a(m.a(x, x, x)[0], y, y)[0], {}),
+    "with keys of its own": (lambda m, x, y: m.a(x, y, y)[0], {"add_bias_kv": True}),
+}
+
+
+@paths
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name, options):
+    how, kinds = ATTENTION[name]
+    model = Model(how, a=attention(**kinds))
+    check_clip(model, square, torch.randn(N, T, E), torch.randn(N, S, E), **options)
+
+
+def test_attention_sequence_first():
+    model = Model(lambda m, x: m.a(x, x, x)[0], a=attention(batch_first=False))
+    check_clip(model, square_second, torch.randn(T, N, E), dims=1, batch_dim=1)
+
+
+@paths
+@pytest.mark.parametrize("name", BAGS)
+def test_bags_of_embeddings(name, options):
+    check_clip(BAGS[name](), square, torch.randint(0, 7, (N, 6)), **options)
+
+
+@paths
+def test_bilinear(options):
+    model = Model(lambda m, x, y: m.b(x, y), b=nn.Bilinear(3, 4, 2))
+    check_clip(model, square, torch.randn(N, 5, 3), torch.randn(N, 5, 4), **options)
+
+
+def thrice(m, x):
+    for _ in range(3):
+        x = torch.tanh(m.l(x))
+    return m.o(x)
+
+
+def two_sizes(m, x):
+    y = m.c(x)
+    return torch.cat([y.flatten(1), m.c(F.avg_pool2d(torch.tanh(y), 2)).flatten(1)], 1)
+
+
+def tied_to_its_head():
+    model = Model(lambda m, ids: m.head(torch.tanh(m.table(ids))), table=nn.Embedding(7, 3),
+                  head=nn.Linear(3, 7))  # fmt: skip
+    model.head.weight = model.table.weight
+    return model
+
+
+def partly_frozen():
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    for p in (model[0].weight, model[1].weight, model[2].bias):
+        p.requires_grad_(False)
+    return model
+
+
+SHARED = {
+    "a Linear thrice": (lambda: Model(thrice, l=nn.Linear(3, 3), o=nn.Linear(3, 1)), (N, 6, 3)),
+    "a Conv2d on two sizes": (lambda: Model(two_sizes, c=conv2d(2, 2, 3, padding=1)()), (N, 2, 6, 6)),
+    "an embedding and its head": (tied_to_its_head, None),
+    "partly frozen": (partly_frozen, (N, 3)),
+    "beside its modules": (Patches, (N, T, 3)),
+    "a table of positions": (positional, None),
+    "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), (N, 3)),
+}  # fmt: skip
+
+
+@paths
+@pytest.mark.parametrize("name", SHARED)
+def test_parameters_in_several_places(name, options):
+    make, shape = SHARED[name]
+    check_clip(make(), square, torch.randn(shape) if shape else tokens(), **options)
+
+
+@native_paths
+@pytest.mark.parametrize("way", sorted(WAYS.keys() - {"attention", "norm", "where"}))
+def test_what_no_sample_enters(way, options):
+    model = Model(lambda m, x: m.o(torch.tanh(WAYS[way](m.i(x), m.w))), w=torch.randn(T, D),
+                  i=nn.Linear(D, D), o=nn.Linear(D, 2))  # fmt: skip
+    check_clip(model, square, torch.randn(N, T, D), **options)
+
+
+def rows(m, x):
+    return m.b(torch.tanh(m.a(x.flatten(0, 1)))).unflatten(0, x.shape[:2])
+
+
+@pytest.mark.parametrize("parts", [(nn.Linear(3, 3), nn.LayerNorm(3)), (nn.PReLU(3), nn.Linear(3, 2))])
+def test_rows_of_sequences(parts):
+    a, b = parts
+    check_clip(Model(rows, a=a, b=b), square, torch.randn(N, T, 3))
+    check_clip(Model(rows, a=a, b=b), square_second, torch.randn(T, N, 3), dims=1, batch_dim=1)

@@ -1,0 +1,314 @@
+"""Clipping as training does it: accumulation, scalers, checkpoints, what else is in .grad, refusals."""
+
+import copy
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import Model, mlp, nothing_compiled, same_gradients, seeded, square  # noqa: F401
+from clip_oracle import bounded, check_clip, gradients, norms_of, same, weighted
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torchgradx
+
+N = 6
+BOUND = 0.5
+
+
+def net():
+    return nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def batch(n=N):
+    return torch.randn(n, 3, dtype=torch.float64)
+
+
+def clipped(model, *batches, bound=BOUND, loss=square):
+    """{parameter: the sum over all samples of their clipped gradients}"""
+    rows = [row for x in batches for row in gradients(model, loss, x)]
+    return weighted(rows, bounded(norms_of(rows, "model"), bound), "model")
+
+
+def held(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def is_sum(model, want, rtol=1e-9):
+    same(model, want, rtol, {name: g.norm() + 1 for name, g in want.items()})
+
+
+@pytest.mark.parametrize("read", [False, True], ids=["unread", "norms read before"])
+def test_accumulation_over_unequal_batches(read):
+    model, batches = net(), [batch(4), batch(1), batch(3)]
+    with torchgradx.attach(model, clip=True, loss_scale=1 / 3) as probe:
+        for _ in range(2):
+            model.zero_grad()
+            for x in batches:
+                (square(model, x) / 3).backward()
+            if read:
+                probe.norms()
+            norms = probe.clip_grad_norm_(BOUND)
+            assert norms.shape == (8,)
+            want = [clipped(model, x) for x in batches]
+            is_sum(model, {name: sum(w[name] / len(x) / 3 for w, x in zip(want, batches, strict=True))
+                           for name in want[0]})  # fmt: skip
+
+
+def test_a_bound_for_each_sample():
+    model, x = net(), batch()
+    bounds = torch.linspace(0, 1, N, dtype=torch.float64)
+    with torchgradx.attach(model, clip=True) as probe:
+        square(model, x).backward()
+        probe.clip_grad_norm_(bounds)
+    rows = gradients(model, square, x)
+    factors = {"": (bounds / norms_of(rows, "model")[""]).clamp(max=1)}
+    is_sum(model, {name: g / N for name, g in weighted(rows, factors, "model").items()})
+
+
+def test_factors_normalise():
+    model, x = net(), batch()
+    with torchgradx.attach(model, clip=True) as probe:
+        square(model, x).backward()
+        probe.clip_grad_norm_(factors=lambda norms: 1 / (norms + 0.01), per="parameter")
+    rows = gradients(model, square, x)
+    factors = {name: 1 / (v + 0.01) for name, v in norms_of(rows, "parameter").items()}
+    is_sum(model, {name: g / N for name, g in weighted(rows, factors, "parameter").items()})
+
+
+def test_a_gradient_of_zeros_is_left_alone():
+    x = batch()
+    x[2] = 0
+    model = nn.Linear(3, 2, bias=False).double()
+    rows = gradients(model, square, x)
+    for how in ({"max_norm": 0.0}, {"max_norm": BOUND}, {"factors": lambda norms: 1 / norms}):
+        model.zero_grad()
+        with torchgradx.attach(model, clip=True) as probe:
+            square(model, x).backward()
+            norms = probe.clip_grad_norm_(**how)
+        assert norms[2] == 0
+        if "factors" in how:
+            factors = torch.where(norms > 0, 1 / norms, 0)
+        else:
+            factors = bounded(norms_of(rows, "model"), how["max_norm"])[""]
+        is_sum(model, {n: g / N for n, g in weighted(rows, {"": factors}, "model").items()})
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(bad):
+    model, x = nn.Linear(3, 2).double(), batch()
+    x[1, 0] = bad
+    with torchgradx.attach(model, clip=True) as probe:
+        square(model, x).backward()
+        norms = probe.clip_grad_norm_(BOUND)
+    assert norms.isfinite().tolist() == [k != 1 for k in range(N)]
+    assert not model.weight.grad.isfinite().all()
+
+
+def test_what_else_is_in_grad_stays():
+    """From before the record, from a penalty's own backward, and from a paused pass."""
+    model, x, y = net(), batch(), batch()
+    penalty = lambda: sum(p.square().sum() for p in model.parameters())  # noqa: E731
+    with torchgradx.attach(model, clip=True) as probe:
+        for _ in range(2):
+            model.zero_grad(set_to_none=False)
+            penalty().backward()
+            square(model, x).backward()
+            penalty().backward()
+            with probe.paused():
+                square(model, y).backward()
+            torch.autograd.grad(square(model, y), model.parameters())  # adds to no .grad
+            probe.clip_grad_norm_(BOUND)
+            twin = copy.deepcopy(model)
+            twin.zero_grad()
+            (2 * sum(p.square().sum() for p in twin.parameters()) + square(twin, y)).backward()
+            others, want = held(twin), clipped(model, x)
+            is_sum(model, {name: want[name] / N + others[name] for name in want})
+
+
+def test_samples_of_several_forwards():
+    model, x, y = net(), batch(), batch()
+    pair = lambda m, both: (m(both[:, 0]) - m(both[:, 1])).square().sum(1).mean()  # noqa: E731
+    with torchgradx.attach(model, clip=True) as probe:
+        with probe.same_samples():
+            loss = (model(x) - model(y)).square().sum(1).mean()
+        loss.backward()
+        probe.clip_grad_norm_(BOUND)
+    want = clipped(model, torch.stack([x, y], 1), loss=pair)
+    is_sum(model, {name: g / N for name, g in want.items()})
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers(reentrant, fused):
+    parts = {"a": nn.Linear(3, 4), "b": nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))}
+    model = Model(
+        lambda m, x: m.c(checkpoint(m.b, m.a(x), use_reentrant=reentrant)), c=nn.Linear(4, 2), **parts
+    )
+    check_clip(model, square, torch.randn(N, 3), fused=fused)
+
+
+def test_compiled_as_one_graph(nothing_compiled):  # noqa: F811
+    """Whose memory is used again: what is kept is a copy."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(),
+                          nn.Linear(36, 5)).double()  # fmt: skip
+    x = torch.randn(N, 3, 5, 5, dtype=torch.float64)
+    with torchgradx.attach(model, clip=True, directions={"4.weight": torch.ones(5, 36)}) as probe:
+        step = torch.compile(model, fullgraph=True, backend="inductor")
+        for _ in range(2):
+            model.zero_grad()
+            square(step, x).backward()
+            dots = probe.dot()
+            probe.clip_grad_norm_(BOUND)
+            want = clipped(model, x)
+            is_sum(model, {name: g / N for name, g in want.items()})
+            exact = torch.stack([row["4.weight"].sum() for row in gradients(model, square, x)])
+            assert torch.allclose(dots, exact, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["plain", "autocast"])
+def test_a_grad_scaler(kind):
+    """Between unscale_ and step: .grad is unscaled, and so is what was there before the record."""
+    model, x = net().float(), batch().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    rtol = 1e-5 if kind == "plain" else 0.05
+    with torchgradx.attach(model, clip=True, loss_scale=scaler) as probe:
+        for accumulated in (False, True):
+            optimizer.zero_grad()
+            if accumulated:
+                scaler.scale(square(model, x)).backward()
+                probe.reset()  # what was recorded until now is not clipped
+            with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+                loss = square(model, x).float()
+            scaler.scale(loss).backward()
+            with pytest.raises(RuntimeError, match="unscale_"):
+                probe.clip_grad_norm_(BOUND)
+            scaler.unscale_(optimizer)
+            probe.clip_grad_norm_(BOUND)
+            want = {name: g / N for name, g in clipped(model, x).items()}
+            if accumulated:
+                plain = clipped(model, x, bound=1e9)
+                want = {name: g + plain[name] / N for name, g in want.items()}
+            is_sum(model, want, rtol)
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def test_float16_keeps_factors_that_it_could_not_hold():
+    """Gradients of 2^-14 times factors of 2^-12 are below its smallest number, 2^-24."""
+    model = nn.Linear(4, 2, bias=False).half()
+    x = torch.randn(N, 4).half()
+    with torchgradx.attach(model, clip=True, loss_reduction="sum") as probe:
+        (model(x).sum() * 2**-14).backward()
+        before = model.weight.grad.float()
+        probe.clip_grad_norm_(factors=lambda norms: torch.full_like(norms, 2.0**-9))
+    off = (model.weight.grad.float() - before * 2**-9).abs()
+    assert off.max() <= 2**-25 + 2**-10 * (before * 2**-9).abs().max()
+
+
+def test_after_it_nothing_is_kept():
+    model = mlp()
+    with torchgradx.attach(model, clip=True) as probe:
+        for end in (lambda: probe.clip_grad_norm_(BOUND), probe.reset, probe.remove):
+            memory = np.random.rand(N, 3).astype("float32")
+            lives = weakref.ref(memory)
+            square(model, torch.from_numpy(memory)).backward()
+            del memory
+            gc.collect()
+            assert lives() is not None
+            end()
+            gc.collect()
+            assert lives() is None
+
+
+def refuses(kind, match, probe, model, *args, **kwargs):
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    with pytest.raises(kind, match=match):
+        probe.clip_grad_norm_(*args, **kwargs)
+    for p, g in zip(model.parameters(), before, strict=True):
+        assert g is None or torch.equal(p.grad, g)
+
+
+def test_what_is_not_said_right_changes_nothing():
+    model, x = mlp(), torch.randn(N, 3)
+    with torchgradx.attach(model, clip=True) as probe:
+        square(model, x).backward()
+        refuses(TypeError, "max_norm or factors", probe, model)
+        refuses(TypeError, "max_norm or factors", probe, model, 1.0, factors=torch.ones_like)
+        refuses(TypeError, "max_norm must be", probe, model, "1")
+        refuses(TypeError, "factors must be", probe, model, factors=1.0)
+        refuses(ValueError, "max_norm must be", probe, model, -1.0)
+        refuses(ValueError, "max_norm must be", probe, model, float("nan"))
+        refuses(ValueError, r"Tensor \[6\]", probe, model, torch.ones(N - 1))
+        refuses(ValueError, "per must be", probe, model, 1.0, per="layer")
+        refuses(ValueError, "factors must turn", probe, model, factors=lambda norms: norms[1:])
+        refuses(ValueError, "factors must turn", probe, model, factors=lambda norms: 1.0)
+        refuses(ValueError, "must be finite", probe, model, factors=lambda norms: norms / 0)
+        probe.clip_grad_norm_(1.0)  # and can still be clipped
+        refuses(RuntimeError, "clipped already", probe, model, 1.0)
+
+
+def test_it_has_to_be_asked_for():
+    model = mlp()
+    with torchgradx.attach(model) as probe:
+        square(model, torch.randn(N, 3)).backward()
+        refuses(RuntimeError, "clip=True", probe, model, 1.0)
+    with pytest.raises(ValueError, match="weight_grad=True"):
+        torchgradx.attach(model, clip=True, weight_grad=False)
+    with pytest.raises(ValueError, match="clip must be one of"):
+        torchgradx.attach(model, clip="model")
+
+
+@pytest.mark.parametrize("backend", ["auto", "vmap"])
+def test_inputs_that_have_changed_are_refused(backend):
+    """A buffer that the next batch is read into."""
+    model, x = mlp(), torch.randn(N, 3)
+    with torchgradx.attach(model, clip=True, backend=backend) as probe:
+        square(model, x).backward()
+        x.copy_(torch.randn(N, 3))
+        refuses(torchgradx.CoverageError, "0.weight", probe, model, 1.0)
+        probe.reset()
+        square(model, x).backward()
+        probe.clip_grad_norm_(1.0)
+
+
+def test_gradients_that_are_gone_are_refused():
+    model = mlp()
+    with torchgradx.attach(model, clip=True) as probe:
+        square(model, torch.randn(N, 3)).backward()
+        model.zero_grad()
+        refuses(torchgradx.CoverageError, "zero_grad", probe, model, 1.0)
+
+
+def test_a_refusal_of_norms_refuses_clipping():
+    model = mlp()
+    with torchgradx.attach(model, clip=True) as probe:
+        (square(model, torch.randn(N, 3)) + model[0].weight.square().sum()).backward()
+        refuses(torchgradx.CoverageError, "0.weight", probe, model, 1.0)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1e-6])
+def test_a_small_bound_does_not_cancel(max_norm):
+    """The clipped sum is made anew: never what is left of a far larger one."""
+    model, x = net().float(), batch().float() * 1e3
+    with torchgradx.attach(model, clip=True) as probe:
+        square(model, x).backward()
+        probe.clip_grad_norm_(max_norm)
+    want = clipped(model, x, bound=max_norm)
+    total = sum(g.square().sum() for g in want.values()).sqrt() / N
+    for name, p in model.named_parameters():
+        assert (p.grad - want[name] / N).norm() <= 1e-3 * total + 1e-300
+
+
+def test_the_plain_step_is_as_it_was():
+    model, x = net(), batch()
+    twin = copy.deepcopy(model)
+    F.mse_loss(twin(x), torch.ones(N, 2)).backward()
+    with torchgradx.attach(model, clip=True):
+        F.mse_loss(model(x), torch.ones(N, 2)).backward()
+        same_gradients(model, twin, 1e-12)
+    assert all(not p._backward_hooks for p in model.parameters())

@@ -1,0 +1,111 @@
+"""Products of each sample's gradient with directions, as training asks for them."""
+
+import pytest
+import torch
+from attach_oracle import mlp, seeded, square  # noqa: F401
+from clip_oracle import gradients
+
+import torchgradx
+
+N = 5
+
+
+def exact(model, x, directions):
+    rows = gradients(model, square, x)
+    return torch.stack([sum((row[k] * v).sum() for k, v in directions.items()) for row in rows])
+
+
+def setting():
+    model = mlp().double()
+    return model, torch.randn(N, 3, dtype=torch.float64), dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_grad": False}, {"backend": "vmap"}], ids=str)
+def test_directions_may_change_with_every_pass(options):
+    model, x, named = setting()
+    with torchgradx.attach(model, **options) as probe:
+        for names in (["0.weight"], ["0.bias", "2.weight"], list(named)):
+            directions = {k: torch.randn_like(named[k]) for k in names}
+            probe.directions = directions
+            assert probe.directions == directions
+            loss = square(model, x)
+            probe.directions = {}  # for the passes to come
+            loss.backward()
+            probe.directions = directions
+            dots = probe.dot()
+            assert torch.allclose(dots, exact(model, x, directions), rtol=1e-9)
+            assert (dots.dtype, dots.requires_grad) == (torch.float64, False)
+
+
+def test_the_product_with_a_gradient_is_its_square():
+    model, x, named = setting()
+    with torchgradx.attach(model) as probe:
+        for n in range(N):
+            model.zero_grad()
+            square(model, x[n : n + 1]).backward()
+            probe.reset()
+            probe.directions = {k: p.grad.clone() for k, p in named.items()}
+            square(model, x).backward()
+            assert torch.allclose(probe.dot()[n], probe.norms()[n].square(), rtol=1e-9)
+
+
+def test_scales_and_signs_and_accumulation():
+    model, x, named = setting()
+    directions = {k: torch.randn_like(p) for k, p in named.items()}
+    want = exact(model, x, directions)
+    with torchgradx.attach(model, directions=directions, loss_scale=-0.5) as probe:
+        for part in (x[:2], x[2:]):
+            (square(model, part) * -0.5).backward()
+        assert torch.allclose(probe.dot(), want, rtol=1e-9)
+        assert (probe.norms() > 0).all()
+    with torchgradx.attach(model, directions=directions, loss_reduction="sum") as probe:
+        (square(model, x) * N).backward()
+        assert torch.allclose(probe.dot(), want, rtol=1e-9)
+
+
+def test_a_frozen_parameter_counts_nothing():
+    model, x, named = setting()
+    directions = {k: torch.randn_like(p) for k, p in named.items()}
+    named["0.weight"].requires_grad_(False)
+    with torchgradx.attach(model, directions=directions) as probe:
+        square(model, x).backward()
+        del directions["0.weight"]
+        assert torch.allclose(probe.dot(), exact(model, x, directions), rtol=1e-9)
+
+
+def test_half_precision_is_summed_in_float32():
+    model = torch.nn.Linear(512, 64).bfloat16()
+    x = torch.randn(N, 20, 512).bfloat16()
+    v = torch.randn(64, 512)
+    with torchgradx.attach(model, directions={"weight": v}) as probe:
+        y = model(x)
+        y.backward(torch.ones_like(y) / N)
+        dots = probe.dot()
+    want = torch.einsum("nti,oi->n", x.double(), v.double())
+    terms = x.double().square().sum((1, 2)).sqrt() * v.double().norm() * 20**0.5
+    share = (torch.ones(1).bfloat16() / N).double() * N  # of a gradient that bfloat16 rounds
+    assert ((dots - want * share).abs() <= 64 * 2**-24 * terms).all()
+
+
+def test_what_is_not_a_direction_is_named():
+    model, x, named = setting()
+    with torchgradx.attach(model) as probe:
+        square(model, x).backward()
+        with pytest.raises(RuntimeError, match="directions"):
+            probe.dot()
+        with pytest.raises(ValueError, match="'0.wieght'"):
+            probe.directions = {"0.wieght": named["0.weight"]}
+        with pytest.raises(ValueError, match=r"Tensor \[5, 3\]"):
+            probe.directions = {"0.weight": named["2.weight"]}
+        with pytest.raises(ValueError, match="floating"):
+            probe.directions = {"0.bias": torch.ones(5, dtype=torch.long)}
+        with pytest.raises(TypeError, match="directions must be"):
+            probe.directions = [named["0.weight"]]
+        assert probe.directions == {}
+        probe.norms()
+    model[2].weight = torch.nn.Parameter(model[2].weight.detach())
+    with pytest.raises(ValueError, match="given twice"):
+        tied = torch.nn.Sequential(model[0], torch.nn.Tanh(), torch.nn.Linear(5, 3))
+        tied.add_module("3", torch.nn.Linear(3, 5))
+        tied[3].weight = tied[0].weight
+        torchgradx.attach(tied, directions={"0.weight": tied[0].weight, "3.weight": tied[0].weight})
