@@ -103,10 +103,9 @@ void bind_pass(py::module_& m) {
           py::arg("parameters"), py::arg("enclosed") = false)
       .def("waits", [](Pass& self, int64_t parameter) { return self.waits(parameter); })
       .def_readwrite("directions", &Pass::directions)
-      .def_property_readonly("dots",
-                             [](const Pass& self) {
-                               return self.dots.defined() ? std::optional<Tensor>(self.dots) : std::nullopt;
-                             })
+      .def_property_readonly(
+          "dots",
+          [](const Pass& self) { return self.dots.defined() ? std::optional<Tensor>(self.dots) : std::nullopt; })
       .def("add_dots", &Pass::add_dots)
       .def("finish", [](Pass& self, int64_t parameter, const Tensor& sq_norms) { self.finish(parameter, sq_norms); })
       .def("clear", &Pass::clear)

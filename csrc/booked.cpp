@@ -1,5 +1,5 @@
-// What a pass asks of a use besides norms: to be kept until its gradients are wanted once more, each sample's share times
-// a factor; and the products of each sample's gradient with given directions.
+// What a pass asks of a use besides norms: to be kept until its gradients are wanted once more, each sample's share
+// times a factor; and the products of each sample's gradient with given directions.
 #include "site.h"
 
 #include <ATen/ATen.h>

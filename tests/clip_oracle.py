@@ -101,7 +101,7 @@ def check_clip(model, loss, *batch, dims=0, dtype=torch.float64, reduction="mean
             want = weighted(rows, {key: f * share for key, f in factors.items()}, per)
             if before is not None:
                 want = {n: g + before * (plain[n] is not None) for n, g in want.items()}
-            terms = {n: share * sum(row[n].norm() for row in rows) + (before or 0) * g.numel() ** 0.5
+            terms = {n: share * sum(row[n].norm() for row in rows) + (before or 0) * g.numel()
                      for n, g in want.items()}  # fmt: skip
             same(model, want, rtol, terms)
         loss(model, *batch).backward()

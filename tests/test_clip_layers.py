@@ -10,7 +10,6 @@ from recurrent_models import I, every_kind, every_option, made, net
 from test_attach_attention import E, S, attention
 from test_attach_closed import BAGS
 from test_attach_layers import ELEMENTWISE_LAYERS, FALLBACK_LAYERS, KERNEL_LAYERS
-from test_attach_layers import conv as conv2d
 from torch import nn
 
 LAYERS = KERNEL_LAYERS | ELEMENTWISE_LAYERS | FALLBACK_LAYERS
@@ -35,7 +34,11 @@ def test_each_layer(name, options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_narrow_numbers(dtype, options):
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Tanh(), nn.Flatten(), nn.Linear(200, 5)
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.GroupNorm(2, 8),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(200, 5),
     )
     check_clip(model, square, torch.randn(6, 3, 5, 5), dtype=dtype, **options)
 
@@ -109,7 +112,8 @@ def partly_frozen():
 
 SHARED = {
     "a Linear thrice": (lambda: Model(thrice, l=nn.Linear(3, 3), o=nn.Linear(3, 1)), (N, 6, 3)),
-    "a Conv2d on two sizes": (lambda: Model(two_sizes, c=conv2d(2, 2, 3, padding=1)()), (N, 2, 6, 6)),
+    "a Conv2d on two sizes": (lambda: Model(two_sizes, c=nn.Conv2d(2, 2, 3, padding=1)),
+                              (N, 2, 6, 6)),
     "an embedding and its head": (tied_to_its_head, None),
     "partly frozen": (partly_frozen, (N, 3)),
     "beside its modules": (Patches, (N, T, 3)),
@@ -137,7 +141,9 @@ def rows(m, x):
     return m.b(torch.tanh(m.a(x.flatten(0, 1)))).unflatten(0, x.shape[:2])
 
 
-@pytest.mark.parametrize("parts", [(nn.Linear(3, 3), nn.LayerNorm(3)), (nn.PReLU(3), nn.Linear(3, 2))])
+@pytest.mark.parametrize(
+    "parts", [(nn.Linear(3, 3), nn.LayerNorm(3)), (nn.PReLU(3), nn.Linear(3, 2))]
+)
 def test_rows_of_sequences(parts):
     a, b = parts
     check_clip(Model(rows, a=a, b=b), square, torch.randn(N, T, 3))

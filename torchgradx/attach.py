@@ -333,7 +333,8 @@ class Probe(Reader):
             self._audit.lift.watched(taint)
         if run.silent_calls:  # a reentrant checkpoint's graph holds no use until it runs again
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
-                node.metadata.setdefault("torchgradx", []).append(run)
+                metadata: Any = node.metadata
+                metadata.setdefault("torchgradx", []).append(run)
         outputs = tensors_in(out) if uses and not gathers(module) else []
         if run.in_graph:
             run.refuse(-1, MIXED)

@@ -60,8 +60,8 @@ def factors_of(
 ) -> Tensor:
     """[N] float64: what each sample's gradient is multiplied by.
 
-    Where a norm is nan the factor is 1, and where it is inf 0: what is not finite stays so in .grad,
-    and a gradient that is finite, though its norm is not, is left out.
+    Where a norm is nan the factor is 1, and where it is inf 0: what is not finite in .grad stays
+    so, and a gradient that is finite, though its norm is not, is left out.
     """
     exact = norms.double()
     if factors is None:
@@ -150,15 +150,17 @@ class Books:
         """Raise where nothing can be clipped, before anything is touched."""
         if not self._recorder.books:
             raise RuntimeError(
-                "clip_grad_norm_ needs what the backward had in its hands: say attach(..., clip=True)"
+                "clip_grad_norm_ needs what the backward had in its hands: attach(..., clip=True)"
             )
         if self._closed:
-            raise RuntimeError("this record is clipped already: clip once, between backward and step")
+            raise RuntimeError(
+                "this record is clipped already: clip once, between backward and step"
+            )
         tensors = self._parameters.tensors()
         self._refuse(
             (place for place, p in enumerate(tensors) if scattered([p])),
             "gradients that are sharded over processes (FSDP) cannot be clipped by sample: use "
-            "DistributedDataParallel, or clip what norms() says through the loss's weights",
+            "DistributedDataParallel",
         )
         uses = [use for _, use in self._kept]
         self._refuse(
@@ -168,7 +170,7 @@ class Books:
         )
         self._refuse(
             (place for use in uses for place in use.parameters if tensors[place].grad is None),
-            ".grad is None where a backward left a gradient: clip between backward() and zero_grad()",
+            ".grad is None where a backward left a gradient: clip before zero_grad()",
         )
 
     def _refuse(self, places: Iterable[int], reason: str) -> None:
@@ -209,18 +211,22 @@ class Books:
                 for place, made in zip(places, use.weighted(factors / scale, places), strict=True):
                     others = self._others.get(place)
                     before = None if others is None else others * unscaled
-                    _put(tensors[place], made, scale, before, place in met)
+                    _put(tensors[place], made, scale, before, place in met, ddp is None)
                     met.add(place)
         if ddp is not None:
-            for place, p in enumerate(tensors):  # what other processes brought to those not met here
+            for place, p in enumerate(
+                tensors
+            ):  # what other processes brought to those not met here
                 if place not in met and p.grad is not None:
                     others = self._others.get(place)
                     p.grad.zero_() if others is None else p.grad.copy_(others * unscaled)
             mean_over(ddp, [p.grad for p in tensors if p.grad is not None])
 
 
-def _put(p: Tensor, made: Tensor, scale: float, before: Tensor | None, add: bool) -> None:
-    """Add to .grad, or write it: in place, as others may hold it."""
+def _put(
+    p: Tensor, made: Tensor, scale: float, before: Tensor | None, add: bool, alone: bool
+) -> None:
+    """Add to .grad, or write it; `alone`: its memory may be exchanged."""
     grad, made = p.grad, made.detach().reshape(p.shape)
     assert grad is not None
     if grad.is_sparse:
@@ -230,7 +236,13 @@ def _put(p: Tensor, made: Tensor, scale: float, before: Tensor | None, add: bool
         grad.add_(made, alpha=scale)
     elif before is not None:
         grad.copy_(before).add_(made, alpha=scale)
-    elif scale == 1:
-        grad.copy_(made)
+    elif alone and scale == 1 and _takes(grad, made):
+        grad.data = made
     else:
-        torch.mul(made, scale, out=grad) if made.dtype == grad.dtype else grad.copy_(made * scale)
+        grad.copy_(made if scale == 1 else made * scale)
+
+
+def _takes(grad: Tensor, made: Tensor) -> bool:
+    """Whether it can have another's memory: its own is no part of a larger one."""
+    whole = grad.untyped_storage().nbytes() == grad.nbytes
+    return whole and (grad.dtype, grad.stride()) == (made.dtype, made.stride())

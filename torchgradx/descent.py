@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .products import by_sample, closed, dense, fitted, mapped
 from .clipping import BySample
 from .passes import receives
+from .products import by_sample, closed, dense, fitted, mapped
 from .reference import accumulation_dtype
 from .shared import Graph, Node, Plan, below, is_leaf
 

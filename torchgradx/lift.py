@@ -33,8 +33,8 @@ if ops.NATIVE:
 __all__ = ["Lift"]
 
 VIEWS = {f"{name}Backward0" for name in (
-    "Alias", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "T", "ToCopy", "Transpose",
-    "UnsafeView", "Unsqueeze", "View",
+    "Alias", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "T", "ToCopy",
+    "Transpose", "UnsafeView", "Unsqueeze", "View",
 )}  # fmt: skip
 
 Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, output of the node)

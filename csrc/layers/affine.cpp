@@ -77,6 +77,15 @@ class LastDimensions final : public Affine {
     std::tie(output, saved.mean, saved.rstd) = at::native_layer_norm(input, shape_, weight, bias, eps_);
     return output;
   }
+  Gradients backward(const Saved& saved, const Tensor& weight, const Tensor& grad_output,
+                     const Wanted& wanted) const override {
+    if (!saved.mean.defined() || wanted.input) return Affine::backward(saved, weight, grad_output, wanted);
+    Gradients gradients;
+    std::tie(gradients.input, gradients.weight, gradients.bias) =
+        at::native_layer_norm_backward(grad_output, saved.input, shape_, saved.mean, saved.rstd, weight,
+                                       weight /* for a bias: of its shape */, {false, wanted.weight, wanted.bias});
+    return gradients;
+  }
 
  protected:
   std::optional<std::pair<Tensor, bool>> by_sample(const Tensor& t, int64_t n, Layout layout) const override {
