@@ -1,0 +1,233 @@
+"""Opacus' ghost mode with our samplers: against its own results where those are right, and against
+a float64 loop over single samples everywhere."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from attach_oracle import loop, seeded  # noqa: F401
+from torch import nn
+
+import torchgradx
+
+NEEDED = 'needs `pip install ".[bridges]"`'
+pytest.importorskip("opacus", reason=NEEDED)
+
+from opacus import PrivacyEngine  # noqa: E402
+from opacus.grad_sample import GradSampleModuleFastGradientClipping as Ghost  # noqa: E402
+
+from torchgradx.bridges import opacus as bridge  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*[Ss]ecure RNG", "ignore:Full backward hook")
+CIRCULAR = {"padding": 1, "padding_mode": "circular"}
+
+# name: (layer, shape of a sample, or the ids' range and shape; whether Opacus itself is right)
+LAYERS = {
+    "linear": (lambda: nn.Linear(5, 4), (5,), True),
+    "linear in time": (lambda: nn.Linear(5, 4), (7, 5), True),
+    "linear without bias": (lambda: nn.Linear(5, 4, bias=False), (7, 5), True),
+    "linear, 4-D": (lambda: nn.Linear(5, 4), (2, 3, 5), False),  # it has no norm
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1), (4, 9), True),
+    "conv1d reflect": (
+        lambda: nn.Conv1d(4, 6, 3, padding=1, padding_mode="reflect"),
+        (4, 9),
+        False,
+    ),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, stride=2, dilation=2, padding=2), (4, 9, 8), True),
+    "conv2d same": (lambda: nn.Conv2d(4, 6, (2, 3), padding="same"), (4, 6, 5), True),
+    "conv2d groups": (lambda: nn.Conv2d(4, 6, 3, groups=2), (4, 6, 5), True),
+    "conv2d depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4), (4, 6, 5), True),
+    "conv2d circular": (lambda: nn.Conv2d(4, 6, 3, **CIRCULAR), (4, 6, 5), False),
+    "conv3d": (lambda: nn.Conv3d(2, 4, 3, stride=2, padding=1), (2, 5, 6, 7), True),
+    "conv3d deep": (
+        lambda: nn.Conv3d(2, 4, (2, 3, 1), stride=(1, 2, 2), dilation=(2, 1, 1), groups=2),
+        (2, 5, 7, 4),
+        True,
+    ),
+    "conv3d flat": (lambda: nn.Conv3d(2, 4, (5, 3, 3), padding=(0, 1, 1)), (2, 5, 4, 4), True),
+    "conv3d replicate": (
+        lambda: nn.Conv3d(2, 4, 3, padding=1, padding_mode="replicate"),
+        (2, 4, 4, 4),
+        False,
+    ),
+    "embedding": (lambda: nn.Embedding(6, 5), [6, 7], True),
+    "embedding with padding": (lambda: nn.Embedding(6, 5, padding_idx=2), [6, 7], False),
+    "layer norm": (lambda: nn.LayerNorm(5), (7, 5), True),
+    "layer norm of two": (lambda: nn.LayerNorm((3, 5)), (2, 3, 5), True),
+    "layer norm without bias": (lambda: nn.LayerNorm(5, bias=False), (7, 5), False),  # it raises
+    "rms norm": (lambda: nn.RMSNorm(5), (7, 5), True),
+    "rms norm eps": (lambda: nn.RMSNorm(5, eps=0.1), (5,), True),
+    "group norm": (lambda: nn.GroupNorm(2, 6), (6, 4, 3), True),
+    "instance norm": (lambda: nn.InstanceNorm2d(6, affine=True), (6, 4, 3), True),
+}
+
+
+def square(model, x):
+    """Off 1: what padding looks up is zero, and would have no gradient."""
+    return (model(x) - 1).square().flatten(1).sum(1).mean()
+
+
+def batch(shape, n=5):
+    if isinstance(shape, list):
+        return torch.randint(0, shape[0], (n, *shape[1:]))
+    return torch.randn(n, *shape)
+
+
+def ghost(model, x, loss=square):
+    """{parameter: norms [N]}, as Opacus' ghost mode has them after a backward."""
+    model = Ghost(copy.deepcopy(model).train(), strict=False)
+    loss(model, x).backward()
+    names = model._module.named_parameters()
+    return {name: p._norm_sample for name, p in names if p.requires_grad}
+
+
+def close(got, want, dtype, terms=64):
+    """Sums of `terms` products in the dtype, relative to the largest sample."""
+    assert got.keys() == want.keys()
+    for name, norms in want.items():
+        bound = terms * torch.finfo(dtype).eps * (norms.abs() + norms.abs().max())
+        assert ((got[name].double() - norms).abs() <= bound).all(), name
+
+
+@pytest.fixture
+def registered():
+    with bridge.register():
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_norms_of_a_layer(name, dtype):
+    make, shape, right = LAYERS[name]
+    layer, x = make().to(dtype), batch(shape)
+    x = x if x.dtype == torch.int64 else x.to(dtype)
+    want = loop(layer, square, x)
+    with bridge.register():
+        got = ghost(layer, x)
+    close(got, want, dtype)
+    assert all(norms.dtype == dtype for norms in got.values())
+    if right:
+        close(ghost(layer, x), want, dtype)
+
+
+def test_what_opacus_gets_wrong_is_still_wrong_without_us():
+    """Or the table above may claim more for it."""
+    for name in ("conv2d circular", "conv1d reflect", "embedding with padding"):
+        make, shape, _ = LAYERS[name]
+        layer, x = make().double(), batch(shape)
+        x = x if x.dtype == torch.int64 else x.double()
+        want, got = loop(layer, square, x)["weight"], ghost(layer, x)["weight"]
+        assert ((got - want).abs() > 1e-3 * want).any(), f"{name}: Opacus has it right now"
+
+
+@pytest.mark.parametrize("view", ["channels_last", "transposed"])
+def test_whatever_the_memory_of_the_input(view, registered):
+    layer, x = nn.Conv2d(4, 6, 3).double(), torch.randn(5, 4, 7, 7, dtype=torch.float64)
+    x = x.to(memory_format=torch.channels_last) if view == "channels_last" else x.mT
+    close(ghost(layer, x), loop(layer, square, x), torch.float64)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_with_ids_that_repeat(mode, registered):
+    class Bags(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bag = nn.EmbeddingBag(6, 5, mode=mode)
+
+        def forward(self, ids):
+            return self.bag(ids.flatten(), torch.arange(len(ids)) * ids.shape[1])
+
+    model, ids = Bags().double(), torch.tensor([[1, 1, 2], [3, 3, 3], [0, 5, 4], [2, 1, 2]])
+    close(ghost(model, ids), loop(model, square, ids), torch.float64)
+
+
+def test_a_batch_that_opacus_miscounts_is_refused(registered):
+    class Bags(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bag = nn.EmbeddingBag(6, 5, mode="sum", include_last_offset=True)
+
+        def forward(self, ids):
+            return self.bag(ids.flatten(), torch.arange(len(ids) + 1) * ids.shape[1])
+
+    with pytest.raises(torchgradx.CoverageError, match="one of 5 samples, and its output has 4"):
+        ghost(Bags(), torch.randint(0, 6, (4, 3)))
+
+
+def test_gradients_that_mix_samples_are_refused(registered):
+    with pytest.raises(torchgradx.CoverageError, match="scale_grad_by_freq"):
+        ghost(nn.Embedding(6, 5, scale_grad_by_freq=True), batch([6, 7]))
+
+
+def test_frozen_parameters_have_no_norm(registered):
+    layer, x = nn.Conv2d(4, 6, 3).double(), torch.randn(5, 4, 7, 7, dtype=torch.float64)
+    layer.weight.requires_grad_(False)
+    got = ghost(layer, x)
+    assert set(got) == {"bias"}
+    close(got, loop(layer, square, x), torch.float64)
+
+
+def test_an_empty_batch_has_no_norms(registered):
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.GroupNorm(2, 6), nn.Flatten(), nn.Linear(150, 2))
+    norms = ghost(model, torch.randn(0, 4, 7, 7))
+    assert {len(of) for of in norms.values()} == {0}
+
+
+def test_bfloat16_sums_in_float32(registered):
+    layer, x = nn.Linear(64, 32, dtype=torch.bfloat16), torch.randn(4, 50, 64, dtype=torch.bfloat16)
+    assert {norms.dtype for norms in ghost(layer, x).values()} == {torch.float32}
+
+
+def test_registration_is_undone():
+    table = Ghost.NORM_SAMPLERS
+    before = dict(table)
+    with bridge.register():
+        inner = bridge.register()
+        assert table[nn.Conv2d] is bridge.SAMPLERS[nn.Conv2d]
+        inner.remove()
+        assert table[nn.Conv2d] is bridge.SAMPLERS[nn.Conv2d]
+    assert table == before
+    assert bridge.SAMPLERS.keys() >= before.keys()
+
+
+def interrupted():
+    with bridge.register():
+        raise KeyboardInterrupt
+
+
+def test_registration_is_undone_after_an_exception():
+    before = dict(Ghost.NORM_SAMPLERS)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert before == Ghost.NORM_SAMPLERS
+
+
+def test_a_private_step_clips_by_our_norms(registered):
+    """make_private from end to end, without noise: the sum of clipped gradients, over the batch."""
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, **CIRCULAR), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(),
+        nn.Linear(100, 3),
+    ).double()  # fmt: skip
+    x, y = torch.randn(6, 2, 5, 5, dtype=torch.float64), torch.randint(0, 3, (6,))
+    twin, bound = copy.deepcopy(model), 0.5
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=6)
+    private, optimizer, criterion, _ = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), data_loader=data,
+        noise_multiplier=0.0, max_grad_norm=bound, poisson_sampling=False,
+        criterion=nn.CrossEntropyLoss(), grad_sample_mode="ghost",
+    )  # fmt: skip
+    criterion(private(x), y).backward()
+    optimizer.step()
+
+    total = [torch.zeros_like(p) for p in twin.parameters()]
+    for n in range(6):
+        loss = nn.functional.cross_entropy(twin(x[n : n + 1]), y[n : n + 1])
+        gradient = torch.autograd.grad(loss, list(twin.parameters()))
+        norm = torch.cat([g.flatten() for g in gradient]).norm()
+        assert norm > bound
+        for sum_, g in zip(total, gradient, strict=True):
+            sum_ += g * (bound / (norm + 1e-6)) / 6  # as Opacus divides
+    for p, q, g in zip(model.parameters(), twin.parameters(), total, strict=True):
+        torch.testing.assert_close(p, q - g, rtol=1e-9, atol=1e-9)

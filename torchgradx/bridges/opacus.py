@@ -1,0 +1,179 @@
+"""Opacus' ghost clipping with our kernels: its norms become exact, and no gradient is formed.
+
+A norm sampler is what Opacus asks for the norms of one layer, given what its hooks caught. It has
+them for Linear and Embedding, and forms each sample's gradient for the rest; here is one for every
+layer that it can form gradients of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from opacus.grad_sample import GradSampleHooksFastGradientClipping
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import ops
+from ..bags import embedding_bag_sq_norms
+from ..errors import CoverageError
+from ..rules import RULES
+
+__all__ = ["SAMPLERS", "Registration", "register"]
+
+Found = tuple[Callable[[], Tensor], Callable[[], Tensor]]  # squared norms of weight and bias
+Sampler = Callable[[Any, list[Tensor], Tensor], dict[nn.Parameter, Tensor]]
+
+
+def linear(layer: nn.Linear, inputs: list[Tensor], g: Tensor) -> Found:
+    x = inputs[0].to(g.dtype)
+    return lambda: ops.linear_sq_norms(x, g), lambda: _bias(g.unsqueeze(1).flatten(1, -2))
+
+
+def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: list[Tensor], g: Tensor) -> Found:
+    kind = next(kind for kind in type(layer).__mro__ if kind in RULES)  # fully_shard makes another
+    form = RULES[kind].describe(layer)
+
+    def weight() -> Tensor:
+        x, b, padding = inputs[0].to(g.dtype), g, form["padding"]
+        if form["pre_pad"]:
+            x = F.pad(x, form["pre_pad"], mode=form["pad_mode"])
+        if x.dim() == 3:
+            x, b = x.unsqueeze(2), b.unsqueeze(2)
+        if form["depth"]:
+            x, b = _flat(x, b, form)
+            padding = (0, padding[1])
+        geometry = {name: form[name] for name in ("stride", "dilation", "groups")}
+        return ops.conv2d_sq_norms(x, b, form["kernel_size"], padding=padding, **geometry)
+
+    return weight, lambda: _bias(g.flatten(2).mT)
+
+
+def _flat(x: Tensor, g: Tensor, form: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Three dimensions as two, as csrc/layers/convolution.cpp has it: [N, C kD, D' R s, W], and
+    [N, O, D' R, W'], of R rows for each of the depths D', of which those beyond H' are zero."""
+    kernel, stride, padding, dilation = form["depth"]
+    step, top = form["stride"][0], form["padding"][0]
+    reach = form["dilation"][0] * (form["kernel_size"][0] - 1) + 1
+    rows = -(-(x.shape[3] + 2 * top) // step)
+    below = rows * step - x.shape[3] - 2 * top
+    x = F.pad(x, (0, 0, top, top + below, padding, padding))
+    spans = x.unfold(2, (kernel - 1) * dilation + 1, stride)[:, :, : g.shape[2], ..., ::dilation]
+    image = spans.permute(0, 1, 5, 2, 3, 4).flatten(3, 4).flatten(1, 2)
+    grads = F.pad(g, (0, 0, 0, rows - g.shape[3])).flatten(2, 3)
+    return F.pad(image, (0, 0, 0, max(0, reach - step))), grads
+
+
+def embedding(layer: nn.Embedding, inputs: list[Tensor], g: Tensor) -> Found:
+    ids, padding = inputs[0], layer.padding_idx
+    if layer.scale_grad_by_freq:
+        raise CoverageError(
+            "Embedding(scale_grad_by_freq=True) divides by how often an id occurs in the batch: "
+            "its gradient is not a sum over samples. Leave that option out"
+        )
+    return lambda: ops.embedding_sq_norms(ids, g, padding_idx=padding), _none
+
+
+def bag(layer: nn.EmbeddingBag, inputs: list[Tensor], g: Tensor) -> Found:
+    ids, offsets, weights = [*inputs, None, None][:3]
+    form = (layer.mode, weights, layer.padding_idx)
+    return lambda: embedding_bag_sq_norms(ids, g, offsets, *form), _none  # type: ignore[arg-type]
+
+
+def rows_norm(layer: nn.LayerNorm | nn.RMSNorm, inputs: list[Tensor], g: Tensor) -> Found:
+    """Normalised over its last dimensions: [N, T, 1, D]."""
+    last, centred = g.dim() - layer.weight.dim(), isinstance(layer, nn.LayerNorm)
+    both = (t.flatten(last).unsqueeze(1).flatten(1, -2) for t in (inputs[0].to(g.dtype), g))
+    x, b = (t.unsqueeze(2) for t in both)
+    eps = torch.finfo(ops.reference.accumulation_dtype(g.dtype)).eps
+    return _affine(x, b, eps if layer.eps is None else layer.eps, centred, over_positions=False)
+
+
+def channels_norm(layer: Any, inputs: list[Tensor], g: Tensor) -> Found:
+    """Normalised over positions, by groups of channels: [N, T, G, C / G]."""
+    groups = getattr(layer, "num_groups", g.shape[1])
+    pixels = (t.unsqueeze(2).flatten(2) for t in (inputs[0].to(g.dtype), g))  # [N, C, T]
+    x, b = (t.unflatten(1, (groups, -1)).permute(0, 3, 1, 2) for t in pixels)
+    return _affine(x, b, layer.eps, centred=True, over_positions=True)
+
+
+def _affine(x: Tensor, g: Tensor, eps: float, centred: bool, over_positions: bool) -> Found:
+    def weight() -> Tensor:
+        mean, rstd = ops.moments(x, eps, centred, over_positions)
+        return ops.affine_sq_norms(x, g, mean if centred else None, rstd, False)[0]
+
+    return weight, lambda: _bias(g.flatten(2))
+
+
+def _bias(g: Tensor) -> Tensor:  # [N, T, O]
+    return ops.bias_sq_norms(g)
+
+
+def _none() -> Tensor:
+    raise AssertionError("a table has no bias")
+
+
+def _sampler(find: Callable[..., Found]) -> Sampler:
+    @wraps(find)
+    @torch.no_grad()
+    def sampler(layer: Any, inputs: list[Tensor], g: Tensor) -> dict[nn.Parameter, Tensor]:
+        said = getattr(layer, "max_batch_len", len(g))
+        if said != len(g):  # and has multiplied g by it, under a mean
+            raise CoverageError(
+                f"Opacus takes the input of {type(layer).__name__} for one of {said} samples, and "
+                f"its output has {len(g)}: it scales gradients by the wrong number"
+            )
+        parameters = layer.weight, getattr(layer, "bias", None)
+        wanted = zip(parameters, find(layer, inputs, g), strict=True)
+        return {p: sq().sqrt() for p, sq in wanted if p is not None and p.requires_grad}
+
+    return sampler
+
+
+FINDERS: dict[tuple[type[nn.Module], ...], Callable[..., Found]] = {
+    (nn.Linear,): linear,
+    (nn.Conv1d, nn.Conv2d, nn.Conv3d): convolution,
+    (nn.Embedding,): embedding,
+    (nn.EmbeddingBag,): bag,
+    (nn.LayerNorm, nn.RMSNorm): rows_norm,
+    (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d): channels_norm,
+}
+SAMPLERS: dict[type[nn.Module], Sampler] = {
+    kind: _sampler(find) for kinds, find in FINDERS.items() for kind in kinds
+}
+
+
+class Registration:
+    """What `register` did, to be undone by `remove()` or at the end of a `with`."""
+
+    def __init__(self, table: dict[Any, Any]) -> None:
+        self._table, self._before = table, dict(table)
+        table.update(SAMPLERS)
+
+    def remove(self) -> None:
+        """Opacus' own samplers stand again."""
+        for kind, sampler in SAMPLERS.items():
+            if self._table.get(kind) is sampler:
+                self._table.pop(kind)
+                if kind in self._before:
+                    self._table[kind] = self._before[kind]
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+
+def register() -> Registration:
+    """Have Opacus' ghost mode take the norms of every layer it knows from our kernels.
+
+    For all models of the process, from the next backward on. Ghost mode refuses a module that is
+    called twice in a forward wherever it has a norm sampler: it then has one for all of these.
+
+    Returns:
+        A handle whose `remove()` leaves Opacus as it was; also a context manager.
+    """
+    return Registration(GradSampleHooksFastGradientClipping.NORM_SAMPLERS)
