@@ -1,0 +1,218 @@
+"""The Lightning callback in real fits: norms against a loop, the fit untouched, nothing left."""
+
+from __future__ import annotations
+
+import copy
+import csv
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import close, close_named, fingerprint, loop, per_model, seeded  # noqa: F401
+from torch import nn
+from torch.utils.data import DataLoader
+
+import torchgradx
+
+lightning = pytest.importorskip("lightning", reason='needs `pip install ".[bridges]"`')
+
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+
+from torchgradx.bridges.lightning import GradNorms  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # on workers, loggers, devices not wanted
+SIZE, ACCUMULATED, STEPS = 3, 2, 3
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+class Task(lightning.LightningModule):
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        self.model = net().to(dtype)
+
+    def forward(self, x):
+        return self.model(x)
+
+    def training_step(self, batch):
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def validation_step(self, batch):
+        x, y = batch
+        with torch.inference_mode(False), torch.enable_grad():  # as a task that attacks its inputs
+            loss = F.cross_entropy(self(x.clone()), y.clone())
+            torch.autograd.grad(loss, list(self.model.parameters()))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches(count=ACCUMULATED * STEPS, dtype=torch.float64, last=SIZE):
+    sizes = [SIZE] * (count - 1) + [last]
+    return [(torch.randn(n, 4, dtype=dtype), torch.randint(0, 3, (n,))) for n in sizes]
+
+
+def fit(task, data, *callbacks, **options):
+    options = {
+        "accumulate_grad_batches": ACCUMULATED, "logger": False, "enable_checkpointing": False,
+        "max_epochs": 1, **options,
+    }  # fmt: skip
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, callbacks=list(callbacks), enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=1, **options,
+    )  # fmt: skip
+    # The validation comes between the micro-batches of a step.
+    trainer.fit(task, DataLoader(data, batch_size=None), DataLoader(data[:1], batch_size=None))
+    return trainer
+
+
+def cross_entropy(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+class Loops(lightning.Callback):
+    """What the norms have to be, of the model as it is before each step; before GradNorms."""
+
+    def __init__(self, module="model"):
+        self.module, self.waiting, self.want = module, [], []
+
+    def on_train_batch_start(self, trainer, task, batch, index):
+        self.waiting.append(batch)
+
+    def on_before_optimizer_step(self, trainer, task, optimizer):
+        plain = copy.deepcopy(task.get_submodule(self.module))
+        total, found = sum(len(y) for _, y in self.waiting), []
+        for x, y in self.waiting:
+            norms = loop(plain, cross_entropy, x, y)
+            share = total / (len(y) * ACCUMULATED)  # 1 where micro-batches are equal
+            found.append({name: of * share for name, of in norms.items()})
+        self.want.append({name: torch.cat([n[name] for n in found]) for name in found[0]})
+        self.waiting = []
+
+
+def parameters_close(task, twin):
+    for p, q in zip(task.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("last", [SIZE, 1], ids=["", "a smaller last batch"])
+@pytest.mark.parametrize("module", [None, ""])
+def test_norms_of_every_step_and_the_fit_is_as_without(module, last):
+    task, data, read = Task(), batches(last=last), []
+    twin, left = copy.deepcopy(task), fingerprint(task.model)
+    loops = Loops()
+    norms = GradNorms(module, per="parameter", on_norms=lambda norms, step: read.append(norms))
+    fit(task, data, loops, norms, val_check_interval=1)
+    assert len(read) == len(loops.want) == STEPS
+    for got, want in zip(read, loops.want, strict=True):
+        got = {name.removeprefix("model."): of for name, of in got.items()}
+        close_named(got, want)
+    assert norms.probe is None
+    assert fingerprint(task.model) == left
+    fit(twin, data, val_check_interval=1)
+    parameters_close(task, twin)
+
+
+def test_a_grad_scaler_is_undone():
+    task, read = Task(torch.float32), []
+    loops = Loops()
+    norms = GradNorms(on_norms=lambda norms, step: read.append(norms))
+    # A growth at every step: the scale at which a step was taken is the one that counts.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    fit(task, batches(dtype=torch.float32), loops, norms, plugins=[precision])
+    assert scaler.get_scale() == 2.0 ** (10 + STEPS)
+    assert len(read) == STEPS
+    for got, want in zip(read, loops.want, strict=True):
+        close(got, per_model(want), 64 * torch.finfo(torch.float16).eps)
+
+
+def test_what_is_logged(tmp_path):
+    task, read = Task(), []
+    norms = GradNorms(per="module", on_norms=lambda norms, step: read.append((norms, step)))
+    logger = CSVLogger(tmp_path)
+    fit(task, batches(), norms, logger=logger, log_every_n_steps=1)
+    with open(f"{logger.log_dir}/metrics.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["grad_norms/mean"]]
+    assert [step for _, step in read] == list(range(STEPS))
+    assert len(rows) == STEPS
+    for row, (modules, _) in zip(rows, read, strict=True):
+        whole = torch.stack(list(modules.values())).norm(dim=0)
+        assert float(row["grad_norms/mean"]) == pytest.approx(float(whole.mean()))
+        assert float(row["grad_norms/median"]) == pytest.approx(float(whole.median()))
+        assert float(row["grad_norms/q90"]) == pytest.approx(float(whole.quantile(0.9)))
+        assert float(row["grad_norms/max"]) == pytest.approx(float(whole.max()))
+        assert float(row["grad_norms/mean/0"]) == pytest.approx(float(modules["0"].mean()))
+
+
+def test_a_checkpoint_holds_no_name_of_ours(tmp_path):
+    task, plain = Task(), Task()
+    trainer = fit(task, batches(), GradNorms(), default_root_dir=tmp_path, logger=False)
+    trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    fit(plain, batches()).save_checkpoint(tmp_path / "plain.ckpt")
+    ours, without = (
+        torch.load(tmp_path / name, weights_only=False) for name in ("ours.ckpt", "plain.ckpt")
+    )
+    assert ours.keys() == without.keys()
+    assert ours["state_dict"].keys() == without["state_dict"].keys()
+    assert ours["callbacks"] == without["callbacks"]
+    assert b"torchgradx" not in (tmp_path / "ours.ckpt").read_bytes()
+
+
+class Failing(Task):
+    def training_step(self, batch):
+        super().training_step(batch)
+        if self.global_step:
+            raise ArithmeticError("in the second step")
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("where", ["training", "validation"])
+def test_after_an_exception_nothing_is_left(where):
+    task = Failing() if where == "training" else Task()
+    if where == "validation":
+        task.validation_step = lambda batch: 1 / 0
+    left, norms = fingerprint(task.model), GradNorms()
+    with pytest.raises(ArithmeticError):
+        fit(task, batches(), norms)
+    assert norms.probe is None
+    task.train()
+    assert fingerprint(task.model) == left
+    torchgradx.attach(task.model).remove()  # nothing holds it
+
+
+def test_a_step_that_is_skipped_has_no_norms():
+    class Skipping(Task):
+        def training_step(self, batch):
+            return None if self.trainer.fit_loop.batch_idx == 1 else super().training_step(batch)
+
+    read = []
+    norms = GradNorms(on_norms=lambda norms, step: read.append(len(norms)))
+    fit(Skipping(), batches(3), norms, accumulate_grad_batches=1)
+    assert read == [SIZE, SIZE]
+
+
+def test_a_module_that_the_step_does_not_call_is_refused_with_a_hint():
+    class Two(Task):
+        def __init__(self):
+            super().__init__()
+            self.other = nn.Linear(2, 2, dtype=torch.float64)
+
+        def training_step(self, batch):
+            x, y = batch
+            return F.cross_entropy(self.model(x), y)
+
+    with pytest.raises(torchgradx.CoverageError, match=r"module=\) names the module"):
+        fit(Two(), batches(), GradNorms())
+    fit(Two(), batches(), GradNorms("model"))
+
+
+def test_what_is_the_trainers_is_refused():
+    with pytest.raises(TypeError, match="loss_scale is the trainer's"):
+        GradNorms(loss_scale=2.0)
+    with pytest.raises(ValueError, match="per must be"):
+        GradNorms(per="sample")

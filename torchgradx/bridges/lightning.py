@@ -1,0 +1,84 @@
+"""Lightning: `Trainer(callbacks=[GradNorms()])`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from ..errors import CoverageError
+from .steps import Norms, StepNorms, scale_of
+
+__all__ = ["GradNorms"]
+
+
+class GradNorms(StepNorms, Callback):
+    """Logs the norms of each sample's gradient, at every optimizer step of a fit.
+
+    `norms` holds those of the latest step, in the order of its micro-batches; a norm is that of the
+    sample's share in the step's gradient, times the number of samples, and so that of its own
+    gradient where a step's micro-batches are equally large. `probe` is there while a fit runs.
+
+    Args:
+        module: the name of the module to attach to, "" for the LightningModule itself. None: its
+            only child that has parameters, else itself. It is what `training_step` has to call.
+        per: "model"; "module" or "parameter" make `norms` a dict, and log their means too.
+        prefix: of the names logged: `<prefix>/mean`, `/median`, `/q90`, `/max`.
+        on_norms: called with (norms, global step) at each step, to feed an `OutlierWatch`, say.
+        options: of `attach`, but for those that the trainer decides.
+    """
+
+    def __init__(
+        self,
+        module: str | None = None,
+        *,
+        per: str = "model",
+        prefix: str = "grad_norms",
+        on_norms: Callable[[Norms, int], object] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(per, prefix, on_norms, options)
+        self._module = module
+        self._unread = False  # a backward has come since the last read
+
+    def _model(self, task: LightningModule) -> nn.Module:
+        if self._module is not None:
+            found: nn.Module = task.get_submodule(self._module)
+            return found
+        owners = [child for child in task.children() if any(True for _ in child.parameters())]
+        alone = len(owners) == 1 and not any(True for _ in task.parameters(recurse=False))
+        return owners[0] if alone else task
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.begin(self._model(pl_module))
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._unread = True
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        if not self._unread:  # a step that training_step skipped
+            return
+        self._unread = False
+        try:
+            scale = scale_of(getattr(trainer.precision_plugin, "scaler", None))
+            logged = self.read(scale, trainer.global_step)
+        except CoverageError as error:
+            hint = "GradNorms(module=) names the module that training_step calls"
+            raise CoverageError(f"{error}. {hint}", error.parameters) from error
+        pl_module.log_dict(logged, on_step=True, on_epoch=False)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.pause()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.resume()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: Any) -> None:
+        self.end()

@@ -1,0 +1,71 @@
+"""Hugging Face: `with GradNorms(trainer): trainer.train()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
+
+from .steps import Norms, StepNorms, scale_of
+
+__all__ = ["GradNorms"]
+
+
+class GradNorms(StepNorms, TrainerCallback):
+    """Logs the norms of each sample's gradient, whenever the trainer logs its loss.
+
+    A trainer tells its callbacks nothing of an exception: inside `with`, the model is left as it
+    was after one too. `trainer.add_callback(GradNorms(trainer))` does without.
+
+    `norms` holds those of the latest step, in the order of its micro-batches; a norm is that of the
+    sample's share in the step's gradient, times the number of samples. Where the trainer divides by
+    the tokens of a step, a long sample weighs more than a short one; where it takes means over
+    equal micro-batches, it is the norm of the sample's own gradient. `probe` is there while
+    training runs.
+
+    Args:
+        trainer: the one to listen to, and to log through.
+        per: "model"; "module" or "parameter" make `norms` a dict, and log their means too.
+        prefix: of the names logged: `<prefix>/mean`, `/median`, `/q90`, `/max`.
+        on_norms: called with (norms, global step) at each step, to feed an `OutlierWatch`, say.
+        options: of `attach`, but for those that the trainer decides.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        per: str = "model",
+        prefix: str = "grad_norms",
+        on_norms: Callable[[Norms, int], object] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(per, prefix, on_norms, options)
+        self._trainer = trainer
+        self._waiting: dict[str, Tensor] = {}
+
+    def __enter__(self) -> GradNorms:
+        if self not in self._trainer.callback_handler.callbacks:
+            self._trainer.add_callback(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._trainer.remove_callback(self)
+        self.end()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begin(kwargs["model"])
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        scaler = getattr(self._trainer.accelerator, "scaler", None)
+        self._waiting = self.read(scale_of(scaler), state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._waiting and "loss" in kwargs.get("logs", {}):
+            waiting, self._waiting = self._waiting, {}
+            self._trainer.log({name: float(value) for name, value in waiting.items()})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.end()
