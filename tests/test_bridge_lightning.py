@@ -44,8 +44,11 @@ class Task(lightning.LightningModule):
     def validation_step(self, batch):
         x, y = batch
         with torch.inference_mode(False), torch.enable_grad():  # as a task that attacks its inputs
-            loss = F.cross_entropy(self(x.clone()), y.clone())
-            torch.autograd.grad(loss, list(self.model.parameters()))
+            kept = [p.grad for p in self.parameters()]
+            self.zero_grad()
+            F.cross_entropy(self(x.clone()), y.clone()).backward()
+            for p, grad in zip(self.parameters(), kept, strict=True):
+                p.grad = grad
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
