@@ -16,13 +16,16 @@ CXX_CODE := $(shell find csrc tests/emulation -name '*.cpp' -o -name '*.h' -o -n
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test bench gpu lint format sanitize mutants clean
+.PHONY: help demo docs test bench gpu lint format sanitize mutants clean
 
 help:
 	@sed -n 's/^\([a-z]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 demo: $(DONE)/examples  ## build, then find mislabelled digits by their gradient norms; writes out/
 	$(BIN)/python examples/rank_digits.py --out out
+
+docs: $(DONE)/docs  ## the documentation as a site, strictly; writes site/
+	$(BIN)/mkdocs build --strict
 
 test: $(DONE)/test  ## build, then the whole test suite against the installed package
 	$(PYTEST) tests $(PYTEST_ARGS)
@@ -62,7 +65,7 @@ mutants: $(DONE)/test  ## plant bugs in the CUDA kernels: their emulation must c
 	$(BIN)/python tests/emulation/mutants.py
 
 clean:  ## remove all that make has made, .venv included (an environment named by VENV= stays)
-	rm -rf .venv build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist out site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -167,11 +167,12 @@ def test_the_sdist_is_complete_and_needs_no_torch(tmp_path):
         held = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {
         str(path.relative_to(tree))
-        for folder in ("csrc", "build_tools", "torchgradx", "tests", "examples")
+        for folder in ("csrc", "build_tools", "torchgradx", "tests", "examples", "docs")
         for path in (tree / folder).rglob("*")
         if path.is_file()
     }
     wanted |= {"pyproject.toml", "setup.py", "README.md", "LICENSE", "Makefile", "CHANGELOG.md"}
+    wanted |= {"mkdocs.yml"}
     assert wanted - held == set()
 
 
