@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from matplotlib import pyplot as plt
+from plotting import BLUE, HEADING, ORANGE, PALE, heading, picture
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -164,25 +165,18 @@ def write_csv(path: Path, digits: Digits, norms: Tensor, ranking: Ranking) -> No
 
 # The picture
 
-BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#767676"  # told apart by colour-blind eyes too
-HEADING = {"size": 12, "weight": "bold"}
-
 
 def draw(path: Path, digits: Digits, norms: Tensor, ranking: Ranking, times: dict) -> None:
     top, trusted = ranking.order[:36], ranking.order[~digits.flipped[ranking.order]][:9]
-    with plt.rc_context({"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = plt.figure(figsize=(14, 7.6))
-        headline = f"Gradient norms find {ranking.found} of {ranking.k} flipped labels"
-        below = f"in the top {ranking.k} of {len(norms):,} digits (by chance: {ranking.chance:.0f})"
-        figure.text(0.03, 0.92, headline, size=25, weight="bold")
-        figure.text(0.03, 0.865, below, size=15, color=GREY)
+    headline = f"Gradient norms find {ranking.found} of {ranking.k} flipped labels"
+    below = f"in the top {ranking.k} of {len(norms):,} digits (by chance: {ranking.chance:.0f})"
+    with picture(path, headline, below) as figure:
         figure.text(0.03, 0.785, "The largest norms: given label → true label", **HEADING)
         draw_digits(figure, digits, top, rows=4, top=0.76, bottom=0.26)
         figure.text(0.03, 0.185, "The first in the ranking whose label is true", **HEADING)
         draw_digits(figure, digits, trusted, rows=1, top=0.16, bottom=0.06)
         draw_norms(figure.add_axes((0.65, 0.39, 0.32, 0.37)), digits, norms, ranking)
         draw_times(figure.add_axes((0.65, 0.06, 0.32, 0.17)), times)
-        figure.savefig(path, dpi=150)
 
 
 def draw_digits(figure: plt.Figure, digits: Digits, chosen: Tensor, rows: int, **place) -> None:
@@ -208,18 +202,18 @@ def draw_norms(axes: plt.Axes, digits: Digits, norms: Tensor, ranking: Ranking) 
     axes.set(xscale="log", xlabel="gradient norm", ylabel="digits")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.legend(frameon=False, loc="upper left")
-    axes.set_title("Norm of each digit's own gradient", HEADING, loc="left", pad=12)
+    heading(axes, "Norm of each digit's own gradient")
 
 
 def draw_times(axes: plt.Axes, times: dict[str, float]) -> None:
-    colours = [BLUE if way == "torchgradx" else "#C8C8C8" for way in times]
+    colours = [BLUE if way == "torchgradx" else PALE for way in times]
     bars = axes.barh(list(times), list(times.values()), color=colours, height=0.7)
     axes.bar_label(bars, [f"{seconds:.2f} s" for seconds in times.values()], padding=5)
     axes.set_xlim(right=1.15 * max(times.values()))
     axes.invert_yaxis()
     axes.spines[:].set_visible(False)
     axes.tick_params(left=False, bottom=False, labelbottom=False)
-    axes.set_title("Time for all the norms", HEADING, loc="left", pad=8)
+    heading(axes, "Time for all the norms")
 
 
 def main() -> None:

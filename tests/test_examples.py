@@ -41,3 +41,54 @@ def test_rank_digits_finds_the_flipped_labels(tmp_path):
     assert summary.startswith(f"{found} of {k} flipped labels")
     assert "all agree" in summary
     assert (tmp_path / "ranking.png").stat().st_size > 50_000
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_active_learning_scores_labels_that_nobody_gave(tmp_path):
+    summary = run("active_learning.py", "--quick", "--out", tmp_path)
+    rows = rows_of(tmp_path / "active_learning.csv")
+    assert {row["labels"] for row in rows} == {"20", "40", "60", "80", "100", "120"}
+    assert {row["chosen by"] for row in rows} == {"random", "expected gradient length"}
+    last = [float(row["accuracy"]) for row in rows if row["labels"] == "120"]
+    assert min(last) > 0.8  # chance: 0.1
+    assert summary.startswith("accuracy with 120 labels")
+    assert (tmp_path / "active_learning.png").stat().st_size > 50_000
+
+
+def test_the_noise_scale_grows_in_training(tmp_path):
+    summary = run("noise_scale.py", "--quick", "--out", tmp_path)
+    scales = [float(row["noise_scale"]) for row in rows_of(tmp_path / "noise_scale.csv")]
+    assert len(scales) == 36
+    assert 10 < scales[1] < scales[-1]
+    assert summary.startswith(f"noise scale {scales[1]:.0f} samples after 20 steps")
+    assert (tmp_path / "noise_scale.png").stat().st_size > 50_000
+
+
+def test_importance_sampling_learns(tmp_path):
+    run("importance_sampling.py", "--quick", "--out", tmp_path)
+    rows = rows_of(tmp_path / "importance_sampling.csv")
+    last = {
+        way: [float(r["loss"]) for r in rows if (r["drawn"], r["step"]) == (way, "300")]
+        for way in ("evenly", "by gradient norm")
+    }
+    assert all(len(losses) == 2 and max(losses) < 0.5 for losses in last.values())  # from 2.3
+    assert sum(last["by gradient norm"]) < 1.2 * sum(last["evenly"])
+    assert (tmp_path / "importance_sampling.png").stat().st_size > 50_000
+
+
+def test_a_transformers_layers_have_all_of_its_gradient(tmp_path):
+    summary = run("transformer_layers.py", "--quick", "--out", tmp_path)
+    rows = rows_of(tmp_path / "transformer_layers.csv")
+    assert len(rows) == 30
+    assert float(rows[-1]["loss"]) < 0.8 * float(rows[0]["loss"])
+    for row in rows:  # of means: each part no larger than the whole, all of them no smaller
+        model, *parts = (
+            float(value) for name, value in row.items() if name not in ("step", "loss")
+        )
+        assert max(parts) <= model <= sum(parts)
+    assert summary.startswith("loss ")
+    assert (tmp_path / "transformer_layers.png").stat().st_size > 50_000

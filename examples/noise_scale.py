@@ -1,0 +1,111 @@
+"""Measure how large a batch is worth its cost, while a network learns digits.
+
+The gradient noise scale (McCandlish et al. 2018) says how many samples it takes until their mean
+gradient is more signal than noise: far below it a batch twice as large makes almost twice the
+progress a step, far above hardly any. NoiseScale reads it off the training's own steps.
+
+    python examples/noise_scale.py [--epochs 16] [--out out] [--quick]
+
+Writes noise_scale.png and noise_scale.csv into the folder that --out names.
+"""
+
+import argparse
+import csv
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from matplotlib.ticker import FuncFormatter, NullFormatter
+from plotting import BLUE, GREY, ORANGE, PALE, digits_split, heading, picture
+from torch import nn
+from tqdm import tqdm
+
+import torchgradx
+
+BATCH = 32
+EVERY = 10  # steps between two looks at the test digits
+
+
+def train(epochs: int, seed: int) -> list[tuple[int, float, float]]:
+    """(step, noise scale, part of the test digits that is misread), every few steps."""
+    torch.manual_seed(seed)
+    (images, labels), (test_images, test_labels) = digits_split(seed)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    noise, found, step = torchgradx.NoiseScale(decay=0.99), [], 0
+    with torchgradx.attach(model) as probe:
+        for _ in range(epochs):
+            for batch in torch.randperm(len(labels)).split(BATCH):
+                F.cross_entropy(model(images[batch]), labels[batch]).backward()
+                noise.update(probe)
+                optimizer.step()
+                optimizer.zero_grad()
+                step += 1
+                if step % EVERY == 0:
+                    with torch.no_grad():
+                        wrong = model(test_images).argmax(1) != test_labels
+                    found.append((step, noise.noise_scale, wrong.float().mean().item()))
+    return found
+
+
+def middle(runs: list[list[tuple[int, float, float]]], column: int) -> list[tuple[float, ...]]:
+    """The lowest, the median and the highest of all runs, at each look."""
+    looks = zip(*([look[column] for look in run] for run in runs), strict=True)
+    return [(min(look), median(look), max(look)) for look in looks]
+
+
+def draw(path: Path, runs: list[list[tuple[int, float, float]]]) -> None:
+    steps = [look[0] for look in runs[0]]
+    low, scale, high = zip(*middle(runs, 1), strict=True)
+    early, late = (float(f"{value:.2g}") for value in (scale[0], median(scale[-9:])))
+    headline = f"A useful batch grows from {early:,.0f} digits to {late:,.0f}"
+    below = f"gradient noise scale while a network learns, median and range of {len(runs)} runs"
+    with picture(path, headline, below) as figure:
+        axes = figure.add_axes((0.08, 0.39, 0.86, 0.38))
+        axes.fill_between(steps, low, high, color=BLUE, alpha=0.2, linewidth=0)
+        axes.plot(steps, scale, color=BLUE)
+        axes.axhline(BATCH, color=PALE, linestyle=(0, (4, 4)), zorder=0)
+        axes.text(steps[-1], BATCH, f"the batch of {BATCH} ", ha="right", va="bottom", color=GREY)
+        axes.set(yscale="log", xlim=(0, steps[-1]))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.tick_params(labelbottom=False)
+        heading(
+            axes, "Noise scale, in samples: above the dashed line a larger batch would have paid"
+        )
+
+        axes = figure.add_axes((0.08, 0.09, 0.86, 0.18))
+        low, wrong, high = zip(*middle(runs, 2), strict=True)
+        axes.fill_between(steps, low, high, color=ORANGE, alpha=0.2, linewidth=0)
+        axes.plot(steps, wrong, color=ORANGE)
+        axes.set(xlabel="training step", xlim=(0, steps[-1]), yscale="log")
+        axes.set_yticks([0.03, 0.1, 0.3], labels=["3%", "10%", "30%"])
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        heading(axes, "Test digits misread")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--epochs", type=int, default=16, help="of training (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the results")
+    parser.add_argument("--quick", action="store_true", help="one run of 8 epochs, not five")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    epochs, seeds = (8, 1) if options.quick else (options.epochs, 5)
+    runs = [train(epochs, seed) for seed in tqdm(range(seeds), desc="training", unit="run")]
+    with (options.out / "noise_scale.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["run", "step", "noise_scale", "misread"])
+        for number, run in enumerate(runs):
+            writer.writerows((number, s, f"{b:.6g}", f"{wrong:.4f}") for s, b, wrong in run)
+    draw(options.out / "noise_scale.png", runs)
+    first, last = runs[0][1], runs[0][-1]
+    print(
+        f"noise scale {first[1]:.0f} samples after {first[0]} steps, {last[1]:.0f} after "
+        f"{last[0]}; test digits misread {first[2]:.1%} -> {last[2]:.1%}"
+    )
+
+
+if __name__ == "__main__":
+    main()
