@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -186,6 +190,56 @@ def test_after_an_exception_nothing_is_left(where):
     task.train()
     assert fingerprint(task.model) == left
     torchgradx.attach(task.model).remove()  # nothing holds it
+
+
+def test_under_ddp_each_rank_has_the_norms_of_its_own_samples():
+    script = Path(__file__).parent / "two_trainers.py"
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert done.stdout.count(f"rank {rank}: 4 norms") == 2, done.stdout
+
+
+def test_under_manual_optimization_the_tasks_own_scale_is_no_matter():
+    class Manual(Task):
+        automatic_optimization = False
+
+        def training_step(self, batch):
+            x, y = batch
+            self.manual_backward(3 * F.cross_entropy(self(x), y))
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    class Before(lightning.Callback):
+        def on_train_batch_start(self, trainer, task, batch, index):
+            self.want = {k: 3 * v for k, v in loop(task.model, cross_entropy, *batch).items()}
+
+        def on_train_batch_end(self, trainer, task, *rest):
+            close_named(norms.norms, self.want)
+
+    norms = GradNorms(per="parameter")
+    fit(Manual(), batches(), Before(), norms, accumulate_grad_batches=1)
+    assert norms.norms is not None
+
+
+def test_a_noise_scale_is_that_of_a_loop_of_ones_own():
+    task, data = Task(), batches()
+    plain, noise, own = copy.deepcopy(task.model), torchgradx.NoiseScale(), torchgradx.NoiseScale()
+    norms = GradNorms(on_norms=lambda of, step: noise.update(norms.probe))
+    fit(task, data, norms)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with torchgradx.attach(plain, loss_scale=1 / ACCUMULATED) as probe:
+        for index, (x, y) in enumerate(data, start=1):
+            (F.cross_entropy(plain(x), y) / ACCUMULATED).backward()
+            if index % ACCUMULATED == 0:
+                own.update(probe)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert noise.steps == STEPS
+    assert noise.noise_scale == pytest.approx(own.noise_scale)
 
 
 def test_a_step_that_is_skipped_has_no_norms():
