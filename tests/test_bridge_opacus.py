@@ -129,6 +129,14 @@ def test_whatever_the_memory_of_the_input(view, registered):
     close(ghost(layer, x), loop(layer, square, x), torch.float64)
 
 
+def test_samples_in_the_second_dimension(registered):
+    layer, x = nn.Linear(5, 4).double(), torch.randn(7, 3, 5, dtype=torch.float64)  # [T, N, I]
+    model = Ghost(copy.deepcopy(layer).train(), strict=False, batch_first=False)
+    (model(x) - 1).square().sum((0, 2)).mean().backward()
+    got = {name: p._norm_sample for name, p in model._module.named_parameters()}
+    close(got, loop(layer, square, x.transpose(0, 1)), torch.float64)
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_with_ids_that_repeat(mode, registered):
     class Bags(nn.Module):
