@@ -277,6 +277,34 @@ def test_inputs_that_have_changed_are_refused(backend):
         probe.clip_grad_norm_(1.0)
 
 
+def test_a_step_between_the_passes_of_a_record_is_refused():
+    """What was clipped at some steps only: the others' gradients are not in .grad any more."""
+    model, x = mlp(), torch.randn(N, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torchgradx.attach(model, clip=True) as probe:
+        for _ in range(2):
+            optimizer.zero_grad()
+            square(model, x).backward()
+            optimizer.step()
+        refuses(torchgradx.CoverageError, "once a step", probe, model, 1.0)
+        probe.reset()
+        optimizer.zero_grad()
+        square(model, x).backward()
+        probe.clip_grad_norm_(1.0)
+
+
+def test_hooks_that_may_change_a_gradient_are_refused():
+    model, x = mlp(), torch.randn(N, 3)
+    with torchgradx.attach(model, clip=True) as probe:
+        handle = model[2].bias.register_hook(lambda g: 2 * g)
+        square(model, x).backward()
+        refuses(torchgradx.CoverageError, r"Concerned: 2\.bias$", probe, model, 1.0)
+        handle.remove()
+        probe.reset()
+        square(model, x).backward()
+        probe.clip_grad_norm_(1.0)
+
+
 def test_gradients_that_are_gone_are_refused():
     model = mlp()
     with torchgradx.attach(model, clip=True) as probe:

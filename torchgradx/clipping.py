@@ -101,6 +101,7 @@ class Books:
         self._recorder, self._parameters = recorder, parameters
         self._kept: deque[tuple[Any, Any]] = deque()  # (pass, use)
         self._others: dict[int, Tensor] = {}  # by place
+        self._versions: list[int] = []  # of the parameters, when the record began
         self._handles: list[Any] = []
         self._closed = False
         self._ddp: Callable[[], Any] = lambda: None
@@ -130,8 +131,9 @@ class Books:
         self._kept.clear()
         self._closed = False
         if self._recorder.books:
-            tensors = enumerate(self._parameters.tensors())
-            self._others = {k: p.grad.clone() for k, p in tensors if p.grad is not None}
+            tensors = self._parameters.tensors()
+            self._versions = [p._version for p in tensors]
+            self._others = {k: p.grad.clone() for k, p in enumerate(tensors) if p.grad is not None}
 
     def keep(self, run: Any, use: Any) -> None:
         self._kept.append((run, use))
@@ -163,13 +165,24 @@ class Books:
             "DistributedDataParallel",
         )
         uses = [use for _, use in self._kept]
+        kept = {place for use in uses for place in use.parameters}
+        self._refuse(
+            (place for place in kept if tensors[place]._version != self._versions[place]),
+            "weights were changed since the record began, as by an optimizer's step between its "
+            "passes: clip, or reset(), once a step",
+        )
+        self._refuse(
+            (place for place in kept if _hooked(tensors[place])),
+            "hooks on parameters change gradients on their way to .grad, which are made once more "
+            "without: change .grad itself, after clipping",
+        )
         self._refuse(
             (place for use in uses if not use.intact for place in use.parameters),
             "what the forward computed with was changed in place since, and is needed once more: "
             "clip before that",
         )
         self._refuse(
-            (place for use in uses for place in use.parameters if tensors[place].grad is None),
+            (place for place in kept if tensors[place].grad is None),
             ".grad is None where a backward left a gradient: clip before zero_grad()",
         )
 
@@ -221,6 +234,15 @@ class Books:
                     others = self._others.get(place)
                     p.grad.zero_() if others is None else p.grad.copy_(others * unscaled)
             mean_over(ddp, [p.grad for p in tensors if p.grad is not None])
+
+
+def _hooked(p: Tensor) -> bool:
+    """Whether it has hooks of the user's."""
+    hooks = (p._backward_hooks or {}).values()
+    ours = (
+        isinstance(hook, partial) and hook.func.__module__.startswith(__package__) for hook in hooks
+    )
+    return not all(ours)
 
 
 def _put(
