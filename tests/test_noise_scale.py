@@ -198,6 +198,17 @@ def test_a_grad_that_holds_more_than_the_record_is_refused():
                 noise.update(probe)
 
 
+def test_a_clipped_grad_is_refused():
+    model, noise = quadratic(), NoiseScale()
+    with torchgradx.attach(model, clip=True) as probe:
+        half_square(model, POINTS).backward()
+        probe.clip_grad_norm_(0.1)
+        with pytest.raises(RuntimeError, match="before clip_grad_norm_"):
+            noise.update(probe)
+        step(model, probe, noise, POINTS)
+    assert noise.steps == 1
+
+
 def test_without_grad_it_says_where_to_call_it():
     model = nn.Linear(3, 2)
     for options, zeroed in (({"weight_grad": False}, False), ({}, True)):

@@ -76,11 +76,11 @@ class NoiseScale:
         calls this at the same steps; one message is sent.
 
         Raises:
-            RuntimeError: `.grad` is not there, unscaled already, or larger than the samples of the
-                record can make it.
+            RuntimeError: `.grad` is not there, unscaled or clipped already, or larger than the
+                samples of the record can make it.
             CoverageError: as of `Probe.norms`.
         """
-        _refuse_unscaled(probe)
+        _refuse_changed(probe)
         sums, sq_grads = self._measure(probe)
         (count, total, squares, most), sq_norms = sums[:4], sums[4:]
         spread = total * total - squares
@@ -205,7 +205,10 @@ class NoiseScale:
         self._averages = {name: (pair[0], pair[1]) for name, pair in state["averages"].items()}
 
 
-def _refuse_unscaled(probe: Probe) -> None:
+def _refuse_changed(probe: Probe) -> None:
+    """`.grad` is no longer what the backward left."""
+    if probe._record.books._closed:
+        raise RuntimeError(".grad is clipped already: call update() before clip_grad_norm_")
     scaler = probe._options["loss_scale"]
     for state in getattr(scaler, "_per_optimizer_states", {}).values():
         if state["stage"].name == "UNSCALED":
