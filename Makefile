@@ -16,7 +16,7 @@ CXX_CODE := $(shell find csrc tests/emulation -name '*.cpp' -o -name '*.h' -o -n
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test bench gpu lint format sanitize mutants clean
+.PHONY: help demo docs test bench calibrate gpu lint format sanitize mutants clean
 
 help:
 	@sed -n 's/^\([a-z]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -30,8 +30,11 @@ docs: $(DONE)/docs  ## the documentation as a site, strictly; writes site/
 test: $(DONE)/test  ## build, then the whole test suite against the installed package
 	$(PYTEST) tests $(PYTEST_ARGS)
 
-bench: $(DONE)/bench  ## build, then time it against the plain step and the rivals
-	$(BIN)/python benchmarks/run.py
+bench: $(DONE)/bench  ## build, then time it against the plain step and the rivals; results, plots, README
+	$(BIN)/python -W ignore benchmarks/run.py
+
+calibrate: $(DONE)/bench  ## fit the cost model's constants to this machine; WRITE=1 puts them into it
+	$(BIN)/python benchmarks/calibrate.py $(if $(WRITE),--write)
 
 gpu:  ## where a GPU is, with the torch of PYTHON=: build, test, sanitize, benchmark; OUT= gets a copy
 	PYTHON="$(PYTHON)" OUT="$(OUT)" .ci/gpu

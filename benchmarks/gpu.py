@@ -21,13 +21,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from facts import facts
 from gpu_clock import CpuClock, GpuClock, ceilings
 from gpu_layers import RIVALS, measured
 from gpu_models import MODELS
 from gpu_plan import ROWS, TINY, Ceilings, Row
 from rich.console import Console
 from rich.table import Table
-from run import facts
 from timing import Budget, interleaved
 from torch import Tensor
 from tqdm import tqdm

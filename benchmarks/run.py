@@ -1,161 +1,166 @@
-"""What norms cost: a step with them over the plain step, forward and backward, in the same rounds.
+"""The whole suite: `make bench`. Writes the results, the plots beside them and the README's table.
 
-Every way is first checked against a float64 loop over single samples, then timed (timing.py). Each
-allocator and thread count has a process of its own: under "warm", glibc keeps freed memory, so that
-no page faults are timed (a fault costs near two microseconds, and even the plain step moves with
-it); "default" is what a user has who sets nothing.
+    python benchmarks/run.py [--out benchmarks/results/cpu.json] [--quick]
 
-    python benchmarks/run.py [--threads 1 2] [--quick] [--out benchmarks/results/cpu.json]
-
-Writes the table as JSON; --quick, a minute of fewer rounds, writes nothing unless --out is given.
+What is measured is in steps.py (training steps, ours and the rivals'), memory.py and kernels.py;
+each measurement has a process of its own (fresh.py). --quick, a minute or two of fewer rounds,
+leaves the repository's results as they are unless --out is given.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
-import sys
+import tempfile
+import time
 from collections.abc import Iterator
-from datetime import date
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
+from typing import Any
 
-import torch
+import plots
+import readme
+from facts import ROOT, facts
+from fresh import HEAPS, rows_of
+from grid import COUNT
+from kernels import SWEEPS, crossovers, regret
 from rich.console import Console
 from rich.table import Table
-from timing import Budget, interleaved
+from rivals import RIVALS
 from tqdm import tqdm
-from workloads import OURS, RIVALS, WORKLOADS, by_loop, check
+from workloads import OURS, QUICK, WORKLOADS
 
-import torchgradx
-
-HEAPS = {
-    "warm": {
-        "MALLOC_MMAP_MAX_": "0",
-        "MALLOC_TRIM_THRESHOLD_": "100000000000",
-        "MALLOC_TOP_PAD_": "67108864",
-    },
-    "default": {},
-}
-OUT = Path(__file__).parent / "results" / "cpu.json"
+OUT = ROOT / "benchmarks/results/cpu.json"
+THREADS = (1, 2)
+Rows = list[dict[str, Any]]
 
 
-def measured(name: str, quick: bool) -> dict:
-    """One row: a workload's ratios, by way."""
-    torch.manual_seed(0)
-    w = WORKLOADS[name]()
-    oracle = by_loop(w.double())().detach()
-    ours, rivals = ({way: make(w) for way, make in table.items()} for table in (OURS, RIVALS))
-    for way, step in (ours | rivals).items():
-        check(f"{name}, {way}", step(), oracle)
+class Suite:
+    """Its stages, each a part of the file of results."""
 
-    def plain() -> None:
-        w.step(w.model)
+    def __init__(self, quick: bool, bar: tqdm) -> None:
+        self.flags = ["--quick"] if quick else []
+        self.bar = bar
 
-    ratios = interleaved(plain, ours, Budget(0.3, 3) if quick else Budget(4, 5))
-    ratios |= interleaved(plain, rivals, Budget(0, 1))
-    return {
-        "workload": name,
-        "plain_ms": round(ratios["fused"].plain_milliseconds, 3),
-        "ratios": {
-            way: {
-                "median": round(r.median, 4),
-                "p20": round(r.low, 4),
-                "p80": round(r.high, 4),
-                "ms": round(r.milliseconds, 3),
-                "rounds": r.rounds,
-            }
-            for way, r in ratios.items()
-        },
-    }
+    def rows(self, *command: str, heap: str, threads: int) -> Iterator[Any]:
+        name = " ".join(part for part in command if "/" not in part and part != "--oracles")
+        self.bar.set_description(f"{name}, {heap} heap, {threads} thread{'s' * (threads > 1)}")
+        for row in rows_of(*command, *self.flags, heap=heap, threads=threads):
+            self.bar.update()
+            yield row
 
+    def steps(self, oracles: str) -> Rows:
+        return [
+            {"heap": heap, "threads": threads, **row}
+            for threads, heap in product(THREADS, HEAPS)
+            for row in self.rows("steps.py", "--oracles", oracles, heap=heap, threads=threads)
+        ]
 
-def rows_of(heap: str, threads: int, quick: bool) -> Iterator[dict]:
-    """The rows that a process of its own measures: one line of JSON each."""
-    command = [sys.executable, __file__, "--measure", "--threads", str(threads)]
-    command += ["--quick"] if quick else []
-    environment = {**os.environ, **HEAPS[heap], "OMP_NUM_THREADS": str(threads)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
-        for line in child.stdout:
-            yield {"heap": heap, "threads": threads, **json.loads(line)}
-    if child.returncode:
-        raise SystemExit(f"the {heap} heap's process on {threads} threads failed: see above")
+    def rivals(self, oracles: str) -> Rows:
+        where = {"heap": "warm", "threads": 1}
+        rows = self.rows("steps.py", "--rivals", "--oracles", oracles, **where)
+        return [{**where, **row} for row in rows]
 
+    def memory(self) -> Rows:
+        where = {"heap": "default", "threads": 1}
+        return ratios_of(*(list(self.rows("memory.py", *f, **where)) for f in ([], ["--rivals"])))
 
-def facts() -> dict[str, object]:
-    """Where and on what the rows were measured; neither host name nor paths."""
-    git = ["git", "-C", str(OUT.parent.parent), "describe", "--always", "--dirty", "--abbrev=40"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    return {
-        "date": date.today().isoformat(),
-        "commit": commit or "unknown",
-        "torchgradx": torchgradx.__version__,
-        "torch": torch.__version__,
-        "machine": {
-            "cpu": cpu_name(),
-            "cores": os.cpu_count(),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-            "system": f"{platform.system()} {platform.machine()}",
-        },
-    }
+    def kernels(self) -> dict[str, Any]:
+        where = {"heap": "warm", "threads": 1}
+        (roofs,) = self.rows("kernels.py", "roofs", **where)
+        kernels = list(chain(*self.rows("kernels.py", "grid", **where)))
+        return {"roofs": roofs, "kernels": kernels, "regret": regret(kernels)}
+
+    def scaling(self) -> Rows:
+        return [
+            {"threads": threads, **row}
+            for threads in THREADS
+            for rows in self.rows("kernels.py", "scaling", heap="warm", threads=threads)
+            for row in rows
+        ]
+
+    def all(self) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as oracles:
+            parts = {"rows": self.steps(oracles), "rivals": self.rivals(oracles)}
+        parts |= {"memory": self.memory(), **self.kernels(), "scaling": self.scaling()}
+        return {**parts, "crossovers": {axis: crossovers(axis) for axis in SWEEPS}}
 
 
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
+def ratios_of(ours: Rows, rivals: Rows) -> Rows:
+    """Peaks over the plain step's. Rivals' processes have loaded more: theirs are what they take
+    beyond the plain step there, and the same plain step as ours."""
+    plain = {row["workload"]: row["peak_mib"] for row in ours if row["way"] == "plain"}
+    rows = []
+    for group in (ours, rivals):
+        base = {row["workload"]: row["peak_mib"] for row in group if row["way"] == "plain"}
+        for row in group:
+            name = row["workload"]
+            if "peak_mib" in row:
+                row["extra_mib"] = round(row["peak_mib"] - base[name], 1)
+                row["ratio"] = round(1 + row["extra_mib"] / plain[name], 4)
+            rows.append(row)
+    return rows
 
 
-def table_of(rows: list[dict]) -> Table:
+def count(quick: bool) -> int:
+    workloads, ways, rivals = len(QUICK if quick else WORKLOADS), len(OURS), len(RIVALS)
+    steps = workloads * (len(THREADS) * len(HEAPS) + rivals)
+    memory = workloads * (2 + ways + rivals)
+    problems = -(-COUNT // 8) if quick else COUNT
+    ticks = sum(2 if quick else len(ticks) for ticks, _ in SWEEPS.values())
+    return steps + memory + 1 + problems + len(THREADS) * ticks
+
+
+def table_of(results: dict[str, Any]) -> Table:
     table = Table(title="time of a step with norms / plain forward + backward: median (20%-80%)")
     table.add_column("workload")
-    for column in ("threads", "heap", "plain ms", *OURS, *RIVALS):
+    for column in ("threads", "heap", "plain ms", *OURS):
         table.add_column(column, justify="right", no_wrap=True)
     order = list(WORKLOADS)
-    rows = sorted(rows, key=lambda row: (order.index(row["workload"]), row["threads"]))
+    rows = sorted(results["rows"], key=lambda row: (order.index(row["workload"]), row["threads"]))
     for k, row in enumerate(rows):
         last = k + 1 == len(rows) or rows[k + 1]["workload"] != row["workload"]
         cells = [row["workload"], str(row["threads"]), row["heap"], f"{row['plain_ms']:.1f}"]
-        for way, r in row["ratios"].items():
-            spread = f" [dim]({r['p20']:.2f}-{r['p80']:.2f})[/]" if way in OURS else ""
-            cells.append(f"{r['median']:.2f}{spread}")
+        for r in row["ratios"].values():
+            cells.append(f"{r['median']:.2f} [dim]({r['p20']:.2f}-{r['p80']:.2f})[/]")
         table.add_row(*cells, end_section=last, style="" if row["heap"] == "warm" else "dim")
+    return table
+
+
+def table_of_rivals(results: dict[str, Any]) -> Table:
+    table = Table(title="rivals: warm heap, one thread")
+    table.add_column("workload")
+    for column in RIVALS:
+        table.add_column(column, justify="right")
+    for name in dict.fromkeys(row["workload"] for row in results["rivals"]):
+        cells = []
+        for rival in RIVALS:
+            (r,) = (r for r in results["rivals"] if (r["workload"], r["rival"]) == (name, rival))
+            cells.append(f"{r['median']:.2f}" if "median" in r else r["verdict"][:60])
+        table.add_row(name, *cells)
     return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What norms cost beside a plain training step.")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds; writes no file")
-    parser.add_argument("--out", type=Path, help="JSON, with the machine and the versions")
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and problems")
+    parser.add_argument("--out", type=Path, help="JSON; the plots go beside it")
     options = parser.parse_args()
-    if options.measure:
-        torch.set_num_threads(options.threads[0])
-        for name in WORKLOADS:
-            print(json.dumps(measured(name, options.quick)), flush=True)
-        return
-
-    processes = list(product(options.threads, HEAPS))
-    rows = []
-    with tqdm(total=len(processes) * len(WORKLOADS), unit="row") as bar:
-        for threads, heap in processes:
-            for row in rows_of(heap, threads, options.quick):
-                bar.set_description(f"{heap} heap, {threads} threads")
-                bar.update()
-                rows.append(row)
+    begin = time.monotonic()
+    with tqdm(total=count(options.quick)) as bar:
+        results = {**facts(), **Suite(options.quick, bar).all()}
+    results["seconds"] = round(time.monotonic() - begin)
     console = Console()
     console.width = max(console.width, 140)
-    console.print(table_of(rows))
+    console.print(table_of(results), table_of_rivals(results))
+    console.print(f"the cost model's regret: {results['regret']}")
     out = options.out or (None if options.quick else OUT)
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({**facts(), "rows": rows}, indent=1) + "\n")
-        console.print(f"written to {os.path.relpath(out)}")
+        out.write_text(json.dumps(results, indent=1) + "\n")
+        plots.draw(results, out.parent)
+    if out == OUT:
+        readme.rewrite(results)
 
 
 if __name__ == "__main__":

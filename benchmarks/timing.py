@@ -28,6 +28,16 @@ class Ratio(NamedTuple):
     plain_milliseconds: float
     rounds: int
 
+    def row(self) -> dict[str, float]:
+        """As the files of results have it."""
+        return {
+            "median": round(self.median, 4),
+            "p20": round(self.low, 4),
+            "p80": round(self.high, 4),
+            "ms": round(self.milliseconds, 4),
+            "rounds": self.rounds,
+        }
+
 
 class Budget(NamedTuple):
     """Rounds until both are used up: short steps get many, long ones at least so few."""
@@ -36,30 +46,32 @@ class Budget(NamedTuple):
     rounds: int
 
 
-def interleaved(plain: Step, steps: Mapping[str, Step], budget: Budget) -> dict[str, Ratio]:
-    for step in (plain, *steps.values()):
-        step()  # to warm caches and buffers
+def interleaved(
+    plain: Step, steps: Mapping[str, Step], budget: Budget, burst: float = BURST
+) -> dict[str, Ratio]:
+    """Steps are expected to have run once: caches and buffers are warm."""
+    plain()
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     begin, turn = time.perf_counter(), 0
     while turn < budget.rounds or time.perf_counter() - begin < budget.seconds:
         for name, step in steps.items():
-            pairs[name].append(neighbours(plain, step, swapped=turn % 2 == 1))
+            pairs[name].append(neighbours(plain, step, burst, swapped=turn % 2 == 1))
         turn += 1
     return {name: ratio(times) for name, times in pairs.items()}
 
 
-def neighbours(plain: Step, step: Step, swapped: bool) -> tuple[float, float]:
+def neighbours(plain: Step, step: Step, burst: float, swapped: bool) -> tuple[float, float]:
     """Seconds of the plain step and of the other, the one right after the other."""
     if swapped:
-        other = seconds(step)
-        return seconds(plain), other
-    return seconds(plain), seconds(step)
+        other = seconds(step, burst)
+        return seconds(plain, burst), other
+    return seconds(plain, burst), seconds(step, burst)
 
 
-def seconds(step: Step) -> float:
-    """Of one run: the median of as many as BURST has room for, one at least."""
+def seconds(step: Step, burst: float) -> float:
+    """Of one run: the median of as many as a burst has room for, one at least."""
     times = [time.perf_counter()]
-    while len(times) < 2 or times[-1] - times[0] < BURST:
+    while len(times) < 2 or times[-1] - times[0] < burst:
         step()
         times.append(time.perf_counter())
     return median(after - before for before, after in pairwise(times))

@@ -1,4 +1,5 @@
-"""What is timed: WORKLOADS, and WAYS to get the norms of each sample's gradient out of one.
+"""What is timed: WORKLOADS, and OURS, the ways to get the norms of each sample's gradient out of one
+(rivals.py has other people's).
 
 Losses are means, over the samples and within each. `check` holds a way against the oracle: float64,
 one sample at a time.
@@ -7,27 +8,22 @@ one sample at a time.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
-
-import torchgradx
 
 RTOL = 1e-6  # of most samples: ten float32 epsilons
 WORST = 2e-3  # of any: a ReLU at 0 within rounding is on in one precision and off in the other
-VMAP_CHUNK = 32  # samples whose gradients vmap holds at a time: faster than all, and it fits
 
 
 class Workload(NamedTuple):
     model: nn.Module
     inputs: Tensor  # [N, ...]; requires a gradient where the layer would stand inside a model
     targets: Tensor  # [N, ...]
-    loss: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> mean over the samples
+    loss: Callable[..., Tensor]  # (outputs, targets, reduction="mean"), as in torch.nn.functional
 
     def step(self, model: nn.Module) -> None:
         """Forward and backward, as in training."""
@@ -69,9 +65,34 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, vocabulary)
 
     def forward(self, ids: Tensor) -> Tensor:  # [N, T] -> [N, T, vocabulary]
-        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        places = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
         x = self.tokens(ids) + self.positions(places)
         return self.head(self.norm(self.blocks(x)))
+
+
+class Residual(nn.Module):
+    """Two convolutions of ResNet-18, with GroupNorm: BatchNorm would mix the samples."""
+
+    def __init__(self, c: int, o: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*normed(c, o, 3, stride), nn.ReLU(), *normed(o, o, 3))
+        self.shortcut = nn.Sequential(*(normed(c, o, 1, stride) if stride > 1 or c != o else []))
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, C, H, W]
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+def normed(c: int, o: int, kernel: int, stride: int = 1) -> list[nn.Module]:
+    return [nn.Conv2d(c, o, kernel, stride, kernel // 2, bias=False), nn.GroupNorm(32, o)]
+
+
+def resnet18() -> Workload:
+    """As for CIFAR: a 3x3 stem, no pooling after it."""
+    layers: list[nn.Module] = [*normed(3, 64, 3), nn.ReLU()]
+    for c, o, stride in ((64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)):
+        layers += [Residual(c, o, stride), Residual(o, o, 1)]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)]
+    return classifier(nn.Sequential(*layers), torch.randn(32, 3, 32, 32))
 
 
 def mlp() -> Workload:
@@ -97,7 +118,12 @@ def many_small_layers() -> Workload:
 def gpt() -> Workload:
     ids = torch.randint(256, (16, 129))
     model = GPT(vocabulary=256, t=128, d=256, heads=4, layers=4)
-    return Workload(model, ids[:, :-1], ids[:, 1:], lambda y, z: F.cross_entropy(y.mT, z))
+    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    return Workload(model, inputs, targets, tokens_cross_entropy)
+
+
+def tokens_cross_entropy(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
 def classifier(model: nn.Module, inputs: Tensor) -> Workload:
@@ -131,16 +157,23 @@ def lstm() -> Workload:
     return inner(Recurrent(nn.LSTM(64, 128, batch_first=True)), 32, 32, 64)
 
 
+def conv(c: int, o: int, side: int, groups: int = 1) -> Workload:
+    return inner(nn.Conv2d(c, o, 3, padding=1, groups=groups), 16, c, side, side)
+
+
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "MLP 784-1024-1024-10, N=256": mlp,
     "CNN 3-32-64-128 on 32x32, N=64": cnn,
-    "64 Linear 16-16, N=8": many_small_layers,
-    "Linear 512-512, T=1024, N=8": lambda: inner(nn.Linear(512, 512), 8, 1024, 512),
-    "Conv 32-32 on 64x64, N=16": lambda: inner(nn.Conv2d(32, 32, 3, padding=1), 16, 32, 64, 64),
-    "Conv 512-512 on 8x8, N=16": lambda: inner(nn.Conv2d(512, 512, 3, padding=1), 16, 512, 8, 8),
+    "ResNet-18 with GroupNorm on 32x32, N=32": resnet18,
     "GPT 4 layers d=256, T=128, N=16": gpt,
     "LSTM 64-128, T=32, N=32": lstm,
+    "Linear 512-512, T=1024, N=8": lambda: inner(nn.Linear(512, 512), 8, 1024, 512),
+    "Conv 32-32 on 64x64, N=16": lambda: conv(32, 32, 64),
+    "Conv 512-512 on 8x8, N=16": lambda: conv(512, 512, 8),
+    "Depthwise conv 256 on 14x14, N=16": lambda: conv(256, 256, 14, groups=256),
+    "64 Linear 16-16, N=8": many_small_layers,
 }
+QUICK = list(WORKLOADS)[-2:]  # for a try: those that take milliseconds
 
 
 # Ways: workload -> a step that gives norms [N]
@@ -152,6 +185,8 @@ def attached(**options: bool) -> Way:
     """On a model of its own, attached once, as in a training run."""
 
     def way(w: Workload) -> Callable[[], Tensor]:
+        import torchgradx  # here: a process that measures the plain step's memory has not loaded it
+
         model = copy.deepcopy(w.model)
         probe = torchgradx.attach(model, **options)
 
@@ -177,22 +212,6 @@ def by_loop(w: Workload) -> Callable[[], Tensor]:
     return lambda: torch.stack([norm_of_one(x, y) for x, y in samples])
 
 
-def by_vmap(w: Workload) -> Callable[[], Tensor]:
-    parameters = {name: p.detach() for name, p in w.model.named_parameters()}
-
-    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return w.loss(functional_call(w.model, parameters, x[None]), y[None])
-
-    gradient = grad(loss, argnums=(0, 1) if w.inputs.requires_grad else (0,))
-
-    def norm_of_one(x: Tensor, y: Tensor) -> Tensor:
-        return norm(gradient(parameters, x, y)[0].values())
-
-    warnings.filterwarnings("ignore", "There is a performance drop")  # it has no rule for attention
-    norms = vmap(norm_of_one, chunk_size=VMAP_CHUNK)
-    return lambda: norms(w.inputs.detach(), w.targets)
-
-
 def norm(gradients: Iterable[Tensor]) -> Tensor:
     return sum(g.square().sum() for g in gradients).sqrt()
 
@@ -202,7 +221,6 @@ OURS: dict[str, Way] = {
     "fused=False": attached(fused=False),
     "scoring": attached(weight_grad=False),
 }
-RIVALS: dict[str, Way] = {"loop": by_loop, "vmap": by_vmap}  # norms alone, no batch gradient
 
 
 def check(name: str, norms: Tensor, oracle: Tensor) -> None:

@@ -1,0 +1,67 @@
+"""Peak memory of training steps with norms, and of the plain step, each in a process of its own.
+
+VmHWM: the most that the process ever had resident, its start and the first step, in which an
+attachment proves itself, included; "later" is the peak of a second step alone, after the mark was
+reset. Default allocator.
+
+    python benchmarks/memory.py [--rivals] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from fresh import forked, say
+from rivals import RIVALS, NotInstalledError, loaded
+from workloads import OURS, QUICK, WORKLOADS
+
+AT_ONCE = 2  # processes: nothing is timed here
+
+
+def peaks(name: str, way: str | None) -> dict[str, Any]:
+    """of `way`; of the plain step, for None"""
+    row = {"workload": name, "way": way or "plain"}
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    w = WORKLOADS[name]()
+    try:
+        step = (OURS | RIVALS)[way](w) if way else partial(w.step, w.model)
+        step()
+        first = high_water()
+        Path("/proc/self/clear_refs").write_text("5")  # the mark falls to what is resident now
+        step()
+    except NotInstalledError:
+        return {**row, "verdict": "not installed"}
+    except Exception:
+        return {**row, "verdict": "refuses"}  # steps.py has the reason
+    later = high_water()
+    return {**row, "peak_mib": round(max(first, later), 1), "later_mib": round(later, 1)}
+
+
+def high_water() -> float:
+    status = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in status if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rivals", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="two workloads")
+    options = parser.parse_args()
+    loaded(rivals=options.rivals)
+    ways = RIVALS if options.rivals else OURS
+    tasks = product(QUICK if options.quick else WORKLOADS, [None, *ways])
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for row in pool.map(lambda task: forked(peaks, *task), tasks):
+            say(row)
+
+
+if __name__ == "__main__":
+    main()

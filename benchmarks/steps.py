@@ -1,0 +1,79 @@
+"""Time of a training step with norms over the plain step's, forward and backward.
+
+Each workload's ways are checked against a float64 loop over single samples, then timed in the same
+rounds (timing.py). Rivals are judged and timed one by one, on the warm heap: their best case.
+
+    python benchmarks/steps.py --oracles folder [--rivals] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from fresh import forked, say
+from rivals import RIVALS, judged, loaded
+from timing import Budget, interleaved
+from torch import Tensor
+from workloads import OURS, QUICK, WORKLOADS, Workload, by_loop, check
+
+ONCE, OFTEN, A_FEW = Budget(0, 1), Budget(2, 3), Budget(0.3, 1)
+
+
+def made(name: str, oracles: Path) -> tuple[Workload, Tensor]:
+    """The same in every process, and the norms that it has."""
+    torch.manual_seed(0)
+    w = WORKLOADS[name]()
+    kept = oracles / f"{list(WORKLOADS).index(name)}.pt"
+    if not kept.exists():
+        torch.save(by_loop(w.double())().detach(), kept)
+    return w, torch.load(kept)
+
+
+def ours(name: str, oracles: Path, budget: Budget) -> dict[str, Any]:
+    w, oracle = made(name, oracles)
+    steps = {way: make(w) for way, make in OURS.items()}
+    for way, step in steps.items():
+        check(f"{name}, {way}", step(), oracle)
+    plain = partial(w.step, w.model)
+    ratios = interleaved(plain, steps, budget)
+    return {
+        "workload": name,
+        "plain_ms": round(ratios["fused"].plain_milliseconds, 3),
+        "ratios": {way: ratio.row() for way, ratio in ratios.items()},
+    }
+
+
+def rival(name: str, way: str, oracles: Path, budget: Budget) -> dict[str, Any]:
+    w, oracle = made(name, oracles)
+    step, verdict = judged(RIVALS[way], w, oracle)
+    if step is None:
+        return {"verdict": verdict}
+    plain = partial(w.step, w.model)
+    ratio = interleaved(plain, {way: step}, budget)[way]
+    return {"verdict": verdict, **ratio.row()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--oracles", type=Path, required=True)
+    parser.add_argument("--rivals", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    loaded(rivals=options.rivals)
+    for name in QUICK if options.quick else WORKLOADS:
+        if not options.rivals:
+            say(forked(ours, name, options.oracles, ONCE if options.quick else OFTEN))
+            continue
+        for way in RIVALS:
+            row = forked(rival, name, way, options.oracles, ONCE if options.quick else A_FEW)
+            say({"workload": name, "rival": way, **row})
+
+
+if __name__ == "__main__":
+    main()
