@@ -86,6 +86,12 @@ $(DONE)/wheel: $(DONE)/torch $(SOURCES)
 	$(PIP) install --no-deps --force-reinstall $(WHEELS)/*.whl
 	touch $@
 
+# BackPACK asks for torchvision, which would bring a torch of its own, and runs without it.
+$(DONE)/bench: $(DONE)/wheel
+	$(PIP) install "$$(echo $(WHEELS)/*.whl)[bench]"
+	$(PIP) install --no-deps backpack-for-pytorch==1.7.1 einops unfoldNd
+	touch $@
+
 # One stamp for each extra; the package itself is there already.
 $(DONE)/%: $(DONE)/wheel
 	$(PIP) install "$$(echo $(WHEELS)/*.whl)[$*]"

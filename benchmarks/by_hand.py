@@ -14,7 +14,10 @@ Grads = tuple[Tensor, ...]  # by sample, of the layer's parameters in their orde
 
 
 def linear(layer: nn.Linear, x: Tensor, g: Tensor) -> Grads:
-    rows, grads = x.flatten(1, -2) if x.dim() > 2 else x[:, None], g.reshape(len(g), -1, g.shape[-1])
+    rows, grads = (
+        x.flatten(1, -2) if x.dim() > 2 else x[:, None],
+        g.reshape(len(g), -1, g.shape[-1]),
+    )
     return torch.einsum("nto,nti->noi", grads, rows), grads.sum(1)
 
 

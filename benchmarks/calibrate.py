@@ -13,7 +13,6 @@ import argparse
 import re
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np

@@ -1,6 +1,6 @@
 """Three pictures of a file of results, beside it: overhead, scaling, roofline.
 
-    python benchmarks/plots.py [results.json]
+python benchmarks/plots.py [results.json]
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 
 RESULTS = Path(__file__).parent / "results/cpu.json"
 COLORS = {
@@ -86,7 +85,6 @@ def overhead(results: Results) -> plt.Figure:
 
 def scaling(results: Results) -> plt.Figure:
     """Time against each size; one thread solid, two dashed; the predicted crossovers."""
-    gemm = 1e3 * 2 * 512**3 / results["roofs"]["gemm_flop_per_second"]
     titles = {
         "T": "positions T  (N = 8, I = O = 256)",
         "N": "samples N  (T = 128, I = O = 256)",
@@ -100,12 +98,14 @@ def scaling(results: Results) -> plt.Figure:
             for threads, line in ((1, "-"), (2, ":")):
                 those = [r for r in rows if (r["algorithm"], r["threads"]) == (name, threads)]
                 marker = "o" if threads == 1 else None
-                xs, ys = [r["x"] for r in those], [gemm * r["median"] for r in those]
+                xs, ys = [r["x"] for r in those], [r["ms"] for r in those]
                 axes.plot(xs, ys, line, color=color, marker=marker, markersize=3.5, linewidth=1.6)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.grid(alpha=0.25)
         for x, before, after in results["crossovers"][axis]:
+            if x > max(r["x"] for r in rows):
+                continue
             axes.axvline(x, color="black", linestyle="--", linewidth=1)
             axes.annotate(
                 f"predicted:\n{before} | {after}", (x, 0.99), xycoords=("data", "axes fraction"),
@@ -140,8 +140,7 @@ def roofline(results: Results) -> plt.Figure:
             small = name == "weight_grad"
             axes.plot(xs, ys, "x" if small else "o", color=color, markersize=5, alpha=0.85,
                       label=NAMES.get(name, name))  # fmt: skip
-        low, high = axes.get_xlim()
-        high = max(high, 600)
+        high = 600
         axes.plot([0.3, ridge, high], [0.3 / ridge, 1, 1], color="black", linewidth=1.2)
         axes.set_xlim(0.3, high)
         axes.set_xscale("log")
@@ -149,17 +148,17 @@ def roofline(results: Results) -> plt.Figure:
         axes.grid(alpha=0.25)
         axes.set_title({"linear": "Linear", "conv2d": "Conv2d"}[layer], fontsize=10)
         axes.set_xlabel("FLOP a byte of the operands")
+        axes.minorticks_off()
     labels = {0.01: "1%", 0.03: "3%", 0.1: "10%", 0.3: "30%", 1: "100%"}
     grid[0].set_yticks(list(labels), list(labels.values()))
-    grid[0].minorticks_off()
     grid[0].set_ylabel("of a GEMM's FLOP/s")
     rate = f"{roofs['gemm_flop_per_second'] / 1e9:.0f} GFLOP/s"
     read = f"{roofs['bytes_per_second'] / 1e9:.0f} GB/s"
-    figure.suptitle(f"Kernels under their roof: a 512-square GEMM at {rate}, a read at {read}, one thread",
-                    x=0.06, ha="left", weight="bold")  # fmt: skip
+    title = f"Kernels under their roof: a GEMM at {rate}, a read of 1 MiB at {read}, one thread"
+    figure.suptitle(title, x=0.06, ha="left", weight="bold")  # fmt: skip
     handles, names = grid[0].get_legend_handles_labels()
-    figure.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(0.05, 0.95), ncols=5,
-                  frameon=False, fontsize=9)  # fmt: skip
+    figure.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(0.05, 0.95),
+                  ncols=5, frameon=False, fontsize=9)  # fmt: skip
     figure.tight_layout(rect=(0, 0, 1, 0.93))
     return figure
 

@@ -1,6 +1,6 @@
 """The README's table, made of a file of results: what stands between its two marks.
 
-    python benchmarks/readme.py [results.json]
+python benchmarks/readme.py [results.json]
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ def key(row: dict[str, Any]) -> tuple[str, str, int]:
 
 
 def memory(results: dict[str, Any], name: str) -> float:
-    (row,) = (
-        r for r in results["memory"] if (r["workload"], r["way"]) == (name, "fused")
-    )
+    (row,) = (r for r in results["memory"] if (r["workload"], r["way"]) == (name, "fused"))
     return row["ratio"]
 
 

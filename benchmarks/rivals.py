@@ -18,11 +18,10 @@ import torch
 from by_hand import by_bmm
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
-from workloads import Way, Workload, by_loop, norm
+from workloads import MAX_NORM, Way, Workload, by_loop, norm
 
 WRONG = 0.01  # of any norm: far beyond rounding, a ReLU at 0 and a float32 Gram's cancellation
 VMAP_CHUNK = 32  # samples whose gradients vmap holds at a time
-MAX_NORM = 1.0
 
 Step = Callable[[], Tensor]
 

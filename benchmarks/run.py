@@ -32,6 +32,7 @@ from workloads import OURS, QUICK, WORKLOADS
 
 OUT = ROOT / "benchmarks/results/cpu.json"
 THREADS = (1, 2)
+WAYS = {"warm": list(OURS), "default": [way for way in OURS if way != "fused=False"]}
 Rows = list[dict[str, Any]]
 
 
@@ -43,18 +44,19 @@ class Suite:
         self.bar = bar
 
     def rows(self, *command: str, heap: str, threads: int) -> Iterator[Any]:
-        name = " ".join(part for part in command if "/" not in part and part != "--oracles")
+        name = command[0].removesuffix(".py") + ": rivals" * ("--rivals" in command)
         self.bar.set_description(f"{name}, {heap} heap, {threads} thread{'s' * (threads > 1)}")
         for row in rows_of(*command, *self.flags, heap=heap, threads=threads):
             self.bar.update()
             yield row
 
     def steps(self, oracles: str) -> Rows:
-        return [
-            {"heap": heap, "threads": threads, **row}
-            for threads, heap in product(THREADS, HEAPS)
-            for row in self.rows("steps.py", "--oracles", oracles, heap=heap, threads=threads)
-        ]
+        rows = []
+        for threads, heap in product(THREADS, HEAPS):
+            where = {"heap": heap, "threads": threads}
+            command = ["steps.py", "--oracles", oracles, "--ways", ",".join(WAYS[heap])]
+            rows += [{**where, **row} for row in self.rows(*command, **where)]
+        return rows
 
     def rivals(self, oracles: str) -> Rows:
         where = {"heap": "warm", "threads": 1}
@@ -121,8 +123,8 @@ def table_of(results: dict[str, Any]) -> Table:
     for k, row in enumerate(rows):
         last = k + 1 == len(rows) or rows[k + 1]["workload"] != row["workload"]
         cells = [row["workload"], str(row["threads"]), row["heap"], f"{row['plain_ms']:.1f}"]
-        for r in row["ratios"].values():
-            cells.append(f"{r['median']:.2f} [dim]({r['p20']:.2f}-{r['p80']:.2f})[/]")
+        for r in (row["ratios"].get(way) for way in OURS):
+            cells.append("" if r is None else f"{r['median']:.2f} [dim]({r['p20']:.2f}-{r['p80']:.2f})[/]")
         table.add_row(*cells, end_section=last, style="" if row["heap"] == "warm" else "dim")
     return table
 

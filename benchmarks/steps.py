@@ -3,7 +3,7 @@
 Each workload's ways are checked against a float64 loop over single samples, then timed in the same
 rounds (timing.py). Rivals are judged and timed one by one, on the warm heap: their best case.
 
-    python benchmarks/steps.py --oracles folder [--rivals] [--quick]
+    python benchmarks/steps.py --oracles folder [--ways fused,clip] [--rivals] [--quick]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from timing import Budget, interleaved
 from torch import Tensor
 from workloads import OURS, QUICK, WORKLOADS, Workload, by_loop, check
 
-ONCE, OFTEN, A_FEW = Budget(0, 1), Budget(2, 3), Budget(0.3, 1)
+ONCE, OFTEN, A_FEW = Budget(0, 1), Budget(1, 3), Budget(0.3, 1)
 
 
 def made(name: str, oracles: Path) -> tuple[Workload, Tensor]:
@@ -34,9 +34,9 @@ def made(name: str, oracles: Path) -> tuple[Workload, Tensor]:
     return w, torch.load(kept)
 
 
-def ours(name: str, oracles: Path, budget: Budget) -> dict[str, Any]:
+def ours(name: str, oracles: Path, ways: list[str], budget: Budget) -> dict[str, Any]:
     w, oracle = made(name, oracles)
-    steps = {way: make(w) for way, make in OURS.items()}
+    steps = {way: OURS[way](w) for way in ways}
     for way, step in steps.items():
         check(f"{name}, {way}", step(), oracle)
     plain = partial(w.step, w.model)
@@ -61,6 +61,7 @@ def rival(name: str, way: str, oracles: Path, budget: Budget) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--oracles", type=Path, required=True)
+    parser.add_argument("--ways", default=",".join(OURS))
     parser.add_argument("--rivals", action="store_true")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
@@ -68,7 +69,8 @@ def main() -> None:
     loaded(rivals=options.rivals)
     for name in QUICK if options.quick else WORKLOADS:
         if not options.rivals:
-            say(forked(ours, name, options.oracles, ONCE if options.quick else OFTEN))
+            budget = ONCE if options.quick else OFTEN
+            say(forked(ours, name, options.oracles, options.ways.split(","), budget))
             continue
         for way in RIVALS:
             row = forked(rival, name, way, options.oracles, ONCE if options.quick else A_FEW)

@@ -1,5 +1,5 @@
-"""What is timed: WORKLOADS, and OURS, the ways to get the norms of each sample's gradient out of one
-(rivals.py has other people's).
+"""What is timed: WORKLOADS, and OURS, our ways to get the norms of each sample's gradient out of one;
+rivals.py has other people's.
 
 Losses are means, over the samples and within each. `check` holds a way against the oracle: float64,
 one sample at a time.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -173,6 +173,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "Depthwise conv 256 on 14x14, N=16": lambda: conv(256, 256, 14, groups=256),
     "64 Linear 16-16, N=8": many_small_layers,
 }
+MAX_NORM = 1.0
 QUICK = list(WORKLOADS)[-2:]  # for a try: those that take milliseconds
 
 
@@ -181,7 +182,7 @@ QUICK = list(WORKLOADS)[-2:]  # for a try: those that take milliseconds
 Way = Callable[[Workload], Callable[[], Tensor]]
 
 
-def attached(**options: bool) -> Way:
+def attached(read: Callable[[Any], Tensor] = lambda probe: probe.norms(), **options: bool) -> Way:
     """On a model of its own, attached once, as in a training run."""
 
     def way(w: Workload) -> Callable[[], Tensor]:
@@ -192,7 +193,7 @@ def attached(**options: bool) -> Way:
 
         def step() -> Tensor:
             w.step(model)
-            return probe.norms()
+            return read(probe)
 
         return step
 
@@ -218,6 +219,7 @@ def norm(gradients: Iterable[Tensor]) -> Tensor:
 
 OURS: dict[str, Way] = {
     "fused": attached(fused=True),
+    "clip": attached(lambda probe: probe.clip_grad_norm_(MAX_NORM), clip=True),
     "fused=False": attached(fused=False),
     "scoring": attached(weight_grad=False),
 }

@@ -1,0 +1,186 @@
+"""The benchmark suite where no clock is needed: verdicts, comparisons, the README's table."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+import compare  # noqa: E402
+import readme  # noqa: E402
+from fresh import rows_of  # noqa: E402
+from rivals import RIVALS, judged  # noqa: E402
+from workloads import OURS, WORKLOADS, Workload, by_loop, check, classifier, inner  # noqa: E402
+
+RESULTS = json.loads(readme.RESULTS.read_text())
+
+
+def verdict(rival: str, w: Workload) -> str:
+    return judged(RIVALS[rival], w, by_loop(w.double())().detach())[1]
+
+
+def small() -> Workload:
+    """Of layers that all rivals know."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10)]
+    return classifier(nn.Sequential(*layers), torch.randn(5, 3, 6, 6))
+
+
+def circular() -> Workload:
+    torch.manual_seed(0)
+    return inner(nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), 5, 3, 6, 6)
+
+
+@pytest.mark.parametrize("rival", RIVALS)
+def test_a_rival_is_right_where_it_knows_all_layers_or_not_installed(rival: str) -> None:
+    seen = verdict(rival, small())
+    needs_a_package = any(name in rival for name in ("Opacus", "BackPACK", "fastDP"))
+    assert seen == "right" or (needs_a_package and seen == "not installed")
+
+
+@pytest.mark.parametrize(
+    ("rival", "package"), [("Opacus hooks", "opacus"), ("BackPACK", "backpack")]
+)
+def test_a_rival_that_ignores_the_padding_mode_is_shown_as_wrong(rival: str, package: str) -> None:
+    pytest.importorskip(package)
+    assert verdict(rival, circular()).startswith("wrong ")
+
+
+def test_a_rival_without_a_rule_refuses_with_its_reason() -> None:
+    assert verdict("bmm + norm", circular()) == "refuses: padding_mode='circular'"
+
+
+def test_a_verdict_is_of_the_worst_norm() -> None:
+    w = small()
+    oracle = by_loop(w.double())().detach()
+
+    def off(factor: float) -> Any:
+        def norms() -> Tensor:
+            return torch.cat([oracle[:1] * factor, oracle[1:]])
+
+        return lambda w: norms
+
+    assert judged(off(1.12), w, oracle) == (None, "wrong 12%")
+    assert judged(off(float("nan")), w, oracle) == (None, "wrong nan%")
+    assert judged(off(1.001), w, oracle)[1] == "right"
+    assert judged(lambda w: lambda: oracle[:2], w, oracle) == (None, "wrong shape [2]")
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_our_ways_are_the_oracles(way: str) -> None:
+    w = small()
+    check(way, OURS[way](w)(), by_loop(w.double())().detach())
+    with pytest.raises(AssertionError, match="off the float64 loop's norms"):
+        check(way, 1.001 * OURS[way](w)(), by_loop(w.double())().detach())
+
+
+# The stages, each tried once on what takes milliseconds
+
+
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
+        (["steps.py", "--ways", "fused"], {"workload", "plain_ms", "ratios"}),
+        (["memory.py"], {"workload", "way", "peak_mib", "later_mib"}),
+        (["kernels.py", "grid"], {"layer", "algorithm", "flop", "median"}),
+    ],
+)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+def test_a_stage_yields_its_rows(command: list[str], keys: set[str], tmp_path: Path) -> None:
+    options = ["--oracles", str(tmp_path)] if command[0] == "steps.py" else []
+    for row in rows_of(*command, *options, "--quick", heap="warm", threads=1):
+        assert all(keys <= set(part) for part in (row if isinstance(row, list) else [row]))
+
+
+# compare.py
+
+
+def results(**changes: dict[str, float]) -> dict[str, Any]:
+    """One workload, two ways, one kernel, one peak; `changes` by way."""
+    figures = {"median": 1.0, "p20": 0.98, "p80": 1.02}
+    ways = {way: {**figures, **changes.get(way, {})} for way in ("fused", "scoring")}
+    kernel = {"layer": "linear", "n": 8, "t": 4, "i": 2, "o": 3, "groups": 1, "algorithm": "gram"}
+    return {
+        "machine": {"cpu": "any"},
+        "commit": "0123456789",
+        "rows": [{"workload": "MLP", "heap": "warm", "threads": 1, "ratios": ways}],
+        "kernels": [{**kernel, **figures, **changes.get("gram", {})}],
+        "memory": [{"workload": "MLP", "way": "fused", "ratio": 1.01, **changes.get("memory", {})}],
+    }
+
+
+SLOWER = {"median": 1.1, "p20": 1.05, "p80": 1.2}
+COMPARED = [
+    ({}, []),
+    ({"fused": SLOWER}, ["MLP, warm heap, 1 threads: fused"]),
+    ({"fused": {"median": 1.1, "p20": 1.01, "p80": 1.2}}, []),  # within the spread
+    ({"fused": {"median": 0.9, "p20": 0.8, "p80": 0.95}}, []),  # faster
+    ({"fused": {"median": 1.019, "p20": 1.0201, "p80": 1.03}}, []),  # too little to matter
+    ({"gram": SLOWER}, ["linear N=8 T=4 I=2 O=3: gram / GEMM"]),
+    ({"memory": {"ratio": 1.04}}, ["MLP: fused, memory"]),
+    ({"memory": {"ratio": 1.02}}, []),
+]
+
+
+@pytest.mark.parametrize(("changes", "worse"), COMPARED)
+def test_compare_fails_where_a_median_got_slower_beyond_the_spread(
+    changes: dict[str, dict[str, float]],
+    worse: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = tmp_path / "old.json", tmp_path / "new.json"
+    for file, content in zip(files, (results(), results(**changes)), strict=True):
+        file.write_text(json.dumps(content))
+    assert compare.main(*map(str, files)) == bool(worse)
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in worse)
+    assert shown.splitlines()[-1].startswith(f"{len(worse)} of 3 times and 1 peaks")
+
+
+def test_compare_names_what_is_missing() -> None:
+    new = results()
+    del new["rows"][0]["ratios"]["scoring"]
+    assert compare.compared(results(), new) == ([], ["MLP, warm heap, 1 threads: scoring"])
+
+
+# The committed results and what is made of them
+
+
+def test_the_readme_says_what_the_results_say() -> None:
+    text = readme.README.read_text()
+    assert readme.rewritten(text, RESULTS) == text, "run benchmarks/readme.py"
+    better = copy.deepcopy(RESULTS)
+    better["rows"][0]["ratios"]["fused"]["median"] -= 0.1
+    assert readme.rewritten(text, better) != text
+
+
+def test_the_results_have_every_workload_and_rival_and_where_they_come_from() -> None:
+    assert {"date", "commit", "torch", "rivals_versions", "machine", "regret"} <= set(RESULTS)
+    cells = {(row["workload"], row["rival"]) for row in RESULTS["rivals"]}
+    assert cells == {(name, rival) for name in WORKLOADS for rival in RIVALS}
+    for heap in ("warm", "default"):
+        for threads in (1, 2):
+            rows = [r for r in RESULTS["rows"] if (r["heap"], r["threads"]) == (heap, threads)]
+            assert [row["workload"] for row in rows] == list(WORKLOADS)
+
+
+def test_the_pictures_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    import plots
+
+    assert all(file.stat().st_size > 10_000 for file in plots.draw(RESULTS, tmp_path))
+
+
+def test_the_cost_models_regret_is_small() -> None:
+    regret = RESULTS["regret"]
+    assert regret["median"] <= 1.10, regret
+    assert regret["worst"] <= 1.5, regret
