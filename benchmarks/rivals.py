@@ -1,7 +1,7 @@
 """Other ways to the norms, each a thin use of its own public calls: workload -> step -> norms [N].
 
-`loop` and `vmap` give norms alone, as no batch gradient comes with them; all others beside the
-batch's gradient. A rival is held against the oracle before it is timed: `judged`.
+`loop`, `copies` and `vmap` give norms alone, as no batch gradient comes with them; all others
+beside the batch's gradient. A rival is held against the oracle before it is timed: `judged`.
 """
 
 from __future__ import annotations

@@ -124,7 +124,9 @@ def table_of(results: dict[str, Any]) -> Table:
         last = k + 1 == len(rows) or rows[k + 1]["workload"] != row["workload"]
         cells = [row["workload"], str(row["threads"]), row["heap"], f"{row['plain_ms']:.1f}"]
         for r in (row["ratios"].get(way) for way in OURS):
-            cells.append("" if r is None else f"{r['median']:.2f} [dim]({r['p20']:.2f}-{r['p80']:.2f})[/]")
+            cells.append(
+                "" if r is None else f"{r['median']:.2f} [dim]({r['p20']:.2f}-{r['p80']:.2f})[/]"
+            )
         table.add_row(*cells, end_section=last, style="" if row["heap"] == "warm" else "dim")
     return table
 

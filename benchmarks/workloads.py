@@ -1,5 +1,5 @@
-"""What is timed: WORKLOADS, and OURS, our ways to get the norms of each sample's gradient out of one;
-rivals.py has other people's.
+"""What is timed: WORKLOADS, and OURS, our ways to get each sample's gradient norm out of one
+(rivals.py has other people's).
 
 Losses are means, over the samples and within each. `check` holds a way against the oracle: float64,
 one sample at a time.
