@@ -1,5 +1,6 @@
 // A layer of nn.LSTM, nn.GRU or nn.RNN as one node of the graph. Its backward goes through time once, and gives each
 // weight the gradient and the norms of a Linear over all steps.
+#include "cpu/direct.h"
 #include "layers/recurrence.h"
 #include "node.h"
 #include "site.h"
@@ -91,7 +92,7 @@ struct RecurrentNode : Node {
   variable_list of_ours(const variable_list& all, const std::vector<Steps>& steps, const variable_list& grads,
                         const std::vector<bool>& recorded) {
     const Sequence in = sequence(all);
-    const Tensor input = torchgradx::by_step(of, in.input);  // [T, B, I]
+    const Tensor input = torchgradx::by_step(of, in.input).contiguous();  // [T, B, I], as what it is multiplied by
     const int64_t directions = of.directions(), parts = of.projects ? 3 : 2;
     const int64_t width = steps[0].previous.size(2);
     const auto by_step = [&](size_t k) {  // [B, *, *] -> [*, B, *]
@@ -116,10 +117,17 @@ struct RecurrentNode : Node {
         const Tensor made = at.input.matmul(w);
         found[kInput] = found[kInput].defined() ? found[kInput].add_(made) : made;
       }
-      const int64_t bias = of.biases ? 2 : -1;
-      weight(found, d * parts, recorded, input, at.input, from, bias);
-      weight(found, d * parts + 1, recorded, steps[d].previous, at.state, from + 1, bias);
-      if (of.projects) weight(found, d * parts + 2, recorded, at.projected, at.out, from + of.weights() - 1, -1);
+      const int64_t bias = of.biases ? 2 : -1, site = d * parts;
+      const Tensor g = rows(at.input);
+      std::shared_ptr<cpu::SharedGrads> shared;
+      if (at.state.is_same(at.input) && recorded[site] && recorded[site + 1] && uses[site]->wants_weight &&
+          uses[site + 1]->wants_weight)
+        shared = std::make_shared<cpu::SharedGrads>(cpu::SharedGrads{input.size(2) + width, {}, {}, {}});
+      weight(found, site, recorded, {rows(input), {}, {}, shared}, g, from, bias);
+      weight(found, site + 1, recorded, {rows(steps[d].previous), {}, {}, shared}, shared ? g : rows(at.state),
+             from + 1, bias);
+      if (of.projects)
+        weight(found, site + 2, recorded, {rows(at.projected), {}, {}}, rows(at.out), from + of.weights() - 1, -1);
     }
     if (found[kInput].defined()) found[kInput] = from_steps(of, found[kInput], in.input);
     if (task_should_compute_output(kState)) found[kState] = at::stack(first_states).to(in.state.scalar_type());
@@ -127,19 +135,19 @@ struct RecurrentNode : Node {
     return found;
   }
 
+  // [T, B, *] -> [B, 1, T, *]: rows of samples, whatever T is
+  Tensor rows(const Tensor& t) const {
+    const Tensor same = t.to(dtype);
+    return (of.packing.unsorted.defined() ? same.index_select(1, of.packing.unsorted) : same)
+        .transpose(0, 1)
+        .unsqueeze(1);
+  }
+
   // One weight, and the bias `bias` places on: a Linear over all steps.
-  void weight(variable_list& found, int64_t site, const std::vector<bool>& recorded, const Tensor& activations,
-              const Tensor& grad_output, int64_t at, int64_t bias) {
+  void weight(variable_list& found, int64_t site, const std::vector<bool>& recorded, const Saved& operand,
+              const Tensor& g, int64_t at, int64_t bias) {
     const auto& use = uses[site];
     if (!use) return;
-    const auto rows = [&](const Tensor& t) {  // [B, 1, T, *]: rows of samples, whatever T is
-      const Tensor same = t.to(dtype);
-      return (of.packing.unsorted.defined() ? same.index_select(1, of.packing.unsorted) : same)
-          .transpose(0, 1)
-          .unsqueeze(1);
-    };
-    const Saved operand{rows(activations), {}, {}};
-    const Tensor g = rows(grad_output);
     const bool biased = bias > 0 && task_should_compute_output(at + bias);
     const Gradients made =
         use->gradients(operand, {}, g, {false, task_should_compute_output(at), biased}, recorded[site]);

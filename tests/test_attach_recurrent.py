@@ -112,6 +112,28 @@ def test_wherever_onednn_keeps_the_gates(hidden, backwards, options):
     check(net(rnn), square, torch.randn(N, T, I), dtype=torch.float32, **options)
 
 
+SHARED_FROZEN = {
+    "none": [],
+    "the first bias": ["bias_ih_l0"],
+    "the second bias": ["bias_hh_l0"],
+    "biases": ["bias_ih_l0", "bias_hh_l0"],
+    "a weight": ["weight_ih_l0"],
+}
+
+
+@native_mode
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("frozen", SHARED_FROZEN)
+@pytest.mark.parametrize("kind", ["lstm", "rnn"])
+def test_what_two_weights_share_of_the_gates_gradients(kind, frozen, dtype, options):
+    """So few steps, and so many units, that norms come from a Gram matrix."""
+    rnn = KINDS[kind](40, 72)
+    for name in SHARED_FROZEN[frozen]:
+        rnn.get_parameter(name).requires_grad_(False)
+    model = Model(lambda m, x: states_of(m.r(x.transpose(0, 1)))[1], r=rnn)
+    check(model, square, torch.randn(N, 3, 40), dtype=dtype, **options)
+
+
 @pytest.mark.skipif(
     not (ops.NATIVE and torch.backends.mkldnn.is_available() and machine() == "x86_64"),
     reason="where its layout was looked up",

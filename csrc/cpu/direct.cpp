@@ -15,15 +15,16 @@
 namespace torchgradx::cpu {
 namespace {
 
-bool gram_is_quicker(const RowShape& s) {
-  return gram_nanoseconds(s.T, s.I) + gram_nanoseconds(s.T, s.O) < tile_end_nanoseconds(s.I, s.O);
+bool gram_is_quicker(const RowShape& s, const SharedGrads* shared) {
+  const double part = shared ? double(s.I) / double(std::max<int64_t>(shared->inputs, 1)) : 1;
+  return gram_nanoseconds(s.T, s.I) + part * gram_nanoseconds(s.T, s.O) < tile_end_nanoseconds(s.I, s.O);
 }
 
 template <class acc_t>
 void weight_pass(const Rows<acc_t>& layer, const Tensor& activations, const Tensor& grad_output, const acc_t* scale,
                  const Tensor& weight) {
   static const bool mkl_at_home = at::hasMKL() && __builtin_cpu_is("intel");
-  const Rows<acc_t> joined = layer.joined();
+  const Rows<acc_t> joined = layer.joined(/*in_any_order=*/!scale);
   if (mkl_at_home && !scale && joined.N == 1 && activations.scalar_type() == weight.scalar_type()) {
     Tensor out = weight;
     const auto of = [&](const Tensor& t, int64_t features, const Operand& o) {  // [N T, features]
@@ -33,6 +34,19 @@ void weight_pass(const Rows<acc_t>& layer, const Tensor& activations, const Tens
   } else {
     fused_pass<acc_t>(joined, scale, layer.width, weight, {}, {});
   }
+}
+
+// The bias's gradient and norms, which depend on grad_output alone.
+template <class acc_t>
+void bias_of(const Rows<acc_t>& layer, const acc_t* scale, const Tensor& grad_bias, const Tensor& sq_norms,
+             SharedGrads* shared) {
+  if (shared && shared->bias_grad.defined()) {
+    grad_bias.copy_(shared->bias_grad);
+    sq_norms.select(0, 1).copy_(shared->bias_norms);
+    return;
+  }
+  bias_pass<acc_t>(layer, scale, grad_bias, sq_norms);
+  if (shared) shared->bias_grad = grad_bias, shared->bias_norms = sq_norms.select(0, 1);
 }
 
 }  // namespace
@@ -46,8 +60,8 @@ Tensor direct_sq_norms(const Tensor& activations, const Tensor& grad_output, boo
   });
 }
 
-Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const std::optional<Tensor>& scale,
-                   bool bias) {
+Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const std::optional<Tensor>& scale, bool bias,
+                   SharedGrads* shared) {
   const RowShape s = check_rows(activations, grad_output);
   check_scale(scale, s.N, activations);
   return fused_results(
@@ -55,14 +69,15 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
       [&](auto zero, const auto* factors, const Tensor& weight, const Tensor& grad_bias, const Tensor& sq_norms) {
         using acc_t = decltype(zero);
         const Rows<acc_t> layer(activations, grad_output, true);
-        if (s.T > 1 && !gram_is_quicker(s)) return fused_pass<acc_t>(layer, factors, s.T, weight, grad_bias, sq_norms);
+        if (s.T > 1 && !gram_is_quicker(s, shared))
+          return fused_pass<acc_t>(layer, factors, s.T, weight, grad_bias, sq_norms);
         weight_pass<acc_t>(layer, activations, grad_output, factors, weight);
         if (s.T == 1) {
           rank1_pass<acc_t>(activations, grad_output, bias, sq_norms);
           if (bias) bias_pass<acc_t>(factors ? layer : layer.joined(), factors, grad_bias, {});
         } else {
-          gram_pass<acc_t>(RowSource<acc_t>(activations, grad_output), layer, s.T, sq_norms);
-          if (bias) bias_pass<acc_t>(layer, factors, grad_bias, sq_norms);
+          gram_pass<acc_t>(RowSource<acc_t>(activations, grad_output, shared), layer, s.T, sq_norms);
+          if (bias) bias_of<acc_t>(layer, factors, grad_bias, sq_norms, shared);
         }
       });
 }
@@ -71,5 +86,7 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
 
 TORCH_LIBRARY_IMPL(torchgradx, CPU, m) {
   m.impl("direct_sq_norms", torchgradx::cpu::direct_sq_norms);
-  m.impl("linear_fused", torchgradx::cpu::linear_fused);
+  m.impl("linear_fused",
+         [](const at::Tensor& activations, const at::Tensor& grad_output, const std::optional<at::Tensor>& scale,
+            bool bias) { return torchgradx::cpu::linear_fused(activations, grad_output, scale, bias); });
 }

@@ -1,10 +1,12 @@
 // gram: |G_n|^2 = sum over positions s, t of (a_s . a_t)(b_s . b_t), for T small against I and O. Cost N T^2 (I + O).
 // Both Gram matrices are computed in squares of kSpan positions with the same register tiles, the upper triangle of
-// squares only; a square of each and its packed operands are all there is in memory: about 1/2 MiB a thread. A sum much
+// squares only; a square of each and its packed operands are all there is in memory: about 1/2 MiB a thread (and, where
+// several weights share the grads, these's square of each sample). A sum much
 // smaller than its terms has lost its digits, as has one with a row whose own square underflowed: such samples are done
 // again by direct.
 #pragma once
 
+#include "direct.h"
 #include "passes.h"
 
 namespace torchgradx::cpu {
@@ -103,7 +105,7 @@ struct GramSum {
   bool underflow = false;
 };
 
-// One sample. source.pack_activations / pack_grads as GramSquare::compute's pack.
+// One sample. source.activations and source.grads compute a square, or know it.
 template <class acc_t, class Source>
 GramSum gram_sum(const Source& source, int64_t n, int64_t T, int64_t I, int64_t O) {
   const Kernels<acc_t>& k = kernels<acc_t>();
@@ -111,15 +113,12 @@ GramSum gram_sum(const Source& source, int64_t n, int64_t T, int64_t I, int64_t 
   Workspace<acc_t>& workspace = Workspace<acc_t>::mine();
   acc_t* const packed = workspace.panels.get(2 * square.span() * kChannels);
   acc_t* const of_a = workspace.columns.get(square.size());
-  acc_t* const of_b = workspace.carry.get(square.size());
   GramSum result;
   double faint = 0;  // what a row whose own square underflowed might have added, squared
   for (int64_t t0 = 0; t0 < T; t0 += square.span())
     for (int64_t s0 = 0; s0 <= t0; s0 += square.span()) {
       source.activations(square, n, T, I, s0, t0, packed, of_a);
-      square.compute(O, T, s0, t0, packed, of_b, [&](acc_t* out, int64_t c, int64_t depth, int64_t t, int64_t count) {
-        source.pack_grads(out, n, c, depth, t, count);
-      });
+      const acc_t* const of_b = source.grads(square, n, T, O, s0, t0, packed, workspace.carry.get(square.size()));
       double twice = 0, twice_magnitude = 0;
       square.each_row(T, s0, t0, [&](int64_t offset, int64_t s, int64_t t, int64_t columns) {
         const bool on_diagonal = s >= t && s < t + columns;
@@ -163,9 +162,19 @@ template <class acc_t>
 struct RowSource {
   const Operand a, b;
   const RowKernels<acc_t>& pack;
+  acc_t* kept = nullptr;  // squares of all samples' grads, for other weights
+  bool known = false;
 
-  RowSource(const Tensor& activations, const Tensor& grad_output)
-      : a(rows_of(activations)), b(rows_of(grad_output)), pack(kernels<acc_t>().of(activations.scalar_type())) {}
+  RowSource(const Tensor& activations, const Tensor& grad_output, SharedGrads* shared = nullptr)
+      : a(rows_of(activations)), b(rows_of(grad_output)), pack(kernels<acc_t>().of(activations.scalar_type())) {
+    const int64_t N = grad_output.size(0), T = grad_output.size(1);
+    if (!shared || T > kSpan) return;
+    known = shared->gram.defined();
+    if (!known)
+      shared->gram =
+          results({N, GramSquare<acc_t>(T, kernels<acc_t>()).size()}, c10::CppTypeToScalarType<acc_t>(), false);
+    kept = shared->gram.mutable_data_ptr<acc_t>();
+  }
 
   void transposed(const Operand& from, acc_t* out, int64_t n, int64_t c, int64_t depth, int64_t t,
                   int64_t count) const {
@@ -177,8 +186,14 @@ struct RowSource {
       transposed(a, to, n, c, depth, t, count);
     });
   }
-  void pack_grads(acc_t* out, int64_t n, int64_t c, int64_t depth, int64_t t, int64_t count) const {
-    transposed(b, out, n, c, depth, t, count);
+  const acc_t* grads(const GramSquare<acc_t>& square, int64_t n, int64_t T, int64_t O, int64_t s0, int64_t t0,
+                     acc_t* packed, acc_t* out) const {
+    if (kept) out = kept + n * square.size();
+    if (!known)
+      square.compute(O, T, s0, t0, packed, out, [&](acc_t* to, int64_t c, int64_t depth, int64_t t, int64_t count) {
+        transposed(b, to, n, c, depth, t, count);
+      });
+    return out;
   }
 };
 

@@ -26,8 +26,12 @@ struct PatchSource {
                    });
   }
 
-  void pack_grads(acc_t* out, int64_t n, int64_t c, int64_t depth, int64_t t, int64_t count) const {
-    pack_pixels(layer.grads, *layer.grad_kernels, layer.width, out, n, c, depth, t, count);
+  const acc_t* grads(const GramSquare<acc_t>& square, int64_t n, int64_t T, int64_t O, int64_t s0, int64_t t0,
+                     acc_t* packed, acc_t* out) const {
+    square.compute(O, T, s0, t0, packed, out, [&](acc_t* to, int64_t c, int64_t depth, int64_t t, int64_t count) {
+      pack_pixels(layer.grads, *layer.grad_kernels, layer.width, to, n, c, depth, t, count);
+    });
+    return out;
   }
 
  private:

@@ -29,12 +29,15 @@ struct Rows {
           std::max<int64_t>(run, kBlockBytes / int64_t(sizeof(acc_t)) / std::max<int64_t>(block_rows, 1) / run * run);
   }
 
-  // All N T positions as one sample, where the strides allow it: the plain weight gradient needs no samples.
-  Rows joined() const {
+  // All N T positions as one sample, where the strides allow it: the plain weight gradient needs no samples. In any
+  // order: or as t N + n.
+  Rows joined(bool in_any_order = false) const {
     const auto joins = [&](const Operand& o) { return N == 1 || width == 1 || o.n == width * o.x; };
-    if (!joins(source) || !joins(grads)) return *this;
+    const auto crossed = [&](const Operand& o) { return o.x == N * o.n; };
+    const bool across = in_any_order && crossed(source) && crossed(grads);
+    if (!across && !(joins(source) && joins(grads))) return *this;
     Rows one = *this;
-    if (width == 1) one.source.x = source.n, one.grads.x = grads.n;
+    if (across || width == 1) one.source.x = source.n, one.grads.x = grads.n;
     one.width = N * width, one.N = 1;
     return one;
   }

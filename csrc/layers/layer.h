@@ -13,8 +13,13 @@ namespace torchgradx {
 enum class Layout : int64_t { kAuto = -1, kBatch = 0, kSequence = 1, kShared = 2, kNowhere = 3, kSecond = 4 };
 enum class Algorithm : int64_t { kRank1 = 0, kGram = 1, kDirect = 2, kFused = 3 };  // as in cost.py
 
+namespace cpu {
+struct SharedGrads;
+}
+
 struct Saved {  // of a forward, besides the weight
   Tensor input, mean, rstd;
+  std::shared_ptr<cpu::SharedGrads> shared = nullptr;  // where the gradient is that of other weights too
 };
 
 struct Wanted {
@@ -31,6 +36,7 @@ struct Operands {  // with the samples in front; each kind has its own shapes
   bool rearranged = false;  // the samples were not in front
   at::DimVector shape;      // of the layer's input
   Tensor bias_grad;         // where grad_output stands as the weight alone needs it
+  std::shared_ptr<cpu::SharedGrads> shared = nullptr;
 };
 
 struct Layer {

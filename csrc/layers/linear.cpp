@@ -1,4 +1,5 @@
 // Linear: rows of activations [*, I] and of gradients [*, O].
+#include "../cpu/direct.h"
 #include "layer.h"
 
 #include <ATen/ATen.h>
@@ -50,7 +51,9 @@ class Linear final : public Layer {
     const auto b = rows_by_sample(grad_output, n, layout);
     const auto a = saved.input.defined() ? rows_by_sample(saved.input, n, layout) : std::optional<Tensor>(Tensor());
     if (!a || !b) return std::nullopt;
-    return Operands{*a, *b, {}, {}, 1};
+    Operands operands{*a, *b};
+    operands.shared = saved.shared;
+    return operands;
   }
 
   int64_t positions(const Operands& operands) const override {
@@ -72,7 +75,10 @@ class Linear final : public Layer {
   }
 
   std::pair<Gradients, Tensor> fused(const Operands& operands, const Tensor&, const Wanted& wanted) const override {
-    auto [weight, bias, sq] = linear_fused(operands.activations, operands.grad_output, std::nullopt, wanted.bias);
+    const Tensor &a = operands.activations, &b = operands.grad_output;
+    auto [weight, bias, sq] = operands.shared
+                                  ? cpu::linear_fused(a, b, std::nullopt, wanted.bias, operands.shared.get())
+                                  : linear_fused(a, b, std::nullopt, wanted.bias);
     return {{Tensor(), transposed_ ? weight.t() : weight, wanted.bias ? bias : Tensor()}, sq};
   }
 

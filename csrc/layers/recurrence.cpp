@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/addmm_cpu_dispatch.h>
 
 #include <array>
 
@@ -290,6 +291,7 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
   T* const carry = carried.data_ptr<T>();
   const auto back = [&](int64_t begin, int64_t end) {
     const at::AutoDispatchBelowADInplaceOrView below;  // another thread may be in grad mode
+    const auto each_step = found.state.unbind();
     for (int64_t k = walk.steps; k-- > 0;) {
       const int64_t t = walk.at(k), last = std::min(end, walk.size(t));
       if (last <= begin) continue;
@@ -297,7 +299,8 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
         kernels.add(carry + b * p, arrives.at(t, b), p);
         if (!of.projects) row(t, b, carry + b * p);
       });
-      const auto mine = [&](const Tensor& rows_of_it) { return rows_of_it.narrow(0, begin, last - begin); };
+      const bool all = begin == 0 && last == rows;
+      const auto mine = [&](const Tensor& t) { return all ? t : t.narrow(0, begin, last - begin); };
       Tensor to = mine(carried);
       if (of.projects) {
         const Tensor of_cells = to.mm(w.hr);
@@ -305,7 +308,7 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
         T* const first = of_cells.data_ptr<T>();
         walk.each_row(begin, last, [&](int64_t b) { row(t, b, first + (b - begin) * h); });
       }
-      to.addmm_(mine(found.state[t]), w.hh, /*beta=*/of.cell == Cell::kGru ? 1 : 0, /*alpha=*/1);
+      at::cpu::addmm_(to, mine(each_step[t]), w.hh, /*beta=*/of.cell == Cell::kGru ? 1 : 0, /*alpha=*/1);
     }
   };
   // A weight that no thread's cache holds is read once a step, by all of them.
