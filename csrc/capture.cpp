@@ -45,8 +45,9 @@ struct Tap : torch::autograd::FunctionPreHook {
     if (at::GradMode::is_enabled()) return grads;  // create_graph: refused when read
     const at::NoGradGuard no_grad;
     const Layer& layer = *use->site->layer;
-    use->record({x.defined() ? layer.enter(x) : x, mean, rstd}, at::zeros({1}, dtype).expand(weight),
-                layer.enter_grad(g), /*received=*/true);
+    // An audit alone asks for a weight, and for its shape.
+    const Tensor w = use->site->recorder->auditing ? at::zeros({1}, dtype).expand(weight) : Tensor();
+    use->record({x.defined() ? layer.enter(x) : x, mean, rstd}, w, layer.enter_grad(g), /*received=*/true);
     return grads;
   }
 };
