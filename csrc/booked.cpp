@@ -29,6 +29,7 @@ Booked::Booked(const Use& use, const Saved& saved, const Tensor& weight, const T
   if (version_.enabled()) before_ = version_.current_version();  // an inference tensor has none
   for (Tensor* t : {&saved_.input, &weight_})
     if (t->defined()) *t = t->detach();
+  saved_.shared = nullptr;  // of the gradient as it came
   if (use.borrows) {
     grad_output_ = grad_output_.clone();
     if (saved_.input.defined()) saved_.input = saved_.input.clone();

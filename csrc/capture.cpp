@@ -45,8 +45,8 @@ struct Tap : torch::autograd::FunctionPreHook {
     if (at::GradMode::is_enabled()) return grads;  // create_graph: refused when read
     const at::NoGradGuard no_grad;
     const Layer& layer = *use->site->layer;
-    // An audit alone asks for a weight, and for its shape.
-    const Tensor w = use->site->recorder->auditing ? at::zeros({1}, dtype).expand(weight) : Tensor();
+    const Recorder& recorder = *use->site->recorder;  // of a weight, an audit and clipping ask for the shape
+    const Tensor w = recorder.auditing || recorder.books ? at::zeros({1}, dtype).expand(weight) : Tensor();
     use->record({x.defined() ? layer.enter(x) : x, mean, rstd}, w, layer.enter_grad(g), /*received=*/true);
     return grads;
   }

@@ -123,15 +123,15 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
   std::optional<at::AutoDispatchBelowADInplaceOrView> below(std::in_place);  // nothing recorded is differentiated
   const auto operands = site->operands(*pass, index, wants_weight ? saved : Saved{}, grad_output);
   if (!operands) return;
+  below.reset();
   serve(*operands, saved, weight, grad_output);
   if (site->recorder->auditing && received) {
-    below.reset();
     Gradients gradients;
     if (wants_weight) gradients = layer.backward(saved, weight, grad_output, {false, true, false});
     if (wants_bias) gradients.bias = layer.bias_rows(*operands).sum({0, 1});
     audit(*operands, gradients, grad_output);
-    below.emplace();
   }
+  below.emplace();
   // A sample of several images, or of several uses, is one sum: its norm must wait until all of it is there.
   const bool keep_weight = wants_weight && (operands->images > 1 || waits_for_weight());
   const bool keep_bias = wants_bias && (operands->images > 1 || waits_for_bias());
