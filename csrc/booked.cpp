@@ -48,8 +48,25 @@ bool Booked::intact() const {
   return !version_.enabled() || version_.current_version() == before_;
 }
 
+std::optional<Booked> Booked::of_samples(const Tensor& factors) const {
+  const int64_t n = factors.numel();
+  if (layout_ != Layout::kBatch || saved_.rstd.defined() || n == 0) return std::nullopt;
+  const Tensor chosen = factors.nonzero().squeeze(1);  // nan, too
+  if (chosen.numel() * 2 > n) return std::nullopt;
+  const auto of = [&](const Tensor& t) {
+    return t.defined() ? t.unflatten(0, {n, -1}).index_select(0, chosen).flatten(0, 1) : t;
+  };
+  Booked few = *this;
+  few.grad_output_ = of(grad_output_), few.saved_.input = of(saved_.input);
+  return few;
+}
+
 std::vector<Tensor> Booked::weighted(const Tensor& factors, const std::vector<int64_t>& parameters) const {
   const at::NoGradGuard no_grad;
+  if (const auto few = of_samples(factors)) {
+    const Tensor chosen = factors.index_select(0, factors.nonzero().squeeze(1));
+    if (chosen.numel() > 0) return few->weighted(chosen, parameters);
+  }
   const auto asked = [&](int64_t parameter) {
     return std::find(parameters.begin(), parameters.end(), parameter) != parameters.end();
   };

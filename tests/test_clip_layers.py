@@ -141,10 +141,14 @@ def rows(m, x):
     return m.b(torch.tanh(m.a(x.flatten(0, 1)))).unflatten(0, x.shape[:2])
 
 
-@pytest.mark.parametrize(
-    "parts", [(nn.Linear(3, 3), nn.LayerNorm(3)), (nn.PReLU(3), nn.Linear(3, 2))]
-)
-def test_rows_of_sequences(parts):
-    a, b = parts
-    check_clip(Model(rows, a=a, b=b), square, torch.randn(N, T, 3))
-    check_clip(Model(rows, a=a, b=b), square_second, torch.randn(T, N, 3), dims=1, batch_dim=1)
+PARTS = {"linear, norm": (nn.Linear(3, 3), nn.LayerNorm(3)),
+         "prelu, linear": (nn.PReLU(3), nn.Linear(3, 2))}  # fmt: skip
+
+
+@paths
+@pytest.mark.parametrize("parts", PARTS)
+def test_rows_of_sequences(parts, options):
+    a, b = PARTS[parts]
+    check_clip(Model(rows, a=a, b=b), square, torch.randn(N, T, 3), **options)
+    x = torch.randn(T, N, 3)
+    check_clip(Model(rows, a=a, b=b), square_second, x, dims=1, batch_dim=1, **options)

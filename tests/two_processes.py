@@ -198,9 +198,25 @@ def half_precision(options):
     close_named(got, loop(single, square, x), 24 * 2**-8)
 
 
-def clipping(wrap, where, options, bound=0.5):
+class Skips(nn.Module):
+    """Uses a layer where there are three samples or more: on rank 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.a(x) if len(x) < 3 else self.b(self.a(x))
+
+
+def skips():
+    torch.manual_seed(0)
+    return Skips().double()
+
+
+def clipping(make, wrap, where, options, bound=0.5):
     """`.grad` is the mean over the ranks of what each clips of its own, with one reduction more."""
-    model = net()
+    model = make()
     wrapped, probe, _ = attached(model, wrap, where, {"clip": True, "loss_scale": 0.5, **options})
     rank = dist.get_rank()
     sizes = [(3, 1), (N, 2)]  # of each pass, by rank
@@ -221,7 +237,8 @@ def clipping(wrap, where, options, bound=0.5):
             want = {name: 0 for name, _ in model.named_parameters()}
             for step, by_rank in enumerate(sizes):
                 for r, n in enumerate(by_rank):
-                    rows = gradients(net(), square, samples(step, n, rank=r))
+                    whole = lambda m, x, n=n: square(m, x.expand(n, -1, -1))  # noqa: E731
+                    rows = gradients(make(), whole, samples(step, n, rank=r))
                     factors = bounded(norms_of(rows, "model"), limit)
                     for name, g in weighted(rows, factors, "model").items():
                         want[name] = want[name] + g / n / 2 / 2
@@ -315,8 +332,10 @@ def scenarios(rank):
     views = ddp(gradient_as_bucket_view=True, bucket_cap_mb=1e-4)
     for where in inside_or_out:
         for mode in few:
-            table[f"clipping, {where}, {mode}"] = (clipping, ddp(), where, MODES[mode])
-    table["clipping, buckets as views"] = (clipping, views, "outside", {})
+            table[f"clipping, {where}, {mode}"] = (clipping, net, ddp(), where, MODES[mode])
+    table["clipping, buckets as views"] = (clipping, net, views, "outside", {})
+    unused = ddp(find_unused_parameters=True)
+    table["clipping, a layer of one rank"] = (clipping, skips, unused, "outside", {})
     table["clipping, sharded"] = (sharded_gradients_are_not_clipped,)
     table["flat parameters"] = (flat_parameters,)
     table["a sharded layer"] = (a_sharded_layer_is_left_as_it_was,)

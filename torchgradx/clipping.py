@@ -25,7 +25,7 @@ from .sharding import data_parallel, mean_over, scattered
 if TYPE_CHECKING:
     from .table import Parameters
 
-__all__ = ["Books", "BySample", "Group", "factors_of", "unscaled_by"]
+__all__ = ["Books", "BySample", "factors_of", "group", "unscaled_by"]
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -53,6 +53,17 @@ class Group:
 
     places: Sequence[int]
     factors: Sequence[Tensor]  # [N] of each pass
+    clips: bool  # some factor is not 1
+    few: bool  # so few are not that .grad is best corrected: see group()
+
+
+def group(places: Sequence[int], norms: Tensor, factors: Tensor, sizes: list[int]) -> Group:
+    """Where half of the samples or more keep a factor of 1, what the others' factors take away is
+    taken from .grad: unless its rounding, that of what is taken away, would cost over two bits."""
+    clipped = factors != 1
+    kept = (norms * factors.abs()).sum()
+    few = clipped.sum() * 2 <= len(factors) and bool(norms.sum() <= 4 * kept)
+    return Group(places, factors.split(sizes), bool(clipped.any()), bool(few))
 
 
 def factors_of(
@@ -60,8 +71,7 @@ def factors_of(
 ) -> Tensor:
     """[N] float64: what each sample's gradient is multiplied by.
 
-    Where a norm is nan the factor is 1, and where it is inf 0: what is not finite in .grad stays
-    so, and a gradient that is finite, though its norm is not, is left out.
+    Where a norm is not finite the factor is nan, as .grad is to be.
     """
     exact = norms.double()
     if factors is None:
@@ -71,7 +81,8 @@ def factors_of(
                 f"max_norm must be a number, or a Tensor [{len(norms)}], of 0 or more; got "
                 f"{max_norm!r}"
             )
-        return torch.where(exact > bound, bound / exact, 1.0)
+        found = torch.where(exact <= bound, 1.0, bound / exact)
+        return found.masked_fill(~exact.isfinite(), float("nan"))
     found = factors(norms)
     if not isinstance(found, Tensor) or found.shape != norms.shape:
         got = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
@@ -79,7 +90,7 @@ def factors_of(
     found = found.detach().double().masked_fill(norms == 0, 0.0)  # of a gradient of zeros
     if not bool((found.isfinite() | ~norms.isfinite()).all()):
         raise ValueError(f"factors must be finite where the norms are; got {found}")
-    return found
+    return found.masked_fill(~exact.isfinite(), float("nan"))
 
 
 def unscaled_by(loss_scale: Any) -> float:
@@ -195,17 +206,17 @@ class Books:
         """Put the weighted sums into .grad.
 
         runs: the passes, in the order of the groups' factors. unscaled: what .grad was multiplied
-        by since the backward. Where processes share their gradients none may leave a parameter
-        out, as one alone may where all factors are 1.
+        by since the backward.
         """
         self._closed = True
         ddp = self._ddp() if groups else None
         tensors = self._parameters.tensors()
         numbers = {id(run): k for k, run in enumerate(runs)}
+        # Processes that share their gradients go the same way, whatever their samples are.
         group_of = {
             place: group
             for group in groups
-            if ddp is not None or any(bool((f != 1).any()) for f in group.factors)
+            if ddp is not None or group.clips
             for place in group.places
         }
         met: set[int] = set()
@@ -216,24 +227,32 @@ class Books:
                 if place in group_of:
                     shares.setdefault(id(group_of[place]), []).append(place)
             for places in shares.values():
-                p = tensors[places[0]]
-                factors = group_of[places[0]].factors[numbers[id(run)]].to(p.device) * unscaled
+                p, group = tensors[places[0]], group_of[places[0]]
+                differs = ddp is None and group.few and p.dtype not in HALVES
+                factors = group.factors[numbers[id(run)]].to(p.device)
+                factors = (factors - 1 if differs else factors) * unscaled
                 # Halves keep small factors apart from gradients that would not hold the product.
                 largest = float(factors.abs().amax()) if p.dtype in HALVES and len(factors) else 1.0
                 scale = largest if 0 < largest < float("inf") else 1.0
                 for place, made in zip(places, use.weighted(factors / scale, places), strict=True):
-                    others = self._others.get(place)
-                    before = None if others is None else others * unscaled
-                    _put(tensors[place], made, scale, before, place in met, ddp is None)
+                    before = self._besides(place, unscaled)
+                    add = differs or place in met
+                    _put(tensors[place], made, scale, before, add, ddp is None)
                     met.add(place)
         if ddp is not None:
-            for place, p in enumerate(
-                tensors
-            ):  # what other processes brought to those not met here
-                if place not in met and p.grad is not None:
-                    others = self._others.get(place)
-                    p.grad.zero_() if others is None else p.grad.copy_(others * unscaled)
-            mean_over(ddp, [p.grad for p in tensors if p.grad is not None])
+            self._average(ddp, met, unscaled)
+
+    def _besides(self, place: int, unscaled: float) -> Tensor | None:
+        others = self._others.get(place)
+        return None if others is None else others * unscaled
+
+    def _average(self, ddp: Any, met: set[int], unscaled: float) -> None:
+        filled = [(k, p) for k, p in enumerate(self._parameters.tensors()) if p.grad is not None]
+        for place, p in filled:
+            if place not in met:  # others' samples came to it
+                before = self._besides(place, unscaled)
+                p.grad.zero_() if before is None else p.grad.copy_(before)
+        mean_over(ddp, [p.grad for _, p in filled])
 
 
 def _hooked(p: Tensor) -> bool:

@@ -106,8 +106,7 @@ class Reader:
             factors: norms [N] -> factors [N], in place of min(1, max_norm / norm).
 
         Returns:
-            What `norms(per=per)` returns: the norms before clipping. Where one is nan its sample's
-            gradient stays as it is; where it is inf its factor is 0, so that what is not finite in
+            What `norms(per=per)` returns: the norms before clipping. Where one is not finite,
             `.grad` becomes nan. A gradient of norm 0 is left alone.
 
         Raises:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .clipping import Books, Group, factors_of, unscaled_by
+from .clipping import Books, factors_of, group, unscaled_by
 from .errors import CoverageError
 from .norms import combine
 from .rules import Layer
@@ -116,10 +116,10 @@ class Record:
         runs = [run for run, _ in self._in_order()]
         sizes = [run.n for run in runs]
         by_group = norms if isinstance(norms, dict) else {"": norms}
-        groups = [
-            Group(places, factors_of(by_group[key], max_norm, factors).split(sizes))
-            for key, places in self._groups(per).items()
-        ]
+        groups = []
+        for key, places in self._groups(per).items():
+            norm = by_group[key]
+            groups.append(group(places, norm, factors_of(norm, max_norm, factors), sizes))
         if factors is None and bool(torch.as_tensor(max_norm).isposinf().all()):
             groups = []  # of all processes alike: nothing is touched
         self.books.clip(runs, groups, unscaled)
