@@ -39,7 +39,7 @@ def test_the_benchmark_measures_every_row_at_tiny_sizes(tmp_path: Path) -> None:
         assert all(figures["us"] > 0 for figures in ways.values())
         assert ways["fused"]["to_floor"] > 0
     models = json.loads((tmp_path / "models.json").read_text())["rows"]
-    assert [set(row["ways"]) for row in models] == [{"fused", "fused=False", "scoring"}] * 3
+    assert [set(row["ways"]) for row in models] == [{"fused", "clip", "fused=False", "scoring"}] * 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
