@@ -25,15 +25,19 @@ Booked::Booked(const Use& use, const Saved& saved, const Tensor& weight, const T
       grad_output_(grad_output.detach()),
       of_weight_(use.wants_weight),
       of_bias_(use.wants_bias) {
-  if (saved.input.defined()) version_ = torch::autograd::impl::version_counter(saved.input);
-  if (version_.enabled()) before_ = version_.current_version();  // an inference tensor has none
+  for (const Tensor& t : {saved.input, grad_output}) {
+    if (!t.defined() || use.borrows) continue;
+    const auto& version = torch::autograd::impl::version_counter(t);
+    if (version.enabled()) versions_.emplace_back(version, version.current_version());  // no inference tensor
+  }
   for (Tensor* t : {&saved_.input, &weight_})
     if (t->defined()) *t = t->detach();
-  saved_.shared = nullptr;  // of the gradient as it came
+  for (Tensor* t : {&saved_.mean, &saved_.rstd})
+    if (t->defined()) *t = t->detach().clone();  // of a BatchNorm: its own, which move without a trace
+  saved_.shared = nullptr;                       // of the gradient as it came
   if (use.borrows) {
     grad_output_ = grad_output_.clone();
     if (saved_.input.defined()) saved_.input = saved_.input.clone();
-    before_ = 0, version_ = {};
   }
 }
 
@@ -45,7 +49,8 @@ std::vector<int64_t> Booked::parameters() const {
 }
 
 bool Booked::intact() const {
-  return !version_.enabled() || version_.current_version() == before_;
+  return std::all_of(versions_.begin(), versions_.end(),
+                     [](const auto& kept) { return kept.first.current_version() == kept.second; });
 }
 
 std::optional<Booked> Booked::of_samples(const Tensor& factors) const {
@@ -82,6 +87,13 @@ std::vector<Tensor> Booked::weighted(const Tensor& factors, const std::vector<in
   if (wanted.weight) found.push_back(among(made.weight, site_->weight_rows, 0));
   if (wanted.bias) found.push_back(among(made.bias, site_->bias_rows, 0));
   return found;
+}
+
+void Pass::add_dots(const Tensor& more) {
+  const at::NoGradGuard no_grad;
+  const Tensor precise = more.to(at::kDouble);
+  const std::lock_guard<std::mutex> lock(recorder->mutex);
+  dots = dots.defined() ? dots + precise.to(dots.device()) : precise;
 }
 
 void Use::serve(const Operands& operands, const Saved& saved, const Tensor& weight, const Tensor& grad_output) {

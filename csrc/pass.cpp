@@ -386,13 +386,6 @@ std::vector<int64_t> Pass::late() const {
   return parameters;
 }
 
-void Pass::add_dots(const Tensor& more) {
-  const at::NoGradGuard no_grad;
-  const Tensor precise = more.to(at::kDouble);
-  const std::lock_guard<std::mutex> lock(recorder->mutex);
-  dots = dots.defined() ? dots + precise.to(dots.device()) : precise;
-}
-
 void Pass::clear() {
   recorded = false;
   dots = Tensor();

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
+from torchgradx import ops
 
 N = 6
 BOUND = 0.5
@@ -175,6 +176,7 @@ def test_checkpointed_layers(reentrant, fused):
     check_clip(model, square, torch.randn(N, 3), fused=fused)
 
 
+@pytest.mark.skipif(not ops.NATIVE, reason="refused without the extension")
 def test_compiled_as_one_graph(nothing_compiled):  # noqa: F811
     """Whose memory is used again: what is kept is a copy."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(),

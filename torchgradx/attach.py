@@ -188,7 +188,8 @@ class Probe(Reader):
                 self._audit.shield(range(len(self._parameters.names)))
             self._audit.attend()
             if self._options["clip"]:
-                self._record.books.open()
+                scaled = isinstance(self._options["loss_scale"], torch.amp.GradScaler)
+                self._record.books.open(scaled)
             for module in modules.values():
                 _attached[module] = weakref.ref(self)
             root = root_of(model)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,15 @@ def group(places: Sequence[int], norms: Tensor, factors: Tensor, sizes: list[int
     return Group(places, factors.split(sizes), bool(clipped.any()), bool(few))
 
 
+class _Sum(NamedTuple):
+    """A parameter's weighted gradients, of one use."""
+
+    place: int
+    made: Tensor
+    scale: float  # to be multiplied by
+    differs: bool  # from .grad, of which it is to be a part
+
+
 def factors_of(
     norms: Tensor, max_norm: float | Tensor | None, factors: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
@@ -83,7 +92,7 @@ def factors_of(
             )
         found = torch.where(exact <= bound, 1.0, bound / exact)
         return found.masked_fill(~exact.isfinite(), float("nan"))
-    found = factors(norms)
+    found = factors(norms.clone())
     if not isinstance(found, Tensor) or found.shape != norms.shape:
         got = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
         raise ValueError(f"factors must turn norms [{len(norms)}] into as many factors; got {got}")
@@ -97,8 +106,8 @@ def unscaled_by(loss_scale: Any) -> float:
     """What a GradScaler has multiplied .grad by since the backward."""
     if not isinstance(loss_scale, torch.amp.GradScaler) or not loss_scale.is_enabled():
         return 1.0
-    stages = {state["stage"] for state in loss_scale._per_optimizer_states.values()}
-    if stages != {OptState.UNSCALED}:
+    states = loss_scale._per_optimizer_states.values()
+    if not any(state["stage"] == OptState.UNSCALED for state in states):
         raise RuntimeError(
             "clip_grad_norm_ goes between scaler.unscale_(optimizer) and scaler.step(optimizer)"
         )
@@ -114,7 +123,12 @@ class Books:
         self._others: dict[int, Tensor] = {}  # by place
         self._versions: list[int] = []  # of the parameters, when the record began
         self._handles: list[Any] = []
-        self._closed = False
+        self._heard: set[int] = set()
+        self._marks: dict[int, tuple[int, int]] = {}  # .grad as backwards left it, by place
+        self._samples: dict[int, Tensor] = {}  # of .grad then, where it is to be unscaled
+        self._scaled = False
+        self._torn = False  # .grad changed between passes of a record
+        self.closed = False  # clipped already
         self._ddp: Callable[[], Any] = lambda: None
 
     def within(self, module: nn.Module) -> None:
@@ -123,28 +137,59 @@ class Books:
         if ddp is not None:
             self._ddp = weakref.ref(ddp)
 
-    def open(self) -> None:
-        """From now on uses are kept."""
-        self._recorder.books = True
-        for place, p in enumerate(self._parameters.tensors()):
-            if p.requires_grad and p.is_leaf:
-                self._handles.append(p.register_hook(partial(self._received, place)))
+    def open(self, scaled: bool) -> None:
+        """From now on uses are kept. scaled: .grad will have to be unscaled."""
+        self._recorder.books, self._scaled = True, scaled
 
     def close(self) -> None:
         self._recorder.books = False
         for handle in self._handles:
             handle.remove()
-        self._handles = []
-        self._kept.clear()
+        self._handles, self._heard = [], set()
+        self.clear()
 
-    def begin(self) -> None:
-        """A record begins, before its first gradient is added to .grad."""
+    def clear(self) -> None:
+        """The record ends."""
         self._kept.clear()
-        self._closed = False
-        if self._recorder.books:
-            tensors = self._parameters.tensors()
-            self._versions = [p._version for p in tensors]
-            self._others = {k: p.grad.clone() for k, p in enumerate(tensors) if p.grad is not None}
+        self._others, self._versions, self._marks, self._samples = {}, [], {}, {}
+        self._torn = self.closed = False
+
+    def begin(self, first: bool) -> None:
+        """A pass's gradients come, of which none has been added to .grad yet."""
+        if not self._recorder.books:
+            return
+        tensors = self._parameters.tensors()
+        if not first:
+            self._torn = self._torn or any(map(self._changed, self._marks))
+            return
+        self.clear()
+        for place, p in enumerate(tensors):
+            if p.requires_grad and p.is_leaf and place not in self._heard:
+                self._heard.add(place)
+                self._handles.append(p.register_hook(partial(self._received, place)))
+                after = partial(self._accumulated, place)
+                self._handles.append(p.register_post_accumulate_grad_hook(after))
+        self._versions = [p._version for p in tensors]
+        self._others = {k: p.grad.clone() for k, p in enumerate(tensors) if p.grad is not None}
+
+    def _accumulated(self, place: int, p: Tensor) -> None:
+        if self._versions and p.grad is not None:
+            self._marks[place] = _mark(p.grad)
+            if self._scaled:
+                self._samples[place] = _sample(p.grad)
+
+    def _changed(self, place: int) -> bool:
+        """Whether .grad is not as a backward left it. DistributedDataParallel averages it then."""
+        grad = self._parameters.tensor(place).grad
+        if grad is None or self._ddp() is not None:
+            return grad is None
+        return _mark(grad) != self._marks.get(place)
+
+    def _as_before(self, place: int) -> bool:
+        before, grad = self._samples.get(place), self._parameters.tensor(place).grad
+        if before is None or grad is None:
+            return False
+        return bool(before.any()) and torch.equal(_sample(grad), before)
 
     def keep(self, run: Any, use: Any) -> None:
         self._kept.append((run, use))
@@ -159,13 +204,13 @@ class Books:
             gradient = gradient.detach()
             self._others[place] = gradient.clone() if before is None else before + gradient
 
-    def check(self) -> None:
+    def check(self, unscaled: float) -> None:
         """Raise where nothing can be clipped, before anything is touched."""
         if not self._recorder.books:
             raise RuntimeError(
                 "clip_grad_norm_ needs what the backward had in its hands: attach(..., clip=True)"
             )
-        if self._closed:
+        if self.closed:
             raise RuntimeError(
                 "this record is clipped already: clip once, between backward and step"
             )
@@ -193,8 +238,22 @@ class Books:
             "clip before that",
         )
         self._refuse(
-            (place for place in kept if tensors[place].grad is None),
-            ".grad is None where a backward left a gradient: clip before zero_grad()",
+            kept if self._torn else (),
+            ".grad was changed between the passes of this record, as by zero_grad(): reset() where "
+            "you zero it, and pause() what is not to be clipped",
+        )
+        self._refuse(
+            (place for place in kept if tensors[place].grad is None or place not in self._marks),
+            ".grad is not there, or no backward of this record left it: clip before zero_grad()",
+        )
+        self._refuse(  # which unscale_ leaves no trace of in versions
+            (place for place in kept if unscaled != 1 and self._as_before(place)),
+            "their gradients are not unscaled yet: unscale_() all their optimizers before",
+        )
+        self._refuse(
+            (place for place in kept if self._changed(place)),
+            ".grad was changed since the backward, which clipping would undo: clip first, or "
+            "change it by a backward of its own",
         )
 
     def _refuse(self, places: Iterable[int], reason: str) -> None:
@@ -208,9 +267,7 @@ class Books:
         runs: the passes, in the order of the groups' factors. unscaled: what .grad was multiplied
         by since the backward.
         """
-        self._closed = True
         ddp = self._ddp() if groups else None
-        tensors = self._parameters.tensors()
         numbers = {id(run): k for k, run in enumerate(runs)}
         # Processes that share their gradients go the same way, whatever their samples are.
         group_of = {
@@ -220,14 +277,14 @@ class Books:
             for place in group.places
         }
         met: set[int] = set()
-        while self._kept:
-            run, use = self._kept.popleft()
+
+        def sums(run: Any, use: Any) -> Iterator[_Sum]:
             shares: dict[int, list[int]] = {}
             for place in use.parameters:
                 if place in group_of:
                     shares.setdefault(id(group_of[place]), []).append(place)
             for places in shares.values():
-                p, group = tensors[places[0]], group_of[places[0]]
+                p, group = self._parameters.tensor(places[0]), group_of[places[0]]
                 differs = ddp is None and group.few and p.dtype not in HALVES
                 factors = group.factors[numbers[id(run)]].to(p.device)
                 factors = (factors - 1 if differs else factors) * unscaled
@@ -235,10 +292,21 @@ class Books:
                 largest = float(factors.abs().amax()) if p.dtype in HALVES and len(factors) else 1.0
                 scale = largest if 0 < largest < float("inf") else 1.0
                 for place, made in zip(places, use.weighted(factors / scale, places), strict=True):
-                    before = self._besides(place, unscaled)
-                    add = differs or place in met
-                    _put(tensors[place], made, scale, before, add, ddp is None)
-                    met.add(place)
+                    yield _Sum(place, made, scale, differs)
+
+        def put(found: _Sum) -> None:
+            add, before = found.differs or found.place in met, self._besides(found.place, unscaled)
+            _put(self._parameters.tensor(found.place), found, before, add, ddp is None)
+            met.add(found.place)
+
+        again = [entry for entry in self._kept if getattr(entry[1], "runs_again", False)]
+        for found in [found for entry in again for found in sums(*entry)]:  # all, for one may fail
+            put(found)
+        while self._kept:
+            run, use = self._kept.popleft()
+            for found in () if getattr(use, "runs_again", False) else sums(run, use):
+                put(found)
+        self.closed = True
         if ddp is not None:
             self._average(ddp, met, unscaled)
 
@@ -247,36 +315,45 @@ class Books:
         return None if others is None else others * unscaled
 
     def _average(self, ddp: Any, met: set[int], unscaled: float) -> None:
-        filled = [(k, p) for k, p in enumerate(self._parameters.tensors()) if p.grad is not None]
-        for place, p in filled:
-            if place not in met:  # others' samples came to it
-                before = self._besides(place, unscaled)
-                p.grad.zero_() if before is None else p.grad.copy_(before)
-        mean_over(ddp, [p.grad for _, p in filled])
+        tensors = enumerate(self._parameters.tensors())
+        grads = {place: p.grad for place, p in tensors if p.grad is not None}
+        for place in grads.keys() - met:  # others' samples came to it
+            before = self._besides(place, unscaled)
+            grads[place].copy_(torch.zeros(()) if before is None else before)
+        mean_over(ddp, list(grads.values()))
+
+
+def _mark(grad: Tensor) -> tuple[int, int]:
+    values = grad._values() if grad.is_sparse else grad
+    return values.data_ptr(), grad._version
+
+
+def _sample(grad: Tensor) -> Tensor:
+    values = (grad._values() if grad.is_sparse else grad).flatten()
+    return values[:: max(1, len(values) // 64)].clone()
 
 
 def _hooked(p: Tensor) -> bool:
     """Whether it has hooks of the user's."""
-    hooks = (p._backward_hooks or {}).values()
-    ours = (
-        isinstance(hook, partial) and hook.func.__module__.startswith(__package__) for hook in hooks
+    hooks: list[Any] = [*(p._backward_hooks or {}).values()]
+    hooks += (p._post_accumulate_grad_hooks or {}).values()
+    return any(
+        not isinstance(hook, partial) or not hook.func.__module__.startswith(__package__)
+        for hook in hooks
     )
-    return not all(ours)
 
 
-def _put(
-    p: Tensor, made: Tensor, scale: float, before: Tensor | None, add: bool, alone: bool
-) -> None:
+def _put(p: Tensor, found: _Sum, before: Tensor | None, add: bool, alone: bool) -> None:
     """Add to .grad, or write it; `alone`: its memory may be exchanged."""
-    grad, made = p.grad, made.detach().reshape(p.shape)
+    grad, made, scale = p.grad, found.made.detach().reshape(p.shape), found.scale
     assert grad is not None
     if grad.is_sparse:
         total = made.mul(scale) if before is None else before.to_dense() + made.mul(scale)
-        p.grad = (grad.to_dense() + total if add else total).to_sparse(1)
+        p.grad = (grad.to_dense() + made.mul(scale) if add else total).to_sparse(1)
     elif add:
         grad.add_(made, alpha=scale)
     elif before is not None:
-        grad.copy_(before).add_(made, alpha=scale)
+        grad.copy_(before.to_dense()).add_(made, alpha=scale)
     elif alone and scale == 1 and _takes(grad, made):
         grad.data = made
     else:

@@ -32,6 +32,10 @@ def untraced(function: Any, below: bool = True) -> Any:
     return function
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
 class Hook:
     """A hook of ours on a module; `traced` stands in for it in a graph, where that can be whole."""
 
@@ -45,6 +49,10 @@ class Hook:
 
     def __call__(self, *args: Any) -> Any:
         return self._called(self, *args)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        """Of a class with a way of its own to be copied, which the table of reductions misses."""
+        return _nothing
 
     def _inside(self, *args: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():

@@ -28,6 +28,7 @@ __all__ = [
     "Call",
     "Regime",
     "as_it_is_now",
+    "as_it_stands",
     "by_sample",
     "per_sample_gradients",
     "weighted",
@@ -290,6 +291,11 @@ def _stand_in(module: nn.Module) -> nn.Module:
         _backward_pre_hooks=OrderedDict(),
     )
     return twin
+
+
+def as_it_stands(call: Call) -> Call:
+    """To run later: modes, attributes and buffers stay what they are."""
+    return replace(call, module=_stand_in(call.module))
 
 
 def as_it_is_now(module: nn.Module) -> nn.Module:

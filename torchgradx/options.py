@@ -45,7 +45,7 @@ def placed(directions: Any, parameters: Parameters) -> list[Tensor | None]:
             )
         if found[place] is not None:
             raise ValueError(f"directions[{name!r}] is given twice: the parameter has two names")
-        found[place] = v.detach().to(p.device, accumulation_dtype(p.dtype))
+        found[place] = v.detach().to(p.device, accumulation_dtype(p.dtype), copy=True)
     return found if directions else []
 
 

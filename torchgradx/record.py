@@ -43,8 +43,7 @@ class Record:
         """The first gradient of a pass that is not in the record."""
         if self._read:
             self.clear()
-        if not self.runs:
-            self.books.begin()
+        self.books.begin(first=not self.runs)
         scale = self._options["loss_scale"]
         if isinstance(scale, torch.amp.GradScaler):
             scale = scale.get_scale() if scale.is_enabled() else 1.0
@@ -59,7 +58,7 @@ class Record:
         for run, _ in self.runs:
             run.clear()
         self.runs = []
-        self.books.begin()
+        self.books.clear()
         self.mismatched = {}
         self._recorder.clear()
         self._read = False
@@ -110,8 +109,8 @@ class Record:
         factors: Callable[[Tensor], Tensor] | None,
     ) -> Tensor | dict[str, Tensor]:
         """The norms before it."""
-        self.books.check()
         unscaled = unscaled_by(self._options["loss_scale"])
+        self.books.check(unscaled)
         norms = self.norms(per, None)
         runs = [run for run, _ in self._in_order()]
         sizes = [run.n for run in runs]

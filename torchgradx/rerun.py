@@ -22,6 +22,7 @@ from .fallback import (
     Call,
     Regime,
     as_it_is_now,
+    as_it_stands,
     per_sample_gradients,
     weighted,
     whole_gradients,
@@ -65,9 +66,11 @@ class _Use:
 class _Booked:
     """A call kept for clipping: it runs once more."""
 
+    runs_again = True
+
     def __init__(self, call: Call, places: list[int], silent: Any) -> None:
-        self.parameters, self._call, self._silent = places, call, silent
-        leaves = [*tree_flatten(call.arguments)[0], *call.module.parameters()]
+        self.parameters, self._call, self._silent = places, as_it_stands(call), silent
+        leaves = [*tree_flatten(call.arguments)[0], *call.module.parameters(), *call.grads]
         tensors = (t for t in leaves if isinstance(t, Tensor) and not t.is_inference())
         self._versions = [(t, t._version) for t in tensors]
 

@@ -207,7 +207,7 @@ class NoiseScale:
 
 def _refuse_changed(probe: Probe) -> None:
     """`.grad` is no longer what the backward left."""
-    if probe._record.books._closed:
+    if probe._record.books.closed:
         raise RuntimeError(".grad is clipped already: call update() before clip_grad_norm_")
     scaler = probe._options["loss_scale"]
     for state in getattr(scaler, "_per_optimizer_states", {}).values():

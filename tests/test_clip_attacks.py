@@ -1,0 +1,283 @@
+"""Orders of calls that would clip the wrong sum: each is right, or refused with .grad as it was."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import mlp, nothing_compiled, seeded, square  # noqa: F401
+from clip_oracle import bounded, gradients, norms_of, same, weighted
+from torch import nn
+
+import torchgradx
+
+N = 6
+BOUND = 0.5
+
+
+def batch(n=N):
+    return torch.randn(n, 3, dtype=torch.float64)
+
+
+def is_clipped(model, *batches, loss=square):
+    rows = [[{name: g / len(x) for name, g in row.items()} for row in gradients(model, loss, x)]
+            for x in batches]  # fmt: skip
+    rows = [row for part in rows for row in part]
+    sizes = torch.cat([torch.full((len(x),), float(len(x))) for x in batches]).double()
+    factors = bounded({"": norms_of(rows, "model")[""] * sizes}, BOUND)
+    want = weighted(rows, factors, "model")
+    same(model, want, 1e-9, {name: g.norm() + 1 for name, g in want.items()})
+
+
+def refuses(match, probe, model, kind=torchgradx.CoverageError):
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    with pytest.raises(kind, match=match):
+        probe.clip_grad_norm_(BOUND)
+    for p, g in zip(model.parameters(), before, strict=True):
+        assert g is None or torch.equal(p.grad, g)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_pass_whose_gradients_were_zeroed(to_none):
+    """The generator's loss goes through the discriminator, whose gradients are thrown away."""
+    model, x, y = mlp().double(), batch(), batch(4)
+    with torchgradx.attach(model, clip=True) as probe:
+        square(model, x).backward()
+        model.zero_grad(set_to_none=to_none)
+        square(model, y).backward()
+        refuses("zero_grad", probe, model)
+        probe.reset()
+        for _ in range(2):
+            model.zero_grad(set_to_none=to_none)
+            with probe.paused():
+                square(model, x).backward()
+            model.zero_grad(set_to_none=to_none)
+            square(model, y).backward()
+            probe.clip_grad_norm_(BOUND)
+            is_clipped(model, y)
+
+
+def decayed(model):
+    for p in model.parameters():
+        p.grad.add_(p.detach(), alpha=0.1)
+
+
+def unscaled(model):
+    for p in model.parameters():
+        p.grad = p.grad / 1024
+
+
+@pytest.mark.parametrize("change", [decayed, unscaled])
+def test_a_gradient_changed_by_hand(change):
+    model = mlp().double()
+    with torchgradx.attach(model, clip=True) as probe:
+        square(model, batch()).backward()
+        change(model)
+        refuses("changed since the backward", probe, model)
+
+
+def test_a_hook_after_accumulation():
+    model = mlp().double()
+    with torchgradx.attach(model, clip=True) as probe:
+
+        def masked(p):
+            p.grad.mul_(2)
+
+        handle = model[0].weight.register_post_accumulate_grad_hook(masked)
+        square(model, batch()).backward()
+        refuses(r"Concerned: 0\.weight$", probe, model)
+        handle.remove()
+
+
+def test_two_optimizers_of_which_one_has_unscaled():
+    model, x = mlp(), batch().float()
+    first, second = (torch.optim.SGD(layer.parameters(), 0.0) for layer in (model[0], model[2]))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with torchgradx.attach(model, clip=True, loss_scale=scaler) as probe:
+        scaler.scale(square(model, x)).backward()
+        scaler.unscale_(first)
+        refuses("2.weight", probe, model)
+        scaler.unscale_(second)
+        probe.clip_grad_norm_(BOUND)
+
+
+def test_another_models_optimizer_has_stepped():
+    model, other, x = mlp(), mlp(), batch().float()
+    own, others = (torch.optim.SGD(m.parameters(), 0.0) for m in (model, other))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with torchgradx.attach(model, clip=True, loss_scale=scaler) as probe:
+        scaler.scale(square(other, x)).backward()
+        scaler.step(others)
+        scaler.scale(square(model, x)).backward()
+        scaler.unscale_(own)
+        probe.clip_grad_norm_(BOUND)
+
+
+class Dropping(nn.Module):
+    """Runs again when it is clipped, as it ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.temperature = nn.Parameter(torch.randn(3)), 1.0
+        self.register_buffer("shift", torch.zeros(3))
+
+    def forward(self, x):
+        return F.dropout(x * self.w / self.temperature + self.shift, 0.5, self.training)
+
+
+def test_what_runs_again_stands_as_it_stood():
+    model = nn.Sequential(nn.Linear(3, 3), Dropping(), nn.Tanh(), nn.Linear(3, 2)).double()
+    x = batch()
+    wanted = []
+    for changes in (False, True):
+        twin = copy.deepcopy(model)
+        torch.manual_seed(1)
+        with torchgradx.attach(twin, clip=True) as probe:
+            square(twin, x).backward()
+            if changes:
+                twin.eval()
+                twin[1].temperature = 3.0
+                twin[1].shift.fill_(1)
+            probe.clip_grad_norm_(BOUND)
+        wanted.append([p.grad for p in twin.parameters()])
+    assert all(map(torch.equal, *wanted))
+
+
+def test_what_cannot_run_again_leaves_all_as_it_was():
+    class Once(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.fails = nn.Parameter(torch.randn(3)), []
+
+        def forward(self, x):
+            if self.fails:
+                raise ValueError("not again")
+            return x * self.w
+
+    model = nn.Sequential(nn.Linear(3, 3), Once(), nn.Linear(3, 2))
+    with torchgradx.attach(model, clip=True) as probe:
+        square(model, batch().float()).backward()
+        model[1].fails.append(True)
+        refuses("not again", probe, model, ValueError)
+        model[1].fails.clear()
+        probe.clip_grad_norm_(BOUND)
+
+
+def test_parameters_frozen_when_attached():
+    model, x = mlp().double(), batch()
+    model[0].requires_grad_(False)
+    with torchgradx.attach(model, clip=True) as probe:
+        model[0].requires_grad_(True)
+        square(model, x).backward()
+        with probe.paused():
+            square(model, x).backward()
+        probe.clip_grad_norm_(1e9)
+        twice = copy.deepcopy(model)
+        twice.zero_grad()
+        (2 * square(twice, x)).backward()
+        for p, q in zip(model.parameters(), twice.parameters(), strict=True):
+            assert torch.allclose(p.grad, q.grad, rtol=1e-12)
+
+
+class Negated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.neg_()
+
+
+@pytest.mark.parametrize("backend", ["auto", "vmap"])
+def test_a_gradient_that_is_changed_in_place_later(backend):
+    """A branch beside a residual one gets the same memory."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            h = torch.tanh(self.a(x))
+            return Negated.apply(h) + self.b(h)
+
+    model, x = Branches().double(), batch()
+    with torchgradx.attach(model, clip=True, backend=backend) as probe:
+        square(model, x).backward()
+        try:
+            probe.clip_grad_norm_(BOUND)
+        except torchgradx.CoverageError as error:
+            assert "changed in place" in str(error)  # noqa: PT017
+        else:
+            is_clipped(model, x)
+
+
+def test_statistics_that_move_between_passes():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double().eval()
+    want = []
+    with torchgradx.attach(model, clip=True) as probe:
+        for _ in range(2):
+            x = batch()
+            square(model, x).backward()
+            rows = gradients(model, square, x)
+            want.append(weighted(rows, bounded(norms_of(rows, "model"), BOUND), "model"))
+            with torch.no_grad():
+                model.train()(batch())
+            model.eval()
+        probe.clip_grad_norm_(BOUND)
+    whole = {name: (want[0][name] + want[1][name]) / N for name in want[0]}
+    same(model, whole, 1e-9, {name: g.norm() + 1 for name, g in whole.items()})
+
+
+def test_factors_that_work_in_place():
+    model, x = mlp().double(), batch()
+    with torchgradx.attach(model, clip=True) as probe:
+        square(model, x).backward()
+        want = probe.norms()
+        norms = probe.clip_grad_norm_(factors=lambda n: n.reciprocal_().mul_(BOUND).clamp_(max=1))
+        assert torch.equal(norms, want)
+        is_clipped(model, x)
+
+
+def test_directions_are_those_that_were_given():
+    model, x = mlp().double(), batch()
+    v = torch.randn(5, 3, dtype=torch.float64)
+    with torchgradx.attach(model, directions={"0.weight": v}) as probe:
+        loss = square(model, x)
+        want = torch.stack([(row["0.weight"] * v).sum() for row in gradients(model, square, x)])
+        v.zero_()
+        loss.backward()
+        assert torch.allclose(probe.dot(), want, rtol=1e-9)
+
+
+def test_a_table_of_sparse_gradients_tied_to_a_head():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(7, 3, sparse=True)
+            self.head = nn.Linear(3, 7, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids):
+            return self.head(torch.tanh(self.table(ids)))
+
+    model = Tied().double()
+    ids = torch.randint(0, 7, (N, 4))
+    with torchgradx.attach(model, clip=True) as probe:
+        model.table(ids).sum().backward()  # of no pass, and sparse
+        others = model.table.weight.grad.to_dense().clone()
+        square(model, ids).backward()
+        probe.clip_grad_norm_(BOUND)
+    rows = gradients(model, square, ids)
+    want = weighted(rows, bounded(norms_of(rows, "model"), BOUND), "model")["table.weight"] / N
+    assert torch.allclose(model.table.weight.grad.to_dense(), want + others, rtol=1e-9)
+
+
+def test_a_copy_of_parametrized_modules_runs():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)))
+    x = torch.randn(N, 3)
+    with torchgradx.attach(model, clip=True):
+        twin = copy.deepcopy(model)
+        square(twin, x).backward()
+    assert torch.equal(twin(x), model(x))
