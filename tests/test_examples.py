@@ -92,3 +92,15 @@ def test_a_transformers_layers_have_all_of_its_gradient(tmp_path):
         assert max(parts) <= model <= sum(parts)
     assert summary.startswith("loss ")
     assert (tmp_path / "transformer_layers.png").stat().st_size > 50_000
+
+
+def test_what_spikes_the_loss_is_named(tmp_path):
+    summary = run("loss_spikes.py", "--quick", "--out", tmp_path)
+    rows = rows_of(tmp_path / "loss_spikes.csv")
+    damaged, named = ({(r["step"], k) for r in rows for k in r[of].split()}
+                      for of in ("damaged", "named"))  # fmt: skip
+    assert len(damaged) == 24
+    assert len(named) > 12
+    assert named <= damaged
+    assert summary.startswith(f"{len(named)} of 24 broken images named")
+    assert (tmp_path / "loss_spikes.png").stat().st_size > 50_000
