@@ -53,11 +53,7 @@ bool Booked::intact() const {
                      [](const auto& kept) { return kept.first.current_version() == kept.second; });
 }
 
-std::optional<Booked> Booked::of_samples(const Tensor& factors) const {
-  const int64_t n = factors.numel();
-  if (layout_ != Layout::kBatch || saved_.rstd.defined() || n == 0) return std::nullopt;
-  const Tensor chosen = factors.nonzero().squeeze(1);  // nan, too
-  if (chosen.numel() * 2 > n) return std::nullopt;
+Booked Booked::of_samples(const Tensor& chosen, int64_t n) const {
   const auto of = [&](const Tensor& t) {
     return t.defined() ? t.unflatten(0, {n, -1}).index_select(0, chosen).flatten(0, 1) : t;
   };
@@ -68,9 +64,10 @@ std::optional<Booked> Booked::of_samples(const Tensor& factors) const {
 
 std::vector<Tensor> Booked::weighted(const Tensor& factors, const std::vector<int64_t>& parameters) const {
   const at::NoGradGuard no_grad;
-  if (const auto few = of_samples(factors)) {
-    const Tensor chosen = factors.index_select(0, factors.nonzero().squeeze(1));
-    if (chosen.numel() > 0) return few->weighted(chosen, parameters);
+  if (layout_ == Layout::kBatch && !saved_.rstd.defined()) {
+    const Tensor chosen = factors.nonzero().squeeze(1);  // nan, too
+    if (chosen.numel() > 0 && chosen.numel() * 2 <= factors.numel())
+      return of_samples(chosen, factors.numel()).weighted(factors.index_select(0, chosen), parameters);
   }
   const auto asked = [&](int64_t parameter) {
     return std::find(parameters.begin(), parameters.end(), parameter) != parameters.end();

@@ -79,12 +79,12 @@ class Booked {
   Booked(const Use& use, const Saved& saved, const Tensor& weight, const Tensor& grad_output);
   std::vector<int64_t> parameters() const;
   bool intact() const;  // what it keeps is as it was
-  // Of these parameters: the sums over the samples, each times its factor [N]. If most factors are 0 their samples cost
-  // nothing.
+  // Of these parameters: the sums over the samples, each times its factor [N]. Those of 0 cost nothing, if they are
+  // most but not all.
   std::vector<Tensor> weighted(const Tensor& factors, const std::vector<int64_t>& parameters) const;
 
  private:
-  std::optional<Booked> of_samples(const Tensor& factors) const;  // those whose factor is not 0
+  Booked of_samples(const Tensor& chosen, int64_t n) const;  // of n
 
   std::shared_ptr<Site> site_;
   Layout layout_;

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from attach_oracle import as_dtype, count, need_native, one_sample, prepared, tolerance
 
@@ -109,3 +110,12 @@ def check_clip(model, loss, *batch, dims=0, dtype=torch.float64, reduction="mean
         probe.clip_grad_norm_(float("inf"))
         for p, g in zip(model.parameters(), plain, strict=True):
             assert g is None or torch.equal(p.grad.to_dense(), g)
+
+
+def refuses(kind, match, probe, model, *args, **kwargs):
+    """clip_grad_norm_(*args, **kwargs) raises this, and `.grad` is as it was."""
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    with pytest.raises(kind, match=match):
+        probe.clip_grad_norm_(*args, **kwargs)
+    for p, g in zip(model.parameters(), before, strict=True):
+        assert g is None or torch.equal(p.grad, g)

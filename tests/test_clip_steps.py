@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import Model, mlp, nothing_compiled, same_gradients, seeded, square  # noqa: F401
-from clip_oracle import bounded, check_clip, gradients, norms_of, same, weighted
+from clip_oracle import bounded, check_clip, gradients, norms_of, refuses, same, weighted
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -249,14 +249,6 @@ def test_after_it_nothing_is_kept():
             end()
             gc.collect()
             assert lives() is None
-
-
-def refuses(kind, match, probe, model, *args, **kwargs):
-    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    with pytest.raises(kind, match=match):
-        probe.clip_grad_norm_(*args, **kwargs)
-    for p, g in zip(model.parameters(), before, strict=True):
-        assert g is None or torch.equal(p.grad, g)
 
 
 def test_what_is_not_said_right_changes_nothing():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK", "accumulation_dtype", "chunks", "norms", "precise_dtype"]
+__all__ = ["CHUNK", "accumulation_dtype", "along", "chunks", "norms", "precise_dtype"]
 
 CHUNK = 1 << 19  # elements of one chunk's largest intermediate: 2 MiB of float32
 
@@ -19,6 +19,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def precise_dtype(tensor: Tensor) -> torch.dtype:
     """float64, where the device has it"""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def along(grads: Tensor, direction: Tensor) -> Tensor:
+    """[N]: products of gradients [N, *] with a direction [*], in the direction's dtype"""
+    return grads.reshape(len(grads), -1).to(direction.dtype) @ direction.flatten()
 
 
 def chunks(count: int, elements: int) -> Iterator[slice]:

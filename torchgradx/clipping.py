@@ -25,7 +25,7 @@ from .sharding import data_parallel, mean_over, scattered
 if TYPE_CHECKING:
     from .table import Parameters
 
-__all__ = ["Books", "BySample", "factors_of", "group", "unscaled_by"]
+__all__ = ["Books", "BySample", "factors_of", "group", "is_unscaled", "unscaled_by"]
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -102,12 +102,17 @@ def factors_of(
     return found.masked_fill(~exact.isfinite(), float("nan"))
 
 
+def is_unscaled(loss_scale: Any) -> bool:
+    """Whether a GradScaler has unscaled the gradients of an optimizer that has not stepped yet."""
+    states = getattr(loss_scale, "_per_optimizer_states", {}).values()
+    return any(state["stage"] == OptState.UNSCALED for state in states)
+
+
 def unscaled_by(loss_scale: Any) -> float:
     """What a GradScaler has multiplied .grad by since the backward."""
     if not isinstance(loss_scale, torch.amp.GradScaler) or not loss_scale.is_enabled():
         return 1.0
-    states = loss_scale._per_optimizer_states.values()
-    if not any(state["stage"] == OptState.UNSCALED for state in states):
+    if not is_unscaled(loss_scale):
         raise RuntimeError(
             "clip_grad_norm_ goes between scaler.unscale_(optimizer) and scaler.step(optimizer)"
         )
@@ -323,13 +328,16 @@ class Books:
         mean_over(ddp, list(grads.values()))
 
 
+def _values(grad: Tensor) -> Tensor:
+    return grad._values() if grad.is_sparse else grad
+
+
 def _mark(grad: Tensor) -> tuple[int, int]:
-    values = grad._values() if grad.is_sparse else grad
-    return values.data_ptr(), grad._version
+    return _values(grad).data_ptr(), grad._version
 
 
 def _sample(grad: Tensor) -> Tensor:
-    values = (grad._values() if grad.is_sparse else grad).flatten()
+    values = _values(grad).flatten()
     return values[:: max(1, len(values) // 64)].clone()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .chunks import along
 from .clipping import BySample
 from .passes import receives
 from .products import by_sample, closed, dense, fitted, mapped
@@ -277,7 +278,7 @@ class Descent:
                 self._recorder.book(self._run, BySample(leaf.place, whole))
             v = self._run.directions[leaf.place] if self._run.directions else None
             if v is not None:
-                self._run.add_dots(whole.reshape(self._run.n, -1).to(v.dtype) @ v.flatten())
+                self._run.add_dots(along(whole, v))
 
 
 def _size(t: Tensor) -> float:

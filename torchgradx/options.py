@@ -14,11 +14,16 @@ from .errors import CoverageError
 from .reference import accumulation_dtype
 from .sharding import flattened
 
-__all__ = ["check", "placed"]
+__all__ = ["check", "check_per", "placed"]
 
 
 if TYPE_CHECKING:
     from .table import Parameters
+
+
+def check_per(per: str) -> None:
+    if per not in ("model", "module", "parameter"):
+        raise ValueError(f'per must be "model", "module" or "parameter"; got {per!r}')
 
 
 def placed(directions: Any, parameters: Parameters) -> list[Tensor | None]:

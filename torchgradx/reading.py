@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .explain import explanation
-from .options import placed
+from .options import check_per, placed
 
 if TYPE_CHECKING:
     from .audit import Audit
@@ -135,8 +135,7 @@ class Reader:
 
     def _ready(self, per: str = "model") -> None:
         """Raise unless the record can be read."""
-        if per not in ("model", "module", "parameter"):
-            raise ValueError(f'per must be "model", "module" or "parameter"; got {per!r}')
+        check_per(per)
         self._audit.settle()
         self._record.require()
         self._audit.check()

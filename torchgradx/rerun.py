@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import ops
+from .chunks import along
 from .copies import stock_of
 from .fallback import (
     CHANNELS_FIRST,
@@ -355,12 +356,8 @@ def _epsilon(call: Call, gradient: Tensor) -> float:
 
 def _dots(found: list[Tensor], directions: dict[int, Tensor | None]) -> Tensor:
     """[n] float64: products of gradients [n, *shape] with directions [*shape], by parameter."""
-    pairs = [(found[k], v) for k, v in directions.items() if v is not None]
-    return (
-        torch.stack([g.reshape(len(g), -1).to(v.dtype) @ v.flatten() for g, v in pairs])
-        .double()
-        .sum(0)
-    )
+    products = [along(found[k], v).double() for k, v in directions.items() if v is not None]
+    return torch.stack(products).sum(0)
 
 
 def _find(module: nn.Module, name: str) -> Tensor | None:

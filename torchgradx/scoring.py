@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from .attach import Probe, attach
+from .options import check_per
 
-__all__ = ["Loss", "call", "check_per", "grad_norms", "gradients_put_by", "sample_norms"]
+__all__ = ["Loss", "call", "grad_norms", "gradients_put_by", "sample_norms"]
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -49,11 +50,6 @@ def sample_norms(
         )
     loss.backward()
     return probe.norms(per)
-
-
-def check_per(per: str) -> None:
-    if per not in ("model", "module", "parameter"):
-        raise ValueError(f'per must be "model", "module" or "parameter"; got {per!r}')
 
 
 def grad_norms(

@@ -48,7 +48,7 @@ double norm_of(const Tensor& t) {
 }
 
 Tensor widened(const Tensor& t) {
-  return at::isReducedFloatingType(t.scalar_type()) ? t.to(at::kFloat) : t;
+  return t.defined() && at::isReducedFloatingType(t.scalar_type()) ? t.to(at::kFloat) : t;
 }
 
 std::optional<Tensor> rows_by_sample(const Tensor& t, int64_t n, Layout layout) {

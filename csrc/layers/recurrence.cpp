@@ -122,10 +122,6 @@ Tensor shifted(const Recurrence& of, const Tensor& states, const Tensor& first, 
   return previous;
 }
 
-Tensor wide(const Tensor& t) {
-  return t.defined() && at::isReducedFloatingType(t.scalar_type()) ? t.to(at::kFloat) : t;
-}
-
 void activate(const Tensor& gates) {  // of an LSTM: input, forget, cell, output
   const int64_t h = gates.size(-1) / 4;
   gates.narrow(-1, 0, 2 * h).sigmoid_();
@@ -227,14 +223,14 @@ struct Walk {  // the order of the steps
 template <class T>
 GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, const Tensor& input, const Steps& steps,
                      const Tensor& first_cell, const OutputGradients& grads) {
-  const Tensor previous = wide(steps.previous);
+  const Tensor previous = widened(steps.previous);
   const int64_t h = walk.width, rows = walk.rows, p = previous.size(2), gates = w.ih.size(0);
   const auto fresh = [&](int64_t width) {
     const std::array<int64_t, 3> sizes{walk.steps, rows, width};
     return walk.sizes ? at::zeros(sizes, previous.options()) : at::empty(sizes, previous.options());
   };
   const auto begun = [&](const Tensor& from, int64_t width) {  // what is carried backwards
-    return from.defined() ? wide(from).clone(at::MemoryFormat::Contiguous)
+    return from.defined() ? widened(from).clone(at::MemoryFormat::Contiguous)
                           : at::zeros({rows, width}, previous.options());
   };
   const cpu::GateKernels<T>& kernels = cpu::gate_kernels<T>();
@@ -270,7 +266,7 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
     ran = View<T>(q);
     found.state = fresh(gates);
   } else {
-    q = wide(steps.kept);
+    q = widened(steps.kept);
     ran = View<T>(q);
   }
   if (of.projects) {
@@ -367,9 +363,9 @@ Output run(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps) 
 GateGradients through_time(const Recurrence& of, int64_t direction, const Tensor& input, const Sequence& in,
                            const Steps& steps, const OutputGradients& grads) {
   Weights w = weights_of(of, in.weights, direction);
-  for (Tensor* t : {&w.ih, &w.hh, &w.ih_bias, &w.hh_bias, &w.hr}) *t = wide(*t);
-  const Tensor x = wide(input), c = in.cell.defined() ? wide(in.cell[direction]).contiguous() : Tensor();
-  const Tensor states = wide(grads.states);  // rows may lie in any order, as those of a batch_first module
+  for (Tensor* t : {&w.ih, &w.hh, &w.ih_bias, &w.hh_bias, &w.hr}) *t = widened(*t);
+  const Tensor x = widened(input), c = in.cell.defined() ? widened(in.cell[direction]).contiguous() : Tensor();
+  const Tensor states = widened(grads.states);  // rows may lie in any order, as those of a batch_first module
   const OutputGradients g{states.stride(2) == 1 ? states : states.contiguous(), grads.last, grads.cell};
   const Tensor& sizes = of.packing.batch_sizes;
   const int64_t gates = of.cell == Cell::kLstm ? 4 : of.cell == Cell::kGru ? 3 : 1;

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attach import Probe, attach
+from ..options import check_per
 
 __all__ = ["Norms", "StepNorms", "scale_of"]
 
@@ -33,8 +34,7 @@ class StepNorms:
         on_norms: Callable[[Norms, int], object] | None,
         options: dict[str, Any],
     ) -> None:
-        if per not in ("model", "module", "parameter"):
-            raise ValueError(f'per must be "model", "module" or "parameter"; got {per!r}')
+        check_per(per)
         taken = [name for name in options if name in THE_TRAINERS]
         if taken:
             raise TypeError(f"{taken[0]} is the trainer's: leave it out")

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..attach import Probe
-from ..scoring import check_per
+from ..clipping import is_unscaled
+from ..options import check_per
 from .ranks import Ranks, running
 
 __all__ = ["NoiseScale"]
@@ -209,10 +210,8 @@ def _refuse_changed(probe: Probe) -> None:
     """`.grad` is no longer what the backward left."""
     if probe._record.books.closed:
         raise RuntimeError(".grad is clipped already: call update() before clip_grad_norm_")
-    scaler = probe._options["loss_scale"]
-    for state in getattr(scaler, "_per_optimizer_states", {}).values():
-        if state["stage"].name == "UNSCALED":
-            raise RuntimeError(".grad is unscaled already: call update() before scaler.unscale_()")
+    if is_unscaled(probe._options["loss_scale"]):
+        raise RuntimeError(".grad is unscaled already: call update() before scaler.unscale_()")
 
 
 def _weights(probe: Probe) -> Tensor:

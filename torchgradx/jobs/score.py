@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from ..scoring import Loss, check_per
+from ..options import check_per
+from ..scoring import Loss
 from . import fingerprint
 from .job import Job
 from .pool import Pool, Split, random_state_kept, split_batch
