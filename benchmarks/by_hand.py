@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
@@ -57,7 +56,7 @@ RULES: dict[type[nn.Module], Callable[..., Grads]] = {
 
 
 def by_bmm(w: Workload) -> Callable[[], Tensor]:
-    model = copy.deepcopy(w.model)
+    model = w.model
     sq_norms: list[Tensor] = []
 
     def watch(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:

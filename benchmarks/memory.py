@@ -2,9 +2,10 @@
 
 VmHWM: the most that the process ever had resident, its start and the first step, in which an
 attachment proves itself, included; "later" is the peak of a second step alone, after the mark was
-reset. Default allocator.
+reset. The heap is "tight" (fresh.py).
 
-    python benchmarks/memory.py [--rivals] [--quick]
+    python benchmarks/memory.py --workload name [--way fused]
+    python benchmarks/memory.py --rivals [--quick]
 """
 
 from __future__ import annotations
@@ -52,12 +53,16 @@ def high_water() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rivals", action="store_true")
+    parser.add_argument("--workload", choices=WORKLOADS)
+    parser.add_argument("--way", choices=OURS, help="of ours; else the plain step")
+    parser.add_argument("--rivals", action="store_true", help="all of them, and the plain step")
     parser.add_argument("--quick", action="store_true", help="two workloads")
     options = parser.parse_args()
-    loaded(rivals=options.rivals)
-    ways = RIVALS if options.rivals else OURS
-    tasks = product(QUICK if options.quick else WORKLOADS, [None, *ways])
+    if not options.rivals:
+        say(peaks(options.workload, options.way))
+        return
+    loaded(rivals=True)
+    tasks = product(QUICK if options.quick else WORKLOADS, [None, *RIVALS])
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for row in pool.map(lambda task: forked(peaks, *task), tasks):
             say(row)

@@ -135,13 +135,13 @@ def opacus_ghost(w: Workload, clip: bool) -> Step:
 def opacus_model(w: Workload) -> torch.nn.Module:
     """As its guide says: layers that it has no rule for (LSTM) give way to its own."""
     warnings.filterwarnings("ignore", "Full backward hook is firing")
-    return installed("opacus.validators").ModuleValidator.fix(copy.deepcopy(w.model))
+    return installed("opacus.validators").ModuleValidator.fix(w.model)
 
 
 def backpack(w: Workload) -> Step:
     package = installed("backpack")
     extension = installed("backpack.extensions").BatchL2Grad
-    model = package.extend(copy.deepcopy(w.model))
+    model = package.extend(w.model)
 
     def step() -> Tensor:
         with package.backpack(extension()):
@@ -159,7 +159,7 @@ def backpack(w: Workload) -> Step:
 def fastdp(w: Workload) -> Step:
     """Written from its sources: no release of it installs beside a torch of today."""
     hooks = installed("fastDP.autograd_grad_sample")
-    model = copy.deepcopy(w.model)
+    model = w.model
     for p in model.parameters():
         p.initially_requires_grad = p.requires_grad
     hooks.add_hooks(model, loss_reduction="mean", block_heads=[])

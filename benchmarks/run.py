@@ -14,6 +14,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from typing import Any
 import plots
 import readme
 from facts import ROOT, facts
-from fresh import HEAPS, rows_of
+from fresh import rows_of
 from grid import COUNT
 from kernels import SWEEPS, crossovers, regret
+from memory import AT_ONCE
 from rich.console import Console
 from rich.table import Table
 from rivals import RIVALS
@@ -41,6 +43,7 @@ class Suite:
 
     def __init__(self, quick: bool, bar: tqdm) -> None:
         self.flags = ["--quick"] if quick else []
+        self.names = QUICK if quick else list(WORKLOADS)
         self.bar = bar
 
     def rows(self, *command: str, heap: str, threads: int) -> Iterator[Any]:
@@ -52,7 +55,7 @@ class Suite:
 
     def steps(self, oracles: str) -> Rows:
         rows = []
-        for threads, heap in product(THREADS, HEAPS):
+        for threads, heap in product(THREADS, WAYS):
             where = {"heap": heap, "threads": threads}
             command = ["steps.py", "--oracles", oracles, "--ways", ",".join(WAYS[heap])]
             rows += [{**where, **row} for row in self.rows(*command, **where)]
@@ -64,8 +67,17 @@ class Suite:
         return [{**where, **row} for row in rows]
 
     def memory(self) -> Rows:
-        where = {"heap": "default", "threads": 1}
-        return ratios_of(*(list(self.rows("memory.py", *f, **where)) for f in ([], ["--rivals"])))
+        where = {"heap": "tight", "threads": 1}
+
+        def alone(task: tuple[str, str | None]) -> Any:
+            name, way = task
+            command = ["memory.py", "--workload", name, *(["--way", way] if way else [])]
+            (row,) = self.rows(*command, **where)
+            return row
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            ours = list(pool.map(alone, product(self.names, [None, *OURS])))
+        return ratios_of(ours, list(self.rows("memory.py", "--rivals", **where)))
 
     def kernels(self) -> dict[str, Any]:
         where = {"heap": "warm", "threads": 1}
@@ -106,7 +118,7 @@ def ratios_of(ours: Rows, rivals: Rows) -> Rows:
 
 def count(quick: bool) -> int:
     workloads, ways, rivals = len(QUICK if quick else WORKLOADS), len(OURS), len(RIVALS)
-    steps = workloads * (len(THREADS) * len(HEAPS) + rivals)
+    steps = workloads * (len(THREADS) * len(WAYS) + rivals)
     memory = workloads * (2 + ways + rivals)
     problems = -(-COUNT // 8) if quick else COUNT
     ticks = sum(2 if quick else len(ticks) for ticks, _ in SWEEPS.values())

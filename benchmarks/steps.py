@@ -36,7 +36,7 @@ def made(name: str, oracles: Path) -> tuple[Workload, Tensor]:
 
 def ours(name: str, oracles: Path, ways: list[str], budget: Budget) -> dict[str, Any]:
     w, oracle = made(name, oracles)
-    steps = {way: OURS[way](w) for way in ways}
+    steps = {way: OURS[way](w.copied()) for way in ways}
     for way, step in steps.items():
         check(f"{name}, {way}", step(), oracle)
     plain = partial(w.step, w.model)
@@ -50,7 +50,7 @@ def ours(name: str, oracles: Path, ways: list[str], budget: Budget) -> dict[str,
 
 def rival(name: str, way: str, oracles: Path, budget: Budget) -> dict[str, Any]:
     w, oracle = made(name, oracles)
-    step, verdict = judged(RIVALS[way], w, oracle)
+    step, verdict = judged(RIVALS[way], w.copied(), oracle)
     if step is None:
         return {"verdict": verdict}
     plain = partial(w.step, w.model)

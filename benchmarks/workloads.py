@@ -31,6 +31,10 @@ class Workload(NamedTuple):
         self.inputs.grad = None
         self.loss(model(self.inputs), self.targets).backward()
 
+    def copied(self) -> Workload:
+        """With a model of its own, to hook as one likes."""
+        return self._replace(model=copy.deepcopy(self.model))
+
     def double(self) -> Workload:
         def wide(t: Tensor) -> Tensor:
             return t.detach().double() if t.is_floating_point() else t
@@ -177,22 +181,21 @@ MAX_NORM = 1.0
 QUICK = list(WORKLOADS)[-2:]  # for a try: those that take milliseconds
 
 
-# Ways: workload -> a step that gives norms [N]
+# Ways: workload -> a step that gives norms [N]. They may hook its model.
 
 Way = Callable[[Workload], Callable[[], Tensor]]
 
 
 def attached(read: Callable[[Any], Tensor] = lambda probe: probe.norms(), **options: bool) -> Way:
-    """On a model of its own, attached once, as in a training run."""
+    """Attached once, as in a training run."""
 
     def way(w: Workload) -> Callable[[], Tensor]:
         import torchgradx  # here: a process that measures the plain step's memory has not loaded it
 
-        model = copy.deepcopy(w.model)
-        probe = torchgradx.attach(model, **options)
+        probe = torchgradx.attach(w.model, **options)
 
         def step() -> Tensor:
-            w.step(model)
+            w.step(w.model)
             return read(probe)
 
         return step

@@ -1,4 +1,5 @@
-"""No operator holds N weight gradients, T x T numbers, or all patches: peak memory is measured.
+"""No operator holds N weight gradients, T x T numbers, or all patches, and no step, the first
+included, another copy of its activations: peak memory is measured.
 
 The measurement runs in a process of its own, on the kernel's high-water mark of resident memory,
 so that it sees torch's allocator and the kernels' own buffers alike.
@@ -13,14 +14,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from backends import BACKENDS, Backend
 from oracle import Conv2d, Linear
 from oracle_gather import Gather
-from torch import Tensor
+from torch import Tensor, nn
+
+import torchgradx
 
 MIB = 2**20
 WIDE = Linear(32, 2, 1024, 1024)  # N gradients: 128 MiB
@@ -106,20 +111,66 @@ def _measure(name: str) -> dict[str, int]:
     return extra
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
-def test_extra_memory_is_bounded(backend: Backend) -> None:
-    if backend.name == "emulated":
-        pytest.skip("test_emulated.py counts what CUDA operators allocate")
-    if backend.device != "cpu":
-        pytest.skip("measures resident memory of the CPU")
+def _measure_steps() -> dict[str, list[int]]:
+    """Of a plain step, and of the first two with norms; activations of 4 MiB, 24 of them saved."""
+    torch.set_num_threads(1)
+    depth, width = 12, 256
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
+    model, x = nn.Sequential(*layers), torch.randn(64, 64, width)
+    extra: dict[str, list[int]] = {}
+    for way, n in product(
+        ("plain", "fused", "scoring"), (2, 64)
+    ):  # first what stays, on two samples
+        probe = None if way == "plain" else torchgradx.attach(model, weight_grad=way == "fused")
+
+        def step(n: int = n) -> None:
+            model.zero_grad()
+            model(x[:n]).square().mean().backward()
+
+        extra[way] = [_extra_bytes(step) for _ in range(2)]
+        if probe:
+            probe.norms()
+            probe.remove()
+    return extra
+
+
+def _measured(what: str) -> dict[str, Any]:
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, backend.name],
+        [sys.executable, "-W", "ignore", __file__, what],
         capture_output=True,
         text=True,
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    extra = json.loads(result.stdout)
+    measured: dict[str, Any] = json.loads(result.stdout)
+    return measured
+
+
+in_linux = pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc"
+)
+
+
+@in_linux
+def test_a_step_with_norms_holds_no_more_than_one_without() -> None:
+    extra = _measured("steps")
+    plain = max(extra.pop("plain"))
+    assert plain > 24 * 4 * MIB, "the measurement does not see memory"
+    over = {
+        way: f"{most / MIB:.0f} MiB beside {plain / MIB:.0f}"
+        for way, most in ((way, max(taken)) for way, taken in extra.items())
+        if most > plain + 5 * 4 * MIB  # gradients on their way down, while the graph is kept
+    }
+    assert not over
+
+
+@in_linux
+def test_extra_memory_is_bounded(backend: Backend) -> None:
+    if backend.name == "emulated":
+        pytest.skip("test_emulated.py counts what CUDA operators allocate")
+    if backend.device != "cpu":
+        pytest.skip("measures resident memory of the CPU")
+    extra = _measured(backend.name)
     assert extra.pop("materialised") >= 128 * MIB, "the measurement does not see memory"
     assert set(CASES) < set(extra)
     results = {case: 128 * MIB for case in extra if case.startswith((*ELEMENTWISE, "prelu"))}
@@ -132,4 +183,5 @@ def test_extra_memory_is_bounded(backend: Backend) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_measure(sys.argv[1])))
+    what = sys.argv[1]
+    print(json.dumps(_measure_steps() if what == "steps" else _measure(what)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from math import hypot
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from .taint import Taint
 
 __all__ = ["Audit"]
+
+PART = 1 << 18  # elements compared at a time, in float64
 
 
 class Audit:
@@ -256,11 +259,14 @@ class Audit:
         gradient = gradient.reshape(-1)
         if recorded.dtype == gradient.dtype and torch.equal(gradient, recorded):
             return True
-        gradient = gradient.double()
-        difference = float((gradient - recorded.double()).norm())
+        difference = own = 0.0
+        for part, other in zip(gradient.split(PART), recorded.split(PART), strict=True):
+            part = part.double()
+            difference = hypot(difference, float((part - other.double()).norm()))
+            own = hypot(own, float(part.norm()))
         # The rounding of a sum is by its terms; a gradient that cancels is all rounding.
-        own = torch.finfo(recorded.dtype).eps * float(gradient.norm())
-        return not difference > 64 * (rounding + own)  # inf and nan are the scaler's to report
+        allowed = 64 * (rounding + torch.finfo(recorded.dtype).eps * own)
+        return not difference > allowed  # inf and nan are the scaler's to report
 
     def defer(self, places: Sequence[int]) -> None:
         """Their gradients by sample come only at the end of the backward."""

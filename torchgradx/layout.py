@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, is_dataclass
-from math import prod
+from functools import partial
+from math import inf, prod, sqrt
 from typing import Any
 
 import torch
@@ -83,29 +84,44 @@ def prove(
 
     `unspent`: what each backward of the graph runs under.
     """
-    known = [u.node is not None for u in uses]
-    if n <= 1 or not any(known):
+    known = [k for k, use in enumerate(uses) if use.node is not None]
+    if n <= 1 or not known:
         return [BATCH] * len(uses)
     heads = [(t, _sample_dim(t, n, batch_dim)) for t in outputs if t.requires_grad]
     seeded = [(t, d) for t, d in heads if d is not None]
     if not seeded:
         return [None] * len(uses)
-    edges = [GradientEdge(u.node, u.output_nr) for u in uses if u.node is not None]
-    digits = _digits(n, 4 if any(t.dtype == torch.float16 for t, _ in seeded) else 16)
-    generator = torch.Generator().manual_seed(n)
-    seeds = [torch.randn(t.shape, generator=generator).to(t) for t, _ in seeded]
-
-    def gradients(exponents: Tensor) -> tuple[Tensor | None, ...]:
-        weighted = []
-        for seed, (t, d) in zip(seeds, seeded, strict=True):
-            shape = [-1 if k == d else 1 for k in range(t.dim())]
-            weighted.append(torch.ldexp(seed, exponents.to(seed.device).view(shape)).to(seed.dtype))
-        roots = [t for t, _ in seeded]
-        with unspent():
-            return torch.autograd.grad(roots, edges, weighted, retain_graph=True, allow_unused=True)
-
-    if any(_is_python(node) for node in _below(seeded)):
+    nodes = _below(seeded)
+    if any(_is_python(node) for node in nodes):
         return [None] * len(uses)  # a backward of the user's own may change things when it runs
+    above = _above(nodes, {uses[k].node for k in known})
+    digits = _digits(n, 4 if any(t.dtype == torch.float16 for t, _ in seeded) else 16)
+
+    def gradients(exponents: Tensor) -> dict[int, Rows]:
+        """By use. What is kept of each is small: a copy of every gradient would double a step's
+        memory, so the engine is asked for those alone below which no other is wanted."""
+        found: dict[int, Rows] = {}
+
+        def keep(k: int, grads: Sequence[Tensor | None]) -> None:
+            g = grads[uses[k].output_nr] if uses[k].node in above else grads[0]
+            if g is not None:
+                found[k] = Rows.of(g, prod(uses[k].leads))
+
+        last = [k for k in known if uses[k].node not in above]
+        handles = [uses[k].node.register_prehook(partial(keep, k)) for k in {*known} - {*last}]
+        generator = torch.Generator().manual_seed(n)
+        try:
+            roots = [_weighted(t, exponents, d, generator) for t, d in seeded]
+            edges = [GradientEdge(uses[k].node, uses[k].output_nr) for k in last]
+            with unspent():
+                ends = torch.autograd.grad(roots, edges, retain_graph=True, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for k, g in zip(last, ends, strict=True):
+            keep(k, [g])
+        return found
+
     try:
         plain = gradients(torch.zeros(n, dtype=torch.int32))
         scaled = [gradients(digit) for digit in digits]
@@ -113,27 +129,49 @@ def prove(
         Exception
     ):  # reentrant checkpointing forbids autograd.grad; hooks may raise what they like
         return [None] * len(uses)
-    verdicts: list[int | str | None] = []
-    place = iter(range(len(edges)))
-    for use in uses:
-        if use.node is None:
-            verdicts.append(BATCH)
-            continue
-        k = next(place)
-        verdicts.append(_verdict(use, plain[k], [s[k] for s in scaled], digits, n))
-    return verdicts
+    return [
+        BATCH
+        if use.node is None
+        else _verdict(use, plain.get(k), [s.get(k) for s in scaled], digits, n)
+        for k, use in enumerate(uses)
+    ]
 
 
-def _below(seeded: Sequence[tuple[Tensor, int]]) -> Iterator[Any]:
-    """The graph's nodes below the outputs."""
-    todo, seen = [t.grad_fn for t, _ in seeded], set()
+def _weighted(t: Tensor, exponents: Tensor, dim: int, generator: torch.Generator) -> Tensor:
+    """A number whose gradient by `t` is random, that of sample n times 2^exponents[n]."""
+    gradient = torch.randn(t.shape, generator=generator).to(t)
+    shape = [-1 if k == dim else 1 for k in range(t.dim())]
+    gradient.ldexp_(exponents.to(t.device).view(shape))
+    with torch.enable_grad():
+        root = t.sum()  # autograd.grad given a gradient imports sympy, 35 MiB
+    assert root.grad_fn
+    root.grad_fn.register_hook(lambda *_: (gradient,))
+    return root
+
+
+def _below(seeded: Sequence[tuple[Tensor, int]]) -> list[Any]:
+    """The graph's nodes below the outputs, each before those it is made of."""
+    order: list[Any] = []
+    todo: list[tuple[Any, bool]] = [(t.grad_fn, False) for t, _ in seeded]
+    seen = set()
     while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        todo += [child for child, _ in node.next_functions]
+        node, left = todo.pop()
+        if left:
+            order.append(node)
+        elif node is not None and node not in seen:
+            seen.add(node)
+            todo.append((node, True))
+            todo += [(child, False) for child, _ in node.next_functions]
+    return order[::-1]
+
+
+def _above(nodes: Sequence[Any], wanted: set[Any]) -> set[Any]:
+    """Those that lead to another one that is wanted."""
+    above: set[Any] = set()
+    for node in reversed(nodes):
+        if any(child in above or child in wanted for child, _ in node.next_functions):
+            above.add(node)
+    return above
 
 
 def _is_python(node: Any) -> bool:
@@ -158,21 +196,20 @@ def _digits(n: int, base: int) -> list[Tensor]:
 
 
 def _verdict(
-    use: Watched, plain: Tensor | None, scaled: list[Tensor | None], digits: list[Tensor], n: int
+    use: Watched, plain: Rows | None, scaled: list[Rows | None], digits: list[Tensor], n: int
 ) -> int | str | None:
     if plain is None or any(s is None for s in scaled):
         return None
-    leads, count = use.leads, prod(use.leads)
-    held = [s.reshape(count, -1) for s in scaled if s is not None]
+    held = [s for s in scaled if s is not None]
     fits = {}
-    for layout, owner in _owners(leads, n, use.second):
+    for layout, owner in _owners(use.leads, n, use.second):
         pairs = zip(held, digits, strict=True)
-        if all(_scaled_by(plain.reshape(count, -1), s, digit[owner]) for s, digit in pairs):
+        if all(plain.scaled_to(rows, digit[owner]) for rows, digit in pairs):
             fits[layout] = owner
     if fits:
         first = next(iter(fits))
         alike = all(torch.equal(owner, fits[first]) for owner in fits.values())
-        return first if alike or bool(plain.isfinite().all()) else None  # nan is no evidence
+        return first if alike or plain.finite() else None  # nan is no evidence
     return f"its rows mix the {n} samples, or stand in another order than n*T+t or t*N+n"
 
 
@@ -189,13 +226,38 @@ def _owners(leads: Sequence[int], n: int, second: bool) -> Iterator[tuple[int, T
         yield SECOND, place // prod(leads[2:]) % leads[1] // (leads[1] // n)
 
 
-def _scaled_by(plain: Tensor, scaled: Tensor, exponents: Tensor) -> bool:
-    """Whether each row came back scaled by 2^exponent; another's factor is off by 2 at least."""
-    wide = torch.float64 if plain.dtype == torch.float64 else torch.float32
-    plain, scaled = plain.to(wide), scaled.to(wide)
-    wanted = torch.ldexp(plain, exponents.to(plain.device)[:, None])
-    # A row far below its tensor's largest may have lost bits to subnormal numbers on the way.
-    finite = plain.isfinite()
-    floor = 1e-6 * wanted.abs().where(finite, 0).amax(1, keepdim=True)
-    close = (scaled - wanted).abs() <= 0.01 * wanted.abs() + floor
-    return bool((close | ~finite).all())
+@dataclass(frozen=True)
+class Rows:
+    """What is kept of an output gradient: projections of its rows, which are scaled as they are.
+
+    Each projection of what another sample added is a random number of that one's size, so that four
+    of them miss nothing that is not as small as rounding.
+    """
+
+    projections: Tensor  # [rows, 4]
+    sizes: Tensor  # [rows, 1]
+    close: float  # how near a projection comes, over its row's size
+
+    @staticmethod
+    def of(g: Tensor, count: int) -> Rows:
+        # Scaling by powers of two rounds nothing, but for numbers that became subnormal: many do
+        # in float16.
+        close = 1e-2 if g.dtype == torch.float16 else 1e-5
+        wide = torch.float64 if g.dtype == torch.float64 else torch.float32
+        rows = g.detach().reshape(count, g.numel() // max(count, 1)).to(wide)
+        generator = torch.Generator().manual_seed(count)  # the same each time
+        onto = torch.randn(rows.shape[1], 4, generator=generator, dtype=wide).to(rows.device)
+        sizes, most = (torch.linalg.vector_norm(rows, p, 1, True) for p in (2, inf))
+        sizes = sizes.minimum(most * sqrt(rows.shape[1]))  # where squares overflow
+        with torch.autocast(g.device.type, enabled=False):
+            return Rows(rows @ onto, sizes, close)
+
+    def scaled_to(self, scaled: Rows, exponents: Tensor) -> bool:
+        """Whether each row came back scaled by 2^exponent; another's is off by 2 at least."""
+        exponents = exponents.to(self.sizes.device)[:, None]
+        wanted, size = (torch.ldexp(t, exponents) for t in (self.projections, self.sizes))
+        close = (scaled.projections - wanted).abs() <= self.close * size
+        return bool((close | ~self.sizes.isfinite()).all())
+
+    def finite(self) -> bool:
+        return bool(self.sizes.isfinite().all())

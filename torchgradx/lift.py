@@ -25,7 +25,7 @@ from .recurrent import Site
 from .rerun import FallbackSite
 from .rules import Layer
 from .shared import Graph, Group, Node, Plan, survey
-from .taint import Taint
+from .taint import Taint, watching
 
 if ops.NATIVE:
     from . import _C
@@ -71,7 +71,7 @@ class Lift:
         self._local.first = _C.sequence_number() if ops.NATIVE else 0
         if n > 1 and (self._parameters.modes(), ()) not in self._plans:
             held = [*model.parameters(), *model.buffers()]
-            self._local.taint = Taint(n, held, tensors_in(arguments))
+            self._local.taint = watching(n, held, tensors_in(arguments))
 
     def unwatch(self) -> Taint | None:
         taint, self._local.taint = self._local.taint, None

@@ -9,6 +9,7 @@ everything else hold samples: only what the arguments entered does.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,11 +20,15 @@ from torch.utils._pytree import tree_leaves
 
 from .order import disorders
 
-__all__ = ["Taint"]
+__all__ = ["Taint", "watching"]
 
 
 class Taint(TorchDispatchMode):
     """Watches the operations of this thread, from here to `stop`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import the whole compiler, 70 MiB and two seconds
 
     def __init__(self, n: int, held: Iterable[Tensor], arguments: Iterable[Tensor]) -> None:
         super().__init__()
@@ -95,6 +100,21 @@ class Taint(TorchDispatchMode):
         except Exception:
             return
         self._known[storage._cdata] = StorageWeakRef(storage), clean
+
+
+class _Untraced(Taint):
+    """Where the compiler is there already, it must not trace what watches."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    __torch_dispatch__ = Taint.__torch_dispatch__
+
+
+def watching(n: int, held: Iterable[Tensor], arguments: Iterable[Tensor]) -> Taint:
+    """The operations from here to `stop`: `held` is clean, samples enter by the arguments."""
+    return (_Untraced if "torch._dynamo" in sys.modules else Taint)(n, held, arguments)
 
 
 def _of_sizes_only(func: Any) -> bool:

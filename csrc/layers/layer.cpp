@@ -4,6 +4,8 @@
 #include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <cmath>
+
 namespace torchgradx {
 
 namespace {
@@ -44,7 +46,17 @@ Gradients Layer::backward(const Saved& saved, const Tensor& weight, const Tensor
 }
 
 double norm_of(const Tensor& t) {
-  return at::linalg_vector_norm(t.detach(), 2, {}, false, at::kDouble).item<double>();
+  const auto of = [](const Tensor& part) {
+    return at::linalg_vector_norm(part, 2, {}, false, at::kDouble).item<double>();
+  };
+  if (!t.is_cpu() || !t.is_non_overlapping_and_dense()) return of(t.detach());
+  // On a CPU the framework makes a copy in the wider type.
+  constexpr int64_t kPart = 1 << 16;
+  const Tensor flat = t.detach().as_strided({t.numel()}, {1});
+  double norm = 0;
+  for (int64_t first = 0; first < t.numel(); first += kPart)
+    norm = std::hypot(norm, of(flat.slice(0, first, first + kPart)));
+  return norm;
 }
 
 Tensor widened(const Tensor& t) {
