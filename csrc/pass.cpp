@@ -136,18 +136,18 @@ void Recorder::clear() {
 void Recorder::add_recorded(int64_t parameter, const Tensor& gradient, double magnitude) {
   const at::NoGradGuard no_grad;
   const std::lock_guard<std::mutex> lock(mutex);
-  auto& [sum, size] = recorded_[{get_current_graph_task_id(), parameter}];
-  sum = sum.defined() ? sum + gradient.reshape(-1) : gradient.reshape(-1).clone();  // the caller's goes on to be .grad
-  size += magnitude;
+  Recorded& kept = recorded_[{get_current_graph_task_id(), parameter}];
+  kept.changed = kept.sum.defined() && !kept.stands();
+  kept.sum = kept.sum.defined() ? kept.sum + gradient.reshape(-1) : gradient.reshape(-1);
+  kept.watch(gradient);
+  kept.size += magnitude;
 }
 
 std::pair<std::optional<Tensor>, double> Recorder::take_recorded(int64_t parameter) {
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = recorded_.find({get_current_graph_task_id(), parameter});
-  if (found == recorded_.end()) return {std::nullopt, 0};
-  const auto [sum, size] = std::move(found->second);
-  recorded_.erase(found);
-  return {sum, size};
+  const auto found = recorded_.extract({get_current_graph_task_id(), parameter});
+  if (found.empty() || !found.mapped().stands()) return {std::nullopt, 0};
+  return {found.mapped().sum, found.mapped().size};
 }
 
 void Recorder::forget_recorded() {

@@ -124,8 +124,22 @@ class Recorder {
 
  private:
   std::unique_ptr<Callback> began_, finish_, drained_, met_, booked_;
-  // By backward, since threads run theirs at the same time, and by parameter: the sum, and how large its terms were.
-  std::map<std::pair<int64_t, int64_t>, std::pair<Tensor, double>> recorded_;
+  // The sum, how large its terms were, and whether somebody wrote into it: a single term is on its way to be .grad.
+  struct Recorded {
+    Tensor sum;
+    double size = 0;
+    c10::VariableVersion writes;
+    uint32_t version = 0;
+    bool changed = false;
+    void watch(const Tensor& term) {
+      writes = term.unsafeGetTensorImpl()->version_counter();
+      version = writes.current_version();
+    }
+    bool stands() const {
+      return !changed && writes.current_version() == version;
+    }
+  };
+  std::map<std::pair<int64_t, int64_t>, Recorded> recorded_;  // by backward, as threads run theirs, and by parameter
   std::atomic<int64_t> held_{0};
 };
 

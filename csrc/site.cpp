@@ -106,11 +106,15 @@ bool Use::receives() const {
 // What is recorded, to be held against what the parameters receive.
 void Use::audit(const Operands& operands, const Gradients& gradients, const Tensor& grad_output) {
   const double size = norm_of(grad_output) * epsilon(grad_output);
+  const auto kept = [&](const Tensor& whole, const Rows& rows) {
+    const Tensor gradient = among(whole, rows, 0);
+    return pass->in_graph ? gradient.clone() : gradient;  // its memory serves again there
+  };
   if (wants_weight)
-    site->recorder->add_recorded(site->weight, among(gradients.weight, site->weight_rows, 0),
+    site->recorder->add_recorded(site->weight, kept(gradients.weight, site->weight_rows),
                                  size * site->layer->magnitude(operands));
   if (wants_bias)
-    site->recorder->add_recorded(site->bias, among(gradients.bias, site->bias_rows, 0),
+    site->recorder->add_recorded(site->bias, kept(gradients.bias, site->bias_rows),
                                  size * std::sqrt(static_cast<double>(grad_output.numel())));
 }
 

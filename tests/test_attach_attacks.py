@@ -246,6 +246,23 @@ def test_positions_shared_by_all_samples_leave_the_output_as_it_is(options):
     exact_or_refused(Model(forward, **parts), square, torch.randint(0, 7, (N, 5)), **options)
 
 
+@pytest.mark.parametrize("options", [{}, {"fused": False}, {"backend": "vmap"}])
+def test_a_gradient_changed_in_place_on_its_way_to_the_weight_is_refused(options):
+    model, x = nn.Linear(3, 2, bias=False).double(), torch.randn(N, 3).double()
+
+    def double(gradients, _):
+        for g in gradients:
+            if g is not None:
+                g.mul_(2)
+
+    with torchgradx.attach(model, **options) as probe:
+        output = model(x)
+        output.grad_fn.register_hook(double)
+        output.square().sum().backward()
+        with pytest.raises(torchgradx.CoverageError, match="weight"):
+            probe.norms()
+
+
 class Counting(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -56,7 +56,8 @@ class Recorder:
         self.idle = False
         self._audited: list[int] = []
         self.alive: Any = []
-        self._recorded: dict[tuple[int, int], tuple[Tensor, float]] = {}  # by backward
+        # By backward and parameter: the sum, how large its terms were, and its version.
+        self._recorded: dict[tuple[int, int], tuple[Tensor | None, float, int]] = {}
         self._local = threading.local()
 
     def _in_force(self) -> list[Pass | None]:
@@ -122,13 +123,18 @@ class Recorder:
 
     def add_recorded(self, parameter: int, gradient: Tensor, magnitude: float) -> None:
         key = torch._C._current_graph_task_id(), parameter
-        before = self._recorded.get(key)
+        again = key in self._recorded
+        before, size = self.take_recorded(parameter)
         gradient = gradient.reshape(-1)
-        total = gradient if before is None else before[0] + gradient
-        self._recorded[key] = (total, magnitude + (before[1] if before else 0.0))
+        changed = again and before is None
+        total = None if changed else gradient if before is None else before + gradient
+        self._recorded[key] = total, size + magnitude, 0 if total is None else total._version
 
     def take_recorded(self, parameter: int) -> tuple[Tensor | None, float]:
-        return self._recorded.pop((torch._C._current_graph_task_id(), parameter), (None, 0.0))
+        key = torch._C._current_graph_task_id(), parameter
+        total, size, version = self._recorded.pop(key, (None, 0.0, 0))
+        stands = total is not None and total._version == version  # nobody wrote into it
+        return (total if stands else None), size
 
     def forget_recorded(self) -> None:
         self._recorded.clear()
