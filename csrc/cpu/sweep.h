@@ -26,6 +26,7 @@ using at::Tensor;
 
 constexpr int64_t kDepth = 256;           // positions in a chunk: a run of two vectors of them stays in L1
 constexpr int64_t kRowBlock = 512;        // rows of O whose packed chunk stays in L2
+constexpr int64_t kReread = 16;           // positions whose grads stay in L1 while all panels take theirs
 constexpr int64_t kWorthPacking = 4;      // panels of rows that read a run of columns
 constexpr int64_t kBlockBytes = 5 << 17;  // of the total (or of carry) that one block of columns touches
 
@@ -268,20 +269,32 @@ class Sweep {
     const int64_t positions = chunk.samples * chunk.positions();
     acc_t* const packed = workspace_.panels.get(positions * ((panels.count - 1) * panels.rows + panels.last));
     const auto [lines, length] = lines_of(grads, chunk);
-    for (int64_t p = 0; p < panels.count; ++p) {
-      const int64_t rows = p + 1 < panels.count ? panels.rows : panels.last;
-      acc_t* out = packed + p * panels.rows * positions;
-      for (int64_t n = chunk.sample; n < chunk.sample + chunk.samples; ++n) {
-        acc_t* value = out;
-        for (int64_t y = 0; y < lines; ++y, out += length * rows)
-          layer_.grad_kernels->pack(out, rows, grads.at(n, chunk.y + y, chunk.x, row_begin + p * panels.rows), length,
-                                    rows, grads.x, grads.c);
-        if (!merged() || !sums_.scale) continue;
-        for (int64_t t = n * layer_.height * layer_.width + chunk.y * layer_.width + chunk.x; value < out; ++t)
-          for (int64_t row = 0; row < rows; ++row) *value++ *= sums_.scale[t / sums_.scale_every];
-      }
-    }
+    const int64_t few = grads.c == 1 ? kReread : length;
+    int64_t position = 0;  // among the chunk's
+    for (int64_t n = chunk.sample; n < chunk.sample + chunk.samples; ++n)
+      for (int64_t y = 0; y < lines; ++y)
+        for (int64_t x = 0; x < length; x += few) {
+          const int64_t count = std::min(few, length - x);
+          for (int64_t p = 0; p < panels.count; ++p) {
+            const int64_t rows = p + 1 < panels.count ? panels.rows : panels.last, row = p * panels.rows;
+            layer_.grad_kernels->pack(packed + row * positions + position * rows, rows,
+                                      grads.at(n, chunk.y + y, chunk.x + x, row_begin + row), count, rows, grads.x,
+                                      grads.c);
+          }
+          position += count;
+        }
+    if (merged() && sums_.scale) scale_grads(packed, chunk, panels);
     return packed;
+  }
+
+  void scale_grads(acc_t* packed, const Chunk& chunk, const Panels& panels) const {
+    for (int64_t p = 0; p < panels.count; ++p)
+      for (int64_t n = chunk.sample; n < chunk.sample + chunk.samples; ++n) {
+        const int64_t first = (n * layer_.height + chunk.y) * layer_.width + chunk.x;
+        for (int64_t t = first; t < first + chunk.positions(); ++t)
+          for (int64_t row = p + 1 < panels.count ? panels.rows : panels.last; row > 0; --row)
+            *packed++ *= sums_.scale[t / sums_.scale_every];
+      }
   }
 
   Layer layer_;  // a copy: it remembers what it opened

@@ -212,7 +212,12 @@ void pack(T* out, int64_t ld, const void* source, int64_t rows, int64_t columns,
           int64_t column_stride) {
   const S* in = static_cast<const S*>(source);
   if (column_stride == 1) {
-    for (int64_t r = 0; r < rows; ++r) copy_row<T, L>(out + r * ld, in + r * row_stride, columns);
+    for (int64_t r = 0; r < rows; ++r) {
+      const S* const row = in + r * row_stride;
+      copy_row<T, L>(out + r * ld, row, columns);
+      __builtin_prefetch(row + columns, 0, 2);  // the columns that are wanted next, too far apart to be foreseen
+      __builtin_prefetch(row + 2 * columns - 1, 0, 2);
+    }
   } else if (L >= 4 && row_stride == 1 && rows >= 4 && columns >= 4) {
     if constexpr (L >= 4)
       for (int64_t block = 0; block < columns; block += 4) {
