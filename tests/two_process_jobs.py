@@ -138,6 +138,20 @@ def noise(wrap, per, folder, sizes=((6, 7), (4, 2))):
         np.testing.assert_allclose(got["averages"][name], pair, rtol=1e-8, atol=1e-12)
 
 
+def noise_that_is_not_averaged(folder):
+    ddp, noise = DistributedDataParallel(net()), torchgradx.NoiseScale()
+    x, y = (t[dist.get_rank() :: 2] for t in pool().tensors)
+    with torchgradx.attach(ddp) as probe:
+        with ddp.no_sync():
+            F.cross_entropy(ddp(x), y).backward()
+            with pytest.raises(RuntimeError, match="another one on each rank"):
+                noise.update(probe)
+        ddp.zero_grad()
+        F.cross_entropy(ddp(x), y).backward()
+        noise.update(probe)
+    assert noise.steps == 1
+
+
 def sharded(model):
     fully_shard(model[0])
     fully_shard(model)
@@ -155,6 +169,7 @@ SCENARIOS = {
     "score, interrupted and resumed": interrupted_and_resumed,
     "noise scale, DDP": partial(noise, DistributedDataParallel, "model"),
     "noise scale, DDP, by parameter": partial(noise, DistributedDataParallel, "parameter"),
+    "noise scale, not averaged": noise_that_is_not_averaged,
     "noise scale, FSDP": partial(noise, sharded, "module"),
 }
 
