@@ -37,6 +37,7 @@ class Missing(nn.Module):
 generator = torch.Generator().manual_seed(7)
 pool = TensorDataset(torch.randn(20, 5, generator=generator), torch.arange(20) % 3)
 loader = DataLoader(pool, 7, shuffle=True)
+inputs, settings = pool.tensors[0], {"lr": 0.1}
 def pairs():
     return [{"a": x, "b": y} for x, y in pool]
 def split(batch):
@@ -191,6 +192,8 @@ def test_a_wrong_argument_is_named_and_ends_with_2(user, capsys):
         ("--model: mine.py:split() failed", lambda: score(model="mine.py:split")),
         ("--model: mine.py:WIDTH is a int", lambda: score(model="mine.py:WIDTH")),
         ("must be or return an nn.Module", lambda: score(model="mine.py:pairs")),
+        ("--data: mine.py:settings must be", lambda: score(data="mine.py:settings")),
+        ("say --split", lambda: score(data="mine.py:inputs")),
         ("--data: mine.py:Mixing must be", lambda: score(data="mine.py:Mixing")),
         ("--loss: expected cross_entropy", lambda: score("--loss", "crossentropy")),
         ("--loss", lambda: score("--loss", "mine.py:WIDTH")),

@@ -244,7 +244,9 @@ LOSSES = {
     "an object": lambda of: Loss(label_smoothing=of),
     "its method": lambda of: Loss(label_smoothing=of).method,
     "a partial": lambda of: functools.partial(F.cross_entropy, label_smoothing=of),
-    "a dict closed over": lambda of: (lambda given: lambda out, y: given["x"] * out.sum())({"x": of}),
+    "a dict closed over": lambda of: (lambda given: lambda out, y: given["x"] * out.sum())(
+        {"x": of}
+    ),
     "a default": lambda of: lambda out, y, factor=of: factor * F.cross_entropy(out, y),
 }
 

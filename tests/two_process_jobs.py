@@ -106,6 +106,14 @@ def interrupted_and_resumed(folder):
     same(np.load(out)["norm"], got)
 
 
+def models_that_differ(folder):
+    with pytest.raises(ValueError, match="the same on all ranks"):
+        score(net(dist.get_rank()), DataLoader(pool(), 4))
+    same(
+        score(net(), DataLoader(pool(), 4)), score(net(), DataLoader(pool(), 4), distributed=False)
+    )
+
+
 # ---- NoiseScale ----------------------------------------------------------------------------------
 def noise(wrap, per, folder, sizes=((6, 7), (4, 2))):
     """Of unequal batches on two ranks: that of one process which weights them as DDP does."""
@@ -166,6 +174,7 @@ SCENARIOS = {
     "score, FSDP, one batch more on a rank": partial(a_sharded_model, 9),
     "score, FSDP, fewer samples than ranks": partial(a_sharded_model, 1),
     "score, chosen samples of several models": chosen_samples_of_several_models,
+    "score, models that differ": models_that_differ,
     "score, interrupted and resumed": interrupted_and_resumed,
     "noise scale, DDP": partial(noise, DistributedDataParallel, "model"),
     "noise scale, DDP, by parameter": partial(noise, DistributedDataParallel, "parameter"),

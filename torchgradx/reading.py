@@ -70,7 +70,7 @@ class Reader:
 
     @property
     def shares(self) -> Tensor:
-        """[N] float64: how much of each sample's own gradient the record's backwards put into .grad.
+        """[N] float64: how much of each sample's own gradient the backwards have put into .grad.
 
         1 / N under a mean, times the loss scale; in the order of `norms`.
 

@@ -27,8 +27,8 @@ SAMPLES = 8  # of a dataset that are looked at, spread over it
 
 
 def of_model(model: nn.Module, modes: bool = False) -> str:
-    """Of its modules (and their modes), of the bits of its parameters and buffers, of what is frozen,
-    and of plain numbers and words: a label_smoothing, an eps."""
+    """Of its modules (and their modes), of the bits of its parameters and buffers, of what is
+    frozen, and of plain numbers and words: a label_smoothing, an eps."""
     seen = blake2b(_text(repr(model)), digest_size=16)
     for module in model.modules():
         for name, value in sorted(vars(module).items()):
@@ -120,7 +120,7 @@ def _parts(value: Any, within: tuple[Any, ...]) -> Iterable[Any]:
     if any(map(_is_object, within)):  # what an object holds, but not what that holds in turn
         return ()
     if _is_object(value):
-        return getattr(type(value), "__call__", None), vars(value)
+        return vars(type(value)).get("__call__"), vars(value)
     return (getattr(value, "__qualname__", ""),)
 
 
@@ -142,6 +142,6 @@ def _names(code: CodeType) -> list[str]:
 
 def _is_object(value: Any) -> bool:
     """Of a class that is no container's and no function's."""
-    others = (type, ModuleType, Mapping, list, tuple, set, frozenset, functools.partial)
-    others += (FunctionType, MethodType)
+    functions = (FunctionType, MethodType, functools.partial)
+    others = (type, ModuleType, Mapping, list, tuple, set, frozenset, *functions)
     return hasattr(value, "__dict__") and not isinstance(value, others)

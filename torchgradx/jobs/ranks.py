@@ -48,6 +48,11 @@ class Ranks:
             count = int(there)
         return count
 
+    def agree(self, hexadecimal: str) -> bool:
+        """Whether all ranks say the same."""
+        number = int(hexadecimal[:15], 16)
+        return self.largest(number) == -self.largest(-number)
+
     def whole(self, values: NDArray[np.float64], mine: NDArray[np.bool_]) -> NDArray[np.float64]:
         """[N, K] of which each rank knows the rows that are its own."""
         rows = np.where(mine[:, None], values, 0.0)
