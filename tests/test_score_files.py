@@ -283,6 +283,14 @@ def test_a_file_without_scores_binds_nobody(tmp_path):
     np.testing.assert_array_equal(score(model(1), pool(), out=out), score(model(1), pool()))
 
 
+def test_what_several_processes_began_is_told_of(tmp_path):
+    out = tmp_path / "scores[1].npz"
+    interrupted(model(), out)
+    os.rename(f"{out}.partial", f"{out}.rank1.partial")
+    with pytest.warns(UserWarning, match=r"rank1\.partial: begun by another number of processes"):
+        score(model(), pool(), out=out)
+
+
 def test_a_folder_is_no_file(tmp_path):
     (tmp_path / "scores.npz").mkdir()
     with pytest.raises(ValueError, match="is a folder"):

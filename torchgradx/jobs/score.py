@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -115,6 +116,12 @@ def score(
     try:
         with ranks.together(), random_state_kept(pool.generators()):
             if path is not None:
+                if resume and ranks.rank == 0 and (unused := ranks.strangers(path)):
+                    warnings.warn(
+                        f"{', '.join(map(str, unused))}: begun by another number of processes, and "
+                        "not gone on with. Delete them, or run as many processes again",
+                        stacklevel=2,
+                    )
                 facts = {
                     "dataset": fingerprint.of_dataset(pool),
                     "indices": fingerprint.of_values(wanted),
