@@ -79,10 +79,8 @@ class Said:
         root: Any = loss.grad_fn
         self._reduction: Any = getattr(root, "_saved_reduction", None)
         found: list[Any] = []
-        nodes, levels = (
-            [root] if root else [],
-            6,
-        )  # above it: factors, a smoothed part, other losses
+        nodes = [root] if root else []
+        levels = 6  # above it: factors, a smoothed part, other losses
         while levels and nodes:
             here = [node for node in nodes if node.name().startswith("NllLoss")]
             levels = 2 if here and not found else levels - 1  # of a sum, the next is near
@@ -93,7 +91,7 @@ class Said:
             node = found[0]
             target, weight = node._saved_target, node._saved_weight
             ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63  # torch tells it unsigned
-            counts = (target != ignored).double()
+            counts = (target != ignored).float()
             self._counts = counts if weight is None else counts * weight[target.clamp_min(0)]
 
     def compare(self, probe: Probe) -> None:
@@ -104,15 +102,15 @@ class Said:
             return
         told = {MEAN: 1.0, SUM: float(n)}.get(self._reduction)
         if told is not None and not math.isclose(float(shares.sum()), told, rel_tol=1e-3):
-            kind, other = ("mean", "sum") if self._reduction == MEAN else ("sum", "mean")
+            kind = "mean" if self._reduction == MEAN else "sum"
             raise CoverageError(
-                f"loss_fn returns the {kind} of its samples' losses, and loss_reduction says "
-                f'"{other}": say loss_reduction="{kind}"',
+                f"loss_fn returns the {kind} of its samples' losses, and loss_reduction or "
+                f'loss_scale say something else: say loss_reduction="{kind}" and no loss_scale',
                 probe.gradients("parameter"),
             )
         if self._counts is None or not self._counts.numel() or self._counts.numel() % n:
             return
-        rows = self._counts.cpu()
+        rows = self._counts.cpu().double()
         orders = rows.reshape(n, -1).sum(1), rows.reshape(-1, n).sum(0)
         if not any(torch.allclose(each / each.sum(), shares / shares.sum()) for each in orders):
             raise CoverageError(
