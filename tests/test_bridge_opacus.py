@@ -212,6 +212,19 @@ def test_registration_is_undone_after_an_exception():
     assert before == Ghost.NORM_SAMPLERS
 
 
+def test_registrations_are_undone_in_any_order():
+    table = Ghost.NORM_SAMPLERS
+    before = dict(table)
+    one, two = bridge.register(), bridge.register()
+    one.remove()
+    assert table[nn.Conv2d] is bridge.SAMPLERS[nn.Conv2d], "the other's"
+    one.remove()
+    two.remove()
+    assert table == before
+    two.remove()
+    assert table == before
+
+
 def test_a_private_step_clips_by_our_norms(registered):
     """make_private from end to end, without noise: the sum of clipped gradients, over the batch."""
     model = nn.Sequential(

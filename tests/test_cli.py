@@ -37,6 +37,7 @@ class Missing(nn.Module):
 generator = torch.Generator().manual_seed(7)
 pool = TensorDataset(torch.randn(20, 5, generator=generator), torch.arange(20) % 3)
 loader = DataLoader(pool, 7, shuffle=True)
+inputs, settings = pool.tensors[0], {"lr": 0.1}
 def pairs():
     return [{"a": x, "b": y} for x, y in pool]
 def split(batch):
@@ -44,7 +45,9 @@ def split(batch):
 def loss(out, y):
     return nn.functional.cross_entropy(out, y)
 def wrong(out, y):
-    raise ValueError("my own error")
+    if len(out) < 6:  # the last batch
+        raise ValueError("my own error")
+    return loss(out, y)
 def broken():
     raise KeyError("no such config")
 """
@@ -189,6 +192,8 @@ def test_a_wrong_argument_is_named_and_ends_with_2(user, capsys):
         ("--model: mine.py:split() failed", lambda: score(model="mine.py:split")),
         ("--model: mine.py:WIDTH is a int", lambda: score(model="mine.py:WIDTH")),
         ("must be or return an nn.Module", lambda: score(model="mine.py:pairs")),
+        ("--data: mine.py:settings must be", lambda: score(data="mine.py:settings")),
+        ("say --split", lambda: score(data="mine.py:inputs")),
         ("--data: mine.py:Mixing must be", lambda: score(data="mine.py:Mixing")),
         ("--loss: expected cross_entropy", lambda: score("--loss", "crossentropy")),
         ("--loss", lambda: score("--loss", "mine.py:WIDTH")),
@@ -215,7 +220,7 @@ def test_a_wrong_argument_is_named_and_ends_with_2(user, capsys):
 
 def test_a_partial_result_of_something_else_says_fresh(user, capsys):
     with pytest.raises(ValueError, match="my own error"):  # with its trace: it is the user's
-        score("--loss", "mine.py:wrong")
+        score("--loss", "mine.py:wrong", "--batch-size", "6")
     assert (user / "s.csv.partial").exists()
     assert score() == 2
     said = capsys.readouterr().err

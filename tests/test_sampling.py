@@ -1,5 +1,7 @@
 """ImportanceSampler: drawn as said, weighted without bias, resumed where it was."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -137,6 +139,35 @@ def test_a_restored_sampler_draws_what_the_other_would_have(stop):
     assert first + train(two, 10, stop) == want
     with pytest.raises(ValueError, match="12 samples, not 5"):
         ImportanceSampler(5).load_state_dict(state)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_what_is_dropped_at_the_end_of_an_epoch_is_no_epoch(drop_last, workers):
+    """Saved anywhere, also after the last whole batch of 5 of 12."""
+
+    def epoch(sampler):
+        loader = DataLoader(
+            IndexedDataset(torch.arange(N)), 5, sampler=sampler, drop_last=drop_last,
+            num_workers=workers,
+        )  # fmt: skip
+        for index, _ in loader:
+            sampler.update(index, NORMS[index])
+            yield index.tolist()
+
+    sampler, drawn, states = ImportanceSampler(N), [], []
+    for _ in range(2):
+        for batch in epoch(sampler):
+            drawn.append(batch)
+            states.append((len(drawn), sampler.state_dict()))
+        states.append((len(drawn), sampler.state_dict()))
+    for done, state in states:
+        restored = ImportanceSampler(N)
+        restored.load_state_dict(state)
+        got = [list(epoch(restored)) for _ in range(2)]
+        assert [] not in got
+        want = drawn[done:]
+        assert list(itertools.chain(*got))[: len(want)] == want
 
 
 def test_arguments_are_refused_by_name():

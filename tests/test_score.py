@@ -204,6 +204,13 @@ def test_labels_of_a_dict_are_the_targets():
     close(torch.tensor(got), per_model(want))
 
 
+def test_scores_are_had_in_inference_mode():
+    model, data = classifier(), pool()
+    want = score(model, DataLoader(data, 4))
+    with torch.inference_mode():
+        np.testing.assert_array_equal(score(model, DataLoader(data, 4)), want)
+
+
 # ---- Other scores --------------------------------------------------------------------------------
 def test_el2n_is_the_error_of_the_probabilities():
     model, data = classifier(), pool()
@@ -352,6 +359,7 @@ class Stream(IterableDataset):
 
 def test_arguments_are_refused_by_name(tmp_path):
     model, data = classifier(), pool()
+    frozen = classifier().requires_grad_(False)
     loader = DataLoader(data, 4)
     for kind, words, call in (
         (TypeError, "iterable", lambda: score(model, DataLoader(Stream(), 4))),
@@ -368,6 +376,10 @@ def test_arguments_are_refused_by_name(tmp_path):
         (ValueError, "got none", lambda: score([], loader)),
         (ValueError, r"0 to 22; got 0 to 23", lambda: score(model, loader, indices=[0, 23])),
         (TypeError, "indices", lambda: score(model, loader, indices=[0.5])),
+        (TypeError, "knows no word", lambda: score(model, loader, kind="el2n", word=1)),
+        (ValueError, "is the model frozen", lambda: score(frozen, loader)),
+        (TypeError, "say split=", lambda: score(model, DataLoader(data.tensors[0], 4))),
+        (TypeError, "say split=", lambda: score(model, DataLoader(StackDataset(a=data), 4))),
         (ValueError, ".npz, .csv, .parquet", lambda: score(model, loader, out="x.txt")),
         (ValueError, "folder", lambda: score(model, loader, out=tmp_path / "no" / "x.csv")),
         (ValueError, "one number", lambda: score(model, loader, lambda o, y: o)),

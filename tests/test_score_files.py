@@ -1,6 +1,8 @@
 """What score() writes: the whole result, and the partial one that a kill leaves behind."""
 
+import copy
 import csv
+import functools
 import os
 import signal
 import subprocess
@@ -187,6 +189,10 @@ def test_a_partial_result_of_something_else_is_refused_by_name(tmp_path):
     out, net = tmp_path / "scores.npz", model()
     interrupted(net, out, loss=scaled_by(2.0))
     other_data = Counted(pool().tensors[0] + 1, pool().tensors[1])
+    one_more = pool()
+    one_more.tensors[1][1] += 1  # none of those that the fingerprint reads
+    frozen = copy.deepcopy(net)
+    frozen[0].bias.requires_grad_(False)
     gelu = nn.Sequential(net[0], nn.GELU(), net[2])
     same = {"loss": scaled_by(2.0), "out": out}
     for words, call in (
@@ -200,6 +206,8 @@ def test_a_partial_result_of_something_else_is_refused_by_name(tmp_path):
         ("eval_mode", lambda: score(net, pool(), eval_mode=False, **same)),
         ("indices", lambda: score(net, pool(), indices=[1], **same)),
         ("options", lambda: score(net, pool(), loss_scale=2.0, **same)),
+        ("dataset", lambda: score(net, one_more, **same)),
+        ("other weights", lambda: score(frozen, pool(), **same)),
         ("other weights", lambda: score(model(1), pool(), **same)),
         ("other weights", lambda: score(gelu, pool(), **same)),
     ):
@@ -208,6 +216,85 @@ def test_a_partial_result_of_something_else_is_refused_by_name(tmp_path):
     assert not out.exists()
     again = score(model(1), pool(), resume=False, **same)
     np.testing.assert_allclose(again, 2 * score(model(1), pool()), rtol=1e-5)
+
+
+FACTOR = 1.0
+
+
+def helped(out):
+    return FACTOR * out
+
+
+def with_help(out, y):
+    return F.cross_entropy(helped(out), y)
+
+
+class Loss:
+    def __init__(self, **options):
+        self.options = options
+
+    def __call__(self, out, y):
+        return F.cross_entropy(out, y, **self.options)
+
+    def method(self, out, y):
+        return self(out, y)
+
+
+LOSSES = {
+    "an object": lambda of: Loss(label_smoothing=of),
+    "its method": lambda of: Loss(label_smoothing=of).method,
+    "a partial": lambda of: functools.partial(F.cross_entropy, label_smoothing=of),
+    "a dict closed over": lambda of: (lambda given: lambda out, y: given["x"] * out.sum())(
+        {"x": of}
+    ),
+    "a default": lambda of: lambda out, y, factor=of: factor * F.cross_entropy(out, y),
+}
+
+
+@pytest.mark.parametrize("make", LOSSES.values(), ids=LOSSES)
+def test_a_loss_is_told_by_what_it_holds(tmp_path, make):
+    out, net = tmp_path / "scores.npz", model()
+    interrupted(net, out, loss=make(0.1))
+    with pytest.raises(torchgradx.ResumeError, match="loss_fn"):
+        score(net, pool(), loss=make(0.2), out=out)
+    score(net, pool(), loss=make(0.1), out=out)
+
+
+@pytest.mark.parametrize("name", ["FACTOR", "helped"])
+def test_a_loss_is_told_by_what_it_calls(tmp_path, monkeypatch, name):
+    out, net = tmp_path / "scores.npz", model()
+    interrupted(net, out, loss=with_help)
+    score_again = functools.partial(score, net, pool(), loss=with_help, out=out)
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), name, 2.0 if name == "FACTOR" else double_it)
+        with pytest.raises(torchgradx.ResumeError, match="loss_fn"):
+            score_again()
+    score_again()
+
+
+def double_it(out):
+    return 2 * out
+
+
+def test_a_file_without_scores_binds_nobody(tmp_path):
+    out, net = tmp_path / "scores.npz", model()
+    interrupted(net, out, fails=1, loss=double)
+    assert os.listdir(tmp_path) == ["scores.npz.partial"]
+    np.testing.assert_array_equal(score(model(1), pool(), out=out), score(model(1), pool()))
+
+
+def test_what_several_processes_began_is_told_of(tmp_path):
+    out = tmp_path / "scores[1].npz"
+    interrupted(model(), out)
+    os.rename(f"{out}.partial", f"{out}.rank1.partial")
+    with pytest.warns(UserWarning, match=r"rank1\.partial: begun by another number of processes"):
+        score(model(), pool(), out=out)
+
+
+def test_a_folder_is_no_file(tmp_path):
+    (tmp_path / "scores.npz").mkdir()
+    with pytest.raises(ValueError, match="is a folder"):
+        score(model(), pool(), out=tmp_path / "scores.npz")
 
 
 def test_a_loss_with_another_number_or_a_model_in_another_mode_is_another(tmp_path):

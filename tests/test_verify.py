@@ -83,6 +83,72 @@ def test_a_sum_loss_is_said_and_gives_the_same_norms():
     assert str(torchgradx.verify(model, total, x, y, loss_reduction="sum"))
 
 
+def padded(model, x, y):  # a mean over tokens, of which samples have more or fewer
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=4)
+
+
+@pytest.mark.parametrize(
+    "kind", ["padded tokens", "class weights", "smoothed", "a part of the loss"]
+)
+def test_a_mean_over_what_counts_is_refused_where_samples_count_differently(kind):
+    x, y = torch.randn(N, 7, 3), torch.randint(0, 4, (N, 7))
+    model = nn.Linear(3, 5).double()
+    weight = torch.tensor([1.0, 2, 3, 1, 1]).double()
+    options = {"weight": weight} if kind == "class weights" else {"ignore_index": 4}
+    options |= {"label_smoothing": 0.1} if kind == "smoothed" else {}
+    factor, more = (2.0, 1.0) if kind == "a part of the loss" else (1.0, 0.0)
+
+    def loss_fn(out, y, **how):
+        how = options | how
+        loss = F.cross_entropy(out.flatten(0, 1), y.flatten(), **how)
+        return factor * loss + more * out.square().mean()
+
+    x = x.double()
+    if kind != "class weights":
+        even = loop(model, lambda m, x, y: loss_fn(m(x), y), x, y)
+        close_named(torchgradx.grad_norms(model, loss_fn, x, y, per="parameter"), even)
+        y[:, 5:] = 4  # of all samples alike
+        even = loop(model, lambda m, x, y: loss_fn(m(x), y), x, y)
+        close_named(torchgradx.grad_norms(model, loss_fn, x, y, per="parameter"), even)
+        y[1, 3:] = 4
+    with pytest.raises(torchgradx.CoverageError, match="the targets that count") as caught:
+        torchgradx.grad_norms(model, loss_fn, x, y)
+    assert caught.value.parameters == ("weight", "bias")
+    with pytest.raises(torchgradx.VerificationError, match="differs"):
+        torchgradx.verify(model, loss_fn, x, y)
+
+
+def test_weights_that_are_said_and_means_by_sample_are_not_refused():
+    x, y = torch.randn(N, 7, 3).double(), torch.randint(0, 4, (N, 7))
+    y[1, 3:], y[4, 5:] = 4, 4
+    model = nn.Linear(3, 5).double()
+    want = loop(model, padded, x, y)
+
+    def each(out, y):
+        return sum(F.cross_entropy(o, t, ignore_index=4) for o, t in zip(out, y, strict=True)) / N
+
+    close_named(torchgradx.grad_norms(model, each, x, y, per="parameter"), want)
+    counts = (y != 4).sum(1).double()
+    got = torchgradx.grad_norms(
+        model, lambda out, y: padded(nn.Identity(), out, y), x, y, per="parameter",
+        loss_scale=N * counts / counts.sum(),
+    )  # fmt: skip
+    close_named(got, want)
+
+
+def test_a_reduction_that_is_not_the_one_said_is_refused():
+    model, (x, y) = classifier(), samples()
+    for said, got in (("mean", "sum"), ("sum", "mean")):
+        loss_fn = nn.CrossEntropyLoss(reduction=got)
+        with pytest.raises(torchgradx.CoverageError, match=f'say loss_reduction="{got}"'):
+            torchgradx.grad_norms(model, loss_fn, x, y, loss_reduction=said)
+        torchgradx.grad_norms(model, loss_fn, x[:1], y[:1], loss_reduction=said)
+    close(
+        torchgradx.grad_norms(model, F.cross_entropy, x, y, loss_reduction="sum", loss_scale=1 / N),
+        torchgradx.grad_norms(model, F.cross_entropy, x, y),
+    )
+
+
 @pytest.mark.parametrize("call", ["grad_norms", "verify"])
 @pytest.mark.parametrize("training", [True, False])
 def test_nothing_is_left_behind(call, training):

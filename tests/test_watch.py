@@ -131,3 +131,4 @@ def test_arguments_are_refused_by_name():
         watch.update(torch.rand(3), indices=[1, 2])
     with pytest.raises(ValueError, match=r"norms must be \[N\]"):
         watch.update(torch.rand(3, 2))
+    assert watch.update({}) == []

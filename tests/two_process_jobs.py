@@ -106,6 +106,14 @@ def interrupted_and_resumed(folder):
     same(np.load(out)["norm"], got)
 
 
+def models_that_differ(folder):
+    with pytest.raises(ValueError, match="the same on all ranks"):
+        score(net(dist.get_rank()), DataLoader(pool(), 4))
+    same(
+        score(net(), DataLoader(pool(), 4)), score(net(), DataLoader(pool(), 4), distributed=False)
+    )
+
+
 # ---- NoiseScale ----------------------------------------------------------------------------------
 def noise(wrap, per, folder, sizes=((6, 7), (4, 2))):
     """Of unequal batches on two ranks: that of one process which weights them as DDP does."""
@@ -138,6 +146,20 @@ def noise(wrap, per, folder, sizes=((6, 7), (4, 2))):
         np.testing.assert_allclose(got["averages"][name], pair, rtol=1e-8, atol=1e-12)
 
 
+def noise_that_is_not_averaged(folder):
+    ddp, noise = DistributedDataParallel(net()), torchgradx.NoiseScale()
+    x, y = (t[dist.get_rank() :: 2] for t in pool().tensors)
+    with torchgradx.attach(ddp) as probe:
+        with ddp.no_sync():
+            F.cross_entropy(ddp(x), y).backward()
+            with pytest.raises(RuntimeError, match="another one on each rank"):
+                noise.update(probe)
+        ddp.zero_grad()
+        F.cross_entropy(ddp(x), y).backward()
+        noise.update(probe)
+    assert noise.steps == 1
+
+
 def sharded(model):
     fully_shard(model[0])
     fully_shard(model)
@@ -152,9 +174,11 @@ SCENARIOS = {
     "score, FSDP, one batch more on a rank": partial(a_sharded_model, 9),
     "score, FSDP, fewer samples than ranks": partial(a_sharded_model, 1),
     "score, chosen samples of several models": chosen_samples_of_several_models,
+    "score, models that differ": models_that_differ,
     "score, interrupted and resumed": interrupted_and_resumed,
     "noise scale, DDP": partial(noise, DistributedDataParallel, "model"),
     "noise scale, DDP, by parameter": partial(noise, DistributedDataParallel, "parameter"),
+    "noise scale, not averaged": noise_that_is_not_averaged,
     "noise scale, FSDP": partial(noise, sharded, "module"),
 }
 

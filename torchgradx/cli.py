@@ -226,7 +226,7 @@ def _or_usage_error(what: str, call: Any, *args: Any, **kwargs: Any) -> Any:
             frame = frame.tb_next
         where = frame.tb_frame.f_globals.get("__name__", "") if frame is not None else ""
         if where.startswith(("torchgradx.", "torch.utils.data.")):
-            text = str(error).replace("resume=False", "--fresh")
+            text = str(error).replace("resume=False", "--fresh").replace("split=", "--split")
             raise UsageError(f"{what}: {text}") from error
         raise
 

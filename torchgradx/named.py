@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,8 @@ def _load(module: nn.Module, checkpoint: str) -> None:
 def dataset(spec: str) -> Any:
     """A dataset or a DataLoader, made or found."""
     held = _made("--data", spec)
-    if not isinstance(held, DataLoader) and not hasattr(held, "__len__"):
+    known = hasattr(held, "__len__") and not isinstance(held, (str, bytes, Mapping))
+    if not isinstance(held, DataLoader) and not known:
         raise UsageError(
             f"--data: {spec} must be or return a dataset with a length, or a DataLoader; got "
             f"{type(held).__name__}"

@@ -69,6 +69,24 @@ class Reader:
         return self._record.dots()
 
     @property
+    def shares(self) -> Tensor:
+        """[N] float64: how much of each sample's own gradient the backwards have put into .grad.
+
+        1 / N under a mean, times the loss scale; in the order of `norms`.
+
+        Raises:
+            RuntimeError: `.grad` is unscaled or clipped already, and no longer their sum.
+            CoverageError: as for `norms`.
+        """
+        self._ready()
+        return self._record.shares()
+
+    def gradients(self, per: str = "model") -> dict[str, list[Tensor]]:
+        """`.grad` of what the record's norms are of, by their names ("" for per="model")."""
+        self._ready(per)
+        return self._record.gradients(per)
+
+    @property
     def directions(self) -> dict[str, Tensor]:
         """{parameter name: tensor of its shape}, for the passes to come."""
         return dict(self._directions)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .clipping import Books, factors_of, group, unscaled_by
+from .clipping import Books, factors_of, group, is_unscaled, unscaled_by
 from .errors import CoverageError
 from .norms import combine
 from .rules import Layer
@@ -101,6 +101,22 @@ class Record:
         found = [torch.zeros(run.n) if run.dots is None else run.dots for run, _ in runs]
         whole = torch.cat([dots.to(sums_on, torch.float64) for dots in found])
         return (whole * self._factors(runs, None).to(sums_on)).to(**result)
+
+    def shares(self) -> Tensor:
+        """[N1 + N2 + ...] of the samples' own gradients in .grad."""
+        if self.books.closed:
+            raise RuntimeError(".grad is clipped already: read it before clip_grad_norm_")
+        if is_unscaled(self._options["loss_scale"]):
+            raise RuntimeError(".grad is unscaled already: read it before scaler.unscale_()")
+        return 1 / self._factors(self._in_order(), None)
+
+    def gradients(self, per: str) -> dict[str, list[Tensor]]:
+        """.grad by group, as far as it is there."""
+        tensors = self._parameters.tensors()
+        return {
+            key: [g for place in places if (g := tensors[place].grad) is not None]
+            for key, places in self._groups(per).items()
+        }
 
     def clip(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from .attach import Probe, attach
+from .errors import CoverageError
 from .options import check_per
 
-__all__ = ["Loss", "call", "grad_norms", "gradients_put_by", "sample_norms"]
+__all__ = ["Loss", "call", "grad_norms", "gradients_put_by", "norms_alone", "sample_norms"]
 
 Loss = Callable[[Any, Any], Tensor]
+MEAN, SUM = 1, 2  # as the nodes of torch's losses number them
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -38,9 +41,18 @@ def gradients_put_by(model: nn.Module) -> Iterator[None]:
 
 
 def sample_norms(
-    probe: Probe, output: Any, targets: Any, loss_fn: Loss, per: str, loss_reduction: str
+    probe: Probe,
+    output: Any,
+    targets: Any,
+    loss_fn: Loss,
+    per: str,
+    loss_reduction: str,
+    compare: bool = True,
 ) -> Tensor | dict[str, Tensor]:
-    """One backward from the attached model's output: the norms of its samples, and of no others."""
+    """One backward from the attached model's output: the norms of its samples, and of no others.
+
+    compare: refuse a loss that is seen not to be reduced as the probe was told.
+    """
     loss = loss_fn(output, targets)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -48,8 +60,66 @@ def sample_norms(
             f"loss_fn must return one number, the batch's {loss_reduction} loss; got {got}: "
             "reduce it"
         )
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss depends on no parameter that requires a gradient: is the model frozen, or "
+            "the loss detached?"
+        )
+    said = Said(loss) if compare else None
     loss.backward()
+    if said is not None:
+        said.compare(probe)
     return probe.norms(per)
+
+
+class Said:
+    """What the graph of a loss tells of how it combines its samples."""
+
+    def __init__(self, loss: Tensor) -> None:
+        root: Any = loss.grad_fn
+        self._reduction: Any = getattr(root, "_saved_reduction", None)
+        found: list[Any] = []
+        nodes = [root] if root else []
+        levels = 6  # above it: factors, a smoothed part, other losses
+        while levels and nodes:
+            here = [node for node in nodes if node.name().startswith("NllLoss")]
+            levels = 2 if here and not found else levels - 1  # of a sum, the next is near
+            found += here
+            nodes = [node for parent in nodes for node, _ in parent.next_functions if node]
+        self._counts = None
+        if len(found) == 1 and found[0]._saved_reduction == MEAN:
+            node = found[0]
+            target, weight = node._saved_target, node._saved_weight
+            ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63  # torch tells it unsigned
+            counts = (target != ignored).float()
+            self._counts = counts if weight is None else counts * weight[target.clamp_min(0)]
+
+    def compare(self, probe: Probe) -> None:
+        """Refuse norms that are not of the samples' own losses, as the probe was told of them."""
+        shares = probe.shares
+        n = len(shares)
+        if n < 2:
+            return
+        told = {MEAN: 1.0, SUM: float(n)}.get(self._reduction)
+        if told is not None and not math.isclose(float(shares.sum()), told, rel_tol=1e-3):
+            kind = "mean" if self._reduction == MEAN else "sum"
+            raise CoverageError(
+                f"loss_fn returns the {kind} of its samples' losses, and loss_reduction or "
+                f'loss_scale say something else: say loss_reduction="{kind}" and no loss_scale',
+                probe.gradients("parameter"),
+            )
+        if self._counts is None or not self._counts.numel() or self._counts.numel() % n:
+            return
+        rows = self._counts.cpu().double()
+        orders = rows.reshape(n, -1).sum(1), rows.reshape(-1, n).sum(0)
+        if not any(torch.allclose(each / each.sum(), shares / shares.sum()) for each in orders):
+            raise CoverageError(
+                "loss_fn takes a mean over the targets that count (ignore_index, weight), of which "
+                "these samples have more or fewer: what a sample is weighted by depends on the "
+                'others. Say reduction="sum" and loss_reduction="sum", or average each sample\'s '
+                "own before the mean over samples",
+                probe.gradients("parameter"),
+            )
 
 
 def grad_norms(
@@ -83,14 +153,30 @@ def grad_norms(
         Tensor [N], or a dict of them by name; float32 (float64 for float64 models).
 
     Raises:
-        CoverageError: some parameters' gradients are not accounted for sample by sample.
+        CoverageError: some parameters' gradients are not accounted for sample by sample, or the
+            loss is seen not to be reduced as said.
         ValueError, TypeError: an argument is not as above.
     """
     check_per(per)
-    options.setdefault("weight_grad", False)
+    return norms_alone(model, loss_fn, inputs, targets, per, loss_reduction, options)
+
+
+def norms_alone(
+    model: nn.Module,
+    loss_fn: Loss,
+    inputs: Any,
+    targets: Any,
+    per: str,
+    loss_reduction: str,
+    options: dict[str, Any],
+    compare: bool = True,
+) -> Tensor | dict[str, Tensor]:
+    """See `grad_norms` and `sample_norms`."""
     with (
         gradients_put_by(model),
-        attach(model, loss_reduction=loss_reduction, **options) as probe,
+        torch.inference_mode(False),
         torch.enable_grad(),
+        attach(model, loss_reduction=loss_reduction, **{"weight_grad": False, **options}) as probe,
     ):
-        return sample_norms(probe, call(model, inputs), targets, loss_fn, per, loss_reduction)
+        output = call(model, inputs)
+        return sample_norms(probe, output, targets, loss_fn, per, loss_reduction, compare)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from .errors import CoverageError, VerificationError
 from .layout import tensors_in
-from .scoring import Loss, call, grad_norms
+from .scoring import Loss, call, norms_alone
 
 __all__ = ["Report", "verify"]
 
@@ -80,10 +80,12 @@ def verify(
     Raises:
         VerificationError: the norms differ, or are refused; the text is the table, or the refusal.
     """
-    common = {"loss_reduction": loss_reduction, "batch_dim": batch_dim, **options}
+    common = {"batch_dim": batch_dim, **options}
     state = torch.get_rng_state()
     try:
-        norms = grad_norms(model, loss_fn, inputs, targets, per="parameter", **common)
+        norms = norms_alone(
+            model, loss_fn, inputs, targets, "parameter", loss_reduction, common, compare=False
+        )
     except CoverageError as error:
         raise VerificationError(str(error)) from error
     assert isinstance(norms, dict)

@@ -145,15 +145,26 @@ SAMPLERS: dict[type[nn.Module], Sampler] = {
 }
 
 
+_open: list[Registration] = []
+
+
 class Registration:
     """What `register` did, to be undone by `remove()` or at the end of a `with`."""
 
     def __init__(self, table: dict[Any, Any]) -> None:
         self._table, self._before = table, dict(table)
         table.update(SAMPLERS)
+        _open.append(self)
 
     def remove(self) -> None:
-        """Opacus' own samplers stand again."""
+        """Opacus' own samplers stand again, once no other registration is left."""
+        if self not in _open:
+            return
+        place = _open.index(self)
+        _open.remove(self)
+        if place < len(_open):  # a later one had found ours
+            _open[place]._before = self._before
+            return
         for kind, sampler in SAMPLERS.items():
             if self._table.get(kind) is sampler:
                 self._table.pop(kind)

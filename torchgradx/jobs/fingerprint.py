@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
-from types import CodeType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,30 +16,33 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import Subset, TensorDataset
 
 from .pool import Pool, random_state_kept
 
 __all__ = ["of_dataset", "of_function", "of_model", "of_values"]
 
+PLAIN = (int, float, str, bytes, bool, np.generic, type(None))
 SAMPLES = 8  # of a dataset that are looked at, spread over it
 
 
 def of_model(model: nn.Module, modes: bool = False) -> str:
-    """Of its modules (and their modes), of the bits of its parameters and buffers, and of plain
-    numbers and words: a label_smoothing, an eps."""
+    """Of its modules (and their modes), of the bits of its parameters and buffers, of what is
+    frozen, and of plain numbers and words: a label_smoothing, an eps."""
     seen = blake2b(_text(repr(model)), digest_size=16)
     for module in model.modules():
         for name, value in sorted(vars(module).items()):
             if isinstance(value, (bool, int, float, str)) and (modes or name != "training"):
                 seen.update(f"{name}={value!r}".encode())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        seen.update(name.encode())
-        _add(seen, tensor.detach())
+        seen.update(f"{name} {tensor.requires_grad}".encode())
+        _add(seen, tensor)
     return seen.hexdigest()
 
 
 def of_dataset(pool: Pool) -> str:
-    """Of its length and of a few of its samples; random numbers in them are drawn alike."""
+    """Of its length, of a few of its samples, in which random numbers are drawn alike, and of all
+    that a TensorDataset holds and a Subset chooses."""
     seen = blake2b(f"{type(pool.dataset).__qualname__} {len(pool)}".encode(), digest_size=16)
     with random_state_kept(pool.generators()):
         torch.manual_seed(0)
@@ -47,25 +51,23 @@ def of_dataset(pool: Pool) -> str:
         for index in np.unique(np.linspace(0, len(pool) - 1, SAMPLES, dtype=int)).tolist():
             for leaf in tree_leaves(pool.sample(index)) if len(pool) else ():
                 _add(seen, leaf)
+    dataset = pool.dataset
+    while isinstance(dataset, Subset):
+        _add(seen, np.asarray(dataset.indices))
+        dataset = dataset.dataset
+    if isinstance(dataset, TensorDataset):
+        _add(seen, dataset.tensors)
     return seen.hexdigest()
 
 
 def of_function(function: Callable[..., Any] | None) -> str:
-    """Of its name, its code, and the plain values it closes over; of a module, also its tensors."""
-    if isinstance(function, nn.Module):
-        return of_model(function)
-    if isinstance(function, functools.partial):
-        bound = f"{function.args}{function.keywords}"
-        return f"{of_function(function.func)} {_text(bound).decode()}"
-    code = getattr(function, "__code__", None)
-    if not isinstance(code, CodeType):
-        return getattr(function, "__qualname__", type(function).__qualname__)
+    """Of its code, that of functions beside it which it calls, and the values that it closes over,
+    is bound to, has as attributes or reads as plain globals."""
+    if function is None:
+        return ""
     seen = blake2b(digest_size=8)
-    _add_code(seen, code)
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    for value in (*cells, *(getattr(function, "__defaults__", None) or ())):
-        _add(seen, value)
-    return f"{getattr(function, '__qualname__', '')} {seen.hexdigest()}"
+    _add(seen, function)
+    return f"{getattr(function, '__qualname__', type(function).__qualname__)} {seen.hexdigest()}"
 
 
 def of_values(values: NDArray[Any]) -> str:
@@ -78,7 +80,7 @@ def _text(text: str) -> bytes:
     return re.sub(r"\bat 0x[0-9a-f]+", "", text).encode()
 
 
-def _add(seen: Any, value: Any) -> None:
+def _add(seen: Any, value: Any, within: tuple[Any, ...] = ()) -> None:
     if isinstance(value, Tensor):
         value = getattr(value, "_local_tensor", value)  # of a DTensor: what is here
         seen.update(f"{value.dtype}{list(value.shape)}".encode())
@@ -87,18 +89,59 @@ def _add(seen: Any, value: Any) -> None:
             seen.update(bits.numpy().data)
     elif isinstance(value, np.ndarray) and value.dtype != object:
         seen.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
-    elif isinstance(value, (int, float, str, bytes, bool, np.generic, type(None))):
+    elif isinstance(value, PLAIN):
         seen.update(repr(value).encode())
+    elif isinstance(value, nn.Module):
+        seen.update(of_model(value).encode())
+    elif any(value is other for other in within):
+        seen.update(b"itself")
     else:
         seen.update(type(value).__qualname__.encode())
+        for part in _parts(value, within):
+            _add(seen, part, (*within, value))
 
 
-def _add_code(seen: Any, code: CodeType) -> None:
-    seen.update(code.co_code)
-    seen.update(repr(code.co_names).encode())
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            _add_code(seen, constant)
-        else:  # the order of a set is another in each process
-            held = sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant
-            seen.update(repr(held).encode())
+def _parts(value: Any, within: tuple[Any, ...]) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return itertools.chain.from_iterable(value.items())
+    if isinstance(value, (list, tuple)):
+        return value
+    if isinstance(value, (set, frozenset)):  # whose order is another in each process
+        return sorted(map(repr, value))
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, CodeType):
+        return value.co_code, value.co_names, value.co_consts
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return value.__code__, cells, value.__defaults__, value.__kwdefaults__, _read(value)
+    if isinstance(value, MethodType):
+        return value.__func__, value.__self__
+    if any(map(_is_object, within)):  # what an object holds, but not what that holds in turn
+        return ()
+    if _is_object(value):
+        return vars(type(value)).get("__call__"), vars(value)
+    return (getattr(value, "__qualname__", ""),)
+
+
+def _read(function: FunctionType) -> dict[str, Any]:
+    """The globals that it may read: plain values, and functions beside it."""
+    found = {name: function.__globals__.get(name) for name in _names(function.__code__)}
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, PLAIN)
+        or (isinstance(value, FunctionType) and value.__module__ == function.__module__)
+    }
+
+
+def _names(code: CodeType) -> list[str]:
+    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in _names(part)]
+    return sorted({*code.co_names, *inner})
+
+
+def _is_object(value: Any) -> bool:
+    """Of a class that is no container's and no function's."""
+    functions = (FunctionType, MethodType, functools.partial)
+    others = (type, ModuleType, Mapping, list, tuple, set, frozenset, *functions)
+    return hasattr(value, "__dict__") and not isinstance(value, others)

@@ -29,7 +29,7 @@ __all__ = ["Job"]
 
 
 class Job:
-    split: Split = staticmethod(split_batch)
+    split: Split | None = None
     eval_mode = True
     shown = True
 
@@ -101,7 +101,13 @@ class Job:
                 self._file = Partial(path, facts, self._gathered, resume)
         if names != self._names:
             raise ValueError("models whose scores are averaged must have parameters alike")
-        mark = fingerprint.of_model(model, not self.eval_mode) if self._file is not None else ""
+        kept, shared = self._file is not None, self._ranks.world > 1 and not gathers(model)
+        mark = fingerprint.of_model(model, not self.eval_mode) if kept or shared else ""
+        if shared and not self._ranks.agree(mark):
+            raise ValueError(
+                "model must be the same on all ranks, and is not: load a checkpoint, or make it "
+                "from the same seed"
+            )
         if count > len(self._gathered.models):
             (self._file or self._gathered).begin(mark)
         elif self._gathered.models[count - 1] != mark:
@@ -138,8 +144,9 @@ class Job:
             shown = bar(total, total - int(todo.sum()), self.shown)
             try:
                 for place, (indices, batch) in enumerate(self._pool.read(batches)):
-                    inputs, targets = self.split(moved(batch, first.device))
-                    rows = self._rows(self._quantity(inner, probe, inputs, targets), prefix)
+                    inputs, targets = (self.split or split_batch)(moved(batch, first.device))
+                    with self._no_targets_told(targets):
+                        rows = self._rows(self._quantity(inner, probe, inputs, targets), prefix)
                     if len(rows) != len(indices):
                         raise ValueError(
                             f"the loader made a batch of {len(rows)} of {len(indices)} samples, so "
@@ -152,11 +159,28 @@ class Job:
                 shown.close()
 
     @contextlib.contextmanager
+    def _no_targets_told(self, targets: Any) -> Iterator[None]:
+        try:
+            yield
+        except TypeError as error:
+            if targets is not None or self.split is not None or not self._quantity.needs_loss:
+                raise
+            raise TypeError(
+                f'{error}. No targets were found, which are the last of a sequence or "labels" of '
+                "a dict: say split=, batch -> (inputs, targets)"
+            ) from error
+
+    @contextlib.contextmanager
     def _attached(self, model: nn.Module) -> Iterator[Probe | None]:
         if not self._quantity.needs_probe:
             yield None
             return
-        with gradients_put_by(model), torch.enable_grad(), attach(model, **self._options) as probe:
+        with (
+            gradients_put_by(model),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            attach(model, **self._options) as probe,
+        ):
             yield probe
 
     def _rows(self, found: Tensor | Mapping[str, Tensor], prefix: str) -> NDArray[np.float64]:

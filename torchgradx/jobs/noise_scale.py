@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..attach import Probe
-from ..clipping import is_unscaled
 from ..options import check_per
 from .ranks import Ranks, running
 
@@ -77,11 +76,10 @@ class NoiseScale:
         calls this at the same steps; one message is sent.
 
         Raises:
-            RuntimeError: `.grad` is not there, unscaled or clipped already, or larger than the
-                samples of the record can make it.
+            RuntimeError: `.grad` is not there, unscaled or clipped already, another one on each
+                rank, or larger than the samples of the record can make it.
             CoverageError: as of `Probe.norms`.
         """
-        _refuse_changed(probe)
         sums, sq_grads = self._measure(probe)
         (count, total, squares, most), sq_norms = sums[:4], sums[4:]
         spread = total * total - squares
@@ -106,35 +104,37 @@ class NoiseScale:
 
     def _measure(self, probe: Probe) -> tuple[list[float], list[float]]:
         """[4 + K]: count, W, Q, sum w_n |g_n| and the sum of |g_n|^2 by group; [K]: |.grad|^2."""
+        ranks = Ranks(running() if self.distributed is None else self.distributed)
+        weights = probe.shares / ranks.world
         norms = probe.norms(self.per)
         groups: Mapping[str, Tensor] = {MODEL: norms} if isinstance(norms, Tensor) else norms
         self._names = list(groups)
-        ranks = Ranks(running() if self.distributed is None else self.distributed)
-        weights = _weights(probe) / ranks.world
         sq_norms = torch.stack(list(groups.values())).double().cpu().square()  # [K, N]
         most = weights.abs() @ sq_norms.sum(0).sqrt()
         count = torch.tensor(float(len(weights)), dtype=torch.float64)
         own = torch.stack([count, weights.sum(), weights.square().sum(), most])
         here, sharded = self._sq_grads(probe)
-        reduced = ranks.sum(torch.cat([own, sq_norms.sum(1), sharded]))
+        alike = torch.stack([here.sum(), here.sum().square()])
+        reduced = ranks.sum(torch.cat([own, sq_norms.sum(1), sharded, alike]))
+        mean, square = (reduced[-2:] / ranks.world).tolist()
+        if square > mean * mean * (1 + 1e-6):
+            raise RuntimeError(
+                ".grad is another one on each rank: call update() when it is averaged over them, "
+                "not under no_sync(), or say distributed=False"
+            )
         k = len(groups)
-        return reduced[: 4 + k].tolist(), (here + reduced[4 + k :]).tolist()
+        return reduced[: 4 + k].tolist(), (here + reduced[4 + k : -2]).tolist()
 
     def _sq_grads(self, probe: Probe) -> tuple[Tensor, Tensor]:
         """[K], [K]: of gradients that are whole on this rank, and of those of which a part is."""
-        place = {name: k for k, name in enumerate(self._names)}
-        sums = torch.zeros(2, len(place), dtype=torch.float64)
+        sums = torch.zeros(2, len(self._names), dtype=torch.float64)
         found: dict[torch.dtype, list[tuple[int, int, Tensor]]] = {}
-        table = probe._parameters
-        for name, p in zip(table.names, table.tensors(), strict=True):
-            group = {"model": MODEL, "module": name.rpartition(".")[0]}.get(self.per, name)
-            if p.grad is None or group not in place:
-                continue
-            part = getattr(p.grad, "_local_tensor", None)  # of a DTensor
-            values = p.grad if part is None else part
-            values = values.coalesce().values() if values.is_sparse else values
-            entry = int(part is not None), place[group], values
-            found.setdefault(values.dtype, []).append(entry)
+        for k, gradients in enumerate(probe.gradients(self.per).values()):
+            for gradient in gradients:
+                part = getattr(gradient, "_local_tensor", None)  # of a DTensor
+                values = gradient if part is None else part
+                values = values.coalesce().values() if values.is_sparse else values
+                found.setdefault(values.dtype, []).append((int(part is not None), k, values))
         for dtype, entries in found.items():  # one message to the device and one back
             wide = torch.promote_types(dtype, torch.float32)
             norms = torch._foreach_norm([values for *_, values in entries], 2, wide)
@@ -204,18 +204,3 @@ class NoiseScale:
         self.decay, self.steps = state["decay"], state["steps"]
         self.skipped = state["skipped"]
         self._averages = {name: (pair[0], pair[1]) for name, pair in state["averages"].items()}
-
-
-def _refuse_changed(probe: Probe) -> None:
-    """`.grad` is no longer what the backward left."""
-    if probe._record.books.closed:
-        raise RuntimeError(".grad is clipped already: call update() before clip_grad_norm_")
-    if is_unscaled(probe._options["loss_scale"]):
-        raise RuntimeError(".grad is unscaled already: call update() before scaler.unscale_()")
-
-
-def _weights(probe: Probe) -> Tensor:
-    """[N] float64: what `.grad` holds of each sample's own gradient, by the probe's loss scale."""
-    record = probe._record
-    runs = sorted(record.runs, key=lambda entry: entry[0].serial)
-    return 1 / record._factors(runs, None)

@@ -76,7 +76,10 @@ class Partial:
             self._lock()
             with path.open("rb") as file:
                 if not MAGIC.startswith(file.read(len(MAGIC))):
-                    raise ResumeError(f"{path} is no partial result of torchgradx.score")
+                    raise ResumeError(
+                        f"{path} is no partial result of torchgradx.score: move it out of the way, "
+                        "or write to another file"
+                    )
             end = self._replay(facts) if resume else 0
             self._file.truncate(end)
             if not end:
@@ -97,17 +100,21 @@ class Partial:
             pass  # a file system without locks
 
     def _replay(self, facts: Mapping[str, Any]) -> int:
-        """Gather what the file holds; where that ends."""
-        end = 0
+        """Gather what the file holds; where that ends. What no scores follow binds nobody."""
+        end, before, begun = 0, None, []
         with self.path.open("rb") as file:
             for kind, payload in _records(file):
-                end = file.tell()
                 if kind == HEADER:
-                    self._check(json.loads(payload), json.loads(json.dumps(facts)))
+                    before = json.loads(payload)
                 elif kind == MODEL:
-                    self._gathered.begin(payload.decode())
+                    begun.append(payload.decode())
                 elif kind == VALUES:
+                    if before is not None:
+                        self._check(before, json.loads(json.dumps(facts)))
+                    for model in begun:
+                        self._gathered.begin(model)
                     self._gathered.add(*_unpacked(payload))
+                    end, before, begun = file.tell(), None, []
         return end
 
     def _check(self, before: dict[str, Any], now: dict[str, Any]) -> None:

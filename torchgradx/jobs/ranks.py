@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from glob import escape
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,15 @@ class Ranks:
         rank = f".rank{self.rank}" if self.world > 1 else ""
         return path.with_name(f"{path.name}{rank}.partial")
 
+    def strangers(self, path: Path) -> list[Path]:
+        """Partial results of what goes to `path`, of another number of processes."""
+        numbers = range(self.world if self.world > 1 else 0)
+        ours = {f"{path.name}.rank{rank}.partial" for rank in numbers} or {f"{path.name}.partial"}
+        found = (
+            path.parent.glob(f"{escape(path.name)}{end}") for end in (".partial", ".rank*.partial")
+        )
+        return sorted(file for files in found for file in files if file.name not in ours)
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Over all ranks, in place where it can be."""
         if self.world > 1:
@@ -47,6 +57,11 @@ class Ranks:
             dist.all_reduce(there, dist.ReduceOp.MAX)
             count = int(there)
         return count
+
+    def agree(self, hexadecimal: str) -> bool:
+        """Whether all ranks say the same."""
+        number = int(hexadecimal[:15], 16)
+        return self.largest(number) == -self.largest(-number)
 
     def whole(self, values: NDArray[np.float64], mine: NDArray[np.bool_]) -> NDArray[np.float64]:
         """[N, K] of which each rank knows the rows that are its own."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import BatchSampler, Dataset, Sampler
 
 __all__ = ["ImportanceSampler", "IndexedDataset"]
 
@@ -87,8 +88,14 @@ class ImportanceSampler(Sampler[int]):
         return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
+        # Nobody else tells whether draws that fill no batch are dropped.
+        by = sys._getframe(1).f_locals.get("self")
+        return self._draws(by.batch_size if isinstance(by, BatchSampler) and by.drop_last else 1)
+
+    def _draws(self, least: int) -> Iterator[int]:
+        """least: how many are drawn in vain if they are fewer."""
         seen, self._resumed = self._resumed, None
-        if seen is not None and seen >= self.num_samples:  # it had come to its end
+        if seen is not None and self.num_samples - seen < least:  # it had come to its end
             torch.rand(self.num_samples, dtype=torch.float64, generator=self._generator)
             seen = None
         if seen is None:

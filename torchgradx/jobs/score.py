@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from ..attach import attach
 from ..options import check_per
 from ..scoring import Loss
 from . import fingerprint
 from .job import Job
-from .pool import Pool, Split, random_state_kept, split_batch
+from .pool import Pool, Split, random_state_kept
 from .quantities import KINDS, Logits, Quantity
 from .ranks import Ranks
 from .tables import checked_path, save_scores
@@ -81,7 +84,8 @@ def score(
         out: a file to write, .npz, .csv or .parquet. Until it is whole, `<out>.partial` beside it
             holds every batch that is done (of rank r: `<out>.rank<r>.partial`).
         resume: go on from the partial file, if there is one; False begins anew. It need not be of
-            the same batch size, but of the same model, dataset and options.
+            the same batch size, but of the same model, dataset and options. A dataset is told by
+            its length, eight of its samples, and all that a TensorDataset or a Subset holds.
         split: batch -> (inputs, targets), both as of `grad_norms`. Unless given, the last of a
             sequence is the targets, and a dict is the inputs, its "labels" the targets.
         logits: the model's output -> [N, C]. Unless given, the output or its `.logits`.
@@ -97,7 +101,8 @@ def score(
     Raises:
         ValueError, TypeError: an argument is not as above; the text names it.
         ResumeError: the partial file is of another model, dataset or options.
-        CoverageError: some parameters' gradients are not accounted for sample by sample.
+        CoverageError: some parameters' gradients are not accounted for sample by sample, or the
+            loss is seen not to be reduced as said.
     """
     check_per(per)
     quantity = _quantity(kind, per, loss_fn, loss_reduction, logits, top_classes, options)
@@ -106,11 +111,17 @@ def score(
     path = None if out is None else checked_path(out)
     ranks = Ranks(distributed)
     job = Job(pool, quantity, wanted, ranks, options)
-    job.split, job.eval_mode = split or split_batch, eval_mode
+    job.split, job.eval_mode = split, eval_mode
     job.shown = progress and ranks.rank == 0
     try:
         with ranks.together(), random_state_kept(pool.generators()):
             if path is not None:
+                if resume and ranks.rank == 0 and (unused := ranks.strangers(path)):
+                    warnings.warn(
+                        f"{', '.join(map(str, unused))}: begun by another number of processes, and "
+                        "not gone on with. Delete them, or run as many processes again",
+                        stacklevel=2,
+                    )
                 facts = {
                     "dataset": fingerprint.of_dataset(pool),
                     "indices": fingerprint.of_values(wanted),
@@ -162,6 +173,9 @@ def _quantity(
         raise TypeError(f"loss_fn must be callable; got {type(loss_fn).__name__}")
     if not KINDS[kind].needs_loss and "loss_scale" in options:
         raise ValueError(f"loss_scale is of a loss_fn, which kind={kind!r} does not call")
+    unknown = options.keys() - inspect.signature(attach).parameters.keys()
+    if unknown:
+        raise TypeError(f"score() knows no {', '.join(sorted(unknown))}, nor does attach()")
     if options.get("weight_grad"):
         raise ValueError("score leaves .grad as it is: weight_grad=True cannot be had")
     return KINDS[kind](per, loss_fn, loss_reduction, logits, top_classes)

@@ -54,6 +54,8 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if path.suffix not in WRITERS:
         raise ValueError(f"out must end in {', '.join(WRITERS)}; got {str(path)!r}")
+    if path.is_dir():
+        raise ValueError(f"out must be a file; {str(path)!r} is a folder")
     if not path.parent.is_dir():
         raise ValueError(f"out must be in a folder that exists; got {str(path)!r}")
     if path.suffix == ".parquet":

@@ -182,6 +182,8 @@ class _Window:
 
 
 def _on_cpu(groups: Mapping[str, Tensor]) -> dict[str, NDArray[np.float64]]:
+    if not groups:
+        return {}
     whole = torch.stack([torch.as_tensor(v).detach().double() for v in groups.values()])
     if whole.dim() != 2:
         raise ValueError(f"norms must be [N]; got {list(whole.shape[1:])}")
