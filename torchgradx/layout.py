@@ -33,6 +33,7 @@ __all__ = [
 
 # rows n*T+t | rows t*N+n | of no sample, see shared.py | no output shows a way there | [T, N K, *]
 BATCH, SEQUENCE, SHARED, NOWHERE, SECOND = range(5)
+MIXED = "its rows mix the {n} samples, or stand in another order than n*T+t or t*N+n"
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,10 @@ def _verdict(
     if plain is None or any(s is None for s in scaled):
         return None
     leads, count = use.leads, prod(use.leads)
+    if not plain.numel():
+        return BATCH
+    if plain.numel() % count:
+        return MIXED.format(n=n)
     held = [s.reshape(count, -1) for s in scaled if s is not None]
     fits = {}
     for layout, owner in _owners(leads, n, use.second):
@@ -173,7 +178,7 @@ def _verdict(
         first = next(iter(fits))
         alike = all(torch.equal(owner, fits[first]) for owner in fits.values())
         return first if alike or bool(plain.isfinite().all()) else None  # nan is no evidence
-    return f"its rows mix the {n} samples, or stand in another order than n*T+t or t*N+n"
+    return MIXED.format(n=n)
 
 
 def _owners(leads: Sequence[int], n: int, second: bool) -> Iterator[tuple[int, Tensor]]:
