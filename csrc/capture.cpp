@@ -16,6 +16,10 @@ namespace {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
+constexpr char kComputed[] =  // as in torchgradx/table.py
+    "what stood in its place was computed from other tensors, which the gradient goes on to: call the model with "
+    "parameters, as functional_call with their detached copies does";
+
 struct Tap : torch::autograd::FunctionPreHook {
   SavedVariable input;
   Tensor mean, rstd;  // where they are the module's own
@@ -71,6 +75,10 @@ c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, const Tenso
   const bool wants_bias = site->bias >= 0 && bias.has_value() && bias->requires_grad();
   const auto slots = slots_of(*site, wants_weight, weight, wants_bias, bias);
   if (slots.empty()) return {};
+  // A part of a parameter (attention) is a view of it; what else is no leaf was made from what gets another gradient.
+  if ((wants_weight && site->weight_rows.parts == 1 && !weight.is_leaf()) ||
+      (wants_bias && site->bias_rows.parts == 1 && !bias->is_leaf()))
+    pass->refusals.emplace_back(site->index, kComputed);
   // Where operations are watched (torchgradx/taint.py), or a selective checkpoint takes them down.
   if (c10::impl::TorchDispatchModeTLS::any_modes_set() && site->recorder->depth() > 0) {
     py::gil_scoped_acquire gil;

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from . import ops, passes
 from .audit import Audit
 from .layout import batch_size, tensors_in
-from .options import check
+from .options import check, fitting
 from .reading import Reader
 from .record import Record
 from .recurrent import Site, site_of
 from .sharding import gathers, uncovered
 from .sites import Hooks, called_by_itself
-from .table import Context, Parameters, find_layers
+from .table import COMPUTED, Context, Parameters, find_layers
 from .trace import Call, Trace, outside, root_of
 from .verdict import Verdict
 
@@ -276,6 +276,8 @@ class Probe(Reader):
         parameters = self._parameters.tensors()
         if self._parameters.changed():
             why_not: str | None = "the model's modules or ties changed: attach again"
+        elif self._parameters.computed:
+            why_not = COMPUTED
         else:
             why_not = uncovered(module, parameters)
         if why_not:
@@ -287,6 +289,7 @@ class Probe(Reader):
             return self._joint[0], False
         run = Pass(self._recorder, n, parameters)
         if self._directed:
+            self._directed = fitting(self._directed, parameters)
             run.directions = self._directed
         if self._recorder.books:
             self._record.books.within(module)
@@ -345,6 +348,9 @@ class Probe(Reader):
         else:
             verdict = self._audit.verdict(run.n, uses, outputs, self._sites, taint)
             seen.append((verdict, [(site, sizes) for site, sizes, *_ in uses]))
+        if not uses and not known and run.refusals:  # nothing else would tell of its backward
+            for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
+                node.register_prehook(lambda _: run.arrive(run.trainable, True) and None)
 
     def _met(self, site: int, given: Tensor) -> None:
         self._audit.lift.met(site, [given])

@@ -127,8 +127,7 @@ class Books:
         self._kept: deque[tuple[Any, Any]] = deque()  # (pass, use)
         self._others: dict[int, Tensor] = {}  # by place
         self._versions: list[int] = []  # of the parameters, when the record began
-        self._handles: list[Any] = []
-        self._heard: set[int] = set()
+        self._heard: dict[int, tuple[Tensor, list[Any]]] = {}  # by place, and our hooks
         self._marks: dict[int, tuple[int, int]] = {}  # .grad as backwards left it, by place
         self._samples: dict[int, Tensor] = {}  # of .grad then, where it is to be unscaled
         self._scaled = False
@@ -148,9 +147,8 @@ class Books:
 
     def close(self) -> None:
         self._recorder.books = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._heard = [], set()
+        for place in list(self._heard):
+            self._forget(place)
         self.clear()
 
     def clear(self) -> None:
@@ -169,13 +167,21 @@ class Books:
             return
         self.clear()
         for place, p in enumerate(tensors):
-            if p.requires_grad and p.is_leaf and place not in self._heard:
-                self._heard.add(place)
-                self._handles.append(p.register_hook(partial(self._received, place)))
-                after = partial(self._accumulated, place)
-                self._handles.append(p.register_post_accumulate_grad_hook(after))
+            if p.requires_grad and p.is_leaf and self._heard.get(place, (None,))[0] is not p:
+                self._hear(place, p)
         self._versions = [p._version for p in tensors]
         self._others = {k: p.grad.clone() for k, p in enumerate(tensors) if p.grad is not None}
+
+    def _hear(self, place: int, p: Tensor) -> None:
+        """Also where another parameter stood before."""
+        self._forget(place)
+        after = partial(self._accumulated, place)
+        before = p.register_hook(partial(self._received, place))
+        self._heard[place] = p, [before, p.register_post_accumulate_grad_hook(after)]
+
+    def _forget(self, place: int) -> None:
+        for handle in self._heard.pop(place, (None, []))[1]:
+            handle.remove()
 
     def _accumulated(self, place: int, p: Tensor) -> None:
         if self._versions and p.grad is not None:

@@ -34,6 +34,7 @@ __all__ = [
 
 # rows n*T+t | rows t*N+n | of no sample, see shared.py | no output shows a way there | [T, N K, *]
 BATCH, SEQUENCE, SHARED, NOWHERE, SECOND = range(5)
+MIXED = "its rows mix the {n} samples, or stand in another order than n*T+t or t*N+n"
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,10 @@ def _verdict(
 ) -> int | str | None:
     if plain is None or any(s is None for s in scaled):
         return None
+    if not plain.elements:
+        return BATCH
+    if plain.elements % prod(use.leads):
+        return MIXED.format(n=n)
     held = [s for s in scaled if s is not None]
     fits = {}
     for layout, owner in _owners(use.leads, n, use.second):
@@ -210,7 +215,7 @@ def _verdict(
         first = next(iter(fits))
         alike = all(torch.equal(owner, fits[first]) for owner in fits.values())
         return first if alike or plain.finite() else None  # nan is no evidence
-    return f"its rows mix the {n} samples, or stand in another order than n*T+t or t*N+n"
+    return MIXED.format(n=n)
 
 
 def _owners(leads: Sequence[int], n: int, second: bool) -> Iterator[tuple[int, Tensor]]:
@@ -234,6 +239,7 @@ class Rows:
     of them miss nothing that is not as small as rounding.
     """
 
+    elements: int
     projections: Tensor  # [rows, 4]
     sizes: Tensor  # [rows, 1]
     close: float  # how near a projection comes, over its row's size
@@ -244,13 +250,14 @@ class Rows:
         # in float16.
         close = 1e-2 if g.dtype == torch.float16 else 1e-5
         wide = torch.float64 if g.dtype == torch.float64 else torch.float32
-        rows = g.detach().reshape(count, g.numel() // max(count, 1)).to(wide)
+        count = count if count and g.numel() % count == 0 else 1
+        rows = g.detach().reshape(count, -1 if g.numel() else 0).to(wide)
         generator = torch.Generator().manual_seed(count)  # the same each time
         onto = torch.randn(rows.shape[1], 4, generator=generator, dtype=wide).to(rows.device)
         sizes, most = (torch.linalg.vector_norm(rows, p, 1, True) for p in (2, inf))
         sizes = sizes.minimum(most * sqrt(rows.shape[1]))  # where squares overflow
         with torch.autocast(g.device.type, enabled=False):
-            return Rows(rows @ onto, sizes, close)
+            return Rows(g.numel(), rows @ onto, sizes, close)
 
     def scaled_to(self, scaled: Rows, exponents: Tensor) -> bool:
         """Whether each row came back scaled by 2^exponent; another's is off by 2 at least."""

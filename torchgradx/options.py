@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from .errors import CoverageError
 from .reference import accumulation_dtype
 from .sharding import flattened
 
-__all__ = ["check", "check_per", "placed"]
+__all__ = ["check", "check_per", "fitting", "placed"]
 
 
 if TYPE_CHECKING:
@@ -52,6 +52,14 @@ def placed(directions: Any, parameters: Parameters) -> list[Tensor | None]:
             raise ValueError(f"directions[{name!r}] is given twice: the parameter has two names")
         found[place] = v.detach().to(p.device, accumulation_dtype(p.dtype), copy=True)
     return found if directions else []
+
+
+def fitting(directions: list[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """The same beside parameters that were moved, or cast, since."""
+    return [
+        None if v is None else v.to(p.device, accumulation_dtype(p.dtype))
+        for v, p in zip(directions, parameters, strict=True)
+    ]
 
 
 def check(model: Any, options: dict[str, Any]) -> None:
@@ -94,8 +102,14 @@ def check(model: Any, options: dict[str, Any]) -> None:
     lazy = [n for n, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
         raise ValueError(f"model has uninitialized parameters ({lazy[0]}): run a forward first")
+    names = [name for name, _ in model.named_parameters()]
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CoverageError(
+            "a scripted or traced model shows nothing of its layers: attach to the model that it "
+            f"was made from. Without norms: {', '.join(names)}",
+            names,
+        )
     if flattened(model):
-        names = [name for name, _ in model.named_parameters()]
         raise CoverageError(
             "FullyShardedDataParallel makes one flat parameter of many, whose norms by sample "
             f"nobody can tell apart: use torch.distributed.fsdp.fully_shard for {names}",

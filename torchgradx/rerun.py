@@ -33,7 +33,7 @@ from .modules import CONTAINERS, opaque, own_names
 from .rules import Layer, rule_named
 from .sharding import scattered
 from .sites import MIXES, Hooks
-from .table import Context, declared_layout
+from .table import COMPUTED, Context, declared_layout
 
 if ops.NATIVE:
     from . import _C
@@ -152,7 +152,8 @@ class FallbackSite:
         held = {place: p for place, p in own.items() if p is not None and p.requires_grad}
         if not held:
             return None
-        unsaid = _unsupported(held.values(), (args, kwargs))
+        made = not all(p.is_leaf for p in held.values())
+        unsaid = COMPUTED if made else _unsupported(held.values(), (args, kwargs))
         if unsaid:
             run.refuse(self._index, unsaid)
             return None

@@ -19,6 +19,7 @@ from .layout import Watched
 __all__ = ["Graph", "Group", "Node", "Plan", "below", "dtype_of", "is_leaf", "shape_of", "survey"]
 
 Node = Any
+SAME = {"ReshapeAliasBackward0": "ViewBackward0", "AliasBackward0": "SliceBackward0"}
 
 
 class Graph:
@@ -70,8 +71,10 @@ def is_leaf(node: Node) -> bool:
 
 
 def name_of(node: Node) -> str:
-    """Which of its two nodes a reshape makes depends on whether operations are watched."""
-    return "ViewBackward0" if node.name() == "ReshapeAliasBackward0" else node.name()
+    """Which node a reshape makes depends on whether operations are watched; which a slice makes, on
+    whether it is of all."""
+    name: str = node.name()
+    return SAME.get(name, name)
 
 
 def shape_of(node: Node, number: int) -> tuple[int, ...]:

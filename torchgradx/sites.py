@@ -168,8 +168,12 @@ def _forward_of_x(trace: Trace, stock: Any, sites: dict[int, Any]) -> Callable[.
 
 
 def _tap(site: Any, rule: Rule) -> Callable[..., None]:
+    alone = rule.name.startswith("instancenorm")
+
     def hook(module: Any, args: Any, kwargs: Any, out: Tensor) -> None:
         x = args[0] if args else kwargs[rule.argument]
+        if alone and x.dim() == module._get_no_batch_dim():
+            return  # [C, *]: its channels are no samples
         _C.tap(site, x, module.weight, getattr(module, "bias", None), out)
 
     return hook

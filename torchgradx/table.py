@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     from .audit import Audit
     from .trace import Trace
 
-__all__ = ["Context", "Parameters", "declared_layout", "find_layers"]
+__all__ = ["COMPUTED", "Context", "Parameters", "declared_layout", "find_layers"]
+
+COMPUTED = (
+    "what stood in its place was computed from other tensors, which the gradient goes on to: call "
+    "the model with parameters, as functional_call with their detached copies does"
+)
 
 LAYOUTS = {"batch": BATCH, "sequence": SEQUENCE}
 
@@ -51,6 +56,7 @@ class Parameters:
                 self._slots.append((modules[_owner(name)]._parameters, _key(name)))
             self._aliases[name] = places[id(p)]
         self._tensors: list[Tensor] = list(model.parameters())
+        self.computed = False  # whether any is none, but made of some
         self._modules = list(model.modules())
         self._children = [m._modules for m in self._modules if m._modules]
         self._held = [m._parameters for m in self._modules]
@@ -75,6 +81,7 @@ class Parameters:
         if not same:
             self._tensors = list(map(self.tensor, range(len(self._slots))))
             self._standing = now
+            self.computed = not all(p.is_leaf for p in self._tensors)
         return self._tensors
 
     def modes(self) -> tuple[bool, ...]:

@@ -20,8 +20,8 @@ class Convolution final : public Layer {
         none_(kernel_.size(), 0),
         across_{0, o_.padding[1]} {}
 
-  bool batched(const Tensor& input) const override {
-    return input.dim() == (o_.one_dimensional ? 3 : deep() ? 5 : 4);
+  bool batched(const Tensor& input) const override {  // or one sample alone, as the framework takes it
+    return input.dim() == dims() || input.dim() == dims() - 1;
   }
   Tensor enter(const Tensor& input) const override {
     const Tensor padded = o_.pre_pad.empty() ? input : at::pad(input, o_.pre_pad, o_.pad_mode);
@@ -38,11 +38,18 @@ class Convolution final : public Layer {
   }
 
   Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, Saved&) const override {
-    return at::convolution(input, weight, bias, stride_, padding_, dilation_, o_.transposed, none_, o_.groups);
+    const Tensor made =
+        at::convolution(batch(input), weight, bias, stride_, padding_, dilation_, o_.transposed, none_, o_.groups);
+    return alone(input) ? made.squeeze(0) : made;
   }
 
   Gradients backward(const Saved& saved, const Tensor& weight, const Tensor& grad_output,
                      const Wanted& wanted) const override {
+    if (alone(grad_output)) {
+      Gradients gradients = backward({batch(saved.input), {}, {}}, weight, batch(grad_output), wanted);
+      if (gradients.input.defined()) gradients.input = gradients.input.squeeze(0);
+      return gradients;
+    }
     Gradients gradients;
     if (wanted.input || wanted.weight) {
       std::tie(gradients.input, gradients.weight, std::ignore) = at::convolution_backward(
@@ -55,10 +62,10 @@ class Convolution final : public Layer {
 
   std::optional<Operands> operands(const Saved& saved, const Tensor& grad_output, int64_t n,
                                    Layout layout) const override {
-    if (grad_output.dim() != spatial() + 2) return std::nullopt;
-    const auto images = images_of(grad_output, n, layout);
+    const Tensor g = batch(grad_output);
+    const auto images = images_of(g, n, layout);
     if (!images) return std::nullopt;
-    Operands o{images->by_sample(saved.input), images->by_sample(grad_output), {}, {}, images->each, images->moved};
+    Operands o{images->by_sample(batch(saved.input)), images->by_sample(g), {}, {}, images->each, images->moved};
     if (deep()) {
       o.bias_grad = o.grad_output;
       if (o.activations.defined() && o_.transposed)
@@ -111,6 +118,15 @@ class Convolution final : public Layer {
   }
 
  private:
+  int64_t dims() const {  // of what the layer is given
+    return o_.one_dimensional ? 3 : spatial() + 2;
+  }
+  bool alone(const Tensor& t) const {  // one sample, without a dimension of samples
+    return t.defined() && t.dim() == spatial() + 1;
+  }
+  Tensor batch(const Tensor& t) const {
+    return alone(t) ? t.unsqueeze(0) : t;
+  }
   Tensor lifted(const Tensor& t) const {
     return o_.one_dimensional ? t.unsqueeze(-2) : t;
   }
