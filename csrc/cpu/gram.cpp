@@ -1,5 +1,5 @@
 // gram for Linear: the squares of gram.h over rows as they lie.
-#include "gram.h"
+#include "row_gram.h"
 #include "direct.h"
 #include "rows.h"
 
