@@ -218,4 +218,4 @@ def _weights(probe: Probe) -> Tensor:
     """[N] float64: what `.grad` holds of each sample's own gradient, by the probe's loss scale."""
     record = probe._record
     runs = sorted(record.runs, key=lambda entry: entry[0].serial)
-    return 1 / record._factors(runs, None)
+    return 1 / record.factors(runs)
