@@ -63,8 +63,8 @@ inline Operand pixels_of(const Tensor& t) {  // [N, C, H, W]
 }
 
 // Cache-sized memory of one thread; grows, is not cleared between uses, and is kept: fresh pages cost more than small
-// problems do. Zero at first: vectors past the last column compute with what lies there, which among the heap's leavings
-// are denormals, at a hundred times the time.
+// problems do. Zero at first: vectors past the last column compute with what lies there, which among the heap's
+// leavings are denormals, at a hundred times the time.
 template <class acc_t>
 class Scratch {
  public:

@@ -2,6 +2,7 @@
 // Everything is in an anonymous namespace and nothing of std is instantiated: a function compiled for AVX-512 that the
 // linker merged with its namesake elsewhere would fault on older processors.
 #include "vectors_body.h"
+
 #include "row_gram_body.h"
 
 namespace torchgradx::cpu {

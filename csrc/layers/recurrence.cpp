@@ -236,8 +236,8 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
   const cpu::GateKernels<T>& kernels = cpu::gate_kernels<T>();
   GateGradients found;
   found.input = found.state = fresh(gates);
-  Tensor q, u, cells, squashed;                    // as LstmRow and GruRow have them
-  View<T> ran, c;                                  // the gates, or the states of a plain RNN; the cells
+  Tensor q, u, cells, squashed;  // as LstmRow and GruRow have them
+  View<T> ran, c;                // the gates, or the states of a plain RNN; the cells
   const T* const first = first_cell.defined() ? first_cell.const_data_ptr<T>() : nullptr;
   const auto before = [&](int64_t t, int64_t b) {  // the cells
     const int64_t s = walk.before(t, b);
