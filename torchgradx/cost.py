@@ -53,13 +53,14 @@ class Rates:
 
 
 # Least squares over the layers of benchmarks/calibrate.py, 2026-11-20, one thread of an AMD EPYC
-# (Zen 4, AVX-512), torch 2.13, float32. Only ratios matter, and only near a crossover.
+# (Zen 4, AVX-512), torch 2.13, float32; of a Linear's rank1 and gram on an Intel Xeon (AVX-512), by
+# their ratio to direct there. Only ratios matter, and only near a crossover.
 # Not modelled: caches, threads, halves' conversion, strides.
 RATES: dict[str, dict[str, Rates]] = {
     "linear": {
         "weight_grad": Rates(flop=8.6e10, bytes=5.3e10),  # the framework's own
-        "rank1": Rates(flop=4.6e10, bytes=2.3e10),
-        "gram": Rates(flop=1.7e11, bytes=8.4e09),
+        "rank1": Rates(flop=1.0e11, bytes=5.0e10),
+        "gram": Rates(flop=1.5e11, bytes=2.5e10),
         "direct": Rates(flop=1.9e11, bytes=6.9e10),
         "fused": Rates(flop=1.9e11, bytes=6.9e10),
     },

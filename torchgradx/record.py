@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .table import Parameters
 
 __all__ = ["Record"]
+
+CPU = torch.device("cpu")
 
 
 class Record:
@@ -77,18 +79,21 @@ class Record:
     def norms(self, per: str, loss_scale: float | Tensor | None) -> Tensor | dict[str, Tensor]:
         runs = self._in_order()
         sums_on, result = self._places_of_sums(runs)
-        factors = self._factors(runs, loss_scale).abs().to(sums_on)
+        factors = [
+            abs(f).to(sums_on) if isinstance(f, Tensor) else abs(f)
+            for f in self._factors(runs, loss_scale)
+        ]
 
         def of(places: Sequence[int] | None) -> Tensor:
             """[N1 + N2 + ...] norms of some parameters, or of all, summed in float64."""
             whole = []
-            for run, _ in runs:
+            for (run, _), factor in zip(runs, factors, strict=True):
                 total = run.total(places).to(sums_on)
                 for place in run.waiting():
                     if places is None or place in places:
                         total += self._combined(run, place).to(total.device)
-                whole.append(total)
-            return (torch.cat(whole).clamp_min(0).sqrt() * factors).to(**result)
+                whole.append(total.clamp_min_(0).sqrt_().mul_(factor))  # nobody else has it
+            return _joined(whole).to(**result)
 
         if per == "model":
             return of(None)
@@ -99,8 +104,8 @@ class Record:
         runs = self._in_order()
         sums_on, result = self._places_of_sums(runs)
         found = [torch.zeros(run.n) if run.dots is None else run.dots for run, _ in runs]
-        whole = torch.cat([dots.to(sums_on, torch.float64) for dots in found])
-        return (whole * self._factors(runs, None).to(sums_on)).to(**result)
+        whole = _joined([dots.to(sums_on, torch.float64) for dots in found])
+        return (whole * self.factors(runs).to(sums_on)).to(**result)
 
     def shares(self) -> Tensor:
         """[N1 + N2 + ...] of the samples' own gradients in .grad."""
@@ -108,7 +113,7 @@ class Record:
             raise RuntimeError(".grad is clipped already: read it before clip_grad_norm_")
         if is_unscaled(self._options["loss_scale"]):
             raise RuntimeError(".grad is unscaled already: read it before scaler.unscale_()")
-        return 1 / self._factors(self._in_order(), None)
+        return 1 / self.factors(self._in_order())
 
     def gradients(self, per: str) -> dict[str, list[Tensor]]:
         """.grad by group, as far as it is there."""
@@ -147,10 +152,10 @@ class Record:
 
     def _places_of_sums(self, runs: Sequence[Any]) -> tuple[torch.device, dict[str, Any]]:
         """Where sums are added up, and device and dtype of what is returned."""
-        device = self._parameters.tensor(0).device
+        first = self._parameters.tensor(0)
         wide = any(run.wide for run, _ in runs)
-        result = {"device": device, "dtype": torch.float64 if wide else torch.float32}
-        return device if device.type == "cuda" else torch.device("cpu"), result
+        result = {"device": first.device, "dtype": torch.float64 if wide else torch.float32}
+        return first.device if first.is_cuda else CPU, result
 
     def _groups(self, per: str) -> dict[str, list[int]]:
         """The places of what was trainable in any of the passes, by parameter or by module."""
@@ -161,35 +166,38 @@ class Record:
             groups.setdefault(keys[per], []).append(place)
         return groups
 
-    def _factors(self, runs: Sequence[Any], given: float | Tensor | None) -> Tensor:
+    def factors(self, runs: Sequence[Any]) -> Tensor:
         """[N1 + N2 + ...]: what undoes the reduction and the scale of the loss."""
-        sizes = [run.n for run, _ in runs]
-        if isinstance(given, Tensor) and given.dim() and given.numel() != sum(sizes):
+        factors = zip(runs, self._factors(runs, None), strict=True)
+        return _joined([torch.ones(run.n, dtype=torch.float64) * f for (run, _), f in factors])
+
+    def _factors(
+        self, runs: Sequence[Any], given: float | Tensor | None
+    ) -> Iterator[float | Tensor]:
+        """The same by pass: a number, or a Tensor [N] or []."""
+        by_sample = isinstance(given, Tensor) and given.dim() > 0
+        samples = sum(run.n for run, _ in runs) if by_sample else 0
+        if by_sample and given.numel() != samples:
             raise ValueError(
-                f"loss_scale must be a number or a Tensor [{sum(sizes)}], as the record holds "
+                f"loss_scale must be a number or a Tensor [{samples}], as the record holds "
                 f"that many samples; got shape {list(given.shape)}"
             )
-        factors = []
         start = 0
-        for n, (_, scale) in zip(sizes, runs, strict=True):
+        for run, scale in runs:
             if given is not None:
-                scale = (
-                    given[start : start + n] if isinstance(given, Tensor) and given.dim() else given
-                )
-            reduction = float(n) if self._options["loss_reduction"] == "mean" else 1.0
+                scale = given[start : start + run.n] if by_sample else given
+            start += run.n
+            reduction = float(run.n) if self._options["loss_reduction"] == "mean" else 1.0
             if not isinstance(scale, Tensor):
-                factors.append(torch.full((n,), reduction / scale, dtype=torch.float64))
-                start += n
+                yield reduction / scale
                 continue
             scale = scale.detach().to("cpu", torch.float64)
-            if scale.dim() and scale.shape != (n,):
+            if scale.dim() and scale.shape != (run.n,):
                 raise ValueError(
-                    f"loss_scale must be a number or a Tensor [{n}], one a sample of the pass; "
+                    f"loss_scale must be a number or a Tensor [{run.n}], one a sample of the pass; "
                     f"got shape {list(scale.shape)}"
                 )
-            factors.append((reduction / scale).expand(n))
-            start += n
-        return torch.cat(factors)
+            yield reduction / scale
 
     def require(self) -> None:
         """Raise a CoverageError where there is nothing to read."""
@@ -203,3 +211,7 @@ class Record:
             f"grad enabled, then loss.backward(), then norms(). Without norms: {', '.join(names)}",
             names,
         )
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

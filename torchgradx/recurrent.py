@@ -28,6 +28,7 @@ if ops.NATIVE:
 
 __all__ = ["Site", "site_of"]
 
+PLAIN = {Tensor, nn.Parameter}
 CELLS = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}  # Cell in csrc/layers/recurrence.h
 
 
@@ -79,8 +80,9 @@ class RecurrentSite(FallbackSite):
 
     def _sequence(self, module: Any, input: Any, hx: Any) -> Any:
         packed = Packed(input) if isinstance(input, PackedSequence) else None
-        first = 0 if module.batch_first else 1
-        x = packed.data if packed else input.transpose(0, first)  # [N, T, I] or [total, I]
+        x = packed.data if packed else input  # [N, T, I] or [total, I]
+        if not (packed or module.batch_first):
+            x = x.transpose(0, 1)
         rows = packed.rows if packed else len(x)
         layers, ways = module.num_layers, 1 + module.bidirectional
         width = module.proj_size or module.hidden_size
@@ -122,7 +124,9 @@ class RecurrentSite(FallbackSite):
             last.append(h.transpose(0, 1))
             cells.append(c.transpose(0, 1) if lstm else c)
             x = packed.pack(y) if packed else y
-        out = PackedSequence(x, *input[1:]) if packed else x.transpose(0, first)
+        out: Any = PackedSequence(x, *input[1:]) if packed else x
+        if not (packed or module.batch_first):
+            out = x.transpose(0, 1)
         h, c = (t[0] if layers == 1 else torch.cat(t) for t in (last, cells if lstm else last))
         return out, (h, c) if lstm else h
 
@@ -203,24 +207,25 @@ def _served(module: Any, input: Any, hx: Any) -> bool:
     data, sizes = input[:2] if isinstance(input, PackedSequence) and not single else (input, None)
     lstm = isinstance(module, (nn.LSTM, nn.LSTMCell))
     given = [] if hx is None else list(hx) if lstm and isinstance(hx, (tuple, list)) else [hx]
-    tensors = [data, *given, *module._parameters.values()]
-    held = [t for t in tensors if t is not None]
-    if any(type(t) not in (Tensor, nn.Parameter) for t in held):
+    parameters = [p for p in module._parameters.values() if p is not None]
+    held = [data, *(t for t in given if t is not None), *parameters]
+    if not PLAIN.issuperset(map(type, held)):
         return False
-    if any(t.dtype != data.dtype or t.device.type != "cpu" for t in held) or not data.numel():
+    dtype = data.dtype
+    if not all([t.dtype is dtype and t.is_cpu for t in held]) or not data.numel():
         return False
     if torch.is_autocast_enabled("cpu") or torch._C._are_functorch_transforms_active():
         return False
     if data.dim() != (2 if single or sizes is not None else 3):
         return False
-    if data.shape[-1] != module.input_size or not any(
-        p.requires_grad for p in module._parameters.values() if p is not None
-    ):
+    if data.shape[-1] != module.input_size or not any([p.requires_grad for p in parameters]):
         return False
+    if not given:
+        return True
     if single:
         wanted: list[Any] = [(len(data), module.hidden_size)] * (1 + lstm)
     else:
         wanted = [module.get_expected_hidden_size(data, sizes)]
         if lstm:
             wanted.append(module.get_expected_cell_size(data, sizes))
-    return not given or [tuple(t.shape) for t in given] == [tuple(w) for w in wanted]
+    return [tuple(t.shape) for t in given] == [tuple(w) for w in wanted]

@@ -3,7 +3,7 @@
 // gradient, one sum over all N T positions, and the norms by rank1 or gram. That sum is MKL's on the processors MKL is
 // made for, where it takes 0.85 of the sweep's time; elsewhere it takes more than all of it.
 #include "direct.h"
-#include "gram.h"
+#include "row_gram.h"
 #include "rowwise.h"
 
 #include <ATen/Context.h>
@@ -15,17 +15,24 @@
 namespace torchgradx::cpu {
 namespace {
 
+bool mkl_at_home() {
+  static const bool is = at::hasMKL() && __builtin_cpu_is("intel");
+  return is;
+}
+
 bool gram_is_quicker(const RowShape& s, const SharedGrads* shared) {
-  const double part = shared ? double(s.I) / double(std::max<int64_t>(shared->inputs, 1)) : 1;
-  return gram_nanoseconds(s.T, s.I) + part * gram_nanoseconds(s.T, s.O) < tile_end_nanoseconds(s.I, s.O);
+  const bool shares = shared && s.T <= kSpan;
+  const double part = shares ? double(s.I) / double(std::max<int64_t>(shared->inputs, 1)) : 1;
+  const double of_sweep = mkl_at_home() ? 0.08 * double(s.T) : 0;  // positions, that its own sum takes longer
+  return row_gram_nanoseconds(s.T, s.I) + part * row_gram_nanoseconds(s.T, s.O) <
+         tile_end_nanoseconds(s.I, s.O, of_sweep);
 }
 
 template <class acc_t>
 void weight_pass(const Rows<acc_t>& layer, const Tensor& activations, const Tensor& grad_output, const acc_t* scale,
                  const Tensor& weight) {
-  static const bool mkl_at_home = at::hasMKL() && __builtin_cpu_is("intel");
   const Rows<acc_t> joined = layer.joined(/*in_any_order=*/!scale);
-  if (mkl_at_home && !scale && joined.N == 1 && activations.scalar_type() == weight.scalar_type()) {
+  if (mkl_at_home() && !scale && joined.N == 1 && activations.scalar_type() == weight.scalar_type()) {
     Tensor out = weight;
     const auto of = [&](const Tensor& t, int64_t features, const Operand& o) {  // [N T, features]
       return at::cpu::as_strided(t, {joined.width, features}, {o.x, o.c});

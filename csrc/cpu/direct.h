@@ -8,7 +8,7 @@ namespace torchgradx::cpu {
 // What several weights make of one grad_output [N, T, O] with none of them: the first leaves it here for the others.
 struct SharedGrads {
   int64_t inputs;                // I, of all these weights together
-  Tensor gram;                   // [N, a square of gram.h]
+  Tensor gram;                   // [N, tiles of row_gram.h]
   Tensor bias_grad, bias_norms;  // [O], [N]
 };
 

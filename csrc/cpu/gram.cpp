@@ -1,6 +1,6 @@
 // gram for Linear: the squares of gram.h over rows as they lie.
-#include "gram.h"
 #include "direct.h"
+#include "row_gram.h"
 #include "rows.h"
 
 #include <torch/library.h>

@@ -20,8 +20,8 @@ inline double gram_nanoseconds(int64_t T, int64_t channels) {
   return 150 + double(channels) * (1.5 + double(T) * double(T + 20) / 150);
 }
 // What fused takes longer than the plain weight gradient: a tile's end costs about as much as twelve positions.
-inline double tile_end_nanoseconds(int64_t I, int64_t O) {
-  return 12 * double(I) * double(O) / 87;
+inline double tile_end_nanoseconds(int64_t I, int64_t O, double more_positions = 0) {
+  return (12 + more_positions) * double(I) * double(O) / 87;
 }
 
 // Squares of the Gram matrix of one operand. Packed: [run of positions][channel][two vectors of positions].
@@ -102,10 +102,17 @@ class GramSquare {
 
 struct GramSum {
   double sum = 0, magnitude = 0;
-  bool underflow = false;
+  double faint = 0;  // what a row whose own square underflowed might have added, squared
+
+  void meet(double a, double b) {  // a row's squares
+    if (std::min(a, b) < 1e-30) faint = std::max(faint, 1e-30 * std::max(a, b));
+  }
+  bool doubtful() const {
+    return !(sum > 1e-4 * magnitude) || faint > 1e-14 * sum || !std::isfinite(sum);
+  }
 };
 
-// One sample. source.activations and source.grads compute a square, or know it.
+// One sample, square by square. source.activations and source.grads compute a square, or know it.
 template <class acc_t, class Source>
 GramSum gram_sum(const Source& source, int64_t n, int64_t T, int64_t I, int64_t O) {
   const Kernels<acc_t>& k = kernels<acc_t>();
@@ -114,7 +121,6 @@ GramSum gram_sum(const Source& source, int64_t n, int64_t T, int64_t I, int64_t 
   acc_t* const packed = workspace.panels.get(2 * square.span() * kChannels);
   acc_t* const of_a = workspace.columns.get(square.size());
   GramSum result;
-  double faint = 0;  // what a row whose own square underflowed might have added, squared
   for (int64_t t0 = 0; t0 < T; t0 += square.span())
     for (int64_t s0 = 0; s0 <= t0; s0 += square.span()) {
       source.activations(square, n, T, I, s0, t0, packed, of_a);
@@ -124,13 +130,10 @@ GramSum gram_sum(const Source& source, int64_t n, int64_t T, int64_t I, int64_t 
         const bool on_diagonal = s >= t && s < t + columns;
         double* const sum = s >= t ? &result.sum : &twice;
         k.products(of_a + offset, of_b + offset, columns, sum, s >= t ? &result.magnitude : &twice_magnitude);
-        if (!on_diagonal) return;
-        const double a = of_a[offset + s - t], b = of_b[offset + s - t];
-        if (std::min(a, b) < 1e-30) faint = std::max(faint, 1e-30 * std::max(a, b));
+        if (on_diagonal) result.meet(of_a[offset + s - t], of_b[offset + s - t]);
       });
       result.sum += 2 * twice, result.magnitude += 2 * twice_magnitude;
     }
-  result.underflow = faint > 1e-14 * result.sum;
   return result;
 }
 
@@ -143,9 +146,8 @@ void gram_pass(const Source& source, const Layer& layer, int64_t T, const Tensor
   const double flop = double(T) * T * (double(layer.patch()) + double(layer.rows));
   at::parallel_for(0, N, std::max<int64_t>(1, int64_t(2e5 / std::max(flop, 1.0))), [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
-      const GramSum gram = gram_sum<acc_t>(source, n, T, layer.patch(), layer.rows);
-      const bool doubtful = !(gram.sum > 1e-4 * gram.magnitude) || gram.underflow || !std::isfinite(gram.sum) ||
-                            underflowed<acc_t>(gram.sum);
+      const GramSum gram = source.sum(n, T, layer.patch(), layer.rows);
+      const bool doubtful = gram.doubtful() || underflowed<acc_t>(gram.sum);
       sums[n] = doubtful ? 0 : gram.sum;
       if (doubtful && !layer.vanishes(n)) {
         Sums<acc_t> again;
@@ -156,45 +158,5 @@ void gram_pass(const Source& source, const Layer& layer, int64_t T, const Tensor
   });
   write_row<acc_t>(sq_norms, 0, sums);
 }
-
-// Rows as they lie.
-template <class acc_t>
-struct RowSource {
-  const Operand a, b;
-  const RowKernels<acc_t>& pack;
-  acc_t* kept = nullptr;  // squares of all samples' grads, for other weights
-  bool known = false;
-
-  RowSource(const Tensor& activations, const Tensor& grad_output, SharedGrads* shared = nullptr)
-      : a(rows_of(activations)), b(rows_of(grad_output)), pack(kernels<acc_t>().of(activations.scalar_type())) {
-    const int64_t N = grad_output.size(0), T = grad_output.size(1);
-    if (!shared || T > kSpan) return;
-    known = shared->gram.defined();
-    if (!known)
-      shared->gram =
-          results({N, GramSquare<acc_t>(T, kernels<acc_t>()).size()}, c10::CppTypeToScalarType<acc_t>(), false);
-    kept = shared->gram.mutable_data_ptr<acc_t>();
-  }
-
-  void transposed(const Operand& from, acc_t* out, int64_t n, int64_t c, int64_t depth, int64_t t,
-                  int64_t count) const {
-    pack.pack(out, 2 * kernels<acc_t>().lanes, from.at(n, 0, t, c), depth, count, from.c, from.x);
-  }
-  void activations(const GramSquare<acc_t>& square, int64_t n, int64_t T, int64_t I, int64_t s0, int64_t t0,
-                   acc_t* packed, acc_t* out) const {
-    square.compute(I, T, s0, t0, packed, out, [&](acc_t* to, int64_t c, int64_t depth, int64_t t, int64_t count) {
-      transposed(a, to, n, c, depth, t, count);
-    });
-  }
-  const acc_t* grads(const GramSquare<acc_t>& square, int64_t n, int64_t T, int64_t O, int64_t s0, int64_t t0,
-                     acc_t* packed, acc_t* out) const {
-    if (kept) out = kept + n * square.size();
-    if (!known)
-      square.compute(O, T, s0, t0, packed, out, [&](acc_t* to, int64_t c, int64_t depth, int64_t t, int64_t count) {
-        transposed(b, to, n, c, depth, t, count);
-      });
-    return out;
-  }
-};
 
 }  // namespace torchgradx::cpu

@@ -16,6 +16,10 @@ template <class acc_t>
 struct PatchSource {
   Patches<acc_t> layer;
 
+  GramSum sum(int64_t n, int64_t T, int64_t patch, int64_t O) const {
+    return gram_sum<acc_t>(*this, n, T, patch, O);
+  }
+
   void activations(const GramSquare<acc_t>& square, int64_t n, int64_t T, int64_t patch, int64_t s0, int64_t t0,
                    acc_t* packed, acc_t* out) const {
     const int64_t pixels = layer.down.size * layer.along.size;

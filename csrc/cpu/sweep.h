@@ -63,13 +63,15 @@ inline Operand pixels_of(const Tensor& t) {  // [N, C, H, W]
           t.stride(1)};
 }
 
-// Cache-sized memory of one thread; grows, is not cleared, and is kept: fresh pages cost more than small problems do.
+// Cache-sized memory of one thread; grows, is not cleared between uses, and is kept: fresh pages cost more than small
+// problems do. Zero at first: vectors past the last column compute with what lies there, which among the heap's
+// leavings are denormals, at a hundred times the time.
 template <class acc_t>
 class Scratch {
  public:
   acc_t* get(int64_t count) {
     if (count > size_) {
-      storage_.reset(new acc_t[count + 64]);
+      storage_.reset(new acc_t[count + 64]());
       size_ = count;
     }
     const auto address = reinterpret_cast<uintptr_t>(storage_.get());

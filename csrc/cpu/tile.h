@@ -11,6 +11,7 @@ namespace torchgradx::cpu {
 
 constexpr int kMaxRows = 14;  // of any processor's tile
 constexpr int kMaxTaps = 9;   // of a correlation at a time
+constexpr int kSide = 4;      // of a square tile of a Gram matrix of rows
 
 // One tile: sum over positions (y, x) of g[0 .. rows) x[0 .. columns)^T, for one sample; then what becomes of it.
 template <class acc_t>
@@ -47,6 +48,10 @@ struct Kernels {
   int lanes, max_rows;
   void (*tile[2][kMaxRows + 1])(const Tile<acc_t>&);  // [vectors - 1][rows]
   RowKernels<acc_t> native, bfloat16, float16;
+  // The products of [count, depth] rows, whole sides and whole vectors of them, with one another: tiles [kSide, kSide]
+  // of the upper triangle, those on the diagonal first, then column by column.
+  void (*row_gram)(const acc_t* rows, int64_t ld, int64_t count, int64_t depth, bool resume, acc_t* tiles);
+
   // sum += sum of a b, magnitude += sum of |a b|, in double
   void (*products)(const acc_t* a, const acc_t* b, int64_t count, double* sum, double* magnitude);
 

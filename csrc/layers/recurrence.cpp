@@ -236,11 +236,12 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
   const cpu::GateKernels<T>& kernels = cpu::gate_kernels<T>();
   GateGradients found;
   found.input = found.state = fresh(gates);
-  Tensor q, u, cells, squashed;                    // as LstmRow and GruRow have them
-  View<T> ran;                                     // the gates, or the states of a plain RNN
+  Tensor q, u, cells, squashed;  // as LstmRow and GruRow have them
+  View<T> ran, c;                // the gates, or the states of a plain RNN; the cells
+  const T* const first = first_cell.defined() ? first_cell.const_data_ptr<T>() : nullptr;
   const auto before = [&](int64_t t, int64_t b) {  // the cells
     const int64_t s = walk.before(t, b);
-    return s < 0 ? first_cell.const_data_ptr<T>() + b * h : View<T>(cells).at(s, b);
+    return s < 0 ? first + b * h : c.at(s, b);
   };
   if (of.cell == Cell::kLstm) {
     q = gates_in(steps.kept, w, input, previous, walk.backwards);
@@ -249,7 +250,7 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
     ran = View<T>(q);
     if (theirs && walk.backwards) ran.turn_round(walk.steps);
     cells = fresh(h);
-    const View<T> c(cells);
+    c = View<T>(cells);
     walk.each_part([&](int64_t begin, int64_t end) {
       for (int64_t k = 0; k < walk.steps; ++k) {
         const int64_t t = walk.at(k);
@@ -301,8 +302,8 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
       if (of.projects) {
         const Tensor of_cells = to.mm(w.hr);
         mine(found.out[t]).copy_(to);
-        T* const first = of_cells.data_ptr<T>();
-        walk.each_row(begin, last, [&](int64_t b) { row(t, b, first + (b - begin) * h); });
+        T* const grads_of_cells = of_cells.data_ptr<T>();
+        walk.each_row(begin, last, [&](int64_t b) { row(t, b, grads_of_cells + (b - begin) * h); });
       }
       at::cpu::addmm_(to, mine(each_step[t]), w.hh, /*beta=*/of.cell == Cell::kGru ? 1 : 0, /*alpha=*/1);
     }
