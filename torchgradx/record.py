@@ -160,17 +160,17 @@ class Record:
         self, runs: Sequence[Any], given: float | Tensor | None
     ) -> Iterator[float | Tensor]:
         """The same by pass: a number, or a Tensor [N] or []."""
-        by_sample = isinstance(given, Tensor) and given.dim() > 0
-        samples = sum(run.n for run, _ in runs) if by_sample else 0
-        if by_sample and given.numel() != samples:
+        by_sample = given if isinstance(given, Tensor) and given.dim() else None
+        samples = sum(run.n for run, _ in runs)
+        if by_sample is not None and by_sample.numel() != samples:
             raise ValueError(
                 f"loss_scale must be a number or a Tensor [{samples}], as the record holds "
-                f"that many samples; got shape {list(given.shape)}"
+                f"that many samples; got shape {list(by_sample.shape)}"
             )
         start = 0
         for run, scale in runs:
             if given is not None:
-                scale = given[start : start + run.n] if by_sample else given
+                scale = given if by_sample is None else by_sample[start : start + run.n]
             start += run.n
             reduction = float(run.n) if self._options["loss_reduction"] == "mean" else 1.0
             if not isinstance(scale, Tensor):
