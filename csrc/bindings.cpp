@@ -207,12 +207,29 @@ void bind_capture(py::module_& m) {
   m.def(
       "call_recurrent",
       [](const std::vector<std::shared_ptr<Site>>& sites, const Recurrence& of, const Tensor& input,
-         const Tensor& state, const std::optional<Tensor>& cell, const Tensors& weights) {
-        const Output out = call_recurrent(sites, of, {input, state, cell.value_or(Tensor()), weights});
+         const std::optional<Tensor>& state, const std::optional<Tensor>& cell, const Tensors& weights) {
+        const Output out =
+            call_recurrent(sites, of, {input, state.value_or(Tensor()), cell.value_or(Tensor()), weights});
         const auto maybe = [](const Tensor& t) { return t.defined() ? std::optional<Tensor>(t) : std::nullopt; };
         return std::make_tuple(out.states, maybe(out.last), maybe(out.last_cells));
       },
       py::arg("sites"), py::arg("of"), py::arg("input"), py::arg("state"), py::arg("cell"), py::arg("weights"));
+
+  // A chain of tensor operations takes longer than a small layer's backward, at a time when their code is in no cache.
+  m.def("norms_of", [](const Tensor& sq_norms, double factor, bool wide) {  // [N] in float64, on a CPU
+    const at::NoGradGuard no_grad;
+    const auto from = sq_norms.accessor<double, 1>();
+    const Tensor found = at::empty({from.size(0)}, wide ? at::kDouble : at::kFloat);
+    const auto fill = [&](auto* to) {
+      for (int64_t n = 0; n < from.size(0); ++n)
+        to[n] = static_cast<std::decay_t<decltype(*to)>>(std::sqrt(from[n] < 0 ? 0 : from[n]) * factor);
+    };
+    if (wide)
+      fill(found.mutable_data_ptr<double>());
+    else
+      fill(found.mutable_data_ptr<float>());
+    return found;
+  });
 
   py::class_<Kept>(m, "Saved").def(py::init<const Tensor&>()).def("unpack", &Kept::unpack);
 }

@@ -158,11 +158,15 @@ struct RecurrentNode : Node {
 
 }  // namespace
 
-Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Recurrence& of, const Sequence& in) {
+Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Recurrence& of, Sequence in) {
   const int64_t parts = of.projects ? 3 : 2;
-  const Tensor& last = in.weights[of.projects ? of.weights() - 1 : 1];  // [P, H] or [gates, H]
-  const int64_t width = of.directions() * (of.projects ? last.size(0) : last.size(1));
-  const int64_t rows = in.state.size(1);
+  const int64_t cells = in.weights[1].size(0) / (of.cell == Cell::kLstm ? 4 : of.cell == Cell::kGru ? 3 : 1);
+  const int64_t states = of.projects ? in.weights[of.weights() - 1].size(0) : cells;
+  const int64_t width = of.directions() * states;
+  const int64_t rows = of.packing.rows.defined() ? of.packing.batch_sizes[0].item<int64_t>() : in.input.size(0);
+  const auto zeros = [&](int64_t size) { return at::zeros({of.directions(), rows, size}, in.input.options()); };
+  if (!in.state.defined()) in.state = zeros(states);
+  if (!in.cell.defined() && of.cell == Cell::kLstm) in.cell = zeros(cells);
   std::vector<c10::intrusive_ptr<Use>> uses;
   bool any = false;
   for (size_t s = 0; s < sites.size(); ++s) {

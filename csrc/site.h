@@ -107,7 +107,8 @@ c10::intrusive_ptr<Use> use_in_graph(const std::shared_ptr<Site>& site, const st
 Tensor call(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
             const std::optional<Tensor>& bias, Saved saved);  // `saved`: statistics that are the module's own
 // A layer of a recurrent module likewise. A site for each W_ih, W_hh and W_hr, direction by direction.
-Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Recurrence& of, const Sequence& in);
+Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Recurrence& of,
+                      Sequence in);  // whose states may be undefined: zeros
 // Listens at the output of the framework's own layer.
 void listen(const c10::intrusive_ptr<Use>& use, const Saved& saved, const Tensor& weight, const Tensor& output);
 void tap(const std::shared_ptr<Site>& site, const Saved& saved, const Tensor& weight, const std::optional<Tensor>& bias,

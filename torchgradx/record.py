@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from . import ops
 from .clipping import Books, factors_of, group, is_unscaled, unscaled_by
 from .errors import CoverageError
 from .norms import combine
 from .rules import Layer
+
+if ops.NATIVE:
+    from . import _C
 
 if TYPE_CHECKING:
     from .table import Parameters
@@ -79,10 +83,7 @@ class Record:
     def norms(self, per: str, loss_scale: float | Tensor | None) -> Tensor | dict[str, Tensor]:
         runs = self._in_order()
         sums_on, result = self._places_of_sums(runs)
-        factors = [
-            abs(f).to(sums_on) if isinstance(f, Tensor) else abs(f)
-            for f in self._factors(runs, loss_scale)
-        ]
+        factors = list(self._factors(runs, loss_scale))
 
         def of(places: Sequence[int] | None) -> Tensor:
             """[N1 + N2 + ...] norms of some parameters, or of all, summed in float64."""
@@ -92,8 +93,8 @@ class Record:
                 for place in run.waiting():
                     if places is None or place in places:
                         total += self._combined(run, place).to(total.device)
-                whole.append(total.clamp_min_(0).sqrt_().mul_(factor))  # nobody else has it
-            return _joined(whole).to(**result)
+                whole.append(_norms(total, factor, **result))
+            return _joined(whole)
 
         if per == "model":
             return of(None)
@@ -175,17 +176,17 @@ class Record:
         self, runs: Sequence[Any], given: float | Tensor | None
     ) -> Iterator[float | Tensor]:
         """The same by pass: a number, or a Tensor [N] or []."""
-        by_sample = isinstance(given, Tensor) and given.dim() > 0
-        samples = sum(run.n for run, _ in runs) if by_sample else 0
-        if by_sample and given.numel() != samples:
+        by_sample = given if isinstance(given, Tensor) and given.dim() else None
+        samples = sum(run.n for run, _ in runs)
+        if by_sample is not None and by_sample.numel() != samples:
             raise ValueError(
                 f"loss_scale must be a number or a Tensor [{samples}], as the record holds "
-                f"that many samples; got shape {list(given.shape)}"
+                f"that many samples; got shape {list(by_sample.shape)}"
             )
         start = 0
         for run, scale in runs:
             if given is not None:
-                scale = given[start : start + run.n] if by_sample else given
+                scale = given if by_sample is None else by_sample[start : start + run.n]
             start += run.n
             reduction = float(run.n) if self._options["loss_reduction"] == "mean" else 1.0
             if not isinstance(scale, Tensor):
@@ -211,6 +212,18 @@ class Record:
             f"grad enabled, then loss.backward(), then norms(). Without norms: {', '.join(names)}",
             names,
         )
+
+
+def _norms(
+    sq_norms: Tensor, factor: float | Tensor, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    if isinstance(factor, Tensor):
+        factor = factor.abs().to(sq_norms.device)
+    elif ops.NATIVE and sq_norms.is_cpu and device.type == "cpu":
+        return _C.norms_of(sq_norms, abs(factor), dtype is torch.float64)
+    else:
+        factor = abs(factor)
+    return (sq_norms.clamp_min(0).sqrt() * factor).to(device, dtype)
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

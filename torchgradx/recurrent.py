@@ -61,10 +61,7 @@ class RecurrentSite(FallbackSite):
 
     def _step(self, cell: Any, input: Tensor, hx: Any) -> Any:
         lstm = isinstance(cell, nn.LSTMCell)
-        if hx is None:
-            zeros = input.new_zeros(len(input), cell.hidden_size)
-            hx = (zeros, zeros) if lstm else zeros
-        h, c = hx if lstm else (hx, None)
+        h, c = hx if lstm and hx is not None else (hx, None)
         biases = (cell.bias_ih, cell.bias_hh) if cell.bias else ()
         kind = _mode(cell)
         of = _C.Recurrence(CELLS[kind], cell.bias, False, False, True, cell.training, [])
@@ -72,7 +69,7 @@ class RecurrentSite(FallbackSite):
             self._products,
             of,
             input.unsqueeze(1),
-            h.unsqueeze(0),
+            None if h is None else h.unsqueeze(0),
             None if c is None else c.unsqueeze(0),
             [cell.weight_ih, cell.weight_hh, *biases],
         )
@@ -83,16 +80,12 @@ class RecurrentSite(FallbackSite):
         x = packed.data if packed else input  # [N, T, I] or [total, I]
         if not (packed or module.batch_first):
             x = x.transpose(0, 1)
-        rows = packed.rows if packed else len(x)
         layers, ways = module.num_layers, 1 + module.bidirectional
-        width = module.proj_size or module.hidden_size
         lstm = module.mode == "LSTM"
-        if hx is None:
-            hx = [x.new_zeros(layers * ways, rows, size) for size in (width, module.hidden_size)]
-        else:
-            hx = list(hx) if lstm else [hx]
-            if packed:
-                hx = [packed.sort(state) for state in hx]
+        given = [] if hx is None else list(hx) if lstm else [hx]
+        if packed:
+            given = [packed.sort(state) for state in given]
+        first = [*given, None, None][:2]  # none: zeros
         of = _C.Recurrence(
             CELLS[module.mode],
             module.bias,
@@ -112,13 +105,12 @@ class RecurrentSite(FallbackSite):
                 x = torch.dropout(x if packed else x.transpose(0, 1), module.dropout, True)
                 x = x if packed else x.transpose(0, 1)
             here = slice(k * ways, (k + 1) * ways)
-            states = hx if layers == 1 else [state[here] for state in hx]
+            states = [t if t is None or layers == 1 else t[here] for t in first]
             y, h, c = _C.call_recurrent(
                 _share(self._products, k, layers),
                 of,
                 x,
-                states[0],
-                states[1] if lstm else None,
+                *states,
                 _share(weights, k, layers),
             )
             last.append(h.transpose(0, 1))
@@ -212,13 +204,13 @@ def _served(module: Any, input: Any, hx: Any) -> bool:
     if not PLAIN.issuperset(map(type, held)):
         return False
     dtype = data.dtype
-    if not all([t.dtype is dtype and t.is_cpu for t in held]) or not data.numel():
+    if not all(t.dtype is dtype and t.is_cpu for t in held) or not data.numel():
         return False
     if torch.is_autocast_enabled("cpu") or torch._C._are_functorch_transforms_active():
         return False
     if data.dim() != (2 if single or sizes is not None else 3):
         return False
-    if data.shape[-1] != module.input_size or not any([p.requires_grad for p in parameters]):
+    if data.shape[-1] != module.input_size or not any(p.requires_grad for p in parameters):
         return False
     if not given:
         return True
