@@ -17,12 +17,12 @@ from .gpu import gpu_of
 from .layout import BATCH, SECOND, SEQUENCE
 from .rules import Layer, Rule, rule_named
 from .table import Context, declared_layout
-from .trace import Trace
+from .trace import Trace, root_of
 
 if ops.NATIVE:
     from . import _C
 
-__all__ = ["Hooks", "NativeSite", "called_by_itself", "core"]
+__all__ = ["Hooks", "NativeSite", "core", "unwound"]
 
 MIXING = ("batchnorm1d", "batchnorm2d", "batchnorm3d")
 MIXES = (
@@ -32,13 +32,27 @@ MIXES = (
 CODES = {"rank1": 0, "gram": 1, "direct": 2, "fused": 3}  # Algorithm in csrc/site.h
 
 
-def called_by_itself(module: nn.Module) -> bool:
-    """Whether a forward of this module stands on the stack below the present one."""
+def unwound(recorder: Any, root: nn.Module | None, calls: int) -> bool:
+    """Leave the forwards that an interrupt has left, which runs no hooks; whether there were any.
+
+    calls: how many of the root's stand on the stack, if it is so.
+    """
+    if not recorder.depth() or (root is not None and _calls_of(root_of(root)) > calls):
+        return False
+    while recorder.depth():
+        run = recorder.current()
+        if run is not None:
+            run.abandon()
+        recorder.pop()
+    return True
+
+
+def _calls_of(module: nn.Module) -> int:
     frame, calls = inspect.currentframe(), 0
     while frame is not None:
         calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module
         frame = frame.f_back
-    return calls > 1
+    return calls
 
 
 class Hooks:
