@@ -15,7 +15,7 @@ from .attention import Part, attending
 from .copies import Hook, keep_out, let_in, stock_of, untraced
 from .gpu import gpu_of
 from .layout import BATCH, SECOND, SEQUENCE
-from .rules import Layer, Rule, rule_named
+from .rules import Layer, rule_named
 from .table import Context, declared_layout
 from .trace import Trace, root_of
 
@@ -109,15 +109,13 @@ class NativeSite:
             sites[id(module)] = site
             module.__class__ = kind
         else:
-            mixes, recorder = layer.kind in MIXING, context.recorder
-            tap = _tap_statistics(site, recorder, index) if mixes else _tap(site, self._rule)
-            self._hooks.add(
-                module.register_forward_hook,
-                tap,
-                context.trace.tap,
-                prepend=True,
-                with_kwargs=True,
-            )
+            # A forward hook costs the module's call three times as much.
+            listening = partial(_listening_of, context.trace, self._rule.argument)
+            kind, sites = context.swapped(self._stock, listening)
+            mixes = layer.kind in MIXING
+            tap = _tap_statistics(site, context.recorder, index) if mixes else _tap(site)
+            sites[id(module)] = tap
+            module.__class__ = kind
 
     def leads(self, dims: int) -> int:
         """How many leading dimensions of its input count rows."""
@@ -181,22 +179,41 @@ def _forward_of_x(trace: Trace, stock: Any, sites: dict[int, Any]) -> Callable[.
     return lambda self, x: forward(self, x)
 
 
-def _tap(site: Any, rule: Rule) -> Callable[..., None]:
-    def hook(module: Any, args: Any, kwargs: Any, out: Tensor) -> None:
-        x = args[0] if args else kwargs[rule.argument]
-        _C.tap(site, x, module.weight, getattr(module, "bias", None), out)
+def _listening_of(
+    trace: Trace, argument: str, stock: Any, taps: dict[int, Any]
+) -> Callable[..., Any]:
+    """The stock forward, with a tap at its output."""
 
-    return hook
+    @untraced
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = stock.forward(self, *args, **kwargs)
+        x = args[0] if args else kwargs[argument]
+        if torch.compiler.is_dynamo_compiling() and trace.token is not None:
+            return trace.layer(self, x, out)
+        tap = taps.get(id(self))
+        if tap is not None:
+            tap(self, x, out)
+        return out
+
+    return forward
 
 
-def _tap_statistics(site: Any, recorder: Any, index: int) -> Callable[..., None]:
-    def hook(module: Any, args: Any, kwargs: Any, out: Tensor) -> None:
+def _tap(site: Any) -> Callable[[Any, Tensor, Tensor], None]:
+    tap = _C.tap
+
+    def at(module: Any, x: Tensor, out: Tensor) -> None:
+        tap(site, x, module.weight, getattr(module, "bias", None), out)
+
+    return at
+
+
+def _tap_statistics(site: Any, recorder: Any, index: int) -> Callable[[Any, Tensor, Tensor], None]:
+    def at(module: Any, x: Tensor, out: Tensor) -> None:
         if module.training or module.running_mean is None:
             run = recorder.current()
             if run is not None:
                 run.refuse(index, MIXES)
             return
-        x = args[0] if args else kwargs["input"]
         _C.tap(site, x, module.weight, module.bias, out, module.running_mean, module.running_var)
 
-    return hook
+    return at
