@@ -48,15 +48,19 @@ void bind_pass(py::module_& m) {
            })
       .def_property_readonly("balanced",
                              [](const Recorder& self) {
-                               return std::all_of(self.balance.begin(), self.balance.end(),
-                                                  [](int64_t b) { return b == 0; });
+                               const auto balance = self.balance();
+                               return std::all_of(balance.begin(), balance.end(), [](int64_t b) { return b == 0; });
                              })
-      .def_readonly("balance", &Recorder::balance)
-      .def_readonly("refusals", &Recorder::refusals)
+      .def_property_readonly("balance", &Recorder::balance)
+      .def_property_readonly("refusals", &Recorder::refusals)
+      .def("open", &Recorder::open)
+      .def("merge", &Recorder::merge)
+      .def("drop", &Recorder::drop)
       .def_property_readonly("held", &Recorder::held);
 
   m.def("sequence_number", &at::sequence_number::peek);  // of the next graph node on this thread
 
+  py::class_<Pass::State>(m, "State");
   py::class_<Pass, std::shared_ptr<Pass>>(m, "Pass")
       .def(py::init<std::shared_ptr<Recorder>, int64_t, const std::vector<Tensor>&>())
       .def_readonly("n", &Pass::n)
@@ -109,6 +113,11 @@ void bind_pass(py::module_& m) {
       .def("add_dots", &Pass::add_dots)
       .def("finish", [](Pass& self, int64_t parameter, const Tensor& sq_norms) { self.finish(parameter, sq_norms); })
       .def("clear", &Pass::clear)
+      .def("state", &Pass::state)
+      .def("restore", &Pass::restore)
+      .def("forget", &Pass::forget)
+      .def("renew", &Pass::renew)
+      .def("abandon", [](Pass& self) { self.silent_calls = 0; })
       .def("add",
            [](Pass& self, int64_t parameter, const Tensor& grads) { self.add(parameter, {-1, Tensor(), grads}); })
       .def("total", &Pass::total, py::arg("parameters") = std::nullopt)

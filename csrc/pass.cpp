@@ -66,7 +66,7 @@ std::vector<const Node*> roots_beside(const std::unordered_set<Node*>& reached) 
 
 Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object met,
                    py::object booked)
-    : balance(parameters, 0),
+    : parameters(parameters),
       began_(new Callback{std::move(began)}),
       finish_(new Callback{std::move(finish)}),
       drained_(new Callback{std::move(drained)}),
@@ -77,7 +77,10 @@ void Recorder::enlist(const std::shared_ptr<Pass>& pass) {
   std::vector<std::weak_ptr<Pass>> living;
   for (const auto& weak : alive)
     if (const auto other = weak.lock()) {
-      if (other->recorded) other->silent_calls = 0;  // its backward has been: nothing will run again
+      if (other->recorded || other->failed) {  // its backward has been: nothing will run again
+        other->silent_calls = 0;
+        if (other->retained && other->silent_in_all > 0) other->ambiguous = true;  // unless it comes once more
+      }
       living.push_back(weak);
     }
   living.push_back(pass);
@@ -120,19 +123,6 @@ std::shared_ptr<Pass> Recorder::current() const {
   return held_ > 0 ? latest : nullptr;
 }
 
-void Recorder::refuse(int64_t site, const std::string& reason) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  for (const auto& refusal : refusals)
-    if (refusal.first == site && refusal.second == reason) return;
-  refusals.emplace_back(site, reason);
-}
-
-void Recorder::clear() {
-  const std::lock_guard<std::mutex> lock(mutex);
-  std::fill(balance.begin(), balance.end(), 0);
-  refusals.clear();
-}
-
 void Recorder::add_recorded(int64_t parameter, const Tensor& gradient, double magnitude) {
   const at::NoGradGuard no_grad;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -162,7 +152,11 @@ void Recorder::hold() {
 void Recorder::release() {
   if (--held_ > 0) return;
   py::gil_scoped_acquire gil;
-  drained_->function();
+  try {
+    drained_->function();
+  } catch (py::error_already_set& interrupt) {  // a destructor calls
+    interrupt.discard_as_unraisable("torchgradx");
+  }
 }
 
 Pass::Pass(std::shared_ptr<Recorder> recorder, int64_t n, const std::vector<Tensor>& parameters)
@@ -205,7 +199,7 @@ int64_t Pass::call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef
     return -1;
   }
   for (const auto& slot : slots) ++entries[slot.first].calls;
-  if (!at::GradMode::is_enabled()) ++silent_calls;
+  if (!at::GradMode::is_enabled()) silent_in_all = ++silent_calls;
   note(site);
   note(static_cast<int64_t>(sizes.size()));
   for (const int64_t size : sizes) structure = mixed(structure, size == n ? 1 : 2);
@@ -250,18 +244,15 @@ bool Pass::arrive(at::IntArrayRef parameters, const Node* at, bool enclosed) {
     all = all && needed(parameter);
   }
   if (!any) return false;  // autograd.grad of something else: no gradient of ours is computed
-  if (!recorded) {
-    py::gil_scoped_acquire gil;
-    if (!recorded) recorder->began()(shared_from_this());
-  }
+  const int64_t task = get_current_graph_task_id();
+  if (task_ != task || !recorded) enter(task, at);
   if (!all) recorder->refuse(-1, "a backward(inputs=...) computed the gradients of some parameters only");
   if (ambiguous) recorder->refuse(-1, "a reentrant checkpoint recomputed while several passes were in flight");
   if (at::GradMode::is_enabled()) create_graph = true;
   if (torch::autograd::get_current_graph_task_keep_graph()) retained = true;
   const std::lock_guard<std::mutex> lock(recorder->mutex);
-  audit_edges(at);
   for (const int64_t parameter : parameters)
-    if (!enclosed && owners_->of[parameter] && needed(parameter)) --recorder->balance[parameter];
+    if (!enclosed && owners_->of[parameter] && needed(parameter)) recorder->count(task, parameter, -1);
   return true;
 }
 
@@ -289,7 +280,7 @@ void Pass::audit_edges(const Node* at) {
   const auto count = [&](const Node& node, int64_t parameter) {
     for (const auto& pass : passes)
       if (pass->encloses(node, parameter)) return;
-    ++recorder->balance[parameter];
+    recorder->count(task, parameter, 1);
   };
   const bool in_graphs = std::any_of(passes.begin(), passes.end(), [](const auto& pass) { return pass->in_graph; });
   std::unordered_map<const Node*, int64_t> casts;

@@ -69,6 +69,13 @@ struct Owners {
   std::vector<NodePtr> former;  // exchanged within a forward: keep the keys above alive
 };
 
+using Refusal = std::pair<int64_t, std::string>;  // (site, reason)
+
+struct Tally {                   // of what a backward adds to the record besides norms
+  std::vector<int64_t> balance;  // graph edges into each parameter, minus recorded uses: anything but 0 is unaccounted
+  std::vector<Refusal> refusals;
+};
+
 // What all passes of one probe share.
 class Recorder {
  public:
@@ -81,10 +88,14 @@ class Recorder {
   int64_t depth() const;                  // how many are in force on this thread, one within another
   std::shared_ptr<Pass> current() const;  // of this thread; in a recomputation, the pass that waits for it
 
-  // The record: everything since it was last cleared.
-  std::vector<int64_t>
-      balance;  // graph edges into each parameter, minus recorded uses: anything but 0 is unaccounted for
-  std::vector<std::pair<int64_t, std::string>> refusals;  // (site, reason)
+  // The record: everything since it was last cleared. What a backward adds counts apart until it has ended, for one
+  // that fails leaves nothing behind: torchgradx/backwards.py.
+  void open(int64_t task);
+  void merge(int64_t task, int64_t into);  // -1: what has ended, or came outside of any
+  void drop(const std::vector<int64_t>& tasks);
+  void count(int64_t task, int64_t parameter, int64_t edges);  // under the mutex
+  std::vector<int64_t> balance() const;
+  std::vector<Refusal> refusals() const;
   void refuse(int64_t site, const std::string& reason);
   void clear();
 
@@ -107,7 +118,8 @@ class Recorder {
     return held_;
   }
 
-  std::mutex mutex;
+  const int64_t parameters;
+  mutable std::mutex mutex;
   bool idle = false;             // nothing arrives: a proof is running
   std::vector<int64_t> audited;  // the backwards that met a pass, the latest few
   std::vector<std::weak_ptr<Pass>> alive;
@@ -141,6 +153,8 @@ class Recorder {
   };
   std::map<std::pair<int64_t, int64_t>, Recorded> recorded_;  // by backward, as threads run theirs, and by parameter
   std::atomic<int64_t> held_{0};
+  std::map<int64_t, Tally> tallies_;  // by backward
+  Tally& tally(int64_t task);
 };
 
 class Pass : public std::enable_shared_from_this<Pass> {
@@ -160,10 +174,12 @@ class Pass : public std::enable_shared_from_this<Pass> {
   std::unique_ptr<Callback> outside;  // then: calls its model again, without the compiler
   bool ambiguous = false;             // its recomputations cannot be told from another pass's
   int64_t silent_calls = 0;           // calls under no_grad, which a reentrant checkpoint runs again
+  int64_t silent_in_all = 0;          // before any ran again
+  bool failed = false;                // a backward that came to it did not end
   uint64_t structure = 0;             // hash of the uses: which, and which of their sizes equal N
   int64_t serial = 0;                 // its place among the forwards
-  std::vector<std::pair<int64_t, std::string>> refusals;  // (site, reason); they count once a backward comes
-  std::vector<int64_t> layouts;                           // by use, once proven; empty: as declared, or batch first
+  std::vector<Refusal> refusals;      // they count once a backward comes
+  std::vector<int64_t> layouts;       // by use, once proven; empty: as declared, or batch first
   std::vector<Entry> entries;
   std::vector<std::optional<Tensor>> directions;  // by parameter; none, or empty: no products with it
   Tensor dots;                                    // [N] in float64, of what has arrived; undefined before
@@ -199,7 +215,19 @@ class Pass : public std::enable_shared_from_this<Pass> {
   std::vector<int64_t> late() const;
   void clear();
 
+  struct State {  // of what backwards bring
+    std::vector<Entry> entries;
+    Tensor dots;
+    bool create_graph, retained;
+  };
+  State state() const;
+  void restore(const State& state);
+  void forget();  // the only backward that came to it failed
+  void renew();   // a backward ended, and another may come
+
  private:
+  std::atomic<int64_t> task_{-1};  // the latest backward that came to it
+  void enter(int64_t task, const Node* at);
   int64_t forgotten_ = 0;  // uses of earlier forwards of the same samples
   void track(int64_t parameter, const Tensor& tensor);
   using OnDevices = std::map<c10::DeviceIndex, std::vector<Tensor>>;  // GPUs

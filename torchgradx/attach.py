@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from . import ops, passes
 from .audit import Audit
+from .backwards import Backwards
 from .layout import batch_size, tensors_in
 from .options import check, fitting
 from .reading import Reader
 from .record import Record
 from .recurrent import Site, site_of
 from .sharding import gathers, uncovered
-from .sites import Hooks, called_by_itself
+from .sites import Hooks, unwound
 from .table import COMPUTED, Context, Parameters, find_layers
 from .trace import Call, Trace, outside, root_of
 from .verdict import Verdict
@@ -152,9 +153,8 @@ class Probe(Reader):
 
             return call
 
-        count = len(self._parameters.names)
-        callbacks = ("_began", "_finish", "_drained", "_met", "_booked")
-        self._recorder = Recorder(count, *map(forward_to, callbacks))
+        methods = ("_began", "_finish", "_drained", "_met", "_booked")
+        self._recorder = Recorder(len(self._parameters.names), *map(forward_to, methods))
         shared = (self._recorder, self._parameters, self._layers, options)
         choices = tuple(
             repr(options[k]) for k in ("layout", "batch_dim", "backend", "fused", "weight_grad")
@@ -163,6 +163,7 @@ class Probe(Reader):
         self._audit = Audit(
             *shared, self._record, _proven.setdefault(model, {}).setdefault(choices, {})
         )
+        self._backwards = Backwards(self._recorder, forward_to("_over"))
         self.directions = options["directions"] or {}
         self._joint: list[Pass] | None = None
         self._paused = 0
@@ -246,13 +247,13 @@ class Probe(Reader):
     # Forward
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._unwind(module, 1)
         outer = self._recorder.depth() and self._recorder.current()
-        if outer and not called_by_itself(module):  # left by an interrupt, which runs no hooks
-            while self._recorder.depth():
-                self._recorder.pop()
-            self._audit.lift.unwatch()
-            outer = None
         self._recorder.push(outer or self._begin(module, args, kwargs))
+
+    def _unwind(self, root: nn.Module | None, calls: int = 0) -> None:
+        if unwound(self._recorder, root, calls):
+            self._audit.lift.unwatch()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
         idle = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
@@ -272,6 +273,7 @@ class Probe(Reader):
     def _open(self, module: nn.Module, n: int) -> tuple[Pass | None, bool]:
         """A pass of n samples, and whether it is a new one."""
         if self._seen.last is None:
+            self._backwards.sweep()
             self._audit.settle()
         parameters = self._parameters.tensors()
         if self._parameters.changed():
@@ -332,7 +334,9 @@ class Probe(Reader):
         known = seen is None and self._audit.knows(key)
         uses = [] if run is None or known else run.uses()
         self._recorder.pop()
-        if run is None or out is None or not self._on:
+        if run and out is None and not self._recorder.depth():
+            run.abandon()  # an exception: nothing of it runs again
+        if not run or out is None or not self._on:
             return
         if taint is not None:
             self._audit.lift.watched(taint)
@@ -357,12 +361,21 @@ class Probe(Reader):
 
     # Backward
 
-    def _began(self, run: Pass) -> None:
-        if run.in_graph:
+    def _began(self, run: Pass | None) -> None:
+        self._backwards.meet(run)
+        if not run or run.recorded:
+            return
+        self._unwind(self._model())
+        if run.in_graph and run.outside:
             self._audit.look(run)
             run.outside = None
         self._record.begin(run)
         run.hooked = self._audit.hooked()
+
+    def _over(self, tasks: list[int], done: bool) -> None:
+        self._audit.put_back(tasks)
+        if not done:
+            self._record.undo(tasks)
 
     def _finish(self, run: Pass, parameter: int) -> None:
         self._record.finish(run, parameter)

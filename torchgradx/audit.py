@@ -64,7 +64,7 @@ class Audit:
         native = [set(layer.parameters) for layer in layers if layer.kind != "vmap"]
         # Nothing counts the uses inside a module that is run again: its sum is compared every time.
         self.always = set().union(*rerun).difference(*native)
-        self._before: dict[int, tuple[Tensor | None, dict[int, Any]]] = {}
+        self._before: dict[int, tuple[Tensor | None, dict[int, Any], int]] = {}
 
     # Forward
 
@@ -217,27 +217,35 @@ class Audit:
             list(self._heard(set(range(len(self._parameters.names))) - self.always))
 
     def _received(self, place: int, gradient: Tensor | None) -> Tensor | None:
-        if gradient is None or not self._recorder.audited(torch._C._current_graph_task_id()):
+        task = torch._C._current_graph_task_id()
+        if not self._recorder.audited(task):
             return None  # this backward met no pass
-        if self._recorder.auditing or place in self.always:
+        if gradient is not None and (self._recorder.auditing or place in self.always):
             if place in self._deferred:
-                key = torch._C._current_graph_task_id(), place
-                self._awaiting[key] = gradient.detach().clone()
+                self._awaiting[task, place] = gradient.detach().clone()
             else:
                 self._compare(place, gradient.detach())
         if place in self._shielded:
             p = self._parameters.tensor(place)
             hooks: dict[int, Any] = p._post_accumulate_grad_hooks
-            self._before[place], p.grad = (p.grad, dict(hooks)), None
+            self._before[place] = p.grad, dict(hooks), task
+            if gradient is not None:
+                p.grad = None
             for theirs in set(hooks) - {self._shielded[place][1]}:
                 del hooks[theirs]  # nothing is accumulated, so nothing follows it
         return None
 
     def _accumulated(self, place: int, p: Tensor) -> None:
         if place in self._before:
-            p.grad, hooks = self._before.pop(place)
+            p.grad, hooks, _ = self._before.pop(place)
             p._post_accumulate_grad_hooks.clear()
             p._post_accumulate_grad_hooks.update(hooks)
+
+    def put_back(self, tasks: Sequence[int]) -> None:
+        """Backwards that ended, whichever way, leave .grad and its hooks as they are to stay."""
+        for place in [place for place, (*_, task) in self._before.items() if task in tasks]:
+            self._accumulated(place, self._parameters.tensor(place))
+        self._awaiting = {key: g for key, g in self._awaiting.items() if key[0] not in tasks}
 
     def compare_deferred(self, places: Iterable[int]) -> None:
         """At the end of a backward."""
@@ -248,7 +256,7 @@ class Audit:
 
     def _compare(self, place: int, gradient: Tensor) -> None:
         if not self._agrees(place, gradient):
-            self._record.mismatched[place] = None
+            self._record.mismatched.add((torch._C._current_graph_task_id(), place))
 
     def _agrees(self, place: int, gradient: Tensor) -> bool:
         recorded, rounding = self._recorder.take_recorded(place)
@@ -311,6 +319,7 @@ class Audit:
         if not doubts and self._recorder.balanced:
             return
         balance = self._recorder.balance
+        mismatched = {place for _, place in self._record.mismatched}
         problems: dict[str, str] = {}  # parameter -> reason
         names = self._parameters.names
         trainable = self._parameters.trainable()
@@ -332,7 +341,7 @@ class Audit:
                     "module called outside the model's own forward cannot be split by sample: call "
                     "the module instead, backward the penalty apart from the loss, or freeze it"
                 )
-            elif place in self._record.mismatched:
+            elif place in mismatched:
                 problems[names[place]] = (
                     "the gradient it received is not the sum of what was recorded: something "
                     "besides the samples' own losses reaches it, or its module mixes samples"

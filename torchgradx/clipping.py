@@ -124,7 +124,7 @@ class Books:
 
     def __init__(self, recorder: Any, parameters: Parameters) -> None:
         self._recorder, self._parameters = recorder, parameters
-        self._kept: deque[tuple[Any, Any]] = deque()  # (pass, use)
+        self._kept: deque[tuple[Any, Any, int]] = deque()  # (pass, use, backward)
         self._others: dict[int, Tensor] = {}  # by place
         self._versions: list[int] = []  # of the parameters, when the record began
         self._heard: dict[int, tuple[Tensor, list[Any]]] = {}  # by place, and our hooks
@@ -203,7 +203,15 @@ class Books:
         return bool(before.any()) and torch.equal(_sample(grad), before)
 
     def keep(self, run: Any, use: Any) -> None:
-        self._kept.append((run, use))
+        self._kept.append((run, use, torch._C._current_graph_task_id()))
+
+    def undo(self, tasks: Sequence[int], alone: bool) -> None:
+        """What backwards that failed brought; alone: the record holds nothing else."""
+        if alone:
+            self.clear()
+        elif self._recorder.books:
+            self._kept = deque(entry for entry in self._kept if entry[2] not in tasks)
+            self._torn = True  # of their gradients a part is there
 
     def _received(self, place: int, gradient: Tensor) -> None:
         """Keep apart what comes from a backward that met no pass."""
@@ -231,7 +239,7 @@ class Books:
             "gradients that are sharded over processes (FSDP) cannot be clipped by sample: use "
             "DistributedDataParallel",
         )
-        uses = [use for _, use in self._kept]
+        uses = [use for _, use, _ in self._kept]
         kept = {place for use in uses for place in use.parameters}
         self._refuse(
             (place for place in kept if tensors[place]._version != self._versions[place]),
@@ -250,8 +258,8 @@ class Books:
         )
         self._refuse(
             kept if self._torn else (),
-            ".grad was changed between the passes of this record, as by zero_grad(): reset() where "
-            "you zero it, and pause() what is not to be clipped",
+            ".grad was changed between the passes of this record, as by zero_grad() or a backward "
+            "that failed: reset() where you zero it, and pause() what is not to be clipped",
         )
         self._refuse(
             (place for place in kept if tensors[place].grad is None or place not in self._marks),
@@ -311,10 +319,10 @@ class Books:
             met.add(found.place)
 
         again = [entry for entry in self._kept if getattr(entry[1], "runs_again", False)]
-        for found in [found for entry in again for found in sums(*entry)]:  # all, for one may fail
+        for found in [found for run, use, _ in again for found in sums(run, use)]:  # one may fail
             put(found)
         while self._kept:
-            run, use = self._kept.popleft()
+            run, use, _ = self._kept.popleft()
             for found in () if getattr(use, "runs_again", False) else sums(run, use):
                 put(found)
         self.closed = True

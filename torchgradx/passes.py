@@ -41,7 +41,7 @@ class Recorder:
     def __init__(
         self,
         parameters: int,
-        began: Callable[[Pass], None],
+        began: Callable[[Pass | None], None],
         finish: Callable[[Pass, int], None],
         drained: Callable[[], None],
         met: Callable[[int, Tensor], None],
@@ -50,7 +50,7 @@ class Recorder:
         self.book, self.books = booked, False
         self.began, self.finish = began, finish
         self.balance = [0] * parameters
-        self.refusals: list[tuple[int, str]] = []
+        self._refusals: dict[int, list[tuple[int, str]]] = {}  # by backward; -1: outside of any
         self.auditing = False
         self.held = 0  # nothing is saved through hooks here
         self.idle = False
@@ -71,8 +71,9 @@ class Recorder:
             living = [ref for ref in self.alive if ref() is not None]
             for ref in living:
                 other = ref()
-                if other is not None and other.recorded:
+                if other is not None and (other.recorded or other.failed):
                     other.silent_calls = 0
+                    other.ambiguous |= other.retained and other.silent_in_all > 0
             self.alive = [*living, weakref.ref(run)]
         self._in_force().append(run)
 
@@ -114,12 +115,28 @@ class Recorder:
             self._audited = [*self._audited[-63:], task]
 
     def refuse(self, site: int, reason: str) -> None:
-        if (site, reason) not in self.refusals:
-            self.refusals.append((site, reason))
+        task = torch._C._current_graph_task_id()
+        if task != -1 and task not in self._refusals:
+            self.began(None)
+        self._refusals.setdefault(task, []).append((site, reason))
+
+    @property
+    def refusals(self) -> list[tuple[int, str]]:
+        return list(dict.fromkeys(refusal for each in self._refusals.values() for refusal in each))
+
+    def open(self, task: int) -> None:
+        self._refusals.setdefault(task, [])
+
+    def merge(self, task: int, into: int) -> None:
+        self._refusals.setdefault(into, []).extend(self._refusals.pop(task))
+
+    def drop(self, tasks: Sequence[int]) -> None:
+        for task in tasks:
+            self._refusals.pop(task, None)
+        self._recorded = {k: kept for k, kept in self._recorded.items() if k[0] not in tasks}
 
     def clear(self) -> None:
-        self.balance = [0] * len(self.balance)
-        self.refusals = []
+        self._refusals.pop(-1, None)
 
     def add_recorded(self, parameter: int, gradient: Tensor, magnitude: float) -> None:
         key = torch._C._current_graph_task_id(), parameter
@@ -147,8 +164,9 @@ class Pass:
         self.recorder, self.n = recorder, n
         self.recorded = self.keep = self.retained = False
         self.in_graph = False  # never without the extension
-        self.create_graph = self.ambiguous = False
-        self.silent_calls = self.count = 0
+        self.create_graph = self.ambiguous = self.failed = False
+        self.silent_calls = self.silent_in_all = self.count = 0
+        self._task = -1  # the latest backward that came to it
         self.structure: Any = (n > 1, *(p.requires_grad for p in parameters))
         self.trainable = [place for place, p in enumerate(parameters) if p.requires_grad]
         self.wide = any(parameters[place].dtype == torch.float64 for place in self.trainable)
@@ -171,6 +189,32 @@ class Pass:
         self._late: set[int] = set()
         self.dots: Tensor | None = None
 
+    def state(self) -> Any:
+        """What backwards have brought."""
+        terms = {place: list(kept) for place, kept in self._terms.items()}
+        flags = self.create_graph, self.retained
+        return dict(self._sq_norms), terms, set(self._late), self.dots, flags
+
+    def restore(self, state: Any) -> None:
+        self._sq_norms, self._terms, self._late, self.dots, flags = state
+        self.create_graph, self.retained = flags
+        self.renew()
+
+    def forget(self) -> None:
+        """The only backward that came to it failed."""
+        self.clear()
+        self.create_graph = self.retained = False
+        self.silent_calls, self.failed = self.silent_in_all, True
+
+    def renew(self) -> None:
+        """A backward ended, and another may come."""
+        if self.retained:
+            self.silent_calls = self.silent_in_all
+
+    def abandon(self) -> None:
+        """Its forward did not end: nothing of it runs again."""
+        self.silent_calls = 0
+
     def _track(self, place: int, tensor: Tensor) -> None:
         if tensor.requires_grad and tensor.is_leaf:
             self._owners[place] = torch.autograd.graph.get_gradient_edge(tensor).node
@@ -187,7 +231,8 @@ class Pass:
             return -1
         for place, _ in slots:
             self._calls[place] += 1
-        self.silent_calls += not torch.is_grad_enabled()
+        if not torch.is_grad_enabled():
+            self.silent_calls = self.silent_in_all = self.silent_calls + 1
         equal = tuple(size == self.n for size in sizes)
         self.structure += ((site, equal, bool(sizes) and self.n > 0 and sizes[0] % self.n == 0),)
         self.count += 1
@@ -214,8 +259,11 @@ class Pass:
     def arrive(self, places: Sequence[int], enclosed: bool = False) -> bool:
         if self.recorder.idle or not any(self._needed(place) for place in places):
             return False
-        if not self.recorded:
+        task = torch._C._current_graph_task_id()
+        if task != self._task or not self.recorded:
             self.recorder.began(self)
+            self.recorder.meet(task)
+            self._task = task
         if not all(self._needed(place) for place in places):
             reason = "a backward(inputs=...) computed the gradients of some parameters only"
             self.recorder.refuse(-1, reason)
@@ -225,7 +273,6 @@ class Pass:
             )
         self.create_graph |= torch.is_grad_enabled()
         self.retained |= torch._C._autograd._get_current_graph_task_keep_graph()
-        self.recorder.meet(torch._C._current_graph_task_id())
         return True
 
     def waits(self, place: int) -> bool:

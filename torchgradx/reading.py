@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .explain import explanation
 from .options import check_per, placed
 
 if TYPE_CHECKING:
     from .audit import Audit
+    from .backwards import Backwards
     from .record import Record
     from .rules import Layer
     from .table import Parameters
@@ -21,6 +22,9 @@ __all__ = ["Reader"]
 
 class Reader:
     _audit: Audit
+    _model: Callable[[], nn.Module | None]
+    _unwind: Callable[[nn.Module | None], None]
+    _backwards: Backwards
     _record: Record
     _parameters: Parameters
     _layers: list[Layer]
@@ -148,12 +152,15 @@ class Reader:
 
     def reset(self) -> None:
         """Begin a new record at once."""
+        self._backwards.sweep()
         self._audit.settle()
         self._record.clear()
 
     def _ready(self, per: str = "model") -> None:
         """Raise unless the record can be read."""
         check_per(per)
+        self._unwind(self._model())
+        self._backwards.sweep()
         self._audit.settle()
-        self._record.require()
+        self._record.require(self._backwards.under_way())
         self._audit.check()

@@ -38,7 +38,7 @@ class Record:
         self.books = Books(recorder, parameters)
         self._serial = 0
         self._read = False
-        self.mismatched: dict[int, None] = {}  # parameters that received something else
+        self.mismatched: set[tuple[int, int]] = set()  # backwards, parameters that received else
         self.runs: list[tuple[Any, float | Tensor]] = []  # with the loss scale in force at each
 
     def note_forward(self, run: Any) -> None:
@@ -65,9 +65,15 @@ class Record:
             run.clear()
         self.runs = []
         self.books.clear()
-        self.mismatched = {}
+        self.mismatched = set()
         self._recorder.clear()
         self._read = False
+
+    def undo(self, tasks: Sequence[int]) -> None:
+        """Backwards that failed leave nothing; the passes that they began are forgotten."""
+        self.runs = [entry for entry in self.runs if entry[0].recorded]
+        self.mismatched = {key for key in self.mismatched if key[0] not in tasks}
+        self.books.undo(tasks, alone=not self.runs)
 
     def finish(self, run: Any, place: int) -> None:
         """All uses of a parameter are in: combine them, and let their operands go."""
@@ -200,12 +206,14 @@ class Record:
                 )
             yield reduction / scale
 
-    def require(self) -> None:
-        """Raise a CoverageError where there is nothing to read."""
-        if self.runs:
+    def require(self, under_way: bool) -> None:
+        """Raise a CoverageError where there is nothing to read; under_way: or not yet."""
+        if self.runs and not under_way:
             return
-        reasons = "".join(f" ({reason})" for _, reason in self._recorder.refusals)
         names = [self._parameters.names[place] for place in self._parameters.trainable()]
+        if under_way:
+            raise CoverageError("a backward is still under way in another thread", names)
+        reasons = "".join(f" ({reason})" for _, reason in self._recorder.refusals)
         raise CoverageError(
             "nothing is recorded: no backward has come through a forward of the attached model "
             f"since the record began{reasons}. Call the model itself (not a submodule of it) with "

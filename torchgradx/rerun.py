@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import ops
+from .backwards import at_the_end
 from .chunks import along
 from .copies import stock_of
 from .fallback import (
@@ -303,9 +304,6 @@ class FallbackSite:
             yield
         finally:
             self._recorder.pop()
-
-
-at_the_end = torch.autograd.Variable._execution_engine.queue_callback  # of the current backward
 
 
 def _apart(module: nn.Module, out: Any) -> Any:

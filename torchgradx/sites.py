@@ -17,12 +17,12 @@ from .gpu import gpu_of
 from .layout import BATCH, SECOND, SEQUENCE
 from .rules import Layer, Rule, rule_named
 from .table import Context, declared_layout
-from .trace import Trace
+from .trace import Trace, root_of
 
 if ops.NATIVE:
     from . import _C
 
-__all__ = ["Hooks", "NativeSite", "called_by_itself", "core"]
+__all__ = ["Hooks", "NativeSite", "core", "unwound"]
 
 MIXING = ("batchnorm1d", "batchnorm2d", "batchnorm3d")
 MIXES = (
@@ -32,13 +32,27 @@ MIXES = (
 CODES = {"rank1": 0, "gram": 1, "direct": 2, "fused": 3}  # Algorithm in csrc/site.h
 
 
-def called_by_itself(module: nn.Module) -> bool:
-    """Whether a forward of this module stands on the stack below the present one."""
+def unwound(recorder: Any, root: nn.Module | None, calls: int) -> bool:
+    """Leave the forwards that an interrupt has left, which runs no hooks; whether there were any.
+
+    calls: how many of the root's stand on the stack, if it is so.
+    """
+    if not recorder.depth() or (root is not None and _calls_of(root_of(root)) > calls):
+        return False
+    while recorder.depth():
+        run = recorder.current()
+        if run is not None:
+            run.abandon()
+        recorder.pop()
+    return True
+
+
+def _calls_of(module: nn.Module) -> int:
     frame, calls = inspect.currentframe(), 0
     while frame is not None:
         calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module
         frame = frame.f_back
-    return calls > 1
+    return calls
 
 
 class Hooks:
@@ -95,15 +109,15 @@ class NativeSite:
             sites[id(module)] = site
             module.__class__ = kind
         else:
-            mixes, recorder = layer.kind in MIXING, context.recorder
-            tap = _tap_statistics(site, recorder, index) if mixes else _tap(site, self._rule)
-            self._hooks.add(
-                module.register_forward_hook,
-                tap,
-                context.trace.tap,
-                prepend=True,
-                with_kwargs=True,
+            # A forward hook costs the module's call three times as much.
+            listening = partial(_listening_of, context.trace, self._rule.argument)
+            kind, sites = context.swapped(self._stock, listening)
+            mixes = layer.kind in MIXING
+            tap = (
+                _tap_statistics(site, context.recorder, index) if mixes else _tap(site, self._rule)
             )
+            sites[id(module)] = tap
+            module.__class__ = kind
 
     def leads(self, dims: int) -> int:
         """How many leading dimensions of its input count rows."""
@@ -167,26 +181,43 @@ def _forward_of_x(trace: Trace, stock: Any, sites: dict[int, Any]) -> Callable[.
     return lambda self, x: forward(self, x)
 
 
-def _tap(site: Any, rule: Rule) -> Callable[..., None]:
-    alone = rule.name.startswith("instancenorm")
+def _listening_of(
+    trace: Trace, argument: str, stock: Any, taps: dict[int, Any]
+) -> Callable[..., Any]:
+    """The stock forward, with a tap at its output."""
 
-    def hook(module: Any, args: Any, kwargs: Any, out: Tensor) -> None:
-        x = args[0] if args else kwargs[rule.argument]
+    @untraced
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = stock.forward(self, *args, **kwargs)
+        x = args[0] if args else kwargs[argument]
+        if torch.compiler.is_dynamo_compiling() and trace.token is not None:
+            return trace.layer(self, x, out)
+        tap = taps.get(id(self))
+        if tap is not None:
+            tap(self, x, out)
+        return out
+
+    return forward
+
+
+def _tap(site: Any, rule: Rule) -> Callable[[Any, Tensor, Tensor], None]:
+    tap, alone = _C.tap, rule.name.startswith("instancenorm")
+
+    def at(module: Any, x: Tensor, out: Tensor) -> None:
         if alone and x.dim() == module._get_no_batch_dim():
             return  # [C, *]: its channels are no samples
-        _C.tap(site, x, module.weight, getattr(module, "bias", None), out)
+        tap(site, x, module.weight, getattr(module, "bias", None), out)
 
-    return hook
+    return at
 
 
-def _tap_statistics(site: Any, recorder: Any, index: int) -> Callable[..., None]:
-    def hook(module: Any, args: Any, kwargs: Any, out: Tensor) -> None:
+def _tap_statistics(site: Any, recorder: Any, index: int) -> Callable[[Any, Tensor, Tensor], None]:
+    def at(module: Any, x: Tensor, out: Tensor) -> None:
         if module.training or module.running_mean is None:
             run = recorder.current()
             if run is not None:
                 run.refuse(index, MIXES)
             return
-        x = args[0] if args else kwargs["input"]
         _C.tap(site, x, module.weight, module.bias, out, module.running_mean, module.running_var)
 
-    return hook
+    return at

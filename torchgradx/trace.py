@@ -113,11 +113,6 @@ class Trace:
         made, self.token = torch.ops.torchgradx.trace_layer(x, weight, bias, self.token, use)
         return made
 
-    def tap(self, module: Any, args: Any, kwargs: Any, out: Tensor) -> Any:
-        if self.token is None:
-            return NotImplemented
-        return self.layer(module, args[0] if args else kwargs["input"], out)
-
     # When the graph runs
 
     def begin(self, inputs: Sequence[Tensor], n: int, call: str) -> Any:

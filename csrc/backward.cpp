@@ -1,0 +1,117 @@
+// What one backward adds to a record, and the way back from it.
+#include "pass.h"
+
+#include <algorithm>
+
+namespace torchgradx {
+
+using torch::autograd::get_current_graph_task_id;
+
+Tally& Recorder::tally(int64_t task) {
+  Tally& found = tallies_[task];
+  if (found.balance.empty()) found.balance.assign(parameters, 0);
+  return found;
+}
+
+void Recorder::open(int64_t task) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  tally(task);
+}
+
+void Recorder::count(int64_t task, int64_t parameter, int64_t edges) {
+  tally(task).balance[parameter] += edges;
+}
+
+namespace {
+
+void add(std::vector<Refusal>& refusals, const Refusal& refusal) {
+  if (std::find(refusals.begin(), refusals.end(), refusal) == refusals.end()) refusals.push_back(refusal);
+}
+
+}  // namespace
+
+void Recorder::refuse(int64_t site, const std::string& reason) {
+  const int64_t task = get_current_graph_task_id();
+  const auto opened = [&] {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return task == -1 || tallies_.count(task) > 0;
+  };
+  if (!opened()) {
+    py::gil_scoped_acquire gil;
+    began()(py::none());
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  add(tally(task).refusals, {site, reason});
+}
+
+void Recorder::merge(int64_t task, int64_t into) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const Tally ended = tally(task);
+  Tally& whole = tally(into);
+  for (int64_t p = 0; p < parameters; ++p) whole.balance[p] += ended.balance[p];
+  for (const Refusal& refusal : ended.refusals) add(whole.refusals, refusal);
+  tallies_.erase(task);
+}
+
+void Recorder::drop(const std::vector<int64_t>& tasks) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (const int64_t task : tasks) tallies_.erase(task);
+  for (auto entry = recorded_.begin(); entry != recorded_.end();) {
+    const bool dropped = std::find(tasks.begin(), tasks.end(), entry->first.first) != tasks.end();
+    entry = dropped ? recorded_.erase(entry) : std::next(entry);
+  }
+}
+
+std::vector<int64_t> Recorder::balance() const {
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::vector<int64_t> sum(parameters, 0);
+  for (const auto& [task, tally] : tallies_)
+    for (int64_t p = 0; p < parameters; ++p) sum[p] += tally.balance[p];
+  return sum;
+}
+
+std::vector<Refusal> Recorder::refusals() const {
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::vector<Refusal> all;
+  for (const auto& [task, tally] : tallies_)
+    for (const Refusal& refusal : tally.refusals) add(all, refusal);
+  return all;
+}
+
+void Recorder::clear() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  tallies_.erase(-1);  // backwards under way are of the next record
+}
+
+void Pass::enter(int64_t task, const Node* at) {
+  {
+    py::gil_scoped_acquire gil;
+    recorder->began()(shared_from_this());
+  }
+  const std::lock_guard<std::mutex> lock(recorder->mutex);
+  audit_edges(at);
+  task_ = task;
+}
+
+Pass::State Pass::state() const {
+  return {entries, dots, create_graph, retained};
+}
+
+void Pass::restore(const State& state) {
+  entries = state.entries, dots = state.dots;
+  create_graph = state.create_graph, retained = state.retained;
+  renew();
+}
+
+void Pass::forget() {
+  clear();
+  create_graph = retained = false;
+  silent_calls = silent_in_all;
+  failed = true;
+}
+
+void Pass::renew() {
+  if (retained) silent_calls = silent_in_all;
+}
+
+}  // namespace torchgradx
