@@ -94,17 +94,10 @@ def shared(m, x):
 NETS = {
     "tied": lambda: (Model(tied, a=linear(), b=linear()), torch.randn(N, 3)),
     "two outputs": lambda: (
-        Model(two_outputs, a=linear(), pair=Pair(), b=linear()),
-        torch.randn(N, 3),
+        Model(two_outputs, a=linear(), pair=Pair(), b=linear()), torch.randn(N, 3)
     ),
-    "reentrant": lambda: (
-        Model(reentrant, a=linear(), b=linear(), c=linear()),
-        torch.randn(N, 3),
-    ),
-    "only inside": lambda: (
-        Model(only_inside, a=linear(), b=linear()),
-        torch.randn(N, 3),
-    ),
+    "reentrant": lambda: (Model(reentrant, a=linear(), b=linear(), c=linear()), torch.randn(N, 3)),
+    "only inside": lambda: (Model(only_inside, a=linear(), b=linear()), torch.randn(N, 3)),
     "norms and conv": lambda: (
         nn.Sequential(nn.Conv1d(2, 3, 2), nn.LayerNorm(4), Model(lambda m, x: Trap.apply(x)),
                       nn.GroupNorm(1, 3), nn.Linear(4, 2)),

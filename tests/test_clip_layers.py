@@ -50,6 +50,21 @@ def test_recurrent_modules(kind, option, options):
     check_clip(net(made(kind, option)), square, torch.randn(N, T, I), **options)
 
 
+@paths
+def test_a_transposed_linear(options):
+    kind = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    check_clip(nn.Sequential(kind(5, D), nn.Tanh()), square, torch.randn(N, T, D), **options)
+
+
+@native_paths
+def test_images_in_sequence_order_of_as_many_channels_as_samples(options):
+    def forward(m, x):
+        return m.c(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    model = Model(forward, c=nn.Conv2d(N, N, 3))
+    check_clip(model, square_second, torch.randn(S, N, N, 4, 4), dims=1, batch_dim=1, **options)
+
+
 ATTENTION = {
     "to itself": (lambda m, x, y: m.a(x, x, x)[0], {}),
     "to another": (lambda m, x, y: m.a(x, y, y)[0], {}),

@@ -79,6 +79,17 @@ def test_factors_normalise():
     is_sum(model, {name: g / N for name, g in weighted(rows, factors, "parameter").items()})
 
 
+def test_factors_of_few_samples_may_be_above_one_and_below():
+    model, x = net(), batch()
+    few = torch.ones(N, dtype=torch.float64)
+    few[0], few[N - 1] = 0.25, 3
+    with torchgradx.attach(model, clip=True) as probe:
+        square(model, x).backward()
+        probe.clip_grad_norm_(factors=lambda norms: few)
+    rows = gradients(model, square, x)
+    is_sum(model, {name: g / N for name, g in weighted(rows, {"": few}, "model").items()})
+
+
 def test_a_gradient_of_zeros_is_left_alone():
     x = batch()
     x[2] = 0

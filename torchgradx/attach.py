@@ -195,19 +195,12 @@ class Probe(Reader):
                 _attached[module] = weakref.ref(self)
             root = root_of(model)
             self._hooks = Hooks(root)
-            self._hooks.add(
-                root.register_forward_pre_hook,
-                self._enter,
-                self._trace.enter,
-                prepend=True,
-                with_kwargs=True,
+            add, told = self._hooks.add, {"with_kwargs": True}
+            add(
+                root.register_forward_pre_hook, self._enter, self._trace.enter, prepend=True, **told
             )
-            self._hooks.add(
-                root.register_forward_hook,
-                self._leave,
-                self._trace.leave,
-                always_call=True,
-                with_kwargs=True,
+            add(
+                root.register_forward_hook, self._leave, self._trace.leave, always_call=True, **told
             )
         except BaseException:
             self.remove()
