@@ -11,7 +11,6 @@ from attach_oracle import (
     close_named,
     exact_or_refused,
     fallback_mode,
-    refused,
     seeded,  # noqa: F401
     square,
 )
@@ -95,13 +94,6 @@ def headed(forward):
 def test_a_parameter_kept_beside_the_layer_that_uses_it_counts_once(options):
     model = headed(lambda m, x: m.decoder(torch.tanh(m.dense(x))))
     check(model, square, torch.randn(N, 5, 3), **options)
-
-
-@a_few_modes
-def test_a_parameter_used_beside_the_layer_that_uses_it_is_refused_by_name(options):
-    model = headed(lambda m, x: m.decoder(torch.tanh(m.dense(x))) + m.bias)
-    spared = ["1.dense.weight", "1.decoder.weight"]
-    refused(model, square, torch.randn(N, 5, 3), names=["1.bias"], spared=spared, **options)
 
 
 @a_few_modes

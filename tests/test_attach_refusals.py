@@ -40,16 +40,6 @@ def test_functional_use_of_a_layers_parameters_is_refused_by_name(options):
 
 
 @every_mode
-def test_a_call_and_a_functional_use_of_the_same_weight_are_refused_by_name(options):
-    model = Model(
-        lambda m, x: m.o(F.linear(torch.tanh(m.l(x)), m.l.weight)),
-        l=nn.Linear(3, 3), o=nn.Linear(3, 2),
-    )  # fmt: skip
-    spared = ["l.bias", "o.weight", "o.bias"]
-    refused(model, square, torch.randn(N, 3), names=["l.weight"], spared=spared, **options)
-
-
-@every_mode
 def test_a_functional_use_that_begins_at_a_later_step_is_refused(options):
     need_native(options)
 

@@ -89,7 +89,7 @@ class Audit:
         prove = partial(self.verdict, run.n, uses, outputs, sites, taint)
         verdict = self._applied(run, key, prove)
         if verdict.plan is not None:
-            self.lift.begin(run, verdict.plan, uses, outputs)
+            self.lift.begin(run, verdict.plan, uses, sites, outputs)
 
     def look(self, run: Any) -> None:
         """The same for a pass of compiled graphs, at its first gradient: each forward is done once

@@ -24,6 +24,7 @@ from .shared import Graph, Node, Plan, below, is_leaf
 
 __all__ = ["Descent", "Leaf", "stations"]
 
+CAST = "ToCopyBackward0"  # autocast's
 CHUNK = 1 << 23  # elements of parameters' gradients at a time: 32 MiB of float32
 
 
@@ -33,6 +34,7 @@ class Leaf:
     place: int  # in the table of parameters
     parameter: Tensor
     alone: bool  # nothing else brings it a gradient
+    counted: int = 0  # how many of its edges end here, where its module is called too
 
 
 @dataclass
@@ -59,6 +61,11 @@ def stations(
         for operand, (child, _) in enumerate(node.next_functions):
             if child and is_leaf(child) and (node in inside or child in inside):
                 leaf = leaf_of(id(child.variable))
+                if leaf and leaf.counted:  # and the module's own edges are no matter here
+                    if node not in {parent for parent, _ in graph.parents[child]}:
+                        continue
+                    if node.name() == CAST:  # one for all uses
+                        leaf = replace(leaf, counted=len(graph.parents[node]))
                 if leaf:
                     station.leaves[operand] = leaf
     edges = Counter(leaf.place for s in way.values() for leaf in s.leaves.values())
@@ -141,9 +148,7 @@ class Descent:
 
         A hook of the user's in between, or a use that no output leads to, is found here.
         """
-        casts = (
-            station.leaves and node.name() == "ToCopyBackward0"
-        )  # autocast: for all uses at once
+        casts = station.leaves and node.name() == CAST  # autocast: for all uses at once
         for g, mine in zip(incoming, held, strict=True):
             if mine is not None:
                 self._measure(mine)
@@ -268,8 +273,10 @@ class Descent:
         """After the node ran: a use of its own has arrived by then."""
         ready, self._ready = self._ready, []
         for leaf, whole, squared in ready:
-            if not self._run.arrive([leaf.place], True):
+            if not self._run.arrive([leaf.place], not leaf.counted):
                 continue
+            for _more in range(1, leaf.counted):
+                self._run.arrive([leaf.place])
             if squared:
                 self._run.finish(leaf.place, whole)
             else:

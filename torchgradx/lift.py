@@ -24,18 +24,14 @@ from .products import in_closed_form, unpacks_twice
 from .recurrent import Site
 from .rerun import FallbackSite
 from .rules import Layer
-from .shared import Graph, Group, Node, Plan, survey
+from .shared import VIEWS, Graph, Group, Node, Plan, survey
+from .sites import NativeSite
 from .taint import Taint, watching
 
 if ops.NATIVE:
     from . import _C
 
 __all__ = ["Lift"]
-
-VIEWS = {f"{name}Backward0" for name in (
-    "Alias", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "T", "ToCopy",
-    "Transpose", "UnsafeView", "Unsqueeze", "View",
-)}  # fmt: skip
 
 Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, output of the node)
 
@@ -127,15 +123,18 @@ class Lift:
         modes = self._parameters.modes()
         mixing = [k for k, verdict in enumerate(verdicts) if isinstance(verdict, str)]
         beside = [k for k in self._beside(uses, sites) if isinstance(verdicts[k], int)]
-        graph = Graph(outputs)
-        read = self._read(uses, graph)
+        every = {place for layer in self._layers for place in layer.parameters}
+        graph, called = self._graph(every, uses, {*mixing, *beside}, sites, outputs)
+        read = self._read(every, uses, graph, called)
         if not mixing and not beside and not read:
             return None
 
+        def able(node: Node, ends: bool) -> bool:
+            return not unpacks_twice(node, ends, self._recorder.held > 0)
+
         def cheap(node: Node, ends: bool) -> bool:
             """Whether asking a node costs less than to run its module again."""
-            again = unpacks_twice(node, ends, self._recorder.held > 0)
-            return not again and (not ends or n == 1 or in_closed_form(node))
+            return able(node, ends) and (not ends or n == 1 or in_closed_form(node))
 
         def beyond(start: Node) -> Callable[[Node, bool], bool]:
             """Where samples meet the parameter itself, its module is to be called instead."""
@@ -146,7 +145,7 @@ class Lift:
         groups += [Group(k, self._own(k, uses, graph), cheap) for k in beside]
         for k in read:
             (start,) = self._own(k, uses, graph)
-            groups.append(Group(k, (start,), beyond(start)))
+            groups.append(Group(k, (start,), able if -1 - k in called else beyond(start)))
         key = modes, tuple(self._served(group.use, uses) for group in groups)
         before = self._plans.get(key)
         clean: Callable[[Node, int], bool]
@@ -174,12 +173,42 @@ class Lift:
                 if able[site] and node is not None
                 and others.isdisjoint(self._layers[site].parameters)]  # fmt: skip
 
-    def _read(self, uses: Sequence[Use], graph: Graph) -> list[int]:
-        """Parameters that the forward reads while it calls none of their modules, as -1 - place."""
+    def _graph(
+        self,
+        places: set[int],
+        uses: Sequence[Use],
+        lifted: set[int],
+        sites: Sequence[Site],
+        outputs: Sequence[Tensor],
+    ) -> tuple[Graph, set[int]]:
+        """Without the edges by which modules use their own parameters, of those at `places` that
+        kernels see; and the places of these."""
+        graph, seen, others = Graph(outputs), dict[int, set[Node]](), set[int]()
+        for k, (site, _, node, _) in enumerate(uses):
+            layer = self._layers[site]
+            plain = isinstance(sites[site], NativeSite) and not layer.role
+            plain = plain and node in graph.parents and k not in lifted
+            for place in layer.parameters:
+                if plain:
+                    seen.setdefault(place, set()).add(node)
+                else:
+                    others.add(place)
+        tensors = self._parameters.tensors()
+        called = {
+            place
+            for place in places & seen.keys() - others
+            if tensors[place].requires_grad
+            and graph.without(get_gradient_edge(tensors[place]).node, seen[place])
+        }
+        return graph, called
+
+    def _read(
+        self, every: set[int], uses: Sequence[Use], graph: Graph, called: set[int]
+    ) -> list[int]:
+        """Parameters that the forward reads beside the calls of their modules, as -1 - place."""
         used = {place for site, *_ in uses for place in self._layers[site].parameters}
-        every = {place for layer in self._layers for place in layer.parameters}
-        alone = [-1 - place for place in sorted(every - used)]
-        return [k for k in alone if self._own(k, uses, graph)]
+        read = [-1 - place for place in sorted(every - used | called)]
+        return [k for k in read if self._own(k, uses, graph)]
 
     def _served(self, k: int, uses: Sequence[Use]) -> tuple[int, tuple[int, ...]]:
         """The site of a start of a plan, and the parameters."""
@@ -193,7 +222,14 @@ class Lift:
         nodes = [get_gradient_edge(p).node for p in tensors if p.requires_grad]
         return tuple(node for node in nodes if node in graph.parents)
 
-    def begin(self, run: Any, plan: Plan, uses: Sequence[Use], outputs: Sequence[Tensor]) -> None:
+    def begin(
+        self,
+        run: Any,
+        plan: Plan,
+        uses: Sequence[Use],
+        sites: Sequence[Site],
+        outputs: Sequence[Tensor],
+    ) -> None:
         """Listen at the frontier, and below it, in the graph of this pass."""
         lifted = {self._served(k, uses)[0] for k, _ in plan.starts}
 
@@ -201,16 +237,18 @@ class Lift:
             for site in lifted:
                 where.refuse(site, reason)
 
-        graph = Graph(outputs)
+        served = {k for k, _ in plan.starts}
+        read = {-1 - k for k in served if k < 0}
+        graph, called = self._graph(read, uses, served, sites, outputs)
         starts: list[Node] = []
         for k, own in plan.starts:
             starts += self._own(k, uses, graph) if own else [uses[k][2]]
-        run.enclose([-1 - k for k, _ in plan.starts if k < 0], self._local.first)
+        run.enclose(sorted(read - called), self._local.first)
         climbed = plan.climb(graph, starts)
         if climbed is None:
             refuse(run, "what no sample enters is consumed otherwise than when it was proven")
             return
-        way = stations(graph, plan, climbed, self._leaves(plan, uses).get)
+        way = stations(graph, plan, climbed, self._leaves(plan, uses, called).get)
         for node, station in way.items():
             if unpacks_twice(node, station.layout is not None, self._recorder.held > 0):
                 refuse(run, f"by sample it needs {node.name()} of a checkpoint a second time")
@@ -220,7 +258,7 @@ class Lift:
         refuse_now = partial(refuse, self._recorder)
         Descent(run, self._recorder, way, self._hears, refuse_now, self._norms_only)
 
-    def _leaves(self, plan: Plan, uses: Sequence[Use]) -> dict[int, Leaf]:
+    def _leaves(self, plan: Plan, uses: Sequence[Use], called: set[int]) -> dict[int, Leaf]:
         """The parameters to serve, by their tensors' ids."""
         lifted = {k for k, _ in plan.starts}
         places = [set(self._layers[site].parameters) for site, *_ in uses]
@@ -229,6 +267,6 @@ class Lift:
         leaves = {}
         for site, concerned in (self._served(k, uses) for k in lifted):
             for place in concerned:
-                leaf = Leaf(site, place, tensors[place], place not in others)
+                leaf = Leaf(site, place, tensors[place], place not in others, int(place in called))
                 leaves[id(tensors[place])] = leaf
         return leaves

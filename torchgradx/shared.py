@@ -16,9 +16,25 @@ from torch import Tensor
 
 from .layout import Watched
 
-__all__ = ["Graph", "Group", "Node", "Plan", "below", "dtype_of", "is_leaf", "shape_of", "survey"]
+__all__ = [
+    "VIEWS",
+    "Graph",
+    "Group",
+    "Node",
+    "Plan",
+    "below",
+    "dtype_of",
+    "is_leaf",
+    "shape_of",
+    "survey",
+]
 
 Node = Any
+VIEWS = {f"{name}Backward0" for name in (
+    "Alias", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "T", "ToCopy",
+    "Transpose", "UnsafeView", "Unsqueeze", "View",
+)}  # fmt: skip
+OUTPUTS = {*VIEWS, "AddBackward0"}
 SAME = {"ReshapeAliasBackward0": "ViewBackward0", "AliasBackward0": "SliceBackward0"}
 
 
@@ -52,6 +68,40 @@ class Graph:
                 found += fresh
                 seen.update(fresh)
         return found
+
+    def without(self, leaf: Node, uses: set[Node]) -> bool:
+        """Take away a parameter's edges into what made the outputs `uses` of its modules.
+
+        False, and nothing is changed, where they cannot be told.
+        """
+        left: dict[Node, list[tuple[Node, int]]] = {}
+        told: set[Node] = set()
+
+        def made(node: Node) -> bool:
+            """Whether what it makes is, in another shape and with a bias added, an output."""
+            todo, seen = [node], {node}
+            for node in todo:  # grows as it goes
+                parents = {p for p, _ in self.parents.get(node, ()) if p.name() in OUTPUTS}
+                todo += parents - seen
+                seen |= parents
+            told.update(uses & seen)
+            return not uses.isdisjoint(seen)
+
+        def prune(node: Node) -> bool:
+            left[node] = [
+                (parent, number)
+                for parent, number in self.parents[node]
+                if not made(parent) and not (parent.name() in VIEWS and prune(parent))
+            ]
+            return not left[node] and node not in self.roots
+
+        gone = leaf in self.parents and prune(leaf)
+        if told != uses:
+            return False
+        self.parents.update(left)
+        if gone:
+            del self.parents[leaf]
+        return True
 
 
 def below(starts: Iterable[Node]) -> list[Node]:

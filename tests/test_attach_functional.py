@@ -1,0 +1,193 @@
+"""Weights that a forward reads beside the calls of their modules: one gradient, cross terms."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import (
+    Model,
+    check,
+    close,
+    exact_or_refused,
+    loop,
+    need_native,
+    per_model,
+    refused,
+    seeded,  # noqa: F401
+    square,
+    square_second,
+    title,
+)
+from clip_oracle import check_clip
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torchgradx
+
+N, T, D, V = 4, 3, 5, 7
+NATIVE = {"backend": "native"}
+modes = pytest.mark.parametrize(
+    "options", [NATIVE, NATIVE | {"fused": False}, NATIVE | {"weight_grad": False}], ids=title
+)
+
+
+def rows():
+    return torch.randn(N, T, D)
+
+
+def ids():
+    return torch.randint(0, V, (N, T))
+
+
+def images():
+    return torch.randn(N, 3, 4, 4)
+
+
+def tied(m, x):
+    return F.linear(torch.tanh(m.o(m.e(x))), m.e.weight)
+
+
+def biased(m, x):
+    return F.linear(torch.tanh(m.l(x)), m.l.weight, m.l.bias)
+
+
+def transposed(m, x):
+    return torch.tanh(m.l(x)) @ m.l.weight
+
+
+def before(m, x):
+    return m.l(torch.tanh(F.linear(x, m.l.weight)))
+
+
+def often(m, x):
+    for _ in range(2):
+        x = F.linear(torch.tanh(m.l(x)), m.l.weight) + x @ m.l.weight
+    return x
+
+
+def sliced(m, x):
+    return m.l(x) + F.linear(x, m.l.weight[:, :2].repeat(1, 3)[:, :D])
+
+
+def scaled(m, x):
+    return m.n(x) * m.n.weight + m.n.bias
+
+
+def folded(m, x):
+    return F.conv2d(torch.tanh(m.c(x)), m.c.weight, padding=1)
+
+
+def looked_up(m, x):
+    return m.l(F.embedding(x, m.l.weight))
+
+
+def inner(m, x):
+    """A module's weight, in the forward of another that has its own."""
+    return m.o(m.l(x)) + F.linear(x, m.l.weight)
+
+
+def linear():
+    return nn.Linear(D, D)
+
+
+def headed(m, x):
+    """As BERT's: the decoder's bias is a parameter of the head too."""
+    return m.decoder(torch.tanh(m.dense(x))) + m.bias
+
+
+def of_bert():
+    model = Model(headed, dense=linear(), decoder=linear())
+    model.bias = model.decoder.bias
+    return model
+
+
+MODELS = {
+    "embedding and head": (lambda: Model(tied, e=nn.Embedding(V, D), o=linear()), ids),
+    "with bias": (lambda: Model(biased, l=linear()), rows),
+    "the other way round": (lambda: Model(transposed, l=linear()), rows),
+    "before the call": (lambda: Model(before, l=linear()), rows),
+    "often": (lambda: Model(often, l=linear()), rows),
+    "a part": (lambda: Model(sliced, l=linear()), rows),
+    "scale and shift": (lambda: Model(scaled, n=nn.LayerNorm(D)), rows),
+    "convolution": (lambda: Model(folded, c=nn.Conv2d(3, 3, 3, padding=1)), images),
+    "looked up": (lambda: Model(looked_up, l=nn.Linear(D, V)), ids),
+    "two": (lambda: Model(inner, l=linear(), o=linear()), rows),
+    "a bias": (of_bert, rows),
+}  # fmt: skip
+models = pytest.mark.parametrize("name", MODELS)
+
+
+def made(name):
+    make, batch = MODELS[name]
+    return make(), batch()
+
+
+@modes
+@models
+def test_a_call_and_a_functional_use_have_cross_terms(name, options):
+    need_native(options)
+    model, x = made(name)
+    check(model, square, x, **options)
+
+
+@models
+@pytest.mark.parametrize("options", [NATIVE, NATIVE | {"fused": False}], ids=title)
+def test_clipping_and_products_with_directions(name, options):
+    need_native(options)
+    model, x = made(name)
+    check_clip(model, square, x, **options)
+
+
+@modes
+@models
+def test_several_steps_accumulate(name, options):
+    need_native(options)
+    model, _ = made(name)
+    batch = MODELS[name][1]
+    model.double()
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(3):  # the second finds a structure that is known
+            batches = [batch(), batch()[: N - 1], batch()]
+            batches = [x.double() if x.is_floating_point() else x for x in batches]
+            for x in batches:
+                square(model, x).backward()
+            want = torch.cat([per_model(loop(model, square, x)) for x in batches])
+            close(probe.norms(), want)
+
+
+@modes
+@models
+def test_inside_a_checkpoint_it_is_exact_or_refused(name, options):
+    need_native(options)
+    model, x = made(name)
+    forward = model.function
+    model.function = lambda m, x: checkpoint(forward, m, x, use_reentrant=False)
+    exact_or_refused(model, square, x, **options)
+
+
+@modes
+@models
+def test_under_autocast(name, options):
+    need_native(options)
+    model, x = made(name)
+    forward = model.function
+
+    def narrow(m, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(m, x).float()
+
+    model.function = narrow
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        close(probe.norms(), per_model(loop(model, square, x)), rtol=0.05)
+
+
+@modes
+def test_samples_in_the_second_dimension(options):
+    need_native(options)
+    model, x = made("with bias")
+    check(model, square_second, x.transpose(0, 1), dims=1, batch_dim=1, **options)
+
+
+def test_what_runs_again_by_vmap_refuses_it_by_name():
+    model, x = made("with bias")
+    refused(model, square, x, names=["l.weight", "l.bias"], backend="vmap")
