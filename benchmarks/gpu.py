@@ -75,7 +75,7 @@ class Bench:
     def model(self, name: str) -> dict:
         torch.manual_seed(0)
         w = placed(MODELS[name](self.tiny), self.device)
-        ways = {way: make(w) for way, make in OURS.items()}
+        ways = {way: make(w.copied()) for way, make in OURS.items()}
         few = w._replace(inputs=w.inputs[:CHECKED], targets=w.targets[:CHECKED])
         alone = by_loop(few)().float()
         off = {way: worst(step()[:CHECKED], alone) for way, step in ways.items()}

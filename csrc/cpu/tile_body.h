@@ -138,8 +138,10 @@ void pack(T* out, int64_t ld, const void* source, int64_t rows, int64_t columns,
     for (int64_t r = 0; r < rows; ++r) {
       const S* const row = in + r * row_stride;
       copy_row<T, L>(out + r * ld, row, columns);
-      __builtin_prefetch(row + columns, 0, 2);  // the columns that are wanted next, too far apart to be foreseen
-      __builtin_prefetch(row + 2 * columns - 1, 0, 2);
+      // The columns that are wanted next, too far apart to be foreseen. A number: they may lie past the end.
+      const auto next = (__UINTPTR_TYPE__)(row + columns);
+      __builtin_prefetch((const void*)next, 0, 2);
+      __builtin_prefetch((const void*)(next + (columns - 1) * sizeof(S)), 0, 2);
     }
   } else if (L >= 4 && row_stride == 1 && rows >= 4 && columns >= 4) {
     if constexpr (L >= 4)
