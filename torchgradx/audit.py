@@ -228,6 +228,8 @@ class Audit:
         if place in self._shielded:
             p = self._parameters.tensor(place)
             hooks: dict[int, Any] = p._post_accumulate_grad_hooks
+            if gradient is None and len(hooks) == 1:
+                return None  # nothing is accumulated, and nobody else would be told
             self._before[place] = p.grad, dict(hooks), task
             if gradient is not None:
                 p.grad = None
