@@ -103,13 +103,15 @@ def prove(
         memory, so the engine is asked for those alone below which no other is wanted."""
         found: dict[int, Rows] = {}
 
-        def keep(k: int, grads: Sequence[Tensor | None]) -> None:
-            g = grads[uses[k].output_nr] if uses[k].node in above else grads[0]
+        def keep(k: int, g: Tensor | None) -> None:
             if g is not None:
                 found[k] = Rows.of(g, prod(uses[k].leads))
 
+        def arrive(k: int, grads: Sequence[Tensor | None]) -> None:
+            keep(k, grads[uses[k].output_nr])
+
         last = [k for k in known if uses[k].node not in above]
-        handles = [uses[k].node.register_prehook(partial(keep, k)) for k in {*known} - {*last}]
+        handles = [uses[k].node.register_prehook(partial(arrive, k)) for k in {*known} - {*last}]
         generator = torch.Generator().manual_seed(n)
         try:
             roots = [_weighted(t, exponents, d, generator) for t, d in seeded]
@@ -120,7 +122,7 @@ def prove(
             for handle in handles:
                 handle.remove()
         for k, g in zip(last, ends, strict=True):
-            keep(k, [g])
+            keep(k, g)
         return found
 
     try:

@@ -184,6 +184,8 @@ class Lift:
         """Without the edges by which modules use their own parameters, of those at `places` that
         kernels see; and the places of these."""
         graph, seen, others = Graph(outputs), dict[int, set[Node]](), set[int]()
+        if not places:
+            return graph, set()
         for k, (site, _, node, _) in enumerate(uses):
             layer = self._layers[site]
             plain = isinstance(sites[site], NativeSite) and not layer.role
