@@ -112,7 +112,7 @@ def _measure(name: str) -> dict[str, int]:
 
 
 def _measure_steps() -> dict[str, list[int]]:
-    """Of a plain step, and of the first two with norms; activations of 4 MiB, 24 of them saved."""
+    """Of a plain step, and of the first two with norms; activations of 4 MiB, 12 of them saved."""
     torch.set_num_threads(1)
     depth, width = 12, 256
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
@@ -137,10 +137,9 @@ def _measure_steps() -> dict[str, list[int]]:
 def _measured(what: str) -> dict[str, Any]:
     result = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, what],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed goes back at once
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     measured: dict[str, Any] = json.loads(result.stdout)
     return measured
@@ -155,11 +154,11 @@ in_linux = pytest.mark.skipif(
 def test_a_step_with_norms_holds_no_more_than_one_without() -> None:
     extra = _measured("steps")
     plain = max(extra.pop("plain"))
-    assert plain > 24 * 4 * MIB, "the measurement does not see memory"
+    assert plain > 12 * 4 * MIB, "the measurement does not see memory"
     over = {
         way: f"{most / MIB:.0f} MiB beside {plain / MIB:.0f}"
         for way, most in ((way, max(taken)) for way, taken in extra.items())
-        if most > plain + 5 * 4 * MIB  # gradients on their way down, while the graph is kept
+        if most > plain + 2 * 4 * MIB  # gradients on their way down, while the graph is kept
     }
     assert not over
 
