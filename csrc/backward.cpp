@@ -89,7 +89,7 @@ void Pass::enter(int64_t task, const Node* at) {
     recorder->began()(shared_from_this());
   }
   const std::lock_guard<std::mutex> lock(recorder->mutex);
-  audit_edges(at);
+  if (!astray) audit_edges(at);
   task_ = task;
 }
 

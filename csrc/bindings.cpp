@@ -24,7 +24,7 @@ struct Kept {
 
 void bind_pass(py::module_& m) {
   py::class_<Recorder, std::shared_ptr<Recorder>>(m, "Recorder")
-      .def(py::init<int64_t, py::object, py::object, py::object, py::object, py::object>())
+      .def(py::init<int64_t, py::object, py::object, py::object, py::object, py::object, py::object>())
       .def("push", &Recorder::push, py::arg("run").none(true))
       .def("enlist", &Recorder::enlist)
       .def("pop", &Recorder::pop)
@@ -68,6 +68,7 @@ void bind_pass(py::module_& m) {
       .def_readonly("trainable", &Pass::trainable)
       .def_readonly("create_graph", &Pass::create_graph)
       .def_readonly("structure", &Pass::structure)
+      .def_readwrite("astray", &Pass::astray)
       .def_readwrite("recorded", &Pass::recorded)
       .def_readwrite("keep", &Pass::keep)
       .def_readonly("in_graph", &Pass::in_graph)
@@ -118,8 +119,12 @@ void bind_pass(py::module_& m) {
       .def("forget", &Pass::forget)
       .def("renew", &Pass::renew)
       .def("abandon", [](Pass& self) { self.silent_calls = 0; })
-      .def("add",
-           [](Pass& self, int64_t parameter, const Tensor& grads) { self.add(parameter, {-1, Tensor(), grads}); })
+      .def(
+          "add",  // gradients [N, *]; or those of [N, T, O] and activations [N, T, I]
+          [](Pass& self, int64_t parameter, const Tensor& grads, const std::optional<Tensor>& activations) {
+            self.add(parameter, {-1, activations.value_or(Tensor()), grads});
+          },
+          py::arg("parameter"), py::arg("grads"), py::arg("activations") = std::nullopt)
       .def("total", &Pass::total, py::arg("parameters") = std::nullopt)
       .def("waiting", &Pass::waiting)
       .def("late", &Pass::late)

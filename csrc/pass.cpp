@@ -25,6 +25,9 @@ bool executes(const Node* node) {
   return found != info->end() && found->second.needed_;
 }
 
+constexpr char kAstray[] =  // as in torchgradx/passes.py
+    "its module was called outside of the model's own forward: call the model, or say probe.paused() around the call";
+
 // The node that a tensor's gradient goes to, where it receives one.
 NodePtr owner_of(const Tensor& tensor) {
   const bool receives = tensor.defined() && tensor.requires_grad() && tensor.is_leaf();
@@ -65,13 +68,14 @@ std::vector<const Node*> roots_beside(const std::unordered_set<Node*>& reached) 
 }  // namespace
 
 Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object met,
-                   py::object booked)
+                   py::object booked, py::object astray)
     : parameters(parameters),
       began_(new Callback{std::move(began)}),
       finish_(new Callback{std::move(finish)}),
       drained_(new Callback{std::move(drained)}),
       met_(new Callback{std::move(met)}),
-      booked_(new Callback{std::move(booked)}) {}
+      booked_(new Callback{std::move(booked)}),
+      astray_(new Callback{std::move(astray)}) {}
 
 void Recorder::enlist(const std::shared_ptr<Pass>& pass) {
   std::vector<std::weak_ptr<Pass>> living;
@@ -108,7 +112,11 @@ int64_t Recorder::depth() const {
 std::shared_ptr<Pass> Recorder::current() const {
   for (auto i = in_force.size(); i-- > 0;)
     if (in_force[i].first == this) return in_force[i].second;
-  if (get_current_graph_task_id() == -1) return nullptr;
+  if (get_current_graph_task_id() == -1) {
+    if (!at::GradMode::is_enabled()) return nullptr;
+    py::gil_scoped_acquire gil;
+    return astray_->function().cast<std::shared_ptr<Pass>>();
+  }
   // A recomputation. A reentrant checkpoint's backward comes from it: the pass whose calls ran under no_grad.
   // Otherwise its graph is thrown away, and only what it saves matters: as in the original, if that was tapped.
   std::shared_ptr<Pass> waiting, latest;
@@ -192,6 +200,10 @@ bool Pass::needed(int64_t parameter) const {
 }
 
 int64_t Pass::call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef sizes) {
+  if (astray) {
+    refusals.emplace_back(site, kAstray);
+    return -1;
+  }
   const bool again = get_current_graph_task_id() != -1 && recorder->depth() == 0;
   for (const auto& [parameter, tensor] : slots) track(parameter, tensor);
   if (again) {
@@ -246,6 +258,7 @@ bool Pass::arrive(at::IntArrayRef parameters, const Node* at, bool enclosed) {
   if (!any) return false;  // autograd.grad of something else: no gradient of ours is computed
   const int64_t task = get_current_graph_task_id();
   if (task_ != task || !recorded) enter(task, at);
+  if (astray) return false;
   if (!all) recorder->refuse(-1, "a backward(inputs=...) computed the gradients of some parameters only");
   if (ambiguous) recorder->refuse(-1, "a reentrant checkpoint recomputed while several passes were in flight");
   if (at::GradMode::is_enabled()) create_graph = true;

@@ -43,8 +43,8 @@ struct Callback {
 
 // One contribution of one use to one parameter: operands of an outer product, or the per-sample gradient itself.
 struct Term {
-  int64_t site;        // place in the probe's table of sites; -1: `grads` holds per-sample gradients
-  Tensor activations;  // canonical, see Site::canonical
+  int64_t site;        // place in the probe's table of sites; -1: of no module, as those of a plain Linear
+  Tensor activations;  // samples in front; undefined: `grads` holds gradients by sample
   Tensor grads;
 };
 
@@ -80,13 +80,14 @@ struct Tally {                   // of what a backward adds to the record beside
 class Recorder {
  public:
   Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object met,
-           py::object booked);
+           py::object booked, py::object astray);
 
   void enlist(const std::shared_ptr<Pass>& pass);
   void push(std::shared_ptr<Pass> pass);  // enlisted; nullptr: record nothing on this thread until pop()
   void pop();
   int64_t depth() const;                  // how many are in force on this thread, one within another
-  std::shared_ptr<Pass> current() const;  // of this thread; in a recomputation, the pass that waits for it
+  // Of this thread; in a recomputation, the pass that waits for it; outside of the model's forward, one that is astray.
+  std::shared_ptr<Pass> current() const;
 
   // The record: everything since it was last cleared. What a backward adds counts apart until it has ended, for one
   // that fails leaves nothing behind: torchgradx/backwards.py.
@@ -135,7 +136,7 @@ class Recorder {
   }
 
  private:
-  std::unique_ptr<Callback> began_, finish_, drained_, met_, booked_;
+  std::unique_ptr<Callback> began_, finish_, drained_, met_, booked_, astray_;
   // The sum, how large its terms were, and whether somebody wrote into it: a single term is on its way to be .grad.
   struct Recorded {
     Tensor sum;
@@ -166,6 +167,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   bool wide = false;                  // a trainable parameter is float64
   std::vector<int64_t> trainable;     // parameters, when the forward began
   std::vector<int64_t> hooked;        // norms only: parameters that get their gradient all the same, for hooks on them
+  bool astray = false;                // of a module called outside of the model's own forward: refused when read
   bool recorded = false;              // it is part of the record
   bool keep = false;                  // more forwards of the same samples may come: finish nothing before it is read
   bool create_graph = false;          // seen in backward; refused when read

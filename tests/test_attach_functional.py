@@ -64,6 +64,17 @@ def often(m, x):
     return x
 
 
+def turned(m, x):
+    """Every way to turn a matrix, and twice is none."""
+    h, w = torch.tanh(m.l(x)), m.l.weight
+    return h @ w.T + h @ w.mT + h @ w.transpose(-1, 0) + h @ w.permute(1, 0).permute(0, 1)
+
+
+def times(m, x):
+    h = torch.tanh(m.l(x)).flatten(0, 1)
+    return torch.addmm(m.l.bias, h, m.l.weight.t(), beta=0.5, alpha=3).view_as(x)
+
+
 def sliced(m, x):
     return m.l(x) + F.linear(x, m.l.weight[:, :2].repeat(1, 3)[:, :D])
 
@@ -106,6 +117,8 @@ MODELS = {
     "the other way round": (lambda: Model(transposed, l=linear()), rows),
     "before the call": (lambda: Model(before, l=linear()), rows),
     "often": (lambda: Model(often, l=linear()), rows),
+    "turned": (lambda: Model(turned, l=linear()), rows),
+    "times a number": (lambda: Model(times, l=linear()), rows),
     "a part": (lambda: Model(sliced, l=linear()), rows),
     "scale and shift": (lambda: Model(scaled, n=nn.LayerNorm(D)), rows),
     "convolution": (lambda: Model(folded, c=nn.Conv2d(3, 3, 3, padding=1)), images),

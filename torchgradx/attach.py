@@ -144,16 +144,15 @@ class Probe(Reader):
         self._layers = find_layers(model, self._parameters, options)
         me = weakref.ref(self)
 
-        def forward_to(method: str) -> Callable[..., None]:
+        def forward_to(method: str) -> Callable[..., Any]:
             # The graph owns what it calls; it must not own the probe.
-            def call(*args: Any) -> None:
+            def call(*args: Any) -> Any:
                 probe = me()
-                if probe is not None:
-                    getattr(probe, method)(*args)
+                return None if probe is None else getattr(probe, method)(*args)
 
             return call
 
-        methods = ("_began", "_finish", "_drained", "_met", "_booked")
+        methods = ("_began", "_finish", "_drained", "_met", "_booked", "_astray")
         self._recorder = Recorder(len(self._parameters.names), *map(forward_to, methods))
         shared = (self._recorder, self._parameters, self._layers, options)
         choices = tuple(
@@ -249,8 +248,7 @@ class Probe(Reader):
             self._audit.lift.unwatch()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
-        idle = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
-        if not self._on or self._paused or idle or not torch.is_grad_enabled():
+        if not self._attends():
             return None
         n = batch_size(self._options, args, kwargs)
         if n is None:
@@ -261,6 +259,19 @@ class Probe(Reader):
         run, new = self._open(module, n)
         if new:
             self._audit.lift.watch(n, module, (args, kwargs))
+        return run
+
+    def _attends(self) -> bool:
+        idle = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
+        return self._on and not self._paused and not idle and torch.is_grad_enabled()
+
+    def _astray(self) -> Pass | None:
+        """Of a module called outside of the model's forward: refused once a gradient comes."""
+        if not self._attends():
+            return None
+        run = Pass(self._recorder, 0, self._parameters.tensors())
+        run.astray = True
+        self._recorder.enlist(run)  # a checkpoint's recomputation finds it there
         return run
 
     def _open(self, module: nn.Module, n: int) -> tuple[Pass | None, bool]:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from .errors import CoverageError
+from .outer import Gradients
+from .outer import weighted as of_samples
 from .passes import receives
 from .reference import accumulation_dtype
 from .sharding import data_parallel, mean_over, scattered
@@ -35,7 +37,7 @@ class BySample:
     """Gradients [N, *] of one parameter, kept as they are."""
 
     place: int
-    grads: Tensor
+    grads: Gradients
     intact = True
 
     @property
@@ -43,8 +45,7 @@ class BySample:
         return [self.place]
 
     def weighted(self, factors: Tensor, places: Sequence[int]) -> list[Tensor]:
-        wide = accumulation_dtype(self.grads.dtype)
-        return [factors.to(wide) @ self.grads.reshape(len(factors), -1).to(wide)]
+        return [of_samples(self.grads, factors)]
 
 
 @dataclass(frozen=True)

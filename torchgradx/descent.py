@@ -15,16 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .chunks import along
 from .clipping import BySample
+from .outer import Gradients, Outer, added, along, size, sq_norms, total
 from .passes import receives
-from .products import by_sample, closed, dense, fitted, mapped
-from .reference import accumulation_dtype
+from .products import CAST, by_sample, closed, dense, fitted, mapped, through
 from .shared import Graph, Node, Plan, below, is_leaf
 
 __all__ = ["Descent", "Leaf", "stations"]
 
-CAST = "ToCopyBackward0"  # autocast's
 CHUNK = 1 << 23  # elements of parameters' gradients at a time: 32 MiB of float32
 
 
@@ -96,8 +94,8 @@ class Descent:
         self._run, self._recorder, self._norms_only = run, recorder, norms_only
         self._hears, self._refuse = hears, refuse
         self._task, self._final, self._rounding = -1, True, 0.0
-        self._held: dict[tuple[int, int], Tensor] = {}  # on their way, by node and output
-        self._ready: list[tuple[Leaf, Tensor, bool]] = []
+        self._held: dict[tuple[int, int], Gradients] = {}  # on their way, by node and output
+        self._ready: list[tuple[Leaf, Gradients, bool]] = []
         self._leaves = [leaf for station in way.values() for leaf in station.leaves.values()]
         for leaf in self._leaves:
             if not leaf.alone:  # the sum over its uses waits for this one too
@@ -142,7 +140,7 @@ class Descent:
         station: Station,
         node: Node,
         incoming: Sequence[Tensor | None],
-        held: Sequence[Tensor | None],
+        held: Sequence[Gradients | None],
     ) -> None:
         """In every backward: what a node receives is the sum over the samples of what came down.
 
@@ -154,8 +152,7 @@ class Descent:
                 self._measure(mine)
             if g is None or casts:
                 continue
-            total = torch.zeros_like(g) if mine is None else mine.sum(0)
-            off, own = _size(g - total), _size(g)
+            off, own = size(g if mine is None else g - total(mine)), size(g)
             if off > 64 * (self._rounding + own * torch.finfo(g.dtype).eps):
                 self._refuse(
                     "the gradient it received is not the sum of its gradients by sample: a hook, "
@@ -190,9 +187,18 @@ class Descent:
         for operand, column in columns.items():
             self._send(station, operand, torch.cat(column))
 
-    def _pass(self, station: Station, node: Node, held: list[Tensor | None]) -> None:
+    def _pass(self, station: Station, node: Node, held: list[Gradients | None]) -> None:
         """Through a node of which all outputs are shared."""
-        live = {k: g for k, g in enumerate(held) if g is not None}
+        live: dict[int, Tensor] = {}
+        for k, g in enumerate(held):
+            if isinstance(g, Outer):
+                product = through(node, g)
+                if product is not None:
+                    self._send(station, 0, self._reduced(station, 0, product))
+                    return
+                g = g.dense()
+            if g is not None:
+                live[k] = g
         if not live:
             return
         if node.name() == "EmbeddingBackward0" and self._look_up(station, node, live[0]):
@@ -232,27 +238,26 @@ class Descent:
         if self._hears(leaf.place):
             total = dense(self._ask(node, [g.sum(0)])[0])
             self._recorder.add_recorded(leaf.place, total, self._rounding)
-        self._ready.append((leaf, _sq_norms(rows), True))
+        self._ready.append((leaf, sq_norms(rows), True))
         return True
 
-    def _reduced(self, station: Station, operand: int, product: Tensor) -> Tensor:
+    def _reduced(self, station: Station, operand: int, product: Gradients) -> Gradients:
         """[n, *shape], or [n] squared norms where nothing else is added to it."""
         leaf = station.leaves.get(operand)
         if leaf is None:
             return product
         if self._hears(leaf.place) and self._gives and not (self._withholds and operand):
             self._measure(product)
-            self._recorder.add_recorded(leaf.place, product.sum(0), self._rounding)
-        return _sq_norms(product) if leaf.alone and self._final else product
+            self._recorder.add_recorded(leaf.place, total(product), self._rounding)
+        return sq_norms(product) if leaf.alone and self._final else product
 
-    def _send(self, station: Station, operand: int, whole: Tensor) -> None:
+    def _send(self, station: Station, operand: int, whole: Gradients) -> None:
         if operand in station.leaves:
             leaf = station.leaves[operand]
             self._ready.append((leaf, whole, leaf.alone and self._final))
         else:
             key = station.inward[operand]
-            before = self._held.get(key)
-            self._held[key] = whole if before is None else before + whole
+            self._held[key] = added(whole, self._held.get(key))
 
     def _ask(self, node: Node, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
         """The node's own products. Its hooks are not called, and nothing of it is recorded."""
@@ -264,9 +269,9 @@ class Descent:
         products = out if isinstance(out, tuple) else (out,)
         return tuple(map(fitted, products, node.next_functions))
 
-    def _measure(self, g: Tensor) -> None:
+    def _measure(self, g: Gradients) -> None:
         """The rounding of a sum is by its terms, of which the largest met on the way stands."""
-        rounding = _size(g) * self._run.n * torch.finfo(g.dtype).eps
+        rounding = size(g) * self._run.n * torch.finfo(g.dtype).eps
         self._rounding = max(self._rounding, rounding)
 
     def _deliver(self, *_: Any) -> None:
@@ -279,6 +284,8 @@ class Descent:
                 self._run.arrive([leaf.place])
             if squared:
                 self._run.finish(leaf.place, whole)
+            elif isinstance(whole, Outer):
+                self._run.add(leaf.place, whole.left, whole.right)
             else:
                 self._run.add(leaf.place, whole)
             if self._recorder.books:
@@ -286,17 +293,6 @@ class Descent:
             v = self._run.directions[leaf.place] if self._run.directions else None
             if v is not None:
                 self._run.add_dots(along(whole, v))
-
-
-def _size(t: Tensor) -> float:
-    return float(torch.linalg.vector_norm(t, dtype=accumulation_dtype(t.dtype)))
-
-
-def _sq_norms(grads: Tensor) -> Tensor:
-    """[N] of [N, *]."""
-    wide = accumulation_dtype(grads.dtype)
-    rows = grads[:, None].flatten(1)  # of a single number: [N]
-    return torch.linalg.vector_norm(rows, dim=1, dtype=wide).square()
 
 
 def _chunks(grads: Iterable[Tensor], n: int, step: int) -> Iterator[list[Tensor]]:

@@ -242,7 +242,7 @@ class Rows:
     """
 
     elements: int
-    projections: Tensor  # [rows, 4]
+    projections: Tensor  # [rows, up to 4]
     sizes: Tensor  # [rows, 1]
     close: float  # how near a projection comes, over its row's size
 
@@ -256,10 +256,11 @@ class Rows:
         rows = g.detach().reshape(count, -1 if g.numel() else 0).to(wide)
         generator = torch.Generator().manual_seed(count)  # the same each time
         onto = torch.randn(rows.shape[1], 4, generator=generator, dtype=wide).to(rows.device)
+        short = rows.shape[1] <= 4  # and no larger for being projected
         sizes, most = (torch.linalg.vector_norm(rows, p, 1, True) for p in (2, inf))
         sizes = sizes.minimum(most * sqrt(rows.shape[1]))  # where squares overflow
         with torch.autocast(g.device.type, enabled=False):
-            return Rows(g.numel(), rows @ onto, sizes, close)
+            return Rows(g.numel(), rows.clone() if short else rows @ onto, sizes, close)
 
     def scaled_to(self, scaled: Rows, exponents: Tensor) -> bool:
         """Whether each row came back scaled by 2^exponent; another's is off by 2 at least."""

@@ -157,7 +157,7 @@ class Lift:
             clean = before.clean(graph, starts)
         else:
             clean = lambda node, number: False  # noqa: E731
-        plan = survey(graph, groups, clean, prove)
+        plan = survey(n, graph, groups, clean, prove)
         if n > 1 and plan.starts:
             self._plans[key] = plan
         elif n > 1 and taint is None:

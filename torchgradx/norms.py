@@ -19,14 +19,16 @@ from .rules import Layer
 __all__ = ["Term", "combine"]
 
 # (layer, activations, grad_output) of an outer product, (layer, ids, grad_output) of a table looked
-# up, or (None, None, per-sample gradients)
+# up, or (None, None, per-sample gradients); (None, activations, grad_output) as of a plain Linear
 Term = tuple[Layer | None, Tensor | None, Tensor]
 
+PLAIN = Layer(name="", kind="linear", type_name="Linear")
 CHUNK = 1 << 21  # elements of one chunk's operands: 8 MiB of float32
 
 
 def combine(n: int, terms: Sequence[Term]) -> Tensor:
     """[N] squared norms of the sum of all terms of one parameter."""
+    terms = [(layer if layer or a is None else PLAIN, a, g) for layer, a, g in terms]
     grads = [term[2] for term in terms]
     sq_norms = grads[0].new_zeros(n, dtype=accumulation_dtype(grads[0].dtype))
     tables = [term for term in terms if term[0] and term[0].kind == "embedding"]

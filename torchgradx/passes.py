@@ -16,6 +16,10 @@ from torch import Tensor
 
 __all__ = ["Pass", "Recorder", "receives"]
 
+ASTRAY = (
+    "its module was called outside of the model's own forward: call the model, or say "
+    "probe.paused() around the call"
+)
 Slot = tuple[int, Tensor]  # a parameter's place in the table, and the tensor that stands there now
 
 
@@ -46,7 +50,9 @@ class Recorder:
         drained: Callable[[], None],
         met: Callable[[int, Tensor], None],
         booked: Callable[[Pass, Any], None],
+        astray: Callable[[], Pass | None],
     ) -> None:
+        self._astray = astray
         self.book, self.books = booked, False
         self.began, self.finish = began, finish
         self.balance = [0] * parameters
@@ -66,15 +72,18 @@ class Recorder:
         stack: list[Pass | None] = self._local.stack
         return stack
 
+    def enlist(self, run: Pass) -> None:
+        living = [ref for ref in self.alive if ref() is not None]
+        for ref in living:
+            other = ref()
+            if other is not None and (other.recorded or other.failed):
+                other.silent_calls = 0
+                other.ambiguous |= other.retained and other.silent_in_all > 0
+        self.alive = [*living, weakref.ref(run)]
+
     def push(self, run: Pass | None) -> None:
         if run is not None:
-            living = [ref for ref in self.alive if ref() is not None]
-            for ref in living:
-                other = ref()
-                if other is not None and (other.recorded or other.failed):
-                    other.silent_calls = 0
-                    other.ambiguous |= other.retained and other.silent_in_all > 0
-            self.alive = [*living, weakref.ref(run)]
+            self.enlist(run)
         self._in_force().append(run)
 
     def pop(self) -> None:
@@ -93,7 +102,7 @@ class Recorder:
         if self._in_force():
             return self._in_force()[-1]
         if not _in_backward():
-            return None
+            return self._astray() if torch.is_grad_enabled() else None
         passes = [run for run in (ref() for ref in self.alive) if run is not None]
         waiting = [run for run in passes if run.silent_calls > 0]
         for run in waiting if len(waiting) > 1 else ():
@@ -162,7 +171,7 @@ class Pass:
 
     def __init__(self, recorder: Recorder, n: int, parameters: Sequence[Tensor]) -> None:
         self.recorder, self.n = recorder, n
-        self.recorded = self.keep = self.retained = False
+        self.recorded = self.keep = self.retained = self.astray = False
         self.in_graph = False  # never without the extension
         self.create_graph = self.ambiguous = self.failed = False
         self.silent_calls = self.silent_in_all = self.count = 0
@@ -224,6 +233,9 @@ class Pass:
         return node is None or _executes(node)
 
     def call(self, site: int, slots: Sequence[Slot], sizes: Sequence[int]) -> int:
+        if self.astray:
+            self.refuse(site, ASTRAY)
+            return -1
         for place, tensor in slots:
             self._track(place, tensor)
         if _in_backward() and not self.recorder.depth():
@@ -262,8 +274,11 @@ class Pass:
         task = torch._C._current_graph_task_id()
         if task != self._task or not self.recorded:
             self.recorder.began(self)
-            self.recorder.meet(task)
             self._task = task
+            if not self.astray:
+                self.recorder.meet(task)
+        if self.astray:
+            return False
         if not all(self._needed(place) for place in places):
             reason = "a backward(inputs=...) computed the gradients of some parameters only"
             self.recorder.refuse(-1, reason)
@@ -278,11 +293,11 @@ class Pass:
     def waits(self, place: int) -> bool:
         return self.keep or self.retained or self._calls[place] != 1 or place in self._terms
 
-    def add(self, place: int, grads: Tensor) -> None:
+    def add(self, place: int, grads: Tensor, activations: Tensor | None = None) -> None:
         if place in self._sq_norms:
             self._late.add(place)
             return
-        self._terms.setdefault(place, []).append((-1, None, grads))
+        self._terms.setdefault(place, []).append((-1, activations, grads))
         if not (self.keep or self.retained or len(self._terms[place]) < self._calls[place]):
             self.recorder.finish(self, place)
 

@@ -13,10 +13,22 @@ from torch import Tensor
 from torch.func import vmap
 
 from .layout import BATCH
+from .outer import Gradients, Outer
 from .shared import Node, dtype_of, is_leaf, shape_of
 
-__all__ = ["by_sample", "closed", "dense", "fitted", "in_closed_form", "mapped", "unpacks_twice"]
+__all__ = [
+    "CAST",
+    "by_sample",
+    "closed",
+    "dense",
+    "fitted",
+    "in_closed_form",
+    "mapped",
+    "through",
+    "unpacks_twice",
+]
 
+CAST = "ToCopyBackward0"  # autocast's
 # A node's product elementwise, before it is summed over what the operand was broadcast along. These
 # read nothing that is saved: they hold inside of checkpoints, which unpack only once.
 UNSAVED: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
@@ -75,7 +87,7 @@ def mapped(
     return [None if column[0] is None else torch.stack(list(map(dense, column))) for column in each]
 
 
-def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Tensor | None:
+def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradients | None:
     """A frontier node's product for all samples at the price of one call, where there is a form."""
     name, edge = node.name(), node.next_functions[operand]
     if name in ELEMENTWISE:
@@ -83,10 +95,25 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Tensor |
         return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
     saved, place = ROWS.get(name, ("", -1))
     if operand == place and layout == BATCH:
-        product = by_sample(getattr(node, saved), layout, n).mT @ by_sample(g, layout, n)
-        product = product * getattr(node, "_saved_alpha", 1)
-        return product if product.shape[1:] == shape_of(*edge) else None
+        rows, grads = (by_sample(t, layout, n) for t in (getattr(node, saved), g))
+        alpha = getattr(node, "_saved_alpha", 1)
+        if rows.dim() == 3 and (rows.shape[2], grads.shape[2]) == tuple(shape_of(*edge)):
+            return Outer(rows, grads if alpha == 1 else grads * alpha)
     return None
+
+
+def through(node: Node, g: Outer) -> Outer | None:
+    """What a node that turns or casts a matrix makes of it."""
+    name = node.name()
+    if name == CAST:
+        return g.to(dtype_of(*node.next_functions[0]))
+    if name == "PermuteBackward0":
+        turns = [d % 2 for d in node._saved_dims] == [1, 0]
+    else:
+        turns = name == "TBackward0" or (
+            name == "TransposeBackward0" and (node._saved_dim0 - node._saved_dim1) % 2 == 1
+        )
+    return g.turned() if turns else None
 
 
 def by_sample(g: Tensor, layout: int, n: int) -> Tensor:

@@ -153,8 +153,6 @@ class Record:
         return norms
 
     def _in_order(self) -> list[tuple[Any, float | Tensor]]:
-        """Of a record that is read from now on."""
-        self._read = True
         return sorted(self.runs, key=lambda entry: entry[0].serial)
 
     def _places_of_sums(self, runs: Sequence[Any]) -> tuple[torch.device, dict[str, Any]]:
@@ -208,6 +206,9 @@ class Record:
 
     def require(self, under_way: bool) -> None:
         """Raise a CoverageError where there is nothing to read; under_way: or not yet."""
+        self._read |= (
+            not under_way
+        )  # whatever comes of it: the next record owes nothing to this one
         if self.runs and not under_way:
             return
         names = [self._parameters.names[place] for place in self._parameters.trainable()]

@@ -143,6 +143,8 @@ class FallbackSite:
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """What the module gives in place of its output, if anything."""
+        if module is not self._module:  # a replica, in a thread of its own
+            return None
         run = self._recorder.current()
         if run is None or torch._C._are_functorch_transforms_active():
             return None

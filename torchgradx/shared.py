@@ -133,11 +133,12 @@ def shape_of(node: Node, number: int) -> tuple[int, ...]:
     return tuple(node._input_metadata[number].shape)
 
 
-def rows_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+def rows_of(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
     """The dimensions that may hold samples: the first two that are not a leading 1."""
     while len(shape) > 1 and shape[0] == 1:
         shape = shape[1:]
-    return shape[:2] or (1,)
+    several = len(shape) > 2 or shape[1:] == (n,)  # else the second is of features
+    return shape[: 1 + several] or (1,)
 
 
 def dtype_of(node: Node, number: int) -> torch.dtype:
@@ -181,6 +182,7 @@ class Group:
 
 
 def survey(
+    n: int,
     graph: Graph,
     groups: Sequence[Group],
     clean: Callable[[Node, int], bool],
@@ -195,7 +197,7 @@ def survey(
 
     groups = [group for group in groups if group.starts and all(map(shared, group.starts))]
     found = graph.climb(_starts(groups), lambda k, node: shared(node))
-    watched = [Watched(node, k, rows_of(shape_of(node, k)))
+    watched = [Watched(node, k, rows_of(shape_of(node, k), n))
                for node in found if not is_leaf(node)
                for k in graph.numbers(node) or [0]]  # fmt: skip
     layouts: dict[Node, int | None] = dict.fromkeys(found)
