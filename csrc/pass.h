@@ -85,7 +85,7 @@ class Recorder {
   void enlist(const std::shared_ptr<Pass>& pass);
   void push(std::shared_ptr<Pass> pass);  // enlisted; nullptr: record nothing on this thread until pop()
   void pop();
-  int64_t depth() const;                  // how many are in force on this thread, one within another
+  int64_t depth() const;  // how many are in force on this thread, one within another
   // Of this thread; in a recomputation, the pass that waits for it; outside of the model's forward, one that is astray.
   std::shared_ptr<Pass> current() const;
 

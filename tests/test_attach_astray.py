@@ -1,5 +1,5 @@
-"""Modules of an attached model that are called outside of its own forward: refused by name, whatever
-was recorded before, and forgotten by the next record."""
+"""Modules of an attached model that are called outside of its own forward: refused by name,
+whatever was recorded before, and forgotten by the next record."""
 
 import copy
 

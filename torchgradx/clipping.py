@@ -21,7 +21,6 @@ from .errors import CoverageError
 from .outer import Gradients
 from .outer import weighted as of_samples
 from .passes import receives
-from .reference import accumulation_dtype
 from .sharding import data_parallel, mean_over, scattered
 
 if TYPE_CHECKING:

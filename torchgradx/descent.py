@@ -10,19 +10,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .clipping import BySample
-from .outer import Gradients, Outer, added, along, size, sq_norms, total
+from .outer import Gradients, Outer, added, along, in_full, size, sq_norms, total
 from .passes import receives
 from .products import CAST, by_sample, closed, dense, fitted, mapped, through
 from .shared import Graph, Node, Plan, below, is_leaf
 
 __all__ = ["Descent", "Leaf", "stations"]
 
+G = TypeVar("G", bound=Tensor | Outer)
 CHUNK = 1 << 23  # elements of parameters' gradients at a time: 32 MiB of float32
 
 
@@ -191,14 +192,12 @@ class Descent:
         """Through a node of which all outputs are shared."""
         live: dict[int, Tensor] = {}
         for k, g in enumerate(held):
-            if isinstance(g, Outer):
-                product = through(node, g)
-                if product is not None:
-                    self._send(station, 0, self._reduced(station, 0, product))
-                    return
-                g = g.dense()
+            outer = through(node, g) if isinstance(g, Outer) else None
+            if outer is not None:
+                self._send(station, 0, self._reduced(station, 0, outer))
+                return
             if g is not None:
-                live[k] = g
+                live[k] = in_full(g)
         if not live:
             return
         if node.name() == "EmbeddingBackward0" and self._look_up(station, node, live[0]):
@@ -241,7 +240,7 @@ class Descent:
         self._ready.append((leaf, sq_norms(rows), True))
         return True
 
-    def _reduced(self, station: Station, operand: int, product: Gradients) -> Gradients:
+    def _reduced(self, station: Station, operand: int, product: G) -> G | Tensor:
         """[n, *shape], or [n] squared norms where nothing else is added to it."""
         leaf = station.leaves.get(operand)
         if leaf is None:

@@ -14,7 +14,17 @@ from torch import Tensor
 from . import chunks, ops
 from .chunks import accumulation_dtype
 
-__all__ = ["Gradients", "Outer", "added", "along", "size", "sq_norms", "total", "weighted"]
+__all__ = [
+    "Gradients",
+    "Outer",
+    "added",
+    "along",
+    "in_full",
+    "size",
+    "sq_norms",
+    "total",
+    "weighted",
+]
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,11 @@ class Outer:
 
 
 Gradients = Tensor | Outer
+
+
+def in_full(g: Gradients) -> Tensor:
+    """[N, *]"""
+    return g.dense() if isinstance(g, Outer) else g
 
 
 def total(g: Gradients) -> Tensor:
@@ -70,7 +85,7 @@ def added(g: Gradients, other: Gradients | None) -> Gradients:
     if isinstance(g, Outer) and isinstance(other, Outer):
         pairs = (g.left, other.left), (g.right, other.right)
         return Outer(*(torch.cat(pair, 1) for pair in pairs))
-    return _dense(g) + _dense(other)
+    return in_full(g) + in_full(other)
 
 
 def along(g: Gradients, direction: Tensor) -> Tensor:
@@ -88,7 +103,3 @@ def weighted(g: Gradients, factors: Tensor) -> Tensor:
         return total(Outer(g.left.to(wide) * factors.to(wide).view(-1, 1, 1), g.right.to(wide)))
     wide = accumulation_dtype(g.dtype)
     return factors.to(wide) @ g.reshape(len(factors), -1).to(wide)
-
-
-def _dense(g: Gradients) -> Tensor:
-    return g.dense() if isinstance(g, Outer) else g
