@@ -67,7 +67,8 @@ def often(m, x):
 def turned(m, x):
     """Every way to turn a matrix, and twice is none."""
     h, w = torch.tanh(m.l(x)), m.l.weight
-    return h @ w.T + h @ w.mT + h @ w.transpose(-1, 0) + h @ w.permute(1, 0).permute(0, 1)
+    turned = h @ w.T + h @ w.mT + h @ w.transpose(-1, 0) + h @ w.permute(1, 0)
+    return turned + h @ w.permute(0, 1) + 2 * h @ w.transpose(0, -2)
 
 
 def times(m, x):
@@ -199,6 +200,18 @@ def test_samples_in_the_second_dimension(options):
     need_native(options)
     model, x = made("with bias")
     check(model, square_second, x.transpose(0, 1), dims=1, batch_dim=1, **options)
+
+
+@modes
+@pytest.mark.parametrize("steps", [T, N, 2 * N])
+def test_one_number_of_each_sample_in_the_second_dimension(steps, options):
+    need_native(options)
+
+    def forward(m, x):
+        return torch.stack([m.l(x.T).T, m.l.weight[:, :1] * x], -1)
+
+    model = Model(forward, l=nn.Linear(steps, steps))
+    check(model, square_second, torch.randn(steps, N), dims=1, batch_dim=1, **options)
 
 
 def test_what_runs_again_by_vmap_refuses_it_by_name():

@@ -206,9 +206,8 @@ class Record:
 
     def require(self, under_way: bool) -> None:
         """Raise a CoverageError where there is nothing to read; under_way: or not yet."""
-        self._read |= (
-            not under_way
-        )  # whatever comes of it: the next record owes nothing to this one
+        # Whatever comes of it: the next record owes nothing to this one.
+        self._read |= not under_way
         if self.runs and not under_way:
             return
         names = [self._parameters.names[place] for place in self._parameters.trainable()]
