@@ -87,6 +87,7 @@ void bind_pass(py::module_& m) {
       .def("refuse",
            [](Pass& self, int64_t site, const std::string& reason) { self.refusals.emplace_back(site, reason); })
       .def("call", &Pass::call)
+      .def("expect", &Pass::expect)
       .def("note", &Pass::note)
       .def("watch", &Pass::watch)
       .def("uses",  // -> [(site, sizes, node or None, output_nr)]
@@ -122,12 +123,14 @@ void bind_pass(py::module_& m) {
       .def(
           "add",  // gradients [N, *]; or those of [N, T, O] and activations [N, T, I]
           [](Pass& self, int64_t parameter, const Tensor& grads, const std::optional<Tensor>& activations) {
-            self.add(parameter, {-1, activations.value_or(Tensor()), grads});
+            const Tensor a = activations.value_or(Tensor());
+            self.add(parameter, {-1, a, grads, {Version(a), Version(grads)}});
           },
           py::arg("parameter"), py::arg("grads"), py::arg("activations") = std::nullopt)
       .def("total", &Pass::total, py::arg("parameters") = std::nullopt)
       .def("waiting", &Pass::waiting)
       .def("late", &Pass::late)
+      .def("changed", &Pass::changed)
       .def("terms", [](const Pass& self, int64_t parameter) {
         py::list terms;
         for (const Term& term : self.entries[parameter].terms)

@@ -3,7 +3,6 @@
 #include "site.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 
@@ -25,11 +24,7 @@ Booked::Booked(const Use& use, const Saved& saved, const Tensor& weight, const T
       grad_output_(grad_output.detach()),
       of_weight_(use.wants_weight),
       of_bias_(use.wants_bias) {
-  for (const Tensor& t : {saved.input, grad_output}) {
-    if (!t.defined() || use.borrows) continue;
-    const auto& version = torch::autograd::impl::version_counter(t);
-    if (version.enabled()) versions_.emplace_back(version, version.current_version());  // no inference tensor
-  }
+  if (!use.borrows) versions_ = {Version(saved.input), Version(grad_output)};
   for (Tensor* t : {&saved_.input, &weight_})
     if (t->defined()) *t = t->detach();
   for (Tensor* t : {&saved_.mean, &saved_.rstd})
@@ -49,8 +44,7 @@ std::vector<int64_t> Booked::parameters() const {
 }
 
 bool Booked::intact() const {
-  return std::all_of(versions_.begin(), versions_.end(),
-                     [](const auto& kept) { return kept.first.current_version() == kept.second; });
+  return versions_[0].stands() && versions_[1].stands();
 }
 
 Booked Booked::of_samples(const Tensor& chosen, int64_t n) const {

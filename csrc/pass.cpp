@@ -137,7 +137,7 @@ void Recorder::add_recorded(int64_t parameter, const Tensor& gradient, double ma
   Recorded& kept = recorded_[{get_current_graph_task_id(), parameter}];
   kept.changed = kept.sum.defined() && !kept.stands();
   kept.sum = kept.sum.defined() ? kept.sum + gradient.reshape(-1) : gradient.reshape(-1);
-  kept.watch(gradient);
+  kept.version = Version(gradient);
   kept.size += magnitude;
 }
 
@@ -218,6 +218,11 @@ int64_t Pass::call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef
   if (!sizes.empty()) structure = mixed(structure, n > 0 && sizes[0] % n == 0 ? 3 : 4);
   uses.push_back({site, at::DimVector(sizes), NodePtr(), 0});
   return forgotten_ + static_cast<int64_t>(uses.size()) - 1;
+}
+
+void Pass::expect(int64_t parameter, const Tensor& tensor) {
+  track(parameter, tensor);
+  ++entries[parameter].calls;
 }
 
 void Pass::note(int64_t fact) {
@@ -387,6 +392,14 @@ std::vector<int64_t> Pass::late() const {
   std::vector<int64_t> parameters;
   for (size_t p = 0; p < entries.size(); ++p)
     if (entries[p].late) parameters.push_back(static_cast<int64_t>(p));
+  return parameters;
+}
+
+std::vector<int64_t> Pass::changed() const {
+  std::vector<int64_t> parameters;
+  for (size_t p = 0; p < entries.size(); ++p)
+    for (const Term& term : entries[p].terms)
+      if (!term.kept[0].stands() || !term.kept[1].stands()) parameters.push_back(static_cast<int64_t>(p));
   return parameters;
 }
 

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/extension.h>
 
+#include <array>
 #include <atomic>
 #include <map>
 #include <memory>
@@ -41,11 +42,26 @@ struct Callback {
   }
 };
 
+// Of a tensor that is kept though others may write into it: whether they did.
+struct Version {
+  c10::VariableVersion writes;
+  uint32_t then = 0;
+  Version() = default;
+  explicit Version(const Tensor& t) {
+    const auto& counter = t.defined() ? t.unsafeGetTensorImpl()->version_counter() : writes;
+    if (counter.enabled()) writes = counter, then = counter.current_version();  // no inference tensor
+  }
+  bool stands() const {
+    return !writes.enabled() || writes.current_version() == then;
+  }
+};
+
 // One contribution of one use to one parameter: operands of an outer product, or the per-sample gradient itself.
 struct Term {
   int64_t site;        // place in the probe's table of sites; -1: of no module, as those of a plain Linear
   Tensor activations;  // samples in front; undefined: `grads` holds gradients by sample
   Tensor grads;
+  std::array<Version, 2> kept = {};  // what activations and grads may be views of
 };
 
 using Slot = std::pair<int64_t, Tensor>;  // a parameter's place in the table, and the tensor that stands there now
@@ -141,15 +157,10 @@ class Recorder {
   struct Recorded {
     Tensor sum;
     double size = 0;
-    c10::VariableVersion writes;
-    uint32_t version = 0;
+    Version version;
     bool changed = false;
-    void watch(const Tensor& term) {
-      writes = term.unsafeGetTensorImpl()->version_counter();
-      version = writes.current_version();
-    }
     bool stands() const {
-      return !changed && writes.current_version() == version;
+      return !changed && version.stands();
     }
   };
   std::map<std::pair<int64_t, int64_t>, Recorded> recorded_;  // by backward, as threads run theirs, and by parameter
@@ -198,7 +209,8 @@ class Pass : public std::enable_shared_from_this<Pass> {
 
   // Forward: counts a use of these parameters; returns its place, or -1 in a recomputation.
   int64_t call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef sizes);
-  void note(int64_t fact);  // that its structure depends on
+  void expect(int64_t parameter, const Tensor& tensor);  // one more use of it, which is no module's
+  void note(int64_t fact);                               // that its structure depends on
   void watch(int64_t use, const Tensor& output);
   // Nodes made since `first` on this thread belong to a module that is run again whole: its uses of these need no
   // counting.
@@ -215,6 +227,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   Tensor total(const std::optional<std::vector<int64_t>>& parameters) const;
   std::vector<int64_t> waiting() const;  // parameters whose uses are not combined yet
   std::vector<int64_t> late() const;
+  std::vector<int64_t> changed() const;  // of those waiting: what is kept was written into
   void clear();
 
   struct State {  // of what backwards bring

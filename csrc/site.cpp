@@ -148,6 +148,7 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
     pass->finish(site->bias, bias_sq_norms(layer.bias_rows(*operands)), 0, site->bias_rows.parts);
   }
   const auto kept = [&](const Tensor& t) { return borrows ? t.clone() : t; };
+  const auto version = [&](const Tensor& t) { return borrows ? Version() : Version(t); };
   const auto whole = [&](const Tensor& by_image) {  // [N K, *] -> [N, *]
     return by_image.unflatten(0, {pass->n, operands->images}).sum(1);
   };
@@ -156,7 +157,8 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
       pass->add(site->weight, {-1, Tensor(), whole(widened(*gradients))});
     else
       pass->add(site->weight, {site->index, kept(operands->activations.detach()),  // not its graph
-                               kept(among(operands->grad_output, site->weight_rows, -1))});
+                               kept(among(operands->grad_output, site->weight_rows, -1)),
+                               {version(input), version(grad_output)}});
   }
   if (keep_bias) {
     const Tensor by_sample = whole(widened(layer.bias_rows(*operands)).sum(1));

@@ -91,7 +91,7 @@ class Booked {
   Saved saved_;
   Tensor weight_, grad_output_;
   bool of_weight_, of_bias_;
-  std::vector<std::pair<c10::VariableVersion, uint32_t>> versions_;  // of what it keeps, and as they were
+  std::array<Version, 2> versions_;  // of what it keeps
 };
 
 // A use of `site` on this thread, or nothing where the plain layer should run. `sizes` to be told in place of the

@@ -196,6 +196,25 @@ def test_under_autocast(name, options):
 
 
 @modes
+@models
+def test_two_forwards_of_the_same_samples(name, options):
+    need_native(options)
+    model, x = made(name)
+    model, x, z = model.double(), x.double() if x.is_floating_point() else x, x.flip(-1).clone()
+
+    def both(m, x, z):
+        return (m(x).flatten(1).square() + m(z.to(x.dtype)).flatten(1).sin()).sum(1).mean()
+
+    want = loop(model, both, x, z)
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(2):
+            with probe.same_samples():
+                value = both(model, x, z)
+            value.backward()
+            close(probe.norms(), per_model(want))
+
+
+@modes
 def test_samples_in_the_second_dimension(options):
     need_native(options)
     model, x = made("with bias")

@@ -154,8 +154,7 @@ class Audit:
             presumed = sites[site].presumed
             trusted = sites[site].declared >= 0
             # No node: it runs again in backward (reentrant checkpointing), where nothing is proven.
-            # Without sizes: a term that lift.py will bring.
-            known = isinstance(verdict, int) and (node is not None or n <= 1 or not sizes)
+            known = isinstance(verdict, int) and (node is not None or n <= 1)
             reason = verdict if isinstance(verdict, str) else None
             doubt = not trusted and not known
             if doubt and not reason and _beyond_doubt(use.leads, n, presumed):
@@ -317,7 +316,8 @@ class Audit:
         created = any(run.create_graph for run, _ in self._record.runs)
         refusals = self._recorder.refusals
         late = {place for run, _ in self._record.runs for place in run.late()}
-        doubts = created or refusals or late or self._record.mismatched
+        changed = {place for run, _ in self._record.runs for place in run.changed()}
+        doubts = created or refusals or late or changed or self._record.mismatched
         if not doubts and self._recorder.balanced:
             return
         balance = self._recorder.balance
@@ -347,6 +347,11 @@ class Audit:
                 problems[names[place]] = (
                     "the gradient it received is not the sum of what was recorded: something "
                     "besides the samples' own losses reaches it, or its module mixes samples"
+                )
+            elif place in changed:
+                problems[names[place]] = (
+                    "what its module was given, or its gradient, was kept until it was read, and "
+                    "written into before: read the norms first, or write into another tensor"
                 )
             elif place in late:
                 problems[names[place]] = (

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from .errors import CoverageError
-from .outer import Gradients
+from .outer import Gradients, operands
 from .outer import weighted as of_samples
 from .passes import receives
 from .sharding import data_parallel, mean_over, scattered
+from .versions import Versions
 
 if TYPE_CHECKING:
     from .table import Parameters
@@ -31,20 +32,19 @@ __all__ = ["Books", "BySample", "factors_of", "group", "is_unscaled", "unscaled_
 HALVES = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
 class BySample:
     """Gradients [N, *] of one parameter, kept as they are."""
 
-    place: int
-    grads: Gradients
-    intact = True
+    def __init__(self, place: int, grads: Gradients) -> None:
+        self.parameters, self._grads = [place], grads
+        self._versions = Versions(operands(grads))
 
     @property
-    def parameters(self) -> list[int]:
-        return [self.place]
+    def intact(self) -> bool:
+        return self._versions.stand()
 
     def weighted(self, factors: Tensor, places: Sequence[int]) -> list[Tensor]:
-        return [of_samples(self.grads, factors)]
+        return [of_samples(self._grads, factors)]
 
 
 @dataclass(frozen=True)

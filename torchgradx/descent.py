@@ -29,7 +29,6 @@ CHUNK = 1 << 23  # elements of parameters' gradients at a time: 32 MiB of float3
 
 @dataclass(frozen=True)
 class Leaf:
-    site: int
     place: int  # in the table of parameters
     parameter: Tensor
     alone: bool  # nothing else brings it a gradient
@@ -100,7 +99,7 @@ class Descent:
         self._leaves = [leaf for station in way.values() for leaf in station.leaves.values()]
         for leaf in self._leaves:
             if not leaf.alone:  # the sum over its uses waits for this one too
-                run.call(leaf.site, [(leaf.place, leaf.parameter)], [])
+                run.expect(leaf.place, leaf.parameter)
         for node, station in way.items():
             node.register_prehook(partial(self._arrive, station))
             if station.leaves:

@@ -267,8 +267,8 @@ class Lift:
         others = set().union(*(p for k, p in enumerate(places) if k not in lifted))
         tensors = self._parameters.tensors()
         leaves = {}
-        for site, concerned in (self._served(k, uses) for k in lifted):
-            for place in concerned:
-                leaf = Leaf(site, place, tensors[place], place not in others, int(place in called))
+        for k in lifted:
+            for place in self._served(k, uses)[1]:
+                leaf = Leaf(place, tensors[place], place not in others, int(place in called))
                 leaves[id(tensors[place])] = leaf
         return leaves

@@ -20,6 +20,7 @@ __all__ = [
     "added",
     "along",
     "in_full",
+    "operands",
     "size",
     "sq_norms",
     "total",
@@ -50,6 +51,11 @@ class Outer:
 
 
 Gradients = Tensor | Outer
+
+
+def operands(g: Gradients) -> list[Tensor]:
+    """What it holds, some of which others may write into."""
+    return [g.left, g.right] if isinstance(g, Outer) else [g]
 
 
 def in_full(g: Gradients) -> Tensor:

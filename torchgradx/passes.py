@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .versions import Versions
+
 __all__ = ["Pass", "Recorder", "receives"]
 
+Term = tuple[int, Tensor | None, Tensor]  # (site or -1, activations, gradients)
 ASTRAY = (
     "its module was called outside of the model's own forward: call the model, or say "
     "probe.paused() around the call"
@@ -194,7 +197,7 @@ class Pass:
     def clear(self) -> None:
         self.recorded = False
         self._sq_norms: dict[int, Tensor] = {}
-        self._terms: dict[int, list[tuple[int, Tensor | None, Tensor]]] = {}
+        self._terms: dict[int, list[tuple[Term, Versions]]] = {}
         self._late: set[int] = set()
         self.dots: Tensor | None = None
 
@@ -251,6 +254,11 @@ class Pass:
         self.seen.append((site, list(sizes), None, 0))
         return self.count - 1
 
+    def expect(self, place: int, tensor: Tensor) -> None:
+        """One more use of a parameter, which is no module's."""
+        self._track(place, tensor)
+        self._calls[place] += 1
+
     def note(self, fact: int) -> None:
         self.structure += (fact,)
 
@@ -297,7 +305,8 @@ class Pass:
         if place in self._sq_norms:
             self._late.add(place)
             return
-        self._terms.setdefault(place, []).append((-1, activations, grads))
+        kept = Versions(t for t in (activations, grads) if t is not None)
+        self._terms.setdefault(place, []).append(((-1, activations, grads), kept))
         if not (self.keep or self.retained or len(self._terms[place]) < self._calls[place]):
             self.recorder.finish(self, place)
 
@@ -323,5 +332,9 @@ class Pass:
     def late(self) -> list[int]:
         return list(self._late)
 
-    def terms(self, place: int) -> list[tuple[int, Tensor | None, Tensor]]:
-        return self._terms.get(place, [])
+    def changed(self) -> list[int]:
+        kept = self._terms.items()
+        return [place for place, terms in kept if not all(v.stand() for _, v in terms)]
+
+    def terms(self, place: int) -> list[Term]:
+        return [term for term, _ in self._terms.get(place, [])]

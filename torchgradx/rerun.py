@@ -35,6 +35,7 @@ from .rules import Layer, rule_named
 from .sharding import scattered
 from .sites import MIXES, Hooks
 from .table import COMPUTED, Context, declared_layout
+from .versions import Versions
 
 if ops.NATIVE:
     from . import _C
@@ -73,12 +74,12 @@ class _Booked:
     def __init__(self, call: Call, places: list[int], silent: Any) -> None:
         self.parameters, self._call, self._silent = places, as_it_stands(call), silent
         leaves = [*tree_flatten(call.arguments)[0], *call.module.parameters(), *call.grads]
-        tensors = (t for t in leaves if isinstance(t, Tensor) and not t.is_inference())
-        self._versions = [(t, t._version) for t in tensors]
+        tensors = (t for t in leaves if isinstance(t, Tensor))
+        self._versions = Versions(tensors)
 
     @property
     def intact(self) -> bool:
-        return all(t._version == version for t, version in self._versions)
+        return self._versions.stand()
 
     def weighted(self, factors: Tensor, places: list[int]) -> list[Tensor]:
         found = whole_gradients(weighted(self._call, factors), self._silent)
