@@ -160,7 +160,10 @@ class Probe(Reader):
         )
         self._record = Record(*shared)
         self._audit = Audit(
-            *shared, self._record, _proven.setdefault(model, {}).setdefault(choices, {})
+            *shared,
+            self._record,
+            _proven.setdefault(model, {}).setdefault(choices, {}),
+            forward_to("_began"),
         )
         self._backwards = Backwards(self._recorder, forward_to("_over"))
         self.directions = options["directions"] or {}
@@ -377,7 +380,7 @@ class Probe(Reader):
         run.hooked = self._audit.hooked()
 
     def _over(self, tasks: list[int], done: bool) -> None:
-        self._audit.put_back(tasks)
+        self._audit.over(tasks, done)
         if not done:
             self._record.undo(tasks)
 

@@ -45,8 +45,9 @@ class Audit:
         options: Mapping[str, Any],
         record: Record,
         proven: dict[str, dict[Any, Any]],
+        began: Callable[[None], None],
     ) -> None:
-        self._record = record
+        self._record, self._began = record, began
         self._recorder, self._parameters, self._layers = recorder, parameters, layers
         self._options = options
         self._proven: dict[Any, Verdict] = proven.setdefault("structures", {})
@@ -60,6 +61,7 @@ class Audit:
         self._shielded: dict[int, tuple[int, int]] = {}  # by place: the keys of our two hooks
         self._deferred: set[int] = set()
         self._awaiting: dict[tuple[int, int], Tensor] = {}  # what deferred parameters received
+        self._unmet: set[tuple[int, int]] = set()  # backwards that met no pass, and what they serve
         rerun = [set(layer.parameters) for layer in layers if layer.kind == "vmap"]
         native = [set(layer.parameters) for layer in layers if layer.kind != "vmap"]
         # Nothing counts the uses inside a module that is run again: its sum is compared every time.
@@ -217,9 +219,13 @@ class Audit:
 
     def _received(self, place: int, gradient: Tensor | None) -> Tensor | None:
         task = torch._C._current_graph_task_id()
-        if not self._recorder.audited(task):
-            return None  # this backward met no pass
-        if gradient is not None and (self._recorder.auditing or place in self.always):
+        compared = gradient is not None and (self._recorder.auditing or place in self.always)
+        if not self._recorder.audited(task):  # this backward met no pass, as yet
+            if compared:
+                self._began(None)
+                self._unmet.add((task, place))
+            return None
+        if gradient is not None and compared:
             if place in self._deferred:
                 self._awaiting[task, place] = gradient.detach().clone()
             else:
@@ -242,8 +248,17 @@ class Audit:
             p._post_accumulate_grad_hooks.clear()
             p._post_accumulate_grad_hooks.update(hooks)
 
-    def put_back(self, tasks: Sequence[int]) -> None:
-        """Backwards that ended, whichever way, leave .grad and its hooks as they are to stay."""
+    def over(self, tasks: Sequence[int], done: bool) -> None:
+        """Backwards that ended, whichever way, leave .grad and its hooks as they are to stay.
+
+        One inside of another, as of a reentrant checkpoint, has to meet a pass if that other did.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            unmet = {key for key in self._unmet if key[0] in tasks}
+            self._unmet -= unmet
+            inside = {key for key in unmet if not self._recorder.audited(key[0])}
+            if done and any(map(self._recorder.audited, tasks)):
+                self._record.mismatched |= inside
         for place in [place for place, (*_, task) in self._before.items() if task in tasks]:
             self._accumulated(place, self._parameters.tensor(place))
         self._awaiting = {key: g for key, g in self._awaiting.items() if key[0] not in tasks}
