@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_map
 
 from .copies import stock_of
@@ -30,7 +32,9 @@ __all__ = [
     "as_it_is_now",
     "as_it_stands",
     "by_sample",
+    "makes_weight",
     "per_sample_gradients",
+    "terms_of_bias",
     "weighted",
     "whole_gradients",
 ]
@@ -214,6 +218,14 @@ def _inner(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
     return total
 
 
+def terms_of_bias(call: Call, name: str) -> float:
+    """How large the terms are that a bias's gradient sums: those of a normalisation cancel."""
+    if name != "bias" or not type(call.module).__module__.startswith("torch.nn.modules."):
+        return 0.0
+    grads = (g.double() for g in call.grads if g is not None)
+    return sum(float(g.norm()) * g.numel() ** 0.5 for g in grads)
+
+
 def by_sample(call: Call, t: Tensor) -> Tensor | None:
     """[N, T, F] of rows [*, F], one for each of the module's output."""
     first = _first(call)
@@ -280,7 +292,7 @@ def _stand_in(module: nn.Module) -> nn.Module:
         stock_of(type(module))
     )  # a sharded class builds the plain module in __new__
     twin.__dict__ = dict(module.__dict__)
-    makers = {key: h for key, h in module._forward_pre_hooks.items() if _makes_weight(h)}
+    makers = {key: h for key, h in module._forward_pre_hooks.items() if makes_weight(h)}
     twin.__dict__.update(
         _parameters=dict(module._parameters),
         _buffers={key: b if b is None else b.clone() for key, b in module._buffers.items()},
@@ -290,6 +302,10 @@ def _stand_in(module: nn.Module) -> nn.Module:
         _backward_hooks=OrderedDict(),
         _backward_pre_hooks=OrderedDict(),
     )
+    if any(
+        isinstance(maker, (SpectralNorm, _SpectralNorm)) for maker in (module, *makers.values())
+    ):
+        twin.training = False  # no step of the power iteration: its vectors are the forward's
     return twin
 
 
@@ -314,7 +330,7 @@ def _put(module: nn.Module, swaps: dict[int, Tensor]) -> None:
             m.__dict__["_flat_weights"] = [swaps.get(id(w), w) for w in m._flat_weights]
 
 
-def _makes_weight(hook: Any) -> bool:
+def makes_weight(hook: Any) -> bool:
     return type(hook).__module__.startswith("torch.nn.utils.")  # weight_norm of old
 
 

@@ -25,7 +25,9 @@ from .fallback import (
     Regime,
     as_it_is_now,
     as_it_stands,
+    makes_weight,
     per_sample_gradients,
+    terms_of_bias,
     weighted,
     whole_gradients,
 )
@@ -111,6 +113,9 @@ class FallbackSite:
 
     def _attend(self, context: Context) -> None:
         add, module = self._hooks.add, self._module
+        self._made_first = any(map(makes_weight, module._forward_pre_hooks.values()))
+        if self._made_first:
+            add(module.register_forward_pre_hook, self._opened, prepend=True)
         add(module.register_forward_pre_hook, self._before)
         add(module.register_forward_hook, self._after, prepend=True, with_kwargs=True)
 
@@ -140,6 +145,11 @@ class FallbackSite:
         stock = type(module).__module__.startswith("torch.nn.modules.")
         random = not stock or (module.training and getattr(module, "dropout", 0.0) > 0)
         self._regime = Regime.current(module, random)
+        if not self._made_first:
+            self._opened()
+
+    def _opened(self, *_: Any) -> None:
+        """Before its first use of its parameters: that may be by a hook which makes its weight."""
         self._first = _C.sequence_number() if ops.NATIVE else 0
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
@@ -289,6 +299,7 @@ class FallbackSite:
             for k, (place, g) in enumerate(zip(places, found, strict=True)):
                 if self._recorder.auditing or place in self._audit.always:
                     size = sum(float(f.detach().double().norm()) for f in found) * run.n
+                    size += terms_of_bias(call, names[k]) * len(g) / run.n
                     self._recorder.add_recorded(place, g.sum(0), size * _epsilon(call, g))
                 kept[k].append(g if waits[k] else g.reshape(len(g), -1).square().sum(1))
         for k, place in enumerate(places):
