@@ -283,7 +283,7 @@ def test_conditional_paths_change_the_structure_from_step_to_step(options):
 @pytest.mark.parametrize("t", [50, 1000])
 @fallback_mode
 def test_the_gradient_of_a_bias_alone_may_cancel(t, options):
-    """That of an instance norm whose weight is frozen: what it received is rounding of its terms."""
+    """An instance norm whose weight is frozen: what its bias receives is rounding of the terms."""
     for running in (False, True):
         layer = nn.InstanceNorm1d(3, affine=True, track_running_stats=running).double()
         layer.weight.requires_grad_(False)

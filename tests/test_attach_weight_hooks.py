@@ -111,7 +111,7 @@ def test_a_power_iteration_after_the_forward_makes_it_another_weight(options):
         loss = square(model, x)
         model(x)
         loss.backward()
-        with pytest.raises(torchgradx.CoverageError, match="weight_orig: .* is not the sum"):
+        with pytest.raises(torchgradx.CoverageError, match=r"weight_orig: .* is not the sum"):
             probe.norms()
 
 
