@@ -72,12 +72,13 @@ class NoiseScale:
 
         Reads `probe.norms`, so that the next backward begins a new record. `.grad` must hold the
         gradient of the record's samples, all of them and nothing else: zero it at every step, and
-        read the norms of micro-batches no earlier than here. Under torch.distributed every rank
-        calls this at the same steps; one message is sent.
+        read the norms of micro-batches no earlier than here. What makes `.grad` smaller meanwhile
+        (zero_grad between micro-batches, torch's own clipping) is seen with attach(clip=True) alone.
+        Under torch.distributed every rank calls this at the same steps; one message is sent.
 
         Raises:
-            RuntimeError: `.grad` is not there, unscaled or clipped already, another one on each
-                rank, or larger than the samples of the record can make it.
+            RuntimeError: `.grad` is not there, changed, unscaled or clipped already, another one on
+                each rank, or larger than the samples of the record can make it.
             CoverageError: as of `Probe.norms`.
         """
         sums, sq_grads = self._measure(probe)
