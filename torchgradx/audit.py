@@ -19,8 +19,9 @@ from torch import Tensor
 from . import ops
 from .errors import CoverageError
 from .layout import NOWHERE, SEQUENCE, SHARED, Watched, prove
-from .lift import Lift
+from .lift import Lift, Looked
 from .rules import Layer
+from .several import End, ends_of_node
 from .shared import Graph
 from .sites import NativeSite
 from .verdict import OTHERWISE, OUTSIDE, Verdict, from_outside
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from .record import Record
     from .recurrent import Site
     from .table import Parameters
-    from .taint import Taint
 
 __all__ = ["Audit"]
 
@@ -58,6 +58,7 @@ class Audit:
         self._handles: list[Any] = []
         self._shields: list[Any] = []
         self._shielded: dict[int, tuple[int, int]] = {}  # by place: the keys of our two hooks
+        self.around: Callable[[], bool] = lambda: False  # whether inside of a pass's backward
         self._deferred: set[int] = set()
         self._awaiting: dict[tuple[int, int], Tensor] = {}  # what deferred parameters received
         rerun = [set(layer.parameters) for layer in layers if layer.kind == "vmap"]
@@ -83,10 +84,10 @@ class Audit:
         uses: Sequence[Any],
         outputs: Sequence[Tensor],
         sites: Sequence[Site],
-        taint: Taint | None,
+        looked: Looked,
     ) -> None:
         """At the end of a forward: what is known of its structure, or a first look at it."""
-        prove = partial(self.verdict, run.n, uses, outputs, sites, taint)
+        prove = partial(self.verdict, run.n, uses, outputs, sites, looked)
         verdict = self._applied(run, key, prove)
         if verdict.plan is not None:
             self.lift.begin(run, verdict.plan, uses, sites, outputs)
@@ -121,15 +122,20 @@ class Audit:
         uses: Sequence[Any],
         outputs: Sequence[Tensor],
         sites: Sequence[Site],
-        taint: Taint | None,
+        looked: Looked,
     ) -> Verdict:
         """What a forward shows of its structure."""
-        watched = []
-        for site, sizes, node, number in uses:
+        watched, graph = [], Graph(outputs)
+        ends: list[tuple[int, End]] = []  # by use
+        for k, (site, sizes, node, number) in enumerate(uses):
             trusted = sites[site].declared >= 0
             leads = sizes[: sites[site].leads(len(sizes))]
             second = isinstance(sites[site], NativeSite)
             watched.append(Watched(None if trusted else node, number, leads, second))
+            if self._layers[site].inside and node is not None and not trusted:
+                ends += [(k, end) for end in ends_of_node(node, graph, outputs, leads)]
+            elif not trusted:
+                ends += [(k, end) for end in looked.ends.get(node, ())]
 
         def proof(watched: Sequence[Watched]) -> list[int | str | None]:
             self._recorder.idle = True
@@ -138,18 +144,17 @@ class Audit:
             finally:
                 self._recorder.idle = False
 
-        found = proof(watched)
-        for k, (_, _, node, _) in enumerate(uses):  # of a node with several outputs, one will do
-            if found[k] is None and node is not None:
-                others = (f for f, use in zip(found, uses, strict=True) if use[2] is node)
-                found[k] = next((f for f in others if f is not None), None)
-        plan = self.lift.plan(n, uses, sites, found, outputs, taint, proof)
+        shown = proof([*watched, *(end.watched for _, end in ends)])
+        found = list(shown[: len(uses)])
+        for (k, end), verdict in zip(ends, shown[len(uses) :], strict=True):
+            found[k] = end.joined(found[k], verdict, sites[uses[k][0]].presumed, n)
+        plan = self.lift.plan(n, uses, sites, found, outputs, looked.taint, proof)
         for k, _ in plan.starts if plan else ():
             if k >= 0:
                 found[k] = SHARED
         layouts: list[int] = []
         refusals: list[tuple[int, str]] = []
-        complete, graph = True, Graph(outputs)
+        complete = True
         for (site, sizes, node, _), use, verdict in zip(uses, watched, found, strict=True):
             presumed = sites[site].presumed
             trusted = sites[site].declared >= 0
@@ -217,7 +222,7 @@ class Audit:
 
     def _received(self, place: int, gradient: Tensor | None) -> Tensor | None:
         task = torch._C._current_graph_task_id()
-        if not self._recorder.audited(task):
+        if not self._recorder.audited(task) and not self.around():
             return None  # this backward met no pass
         if gradient is not None and (self._recorder.auditing or place in self.always):
             if place in self._deferred:
@@ -346,7 +351,8 @@ class Audit:
             elif place in mismatched:
                 problems[names[place]] = (
                     "the gradient it received is not the sum of what was recorded: something "
-                    "besides the samples' own losses reaches it, or its module mixes samples"
+                    "besides the samples' own losses reaches it, its module mixes samples, or a "
+                    "reentrant checkpoint uses it outside of modules (say use_reentrant=False)"
                 )
             elif place in changed:
                 problems[names[place]] = (

@@ -47,6 +47,11 @@ class Backwards:
                 if backward.thread == threading.get_ident():
                     backward.end()
 
+    def around(self) -> bool:
+        """Whether what runs now is inside of one, as a reentrant checkpoint's backward is."""
+        here = threading.get_ident()
+        return any(not b.over and b.thread == here for b in list(self._open.values()))
+
     def under_way(self) -> bool:
         """Whether another thread runs one."""
         inside = torch._C._current_graph_task_id() != -1

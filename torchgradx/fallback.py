@@ -32,6 +32,7 @@ __all__ = [
     "as_it_is_now",
     "as_it_stands",
     "by_sample",
+    "dims_of",
     "makes_weight",
     "per_sample_gradients",
     "terms_of_bias",
@@ -129,6 +130,8 @@ def _dim(call: Call, t: Tensor) -> int:
     """Where the samples are in [N, ...], [N * K, ...], [T, N, ...] or [K * N, ...]."""
     if isinstance(call.module, nn.RNNBase) and not _is_data(call, t):
         return t.dim() - 2  # a state [layers, N, H], whatever batch_first says
+    if isinstance(call.module, nn.MultiheadAttention) and _beside_data(call, t):
+        return 0  # weights [N, ...] and a mask [N, S], whatever batch_first says
     first = _first(call)
     if call.layout != SEQUENCE or first.dim() < 3 or first.shape[1] != call.n:
         return 0
@@ -142,6 +145,20 @@ def _is_data(call: Call, t: Tensor) -> bool:
     args, kwargs = call.arguments
     data = args[0] if args else kwargs.get("input")
     return t is data or t is call.grads[0]
+
+
+def _beside_data(call: Call, t: Tensor) -> bool:
+    """Of attention: its weights, and masks of two dimensions."""
+    return t.dim() == 2 or any(t is g for g in call.grads[1:])
+
+
+def dims_of(module: nn.Module, outputs: Sequence[Tensor], n: int) -> list[tuple[int, int]]:
+    """Where the samples are taken to be in each output of a module, under BATCH and SEQUENCE."""
+    calls = [
+        Call(module, (), ((), {}), outputs, n, how, Regime("cpu", None, None))
+        for how in (BATCH, SEQUENCE)
+    ]
+    return [(_dim(calls[0], t), _dim(calls[1], t)) for t in outputs]
 
 
 def _pieces(call: Call, t: Tensor, count: int) -> Tensor | None:

@@ -25,6 +25,7 @@ from .fallback import (
     Regime,
     as_it_is_now,
     as_it_stands,
+    dims_of,
     makes_weight,
     per_sample_gradients,
     terms_of_bias,
@@ -34,6 +35,7 @@ from .fallback import (
 from .layout import BATCH, NOWHERE, SEQUENCE, SHARED, tensors_in
 from .modules import CONTAINERS, opaque, own_names
 from .rules import Layer, rule_named
+from .several import ends_of_module
 from .sharding import scattered
 from .sites import MIXES, Hooks
 from .table import COMPUTED, Context, declared_layout
@@ -109,13 +111,13 @@ class FallbackSite:
         known = layer.kind not in ("vmap", "recurrent")
         self._closed = rule_named(layer.kind).closed if known else None
         self._hooks = Hooks(module)
+        self._made_first = any(map(makes_weight, module._forward_pre_hooks.values()))
+        if self._made_first:
+            self._hooks.add(module.register_forward_pre_hook, self._opened, prepend=True)
         self._attend(context)
 
     def _attend(self, context: Context) -> None:
         add, module = self._hooks.add, self._module
-        self._made_first = any(map(makes_weight, module._forward_pre_hooks.values()))
-        if self._made_first:
-            add(module.register_forward_pre_hook, self._opened, prepend=True)
         add(module.register_forward_pre_hook, self._before)
         add(module.register_forward_hook, self._after, prepend=True, with_kwargs=True)
 
@@ -184,6 +186,9 @@ class FallbackSite:
             return None
         run.enclose(list(held), self._first)
         run.watch(use, _made(first) if len(outputs) == 1 else first)
+        if len(outputs) > 1 and self._recorder.depth():
+            given, dims = tensors_in((args, kwargs)), dims_of(module, outputs, run.n)
+            self._audit.lift.several(first, ends_of_module(outputs, given, self.leads, dims, run.n))
         self._listen(run, use, held, (args, kwargs), outputs)
         return changed
 
@@ -354,7 +359,8 @@ def _unsupported(parameters: Iterable[Tensor], arguments: Any) -> str | None:
         return "complex parameters have no kernel and no fallback: freeze it"
     packed = tree_flatten(arguments, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))[0]
     if any(isinstance(leaf, PackedSequence) for leaf in packed):
-        return "packed sequences are not supported: give it padded ones"
+        exact = "with fused=True (or weight_grad=False) on a CPU, outside of autocast"
+        return f"packed sequences are exact {exact}: else give it padded ones"
     return None
 
 
