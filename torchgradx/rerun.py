@@ -25,7 +25,6 @@ from .fallback import (
     Regime,
     as_it_is_now,
     as_it_stands,
-    dims_of,
     makes_weight,
     per_sample_gradients,
     terms_of_bias,
@@ -187,8 +186,8 @@ class FallbackSite:
         run.enclose(list(held), self._first)
         run.watch(use, _made(first) if len(outputs) == 1 else first)
         if len(outputs) > 1 and self._recorder.depth():
-            given, dims = tensors_in((args, kwargs)), dims_of(module, outputs, run.n)
-            self._audit.lift.several(first, ends_of_module(outputs, given, self.leads, dims, run.n))
+            ends = ends_of_module(module, outputs, tensors_in((args, kwargs)), self.leads, run.n)
+            self._audit.lift.several(first, ends)
         self._listen(run, use, held, (args, kwargs), outputs)
         return changed
 
@@ -359,8 +358,7 @@ def _unsupported(parameters: Iterable[Tensor], arguments: Any) -> str | None:
         return "complex parameters have no kernel and no fallback: freeze it"
     packed = tree_flatten(arguments, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))[0]
     if any(isinstance(leaf, PackedSequence) for leaf in packed):
-        exact = "with fused=True (or weight_grad=False) on a CPU, outside of autocast"
-        return f"packed sequences are exact {exact}: else give it padded ones"
+        return "packed sequences need fused=True, a CPU and no autocast: else give it padded ones"
     return None
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from .fallback import dims_of
 from .layout import BATCH, SEQUENCE, Watched, alike
 from .shared import Graph
 
@@ -41,16 +42,16 @@ class End:
 
 
 def ends_of_module(
+    module: nn.Module,
     outputs: Sequence[Tensor],
     given: Iterable[Tensor],
     leads: Callable[[int], int],
-    dims: Sequence[tuple[int, int]],
     n: int,
 ) -> list[End]:
-    """dims: of the samples in each output, under BATCH and under SEQUENCE."""
+    """given: what it was called with. leads: how many dimensions of an output count its rows."""
     before = {(t.grad_fn, t.output_nr) for t in given}
     ends = []
-    for t, (batch, sequence) in zip(outputs, dims, strict=True):
+    for t, (batch, sequence) in zip(outputs, dims_of(module, outputs, n), strict=True):
         if t.grad_fn is None or not t.dim() or (t.grad_fn, t.output_nr) in before:
             continue
         major = SEQUENCE if sequence == 1 or t.shape[0] != n else BATCH
