@@ -12,6 +12,7 @@ from attach_oracle import (
     close_named,
     exact_or_refused,
     loop,
+    refused,
     seeded,  # noqa: F401
     square,
 )
@@ -215,3 +216,29 @@ def test_a_second_attachment_to_what_is_all_in_a_reentrant_checkpoint(options):
             for _ in range(2):
                 square(model, x).backward()
                 close_named(probe.norms(per="parameter"), want, 1e-5)
+
+
+def root_alone(m, x):
+    return m.o(checkpoint(lambda t: torch.tanh(t @ m.w), m.i(x), use_reentrant=True))
+
+
+def root_and_layer(m, x):
+    return checkpoint(lambda t: m.o(torch.tanh(t @ m.w)), m.i(x), use_reentrant=True)
+
+
+def weight_of_a_layer(m, x):
+    return m.o(checkpoint(lambda t: torch.tanh(t @ m.i.weight @ m.w), m.i(x), use_reentrant=True))
+
+
+def last_of_all(m, x):
+    """No module's backward comes before it."""
+    return checkpoint(lambda t: torch.tanh(t @ m.w), m.i(x), use_reentrant=True)
+
+
+@a_few_modes
+@pytest.mark.parametrize("forward", [root_alone, root_and_layer, weight_of_a_layer, last_of_all])
+def test_what_a_reentrant_checkpoint_uses_outside_of_modules_is_refused(forward, options):
+    """Its backward is one inside the other, and may meet no module at all."""
+    model = Model(forward, w=torch.randn(3, 4), o=nn.Linear(4, 2), i=nn.Linear(3, 3))
+    refused(model, square, torch.randn(4, 3), names=["w"], match="use_reentrant=False|beyond",
+            **options)  # fmt: skip

@@ -278,3 +278,15 @@ def test_conditional_paths_change_the_structure_from_step_to_step(options):
             want = loop(model, square, x)
             square(model, x).backward()
             close_named(probe.norms(per="parameter"), want)
+
+
+@pytest.mark.parametrize("t", [50, 1000])
+@fallback_mode
+def test_the_gradient_of_a_bias_alone_may_cancel(t, options):
+    """An instance norm whose weight is frozen: what its bias receives is rounding of the terms."""
+    for running in (False, True):
+        layer = nn.InstanceNorm1d(3, affine=True, track_running_stats=running).double()
+        layer.weight.requires_grad_(False)
+        with torchgradx.attach(layer, **options) as probe:
+            square(layer, torch.randn(N, 3, t, dtype=torch.float64)).backward()
+            assert bool((probe.norms() < 1e-10).all())

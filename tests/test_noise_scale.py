@@ -241,6 +241,36 @@ def test_a_clipped_grad_is_refused():
     assert noise.steps == 1
 
 
+def zero_between(model):
+    model.zero_grad()
+    half_square(model, POINTS[2:]).backward()
+
+
+def zero_in_place_between(model):
+    model.zero_grad(set_to_none=False)
+    half_square(model, POINTS[2:]).backward()
+
+
+def clip_after(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize("change", [zero_between, zero_in_place_between, clip_after])
+def test_a_grad_that_was_changed_is_refused_where_what_backwards_leave_is_marked(change):
+    model, noise = quadratic(), NoiseScale()
+    with torchgradx.attach(model, clip=True) as probe:
+        half_square(model, POINTS[:2]).backward()
+        change(model)
+        with pytest.raises(RuntimeError, match="changed between or after"):
+            noise.update(probe)
+        model.zero_grad()
+        probe.reset()
+        for part in (POINTS[:2], POINTS[2:]):
+            (half_square(model, part) / 2).backward()
+        noise.update(probe)
+    assert noise.steps == 1
+
+
 def test_without_grad_it_says_where_to_call_it():
     model = nn.Linear(3, 2)
     for options, zeroed in (({"weight_grad": False}, False), ({}, True)):

@@ -145,6 +145,7 @@ def test_a_restored_sampler_draws_what_the_other_would_have(stop):
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_what_is_dropped_at_the_end_of_an_epoch_is_no_epoch(drop_last, workers):
     """Saved anywhere, also after the last whole batch of 5 of 12."""
+    whole = {"batch_size": 5} if drop_last else {}
 
     def epoch(sampler):
         loader = DataLoader(
@@ -155,14 +156,15 @@ def test_what_is_dropped_at_the_end_of_an_epoch_is_no_epoch(drop_last, workers):
             sampler.update(index, NORMS[index])
             yield index.tolist()
 
-    sampler, drawn, states = ImportanceSampler(N), [], []
+    sampler, drawn, states = ImportanceSampler(N, **whole), [], []
+    assert len(sampler) == (10 if drop_last else N)
     for _ in range(2):
         for batch in epoch(sampler):
             drawn.append(batch)
             states.append((len(drawn), sampler.state_dict()))
         states.append((len(drawn), sampler.state_dict()))
     for done, state in states:
-        restored = ImportanceSampler(N)
+        restored = ImportanceSampler(N, **whole)
         restored.load_state_dict(state)
         got = [list(epoch(restored)) for _ in range(2)]
         assert [] not in got
@@ -175,6 +177,8 @@ def test_arguments_are_refused_by_name():
     for kind, words, call in (
         (ValueError, "size", lambda: ImportanceSampler(0)),
         (ValueError, "num_samples", lambda: ImportanceSampler(3, num_samples=0)),
+        (ValueError, "batch_size", lambda: ImportanceSampler(3, batch_size=0)),
+        (ValueError, "num_samples = 3", lambda: ImportanceSampler(3, batch_size=4)),
         (ValueError, "smoothing", lambda: ImportanceSampler(3, smoothing=0.0)),
         (ValueError, "as many as indices", lambda: sampler.update([1, 2], [1.0])),
         (ValueError, "negative", lambda: sampler.update([1], [-1.0])),

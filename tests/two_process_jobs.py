@@ -51,6 +51,12 @@ def same(got, want):
     np.testing.assert_allclose(got, want, rtol=1e-9)
 
 
+def only_here(rank, error, words):
+    """An error of one rank, which the other is told of."""
+    mine = dist.get_rank() == rank
+    return pytest.raises(error if mine else RuntimeError, match=words if mine else "another rank")
+
+
 # ---- score ---------------------------------------------------------------------------------------
 def a_shard_each(n, sampled, folder):
     data = pool(n)
@@ -115,6 +121,15 @@ def models_that_differ(folder):
 
 
 # ---- NoiseScale ----------------------------------------------------------------------------------
+def a_wrong_argument_on_one_rank(folder):
+    loader, rank = DataLoader(pool(), 4), dist.get_rank()
+    with only_here(1, ValueError, "kind must be one of"):
+        score(net(), loader, kind="norms" if rank else "norm")
+    with only_here(0, ValueError, "indices must be from 0 to 12"):
+        score(net(), loader, indices=[3] if rank else [N])
+    assert len(score(net(), loader)) == N
+
+
 def noise(wrap, per, folder, sizes=((6, 7), (4, 2))):
     """Of unequal batches on two ranks: that of one process which weights them as DDP does."""
     single, model = net(), net()
@@ -160,6 +175,22 @@ def noise_that_is_not_averaged(folder):
     assert noise.steps == 1
 
 
+def noise_of_which_one_rank_has_none(folder):
+    ddp, noise = DistributedDataParallel(net()), torchgradx.NoiseScale()
+    x, y = (t[dist.get_rank() :: 2] for t in pool().tensors)
+    with torchgradx.attach(ddp) as probe:
+        for wrong in (True, False):
+            ddp.zero_grad()
+            F.cross_entropy(ddp(x), y).backward()
+            if wrong and dist.get_rank():
+                probe.reset()
+            if wrong:
+                with only_here(1, torchgradx.CoverageError, "nothing is recorded"):
+                    noise.update(probe)
+        noise.update(probe)
+    assert noise.steps == 1
+
+
 def sharded(model):
     fully_shard(model[0])
     fully_shard(model)
@@ -175,10 +206,12 @@ SCENARIOS = {
     "score, FSDP, fewer samples than ranks": partial(a_sharded_model, 1),
     "score, chosen samples of several models": chosen_samples_of_several_models,
     "score, models that differ": models_that_differ,
+    "score, a wrong argument on one rank": a_wrong_argument_on_one_rank,
     "score, interrupted and resumed": interrupted_and_resumed,
     "noise scale, DDP": partial(noise, DistributedDataParallel, "model"),
     "noise scale, DDP, by parameter": partial(noise, DistributedDataParallel, "parameter"),
     "noise scale, not averaged": noise_that_is_not_averaged,
+    "noise scale, nothing recorded on one rank": noise_of_which_one_rank_has_none,
     "noise scale, FSDP": partial(noise, sharded, "module"),
 }
 

@@ -335,7 +335,7 @@ class Probe(Reader):
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         run = self._recorder.current()
-        taint = self._audit.lift.unwatch() if self._recorder.depth() == 1 else None
+        looked = self._audit.lift.unwatch(self._recorder.depth() == 1)
         key = None if run is None else self._audit.key(run)
         seen = self._seen.last
         known = seen is None and self._audit.knows(key)
@@ -345,8 +345,8 @@ class Probe(Reader):
             run.abandon()  # an exception: nothing of it runs again
         if not run or out is None or not self._on:
             return
-        if taint is not None:
-            self._audit.lift.watched(taint)
+        if looked.taint is not None:
+            self._audit.lift.watched(looked.taint)
         if run.silent_calls:  # a reentrant checkpoint's graph holds no use until it runs again
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 metadata: Any = node.metadata
@@ -355,9 +355,9 @@ class Probe(Reader):
         if run.in_graph:
             run.refuse(-1, MIXED)
         elif seen is None:
-            self._audit.examine(run, key, uses, outputs, self._sites, taint)
+            self._audit.examine(run, key, uses, outputs, self._sites, looked)
         else:
-            verdict = self._audit.verdict(run.n, uses, outputs, self._sites, taint)
+            verdict = self._audit.verdict(run.n, uses, outputs, self._sites, looked)
             seen.append((verdict, [(site, sizes) for site, sizes, *_ in uses]))
         if not uses and not known and run.refusals:  # nothing else would tell of its backward
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:

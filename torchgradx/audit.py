@@ -19,8 +19,9 @@ from torch import Tensor
 from . import ops
 from .errors import CoverageError
 from .layout import NOWHERE, SEQUENCE, SHARED, Watched, prove
-from .lift import Lift
+from .lift import Lift, Looked
 from .rules import Layer
+from .several import End, ends_of_node
 from .shared import Graph
 from .sites import NativeSite
 from .verdict import OTHERWISE, OUTSIDE, Verdict, from_outside
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from .record import Record
     from .recurrent import Site
     from .table import Parameters
-    from .taint import Taint
 
 __all__ = ["Audit"]
 
@@ -85,10 +85,10 @@ class Audit:
         uses: Sequence[Any],
         outputs: Sequence[Tensor],
         sites: Sequence[Site],
-        taint: Taint | None,
+        looked: Looked,
     ) -> None:
         """At the end of a forward: what is known of its structure, or a first look at it."""
-        prove = partial(self.verdict, run.n, uses, outputs, sites, taint)
+        prove = partial(self.verdict, run.n, uses, outputs, sites, looked)
         verdict = self._applied(run, key, prove)
         if verdict.plan is not None:
             self.lift.begin(run, verdict.plan, uses, sites, outputs)
@@ -123,15 +123,20 @@ class Audit:
         uses: Sequence[Any],
         outputs: Sequence[Tensor],
         sites: Sequence[Site],
-        taint: Taint | None,
+        looked: Looked,
     ) -> Verdict:
         """What a forward shows of its structure."""
-        watched = []
-        for site, sizes, node, number in uses:
+        watched, graph = [], Graph(outputs)
+        ends: list[tuple[int, End]] = []  # by use
+        for k, (site, sizes, node, number) in enumerate(uses):
             trusted = sites[site].declared >= 0
             leads = sizes[: sites[site].leads(len(sizes))]
             second = isinstance(sites[site], NativeSite)
             watched.append(Watched(None if trusted else node, number, leads, second))
+            if self._layers[site].inside and node is not None and not trusted:
+                ends += [(k, end) for end in ends_of_node(node, graph, outputs, leads)]
+            elif not trusted:
+                ends += [(k, end) for end in looked.ends.get(node, ())]
 
         def proof(watched: Sequence[Watched]) -> list[int | str | None]:
             self._recorder.idle = True
@@ -140,18 +145,17 @@ class Audit:
             finally:
                 self._recorder.idle = False
 
-        found = proof(watched)
-        for k, (_, _, node, _) in enumerate(uses):  # of a node with several outputs, one will do
-            if found[k] is None and node is not None:
-                others = (f for f, use in zip(found, uses, strict=True) if use[2] is node)
-                found[k] = next((f for f in others if f is not None), None)
-        plan = self.lift.plan(n, uses, sites, found, outputs, taint, proof)
+        shown = proof([*watched, *(end.watched for _, end in ends)])
+        found = list(shown[: len(uses)])
+        for (k, end), verdict in zip(ends, shown[len(uses) :], strict=True):
+            found[k] = end.joined(found[k], verdict, sites[uses[k][0]].presumed, n)
+        plan = self.lift.plan(n, uses, sites, found, outputs, looked.taint, proof)
         for k, _ in plan.starts if plan else ():
             if k >= 0:
                 found[k] = SHARED
         layouts: list[int] = []
         refusals: list[tuple[int, str]] = []
-        complete, graph = True, Graph(outputs)
+        complete = True
         for (site, sizes, node, _), use, verdict in zip(uses, watched, found, strict=True):
             presumed = sites[site].presumed
             trusted = sites[site].declared >= 0
@@ -361,7 +365,8 @@ class Audit:
             elif place in mismatched:
                 problems[names[place]] = (
                     "the gradient it received is not the sum of what was recorded: something "
-                    "besides the samples' own losses reaches it, or its module mixes samples"
+                    "besides the samples' own losses reaches it, its module mixes samples, or a "
+                    "reentrant checkpoint uses it outside of modules (say use_reentrant=False)"
                 )
             elif place in changed:
                 problems[names[place]] = (

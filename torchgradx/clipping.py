@@ -196,6 +196,11 @@ class Books:
             return grad is None
         return _mark(grad) != self._marks.get(place)
 
+    @property
+    def disturbed(self) -> bool:
+        """Whether anything but this record's backwards has changed .grad, as far as is kept."""
+        return self._torn or any(map(self._changed, self._marks))
+
     def _as_before(self, place: int) -> bool:
         before, grad = self._samples.get(place), self._parameters.tensor(place).grad
         if before is None or grad is None:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_map
 
 from .copies import stock_of
@@ -30,7 +32,10 @@ __all__ = [
     "as_it_is_now",
     "as_it_stands",
     "by_sample",
+    "dims_of",
+    "makes_weight",
     "per_sample_gradients",
+    "terms_of_bias",
     "weighted",
     "whole_gradients",
 ]
@@ -125,6 +130,8 @@ def _dim(call: Call, t: Tensor) -> int:
     """Where the samples are in [N, ...], [N * K, ...], [T, N, ...] or [K * N, ...]."""
     if isinstance(call.module, nn.RNNBase) and not _is_data(call, t):
         return t.dim() - 2  # a state [layers, N, H], whatever batch_first says
+    if isinstance(call.module, nn.MultiheadAttention) and _beside_data(call, t):
+        return 0  # weights [N, ...] and a mask [N, S], whatever batch_first says
     first = _first(call)
     if call.layout != SEQUENCE or first.dim() < 3 or first.shape[1] != call.n:
         return 0
@@ -138,6 +145,20 @@ def _is_data(call: Call, t: Tensor) -> bool:
     args, kwargs = call.arguments
     data = args[0] if args else kwargs.get("input")
     return t is data or t is call.grads[0]
+
+
+def _beside_data(call: Call, t: Tensor) -> bool:
+    """Of attention: its weights, and masks of two dimensions."""
+    return t.dim() == 2 or any(t is g for g in call.grads[1:])
+
+
+def dims_of(module: nn.Module, outputs: Sequence[Tensor], n: int) -> list[tuple[int, int]]:
+    """Where the samples are taken to be in each output of a module, under BATCH and SEQUENCE."""
+    calls = [
+        Call(module, (), ((), {}), outputs, n, how, Regime("cpu", None, None))
+        for how in (BATCH, SEQUENCE)
+    ]
+    return [(_dim(calls[0], t), _dim(calls[1], t)) for t in outputs]
 
 
 def _pieces(call: Call, t: Tensor, count: int) -> Tensor | None:
@@ -214,6 +235,14 @@ def _inner(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
     return total
 
 
+def terms_of_bias(call: Call, name: str) -> float:
+    """How large the terms are that a bias's gradient sums: those of a normalisation cancel."""
+    if name != "bias" or not type(call.module).__module__.startswith("torch.nn.modules."):
+        return 0.0
+    grads = (g.double() for g in call.grads if g is not None)
+    return sum(float(g.norm()) * g.numel() ** 0.5 for g in grads)
+
+
 def by_sample(call: Call, t: Tensor) -> Tensor | None:
     """[N, T, F] of rows [*, F], one for each of the module's output."""
     first = _first(call)
@@ -280,7 +309,7 @@ def _stand_in(module: nn.Module) -> nn.Module:
         stock_of(type(module))
     )  # a sharded class builds the plain module in __new__
     twin.__dict__ = dict(module.__dict__)
-    makers = {key: h for key, h in module._forward_pre_hooks.items() if _makes_weight(h)}
+    makers = {key: h for key, h in module._forward_pre_hooks.items() if makes_weight(h)}
     twin.__dict__.update(
         _parameters=dict(module._parameters),
         _buffers={key: b if b is None else b.clone() for key, b in module._buffers.items()},
@@ -290,6 +319,10 @@ def _stand_in(module: nn.Module) -> nn.Module:
         _backward_hooks=OrderedDict(),
         _backward_pre_hooks=OrderedDict(),
     )
+    if any(
+        isinstance(maker, (SpectralNorm, _SpectralNorm)) for maker in (module, *makers.values())
+    ):
+        twin.training = False  # no step of the power iteration: its vectors are the forward's
     return twin
 
 
@@ -314,7 +347,7 @@ def _put(module: nn.Module, swaps: dict[int, Tensor]) -> None:
             m.__dict__["_flat_weights"] = [swaps.get(id(w), w) for w in m._flat_weights]
 
 
-def _makes_weight(hook: Any) -> bool:
+def makes_weight(hook: Any) -> bool:
     return type(hook).__module__.startswith("torch.nn.utils.")  # weight_norm of old
 
 

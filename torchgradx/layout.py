@@ -27,6 +27,7 @@ __all__ = [
     "SEQUENCE",
     "SHARED",
     "Watched",
+    "alike",
     "batch_size",
     "prove",
     "tensors_in",
@@ -231,6 +232,14 @@ def _owners(leads: Sequence[int], n: int, second: bool) -> Iterator[tuple[int, T
         yield SEQUENCE, place // prod(leads[1:]) % n
     if second and len(leads) > 1 and leads[1] % n == 0:
         yield SECOND, place // prod(leads[2:]) % leads[1] // (leads[1] // n)
+
+
+def alike(leads: Sequence[int], n: int, one: int, other: int) -> bool:
+    """Whether two layouts are the same for rows of these sizes."""
+    owners = dict(_owners(leads, n, False))
+    if one not in owners or other not in owners:
+        return one == other
+    return torch.equal(owners[one], owners[other])
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from .products import in_closed_form, unpacks_twice
 from .recurrent import Site
 from .rerun import FallbackSite
 from .rules import Layer
+from .several import End
 from .shared import VIEWS, Graph, Group, Node, Plan, survey
 from .sites import NativeSite
 from .taint import Taint, watching
@@ -31,7 +33,7 @@ from .taint import Taint, watching
 if ops.NATIVE:
     from . import _C
 
-__all__ = ["Lift"]
+__all__ = ["Lift", "Looked"]
 
 Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, output of the node)
 
@@ -41,6 +43,15 @@ class _OfThread(threading.local):
         self.taint: Taint | None = None
         self.caches: list[dict[Any, Any]] = []  # of selective checkpoints
         self.first = 0  # of the graph's nodes that this forward made
+        self.ends: dict[Node, list[End]] = {}
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What a forward showed while it ran."""
+
+    taint: Taint | None
+    ends: dict[Node, list[End]]  # of modules with several outputs, by the first's node
 
 
 class Lift:
@@ -69,16 +80,26 @@ class Lift:
             held = [*model.parameters(), *model.buffers()]
             self._local.taint = watching(n, held, tensors_in(arguments))
 
-    def unwatch(self) -> Taint | None:
-        taint, self._local.taint = self._local.taint, None
-        if taint is not None:
-            taint.stop()
-        return taint
+    def unwatch(self, whole: bool = True) -> Looked:
+        """At the end of a forward (whole), or of a call of the model by itself."""
+        local = self._local
+        if not whole:
+            return Looked(None, local.ends)
+        found = Looked(local.taint, local.ends)
+        local.taint, local.ends = None, {}
+        if found.taint is not None:
+            found.taint.stop()
+        return found
 
     def watched(self, taint: Taint) -> None:
         """Once is enough, for as long as its modules are in these modes."""
         fed = {site: fed and taint.orderly for site, fed in taint.fed.items()}
         self._plans[self._parameters.modes(), ()] = fed
+
+    def several(self, first: Tensor, ends: list[End]) -> None:
+        """A use has outputs beside its first."""
+        if first.grad_fn is not None:
+            self._local.ends.setdefault(first.grad_fn, []).extend(ends)
 
     def met(self, site: int, given: Sequence[Tensor]) -> None:
         """A use of a site, where operations are watched or taken down."""

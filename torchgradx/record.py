@@ -120,6 +120,11 @@ class Record:
             raise RuntimeError(".grad is clipped already: read it before clip_grad_norm_")
         if is_unscaled(self._options["loss_scale"]):
             raise RuntimeError(".grad is unscaled already: read it before scaler.unscale_()")
+        if self.books.disturbed:
+            raise RuntimeError(
+                ".grad was changed between or after this record's backwards, as by zero_grad() or "
+                "clipping: read it before that, and reset() where you zero it"
+            )
         return 1 / self.factors(self._in_order())
 
     def gradients(self, per: str) -> dict[str, list[Tensor]]:

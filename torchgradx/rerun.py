@@ -25,13 +25,16 @@ from .fallback import (
     Regime,
     as_it_is_now,
     as_it_stands,
+    makes_weight,
     per_sample_gradients,
+    terms_of_bias,
     weighted,
     whole_gradients,
 )
 from .layout import BATCH, NOWHERE, SEQUENCE, SHARED, tensors_in
 from .modules import CONTAINERS, opaque, own_names
 from .rules import Layer, rule_named
+from .several import ends_of_module
 from .sharding import scattered
 from .sites import MIXES, Hooks
 from .table import COMPUTED, Context, declared_layout
@@ -107,6 +110,9 @@ class FallbackSite:
         known = layer.kind not in ("vmap", "recurrent")
         self._closed = rule_named(layer.kind).closed if known else None
         self._hooks = Hooks(module)
+        self._made_first = any(map(makes_weight, module._forward_pre_hooks.values()))
+        if self._made_first:
+            self._hooks.add(module.register_forward_pre_hook, self._opened, prepend=True)
         self._attend(context)
 
     def _attend(self, context: Context) -> None:
@@ -140,6 +146,11 @@ class FallbackSite:
         stock = type(module).__module__.startswith("torch.nn.modules.")
         random = not stock or (module.training and getattr(module, "dropout", 0.0) > 0)
         self._regime = Regime.current(module, random)
+        if not self._made_first:
+            self._opened()
+
+    def _opened(self, *_: Any) -> None:
+        """Before its first use of its parameters: that may be by a hook which makes its weight."""
         self._first = _C.sequence_number() if ops.NATIVE else 0
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
@@ -174,6 +185,9 @@ class FallbackSite:
             return None
         run.enclose(list(held), self._first)
         run.watch(use, _made(first) if len(outputs) == 1 else first)
+        if len(outputs) > 1 and self._recorder.depth():
+            ends = ends_of_module(module, outputs, tensors_in((args, kwargs)), self.leads, run.n)
+            self._audit.lift.several(first, ends)
         self._listen(run, use, held, (args, kwargs), outputs)
         return changed
 
@@ -289,6 +303,7 @@ class FallbackSite:
             for k, (place, g) in enumerate(zip(places, found, strict=True)):
                 if self._recorder.auditing or place in self._audit.always:
                     size = sum(float(f.detach().double().norm()) for f in found) * run.n
+                    size += terms_of_bias(call, names[k]) * len(g) / run.n
                     self._recorder.add_recorded(place, g.sum(0), size * _epsilon(call, g))
                 kept[k].append(g if waits[k] else g.reshape(len(g), -1).square().sum(1))
         for k, place in enumerate(places):
@@ -343,7 +358,7 @@ def _unsupported(parameters: Iterable[Tensor], arguments: Any) -> str | None:
         return "complex parameters have no kernel and no fallback: freeze it"
     packed = tree_flatten(arguments, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))[0]
     if any(isinstance(leaf, PackedSequence) for leaf in packed):
-        return "packed sequences are not supported: give it padded ones"
+        return "packed sequences need fused=True, a CPU and no autocast: else give it padded ones"
     return None
 
 

@@ -72,12 +72,14 @@ class NoiseScale:
 
         Reads `probe.norms`, so that the next backward begins a new record. `.grad` must hold the
         gradient of the record's samples, all of them and nothing else: zero it at every step, and
-        read the norms of micro-batches no earlier than here. Under torch.distributed every rank
-        calls this at the same steps; one message is sent.
+        read the norms of micro-batches no earlier than here. What makes `.grad` smaller meanwhile,
+        as zero_grad between micro-batches or torch's own clipping, is seen with attach(clip=True)
+        alone. Under torch.distributed every rank calls this at the same steps; two messages are
+        sent, the first so that an error of one rank is one of all.
 
         Raises:
-            RuntimeError: `.grad` is not there, unscaled or clipped already, another one on each
-                rank, or larger than the samples of the record can make it.
+            RuntimeError: `.grad` is not there, changed, unscaled or clipped already, another one on
+                each rank, or larger than the samples of the record can make it.
             CoverageError: as of `Probe.norms`.
         """
         sums, sq_grads = self._measure(probe)
@@ -105,15 +107,16 @@ class NoiseScale:
     def _measure(self, probe: Probe) -> tuple[list[float], list[float]]:
         """[4 + K]: count, W, Q, sum w_n |g_n| and the sum of |g_n|^2 by group; [K]: |.grad|^2."""
         ranks = Ranks(running() if self.distributed is None else self.distributed)
-        weights = probe.shares / ranks.world
-        norms = probe.norms(self.per)
-        groups: Mapping[str, Tensor] = {MODEL: norms} if isinstance(norms, Tensor) else norms
-        self._names = list(groups)
-        sq_norms = torch.stack(list(groups.values())).double().cpu().square()  # [K, N]
-        most = weights.abs() @ sq_norms.sum(0).sqrt()
-        count = torch.tensor(float(len(weights)), dtype=torch.float64)
-        own = torch.stack([count, weights.sum(), weights.square().sum(), most])
-        here, sharded = self._sq_grads(probe)
+        with ranks.together():
+            weights = probe.shares / ranks.world
+            norms = probe.norms(self.per)
+            groups: Mapping[str, Tensor] = {MODEL: norms} if isinstance(norms, Tensor) else norms
+            self._names = list(groups)
+            sq_norms = torch.stack(list(groups.values())).double().cpu().square()  # [K, N]
+            most = weights.abs() @ sq_norms.sum(0).sqrt()
+            count = torch.tensor(float(len(weights)), dtype=torch.float64)
+            own = torch.stack([count, weights.sum(), weights.square().sum(), most])
+            here, sharded = self._sq_grads(probe)
         alike = torch.stack([here.sum(), here.sum().square()])
         reduced = ranks.sum(torch.cat([own, sq_norms.sum(1), sharded, alike]))
         mean, square = (reduced[-2:] / ranks.world).tolist()

@@ -77,7 +77,7 @@ class Ranks:
             self.largest(1)
             raise
         if self.largest(0):
-            raise RuntimeError("scoring failed on another rank, whose error says why")
+            raise RuntimeError("it failed on another rank, whose error says why")
 
 
 def _device() -> torch.device:

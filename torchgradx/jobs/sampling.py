@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 __all__ = ["ImportanceSampler", "IndexedDataset"]
 
@@ -57,6 +56,8 @@ class ImportanceSampler(Sampler[int]):
     Args:
         size: N, of the dataset (or the dataset itself).
         num_samples: drawn in one iteration, after which new norms take effect; None: N.
+        batch_size: of the loader, if that says drop_last=True: what would fill no batch is not
+            drawn, so that each draw is met, and a restored state begins no iteration of none.
         smoothing: the part drawn evenly, above 0 and up to 1.
         seed: of a generator of its own. Under DDP give each rank another one: ranks draw apart,
             each from what it has seen, and each is unbiased.
@@ -67,14 +68,21 @@ class ImportanceSampler(Sampler[int]):
         size: int | Sized,
         *,
         num_samples: int | None = None,
+        batch_size: int = 1,
         smoothing: float = 0.1,
         seed: int = 0,
     ) -> None:
         self.size = size if isinstance(size, int) else len(size)
         self.num_samples = self.size if num_samples is None else num_samples
-        for name, value in (("size", self.size), ("num_samples", self.num_samples)):
+        given = {"size": self.size, "num_samples": self.num_samples, "batch_size": batch_size}
+        for name, value in given.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an int, 1 or more; got {value!r}")
+        if batch_size > self.num_samples:
+            raise ValueError(
+                f"batch_size must be at most num_samples = {self.num_samples}; got {batch_size!r}"
+            )
+        self.num_samples -= self.num_samples % batch_size
         if not 0 < smoothing <= 1:
             raise ValueError(f"smoothing must be above 0 and up to 1; got {smoothing!r}")
         self.smoothing = smoothing
@@ -88,14 +96,8 @@ class ImportanceSampler(Sampler[int]):
         return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
-        # Nobody else tells whether draws that fill no batch are dropped.
-        by = sys._getframe(1).f_locals.get("self")
-        return self._draws(by.batch_size if isinstance(by, BatchSampler) and by.drop_last else 1)
-
-    def _draws(self, least: int) -> Iterator[int]:
-        """least: how many are drawn in vain if they are fewer."""
         seen, self._resumed = self._resumed, None
-        if seen is not None and self.num_samples - seen < least:  # it had come to its end
+        if seen is not None and seen >= self.num_samples:  # it had come to its end
             torch.rand(self.num_samples, dtype=torch.float64, generator=self._generator)
             seen = None
         if seen is None:

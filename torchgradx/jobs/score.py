@@ -104,12 +104,13 @@ def score(
         CoverageError: some parameters' gradients are not accounted for sample by sample, or the
             loss is seen not to be reduced as said.
     """
-    check_per(per)
-    quantity = _quantity(kind, per, loss_fn, loss_reduction, logits, top_classes, options)
-    pool = Pool(loader)
-    wanted = _wanted(indices, len(pool))
-    path = None if out is None else checked_path(out)
     ranks = Ranks(distributed)
+    with ranks.together():
+        check_per(per)
+        quantity = _quantity(kind, per, loss_fn, loss_reduction, logits, top_classes, options)
+        pool = Pool(loader)
+        wanted = _wanted(indices, len(pool))
+        path = None if out is None else checked_path(out)
     job = Job(pool, quantity, wanted, ranks, options)
     job.split, job.eval_mode = split, eval_mode
     job.shown = progress and ranks.rank == 0

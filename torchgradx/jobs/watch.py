@@ -91,10 +91,11 @@ class OutlierWatch:
         step = self.steps if step is None else step
         groups = norms if isinstance(norms, Mapping) else {MODEL: norms}
         flagged: list[Outlier] = []
+        before = self._thresholds()
         for name, values in _on_cpu(groups).items():
             ids = _ids(indices, len(values))
             latest = self._latest.setdefault(name, _Window(self.window))
-            threshold = self._threshold(latest)
+            threshold = before.get(name, math.nan)
             wrong = ~np.isfinite(values) | (values > threshold)  # nothing is above NaN
             found = [
                 Outlier(step, int(ids[k]), float(values[k]), threshold, name)
@@ -111,14 +112,20 @@ class OutlierWatch:
     @property
     def threshold(self) -> float | dict[str, float]:
         """What the next batch is held against, by name where norms are; NaN while warming up."""
-        found = {name: self._threshold(latest) for name, latest in self._latest.items()}
+        found = self._thresholds()
         return found.get(MODEL, math.nan) if found.keys() <= {MODEL} else found
 
-    def _threshold(self, latest: _Window) -> float:
-        held = latest.values()
-        if len(held) < self.warmup:
-            return math.nan
-        return self.factor * float(np.quantile(held, self.quantile))
+    def _thresholds(self) -> dict[str, float]:
+        """By name; of all windows that are as full, the quantile is found at once."""
+        alike: dict[int, list[str]] = {}
+        for name, latest in self._latest.items():
+            alike.setdefault(len(latest), []).append(name)
+        found = dict.fromkeys(self._latest, math.nan)
+        for count, names in alike.items():
+            if count >= self.warmup:
+                held = np.stack([self._latest[name].in_any_order() for name in names])
+                found.update(zip(names, self.factor * _quantile(held, self.quantile), strict=True))
+        return {name: float(threshold) for name, threshold in found.items()}
 
     def _write(
         self,
@@ -174,11 +181,25 @@ class _Window:
         self._ring[places] = values
         self._count += len(values)
 
+    def __len__(self) -> int:
+        return min(self._count, len(self._ring))
+
+    def in_any_order(self) -> NDArray[np.float64]:
+        return self._ring[: self._count]
+
     def values(self) -> NDArray[np.float64]:
         size = len(self._ring)
         if self._count <= size:
             return self._ring[: self._count]
         return np.roll(self._ring, -(self._count % size))
+
+
+def _quantile(held: NDArray[np.float64], q: float) -> NDArray[np.float64]:
+    """[K] of the rows of [K, count], as np.quantile's, which takes four times as long."""
+    place = q * (held.shape[1] - 1)
+    low, high = math.floor(place), math.ceil(place)
+    held.partition((low, high), axis=1)
+    return held[:, low] + (held[:, high] - held[:, low]) * (place - low)
 
 
 def _on_cpu(groups: Mapping[str, Tensor]) -> dict[str, NDArray[np.float64]]:

@@ -1,0 +1,70 @@
+"""Modules with several outputs: each sample's place is proven in all of them.
+
+A loss may take y from one sample's rows of an LSTM's output and c from another's: what arrives at y
+alone does not show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from .fallback import dims_of
+from .layout import BATCH, SEQUENCE, Watched, alike
+from .shared import Graph
+
+__all__ = ["CONFLICT", "End", "ends_of_module", "ends_of_node"]
+
+CONFLICT = "its outputs have the samples in different places"
+
+
+@dataclass(frozen=True)
+class End:
+    """One output of a use."""
+
+    watched: Watched
+    kinds: tuple[int, int]  # where its samples are taken to be, if the use is BATCH, or SEQUENCE
+
+    def joined(self, use: Any, verdict: Any, presumed: int, n: int) -> Any:
+        """What is known of a use, from `use` so far and the verdict on this end."""
+        if isinstance(use, str) or verdict is None or n <= 1:
+            return use
+        if isinstance(verdict, str):
+            return verdict
+        fits = [kind for kind in (BATCH, SEQUENCE)
+                if alike(self.watched.leads, n, verdict, self.kinds[kind])]  # fmt: skip
+        if use is None and fits:
+            return presumed if presumed in fits else fits[0]
+        return CONFLICT if use not in fits and use in (BATCH, SEQUENCE, None) else use
+
+
+def ends_of_module(
+    module: nn.Module,
+    outputs: Sequence[Tensor],
+    given: Iterable[Tensor],
+    leads: Callable[[int], int],
+    n: int,
+) -> list[End]:
+    """given: what it was called with. leads: how many dimensions of an output count its rows."""
+    before = {(t.grad_fn, t.output_nr) for t in given}
+    ends = []
+    for t, (batch, sequence) in zip(outputs, dims_of(module, outputs, n), strict=True):
+        if t.grad_fn is None or not t.dim() or (t.grad_fn, t.output_nr) in before:
+            continue
+        major = SEQUENCE if sequence == 1 or t.shape[0] != n else BATCH
+        kinds = SEQUENCE if batch == 1 else BATCH, major
+        watched = Watched(t.grad_fn, t.output_nr, list(t.shape[: leads(t.dim())]))
+        ends.append(End(watched, kinds))
+    return ends
+
+
+def ends_of_node(
+    node: Any, graph: Graph, outputs: Iterable[Tensor], leads: Sequence[int]
+) -> Iterator[End]:
+    """All outputs of a recurrent layer's node, each with its samples first."""
+    ends = {t.output_nr for t in outputs if t.grad_fn is node}
+    for number in sorted(ends.union(graph.numbers(node))):
+        yield End(Watched(node, number, leads), (BATCH, SEQUENCE))
