@@ -53,13 +53,12 @@ struct Tap : torch::autograd::FunctionPreHook {
 
   variable_list operator()(const variable_list& grads) override {
     if (!use->pass->arrive(use->parameters(), node, use->site->apart()) || !grads[output_nr].defined()) return grads;
-    Tensor x = use->wants_weight ? input.unpack() : Tensor(), g = grads[output_nr];
+    Tensor x = use->wants_weight ? input.unpack() : Tensor(), g = viewed(grads[output_nr], sizes);
     if (!torch::autograd::get_current_graph_task_keep_graph()) input.reset_data();
     if (at::GradMode::is_enabled()) return grads;  // create_graph: refused when read
     const at::NoGradGuard no_grad;
     const Layer& layer = *use->site->layer;
-    const Recorder& recorder = *use->site->recorder;           // of a weight, an audit and clipping ask for the shape
-    g = recorder.books ? g.reshape(sizes) : viewed(g, sizes);  // what is kept is watched for changes in place
+    const Recorder& recorder = *use->site->recorder;  // of a weight, an audit and clipping ask for the shape
     const Tensor w = recorder.auditing || recorder.books ? at::zeros({1}, dtype).expand(weight) : Tensor();
     use->record({x.defined() ? layer.enter(x) : x, mean, rstd}, w, layer.enter_grad(g), /*received=*/true);
     return grads;

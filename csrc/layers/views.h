@@ -1,4 +1,5 @@
-// Views below autograd that no operator makes: an operator's call costs more than a small layer's kernel.
+// Views without history that no operator makes: an operator's call costs more than a small layer's kernel. Writes into
+// either are counted in both.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,6 +23,7 @@ inline at::Tensor viewed(const at::Tensor& t, at::IntArrayRef sizes, at::IntArra
       at::detail::make_tensor<at::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(t.storage()), t.key_set(), t.dtype());
   view.unsafeGetTensorImpl()->set_storage_offset(t.storage_offset());
   view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+  view.unsafeGetTensorImpl()->set_version_counter(t.unsafeGetTensorImpl()->version_counter());
   return view;
 }
 
