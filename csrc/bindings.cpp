@@ -2,8 +2,10 @@
 #include "pass.h"
 #include "site.h"
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SequenceNumber.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
 namespace torchgradx {
@@ -19,6 +21,39 @@ struct Kept {
     return value.unpack();
   }
 };
+
+// getattr(module, name, None), where the module's class knows no such name, without the exception that
+// Module.__getattr__ comes after: making it takes longer than a small layer's kernel.
+py::object parameter_of(const py::object& module, PyObject* name) {
+  static PyObject* const kParameters = PyUnicode_InternFromString("_parameters");
+  const auto own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module.ptr(), nullptr));
+  PyObject* const held = own ? PyDict_GetItemWithError(own.ptr(), kParameters) : nullptr;
+  const bool usual = held && PyDict_CheckExact(held) && !PyDict_GetItemWithError(own.ptr(), name);
+  PyObject* const found = usual ? PyDict_GetItemWithError(held, name) : nullptr;
+  if (PyErr_Occurred()) throw py::error_already_set();
+  return found ? py::reinterpret_borrow<py::object>(found) : py::getattr(module, py::handle(name), py::none());
+}
+
+struct Held {  // by a module, now
+  py::object weight, bias;
+
+  Held(const Site& site, const py::object& module) {
+    static PyObject* const kWeight = PyUnicode_InternFromString("weight");
+    static PyObject* const kBias = PyUnicode_InternFromString("bias");
+    weight = parameter_of(module, kWeight);
+    bias = site.layer->biased() ? parameter_of(module, kBias) : py::none();
+  }
+  std::optional<Tensor> maybe_bias() const {
+    return bias.is_none() ? std::nullopt : std::optional<Tensor>(bias.cast<Tensor>());
+  }
+};
+
+// Of a class of its own, or under a mode, a tensor may have another function called than the operator.
+bool overridden(const py::object& input, const Held& held) {
+  const auto exact = [](const py::object& t) { return THPVariable_CheckExact(t.ptr()); };
+  return !exact(input) || !exact(held.weight) || !(held.bias.is_none() || exact(held.bias)) ||
+         at::impl::torch_function_mode_enabled();
+}
 
 }  // namespace
 
@@ -142,7 +177,7 @@ void bind_pass(py::module_& m) {
 
 void bind_capture(py::module_& m) {
   py::class_<Layer, std::shared_ptr<Layer>>(m, "Layer");
-  m.def("embedding_layer", &embedding_layer, py::arg("rows"), py::arg("padding_idx"));
+  m.def("embedding_layer", &embedding_layer, py::arg("rows"), py::arg("padding_idx"), py::arg("sparse"));
   m.def("layer_norm_layer", &layer_norm_layer, py::arg("shape"), py::arg("eps"));
   m.def("rms_norm_layer", &rms_norm_layer, py::arg("shape"), py::arg("eps"));
   m.def("group_norm_layer", &group_norm_layer, py::arg("groups"), py::arg("eps"));
@@ -163,7 +198,7 @@ void bind_capture(py::module_& m) {
 
   py::class_<Site, std::shared_ptr<Site>>(m, "Site").def(
       py::init([](std::shared_ptr<Recorder> recorder, int64_t index, int64_t weight, int64_t bias, bool weight_grad,
-                  int64_t layout, int64_t presumed, py::object planner, LayerPtr layer,
+                  bool taps, int64_t layout, int64_t presumed, py::object planner, LayerPtr layer,
                   const std::array<int64_t, 3>& weight_rows, const std::array<int64_t, 3>& bias_rows) {
         auto site = std::make_shared<Site>();
         site->recorder = std::move(recorder);
@@ -171,6 +206,7 @@ void bind_capture(py::module_& m) {
         site->weight = weight;
         site->bias = bias;
         site->weight_grad = weight_grad;
+        site->taps = taps;
         site->layout = static_cast<Layout>(layout);
         site->presumed = static_cast<Layout>(presumed);
         site->planner.reset(new Callback{std::move(planner)});
@@ -180,8 +216,8 @@ void bind_capture(py::module_& m) {
         return site;
       }),
       py::arg("recorder"), py::arg("index"), py::arg("weight"), py::arg("bias"), py::arg("weight_grad"),
-      py::arg("layout"), py::arg("presumed"), py::arg("planner"), py::arg("layer"), py::arg("weight_rows"),
-      py::arg("bias_rows"));
+      py::arg("taps"), py::arg("layout"), py::arg("presumed"), py::arg("planner"), py::arg("layer"),
+      py::arg("weight_rows"), py::arg("bias_rows"));
   m.def(
       "call",
       [](const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
@@ -190,6 +226,26 @@ void bind_capture(py::module_& m) {
       },
       py::arg("site"), py::arg("input"), py::arg("weight"), py::arg("bias"), py::arg("mean") = std::nullopt,
       py::arg("var") = std::nullopt);
+  m.def(
+      "forward",  // of a module; None: its own is to be called, and then listen()
+      [](const std::shared_ptr<Site>& site, const py::object& module,
+         const py::object& input) -> std::optional<Tensor> {
+        if (!THPVariable_Check(input.ptr()) || (site->taps && !site->layer->whole())) return std::nullopt;
+        const Held held(*site, module);
+        if (site->taps && overridden(input, held)) return std::nullopt;
+        const Tensor x = input.cast<Tensor>(), weight = held.weight.cast<Tensor>();
+        const auto bias = held.maybe_bias();
+        const Tensor output = site->taps ? call_tapped(site, x, weight, bias) : call(site, x, weight, bias, {});
+        return output.defined() ? std::optional<Tensor>(output) : std::nullopt;
+      },
+      py::arg("site"), py::arg("module"), py::arg("input"));
+  m.def(
+      "listen",
+      [](const std::shared_ptr<Site>& site, const py::object& module, const Tensor& input, const Tensor& output) {
+        const Held held(*site, module);
+        tap(site, {input}, held.weight.cast<Tensor>(), held.maybe_bias(), output);
+      },
+      py::arg("site"), py::arg("module"), py::arg("input"), py::arg("output"));
   m.def(
       "count",
       [](const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,

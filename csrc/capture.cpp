@@ -1,12 +1,14 @@
 // The tap: catches a layer's input and the gradient of its output without changing the layer. The input is a
 // SavedVariable, so that checkpointing and offloading hold for it too; the hook sits on the node, after every hook of
 // the user's on the tensor.
+#include "layers/views.h"
 #include "site.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 
@@ -20,6 +22,13 @@ constexpr char kComputed[] =  // as in torchgradx/table.py
     "what stood in its place was computed from other tensors, which the gradient goes on to: call the model with "
     "parameters, as functional_call with their detached copies does";
 
+// With the same memory and version, and no history.
+Tensor detached(const Tensor& t) {
+  if (!t.defined() || !t.requires_grad()) return t;
+  const bool watched = c10::impl::TorchDispatchModeTLS::any_modes_set();
+  return watched || !plain(t) ? t.detach() : torch::autograd::make_variable_non_differentiable_view(t, t);
+}
+
 struct Tap : torch::autograd::FunctionPreHook {
   SavedVariable input;
   Tensor mean, rstd;  // where they are the module's own
@@ -32,9 +41,9 @@ struct Tap : torch::autograd::FunctionPreHook {
 
   Tap(const Saved& saved, c10::intrusive_ptr<Use> use, const Node* node, uint32_t output_nr, at::IntArrayRef sizes,
       const Tensor& weight)
-      : input(saved.input.defined() ? saved.input.detach() : saved.input, /*is_output=*/false),
-        mean(saved.mean.defined() ? saved.mean.detach() : saved.mean),
-        rstd(saved.rstd.defined() ? saved.rstd.detach() : saved.rstd),
+      : input(detached(saved.input), /*is_output=*/false),
+        mean(detached(saved.mean)),
+        rstd(detached(saved.rstd)),
         use(std::move(use)),
         node(node),
         output_nr(output_nr),
@@ -44,7 +53,7 @@ struct Tap : torch::autograd::FunctionPreHook {
 
   variable_list operator()(const variable_list& grads) override {
     if (!use->pass->arrive(use->parameters(), node, use->site->apart()) || !grads[output_nr].defined()) return grads;
-    Tensor x = use->wants_weight ? input.unpack() : Tensor(), g = grads[output_nr].reshape(sizes);
+    Tensor x = use->wants_weight ? input.unpack() : Tensor(), g = viewed(grads[output_nr], sizes);
     if (!torch::autograd::get_current_graph_task_keep_graph()) input.reset_data();
     if (at::GradMode::is_enabled()) return grads;  // create_graph: refused when read
     const at::NoGradGuard no_grad;
@@ -120,6 +129,16 @@ void listen(const c10::intrusive_ptr<Use>& use, const Saved& saved, const Tensor
 void tap(const std::shared_ptr<Site>& site, const Saved& saved, const Tensor& weight, const std::optional<Tensor>& bias,
          const Tensor& output) {
   if (site->layer->batched(saved.input)) listen(begin_use(site, saved.input, weight, bias), saved, weight, output);
+}
+
+Tensor call_tapped(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
+                   const std::optional<Tensor>& bias) {
+  const Tensor output = [&] {
+    const py::gil_scoped_release others;  // as torch's own functions
+    return site->layer->whole_forward(input, weight, bias);
+  }();
+  if (output.defined()) tap(site, {input}, weight, bias, output);
+  return output;
 }
 
 }  // namespace torchgradx

@@ -3,7 +3,8 @@
 
 #include "ops.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty_strided.h>
 
 namespace torchgradx {
 
@@ -20,9 +21,13 @@ inline bool lines_are_rows(const Tensor& t, bool by_row) {  // [N, T, G, K]
 // For a result: dense, its lines those of `like`, samples outside positions or inside as there.
 inline Tensor empty_in_lines(const Tensor& like, bool by_row) {  // [N, T, G, K]
   const int64_t N = like.size(0), T = like.size(1), G = like.size(2), K = like.size(3);
-  if (!lines_are_rows(like, by_row)) return at::empty({N, G, K, T}, like.options()).permute({0, 3, 1, 2});
-  if (like.stride(0) < like.stride(1)) return at::empty({T, N, G, K}, like.options()).transpose(0, 1);
-  return at::empty({N, T, G, K}, like.options());
+  const auto made = [&](IntArrayRef sizes, IntArrayRef strides) {
+    return like.is_cpu() ? at::detail::empty_strided_cpu(sizes, strides, like.scalar_type())  // by no dispatcher
+                         : at::empty_strided(sizes, strides, like.options());
+  };
+  if (!lines_are_rows(like, by_row)) return made(like.sizes(), {G * K * T, 1, K * T, T});
+  if (like.stride(0) < like.stride(1)) return made(like.sizes(), {G * K, N * G * K, K, 1});
+  return made(like.sizes(), {T * G * K, G * K, K, 1});
 }
 
 // Whether statistics are of each position's features.

@@ -123,7 +123,8 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
   const Layer& layer = *site->layer;
   // Under autocast a hook sees the input before the cast that the layer computed with.
   Tensor& input = saved.input;
-  if (input.defined() && input.is_floating_point()) input = input.to(grad_output.scalar_type());
+  if (input.defined() && input.is_floating_point() && input.scalar_type() != grad_output.scalar_type())
+    input = input.to(grad_output.scalar_type());
   std::optional<at::AutoDispatchBelowADInplaceOrView> below(std::in_place);  // nothing recorded is differentiated
   const auto operands = site->operands(*pass, index, wants_weight ? saved : Saved{}, grad_output);
   if (!operands) return;

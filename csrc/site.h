@@ -23,6 +23,7 @@ struct Site {
   int64_t weight, bias;  // places in the table of parameters, -1 where there is none
   Rows weight_rows, bias_rows;
   bool weight_grad;                   // false: norms only
+  bool taps;                          // its forward and its gradients stay the framework's own
   Layout layout;                      // as declared
   Layout presumed = Layout::kBatch;   // where nothing is declared or proven
   std::unique_ptr<Callback> planner;  // (N, T) -> Algorithm; asked once a size
@@ -109,6 +110,9 @@ Tensor call(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor
 // A layer of a recurrent module likewise. A site for each W_ih, W_hh and W_hr, direction by direction.
 Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Recurrence& of,
                       Sequence in);  // whose states may be undefined: zeros
+// The framework's own, listened at, of a layer that is whole; undefined where Python has to call it.
+Tensor call_tapped(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
+                   const std::optional<Tensor>& bias);
 // Listens at the output of the framework's own layer.
 void listen(const c10::intrusive_ptr<Use>& use, const Saved& saved, const Tensor& weight, const Tensor& output);
 void tap(const std::shared_ptr<Site>& site, const Saved& saved, const Tensor& weight, const std::optional<Tensor>& bias,

@@ -99,6 +99,7 @@ class Rule:
     make: Callable[[Layer], Any] = lambda layer: None  # its arithmetic in C++, csrc/layers
     leads: Callable[[Layer, int], int] = lambda layer, dims: 1  # of an input: that count rows
     swaps: bool = True  # its forward can be ours; else its output is tapped
+    whole: bool = False  # then: that forward is one operator all the same
     way: str = ""  # what serves it, where there is nothing to choose; else the cost model says
     argument: str = "input"
     closed: closed.Form | None = None  # in place of `make`: from what the module was called with
@@ -235,11 +236,11 @@ def _own_statistics(module: Any) -> bool:
 
 
 def _stock(kind: Any, *methods: str) -> Callable[[Any], bool]:
-    """Whether a module computes just what the stock class does."""
-    methods = ("forward", *methods)
+    """Whether a module computes just what the stock class does, of the parameters it holds."""
+    names = ("forward", "__getattr__", "__getattribute__", "weight", "bias", *methods)
 
     def accepts(module: Any) -> bool:
-        same = all(getattr(type(module), m, None) is getattr(kind, m) for m in methods)
+        same = all(getattr(type(module), n, None) is getattr(kind, n, None) for n in names)
         return same and isinstance(module, kind) and _only_weight_and_bias(module)
 
     return accepts
@@ -291,9 +292,10 @@ def _rules() -> Iterator[tuple[type[nn.Module] | str, Rule]]:
     for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
         # its forward takes an output_size besides, and stays the framework's own
         yield _row(kind, _transposed, _convolution_layer, _one, when=_fits, swaps=False)
-    rows = _constants("padding_idx", rows="num_embeddings")
+    rows = _constants("padding_idx", "sparse", rows="num_embeddings")
     table = _made_of("embedding_layer")
-    yield _row(nn.Embedding, rows, table, _all, when=_plain_table, swaps=False, way=GATHER)
+    tables: dict[str, Any] = {"swaps": False, "whole": True, "way": GATHER}
+    yield _row(nn.Embedding, rows, table, _all, when=_plain_table, **tables)
     bags: dict[str, Any] = {"closed": closed.embedding_bag, "way": BAGS}
     yield _row(nn.EmbeddingBag, _nothing, when=_plain_table, **bags)
     yield _row(nn.Bilinear, _nothing, closed=closed.bilinear, way=PAIRS)
@@ -303,7 +305,8 @@ def _rules() -> Iterator[tuple[type[nn.Module] | str, Rule]]:
     )
     shape = _constants("eps", shape="normalized_shape")
     yield _row(nn.LayerNorm, shape, _made_of("layer_norm_layer"), _all_but_shape, way=SWEEP)
-    yield _row(nn.RMSNorm, shape, _made_of("rms_norm_layer"), _all_but_shape, way=SWEEP)
+    rms = _made_of("rms_norm_layer")
+    yield _row(nn.RMSNorm, shape, rms, _all_but_shape, argument="x", way=SWEEP)
     groups = _constants("eps", groups="num_groups")
     yield _row(nn.GroupNorm, groups, _made_of("group_norm_layer"), _one, way=SWEEP)
     slopes = _constants(slopes="num_parameters")

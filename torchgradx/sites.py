@@ -15,7 +15,7 @@ from .attention import Part, attending
 from .copies import Hook, keep_out, let_in, stock_of, untraced
 from .gpu import gpu_of
 from .layout import BATCH, SECOND, SEQUENCE
-from .rules import Layer, Rule, rule_named
+from .rules import Layer, rule_named
 from .table import Context, declared_layout
 from .trace import Trace, root_of
 
@@ -103,20 +103,12 @@ class NativeSite:
             part = Part(site, index, layer, self.declared, fused=swaps)
             sites.setdefault(id(module), {})[layer.role] = part
             module.__class__ = kind
-        elif swaps:
-            forward_of = _forward_of if self._rule.argument == "input" else _forward_of_x
-            kind, sites = context.swapped(self._stock, partial(forward_of, context.trace))
-            sites[id(module)] = site
-            module.__class__ = kind
         else:
-            # A forward hook costs the module's call three times as much.
-            listening = partial(_listening_of, context.trace, self._rule.argument)
-            kind, sites = context.swapped(self._stock, listening)
-            mixes = layer.kind in MIXING
-            tap = (
-                _tap_statistics(site, context.recorder, index) if mixes else _tap(site, self._rule)
-            )
-            sites[id(module)] = tap
+            argument = self._rule.argument
+            ours = self._rule.swaps or self._rule.whole
+            forward_of = partial(_forward_of if ours else _listening_of, context.trace, argument)
+            kind, sites = context.swapped(self._stock, forward_of)
+            sites[id(module)] = site if ours else _tap(site, index, layer.kind, context.recorder)
             module.__class__ = kind
 
     def leads(self, dims: int) -> int:
@@ -154,6 +146,7 @@ def core(
         weight=layer.weight,
         bias=layer.bias,
         weight_grad=options["weight_grad"],
+        taps=not swaps,
         layout=declared,
         presumed=presumed,
         planner=planner,
@@ -163,22 +156,27 @@ def core(
     )
 
 
-def _forward_of(trace: Trace, stock: Any, sites: dict[int, Any]) -> Callable[..., Any]:
+def _forward_of(
+    trace: Trace, argument: str, stock: Any, sites: dict[int, Any]
+) -> Callable[..., Any]:
+    """The forward in C++: ours, or the stock one's operator and a tap. No forward hook, which costs
+    the module's call three times as much."""
+
     @untraced
     def forward(self: Any, input: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() and trace.token is not None:
+        # the token first: where nothing is compiled it is none
+        if trace.token is not None and torch.compiler.is_dynamo_compiling():
             return trace.layer(self, input, stock.forward(self, input))
         site = sites.get(id(self))
         if site is None:
             return stock.forward(self, input)
-        return _C.call(site, input, self.weight, getattr(self, "bias", None))
+        out = _C.forward(site, self, input)
+        if out is None:
+            out = stock.forward(self, input)
+            _C.listen(site, self, input, out)
+        return out
 
-    return forward
-
-
-def _forward_of_x(trace: Trace, stock: Any, sites: dict[int, Any]) -> Callable[..., Any]:
-    forward = _forward_of(trace, stock, sites)
-    return lambda self, x: forward(self, x)
+    return forward if argument == "input" else lambda self, x: forward(self, x)
 
 
 def _listening_of(
@@ -190,7 +188,7 @@ def _listening_of(
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = stock.forward(self, *args, **kwargs)
         x = args[0] if args else kwargs[argument]
-        if torch.compiler.is_dynamo_compiling() and trace.token is not None:
+        if trace.token is not None and torch.compiler.is_dynamo_compiling():
             return trace.layer(self, x, out)
         tap = taps.get(id(self))
         if tap is not None:
@@ -200,19 +198,14 @@ def _listening_of(
     return forward
 
 
-def _tap(site: Any, rule: Rule) -> Callable[[Any, Tensor, Tensor], None]:
-    tap, alone = _C.tap, rule.name.startswith("instancenorm")
+def _tap(site: Any, index: int, kind: str, recorder: Any) -> Callable[[Any, Tensor, Tensor], None]:
+    listen = partial(_C.listen, site)
 
-    def at(module: Any, x: Tensor, out: Tensor) -> None:
-        if alone and x.dim() == module._get_no_batch_dim():
-            return  # [C, *]: its channels are no samples
-        tap(site, x, module.weight, getattr(module, "bias", None), out)
+    def unless_alone(module: Any, x: Tensor, out: Tensor) -> None:
+        if x.dim() != module._get_no_batch_dim():  # [C, *]: its channels are no samples
+            listen(module, x, out)
 
-    return at
-
-
-def _tap_statistics(site: Any, recorder: Any, index: int) -> Callable[[Any, Tensor, Tensor], None]:
-    def at(module: Any, x: Tensor, out: Tensor) -> None:
+    def with_statistics(module: Any, x: Tensor, out: Tensor) -> None:
         if module.training or module.running_mean is None:
             run = recorder.current()
             if run is not None:
@@ -220,4 +213,6 @@ def _tap_statistics(site: Any, recorder: Any, index: int) -> Callable[[Any, Tens
             return
         _C.tap(site, x, module.weight, module.bias, out, module.running_mean, module.running_var)
 
-    return at
+    if kind in MIXING:
+        return with_statistics
+    return unless_alone if kind.startswith("instancenorm") else listen

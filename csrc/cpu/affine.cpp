@@ -1,6 +1,7 @@
 // Layers whose parameters act element by element: the affine parameters of normalisations, scales, PReLU. Bound by
 // memory: the norms read both operands once; fused makes grad_input from the same lines, which a LayerNorm's need once
 // and a GroupNorm's twice, the second time out of cache where a group (a sample, if channels_last) fits it.
+#include "../layers/views.h"
 #include "affine_sweep.h"
 
 #include <torch/library.h>
@@ -8,15 +9,16 @@
 namespace torchgradx::cpu {
 namespace {
 
-// sq_norms [1 + bias, N] and, if wanted, gradients [2, C]: weighted totals of the weight's and the bias's
+// sq_norms [1 + bias, N] and, if wanted, weighted totals [C] of the weight's and the bias's gradients
 template <class acc_t>
-void affine_pass(const AffineLayer<acc_t>& layer, const acc_t* scale, acc_t* gradients, const Tensor& sq_norms) {
+void affine_pass(const AffineLayer<acc_t>& layer, const acc_t* scale, acc_t* weight, acc_t* bias,
+                 const Tensor& sq_norms) {
   const int64_t N = sq_norms.size(1), C = layer.C();
   const auto parts = parts_of(layer.N, layer.T, layer.G, C, layer.feature == Feature::kByRow);
   const int64_t count = int64_t(parts.size());
   const bool shared_positions = parts[0].t1 - parts[0].t0 < layer.T && !layer.rows_are_samples;
   std::vector<double> squares(count * 2 * N, 0.0);
-  std::vector<acc_t> totals(gradients ? count * 2 * C : 0, acc_t(0));
+  std::vector<acc_t> totals(weight ? count * 2 * C : 0, acc_t(0));
   std::vector<acc_t> unfinished(shared_positions ? count * N * 2 * C : 0);
   const auto results = [&](int64_t p) {
     return AffineResults<acc_t>{N, squares.data() + p * 2 * N, totals.empty() ? nullptr : totals.data() + p * 2 * C,
@@ -30,9 +32,10 @@ void affine_pass(const AffineLayer<acc_t>& layer, const acc_t* scale, acc_t* gra
       finish_sample(n, 0, C, C, products + C, products, results(0));
     }
   }
-  if (gradients) {
+  if (weight) {
     add_copies(totals.data(), totals.data() + 2 * C, 2 * C, count - 1);
-    std::copy(totals.begin(), totals.begin() + 2 * C, gradients);
+    std::copy(totals.begin(), totals.begin() + C, weight);
+    if (bias) std::copy(totals.begin() + C, totals.begin() + 2 * C, bias);
   }
   const auto sums = sum_of_parts(squares, count, 2 * N);
   acc_t* const out = sq_norms.mutable_data_ptr<acc_t>();
@@ -44,7 +47,11 @@ template <class acc_t>
 AffineLayer<acc_t> layer_of(const Tensor& input, const Tensor& grad_output, const std::optional<Tensor>& mean,
                             const std::optional<Tensor>& rstd, Feature feature) {
   if (feature != Feature::kByRow || input.size(1) != 1) return {input, grad_output, mean, rstd, feature};
-  const auto swapped = [](const Tensor& t) { return t.transpose(0, 1); };
+  const auto swapped = [](const Tensor& t) {
+    at::DimVector sizes(t.sizes()), strides(t.strides());
+    std::swap(sizes[0], sizes[1]), std::swap(strides[0], strides[1]);
+    return viewed(t, sizes, strides);
+  };
   AffineLayer<acc_t> layer(swapped(input), swapped(grad_output), mean ? std::optional(swapped(*mean)) : mean,
                            swapped(*rstd), feature);
   layer.rows_are_samples = true;
@@ -59,7 +66,7 @@ Tensor norms(const Tensor& input, const Tensor& grad_output, const std::optional
              const std::optional<Tensor>& rstd, Feature feature, bool bias) {
   return norm_results(input, input.size(0), bias, input.numel() == 0, [&](auto zero, const Tensor& sq_norms) {
     using acc_t = decltype(zero);
-    affine_pass<acc_t>(layer_of<acc_t>(input, grad_output, mean, rstd, feature), nullptr, nullptr, sq_norms);
+    affine_pass<acc_t>(layer_of<acc_t>(input, grad_output, mean, rstd, feature), nullptr, nullptr, nullptr, sq_norms);
   });
 }
 
@@ -67,25 +74,23 @@ AffineFused fused(const Tensor& input, const Tensor& grad_output, const Tensor& 
                   const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, Feature feature, bool frozen,
                   const std::optional<Tensor>& scale, bool bias) {
   const Tensor grad_input = empty_in_lines(input, feature == Feature::kByRow);
-  Tensor gradients;  // [2, G, K]
+  const bool empty = input.numel() == 0;
+  const auto dtype = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto as = [](const Tensor& t, at::ScalarType type) { return t.scalar_type() == type ? t : t.to(type); };
+  const Tensor grad_weight = results(weight.sizes(), dtype, empty),
+               grad_bias = bias ? results(weight.sizes(), dtype, empty) : results({0}, dtype, false);
   const auto pass = [&](auto zero, const Tensor& sq_norms) {
     using acc_t = decltype(zero);
-    const auto dtype = sq_norms.scalar_type();
-    const Tensor wide = weight.to(dtype).contiguous(), factors = scale ? scale->to(dtype).contiguous() : Tensor();
-    gradients = at::empty({2, weight.size(0), weight.size(1)}, sq_norms.options());
+    const Tensor wide = as(weight, dtype).contiguous(), factors = scale ? as(*scale, dtype).contiguous() : Tensor();
     auto layer = layer_of<acc_t>(input, grad_output, mean, rstd, feature);
     layer.weight = wide.const_data_ptr<acc_t>(), layer.frozen = frozen, layer.centred = mean.has_value();
     layer.out = static_cast<char*>(grad_input.mutable_data_ptr()), layer.out_strides = affine_operand(grad_input);
     if (layer.rows_are_samples) std::swap(layer.out_strides.n, layer.out_strides.x);
-    affine_pass<acc_t>(layer, scale ? factors.const_data_ptr<acc_t>() : nullptr, gradients.mutable_data_ptr<acc_t>(),
-                       sq_norms);
+    affine_pass<acc_t>(layer, scale ? factors.const_data_ptr<acc_t>() : nullptr, grad_weight.mutable_data_ptr<acc_t>(),
+                       bias ? grad_bias.mutable_data_ptr<acc_t>() : nullptr, sq_norms);
   };
-  const Tensor sq_norms = norm_results(input, input.size(0), bias, input.numel() == 0, pass);
-  if (!gradients.defined()) gradients = at::zeros({2, weight.size(0), weight.size(1)}, sq_norms.options());
-  const auto result = [&](int64_t row) {  // a tensor of its own
-    return gradients.select(0, row).to(weight.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
-  };
-  return {grad_input, result(0), bias ? result(1) : at::empty({0}, weight.options()), sq_norms};
+  const Tensor sq_norms = norm_results(input, input.size(0), bias, empty, pass);
+  return {grad_input, as(grad_weight, weight.scalar_type()), as(grad_bias, weight.scalar_type()), sq_norms};
 }
 
 Tensor affine_sq_norms(const Tensor& input, const Tensor& grad_output, const std::optional<Tensor>& mean,

@@ -1,4 +1,5 @@
 // Conv2d: the linear algorithms over patches (patches.h); a 1 x 1 convolution is a Linear over pixels.
+#include "../layers/views.h"
 #include "direct.h"
 #include "patch_gram.h"
 #include "planes.h"
@@ -21,7 +22,7 @@ std::optional<Tensor> as_rows(const Tensor& t) {
   const int64_t T = t.size(2) * t.size(3);
   const bool flat = t.size(2) <= 1 || t.stride(2) == t.size(3) * t.stride(3) || t.size(3) <= 1;
   if (!flat) return std::nullopt;
-  return t.as_strided({t.size(0), T, t.size(1)}, {t.stride(0), t.size(3) > 1 ? t.stride(3) : t.stride(2), t.stride(1)});
+  return viewed(t, {t.size(0), T, t.size(1)}, {t.stride(0), t.size(3) > 1 ? t.stride(3) : t.stride(2), t.stride(1)});
 }
 
 // Of small images with many channels: the Gram matrices of pixels cost less than what becomes of each tile.
@@ -59,10 +60,13 @@ Tensor conv2d_gram_sq_norms(const Tensor& input, const Tensor& grad_output, IntA
     // The groups are layers of their own, each with its share of the channels.
     ConvShape one = s;
     one.C /= s.groups, one.O /= s.groups, one.groups = 1;
+    const auto share = [&](const Tensor& t, int64_t dim, int64_t first, int64_t count) {
+      return s.groups == 1 ? t : t.narrow(dim, first, count);
+    };
     const Tensor part = s.groups == 1 ? sq_norms : at::empty_like(sq_norms).select(0, 0).unsqueeze(0),
-                 norms = sq_norms.narrow(0, 0, 1);
+                 norms = share(sq_norms, 0, 0, 1);
     for (int64_t g = 0; g < s.groups; ++g) {
-      const Patches<acc_t> layer(input.narrow(1, g * one.C, one.C), grad_output.narrow(1, g * one.O, one.O), one,
+      const Patches<acc_t> layer(share(input, 1, g * one.C, one.C), share(grad_output, 1, g * one.O, one.O), one,
                                  false);
       gram_pass<acc_t>(PatchSource<acc_t>{layer}, layer, s.outH * s.outW, part);
       if (s.groups > 1) g ? norms.add_(part) : norms.copy_(part);

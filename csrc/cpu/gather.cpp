@@ -4,6 +4,7 @@
 #include "segments.h"
 
 #include "../checks.h"
+#include "../layers/views.h"
 #include "passes.h"
 
 #include <torch/library.h>
@@ -52,7 +53,7 @@ Tensor gather_sq_norms(const Tensor& indices, const Tensor& grad_output, std::op
     });
     write_row<acc_t>(sq_norms, 0, sum_of_parts(partial, grid.parts(), N));
   };
-  return norm_results(grad_output, N, false, grad_output.numel() == 0, pass).squeeze(0);
+  return viewed(norm_results(grad_output, N, false, grad_output.numel() == 0, pass), {N});
 }
 
 }  // namespace

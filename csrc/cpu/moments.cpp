@@ -115,9 +115,10 @@ class Moments {
 std::tuple<Tensor, Tensor> moments(const Tensor& input, double eps, bool centred, bool over_positions) {
   check_operand(input, "input", 4, "[N, T, G, K]");
   const int64_t N = input.size(0), T = input.size(1), G = input.size(2), K = input.size(3);
-  const auto options = input.options().dtype(input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
-  const Tensor rstd = at::empty({N, over_positions ? 1 : T, G}, options);
-  const Tensor mean = centred ? at::empty(rstd.sizes(), options) : at::empty({0}, options);
+  const auto dtype = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  constexpr int64_t kNone[] = {0};
+  const Tensor rstd = results({N, over_positions ? 1 : T, G}, dtype, false);
+  const Tensor mean = results(centred ? rstd.sizes() : IntArrayRef(kNone), dtype, false);
   const auto work = [&](auto zero) {
     using acc_t = decltype(zero);
     const auto parts = parts_of(N, T, G, G * K, !over_positions);
@@ -125,7 +126,7 @@ std::tuple<Tensor, Tensor> moments(const Tensor& input, double eps, bool centred
       Moments<acc_t>(input, eps, centred, over_positions, mean, rstd).run(parts[p]);  // its scratch is its thread's
     });
   };
-  if (options.dtype() == at::kDouble)
+  if (dtype == at::kDouble)
     work(double{});
   else
     work(float{});

@@ -1,5 +1,6 @@
 // One sample's positions in the order of their ids: equal ids are a segment, whose rows belong to one row of the table.
-// A radix sort by the bytes of the largest id: linear in T whatever the ids, and stable, so that sums have one order.
+// A radix sort by the bytes of the largest id: linear in T whatever the ids, and stable, so that sums have one order;
+// of a few, by insertion.
 #pragma once
 
 #include "../ops.h"
@@ -24,8 +25,12 @@ class Segments {
       read(indices.const_data_ptr<int32_t>(), indices, n, padding_idx, V);
     else
       read(indices.const_data_ptr<int64_t>(), indices, n, padding_idx, V);
-    sorted_.resize(entries_.size());
-    for (int shift = 0; shift < 64 && largest_ >> shift; shift += 8) by_byte(shift);
+    if (entries_.size() <= 16) {
+      insert();
+    } else {
+      sorted_.resize(entries_.size());
+      for (int shift = 0; shift < 64 && largest_ >> shift; shift += 8) by_byte(shift);
+    }
     begins_.clear();
     for (size_t k = 0; k < entries_.size(); ++k)
       if (k == 0 || entries_[k].id != entries_[k - 1].id) begins_.push_back(int64_t(k));
@@ -58,6 +63,15 @@ class Segments {
       if (padding_idx && id == *padding_idx) continue;
       entries_.push_back({id, t});
       largest_ |= uint64_t(id);
+    }
+  }
+
+  void insert() {  // of a few: counting bytes would take longer
+    for (size_t k = 1; k < entries_.size(); ++k) {
+      const Entry entry = entries_[k];
+      size_t at = k;
+      for (; at > 0 && entries_[at - 1].id > entry.id; --at) entries_[at] = entries_[at - 1];
+      entries_[at] = entry;
     }
   }
 

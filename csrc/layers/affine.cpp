@@ -1,6 +1,7 @@
 // Normalisations, whose weight and bias act element by element on what is normalised. Each kind says how its input is
 // seen as [N, T, G, K] (ops.h); the rest is one. Statistics that a forward does not hand out are taken again.
 #include "elementwise.h"
+#include "views.h"
 
 namespace torchgradx {
 namespace {
@@ -32,11 +33,11 @@ class Affine : public Elementwise {
     return affine_sq_norms(o.activations, o.grad_output, given(o.mean), o.rstd, bias);
   }
   std::pair<Gradients, Tensor> fused(const Operands& o, const Tensor& weight, const Wanted& wanted) const override {
-    const Tensor w = weight.view({o.activations.size(2), o.activations.size(3)});
+    const Tensor w = viewed(weight, {o.activations.size(2), o.activations.size(3)});
     auto [input, grad_weight, grad_bias, sq] =
         affine_fused(o.activations, o.grad_output, w, given(o.mean), o.rstd, frozen(), std::nullopt, wanted.bias);
-    return {{restored(input, o.shape), grad_weight.view_as(weight), wanted.bias ? grad_bias.view_as(weight) : Tensor()},
-            sq};
+    const auto shaped = [&](const Tensor& t) { return viewed(t, weight.sizes()); };
+    return {{restored(input, o.shape), shaped(grad_weight), wanted.bias ? shaped(grad_bias) : Tensor()}, sq};
   }
 
  protected:
@@ -70,9 +71,19 @@ class LastDimensions final : public Affine {
     return static_cast<int64_t>(shape_.size());
   }
 
+  bool biased() const override {
+    return centred_;
+  }
+  bool whole() const override {
+    return true;
+  }
+  Tensor whole_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) const override {
+    return centred_ ? at::layer_norm(input, shape_, weight, bias, eps_, at::globalContext().userEnabledCuDNN())
+                    : root_mean_square(input, weight);
+  }
   Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                  Saved& saved) const override {
-    if (!centred_) return at::rms_norm(input, shape_, weight, eps_ < 0 ? std::nullopt : std::optional<double>(eps_));
+    if (!centred_) return root_mean_square(input, weight);
     Tensor output;
     std::tie(output, saved.mean, saved.rstd) = at::native_layer_norm(input, shape_, weight, bias, eps_);
     return output;
@@ -89,23 +100,30 @@ class LastDimensions final : public Affine {
 
  protected:
   std::optional<std::pair<Tensor, bool>> by_sample(const Tensor& t, int64_t n, Layout layout) const override {
-    const auto rows = rows_by_sample(t.flatten(t.dim() - static_cast<int64_t>(shape_.size())), n, layout);
+    const Tensor flat = shape_.size() == 1 ? t : t.flatten(t.dim() - static_cast<int64_t>(shape_.size()));
+    const auto rows = rows_by_sample(flat, n, layout);
     if (!rows) return std::nullopt;
-    return std::pair(rows->unsqueeze(2), layout != Layout::kBatch && n != 1);
+    const auto s = rows->strides();
+    const Tensor grouped = viewed(*rows, {rows->size(0), rows->size(1), 1, rows->size(2)}, {s[0], s[1], s[1], s[2]});
+    return std::pair(grouped, layout != Layout::kBatch && n != 1);
   }
   Tensor restored(const Tensor& t, at::IntArrayRef shape) const override {
-    return t.reshape(shape);
+    return viewed(t, shape);
   }
   std::pair<Tensor, Tensor> statistics(const Saved& saved, const Tensor& a, int64_t) const override {
     const bool kept = saved.rstd.defined() && saved.rstd.scalar_type() == sums_of(a);
     const bool in_order = kept && a.is_contiguous() && saved.input.is_contiguous() && a.is_alias_of(saved.input);
-    if (in_order) return {saved.mean.view({a.size(0), a.size(1), 1}), saved.rstd.view({a.size(0), a.size(1), 1})};
+    const auto by_row = [&](const Tensor& t) { return viewed(t, {a.size(0), a.size(1), 1}); };
+    if (in_order) return {saved.mean.defined() ? by_row(saved.mean) : saved.mean, by_row(saved.rstd)};
     const double eps = eps_ < 0 ? epsilon(a) : eps_;
     auto [mean, rstd] = moments(a, eps, centred_, /*over_positions=*/false);
     return {centred_ ? mean : Tensor(), rstd};
   }
 
  private:
+  Tensor root_mean_square(const Tensor& input, const Tensor& weight) const {
+    return at::rms_norm(input, shape_, weight, eps_ < 0 ? std::nullopt : std::optional<double>(eps_));
+  }
   static double epsilon(const Tensor& a) {  // RMSNorm's default
     return a.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon()
                                           : std::numeric_limits<float>::epsilon();
@@ -128,15 +146,29 @@ class Channels : public Affine {
     const auto images = t.dim() > 1 ? images_of(t, n, layout) : std::nullopt;
     if (!images) return std::nullopt;
     const Tensor front = images->by_sample(t);
+    const int64_t c = t.size(1), each = groups(t) ? c / groups(t) : 0;
+    if (const auto along = joint_stride(front, 2); along && each > 0) {
+      const int64_t n = front.size(0), s = front.stride(1);
+      const Tensor grouped = viewed(front, {n, c10::multiply_integers(t.sizes().slice(2)), c / each, each},
+                                    {front.stride(0), *along, each * s, s});
+      return std::pair(grouped, images->moved);
+    }
     const Tensor pixels = t.dim() > 2 ? front.flatten(2) : front.unsqueeze(2);  // [N K, C, HW]
     return std::pair(pixels.unflatten(1, {groups(t), -1}).permute({0, 3, 1, 2}), images->moved);
   }
   Tensor restored(const Tensor& t, at::IntArrayRef shape) const override {
-    return t.permute({0, 2, 3, 1}).reshape(shape);
+    const bool joint = t.size(2) == 1 || t.size(3) == 1 || t.stride(2) == t.size(3) * t.stride(3);
+    if (!joint) return t.permute({0, 2, 3, 1}).reshape(shape);
+    at::DimVector strides(shape.size());
+    strides[0] = t.stride(0), strides[1] = t.size(3) == 1 ? t.stride(2) : t.stride(3);
+    int64_t along = t.stride(1);
+    for (size_t d = shape.size(); d-- > 2;) strides[d] = along, along *= std::max<int64_t>(shape[d], 1);
+    return viewed(t, shape, strides);
   }
   std::pair<Tensor, Tensor> statistics(const Saved& saved, const Tensor& a, int64_t n) const override {
     const bool kept = saved.rstd.defined() && saved.rstd.scalar_type() == sums_of(a) && a.size(0) == n;
-    if (kept) return {saved.mean.view({a.size(0), 1, a.size(2)}), saved.rstd.view({a.size(0), 1, a.size(2)})};
+    const auto by_group = [&](const Tensor& t) { return viewed(t, {a.size(0), 1, a.size(2)}); };
+    if (kept) return {by_group(saved.mean), by_group(saved.rstd)};
     auto [mean, rstd] = moments(a, eps_, /*centred=*/true, /*over_positions=*/true);
     return {mean, rstd};
   }
@@ -152,6 +184,13 @@ class GroupNorm final : public Channels {
  public:
   using Channels::Channels;
 
+  bool whole() const override {
+    return true;
+  }
+  Tensor whole_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) const override {
+    if (input.dim() < 2 || input.numel() == groups(input)) return {};  // refused there
+    return at::group_norm(input, groups(input), weight, bias, eps_, at::globalContext().userEnabledCuDNN());
+  }
   Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                  Saved& saved) const override {
     const Tensor x =

@@ -37,6 +37,12 @@ class Convolution final : public Layer {
     return o_.one_dimensional ? output.squeeze(-2) : output;
   }
 
+  bool whole() const override {
+    return dims() == 4 && o_.pre_pad.empty() && !o_.transposed && !o_.one_dimensional;
+  }
+  Tensor whole_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) const override {
+    return at::conv2d(input, weight, bias, stride_, padding_, dilation_, o_.groups);
+  }
   Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, Saved&) const override {
     const Tensor made =
         at::convolution(batch(input), weight, bias, stride_, padding_, dilation_, o_.transposed, none_, o_.groups);

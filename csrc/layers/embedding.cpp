@@ -1,5 +1,6 @@
 // Embedding: rows of a table looked up by id. Its forward and its gradient stay the framework's own.
 #include "layer.h"
+#include "views.h"
 
 #include <ATen/ATen.h>
 
@@ -8,7 +9,7 @@ namespace {
 
 class Embedding final : public Layer {
  public:
-  Embedding(int64_t rows, int64_t padding_idx) : rows_(rows), padding_idx_(padding_idx) {}
+  Embedding(int64_t rows, int64_t padding_idx, bool sparse) : rows_(rows), padding_idx_(padding_idx), sparse_(sparse) {}
 
   bool batched(const Tensor& input) const override {
     return input.dim() > 0;
@@ -23,6 +24,15 @@ class Embedding final : public Layer {
     return false;
   }
 
+  bool biased() const override {
+    return false;
+  }
+  bool whole() const override {
+    return true;
+  }
+  Tensor whole_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>&) const override {
+    return at::embedding(weight, input, padding_idx_, /*scale_grad_by_freq=*/false, sparse_);
+  }
   Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>&, Saved&) const override {
     return at::embedding(weight, input, padding_idx_, /*scale_grad_by_freq=*/false, /*sparse=*/false);
   }
@@ -34,10 +44,12 @@ class Embedding final : public Layer {
 
   std::optional<Operands> operands(const Saved& saved, const Tensor& grad_output, int64_t n,
                                    Layout layout) const override {
-    const auto ids = rows_by_sample(saved.input.unsqueeze(-1), n, layout);
+    at::DimVector sizes(saved.input.sizes());
+    sizes.push_back(1);
+    const auto ids = rows_by_sample(viewed(saved.input, sizes), n, layout);
     const auto rows = rows_by_sample(grad_output, n, layout);
     if (!ids || !rows) return std::nullopt;
-    return Operands{ids->squeeze(-1), *rows};
+    return Operands{viewed(*ids, ids->sizes().slice(0, 2), ids->strides().slice(0, 2)), *rows};
   }
   int64_t positions(const Operands& operands) const override {
     return operands.grad_output.size(1);
@@ -50,7 +62,8 @@ class Embedding final : public Layer {
   }
   Tensor sq_norms(const Operands& operands, Algorithm, bool) const override {
     const auto padding = padding_idx_ < 0 ? std::nullopt : std::optional<int64_t>(padding_idx_);
-    return gather_sq_norms(operands.activations, operands.grad_output, padding).unsqueeze(0);
+    const Tensor sq = gather_sq_norms(operands.activations, operands.grad_output, padding);
+    return viewed(sq, {1, sq.numel()});
   }
   Tensor weight_dots(const Operands& operands, const Tensor& direction) const override {
     const Tensor kept = operands.activations.ne(padding_idx_).unsqueeze(-1);
@@ -62,12 +75,13 @@ class Embedding final : public Layer {
 
  private:
   const int64_t rows_, padding_idx_;  // -1: none
+  const bool sparse_;
 };
 
 }  // namespace
 
-LayerPtr embedding_layer(int64_t rows, int64_t padding_idx) {
-  return std::make_shared<Embedding>(rows, padding_idx);
+LayerPtr embedding_layer(int64_t rows, int64_t padding_idx, bool sparse) {
+  return std::make_shared<Embedding>(rows, padding_idx, sparse);
 }
 
 }  // namespace torchgradx

@@ -1,5 +1,7 @@
 #include "layer.h"
 
+#include "views.h"
+
 #include <ATen/ATen.h>
 #include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -76,7 +78,7 @@ std::optional<Tensor> rows_by_sample(const Tensor& t, int64_t n, Layout layout) 
     const Tensor minor = t.reshape({lead / n, n, -1, features}).transpose(0, 1);
     return minor.size(2) == 1 ? minor.squeeze(2) : minor.reshape({n, positions, features});
   }
-  return t.reshape({n, positions, features});
+  return viewed(t, {n, positions, features});
 }
 
 Tensor weighted(const Tensor& grad_output, const Tensor& factors, Layout layout, int64_t row_dims) {

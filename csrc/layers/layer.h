@@ -72,6 +72,19 @@ struct Layer {
     return output;
   }
 
+  // The module's own forward, where it is one operator and Python does nothing else around it; undefined: it does for
+  // this input.
+  virtual bool whole() const {
+    return false;
+  }
+  virtual Tensor whole_forward(const Tensor& /*input*/, const Tensor& /*weight*/,
+                               const std::optional<Tensor>& /*bias*/) const {
+    TORCH_CHECK(false, "a module whose forward stays Python's");
+  }
+  virtual bool biased() const {  // a module of this kind may have a bias
+    return true;
+  }
+
   // The operator; statistics that its backward needs go into `saved`.
   virtual Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                          Saved& saved) const = 0;
@@ -130,7 +143,7 @@ struct ConvolutionOptions {  // a one-dimensional one is a two-dimensional one o
   std::string pad_mode;
 };
 
-LayerPtr embedding_layer(int64_t rows, int64_t padding_idx);  // -1: none
+LayerPtr embedding_layer(int64_t rows, int64_t padding_idx, bool sparse);  // -1: none
 LayerPtr layer_norm_layer(std::vector<int64_t> shape, double eps);
 LayerPtr rms_norm_layer(std::vector<int64_t> shape, double eps);  // eps < 0: the dtype's
 LayerPtr group_norm_layer(int64_t groups, double eps);

@@ -23,6 +23,12 @@ class Linear final : public Layer {
     return 1;
   }
 
+  bool whole() const override {
+    return !transposed_;
+  }
+  Tensor whole_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) const override {
+    return at::linear(input, weight, bias);
+  }
   // To the last bit as the framework does it: of rows that lie apart it makes one product where the weight wants a
   // gradient, which the transpose that it takes of a weight below autograd no longer says.
   Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, Saved&) const override {

@@ -11,6 +11,15 @@ class PReLU final : public Elementwise {
   bool batched(const Tensor& input) const override {
     return input.dim() > 1 || single_;
   }
+  bool biased() const override {
+    return false;
+  }
+  bool whole() const override {
+    return true;
+  }
+  Tensor whole_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>&) const override {
+    return at::prelu(input, weight);
+  }
   Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>&, Saved&) const override {
     return at::prelu(input, weight);
   }
