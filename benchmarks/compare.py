@@ -2,8 +2,9 @@
 
     python benchmarks/compare.py old.json new.json
 
-Slower is a median whose spread (20%-80% of the rounds) lies beyond the old one's, by 2% at least;
-more memory is 2% of the plain step's peak. Either ends it with status 1.
+Slower is a median whose spread (20%-80% of the rounds) lies beyond the old one's, by 2% at least
+and by three standard errors: few rounds may agree by chance. More memory is 2% of the plain step's
+peak. Either ends it with status 1.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from math import hypot
 from pathlib import Path
 from typing import Any
 
-LEAST = 0.02
+from timing import error
+
+LEAST, ERRORS = 0.02, 3
 
 Figures = dict[str, float]
 Entry = tuple[str, str, str]  # what, before, now
@@ -39,7 +43,9 @@ def peaks(results: dict[str, Any]) -> dict[str, float]:
 
 
 def slower(old: Figures, new: Figures) -> bool:
-    return new["p20"] > old["p80"] and new["median"] > (1 + LEAST) * old["median"]
+    errors = (error(f["p20"], f["p80"], int(f["rounds"])) for f in (old, new))
+    least = max(LEAST * old["median"], ERRORS * hypot(*errors))
+    return new["p20"] > old["p80"] and new["median"] - old["median"] > least
 
 
 def compared(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[Entry], list[str]]:

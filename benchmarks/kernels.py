@@ -28,6 +28,7 @@ GEMM = 512  # rows, columns
 READ = 1 << 18  # floats: 1 MiB
 BURST = 0.004
 GEMM_FLOP = 2 * GEMM**3
+ONCE, A_FEW, OFTEN = Budget(1), Budget(3), Budget(4, 0.06, error=0.02)
 
 Row = dict[str, Any]
 
@@ -40,18 +41,18 @@ SWEEPS: dict[str, tuple[list[int], Callable[[int], tuple[int, int, int, int]]]] 
 }
 
 
-def measured(case: Case, rounds: int) -> list[Row]:
+def measured(case: Case, budget: Budget) -> list[Row]:
     x = torch.randn(GEMM, GEMM)
 
     def gemm() -> object:
         return x @ x
 
-    for run in case.runs.values():
+    for run in (gemm, *case.runs.values()):
         run()
     p = case.problem
     sizes = {"layer": p.layer, "n": p.n, "t": p.t, "i": p.i, "o": p.o, "groups": p.groups}
     rows = []
-    for name, ratio in interleaved(gemm, case.runs, Budget(0, rounds), BURST).items():
+    for name, ratio in interleaved(gemm, case.runs, budget, BURST).items():
         work = asdict(alone(name, p))
         rows.append({**sizes, "algorithm": name, **work, **ratio.row()})
     return rows
@@ -61,7 +62,7 @@ def roofs(quick: bool) -> Iterator[Row]:
     """FLOP/s of the GEMM, and bytes/s of a read from the second-level cache."""
     x, operand = torch.randn(GEMM, GEMM), torch.randn(READ)
     ways = {"read": operand.sum}
-    ratio = interleaved(lambda: x @ x, ways, Budget(0.1 if quick else 1, 3))["read"]
+    ratio = interleaved(lambda: x @ x, ways, Budget(3, 0.1 if quick else 1))["read"]
     gemm = 1e-3 * ratio.plain_milliseconds
     yield {
         "gemm_flop_per_second": round(GEMM_FLOP / gemm),
@@ -71,13 +72,13 @@ def roofs(quick: bool) -> Iterator[Row]:
 
 def grid(quick: bool) -> Iterator[list[Row]]:
     for case in islice(cases(), 0, None, 8 if quick else 1):
-        yield measured(case, 1 if quick else 7)
+        yield measured(case, ONCE if quick else OFTEN)
 
 
 def scaling(quick: bool) -> Iterator[list[Row]]:
     for axis, (ticks, sizes) in SWEEPS.items():
         for x in ticks[:2] if quick else ticks:
-            rows = measured(linear(*sizes(x)), 1 if quick else 5)
+            rows = measured(linear(*sizes(x)), ONCE if quick else A_FEW)
             yield [{"axis": axis, "x": x, **row} for row in rows]
 
 

@@ -10,28 +10,33 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from fresh import forked, say
-from rivals import RIVALS, judged, loaded
+from rivals import RIVALS, VMAP_CHUNK, judged, loaded
 from timing import Budget, interleaved
 from torch import Tensor
 from workloads import OURS, QUICK, WORKLOADS, Workload, by_loop, check
 
-ONCE, OFTEN, A_FEW = Budget(0, 1), Budget(1, 3), Budget(0.3, 1)
+ONCE, A_FEW = Budget(1), Budget(1, 0.3, error=0.03, far=2)
+OFTEN = Budget(4, 0.5, far=2)
 
 
 def made(name: str, oracles: Path) -> tuple[Workload, Tensor]:
     """The same in every process, and the norms that it has."""
     torch.manual_seed(0)
     w = WORKLOADS[name]()
-    kept = oracles / f"{list(WORKLOADS).index(name)}.pt"
-    if not kept.exists():
-        torch.save(by_loop(w.double())().detach(), kept)
-    return w, torch.load(kept)
+    if not kept(name, oracles).exists():
+        torch.save(by_loop(w.double())().detach(), kept(name, oracles))
+    return w, torch.load(kept(name, oracles))
+
+
+def kept(name: str, oracles: Path) -> Path:
+    return oracles / f"{list(WORKLOADS).index(name)}.pt"
 
 
 def ours(name: str, oracles: Path, ways: list[str], budget: Budget) -> dict[str, Any]:
@@ -40,6 +45,7 @@ def ours(name: str, oracles: Path, ways: list[str], budget: Budget) -> dict[str,
     for way, step in steps.items():
         check(f"{name}, {way}", step(), oracle)
     plain = partial(w.step, w.model)
+    plain()
     ratios = interleaved(plain, steps, budget)
     return {
         "workload": name,
@@ -54,8 +60,19 @@ def rival(name: str, way: str, oracles: Path, budget: Budget) -> dict[str, Any]:
     if step is None:
         return {"verdict": verdict}
     plain = partial(w.step, w.model)
+    plain()
     ratio = interleaved(plain, {way: step}, budget)[way]
     return {"verdict": verdict, **ratio.row()}
+
+
+def rivals(name: str, oracles: Path, budget: Budget) -> Iterator[dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = {}
+    for way in RIVALS:
+        if way == "vmap, chunks" and len(torch.load(kept(name, oracles))) <= VMAP_CHUNK:
+            rows[way] = rows["vmap"]  # the same: one chunk has all samples
+        else:
+            rows[way] = forked(rival, name, way, oracles, budget)
+        yield {"workload": name, "rival": way, **rows[way]}
 
 
 def main() -> None:
@@ -68,13 +85,12 @@ def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     loaded(rivals=options.rivals)
     for name in QUICK if options.quick else WORKLOADS:
-        if not options.rivals:
-            budget = ONCE if options.quick else OFTEN
-            say(forked(ours, name, options.oracles, options.ways.split(","), budget))
-            continue
-        for way in RIVALS:
-            row = forked(rival, name, way, options.oracles, ONCE if options.quick else A_FEW)
-            say({"workload": name, "rival": way, **row})
+        if options.rivals:
+            for row in rivals(name, options.oracles, ONCE if options.quick else A_FEW):
+                say(row)
+        else:
+            ways, budget = options.ways.split(","), ONCE if options.quick else OFTEN
+            say(forked(ours, name, options.oracles, ways, budget))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Ratios of times that hold on a busy machine: every step is timed beside a plain one.
+"""Ratios of times that hold on a busy machine: every step is timed between two plain ones.
 
-A round times each way, and right before or after it (in turns) the plain step. What is reported
-are quantiles of the ratios of such neighbours, never a ratio of two far apart in time. A step of a
+A round times each way once, a plain step before it (but for the very first) and after it. What is
+reported are quantiles of the ratios to the mean of such neighbours, never a ratio of two far apart
+in time. Rounds go on until each way's median is known, or its time is spent. A step of a
 millisecond is repeated for BURST seconds at each turn: in training no other model runs in between
 and leaves the caches cold.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -15,6 +17,7 @@ from statistics import median, quantiles
 from typing import NamedTuple
 
 Step = Callable[[], object]
+Pair = tuple[float, float]  # seconds: the plain step's, the mean of its neighbours; the step's
 BURST = 0.02
 
 
@@ -40,32 +43,48 @@ class Ratio(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """Rounds until both are used up: short steps get many, long ones at least so few."""
+    """Of a way: so many rounds; then more, while there is time, until the median is known."""
 
-    seconds: float
     rounds: int
+    seconds: float = 0  # times the ways, as they share their rounds
+    error: float = 0.01  # of the median, as a part of it: known
+    far: float = math.inf  # so many times the plain step is far: two rounds will do
 
 
 def interleaved(
     plain: Step, steps: Mapping[str, Step], budget: Budget, burst: float = BURST
 ) -> dict[str, Ratio]:
-    """Steps are expected to have run once: caches and buffers are warm."""
-    plain()
-    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    begin, turn = time.perf_counter(), 0
-    while turn < budget.rounds or time.perf_counter() - begin < budget.seconds:
-        for name, step in steps.items():
-            pairs[name].append(neighbours(plain, step, burst, swapped=turn % 2 == 1))
+    """All are expected to have run once: caches and buffers are warm."""
+    pairs: dict[str, list[Pair]] = {name: [] for name in steps}
+    begin, turn, before = time.perf_counter(), 0, math.nan
+    while names := due(pairs, budget, time.perf_counter() - begin):
+        for name in names[:: -1 if turn % 2 else 1]:
+            step, after = seconds(steps[name], burst), seconds(plain, burst)
+            pairs[name].append((after if math.isnan(before) else (before + after) / 2, step))
+            before = after
         turn += 1
     return {name: ratio(times) for name, times in pairs.items()}
 
 
-def neighbours(plain: Step, step: Step, burst: float, swapped: bool) -> tuple[float, float]:
-    """Seconds of the plain step and of the other, the one right after the other."""
-    if swapped:
-        other = seconds(step, burst)
-        return seconds(plain, burst), other
-    return seconds(plain, burst), seconds(step, burst)
+def due(pairs: Mapping[str, list[Pair]], budget: Budget, elapsed: float) -> list[str]:
+    """The ways that another round is for, `elapsed` seconds after the first began."""
+    in_time = elapsed < budget.seconds * len(pairs)
+    return [name for name, times in pairs.items() if unsettled(times, budget, in_time)]
+
+
+def unsettled(times: list[Pair], budget: Budget, in_time: bool) -> bool:
+    if len(times) < min(budget.rounds, 2):
+        return True
+    r = ratio(times)
+    if r.median > budget.far:
+        return False
+    unknown = error(r.low, r.high, r.rounds) > budget.error * r.median
+    return r.rounds < budget.rounds or (in_time and unknown)
+
+
+def error(low: float, high: float, rounds: int) -> float:
+    """Standard error of the median: that of so many normal ratios with such quantiles."""
+    return 0.745 * (high - low) / rounds**0.5 if rounds > 1 else math.inf
 
 
 def seconds(step: Step, burst: float) -> float:
@@ -77,7 +96,7 @@ def seconds(step: Step, burst: float) -> float:
     return median(after - before for before, after in pairwise(times))
 
 
-def ratio(times: list[tuple[float, float]]) -> Ratio:
+def ratio(times: list[Pair]) -> Ratio:
     ratios = [step / plain for plain, step in times]
     low, *_, high = quantiles(ratios, n=5, method="inclusive") if len(ratios) > 1 else ratios * 2
     plain, step = (1e3 * median(column) for column in zip(*times, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 import compare  # noqa: E402
 import readme  # noqa: E402
+import timing  # noqa: E402
 from fresh import rows_of  # noqa: E402
 from rivals import RIVALS, judged  # noqa: E402
+from timing import Budget, interleaved  # noqa: E402
 from workloads import OURS, QUICK, WORKLOADS, Workload, by_loop, check, classifier, inner  # noqa: E402
 
 RESULTS = json.loads(readme.RESULTS.read_text())
@@ -100,12 +103,91 @@ def test_a_stage_yields_its_rows(command: list[str], keys: set[str], tmp_path: P
         assert all(keys <= set(part) for part in (row if isinstance(row, list) else [row]))
 
 
+# timing.py, under a clock that tells what it is told
+
+
+class Clock:
+    """Runs of steps, each a time that it takes; `ran` has their names."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.ran = 0.0, ""
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+
+    def step(self, name: str, *takes: float) -> timing.Step:
+        """Of so many seconds, by turns."""
+        times = cycle(takes)
+
+        def run() -> None:
+            self.ran += name
+            self.now += next(times)
+
+        return run
+
+    def ratios(self, budget: Budget, plain: float = 1.0, **steps: tuple[float, ...]) -> Any:
+        made = {name: self.step(name, *takes) for name, takes in steps.items()}
+        return interleaved(self.step(".", plain), made, budget)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_each_way_stands_between_plain_steps_and_each_other_round_turns_back(clock: Clock) -> None:
+    clock.ratios(Budget(3), a=(1.0,), b=(1.0,), c=(1.0,))
+    assert clock.ran == "a.b.c.c.b.a.a.b.c."
+
+
+def test_a_ratio_is_to_the_mean_of_the_plain_steps_before_and_after(clock: Clock) -> None:
+    plain = clock.step(".", 1.0, 3.0)
+    ratio = interleaved(plain, {"a": clock.step("a", 2.0, 4.0)}, Budget(2))["a"]
+    assert (ratio.median, ratio.plain_milliseconds) == (2.0, 1500)  # the first has one neighbour
+
+
+def test_a_machine_that_gets_slower_by_the_same_each_step_changes_no_ratio(clock: Clock) -> None:
+    slower = [1 + 0.01 * k for k in range(40)]
+    plain, same = clock.step(".", *slower[1::2]), clock.step("a", *slower[::2])
+    ratio = interleaved(plain, {"a": same}, Budget(9))["a"]
+    assert (ratio.median, ratio.high) == pytest.approx((1, 1), abs=1e-12)
+
+
+def test_a_steady_way_stops_at_the_least_rounds_and_the_others_go_on(clock: Clock) -> None:
+    ratios = clock.ratios(Budget(5, 100), steady=(1.1,), shaky=(0.5, 1.5))
+    assert ratios["steady"].rounds == 5 < ratios["shaky"].rounds
+
+
+def test_rounds_go_on_until_the_error_is_small(clock: Clock) -> None:
+    r = clock.ratios(Budget(5, 500, error=0.02), a=(0.9, 1.0, 1.1, 1.2))["a"]
+    assert timing.error(r.low, r.high, r.rounds) <= 0.02 * r.median
+    assert r.rounds > 5
+
+
+@pytest.mark.parametrize("seconds", [0, 10, 100])
+def test_no_round_begins_after_the_time_of_all_ways(clock: Clock, seconds: float) -> None:
+    budget = Budget(3, seconds, error=0)
+    ratios = clock.ratios(budget, a=(0.5, 1.5), b=(1.5, 0.5))
+    rounds = ratios["a"].rounds
+    assert rounds == ratios["b"].rounds >= 3
+    assert 4 * (rounds - 1) < 2 * seconds <= 4 * rounds or rounds == 3
+
+
+@pytest.mark.parametrize(("rounds", "run"), [(1, 1), (2, 2), (9, 2)])
+def test_two_rounds_do_for_what_is_far_from_plain(clock: Clock, rounds: int, run: int) -> None:
+    ratios = clock.ratios(Budget(rounds, 100, error=0.2, far=2), near=(1.9,), far=(2.1, 6.0))
+    assert ratios["far"].rounds == run
+    assert ratios["near"].rounds == max(rounds, 2)
+
+
+def test_one_round_tells_no_error() -> None:
+    assert timing.error(1.0, 1.0, 1) == float("inf")
+
+
 # compare.py
 
 
 def results(**changes: dict[str, float]) -> dict[str, Any]:
     """One workload, two ways, one kernel, one peak; `changes` by way."""
-    figures = {"median": 1.0, "p20": 0.98, "p80": 1.02}
+    figures = {"median": 1.0, "p20": 0.98, "p80": 1.02, "rounds": 16}
     ways = {way: {**figures, **changes.get(way, {})} for way in ("fused", "scoring")}
     kernel = {"layer": "linear", "n": 8, "t": 4, "i": 2, "o": 3, "groups": 1, "algorithm": "gram"}
     return {
@@ -122,6 +204,8 @@ COMPARED = [
     ({}, []),
     ({"fused": SLOWER}, ["MLP, warm heap, 1 threads: fused"]),
     ({"fused": {"median": 1.1, "p20": 1.01, "p80": 1.2}}, []),  # within the spread
+    ({"fused": {**SLOWER, "rounds": 3}}, []),  # within three standard errors
+    ({"fused": {**SLOWER, "rounds": 1}}, []),  # whose spread nobody knows
     ({"fused": {"median": 0.9, "p20": 0.8, "p80": 0.95}}, []),  # faster
     ({"fused": {"median": 1.019, "p20": 1.0201, "p80": 1.03}}, []),  # too little to matter
     ({"gram": SLOWER}, ["linear N=8 T=4 I=2 O=3: gram / GEMM"]),
