@@ -241,14 +241,16 @@ class Probe(Reader):
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._unwind(module, 1)
         outer = self._recorder.depth() and self._recorder.current()
-        self._recorder.push(outer or self._begin(module, args, kwargs))
+        run = outer or self._begin(module, args, kwargs)
+        # Of a reentrant checkpoint around the model nothing shows but its own node, the one before.
+        self._recorder.push(run, int(self._paused > 0 and not torch.is_grad_enabled()))
 
     def _unwind(self, root: nn.Module | None, calls: int = 0) -> None:
         if unwound(self._recorder, root, calls):
             self._audit.lift.unwatch()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
-        if not self._attends():
+        if not self._record.takes(self._on and not self._paused):
             return None
         n = batch_size(self._options, args, kwargs)
         if n is None:
