@@ -59,8 +59,8 @@ std::optional<std::shared_ptr<Pass>> Recorder::original() const {
   const NodePtr node = torch::autograd::get_current_node();
   const auto holds = [&](const Stretch& stretch) { return stretch.holds(*node); };
   if (!node) return std::nullopt;
-  for (const auto& weak : alive)
-    if (auto pass = weak.lock(); pass && std::any_of(pass->made.begin(), pass->made.end(), holds)) return pass;
+  for (auto weak = alive.rbegin(); weak != alive.rend(); ++weak)
+    if (auto pass = weak->lock(); pass && std::any_of(pass->made.begin(), pass->made.end(), holds)) return pass;
   if (std::any_of(unrecorded_.begin(), unrecorded_.end(), holds)) return nullptr;
   return std::nullopt;
 }

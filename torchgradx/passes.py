@@ -106,7 +106,7 @@ class Recorder:
         if node is None:
             return None, False
         number = node._sequence_nr()  # of its thread, which is taken to be the only one
-        for run in (ref() for ref in self.alive):
+        for run in (ref() for ref in reversed(self.alive)):
             if run is not None and any(number in made for made in run.made):
                 return run, True
         return None, any(number in made for made in self._unrecorded)
