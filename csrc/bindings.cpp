@@ -60,11 +60,16 @@ bool overridden(const py::object& input, const Held& held) {
 void bind_pass(py::module_& m) {
   py::class_<Recorder, std::shared_ptr<Recorder>>(m, "Recorder")
       .def(py::init<int64_t, py::object, py::object, py::object, py::object, py::object, py::object>())
-      .def("push", &Recorder::push, py::arg("run").none(true))
+      .def("push", &Recorder::push, py::arg("run").none(true), py::arg("before") = 0)
       .def("enlist", &Recorder::enlist)
       .def("pop", &Recorder::pop)
       .def("depth", &Recorder::depth)
       .def("current", &Recorder::current)
+      .def("records_again",  // None: not known
+           [](const Recorder& self) -> std::optional<bool> {
+             const auto known = self.original();
+             return known ? std::optional<bool>(*known != nullptr) : std::nullopt;
+           })
       .def("refuse", &Recorder::refuse)
       .def("clear", &Recorder::clear)
       .def("hold", &Recorder::hold)

@@ -14,9 +14,6 @@ using torch::autograd::get_current_graph_task_exec_info;
 using torch::autograd::get_current_graph_task_id;
 using torch::autograd::get_current_graph_task_nodes_in_graph;
 
-// The pass in force on this thread, for each probe: replicas and other threads run at the same time.
-thread_local std::vector<std::pair<const Recorder*, std::shared_ptr<Pass>>> in_force;
-
 // Under backward(inputs=...) or autograd.grad, which only captures: no .grad receives anything there.
 bool executes(const Node* node) {
   const auto* info = get_current_graph_task_exec_info();
@@ -89,46 +86,6 @@ void Recorder::enlist(const std::shared_ptr<Pass>& pass) {
     }
   living.push_back(pass);
   alive.swap(living);
-}
-
-void Recorder::push(std::shared_ptr<Pass> pass) {
-  if (pass) enlist(pass);
-  in_force.emplace_back(this, std::move(pass));
-}
-
-void Recorder::pop() {
-  for (auto i = in_force.size(); i-- > 0;)
-    if (in_force[i].first == this) {
-      if (in_force[i].second) in_force[i].second->forget_uses();
-      in_force.erase(in_force.begin() + static_cast<int64_t>(i));
-      return;
-    }
-}
-
-int64_t Recorder::depth() const {
-  return std::count_if(in_force.begin(), in_force.end(), [this](const auto& entry) { return entry.first == this; });
-}
-
-std::shared_ptr<Pass> Recorder::current() const {
-  for (auto i = in_force.size(); i-- > 0;)
-    if (in_force[i].first == this) return in_force[i].second;
-  if (get_current_graph_task_id() == -1) {
-    if (!at::GradMode::is_enabled()) return nullptr;
-    py::gil_scoped_acquire gil;
-    return astray_->function().cast<std::shared_ptr<Pass>>();
-  }
-  // A recomputation. A reentrant checkpoint's backward comes from it: the pass whose calls ran under no_grad.
-  // Otherwise its graph is thrown away, and only what it saves matters: as in the original, if that was tapped.
-  std::shared_ptr<Pass> waiting, latest;
-  for (const auto& weak : alive)
-    if (auto pass = weak.lock()) {
-      latest = pass;
-      if (pass->silent_calls <= 0) continue;
-      if (waiting) waiting->ambiguous = pass->ambiguous = true;
-      waiting = std::move(pass);
-    }
-  if (waiting) return waiting;
-  return held_ > 0 ? latest : nullptr;
 }
 
 void Recorder::add_recorded(int64_t parameter, const Tensor& gradient, double magnitude) {

@@ -92,6 +92,11 @@ struct Tally {                   // of what a backward adds to the record beside
   std::vector<Refusal> refusals;
 };
 
+struct Stretch {  // of the graph nodes made on a thread, by sequence number
+  uint64_t thread, first, last;
+  bool holds(const Node& node) const;
+};
+
 // What all passes of one probe share.
 class Recorder {
  public:
@@ -99,11 +104,16 @@ class Recorder {
            py::object booked, py::object astray);
 
   void enlist(const std::shared_ptr<Pass>& pass);
-  void push(std::shared_ptr<Pass> pass);  // enlisted; nullptr: record nothing on this thread until pop()
+  // Enlisted; nullptr: record nothing on this thread until pop(), nor again what the last `before` nodes will run
+  // again.
+  void push(std::shared_ptr<Pass> pass, uint64_t before = 0);
   void pop();
   int64_t depth() const;  // how many are in force on this thread, one within another
-  // Of this thread; in a recomputation, the pass that waits for it; outside of the model's forward, one that is astray.
+  // Of this thread; in a recomputation, the pass that it belongs to; outside of the model's forward, one that is
+  // astray.
   std::shared_ptr<Pass> current() const;
+  // The pass whose forward made the node that runs now; nullptr: one that was not recorded; nothing: not known.
+  std::optional<std::shared_ptr<Pass>> original() const;
 
   // The record: everything since it was last cleared. What a backward adds counts apart until it has ended, for one
   // that fails leaves nothing behind: torchgradx/backwards.py.
@@ -165,6 +175,7 @@ class Recorder {
   };
   std::map<std::pair<int64_t, int64_t>, Recorded> recorded_;  // by backward, as threads run theirs, and by parameter
   std::atomic<int64_t> held_{0};
+  std::vector<Stretch> unrecorded_;   // the latest forwards of the root that made nodes and no pass
   std::map<int64_t, Tally> tallies_;  // by backward
   Tally& tally(int64_t task);
 };
@@ -193,6 +204,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   int64_t serial = 0;                 // its place among the forwards
   std::vector<Refusal> refusals;      // they count once a backward comes
   std::vector<int64_t> layouts;       // by use, once proven; empty: as declared, or batch first
+  std::vector<Stretch> made;          // by its forwards: what runs again from there is its own
   std::vector<Entry> entries;
   std::vector<std::optional<Tensor>> directions;  // by parameter; none, or empty: no products with it
   Tensor dots;                                    // [N] in float64, of what has arrived; undefined before

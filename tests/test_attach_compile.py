@@ -16,6 +16,7 @@ from attach_oracle import (
     square,
 )
 from torch import nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import torchgradx
 from torchgradx.ops import NATIVE
@@ -117,3 +118,27 @@ def test_attaching_recompiles_nothing_of_others():
         other(x)
     other(x)
     assert len(graphs) == before
+
+
+def test_what_a_backward_inside_of_a_compiled_step_calls_is_not_compiled():
+    model, twin = mlp().double(), mlp().double()
+    twin.load_state_dict(model.state_dict())
+
+    def step(model, x):
+        loss = square(model, x)
+        loss.backward()
+        return loss.detach()
+
+    compiled = torch.compile(step, backend="eager")
+    with torchgradx.attach(model) as probe:
+        for n in (N, 6):
+            x = samples((5, 3), n)
+            want = loop(model, square, x)
+            compiled(model, x)
+            close_named(probe.norms(per="parameter"), want)
+            square(twin, x).backward()
+            same_gradients(model, twin, 1e-9)
+    for kind in (torchgradx.attach.__globals__["Backwards"], type(probe._audit)):
+        for function in vars(kind).values():
+            code = getattr(function, "__code__", None)
+            assert not code or not _debug_get_cache_entry_list(code), function

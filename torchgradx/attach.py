@@ -10,6 +10,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from . import ops, passes
 from .audit import Audit
-from .backwards import Backwards
+from .backwards import Backwards, weakly
 from .layout import batch_size, tensors_in
 from .options import check, fitting
 from .reading import Reader
@@ -142,16 +143,7 @@ class Probe(Reader):
         self._on = True
         self._parameters = Parameters(model)
         self._layers = find_layers(model, self._parameters, options)
-        me = weakref.ref(self)
-
-        def forward_to(method: str) -> Callable[..., Any]:
-            # The graph owns what it calls; it must not own the probe.
-            def call(*args: Any) -> Any:
-                probe = me()
-                return None if probe is None else getattr(probe, method)(*args)
-
-            return call
-
+        forward_to = partial(weakly, weakref.ref(self))  # the graph owns what it calls
         methods = ("_began", "_finish", "_drained", "_met", "_booked", "_astray")
         self._recorder = Recorder(len(self._parameters.names), *map(forward_to, methods))
         shared = (self._recorder, self._parameters, self._layers, options)
@@ -244,14 +236,16 @@ class Probe(Reader):
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._unwind(module, 1)
         outer = self._recorder.depth() and self._recorder.current()
-        self._recorder.push(outer or self._begin(module, args, kwargs))
+        run = outer or self._begin(module, args, kwargs)
+        # Of a reentrant checkpoint around the model nothing shows but its own node, the one before.
+        self._recorder.push(run, int(self._paused > 0 and not torch.is_grad_enabled()))
 
     def _unwind(self, root: nn.Module | None, calls: int = 0) -> None:
         if unwound(self._recorder, root, calls):
             self._audit.lift.unwatch()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
-        if not self._attends():
+        if not self._record.takes(self._on and not self._paused):
             return None
         n = batch_size(self._options, args, kwargs)
         if n is None:

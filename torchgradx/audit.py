@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .copies import untraced
 from .errors import CoverageError
 from .layout import NOWHERE, SEQUENCE, SHARED, Watched, prove
 from .lift import Lift, Looked
@@ -221,6 +222,7 @@ class Audit:
             self._recorder.auditing = True
             list(self._heard(set(range(len(self._parameters.names))) - self.always))
 
+    @untraced
     def _received(self, place: int, gradient: Tensor | None) -> Tensor | None:
         task = torch._C._current_graph_task_id()
         compared = gradient is not None and (self._recorder.auditing or place in self.always)
@@ -246,6 +248,7 @@ class Audit:
                 del hooks[theirs]  # nothing is accumulated, so nothing follows it
         return None
 
+    @untraced
     def _accumulated(self, place: int, p: Tensor) -> None:
         if place in self._before:
             p.grad, hooks, _ = self._before.pop(place)
@@ -267,6 +270,7 @@ class Audit:
             self._accumulated(place, self._parameters.tensor(place))
         self._awaiting = {key: g for key, g in self._awaiting.items() if key[0] not in tasks}
 
+    @untraced
     def compare_deferred(self, places: Iterable[int]) -> None:
         """At the end of a backward."""
         for place in places:

@@ -14,9 +14,22 @@ from typing import Any
 
 import torch
 
-__all__ = ["Backwards", "at_the_end"]
+from .copies import untraced
+
+__all__ = ["Backwards", "at_the_end", "weakly"]
 
 at_the_end = torch.autograd.Variable._execution_engine.queue_callback  # of the current backward
+
+
+def weakly(owner: Callable[[], Any], method: str) -> Callable[..., Any]:
+    """A method to be called while its owner lives."""
+
+    @untraced
+    def call(*args: Any) -> Any:
+        alive = owner()
+        return None if alive is None else getattr(alive, method)(*args)
+
+    return call
 
 
 class Backwards:
@@ -105,6 +118,7 @@ class _Backward:
         for run in (*self.begun, *(run for run, _ in self.before)):
             run.renew()
 
+    @untraced
     def __call__(self) -> None:
         self._calls += 1
         if self._calls < 4:  # after what is done at the end, and at the end of that: it may fail
@@ -117,6 +131,7 @@ class _Backward:
         end, self._end, self.over = self._end, _nothing, True
         end(self)
 
+    @untraced
     def __del__(self) -> None:
         self.end()
 

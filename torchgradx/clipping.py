@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
+from .copies import untraced
 from .errors import CoverageError
 from .outer import Gradients, operands
 from .outer import weighted as of_samples
@@ -183,6 +184,7 @@ class Books:
         for handle in self._heard.pop(place, (None, []))[1]:
             handle.remove()
 
+    @untraced
     def _accumulated(self, place: int, p: Tensor) -> None:
         if self._versions and p.grad is not None:
             self._marks[place] = _mark(p.grad)
@@ -218,6 +220,7 @@ class Books:
             self._kept = deque(entry for entry in self._kept if entry[2] not in tasks)
             self._torn = True  # of their gradients a part is there
 
+    @untraced
     def _received(self, place: int, gradient: Tensor) -> None:
         """Keep apart what comes from a backward that met no pass."""
         task = torch._C._current_graph_task_id()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .clipping import BySample
+from .copies import untraced
 from .outer import Gradients, Outer, added, along, in_full, size, sq_norms, total
 from .passes import receives
 from .products import CAST, by_sample, closed, dense, fitted, mapped, through
@@ -105,6 +106,7 @@ class Descent:
             if station.leaves:
                 node.register_hook(self._deliver)
 
+    @untraced
     def _arrive(self, station: Station, incoming: Sequence[Tensor | None]) -> None:
         if self._recorder.idle or torch.is_grad_enabled():
             return  # a proof; or create_graph, which is refused when it is read
@@ -272,6 +274,7 @@ class Descent:
         rounding = size(g) * self._run.n * torch.finfo(g.dtype).eps
         self._rounding = max(self._rounding, rounding)
 
+    @untraced
     def _deliver(self, *_: Any) -> None:
         """After the node ran: a use of its own has arrived by then."""
         ready, self._ready = self._ready, []

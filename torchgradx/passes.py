@@ -65,14 +65,16 @@ class Recorder:
         self.idle = False
         self._audited: list[int] = []
         self.alive: Any = []
+        self._unrecorded: list[range] = []  # the nodes of forwards that made no pass, the latest
         # By backward and parameter: the sum, how large its terms were, and its version.
         self._recorded: dict[tuple[int, int], tuple[Tensor | None, float, int]] = {}
         self._local = threading.local()
 
-    def _in_force(self) -> list[Pass | None]:
+    def _in_force(self) -> list[tuple[Pass | None, int]]:
+        """With the number of the first node that its forward makes."""
         if not hasattr(self._local, "stack"):
             self._local.stack = []
-        stack: list[Pass | None] = self._local.stack
+        stack: list[tuple[Pass | None, int]] = self._local.stack
         return stack
 
     def enlist(self, run: Pass) -> None:
@@ -84,15 +86,34 @@ class Recorder:
                 other.ambiguous |= other.retained and other.silent_in_all > 0
         self.alive = [*living, weakref.ref(run)]
 
-    def push(self, run: Pass | None) -> None:
+    def push(self, run: Pass | None, before: int = 0) -> None:
         if run is not None:
             self.enlist(run)
-        self._in_force().append(run)
+        self._in_force().append((run, torch.autograd._get_sequence_nr() - before))
 
     def pop(self) -> None:
-        run = self._in_force().pop()
+        run, first = self._in_force().pop()
+        made = range(first, torch.autograd._get_sequence_nr())
         if run is not None:
             run.seen.clear()
+            run.made.append(made)
+        elif made:
+            self._unrecorded = [*self._unrecorded[-63:], made]
+
+    def _original(self) -> tuple[Pass | None, bool]:
+        """The pass whose forward made the node that runs now, if any, and whether it is known."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return None, False
+        number = node._sequence_nr()  # of its thread, which is taken to be the only one
+        for run in (ref() for ref in reversed(self.alive)):
+            if run is not None and any(number in made for made in run.made):
+                return run, True
+        return None, any(number in made for made in self._unrecorded)
+
+    def records_again(self) -> bool | None:
+        run, known = self._original()
+        return run is not None if known else None
 
     @property
     def balanced(self) -> bool:
@@ -103,9 +124,12 @@ class Recorder:
 
     def current(self) -> Pass | None:
         if self._in_force():
-            return self._in_force()[-1]
+            return self._in_force()[-1][0]
         if not _in_backward():
             return self._astray() if torch.is_grad_enabled() else None
+        run, known = self._original()
+        if known:
+            return run
         passes = [run for run in (ref() for ref in self.alive) if run is not None]
         waiting = [run for run in passes if run.silent_calls > 0]
         for run in waiting if len(waiting) > 1 else ():
@@ -186,6 +210,7 @@ class Pass:
         self.directions: list[Tensor | None] = []
         self.hooked: list[int] = []
         self.serial = 0
+        self.made: list[range] = []  # by its forwards: what runs again from there is its own
         self.refusals: list[tuple[int, str]] = []
         self.seen: list[tuple[int, list[int], Any, int]] = []
         self._calls = [0] * len(parameters)

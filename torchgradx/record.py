@@ -37,6 +37,7 @@ class Record:
         self._options = options
         self.books = Books(recorder, parameters)
         self._serial = 0
+        self._silent: dict[int, int] = {}  # serials of forwards without grad, by the node before
         self._read = False
         self.mismatched: set[tuple[int, int]] = set()  # backwards, parameters that received else
         self.runs: list[tuple[Any, float | Tensor]] = []  # with the loss scale in force at each
@@ -44,6 +45,23 @@ class Record:
     def note_forward(self, run: Any) -> None:
         self._serial += 1
         run.serial = self._serial
+        node = torch._C._current_autograd_node()
+        if node is not None:  # a reentrant checkpoint around the model
+            run.serial = self._silent.get(node._sequence_nr(), self._serial)
+
+    def takes(self, on: bool) -> bool:
+        """Whether a forward that begins is to be a pass; of one that runs again, whether it was."""
+        if torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
+            return False
+        if not torch.is_grad_enabled():  # which a reentrant checkpoint may run again
+            self._serial += 1
+            self._silent.setdefault(torch.autograd._get_sequence_nr() - 1, self._serial)
+            if len(self._silent) > 256:
+                del self._silent[next(iter(self._silent))]
+            return False
+        inside = torch._C._current_graph_task_id() != -1
+        again = self._recorder.records_again() if inside else None
+        return on if again is None else again
 
     def begin(self, run: Any) -> None:
         """The first gradient of a pass that is not in the record."""

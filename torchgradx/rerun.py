@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from . import ops
 from .backwards import at_the_end
 from .chunks import along
-from .copies import stock_of
+from .copies import stock_of, untraced
 from .fallback import (
     CHANNELS_FIRST,
     Call,
@@ -223,6 +223,7 @@ class FallbackSite:
                 self._recorder.hold()
                 weakref.finalize(prehook, self._recorder.release)
 
+    @untraced
     def _arrive(self, use: _Use, outs: list[int], numbers: list[int], incoming: Any) -> None:
         task = torch._C._current_graph_task_id()
         if use.arrived and use.arrived[-1] != task:  # of a backward that did not end
@@ -243,6 +244,7 @@ class FallbackSite:
                 use.run.keep = True
             at_the_end(partial(self._settle, use))
 
+    @untraced
     def _settle(self, use: _Use) -> None:
         grads = use.forget()
         if all(g is None for g in grads):

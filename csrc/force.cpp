@@ -1,0 +1,93 @@
+// The passes in force on a thread, and the pass that a recomputation belongs to.
+#include "pass.h"
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+
+namespace torchgradx {
+namespace {
+
+using torch::autograd::get_current_graph_task_id;
+
+struct InForce {
+  const Recorder* recorder;
+  std::shared_ptr<Pass> pass;
+  uint64_t first;  // of the graph nodes that its forward makes
+};
+
+thread_local std::vector<InForce> in_force;  // of each probe: replicas and other threads run at the same time
+
+constexpr size_t kUnrecorded = 64;
+
+}  // namespace
+
+bool Stretch::holds(const Node& node) const {
+  return node.thread_id() == thread && node.sequence_nr() >= first && node.sequence_nr() < last;
+}
+
+void Recorder::push(std::shared_ptr<Pass> pass, uint64_t before) {
+  if (pass) enlist(pass);
+  in_force.push_back({this, std::move(pass), at::sequence_number::peek() - before});
+}
+
+void Recorder::pop() {
+  for (auto i = in_force.size(); i-- > 0;)
+    if (in_force[i].recorder == this) {
+      const InForce left = std::move(in_force[i]);
+      in_force.erase(in_force.begin() + static_cast<int64_t>(i));
+      const Stretch made{at::RecordFunction::currentThreadId(), left.first, at::sequence_number::peek()};
+      if (left.pass) {
+        left.pass->forget_uses();
+        left.pass->made.push_back(made);
+      } else if (made.first < made.last) {
+        if (unrecorded_.size() == kUnrecorded) unrecorded_.erase(unrecorded_.begin());
+        unrecorded_.push_back(made);
+      }
+      return;
+    }
+}
+
+int64_t Recorder::depth() const {
+  return std::count_if(in_force.begin(), in_force.end(),
+                       [this](const InForce& entry) { return entry.recorder == this; });
+}
+
+std::optional<std::shared_ptr<Pass>> Recorder::original() const {
+  const NodePtr node = torch::autograd::get_current_node();
+  const auto holds = [&](const Stretch& stretch) { return stretch.holds(*node); };
+  if (!node) return std::nullopt;
+  for (auto weak = alive.rbegin(); weak != alive.rend(); ++weak)
+    if (auto pass = weak->lock(); pass && std::any_of(pass->made.begin(), pass->made.end(), holds)) return pass;
+  if (std::any_of(unrecorded_.begin(), unrecorded_.end(), holds)) return nullptr;
+  return std::nullopt;
+}
+
+std::shared_ptr<Pass> Recorder::current() const {
+  for (auto i = in_force.size(); i-- > 0;)
+    if (in_force[i].recorder == this) return in_force[i].pass;
+  if (get_current_graph_task_id() == -1) {
+    if (!at::GradMode::is_enabled()) return nullptr;
+    py::gil_scoped_acquire gil;
+    return astray_->function().cast<std::shared_ptr<Pass>>();
+  }
+  if (auto known = original()) return *known;
+  // A checkpoint within a reentrant one, whose nodes are of the backward: the pass whose calls ran under no_grad. Or
+  // its graph is thrown away, and only what it saves matters: as in the original, which was tapped.
+  std::shared_ptr<Pass> waiting, latest;
+  bool tapped = false;  // what has no stretch that is known
+  for (const auto& weak : alive)
+    if (auto pass = weak.lock()) {
+      tapped = tapped || pass->silent_in_all > 0 || pass->astray;
+      latest = pass;
+      if (pass->silent_calls <= 0) continue;
+      if (waiting) waiting->ambiguous = pass->ambiguous = true;
+      waiting = std::move(pass);
+    }
+  if (waiting) return waiting;
+  return tapped && held_ > 0 ? latest : nullptr;
+}
+
+}  // namespace torchgradx
