@@ -258,13 +258,9 @@ class Probe(Reader):
             self._audit.lift.watch(n, module, (args, kwargs))
         return run
 
-    def _attends(self) -> bool:
-        idle = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
-        return self._on and not self._paused and not idle and torch.is_grad_enabled()
-
     def _astray(self) -> Pass | None:
         """Of a module called outside of the model's forward: refused once a gradient comes."""
-        if not self._attends():
+        if not self._record.takes(self._on and not self._paused):
             return None
         run = Pass(self._recorder, 0, self._parameters.tensors())
         run.astray = True
