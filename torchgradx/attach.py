@@ -151,12 +151,8 @@ class Probe(Reader):
             repr(options[k]) for k in ("layout", "batch_dim", "backend", "fused", "weight_grad")
         )
         self._record = Record(*shared)
-        self._audit = Audit(
-            *shared,
-            self._record,
-            _proven.setdefault(model, {}).setdefault(choices, {}),
-            forward_to("_began"),
-        )
+        proven = _proven.setdefault(model, {}).setdefault(choices, {})
+        self._audit = Audit(*shared, self._record, proven, forward_to("_began"))
         self._backwards = Backwards(self._recorder, forward_to("_over"))
         self.directions = options["directions"] or {}
         self._joint: list[Pass] | None = None

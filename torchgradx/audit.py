@@ -18,7 +18,6 @@ from torch import Tensor
 
 from . import ops
 from .copies import untraced
-from .errors import CoverageError
 from .layout import NOWHERE, SEQUENCE, SHARED, Watched, prove
 from .lift import Lift, Looked
 from .rules import Layer
@@ -331,61 +330,6 @@ class Audit:
         for handle in self._shields:
             handle.remove()
         self._shields = []
-
-    # Reading
-
-    def check(self) -> None:
-        """Raise a CoverageError if anything in the record is not accounted for."""
-        created = any(run.create_graph for run, _ in self._record.runs)
-        refusals = self._recorder.refusals
-        late = {place for run, _ in self._record.runs for place in run.late()}
-        changed = {place for run, _ in self._record.runs for place in run.changed()}
-        doubts = created or refusals or late or changed or self._record.mismatched
-        if not doubts and self._recorder.balanced:
-            return
-        balance = self._recorder.balance
-        mismatched = {place for _, place in self._record.mismatched}
-        problems: dict[str, str] = {}  # parameter -> reason
-        names = self._parameters.names
-        trainable = self._parameters.trainable()
-        if created:
-            reason = "its gradient was computed under create_graph=True, and may change again"
-            problems.update((names[place], reason) for place in trainable)
-        for site, reason in refusals:
-            places = self._layers[site].parameters if site >= 0 else ()
-            concerned = [place for place in places or trainable if place in trainable]
-            problems.update((names[place], reason) for place in concerned)
-        for place in trainable:
-            missing = balance[place]
-            if names[place] in problems:
-                continue
-            if missing:
-                problems[names[place]] = (
-                    f"the backward used it in {missing:+d} places beyond the recorded calls of its "
-                    "module. A functional use, a penalty on the weights inside the loss, or a "
-                    "module called outside the model's own forward cannot be split by sample: call "
-                    "the module instead, backward the penalty apart from the loss, or freeze it"
-                )
-            elif place in mismatched:
-                problems[names[place]] = (
-                    "the gradient it received is not the sum of what was recorded: something "
-                    "besides the samples' own losses reaches it, its module mixes samples, or a "
-                    "reentrant checkpoint uses it outside of modules (say use_reentrant=False)"
-                )
-            elif place in changed:
-                problems[names[place]] = (
-                    "what its module was given, or its gradient, was kept until it was read, and "
-                    "written into before: read the norms first, or write into another tensor"
-                )
-            elif place in late:
-                problems[names[place]] = (
-                    "a use of it arrived after its norm was final: reset() in between"
-                )
-        if problems:
-            lines = "".join(f"\n  {name}: {reason}" for name, reason in problems.items())
-            raise CoverageError(
-                f"no exact norms by sample for {len(problems)} parameters:{lines}", problems
-            )
 
 
 def _first_of_all(p: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from .accounts import require_all
 from .explain import explanation
 from .options import check_per, placed
 
@@ -26,6 +27,7 @@ class Reader:
     _unwind: Callable[[nn.Module | None], None]
     _backwards: Backwards
     _record: Record
+    _recorder: Any
     _parameters: Parameters
     _layers: list[Layer]
     _directions: Mapping[str, Tensor]
@@ -163,4 +165,4 @@ class Reader:
         self._backwards.sweep()
         self._audit.settle()
         self._record.require(self._backwards.under_way())
-        self._audit.check()
+        require_all(self._record, self._recorder, self._parameters, self._layers)

@@ -366,10 +366,8 @@ def _unsupported(parameters: Iterable[Tensor], arguments: Any) -> str | None:
 
 def _epsilon(call: Call, gradient: Tensor) -> float:
     """The coarsest rounding on the way from its outputs' gradients to a parameter's."""
-    dtypes = {
-        call.regime.autocast or gradient.dtype,
-        *(g.dtype for g in call.grads if g is not None),
-    }
+    on_the_way = (g.dtype for g in call.grads if g is not None)
+    dtypes = {call.regime.autocast or gradient.dtype, *on_the_way}
     return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
