@@ -157,7 +157,8 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
     if (const auto gradients = layer.weight_gradients(*operands))
       pass->add(site->weight, {-1, Tensor(), whole(widened(*gradients))});
     else
-      pass->add(site->weight, {site->index, kept(operands->activations.detach()),  // not its graph
+      pass->add(site->weight, {site->index,
+                               kept(operands->activations.detach()),  // not its graph
                                kept(among(operands->grad_output, site->weight_rows, -1)),
                                {version(input), version(grad_output)}});
   }
