@@ -43,7 +43,7 @@ void Recorder::pop() {
         left.pass->forget_uses();
         left.pass->made.push_back(made);
       } else if (made.first < made.last) {
-        if (unrecorded_.size() == kUnrecorded) unrecorded_.erase(unrecorded_.begin());
+        if (unrecorded_.size() == kUnrecorded) unrecorded_.erase(unrecorded_.begin() + 1);
         unrecorded_.push_back(made);
       }
       return;

@@ -72,7 +72,8 @@ Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::
       drained_(new Callback{std::move(drained)}),
       met_(new Callback{std::move(met)}),
       booked_(new Callback{std::move(booked)}),
-      astray_(new Callback{std::move(astray)}) {}
+      astray_(new Callback{std::move(astray)}),
+      unrecorded_{{at::RecordFunction::currentThreadId(), 0, at::sequence_number::peek()}} {}
 
 void Recorder::enlist(const std::shared_ptr<Pass>& pass) {
   std::vector<std::weak_ptr<Pass>> living;

@@ -175,7 +175,8 @@ class Recorder {
   };
   std::map<std::pair<int64_t, int64_t>, Recorded> recorded_;  // by backward, as threads run theirs, and by parameter
   std::atomic<int64_t> held_{0};
-  std::vector<Stretch> unrecorded_;   // the latest forwards of the root that made nodes and no pass
+  // What was made before there was a probe, and by the latest forwards of the root that made nodes and no pass.
+  std::vector<Stretch> unrecorded_;
   std::map<int64_t, Tally> tallies_;  // by backward
   Tally& tally(int64_t task);
 };

@@ -65,7 +65,8 @@ class Recorder:
         self.idle = False
         self._audited: list[int] = []
         self.alive: Any = []
-        self._unrecorded: list[range] = []  # the nodes of forwards that made no pass, the latest
+        # The nodes made before there was a probe, and of forwards that made no pass, the latest.
+        self._unrecorded = [range(torch.autograd._get_sequence_nr())]
         # By backward and parameter: the sum, how large its terms were, and its version.
         self._recorded: dict[tuple[int, int], tuple[Tensor | None, float, int]] = {}
         self._local = threading.local()
@@ -98,7 +99,7 @@ class Recorder:
             run.seen.clear()
             run.made.append(made)
         elif made:
-            self._unrecorded = [*self._unrecorded[-63:], made]
+            self._unrecorded = [self._unrecorded[0], *self._unrecorded[1:][-62:], made]
 
     def _original(self) -> tuple[Pass | None, bool]:
         """The pass whose forward made the node that runs now, if any, and whether it is known."""
