@@ -19,6 +19,7 @@ from typing import NamedTuple
 Step = Callable[[], object]
 Pair = tuple[float, float]  # seconds: the plain step's, the mean of its neighbours; the step's
 BURST = 0.02
+FEW = 3
 
 
 class Ratio(NamedTuple):
@@ -48,7 +49,7 @@ class Budget(NamedTuple):
     rounds: int
     seconds: float = 0  # times the ways, as they share their rounds
     error: float = 0.01  # of the median, as a part of it: known
-    far: float = math.inf  # so many times the plain step is far: two rounds will do
+    far: float = math.inf  # so many times the plain step is far: FEW rounds will do, if in time
 
 
 def interleaved(
@@ -77,7 +78,7 @@ def unsettled(times: list[Pair], budget: Budget, in_time: bool) -> bool:
         return True
     r = ratio(times)
     if r.median > budget.far:
-        return False
+        return in_time and r.rounds < FEW
     unknown = error(r.low, r.high, r.rounds) > budget.error * r.median
     return r.rounds < budget.rounds or (in_time and unknown)
 

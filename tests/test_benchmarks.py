@@ -172,10 +172,14 @@ def test_no_round_begins_after_the_time_of_all_ways(clock: Clock, seconds: float
 
 
 @pytest.mark.parametrize(("rounds", "run"), [(1, 1), (2, 2), (9, 2)])
-def test_two_rounds_do_for_what_is_far_from_plain(clock: Clock, rounds: int, run: int) -> None:
-    ratios = clock.ratios(Budget(rounds, 100, error=0.2, far=2), near=(1.9,), far=(2.1, 6.0))
-    assert ratios["far"].rounds == run
-    assert ratios["near"].rounds == max(rounds, 2)
+@pytest.mark.parametrize("spent", [False, True])
+def test_few_rounds_do_for_what_is_far_from_plain(
+    clock: Clock, rounds: int, run: int, spent: bool
+) -> None:
+    budget = Budget(rounds, 0 if spent else 100, error=0.2, far=2)
+    ratios = clock.ratios(budget, near=(1.9,), far=(2.1, 6.0))
+    assert ratios["far"].rounds == (run if spent else timing.FEW)
+    assert ratios["near"].rounds == (rounds if spent else max(rounds, 2))
 
 
 def test_one_round_tells_no_error() -> None:
