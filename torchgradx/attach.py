@@ -270,7 +270,7 @@ class Probe(Reader):
             self._audit.settle()
         parameters = self._parameters.tensors()
         if self._parameters.changed():
-            why_not: str | None = "the model's modules or ties changed: attach again"
+            why_not: str | None = "the model's modules, ties or options changed: attach again"
         elif self._parameters.computed:
             why_not = COMPUTED
         else:

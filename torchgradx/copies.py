@@ -132,11 +132,15 @@ class _Theirs(OrderedDict[int, Any]):
 
 
 def swapped(
-    stock: type[nn.Module], forward_of: Callable[..., Any], sites: dict[int, Any]
+    stock: type[nn.Module],
+    forward_of: Callable[..., Any],
+    sites: dict[int, Any],
+    altered: Callable[[str], None] | None = None,
 ) -> type[nn.Module]:
     """A subclass whose forward is forward_of(stock, sites) and looks up the module's site by its
     id; where there is none (a stand-in that runs again, or another's copy of the dict) it is the
-    stock one's. Copies are stock.
+    stock one's. Copies are stock. `altered`: to be told where an option of a module that has a site
+    is set to another value: that site, which knows the old one, serves no more.
 
     One class serves all modules of a type: Python's own caches are by type, and a class for each
     module would cost more than a small layer does.
@@ -144,15 +148,25 @@ def swapped(
 
     def replicate(self: Any) -> Any:
         replica = stock._replicate_for_data_parallel(self)
-        replica.__class__ = swapped(stock, forward_of, {id(replica): sites[id(self)]})
+        own = {id(replica): sites[id(self)]} if id(self) in sites else {}
+        replica.__class__ = swapped(stock, forward_of, own, altered)
         return replica
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         made = stock.__reduce_ex__(self, 2)
         return (copyreg._reconstructor, (stock, object, None), _without_hooks(made[2]))  # type: ignore[attr-defined]
 
+    options = frozenset(getattr(stock, "__constants__", ()))
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        if altered and name in options and id(self) in sites and getattr(self, name, None) != value:
+            del sites[id(self)]
+            altered(f"{stock.__name__}.{name}")
+        stock.__setattr__(self, name, value)
+
     body = {
         "forward": forward_of(stock, sites),
+        "__setattr__": set_attribute,
         "_replicate_for_data_parallel": replicate,
         "__reduce_ex__": reduce,
         "__module__": stock.__module__,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from operator import gt
+from operator import gt, mul
 from typing import Any
 
 import torch
@@ -126,10 +126,17 @@ def _conv1d(module: Any) -> dict[str, Any]:
 
 
 def _convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> dict[str, Any]:
-    sides = list(module._reversed_padding_repeated_twice)  # as for F.pad: last dimension first
-    pairs = [(sides[k], sides[k + 1]) for k in range(0, len(sides), 2)]
-    symmetric = module.padding_mode == "zeros" and all(low == high for low, high in pairs)
-    padding = [low if symmetric else 0 for low, _ in reversed(pairs)]
+    zeros, dims = module.padding_mode == "zeros", len(module.kernel_size)
+    if not zeros:
+        sides = list(module._reversed_padding_repeated_twice)  # as for F.pad: last dimension first
+    elif module.padding == "same":
+        total = map(mul, _each(module.dilation, dims), (k - 1 for k in module.kernel_size))
+        sides = [side for t in reversed(list(total)) for side in (t // 2, t - t // 2)]
+    else:
+        padded: Any = 0 if module.padding == "valid" else module.padding
+        sides = [side for p in reversed(_each(padded, dims)) for side in (p, p)]
+    symmetric = zeros and sides[::2] == sides[1::2]
+    padding = sides[::-2] if symmetric else [0] * dims
     return {
         **_geometry(module, padding),
         "in_features": module.in_channels // module.groups * prod(module.kernel_size),
@@ -142,7 +149,7 @@ def _convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> dict[str, Any]:
 def _transposed(module: Any) -> dict[str, Any]:
     """The convolution from its gradient to its input, see csrc/layers/convolution.cpp."""
     return {
-        **_geometry(module, module.padding),
+        **_geometry(module, _each(module.padding, len(module.kernel_size))),
         "in_features": module.out_channels // module.groups * prod(module.kernel_size),
         "out_features": module.in_channels // module.groups,
         "transposed": True,
@@ -150,16 +157,23 @@ def _transposed(module: Any) -> dict[str, Any]:
 
 
 def _geometry(module: Any, padding: Sequence[int]) -> dict[str, Any]:
-    sizes = (module.kernel_size, module.stride, padding, module.dilation)
-    deep = len(module.kernel_size) == 3
+    dims = len(module.kernel_size)
+    stride, dilation = (_each(size, dims) for size in (module.stride, module.dilation))
+    sizes, deep = (module.kernel_size, stride, padding, dilation), dims == 3
     return {
         "groups": module.groups,
         "kernel_size": _pair(module.kernel_size),
-        "stride": _pair(module.stride),
+        "stride": _pair(stride),
         "padding": _pair(padding, 0),
-        "dilation": _pair(module.dilation),
+        "dilation": _pair(dilation),
         "depth": tuple(size[0] for size in sizes) if deep else (),
     }
+
+
+def _each(sizes: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    """By dimension: what was set on a module by hand need not say it so."""
+    given = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    return given * dims if len(given) == 1 else given
 
 
 def _pair(sizes: Sequence[int], first: int = 1) -> tuple[int, ...]:
@@ -187,7 +201,8 @@ def _one(layer: Layer, dims: int) -> int:
 
 def _fits(module: Any) -> bool:
     """Whether the sizes of a transposed convolution are those of a convolution turned round."""
-    return all(map(gt, module.stride, module.output_padding))
+    dims = len(module.kernel_size)
+    return all(map(gt, *(_each(size, dims) for size in (module.stride, module.output_padding))))
 
 
 # Tables, normalisations and what else acts element by element: constants for csrc/layers

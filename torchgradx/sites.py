@@ -107,7 +107,7 @@ class NativeSite:
             argument = self._rule.argument
             ours = self._rule.swaps or self._rule.whole
             forward_of = partial(_forward_of if ours else _listening_of, context.trace, argument)
-            kind, sites = context.swapped(self._stock, forward_of)
+            kind, sites = context.swapped(self._stock, forward_of, knows_options=True)
             sites[id(module)] = site if ours else _tap(site, index, layer.kind, context.recorder)
             module.__class__ = kind
 

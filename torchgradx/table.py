@@ -57,6 +57,7 @@ class Parameters:
             self._aliases[name] = places[id(p)]
         self._tensors: list[Tensor] = list(model.parameters())
         self.computed = False  # whether any is none, but made of some
+        self.altered: list[str] = []  # options of modules that sites know
         self._modules = list(model.modules())
         self._children = [m._modules for m in self._modules if m._modules]
         self._held = [m._parameters for m in self._modules]
@@ -88,8 +89,8 @@ class Parameters:
         return tuple([module.training for module in self._modules])
 
     def changed(self) -> bool:
-        """Whether modules or parameters came, went, or are tied otherwise since attach."""
-        if self._present() != self._shape:
+        """Whether modules or parameters came, went, are tied or were set otherwise since attach."""
+        if self.altered or self._present() != self._shape:
             return True
         now = self.tensors() if self._tied else []
         return any(held.get(key) is not now[place] for held, key, place in self._tied)
@@ -181,12 +182,13 @@ class Context:
     _swapped: dict[type, tuple[type, dict[int, Any]]] = field(default_factory=dict)
 
     def swapped(
-        self, stock: type[nn.Module], forward_of: Callable[..., Any]
+        self, stock: type[nn.Module], forward_of: Callable[..., Any], knows_options: bool = False
     ) -> tuple[type[nn.Module], dict[int, Any]]:
         """The class that stands in for a stock one, and its table of sites by the module's id."""
         if stock not in self._swapped:
             sites: dict[int, Any] = {}
-            self._swapped[stock] = swapped(stock, forward_of, sites), sites
+            altered = self.parameters.altered.append if knows_options else None
+            self._swapped[stock] = swapped(stock, forward_of, sites, altered), sites
         return self._swapped[stock]
 
 
