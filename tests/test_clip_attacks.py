@@ -275,3 +275,28 @@ def test_a_copy_of_parametrized_modules_runs():
         twin = copy.deepcopy(model)
         square(twin, x).backward()
     assert torch.equal(twin(x), model(x))
+
+
+class Spare(nn.Module):
+    """With a parameter of its own that its forward does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.o = nn.Parameter(torch.randn(3)), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.o(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": False}, {"backend": "vmap"}], ids=str)
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_parameter_that_the_forward_does_not_use_is_left_as_it_is(retain, before, options):
+    model, x = Spare().double(), batch()
+    model.w.grad = torch.ones_like(model.w) if before else None
+    with torchgradx.attach(model, clip=True, **options) as probe:
+        square(model, x).backward(retain_graph=retain)
+        probe.clip_grad_norm_(BOUND)
+    assert bool((model.w.grad == 1).all()) if before else model.w.grad is None
+    model.w.grad = None
+    is_clipped(model, x)

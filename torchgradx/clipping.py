@@ -19,33 +19,15 @@ from torch.amp.grad_scaler import OptState
 
 from .copies import untraced
 from .errors import CoverageError
-from .outer import Gradients, operands
-from .outer import weighted as of_samples
 from .passes import receives
 from .sharding import data_parallel, mean_over, scattered
-from .versions import Versions
 
 if TYPE_CHECKING:
     from .table import Parameters
 
-__all__ = ["Books", "BySample", "factors_of", "group", "is_unscaled", "unscaled_by"]
+__all__ = ["Books", "factors_of", "group", "is_unscaled", "unscaled_by"]
 
 HALVES = (torch.float16, torch.bfloat16)
-
-
-class BySample:
-    """Gradients [N, *] of one parameter, kept as they are."""
-
-    def __init__(self, place: int, grads: Gradients) -> None:
-        self.parameters, self._grads = [place], grads
-        self._versions = Versions(operands(grads))
-
-    @property
-    def intact(self) -> bool:
-        return self._versions.stand()
-
-    def weighted(self, factors: Tensor, places: Sequence[int]) -> list[Tensor]:
-        return [of_samples(self._grads, factors)]
 
 
 @dataclass(frozen=True)
@@ -132,6 +114,7 @@ class Books:
         self._marks: dict[int, tuple[int, int]] = {}  # .grad as backwards left it, by place
         self._samples: dict[int, Tensor] = {}  # of .grad then, where it is to be unscaled
         self._scaled = False
+        self._idle: set[int] = set()  # places that no gradient came to
         self._torn = False  # .grad changed between passes of a record
         self.closed = False  # clipped already
         self._ddp: Callable[[], Any] = lambda: None
@@ -231,7 +214,7 @@ class Books:
             gradient = gradient.detach()
             self._others[place] = gradient.clone() if before is None else before + gradient
 
-    def check(self, unscaled: float) -> None:
+    def check(self, unscaled: float, runs: Sequence[Any]) -> None:
         """Raise where nothing can be clipped, before anything is touched."""
         if not self._recorder.books:
             raise RuntimeError(
@@ -249,6 +232,8 @@ class Books:
         )
         uses = [use for _, use, _ in self._kept]
         kept = {place for use in uses for place in use.parameters}
+        self._idle = {place for place in kept - self._marks.keys() if _nothing_came(place, runs)}
+        kept -= self._idle
         self._refuse(
             (place for place in kept if tensors[place]._version != self._versions[place]),
             "weights were changed since the record began, as by an optimizer's step between its "
@@ -302,6 +287,7 @@ class Books:
             for group in groups
             if ddp is not None or group.clips
             for place in group.places
+            if place not in self._idle
         }
         met: set[int] = set()
 
@@ -348,6 +334,12 @@ class Books:
             before = self._besides(place, unscaled)
             grads[place].copy_(torch.zeros(()) if before is None else before)
         mean_over(ddp, list(grads.values()))
+
+
+def _nothing_came(place: int, runs: Sequence[Any]) -> bool:
+    """To a parameter that its module did not use."""
+    waiting = [g for run in runs for _, _, g in run.terms(place)]
+    return not any(bool(t.any()) for t in (*(run.total([place]) for run in runs), *waiting))
 
 
 def _values(grad: Tensor) -> Tensor:

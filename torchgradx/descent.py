@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .clipping import BySample
 from .copies import untraced
-from .outer import Gradients, Outer, added, along, in_full, size, sq_norms, total
+from .outer import BySample, Gradients, Outer, added, along, in_full, size, sq_norms, total
 from .passes import receives
 from .products import CAST, by_sample, closed, dense, fitted, mapped, through
 from .shared import Graph, Node, Plan, below, is_leaf

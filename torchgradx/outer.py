@@ -6,6 +6,7 @@ product or a Tensor [N, *]; what is asked of both is below.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from . import chunks, ops
 from .chunks import accumulation_dtype
+from .versions import Versions
 
 __all__ = [
+    "BySample",
     "Gradients",
     "Outer",
     "added",
@@ -109,3 +112,18 @@ def weighted(g: Gradients, factors: Tensor) -> Tensor:
         return total(Outer(g.left.to(wide) * factors.to(wide).view(-1, 1, 1), g.right.to(wide)))
     wide = accumulation_dtype(g.dtype)
     return factors.to(wide) @ g.reshape(len(factors), -1).to(wide)
+
+
+class BySample:
+    """Gradients of one parameter, kept as they are for clipping."""
+
+    def __init__(self, place: int, grads: Gradients) -> None:
+        self.parameters, self._grads = [place], grads
+        self._versions = Versions(operands(grads))
+
+    @property
+    def intact(self) -> bool:
+        return self._versions.stand()
+
+    def weighted(self, factors: Tensor, places: Sequence[int]) -> list[Tensor]:
+        return [weighted(self._grads, factors)]

@@ -161,9 +161,9 @@ class Record:
     ) -> Tensor | dict[str, Tensor]:
         """The norms before it."""
         unscaled = unscaled_by(self._options["loss_scale"])
-        self.books.check(unscaled)
-        norms = self.norms(per, None)
         runs = [run for run, _ in self._in_order()]
+        self.books.check(unscaled, runs)
+        norms = self.norms(per, None)
         sizes = [run.n for run in runs]
         by_group = norms if isinstance(norms, dict) else {"": norms}
         groups = []
