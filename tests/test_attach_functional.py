@@ -8,6 +8,7 @@ from attach_oracle import (
     check,
     close,
     exact_or_refused,
+    fallback_mode,
     loop,
     need_native,
     per_model,
@@ -141,6 +142,31 @@ def test_a_call_and_a_functional_use_have_cross_terms(name, options):
     need_native(options)
     model, x = made(name)
     check(model, square, x, **options)
+
+
+UNCALLED = {
+    "linear": (lambda m, x: F.linear(x, m.l.weight, m.l.bias), linear, rows),
+    "linear, T = N": (lambda m, x: F.linear(x, m.l.weight), linear, lambda: torch.randn(N, N, D)),
+    "one row": (lambda m, x: F.linear(x, m.l.weight), linear, lambda: torch.randn(N, D)),
+    "twice": (lambda m, x: torch.tanh(x @ m.l.weight) @ m.l.weight, linear, rows),
+    "table": (lambda m, x: F.embedding(x, m.l.weight), lambda: nn.Embedding(V, D), ids),
+    "convolution": (
+        lambda m, x: F.conv2d(x, m.l.weight, m.l.bias).flatten(2).mT,
+        lambda: nn.Conv2d(3, D, 3),
+        images,
+    ),
+    "norm": (
+        lambda m, x: F.layer_norm(x, (D,), m.l.weight, m.l.bias), lambda: nn.LayerNorm(D), rows
+    ),
+}  # fmt: skip
+
+
+@fallback_mode
+@pytest.mark.parametrize("name", UNCALLED)
+def test_a_module_that_is_not_called_itself(name, options):
+    forward, make, batch = UNCALLED[name]
+    model = Model(lambda m, x: m.o(torch.tanh(forward(m, x))), l=make(), o=linear())
+    check(model, square, batch(), **options)
 
 
 @models

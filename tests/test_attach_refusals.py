@@ -30,16 +30,6 @@ N = 4
 
 
 @every_mode
-def test_functional_use_of_a_layers_parameters_is_refused_by_name(options):
-    model = Model(
-        lambda m, x: m.o(torch.tanh(F.linear(x, m.l.weight, m.l.bias))),
-        l=nn.Linear(3, 4), o=nn.Linear(4, 2),
-    )  # fmt: skip
-    names, spared = ["l.weight", "l.bias"], ["o.weight", "o.bias"]
-    refused(model, square, torch.randn(N, 3), names=names, spared=spared, **options)
-
-
-@every_mode
 def test_a_functional_use_that_begins_at_a_later_step_is_refused(options):
     need_native(options)
 

@@ -26,7 +26,7 @@ from .recurrent import Site
 from .rerun import FallbackSite
 from .rules import Layer
 from .several import End
-from .shared import VIEWS, Graph, Group, Node, Plan, survey
+from .shared import Graph, Group, Node, Plan, survey
 from .sites import NativeSite
 from .taint import Taint, watching
 
@@ -157,16 +157,9 @@ class Lift:
             """Whether asking a node costs less than to run its module again."""
             return able(node, ends) and (not ends or n == 1 or in_closed_form(node))
 
-        def beyond(start: Node) -> Callable[[Node, bool], bool]:
-            """Where samples meet the parameter itself, its module is to be called instead."""
-            views = graph.climb([start], lambda _, node: node is start or node.name() in VIEWS)
-            return lambda node, ends: n == 1 or not ends or node not in views
-
         groups = [Group(k, (uses[k][2],), lambda node, ends: True) for k in mixing]
         groups += [Group(k, self._own(k, uses, graph), cheap) for k in beside]
-        for k in read:
-            (start,) = self._own(k, uses, graph)
-            groups.append(Group(k, (start,), able if -1 - k in called else beyond(start)))
+        groups += [Group(k, self._own(k, uses, graph), able) for k in read]
         key = modes, tuple(self._served(group.use, uses) for group in groups)
         before = self._plans.get(key)
         clean: Callable[[Node, int], bool]
