@@ -181,8 +181,11 @@ def test_a_loss_that_raises_leaves_nothing_behind(call):
 
 
 def test_grad_norms_refuses_by_name_and_leaves_nothing_behind():
-    model = Model(lambda m, x: m.o(F.linear(x, m.l.weight)), l=nn.Linear(3, 4, bias=False),
-                  o=nn.Linear(4, 5))  # fmt: skip
+    def mixed(m, x):
+        h = m.l(x)
+        return m.o(h - h.mean(0))
+
+    model = Model(mixed, l=nn.Linear(3, 4, bias=False), o=nn.Linear(4, 5))
     before = fingerprint(model)
     x, y = torch.randn(N, 3), torch.randint(0, 5, (N,))
     with pytest.raises(torchgradx.CoverageError, match=r"l\.weight"):
