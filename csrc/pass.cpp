@@ -200,14 +200,13 @@ void Pass::forget_uses() {
 }
 
 void Pass::enclose(const std::vector<int64_t>& parameters, uint64_t first) {
-  spans_.push_back({at::RecordFunction::currentThreadId(), first, at::sequence_number::peek(), parameters});
+  spans_.push_back({{at::RecordFunction::currentThreadId(), first, at::sequence_number::peek()}, parameters});
 }
 
 bool Pass::encloses(const Node& node, int64_t parameter) const {
   return std::any_of(spans_.begin(), spans_.end(), [&](const Span& span) {
-    const bool inside =
-        node.thread_id() == span.thread && node.sequence_nr() >= span.first && node.sequence_nr() < span.last;
-    return inside && std::find(span.parameters.begin(), span.parameters.end(), parameter) != span.parameters.end();
+    const auto& those = span.parameters;
+    return span.made.holds(node) && std::find(those.begin(), those.end(), parameter) != those.end();
   });
 }
 

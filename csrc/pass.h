@@ -264,7 +264,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   void audit_edges(const Node* at);
   bool encloses(const Node& node, int64_t parameter) const;
   struct Span {
-    uint64_t thread, first, last;
+    Stretch made;
     std::vector<int64_t> parameters;
   };
   std::vector<Span> spans_;

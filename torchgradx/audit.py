@@ -224,17 +224,17 @@ class Audit:
     @untraced
     def _received(self, place: int, gradient: Tensor | None) -> Tensor | None:
         task = torch._C._current_graph_task_id()
-        compared = gradient is not None and (self._recorder.auditing or place in self.always)
+        compared = gradient if self._recorder.auditing or place in self.always else None
         if not self._recorder.audited(task):  # this backward met no pass, as yet
-            if compared:
+            if compared is not None:
                 self._began(None)
                 self._unmet.add((task, place))
             return None
-        if gradient is not None and compared:
+        if compared is not None:
             if place in self._deferred:
-                self._awaiting[task, place] = gradient.detach().clone()
+                self._awaiting[task, place] = compared.detach().clone()
             else:
-                self._compare(place, gradient.detach())
+                self._compare(place, compared.detach())
         if place in self._shielded:
             p = self._parameters.tensor(place)
             hooks: dict[int, Any] = p._post_accumulate_grad_hooks

@@ -49,9 +49,6 @@ class Outer:
     def to(self, dtype: torch.dtype) -> Outer:
         return Outer(self.left.to(dtype), self.right.to(dtype))
 
-    def dense(self) -> Tensor:
-        return self.left.mT @ self.right
-
 
 Gradients = Tensor | Outer
 
@@ -63,7 +60,7 @@ def operands(g: Gradients) -> list[Tensor]:
 
 def in_full(g: Gradients) -> Tensor:
     """[N, *]"""
-    return g.dense() if isinstance(g, Outer) else g
+    return g.left.mT @ g.right if isinstance(g, Outer) else g
 
 
 def total(g: Gradients) -> Tensor:

@@ -16,7 +16,7 @@ from .fallback import dims_of
 from .layout import BATCH, SEQUENCE, Watched, alike
 from .shared import Graph
 
-__all__ = ["CONFLICT", "End", "ends_of_module", "ends_of_node"]
+__all__ = ["End", "ends_of_module", "ends_of_node"]
 
 CONFLICT = "its outputs have the samples in different places"
 

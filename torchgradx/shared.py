@@ -17,7 +17,6 @@ from torch import Tensor
 from .layout import Watched
 
 __all__ = [
-    "VIEWS",
     "Graph",
     "Group",
     "Node",
