@@ -247,6 +247,12 @@ def test_a_replica_of_a_layer_records_as_the_layer_does():
 
 
 @every_mode
+def test_weights_of_modules_none_of_which_is_called(options):
+    model = Model(lambda m, x: F.linear(x, m.layer.weight, m.layer.bias), layer=nn.Linear(3, 2))
+    check(model, square, torch.randn(N, 3), **options)
+
+
+@every_mode
 def test_low_rank_adapters_on_a_frozen_layer(options):
     model = Model(lambda m, x: m.base(x) + m.up(m.down(x)), base=nn.Linear(4, 4),
                   down=nn.Linear(4, 2, bias=False), up=nn.Linear(2, 4, bias=False))  # fmt: skip

@@ -155,8 +155,8 @@ class FallbackSite:
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """What the module gives in place of its output, if anything."""
-        if module is not self._module:  # a replica, in a thread of its own
-            return None
+        if module is not self._module and not self._recorder.depth():
+            return None  # a replica, in a thread of its own
         run = self._recorder.current()
         if run is None or torch._C._are_functorch_transforms_active():
             return None
