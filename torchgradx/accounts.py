@@ -35,10 +35,12 @@ CREATED = "its gradient was computed under create_graph=True, and may change aga
 
 def require_all(record: Record, recorder: Any, parameters: Parameters, layers: list[Layer]) -> None:
     """Raise a CoverageError if anything in the record is not accounted for."""
-    runs = [run for run, _ in record.runs]
-    created = any(run.create_graph for run in runs)
-    late = {place for run in runs for place in run.late()}
-    changed = {place for run in runs for place in run.changed()}
+    created = False
+    late, changed = set[int](), set[int]()
+    for run, _ in record.runs:
+        created |= run.create_graph
+        late.update(run.late())
+        changed.update(run.changed())
     refusals = recorder.refusals
     doubts = created or refusals or late or changed or record.mismatched
     if not doubts and recorder.balanced:

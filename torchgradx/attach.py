@@ -237,7 +237,7 @@ class Probe(Reader):
         self._recorder.push(run, int(self._paused > 0 and not torch.is_grad_enabled()))
 
     def _unwind(self, root: nn.Module | None, calls: int = 0) -> None:
-        if unwound(self._recorder, root, calls):
+        if self._recorder.depth() and unwound(self._recorder, root, calls):
             self._audit.lift.unwatch()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:

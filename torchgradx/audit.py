@@ -259,6 +259,8 @@ class Audit:
 
         One inside of another, as of a reentrant checkpoint, has to meet a pass if that other did.
         """
+        if not (self._unmet or self._before or self._awaiting):
+            return
         if torch._C._current_graph_task_id() == -1:
             unmet = {key for key in self._unmet if key[0] in tasks}
             self._unmet -= unmet
@@ -313,7 +315,7 @@ class Audit:
             if run.recorded and not self._record.mismatched and _finite(run):
                 self._proven[key] = verdict
             del self._pending[key]
-        if not self._pending:
+        if not self._pending and (self._recorder.auditing or self.always):
             self._stop_listening()
 
     def _stop_listening(self) -> None:

@@ -37,35 +37,42 @@ class Backwards:
 
     def __init__(self, recorder: Any, over: Callable[[list[int], bool], None]) -> None:
         self._recorder, self._over = recorder, over
-        self._open: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
+        self._open: dict[int, weakref.ref[_Backward]] = {}
 
     def meet(self, run: Any) -> None:
         """The backward that runs now comes to a pass; None: only its number is wanted."""
         task = torch._C._current_graph_task_id()
         if task != -1:
-            self._present(task).meet(run, list(self._open.values()))
+            self._present(task).meet(run, self._living())
 
     def _present(self, task: int) -> _Backward:
-        found = self._open.get(task)
+        known = self._open.get(task)
+        found = known() if known else None
         if found is None:
-            found = self._open[task] = _Backward(task, self._ended)
+            found = _Backward(task, self._ended)
+            self._open[task] = weakref.ref(found)
             self._recorder.open(task)
             at_the_end(found)
         return found
 
+    def _living(self) -> list[_Backward]:
+        return [backward for ref in list(self._open.values()) if (backward := ref()) is not None]
+
     def sweep(self) -> None:
         """Outside of any backward: one that an exception's traceback keeps from going is over."""
         if self._open and torch._C._current_graph_task_id() == -1:
-            for backward in list(self._open.values()):
+            for backward in self._living():
                 if backward.thread == threading.get_ident():
                     backward.end()
 
     def under_way(self) -> bool:
         """Whether another thread runs one."""
-        inside = torch._C._current_graph_task_id() != -1
-        return not inside and any(not backward.over for backward in list(self._open.values()))
+        if not self._open or torch._C._current_graph_task_id() != -1:
+            return False
+        return not all(backward.over for backward in self._living())
 
     def _ended(self, backward: _Backward) -> None:
+        self._open.pop(backward.tasks[0], None)
         if not backward.done:
             backward.undo()
             self._recorder.drop(backward.tasks)
@@ -87,35 +94,35 @@ class _Backward:
     def __init__(self, task: int, ended: Callable[[_Backward], None]) -> None:
         self.tasks = [task]  # and those inside of it, which have ended
         self.begun: list[Any] = []  # passes
-        self.before: list[tuple[Any, Any]] = []  # passes that others brought gradients, until then
+        self.before: dict[Any, Any] = {}  # passes that others brought gradients, as they were then
         self.thread = threading.get_ident()
         self.done = self.over = False
         self._calls, self._end = 0, ended
 
     def _knows(self, run: Any) -> bool:
-        return any(run is known for known in (*self.begun, *(known for known, _ in self.before)))
+        return run in self.begun or run in self.before
 
     def meet(self, run: Any, under_way: list[_Backward]) -> None:
         if run is None or any(backward._knows(run) for backward in under_way):
             return
         if run.recorded:
-            self.before.append((run, run.state()))
+            self.before[run] = run.state()
         else:
             self.begun.append(run)
 
     def take(self, inner: _Backward) -> None:
         self.tasks += inner.tasks
         self.begun += [run for run in inner.begun if not self._knows(run)]
-        self.before += [entry for entry in inner.before if not self._knows(entry[0])]
+        self.before |= {run: s for run, s in inner.before.items() if not self._knows(run)}
 
     def undo(self) -> None:
         for run in self.begun:
             run.forget()
-        for run, state in self.before:
+        for run, state in self.before.items():
             run.restore(state)
 
     def renew(self) -> None:
-        for run in (*self.begun, *(run for run, _ in self.before)):
+        for run in (*self.begun, *self.before):
             run.renew()
 
     @untraced

@@ -10,9 +10,8 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -46,8 +45,7 @@ class _OfThread(threading.local):
         self.ends: dict[Node, list[End]] = {}
 
 
-@dataclass(frozen=True)
-class Looked:
+class Looked(NamedTuple):
     """What a forward showed while it ran."""
 
     taint: Taint | None

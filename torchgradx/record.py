@@ -51,7 +51,7 @@ class Record:
 
     def takes(self, on: bool) -> bool:
         """Whether a forward that begins is to be a pass; of one that runs again, whether it was."""
-        if torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
+        if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
             return False
         if not torch.is_grad_enabled():  # which a reentrant checkpoint may run again
             self._serial += 1
@@ -176,6 +176,8 @@ class Record:
         return norms
 
     def _in_order(self) -> list[tuple[Any, float | Tensor]]:
+        if len(self.runs) == 1:
+            return self.runs
         return sorted(self.runs, key=lambda entry: entry[0].serial)
 
     def _places_of_sums(self, runs: Sequence[Any]) -> tuple[torch.device, dict[str, Any]]:
@@ -204,12 +206,13 @@ class Record:
     ) -> Iterator[float | Tensor]:
         """The same by pass: a number, or a Tensor [N] or []."""
         by_sample = given if isinstance(given, Tensor) and given.dim() else None
-        samples = sum(run.n for run, _ in runs)
-        if by_sample is not None and by_sample.numel() != samples:
-            raise ValueError(
-                f"loss_scale must be a number or a Tensor [{samples}], as the record holds "
-                f"that many samples; got shape {list(by_sample.shape)}"
-            )
+        if by_sample is not None:
+            samples = sum(run.n for run, _ in runs)
+            if by_sample.numel() != samples:
+                raise ValueError(
+                    f"loss_scale must be a number or a Tensor [{samples}], as the record holds "
+                    f"that many samples; got shape {list(by_sample.shape)}"
+                )
         start = 0
         for run, scale in runs:
             if given is not None:

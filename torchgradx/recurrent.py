@@ -200,17 +200,18 @@ def _served(module: Any, input: Any, hx: Any) -> bool:
     lstm = isinstance(module, (nn.LSTM, nn.LSTMCell))
     given = [] if hx is None else list(hx) if lstm and isinstance(hx, (tuple, list)) else [hx]
     parameters = [p for p in module._parameters.values() if p is not None]
-    held = [data, *(t for t in given if t is not None), *parameters]
-    if not PLAIN.issuperset(map(type, held)):
-        return False
-    dtype = data.dtype
-    if not all(t.dtype is dtype and t.is_cpu for t in held) or not data.numel():
+    for t in (data, *given, *parameters):
+        if t is None:
+            continue
+        if type(t) not in PLAIN or t.dtype is not data.dtype or not t.is_cpu:
+            return False
+    if not data.numel() or not any(p.requires_grad for p in parameters):
         return False
     if torch.is_autocast_enabled("cpu") or torch._C._are_functorch_transforms_active():
         return False
     if data.dim() != (2 if single or sizes is not None else 3):
         return False
-    if data.shape[-1] != module.input_size or not any(p.requires_grad for p in parameters):
+    if data.shape[-1] != module.input_size:
         return False
     if not given:
         return True

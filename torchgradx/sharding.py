@@ -17,7 +17,9 @@ __all__ = ["data_parallel", "flattened", "gathers", "mean_over", "scattered", "u
 
 def _known(module: str, *names: str) -> tuple[type, ...]:
     """Classes of a module, if it was imported."""
-    held = vars(sys.modules.get(module, sys))
+    if module not in sys.modules:
+        return ()
+    held = vars(sys.modules[module])
     return tuple(held[name] for name in names if name in held)
 
 
@@ -37,7 +39,7 @@ def uncovered(model: nn.Module, parameters: Sequence[Tensor]) -> str | None:
     """Why a forward cannot be recorded, if so."""
     if _split(model, parameters):
         return "tensor parallelism has split layers over processes"
-    if getattr(model, "_is_replica", False):
+    if vars(model).get("_is_replica"):
         return (
             "DataParallel runs its replicas in threads, and nothing tells in which order: use "
             "DistributedDataParallel"

@@ -37,7 +37,7 @@ def unwound(recorder: Any, root: nn.Module | None, calls: int) -> bool:
 
     calls: how many of the root's stand on the stack, if it is so.
     """
-    if not recorder.depth() or (root is not None and _calls_of(root_of(root)) > calls):
+    if root is not None and _calls_of(root_of(root)) > calls:
         return False
     while recorder.depth():
         run = recorder.current()

@@ -9,13 +9,14 @@ namespace torchgradx::cpu {
 template <class T>
 struct LstmRow {                       // gates: input, forget, cell, output
   const T *gates, *before, *squashed;  // [4, H]; the cells before, tanh of those after
-  const T* grad;                       // [H], of the state
+  const T *grad, *arriving;            // [H], of the state: their sum; arriving may be null
   T *out, *carried;                    // [4, H]; of the cells, after the step and then before it
 };
 
 template <class T>
 struct GruRow {                        // gates: reset, update, new
   const T *gates, *hidden, *previous;  // [3, H]; W_hh h + b_hh [3, H]; the state before
+  const T* arriving;                   // [H], of the state, beside grad
   T *grad, *out, *out_hidden;          // [H], becomes what passes the step by; [3, H], at x and at h
 };
 
@@ -25,8 +26,8 @@ struct GateKernels {
   void (*cells)(const T* gates, const T* before, T* out, int64_t h);  // of an LSTM
   void (*lstm)(const LstmRow<T>& row, int64_t h);
   void (*gru)(const GruRow<T>& row, int64_t h);
-  void (*tanh)(const T* states, const T* grad, T* out, int64_t h);  // of a plain RNN
-  void (*relu)(const T* states, const T* grad, T* out, int64_t h);
+  void (*tanh)(const T* states, const T* grad, const T* arriving, T* out, int64_t h);  // of a plain RNN
+  void (*relu)(const T* states, const T* grad, const T* arriving, T* out, int64_t h);
 };
 
 template <class T>

@@ -38,7 +38,9 @@ void lstm_row(const LstmRow<T>& row, int64_t h) {
     constexpr int W = decltype(width)::value;
     const T *const q = row.gates + j, *const carried = row.carried + j;
     const auto i = load<T, W>(q), f = load<T, W>(q + h), g = load<T, W>(q + 2 * h), o = load<T, W>(q + 3 * h);
-    const auto c = load<T, W>(row.before + j), y = load<T, W>(row.squashed + j), grad = load<T, W>(row.grad + j);
+    const auto c = load<T, W>(row.before + j), y = load<T, W>(row.squashed + j);
+    auto grad = load<T, W>(row.grad + j);
+    if (row.arriving) grad += load<T, W>(row.arriving + j);
     const auto dc = load<T, W>(carried) + grad * o * (1 - y * y);
     T* const d = row.out + j;
     store<T, W>(d, dc * g * i * (1 - i));
@@ -55,7 +57,7 @@ void gru_row(const GruRow<T>& row, int64_t h) {
     constexpr int W = decltype(width)::value;
     const T* const q = row.gates + j;
     const auto r = load<T, W>(q), z = load<T, W>(q + h), n = load<T, W>(q + 2 * h);
-    const auto p = load<T, W>(row.previous + j), grad = load<T, W>(row.grad + j);
+    const auto p = load<T, W>(row.previous + j), grad = load<T, W>(row.grad + j) + load<T, W>(row.arriving + j);
     const auto dn = grad * (1 - z) * (1 - n * n), dz = grad * (p - n) * z * (1 - z);
     const auto dr = dn * load<T, W>(row.hidden + 2 * h + j) * r * (1 - r);
     T *const d = row.out + j, *const e = row.out_hidden + j;
@@ -67,20 +69,21 @@ void gru_row(const GruRow<T>& row, int64_t h) {
 }
 
 template <class T, int L>
-void tanh_row(const T* states, const T* grad, T* out, int64_t h) {
+void tanh_row(const T* states, const T* grad, const T* arriving, T* out, int64_t h) {
   each_lane<L>(h, [&](int64_t j, auto width) __attribute__((always_inline)) {
     constexpr int W = decltype(width)::value;
     const auto s = load<T, W>(states + j);
-    store<T, W>(out + j, load<T, W>(grad + j) * (1 - s * s));
+    store<T, W>(out + j, (load<T, W>(grad + j) + load<T, W>(arriving + j)) * (1 - s * s));
   });
 }
 
 template <class T, int L>
-void relu_row(const T* states, const T* grad, T* out, int64_t h) {
+void relu_row(const T* states, const T* grad, const T* arriving, T* out, int64_t h) {
   each_lane<L>(h, [&](int64_t j, auto width) __attribute__((always_inline)) {
     constexpr int W = decltype(width)::value;
     const auto s = load<T, W>(states + j);
-    store<T, W>(out + j, where<T, W>(s <= T(0), Vector<T, W>{}, load<T, W>(grad + j)));
+    const auto whole = load<T, W>(grad + j) + load<T, W>(arriving + j);
+    store<T, W>(out + j, where<T, W>(s <= T(0), Vector<T, W>{}, whole));
   });
 }
 

@@ -276,13 +276,13 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
   }
   const View<T> hidden(u), prior(previous), tanh_of(squashed), d(found.input), e(found.state), arrives(grads.states);
   T* const carried_cell = found.first_cell.defined() ? found.first_cell.template data_ptr<T>() : nullptr;
-  const auto row = [&](int64_t t, int64_t b, T* grad) {  // from the state's gradient to the gates'
+  const auto row = [&](int64_t t, int64_t b, T* grad, const T* arriving) {  // from the state's gradient to the gates'
     if (of.cell == Cell::kLstm)
-      kernels.lstm({ran.at(t, b), before(t, b), tanh_of.at(t, b), grad, d.at(t, b), carried_cell + b * h}, h);
+      kernels.lstm({ran.at(t, b), before(t, b), tanh_of.at(t, b), grad, arriving, d.at(t, b), carried_cell + b * h}, h);
     else if (of.cell == Cell::kGru)
-      kernels.gru({ran.at(t, b), hidden.at(t, b), prior.at(t, b), grad, d.at(t, b), e.at(t, b)}, h);
+      kernels.gru({ran.at(t, b), hidden.at(t, b), prior.at(t, b), arriving, grad, d.at(t, b), e.at(t, b)}, h);
     else
-      (of.cell == Cell::kTanh ? kernels.tanh : kernels.relu)(ran.at(t, b), grad, d.at(t, b), h);
+      (of.cell == Cell::kTanh ? kernels.tanh : kernels.relu)(ran.at(t, b), grad, arriving, d.at(t, b), h);
   };
   const Tensor carried = begun(grads.last, p);  // the gradient of the state
   T* const carry = carried.data_ptr<T>();
@@ -293,8 +293,10 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
       const int64_t t = walk.at(k), last = std::min(end, walk.size(t));
       if (last <= begin) continue;
       walk.each_row(begin, last, [&](int64_t b) {
-        kernels.add(carry + b * p, arrives.at(t, b), p);
-        if (!of.projects) row(t, b, carry + b * p);
+        if (of.projects)
+          kernels.add(carry + b * p, arrives.at(t, b), p);
+        else
+          row(t, b, carry + b * p, arrives.at(t, b));
       });
       const bool all = begin == 0 && last == rows;
       const auto mine = [&](const Tensor& t) { return all ? t : t.narrow(0, begin, last - begin); };
@@ -303,7 +305,7 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
         const Tensor of_cells = to.mm(w.hr);
         mine(found.out[t]).copy_(to);
         T* const grads_of_cells = of_cells.data_ptr<T>();
-        walk.each_row(begin, last, [&](int64_t b) { row(t, b, grads_of_cells + (b - begin) * h); });
+        walk.each_row(begin, last, [&](int64_t b) { row(t, b, grads_of_cells + (b - begin) * h, nullptr); });
       }
       at::cpu::addmm_(to, mine(each_step[t]), w.hh, /*beta=*/of.cell == Cell::kGru ? 1 : 0, /*alpha=*/1);
     }
