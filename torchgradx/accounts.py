@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["require_all"]
 
 BEYOND = (
-    "the backward used it in {:+d} places beyond the recorded calls of its module. A functional "
-    "use, a penalty on the weights inside the loss, or a module called outside the model's own "
-    "forward cannot be split by sample: call the module instead, backward the penalty apart from "
-    "the loss, or freeze it"
+    "the backward used it in {:+d} places beyond the recorded calls of its module. A penalty on "
+    "the weights inside the loss, a use outside of the model's own forward, or a functional one in "
+    "a checkpoint cannot be split by sample: backward the penalty apart from the loss, call the "
+    "module instead, or freeze it"
 )
 MISMATCHED = (
     "the gradient it received is not the sum of what was recorded: something besides the samples' "
