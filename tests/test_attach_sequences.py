@@ -88,8 +88,7 @@ class Sequence:
         self.reset()
 
     def ids(self):
-        self.n, self.steps = self.rng.choice([2, 3, 4]), self.rng.choice([3, 4, 5])
-        return torch.randint(0, IDS, (self.n, self.steps))
+        return torch.randint(0, IDS, (self.rng.choice([2, 3, 4]), self.rng.choice([3, 4, 5])))
 
     def forward(self, ids):
         self.forwards += 1
