@@ -79,6 +79,7 @@ void bind_pass(py::module_& m) {
       .def("forget_recorded", &Recorder::forget_recorded)
       .def_readwrite("auditing", &Recorder::auditing)
       .def_readwrite("idle", &Recorder::idle)
+      .def_property("asking", &Recorder::asking, &Recorder::set_asking)
       .def_readwrite("books", &Recorder::books)
       .def("book",
            [](const Recorder& self, std::shared_ptr<Pass> run, py::object use) { self.booked()(run, std::move(use)); })

@@ -46,6 +46,8 @@ bool same(const std::shared_ptr<const Owners>& owners, const std::vector<Tensor>
                               [](const Tensor& tensor, const NodePtr& owner) { return owner_of(tensor) == owner; });
 }
 
+thread_local const Recorder* asks = nullptr;
+
 uint64_t mixed(uint64_t hash, uint64_t value) {
   return (hash ^ value) * 0x9E3779B97F4A7C15u + (hash >> 29);
 }
@@ -203,6 +205,14 @@ void Pass::enclose(const std::vector<int64_t>& parameters, uint64_t first) {
   spans_.push_back({{at::RecordFunction::currentThreadId(), first, at::sequence_number::peek()}, parameters});
 }
 
+bool Recorder::asking() const {
+  return asks == this;
+}
+
+void Recorder::set_asking(bool on) {
+  asks = on ? this : nullptr;
+}
+
 bool Pass::encloses(const Node& node, int64_t parameter) const {
   return std::any_of(spans_.begin(), spans_.end(), [&](const Span& span) {
     const auto& those = span.parameters;
@@ -212,7 +222,7 @@ bool Pass::encloses(const Node& node, int64_t parameter) const {
 
 bool Pass::arrive(at::IntArrayRef parameters, const Node* at, bool enclosed) {
   bool any = false, all = true;
-  if (recorder->idle) return false;
+  if (recorder->idle || recorder->asking()) return false;
   for (const int64_t parameter : parameters) {
     any = any || needed(parameter);
     all = all && needed(parameter);

@@ -147,7 +147,9 @@ class Recorder {
 
   const int64_t parameters;
   mutable std::mutex mutex;
-  bool idle = false;             // nothing arrives: a proof is running
+  bool idle = false;    // nothing arrives: a proof is running
+  bool asking() const;  // nor in this thread: it asks a node for its products
+  void set_asking(bool on);
   std::vector<int64_t> audited;  // the backwards that met a pass, the latest few
   std::vector<std::weak_ptr<Pass>> alive;
   std::shared_ptr<const Owners> owners;  // of the latest pass

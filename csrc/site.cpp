@@ -46,7 +46,8 @@ std::optional<Operands> Site::operands(const Pass& pass, int64_t use, const Save
   if (!operands) {
     std::ostringstream reason;
     reason << "the " << pass.n << " samples of the pass cannot be found in its output of shape " << grad_output.sizes()
-           << "; if they are there, say layout=";
+           << "; if they are there, say layout=; where none are, as in a table of positions, a reentrant checkpoint "
+              "keeps that from being seen: say use_reentrant=False";
     recorder->refuse(index, reason.str());
   }
   return operands;

@@ -120,6 +120,18 @@ def test_replicas_in_threads_are_refused_and_train_as_before(where, options):
         assert torch.allclose(p.grad, gradient, rtol=1e-12)
 
 
+def test_a_backward_is_recorded_while_another_thread_asks_a_node_for_its_products():
+    model, x = mlp().double(), torch.randn(N, 3).double()
+    with torchgradx.attach(model) as probe:
+        loss = square(model, x)
+        probe._recorder.asking = True  # as on the way down from a functional use
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        probe._recorder.asking = False
+        close_named(probe.norms(per="parameter"), loop(model, square, x))
+
+
 def both_outputs(m, x):
     rows, state = m.g(x)
     return m.o(rows + state[0][:, None])

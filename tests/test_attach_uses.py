@@ -246,10 +246,20 @@ def test_a_replica_of_a_layer_records_as_the_layer_does():
         close(probe.norms(), want)
 
 
-@every_mode
-def test_weights_of_modules_none_of_which_is_called(options):
-    model = Model(lambda m, x: F.linear(x, m.layer.weight, m.layer.bias), layer=nn.Linear(3, 2))
-    check(model, square, torch.randn(N, 3), **options)
+@fallback_mode
+def test_a_replica_with_parameters_of_its_own_counts_nothing(options):
+    layer, head = Model(lambda m, x: x * m.scale, scale=torch.ones(3)), nn.Linear(3, 2)
+
+    def forward(m, x):
+        replica = m.layer._replicate_for_data_parallel()
+        replica._parameters = {"scale": m.layer.scale.detach().clone().requires_grad_()}
+        return m.head(x) + replica(x).sum(1, keepdim=True)
+
+    model, x = Model(forward, layer=layer, head=head).double(), torch.randn(N, 3).double()
+    want = loop(model, square, x)
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        close_named(probe.norms(per="parameter"), want)
 
 
 @every_mode

@@ -337,7 +337,7 @@ class Probe(Reader):
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 metadata: Any = node.metadata
                 metadata.setdefault("torchgradx", []).append(run)
-        outputs = [] if known or gathers(module) else tensors_in(out)
+        outputs = tensors_in(out) if uses and not gathers(module) else []
         if run.in_graph:
             run.refuse(-1, MIXED)
         elif seen is None:

@@ -75,8 +75,8 @@ untraced(Hook.__call__, below=False)
 # torch.compile breaks its graph here, and under fullgraph=True shows the reason.
 for _name, _value in {
     "_torchdynamo_disable": True,
-    "_torchdynamo_disable_msg": "torchgradx records this model outside of graphs (see the README's "
-    "limits): compile it without fullgraph=True",
+    "_torchdynamo_disable_msg": "torchgradx records this model outside of graphs (see "
+    "docs/limits.md): compile it without fullgraph=True",
 }.items():
     setattr(Hook._outside, _name, _value)
 

@@ -260,11 +260,11 @@ class Descent:
 
     def _ask(self, node: Node, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
         """The node's own products. Its hooks are not called, and nothing of it is recorded."""
-        before, self._recorder.idle = self._recorder.idle, True
+        self._recorder.asking = True
         try:
             out = node(*grads)
         finally:
-            self._recorder.idle = before
+            self._recorder.asking = False
         products = out if isinstance(out, tuple) else (out,)
         return tuple(map(fitted, products, node.next_functions))
 

@@ -78,6 +78,15 @@ class Recorder:
         stack: list[tuple[Pass | None, int]] = self._local.stack
         return stack
 
+    @property
+    def asking(self) -> bool:
+        """Whether this thread asks a node for its products: nothing of that arrives."""
+        return getattr(self._local, "asking", False)
+
+    @asking.setter
+    def asking(self, on: bool) -> None:
+        self._local.asking = on
+
     def enlist(self, run: Pass) -> None:
         living = [ref for ref in self.alive if ref() is not None]
         for ref in living:
@@ -303,7 +312,11 @@ class Pass:
         pass  # no edges are counted here
 
     def arrive(self, places: Sequence[int], enclosed: bool = False) -> bool:
-        if self.recorder.idle or not any(self._needed(place) for place in places):
+        if (
+            self.recorder.idle
+            or self.recorder.asking
+            or not any(self._needed(place) for place in places)
+        ):
             return False
         task = torch._C._current_graph_task_id()
         if task != self._task or not self.recorded:

@@ -200,9 +200,8 @@ def _served(module: Any, input: Any, hx: Any) -> bool:
     lstm = isinstance(module, (nn.LSTM, nn.LSTMCell))
     given = [] if hx is None else list(hx) if lstm and isinstance(hx, (tuple, list)) else [hx]
     parameters = [p for p in module._parameters.values() if p is not None]
-    for t in (data, *given, *parameters):
-        if t is None:
-            continue
+    held = [data, *(t for t in given if t is not None), *parameters]
+    for t in held:
         if type(t) not in PLAIN or t.dtype is not data.dtype or not t.is_cpu:
             return False
     if not data.numel() or not any(p.requires_grad for p in parameters):

@@ -153,10 +153,16 @@ class FallbackSite:
         """Before its first use of its parameters: that may be by a hook which makes its weight."""
         self._first = _C.sequence_number() if ops.NATIVE else 0
 
+    def _stands_for(self, replica: nn.Module) -> bool:
+        """Whether it computes with this module's parameters, and not in a thread of its own."""
+        names = self._own.values() if self._recorder.depth() else ()
+        held = [_find(replica, name) is _find(self._module, name) for name in names]
+        return bool(held) and all(held)
+
     def _after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """What the module gives in place of its output, if anything."""
-        if module is not self._module and not self._recorder.depth():
-            return None  # a replica, in a thread of its own
+        if module is not self._module and not self._stands_for(module):
+            return None
         run = self._recorder.current()
         if run is None or torch._C._are_functorch_transforms_active():
             return None
@@ -379,7 +385,7 @@ def _dots(found: list[Tensor], directions: dict[int, Tensor | None]) -> Tensor:
 
 def _find(module: nn.Module, name: str) -> Tensor | None:
     owner, _, key = name.rpartition(".")
-    return module.get_submodule(owner)._parameters[key]
+    return module.get_submodule(owner)._parameters.get(key)
 
 
 def _made(t: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 A trainer scales its losses as it likes: by micro-batches, by tokens, by a GradScaler. What a step's
 gradient is the sum of needs no knowledge of that: one share for each of its N samples. A norm here
-is N times that of the share. Under a mean over equal micro-batches it is the norm of the sample's
-own gradient; elsewhere it weighs the sample as the trainer does.
+is N times that of the share. Under a mean over all of equal micro-batches it is the norm of the
+sample's own gradient; elsewhere it weighs the sample as the trainer does.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ class GradNorms(StepNorms, TrainerCallback):
     `norms` holds those of the latest step, in the order of its micro-batches; a norm is that of the
     sample's share in the step's gradient, times the number of samples. Where the trainer divides by
     the tokens of a step, a long sample weighs more than a short one; where it takes means over
-    equal micro-batches, it is the norm of the sample's own gradient. `probe` is there while
+    equal micro-batches, and divides by their number, it is the norm of the sample's own gradient
+    (it leaves that division to models that take any keyword, as BERT). `probe` is there while
     training runs.
 
     Args:
