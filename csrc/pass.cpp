@@ -46,7 +46,7 @@ bool same(const std::shared_ptr<const Owners>& owners, const std::vector<Tensor>
                               [](const Tensor& tensor, const NodePtr& owner) { return owner_of(tensor) == owner; });
 }
 
-thread_local const Recorder* asks = nullptr;
+thread_local const Recorder* asks = nullptr;  // a node for its products, in this thread
 
 uint64_t mixed(uint64_t hash, uint64_t value) {
   return (hash ^ value) * 0x9E3779B97F4A7C15u + (hash >> 29);
@@ -127,6 +127,14 @@ void Recorder::release() {
   }
 }
 
+bool Recorder::asking() const {
+  return asks == this;
+}
+
+void Recorder::set_asking(bool on) {
+  asks = on ? this : nullptr;
+}
+
 Pass::Pass(std::shared_ptr<Recorder> recorder, int64_t n, const std::vector<Tensor>& parameters)
     : recorder(std::move(recorder)), n(n), entries(parameters.size()) {
   trainable.reserve(parameters.size());
@@ -203,14 +211,6 @@ void Pass::forget_uses() {
 
 void Pass::enclose(const std::vector<int64_t>& parameters, uint64_t first) {
   spans_.push_back({{at::RecordFunction::currentThreadId(), first, at::sequence_number::peek()}, parameters});
-}
-
-bool Recorder::asking() const {
-  return asks == this;
-}
-
-void Recorder::set_asking(bool on) {
-  asks = on ? this : nullptr;
 }
 
 bool Pass::encloses(const Node& node, int64_t parameter) const {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 __all__ = [
@@ -15,7 +15,9 @@ __all__ = [
     "modules_in_order",
     "opaque",
     "own_names",
+    "parameter_of",
     "recurrent_weights",
+    "same_parameters",
 ]
 
 # Never called: their parameters are their owner's.
@@ -67,6 +69,18 @@ def own_names(module: nn.Module) -> list[str]:
         if isinstance(child, CONTAINERS):
             names += [f"{child_name}.{name}" for name in own_names(child)]
     return names
+
+
+def parameter_of(module: nn.Module, name: str) -> Tensor | None:
+    """By its name within the module, as `own_names` has it."""
+    owner, _, key = name.rpartition(".")
+    return module.get_submodule(owner)._parameters.get(key)
+
+
+def same_parameters(one: nn.Module, other: nn.Module, names: Iterable[str]) -> bool:
+    """Whether two modules compute with the same ones, of those named: one at least."""
+    held = [parameter_of(one, name) is parameter_of(other, name) for name in names]
+    return bool(held) and all(held)
 
 
 def modules_in_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -42,6 +42,12 @@ def receives(parameter: Tensor) -> bool:
     return _executes(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[tuple[Pass | None, int]] = []
+        self.asking = False
+
+
 class Recorder:
     """What all passes of one probe share."""
 
@@ -69,19 +75,16 @@ class Recorder:
         self._unrecorded = [range(torch.autograd._get_sequence_nr())]
         # By backward and parameter: the sum, how large its terms were, and its version.
         self._recorded: dict[tuple[int, int], tuple[Tensor | None, float, int]] = {}
-        self._local = threading.local()
+        self._local = _OfThread()
 
     def _in_force(self) -> list[tuple[Pass | None, int]]:
         """With the number of the first node that its forward makes."""
-        if not hasattr(self._local, "stack"):
-            self._local.stack = []
-        stack: list[tuple[Pass | None, int]] = self._local.stack
-        return stack
+        return self._local.stack
 
     @property
     def asking(self) -> bool:
         """Whether this thread asks a node for its products: nothing of that arrives."""
-        return getattr(self._local, "asking", False)
+        return self._local.asking
 
     @asking.setter
     def asking(self, on: bool) -> None:

@@ -32,7 +32,7 @@ from .fallback import (
     whole_gradients,
 )
 from .layout import BATCH, NOWHERE, SEQUENCE, SHARED, tensors_in
-from .modules import CONTAINERS, opaque, own_names
+from .modules import CONTAINERS, opaque, own_names, parameter_of, same_parameters
 from .rules import Layer, rule_named
 from .several import ends_of_module
 from .sharding import scattered
@@ -153,23 +153,19 @@ class FallbackSite:
         """Before its first use of its parameters: that may be by a hook which makes its weight."""
         self._first = _C.sequence_number() if ops.NATIVE else 0
 
-    def _stands_for(self, replica: nn.Module) -> bool:
-        """Whether it computes with this module's parameters, and not in a thread of its own."""
-        names = self._own.values() if self._recorder.depth() else ()
-        held = [_find(replica, name) is _find(self._module, name) for name in names]
-        return bool(held) and all(held)
-
     def _after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """What the module gives in place of its output, if anything."""
-        if module is not self._module and not self._stands_for(module):
-            return None
+        if module is not self._module:  # a replica, perhaps in a thread of its own
+            names = self._own.values() if self._recorder.depth() else ()
+            if not same_parameters(module, self._module, names):
+                return None
         run = self._recorder.current()
         if run is None or torch._C._are_functorch_transforms_active():
             return None
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             run.refuse(self._index, MIXES)
             return None
-        own = {place: _find(module, name) for place, name in self._own.items()}
+        own = {place: parameter_of(module, name) for place, name in self._own.items()}
         held = {place: p for place, p in own.items() if p is not None and p.requires_grad}
         if not held:
             return None
@@ -381,11 +377,6 @@ def _dots(found: list[Tensor], directions: dict[int, Tensor | None]) -> Tensor:
     """[n] float64: products of gradients [n, *shape] with directions [*shape], by parameter."""
     products = [along(found[k], v).double() for k, v in directions.items() if v is not None]
     return torch.stack(products).sum(0)
-
-
-def _find(module: nn.Module, name: str) -> Tensor | None:
-    owner, _, key = name.rpartition(".")
-    return module.get_submodule(owner)._parameters.get(key)
 
 
 def _made(t: Tensor) -> Tensor:
