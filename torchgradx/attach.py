@@ -251,7 +251,7 @@ class Probe(Reader):
             return None
         run, new = self._open(module, n)
         if new:
-            self._audit.lift.watch(n, module, (args, kwargs))
+            self._audit.lift.watch(n, module, (args, kwargs), self._options["batch_dim"])
         return run
 
     def _astray(self) -> Pass | None:
@@ -321,7 +321,7 @@ class Probe(Reader):
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         run = self._recorder.current()
-        looked = self._audit.lift.unwatch(self._recorder.depth() == 1)
+        looked = self._audit.lift.unwatch(self._recorder.depth() == 1, out)
         key = None if run is None else self._audit.key(run)
         seen = self._seen.last
         known = seen is None and self._audit.knows(key)

@@ -138,10 +138,12 @@ class Audit:
             elif not trusted:
                 ends += [(k, end) for end in looked.ends.get(node, ())]
 
+        batch_dim, places = self._options["batch_dim"], self.lift.places(outputs)
+
         def proof(watched: Sequence[Watched]) -> list[int | str | None]:
             self._recorder.idle = True
             try:
-                return prove(outputs, watched, n, self._options["batch_dim"], self.lift.unspent)
+                return prove(outputs, places, watched, n, batch_dim, self.lift.unspent)
             finally:
                 self._recorder.idle = False
 

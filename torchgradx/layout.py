@@ -8,7 +8,7 @@ mixes samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from functools import partial
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
+
+from .sample_dims import GONE, Place
 
 __all__ = [
     "BATCH",
@@ -35,6 +37,10 @@ __all__ = [
 
 # rows n*T+t | rows t*N+n | of no sample, see shared.py | no output shows a way there | [T, N K, *]
 BATCH, SEQUENCE, SHARED, NOWHERE, SECOND = range(5)
+EITHER = (
+    "the model's outputs have {n}, the number of samples, in two dimensions, and which of them "
+    "holds the samples could not be followed"
+)
 MIXED = "its rows mix the {n} samples, or stand in another order than n*T+t or t*N+n"
 
 
@@ -76,7 +82,8 @@ def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None
 
 
 def prove(
-    outputs: Iterable[Tensor],
+    outputs: Sequence[Tensor],
+    places: Sequence[Place | None],
     uses: Sequence[Watched],
     n: int,
     batch_dim: int,
@@ -84,12 +91,33 @@ def prove(
 ) -> list[int | str | None]:
     """For each use BATCH or SEQUENCE; a str says why neither; None: no proof could be had.
 
-    `unspent`: what each backward of the graph runs under.
+    `places`: where the samples are in the outputs, as far as that is known. `unspent`: what each
+    backward of the graph runs under.
     """
     known = [k for k, use in enumerate(uses) if use.node is not None]
     if n <= 1 or not known:
         return [BATCH] * len(uses)
-    heads = [(t, _sample_dim(t, n, batch_dim)) for t in outputs if t.requires_grad]
+    heads = [(t, d) for t, d in zip(outputs, places, strict=True) if t.requires_grad]
+    seeded = [(t, _sample_dim(t, n, batch_dim, d)) for t, d in heads]
+    found = _by_seeds(seeded, uses, n, unspent)
+    others = [(t, d if place is not None else _other_dim(t, n, d))
+              for (t, place), (_, d) in zip(heads, seeded, strict=True)]  # fmt: skip
+    same = all(d == other for (_, d), (_, other) in zip(seeded, others, strict=True))
+    if not same and all(isinstance(verdict, int) for verdict in found):
+        instead = _by_seeds(others, uses, n, unspent)
+        if instead != found and all(isinstance(verdict, int) for verdict in instead):
+            return [EITHER.format(n=n)] * len(uses)
+    return found
+
+
+def _by_seeds(
+    heads: Sequence[tuple[Tensor, int | None]],
+    uses: Sequence[Watched],
+    n: int,
+    unspent: Callable[[], AbstractContextManager[None]],
+) -> list[int | str | None]:
+    """Verdicts, where the samples are in these dimensions of the outputs."""
+    known = [k for k, use in enumerate(uses) if use.node is not None]
     seeded = [(t, d) for t, d in heads if d is not None]
     if not seeded:
         return [None] * len(uses)
@@ -182,12 +210,20 @@ def _is_python(node: Any) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
-def _sample_dim(t: Tensor, n: int, batch_dim: int) -> int | None:
-    if not t.is_floating_point():
+def _sample_dim(t: Tensor, n: int, batch_dim: int, place: Place | None) -> int | None:
+    if not t.is_floating_point() or place == GONE:
         return None
+    if place is not None and place.dim < t.dim():
+        return place.dim if t.shape[place.dim] == n else None
     if t.dim() > batch_dim and t.shape[batch_dim] == n:
         return batch_dim
     return 0 if t.dim() and t.shape[0] == n else None
+
+
+def _other_dim(t: Tensor, n: int, dim: int | None) -> int | None:
+    """Another dimension that might hold the samples, by its size."""
+    fits = [d for d, size in enumerate(t.shape) if size == n and d != dim]
+    return dim if dim is None or not fits else fits[0]
 
 
 def _digits(n: int, base: int) -> list[Tensor]:

@@ -24,6 +24,7 @@ from .products import in_closed_form, unpacks_twice
 from .recurrent import Site
 from .rerun import FallbackSite
 from .rules import Layer
+from .sample_dims import Place
 from .several import End
 from .shared import Graph, Group, Node, Plan, survey
 from .sites import NativeSite
@@ -52,6 +53,13 @@ class Looked(NamedTuple):
     ends: dict[Node, list[End]]  # of modules with several outputs, by the first's node
 
 
+class Shown(NamedTuple):
+    """What holds for its code, whatever the sizes."""
+
+    fed: dict[int, bool]  # by site: whether samples enter all it is given, and nothing moves them
+    ends: list[Place | None]  # where the samples are in its outputs
+
+
 class Lift:
     """What one probe knows of them; `plans` outlives it."""
 
@@ -70,15 +78,15 @@ class Lift:
         self._plans, self._hears, self._norms_only = plans, hears, norms_only
         self._local = _OfThread()
 
-    def watch(self, n: int, model: nn.Module, arguments: Any) -> None:
+    def watch(self, n: int, model: nn.Module, arguments: Any, batch_dim: int) -> None:
         """Before a forward: see what its samples enter, unless that is known."""
         self._local.caches = []
         self._local.first = _C.sequence_number() if ops.NATIVE else 0
         if n > 1 and (self._parameters.modes(), ()) not in self._plans:
             held = [*model.parameters(), *model.buffers()]
-            self._local.taint = watching(n, held, tensors_in(arguments))
+            self._local.taint = watching(n, held, tensors_in(arguments), batch_dim)
 
-    def unwatch(self, whole: bool = True) -> Looked:
+    def unwatch(self, whole: bool = True, outputs: Any = None) -> Looked:
         """At the end of a forward (whole), or of a call of the model by itself."""
         local = self._local
         if not whole:
@@ -86,13 +94,13 @@ class Lift:
         found = Looked(local.taint, local.ends)
         local.taint, local.ends = None, {}
         if found.taint is not None:
-            found.taint.stop()
+            found.taint.stop(tensors_in(outputs))
         return found
 
     def watched(self, taint: Taint) -> None:
         """Once is enough, for as long as its modules are in these modes."""
         fed = {site: fed and taint.orderly for site, fed in taint.fed.items()}
-        self._plans[self._parameters.modes(), ()] = fed
+        self._plans[self._parameters.modes(), ()] = Shown(fed, taint.ends)
 
     def several(self, first: Tensor, ends: list[End]) -> None:
         """A use has outputs beside its first."""
@@ -123,10 +131,17 @@ class Lift:
         """Whether samples enter all that a site is given, and nothing moves them; None: its uses
         were not watched, and the next forward will be."""
         key = self._parameters.modes(), ()
-        known: bool | None = self._plans.get(key, {}).get(site)
+        shown: Shown | None = self._plans.get(key)
+        known = shown.fed.get(site) if shown else None
         if known is None:
             self._plans.pop(key, None)
         return known
+
+    def places(self, outputs: Sequence[Tensor]) -> list[Place | None]:
+        """Where the samples are in the model's outputs, as far as that was seen."""
+        shown: Shown | None = self._plans.get((self._parameters.modes(), ()))
+        known = shown is not None and len(shown.ends) == len(outputs)
+        return shown.ends if shown and known else [None] * len(outputs)
 
     def plan(
         self,

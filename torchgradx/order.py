@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["disorders"]
+__all__ = ["argument_of", "disorders", "indices_of"]
 
 HARMLESS = {"cat", "permute", "squeeze", "stack", "unsqueeze"}  # along their dim nothing is moved
 PRODUCTS = {"mm": 0, "addmm": 1, "mv": 0, "addmv": 1, "dot": 0, "bmm": 0}  # the first factor
@@ -28,7 +28,7 @@ def disorders(func: Any, args: Sequence[Any], kwargs: Any, n: int, fed: Sequence
             return left.shape[0] == 1 and _in(left, fed) and _in(right, fed)
         return _in(right, fed) and (_in(left, fed) or right.shape[0] == n)
     if name.startswith("index"):
-        return any(_picks(t, index, n) for t, index in _indices(func, args) if _in(t, fed))
+        return any(_picks(t, index, n) for t, index in indices_of(func, args) if _in(t, fed))
     if "batch_norm" in name:
         return any(flag is True for flag in args)  # training
     if "scaled_dot_product" in name and args[0].dim() > 1 and args[0].shape[0] != n:
@@ -36,15 +36,15 @@ def disorders(func: Any, args: Sequence[Any], kwargs: Any, n: int, fed: Sequence
     if name == "narrow":
         return args[0].shape[args[1]] == n and args[3] < n
     if name == "slice":
-        whole = args[0].shape[_argument(func, args, kwargs, "dim") or 0]
-        start, end = (_argument(func, args, kwargs, key) for key in ("start", "end"))
+        whole = args[0].shape[argument_of(func, args, kwargs, "dim") or 0]
+        start, end = (argument_of(func, args, kwargs, key) for key in ("start", "end"))
         return whole == n and ((start or 0) not in (0, -n) or (n if end is None else end) < n)
     if name in HARMLESS:
         return False
     scalars = [t.dim() == 0 for t in fed]
     if any(scalars) and not all(scalars):
         return True  # a sum over the samples goes back into them
-    along = [*_numbers(_argument(func, args, kwargs, key) for key in ("dim", "dims"))]
+    along = [*_numbers(argument_of(func, args, kwargs, key) for key in ("dim", "dims"))]
     if name == "roll" and not along:
         return True
     return any(-t.dim() <= d < t.dim() and t.shape[d] == n for t in fed[:1] for d in along)
@@ -54,7 +54,7 @@ def _in(t: Tensor, tensors: Iterable[Tensor]) -> bool:
     return any(t is other for other in tensors)
 
 
-def _argument(func: Any, args: Sequence[Any], kwargs: Any, name: str) -> Any:
+def argument_of(func: Any, args: Sequence[Any], kwargs: Any, name: str) -> Any:
     for place, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             given = args[place] if place < len(args) else kwargs.get(name)
@@ -70,7 +70,7 @@ def _numbers(values: Iterable[Any]) -> Iterator[int]:
             yield from value
 
 
-def _indices(func: Any, args: Sequence[Any]) -> Iterator[tuple[Tensor, list[Any]]]:
+def indices_of(func: Any, args: Sequence[Any]) -> Iterator[tuple[Tensor, list[Any]]]:
     """What is indexed, and by dimension with what."""
     if isinstance(args[1], (list, tuple)):
         yield args[0], list(args[1])

@@ -10,7 +10,7 @@ everything else hold samples: only what the arguments entered does.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from .order import disorders
+from .sample_dims import GONE, Place, first_places, followed
 
 __all__ = ["Taint", "watching"]
 
@@ -30,7 +31,9 @@ class Taint(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # torch would import the whole compiler, 70 MiB and two seconds
 
-    def __init__(self, n: int, held: Iterable[Tensor], arguments: Iterable[Tensor]) -> None:
+    def __init__(
+        self, n: int, held: Iterable[Tensor], arguments: Sequence[Tensor], batch_dim: int
+    ) -> None:
         super().__init__()
         self._n = n
         # By storage, which views and in-place writes share; a weak reference keeps its address.
@@ -38,22 +41,36 @@ class Taint(TorchDispatchMode):
         self._seen: dict[tuple[Any, int], bool] = {}  # clean, as consumed; by node and output
         self.fed: dict[int, bool] = {}  # by site: whether samples entered all that it was given
         self.orderly = True  # nothing moved or mixed the samples
+        self.ends: list[Place | None] = []  # where they are in the model's outputs
         self._on = True
         for t in held:
             self._mark(t, True)
-        for t in arguments:
+        self._places: dict[Any, Place | None] = {}  # of the samples, by storage and geometry
+        for t, place in zip(arguments, first_places(arguments, n, batch_dim), strict=True):
             self._mark(t, False)
+            self._places[view_of(t)] = place
         self.__enter__()
 
-    def stop(self) -> None:
+    def stop(self, outputs: Iterable[Tensor] = ()) -> None:
+        outputs = list(outputs)
+        self.ends = list(map(self.place, outputs))
+        mixed = (
+            place == GONE and self._n in t.shape
+            for t, place in zip(outputs, self.ends, strict=True)
+        )
+        self.orderly = self.orderly and not any(mixed)
         self._on = False
-        self._known = {}
+        self._known, self._places = {}, {}
         if _get_current_dispatch_mode() is self:  # else an interrupt left others above: stay, idle
             self.__exit__(None, None, None)
 
     def clean(self, node: Any, number: int) -> bool:
         """Whether this output of a graph node is known to be computed from no sample."""
         return self._seen.get((node, number), False)
+
+    def place(self, t: Tensor) -> Place | None:
+        """Where the samples are in it."""
+        return self._places.get(view_of(t))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -71,14 +88,30 @@ class Taint(TorchDispatchMode):
                 self.orderly = not disorders(func, args, kwargs, self._n, fed)
             except Exception:  # what it was given has no values, or is none of torch's
                 self.orderly = False
+        place = self._following(func, args, kwargs, fed)
+        written = [(t, view_of(t), self.place(t)) for t in _written(func, args, kwargs)]
         out = func(*args, **kwargs)
         clean = False if False in verdicts else None if None in verdicts else True
-        for t in tree_leaves(out):
+        for k, t in enumerate(tree_leaves(out)):
             if isinstance(t, Tensor):
-                self._mark(t, True if _of_sizes_only(func) else clean)
-        for t in _written(func, args, kwargs) if not clean else ():
+                sizes = _of_sizes_only(func)
+                self._mark(t, True if sizes else clean)
+                self._places[view_of(t)] = None if sizes else place(k, t)
+        for t, view, before in written if not clean else ():
             self._mark(t, clean)
+            now = self.place(t)
+            if view and view == view_of(t) and now != before:  # of its other views nobody knows
+                others = (v for v in self._places if v and v[0] == view[0] and v != view)
+                self._places.update(dict.fromkeys(list(others)))
         return out
+
+    def _following(
+        self, func: Any, args: Any, kwargs: Any, fed: Sequence[Tensor]
+    ) -> Callable[[int, Tensor], Place | None]:
+        try:
+            return followed(func, args, kwargs, [(t, self.place(t)) for t in fed], self._n)
+        except Exception:  # as above
+            return lambda k, out: None
 
     def met(self, site: int, given: Iterable[Tensor]) -> None:
         """A use of a site."""
@@ -112,9 +145,18 @@ class _Untraced(Taint):
     __torch_dispatch__ = Taint.__torch_dispatch__
 
 
-def watching(n: int, held: Iterable[Tensor], arguments: Iterable[Tensor]) -> Taint:
+def watching(n: int, held: Iterable[Tensor], arguments: Sequence[Tensor], batch_dim: int) -> Taint:
     """The operations from here to `stop`: `held` is clean, samples enter by the arguments."""
-    return (_Untraced if "torch._dynamo" in sys.modules else Taint)(n, held, arguments)
+    kind = _Untraced if "torch._dynamo" in sys.modules else Taint
+    return kind(n, held, arguments, batch_dim)
+
+
+def view_of(t: Tensor) -> Any:
+    """A tensor's memory, and how it looks at it; several views of one memory differ in this."""
+    try:
+        return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()
+    except Exception:  # sparse tensors have no storage
+        return None
 
 
 def _of_sizes_only(func: Any) -> bool:

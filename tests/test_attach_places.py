@@ -1,0 +1,110 @@
+"""Where the samples are in a model's outputs: followed through its forward, not read off sizes."""
+
+import pytest
+import torch
+from attach_oracle import (
+    Model,
+    check,
+    every_mode,
+    exact_or_refused,
+    refused,
+    seeded,  # noqa: F401
+)
+from torch import nn
+
+N = 4
+
+
+def by_rows(model, x):
+    """The mean over the samples of a loss of each, wherever the model's output has them."""
+    return model(x).square().sum() / len(x)
+
+
+def head(*shape):
+    return {"l": nn.Linear(3, *shape)}
+
+
+TURNED = {
+    "transposed": (lambda m, x: m.l(x).transpose(0, 1), head(5)),
+    "permuted": (lambda m, x: m.l(x).permute(2, 0, 1), head(5)),
+    "by einsum": (lambda m, x: torch.einsum("ntd->tnd", m.l(x)), head(5)),
+    "back and forth": (
+        lambda m, x: m.l(x.transpose(0, 1)).tanh().transpose(0, 1).contiguous(),
+        head(5),
+    ),
+    "after views": (
+        lambda m, x: (
+            m.l(x.reshape(-1, 3)).view(len(x), -1, 1, 5).squeeze(2).unsqueeze(0).transpose(1, 2)[0]
+        ),
+        head(5),
+    ),
+    "a row of each": (
+        lambda m, x: m.b(m.l(x)[torch.arange(len(x)), torch.zeros(len(x), dtype=torch.long)]).T,
+        {**head(5), "b": nn.Linear(5, N)},
+    ),
+    "its own parameter": (lambda m, x: (x * m.w).transpose(0, 1), {"w": torch.randn(3)}),
+}
+
+
+@every_mode
+@pytest.mark.parametrize("positions", [N, 6])
+@pytest.mark.parametrize("name", TURNED)
+def test_a_model_that_returns_its_samples_in_another_dimension_is_exact(name, positions, options):
+    forward, parts = TURNED[name]
+    if "w" in parts and options.get("backend") == "native":
+        pytest.skip("its parameter has no kernel")
+    check(Model(forward, **parts), by_rows, torch.randn(N, positions, 3), **options)
+
+
+@every_mode
+def test_as_many_classes_as_samples_beside_samples_in_dimension_1(options):
+    model = Model(lambda m, x: m.l(torch.tanh(m.into(x)).mean(0)), into=nn.Linear(3, 5),
+                  l=nn.Linear(5, N))  # fmt: skip
+    loss = lambda m, x: m(x).square().sum() / x.shape[1]  # noqa: E731
+    check(model, loss, torch.randn(6, N, 3), dims=1, batch_dim=1, **options)
+
+
+SUMMED = {
+    "a sum": lambda m, x: (x * m.w).sum(0)[:N],
+    "a matrix of samples": lambda m, x: (x * m.w).T @ x,
+    "a sum put together": lambda m, x: torch.stack([(x * m.w).sum()] * N),
+    "of a layer": lambda m, x: m.l(x).sum(0) * m.w[:N],
+}
+
+
+@every_mode
+@pytest.mark.parametrize("name", SUMMED)
+def test_a_model_that_sums_its_samples_to_as_many_numbers_is_refused(name, options):
+    model = Model(SUMMED[name], w=torch.randn(N), l=nn.Linear(N, N))
+    refused(model, lambda m, x: m(x).square().sum(), torch.randn(N, N), names=["w"], **options)
+
+
+@every_mode
+def test_a_sum_beside_the_output_is_exact_where_the_loss_leaves_it_alone(options):
+    model = Model(lambda m, x: (m.l(x), m.l(x).sum(0)), l=nn.Linear(3, N))
+    check(model, lambda m, x: m(x)[0].square().sum() / len(x), torch.randn(N, 3), **options)
+
+
+def filled(y):
+    out = torch.empty(y.shape[1], y.shape[0], *y.shape[2:], dtype=y.dtype)
+    for k in range(len(out)):
+        out[k] = y[:, k]
+    return out
+
+
+LOST = {
+    "by strides": lambda y: y.as_strided((y.shape[1], len(y), 5), (5, 5 * y.shape[1], 1)),
+    "filled": filled,
+    "put together": lambda y: torch.stack([y[:, k] for k in range(y.shape[1])]),
+    "in a loop": lambda y: torch.cat([y[:, k].unsqueeze(0) for k in range(y.shape[1])]),
+    "shuffled by data": lambda y: y.gather(0, torch.arange(len(y)).view(-1, 1, 1).expand_as(y)),
+}
+
+
+@every_mode
+@pytest.mark.parametrize("name", LOST)
+def test_where_nobody_can_follow_it_is_exact_or_refused(name, options):
+    model = Model(lambda m, x: LOST[name](m.l(x)), **head(5))
+    refusal = exact_or_refused(model, by_rows, torch.randn(N, N, 3), **options)
+    if name == "by strides":
+        assert "in two dimensions" in str(refusal)

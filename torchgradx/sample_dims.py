@@ -1,0 +1,214 @@
+"""Which dimension of a tensor holds the samples, followed through the operations of a forward.
+
+Sizes do not tell it where two dimensions are as long as there are samples: a model may give back
+[T, N, *] for [N, T, *]. Nothing is guessed: where an operation is not known, or a shape denies what
+it should have done, nobody knows (None).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .order import argument_of, indices_of
+
+__all__ = ["GONE", "Place", "first_places", "followed"]
+
+
+class Place(NamedTuple):
+    """The index along `dim` is of sample (index // inner) % n."""
+
+    dim: int
+    inner: int = 1
+
+    def at(self, dim: int) -> Place:
+        return self._replace(dim=dim)
+
+
+GONE = Place(-1)  # no dimension is of samples any more: they were summed
+
+
+def first_places(arguments: Iterable[Tensor], n: int, batch_dim: int) -> list[Place | None]:
+    """Where the samples are in what a model is called with: the first tensor is what N is of."""
+    found: list[Place | None] = []
+    first = True
+    for t in arguments:
+        fits = [d for d, size in enumerate(t.shape) if size == n]
+        said = batch_dim if t.dim() > batch_dim else 0
+        sure = said in fits and (first or len(fits) == 1)
+        found.append(Place(said) if sure else None)
+        first = first and not t.dim()
+    return found
+
+
+def followed(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Any,
+    fed: Sequence[tuple[Tensor, Place | None]],
+    n: int,
+) -> Callable[[int, Tensor], Place | None]:
+    """Of the k-th result of an operation, given before it runs. `fed`: its operands with samples,
+    and where those are."""
+    name: str = func._schema.name.partition("::")[2].rstrip("_")
+    if name == "copy":  # what was there is gone, if others take its place
+        fed = [(t, place) for t, place in fed if t is args[1]] or fed
+    known = [(t, place) for t, place in fed if place is not None and place != GONE]
+    lost = GONE if fed and all(place == GONE for _, place in fed) else None
+    if not known:
+        return lambda k, out: lost
+    t, place = known[0]
+
+    def said(key: str) -> Any:
+        return argument_of(func, args, kwargs, key)
+
+    def moved(to: int | None) -> Callable[[int, Tensor], Place | None]:
+        return lambda k, out: _checked(out, to, t, place)
+
+    if func.namespace not in ("aten", "torchgradx") or name in OTHERWISE:
+        return lambda k, out: None
+    if name not in WHOLE and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    ):
+        return lambda k, out: None  # of several operations, which are not seen one by one
+    if name in MOVED:
+        return moved(MOVED[name](t, place.dim, said))
+    if name in PRODUCTS:
+        product = _product(args[PRODUCTS[name] :][:2], known)
+        return lambda k, out: product
+    if name in VIEWS:
+        return lambda k, out: _viewed(out, t, place, n)
+    if name == "index":
+        return moved(_indexed(next(indices_of(func, args))[1], place.dim) if args[0] is t else None)
+    if isinstance(said("keepdim"), bool):
+        return moved(_reduced(t, place.dim, said("dim"), said("keepdim")))
+    if torch.Tag.pointwise in func.tags or name in BROADCAST:
+        return lambda k, out: _broadcast(out, known)
+    if "rnn" in name or "lstm" in name or "gru" in name:  # a state's first dimension is of layers
+        return lambda k, out: _checked(out, place.dim, t, place) if k == 0 else None
+    return lambda k, out: _kept(out, t, place)
+
+
+def _axis(value: Any, dims: int) -> int:
+    return int(value) % max(1, dims)
+
+
+def _axes(value: Any, dims: int) -> list[int]:
+    values = [] if value is None else [value] if isinstance(value, int) else value
+    return [_axis(v, dims) for v in values]
+
+
+def _taken(t: Tensor, d: int, said: Callable[[str], Any]) -> int | None:
+    """One sample may be put together with others again."""
+    axis = _axis(said("dim") or 0, t.dim())
+    return None if axis == d else d - (axis < d)
+
+
+def _swapped(t: Tensor, d: int, said: Callable[[str], Any]) -> int:
+    axes = [_axis(said(key), t.dim()) for key in ("dim0", "dim1")]
+    return axes[1 - axes.index(d)] if d in axes else d
+
+
+def _squeezed(t: Tensor, d: int, said: Callable[[str], Any]) -> int:
+    axes = range(t.dim()) if said("dim") is None else _axes(said("dim"), t.dim())
+    return d - sum(axis < d and t.shape[axis] == 1 for axis in axes)
+
+
+def _inserted(t: Tensor, d: int, said: Callable[[str], Any]) -> int:
+    return d + (_axis(said("dim"), t.dim() + 1) <= d)
+
+
+MOVED: dict[str, Callable[[Tensor, int, Callable[[str], Any]], int | None]] = {
+    "embedding": lambda t, d, said: d,
+    "permute": lambda t, d, said: _axes(said("dims"), t.dim()).index(d),
+    "select": _taken,
+    "squeeze": _squeezed,
+    "stack": _inserted,
+    "t": lambda t, d, said: t.dim() - 1 - d,
+    "transpose": _swapped,
+    "unbind": _taken,
+    "unsqueeze": _inserted,
+}
+PRODUCTS = {
+    "linear": 0,
+    "mm": 0,
+    "addmm": 1,
+    "mv": 0,
+    "addmv": 1,
+    "bmm": 0,
+    "baddbmm": 1,
+}  # the first factor
+VIEWS = {"_reshape_alias", "_unsafe_view", "flatten", "reshape", "unflatten", "view", "view_as"}
+BROADCAST = {"cat", "expand", "where"}
+# Seen whole below autograd; the rows of what they make are those of what they are given.
+WHOLE = {*VIEWS, "batch_norm", "conv2d", "group_norm", "instance_norm", "layer_norm", "linear",
+         "lstm", "pad", "rms_norm"}  # fmt: skip
+OTHERWISE = {"as_strided", "rot90"}  # dimensions change places, and no argument says it simply
+
+
+def _checked(out: Tensor, dim: int | None, t: Tensor, place: Place) -> Place | None:
+    """As the operation should have left it, unless the sizes deny it."""
+    if dim == GONE.dim:
+        return GONE
+    stands = dim is not None and dim < out.dim() and out.shape[dim] == t.shape[place.dim]
+    return place.at(dim) if dim is not None and stands else None
+
+
+def _kept(out: Tensor, t: Tensor, place: Place) -> Place | None:
+    if not out.dim():
+        return GONE  # a sum, or another of all
+    return _checked(out, place.dim if out.dim() == t.dim() else None, t, place)
+
+
+def _reduced(t: Tensor, d: int, dims: Any, keeps: bool) -> int:
+    axes = _axes(dims, t.dim())
+    if not axes or d in axes:
+        return GONE.dim
+    return d if keeps else d - sum(axis < d for axis in axes)
+
+
+def _viewed(out: Tensor, t: Tensor, place: Place, n: int) -> Place | None:
+    """In the order of the elements the samples stay where they are."""
+    step = place.inner * prod(t.shape[place.dim + 1 :])
+    for dim in reversed(range(out.dim())):
+        after = prod(out.shape[dim + 1 :])
+        if step and after * out.shape[dim] > step:
+            inner, rest = divmod(step, after)
+            return Place(dim, inner) if not rest and out.shape[dim] % (inner * n) == 0 else None
+    return None
+
+
+def _indexed(chosen: Sequence[Tensor | None], d: int) -> int | None:
+    """x[:, ids]; or x[torch.arange(n), ends], which takes a row of each sample."""
+    axes = [axis for axis, index in enumerate(chosen) if index is not None]
+    held = [index for index in chosen if index is not None]
+    plain = axes == list(range(axes[0], axes[0] + len(axes))) if axes else False
+    if not plain or any(index.dim() != 1 or index.dtype is torch.bool for index in held):
+        return None
+    if d in axes:
+        return axes[0]
+    return d if d < axes[0] else d - len(axes) + 1
+
+
+def _product(factors: Sequence[Any], known: Sequence[tuple[Tensor, Place]]) -> Place | None:
+    """Rows are of the first factor, columns of the second; what is summed over is gone."""
+    gone = False
+    for t, place in known:
+        left, right = (t is factor for factor in factors)
+        right_stays = right and t.dim() > 1 and place.dim != t.dim() - 2
+        if (left and place.dim != t.dim() - 1) or right_stays:
+            return place
+        gone |= left or right
+    return GONE if gone else None
+
+
+def _broadcast(out: Tensor, known: Sequence[tuple[Tensor, Place]]) -> Place | None:
+    """By the operands that have all dimensions, or else by all: they have to agree."""
+    whole = [(t, place) for t, place in known if t.dim() == out.dim()] or known
+    places = {place.at(place.dim + out.dim() - t.dim()) for t, place in whole}
+    t, place = whole[0]
+    return _checked(out, place.dim + out.dim() - t.dim(), t, place) if len(places) == 1 else None
