@@ -81,7 +81,7 @@ def test_a_model_that_sums_its_samples_to_as_many_numbers_is_refused(name, optio
 
 @every_mode
 def test_a_sum_beside_the_output_is_exact_where_the_loss_leaves_it_alone(options):
-    model = Model(lambda m, x: (m.l(x), m.l(x).sum(0)), l=nn.Linear(3, N))
+    model = Model(lambda m, x: (y := m.l(x), y.sum(0)), l=nn.Linear(3, N))
     check(model, lambda m, x: m(x)[0].square().sum() / len(x), torch.randn(N, 3), **options)
 
 
