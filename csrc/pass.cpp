@@ -25,6 +25,9 @@ bool executes(const Node* node) {
 constexpr char kAstray[] =  // as in torchgradx/passes.py
     "its module was called outside of the model's own forward: call the model, or say probe.paused() around the call";
 
+constexpr char kAnothers[] =  // as in torchgradx/passes.py
+    "it computed with a parameter that is another module's: tie the two, as by module.weight = other.weight";
+
 // The node that a tensor's gradient goes to, where it receives one.
 NodePtr owner_of(const Tensor& tensor) {
   const bool receives = tensor.defined() && tensor.requires_grad() && tensor.is_leaf();
@@ -152,14 +155,17 @@ Pass::Pass(std::shared_ptr<Recorder> recorder, int64_t n, const std::vector<Tens
   structure = mixed(structure, n > 1 ? 7 : 8);  // where there is one sample nothing is proven
 }
 
-void Pass::track(int64_t parameter, const Tensor& tensor) {
+bool Pass::track(int64_t parameter, const Tensor& tensor) {
   NodePtr node = owner_of(tensor);
-  if (!node || owners_->of[parameter] == node) return;
-  auto owners = std::make_shared<Owners>(*owners_);  // of this pass alone
+  if (!node || owners_->of[parameter] == node) return true;
+  const auto found = owners_->parameter.find(&*node);
+  if (found != owners_->parameter.end() && owners_->of[found->second] == node) return false;  // it is another's
+  auto owners = std::make_shared<Owners>(*owners_);                                           // of this pass alone
   owners->parameter[&*node] = parameter;
   std::swap(owners->of[parameter], node);
   if (node) owners->former.push_back(std::move(node));
   owners_ = std::move(owners);
+  return true;
 }
 
 bool Pass::needed(int64_t parameter) const {
@@ -173,7 +179,8 @@ int64_t Pass::call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef
     return -1;
   }
   const bool again = get_current_graph_task_id() != -1 && recorder->depth() == 0;
-  for (const auto& [parameter, tensor] : slots) track(parameter, tensor);
+  for (const auto& [parameter, tensor] : slots)
+    if (!track(parameter, tensor)) refusals.emplace_back(site, kAnothers);
   if (again) {
     if (silent_calls > 0 && at::GradMode::is_enabled()) --silent_calls;  // a nested checkpoint's comes once more
     return -1;

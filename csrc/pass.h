@@ -258,8 +258,8 @@ class Pass : public std::enable_shared_from_this<Pass> {
  private:
   std::atomic<int64_t> task_{-1};  // the latest backward that came to it
   void enter(int64_t task, const Node* at);
-  int64_t forgotten_ = 0;  // uses of earlier forwards of the same samples
-  void track(int64_t parameter, const Tensor& tensor);
+  int64_t forgotten_ = 0;                                             // uses of earlier forwards of the same samples
+  bool track(int64_t parameter, const Tensor& tensor);                // false: its gradient is another parameter's
   using OnDevices = std::map<c10::DeviceIndex, std::vector<Tensor>>;  // GPUs
   void add_to(Tensor& total, OnDevices& elsewhere, const Entry& entry) const;
   bool needed(int64_t parameter) const;

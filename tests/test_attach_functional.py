@@ -20,6 +20,7 @@ from attach_oracle import (
 )
 from clip_oracle import check_clip
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
@@ -192,6 +193,27 @@ def test_several_steps_accumulate(name, options):
                 square(model, x).backward()
             want = torch.cat([per_model(loop(model, square, x)) for x in batches])
             close(probe.norms(), want)
+
+
+BORROWED = {
+    "a bare parameter": lambda m: m.w,
+    "another module's": lambda m: m.o.weight,
+    "in its own call too": lambda m: m.l.weight,
+}
+
+
+@fallback_mode
+@pytest.mark.parametrize("name", BORROWED)
+def test_a_module_called_with_another_ones_parameter_is_refused(name, options):
+    def forward(m, x):
+        own = functional_call(m.l, {"weight": BORROWED[name](m)}, (x,))
+        return m.o(torch.tanh(own)) + x @ m.w
+
+    model = Model(forward, l=linear(), o=linear(), w=torch.randn(D, D))
+    if name == "in its own call too":
+        check(model, square, rows(), **options)
+    else:
+        refused(model, square, rows(), names=["l.weight"], match="another module's", **options)
 
 
 @modes

@@ -23,6 +23,10 @@ ASTRAY = (
     "its module was called outside of the model's own forward: call the model, or say "
     "probe.paused() around the call"
 )
+ANOTHERS = (
+    "it computed with a parameter that is another module's: tie the two, as by "
+    "module.weight = other.weight"
+)
 Slot = tuple[int, Tensor]  # a parameter's place in the table, and the tensor that stands there now
 
 
@@ -265,9 +269,14 @@ class Pass:
         """Its forward did not end: nothing of it runs again."""
         self.silent_calls = 0
 
-    def _track(self, place: int, tensor: Tensor) -> None:
+    def _track(self, place: int, tensor: Tensor) -> bool:
+        """False: its gradient is another parameter's."""
         if tensor.requires_grad and tensor.is_leaf:
-            self._owners[place] = torch.autograd.graph.get_gradient_edge(tensor).node
+            node = torch.autograd.graph.get_gradient_edge(tensor).node
+            anothers = node is not self._owners[place] and node in self._owners
+            self._owners[place] = None if anothers else node
+            return not anothers
+        return True
 
     def _needed(self, place: int) -> bool:
         node = self._owners[place]
@@ -278,7 +287,8 @@ class Pass:
             self.refuse(site, ASTRAY)
             return -1
         for place, tensor in slots:
-            self._track(place, tensor)
+            if not self._track(place, tensor):
+                self.refuse(site, ANOTHERS)
         if _in_backward() and not self.recorder.depth():
             self.silent_calls = max(0, self.silent_calls - torch.is_grad_enabled())
             return -1
