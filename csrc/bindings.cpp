@@ -78,7 +78,6 @@ void bind_pass(py::module_& m) {
       .def("add_recorded", &Recorder::add_recorded)
       .def("forget_recorded", &Recorder::forget_recorded)
       .def_readwrite("auditing", &Recorder::auditing)
-      .def_readwrite("idle", &Recorder::idle)
       .def_property("asking", &Recorder::asking, &Recorder::set_asking)
       .def_readwrite("books", &Recorder::books)
       .def("book",

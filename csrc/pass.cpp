@@ -159,8 +159,8 @@ bool Pass::track(int64_t parameter, const Tensor& tensor) {
   NodePtr node = owner_of(tensor);
   if (!node || owners_->of[parameter] == node) return true;
   const auto found = owners_->parameter.find(&*node);
-  if (found != owners_->parameter.end() && owners_->of[found->second] == node) return false;  // it is another's
-  auto owners = std::make_shared<Owners>(*owners_);                                           // of this pass alone
+  if (found != owners_->parameter.end() && owners_->of[found->second] == node) return false;
+  auto owners = std::make_shared<Owners>(*owners_);  // of this pass alone
   owners->parameter[&*node] = parameter;
   std::swap(owners->of[parameter], node);
   if (node) owners->former.push_back(std::move(node));
@@ -229,7 +229,7 @@ bool Pass::encloses(const Node& node, int64_t parameter) const {
 
 bool Pass::arrive(at::IntArrayRef parameters, const Node* at, bool enclosed) {
   bool any = false, all = true;
-  if (recorder->idle || recorder->asking()) return false;
+  if (recorder->asking()) return false;
   for (const int64_t parameter : parameters) {
     any = any || needed(parameter);
     all = all && needed(parameter);

@@ -147,8 +147,7 @@ class Recorder {
 
   const int64_t parameters;
   mutable std::mutex mutex;
-  bool idle = false;    // nothing arrives: a proof is running
-  bool asking() const;  // nor in this thread: it asks a node for its products
+  bool asking() const;  // nothing arrives in this thread: it asks a node for its products
   void set_asking(bool on);
   std::vector<int64_t> audited;  // the backwards that met a pass, the latest few
   std::vector<std::weak_ptr<Pass>> alive;
@@ -258,8 +257,9 @@ class Pass : public std::enable_shared_from_this<Pass> {
  private:
   std::atomic<int64_t> task_{-1};  // the latest backward that came to it
   void enter(int64_t task, const Node* at);
-  int64_t forgotten_ = 0;                                             // uses of earlier forwards of the same samples
-  bool track(int64_t parameter, const Tensor& tensor);                // false: its gradient is another parameter's
+  int64_t forgotten_ = 0;  // uses of earlier forwards of the same samples
+  // False: its gradient is another parameter's.
+  bool track(int64_t parameter, const Tensor& tensor);
   using OnDevices = std::map<c10::DeviceIndex, std::vector<Tensor>>;  // GPUs
   void add_to(Tensor& total, OnDevices& elsewhere, const Entry& entry) const;
   bool needed(int64_t parameter) const;

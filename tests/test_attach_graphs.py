@@ -132,6 +132,37 @@ def test_a_backward_is_recorded_while_another_thread_asks_a_node_for_its_product
         close_named(probe.norms(per="parameter"), loop(model, square, x))
 
 
+@a_few_modes
+def test_a_proof_hides_nothing_of_other_threads_and_records_nothing_of_its_own(options):
+    """While a structure is proven, another thread runs a backward, or a forward with its proof."""
+    model = mlp().double()
+    batches = [torch.randn(N, *(5,) * dims, 3).double() for dims in range(4)]
+    meanwhile, losses = [], []
+
+    def in_backward(_):
+        if meanwhile:
+            thread = threading.Thread(target=meanwhile.pop())
+            thread.start()
+            thread.join()
+
+    model[1].register_forward_hook(lambda *call: call[-1].register_hook(in_backward) and None)
+    with torchgradx.attach(model, **options) as probe:
+        losses.append(square(model, batches[0]))
+        meanwhile.append(losses[0].backward)
+        losses.append(square(model, batches[1]))
+        meanwhile.append(lambda: losses.append(square(model, batches[2])))
+        last = square(model, batches[3])
+        assert not meanwhile
+        for loss in (*losses[1:], last):
+            loss.backward()
+        begun = [batches[k] for k in (0, 1, 3, 2)]
+        want = [loop(model, square, x) for x in begun]
+        close_named(
+            probe.norms(per="parameter"),
+            {name: torch.cat([one[name] for one in want]) for name in want[0]},
+        )
+
+
 def both_outputs(m, x):
     rows, state = m.g(x)
     return m.o(rows + state[0][:, None])

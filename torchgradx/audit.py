@@ -141,11 +141,7 @@ class Audit:
         batch_dim, places = self._options["batch_dim"], self.lift.places(outputs)
 
         def proof(watched: Sequence[Watched]) -> list[int | str | None]:
-            self._recorder.idle = True
-            try:
-                return prove(outputs, places, watched, n, batch_dim, self.lift.unspent)
-            finally:
-                self._recorder.idle = False
+            return prove(outputs, places, watched, n, batch_dim, self.lift.unspent)
 
         shown = proof([*watched, *(end.watched for _, end in ends)])
         found = list(shown[: len(uses)])

@@ -107,8 +107,8 @@ class Descent:
 
     @untraced
     def _arrive(self, station: Station, incoming: Sequence[Tensor | None]) -> None:
-        if self._recorder.idle or torch.is_grad_enabled():
-            return  # a proof; or create_graph, which is refused when it is read
+        if torch.is_grad_enabled():
+            return  # create_graph, which is refused when it is read
         if self._task != torch._C._current_graph_task_id():
             self._begin()
         if not self._counts:

@@ -72,7 +72,6 @@ class Recorder:
         self._refusals: dict[int, list[tuple[int, str]]] = {}  # by backward; -1: outside of any
         self.auditing = False
         self.held = 0  # nothing is saved through hooks here
-        self.idle = False
         self._audited: list[int] = []
         self.alive: Any = []
         # The nodes made before there was a probe, and of forwards that made no pass, the latest.
@@ -325,12 +324,8 @@ class Pass:
         pass  # no edges are counted here
 
     def arrive(self, places: Sequence[int], enclosed: bool = False) -> bool:
-        if (
-            self.recorder.idle
-            or self.recorder.asking
-            or not any(self._needed(place) for place in places)
-        ):
-            return False
+        if self.recorder.asking or not any(map(self._needed, places)):
+            return False  # autograd.grad of something else, as of a proof: nothing is computed
         task = torch._C._current_graph_task_id()
         if task != self._task or not self.recorded:
             self.recorder.began(self)
