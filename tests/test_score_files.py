@@ -276,6 +276,19 @@ def double_it(out):
     return 2 * out
 
 
+def size_of(place):
+    return lambda args, kwargs: len(args[place])
+
+
+def test_an_option_is_told_by_what_it_holds(tmp_path):
+    """A function's address is another in each process."""
+    out, net = tmp_path / "scores.npz", model()
+    interrupted(net, out, batch_size=size_of(0))
+    with pytest.raises(torchgradx.ResumeError, match="options"):
+        score(net, pool(), out=out, batch_size=size_of(-1))
+    score(net, pool(), out=out, batch_size=size_of(0))
+
+
 def test_a_file_without_scores_binds_nobody(tmp_path):
     out, net = tmp_path / "scores.npz", model()
     interrupted(net, out, fails=1, loss=double)
