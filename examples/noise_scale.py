@@ -102,8 +102,8 @@ def main() -> None:
     draw(options.out / "noise_scale.png", runs)
     first, last = runs[0][1], runs[0][-1]
     print(
-        f"noise scale {first[1]:.0f} samples after {first[0]} steps, {last[1]:.0f} after "
-        f"{last[0]}; test digits misread {first[2]:.1%} -> {last[2]:.1%}"
+        f"first run: noise scale {first[1]:.0f} samples after {first[0]} steps, {last[1]:.0f} "
+        f"after {last[0]}; test digits misread {first[2]:.1%} -> {last[2]:.1%}"
     )
 
 

@@ -200,7 +200,7 @@ def test_under_ddp_each_rank_has_the_norms_of_its_own_samples():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
-        assert done.stdout.count(f"rank {rank}: 4 norms") == 2, done.stdout
+        assert done.stdout.count(f"rank {rank}: 4 norms") == 4, done.stdout
 
 
 def test_under_manual_optimization_the_tasks_own_scale_is_no_matter():
@@ -253,19 +253,81 @@ def test_a_step_that_is_skipped_has_no_norms():
     assert read == [SIZE, SIZE]
 
 
-def test_a_module_that_the_step_does_not_call_is_refused_with_a_hint():
-    class Two(Task):
+class Parts(Task):
+    """Several children, called as `way` has it."""
+
+    def __init__(self, way, classes=5):
+        super().__init__()
+        self.way, self.model = way, None
+        self.encoder = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+        self.decoder = nn.Linear(2, classes).double()
+
+    def forward(self, x):
+        return self.decoder(self.encoder(x))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return {"loss": F.cross_entropy(self.way(self, x), y), "x": x}
+
+
+WAYS = {
+    "its parts": lambda task, x: task.decoder(task.encoder(x)),
+    "its forward": lambda task, x: task.forward(x),
+    "itself": lambda task, x: task(x),
+    "itself twice": lambda task, x: task(x) + task(2 * x),
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_of_several_children_the_whole_step_counts(way):
+    class Copies(lightning.Callback):
+        def on_train_batch_end(self, trainer, task, *rest):
+            self.one = copy.deepcopy(task)
+
+    task, data, read, copies = Parts(way), batches(2), [], Copies()
+    twin = copy.deepcopy(task)
+    norms = GradNorms(per="parameter", on_norms=lambda norms, step: read.append(norms))
+    trainer = fit(task, data, norms, copies)
+    assert not copies.one._forward_hooks
+    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+    close_named(read[0], loop(twin, lambda task, x, y: F.cross_entropy(way(task, x), y), x, y))
+    assert "training_step" not in vars(trainer.strategy)
+    fit(twin, data)
+    parameters_close(task, twin)
+    assert fingerprint(task) == fingerprint(twin)
+
+
+def test_what_the_task_returns_shows_where_samples_are():
+    """With as many samples as classes; a loss alone would not."""
+    one = {"accumulate_grad_batches": 1}
+    fit(Parts(WAYS["itself"], SIZE), batches(), GradNorms(), **one)
+    with pytest.raises(torchgradx.CoverageError, match="no proof could be had") as refused:
+        fit(Parts(WAYS["its parts"], SIZE), batches(), GradNorms(), **one)
+    assert "module=" not in str(refused.value)
+    fit(Parts(WAYS["its parts"], SIZE), batches(), GradNorms(layout={"*": "batch"}), **one)
+
+
+def test_parameters_of_the_tasks_own_are_those_of_its_forward():
+    class Own(Parts):
         def __init__(self):
-            super().__init__()
-            self.other = nn.Linear(2, 2, dtype=torch.float64)
+            super().__init__(WAYS["itself"])
+            self.shift = nn.Parameter(torch.randn(5, dtype=torch.float64))
 
-        def training_step(self, batch):
-            x, y = batch
-            return F.cross_entropy(self.model(x), y)
+        def forward(self, x):
+            return super().forward(x) + self.shift
 
+    task, data, read = Own(), batches(2), []
+    twin = copy.deepcopy(task)
+    norms = GradNorms(per="parameter", on_norms=lambda norms, step: read.append(norms))
+    fit(task, data, norms)
+    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+    close_named(read[0], loop(twin, cross_entropy, x, y))
+
+
+def test_a_module_that_the_step_does_not_call_is_refused_with_a_hint():
     with pytest.raises(torchgradx.CoverageError, match=r"module=\) names the module"):
-        fit(Two(), batches(), GradNorms())
-    fit(Two(), batches(), GradNorms("model"))
+        fit(Parts(WAYS["its parts"]), batches(), GradNorms(""))
+    fit(Parts(WAYS["its parts"]), batches(), GradNorms("encoder"))
 
 
 def test_what_is_the_trainers_is_refused():

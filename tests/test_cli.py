@@ -1,6 +1,7 @@
 """The command line: what it writes, what it says when an argument is wrong, how it ends."""
 
 import csv
+import fcntl
 import os
 import subprocess
 import sys
@@ -45,6 +46,8 @@ def split(batch):
     return batch["a"], batch["b"]
 def loss(out, y):
     return nn.functional.cross_entropy(out, y)
+def each(out, y):
+    return nn.functional.cross_entropy(out, y, reduction="none")
 def wrong(out, y):
     if len(out) < 6:  # the last batch
         raise ValueError("my own error")
@@ -188,7 +191,10 @@ def test_a_wrong_argument_is_named_and_ends_with_2(user, capsys):
         ("--model: there is no file absent.py", lambda: score(model="absent.py:make")),
         ("--model: there is no module 'absent'", lambda: score(model="absent:make")),
         ("no_such_package", lambda: score(model="bad:make")),
-        ("has no 'mak'; it has torch, nn", lambda: score(model="mine.py:mak")),
+        (
+            "has no 'mak'; it has WIDTH, make, Mixing, Refused, generator",
+            lambda: score(model="mine.py:mak"),
+        ),
         ("--model: mine.py:broken() failed: KeyError", lambda: score(model="mine.py:broken")),
         ("--model: mine.py:split() failed", lambda: score(model="mine.py:split")),
         ("--model: mine.py:WIDTH is a int", lambda: score(model="mine.py:WIDTH")),
@@ -198,6 +204,11 @@ def test_a_wrong_argument_is_named_and_ends_with_2(user, capsys):
         ("--data: mine.py:Mixing must be", lambda: score(data="mine.py:Mixing")),
         ("--loss: expected cross_entropy", lambda: score("--loss", "crossentropy")),
         ("--loss", lambda: score("--loss", "mine.py:WIDTH")),
+        ("--loss: torch.nn:Linear() failed", lambda: score("--loss", "torch.nn:Linear")),
+        ("verify: loss_fn must return one number", lambda: verify("--loss", "mine.py:each")),
+        ("verify: cross_entropy_loss(): arg", lambda: verify(data="mine.py:inputs")),
+        ("say --split", lambda: verify(data="mine.py:inputs")),
+        ("score: [Errno 2]", lambda: score(out="/proc/s.csv")),
         ("--split", lambda: score("--split", "mine.py:absent")),
         ("--device: tpu", lambda: score("--device", "tpu")),
         ("--checkpoint: absent.pt", lambda: score("--checkpoint", "absent.pt")),
@@ -227,6 +238,10 @@ def test_a_partial_result_of_something_else_says_fresh(user, capsys):
     said = capsys.readouterr().err
     assert "loss_fn" in said
     assert "--fresh" in said
+    with open("s.csv.partial", "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert score("--fresh") == 2
+    assert "s.csv.partial is being written by another process" in capsys.readouterr().err
     assert score("--fresh") == 0
 
 

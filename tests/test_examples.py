@@ -64,7 +64,7 @@ def test_the_noise_scale_grows_in_training(tmp_path):
     scales = [float(row["noise_scale"]) for row in rows_of(tmp_path / "noise_scale.csv")]
     assert len(scales) == 36
     assert 10 < scales[1] < scales[-1]
-    assert summary.startswith(f"noise scale {scales[1]:.0f} samples after 20 steps")
+    assert summary.startswith(f"first run: noise scale {scales[1]:.0f} samples after 20 steps")
     assert (tmp_path / "noise_scale.png").stat().st_size > 50_000
 
 

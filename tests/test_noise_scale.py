@@ -198,6 +198,25 @@ def test_a_grad_that_holds_more_than_the_record_is_refused():
                 noise.update(probe)
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_grad_that_began_before_the_record_is_refused(to_none):
+    """As of a micro-batch whose norms were read: too small to be seen by its size."""
+    model, noise, few = quadratic(), NoiseScale(), POINTS[:2]
+    with torchgradx.attach(model, loss_scale=1 / 2) as probe:
+        for read in (False, True, False):
+            model.zero_grad(set_to_none=to_none)
+            (half_square(model, few) / 2).backward()
+            if read:
+                probe.norms()
+            (half_square(model, POINTS[2:]) / 2).backward()
+            if read:
+                with pytest.raises(RuntimeError, match="before this record's first backward"):
+                    noise.update(probe)
+            else:
+                noise.update(probe)
+    assert noise.steps == 2
+
+
 def test_what_a_frozen_parameter_still_has_in_its_grad_does_not_count():
     model, x = mlp().double(), torch.randn(6, 3, dtype=torch.float64)
     found = []

@@ -276,6 +276,19 @@ def double_it(out):
     return 2 * out
 
 
+def size_of(place):
+    return lambda args, kwargs: len(args[place])
+
+
+def test_an_option_is_told_by_what_it_holds(tmp_path):
+    """A function's address is another in each process."""
+    out, net = tmp_path / "scores.npz", model()
+    interrupted(net, out, batch_size=size_of(0))
+    with pytest.raises(torchgradx.ResumeError, match="options"):
+        score(net, pool(), out=out, batch_size=size_of(-1))
+    score(net, pool(), out=out, batch_size=size_of(0))
+
+
 def test_a_file_without_scores_binds_nobody(tmp_path):
     out, net = tmp_path / "scores.npz", model()
     interrupted(net, out, fails=1, loss=double)
@@ -312,7 +325,7 @@ def test_a_loss_with_another_number_or_a_model_in_another_mode_is_another(tmp_pa
 def test_two_processes_do_not_write_one_file(tmp_path):
     path, facts = tmp_path / "x.partial", {"a": 1}
     first = partial.Partial(path, facts, partial.Gathered(3, 1), True)
-    with pytest.raises(RuntimeError, match="another process"):
+    with pytest.raises(OSError, match="another process"):
         partial.Partial(path, facts, partial.Gathered(3, 1), True)
     first.close()
     partial.Partial(path, facts, partial.Gathered(3, 1), True).close()

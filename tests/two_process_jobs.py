@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 from two_processes import outcomes_of
 
 import torchgradx
@@ -120,7 +120,43 @@ def models_that_differ(folder):
     )
 
 
-# ---- NoiseScale ----------------------------------------------------------------------------------
+def pools_that_differ(folder):
+    """As a random_split makes them, whose seed is another on each rank."""
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match=r"random_split .* must be the same on all ranks"):
+        score(net(), DataLoader(Subset(pool(), [0, 1, 2 + rank]), 4))
+    with pytest.raises(ValueError, match=r"the dataset .* must be the same on all ranks"):
+        score(net(), DataLoader(pool(N + rank), 4))
+    with pytest.raises(ValueError, match="indices must be the same on all ranks"):
+        score(net(), DataLoader(pool(), 4), indices=[rank])
+    with pytest.raises(ValueError, match="whether out is given, must be the same on all ranks"):
+        score(net(), DataLoader(pool(), 4), out=None if rank else folder / "scores.npz")
+    assert len(score(net(), DataLoader(pool(), 4))) == N
+
+
+def an_error_on_one_rank_before_they_meet(folder):
+    """Rank 1 meets the other wherever that waits next: none hangs, and the next call works."""
+    rank, loader = dist.get_rank(), DataLoader(pool(), 4)
+
+    def models():
+        yield net()
+        if rank:
+            raise KeyError("mine alone")
+        yield net(1)
+
+    with only_here(1, KeyError, "mine alone"):
+        score(models(), loader)
+    with only_here(1, TypeError, "model must be a torch.nn.Module"):
+        score([net(), "net" if rank else net()], loader)
+    with pytest.raises((ValueError, RuntimeError), match=r"same on all ranks|another rank"):
+        score([net()] * (1 + rank), loader)
+    data = pool()
+    data.fails = 1 if rank else None  # one of those that the partial file tells a dataset by
+    with only_here(1, OSError, "sample 1 cannot be read"):
+        score(net(), DataLoader(data, 4), out=folder / "scores.npz")
+    assert len(score(net(), loader)) == N
+
+
 def a_wrong_argument_on_one_rank(folder):
     loader, rank = DataLoader(pool(), 4), dist.get_rank()
     with only_here(1, ValueError, "kind must be one of"):
@@ -130,6 +166,7 @@ def a_wrong_argument_on_one_rank(folder):
     assert len(score(net(), loader)) == N
 
 
+# ---- NoiseScale ----------------------------------------------------------------------------------
 def noise(wrap, per, folder, sizes=((6, 7), (4, 2))):
     """Of unequal batches on two ranks: that of one process which weights them as DDP does."""
     single, model = net(), net()
@@ -206,6 +243,8 @@ SCENARIOS = {
     "score, FSDP, fewer samples than ranks": partial(a_sharded_model, 1),
     "score, chosen samples of several models": chosen_samples_of_several_models,
     "score, models that differ": models_that_differ,
+    "score, pools that differ": pools_that_differ,
+    "score, an error on one rank before they meet": an_error_on_one_rank_before_they_meet,
     "score, a wrong argument on one rank": a_wrong_argument_on_one_rank,
     "score, interrupted and resumed": interrupted_and_resumed,
     "noise scale, DDP": partial(noise, DistributedDataParallel, "model"),

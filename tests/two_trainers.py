@@ -31,9 +31,23 @@ class Task(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Parts(Task):
+    """Whose training step calls its children, each by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.decoder(self.model(x))
+
+    def training_step(self, batch):
+        return F.cross_entropy(self.decoder(self.model(batch[0])), batch[1])
+
+
 class Check(lightning.Callback):
     def on_train_batch_start(self, trainer, task, batch, index):
-        model, self.want = copy.deepcopy(task.model), []
+        model, self.want = copy.deepcopy(task), []
         for x, y in zip(*(part.split(1) for part in batch), strict=True):
             gradient = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
             self.want.append(torch.cat([g.flatten() for g in gradient]).norm())
@@ -47,9 +61,10 @@ class Check(lightning.Callback):
 if __name__ == "__main__":
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(16, 4), torch.randint(0, 3, (16,)))
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp_spawn", max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[Check(), GradNorms()],
-    )  # fmt: skip
-    trainer.fit(Task(), DataLoader(data, batch_size=4))
+    for task in (Task(), Parts()):
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=2, strategy="ddp_spawn", max_epochs=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[Check(), GradNorms()],
+        )  # fmt: skip
+        trainer.fit(task, DataLoader(data, batch_size=4))

@@ -16,7 +16,7 @@ from . import named
 from .errors import CoverageError, VerificationError
 from .facts import table
 from .jobs import score
-from .jobs.pool import Pool, moved, random_state_kept, split_batch
+from .jobs.pool import Pool, missed, moved, random_state_kept, split_batch
 from .jobs.quantities import KINDS
 from .named import UsageError
 from .verify import verify
@@ -26,7 +26,8 @@ __all__ = ["main"]
 EXIT_CODES = """\
 exit codes:
   0    done
-  1    verify found a difference, or a model was refused (the text names the parameters)
+  1    verify found a difference, or a model was refused (the text names the parameters); or
+       code of yours failed (its traceback is shown)
   2    an argument is wrong (the text names it)
   130  interrupted; the same command goes on where it was
 """
@@ -197,7 +198,9 @@ def _verify(given: argparse.Namespace) -> int:
         batch = moved(next(batch for _, batch in pool.read([first])), device)
     inputs, targets = (_split(given.split) or split_batch)(batch)
     try:
-        report = verify(
+        report = _or_usage_error(
+            "verify",
+            missed(targets, given.split is None)(verify),
             model,
             named.loss(given.loss),
             inputs,
@@ -220,7 +223,7 @@ def _or_usage_error(what: str, call: Any, *args: Any, **kwargs: Any) -> Any:
     """What is wrong with an argument takes a line; errors of the user's code keep their trace."""
     try:
         return call(*args, **kwargs)
-    except (ValueError, TypeError, ImportError) as error:
+    except (ValueError, TypeError, ImportError, OSError) as error:
         frame = error.__traceback__
         while frame is not None and frame.tb_next is not None:
             frame = frame.tb_next

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -45,10 +46,17 @@ def found(option: str, spec: str) -> Any:
     held: Any = module
     for name in names.split("."):
         if not hasattr(held, name):
-            known = [key for key in vars(module) if not key.startswith("_")]
+            known = [key for key, value in vars(module).items() if _own(module, key, value)]
             raise UsageError(f"{option}: {where} has no {names!r}; it has {', '.join(known)}")
         held = getattr(held, name)
     return held
+
+
+def _own(module: Any, name: str, value: Any) -> bool:
+    """Whether a module's name is no import of its."""
+    if isinstance(value, (type, FunctionType)):
+        return not name.startswith("_") and value.__module__ == module.__name__
+    return not name.startswith("_") and not isinstance(value, ModuleType)
 
 
 def _imported(name: str) -> Any:
@@ -132,4 +140,4 @@ def loss(spec: str) -> Callable[[Any, Any], torch.Tensor]:
     held = found("--loss", spec)
     if not callable(held):
         raise UsageError(f"--loss: {spec} is a {type(held).__name__}, and cannot be called")
-    return held() if isinstance(held, type) else held  # nn.CrossEntropyLoss, say
+    return _made("--loss", spec) if isinstance(held, type) else held  # nn.CrossEntropyLoss, say

@@ -88,7 +88,13 @@ class Reader:
         return self._record.shares()
 
     def gradients(self, per: str = "model") -> dict[str, list[Tensor]]:
-        """`.grad` of what the record's norms are of, by their names ("" for per="model")."""
+        """`.grad` of what the record's norms are of, by their names ("" for per="model").
+
+        Raises:
+            RuntimeError: from the second call on: it held something before the record's first
+                backward, and is not of its samples alone.
+            CoverageError: as for `norms`.
+        """
         self._ready(per)
         return self._record.gradients(per)
 

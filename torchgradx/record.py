@@ -39,6 +39,8 @@ class Record:
         self._serial = 0
         self._silent: dict[int, int] = {}  # serials of forwards without grad, by the node before
         self._read = False
+        self._compares = False  # .grad with the samples' own gradients: somebody asked for it
+        self._there: list[Tensor] = []  # how large .grad was before the record's first gradient
         self.mismatched: set[tuple[int, int]] = set()  # backwards, parameters that received else
         self.runs: list[tuple[Any, float | Tensor]] = []  # with the loss scale in force at each
 
@@ -68,6 +70,8 @@ class Record:
         if self._read:
             self.clear()
         self.books.begin(first=not self.runs)
+        if self._compares and not self.runs:
+            self._there = self._sizes_of_grads(run.trainable)
         scale = self._options["loss_scale"]
         if isinstance(scale, torch.amp.GradScaler):
             scale = scale.get_scale() if scale.is_enabled() else 1.0
@@ -81,7 +85,7 @@ class Record:
     def clear(self) -> None:
         for run, _ in self.runs:
             run.clear()
-        self.runs = []
+        self.runs, self._there = [], []
         self.books.clear()
         self.mismatched = set()
         self._recorder.clear()
@@ -145,8 +149,22 @@ class Record:
             )
         return 1 / self.factors(self._in_order())
 
+    def _sizes_of_grads(self, places: Sequence[int]) -> list[Tensor]:
+        """On their devices: a set_to_none=False leaves zeros."""
+        tensors = self._parameters.tensors()
+        grads = [g for place in places if (g := tensors[place].grad) is not None]
+        here = [getattr(g, "_local_tensor", g) for g in grads]  # of a DTensor
+        dense = [g for g in here if g.layout is torch.strided and g.numel()]
+        return list(torch._foreach_norm(dense, float("inf"))) if dense else []
+
     def gradients(self, per: str) -> dict[str, list[Tensor]]:
         """.grad by group, as far as it is there."""
+        self._compares = True
+        if any(map(float, self._there)):
+            raise RuntimeError(
+                ".grad held a gradient before this record's first backward: zero it at every "
+                "step, and read the norms of a step's micro-batches after the last of them"
+            )
         tensors = self._parameters.tensors()
         return {
             key: [g for place in places if (g := tensors[place].grad) is not None]

@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from ..errors import CoverageError
+from ..sites import Hooks
 from .steps import Norms, StepNorms, scale_of
 
 __all__ = ["GradNorms"]
+
+
+class _Step(nn.Module):
+    """A task whose forward is its training step."""
+
+    def __init__(self, task: LightningModule, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self._modules = task._modules  # by the same names
+        self._run = run
+        self._seen: list[Any] | None = None  # what calls of the task itself return in a step
+
+    def see(self, task: LightningModule, args: Any, output: Any) -> None:
+        if self._seen is not None:
+            self._seen.append(output)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+        seen: list[Any] = []
+        self._seen = seen
+        try:
+            return self._run(*args, **kwargs), seen  # a loss alone proves little of its samples
+        finally:
+            self._seen = None  # evaluation is not seen, and nothing kept
 
 
 class GradNorms(StepNorms, Callback):
@@ -22,8 +46,10 @@ class GradNorms(StepNorms, Callback):
     gradient where a step's micro-batches are equally large. `probe` is there while a fit runs.
 
     Args:
-        module: the name of the module to attach to, "" for the LightningModule itself. None: its
-            only child that has parameters, else itself. It is what `training_step` has to call.
+        module: the name of the module to attach to, which `training_step` has to call; "" for the
+            LightningModule itself. None: its only child that has parameters, or, of several, the
+            training step as a whole, whatever of them it calls. (Itself where it has parameters of
+            its own, or optimizes by hand.)
         per: "model"; "module" or "parameter" make `norms` a dict, and log their means too.
         prefix: of the names logged: `<prefix>/mean`, `/median`, `/q90`, `/max`.
         on_norms: called with (norms, global step) at each step, to feed an `OutlierWatch`, say.
@@ -42,17 +68,38 @@ class GradNorms(StepNorms, Callback):
         super().__init__(per, prefix, on_norms, options)
         self._module = module
         self._unread = False  # a backward has come since the last read
+        self._whole, self._undo = False, ExitStack()
 
-    def _model(self, task: LightningModule) -> nn.Module:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.end()
+        self.begin(self._model(trainer, pl_module))
+
+    def _model(self, trainer: Trainer, task: LightningModule) -> nn.Module:
         if self._module is not None:
             found: nn.Module = task.get_submodule(self._module)
             return found
         owners = [child for child in task.children() if any(True for _ in child.parameters())]
-        alone = len(owners) == 1 and not any(True for _ in task.parameters(recurse=False))
-        return owners[0] if alone else task
+        bare = not any(True for _ in task.parameters(recurse=False))
+        if bare and len(owners) == 1:
+            return owners[0]
+        if not bare or not task.automatic_optimization:
+            return task
+        return self._whole_step(trainer, task)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.begin(self._model(pl_module))
+    def _whole_step(self, trainer: Trainer, task: LightningModule) -> nn.Module:
+        step = _Step(task, trainer.strategy.training_step)
+        hooks = Hooks(task)  # which copies of the task do without
+        hooks.add(task.register_forward_hook, step.see)
+        trainer.strategy.training_step = lambda *args, **kwargs: step(*args, **kwargs)[0]
+        self._undo.callback(delattr, trainer.strategy, "training_step")
+        self._undo.callback(hooks.remove)
+        self._whole = True
+        return step
+
+    def end(self) -> None:
+        super().end()
+        self._undo.close()
+        self._whole = False
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._unread = True
@@ -67,6 +114,8 @@ class GradNorms(StepNorms, Callback):
             scale = scale_of(getattr(trainer.precision_plugin, "scaler", None))
             logged = self.read(scale, trainer.global_step)
         except CoverageError as error:
+            if self._whole:
+                raise
             hint = "GradNorms(module=) names the module that training_step calls"
             raise CoverageError(f"{error}. {hint}", error.parameters) from error
         pl_module.log_dict(logged, on_step=True, on_epoch=False)

@@ -44,7 +44,6 @@ class StepNorms:
         self.norms: Norms | None = None  # of the latest step
 
     def begin(self, model: nn.Module) -> None:
-        self.end()  # of a fit that ended where nobody told us
         self.probe = attach(model, loss_reduction="sum", **self._options)
 
     def end(self) -> None:

@@ -57,6 +57,7 @@ class GradNorms(StepNorms, TrainerCallback):
         self.end()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.end()  # of a training that ended in an exception
         self.begin(kwargs["model"])
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

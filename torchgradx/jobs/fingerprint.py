@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset, TensorDataset
 
 from .pool import Pool, random_state_kept
 
-__all__ = ["of_dataset", "of_function", "of_model", "of_values"]
+__all__ = ["of_dataset", "of_function", "of_model", "of_option", "of_values"]
 
 PLAIN = (int, float, str, bytes, bool, np.generic, type(None))
 SAMPLES = 8  # of a dataset that are looked at, spread over it
@@ -40,7 +39,7 @@ def of_model(model: nn.Module, modes: bool = False) -> str:
     return seen.hexdigest()
 
 
-def of_dataset(pool: Pool) -> str:
+def of_dataset(pool: Pool, samples: int = SAMPLES) -> str:
     """Of its length, of a few of its samples, in which random numbers are drawn alike, and of all
     that a TensorDataset holds and a Subset chooses."""
     seen = blake2b(f"{type(pool.dataset).__qualname__} {len(pool)}".encode(), digest_size=16)
@@ -48,7 +47,7 @@ def of_dataset(pool: Pool) -> str:
         torch.manual_seed(0)
         np.random.seed(0)
         random.seed(0)
-        for index in np.unique(np.linspace(0, len(pool) - 1, SAMPLES, dtype=int)).tolist():
+        for index in np.unique(np.linspace(0, len(pool) - 1, samples, dtype=int)).tolist():
             for leaf in tree_leaves(pool.sample(index)) if len(pool) else ():
                 _add(seen, leaf)
     dataset = pool.dataset
@@ -70,7 +69,11 @@ def of_function(function: Callable[..., Any] | None) -> str:
     return f"{getattr(function, '__qualname__', type(function).__qualname__)} {seen.hexdigest()}"
 
 
-def of_values(values: NDArray[Any]) -> str:
+def of_option(value: Any) -> str:
+    return repr(value) if isinstance(value, PLAIN) else of_function(value)
+
+
+def of_values(values: Any) -> str:
     seen = blake2b(digest_size=16)
     _add(seen, values)
     return seen.hexdigest()

@@ -20,7 +20,7 @@ from ..sharding import gathers
 from ..table import Parameters
 from . import fingerprint
 from .partial import Gathered, Partial, ResumeError
-from .pool import Pool, Split, moved, split_batch
+from .pool import Pool, Split, missed, moved, split_batch
 from .progress import bar
 from .quantities import Quantity
 from .ranks import Ranks
@@ -145,7 +145,7 @@ class Job:
             try:
                 for place, (indices, batch) in enumerate(self._pool.read(batches)):
                     inputs, targets = (self.split or split_batch)(moved(batch, first.device))
-                    with self._no_targets_told(targets):
+                    with missed(targets, self.split is None and self._quantity.needs_loss):
                         rows = self._rows(self._quantity(inner, probe, inputs, targets), prefix)
                     if len(rows) != len(indices):
                         raise ValueError(
@@ -157,18 +157,6 @@ class Job:
                         shown.update(len(indices))
             finally:
                 shown.close()
-
-    @contextlib.contextmanager
-    def _no_targets_told(self, targets: Any) -> Iterator[None]:
-        try:
-            yield
-        except TypeError as error:
-            if targets is not None or self.split is not None or not self._quantity.needs_loss:
-                raise
-            raise TypeError(
-                f'{error}. No targets were found, which are the last of a sequence or "labels" of '
-                "a dict: say split=, batch -> (inputs, targets)"
-            ) from error
 
     @contextlib.contextmanager
     def _attached(self, model: nn.Module) -> Iterator[Probe | None]:

@@ -79,7 +79,8 @@ class NoiseScale:
 
         Raises:
             RuntimeError: `.grad` is not there, changed, unscaled or clipped already, another one on
-                each rank, or larger than the samples of the record can make it.
+                each rank, larger than the samples of the record can make it, or (seen from the
+                second update on) held something before them.
             CoverageError: as of `Probe.norms`.
         """
         sums, sq_grads = self._measure(probe)

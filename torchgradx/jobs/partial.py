@@ -95,7 +95,7 @@ class Partial:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RuntimeError(f"{self.path} is being written by another process") from None
+            raise BlockingIOError(f"{self.path} is being written by another process") from None
         except OSError:
             pass  # a file system without locks
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-__all__ = ["Pool", "Split", "moved", "random_state_kept", "split_batch"]
+__all__ = ["Pool", "Split", "missed", "moved", "random_state_kept", "split_batch"]
 
 Split = Callable[[Any], tuple[Any, Any]]
 
@@ -159,6 +159,20 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
         return batch[0], None
     *inputs, targets = batch
     return inputs[0] if len(inputs) == 1 else tuple(inputs), targets
+
+
+@contextlib.contextmanager
+def missed(targets: Any, wanted: bool) -> Iterator[None]:
+    """What a loss says that was given no targets, it says with what to do."""
+    try:
+        yield
+    except TypeError as error:
+        if targets is not None or not wanted:
+            raise
+        raise TypeError(
+            f'{error}. No targets were found, which are the last of a sequence or "labels" of '
+            "a dict: say split=, batch -> (inputs, targets)"
+        ) from error
 
 
 def moved(batch: Any, device: torch.device) -> Any:

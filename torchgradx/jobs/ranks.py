@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from glob import escape
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ class Ranks:
         several = distributed and running()
         self.rank = dist.get_rank() if several else 0
         self.world = dist.get_world_size() if several else 1
+        self._parted = False  # all ranks know that they do not go on
 
     def mine(self, size: int) -> NDArray[np.bool_]:
         """[N]: what a DistributedSampler(shuffle=False) gives this rank, less its padding."""
@@ -52,16 +54,13 @@ class Ranks:
         return values
 
     def largest(self, count: int) -> int:
-        if self.world > 1:
-            there = torch.tensor(count, device=_device())
-            dist.all_reduce(there, dist.ReduceOp.MAX)
-            count = int(there)
-        return count
+        return self._meet(count)[1]
 
     def agree(self, hexadecimal: str) -> bool:
-        """Whether all ranks say the same."""
-        number = int(hexadecimal[:15], 16)
-        return self.largest(number) == -self.largest(-number)
+        """Whether all ranks say the same; where not, all of them know, and none tells of it."""
+        least, most = self._meet(int(hexadecimal[:15], 16))
+        self._parted = least != most
+        return not self._parted
 
     def whole(self, values: NDArray[np.float64], mine: NDArray[np.bool_]) -> NDArray[np.float64]:
         """[N, K] of which each rank knows the rows that are its own."""
@@ -70,14 +69,31 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """An error on one rank is one on all of them: none waits for another in vain."""
+        """An error on one rank is one on all of them, wherever they meet next: none waits for
+        another in vain."""
         try:
             yield
         except Exception:
-            self.largest(1)
+            if not self._parted:
+                self._meet(failed=True)
             raise
-        if self.largest(0):
-            raise RuntimeError("it failed on another rank, whose error says why")
+        if self._meet() != (0, 0):  # another meets for something else
+            self._part()
+
+    def _meet(self, number: int = 0, failed: bool = False) -> tuple[int, int]:
+        """The least and the largest number of all ranks, of which none has failed."""
+        if self.world == 1:
+            return number, number
+        there = torch.tensor([failed, -number, number], device=_device())
+        dist.all_reduce(there, dist.ReduceOp.MAX)
+        any_failed, least, most = there.tolist()
+        if any_failed and not failed:
+            self._part()
+        return -least, most
+
+    def _part(self) -> NoReturn:
+        self._parted = True
+        raise RuntimeError("it failed on another rank, whose error says why")
 
 
 def _device() -> torch.device:

@@ -61,7 +61,8 @@ def score(
     number generators are afterwards as they were. Needs the memory of one batch and of the result.
 
     Where torch.distributed runs, each rank scores every world-size-th sample, as those of a
-    DistributedSampler without its padding, and every rank returns the whole.
+    DistributedSampler without its padding, and every rank returns the whole. They must be given
+    the same model, dataset and arguments, which is looked at; an error of one is one of all.
 
     Kinds, with the gradients g of all parameters, the probabilities p = softmax(logits):
 
@@ -100,6 +101,7 @@ def score(
 
     Raises:
         ValueError, TypeError: an argument is not as above; the text names it.
+        RuntimeError: another rank failed.
         ResumeError: the partial file is of another model, dataset or options.
         CoverageError: some parameters' gradients are not accounted for sample by sample, or the
             loss is seen not to be reduced as said.
@@ -111,6 +113,8 @@ def score(
         pool = Pool(loader)
         wanted = _wanted(indices, len(pool))
         path = None if out is None else checked_path(out)
+        if ranks.world > 1:
+            _agree(ranks, pool, wanted, (kind, per, top_classes, eval_mode, path is None))
     job = Job(pool, quantity, wanted, ranks, options)
     job.split, job.eval_mode = split, eval_mode
     job.shown = progress and ranks.rank == 0
@@ -135,7 +139,10 @@ def score(
                     "split": fingerprint.of_function(split),
                     "logits": fingerprint.of_function(logits),
                     "collate_fn": fingerprint.of_function(loader.collate_fn),
-                    "options": {name: repr(value) for name, value in sorted(options.items())},
+                    "options": {
+                        name: fingerprint.of_option(value)
+                        for name, value in sorted(options.items())
+                    },
                     "rank": [ranks.rank, ranks.world],
                 }
                 job.keep(ranks.beside(path), facts, resume)
@@ -180,6 +187,22 @@ def _quantity(
     if options.get("weight_grad"):
         raise ValueError("score leaves .grad as it is: weight_grad=True cannot be had")
     return KINDS[kind](per, loss_fn, loss_reduction, logits, top_classes)
+
+
+def _agree(ranks: Ranks, pool: Pool, wanted: NDArray[np.bool_], arguments: tuple[Any, ...]) -> None:
+    """What is put together from all ranks must be of one pool."""
+    told = {
+        "the dataset (a random_split needs a generator of the same seed)": fingerprint.of_dataset(
+            pool, samples=0
+        ),
+        "indices": fingerprint.of_values(wanted),
+        "kind, per, top_classes, eval_mode, and whether out is given,": fingerprint.of_values(
+            arguments
+        ),
+    }
+    for what, mark in told.items():
+        if not ranks.agree(mark):
+            raise ValueError(f"{what} must be the same on all ranks")
 
 
 def _wanted(indices: Any, size: int) -> NDArray[np.bool_]:
