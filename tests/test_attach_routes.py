@@ -10,6 +10,7 @@ from attach_oracle import (
     close_named,
     exact_or,
     loop,
+    nothing_compiled,  # noqa: F401
     seeded,  # noqa: F401
 )
 from torch import nn
@@ -181,3 +182,35 @@ def test_the_last_token_of_each_is_known_from_one_batch_on(monkeypatch):
             ends_loss(model, x, ends).backward()
             close_named(probe.norms(per="parameter"), want)
     assert len(proofs) == 1
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("first", ["attach", "compile"])
+@pytest.mark.usefixtures("nothing_compiled")
+def test_a_whole_compiled_graph_is_looked_at_for_each_choice(first, fused):
+    def forward(model, x, flat):
+        h = torch.tanh(model.a(x))
+        of = torch.tanh(model.b(h.view(-1, 3).index_select(0, flat)))
+        return model.c(torch.zeros_like(h).view(-1, 3).index_add(0, flat, of).view_as(h))
+
+    model = Model(forward, **{key: nn.Linear(3, 3) for key in "abc"}).double()
+    if first == "compile":
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torchgradx.attach(model, fused=fused) as probe:
+        if first == "attach":
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+        for m in (ALIKE, OTHERS[0], ALIKE):
+            x, flat = rows(), places(m)
+            of_each = [places(m[n : n + 1]) for n in range(N)]
+            want = []
+            for n in range(N):
+                model.zero_grad()
+                with probe.paused():
+                    loss(model, x[n : n + 1], of_each[n]).backward()
+                want.append([p.grad.norm() for p in model.parameters()])
+            names = [name for name, _ in model.named_parameters()]
+            loss(compiled, x, flat).backward()
+            got, refusal = read(probe)
+            if refusal is None:
+                close_named(got, dict(zip(names, torch.tensor(want).double().T, strict=True)))
+            assert (refusal is None) == (m is ALIKE), refusal

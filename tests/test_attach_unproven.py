@@ -188,3 +188,24 @@ def test_a_layer_first_met_after_the_forward_that_was_watched(where, options):
         for _ in range(2):
             square(one, x).backward()
             close_named(probe.norms(per="parameter"), loop(one, square, x))
+
+
+@a_few_modes
+@unproven
+def test_a_layer_that_is_later_given_what_a_mask_picks(where, options):
+    """As where padding is taken out, if there is any; here as many rows are left as samples."""
+
+    def use(m, x):
+        wide = h(m, x)[:, None].expand(-1, 2, -1)
+        return m.b(wide).sum(1) if m.dense else m.b(wide[firsts(x).view(-1, 2)])
+
+    one, x = model(use, where, dense=True).double(), torch.randn(N, 3).double()
+    with torchgradx.attach(one, **options) as probe:
+        for dense in (True, False, True, False, True):
+            one.dense = dense
+            square(one, x).backward()
+            if dense:
+                close_named(probe.norms(per="parameter"), loop(one, square, x))
+            else:
+                with pytest.raises(torchgradx.CoverageError, match=r"b\.weight"):
+                    probe.norms()

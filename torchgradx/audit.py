@@ -174,7 +174,7 @@ class Audit:
             reason = verdict if isinstance(verdict, str) else None
             doubt = not trusted and not known
             if doubt and not reason and _beyond_doubt(use.leads, n, presumed):
-                fed = self.lift.fed(site)
+                fed = self.lift.fed(site, sizes)
                 complete, doubt = complete and fed is not None, not fed
             if doubt and outputs and node is not None and node not in graph.parents:
                 layouts.append(NOWHERE)  # as where it was detached: if a gradient comes, refused
