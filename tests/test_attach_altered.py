@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from attach_oracle import (
+    Model,
     every_mode,
     exact_or,
     loop,
@@ -75,6 +76,33 @@ def test_it_is_named_and_the_same_value_changes_nothing():
         if torchgradx.ops.NATIVE:
             with pytest.raises(torchgradx.CoverageError, match="ties or options changed"):
                 probe.norms()
+
+
+@pytest.mark.parametrize("into", [nn.Sequential, lambda: nn.ModuleList([nn.Tanh()]), nn.ModuleDict])
+@every_mode
+def test_a_module_that_comes_later_is_refused(into, options):
+    """Adapters are added to empty containers, and to layers that had no modules inside."""
+    need_native(options)
+
+    def forward(model, x):
+        later = model.later.values() if isinstance(model.later, nn.ModuleDict) else model.later
+        for layer in later:
+            x = layer(x)
+        return model.head(x)
+
+    model = Model(forward, later=into(), head=nn.Linear(4, 2)).double()
+    x = torch.randn(N, 4).double()
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        probe.norms()
+        layer = nn.Linear(4, 4).double()
+        holder = model.later[0] if len(model.later) else model.later
+        holder.add_module("0", layer)
+        if holder is not model.later:
+            holder.register_forward_hook(lambda module, args, out: layer(out))
+        square(model, x).backward()
+        with pytest.raises(torchgradx.CoverageError, match="attach again"):
+            probe.norms()
 
 
 def test_dropout_of_a_recurrent_module_may_change():

@@ -16,6 +16,7 @@ from attach_oracle import (
     square,
 )
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
@@ -42,6 +43,20 @@ def h(m, x):
     return torch.tanh(m.a(x))
 
 
+def rows(m, x):
+    """[2 N, 3]"""
+    return torch.stack([h(m, x), x], 1).flatten(0, 1)
+
+
+def firsts(x):
+    """[2 N]: as many as there are samples."""
+    return torch.arange(2 * len(x)) < len(x)
+
+
+def packed(x, lengths):
+    return pack_padded_sequence(x[:, None], lengths, batch_first=True)
+
+
 def swapped(x):
     return torch.eye(N, dtype=x.dtype).flip(0)[:, : len(x)]
 
@@ -54,6 +69,7 @@ DISORDERED = {
     "index_select": lambda m, x: m.b(h(m, x).index_select(0, torch.arange(len(x)).flip(0))),
     "index_copy": lambda m, x: m.b(h(m, x).index_copy(0, torch.arange(len(x)).flip(0), x)),
     "sorted": lambda m, x: m.b(h(m, x)[x[:, 0].argsort()]),
+    "sorted already": lambda m, x: m.b(h(m, x)[(0 * x[:, 0]).argsort(stable=True)]),
     "a boolean mask": lambda m, x: m.b(h(m, x)[x[:, 0] < torch.inf]),
     "slices": lambda m, x: m.b(torch.cat([h(m, x)[1:], h(m, x)[:1]])),
     "unbind": lambda m, x: m.b(torch.stack(h(m, x).unbind(0)[::-1])),
@@ -69,6 +85,26 @@ DISORDERED = {
     "einsum": lambda m, x: m.b(torch.einsum("nd,md,me->ne", x, x, h(m, x))),
     "attention": lambda m, x: m.b(F.scaled_dot_product_attention(*[h(m, x)[None]] * 3)[0]),
     "batch statistics": lambda m, x: m.b(F.batch_norm(h(m, x), None, None, training=True)),
+    "rows, a mask": lambda m, x: m.b(rows(m, x)[firsts(x)]),
+    "rows, index": lambda m, x: m.b(rows(m, x)[torch.arange(len(x))]),
+    "rows, index_select": lambda m, x: m.b(rows(m, x).index_select(0, torch.arange(len(x)))),
+    "rows, gather": lambda m, x: m.b(rows(m, x).gather(0, torch.arange(3).expand(len(x), 3))),
+    "rows, masked_select": lambda m, x: m.b(
+        rows(m, x).masked_select(firsts(x)[:, None]).view(-1, 3)
+    ),
+    "rows, take": lambda m, x: m.b(rows(m, x).take(torch.arange(3 * len(x)).view(-1, 3))),
+    "rows, looked up": lambda m, x: m.b(F.embedding(torch.arange(len(x)), rows(m, x))),
+    "rows, put": lambda m, x: m.b(
+        torch.zeros_like(x).index_put((torch.arange(2 * len(x)) // 2,), rows(m, x), True)
+    ),
+    "rows, masked_scatter": lambda m, x: m.b(
+        torch.zeros_like(x).masked_scatter(firsts(x)[: len(x), None], rows(m, x))
+    ),
+    "rows, a slice": lambda m, x: m.b(rows(m, x)[: len(x)]),
+    "rows, narrow": lambda m, x: m.b(rows(m, x).narrow(0, 0, len(x))),
+    "rows, flip": lambda m, x: m.b(rows(m, x).flip(0).view(-1, 2, 3)[:, 0]),
+    "rows, centred": lambda m, x: m.b((rows(m, x) - rows(m, x).mean(0)).view(-1, 2, 3)[:, 0]),
+    "packed": lambda m, x: m.b(packed(x, torch.ones(len(x)).long()).data),
 }
 
 
@@ -87,6 +123,8 @@ IN_ORDER = {
     "layers": lambda m, x: m.b(F.gelu(m.a(x)).softmax(-1)),
     "positions": lambda m, x: m.b(h(m, x)[:, None].expand(-1, 5, -1) * m.kept[0].to(x)),
     "each at its place": lambda m, x: m.b(h(m, x)[torch.arange(len(x)), :]),
+    "each of its rows": lambda m, x: m.b(rows(m, x).view(len(x), 2, 3)[:, 1:]),
+    "all of its rows, turned": lambda m, x: m.b(rows(m, x).view(len(x), 2, 3).transpose(1, 2).mT),
     "half of each": lambda m, x: m.b(torch.cat([x[:, :1], h(m, x)[:, 1:]], 1)),
     "a loss beside it": lambda m, x: m.b(h(m, x) + 0 * len(str(h(m, x).mean().item()))),
     "attention": lambda m, x: m.b(
@@ -150,3 +188,24 @@ def test_a_layer_first_met_after_the_forward_that_was_watched(where, options):
         for _ in range(2):
             square(one, x).backward()
             close_named(probe.norms(per="parameter"), loop(one, square, x))
+
+
+@a_few_modes
+@unproven
+def test_a_layer_that_is_later_given_what_a_mask_picks(where, options):
+    """As where padding is taken out, if there is any; here as many rows are left as samples."""
+
+    def use(m, x):
+        wide = h(m, x)[:, None].expand(-1, 2, -1)
+        return m.b(wide).sum(1) if m.dense else m.b(wide[firsts(x).view(-1, 2)])
+
+    one, x = model(use, where, dense=True).double(), torch.randn(N, 3).double()
+    with torchgradx.attach(one, **options) as probe:
+        for dense in (True, False, True, False, True):
+            one.dense = dense
+            square(one, x).backward()
+            if dense:
+                close_named(probe.norms(per="parameter"), loop(one, square, x))
+            else:
+                with pytest.raises(torchgradx.CoverageError, match=r"b\.weight"):
+                    probe.norms()

@@ -324,7 +324,7 @@ class Probe(Reader):
         looked = self._audit.lift.unwatch(self._recorder.depth() == 1, out)
         key = None if run is None else self._audit.key(run)
         seen = self._seen.last
-        known = seen is None and self._audit.knows(key)
+        known = seen is None and looked.taint is None and self._audit.knows(key)
         uses = [] if run is None or known else run.uses()
         self._recorder.pop()
         if run and out is None and not self._recorder.depth():
@@ -332,7 +332,7 @@ class Probe(Reader):
         if not run or out is None or not self._on:
             return
         if looked.taint is not None:
-            self._audit.lift.watched(looked.taint)
+            self._audit.lift.watched(looked.taint, uses)
         if run.silent_calls:  # a reentrant checkpoint's graph holds no use until it runs again
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 metadata: Any = node.metadata

@@ -20,6 +20,7 @@ from . import ops
 from .copies import untraced
 from .layout import NOWHERE, SEQUENCE, SHARED, Watched, prove
 from .lift import Lift, Looked
+from .routes import alike, routes
 from .rules import Layer
 from .several import End, ends_of_node
 from .shared import Graph
@@ -76,7 +77,8 @@ class Audit:
 
     def knows(self, key: Any) -> bool:
         """Whether a pass of this structure need not be looked at."""
-        return key in self._proven and self._proven[key].plan is None
+        verdict = self._proven.get(key)
+        return verdict is not None and verdict.plan is None and not verdict.routes
 
     def examine(
         self,
@@ -89,7 +91,7 @@ class Audit:
     ) -> None:
         """At the end of a forward: what is known of its structure, or a first look at it."""
         prove = partial(self.verdict, run.n, uses, outputs, sites, looked)
-        verdict = self._applied(run, key, prove)
+        verdict = self._applied(run, key, prove, outputs)
         if verdict.plan is not None:
             self.lift.begin(run, verdict.plan, uses, sites, outputs)
 
@@ -103,10 +105,16 @@ class Audit:
             run.refuse(-1, OTHERWISE)
         self._listen()  # each time: its edges into parameters say nothing of what uses them
 
-    def _applied(self, run: Any, key: Any, prove: Callable[[], Verdict]) -> Verdict:
+    def _applied(
+        self, run: Any, key: Any, prove: Callable[[], Verdict], outputs: Sequence[Tensor] = ()
+    ) -> Verdict:
         verdict = self._proven.get(key)
+        pending = self._pending.get(key)
+        held = verdict or (pending and pending[0])
+        if held and held.routes and not alike(held.routes, routes(outputs, run.n)):
+            self._proven.pop(key, None)
+            verdict = pending = None
         if verdict is None:
-            pending = self._pending.get(key)
             verdict = pending[0] if pending else prove()
             if verdict.complete:
                 self._pending[key] = verdict, run
@@ -162,7 +170,7 @@ class Audit:
             reason = verdict if isinstance(verdict, str) else None
             doubt = not trusted and not known
             if doubt and not reason and _beyond_doubt(use.leads, n, presumed):
-                fed = self.lift.fed(site)
+                fed = self.lift.fed(site, sizes)
                 complete, doubt = complete and fed is not None, not fed
             if doubt and outputs and node is not None and node not in graph.parents:
                 layouts.append(NOWHERE)  # as where it was detached: if a gradient comes, refused
@@ -174,7 +182,8 @@ class Audit:
                 refusals.append((site, f"of shape {list(sizes)}, {reason}; {say}"))
             proven = known and node is not None and not trusted
             layouts.append(int(verdict) if proven else presumed)  # type: ignore[arg-type]
-        return Verdict(layouts, refusals, plan, complete, [site for site, *_ in uses])
+        called = [site for site, *_ in uses]
+        return Verdict(layouts, refusals, plan, complete, called, routes(outputs, n))
 
     # Backward
 

@@ -53,13 +53,6 @@ class Looked(NamedTuple):
     ends: dict[Node, list[End]]  # of modules with several outputs, by the first's node
 
 
-class Shown(NamedTuple):
-    """What holds for its code, whatever the sizes."""
-
-    fed: dict[int, bool]  # by site: whether samples enter all it is given, and nothing moves them
-    ends: list[Place | None]  # where the samples are in its outputs
-
-
 class Lift:
     """What one probe knows of them; `plans` outlives it."""
 
@@ -97,10 +90,16 @@ class Lift:
             found.taint.stop(tensors_in(outputs))
         return found
 
-    def watched(self, taint: Taint) -> None:
-        """Once is enough, for as long as its modules are in these modes."""
-        fed = {site: fed and taint.orderly for site, fed in taint.fed.items()}
-        self._plans[self._parameters.modes(), ()] = Shown(fed, taint.ends)
+    def watched(self, taint: Taint, uses: Sequence[Use]) -> None:
+        """Once is enough, for as long as its modules are in these modes, and are given as much: a
+        layer may be called on all rows, and on those that a mask picks where there is any."""
+        modes = self._parameters.modes()
+        self._plans[modes, ()] = taint.ends
+        self._plans.setdefault((modes, "fed"), {}).update(
+            ((site, len(sizes)), taint.fed[site] and taint.orderly)
+            for site, sizes, *_ in uses
+            if site in taint.fed
+        )
 
     def several(self, first: Tensor, ends: list[End]) -> None:
         """A use has outputs beside its first."""
@@ -127,21 +126,19 @@ class Lift:
             for cache, kept in zip(caches, before, strict=True):
                 cache.update(kept)
 
-    def fed(self, site: int) -> bool | None:
-        """Whether samples enter all that a site is given, and nothing moves them; None: its uses
-        were not watched, and the next forward will be."""
-        key = self._parameters.modes(), ()
-        shown: Shown | None = self._plans.get(key)
-        known = shown.fed.get(site) if shown else None
+    def fed(self, site: int, sizes: Sequence[int]) -> bool | None:
+        """Whether samples enter all that a site is given, and nothing moves them; None: such uses
+        of it were not watched, and the next forward will be."""
+        modes = self._parameters.modes()
+        known: bool | None = self._plans.get((modes, "fed"), {}).get((site, len(sizes)))
         if known is None:
-            self._plans.pop(key, None)
+            self._plans.pop((modes, ()), None)
         return known
 
     def places(self, outputs: Sequence[Tensor]) -> list[Place | None]:
         """Where the samples are in the model's outputs, as far as that was seen."""
-        shown: Shown | None = self._plans.get((self._parameters.modes(), ()))
-        known = shown is not None and len(shown.ends) == len(outputs)
-        return shown.ends if shown and known else [None] * len(outputs)
+        ends: list[Place | None] = self._plans.get((self._parameters.modes(), ()), [])
+        return ends if len(ends) == len(outputs) else [None] * len(outputs)
 
     def plan(
         self,

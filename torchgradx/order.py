@@ -2,7 +2,7 @@
 
 Where no backward can be asked (layout.py), a layer's rows are taken for the samples if sizes leave
 no other choice, and if nothing in the forward could have moved them. What works along a dimension
-as long as there are samples is taken to.
+as long as there are samples is taken to, or along the first one, where they may stand flattened.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from torch import Tensor
 
 __all__ = ["argument_of", "disorders", "indices_of"]
 
-HARMLESS = {"cat", "permute", "squeeze", "stack", "unsqueeze"}  # along their dim nothing is moved
+PUTS = {"_add", "_copy", "_put", "_reduce"}
+# along their dim nothing is moved
+HARMLESS = {"cat", "permute", "squeeze", "stack", "unflatten", "unsqueeze"}
+CHOICES = {"_pack_padded_sequence", "masked_scatter", "masked_select", "put", "take"}
 PRODUCTS = {"mm": 0, "addmm": 1, "mv": 0, "addmv": 1, "dot": 0, "bmm": 0}  # the first factor
 
 
@@ -27,18 +30,27 @@ def disorders(func: Any, args: Sequence[Any], kwargs: Any, n: int, fed: Sequence
         if name == "bmm":
             return left.shape[0] == 1 and _in(left, fed) and _in(right, fed)
         return _in(right, fed) and (_in(left, fed) or right.shape[0] == n)
+    if name in CHOICES:
+        return True
+    if name == "embedding":
+        return _in(args[0], fed) and _picks(args[0], [args[1]], n, fed)
     if name.startswith("index"):
-        return any(_picks(t, index, n) for t, index in indices_of(func, args) if _in(t, fed))
+        into = [args[0], *args[2:4]] if name[5:] in PUTS else args[:1]
+        fits = any(_in(t, fed) for t in into)
+        return fits and any(_picks(t, index, n, fed) for t, index in indices_of(func, args))
     if "batch_norm" in name:
         return any(flag is True for flag in args)  # training
     if "scaled_dot_product" in name and args[0].dim() > 1 and args[0].shape[0] != n:
         return bool(args[0].shape[-2] == n)
     if name == "narrow":
-        return args[0].shape[args[1]] == n and args[3] < n
+        dim = args[1] % args[0].dim()
+        return _holds(args[0], dim, n) and args[3] < args[0].shape[dim]
     if name == "slice":
-        whole = args[0].shape[argument_of(func, args, kwargs, "dim") or 0]
+        dim = (argument_of(func, args, kwargs, "dim") or 0) % args[0].dim()
         start, end = (argument_of(func, args, kwargs, key) for key in ("start", "end"))
-        return whole == n and ((start or 0) not in (0, -n) or (n if end is None else end) < n)
+        whole = args[0].shape[dim]
+        part = (start or 0) not in (0, -whole) or (whole if end is None else end) < whole
+        return part and _holds(args[0], dim, n)
     if name in HARMLESS:
         return False
     scalars = [t.dim() == 0 for t in fed]
@@ -47,7 +59,15 @@ def disorders(func: Any, args: Sequence[Any], kwargs: Any, n: int, fed: Sequence
     along = [*_numbers(argument_of(func, args, kwargs, key) for key in ("dim", "dims"))]
     if name == "roll" and not along:
         return True
-    return any(-t.dim() <= d < t.dim() and t.shape[d] == n for t in fed[:1] for d in along)
+    return any(
+        -t.dim() <= d < t.dim() and _holds(t, d % t.dim(), n) for t in fed[:1] for d in along
+    )
+
+
+def _holds(t: Tensor, dim: int, n: int) -> bool:
+    """Whether samples may be in a dimension of this size."""
+    second = t.dim() > 2 and t.shape[1] == n  # then the first is of positions
+    return t.shape[dim] == n or (dim == 0 and t.shape[0] % n == 0 and not second)
 
 
 def _in(t: Tensor, tensors: Iterable[Tensor]) -> bool:
@@ -79,13 +99,13 @@ def indices_of(func: Any, args: Sequence[Any]) -> Iterator[tuple[Tensor, list[An
         yield args[0], [None] * dim + [args[2]]
 
 
-def _picks(t: Tensor, index: Sequence[Any], n: int) -> bool:
-    """Whether other rows come out than went in, along a dimension of `n`."""
-    for size, chosen in zip(t.shape, index, strict=False):
-        if size != n or chosen is None:
+def _picks(t: Tensor, index: Sequence[Any], n: int, fed: Sequence[Tensor]) -> bool:
+    """Whether other rows come out than went in, for this batch or, chosen by it, for another."""
+    for dim, chosen in enumerate(index[: t.dim()]):
+        if chosen is None or not _holds(t, dim, n):
             continue
-        order = torch.arange(n, device=chosen.device)
+        order = torch.arange(t.shape[dim], device=chosen.device)
         flat = chosen.reshape(-1)
-        if chosen.dtype is torch.bool or flat.shape != order.shape or not torch.equal(flat, order):
+        if chosen.dtype is torch.bool or _in(chosen, fed) or not torch.equal(flat, order):
             return True
     return False

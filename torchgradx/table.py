@@ -60,6 +60,7 @@ class Parameters:
         self.altered: list[str] = []  # options of modules that sites know
         self._modules = list(model.modules())
         self._children = [m._modules for m in self._modules if m._modules]
+        self._childless = [m._modules for m in self._modules if not m._modules]
         self._held = [m._parameters for m in self._modules]
         self._standing = self._stand()
         self._shape = self._present()
@@ -90,7 +91,7 @@ class Parameters:
 
     def changed(self) -> bool:
         """Whether modules or parameters came, went, are tied or were set otherwise since attach."""
-        if self.altered or self._present() != self._shape:
+        if self.altered or any(self._childless) or self._present() != self._shape:
             return True
         now = self.tensors() if self._tied else []
         return any(held.get(key) is not now[place] for held, key, place in self._tied)

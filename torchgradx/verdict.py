@@ -27,6 +27,7 @@ class Verdict:
     plan: Plan | None  # for the uses of layout SHARED
     complete: bool  # False: another forward must be looked at
     sites: list[int]  # of each use
+    routes: list[Any]  # what its batch chose, see routes.py
 
 
 def from_outside(run: Any) -> Verdict:
@@ -47,8 +48,9 @@ def from_outside(run: Any) -> Verdict:
         next((verdict.plan for verdict, _ in seen if verdict.plan), None),
         all(verdict.complete for verdict, _ in seen),
         [site for verdict, _ in seen for site in verdict.sites],
+        [part for verdict, _ in seen for part in verdict.routes],
     )
 
 
 def _nothing(why: str) -> Verdict:
-    return Verdict([], [(-1, why)], None, True, [])
+    return Verdict([], [(-1, why)], None, True, [], [])

@@ -1,0 +1,216 @@
+"""Rows that each batch sends where its values say: what one batch proved of a structure is not held
+to be so of another, of the same sizes, that chooses otherwise."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import (
+    Model,
+    a_few_modes,
+    close_named,
+    exact_or,
+    loop,
+    nothing_compiled,  # noqa: F401
+    seeded,  # noqa: F401
+)
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+import torchgradx
+
+N, T = 3, 4
+
+
+def places(m):
+    return m.flatten().nonzero()[:, 0]
+
+
+def scattered(h, m, of):
+    """[N, T, 3]: where m says, a function of those rows of h."""
+    wide = m[..., None].expand(-1, -1, 3)
+    return torch.zeros_like(h).masked_scatter(wide, of(h.masked_select(wide).view(-1, 3)))
+
+
+def added(h, m, of):
+    flat = places(m)
+    return torch.zeros_like(h).view(-1, 3).index_add(0, flat, of(h[m])).view_as(h)
+
+
+def unpacked(h, m, of):
+    p = pack_padded_sequence(h, m.sum(1), batch_first=True, enforce_sorted=False)
+    p = PackedSequence(of(p.data), p.batch_sizes, p.sorted_indices, p.unsorted_indices)
+    return pad_packed_sequence(p, batch_first=True, total_length=h.shape[1])[0]
+
+
+def put_back(pick):
+    """[N, T, 3]: rows that are picked, in the order of their places, and put where they were."""
+
+    def route(h, m, of):
+        out = torch.zeros_like(h)
+        out[m] = of(pick(h, m))
+        return out
+
+    return route
+
+
+ROUTES = {
+    "a mask": put_back(lambda h, m: h[m]),
+    "a flat mask": put_back(lambda h, m: h.flatten(0, 1)[m.flatten()]),
+    "flat places": put_back(lambda h, m: h.flatten(0, 1)[places(m)]),
+    "where": put_back(lambda h, m: h[torch.where(m)]),
+    "index_select": put_back(lambda h, m: h.flatten(0, 1).index_select(0, places(m))),
+    "gather": put_back(lambda h, m: h.flatten(0, 1).gather(0, places(m)[:, None].expand(-1, 3))),
+    "take": put_back(lambda h, m: h.take(3 * places(m)[:, None] + torch.arange(3))),
+    "looked up": put_back(lambda h, m: F.embedding(places(m), h.flatten(0, 1))),
+    "pieces": put_back(
+        lambda h, m: torch.cat([a[: int(k)] for a, k in zip(h, m.sum(1), strict=True)])
+    ),
+    "masked_scatter": scattered,
+    "index_add": added,
+    "packed": unpacked,
+}
+
+
+def lengths(*values):
+    return torch.arange(T) < torch.tensor(values)[:, None]
+
+
+ALIKE, OTHERS = lengths(2, 2, 2), (lengths(3, 2, 1), lengths(1, 2, 3), lengths(4, 1, 1))
+
+
+def routed(name, reentrant=None):
+    def forward(model, x, m):
+        h = torch.tanh(model.a(x))
+        of = lambda rows: torch.tanh(model.c(torch.tanh(model.b(rows))))  # noqa: E731
+        if reentrant is None:
+            return ROUTES[name](h, m, of)
+        return checkpoint(lambda h: ROUTES[name](h, m, of), h, use_reentrant=reentrant)
+
+    layers = {key: nn.Linear(3, 3) for key in "abc"}
+    return Model(forward, **layers).double()
+
+
+def loss(model, x, m):
+    return model(x, m).square().sum((1, 2)).mean()
+
+
+def read(probe):
+    try:
+        return probe.norms(per="parameter"), None
+    except torchgradx.CoverageError as error:
+        return None, error
+
+
+def rows():
+    return torch.randn(N, T, 3, dtype=torch.float64)
+
+
+@a_few_modes
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("name", ROUTES)
+def test_batches_of_the_same_sizes_that_choose_otherwise_are_exact_or_refused(
+    name, reentrant, options
+):
+    model = routed(name, reentrant)
+    exact = 0
+    with torchgradx.attach(model, **options) as probe:
+        for m in (ALIKE, OTHERS[0], ALIKE, ALIKE, *OTHERS, ALIKE):
+            x = rows()
+            want = loop(model, loss, x, m)
+            model.zero_grad()
+            loss(model, x, m).backward()
+            got, refusal = read(probe)
+            if refusal is None:
+                close_named(got, want)
+                exact += 1
+            else:
+                assert reentrant or m is not ALIKE or name == "packed", refusal
+                assert "b.weight" in refusal.parameters
+    assert exact == 0 if reentrant else exact >= 4
+
+
+@a_few_modes
+def test_two_forwards_that_choose_differently_before_their_backwards(options):
+    model, batches = routed("a mask"), [(rows(), m) for m in (ALIKE, OTHERS[0])]
+    with torchgradx.attach(model, **options) as probe:
+        loss(model, *batches[0]).backward()
+        probe.norms()
+        for value in [loss(model, *batch) for batch in batches]:
+            value.backward()
+        with pytest.raises(torchgradx.CoverageError, match=r"b\.weight"):
+            probe.norms()
+        loss(model, *batches[0]).backward()
+        exact_or(torchgradx.CoverageError, "", probe, loop(model, loss, *batches[0]))
+
+
+def test_batches_that_choose_alike_are_not_proven_again(monkeypatch):
+    proofs = []
+    prove = torchgradx.audit.prove
+    monkeypatch.setattr(torchgradx.audit, "prove", lambda *a: proofs.append(1) or prove(*a))
+    model = routed("a mask")
+    with torchgradx.attach(model) as probe:
+        for m in (ALIKE, ALIKE.flip(1), ALIKE.roll(1, 1)):  # of each sample as many
+            x = rows()
+            want = loop(model, loss, x, m)
+            before = len(proofs)
+            loss(model, x, m).backward()
+            close_named(probe.norms(per="parameter"), want)
+        assert len(proofs) == before
+        loss(model, rows(), OTHERS[0]).backward()
+        assert len(proofs) > before
+
+
+def last(model, x, ends):
+    return model.b(torch.tanh(model.a(x)))[torch.arange(len(x)), ends]
+
+
+def test_the_last_token_of_each_is_known_from_one_batch_on(monkeypatch):
+    proofs = []
+    prove = torchgradx.audit.prove
+    monkeypatch.setattr(torchgradx.audit, "prove", lambda *a: proofs.append(1) or prove(*a))
+    model = Model(last, a=nn.Linear(3, 3), b=nn.Linear(3, 2)).double()
+
+    def ends_loss(model, x, ends):
+        return model(x, ends).square().sum(1).mean()
+
+    with torchgradx.attach(model) as probe:
+        for _ in range(4):
+            x, ends = rows(), torch.randint(T, (N,))
+            want = loop(model, ends_loss, x, ends)
+            model.zero_grad()
+            ends_loss(model, x, ends).backward()
+            close_named(probe.norms(per="parameter"), want)
+    assert len(proofs) == 1
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("first", ["attach", "compile"])
+@pytest.mark.usefixtures("nothing_compiled")
+def test_a_whole_compiled_graph_is_looked_at_for_each_choice(first, fused):
+    def forward(model, x, flat):
+        h = torch.tanh(model.a(x))
+        of = torch.tanh(model.b(h.view(-1, 3).index_select(0, flat)))
+        return model.c(torch.zeros_like(h).view(-1, 3).index_add(0, flat, of).view_as(h))
+
+    model = Model(forward, **{key: nn.Linear(3, 3) for key in "abc"}).double()
+    if first == "compile":
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torchgradx.attach(model, fused=fused) as probe:
+        if first == "attach":
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+        for m in (ALIKE, OTHERS[0], ALIKE):
+            x, flat = rows(), places(m)
+            of_each = [places(m[n : n + 1]) for n in range(N)]
+            want = []
+            for n in range(N):
+                model.zero_grad()
+                with probe.paused():
+                    loss(model, x[n : n + 1], of_each[n]).backward()
+                want.append([p.grad.norm() for p in model.parameters()])
+            names = [name for name, _ in model.named_parameters()]
+            loss(compiled, x, flat).backward()
+            got, refusal = read(probe)
+            if refusal is None:
+                close_named(got, dict(zip(names, torch.tensor(want).double().T, strict=True)))
+            assert (refusal is None) == (m is ALIKE), refusal

@@ -1,0 +1,141 @@
+"""Which rows go where, as far as a batch's own values choose it: x[mask], packed sequences, pieces.
+
+With the sizes the same, another batch may send other samples' rows there. What was proven of a
+structure with such operations holds for the batches that choose as the proven one did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .shared import Node, is_leaf, shape_of
+
+__all__ = ["alike", "routes"]
+
+# What a node saves of the rows that it takes from its operand, or puts into what it makes.
+TAKES = {
+    "EmbeddingBackward0": "indices",
+    "GatherBackward0": "index",
+    "IndexBackward0": "indices",
+    "IndexSelectBackward0": "index",
+    "MaskedSelectBackward0": "mask",
+    "PackPaddedSequenceBackward0": "result1",
+    "SortBackward0": "indices",
+    "SortBackward1": "indices",
+    "TakeBackward0": "index",
+    "TopkBackward0": "indices",
+}
+PUTS = {
+    "IndexAddBackward0": "index",
+    "IndexCopyBackward0": "index",
+    "IndexPutBackward0": "indices",
+    "IndexPutImplBackward0": "indices",
+    "IndexReduceBackward0": "index",
+    "MaskedScatterBackward0": "mask",
+    "PutBackward0": "index",
+    "ScatterAddBackward0": "index",
+    "ScatterBackward0": "index",
+    "ScatterReduceBackward0": "index",
+}
+JOINS = {"CatBackward0", "SplitWithSizesBackward0", "StackBackward0"}  # along the first dimension
+INTO_SLICES = "torch::autograd::CopySlices"
+PLACES = {
+    "SelectBackward0": ("dim", "index"),
+    "SliceBackward0": ("dim", "start", "end"),
+    "SplitWithSizesBackward0": ("split_sizes",),
+}
+ALL = {"MaskedScatterBackward0", "MaskedSelectBackward0", "PackPaddedSequenceBackward0",
+       "PutBackward0", "TakeBackward0"}  # whatever the dimension  # fmt: skip
+
+
+def routes(outputs: Iterable[Tensor], n: int) -> list[Any]:
+    """What this graph's batch chose; empty where none is chosen. None in it: it was not seen."""
+    found: list[Any] = []
+    chosen = False
+    for node in _walk(outputs) if n > 1 else ():
+        name = node.name()
+        if name in TAKES or name in PUTS:
+            parts = [*_chosen(node, name, n)]
+            chosen = chosen or bool(parts)
+            found += parts
+        elif name == INTO_SLICES or (name in JOINS and _first(node, name)):
+            chosen = True
+            found.append(tuple(shape_of(*edge) for edge in node.next_functions if edge[0]))
+        if name in PLACES:
+            found.append(tuple(getattr(node, f"_saved_{key}") for key in PLACES[name]))
+    return found if chosen else []
+
+
+def alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(_same, one, other))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.equal(a, b)
+    return a is not None and type(a) is type(b) and bool(a == b)
+
+
+def _walk(outputs: Iterable[Tensor]) -> Iterator[Node]:
+    """In the same order each time."""
+    todo = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        yield node
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                todo.append(child)
+
+
+def _first(node: Node, name: str) -> bool:
+    return getattr(node, "_saved_dim", 0) == 0
+
+
+def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:
+    """What a node saved of dimensions that may hold samples; None where hooks keep it, as those of
+    a checkpoint, which would compute all of it again."""
+    operand = node.next_functions[0]
+    if name in TAKES and operand[0] is not None:
+        if is_leaf(operand[0]):
+            return  # a table of the model's own
+        shape = shape_of(*operand)
+    else:
+        shape = shape_of(node, 0)
+    key = {**TAKES, **PUTS}[name]
+    raw = getattr(node, f"_raw_saved_{key}")
+    raw = [*raw] if isinstance(raw, (list, tuple)) else [raw]
+    dim = getattr(node, "_saved_dim", 0)
+    dim = (dim + (1 << 63)) % (1 << 64) - (1 << 63)  # it was shown as unsigned
+    dim = dim % max(1, len(shape))
+    hooked = any(getattr(t, "unpack_hook", t) is not None for t in raw)
+    if hooked:
+        if name in ALL or any(_may_hold(shape, d, n) for d in range(dim, dim + len(raw))):
+            yield None
+        return
+    value = getattr(node, f"_saved_{key}")
+    for index in value if isinstance(value, (list, tuple)) else [value]:
+        if index is None:
+            dim += 1
+            continue
+        covered = index.dim() if index.dtype in (torch.bool, torch.uint8) else 1
+        if name in ALL or any(_may_hold(shape, d, n) for d in range(dim, dim + covered)):
+            yield _by_sample(index, n)
+        dim += covered
+
+
+def _may_hold(shape: Sequence[int], dim: int, n: int) -> bool:
+    """Samples are in one of the first two dimensions, of size n or flattened with their rows."""
+    return dim < min(2, len(shape)) and shape[dim] % n == 0 and not (dim and shape[0] == n)
+
+
+def _by_sample(index: Tensor, n: int) -> Tensor:
+    """Of a mask, how many of each sample, where its samples come first: rows keep their order."""
+    if index.dtype is torch.bool and index.dim() > 1 and index.shape[0] == n:
+        return index.flatten(1).sum(1)
+    return index.detach().clone()
