@@ -4,6 +4,7 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SequenceNumber.h>
+#include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -231,6 +232,15 @@ void bind_capture(py::module_& m) {
       },
       py::arg("site"), py::arg("input"), py::arg("weight"), py::arg("bias"), py::arg("mean") = std::nullopt,
       py::arg("var") = std::nullopt);
+  m.def(
+      "into_slice",  // of the node of an operation that wrote into a view: the operation's own
+      [](const py::object& node) -> py::object {
+        const auto& held = reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
+        const auto* slices = dynamic_cast<const torch::autograd::CopySlices*>(&*held);
+        if (!slices || !slices->fn) return py::none();
+        return py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(slices->fn));
+      },
+      py::arg("node"));
   m.def(
       "forward",  // of a module; None: its own is to be called, and then listen()
       [](const std::shared_ptr<Site>& site, const py::object& module,

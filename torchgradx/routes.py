@@ -12,7 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import ops
 from .shared import Node, is_leaf, shape_of
+
+if ops.NATIVE:
+    from . import _C
 
 __all__ = ["alike", "routes"]
 
@@ -58,13 +62,17 @@ def routes(outputs: Iterable[Tensor], n: int) -> list[Any]:
     chosen = False
     for node in _walk(outputs) if n > 1 else ():
         name = node.name()
+        if name == INTO_SLICES or (name in JOINS and _first(node, name)):
+            chosen = True
+            found.append(tuple(shape_of(*edge) for edge in node.next_functions if edge[0]))
+        if name == INTO_SLICES:
+            node = _C.into_slice(node) if ops.NATIVE else None
+            name = node.name() if node is not None else ""
+            found += [] if name else [None]
         if name in TAKES or name in PUTS:
             parts = [*_chosen(node, name, n)]
             chosen = chosen or bool(parts)
             found += parts
-        elif name == INTO_SLICES or (name in JOINS and _first(node, name)):
-            chosen = True
-            found.append(tuple(shape_of(*edge) for edge in node.next_functions if edge[0]))
         if name in PLACES:
             found.append(tuple(getattr(node, f"_saved_{key}") for key in PLACES[name]))
     return found if chosen else []
