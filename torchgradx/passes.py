@@ -273,7 +273,7 @@ class Pass:
         if tensor.requires_grad and tensor.is_leaf:
             node = torch.autograd.graph.get_gradient_edge(tensor).node
             anothers = node is not self._owners[place] and node in self._owners
-            self._owners[place] = None if anothers else node
+            self._owners[place] = node
             return not anothers
         return True
 
