@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .shared import Node, is_leaf, shape_of
+from .shared import Node, below, is_leaf, shape_of
 
 if ops.NATIVE:
     from . import _C
@@ -60,7 +60,7 @@ def routes(outputs: Iterable[Tensor], n: int) -> list[Any]:
     """What this graph's batch chose; empty where none is chosen. None in it: it was not seen."""
     found: list[Any] = []
     chosen = False
-    for node in _walk(outputs) if n > 1 else ():
+    for node in below(t.grad_fn for t in outputs if t.grad_fn is not None) if n > 1 else ():
         name = node.name()
         if name == INTO_SLICES or (name in JOINS and _first(node, name)):
             chosen = True
@@ -86,19 +86,6 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and torch.equal(a, b)
     return a is not None and type(a) is type(b) and bool(a == b)
-
-
-def _walk(outputs: Iterable[Tensor]) -> Iterator[Node]:
-    """In the same order each time."""
-    todo = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        yield node
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                todo.append(child)
 
 
 def _first(node: Node, name: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import order
 from .order import argument_of, indices_of
 
 __all__ = ["GONE", "Place", "first_places", "followed"]
@@ -133,15 +134,7 @@ MOVED: dict[str, Callable[[Tensor, int, Callable[[str], Any]], int | None]] = {
     "unbind": _taken,
     "unsqueeze": _inserted,
 }
-PRODUCTS = {
-    "linear": 0,
-    "mm": 0,
-    "addmm": 1,
-    "mv": 0,
-    "addmv": 1,
-    "bmm": 0,
-    "baddbmm": 1,
-}  # the first factor
+PRODUCTS = {**order.PRODUCTS, "linear": 0, "baddbmm": 1}  # the first factor
 VIEWS = {"_reshape_alias", "_unsafe_view", "flatten", "reshape", "unflatten", "view", "view_as"}
 BROADCAST = {"cat", "expand", "where"}
 # Seen whole below autograd; the rows of what they make are those of what they are given.
