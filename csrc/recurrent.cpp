@@ -110,13 +110,11 @@ struct RecurrentNode : Node {
       const int64_t from = kWeights + d * of.weights();
       const GateGradients at = through_time(
           of, d, input, in, steps[d],
-          {states.narrow(2, d * width, width), last.defined() ? last[d] : last, cells.defined() ? cells[d] : cells});
+          {states.narrow(2, d * width, width), last.defined() ? last[d] : last, cells.defined() ? cells[d] : cells},
+          task_should_compute_output(kInput));
       first_states.push_back(at.first_state), first_cells.push_back(at.first_cell);
-      if (task_should_compute_output(kInput)) {
-        const Tensor w = all[from].to(at.input.scalar_type());
-        const Tensor made = at.input.matmul(w);
-        found[kInput] = found[kInput].defined() ? found[kInput].add_(made) : made;
-      }
+      if (at.layer_input.defined())
+        found[kInput] = found[kInput].defined() ? found[kInput].add_(at.layer_input) : at.layer_input;
       const int64_t bias = of.biases ? 2 : -1, site = d * parts;
       const Tensor g = rows(at.input);
       std::shared_ptr<cpu::SharedGrads> shared;

@@ -26,11 +26,13 @@ std::optional<Tensor> as_rows(const Tensor& t) {
 }
 
 // Of small images with many channels: the Gram matrices of pixels cost less than what becomes of each tile.
-bool gram_is_quicker(const ConvShape& s) {
+template <class acc_t>
+bool gram_is_quicker(const Patches<acc_t>& layer, const ConvShape& s) {
   if (s.groups > 1 || !gram_of_pixels(s.outH * s.outW, s.H * s.W)) return false;
   const int64_t T = s.outH * s.outW, taps = s.kH * s.kW;
   const double of_taps = 2 * double(taps) * double(T) * double(s.outH);
-  return gram_nanoseconds(s.H * s.W, s.C) + gram_nanoseconds(T, s.O) + of_taps < tile_end_nanoseconds(s.C * taps, s.O);
+  return gram_nanoseconds(s.H * s.W, s.C) + gram_nanoseconds(T, s.O) + of_taps <
+         tile_end_nanoseconds<acc_t>(s.C * taps, s.O, std::min(layer.chunk().samples, s.N));
 }
 
 bool is_empty(const ConvShape& s) {
@@ -93,7 +95,7 @@ Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, IntArrayRef k
         const Patches<acc_t> layer(input, grad_output, s, true);
         if (suits_planes(s)) {
           planes_pass<acc_t>(layer, factors, weight, sq_norms);
-        } else if (gram_is_quicker(s)) {
+        } else if (gram_is_quicker(layer, s)) {
           fused_pass<acc_t>(layer, factors, s.outH * s.outW, weight, {}, {});
           gram_pass<acc_t>(PatchSource<acc_t>{layer}, layer, s.outH * s.outW, sq_norms);
         } else {

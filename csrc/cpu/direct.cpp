@@ -20,12 +20,13 @@ bool mkl_at_home() {
   return is;
 }
 
-bool gram_is_quicker(const RowShape& s, const SharedGrads* shared) {
+template <class acc_t>
+bool gram_is_quicker(const Rows<acc_t>& layer, const RowShape& s, const SharedGrads* shared) {
   const bool shares = shared && s.T <= kSpan;
   const double part = shares ? double(s.I) / double(std::max<int64_t>(shared->inputs, 1)) : 1;
   const double of_sweep = mkl_at_home() ? 0.08 * double(s.T) : 0;  // positions, that its own sum takes longer
   return row_gram_nanoseconds(s.T, s.I) + part * row_gram_nanoseconds(s.T, s.O) <
-         tile_end_nanoseconds(s.I, s.O, of_sweep);
+         tile_end_nanoseconds<acc_t>(s.I, s.O, std::min(layer.chunk().samples, s.N), of_sweep);
 }
 
 template <class acc_t>
@@ -76,7 +77,7 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
       [&](auto zero, const auto* factors, const Tensor& weight, const Tensor& grad_bias, const Tensor& sq_norms) {
         using acc_t = decltype(zero);
         const Rows<acc_t> layer(activations, grad_output, true);
-        if (s.T > 1 && !gram_is_quicker(s, shared))
+        if (s.T > 1 && !gram_is_quicker(layer, s, shared))
           return fused_pass<acc_t>(layer, factors, s.T, weight, grad_bias, sq_norms);
         weight_pass<acc_t>(layer, activations, grad_output, factors, weight);
         if (s.T == 1) {

@@ -7,10 +7,11 @@
 namespace torchgradx::cpu {
 
 template <class T>
-struct LstmRow {                       // gates: input, forget, cell, output
-  const T *gates, *before, *squashed;  // [4, H]; the cells before, tanh of those after
-  const T *grad, *arriving;            // [H], of the state: their sum; arriving may be null
-  T *out, *carried;                    // [4, H]; of the cells, after the step and then before it
+struct LstmRow {              // gates: input, forget, cell, output
+  const T *gates, *before;    // [4, H]; the cells before
+  const T *state, *squashed;  // [H], after: the state, or if there is none tanh of the cells
+  const T *grad, *arriving;   // [H], of the state: their sum; arriving may be null
+  T *out, *carried;           // [4, H]; of the cells, after the step and then before it
 };
 
 template <class T>

@@ -38,7 +38,9 @@ void lstm_row(const LstmRow<T>& row, int64_t h) {
     constexpr int W = decltype(width)::value;
     const T *const q = row.gates + j, *const carried = row.carried + j;
     const auto i = load<T, W>(q), f = load<T, W>(q + h), g = load<T, W>(q + 2 * h), o = load<T, W>(q + 3 * h);
-    const auto c = load<T, W>(row.before + j), y = load<T, W>(row.squashed + j);
+    const auto c = load<T, W>(row.before + j);
+    auto y = load<T, W>((row.state ? row.state : row.squashed) + j);
+    if (row.state) y = where<T, W>(o == T(0), Vector<T, W>{}, y / o);  // a division takes less than tanh
     auto grad = load<T, W>(row.grad + j);
     if (row.arriving) grad += load<T, W>(row.arriving + j);
     const auto dc = load<T, W>(carried) + grad * o * (1 - y * y);

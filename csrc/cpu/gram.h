@@ -19,9 +19,12 @@ constexpr int64_t kChannels = 256;  // packed at a time
 inline double gram_nanoseconds(int64_t T, int64_t channels) {
   return 150 + double(channels) * (1.5 + double(T) * double(T + 20) / 150);
 }
-// What fused takes longer than the plain weight gradient: a tile's end costs about as much as twelve positions.
-inline double tile_end_nanoseconds(int64_t I, int64_t O, double more_positions = 0) {
-  return (12 + more_positions) * double(I) * double(O) / 87;
+// What fused takes longer than the plain weight gradient: a tile's end costs about as much as twelve positions, or, of
+// chunks of several samples where there are registers for a series, as two and a half.
+template <class acc_t>
+double tile_end_nanoseconds(int64_t I, int64_t O, int64_t samples, double more_positions = 0) {
+  const double positions = samples > 1 && kernels<acc_t>().series_rows ? 2.5 : 12;
+  return (positions + more_positions) * double(I) * double(O) / 87;
 }
 
 // Squares of the Gram matrix of one operand. Packed: [run of positions][channel][two vectors of positions].

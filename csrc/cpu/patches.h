@@ -71,7 +71,7 @@ struct Patches {
     return {group * group_rows, (group + 1) * group_rows, group * channels + first,
             std::min(per_block, channels - first), first == 0};
   }
-  ChunkSize chunk(const Block&, int64_t) const {
+  ChunkSize chunk() const {
     return size;
   }
 

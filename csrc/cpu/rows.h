@@ -51,7 +51,7 @@ struct Rows {
   Block block(int64_t b) const {
     return {0, rows, b * per_block, std::min(per_block, inputs - b * per_block), b == 0};
   }
-  ChunkSize chunk(const Block&, int64_t) const {
+  ChunkSize chunk() const {
     if (width <= kDepth) return {std::max<int64_t>(1, kDepth / width), 1, width};
     return {1, 1, ceil_div(width, ceil_div(width, kDepth))};
   }

@@ -200,7 +200,7 @@ class Sweep {
   }
 
   void samples(const Block& block, int64_t row_begin, int64_t row_end) {
-    const ChunkSize size = layer_.chunk(block, row_end - row_begin);
+    const ChunkSize size = layer_.chunk();
     for (int64_t n = share_.sample_begin; n < share_.sample_end; n += size.samples) {
       const int64_t samples = std::min(size.samples, share_.sample_end - n);
       for (int64_t y = 0; y < layer_.height; y += size.height)
@@ -216,7 +216,8 @@ class Sweep {
   }
 
   void one(const Block& block, const Chunk& chunk, int64_t row_begin, int64_t row_end) {
-    const Panels panels(row_end - row_begin, kernels_.max_rows);
+    const bool series = kernels_.series_rows && chunk.samples > 1 && sums_.weight && sums_.sq_sums && !sums_.wide;
+    const Panels panels(row_end - row_begin, series ? 2 * kernels_.series_rows : kernels_.max_rows);
     const int64_t positions = chunk.samples * chunk.positions(), tile_size = 2 * kernels_.lanes * kernels_.max_rows;
     const acc_t* g = pack_grads(chunk, row_begin, panels);
     if (sums_.bias_sq_sums && block.first) add_bias(chunk, row_begin, row_end - row_begin);
@@ -245,6 +246,10 @@ class Sweep {
           tiles[job.g_along](job);
           continue;
         }
+        if (series) {
+          in_series(job, chunk, view.sample);
+          continue;
+        }
         for (int64_t n = chunk.sample; n < chunk.sample + chunk.samples; ++n) {
           job.scale = sums_.scale ? sums_.scale[n] : acc_t(1);
           job.fresh = n == share_.sample_begin;
@@ -253,6 +258,17 @@ class Sweep {
           job.x += view.sample, job.g += chunk.positions() * job.g_along;
         }
       }
+    }
+  }
+
+  // A panel, by halves: narrower ones would take longer to pack.
+  void in_series(Tile<acc_t> job, const Chunk& chunk, int64_t x_sample) {
+    const auto& tiles = kernels_.series[job.columns > kernels_.lanes];
+    job.fresh = chunk.sample == share_.sample_begin, job.sq_sum = sums_.sq_sums + chunk.sample;
+    const acc_t* const scale = sums_.scale ? sums_.scale + chunk.sample : nullptr;
+    for (int64_t row = 0; row < job.g_along; row += kernels_.series_rows) {
+      tiles[std::min<int64_t>(kernels_.series_rows, job.g_along - row)]({job, chunk.samples, x_sample, scale});
+      job.g += kernels_.series_rows, job.total += kernels_.series_rows * job.total_along;
     }
   }
 

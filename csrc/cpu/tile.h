@@ -11,7 +11,8 @@ namespace torchgradx::cpu {
 
 constexpr int kMaxRows = 14;  // of any processor's tile
 constexpr int kMaxTaps = 9;   // of a correlation at a time
-constexpr int kSide = 4;      // of a square tile of a Gram matrix of rows
+constexpr int kMaxSeriesRows = 6;
+constexpr int kSide = 4;  // of a square tile of a Gram matrix of rows
 
 // One tile: sum over positions (y, x) of g[0 .. rows) x[0 .. columns)^T, for one sample; then what becomes of it.
 template <class acc_t>
@@ -31,6 +32,15 @@ struct Tile {
   double* sq_sum;  // the tile's squares are added to it; null if unwanted
 };
 
+// The same tile of several whole samples, one after another. The total stays in registers meanwhile, which leaves half
+// the rows, and the end of a sample costs as much as two or three positions instead of eight.
+template <class acc_t>
+struct Series {
+  Tile<acc_t> tile;  // of the first; its total and squares are wanted
+  int64_t samples, x_sample;
+  const acc_t* scale;  // [samples], or null
+};
+
 // Loops over an operand of one dtype. Strides count elements.
 template <class acc_t>
 struct RowKernels {
@@ -45,8 +55,9 @@ struct RowKernels {
 
 template <class acc_t>
 struct Kernels {
-  int lanes, max_rows;
+  int lanes, max_rows, series_rows;                   // 0 where there are too few registers
   void (*tile[2][kMaxRows + 1])(const Tile<acc_t>&);  // [vectors - 1][rows]
+  void (*series[2][kMaxSeriesRows + 1])(const Series<acc_t>&);
   RowKernels<acc_t> native, bfloat16, float16;
   // The products of [count, depth] rows, whole sides and whole vectors of them, with one another: tiles [kSide, kSide]
   // of the upper triangle, those on the diagonal first, then column by column.

@@ -10,6 +10,30 @@ namespace {
 
 // ---- the register tile ----
 
+// Lanes past the last column hold other columns' products, or another sample's.
+template <class T, int L, int R, int V>
+INLINE void drop_lanes(Vector<T, L> (&sum)[R][V], int columns) {
+  using Vec = Vector<T, L>;
+  T keep[V * L];
+  for (int c = 0; c < V * L; ++c) keep[c] = c < columns;
+#pragma GCC unroll 2
+  for (int v = 0; v < V; ++v) {
+    const auto kept = load<T, L>(keep + v * L) != 0;
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) sum[r][v] = (Vec)((decltype(kept))sum[r][v] & kept);
+  }
+}
+
+template <class T, int L, int R, int V>
+INLINE T tile_squares(const Vector<T, L> (&sum)[R][V]) {
+  Vector<T, L> squares[2] = {Vector<T, L>{}, Vector<T, L>{}};
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) squares[(r + v) % 2] += sum[r][v] * sum[r][v];
+  return sum_lanes<T, L>(squares[0] + squares[1]);
+}
+
 template <class T, int L, int R, int V>
 void tile(const Tile<T>& job) {
   using Vec = Vector<T, L>;
@@ -52,16 +76,7 @@ void tile(const Tile<T>& job) {
       for (int v = 0; v < V; ++v) store<T, L>(job.carry + (r * 2 + v) * L, sum[r][v]);
     return;
   }
-  if (job.columns < V * L) {  // lanes past the last column hold other columns' products, or another sample's
-    T keep[V * L];
-    for (int c = 0; c < V * L; ++c) keep[c] = c < job.columns;
-#pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) {
-      const auto kept = load<T, L>(keep + v * L) != 0;
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) sum[r][v] = (Vec)((decltype(kept))sum[r][v] & kept);
-    }
-  }
+  if (job.columns < V * L) drop_lanes<T, L, R, V>(sum, job.columns);
   if (job.sq_sum && job.wide) {
     double squares = 0;
     for (int r = 0; r < R; ++r)
@@ -69,12 +84,7 @@ void tile(const Tile<T>& job) {
         for (int l = 0; l < L; ++l) squares += double(sum[r][v][l]) * sum[r][v][l];
     *job.sq_sum += squares;
   } else if (job.sq_sum) {
-    Vec squares[2] = {Vec{}, Vec{}};
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-      for (int v = 0; v < V; ++v) squares[(r + v) % 2] += sum[r][v] * sum[r][v];
-    *job.sq_sum += sum_lanes<T, L>(squares[0] + squares[1]);
+    *job.sq_sum += tile_squares<T, L, R, V>(sum);
   }
   if (!job.total) return;
 #pragma GCC unroll 16
@@ -85,6 +95,50 @@ void tile(const Tile<T>& job) {
       const Vec term = sum[r][v] * job.scale;
       store<T, L>(out, job.fresh ? term : load<T, L>(out) + term);
     }
+}
+
+template <class T, int L, int R, int V>
+void series(const Series<T>& job) {
+  using Vec = Vector<T, L>;
+  const Tile<T>& tile = job.tile;
+  Vec total[R][V];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v)
+      total[r][v] = tile.fresh ? Vec{} : load<T, L>(tile.total + r * tile.total_along + v * L);
+  const T *g = tile.g, *sample = tile.x;
+  const int64_t g_along = tile.g_along, x_along = tile.x_along, width = tile.width;
+  for (int64_t n = 0; n < job.samples; ++n, sample += job.x_sample) {
+    Vec sum[R][V];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) sum[r][v] = Vec{};
+    for (int64_t y = 0; y < tile.height; ++y) {
+      const T* x = sample + y * tile.x_down;
+      for (int64_t t = 0; t < width; ++t, x += x_along, g += g_along) {
+        Vec column[V];
+#pragma GCC unroll 2
+        for (int v = 0; v < V; ++v) column[v] = load<T, L>(x + v * L);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+          for (int v = 0; v < V; ++v) sum[r][v] += column[v] * g[r];
+      }
+    }
+    if (tile.columns < V * L) drop_lanes<T, L, R, V>(sum, tile.columns);
+    tile.sq_sum[n] += tile_squares<T, L, R, V>(sum);
+    const T scale = job.scale ? job.scale[n] : T(1);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) total[r][v] += sum[r][v] * scale;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) store<T, L>(tile.total + r * tile.total_along + v * L, total[r][v]);
 }
 
 // ---- loops over operands ----
@@ -288,6 +342,13 @@ void fill_tiles(Kernels<T>& table) {
   if constexpr (R > 1) fill_tiles<T, L, R - 1>(table);
 }
 
+template <class T, int L, int R>
+void fill_series(Kernels<T>& table) {
+  table.series[0][R] = series<T, L, R, 1>;
+  table.series[1][R] = series<T, L, R, 2>;
+  if constexpr (R > 1) fill_series<T, L, R - 1>(table);
+}
+
 template <class T, int L, int K>
 void fill_correlates(Kernels<T>& table) {
   table.correlate[K] = correlate<T, L, K>;
@@ -300,6 +361,7 @@ Kernels<T> make_kernels() {
   Kernels<T> table{};
   table.lanes = L, table.max_rows = R;
   fill_tiles<T, L, R>(table);
+  if constexpr (R > kMaxSeriesRows) table.series_rows = kMaxSeriesRows, fill_series<T, L, kMaxSeriesRows>(table);
   fill_correlates<T, L, kMaxTaps>(table);
   table.native = row_kernels<T, L, T>();
   if constexpr (sizeof(T) == sizeof(float)) {

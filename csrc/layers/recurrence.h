@@ -36,6 +36,18 @@ struct Sequence {  // inputs of a layer: [B, T, I] or the packed data; [directio
   Tensors weights;
 };
 
+struct Weights {  // of one direction
+  Tensor ih, hh, ih_bias, hh_bias, hr;
+};
+
+inline Weights weights_of(const Recurrence& of, const Tensors& all, int64_t direction) {
+  const Tensor* w = all.data() + direction * of.weights();
+  Weights found{w[0], w[1], {}, {}, {}};
+  if (of.biases) found.ih_bias = w[2], found.hh_bias = w[3];
+  if (of.projects) found.hr = w[of.weights() - 1];
+  return found;
+}
+
 struct Steps {      // of one direction's forward, for its backward
   Tensor previous;  // [T, B, P]: the state before each step
   Tensor kept;      // LSTM: where oneDNN keeps the gates, if it ran; RNN: [T, B, H], the states
@@ -49,6 +61,7 @@ struct Output {
 struct GateGradients {    // of one direction
   Tensor input, state;    // [T, B, gates H], at W_ih x + b_ih and at W_hh h + b_hh; the same but for a GRU
   Tensor projected, out;  // operands of W_hr: [T, B, H], and the gradient of the states [T, B, P]
+  Tensor layer_input;     // [T, B, I], what this direction adds to its gradient, if it is wanted
   Tensor first_state, first_cell;
 };
 
@@ -63,7 +76,7 @@ struct OutputGradients {  // of one direction
 
 // input [T, B, I]
 GateGradients through_time(const Recurrence& of, int64_t direction, const Tensor& input, const Sequence& in,
-                           const Steps& steps, const OutputGradients& grads);
+                           const Steps& steps, const OutputGradients& grads, bool wants_input);
 
 // [T, B, *] of a layer's input or of its states, and back.
 Tensor by_step(const Recurrence& of, const Tensor& input);
