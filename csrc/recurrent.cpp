@@ -92,7 +92,7 @@ struct RecurrentNode : Node {
   variable_list of_ours(const variable_list& all, const std::vector<Steps>& steps, const variable_list& grads,
                         const std::vector<bool>& recorded) {
     const Sequence in = sequence(all);
-    const Tensor input = torchgradx::by_step(of, in.input).contiguous();  // [T, B, I], as what it is multiplied by
+    const Tensor input = torchgradx::by_step(of, in.input);  // [T, B, I]
     const int64_t directions = of.directions(), parts = of.projects ? 3 : 2;
     const int64_t width = steps[0].previous.size(2);
     const auto by_step = [&](size_t k) {  // [B, *, *] -> [*, B, *]

@@ -44,19 +44,6 @@ void weight_pass(const Rows<acc_t>& layer, const Tensor& activations, const Tens
   }
 }
 
-// The bias's gradient and norms, which depend on grad_output alone.
-template <class acc_t>
-void bias_of(const Rows<acc_t>& layer, const acc_t* scale, const Tensor& grad_bias, const Tensor& sq_norms,
-             SharedGrads* shared) {
-  if (shared && shared->bias_grad.defined()) {
-    grad_bias.copy_(shared->bias_grad);
-    sq_norms.select(0, 1).copy_(shared->bias_norms);
-    return;
-  }
-  bias_pass<acc_t>(layer, scale, grad_bias, sq_norms);
-  if (shared) shared->bias_grad = grad_bias, shared->bias_norms = sq_norms.select(0, 1);
-}
-
 }  // namespace
 
 Tensor direct_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias) {
@@ -77,16 +64,25 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
       [&](auto zero, const auto* factors, const Tensor& weight, const Tensor& grad_bias, const Tensor& sq_norms) {
         using acc_t = decltype(zero);
         const Rows<acc_t> layer(activations, grad_output, true);
-        if (s.T > 1 && !gram_is_quicker(layer, s, shared))
-          return fused_pass<acc_t>(layer, factors, s.T, weight, grad_bias, sq_norms);
-        weight_pass<acc_t>(layer, activations, grad_output, factors, weight);
-        if (s.T == 1) {
-          rank1_pass<acc_t>(activations, grad_output, bias, sq_norms);
-          if (bias) bias_pass<acc_t>(factors ? layer : layer.joined(), factors, grad_bias, {});
+        // The bias's gradient and norms depend on grad_output alone.
+        const bool known = bias && shared && shared->bias_grad.defined(), sums_bias = bias && !known;
+        const Tensor of_bias = sums_bias ? grad_bias : Tensor(), rows = known ? sq_norms.narrow(0, 0, 1) : sq_norms;
+        if (s.T > 1 && !gram_is_quicker(layer, s, shared)) {
+          fused_pass<acc_t>(layer, factors, s.T, weight, of_bias, rows);
         } else {
-          gram_pass<acc_t>(RowSource<acc_t>(activations, grad_output, shared), layer, s.T, sq_norms);
-          if (bias) bias_of<acc_t>(layer, factors, grad_bias, sq_norms, shared);
+          weight_pass<acc_t>(layer, activations, grad_output, factors, weight);
+          if (s.T > 1) {
+            gram_pass<acc_t>(RowSource<acc_t>(activations, grad_output, shared), layer, s.T, rows);
+            if (sums_bias) bias_pass<acc_t>(layer, factors, of_bias, rows);
+          } else {
+            rank1_pass<acc_t>(activations, grad_output, sums_bias, rows);
+            if (sums_bias) bias_pass<acc_t>(factors ? layer : layer.joined(), factors, of_bias, {});
+          }
         }
+        if (known)
+          grad_bias.copy_(shared->bias_grad), sq_norms.select(0, 1).copy_(shared->bias_norms);
+        else if (bias && shared)
+          shared->bias_grad = grad_bias, shared->bias_norms = sq_norms.select(0, 1);
       });
 }
 

@@ -13,12 +13,14 @@ class PackedWeight {
   explicit PackedWeight(const Tensor& weight)
       : depth_(weight.size(0)),
         columns_(weight.size(1)),
-        packed_(at::zeros({depth_, runs() * run_}, weight.options())) {
+        packed_(at::empty({depth_, runs() * run_}, weight.options())) {
+    const T* const from = weight.const_data_ptr<T>();
     for (int64_t d = 0; d < depth_; d += kPart)
-      for (int64_t r = 0; r < runs(); ++r)
-        kernels_.native.pack(at(d, r), run_,
-                             weight.const_data_ptr<T>() + d * weight.stride(0) + r * run_ * weight.stride(1), part(d),
+      for (int64_t r = 0; r < runs(); ++r) {
+        if (columns(r) < run_) std::fill_n(at(d, r), part(d) * run_, T(0));
+        kernels_.native.pack(at(d, r), run_, from + d * weight.stride(0) + r * run_ * weight.stride(1), part(d),
                              columns(r), weight.stride(0), weight.stride(1));
+      }
   }
 
   int64_t depth() const {

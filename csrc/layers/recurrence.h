@@ -61,7 +61,7 @@ struct Output {
 struct GateGradients {    // of one direction
   Tensor input, state;    // [T, B, gates H], at W_ih x + b_ih and at W_hh h + b_hh; the same but for a GRU
   Tensor projected, out;  // operands of W_hr: [T, B, H], and the gradient of the states [T, B, P]
-  Tensor layer_input;     // [T, B, I], what this direction adds to its gradient, if it is wanted
+  Tensor layer_input;     // [T, B, I], this direction's part of its gradient, if it is wanted
   Tensor first_state, first_cell;
 };
 

@@ -24,7 +24,7 @@ void activate(const Tensor& gates) {  // of an LSTM: input, forget, cell, output
 }
 
 Tensor lstm_gates(const Weights& w, const Tensor& input, const Tensor& previous) {
-  const Tensor gates = at::linear(input, w.ih, maybe(w.ih_bias));
+  const Tensor gates = at::linear(input.contiguous(), w.ih, maybe(w.ih_bias));
   gates.add_(at::linear(previous, w.hh, maybe(w.hh_bias)));
   activate(gates);
   return gates;
@@ -124,9 +124,11 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
                      const Tensor& first_cell, const OutputGradients& grads, bool wants_input) {
   const Tensor previous = widened(steps.previous);
   const int64_t h = walk.width, rows = walk.rows, p = previous.size(2), gates = w.ih.size(0);
-  const auto fresh = [&](int64_t width) {
-    const std::array<int64_t, 3> sizes{walk.steps, rows, width};
-    return walk.sizes ? at::zeros(sizes, previous.options()) : at::empty(sizes, previous.options());
+  const auto fresh = [&](int64_t width) {  // rows a multiple of 1 KiB apart would share a few sets of the caches
+    const bool apart = width * sizeof(T) % 1024 == 0;
+    const std::array<int64_t, 3> sizes{walk.steps, rows, width + (apart ? int64_t(64 / sizeof(T)) : 0)};
+    const Tensor made = walk.sizes ? at::zeros(sizes, previous.options()) : at::empty(sizes, previous.options());
+    return made.narrow(2, 0, width);
   };
   const auto begun = [&](const Tensor& from, int64_t width) {  // what is carried backwards
     return from.defined() ? widened(from).clone(at::MemoryFormat::Contiguous)
@@ -169,7 +171,7 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
     }
     found.first_cell = begun(grads.cell, h);
   } else if (of.cell == Cell::kGru) {
-    q = at::linear(input, w.ih, maybe(w.ih_bias)), u = at::linear(previous, w.hh, maybe(w.hh_bias));
+    q = at::linear(input.contiguous(), w.ih, maybe(w.ih_bias)), u = at::linear(previous, w.hh, maybe(w.hh_bias));
     q.narrow(2, 0, 2 * h).add_(u.narrow(2, 0, 2 * h)).sigmoid_();
     q.narrow(2, 2 * h, h).addcmul_(q.narrow(2, 0, h), u.narrow(2, 2 * h, h)).tanh_();
     ran = View<T>(q);
@@ -184,7 +186,8 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
   }
   const cpu::PackedWeight<T> of_state(w.hh);
   std::optional<cpu::PackedWeight<T>> of_input;
-  if (wants_input) of_input.emplace(w.ih), found.layer_input = fresh(w.ih.size(1));
+  if (wants_input)
+    of_input.emplace(w.ih), found.layer_input = walk.sizes ? at::zeros_like(input) : at::empty_like(input);
   const View<T> hidden(u), prior(previous), d(found.input), e(found.state), arrives(grads.states), x(found.layer_input);
   const View<T> tanh_of(of.projects ? squashed : Tensor());
   const T* const last_tanh = squashed.defined() ? squashed.const_data_ptr<T>() : nullptr;
