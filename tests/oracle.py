@@ -83,6 +83,7 @@ LINEAR = [
     Linear(3, 129, 16, 16),  # T beyond a tile of a Gram
     Linear(2, 257, 3, 2),
     Linear(33, 4, 8, 8),  # more samples than threads
+    Linear(10, 30, 33, 20),  # and than a chunk holds
 ]
 
 CONV2D = [

@@ -83,6 +83,38 @@ def test_sizes_off_every_vector_and_many_rows(kind, options):
     check(model, square, torch.randn(9, 19, 37), dtype=torch.float32, **options)
 
 
+@native_mode
+@pytest.mark.parametrize(("kind", "hidden"), [("lstm", 136), ("gru", 176), ("rnn", 520)])
+def test_gates_that_are_multiplied_in_several_parts(kind, hidden, options):
+    check(net(KINDS[kind](I, hidden)), square, torch.randn(2, 3, I), input_grad=True, **options)
+
+
+INPUTS = {
+    "features apart": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "steps first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "one step for all": lambda x: x[:, :1].expand(-1, T, -1),
+    "every other feature": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
+}
+
+
+@native_mode
+@pytest.mark.parametrize("lies", INPUTS.values(), ids=INPUTS)
+@every_kind
+def test_an_input_may_lie_anyhow(kind, lies, options):
+    model = Model(lambda m, x: m.r(lies(x))[0], r=KINDS[kind](I, H, batch_first=True))
+    check(model, square, torch.randn(N, T, I), input_grad=True, **options)
+
+
+@native_mode
+@pytest.mark.parametrize("option", ["plain", "both ways"])
+def test_output_gates_that_are_shut(option, options):
+    """What is behind one is the state over it: nothing where float32 rounds it to 0."""
+    model = net(made("lstm", option))
+    with torch.no_grad():
+        model.r.bias_ih_l0[-3:] = torch.tensor([-30.0, -95.0, -200.0])
+    check(model, square, torch.randn(N, T, I), dtype=torch.float32, **options)
+
+
 @served
 @pytest.mark.parametrize("option", ["both ways", "projected"])
 @every_kind
@@ -124,14 +156,15 @@ SHARED_FROZEN = {
 @native_mode
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("frozen", SHARED_FROZEN)
+@pytest.mark.parametrize("steps", [3, 20])
 @pytest.mark.parametrize("kind", ["lstm", "rnn"])
-def test_what_two_weights_share_of_the_gates_gradients(kind, frozen, dtype, options):
-    """So few steps, and so many units, that norms come from a Gram matrix."""
+def test_what_two_weights_share_of_the_gates_gradients(kind, steps, frozen, dtype, options):
+    """Of 3 steps norms come from a Gram matrix, of 20 from tiles."""
     rnn = KINDS[kind](40, 72)
     for name in SHARED_FROZEN[frozen]:
         rnn.get_parameter(name).requires_grad_(False)
     model = Model(lambda m, x: states_of(m.r(x.transpose(0, 1)))[1], r=rnn)
-    check(model, square, torch.randn(N, 3, 40), dtype=dtype, **options)
+    check(model, square, torch.randn(N, steps, 40), dtype=dtype, **options)
 
 
 @pytest.mark.skipif(

@@ -186,8 +186,12 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
   }
   const cpu::PackedWeight<T> of_state(w.hh);
   std::optional<cpu::PackedWeight<T>> of_input;
-  if (wants_input)
-    of_input.emplace(w.ih), found.layer_input = walk.sizes ? at::zeros_like(input) : at::empty_like(input);
+  if (wants_input) {  // as the input lies, which autograd then keeps, unless features lie apart
+    const auto format = input.stride(2) == 1 ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous;
+    of_input.emplace(w.ih);
+    found.layer_input = at::empty_like(input, format);
+    if (walk.sizes) found.layer_input.zero_();
+  }
   const View<T> hidden(u), prior(previous), d(found.input), e(found.state), arrives(grads.states), x(found.layer_input);
   const View<T> tanh_of(of.projects ? squashed : Tensor());
   const T* const last_tanh = squashed.defined() ? squashed.const_data_ptr<T>() : nullptr;
