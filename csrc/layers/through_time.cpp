@@ -190,7 +190,6 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
     const auto format = input.stride(2) == 1 ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous;
     of_input.emplace(w.ih);
     found.layer_input = at::empty_like(input, format);
-    if (walk.sizes) found.layer_input.zero_();
   }
   const View<T> hidden(u), prior(previous), d(found.input), e(found.state), arrives(grads.states), x(found.layer_input);
   const View<T> tanh_of(of.projects ? squashed : Tensor());
