@@ -116,14 +116,13 @@ struct RecurrentNode : Node {
       if (at.layer_input.defined())
         found[kInput] = found[kInput].defined() ? found[kInput].add_(at.layer_input) : at.layer_input;
       const int64_t bias = of.biases ? 2 : -1, site = d * parts;
-      const Tensor g = rows(at.input);
+      const Tensor g = rows(at.input), previous = rows(steps[d].previous);
       std::shared_ptr<cpu::SharedGrads> shared;
       if (at.state.is_same(at.input) && recorded[site] && recorded[site + 1] && uses[site]->wants_weight &&
           uses[site + 1]->wants_weight)
-        shared = std::make_shared<cpu::SharedGrads>(cpu::SharedGrads{input.size(2) + width, {}, {}, {}});
+        shared = std::make_shared<cpu::SharedGrads>(cpu::SharedGrads{previous.squeeze(1), uses[site + 1]->wants_bias});
       weight(found, site, recorded, {rows(input), {}, {}, shared}, g, from, bias);
-      weight(found, site + 1, recorded, {rows(steps[d].previous), {}, {}, shared}, shared ? g : rows(at.state),
-             from + 1, bias);
+      weight(found, site + 1, recorded, {previous, {}, {}, shared}, shared ? g : rows(at.state), from + 1, bias);
       if (of.projects)
         weight(found, site + 2, recorded, {rows(at.projected), {}, {}}, rows(at.out), from + of.weights() - 1, -1);
     }

@@ -159,12 +159,22 @@ SHARED_FROZEN = {
 @pytest.mark.parametrize("steps", [3, 20])
 @pytest.mark.parametrize("kind", ["lstm", "rnn"])
 def test_what_two_weights_share_of_the_gates_gradients(kind, steps, frozen, dtype, options):
-    """Of 3 steps norms come from a Gram matrix, of 20 from tiles."""
-    rnn = KINDS[kind](40, 72)
+    """Of 3 steps norms come from a Gram matrix, of 20 from tiles, in one sweep for both."""
+    rnn = KINDS[kind](48, 80)
     for name in SHARED_FROZEN[frozen]:
         rnn.get_parameter(name).requires_grad_(False)
     model = Model(lambda m, x: states_of(m.r(x.transpose(0, 1)))[1], r=rnn)
-    check(model, square, torch.randn(N, steps, 40), dtype=dtype, **options)
+    check(model, square, torch.randn(N, steps, 48), dtype=dtype, **options)
+
+
+@served
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("size", [(32, 64), (32, 600), (700, 64), (20, 64)])
+def test_sweeps_of_two_weights_by_several_threads(size, threads):
+    """Together where each is one block of whole vectors."""
+    torch.set_num_threads(threads)
+    model = Model(lambda m, x: m.r(x)[0], r=nn.RNN(*size, batch_first=True))
+    check(model, square, torch.randn(18, 20, size[0]), dtype=torch.float32)
 
 
 @pytest.mark.skipif(

@@ -23,10 +23,25 @@ bool mkl_at_home() {
 template <class acc_t>
 bool gram_is_quicker(const Rows<acc_t>& layer, const RowShape& s, const SharedGrads* shared) {
   const bool shares = shared && s.T <= kSpan;
-  const double part = shares ? double(s.I) / double(std::max<int64_t>(shared->inputs, 1)) : 1;
+  const double part = shares ? double(s.I) / double(s.I + shared->activations.size(2)) : 1;
   const double of_sweep = mkl_at_home() ? 0.08 * double(s.T) : 0;  // positions, that its own sum takes longer
   return row_gram_nanoseconds(s.T, s.I) + part * row_gram_nanoseconds(s.T, s.O) <
          tile_end_nanoseconds<acc_t>(s.I, s.O, std::min(layer.chunk().samples, s.N), of_sweep);
+}
+
+// The sweep of the first of two weights, and beside it the second's; or nothing, where they do not suit.
+template <class acc_t>
+bool pair_pass(const Rows<acc_t>& first, const Tensor& grad_output, SharedGrads* shared, const Tensor& weight,
+               const Tensor& grad_bias, const Tensor& sq_norms) {
+  if (!shared || (shared->bias && !grad_bias.defined()) || shared->activations.scalar_type() != weight.scalar_type())
+    return false;
+  const Rows<acc_t> second(shared->activations, grad_output, true);
+  for (const Rows<acc_t>* layer : {&first, &second})
+    if (!layer->in_place() || layer->blocks() > 1 || layer->width > kDepth || layer->N != first.N) return false;
+  shared->weight = results({second.rows, second.inputs}, weight.scalar_type(), false);
+  shared->sq_norms = results({1 + int64_t(shared->bias), second.N}, weight.scalar_type(), false);
+  fused_pair<acc_t>(first, second, grad_bias, {weight, shared->weight}, {sq_norms, shared->sq_norms.narrow(0, 0, 1)});
+  return true;
 }
 
 template <class acc_t>
@@ -59,6 +74,10 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
                    SharedGrads* shared) {
   const RowShape s = check_rows(activations, grad_output);
   check_scale(scale, s.N, activations);
+  if (shared && shared->weight.defined()) {
+    if (bias) shared->sq_norms.select(0, 1).copy_(shared->bias_norms);
+    return {shared->weight, bias ? shared->bias_grad.clone() : Tensor(), shared->sq_norms};
+  }
   return fused_results(
       activations, {s.O, s.I}, s.N, scale, bias, grad_output.numel() == 0,
       [&](auto zero, const auto* factors, const Tensor& weight, const Tensor& grad_bias, const Tensor& sq_norms) {
@@ -68,7 +87,8 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
         const bool known = bias && shared && shared->bias_grad.defined(), sums_bias = bias && !known;
         const Tensor of_bias = sums_bias ? grad_bias : Tensor(), rows = known ? sq_norms.narrow(0, 0, 1) : sq_norms;
         if (s.T > 1 && !gram_is_quicker(layer, s, shared)) {
-          fused_pass<acc_t>(layer, factors, s.T, weight, of_bias, rows);
+          if (known || !pair_pass<acc_t>(layer, grad_output, shared, weight, of_bias, rows))
+            fused_pass<acc_t>(layer, factors, s.T, weight, of_bias, rows);
         } else {
           weight_pass<acc_t>(layer, activations, grad_output, factors, weight);
           if (s.T > 1) {

@@ -5,11 +5,13 @@
 
 namespace torchgradx::cpu {
 
-// What several weights make of one grad_output [N, T, O] with none of them: the first leaves it here for the others.
+// Two weights with one grad_output [N, T, O], one after the other: what the first leaves for the second.
 struct SharedGrads {
-  int64_t inputs;                // I, of all these weights together
-  Tensor gram;                   // [N, tiles of row_gram.h]
+  Tensor activations;            // [N, T, I], of the second
+  bool bias;                     // whether the second has one
+  Tensor gram;                   // [N, tiles of row_gram.h] of grad_output
   Tensor bias_grad, bias_norms;  // [O], [N]
+  Tensor weight, sq_norms;       // [O, I], [1, N]: where both went together
 };
 
 Tensor direct_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias);

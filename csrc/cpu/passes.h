@@ -7,6 +7,8 @@
 
 #include <ATen/EmptyTensor.h>
 
+#include <array>
+
 namespace torchgradx::cpu {
 
 struct Grid {
@@ -177,29 +179,78 @@ void add_copies(acc_t* weight, const acc_t* copies, int64_t size, int64_t count)
     for (int64_t k = 0; k < size; ++k) weight[k] += copies[copy * size + k];
 }
 
-// grad_weight [O, ...] in acc_t, sq_norms, and grad_bias [O] where sq_norms has a row for it; without sq_norms, the
-// plain weight gradient, all positions as one sum.
+// A weight's gradient [O, ...] in acc_t, sq_norms, and grad_bias [O] where sq_norms has a row for it; without sq_norms,
+// the plain weight gradient, all positions as one sum. As the parts of a grid add them up.
+template <class acc_t, class Layer>
+class FusedParts {
+ public:
+  FusedParts(const Layer& layer, const Grid& grid, const Tensor& grad_weight, const Tensor& grad_bias,
+             const Tensor& sq_norms)
+      : layer_(layer),
+        grid_(grid),
+        size_(layer.rows * layer.patch()),
+        sq_norms_(sq_norms),
+        copies_(at::empty({grid.sample_parts - 1, size_}, grad_weight.options())),
+        weight_(grad_weight.mutable_data_ptr<acc_t>()),
+        copy_(copies_.mutable_data_ptr<acc_t>()),
+        partial_(grid, layer.N, layer.rows, sq_norms, grad_bias) {}
+
+  Sums<acc_t> of(int64_t part) {
+    Sums<acc_t> sums = partial_.of(part);
+    const int64_t sample_part = part / grid_.row_parts;
+    sums.weight = sample_part ? copy_ + (sample_part - 1) * size_ : weight_;
+    return sums;
+  }
+
+  void write() const {
+    add_copies(weight_, copy_, size_, grid_.sample_parts - 1);
+    if (!sq_norms_.defined()) return;
+    auto sums = partial_.weight();
+    redo_underflowed<acc_t>(layer_, sums);
+    write_row<acc_t>(sq_norms_, 0, sums);
+    partial_.write_bias();
+  }
+
+ private:
+  const Layer& layer_;
+  const Grid grid_;
+  const int64_t size_;
+  const Tensor sq_norms_, copies_;
+  acc_t *const weight_, *const copy_;
+  Partial<acc_t> partial_;
+};
+
+template <class acc_t, class Layer>
+Grid fused_grid(const Layer& layer) {
+  return make_grid(layer.N, layer.rows, flop_of(layer), double(layer.rows * layer.patch()) * sizeof(acc_t));
+}
+
 template <class acc_t, class Layer>
 void fused_pass(const Layer& layer, const acc_t* scale, int64_t scale_every, const Tensor& grad_weight,
                 const Tensor& grad_bias, const Tensor& sq_norms) {
-  const int64_t N = layer.N, rows = layer.rows, size = rows * layer.patch();
-  const Grid grid = make_grid(N, rows, flop_of(layer), double(size) * sizeof(acc_t));
-  const Tensor copies = at::empty({grid.sample_parts - 1, size}, grad_weight.options());
-  acc_t *const weight = grad_weight.mutable_data_ptr<acc_t>(), *const copy = copies.mutable_data_ptr<acc_t>();
-  Partial<acc_t> partial(grid, N, rows, sq_norms, grad_bias);
+  const Grid grid = fused_grid<acc_t>(layer);
+  FusedParts<acc_t, Layer> parts(layer, grid, grad_weight, grad_bias, sq_norms);
   for_parts(grid.parts(), [&](int64_t part) {
-    Sums<acc_t> sums = partial.of(part);
-    const int64_t sample_part = part / grid.row_parts;
-    sums.weight = sample_part ? copy + (sample_part - 1) * size : weight;
+    Sums<acc_t> sums = parts.of(part);
     sums.scale = scale, sums.scale_every = scale_every;
-    Sweep<acc_t, Layer>(layer, grid.share(part, N, rows), sums).run();
+    Sweep<acc_t, Layer>(layer, grid.share(part, layer.N, layer.rows), sums).run();
   });
-  add_copies(weight, copy, size, grid.sample_parts - 1);
-  if (!sq_norms.defined()) return;
-  auto sums = partial.weight();
-  redo_underflowed<acc_t>(layer, sums);
-  write_row<acc_t>(sq_norms, 0, sums);
-  partial.write_bias();
+  parts.write();
+}
+
+// Of two weights with the same grads: `first` has the bias, if any. See Sweep for where both may go together.
+template <class acc_t, class Layer>
+void fused_pair(const Layer& first, const Layer& second, const Tensor& grad_bias, const std::array<Tensor, 2>& weights,
+                const std::array<Tensor, 2>& sq_norms) {
+  const Grid grid = fused_grid<acc_t>(second);
+  FusedParts<acc_t, Layer> of_first(first, grid, weights[0], grad_bias, sq_norms[0]);
+  FusedParts<acc_t, Layer> of_second(second, grid, weights[1], {}, sq_norms[1]);
+  for_parts(grid.parts(), [&](int64_t part) {
+    const Share share = grid.share(part, first.N, first.rows);
+    Sweep<acc_t, Layer> beside(second, share, of_second.of(part));
+    Sweep<acc_t, Layer>(first, share, of_first.of(part), &beside).run();
+  });
+  of_first.write(), of_second.write();
 }
 
 // Not through the dispatcher, which takes longer than a small layer's arithmetic.

@@ -168,7 +168,10 @@ void finish_bias(const Sums<acc_t>& to, const acc_t* sums, int64_t n, int64_t ro
 template <class acc_t, class Layer>
 class Sweep {
  public:
-  Sweep(const Layer& layer, const Share& share, const Sums<acc_t>& sums) : layer_(layer), share_(share), sums_(sums) {}
+  // `beside`: of the same grads, which are packed once for both; each of one block, in place, of chunks of whole
+  // samples.
+  Sweep(const Layer& layer, const Share& share, const Sums<acc_t>& sums, Sweep* beside = nullptr)
+      : layer_(layer), share_(share), sums_(sums), beside_(beside) {}
 
   void run() {
     for (int64_t b = 0; b < layer_.blocks(); ++b) {
@@ -186,6 +189,15 @@ class Sweep {
   }
 
   void rows(const Block& block, int64_t row_begin, int64_t row_end) {
+    begin(block, row_begin, row_end);
+    if (beside_) beside_->begin(beside_->layer_.block(0), row_begin, row_end);
+    samples(block, row_begin, row_end);
+    if (sums_.weight && !layer_.in_place())
+      for (int64_t row = row_begin; row < row_end; ++row)
+        layer_.unpack(block, total_ + (row - row_begin) * total_along_, sums_.weight + row * layer_.patch());
+  }
+
+  void begin(const Block& block, int64_t row_begin, int64_t row_end) {
     if (sums_.weight && layer_.in_place()) {
       total_along_ = layer_.patch();
       total_ = sums_.weight + row_begin * total_along_ + block.first_column;
@@ -193,10 +205,6 @@ class Sweep {
       total_along_ = layer_.padded_columns(block);
       total_ = workspace_.total.get((row_end - row_begin) * total_along_);
     }
-    samples(block, row_begin, row_end);
-    if (sums_.weight && !layer_.in_place())
-      for (int64_t row = row_begin; row < row_end; ++row)
-        layer_.unpack(block, total_ + (row - row_begin) * total_along_, sums_.weight + row * layer_.patch());
   }
 
   void samples(const Block& block, int64_t row_begin, int64_t row_end) {
@@ -218,9 +226,14 @@ class Sweep {
   void one(const Block& block, const Chunk& chunk, int64_t row_begin, int64_t row_end) {
     const bool series = kernels_.series_rows && chunk.samples > 1 && sums_.weight && sums_.sq_sums && !sums_.wide;
     const Panels panels(row_end - row_begin, series ? 2 * kernels_.series_rows : kernels_.max_rows);
-    const int64_t positions = chunk.samples * chunk.positions(), tile_size = 2 * kernels_.lanes * kernels_.max_rows;
     const acc_t* g = pack_grads(chunk, row_begin, panels);
     if (sums_.bias_sq_sums && block.first) add_bias(chunk, row_begin, row_end - row_begin);
+    tiles(block, chunk, panels, g, series);
+    if (beside_) beside_->tiles(beside_->layer_.block(0), chunk, panels, g, series);
+  }
+
+  void tiles(const Block& block, const Chunk& chunk, const Panels& panels, const acc_t* g, bool series) {
+    const int64_t positions = chunk.samples * chunk.positions(), tile_size = 2 * kernels_.lanes * kernels_.max_rows;
     layer_.open(block, chunk, workspace_);
     const int64_t runs = layer_.runs(block);
     const bool joined = merged() && chunk.samples > 1;
@@ -318,6 +331,7 @@ class Sweep {
   Layer layer_;  // a copy: it remembers what it opened
   const Share share_;
   const Sums<acc_t> sums_;
+  Sweep* const beside_;
   acc_t* total_ = nullptr;  // of the rows and columns at work
   int64_t total_along_ = 0;
   const Kernels<acc_t>& kernels_ = kernels<acc_t>();
