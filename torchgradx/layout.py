@@ -296,8 +296,10 @@ class Rows:
         # Scaling by powers of two rounds nothing, but for numbers that became subnormal: many do
         # in float16.
         close = 1e-2 if g.dtype == torch.float16 else 1e-5
-        wide = torch.float64 if g.dtype == torch.float64 else torch.float32
         count = count if count and g.numel() % count == 0 else 1
+        elements = g.numel()
+        g = torch.view_as_real(g.detach().resolve_conj()) if g.is_complex() else g
+        wide = torch.float64 if g.dtype == torch.float64 else torch.float32
         rows = g.detach().reshape(count, -1 if g.numel() else 0).to(wide)
         generator = torch.Generator().manual_seed(count)  # the same each time
         onto = torch.randn(rows.shape[1], 4, generator=generator, dtype=wide).to(rows.device)
@@ -305,7 +307,7 @@ class Rows:
         sizes, most = (torch.linalg.vector_norm(rows, p, 1, True) for p in (2, inf))
         sizes = sizes.minimum(most * sqrt(rows.shape[1]))  # where squares overflow
         with torch.autocast(g.device.type, enabled=False):
-            return Rows(g.numel(), rows.clone() if short else rows @ onto, sizes, close)
+            return Rows(elements, rows.clone() if short else rows @ onto, sizes, close)
 
     def scaled_to(self, scaled: Rows, exponents: Tensor) -> bool:
         """Whether each row came back scaled by 2^exponent; another's is off by 2 at least."""
