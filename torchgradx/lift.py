@@ -19,14 +19,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from . import ops
 from .descent import Descent, Leaf, stations
-from .layout import Watched, tensors_in
+from .layout import BATCH, Watched, tensors_in
 from .products import in_closed_form, unpacks_twice
 from .recurrent import Site
 from .rerun import FallbackSite
 from .rules import Layer
 from .sample_dims import Place
 from .several import End
-from .shared import Graph, Group, Node, Plan, survey
+from .shared import Graph, Group, Node, Plan, shape_of, survey
 from .sites import NativeSite
 from .taint import Taint, watching
 
@@ -95,6 +95,7 @@ class Lift:
         layer may be called on all rows, and on those that a mask picks where there is any."""
         regime = self._parameters.regime()
         self._plans[regime, ()] = taint.ends
+        self._plans[regime, "orderly"] = taint.orderly
         self._plans.setdefault((regime, "fed"), {}).update(
             ((site, len(sizes)), taint.fed[site] and taint.orderly)
             for site, sizes, *_ in uses
@@ -153,7 +154,13 @@ class Lift:
         """Which uses are lifted, and how; the first time that a structure is met."""
         regime = self._parameters.regime()
         mixing = [k for k, verdict in enumerate(verdicts) if isinstance(verdict, str)]
-        beside = [k for k in self._beside(uses, sites) if isinstance(verdicts[k], int)]
+        orderly = n > 1 and self._plans.get((regime, "orderly"), False)
+        fed = self._plans.get((regime, "fed"), {})
+        mixing += [k for k, (site, sizes, node, _) in enumerate(uses)
+                   if verdicts[k] is None and node and orderly and n not in sizes[:-1]
+                   and fed.get((site, len(sizes))) is False]  # fmt: skip
+        beside = [k for k in self._beside(uses, sites)
+                  if isinstance(verdicts[k], int) or (orderly and verdicts[k] is None)]  # fmt: skip
         every = {place for layer in self._layers for place in layer.parameters}
         graph, called = self._graph(every, uses, {*mixing, *beside}, sites, outputs)
         read = self._read(every, uses, graph, called)
@@ -174,12 +181,15 @@ class Lift:
         before = self._plans.get(key)
         clean: Callable[[Node, int], bool]
         if taint is not None:
-            clean = taint.clean
+            clean, first = taint.clean, taint.first
         elif before is not None:
             known, served = before  # by place among the groups: uses have other numbers now
-            clean = known.clean(graph, [node for k in served for node in groups[k].starts])
+            starts = [node for k in served for node in groups[k].starts]
+            clean, first = known.clean(graph, starts), known.frontier(graph, starts)
         else:
-            clean = lambda node, number: False  # noqa: E731
+            clean = first = lambda node, number: False
+        if orderly:
+            prove = partial(_presumed, prove, n, first)
         plan = survey(n, graph, groups, clean, prove)
         lifted = {use for use, _ in plan.starts}
         served = [k for k, group in enumerate(groups) if group.use in lifted]
@@ -297,3 +307,19 @@ class Lift:
                 leaf = Leaf(place, tensors[place], place not in others, int(place in called))
                 leaves[id(tensors[place])] = leaf
         return leaves
+
+
+def _presumed(
+    prove: Callable[[Sequence[Watched]], Sequence[Any]],
+    n: int,
+    first: Callable[[Node, int], bool],
+    watched: Sequence[Watched],
+) -> list[Any]:
+    """Without a proof, where the samples were seen to stay: in a first dimension like no other."""
+
+    def alone(use: Watched) -> bool:
+        shape = shape_of(use.node, use.output_nr)
+        return shape[0] == n and shape.count(n) == 1 and first(use.node, use.output_nr)
+
+    verdicts = zip(watched, prove(watched), strict=True)
+    return [BATCH if verdict is None and alone(use) else verdict for use, verdict in verdicts]
