@@ -43,6 +43,7 @@ class Row:
     refused: tuple[str, ...] = ()  # patterns of parameters, whatever the step
     checkpointed: tuple[str, ...] = ()  # as well, where layers are checkpointed
     reentrantly: tuple[str, ...] = ()  # as well, where they are so reentrantly
+    tables: tuple[str, ...] = ()  # called on no samples: no layout describes what they give
     adapter: dict | None = None  # of peft
     # N, then N of a second batch. Root mean squares in float32 inside a float64 model round a
     # gradient by 1e-8 unless the 1/N of the mean is a power of two.
@@ -121,7 +122,7 @@ ROWS = [
     Row("gpt2", "next", "GPT2LMHeadModel",
         {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24,
          "bos_token_id": 0, "eos_token_id": 2},
-        ("resid_pdrop", "embd_pdrop", "attn_pdrop"), reentrantly=("transformer.wpe.weight",)),
+        ("resid_pdrop", "embd_pdrop", "attn_pdrop"), tables=("transformer.wpe.weight",)),
     Row("llama", "next", "LlamaForCausalLM", GROUPED, ("attention_dropout",), samples=(4, 2)),
     Row("opt", "next", "OPTForCausalLM", OPT | {"word_embed_proj_dim": 32},
         ("dropout", "attention_dropout"), reentrantly=FLATTENED),
@@ -134,21 +135,21 @@ ROWS = [
     Row("qwen2, tied", "next", "Qwen2ForCausalLM", GROUPED | {"tie_word_embeddings": True},
         ("attention_dropout",), samples=(4, 2)),
     Row("bert", "token", "BertForMaskedLM", BERT, DROPOUT,
-        reentrantly=("bert.embeddings.position_embeddings.weight",
-                     "bert.embeddings.token_type_embeddings.weight")),  # of a buffer's rows
+        reentrantly=("bert.embeddings.token_type_embeddings.weight",),  # of a buffer's rows
+        tables=("bert.embeddings.position_embeddings.weight",)),
     Row("bert, classifier", "text", "BertForSequenceClassification", BERT, DROPOUT,
-        reentrantly=("bert.embeddings.position_embeddings.weight",
-                     "bert.embeddings.token_type_embeddings.weight")),  # of a buffer's rows
+        reentrantly=("bert.embeddings.token_type_embeddings.weight",),  # of a buffer's rows
+        tables=("bert.embeddings.position_embeddings.weight",)),
     Row("roberta", "token", "RobertaForMaskedLM", BERT, DROPOUT),
     Row("distilbert", "text", "DistilBertForSequenceClassification",
         {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48,
          "max_position_embeddings": 24},
         ("dropout", "attention_dropout", "seq_classif_dropout"),
-        reentrantly=("distilbert.embeddings.position_embeddings.weight",)),
+        tables=("distilbert.embeddings.position_embeddings.weight",)),
     Row("albert", "token", "AlbertForMaskedLM", BERT | {"embedding_size": 16},
         (*DROPOUT, "classifier_dropout_prob")),
     Row("deberta-v2, absolute positions", "tag", "DebertaV2ForTokenClassification", BERT, DROPOUT,
-        reentrantly=("deberta.embeddings.position_embeddings.weight",)),
+        tables=("deberta.embeddings.position_embeddings.weight",)),
     Row("deberta-v2", "tag", "DebertaV2ForTokenClassification", RELATIVE, DROPOUT,
         checkpointed=("*.rel_embeddings.weight", "*.pos_key_proj.*", "*.pos_query_proj.*")),
     Row("deberta-v3", "tag", "DebertaV2ForTokenClassification",

@@ -11,6 +11,7 @@ from attach_oracle import (
     close_named,
     exact_or_refused,
     fallback_mode,
+    refused,
     seeded,  # noqa: F401
     square,
 )
@@ -148,3 +149,44 @@ class Custom(nn.Module):
     def forward(self, x):
         self.calls += 1
         return Double.apply(x, self.w)
+
+
+def scaled_by_frequency(m, x):
+    return F.embedding(x + 0 * int(x.sum()), m.w, scale_grad_by_freq=True)
+
+
+@a_few_modes
+@pytest.mark.parametrize(("name", "make"), {
+    "weight": lambda: nn.Embedding(7, 3, max_norm=1.0, scale_grad_by_freq=True),
+    "weight ": lambda: nn.EmbeddingBag(7, 3, max_norm=1.0, scale_grad_by_freq=True),
+    "w": lambda: Model(scaled_by_frequency, w=torch.randn(7, 3)),
+}.items())  # fmt: skip
+def test_what_frequencies_of_the_batch_divide_is_refused_where_it_is_replayed(name, make, options):
+    """A replay of the batch gives parts of its gradient, which add up: only the loop differs."""
+    ids = torch.randint(0, 7, (N, 5))
+    refused(make(), square, ids, names={name.strip()}, match="how often an id", **options)
+
+
+def spectral(m, x):
+    """Complex numbers on the way from real parameters, as a Fourier layer has them."""
+    kept = torch.einsum("bik,iok->bok", torch.fft.rfft(m.l(x)), torch.view_as_complex(m.w))
+    turned = torch.fft.irfft(kept, n=x.shape[-1])
+    return turned + torch.exp(torch.complex(m.decay, m.turn) * 1j).real * m.l(x)
+
+
+@a_few_modes
+@pytest.mark.parametrize("length", [6, N], ids=["", "as long as there are samples"])
+def test_complex_numbers_between_real_parameters_are_exact(length, options):
+    model = Model(spectral, l=nn.Conv1d(2, 2, 1), w=torch.randn(2, 2, length // 2 + 1, 2),
+                  decay=torch.rand(2, 1), turn=torch.randn(2, 1))  # fmt: skip
+    check(model, square, torch.randn(N, 2, length), **options)
+
+
+@a_few_modes
+def test_samples_mixed_in_imaginary_parts_alone_are_refused(options):
+    def mixed(m, x):
+        kept = m.l(x) * torch.view_as_complex(m.w)
+        return kept.real + kept.flip(0).imag
+
+    model = Model(mixed, l=nn.Linear(3, 4), w=torch.randn(4, 2))
+    refused(model, square, torch.randn(N, 3), names={"w", "l.weight", "l.bias"}, **options)

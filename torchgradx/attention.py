@@ -163,7 +163,8 @@ class _Forward:
         return linear
 
     def _output(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows = x.unflatten(0, (-1, self._batch))
+        steps = len(x) // max(1, self._batch)
+        rows = x.unflatten(0, (steps, self._batch))
         return self._roles[OUT](self._recorder.current(), rows, weight, bias).flatten(0, 1)
 
 

@@ -19,7 +19,7 @@ from .copies import untraced
 from .outer import BySample, Gradients, Outer, added, along, in_full, size, sq_norms, total
 from .passes import receives
 from .products import CAST, by_sample, closed, dense, fitted, mapped, through
-from .shared import Graph, Node, Plan, below, is_leaf
+from .shared import Graph, Node, Plan, below, dtype_of, is_leaf, shape_of
 
 __all__ = ["Descent", "Leaf", "stations"]
 
@@ -118,7 +118,9 @@ class Descent:
         # Norms only: a fused layer gives its parameters nothing to compare with.
         self._withholds = self._norms_only and node.name().startswith("torchgradx")
         try:
-            if station.layout is not None:
+            if not self._run.n:
+                self._nothing(station, node, incoming)
+            elif station.layout is not None:
                 self._enter(station, node, incoming)
             else:
                 held = [self._held.pop((station.key, k), None) for k in range(len(incoming))]
@@ -187,6 +189,14 @@ class Descent:
                 columns[operand].append(product)
         for operand, column in columns.items():
             self._send(station, operand, torch.cat(column))
+
+    def _nothing(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
+        """Of no samples."""
+        device = next((g.device for g in incoming if g is not None), None)
+        for operand in (*station.inward, *station.leaves):
+            edge = node.next_functions[operand]
+            zeros = torch.zeros(0, *shape_of(*edge), dtype=dtype_of(*edge), device=device)
+            self._send(station, operand, self._reduced(station, operand, zeros))
 
     def _pass(self, station: Station, node: Node, held: list[Gradients | None]) -> None:
         """Through a node of which all outputs are shared."""

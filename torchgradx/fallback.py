@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 
 from .copies import stock_of
 from .layout import BATCH, SEQUENCE, tensors_in
+from .shared import below
 
 __all__ = [
     "Call",
@@ -43,6 +44,7 @@ __all__ = [
 Chunks = Iterator[tuple[slice, list[Tensor]]]
 
 CHANNELS_FIRST = (_ConvNd, _NormBase, nn.GroupNorm)
+TABLES = ("EmbeddingBackward0", "EmbeddingBagBackward0")
 CHUNK = 1 << 23  # elements of per-sample gradients at a time: 32 MiB of float32
 
 
@@ -283,6 +285,7 @@ def _by_replay(call: Call) -> Chunks:
     _put(call.module, {id(held[n]): p for n, p in zip(call.names, parameters, strict=True)})
     with torch.enable_grad():
         outputs = tensors_in(_Forward(call.module)(*args, **kwargs))
+    _same_alone(outputs)
     pairs = [(out, g) for out, g in zip(outputs, call.grads, strict=True) if g is not None]
     for chunk in _chunks(call.n, sum(p.numel() for p in parameters)):
         found = []
@@ -298,6 +301,13 @@ def _by_replay(call: Call) -> Chunks:
             )
             found.append([g.to_dense() if g.is_sparse else g for g in gradients])
         yield chunk, [torch.stack(column) for column in zip(*found, strict=True)]
+
+
+def _same_alone(outputs: Sequence[Tensor]) -> None:
+    """Raise where a sample's part in the batch's gradient is not what it would be alone."""
+    for node in below(t.grad_fn for t in outputs if t.grad_fn is not None):
+        if node.name() in TABLES and node._saved_scale_grad_by_freq:
+            raise ValueError("scale_grad_by_freq divides by how often an id is in the batch")
 
 
 def _stand_in(module: nn.Module) -> nn.Module:

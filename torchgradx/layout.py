@@ -125,7 +125,8 @@ def _by_seeds(
     if any(_is_python(node) for node in nodes):
         return [None] * len(uses)  # a backward of the user's own may change things when it runs
     above = _above(nodes, {uses[k].node for k in known})
-    digits = _digits(n, 4 if any(t.dtype == torch.float16 for t, _ in seeded) else 16)
+    half = any(_is_half(node) for node in nodes)  # under autocast, its ends may be wider
+    digits = _digits(n, 4 if half else 16)
 
     def gradients(exponents: Tensor) -> dict[int, Rows]:
         """By use. What is kept of each is small: a copy of every gradient would double a step's
@@ -134,7 +135,7 @@ def _by_seeds(
 
         def keep(k: int, g: Tensor | None) -> None:
             if g is not None:
-                found[k] = Rows.of(g, prod(uses[k].leads))
+                found[k] = Rows.of(g, prod(uses[k].leads), half)
 
         def arrive(k: int, grads: Sequence[Tensor | None]) -> None:
             keep(k, grads[uses[k].output_nr])
@@ -195,6 +196,10 @@ def _below(seeded: Sequence[tuple[Tensor, int]]) -> list[Any]:
             todo.append((node, True))
             todo += [(child, False) for child, _ in node.next_functions]
     return order[::-1]
+
+
+def _is_half(node: Any) -> bool:
+    return any(m.dtype == torch.float16 for m in getattr(node, "_input_metadata", ()))
 
 
 def _above(nodes: Sequence[Any], wanted: set[Any]) -> set[Any]:
@@ -292,12 +297,14 @@ class Rows:
     close: float  # how near a projection comes, over its row's size
 
     @staticmethod
-    def of(g: Tensor, count: int) -> Rows:
+    def of(g: Tensor, count: int, half: bool) -> Rows:
         # Scaling by powers of two rounds nothing, but for numbers that became subnormal: many do
         # in float16.
-        close = 1e-2 if g.dtype == torch.float16 else 1e-5
-        wide = torch.float64 if g.dtype == torch.float64 else torch.float32
+        close = 1e-2 if half else 1e-5
         count = count if count and g.numel() % count == 0 else 1
+        elements = g.numel()
+        g = torch.view_as_real(g.detach().resolve_conj()) if g.is_complex() else g
+        wide = torch.float64 if g.dtype == torch.float64 else torch.float32
         rows = g.detach().reshape(count, -1 if g.numel() else 0).to(wide)
         generator = torch.Generator().manual_seed(count)  # the same each time
         onto = torch.randn(rows.shape[1], 4, generator=generator, dtype=wide).to(rows.device)
@@ -305,7 +312,7 @@ class Rows:
         sizes, most = (torch.linalg.vector_norm(rows, p, 1, True) for p in (2, inf))
         sizes = sizes.minimum(most * sqrt(rows.shape[1]))  # where squares overflow
         with torch.autocast(g.device.type, enabled=False):
-            return Rows(g.numel(), rows.clone() if short else rows @ onto, sizes, close)
+            return Rows(elements, rows.clone() if short else rows @ onto, sizes, close)
 
     def scaled_to(self, scaled: Rows, exponents: Tensor) -> bool:
         """Whether each row came back scaled by 2^exponent; another's is off by 2 at least."""

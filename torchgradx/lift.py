@@ -19,14 +19,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from . import ops
 from .descent import Descent, Leaf, stations
-from .layout import Watched, tensors_in
+from .layout import BATCH, Watched, tensors_in
 from .products import in_closed_form, unpacks_twice
 from .recurrent import Site
 from .rerun import FallbackSite
 from .rules import Layer
 from .sample_dims import Place
 from .several import End
-from .shared import Graph, Group, Node, Plan, survey
+from .shared import Graph, Group, Node, Plan, shape_of, survey
 from .sites import NativeSite
 from .taint import Taint, watching
 
@@ -66,7 +66,7 @@ class Lift:
         norms_only: bool,
     ) -> None:
         self._recorder, self._parameters, self._layers = recorder, parameters, layers
-        # By the modules' modes and the sites concerned. What no sample's value enters is a matter
+        # By the modules' regime and the sites concerned. What no sample's value enters is a matter
         # of the model's code: seen once, it holds for batches of other sizes.
         self._plans, self._hears, self._norms_only = plans, hears, norms_only
         self._local = _OfThread()
@@ -75,7 +75,7 @@ class Lift:
         """Before a forward: see what its samples enter, unless that is known."""
         self._local.caches = []
         self._local.first = _C.sequence_number() if ops.NATIVE else 0
-        if n > 1 and (self._parameters.modes(), ()) not in self._plans:
+        if n > 1 and (self._parameters.regime(), ()) not in self._plans:
             held = [*model.parameters(), *model.buffers()]
             self._local.taint = watching(n, held, tensors_in(arguments), batch_dim)
 
@@ -91,11 +91,12 @@ class Lift:
         return found
 
     def watched(self, taint: Taint, uses: Sequence[Use]) -> None:
-        """Once is enough, for as long as its modules are in these modes, and are given as much: a
+        """Once is enough, for as long as its modules are in this regime, and are given as much: a
         layer may be called on all rows, and on those that a mask picks where there is any."""
-        modes = self._parameters.modes()
-        self._plans[modes, ()] = taint.ends
-        self._plans.setdefault((modes, "fed"), {}).update(
+        regime = self._parameters.regime()
+        self._plans[regime, ()] = taint.ends
+        self._plans[regime, "orderly"] = taint.orderly
+        self._plans.setdefault((regime, "fed"), {}).update(
             ((site, len(sizes)), taint.fed[site] and taint.orderly)
             for site, sizes, *_ in uses
             if site in taint.fed
@@ -129,15 +130,15 @@ class Lift:
     def fed(self, site: int, sizes: Sequence[int]) -> bool | None:
         """Whether samples enter all that a site is given, and nothing moves them; None: such uses
         of it were not watched, and the next forward will be."""
-        modes = self._parameters.modes()
-        known: bool | None = self._plans.get((modes, "fed"), {}).get((site, len(sizes)))
+        regime = self._parameters.regime()
+        known: bool | None = self._plans.get((regime, "fed"), {}).get((site, len(sizes)))
         if known is None:
-            self._plans.pop((modes, ()), None)
+            self._plans.pop((regime, ()), None)
         return known
 
     def places(self, outputs: Sequence[Tensor]) -> list[Place | None]:
         """Where the samples are in the model's outputs, as far as that was seen."""
-        ends: list[Place | None] = self._plans.get((self._parameters.modes(), ()), [])
+        ends: list[Place | None] = self._plans.get((self._parameters.regime(), ()), [])
         return ends if len(ends) == len(outputs) else [None] * len(outputs)
 
     def plan(
@@ -151,9 +152,15 @@ class Lift:
         prove: Callable[[Sequence[Watched]], Sequence[Any]],
     ) -> Plan | None:
         """Which uses are lifted, and how; the first time that a structure is met."""
-        modes = self._parameters.modes()
+        regime = self._parameters.regime()
         mixing = [k for k, verdict in enumerate(verdicts) if isinstance(verdict, str)]
-        beside = [k for k in self._beside(uses, sites) if isinstance(verdicts[k], int)]
+        orderly = n > 1 and self._plans.get((regime, "orderly"), False)
+        fed = self._plans.get((regime, "fed"), {})
+        mixing += [k for k, (site, sizes, node, _) in enumerate(uses)
+                   if verdicts[k] is None and node and orderly and n not in sizes[:-1]
+                   and fed.get((site, len(sizes))) is False]  # fmt: skip
+        beside = [k for k in self._beside(uses, sites)
+                  if isinstance(verdicts[k], int) or (orderly and verdicts[k] is None)]  # fmt: skip
         every = {place for layer in self._layers for place in layer.parameters}
         graph, called = self._graph(every, uses, {*mixing, *beside}, sites, outputs)
         read = self._read(every, uses, graph, called)
@@ -170,22 +177,26 @@ class Lift:
         groups = [Group(k, (uses[k][2],), lambda node, ends: True) for k in mixing]
         groups += [Group(k, self._own(k, uses, graph), cheap) for k in beside]
         groups += [Group(k, self._own(k, uses, graph), able) for k in read]
-        key = modes, tuple(self._served(group.use, uses) for group in groups)
+        key = regime, tuple(self._served(group.use, uses) for group in groups)
         before = self._plans.get(key)
         clean: Callable[[Node, int], bool]
         if taint is not None:
-            clean = taint.clean
+            clean, first = taint.clean, taint.first
         elif before is not None:
-            served = {k for k, _ in before.starts}
-            starts = [node for g in groups if g.use in served for node in g.starts]
-            clean = before.clean(graph, starts)
+            known, served = before  # by place among the groups: uses have other numbers now
+            starts = [node for k in served for node in groups[k].starts]
+            clean, first = known.clean(graph, starts), known.frontier(graph, starts)
         else:
-            clean = lambda node, number: False  # noqa: E731
+            clean = first = lambda node, number: False
+        if orderly:
+            prove = partial(_presumed, prove, n, first)
         plan = survey(n, graph, groups, clean, prove)
+        lifted = {use for use, _ in plan.starts}
+        served = [k for k, group in enumerate(groups) if group.use in lifted]
         if n > 1 and plan.starts:
-            self._plans[key] = plan
-        elif n > 1 and taint is None:
-            self._plans.pop((modes, ()), None)  # watch the next forward
+            self._plans[key] = plan, served
+        if n > 1 and taint is None and not lifted.issuperset((*mixing, *read)):
+            self._plans.pop((regime, ()), None)  # watch the next forward
         return plan if plan.starts else None
 
     def _beside(self, uses: Sequence[Use], sites: Sequence[Site]) -> list[int]:
@@ -296,3 +307,19 @@ class Lift:
                 leaf = Leaf(place, tensors[place], place not in others, int(place in called))
                 leaves[id(tensors[place])] = leaf
         return leaves
+
+
+def _presumed(
+    prove: Callable[[Sequence[Watched]], Sequence[Any]],
+    n: int,
+    first: Callable[[Node, int], bool],
+    watched: Sequence[Watched],
+) -> list[Any]:
+    """Without a proof, where the samples were seen to stay: in a first dimension like no other."""
+
+    def alone(use: Watched) -> bool:
+        shape = shape_of(use.node, use.output_nr)
+        return shape[0] == n and shape.count(n) == 1 and first(use.node, use.output_nr)
+
+    verdicts = zip(watched, prove(watched), strict=True)
+    return [BATCH if verdict is None and alone(use) else verdict for use, verdict in verdicts]

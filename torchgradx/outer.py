@@ -73,6 +73,7 @@ def total(g: Gradients) -> Tensor:
 def size(g: Gradients) -> float:
     """No less than the norm of all together."""
     if isinstance(g, Tensor):
+        g = torch.view_as_real(g.resolve_conj()) if g.is_complex() else g
         return float(torch.linalg.vector_norm(g, dtype=accumulation_dtype(g.dtype)))
     return float((chunks.norms(g.left) * chunks.norms(g.right)).norm())
 

@@ -90,6 +90,8 @@ def mapped(
 def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradients | None:
     """A frontier node's product for all samples at the price of one call, where there is a form."""
     name, edge = node.name(), node.next_functions[operand]
+    if g.is_complex():  # what is saved would have to be conjugated
+        return None
     if name in ELEMENTWISE:
         pieces = by_sample(ELEMENTWISE[name](node, operand, g), layout, n)
         return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))

@@ -170,6 +170,12 @@ class Plan:
         shared = {n for n, layout in zip(found, self.layouts, strict=False) if layout is None}
         return lambda node, number: node in shared
 
+    def frontier(self, graph: Graph, starts: Iterable[Node]) -> Callable[[Node, int], bool]:
+        """Likewise what held rows by sample."""
+        found = self.climb(graph, starts) or []
+        ends = {n for n, layout in zip(found, self.layouts, strict=False) if layout is not None}
+        return lambda node, number: node in ends
+
 
 @dataclass(frozen=True)
 class Group:

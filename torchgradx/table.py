@@ -89,6 +89,10 @@ class Parameters:
     def modes(self) -> tuple[bool, ...]:
         return tuple([module.training for module in self._modules])
 
+    def regime(self) -> tuple[tuple[bool, ...], ...]:
+        """The modes, and what is trained: the graph is of that alone."""
+        return self.modes(), tuple([p.requires_grad for p in self._tensors])
+
     def changed(self) -> bool:
         """Whether modules or parameters came, went, are tied or were set otherwise since attach."""
         if self.altered or any(self._childless) or self._present() != self._shape:
