@@ -30,6 +30,7 @@ MODELS = {
     "attention": attending,
     "an encoder layer": lambda: nn.TransformerEncoderLayer(D, 2, 8, 0.0, batch_first=True),
     "parameters of the root": positions,
+    "one slope": lambda: Model(lambda m, x: m.a(m.l(x)), a=nn.PReLU(), l=nn.Linear(D, 3)),
     "a recurrent layer": lambda: Model(lambda m, x: m.r(x)[0], r=nn.GRU(D, 3, batch_first=True)),
     "a replay": lambda: Model(lambda m, x: m.l(x), l=nn.utils.parametrizations.weight_norm(
         nn.Linear(D, 3))),

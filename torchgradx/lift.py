@@ -156,11 +156,11 @@ class Lift:
         mixing = [k for k, verdict in enumerate(verdicts) if isinstance(verdict, str)]
         orderly = n > 1 and self._plans.get((regime, "orderly"), False)
         fed = self._plans.get((regime, "fed"), {})
-        mixing += [k for k, (site, sizes, node, _) in enumerate(uses)
-                   if verdicts[k] is None and node and orderly and n not in sizes[:-1]
-                   and fed.get((site, len(sizes))) is False]  # fmt: skip
-        beside = [k for k in self._beside(uses, sites)
-                  if isinstance(verdicts[k], int) or (orderly and verdicts[k] is None)]  # fmt: skip
+        for k, (site, sizes, node, _) in enumerate(uses):
+            if verdicts[k] is None and node and orderly and n not in sizes[:-1]:
+                mixing += [k] if fed.get((site, len(sizes))) is False else []
+        proven = [isinstance(v, int) or (orderly and v is None) for v in verdicts]
+        beside = [k for k in self._beside(uses, sites) if proven[k]]
         every = {place for layer in self._layers for place in layer.parameters}
         graph, called = self._graph(every, uses, {*mixing, *beside}, sites, outputs)
         read = self._read(every, uses, graph, called)

@@ -30,7 +30,7 @@ class PReLU final : public Elementwise {
     if (!images) return std::nullopt;
     const auto by_sample = [&](const Tensor& t) {
       const Tensor front = images->by_sample(t);
-      if (single_) return front.reshape({t.size(0), -1, 1, 1});
+      if (single_) return front.reshape({t.size(0), front.numel() / std::max<int64_t>(1, t.size(0)), 1, 1});
       return front.flatten(1).unflatten(1, {t.size(1), -1}).transpose(1, 2).unsqueeze(3);  // [N K, HW, C, 1]
     };
     return Operands{by_sample(saved.input),
