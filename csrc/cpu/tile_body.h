@@ -10,6 +10,25 @@ namespace {
 
 // ---- the register tile ----
 
+// sum += the positions of one sample, from x and g on; where its g end.
+template <class T, int L, int R, int V>
+INLINE const T* add_positions(Vector<T, L> (&sum)[R][V], const Tile<T>& job, const T* first, const T* g) {
+  const int64_t g_along = job.g_along, x_along = job.x_along, width = job.width;
+  for (int64_t y = 0; y < job.height; ++y) {
+    const T* x = first + y * job.x_down;
+    for (int64_t t = 0; t < width; ++t, x += x_along, g += g_along) {
+      Vector<T, L> column[V];
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) column[v] = load<T, L>(x + v * L);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < V; ++v) sum[r][v] += column[v] * g[r];
+    }
+  }
+  return g;
+}
+
 // Lanes past the last column hold other columns' products, or another sample's.
 template <class T, int L, int R, int V>
 INLINE void drop_lanes(Vector<T, L> (&sum)[R][V], int columns) {
@@ -49,20 +68,7 @@ void tile(const Tile<T>& job) {
       __builtin_prefetch(target + r * along, 1);
       if (V == 2) __builtin_prefetch(target + r * along + L, 1);
     }
-  const T* g = job.g;
-  const int64_t g_along = job.g_along, x_along = job.x_along, width = job.width;
-  for (int64_t y = 0; y < job.height; ++y) {
-    const T* x = job.x + y * job.x_down;
-    for (int64_t t = 0; t < width; ++t, x += x_along, g += g_along) {
-      Vec column[V];
-#pragma GCC unroll 2
-      for (int v = 0; v < V; ++v) column[v] = load<T, L>(x + v * L);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-        for (int v = 0; v < V; ++v) sum[r][v] += column[v] * g[r];
-    }
-  }
+  add_positions<T, L, R, V>(sum, job, job.x, job.g);
   if (job.resume) {
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
@@ -108,25 +114,13 @@ void series(const Series<T>& job) {
     for (int v = 0; v < V; ++v)
       total[r][v] = tile.fresh ? Vec{} : load<T, L>(tile.total + r * tile.total_along + v * L);
   const T *g = tile.g, *sample = tile.x;
-  const int64_t g_along = tile.g_along, x_along = tile.x_along, width = tile.width;
   for (int64_t n = 0; n < job.samples; ++n, sample += job.x_sample) {
     Vec sum[R][V];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
       for (int v = 0; v < V; ++v) sum[r][v] = Vec{};
-    for (int64_t y = 0; y < tile.height; ++y) {
-      const T* x = sample + y * tile.x_down;
-      for (int64_t t = 0; t < width; ++t, x += x_along, g += g_along) {
-        Vec column[V];
-#pragma GCC unroll 2
-        for (int v = 0; v < V; ++v) column[v] = load<T, L>(x + v * L);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-          for (int v = 0; v < V; ++v) sum[r][v] += column[v] * g[r];
-      }
-    }
+    g = add_positions<T, L, R, V>(sum, tile, sample, g);
     if (tile.columns < V * L) drop_lanes<T, L, R, V>(sum, tile.columns);
     tile.sq_sum[n] += tile_squares<T, L, R, V>(sum);
     const T scale = job.scale ? job.scale[n] : T(1);

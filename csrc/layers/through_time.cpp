@@ -135,6 +135,7 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
                           : at::zeros({rows, width}, previous.options());
   };
   const cpu::GateKernels<T>& kernels = cpu::gate_kernels<T>();
+  const bool divides = !of.projects && previous.is_same(steps.previous);  // halves are rounded too much for it
   GateGradients found;
   found.input = found.state = fresh(gates);
   Tensor q, u, cells, squashed;  // as LstmRow and GruRow have them
@@ -159,7 +160,7 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
           kernels.cells(ran.at(t, b), before(t, b), c.at(t, b), h);
       }
     });
-    if (of.projects) {
+    if (!divides) {
       squashed = at::tanh(cells);
     } else {  // the last of each row: at the others it is the state, which the next began with, over the output gate
       squashed = at::empty({rows, h}, previous.options());
@@ -192,14 +193,14 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
     found.layer_input = at::empty_like(input, format);
   }
   const View<T> hidden(u), prior(previous), d(found.input), e(found.state), arrives(grads.states), x(found.layer_input);
-  const View<T> tanh_of(of.projects ? squashed : Tensor());
+  const View<T> tanh_of(divides ? Tensor() : squashed);
   const T* const last_tanh = squashed.defined() ? squashed.const_data_ptr<T>() : nullptr;
   T* const carried_cell = found.first_cell.defined() ? found.first_cell.template data_ptr<T>() : nullptr;
   const auto row = [&](int64_t t, int64_t b, T* grad, const T* arriving) {  // from the state's gradient to the gates'
     if (of.cell == Cell::kLstm) {
-      const int64_t next = of.projects ? -1 : walk.after(t, b);
+      const int64_t next = divides ? walk.after(t, b) : -1;
       const T* const state = next < 0 ? nullptr : prior.at(next, b);
-      const T* const tanh = of.projects ? tanh_of.at(t, b) : last_tanh + b * h;
+      const T* const tanh = divides ? last_tanh + b * h : tanh_of.at(t, b);
       kernels.lstm({ran.at(t, b), before(t, b), state, tanh, grad, arriving, d.at(t, b), carried_cell + b * h}, h);
     } else if (of.cell == Cell::kGru)
       kernels.gru({ran.at(t, b), hidden.at(t, b), prior.at(t, b), arriving, grad, d.at(t, b), e.at(t, b)}, h);
