@@ -19,6 +19,7 @@ from attach_oracle import (
 from torch import nn
 
 import torchgradx
+from torchgradx import ops
 
 N, T, D, V = 4, 5, 6, 9
 modes = pytest.mark.parametrize(
@@ -29,8 +30,8 @@ modes = pytest.mark.parametrize(
 def language(m, ids):
     h = m.embed(ids) + m.place(torch.arange(T)) * m.gain
     h = h + torch.tanh(m.mix(h)) if m.deep else h
-    h = m.time(h)[0][:, -1] if m.deep else h[:, -1]
-    return F.linear(m.into(h), m.embed.weight)
+    h = m.into(m.time(h)[0][:, -1] if m.deep else h[:, -1])
+    return F.linear(h, m.embed.weight) if ops.NATIVE else h
 
 
 def model():
