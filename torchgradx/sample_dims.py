@@ -91,7 +91,7 @@ def followed(
         return lambda k, out: _broadcast(out, known)
     if "rnn" in name or "lstm" in name or "gru" in name:  # a state's first dimension is of layers
         return lambda k, out: _checked(out, place.dim, t, place) if k == 0 else None
-    return lambda k, out: _kept(out, t, place)
+    return lambda k, out: _kept(out, t, place) if _apart(name, t, place, said) else None
 
 
 def _axis(value: Any, dims: int) -> int:
@@ -140,6 +140,8 @@ BROADCAST = {"cat", "expand", "where"}
 # Seen whole below autograd; the rows of what they make are those of what they are given.
 WHOLE = {*VIEWS, "batch_norm", "conv2d", "group_norm", "instance_norm", "layer_norm", "linear",
          "lstm", "pad", "rms_norm"}  # fmt: skip
+ALIKE = {"_to_copy", "alias", "bernoulli", "clone", "contiguous", "copy", "detach",
+         "lift_fresh", "native_dropout"}  # fmt: skip
 OTHERWISE = {"as_strided", "rot90"}  # dimensions change places, and no argument says it simply
 
 
@@ -149,6 +151,18 @@ def _checked(out: Tensor, dim: int | None, t: Tensor, place: Place) -> Place | N
         return GONE
     stands = dim is not None and dim < out.dim() and out.shape[dim] == t.shape[place.dim]
     return place.at(dim) if dim is not None and stands else None
+
+
+def _apart(name: str, t: Tensor, place: Place, said: Callable[[str], Any]) -> bool:
+    """Whether it leaves samples apart: convolutions, pools and norms work along the last ones."""
+    last = said("pad") if name == "constant_pad_nd" else said("normalized_shape")
+    if last is not None:
+        many = len(last) // 2 if name == "constant_pad_nd" else len(last)
+        return place.dim < t.dim() - many
+    if "scaled_dot_product" in name:
+        return place.dim < t.dim() - 2
+    along = said("dim") is not None or said("dims") is not None  # order.py looks at that
+    return not place.dim or along or name in ALIKE
 
 
 def _kept(out: Tensor, t: Tensor, place: Place) -> Place | None:
@@ -190,6 +204,10 @@ def _indexed(chosen: Sequence[Tensor | None], d: int) -> int | None:
 def _product(factors: Sequence[Any], known: Sequence[tuple[Tensor, Place]]) -> Place | None:
     """Rows are of the first factor, columns of the second; what is summed over is gone."""
     gone = False
+    roles = {(t is factors[0], place.dim - t.dim()) for t, place in known}
+    summed, batch = roles <= {(True, -1), (False, -2)}, all(dim < -2 for _, dim in roles)
+    if len(known) > 1 and not summed and not batch:
+        return None  # each sample met all
     for t, place in known:
         left, right = (t is factor for factor in factors)
         right_stays = right and t.dim() > 1 and place.dim != t.dim() - 2

@@ -96,6 +96,7 @@ class Taint(TorchDispatchMode):
             except Exception:  # what it was given has no values, or is none of torch's
                 self.orderly = False
         place = self._following(func, args, kwargs, fed)
+        before = {self.place(t) for t in fed} - {None}
         written = [(t, view_of(t), self.place(t)) for t in _written(func, args, kwargs)]
         out = func(*args, **kwargs)
         clean = False if False in verdicts else None if None in verdicts else True
@@ -104,13 +105,28 @@ class Taint(TorchDispatchMode):
                 sizes = _of_sizes_only(func)
                 self._mark(t, True if sizes else clean)
                 self._places[view_of(t)] = None if sizes else place(k, t)
-        for t, view, before in written if not clean else ():
+        self.orderly = self.orderly and not self._strays(func, before, out)
+        for t, view, was in written if not clean else ():
             self._mark(t, clean)
             now = self.place(t)
-            if view and view == view_of(t) and now != before:  # of its other views nobody knows
+            if view and view == view_of(t) and now != was:  # of its other views nobody knows
                 others = (v for v in self._places if v and v[0] == view[0] and v != view)
                 self._places.update(dict.fromkeys(list(others)))
         return out
+
+    def _strays(self, func: Any, before: set[Place | None], out: Any) -> bool:
+        """Whether samples followed up to here are lost, or meet a sum over all of them."""
+        if before <= {GONE}:
+            return False
+        first = next((t for t in tree_leaves(out) if isinstance(t, Tensor)), None)
+        if GONE in before:
+            return True
+        # Masks and ids are indexed by sample; convolutions restride what they made in place.
+        inner = func._schema.name == "aten::as_strided_"
+        if first is None or not first.is_floating_point() or inner or _of_sizes_only(func):
+            return False
+        now = self.place(first)
+        return now is None or (now == GONE and self._n in first.shape)
 
     def _following(
         self, func: Any, args: Any, kwargs: Any, fed: Sequence[Tensor]

@@ -1,0 +1,76 @@
+"""Samples mixed, or put elsewhere, where no backward can be asked: by products, windows, norms and
+sums along the dimension that they were moved to. What loses them is refused, never presumed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import (
+    Model,
+    Same,
+    exact_or_refused,
+    seeded,  # noqa: F401
+    square,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+N, T, D = 4, 5, 6
+
+
+def columns(h):
+    """One a sample, the last dimension."""
+    return h.flatten(1).T[:, None]
+
+
+def attending(h):
+    t = h.transpose(0, 1)
+    return h + (t @ t.transpose(1, 2) @ t).transpose(0, 1)
+
+
+def back(c, h):
+    return h + c[:, 0].T.reshape(h.shape)
+
+
+def padded(h):
+    return h + F.pad(h.permute(1, 2, 0), (1, 0))[..., :-1].permute(2, 0, 1)
+
+
+WAYS = {
+    "a mean that is given a dimension": lambda h: h * (1 + h.mean().view(1)),
+    "a norm of all": lambda h: h / (1 + h.norm().reshape(1, 1, 1)),
+    "attention over the batch": attending,
+    "products over the batch": lambda h: h + torch.einsum("ntd,mtd,mte->nte", h, h, h),
+    "a matrix from the right": lambda h: (
+        h.permute(1, 2, 0) @ torch.ones(len(h), len(h), dtype=h.dtype)
+    ).permute(2, 0, 1),
+    "windows": lambda h: h + torch.cat([h, h]).unfold(0, 2, 1)[: len(h)].sum(-1),
+    "a pool": lambda h: back(F.avg_pool1d(columns(h), 3, 1, 1), h),
+    "a convolution": lambda h: back(
+        F.conv1d(columns(h), torch.ones(1, 1, 3, dtype=h.dtype), padding=1), h
+    ),
+    "a norm over the batch": lambda h: F.layer_norm(h.permute(1, 2, 0), (len(h),)).permute(2, 0, 1),
+    "a shift by padding": padded,
+    "rows reinterpreted": lambda h: h.transpose(0, 1).reshape(h.shape),
+    "halves swapped": lambda h: h + h.reshape(-1, 2 - len(h) % 2, T, D).flip(1).reshape(h.shape),
+    "strides": lambda h: h.as_strided(h.shape, (0, D, 1)),
+    "distances": lambda h: h * (1 + torch.pdist(h.flatten(1)).sum().view(1)),
+}
+PLACES = {
+    "after the table": lambda m, h, mix: checkpoint(m.c, mix(h + m.p), use_reentrant=True),
+    "before the table": lambda m, h, mix: mix(checkpoint(m.c, h, use_reentrant=True)) + m.p,
+    "inside": lambda m, h, mix: checkpoint(lambda u: mix(m.c(u)), h + m.p, use_reentrant=True),
+    "beside a function of the user": lambda m, h, mix: mix(Same.apply(m.c(h + m.p))),
+}
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["outputs", "loss"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", WAYS)
+def test_samples_that_are_lost_on_their_way_are_refused(way, place, alone):
+    def forward(m, x):
+        out = m.o(PLACES[place](m, m.i(x), WAYS[way]))
+        return out.square().flatten(1).sum(1).mean() if alone else out
+
+    net = Model(forward, i=nn.Linear(3, D), c=nn.Sequential(nn.Linear(D, D), nn.Tanh()),
+                o=nn.Linear(D, 2), p=torch.randn(T, D)).double()  # fmt: skip
+    exact_or_refused(net, (lambda m, x: m(x)) if alone else square, torch.randn(N, T, 3))
