@@ -68,7 +68,8 @@ def followed(
         return argument_of(func, args, kwargs, key)
 
     def moved(to: int | None) -> Callable[[int, Tensor], Place | None]:
-        return lambda k, out: _checked(out, to, t, place)
+        size = t.shape[place.dim]  # now: it may work in place
+        return lambda k, out: _checked(out, to, size, place)
 
     if func.namespace not in ("aten", "torchgradx") or name in OTHERWISE:
         return lambda k, out: None
@@ -90,7 +91,7 @@ def followed(
     if torch.Tag.pointwise in func.tags or name in BROADCAST:
         return lambda k, out: _broadcast(out, known)
     if "rnn" in name or "lstm" in name or "gru" in name:  # a state's first dimension is of layers
-        return lambda k, out: _checked(out, place.dim, t, place) if k == 0 else None
+        return lambda k, out: _kept(out, t, place) if k == 0 else None
     return lambda k, out: _kept(out, t, place) if _apart(name, t, place, said) else None
 
 
@@ -145,11 +146,11 @@ ALIKE = {"_to_copy", "alias", "bernoulli", "clone", "contiguous", "copy", "detac
 OTHERWISE = {"as_strided", "rot90"}  # dimensions change places, and no argument says it simply
 
 
-def _checked(out: Tensor, dim: int | None, t: Tensor, place: Place) -> Place | None:
+def _checked(out: Tensor, dim: int | None, size: int, place: Place) -> Place | None:
     """As the operation should have left it, unless the sizes deny it."""
     if dim == GONE.dim:
         return GONE
-    stands = dim is not None and dim < out.dim() and out.shape[dim] == t.shape[place.dim]
+    stands = dim is not None and dim < out.dim() and out.shape[dim] == size
     return place.at(dim) if dim is not None and stands else None
 
 
@@ -168,7 +169,7 @@ def _apart(name: str, t: Tensor, place: Place, said: Callable[[str], Any]) -> bo
 def _kept(out: Tensor, t: Tensor, place: Place) -> Place | None:
     if not out.dim():
         return GONE  # a sum, or another of all
-    return _checked(out, place.dim if out.dim() == t.dim() else None, t, place)
+    return _checked(out, place.dim if out.dim() == t.dim() else None, t.shape[place.dim], place)
 
 
 def _reduced(t: Tensor, d: int, dims: Any, keeps: bool) -> int:
@@ -222,4 +223,5 @@ def _broadcast(out: Tensor, known: Sequence[tuple[Tensor, Place]]) -> Place | No
     whole = [(t, place) for t, place in known if t.dim() == out.dim()] or known
     places = {place.at(place.dim + out.dim() - t.dim()) for t, place in whole}
     t, place = whole[0]
-    return _checked(out, place.dim + out.dim() - t.dim(), t, place) if len(places) == 1 else None
+    to, size = place.dim + out.dim() - t.dim(), t.shape[place.dim]
+    return _checked(out, to, size, place) if len(places) == 1 else None

@@ -123,7 +123,9 @@ class Taint(TorchDispatchMode):
             return True
         # Masks and ids are indexed by sample; convolutions restride what they made in place.
         inner = func._schema.name == "aten::as_strided_"
-        if first is None or not first.is_floating_point() or inner or _of_sizes_only(func):
+        if first is None or not first.is_floating_point() or not first.numel():
+            return False
+        if inner or _of_sizes_only(func):
             return False
         now = self.place(first)
         return now is None or (now == GONE and self._n in first.shape)
