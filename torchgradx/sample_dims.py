@@ -140,7 +140,7 @@ VIEWS = {"_reshape_alias", "_unsafe_view", "flatten", "reshape", "unflatten", "v
 BROADCAST = {"cat", "expand", "where"}
 # Seen whole below autograd; the rows of what they make are those of what they are given.
 WHOLE = {*VIEWS, "batch_norm", "conv2d", "group_norm", "instance_norm", "layer_norm", "linear",
-         "lstm", "pad", "rms_norm"}  # fmt: skip
+         "lstm", "narrow", "pad", "rms_norm"}  # fmt: skip
 ALIKE = {"_to_copy", "alias", "bernoulli", "clone", "contiguous", "copy", "detach",
          "lift_fresh", "native_dropout"}  # fmt: skip
 OTHERWISE = {"as_strided", "rot90"}  # dimensions change places, and no argument says it simply
