@@ -118,14 +118,13 @@ class Taint(TorchDispatchMode):
         """Whether samples followed up to here are lost, or meet a sum over all of them."""
         if before <= {GONE}:
             return False
-        first = next((t for t in tree_leaves(out) if isinstance(t, Tensor)), None)
         if GONE in before:
             return True
-        # Masks and ids are indexed by sample; convolutions restride what they made in place.
-        inner = func._schema.name == "aten::as_strided_"
-        if first is None or not first.is_floating_point() or not first.numel():
+        # Convolutions restride what they made in place; masks and ids are indexed by sample.
+        if func._schema.name == "aten::as_strided_" or _of_sizes_only(func):
             return False
-        if inner or _of_sizes_only(func):
+        first = next((t for t in tree_leaves(out) if isinstance(t, Tensor)), None)
+        if first is None or not first.is_floating_point() or not first.numel():
             return False
         now = self.place(first)
         return now is None or (now == GONE and self._n in first.shape)

@@ -11,7 +11,7 @@ struct SharedGrads {
   bool bias;                     // whether the second has one
   Tensor gram;                   // [N, tiles of row_gram.h] of grad_output
   Tensor bias_grad, bias_norms;  // [O], [N]
-  Tensor weight, sq_norms;       // [O, I], [1, N]: where both went together
+  Tensor weight, sq_norms;       // [O, I], [1 + bias, N]: where both went together
 };
 
 Tensor direct_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias);

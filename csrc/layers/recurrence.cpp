@@ -8,10 +8,6 @@ namespace {
 
 constexpr int64_t kLstmMode = 2;  // as ideep numbers them
 
-std::optional<Tensor> maybe(const Tensor& t) {
-  return t.defined() ? std::optional<Tensor>(t) : std::nullopt;
-}
-
 // Where at::lstm goes to oneDNN in float32 (ATen/native/RNN.cpp, use_mkldnn).
 bool in_onednn(const Recurrence& of, const Sequence& in) {
   return of.cell == Cell::kLstm && !of.single && !of.projects && !of.packing.rows.defined() && at::hasMKLDNN() &&

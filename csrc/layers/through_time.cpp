@@ -12,10 +12,6 @@
 namespace torchgradx {
 namespace {
 
-std::optional<Tensor> maybe(const Tensor& t) {
-  return t.defined() ? std::optional<Tensor>(t) : std::nullopt;
-}
-
 void activate(const Tensor& gates) {  // of an LSTM: input, forget, cell, output
   const int64_t h = gates.size(-1) / 4;
   gates.narrow(-1, 0, 2 * h).sigmoid_();
