@@ -2,9 +2,9 @@
 
     python benchmarks/run.py [--out benchmarks/results/cpu.json] [--quick]
 
-What is measured is in steps.py (training steps, ours and the rivals'), memory.py and kernels.py;
-each measurement has a process of its own (fresh.py). --quick, a minute or two of fewer rounds,
-leaves the repository's results as they are unless --out is given.
+What is measured is in steps.py (training steps, ours and the rivals'), memory.py, kernels.py and
+hooks.py; each measurement has a process of its own (fresh.py). --quick, a minute or two of fewer
+rounds, leaves the repository's results as they are unless --out is given.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import readme
 from facts import ROOT, facts
 from fresh import rows_of
 from grid import COUNT
+from hooks import KINDS
 from kernels import SWEEPS, crossovers, regret
 from memory import AT_ONCE
 from rich.console import Console
@@ -94,10 +95,14 @@ class Suite:
             for row in rows
         ]
 
+    def hooks(self) -> Rows:
+        return list(self.rows("hooks.py", heap="warm", threads=1))
+
     def all(self) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as oracles:
             parts = {"rows": self.steps(oracles), "rivals": self.rivals(oracles)}
         parts |= {"memory": self.memory(), **self.kernels(), "scaling": self.scaling()}
+        parts["hooks"] = self.hooks()
         return {**parts, "crossovers": {axis: crossovers(axis) for axis in SWEEPS}}
 
 
@@ -123,7 +128,7 @@ def count(quick: bool) -> int:
     memory = workloads * (len(HELD) + 1 + rivals)
     problems = -(-COUNT // 8) if quick else COUNT
     ticks = sum(2 if quick else len(ticks) for ticks, _ in SWEEPS.values())
-    return steps + memory + 1 + problems + len(THREADS) * ticks
+    return steps + memory + 1 + problems + len(THREADS) * ticks + len(KINDS)
 
 
 def table_of(results: dict[str, Any]) -> Table:

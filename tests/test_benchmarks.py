@@ -94,6 +94,7 @@ def test_our_ways_are_the_oracles(way: str) -> None:
         (["steps.py", "--ways", "fused"], {"workload", "plain_ms", "ratios"}),
         (["memory.py", "--workload", QUICK[0]], {"workload", "way", "peak_mib", "later_mib"}),
         (["kernels.py", "grid"], {"layer", "algorithm", "flop", "median"}),
+        (["hooks.py"], {"layer", "plain_us", "extra_us"}),
     ],
 )
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
