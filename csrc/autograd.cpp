@@ -16,13 +16,17 @@ namespace {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-struct LayerNode : Node {
+struct LayerNode : SavingNode {
   c10::intrusive_ptr<Use> use;
   SavedVariable input, weight;
   Tensor mean, rstd;
 
   std::string name() const override {
     return "torchgradx::LayerBackward";
+  }
+
+  std::vector<const SavedVariable*> all_saved() const override {
+    return {&input, &weight};
   }
 
   void release_variables() override {

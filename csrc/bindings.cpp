@@ -1,9 +1,11 @@
 // What Python sees of the passes and the sites; the operators reach it through the dispatcher, see library.cpp.
+#include "node.h"
 #include "pass.h"
 #include "site.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SequenceNumber.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -54,6 +56,10 @@ bool overridden(const py::object& input, const Held& held) {
   const auto exact = [](const py::object& t) { return THPVariable_CheckExact(t.ptr()); };
   return !exact(input) || !exact(held.weight) || !(held.bias.is_none() || exact(held.bias)) ||
          at::impl::torch_function_mode_enabled();
+}
+
+const NodePtr& node_of(const py::object& python) {
+  return reinterpret_cast<torch::autograd::THPCppFunction*>(python.ptr())->cdata;
 }
 
 }  // namespace
@@ -233,10 +239,24 @@ void bind_capture(py::module_& m) {
       py::arg("site"), py::arg("input"), py::arg("weight"), py::arg("bias"), py::arg("mean") = std::nullopt,
       py::arg("var") = std::nullopt);
   m.def(
+      "packed",  // of what a node saved through hooks: the one that unpacks, and what it is given; None: of others
+      [](const py::object& node) -> std::optional<std::vector<std::pair<py::object, py::object>>> {
+        const auto* ours = dynamic_cast<const SavingNode*>(&*node_of(node));
+        if (!ours) return std::nullopt;
+        const auto object = [](const c10::SafePyObject& held) {
+          return py::reinterpret_borrow<py::object>(held.ptr(getPyInterpreter()));
+        };
+        std::vector<std::pair<py::object, py::object>> found;
+        for (const SavedVariable* saved : ours->all_saved())
+          if (const auto hooks = saved->retrieve_unpack_hook_data())
+            found.emplace_back(object(hooks->first), object(hooks->second));
+        return found;
+      },
+      py::arg("node"));
+  m.def(
       "into_slice",  // of the node of an operation that wrote into a view: the operation's own
       [](const py::object& node) -> py::object {
-        const auto& held = reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
-        const auto* slices = dynamic_cast<const torch::autograd::CopySlices*>(&*held);
+        const auto* slices = dynamic_cast<const torch::autograd::CopySlices*>(&*node_of(node));
         if (!slices || !slices->fn) return py::none();
         return py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(slices->fn));
       },

@@ -4,11 +4,17 @@
 #include "pass.h"
 
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/saved_variable.h>
 
 #include <memory>
 #include <type_traits>
+#include <vector>
 
 namespace torchgradx {
+
+struct SavingNode : Node {  // Python sees nothing of what it saved
+  virtual std::vector<const torch::autograd::SavedVariable*> all_saved() const = 0;
+};
 
 template <class T>
 auto make_node() {

@@ -35,7 +35,7 @@ variable_list listed(const Output& out) {
   return all;
 }
 
-struct RecurrentNode : Node {
+struct RecurrentNode : SavingNode {
   Recurrence of;
   std::vector<c10::intrusive_ptr<Use>> uses;  // by site; null where nothing of it is trained
   at::ScalarType dtype;
@@ -43,6 +43,12 @@ struct RecurrentNode : Node {
 
   std::string name() const override {
     return "torchgradx::RecurrentBackward";
+  }
+
+  std::vector<const SavedVariable*> all_saved() const override {
+    std::vector<const SavedVariable*> all;
+    for (const SavedVariable& s : saved) all.push_back(&s);
+    return all;
   }
 
   void release_variables() override {

@@ -58,16 +58,18 @@ def test_a_bare_parameter_is_exact_without_running_its_owner_again(way, options)
 
 @a_few_modes
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("way", ["added", "multiplied", "matmul", "repeated", "norm"])
+@pytest.mark.parametrize("way", WAYS)
 def test_where_samples_come_in_inside_a_checkpoint(way, reentrant, options):
     def forward(m, x):
         inside = lambda x, s: torch.tanh(WAYS[way](x, s))  # noqa: E731
         return m.o(checkpoint(inside, m.i(x), m.l(m.c), use_reentrant=reentrant))
 
     model = constant(forward, l=nn.Linear(D, D), i=nn.Linear(D, D))
-    refusal = exact_or_refused(model, square, torch.randn(N, T, D), **options)
-    if way in ("added", "repeated") and not reentrant:
-        assert refusal is None, "what reads nothing saved needs no second run"
+    x = torch.randn(N, T, D)
+    if reentrant or way in MAY_REFUSE:
+        exact_or_refused(model, square, x, **options)
+    else:
+        check(model, square, x, **options)
 
 
 @a_few_modes
@@ -78,4 +80,4 @@ def test_a_module_without_samples_inside_a_checkpoint(before, options):
         return m.o(checkpoint(inside, m.i(x), use_reentrant=False))
 
     model = constant(forward, l=nn.Linear(D, D), n=copy.deepcopy(before), i=nn.Linear(D, D))
-    exact_or_refused(model, square, torch.randn(N, T, D), **options)
+    check(model, square, torch.randn(N, T, D), **options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from .outer import BySample, Gradients, Outer, added, along, in_full, size, sq_n
 from .passes import receives
 from .products import CAST, by_sample, closed, dense, fitted, mapped, through
 from .shared import Graph, Node, Plan, below, dtype_of, is_leaf, shape_of
+from .unpacking import spared
 
 __all__ = ["Descent", "Leaf", "stations"]
 
@@ -44,6 +46,7 @@ class Station:
     output: int
     inward: dict[int, tuple[int, int]] = field(default_factory=dict)  # to a node's key and output
     leaves: dict[int, Leaf] = field(default_factory=dict)
+    packed: bool = False  # it saved through hooks
 
 
 def stations(
@@ -118,14 +121,15 @@ class Descent:
         # Norms only: a fused layer gives its parameters nothing to compare with.
         self._withholds = self._norms_only and node.name().startswith("torchgradx")
         try:
-            if not self._run.n:
-                self._nothing(station, node, incoming)
-            elif station.layout is not None:
-                self._enter(station, node, incoming)
-            else:
-                held = [self._held.pop((station.key, k), None) for k in range(len(incoming))]
-                self._compare(station, node, incoming, held)
-                self._pass(station, node, held)
+            with spared(node) if station.packed else nullcontext():
+                if not self._run.n:
+                    self._nothing(station, node, incoming)
+                elif station.layout is not None:
+                    self._enter(station, node, incoming)
+                else:
+                    held = [self._held.pop((station.key, k), None) for k in range(len(incoming))]
+                    self._compare(station, node, incoming, held)
+                    self._pass(station, node, held)
         except Exception as error:  # never from inside backward()
             self._refuse(f"its gradients by sample failed at {node.name()}: {error}")
 

@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
 from .sample_dims import GONE, Place
+from .unpacking import answers_again
 
 __all__ = [
     "BATCH",
@@ -122,7 +123,7 @@ def _by_seeds(
     if not seeded:
         return [None] * len(uses)
     nodes = _below(seeded)
-    if any(_is_python(node) for node in nodes):
+    if any(_is_python(node) or not answers_again(node) for node in nodes):
         return [None] * len(uses)  # a backward of the user's own may change things when it runs
     above = _above(nodes, {uses[k].node for k in known})
     half = any(_is_half(node) for node in nodes)  # under autocast, its ends may be wider

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from . import ops
 from .descent import Descent, Leaf, stations
 from .layout import BATCH, Watched, tensors_in
-from .products import in_closed_form, unpacks_twice
+from .products import in_closed_form
 from .recurrent import Site
 from .rerun import FallbackSite
 from .rules import Layer
@@ -29,6 +29,7 @@ from .several import End
 from .shared import Graph, Group, Node, Plan, shape_of, survey
 from .sites import NativeSite
 from .taint import Taint, watching
+from .unpacking import answers_twice, saves_through_hooks
 
 if ops.NATIVE:
     from . import _C
@@ -168,7 +169,7 @@ class Lift:
             return None
 
         def able(node: Node, ends: bool) -> bool:
-            return not unpacks_twice(node, ends, self._recorder.held > 0)
+            return answers_twice(node)
 
         def cheap(node: Node, ends: bool) -> bool:
             """Whether asking a node costs less than to run its module again."""
@@ -287,9 +288,10 @@ class Lift:
             return
         way = stations(graph, plan, climbed, self._leaves(plan, uses, called).get)
         for node, station in way.items():
-            if unpacks_twice(node, station.layout is not None, self._recorder.held > 0):
-                refuse(run, f"by sample it needs {node.name()} of a checkpoint a second time")
+            if not answers_twice(node):
+                refuse(run, f"by sample it needs {node.name()} twice, which saves through hooks")
                 return
+            station.packed = saves_through_hooks(node)
         for site in lifted:
             self._layers[site].notes["lifted"] = None
         refuse_now = partial(refuse, self._recorder)

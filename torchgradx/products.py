@@ -14,7 +14,7 @@ from torch.func import vmap
 
 from .layout import BATCH
 from .outer import Gradients, Outer
-from .shared import Node, dtype_of, is_leaf, shape_of
+from .shared import Node, dtype_of, shape_of
 
 __all__ = [
     "CAST",
@@ -25,20 +25,16 @@ __all__ = [
     "in_closed_form",
     "mapped",
     "through",
-    "unpacks_twice",
 ]
 
 CAST = "ToCopyBackward0"  # autocast's
-# A node's product elementwise, before it is summed over what the operand was broadcast along. These
-# read nothing that is saved: they hold inside of checkpoints, which unpack only once.
-UNSAVED: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
+# A node's product elementwise, before it is summed over what the operand was broadcast along.
+ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
     "AddBackward0": lambda node, k, g: g * node._saved_alpha if k and node._saved_alpha != 1 else g,
     "SubBackward0": lambda node, k, g: g * -node._saved_alpha if k else g,
+    "MulBackward0": lambda node, k, g: g * (node._saved_self if k else node._saved_other),
     "ExpandBackward0": lambda node, k, g: g,
     "RepeatBackward0": lambda node, k, g: g,
-}
-ELEMENTWISE = UNSAVED | {
-    "MulBackward0": lambda node, k, g: g * (node._saved_self if k else node._saved_other),
 }
 # rows @ b: the saved rows, and which operand b is
 ROWS = {
@@ -50,17 +46,6 @@ ROWS = {
 
 def in_closed_form(node: Node) -> bool:
     return node.name() in ELEMENTWISE or node.name() in ROWS
-
-
-def unpacks_twice(node: Node, frontier: bool, checkpointed: bool) -> bool:
-    """Whether asking a node would unpack again what checkpoints let be unpacked once."""
-    if (frontier and node.name() in UNSAVED) or is_leaf(node):
-        return False
-    if type(node).__name__ == "CppFunction":  # what it saves is not seen from here
-        return checkpointed or not node.name().startswith("torchgradx")
-    saved = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved")]
-    flat = [t for s in saved for t in (s if isinstance(s, (list, tuple)) else [s])]
-    return any(getattr(t, "unpack_hook", t) is not None for t in flat)
 
 
 def fitted(product: Tensor | None, edge: tuple[Node, int]) -> Tensor | None:
