@@ -27,7 +27,6 @@ BERT = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2,
 GROUPED = BERT | {"num_key_value_heads": 2}
 OPT = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 48,
        "num_attention_heads": 4, "max_position_embeddings": 24}  # fmt: skip
-FLATTENED = ("*.fc1.*", "*.fc2.*", "*.layers.*.final_layer_norm.*")  # rows n*T+t, unproven there
 RELATIVE = BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"],
                    "position_biased_input": False, "max_relative_positions": 8}  # fmt: skip
 IMAGE = {"image_size": 16, "num_channels": 3}
@@ -41,8 +40,7 @@ class Row:
     config: dict
     dropouts: tuple[str, ...]  # what the configuration calls them
     refused: tuple[str, ...] = ()  # patterns of parameters, whatever the step
-    checkpointed: tuple[str, ...] = ()  # as well, where layers are checkpointed
-    reentrantly: tuple[str, ...] = ()  # as well, where they are so reentrantly
+    reentrantly: tuple[str, ...] = ()  # as well, where layers are checkpointed reentrantly
     tables: tuple[str, ...] = ()  # called on no samples: no layout describes what they give
     adapter: dict | None = None  # of peft
     # N, then N of a second batch. Root mean squares in float32 inside a float64 model round a
@@ -64,11 +62,9 @@ class Row:
             model = peft.get_peft_model(model, adapter)
         return model.double().train(not self.evaluates)
 
-    def refusals(self, model: nn.Module, reentrant: bool | None = None) -> set[str]:
-        """Names that a CoverageError must hold; reentrant: None where nothing is checkpointed."""
-        patterns = self.refused
-        patterns += () if reentrant is None else self.checkpointed
-        patterns += self.reentrantly if reentrant else ()
+    def refusals(self, model: nn.Module, reentrant: bool = False) -> set[str]:
+        """Names that a CoverageError must hold."""
+        patterns = self.refused + (self.reentrantly if reentrant else ())
         names = dict(model.named_parameters())
         return {n for n in names for pattern in patterns if fnmatchcase(n, pattern)}
 
@@ -125,20 +121,18 @@ ROWS = [
         ("resid_pdrop", "embd_pdrop", "attn_pdrop"), tables=("transformer.wpe.weight",)),
     Row("llama", "next", "LlamaForCausalLM", GROUPED, ("attention_dropout",), samples=(4, 2)),
     Row("opt", "next", "OPTForCausalLM", OPT | {"word_embed_proj_dim": 32},
-        ("dropout", "attention_dropout"), reentrantly=FLATTENED),
+        ("dropout", "attention_dropout")),
     Row("opt, embeddings projected", "next", "OPTForCausalLM",
         OPT | {"word_embed_proj_dim": 16, "do_layer_norm_before": False},
-        ("dropout", "attention_dropout"), reentrantly=FLATTENED[:2]),
+        ("dropout", "attention_dropout")),
     Row("gpt-neox", "next", "GPTNeoXForCausalLM", BERT, ("hidden_dropout", "attention_dropout")),
     Row("mistral", "next", "MistralForCausalLM", GROUPED | {"sliding_window": 3},
         ("attention_dropout",), samples=(4, 2)),
     Row("qwen2, tied", "next", "Qwen2ForCausalLM", GROUPED | {"tie_word_embeddings": True},
         ("attention_dropout",), samples=(4, 2)),
     Row("bert", "token", "BertForMaskedLM", BERT, DROPOUT,
-        reentrantly=("bert.embeddings.token_type_embeddings.weight",),  # of a buffer's rows
         tables=("bert.embeddings.position_embeddings.weight",)),
     Row("bert, classifier", "text", "BertForSequenceClassification", BERT, DROPOUT,
-        reentrantly=("bert.embeddings.token_type_embeddings.weight",),  # of a buffer's rows
         tables=("bert.embeddings.position_embeddings.weight",)),
     Row("roberta", "token", "RobertaForMaskedLM", BERT, DROPOUT),
     Row("distilbert", "text", "DistilBertForSequenceClassification",
@@ -151,12 +145,10 @@ ROWS = [
     Row("deberta-v2, absolute positions", "tag", "DebertaV2ForTokenClassification", BERT, DROPOUT,
         tables=("deberta.embeddings.position_embeddings.weight",)),
     Row("deberta-v2", "tag", "DebertaV2ForTokenClassification", RELATIVE, DROPOUT,
-        checkpointed=("*.rel_embeddings.weight", "*.pos_key_proj.*", "*.pos_query_proj.*")),
+        reentrantly=("*.rel_embeddings.weight", "*.pos_key_proj.*", "*.pos_query_proj.*")),
     Row("deberta-v3", "tag", "DebertaV2ForTokenClassification",
         RELATIVE | {"position_buckets": 4, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
-        DROPOUT, reentrant=False,
-        checkpointed=("*.rel_embeddings.weight", "*.key_proj.*", "*.query_proj.*",
-                      "deberta.encoder.LayerNorm.*")),
+        DROPOUT, reentrant=False),
     Row("vit", "image", "ViTForImageClassification",
         IMAGE | {"patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2,
                  "num_attention_heads": 4, "intermediate_size": 48},
@@ -165,8 +157,7 @@ ROWS = [
         IMAGE | {"patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4],
                  "window_size": 4},
         (*DROPOUT, "drop_path_rate"), equal=4,  # windows
-        checkpointed=("*.relative_position_bias_table",),
-        reentrantly=("*.layers.0.*.attention.?_proj.*",)),  # rows of four windows
+        reentrantly=("*.relative_position_bias_table",)),  # read, and not a module's
     Row("convnext", "image", "ConvNextForImageClassification",
         IMAGE | {"patch_size": 2, "num_stages": 2, "hidden_sizes": [16, 32], "depths": [1, 1],
                  "layer_scale_init_value": 0.5},

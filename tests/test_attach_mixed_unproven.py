@@ -35,6 +35,10 @@ def padded(h):
     return h + F.pad(h.permute(1, 2, 0), (1, 0))[..., :-1].permute(2, 0, 1)
 
 
+def nearby(rows):
+    return torch.cdist(rows, rows) @ rows
+
+
 WAYS = {
     "a mean that is given a dimension": lambda h: h * (1 + h.mean().view(1)),
     "a norm of all": lambda h: h / (1 + h.norm().reshape(1, 1, 1)),
@@ -54,6 +58,11 @@ WAYS = {
     "halves swapped": lambda h: h + h.reshape(-1, 2 - len(h) % 2, T, D).flip(1).reshape(h.shape),
     "strides": lambda h: h.as_strided(h.shape, (0, D, 1)),
     "distances": lambda h: h * (1 + torch.pdist(h.flatten(1)).sum().view(1)),
+    "a triangle": lambda h: h.flatten(1).tril(-1).view(h.shape),
+    "singular values": lambda h: (
+        h * torch.linalg.svd(h.flatten(1), full_matrices=False)[1].view(-1, 1, 1)
+    ),
+    "all distances": lambda h: nearby(h.flatten(0, 1)).view(h.shape),
 }
 PLACES = {
     "after the table": lambda m, h, mix: checkpoint(m.c, mix(h + m.p), use_reentrant=True),

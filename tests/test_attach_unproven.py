@@ -142,6 +142,51 @@ def test_samples_that_stay_in_order_need_no_layout(name, where, options):
     )
 
 
+TURNS = {
+    "one after the other": lambda t: t.flatten(0, 1),
+    "by position": lambda t: t.transpose(0, 1).flatten(0, 1),
+    "two by two": lambda t: t.view(-1, 2, *t.shape[1:]).transpose(1, 2).flatten(0, 2),
+    "halves exchanged": lambda t: t.flatten(0, 1).view(2, -1, 3).flip(0).flatten(0, 1),
+    "shifted": lambda t: t.flatten(0, 1).roll(1, 0),
+}
+
+
+@a_few_modes
+@unproven
+@pytest.mark.parametrize("turn", TURNS)
+def test_rows_are_samples_only_if_seen_one_after_the_other(turn, where, options):
+    """[N T, 3], as of the layers of an OPT: sizes tell nothing."""
+
+    def use(m, x):
+        wide = h(m, x)[:, None] * m.kept[0].to(x)
+        rows = TURNS[turn](wide) if len(x) % 2 == 0 else wide.flatten(0, 1)  # a sample alone
+        return m.b(torch.tanh(m.c(rows))).view(-1, 5, 2).sum(1)
+
+    one = model(use, where, c=nn.Linear(3, 3), kept=[torch.randn(5, 1)])
+    if turn == "one after the other":
+        check(one, square, torch.randn(N, 3), **options)
+    else:
+        with torchgradx.attach(one, **options) as probe:
+            square(one, torch.randn(N, 3)).backward()
+            with pytest.raises(torchgradx.CoverageError, match=r"c\.weight: .*no proof"):
+                probe.norms()
+
+
+@a_few_modes
+@unproven
+def test_rows_of_a_constant_are_those_of_the_samples_that_they_meet(where, options):
+    """As token types that nobody gave."""
+
+    def forward(m, x):
+        kinds = torch.zeros(1, 1, dtype=torch.long).expand(len(x), 1)
+        h = m.i(x)[:, None] + m.e(kinds)
+        return UNPROVEN[where](lambda t: m.b(torch.tanh(m.a(t))), h)
+
+    one = Model(forward, i=nn.Linear(3, 3), a=nn.Linear(3, 3), b=nn.Linear(3, 2),
+                e=nn.Embedding(2, 3))  # fmt: skip
+    check(one, square, torch.randn(N, 3), **options)
+
+
 def over(rows):
     """A layer called on rows of no sample's, as many as there are samples."""
     return lambda m, x: m.c(torch.tanh(x @ m.a(rows(m)).T))

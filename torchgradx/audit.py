@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import ops
 from .copies import untraced
-from .layout import NOWHERE, SEQUENCE, SHARED, Watched, prove
+from .layout import BATCH, NOWHERE, SEQUENCE, SHARED, Watched, prove
 from .lift import Lift, Looked
 from .routes import alike, routes
 from .rules import Layer
@@ -169,9 +169,12 @@ class Audit:
             known = isinstance(verdict, int) and (node is not None or n <= 1)
             reason = verdict if isinstance(verdict, str) else None
             doubt = not trusted and not known
-            if doubt and not reason and _beyond_doubt(use.leads, n, presumed):
-                fed = self.lift.fed(site, sizes)
-                complete, doubt = complete and fed is not None, not fed
+            told = _told_by_sizes(use.leads, n, presumed)
+            if doubt and not reason and (told or (presumed == BATCH and n not in use.leads)):
+                given = self.lift.given(site, sizes)
+                complete = complete and given is not None
+                stands = given and given.fed and given.orderly and (told or given.in_turn)
+                doubt = not stands
             if doubt and outputs and node is not None and node not in graph.parents:
                 layouts.append(NOWHERE)  # as where it was detached: if a gradient comes, refused
                 continue
@@ -360,7 +363,7 @@ def _finite(run: Any) -> bool:
     return all(bool(t.isfinite().all()) for t in (run.total(None), *waiting))
 
 
-def _beyond_doubt(leads: Sequence[int], n: int, presumed: int) -> bool:
+def _told_by_sizes(leads: Sequence[int], n: int, presumed: int) -> bool:
     """Without a proof: the samples' dimension is the only one of its size."""
     dim = 1 if presumed == SEQUENCE and len(leads) > 1 else 0
     return list(leads).count(n) == 1 and leads[dim] == n

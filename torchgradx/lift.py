@@ -28,7 +28,7 @@ from .sample_dims import Place
 from .several import End
 from .shared import Graph, Group, Node, Plan, shape_of, survey
 from .sites import NativeSite
-from .taint import Taint, watching
+from .taint import Given, Taint, watching
 from .unpacking import answers_twice, saves_through_hooks
 
 if ops.NATIVE:
@@ -97,10 +97,10 @@ class Lift:
         regime = self._parameters.regime()
         self._plans[regime, ()] = taint.ends
         self._plans[regime, "orderly"] = taint.orderly
-        self._plans.setdefault((regime, "fed"), {}).update(
-            ((site, len(sizes)), taint.fed[site] and taint.orderly)
+        self._plans.setdefault((regime, "given"), {}).update(
+            ((site, len(sizes)), taint.given[site]._replace(orderly=taint.orderly))
             for site, sizes, *_ in uses
-            if site in taint.fed
+            if site in taint.given
         )
 
     def several(self, first: Tensor, ends: list[End]) -> None:
@@ -128,11 +128,11 @@ class Lift:
             for cache, kept in zip(caches, before, strict=True):
                 cache.update(kept)
 
-    def fed(self, site: int, sizes: Sequence[int]) -> bool | None:
-        """Whether samples enter all that a site is given, and nothing moves them; None: such uses
-        of it were not watched, and the next forward will be."""
+    def given(self, site: int, sizes: Sequence[int]) -> Given | None:
+        """What such uses of a site were given; None: they were not watched, and the next forward
+        will be."""
         regime = self._parameters.regime()
-        known: bool | None = self._plans.get((regime, "fed"), {}).get((site, len(sizes)))
+        known: Given | None = self._plans.get((regime, "given"), {}).get((site, len(sizes)))
         if known is None:
             self._plans.pop((regime, ()), None)
         return known
@@ -156,10 +156,11 @@ class Lift:
         regime = self._parameters.regime()
         mixing = [k for k, verdict in enumerate(verdicts) if isinstance(verdict, str)]
         orderly = n > 1 and self._plans.get((regime, "orderly"), False)
-        fed = self._plans.get((regime, "fed"), {})
+        given = self._plans.get((regime, "given"), {})
         for k, (site, sizes, node, _) in enumerate(uses):
-            if verdicts[k] is None and node and orderly and n not in sizes[:-1]:
-                mixing += [k] if fed.get((site, len(sizes))) is False else []
+            known = given.get((site, len(sizes))) if verdicts[k] is None else None
+            if known and not known.fed and node and orderly:
+                mixing.append(k)
         proven = [isinstance(v, int) or (orderly and v is None) for v in verdicts]
         beside = [k for k in self._beside(uses, sites) if proven[k]]
         every = {place for layer in self._layers for place in layer.parameters}

@@ -92,7 +92,8 @@ def followed(
         return lambda k, out: _broadcast(out, known)
     if "rnn" in name or "lstm" in name or "gru" in name:  # a state's first dimension is of layers
         return lambda k, out: _kept(out, t, place) if k == 0 else None
-    return lambda k, out: _kept(out, t, place) if _apart(name, t, place, said) else None
+    apart = _apart(name, t, place, said)
+    return lambda k, out: _kept(out, t, place) if apart or not out.dim() else None
 
 
 def _axis(value: Any, dims: int) -> int:
@@ -142,7 +143,21 @@ BROADCAST = {"cat", "expand", "where"}
 WHOLE = {*VIEWS, "batch_norm", "conv2d", "group_norm", "instance_norm", "layer_norm", "linear",
          "lstm", "narrow", "pad", "rms_norm"}  # fmt: skip
 ALIKE = {"_to_copy", "alias", "bernoulli", "clone", "contiguous", "copy", "detach",
-         "lift_fresh", "native_dropout"}  # fmt: skip
+         "lift_fresh", "native_dropout", "repeat"}  # fmt: skip
+# They work along the last dimensions, and leave the rows of the first apart.
+BY_ROW = (
+    "col2im",
+    "conv",
+    "grid_sampler",
+    "im2col",
+    "loss",
+    "norm",
+    "pad",
+    "pixel",
+    "pool",
+    "prelu",
+    "upsample",
+)
 OTHERWISE = {"as_strided", "rot90"}  # dimensions change places, and no argument says it simply
 
 
@@ -155,7 +170,7 @@ def _checked(out: Tensor, dim: int | None, size: int, place: Place) -> Place | N
 
 
 def _apart(name: str, t: Tensor, place: Place, said: Callable[[str], Any]) -> bool:
-    """Whether it leaves samples apart: convolutions, pools and norms work along the last ones."""
+    """Whether it leaves samples apart, each where it was."""
     last = said("pad") if name == "constant_pad_nd" else said("normalized_shape")
     if last is not None:
         many = len(last) // 2 if name == "constant_pad_nd" else len(last)
@@ -163,7 +178,8 @@ def _apart(name: str, t: Tensor, place: Place, said: Callable[[str], Any]) -> bo
     if "scaled_dot_product" in name:
         return place.dim < t.dim() - 2
     along = said("dim") is not None or said("dims") is not None  # order.py looks at that
-    return not place.dim or along or name in ALIKE
+    by_row = not place.dim and any(part in name for part in BY_ROW)
+    return along or by_row or name in ALIKE
 
 
 def _kept(out: Tensor, t: Tensor, place: Place) -> Place | None:

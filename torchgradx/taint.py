@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,7 +21,15 @@ from torch.utils._pytree import tree_leaves
 from .order import disorders
 from .sample_dims import GONE, Place, first_places, followed
 
-__all__ = ["Taint", "watching"]
+__all__ = ["Given", "Taint", "watching"]
+
+
+class Given(NamedTuple):
+    """What a site was given, each time."""
+
+    fed: bool  # samples entered it
+    in_turn: bool  # and its rows are of one sample after the other
+    orderly: bool = True  # nothing in the forward moved or mixed the samples
 
 
 class Taint(TorchDispatchMode):
@@ -40,7 +48,7 @@ class Taint(TorchDispatchMode):
         self._known: dict[int, tuple[StorageWeakRef, bool | None]] = {}
         self._seen: dict[tuple[Any, int], bool] = {}  # clean, as consumed; by node and output
         self._first: set[tuple[Any, int]] = set()  # those with the samples in dimension 0
-        self.fed: dict[int, bool] = {}  # by site: whether samples entered all that it was given
+        self.given: dict[int, Given] = {}  # by site
         self.orderly = True  # nothing moved or mixed the samples
         self.ends: list[Place | None] = []  # where they are in the model's outputs
         self._on = True
@@ -137,11 +145,13 @@ class Taint(TorchDispatchMode):
         except Exception:  # as above
             return lambda k, out: None
 
-    def met(self, site: int, given: Iterable[Tensor]) -> None:
+    def met(self, site: int, given: Sequence[Tensor]) -> None:
         """A use of a site."""
         if self._on:
+            before = self.given.get(site, Given(True, True))
             fed = any(self._is_clean(t) is False for t in given)
-            self.fed[site] = self.fed.get(site, True) and fed
+            in_turn = all(t.dim() and self.place(t) == Place(0, len(t) // self._n) for t in given)
+            self.given[site] = Given(before.fed and fed, before.in_turn and in_turn)
 
     def _is_clean(self, t: Tensor) -> bool | None:
         """False: samples entered it. None: nobody knows."""
