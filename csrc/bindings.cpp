@@ -105,8 +105,6 @@ void bind_pass(py::module_& m) {
       .def("drop", &Recorder::drop)
       .def_property_readonly("held", &Recorder::held);
 
-  m.def("sequence_number", &at::sequence_number::peek);  // of the next graph node on this thread
-
   py::class_<Pass::State>(m, "State");
   py::class_<Pass, std::shared_ptr<Pass>>(m, "Pass")
       .def(py::init<std::shared_ptr<Recorder>, int64_t, const std::vector<Tensor>&>())

@@ -191,8 +191,16 @@ int64_t Pass::call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef
   note(static_cast<int64_t>(sizes.size()));
   for (const int64_t size : sizes) structure = mixed(structure, size == n ? 1 : 2);
   if (!sizes.empty()) structure = mixed(structure, n > 0 && sizes[0] % n == 0 ? 3 : 4);
-  uses.push_back({site, at::DimVector(sizes), NodePtr(), 0});
+  const int64_t rows = sizes.empty() ? 0 : c10::multiply_integers(sizes.slice(0, sizes.size() - 1));
+  note(ago(rows));
+  uses.push_back({site, at::DimVector(sizes), rows, NodePtr(), 0});
   return forgotten_ + static_cast<int64_t>(uses.size()) - 1;
+}
+
+int64_t Pass::ago(int64_t rows) const {
+  for (auto use = uses.rbegin(); use != uses.rend(); ++use)  // ids are rows each
+    if (use->rows == rows || c10::multiply_integers(use->sizes) == rows) return use - uses.rbegin() + 1;
+  return 0;
 }
 
 void Pass::expect(int64_t parameter, const Tensor& tensor) {

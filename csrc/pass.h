@@ -215,6 +215,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   struct Use {
     int64_t site;
     at::DimVector sizes;  // of what the site looks at to find the samples
+    int64_t rows;         // that these may count
     NodePtr node;         // that made the output
     uint32_t output_nr;
   };
@@ -265,6 +266,8 @@ class Pass : public std::enable_shared_from_this<Pass> {
   bool needed(int64_t parameter) const;
   void audit_edges(const Node* at);
   bool encloses(const Node& node, int64_t parameter) const;
+  // How many uses ago as many rows were met: with a padding that is taken out, there are fewer.
+  int64_t ago(int64_t rows) const;
   struct Span {
     Stretch made;
     std::vector<int64_t> parameters;

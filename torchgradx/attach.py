@@ -322,7 +322,7 @@ class Probe(Reader):
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         run = self._recorder.current()
         looked = self._audit.lift.unwatch(self._recorder.depth() == 1, out)
-        key = None if run is None else self._audit.key(run)
+        key = None if run is None else self._audit.key(run, looked.nodes)
         seen = self._seen.last
         known = seen is None and looked.taint is None and self._audit.knows(key)
         uses = [] if run is None or known else run.uses()
@@ -332,7 +332,7 @@ class Probe(Reader):
         if not run or out is None or not self._on:
             return
         if looked.taint is not None:
-            self._audit.lift.watched(looked.taint, uses)
+            self._audit.lift.watched(looked.taint, uses, run.structure)
         if run.silent_calls:  # a reentrant checkpoint's graph holds no use until it runs again
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 metadata: Any = node.metadata
@@ -343,7 +343,7 @@ class Probe(Reader):
         elif seen is None:
             self._audit.examine(run, key, uses, outputs, self._sites, looked)
         else:
-            verdict = self._audit.verdict(run.n, uses, outputs, self._sites, looked)
+            verdict = self._audit.verdict(run, uses, outputs, self._sites, looked)
             seen.append((verdict, [(site, sizes) for site, sizes, *_ in uses]))
         if not uses and not known and run.refusals:  # nothing else would tell of its backward
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:

@@ -12,6 +12,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -150,7 +151,7 @@ class _Forward:
         if roles == (SELF,):
             return project()
         # Asked first: once a checkpoint's calls have all come again, no pass is left to find.
-        run, first = self._recorder.current(), _C.sequence_number()
+        run, first = self._recorder.current(), torch.autograd._get_sequence_nr()
         found = project()
         if run is not None:
             run.enclose([place for role in roles for place in self._roles[role].places], first)

@@ -71,9 +71,9 @@ class Audit:
 
     # Forward
 
-    def key(self, run: Any) -> Any:
-        """What a verdict on a structure holds for."""
-        return run.structure, self._parameters.modes()
+    def key(self, run: Any, nodes: int) -> Any:
+        """What a verdict on a structure holds for; `nodes`: how many its forward made."""
+        return run.structure, nodes, self._parameters.modes()
 
     def knows(self, key: Any) -> bool:
         """Whether a pass of this structure need not be looked at."""
@@ -90,7 +90,7 @@ class Audit:
         looked: Looked,
     ) -> None:
         """At the end of a forward: what is known of its structure, or a first look at it."""
-        prove = partial(self.verdict, run.n, uses, outputs, sites, looked)
+        prove = partial(self.verdict, run, uses, outputs, sites, looked)
         verdict = self._applied(run, key, prove, outputs)
         if verdict.plan is not None:
             self.lift.begin(run, verdict.plan, uses, sites, outputs)
@@ -98,7 +98,7 @@ class Audit:
     def look(self, run: Any) -> None:
         """The same for a pass of compiled graphs, at its first gradient: each forward is done once
         more, without the compiler."""
-        verdict = self._applied(run, self.key(run), partial(from_outside, run))
+        verdict = self._applied(run, self.key(run, 0), partial(from_outside, run))
         if verdict.plan is not None:
             run.refuse(-1, OUTSIDE)
         elif not verdict.refusals and verdict.sites != [site for site, *_ in run.uses()]:
@@ -127,14 +127,14 @@ class Audit:
 
     def verdict(
         self,
-        n: int,
+        run: Any,
         uses: Sequence[Any],
         outputs: Sequence[Tensor],
         sites: Sequence[Site],
         looked: Looked,
     ) -> Verdict:
         """What a forward shows of its structure."""
-        watched, graph = [], Graph(outputs)
+        n, watched, graph = run.n, [], Graph(outputs)
         ends: list[tuple[int, End]] = []  # by use
         for k, (site, sizes, node, number) in enumerate(uses):
             trusted = sites[site].declared >= 0
@@ -171,7 +171,7 @@ class Audit:
             doubt = not trusted and not known
             told = _told_by_sizes(use.leads, n, presumed)
             if doubt and not reason and (told or (presumed == BATCH and n not in use.leads)):
-                given = self.lift.given(site, sizes)
+                given = self.lift.given(site, sizes, None if told else run.structure)
                 complete = complete and given is not None
                 stands = given and given.fed and given.orderly and (told or given.in_turn)
                 doubt = not stands

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from . import ops
 from .descent import Descent, Leaf, stations
 from .layout import BATCH, Watched, tensors_in
 from .products import in_closed_form
@@ -30,9 +30,6 @@ from .shared import Graph, Group, Node, Plan, shape_of, survey
 from .sites import NativeSite
 from .taint import Given, Taint, watching
 from .unpacking import answers_twice, saves_through_hooks
-
-if ops.NATIVE:
-    from . import _C
 
 __all__ = ["Lift", "Looked"]
 
@@ -52,6 +49,7 @@ class Looked(NamedTuple):
 
     taint: Taint | None
     ends: dict[Node, list[End]]  # of modules with several outputs, by the first's node
+    nodes: int = 0  # of the graph, that it made
 
 
 class Lift:
@@ -75,7 +73,7 @@ class Lift:
     def watch(self, n: int, model: nn.Module, arguments: Any, batch_dim: int) -> None:
         """Before a forward: see what its samples enter, unless that is known."""
         self._local.caches = []
-        self._local.first = _C.sequence_number() if ops.NATIVE else 0
+        self._local.first = torch.autograd._get_sequence_nr()
         if n > 1 and (self._parameters.regime(), ()) not in self._plans:
             held = [*model.parameters(), *model.buffers()]
             self._local.taint = watching(n, held, tensors_in(arguments), batch_dim)
@@ -83,25 +81,26 @@ class Lift:
     def unwatch(self, whole: bool = True, outputs: Any = None) -> Looked:
         """At the end of a forward (whole), or of a call of the model by itself."""
         local = self._local
+        nodes = torch.autograd._get_sequence_nr() - local.first
         if not whole:
-            return Looked(None, local.ends)
-        found = Looked(local.taint, local.ends)
+            return Looked(None, local.ends, nodes)
+        found = Looked(local.taint, local.ends, nodes)
         local.taint, local.ends = None, {}
         if found.taint is not None:
             found.taint.stop(tensors_in(outputs))
         return found
 
-    def watched(self, taint: Taint, uses: Sequence[Use]) -> None:
+    def watched(self, taint: Taint, uses: Sequence[Use], structure: Any) -> None:
         """Once is enough, for as long as its modules are in this regime, and are given as much: a
         layer may be called on all rows, and on those that a mask picks where there is any."""
         regime = self._parameters.regime()
         self._plans[regime, ()] = taint.ends
         self._plans[regime, "orderly"] = taint.orderly
-        self._plans.setdefault((regime, "given"), {}).update(
-            ((site, len(sizes)), taint.given[site]._replace(orderly=taint.orderly))
-            for site, sizes, *_ in uses
-            if site in taint.given
-        )
+        given = self._plans.setdefault((regime, "given"), {})
+        for site, sizes, *_ in uses:
+            if site in taint.given:
+                seen = taint.given[site]._replace(orderly=taint.orderly)
+                given[site, len(sizes), None] = given[site, len(sizes), structure] = seen
 
     def several(self, first: Tensor, ends: list[End]) -> None:
         """A use has outputs beside its first."""
@@ -128,11 +127,12 @@ class Lift:
             for cache, kept in zip(caches, before, strict=True):
                 cache.update(kept)
 
-    def given(self, site: int, sizes: Sequence[int]) -> Given | None:
-        """What such uses of a site were given; None: they were not watched, and the next forward
-        will be."""
+    def given(self, site: int, sizes: Sequence[int], structure: Any) -> Given | None:
+        """What such uses of a site were given, in one structure or in any (None); None: they were
+        not watched, and the next forward will be."""
         regime = self._parameters.regime()
-        known: Given | None = self._plans.get((regime, "given"), {}).get((site, len(sizes)))
+        given: dict[Any, Given] = self._plans.get((regime, "given"), {})
+        known = given.get((site, len(sizes), structure))
         if known is None:
             self._plans.pop((regime, ()), None)
         return known
@@ -158,7 +158,7 @@ class Lift:
         orderly = n > 1 and self._plans.get((regime, "orderly"), False)
         given = self._plans.get((regime, "given"), {})
         for k, (site, sizes, node, _) in enumerate(uses):
-            known = given.get((site, len(sizes))) if verdicts[k] is None else None
+            known = given.get((site, len(sizes), None)) if verdicts[k] is None else None
             if known and not known.fed and node and orderly:
                 mixing.append(k)
         proven = [isinstance(v, int) or (orderly and v is None) for v in verdicts]

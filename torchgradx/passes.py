@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -296,10 +297,16 @@ class Pass:
         if not torch.is_grad_enabled():
             self.silent_calls = self.silent_in_all = self.silent_calls + 1
         equal = tuple(size == self.n for size in sizes)
-        self.structure += ((site, equal, bool(sizes) and self.n > 0 and sizes[0] % self.n == 0),)
+        whole = bool(sizes) and self.n > 0 and sizes[0] % self.n == 0
+        self.structure += ((site, equal, whole, self._ago(prod(sizes[:-1]))),)
         self.count += 1
         self.seen.append((site, list(sizes), None, 0))
         return self.count - 1
+
+    def _ago(self, rows: int) -> int:
+        """How many uses ago as many rows were met: where padding is taken out, there are fewer."""
+        met = ((prod(sizes[:-1]), prod(sizes)) for _, sizes, *_ in reversed(self.seen))  # ids
+        return next((k for k, counts in enumerate(met, 1) if rows in counts), 0)
 
     def expect(self, place: int, tensor: Tensor) -> None:
         """One more use of a parameter, which is no module's."""

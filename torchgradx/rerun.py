@@ -151,7 +151,7 @@ class FallbackSite:
 
     def _opened(self, *_: Any) -> None:
         """Before its first use of its parameters: that may be by a hook which makes its weight."""
-        self._first = _C.sequence_number() if ops.NATIVE else 0
+        self._first = torch.autograd._get_sequence_nr()
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """What the module gives in place of its output, if anything."""
