@@ -8,6 +8,7 @@ it is read.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import hypot
@@ -60,6 +61,8 @@ class Audit:
         self._handles: list[Any] = []
         self._shields: list[Any] = []
         self._shielded: dict[int, tuple[int, int]] = {}  # by place: the keys of our two hooks
+        # Where we listen in every backward, by place.
+        self._heard_at: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._deferred: set[int] = set()
         self._awaiting: dict[tuple[int, int], Tensor] = {}  # what deferred parameters received
         self._unmet: set[tuple[int, int]] = set()  # backwards that met no pass, and what they serve
@@ -92,6 +95,8 @@ class Audit:
         """At the end of a forward: what is known of its structure, or a first look at it."""
         prove = partial(self.verdict, run.n, uses, outputs, sites, looked)
         verdict = self._applied(run, key, prove, outputs)
+        if self._parameters.gathered():
+            self._follow(run, verdict.sites)
         if verdict.plan is not None:
             self.lift.begin(run, verdict.plan, uses, sites, outputs)
 
@@ -146,10 +151,11 @@ class Audit:
             elif not trusted:
                 ends += [(k, end) for end in looked.ends.get(node, ())]
 
-        batch_dim, places = self._options["batch_dim"], self.lift.places(outputs)
+        asked = [] if self._parameters.gathered() else outputs
+        batch_dim, places = self._options["batch_dim"], self.lift.places(asked)
 
         def proof(watched: Sequence[Watched]) -> list[int | str | None]:
-            return prove(outputs, places, watched, n, batch_dim, self.lift.unspent)
+            return prove(asked, places, watched, n, batch_dim, self.lift.unspent)
 
         shown = proof([*watched, *(end.watched for _, end in ends)])
         found = list(shown[: len(uses)])
@@ -193,10 +199,14 @@ class Audit:
         for place in places:
             p = tensors[place]
             if p.requires_grad and place not in self._shielded:
-                before = _first_of_all(p, partial(self._received, place))
-                last = p.register_post_accumulate_grad_hook(partial(self._accumulated, place))
-                self._shielded[place] = before.id, last.id
-                self._shields += [before, last]
+                self._shield(place, p)
+
+    def _shield(self, place: int, p: Tensor) -> None:
+        before = _first_of_all(p, partial(self._received, place))
+        last = p.register_post_accumulate_grad_hook(partial(self._accumulated, place))
+        self._shielded[place] = before.id, last.id
+        self._shields += [before, last]
+        self._heard_at[place] = p
 
     def _hears(self, place: int) -> bool:
         """Whether what is recorded of a parameter will be held against what it receives."""
@@ -207,20 +217,37 @@ class Audit:
         self.always &= {*self._heard(self.always), *self._shielded}
 
     def _heard(self, places: Iterable[int]) -> Iterator[int]:
-        tensors = self._parameters.tensors()
+        tensors = self._parameters.wholes()
         for place in places:
             p = tensors[place]
             if not p.requires_grad or not p.is_leaf or place in self._shielded:
                 continue
-            handles = self._shields if place in self.always else self._handles
+            always = place in self.always
+            handles = self._shields if always else self._handles
             handles.append(_first_of_all(p, partial(self._received, place)))
+            if always:
+                self._heard_at[place] = p
             yield place
+
+    def _follow(self, run: Any, sites: Sequence[int]) -> None:
+        """fully_shard computes with tensors that it makes in the first forward: what was listened
+        at is another, and of one that no module was called with the pass would not know."""
+        called = {place for site in sites for place in self._layers[site].parameters}
+        for place, p in enumerate(self._parameters.wholes()):
+            if place not in called:
+                run.expect(place, p)
+            if not p.requires_grad or self._heard_at.get(place) is p:
+                continue
+            if place in self._shielded:
+                self._shield(place, p)
+            elif place in self.always:
+                list(self._heard([place]))
 
     def hooked(self) -> list[int]:
         """Norms only: the parameters with hooks of the user's, which are called with a gradient."""
-        tensor = self._parameters.tensor
+        tensors = self._parameters.wholes()
         return [place for place, (ours, _) in self._shielded.items()
-                if any(key != ours for key in tensor(place)._backward_hooks or ())]  # fmt: skip
+                if any(key != ours for key in tensors[place]._backward_hooks or ())]  # fmt: skip
 
     def _listen(self) -> None:
         """Hold what each parameter receives against what is recorded, until settled."""

@@ -26,6 +26,7 @@ from .rerun import FallbackSite
 from .rules import Layer
 from .sample_dims import Place
 from .several import End
+from .sharding import shards
 from .shared import Graph, Group, Node, Plan, shape_of, survey
 from .sites import NativeSite
 from .taint import Taint, watching
@@ -77,7 +78,8 @@ class Lift:
         self._local.first = _C.sequence_number() if ops.NATIVE else 0
         if n > 1 and (self._parameters.regime(), ()) not in self._plans:
             held = [*model.parameters(), *model.buffers()]
-            self._local.taint = watching(n, held, tensors_in(arguments), batch_dim)
+            now = self._parameters.tensors
+            self._local.taint = watching(n, held, tensors_in(arguments), batch_dim, now)
 
     def unwatch(self, whole: bool = True, outputs: Any = None) -> Looked:
         """At the end of a forward (whole), or of a call of the model by itself."""
@@ -168,14 +170,16 @@ class Lift:
             return None
 
         def able(node: Node, ends: bool) -> bool:
-            return not unpacks_twice(node, ends, self._recorder.held > 0)
+            return not (shards(node) or unpacks_twice(node, ends, self._recorder.held > 0))
 
         def cheap(node: Node, ends: bool) -> bool:
             """Whether asking a node costs less than to run its module again."""
             return able(node, ends) and (not ends or n == 1 or in_closed_form(node))
 
         groups = [Group(k, (uses[k][2],), lambda node, ends: True) for k in mixing]
-        groups += [Group(k, self._own(k, uses, graph), cheap) for k in beside]
+        # Modules that are sharded apart cannot be run again.
+        way = able if self._parameters.gathered() else cheap
+        groups += [Group(k, self._own(k, uses, graph), way) for k in beside]
         groups += [Group(k, self._own(k, uses, graph), able) for k in read]
         key = regime, tuple(self._served(group.use, uses) for group in groups)
         before = self._plans.get(key)
@@ -230,7 +234,7 @@ class Lift:
                     seen.setdefault(place, set()).add(node)
                 else:
                     others.add(place)
-        tensors = self._parameters.tensors()
+        tensors = self._parameters.wholes()
         called = {
             place
             for place in places & seen.keys() - others
@@ -255,7 +259,8 @@ class Lift:
         return list(owns).index(True), (-1 - k,)
 
     def _own(self, k: int, uses: Sequence[Use], graph: Graph) -> tuple[Node, ...]:
-        tensors = [self._parameters.tensors()[place] for place in self._served(k, uses)[1]]
+        every = self._parameters.wholes()
+        tensors = [every[place] for place in self._served(k, uses)[1]]
         nodes = [get_gradient_edge(p).node for p in tensors if p.requires_grad]
         return tuple(node for node in nodes if node in graph.parents)
 
@@ -300,7 +305,7 @@ class Lift:
         lifted = {k for k, _ in plan.starts}
         places = [set(self._layers[site].parameters) for site, *_ in uses]
         others = set().union(*(p for k, p in enumerate(places) if k not in lifted))
-        tensors = self._parameters.tensors()
+        tensors = self._parameters.wholes()
         leaves = {}
         for k in lifted:
             for place in self._served(k, uses)[1]:

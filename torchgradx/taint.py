@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
@@ -32,10 +32,15 @@ class Taint(TorchDispatchMode):
         return False  # torch would import the whole compiler, 70 MiB and two seconds
 
     def __init__(
-        self, n: int, held: Iterable[Tensor], arguments: Sequence[Tensor], batch_dim: int
+        self,
+        n: int,
+        held: Iterable[Tensor],
+        arguments: Sequence[Tensor],
+        batch_dim: int,
+        parameters: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         super().__init__()
-        self._n = n
+        self._n, self._parameters = n, parameters
         # By storage, which views and in-place writes share; a weak reference keeps its address.
         self._known: dict[int, tuple[StorageWeakRef, bool | None]] = {}
         self._seen: dict[tuple[Any, int], bool] = {}  # clean, as consumed; by node and output
@@ -149,7 +154,10 @@ class Taint(TorchDispatchMode):
             known = self._known.get(t.untyped_storage()._cdata)
         except Exception:  # sparse tensors have no storage
             return None
-        return known[1] if known else True if t.dim() == 0 else None  # a number that Python made
+        clean = known[1] if known else True if t.dim() == 0 else None  # a number that Python made
+        if clean is None and isinstance(t, nn.Parameter):  # fully_shard brings them together
+            clean = any(t is p for p in self._parameters()) or None
+        return clean
 
     def _mark(self, t: Tensor, clean: bool | None) -> None:
         try:
@@ -169,10 +177,17 @@ class _Untraced(Taint):
     __torch_dispatch__ = Taint.__torch_dispatch__
 
 
-def watching(n: int, held: Iterable[Tensor], arguments: Sequence[Tensor], batch_dim: int) -> Taint:
-    """The operations from here to `stop`: `held` is clean, samples enter by the arguments."""
+def watching(
+    n: int,
+    held: Iterable[Tensor],
+    arguments: Sequence[Tensor],
+    batch_dim: int,
+    parameters: Callable[[], Iterable[Tensor]] = tuple,
+) -> Taint:
+    """The operations from here to `stop`: `held` is clean, and what is met among `parameters` then;
+    samples enter by the arguments."""
     kind = _Untraced if "torch._dynamo" in sys.modules else Taint
-    return kind(n, held, arguments, batch_dim)
+    return kind(n, held, arguments, batch_dim, parameters)
 
 
 def view_of(t: Tensor) -> Any:

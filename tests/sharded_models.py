@@ -1,0 +1,200 @@
+"""Models with parameters beside sharded blocks, in two gloo processes: run by
+test_attach_sharded.py, once for all."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import close_named, loop, square
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+from two_processes import MODES, N, same_gradients, samples
+
+import torchgradx
+
+T, WIDTH = 6, 8
+
+
+# ---- Models --------------------------------------------------------------------------------------
+class Block(nn.Module):
+    """A layer scale of its own, beside layers that may be sharded apart from it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x):
+        return x + self.scale * torch.tanh(self.layer(self.norm(x)))
+
+
+class ViT(nn.Module):
+    """A class token, a table of positions and a layer scale in the root."""
+
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.reentrant = reentrant
+        self.into, self.out = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
+        self.cls = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.positions = nn.Parameter(torch.randn(1, T + 1, WIDTH))
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.scale = nn.Parameter(torch.linspace(1.5, 0.5, WIDTH))
+
+    def forward(self, x):
+        x = torch.cat([self.cls.expand(len(x), -1, -1), self.into(x)], 1) + self.positions
+        for block in self.blocks:
+            kind = self.reentrant
+            x = block(x) if kind is None else checkpoint(block, x, use_reentrant=kind)
+        return self.out(x * self.scale)
+
+
+class Chain(nn.Module):
+    def __init__(self, *blocks):
+        super().__init__()
+        self.into, self.out = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        x = torch.tanh(self.into(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+class Uncalled(nn.Module):
+    """Computes with a layer's weight, and does not call the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return F.linear(x, self.layer.weight)
+
+
+class Counts(nn.Module):
+    """Multiplies by how often it was called: running it again is something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.calls = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.scale * self.calls
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+# ---- Ways of sharding ----------------------------------------------------------------------------
+def by_block(model, **options):
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def by_layer(model, **options):
+    for block in model.blocks:
+        fully_shard(block.norm, **options)
+        fully_shard(block.layer, **options)
+    by_block(model, **options)
+
+
+def made(make):
+    torch.manual_seed(0)
+    return make().double()
+
+
+def attached(make, shard, order, options):
+    model = made(make)
+    if order == "before":
+        probe = torchgradx.attach(model, **options)
+        shard(model)
+    else:
+        shard(model)
+        probe = torchgradx.attach(model, **options)
+    return model, probe
+
+
+# ---- What is asserted ----------------------------------------------------------------------------
+def exact(make, shard, order, options):
+    single, twin = made(make), made(make)
+    shard(twin)
+    model, probe = attached(make, shard, order, options)
+    with probe:
+        for step in range(2):
+            x = samples(step, N, T)
+            square(model, x).backward()
+            close_named(probe.norms(per="parameter"), loop(single, square, x))
+            if options.get("weight_grad", True):
+                square(twin, x).backward()
+                same_gradients(model, twin)
+            model.zero_grad()
+            twin.zero_grad()
+
+
+def refused(make, shard, order, options, names, penalised=None):
+    model, probe = attached(make, shard, order, options)
+    with probe:
+        for step in range(2):
+            loss = square(model, samples(step, N, T))
+            if penalised:
+                penalty = model.get_parameter(penalised).square().sum()
+                loss = loss + getattr(penalty, "full_tensor", lambda p=penalty: p)()
+            loss.backward()
+            with pytest.raises(torchgradx.CoverageError) as refusal:
+                probe.norms()
+            assert set(refusal.value.parameters) == set(names), str(refusal.value)
+            probe.reset()
+
+
+def gradients_are_left(order):
+    """Norms alone, of a module that runs again: what was in .grad stays there."""
+    model, probe = attached(lambda: Chain(Scale()), by_block, order, {"weight_grad": False})
+    with probe:
+        for step in range(2):
+            square(model, samples(step, N, T)).backward()
+            probe.norms()
+            assert all(p.grad is None for p in model.parameters())
+
+
+# ---- The table -----------------------------------------------------------------------------------
+def scenarios(rank, folder):
+    table = {}
+    kept = functools.partial(by_block, reshard_after_forward=False)
+    freed = functools.partial(by_block, reshard_after_forward=True)
+    ways = {"by block": by_block, "by block, kept": kept, "by block, freed": freed,
+            "by layer": by_layer}  # fmt: skip
+    plans = {"plain": None, "checkpointed": False, "checkpointed reentrantly": True}
+    for order in ("before", "after"):
+        for mode, options in MODES.items():
+            for way, shard in ways.items():
+                for plan, reentrant in plans.items():
+                    if (way == "by layer" and plan != "plain") or ("," in way and mode == "vmap"):
+                        continue
+                    make = functools.partial(ViT, reentrant)
+                    table[f"{plan}, {way}, {order}, {mode}"] = functools.partial(
+                        exact, make, shard, order, options
+                    )
+            names = ["blocks.0.layer.weight", "blocks.0.layer.bias"]
+            table[f"a weight without its layer, {order}, {mode}"] = functools.partial(
+                refused, lambda: Chain(Uncalled(), Scale()), by_block, order, options, names[:1]
+            )
+            table[f"another run, {order}, {mode}"] = functools.partial(
+                refused, lambda: Chain(Counts()), by_block, order, options, ["blocks.0.scale"]
+            )
+            for name in ("into.weight", "blocks.0.scale"):
+                table[f"a penalty on {name}, {order}, {mode}"] = functools.partial(
+                    refused, lambda: Chain(Scale()), freed, order, options, [name], name
+                )
+        table[f"gradients are left, {order}"] = functools.partial(gradients_are_left, order)
+    return table
