@@ -8,7 +8,6 @@ it is read.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import hypot
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import ops
 from .copies import untraced
@@ -24,6 +24,7 @@ from .lift import Lift, Looked
 from .routes import alike, routes
 from .rules import Layer
 from .several import End, ends_of_node
+from .sharding import scattered
 from .shared import Graph
 from .sites import NativeSite
 from .verdict import OTHERWISE, OUTSIDE, Verdict, from_outside
@@ -61,8 +62,7 @@ class Audit:
         self._handles: list[Any] = []
         self._shields: list[Any] = []
         self._shielded: dict[int, tuple[int, int]] = {}  # by place: the keys of our two hooks
-        # Where we listen in every backward, by place.
-        self._heard_at: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._heard_at = WeakIdKeyDictionary()  # tensors that we listen at in every backward
         self._deferred: set[int] = set()
         self._awaiting: dict[tuple[int, int], Tensor] = {}  # what deferred parameters received
         self._unmet: set[tuple[int, int]] = set()  # backwards that met no pass, and what they serve
@@ -206,7 +206,7 @@ class Audit:
         last = p.register_post_accumulate_grad_hook(partial(self._accumulated, place))
         self._shielded[place] = before.id, last.id
         self._shields += [before, last]
-        self._heard_at[place] = p
+        self._heard_at[p] = place
 
     def _hears(self, place: int) -> bool:
         """Whether what is recorded of a parameter will be held against what it receives."""
@@ -220,28 +220,32 @@ class Audit:
         tensors = self._parameters.wholes()
         for place in places:
             p = tensors[place]
-            if not p.requires_grad or not p.is_leaf or place in self._shielded:
-                continue
-            always = place in self.always
-            handles = self._shields if always else self._handles
-            handles.append(_first_of_all(p, partial(self._received, place)))
-            if always:
-                self._heard_at[place] = p
-            yield place
+            if p.requires_grad and p.is_leaf and place not in self._shielded:
+                self._hear(place, p)
+                yield place
+
+    def _hear(self, place: int, p: Tensor) -> None:
+        always = place in self.always
+        handles = self._shields if always else self._handles
+        handles.append(_first_of_all(p, partial(self._received, place)))
+        if always:
+            self._heard_at[p] = place
 
     def _follow(self, run: Any, sites: Sequence[int]) -> None:
-        """fully_shard computes with tensors that it makes in the first forward: what was listened
-        at is another, and of one that no module was called with the pass would not know."""
+        """fully_shard computes with tensors that it makes in the first forward, of which a pass
+        knows those alone that a module was called with; and there nobody listens yet."""
         called = {place for site in sites for place in self._layers[site].parameters}
-        for place, p in enumerate(self._parameters.wholes()):
+        parts, wholes = self._parameters.parts(), self._parameters.wholes()
+        for place, both in enumerate(zip(parts, wholes, strict=True)):
             if place not in called:
-                run.expect(place, p)
-            if not p.requires_grad or self._heard_at.get(place) is p:
-                continue
-            if place in self._shielded:
-                self._shield(place, p)
-            elif place in self.always:
-                list(self._heard([place]))
+                run.expect(place, both[1])
+            for p in both:
+                if not p.requires_grad or p in self._heard_at:
+                    continue
+                if place in self._shielded:
+                    self._shield(place, p)
+                elif place in self.always:
+                    self._hear(place, p)
 
     def hooked(self) -> list[int]:
         """Norms only: the parameters with hooks of the user's, which are called with a gradient."""
@@ -320,6 +324,8 @@ class Audit:
             self._record.mismatched.add((torch._C._current_graph_task_id(), place))
 
     def _agrees(self, place: int, gradient: Tensor) -> bool:
+        if scattered([gradient]):  # a part, and forwards use the whole
+            return False
         recorded, rounding = self._recorder.take_recorded(place)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
