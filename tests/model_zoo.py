@@ -135,10 +135,8 @@ ROWS = [
     Row("qwen2, tied", "next", "Qwen2ForCausalLM", GROUPED | {"tie_word_embeddings": True},
         ("attention_dropout",), samples=(4, 2)),
     Row("bert", "token", "BertForMaskedLM", BERT, DROPOUT,
-        reentrantly=("bert.embeddings.token_type_embeddings.weight",),  # of a buffer's rows
         tables=("bert.embeddings.position_embeddings.weight",)),
     Row("bert, classifier", "text", "BertForSequenceClassification", BERT, DROPOUT,
-        reentrantly=("bert.embeddings.token_type_embeddings.weight",),  # of a buffer's rows
         tables=("bert.embeddings.position_embeddings.weight",)),
     Row("roberta", "token", "RobertaForMaskedLM", BERT, DROPOUT),
     Row("distilbert", "text", "DistilBertForSequenceClassification",

@@ -66,11 +66,13 @@ class Chain(nn.Module):
 class Uncalled(nn.Module):
     """Computes with a layer's weight, and does not call the layer."""
 
-    def __init__(self):
+    def __init__(self, checkpointed=False):
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.layer, self.checkpointed = nn.Linear(WIDTH, WIDTH), checkpointed
 
     def forward(self, x):
+        if self.checkpointed:
+            return checkpoint(F.linear, x, self.layer.weight, use_reentrant=False)
         return F.linear(x, self.layer.weight)
 
 
@@ -84,6 +86,71 @@ class Counts(nn.Module):
     def forward(self, x):
         self.calls += 1
         return x * self.scale * self.calls
+
+
+class Rows(nn.Module):
+    """A layer between reshapes of what it is given and what it gives."""
+
+    def __init__(self, into, back):
+        super().__init__()
+        self.layer, self.into, self.back = nn.Linear(WIDTH, WIDTH), into, back
+
+    def forward(self, x):
+        return self.back(self.layer(self.into(x)))
+
+
+ROWS = {
+    "sequence first": (lambda x: x.transpose(0, 1),) * 2,
+    "flattened": (lambda x: x.flatten(0, 1), lambda y: y.unflatten(0, (-1, T))),
+    "flattened, sequence first": (
+        lambda x: x.transpose(0, 1).flatten(0, 1),
+        lambda y: y.unflatten(0, (T, -1)).transpose(0, 1),
+    ),
+    "windows": (
+        lambda x: x.unflatten(1, (2, T // 2)).flatten(0, 1),
+        lambda y: y.unflatten(0, (-1, 2)).flatten(1, 2),
+    ),
+}
+
+
+def reshaped(into, back):
+    return Chain(Rows(into, back), Scale())
+
+
+class Turned(nn.Module):
+    """Its first sample is given the last one's rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.layer(x.flip(0).transpose(0, 1)).transpose(0, 1)
+
+
+class Types(nn.Module):
+    """A table that all samples read alike, each on its own rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(2, WIDTH)
+        self.register_buffer("ids", torch.arange(T)[None] % 2)
+
+    def forward(self, x):
+        return torch.tanh(x + self.table(self.ids.expand(len(x), -1)))
+
+
+class Token(nn.Module):
+    """Calls a block on what no sample entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.blocks = nn.ModuleList([Block()])
+        self.into, self.out = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.into(x)) + self.blocks[0](self.token))
 
 
 class Scale(nn.Module):
@@ -126,13 +193,13 @@ def attached(make, shard, order, options):
 
 
 # ---- What is asserted ----------------------------------------------------------------------------
-def exact(make, shard, order, options):
+def exact(make, shard, order, options, n=N):
     single, twin = made(make), made(make)
     shard(twin)
     model, probe = attached(make, shard, order, options)
     with probe:
         for step in range(2):
-            x = samples(step, N, T)
+            x = samples(step, n + step, T)
             square(model, x).backward()
             close_named(probe.norms(per="parameter"), loop(single, square, x))
             if options.get("weight_grad", True):
@@ -142,11 +209,11 @@ def exact(make, shard, order, options):
             twin.zero_grad()
 
 
-def refused(make, shard, order, options, names, penalised=None):
+def refused(make, shard, order, options, names, penalised=None, n=N):
     model, probe = attached(make, shard, order, options)
     with probe:
         for step in range(2):
-            loss = square(model, samples(step, N, T))
+            loss = square(model, samples(step, n, T))
             if penalised:
                 penalty = model.get_parameter(penalised).square().sum()
                 loss = loss + getattr(penalty, "full_tensor", lambda p=penalty: p)()
@@ -185,9 +252,12 @@ def scenarios(rank, folder):
                     table[f"{plan}, {way}, {order}, {mode}"] = functools.partial(
                         exact, make, shard, order, options
                     )
-            names = ["blocks.0.layer.weight", "blocks.0.layer.bias"]
+            names = ["blocks.0.layer.weight"]
             table[f"a weight without its layer, {order}, {mode}"] = functools.partial(
-                refused, lambda: Chain(Uncalled(), Scale()), by_block, order, options, names[:1]
+                exact, lambda: Chain(Uncalled(), Scale()), by_block, order, options
+            )
+            table[f"a weight without its layer, checkpointed, {order}, {mode}"] = functools.partial(
+                refused, lambda: Chain(Uncalled(True)), by_block, order, options, names
             )
             table[f"another run, {order}, {mode}"] = functools.partial(
                 refused, lambda: Chain(Counts()), by_block, order, options, ["blocks.0.scale"]
@@ -196,5 +266,20 @@ def scenarios(rank, folder):
                 table[f"a penalty on {name}, {order}, {mode}"] = functools.partial(
                     refused, lambda: Chain(Scale()), freed, order, options, [name], name
                 )
+            makes = {title: functools.partial(reshaped, *ways) for title, ways in ROWS.items()}
+            makes |= {"types": lambda: Chain(Types()), "token": Token}
+            for title, make in makes.items():
+                table[f"{title}, {order}, {mode}"] = functools.partial(
+                    exact, make, by_block, order, options
+                )
+            flattened = makes["flattened"]
+            every = [name for name, _ in flattened().named_parameters()]
+            table[f"equal sizes, {order}, {mode}"] = functools.partial(
+                refused, flattened, by_block, order, options, every, n=T
+            )
+            every = [name for name, _ in Chain(Turned()).named_parameters()]
+            table[f"turned, {order}, {mode}"] = functools.partial(
+                refused, lambda: Chain(Turned()), by_block, order, options, every
+            )
         table[f"gradients are left, {order}"] = functools.partial(gradients_are_left, order)
     return table

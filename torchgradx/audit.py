@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import ops
 from .copies import untraced
-from .layout import NOWHERE, SEQUENCE, SHARED, Watched, prove
+from .layout import NOWHERE, SHARED, Watched, prove
 from .lift import Lift, Looked
 from .routes import alike, routes
 from .rules import Layer
@@ -27,6 +27,7 @@ from .several import End, ends_of_node
 from .sharding import scattered
 from .shared import Graph
 from .sites import NativeSite
+from .unproven import beyond_doubt
 from .verdict import OTHERWISE, OUTSIDE, Verdict, from_outside
 
 if TYPE_CHECKING:
@@ -161,6 +162,9 @@ class Audit:
         found = list(shown[: len(uses)])
         for (k, end), verdict in zip(ends, shown[len(uses) :], strict=True):
             found[k] = end.joined(found[k], verdict, sites[uses[k][0]].presumed, n)
+        seen = self.lift.followed(n, uses, watched, graph, looked.taint)
+        for k in {*range(len(uses))} - {k for k, _ in ends}:
+            found[k] = seen[k] if found[k] is None else found[k]
         plan = self.lift.plan(n, uses, sites, found, outputs, looked.taint, proof)
         for k, _ in plan.starts if plan else ():
             if k >= 0:
@@ -175,7 +179,7 @@ class Audit:
             known = isinstance(verdict, int) and (node is not None or n <= 1)
             reason = verdict if isinstance(verdict, str) else None
             doubt = not trusted and not known
-            if doubt and not reason and _beyond_doubt(use.leads, n, presumed):
+            if doubt and not reason and beyond_doubt(use.leads, n, presumed):
                 fed = self.lift.fed(site, sizes)
                 complete, doubt = complete and fed is not None, not fed
             if doubt and outputs and node is not None and node not in graph.parents:
@@ -391,9 +395,3 @@ def _finite(run: Any) -> bool:
     """Whether a pass shows anything: sums that are inf or nan agree with whatever was received."""
     waiting = [g for place in run.waiting() for _, _, g in run.terms(place)]
     return all(bool(t.isfinite().all()) for t in (run.total(None), *waiting))
-
-
-def _beyond_doubt(leads: Sequence[int], n: int, presumed: int) -> bool:
-    """Without a proof: the samples' dimension is the only one of its size."""
-    dim = 1 if presumed == SEQUENCE and len(leads) > 1 else 0
-    return list(leads).count(n) == 1 and leads[dim] == n

@@ -19,17 +19,17 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from . import ops
 from .descent import Descent, Leaf, stations
-from .layout import BATCH, Watched, tensors_in
+from .layout import Watched, tensors_in
 from .products import in_closed_form, unpacks_twice
 from .recurrent import Site
 from .rerun import FallbackSite
 from .rules import Layer
 from .sample_dims import Place
 from .several import End
-from .sharding import shards
-from .shared import Graph, Group, Node, Plan, shape_of, survey
+from .shared import Graph, Group, Node, Plan, survey
 from .sites import NativeSite
 from .taint import Taint, watching
+from .unproven import followed, presumed, rows_at
 
 if ops.NATIVE:
     from . import _C
@@ -138,6 +138,21 @@ class Lift:
             self._plans.pop((regime, ()), None)
         return known
 
+    def followed(
+        self,
+        n: int,
+        uses: Sequence[Use],
+        watched: Sequence[Watched],
+        graph: Graph,
+        taint: Taint | None,
+    ) -> list[int | None]:
+        """Where no proof can be had, the layouts of uses as a forward that was watched shows."""
+        regime = self._parameters.regime()
+        known = self._plans.setdefault((regime, "rows"), {})
+        found = followed(known, taint, graph, uses, watched, n)
+        orderly = n > 1 and self._plans.get((regime, "orderly"), False)
+        return found if orderly else [None] * len(uses)
+
     def places(self, outputs: Sequence[Tensor]) -> list[Place | None]:
         """Where the samples are in the model's outputs, as far as that was seen."""
         ends: list[Place | None] = self._plans.get((self._parameters.regime(), ()), [])
@@ -170,7 +185,7 @@ class Lift:
             return None
 
         def able(node: Node, ends: bool) -> bool:
-            return not (shards(node) or unpacks_twice(node, ends, self._recorder.held > 0))
+            return not unpacks_twice(node, ends, self._recorder.held > 0)
 
         def cheap(node: Node, ends: bool) -> bool:
             """Whether asking a node costs less than to run its module again."""
@@ -184,16 +199,17 @@ class Lift:
         key = regime, tuple(self._served(group.use, uses) for group in groups)
         before = self._plans.get(key)
         clean: Callable[[Node, int], bool]
+        rows: Callable[[Node, int], int | None]
         if taint is not None:
-            clean, first = taint.clean, taint.first
+            clean, rows = taint.clean, partial(rows_at, taint, n)
         elif before is not None:
             known, served = before  # by place among the groups: uses have other numbers now
             starts = [node for k in served for node in groups[k].starts]
-            clean, first = known.clean(graph, starts), known.frontier(graph, starts)
+            clean, rows = known.clean(graph, starts), known.frontier(graph, starts)
         else:
-            clean = first = lambda node, number: False
+            clean, rows = lambda node, number: False, lambda node, number: None
         if orderly:
-            prove = partial(_presumed, prove, n, first)
+            prove = partial(presumed, prove, n, rows)
         plan = survey(n, graph, groups, clean, prove)
         lifted = {use for use, _ in plan.starts}
         served = [k for k, group in enumerate(groups) if group.use in lifted]
@@ -312,19 +328,3 @@ class Lift:
                 leaf = Leaf(place, tensors[place], place not in others, int(place in called))
                 leaves[id(tensors[place])] = leaf
         return leaves
-
-
-def _presumed(
-    prove: Callable[[Sequence[Watched]], Sequence[Any]],
-    n: int,
-    first: Callable[[Node, int], bool],
-    watched: Sequence[Watched],
-) -> list[Any]:
-    """Without a proof, where the samples were seen to stay: in a first dimension like no other."""
-
-    def alone(use: Watched) -> bool:
-        shape = shape_of(use.node, use.output_nr)
-        return shape[0] == n and shape.count(n) == 1 and first(use.node, use.output_nr)
-
-    verdicts = zip(watched, prove(watched), strict=True)
-    return [BATCH if verdict is None and alone(use) else verdict for use, verdict in verdicts]

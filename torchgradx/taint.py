@@ -44,7 +44,7 @@ class Taint(TorchDispatchMode):
         # By storage, which views and in-place writes share; a weak reference keeps its address.
         self._known: dict[int, tuple[StorageWeakRef, bool | None]] = {}
         self._seen: dict[tuple[Any, int], bool] = {}  # clean, as consumed; by node and output
-        self._first: set[tuple[Any, int]] = set()  # those with the samples in dimension 0
+        self._where: dict[tuple[Any, int], Place | None] = {}  # the samples, in what they entered
         self.fed: dict[int, bool] = {}  # by site: whether samples entered all that it was given
         self.orderly = True  # nothing moved or mixed the samples
         self.ends: list[Place | None] = []  # where they are in the model's outputs
@@ -60,6 +60,8 @@ class Taint(TorchDispatchMode):
     def stop(self, outputs: Iterable[Tensor] = ()) -> None:
         outputs = list(outputs)
         self.ends = list(map(self.place, outputs))
+        for t in outputs:
+            self._stands(t)
         mixed = (
             place == GONE and self._n in t.shape
             for t, place in zip(outputs, self.ends, strict=True)
@@ -74,9 +76,13 @@ class Taint(TorchDispatchMode):
         """Whether this output of a graph node is known to be computed from no sample."""
         return self._seen.get((node, number), False)
 
-    def first(self, node: Any, number: int) -> bool:
-        """Whether the samples are known to be in the first dimension of this output."""
-        return (node, number) in self._first
+    def where(self, node: Any, number: int) -> Place | None:
+        """Where the samples are in this output of a graph node, as far as that was seen."""
+        return self._where.get((node, number))
+
+    def _stands(self, t: Tensor) -> None:
+        key, place = (t.grad_fn, t.output_nr), self.place(t)
+        self._where[key] = place if self._where.get(key, place) == place else None
 
     def place(self, t: Tensor) -> Place | None:
         """Where the samples are in it."""
@@ -92,8 +98,8 @@ class Taint(TorchDispatchMode):
             if t.grad_fn is not None:
                 key = t.grad_fn, t.output_nr
                 self._seen[key] = self._seen.get(key, True) and clean is True
-                if clean is False and self.place(t) == Place(0) and t.shape[0] == self._n:
-                    self._first.add(key)
+                if clean is False:
+                    self._stands(t)
         fed = [t for t, clean in zip(operands, verdicts, strict=True) if clean is False]
         if fed and self.orderly:
             try:

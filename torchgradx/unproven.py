@@ -1,0 +1,109 @@
+"""Layouts where no proof can be had: where the samples of a watched forward were followed to, as
+far as sizes leave no doubt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+from .layout import BATCH, SEQUENCE, Watched
+from .sample_dims import GONE, Place
+from .shared import Graph, Node, rows_of, shape_of
+from .taint import Taint
+
+__all__ = ["beyond_doubt", "followed", "presumed", "rows_at"]
+
+Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, output of the node)
+BROADCASTS = {"AddBackward0", "MulBackward0", "SubBackward0"}
+
+
+def beyond_doubt(leads: Sequence[int], n: int, presumed: int) -> bool:
+    """Without a proof: the samples' dimension is the only one of its size."""
+    dim = 1 if presumed == SEQUENCE and len(leads) > 1 else 0
+    return list(leads).count(n) == 1 and leads[dim] == n
+
+
+def rows_at(taint: Taint, n: int, node: Node, number: int) -> int | None:
+    """The layout of an output of a graph node, as it was followed."""
+    shape = shape_of(node, number)
+    return _layout(shape, taint.where(node, number), rows_of(shape, n), n)
+
+
+def presumed(
+    prove: Callable[[Sequence[Watched]], Sequence[Any]],
+    n: int,
+    rows: Callable[[Node, int], int | None],
+    watched: Sequence[Watched],
+) -> list[Any]:
+    """The verdicts of `prove`, and where there is none what was followed."""
+
+    def seen(use: Watched) -> int | None:
+        layout = rows(use.node, use.output_nr)
+        return layout if layout is not None and _fits(layout, use.leads, n) else None
+
+    verdicts = zip(watched, prove(watched), strict=True)
+    return [seen(use) if verdict is None else verdict for use, verdict in verdicts]
+
+
+def followed(
+    known: dict[tuple[int, int], int | None],
+    taint: Taint | None,
+    graph: Graph,
+    uses: Sequence[Use],
+    watched: Sequence[Watched],
+    n: int,
+) -> list[int | None]:
+    """For each use, or None. `known` keeps them by site and number of dimensions: another batch
+    takes the same way through the model, whatever its size."""
+    if taint is not None:
+        known.clear()
+        for (site, sizes, node, number), use in zip(uses, watched, strict=True):
+            if node is not None:
+                layout = _of_use(taint, graph, node, number, use.leads, n)
+                key = site, len(sizes)
+                known[key] = layout if known.get(key, layout) == layout else None
+    found: list[int | None] = []
+    for (site, sizes, node, _), use in zip(uses, watched, strict=True):
+        layout = known.get((site, len(sizes))) if node in graph.parents else None
+        found.append(layout if layout is not None and _fits(layout, use.leads, n) else None)
+    return found
+
+
+def _of_use(
+    taint: Taint, graph: Graph, node: Node, number: int, leads: Sequence[int], n: int
+) -> int | None:
+    shape, place = shape_of(node, number), taint.where(node, number)
+    if place is None and taint.clean(node, number):
+        # Of no sample, and as large as what it meets: there each row is of one.
+        above = [parent for parent, _ in graph.parents.get(node, ())]
+        if all(p.name() in BROADCASTS and shape_of(p, 0) == shape for p in above):
+            places = {taint.where(parent, 0) for parent in above}
+            place = places.pop() if len(places) == 1 else None
+    return _layout(shape, place, leads, n)
+
+
+def _layout(shape: Sequence[int], place: Place | None, leads: Sequence[int], n: int) -> int | None:
+    """Of rows counted by `leads`, from the same elements in another shape."""
+    total, count = prod(shape), prod(leads)
+    if place is None or place == GONE or not total or total % count:
+        return None
+    step, rest = divmod(place.inner * prod(shape[place.dim + 1 :]) * count, total)
+    others = list(leads[1:])
+    if rest or not step:  # a sample ends within a row
+        return None
+    if step * n == count:
+        layout = BATCH
+    elif step == prod(others[1:] if others[:1] == [n] else others):
+        layout = SEQUENCE
+    else:
+        return None
+    return layout if _fits(layout, leads, n) else None
+
+
+def _fits(layout: int, leads: Sequence[int], n: int) -> bool:
+    """Whether rows of these sizes may be so, and no equal sizes hide that they are otherwise."""
+    first, rest = leads[0], list(leads[1:])
+    if layout == SEQUENCE and rest[:1] == [n]:
+        return first != n and n not in rest[1:]
+    return first % n == 0 and first != n * n and n not in rest
