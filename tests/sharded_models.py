@@ -117,6 +117,16 @@ def reshaped(into, back):
     return Chain(Rows(into, back), Scale())
 
 
+def mixed_beside_positions(x):
+    """Softmax over a dimension that holds the samples, and is not as long as there are samples."""
+    x = x.transpose(0, 1)
+    return x.flatten(1).softmax(1).view(x.shape).transpose(0, 1)
+
+
+def regrouped(x):
+    return x.transpose(0, 1).reshape(x.shape)
+
+
 class Turned(nn.Module):
     """Its first sample is given the last one's rows."""
 
@@ -277,6 +287,15 @@ def scenarios(rank, folder):
             table[f"equal sizes, {order}, {mode}"] = functools.partial(
                 refused, flattened, by_block, order, options, every, n=T
             )
+            table[f"mixed beside positions, {order}, {mode}"] = functools.partial(
+                refused, functools.partial(reshaped, mixed_beside_positions, nn.Identity()),
+                by_block, order, options, every,
+            )  # fmt: skip
+            after = [name for name in every if not name.startswith("into")]
+            table[f"regrouped, {order}, {mode}"] = functools.partial(
+                refused, functools.partial(reshaped, regrouped, nn.Identity()),
+                by_block, order, options, after, n=2,
+            )  # fmt: skip
             every = [name for name, _ in Chain(Turned()).named_parameters()]
             table[f"turned, {order}, {mode}"] = functools.partial(
                 refused, lambda: Chain(Turned()), by_block, order, options, every

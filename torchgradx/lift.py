@@ -145,7 +145,7 @@ class Lift:
         watched: Sequence[Watched],
         graph: Graph,
         taint: Taint | None,
-    ) -> list[int | None]:
+    ) -> list[int | str | None]:
         """Where no proof can be had, the layouts of uses as a forward that was watched shows."""
         regime = self._parameters.regime()
         known = self._plans.setdefault((regime, "rows"), {})

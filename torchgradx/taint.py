@@ -103,7 +103,7 @@ class Taint(TorchDispatchMode):
         fed = [t for t, clean in zip(operands, verdicts, strict=True) if clean is False]
         if fed and self.orderly:
             try:
-                self.orderly = not disorders(func, args, kwargs, self._n, fed)
+                self.orderly = not disorders(func, args, kwargs, self._n, fed, self.place)
             except Exception:  # what it was given has no values, or is none of torch's
                 self.orderly = False
         place = self._following(func, args, kwargs, fed)

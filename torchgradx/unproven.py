@@ -15,6 +15,7 @@ from .taint import Taint
 __all__ = ["beyond_doubt", "followed", "presumed", "rows_at"]
 
 Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, output of the node)
+ASTRAY = "its samples were followed to rows that are neither n*T+t nor t*N+n"
 BROADCASTS = {"AddBackward0", "MulBackward0", "SubBackward0"}
 
 
@@ -47,15 +48,15 @@ def presumed(
 
 
 def followed(
-    known: dict[tuple[int, int], int | None],
+    known: dict[tuple[int, int], int | str | None],
     taint: Taint | None,
     graph: Graph,
     uses: Sequence[Use],
     watched: Sequence[Watched],
     n: int,
-) -> list[int | None]:
-    """For each use, or None. `known` keeps them by site and number of dimensions: another batch
-    takes the same way through the model, whatever its size."""
+) -> list[int | str | None]:
+    """For each use; a str says why none, None: nobody knows. `known` keeps them by site and number
+    of dimensions: another batch takes the same way through the model, whatever its size."""
     if taint is not None:
         known.clear()
         for (site, sizes, node, number), use in zip(uses, watched, strict=True):
@@ -63,16 +64,17 @@ def followed(
                 layout = _of_use(taint, graph, node, number, use.leads, n)
                 key = site, len(sizes)
                 known[key] = layout if known.get(key, layout) == layout else None
-    found: list[int | None] = []
+    found: list[int | str | None] = []
     for (site, sizes, node, _), use in zip(uses, watched, strict=True):
         layout = known.get((site, len(sizes))) if node in graph.parents else None
-        found.append(layout if layout is not None and _fits(layout, use.leads, n) else None)
+        doubt = isinstance(layout, int) and not _fits(layout, use.leads, n)
+        found.append(None if doubt else layout)
     return found
 
 
 def _of_use(
     taint: Taint, graph: Graph, node: Node, number: int, leads: Sequence[int], n: int
-) -> int | None:
+) -> int | str | None:
     shape, place = shape_of(node, number), taint.where(node, number)
     if place is None and taint.clean(node, number):
         # Of no sample, and as large as what it meets: there each row is of one.
@@ -80,7 +82,10 @@ def _of_use(
         if all(p.name() in BROADCASTS and shape_of(p, 0) == shape for p in above):
             places = {taint.where(parent, 0) for parent in above}
             place = places.pop() if len(places) == 1 else None
-    return _layout(shape, place, leads, n)
+    layout = _layout(shape, place, leads, n)
+    if layout is None and place is not None and place != GONE and 0 not in shape:
+        return ASTRAY
+    return layout if layout is None or _fits(layout, leads, n) else None
 
 
 def _layout(shape: Sequence[int], place: Place | None, leads: Sequence[int], n: int) -> int | None:
@@ -98,7 +103,7 @@ def _layout(shape: Sequence[int], place: Place | None, leads: Sequence[int], n: 
         layout = SEQUENCE
     else:
         return None
-    return layout if _fits(layout, leads, n) else None
+    return layout
 
 
 def _fits(layout: int, leads: Sequence[int], n: int) -> bool:
