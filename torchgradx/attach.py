@@ -24,7 +24,7 @@ from .options import check, fitting
 from .reading import Reader
 from .record import Record
 from .recurrent import Site, site_of
-from .sharding import gathers, uncovered
+from .sharding import uncovered
 from .sites import Hooks, unwound
 from .table import COMPUTED, Context, Parameters, find_layers
 from .trace import Call, Trace, outside, root_of
@@ -268,7 +268,7 @@ class Probe(Reader):
         if self._seen.last is None:
             self._backwards.sweep()
             self._audit.settle()
-        parameters = self._parameters.tensors()
+        parameters = self._parameters.parts()
         if self._parameters.changed():
             why_not: str | None = "the model's modules, ties or options changed: attach again"
         elif self._parameters.computed:
@@ -337,7 +337,7 @@ class Probe(Reader):
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 metadata: Any = node.metadata
                 metadata.setdefault("torchgradx", []).append(run)
-        outputs = tensors_in(out) if uses and not gathers(module) else []
+        outputs = tensors_in(out) if uses else []
         if run.in_graph:
             run.refuse(-1, MIXED)
         elif seen is None:

@@ -15,16 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import ops
 from .copies import untraced
-from .layout import BATCH, NOWHERE, SEQUENCE, SHARED, Watched, prove
+from .layout import NOWHERE, SHARED, Watched, prove
 from .lift import Lift, Looked
 from .routes import alike, routes
 from .rules import Layer
 from .several import End, ends_of_node
+from .sharding import scattered
 from .shared import Graph
 from .sites import NativeSite
+from .unproven import beyond_doubt, stands
 from .verdict import OTHERWISE, OUTSIDE, Verdict, from_outside
 
 if TYPE_CHECKING:
@@ -60,6 +63,7 @@ class Audit:
         self._handles: list[Any] = []
         self._shields: list[Any] = []
         self._shielded: dict[int, tuple[int, int]] = {}  # by place: the keys of our two hooks
+        self._heard_at = WeakIdKeyDictionary()  # tensors that we listen at in every backward
         self._deferred: set[int] = set()
         self._awaiting: dict[tuple[int, int], Tensor] = {}  # what deferred parameters received
         self._unmet: set[tuple[int, int]] = set()  # backwards that met no pass, and what they serve
@@ -92,6 +96,8 @@ class Audit:
         """At the end of a forward: what is known of its structure, or a first look at it."""
         prove = partial(self.verdict, run, uses, outputs, sites, looked)
         verdict = self._applied(run, key, prove, outputs)
+        if self._parameters.gathered():
+            self._follow(run, verdict.sites)
         if verdict.plan is not None:
             self.lift.begin(run, verdict.plan, uses, sites, outputs)
 
@@ -146,15 +152,19 @@ class Audit:
             elif not trusted:
                 ends += [(k, end) for end in looked.ends.get(node, ())]
 
-        batch_dim, places = self._options["batch_dim"], self.lift.places(outputs)
+        asked = [] if self._parameters.gathered() else outputs
+        batch_dim, places = self._options["batch_dim"], self.lift.places(asked)
 
         def proof(watched: Sequence[Watched]) -> list[int | str | None]:
-            return prove(outputs, places, watched, n, batch_dim, self.lift.unspent)
+            return prove(asked, places, watched, n, batch_dim, self.lift.unspent)
 
         shown = proof([*watched, *(end.watched for _, end in ends)])
         found = list(shown[: len(uses)])
         for (k, end), verdict in zip(ends, shown[len(uses) :], strict=True):
             found[k] = end.joined(found[k], verdict, sites[uses[k][0]].presumed, n)
+        seen = self.lift.followed(run, uses, watched, graph, looked.taint)
+        for k in {*range(len(uses))} - {k for k, _ in ends}:
+            found[k] = seen[k] if found[k] is None else found[k]
         plan = self.lift.plan(n, uses, sites, found, outputs, looked.taint, proof)
         for k, _ in plan.starts if plan else ():
             if k >= 0:
@@ -169,12 +179,11 @@ class Audit:
             known = isinstance(verdict, int) and (node is not None or n <= 1)
             reason = verdict if isinstance(verdict, str) else None
             doubt = not trusted and not known
-            told = _told_by_sizes(use.leads, n, presumed)
-            if doubt and not reason and (told or (presumed == BATCH and n not in use.leads)):
+            if doubt and not reason:
+                told = beyond_doubt(use.leads, n, presumed)
                 given = self.lift.given(site, sizes, None if told else run.structure)
                 complete = complete and given is not None
-                stands = given and given.fed and given.orderly and (told or given.in_turn)
-                doubt = not stands
+                doubt = given is None or not stands(given, use.leads, n, presumed)
             if doubt and outputs and node is not None and node not in graph.parents:
                 layouts.append(NOWHERE)  # as where it was detached: if a gradient comes, refused
                 continue
@@ -196,10 +205,14 @@ class Audit:
         for place in places:
             p = tensors[place]
             if p.requires_grad and place not in self._shielded:
-                before = _first_of_all(p, partial(self._received, place))
-                last = p.register_post_accumulate_grad_hook(partial(self._accumulated, place))
-                self._shielded[place] = before.id, last.id
-                self._shields += [before, last]
+                self._shield(place, p)
+
+    def _shield(self, place: int, p: Tensor) -> None:
+        before = _first_of_all(p, partial(self._received, place))
+        last = p.register_post_accumulate_grad_hook(partial(self._accumulated, place))
+        self._shielded[place] = before.id, last.id
+        self._shields += [before, last]
+        self._heard_at[p] = place
 
     def _hears(self, place: int) -> bool:
         """Whether what is recorded of a parameter will be held against what it receives."""
@@ -210,20 +223,41 @@ class Audit:
         self.always &= {*self._heard(self.always), *self._shielded}
 
     def _heard(self, places: Iterable[int]) -> Iterator[int]:
-        tensors = self._parameters.tensors()
+        tensors = self._parameters.wholes()
         for place in places:
             p = tensors[place]
-            if not p.requires_grad or not p.is_leaf or place in self._shielded:
-                continue
-            handles = self._shields if place in self.always else self._handles
-            handles.append(_first_of_all(p, partial(self._received, place)))
-            yield place
+            if p.requires_grad and p.is_leaf and place not in self._shielded:
+                self._hear(place, p)
+                yield place
+
+    def _hear(self, place: int, p: Tensor) -> None:
+        always = place in self.always
+        handles = self._shields if always else self._handles
+        handles.append(_first_of_all(p, partial(self._received, place)))
+        if always:
+            self._heard_at[p] = place
+
+    def _follow(self, run: Any, sites: Sequence[int]) -> None:
+        """fully_shard computes with tensors that it makes in the first forward, of which a pass
+        knows those alone that a module was called with; and there nobody listens yet."""
+        called = {place for site in sites for place in self._layers[site].parameters}
+        parts, wholes = self._parameters.parts(), self._parameters.wholes()
+        for place, both in enumerate(zip(parts, wholes, strict=True)):
+            if place not in called:
+                run.expect(place, both[1])
+            for p in both:
+                if not p.requires_grad or p in self._heard_at:
+                    continue
+                if place in self._shielded:
+                    self._shield(place, p)
+                elif place in self.always:
+                    self._hear(place, p)
 
     def hooked(self) -> list[int]:
         """Norms only: the parameters with hooks of the user's, which are called with a gradient."""
-        tensor = self._parameters.tensor
+        tensors = self._parameters.wholes()
         return [place for place, (ours, _) in self._shielded.items()
-                if any(key != ours for key in tensor(place)._backward_hooks or ())]  # fmt: skip
+                if any(key != ours for key in tensors[place]._backward_hooks or ())]  # fmt: skip
 
     def _listen(self) -> None:
         """Hold what each parameter receives against what is recorded, until settled."""
@@ -296,6 +330,8 @@ class Audit:
             self._record.mismatched.add((torch._C._current_graph_task_id(), place))
 
     def _agrees(self, place: int, gradient: Tensor) -> bool:
+        if scattered([gradient]):  # a part, and forwards use the whole
+            return False
         recorded, rounding = self._recorder.take_recorded(place)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
@@ -361,9 +397,3 @@ def _finite(run: Any) -> bool:
     """Whether a pass shows anything: sums that are inf or nan agree with whatever was received."""
     waiting = [g for place in run.waiting() for _, _, g in run.terms(place)]
     return all(bool(t.isfinite().all()) for t in (run.total(None), *waiting))
-
-
-def _told_by_sizes(leads: Sequence[int], n: int, presumed: int) -> bool:
-    """Without a proof: the samples' dimension is the only one of its size."""
-    dim = 1 if presumed == SEQUENCE and len(leads) > 1 else 0
-    return list(leads).count(n) == 1 and leads[dim] == n

@@ -19,17 +19,18 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .descent import Descent, Leaf, stations
-from .layout import BATCH, Watched, tensors_in
+from .layout import Watched, tensors_in
 from .products import in_closed_form
 from .recurrent import Site
 from .rerun import FallbackSite
 from .rules import Layer
 from .sample_dims import Place
 from .several import End
-from .shared import Graph, Group, Node, Plan, shape_of, survey
+from .shared import Graph, Group, Node, Plan, survey
 from .sites import NativeSite
 from .taint import Given, Taint, watching
 from .unpacking import answers_twice, saves_through_hooks
+from .unproven import followed, presumed, rows_at, shown
 
 __all__ = ["Lift", "Looked"]
 
@@ -76,7 +77,8 @@ class Lift:
         self._local.first = torch.autograd._get_sequence_nr()
         if n > 1 and (self._parameters.regime(), ()) not in self._plans:
             held = [*model.parameters(), *model.buffers()]
-            self._local.taint = watching(n, held, tensors_in(arguments), batch_dim)
+            now = self._parameters.tensors
+            self._local.taint = watching(n, held, tensors_in(arguments), batch_dim, now)
 
     def unwatch(self, whole: bool = True, outputs: Any = None) -> Looked:
         """At the end of a forward (whole), or of a call of the model by itself."""
@@ -137,6 +139,22 @@ class Lift:
             self._plans.pop((regime, ()), None)
         return known
 
+    def followed(
+        self,
+        run: Any,
+        uses: Sequence[Use],
+        watched: Sequence[Watched],
+        graph: Graph,
+        taint: Taint | None,
+    ) -> list[int | str | None]:
+        """Where no proof can be had, the layouts of uses as a forward that was watched, of the same
+        structure, has shown them."""
+        ways = self._plans.setdefault((self._parameters.regime(), "ways"), {})
+        if taint is not None:
+            orderly = taint.orderly and run.n > 1
+            ways[run.structure] = shown(taint, graph, uses, watched, run.n) if orderly else {}
+        return followed(ways.get(run.structure, {}), graph, uses, watched, run.n)
+
     def places(self, outputs: Sequence[Tensor]) -> list[Place | None]:
         """Where the samples are in the model's outputs, as far as that was seen."""
         ends: list[Place | None] = self._plans.get((self._parameters.regime(), ()), [])
@@ -177,21 +195,24 @@ class Lift:
             return able(node, ends) and (not ends or n == 1 or in_closed_form(node))
 
         groups = [Group(k, (uses[k][2],), lambda node, ends: True) for k in mixing]
-        groups += [Group(k, self._own(k, uses, graph), cheap) for k in beside]
+        # Modules that are sharded apart cannot be run again.
+        way = able if self._parameters.gathered() else cheap
+        groups += [Group(k, self._own(k, uses, graph), way) for k in beside]
         groups += [Group(k, self._own(k, uses, graph), able) for k in read]
         key = regime, tuple(self._served(group.use, uses) for group in groups)
         before = self._plans.get(key)
         clean: Callable[[Node, int], bool]
+        rows: Callable[[Node, int], int | None]
         if taint is not None:
-            clean, first = taint.clean, taint.first
+            clean, rows = taint.clean, partial(rows_at, taint, n)
         elif before is not None:
             known, served = before  # by place among the groups: uses have other numbers now
             starts = [node for k in served for node in groups[k].starts]
-            clean, first = known.clean(graph, starts), known.frontier(graph, starts)
+            clean, rows = known.clean(graph, starts), known.frontier(graph, starts)
         else:
-            clean = first = lambda node, number: False
+            clean, rows = lambda node, number: False, lambda node, number: None
         if orderly:
-            prove = partial(_presumed, prove, n, first)
+            prove = partial(presumed, prove, n, rows)
         plan = survey(n, graph, groups, clean, prove)
         lifted = {use for use, _ in plan.starts}
         served = [k for k, group in enumerate(groups) if group.use in lifted]
@@ -232,7 +253,7 @@ class Lift:
                     seen.setdefault(place, set()).add(node)
                 else:
                     others.add(place)
-        tensors = self._parameters.tensors()
+        tensors = self._parameters.wholes()
         called = {
             place
             for place in places & seen.keys() - others
@@ -257,7 +278,8 @@ class Lift:
         return list(owns).index(True), (-1 - k,)
 
     def _own(self, k: int, uses: Sequence[Use], graph: Graph) -> tuple[Node, ...]:
-        tensors = [self._parameters.tensors()[place] for place in self._served(k, uses)[1]]
+        every = self._parameters.wholes()
+        tensors = [every[place] for place in self._served(k, uses)[1]]
         nodes = [get_gradient_edge(p).node for p in tensors if p.requires_grad]
         return tuple(node for node in nodes if node in graph.parents)
 
@@ -303,26 +325,10 @@ class Lift:
         lifted = {k for k, _ in plan.starts}
         places = [set(self._layers[site].parameters) for site, *_ in uses]
         others = set().union(*(p for k, p in enumerate(places) if k not in lifted))
-        tensors = self._parameters.tensors()
+        tensors = self._parameters.wholes()
         leaves = {}
         for k in lifted:
             for place in self._served(k, uses)[1]:
                 leaf = Leaf(place, tensors[place], place not in others, int(place in called))
                 leaves[id(tensors[place])] = leaf
         return leaves
-
-
-def _presumed(
-    prove: Callable[[Sequence[Watched]], Sequence[Any]],
-    n: int,
-    first: Callable[[Node, int], bool],
-    watched: Sequence[Watched],
-) -> list[Any]:
-    """Without a proof, where the samples were seen to stay: in a first dimension like no other."""
-
-    def alone(use: Watched) -> bool:
-        shape = shape_of(use.node, use.output_nr)
-        return shape[0] == n and shape.count(n) == 1 and first(use.node, use.output_nr)
-
-    verdicts = zip(watched, prove(watched), strict=True)
-    return [BATCH if verdict is None and alone(use) else verdict for use, verdict in verdicts]

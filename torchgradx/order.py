@@ -7,7 +7,7 @@ as long as there are samples is taken to, or along the first one, where they may
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,21 @@ CHOICES = {"_pack_padded_sequence", "masked_scatter", "masked_select", "put", "t
 PRODUCTS = {"mm": 0, "addmm": 1, "mv": 0, "addmv": 1, "dot": 0, "bmm": 0}  # the first factor
 
 
-def disorders(func: Any, args: Sequence[Any], kwargs: Any, n: int, fed: Sequence[Tensor]) -> bool:
-    """`fed`: the operands that samples entered."""
+def disorders(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Any,
+    n: int,
+    fed: Sequence[Tensor],
+    place: Callable[[Tensor], Any],
+) -> bool:
+    """`fed`: the operands that samples entered. `place`: where they are in one, if known."""
     name: str = func._schema.name.partition("::")[2].rstrip("_")
+
+    def holds(t: Tensor, dim: int) -> bool:
+        known = place(t)
+        return _holds(t, dim, n) or (known is not None and known.dim == dim)
+
     if name in PRODUCTS:
         left, right = args[PRODUCTS[name] :][:2]
         if name == "bmm":
@@ -44,13 +56,13 @@ def disorders(func: Any, args: Sequence[Any], kwargs: Any, n: int, fed: Sequence
         return bool(args[0].shape[-2] == n)
     if name == "narrow":
         dim = args[1] % args[0].dim()
-        return _holds(args[0], dim, n) and args[3] < args[0].shape[dim]
+        return holds(args[0], dim) and args[3] < args[0].shape[dim]
     if name == "slice":
         dim = (argument_of(func, args, kwargs, "dim") or 0) % args[0].dim()
         start, end = (argument_of(func, args, kwargs, key) for key in ("start", "end"))
         whole = args[0].shape[dim]
         part = (start or 0) not in (0, -whole) or (whole if end is None else end) < whole
-        return part and _holds(args[0], dim, n)
+        return part and holds(args[0], dim)
     if name in HARMLESS:
         return False
     scalars = [t.dim() == 0 for t in fed]
@@ -59,9 +71,7 @@ def disorders(func: Any, args: Sequence[Any], kwargs: Any, n: int, fed: Sequence
     along = [*_numbers(argument_of(func, args, kwargs, key) for key in ("dim", "dims"))]
     if name == "roll" and not along:
         return True
-    return any(
-        -t.dim() <= d < t.dim() and _holds(t, d % t.dim(), n) for t in fed[:1] for d in along
-    )
+    return any(-t.dim() <= d < t.dim() and holds(t, d % t.dim()) for t in fed[:1] for d in along)
 
 
 def _holds(t: Tensor, dim: int, n: int) -> bool:

@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["data_parallel", "flattened", "gathers", "mean_over", "scattered", "uncovered"]
+__all__ = [
+    "data_parallel",
+    "flattened",
+    "gathers",
+    "mean_over",
+    "pairs",
+    "scattered",
+    "shards",
+    "uncovered",
+]
 
 
 def _known(module: str, *names: str) -> tuple[type, ...]:
@@ -62,6 +71,21 @@ def scattered(parameters: Iterable[Tensor]) -> bool:
     """Whether of any of them only a part is here now."""
     kinds = _known("torch.distributed.tensor", "DTensor")
     return bool(kinds) and any(isinstance(p, kinds) for p in parameters)
+
+
+def pairs(modules: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
+    """What fully_shard puts into one place in turn: a part, and the whole that forwards compute
+    with, once there was one."""
+    kinds = _known("torch.distributed.fsdp", "FSDPModule")
+    for module in modules if kinds else ():
+        for p in _gathered_by(module) if isinstance(module, kinds) else ():
+            if "_unsharded_param" in vars(p):
+                yield p.sharded_param, p._unsharded_param
+
+
+def shards(node: Any) -> bool:
+    """Whether a graph node is fully_shard's, which sends gradients and lets parameters go."""
+    return bool(node.name() == "RegisterPostBackwardFunctionBackward")
 
 
 def data_parallel(module: nn.Module) -> Any:

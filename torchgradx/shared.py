@@ -170,11 +170,10 @@ class Plan:
         shared = {n for n, layout in zip(found, self.layouts, strict=False) if layout is None}
         return lambda node, number: node in shared
 
-    def frontier(self, graph: Graph, starts: Iterable[Node]) -> Callable[[Node, int], bool]:
-        """Likewise what held rows by sample."""
-        found = self.climb(graph, starts) or []
-        ends = {n for n, layout in zip(found, self.layouts, strict=False) if layout is not None}
-        return lambda node, number: node in ends
+    def frontier(self, graph: Graph, starts: Iterable[Node]) -> Callable[[Node, int], int | None]:
+        """Likewise which rows were of which sample."""
+        ends = dict(zip(self.climb(graph, starts) or [], self.layouts, strict=False))
+        return lambda node, number: ends.get(node)
 
 
 @dataclass(frozen=True)

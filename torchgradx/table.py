@@ -17,6 +17,7 @@ from .errors import CoverageError
 from .layout import BATCH, SEQUENCE
 from .modules import modules_in_order, opaque, own_names, recurrent_weights
 from .rules import Layer, rule_of
+from .sharding import gathers, pairs
 
 if TYPE_CHECKING:
     from .audit import Audit
@@ -85,6 +86,20 @@ class Parameters:
             self._standing = now
             self.computed = not all(p.is_leaf for p in self._tensors)
         return self._tensors
+
+    def parts(self) -> list[Tensor]:
+        """The same, of what fully_shard brings together the part that is kept."""
+        kept = {id(whole): part for part, whole in pairs(self._modules)}
+        return [kept.get(id(p), p) for p in self.tensors()] if kept else self.tensors()
+
+    def wholes(self) -> list[Tensor]:
+        """The same, as forwards have computed with them."""
+        found = {id(part): whole for part, whole in pairs(self._modules)}
+        return [found.get(id(p), p) for p in self.tensors()] if found else self.tensors()
+
+    def gathered(self) -> bool:
+        """Whether a backward brings parameters together from several processes."""
+        return gathers(self._modules[0])
 
     def modes(self) -> tuple[bool, ...]:
         return tuple([module.training for module in self._modules])

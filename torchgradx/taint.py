@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
@@ -40,14 +40,19 @@ class Taint(TorchDispatchMode):
         return False  # torch would import the whole compiler, 70 MiB and two seconds
 
     def __init__(
-        self, n: int, held: Iterable[Tensor], arguments: Sequence[Tensor], batch_dim: int
+        self,
+        n: int,
+        held: Iterable[Tensor],
+        arguments: Sequence[Tensor],
+        batch_dim: int,
+        parameters: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         super().__init__()
-        self._n = n
+        self._n, self._parameters = n, parameters
         # By storage, which views and in-place writes share; a weak reference keeps its address.
         self._known: dict[int, tuple[StorageWeakRef, bool | None]] = {}
         self._seen: dict[tuple[Any, int], bool] = {}  # clean, as consumed; by node and output
-        self._first: set[tuple[Any, int]] = set()  # those with the samples in dimension 0
+        self._where: dict[tuple[Any, int], Place | None] = {}  # the samples, in what they entered
         self.given: dict[int, Given] = {}  # by site
         self.orderly = True  # nothing moved or mixed the samples
         self.ends: list[Place | None] = []  # where they are in the model's outputs
@@ -63,6 +68,8 @@ class Taint(TorchDispatchMode):
     def stop(self, outputs: Iterable[Tensor] = ()) -> None:
         outputs = list(outputs)
         self.ends = list(map(self.place, outputs))
+        for t in outputs:
+            self._stands(t)
         mixed = (
             place == GONE and self._n in t.shape
             for t, place in zip(outputs, self.ends, strict=True)
@@ -77,9 +84,13 @@ class Taint(TorchDispatchMode):
         """Whether this output of a graph node is known to be computed from no sample."""
         return self._seen.get((node, number), False)
 
-    def first(self, node: Any, number: int) -> bool:
-        """Whether the samples are known to be in the first dimension of this output."""
-        return (node, number) in self._first
+    def where(self, node: Any, number: int) -> Place | None:
+        """Where the samples are in this output of a graph node, as far as that was seen."""
+        return self._where.get((node, number))
+
+    def _stands(self, t: Tensor) -> None:
+        key, place = (t.grad_fn, t.output_nr), self.place(t)
+        self._where[key] = place if self._where.get(key, place) == place else None
 
     def place(self, t: Tensor) -> Place | None:
         """Where the samples are in it."""
@@ -95,12 +106,12 @@ class Taint(TorchDispatchMode):
             if t.grad_fn is not None:
                 key = t.grad_fn, t.output_nr
                 self._seen[key] = self._seen.get(key, True) and clean is True
-                if clean is False and self.place(t) == Place(0) and t.shape[0] == self._n:
-                    self._first.add(key)
+                if clean is False:
+                    self._stands(t)
         fed = [t for t, clean in zip(operands, verdicts, strict=True) if clean is False]
         if fed and self.orderly:
             try:
-                self.orderly = not disorders(func, args, kwargs, self._n, fed)
+                self.orderly = not disorders(func, args, kwargs, self._n, fed, self.place)
             except Exception:  # what it was given has no values, or is none of torch's
                 self.orderly = False
         place = self._following(func, args, kwargs, fed)
@@ -159,7 +170,10 @@ class Taint(TorchDispatchMode):
             known = self._known.get(t.untyped_storage()._cdata)
         except Exception:  # sparse tensors have no storage
             return None
-        return known[1] if known else True if t.dim() == 0 else None  # a number that Python made
+        clean = known[1] if known else True if t.dim() == 0 else None  # a number that Python made
+        if clean is None and isinstance(t, nn.Parameter):  # fully_shard brings them together
+            clean = any(t is p for p in self._parameters()) or None
+        return clean
 
     def _mark(self, t: Tensor, clean: bool | None) -> None:
         try:
@@ -179,10 +193,17 @@ class _Untraced(Taint):
     __torch_dispatch__ = Taint.__torch_dispatch__
 
 
-def watching(n: int, held: Iterable[Tensor], arguments: Sequence[Tensor], batch_dim: int) -> Taint:
-    """The operations from here to `stop`: `held` is clean, samples enter by the arguments."""
+def watching(
+    n: int,
+    held: Iterable[Tensor],
+    arguments: Sequence[Tensor],
+    batch_dim: int,
+    parameters: Callable[[], Iterable[Tensor]] = tuple,
+) -> Taint:
+    """The operations from here to `stop`: `held` is clean, and what is met among `parameters` then;
+    samples enter by the arguments."""
     kind = _Untraced if "torch._dynamo" in sys.modules else Taint
-    return kind(n, held, arguments, batch_dim)
+    return kind(n, held, arguments, batch_dim, parameters)
 
 
 def view_of(t: Tensor) -> Any:

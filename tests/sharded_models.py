@@ -1,0 +1,305 @@
+"""Models with parameters beside sharded blocks, in two gloo processes: run by
+test_attach_sharded.py, once for all."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import close_named, loop, square
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+from two_processes import MODES, N, same_gradients, samples
+
+import torchgradx
+
+T, WIDTH = 6, 8
+
+
+# ---- Models --------------------------------------------------------------------------------------
+class Block(nn.Module):
+    """A layer scale of its own, beside layers that may be sharded apart from it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x):
+        return x + self.scale * torch.tanh(self.layer(self.norm(x)))
+
+
+class ViT(nn.Module):
+    """A class token, a table of positions and a layer scale in the root."""
+
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.reentrant = reentrant
+        self.into, self.out = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
+        self.cls = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.positions = nn.Parameter(torch.randn(1, T + 1, WIDTH))
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.scale = nn.Parameter(torch.linspace(1.5, 0.5, WIDTH))
+
+    def forward(self, x):
+        x = torch.cat([self.cls.expand(len(x), -1, -1), self.into(x)], 1) + self.positions
+        for block in self.blocks:
+            kind = self.reentrant
+            x = block(x) if kind is None else checkpoint(block, x, use_reentrant=kind)
+        return self.out(x * self.scale)
+
+
+class Chain(nn.Module):
+    def __init__(self, *blocks):
+        super().__init__()
+        self.into, self.out = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        x = torch.tanh(self.into(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+class Uncalled(nn.Module):
+    """Computes with a layer's weight, and does not call the layer."""
+
+    def __init__(self, checkpointed=False):
+        super().__init__()
+        self.layer, self.checkpointed = nn.Linear(WIDTH, WIDTH), checkpointed
+
+    def forward(self, x):
+        if self.checkpointed:
+            return checkpoint(F.linear, x, self.layer.weight, use_reentrant=False)
+        return F.linear(x, self.layer.weight)
+
+
+class Counts(nn.Module):
+    """Multiplies by how often it was called: running it again is something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.calls = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.scale * self.calls
+
+
+class Rows(nn.Module):
+    """A layer between reshapes of what it is given and what it gives."""
+
+    def __init__(self, into, back):
+        super().__init__()
+        self.layer, self.into, self.back = nn.Linear(WIDTH, WIDTH), into, back
+
+    def forward(self, x):
+        return self.back(self.layer(self.into(x)))
+
+
+ROWS = {
+    "sequence first": (lambda x: x.transpose(0, 1),) * 2,
+    "flattened": (lambda x: x.flatten(0, 1), lambda y: y.unflatten(0, (-1, T))),
+    "flattened, sequence first": (
+        lambda x: x.transpose(0, 1).flatten(0, 1),
+        lambda y: y.unflatten(0, (T, -1)).transpose(0, 1),
+    ),
+    "windows": (
+        lambda x: x.unflatten(1, (2, T // 2)).flatten(0, 1),
+        lambda y: y.unflatten(0, (-1, 2)).flatten(1, 2),
+    ),
+}
+
+
+def reshaped(into, back):
+    return Chain(Rows(into, back), Scale())
+
+
+def mixed_beside_positions(x):
+    """Softmax over a dimension that holds the samples, and is not as long as there are samples."""
+    x = x.transpose(0, 1)
+    return x.flatten(1).softmax(1).view(x.shape).transpose(0, 1)
+
+
+def regrouped(x):
+    return x.transpose(0, 1).reshape(x.shape)
+
+
+class Turned(nn.Module):
+    """Its first sample is given the last one's rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.layer(x.flip(0).transpose(0, 1)).transpose(0, 1)
+
+
+class Types(nn.Module):
+    """A table that all samples read alike, each on its own rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(2, WIDTH)
+        self.register_buffer("ids", torch.arange(T)[None] % 2)
+
+    def forward(self, x):
+        return torch.tanh(x + self.table(self.ids.expand(len(x), -1)))
+
+
+class Token(nn.Module):
+    """Calls a block on what no sample entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.blocks = nn.ModuleList([Block()])
+        self.into, self.out = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.into(x)) + self.blocks[0](self.token))
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+# ---- Ways of sharding ----------------------------------------------------------------------------
+def by_block(model, **options):
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def by_layer(model, **options):
+    for block in model.blocks:
+        fully_shard(block.norm, **options)
+        fully_shard(block.layer, **options)
+    by_block(model, **options)
+
+
+def made(make):
+    torch.manual_seed(0)
+    return make().double()
+
+
+def attached(make, shard, order, options):
+    model = made(make)
+    if order == "before":
+        probe = torchgradx.attach(model, **options)
+        shard(model)
+    else:
+        shard(model)
+        probe = torchgradx.attach(model, **options)
+    return model, probe
+
+
+# ---- What is asserted ----------------------------------------------------------------------------
+def exact(make, shard, order, options, n=N):
+    single, twin = made(make), made(make)
+    shard(twin)
+    model, probe = attached(make, shard, order, options)
+    with probe:
+        for step in range(2):
+            x = samples(step, n + step, T)
+            square(model, x).backward()
+            close_named(probe.norms(per="parameter"), loop(single, square, x))
+            if options.get("weight_grad", True):
+                square(twin, x).backward()
+                same_gradients(model, twin)
+            model.zero_grad()
+            twin.zero_grad()
+
+
+def refused(make, shard, order, options, names, penalised=None, n=N):
+    model, probe = attached(make, shard, order, options)
+    with probe:
+        for step in range(2):
+            loss = square(model, samples(step, n, T))
+            if penalised:
+                penalty = model.get_parameter(penalised).square().sum()
+                loss = loss + getattr(penalty, "full_tensor", lambda p=penalty: p)()
+            loss.backward()
+            with pytest.raises(torchgradx.CoverageError) as refusal:
+                probe.norms()
+            assert set(refusal.value.parameters) == set(names), str(refusal.value)
+            probe.reset()
+
+
+def gradients_are_left(order):
+    """Norms alone, of a module that runs again: what was in .grad stays there."""
+    model, probe = attached(lambda: Chain(Scale()), by_block, order, {"weight_grad": False})
+    with probe:
+        for step in range(2):
+            square(model, samples(step, N, T)).backward()
+            probe.norms()
+            assert all(p.grad is None for p in model.parameters())
+
+
+# ---- The table -----------------------------------------------------------------------------------
+def scenarios(rank, folder):
+    table = {}
+    kept = functools.partial(by_block, reshard_after_forward=False)
+    freed = functools.partial(by_block, reshard_after_forward=True)
+    ways = {"by block": by_block, "by block, kept": kept, "by block, freed": freed,
+            "by layer": by_layer}  # fmt: skip
+    plans = {"plain": None, "checkpointed": False, "checkpointed reentrantly": True}
+    for order in ("before", "after"):
+        for mode, options in MODES.items():
+            for way, shard in ways.items():
+                for plan, reentrant in plans.items():
+                    if (way == "by layer" and plan != "plain") or ("," in way and mode == "vmap"):
+                        continue
+                    make = functools.partial(ViT, reentrant)
+                    table[f"{plan}, {way}, {order}, {mode}"] = functools.partial(
+                        exact, make, shard, order, options
+                    )
+            table[f"a weight without its layer, {order}, {mode}"] = functools.partial(
+                exact, lambda: Chain(Uncalled(), Scale()), by_block, order, options
+            )
+            table[f"a weight without its layer, checkpointed, {order}, {mode}"] = functools.partial(
+                exact, lambda: Chain(Uncalled(True)), by_block, order, options
+            )
+            table[f"another run, {order}, {mode}"] = functools.partial(
+                refused, lambda: Chain(Counts()), by_block, order, options, ["blocks.0.scale"]
+            )
+            for name in ("into.weight", "blocks.0.scale"):
+                table[f"a penalty on {name}, {order}, {mode}"] = functools.partial(
+                    refused, lambda: Chain(Scale()), freed, order, options, [name], name
+                )
+            makes = {title: functools.partial(reshaped, *ways) for title, ways in ROWS.items()}
+            makes |= {"types": lambda: Chain(Types()), "token": Token}
+            for title, make in makes.items():
+                table[f"{title}, {order}, {mode}"] = functools.partial(
+                    exact, make, by_block, order, options
+                )
+            flattened = makes["flattened"]
+            every = [name for name, _ in flattened().named_parameters()]
+            # But for its rows that were followed, of which there are no N.
+            doubtful = [name for name in every if not name.startswith("blocks.0.")]
+            table[f"equal sizes, {order}, {mode}"] = functools.partial(
+                refused, flattened, by_block, order, options, doubtful, n=T
+            )
+            table[f"mixed beside positions, {order}, {mode}"] = functools.partial(
+                refused, functools.partial(reshaped, mixed_beside_positions, nn.Identity()),
+                by_block, order, options, every,
+            )  # fmt: skip
+            after = [name for name in every if not name.startswith("into")]
+            table[f"regrouped, {order}, {mode}"] = functools.partial(
+                refused, functools.partial(reshaped, regrouped, nn.Identity()),
+                by_block, order, options, after, n=2,
+            )  # fmt: skip
+            every = [name for name, _ in Chain(Turned()).named_parameters()]
+            table[f"turned, {order}, {mode}"] = functools.partial(
+                refused, lambda: Chain(Turned()), by_block, order, options, every
+            )
+        table[f"gradients are left, {order}"] = functools.partial(gradients_are_left, order)
+    return table
