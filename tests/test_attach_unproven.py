@@ -187,6 +187,51 @@ def test_rows_of_a_constant_are_those_of_the_samples_that_they_meet(where, optio
     check(one, square, torch.randn(N, 3), **options)
 
 
+# Features as many as there are samples: h(m, x) and x are [N, N].
+AS_MANY = {
+    "halves turned": lambda m, x: m.b(torch.cat([-h(m, x)[:, 2:], h(m, x)[:, :2]], 1)),
+    "softmax": lambda m, x: m.b(h(m, x).softmax(1)),
+    "flip": lambda m, x: m.b(h(m, x).flip(1)),
+    "centred": lambda m, x: m.b(h(m, x) - h(m, x).mean(1, True)),
+    "a constant matrix": lambda m, x: m.b((torch.eye(N).to(x).flip(0) @ h(m, x).T).T),
+    "index": lambda m, x: m.b(h(m, x)[:, torch.arange(N).flip(0)]),
+    "attention": lambda m, x: m.b(
+        F.scaled_dot_product_attention(*[h(m, x)[:, None, :, None]] * 3).flatten(1)
+    ),
+}
+BETWEEN = {
+    "halves turned": lambda m, x: m.b(torch.cat([-h(m, x)[2:], h(m, x)[:2]], 0)),
+    "softmax": lambda m, x: m.b(h(m, x).softmax(0)),
+    "flip": lambda m, x: m.b(h(m, x).flip(0)),
+    "flip, transposed": lambda m, x: m.b(h(m, x).T.flip(1).T),
+    "a constant matrix": lambda m, x: m.b(torch.eye(N).to(x).flip(0)[:, : len(x)] @ h(m, x)),
+    "attention": lambda m, x: m.b(F.scaled_dot_product_attention(*[h(m, x)[None]] * 3)[0]),
+    "attention, transposed": lambda m, x: m.b(
+        F.scaled_dot_product_attention(*[h(m, x).T[..., None]] * 3)[..., 0].T
+    ),
+}
+
+
+def as_many(use, where):
+    layers = {"i": nn.Linear(N, N), "a": nn.Linear(N, N), "b": nn.Linear(N, 2)}
+    return model(use, where, **layers)
+
+
+@a_few_modes
+@unproven
+@pytest.mark.parametrize("name", AS_MANY)
+def test_another_dimension_may_be_as_long_where_the_samples_were_followed(name, where, options):
+    check(as_many(AS_MANY[name], where), square, torch.randn(N, N), **options)
+
+
+@unproven
+@pytest.mark.parametrize("name", BETWEEN)
+def test_between_samples_the_same_is_refused(name, where):
+    refusal = exact_or_refused(as_many(BETWEEN[name], where), square, torch.randn(N, N))
+    assert refusal is not None
+    assert "b.weight" in refusal.parameters
+
+
 def over(rows):
     """A layer called on rows of no sample's, as many as there are samples."""
     return lambda m, x: m.c(torch.tanh(x @ m.a(rows(m)).T))

@@ -1,8 +1,9 @@
 """Whether an operation may leave the samples in another order, or mixed.
 
 Where no backward can be asked (layout.py), a layer's rows are taken for the samples if sizes leave
-no other choice, and if nothing in the forward could have moved them. What works along a dimension
-as long as there are samples is taken to, or along the first one, where they may stand flattened.
+no other choice, and if nothing in the forward could have moved them. What works along the dimension
+that holds them is taken to; where nobody knows which does (sample_dims.py), what works along one as
+long as there are samples, or along the first, where they may stand flattened.
 """
 
 from __future__ import annotations
@@ -28,32 +29,37 @@ def disorders(
     kwargs: Any,
     n: int,
     fed: Sequence[Tensor],
-    place: Callable[[Tensor], Any],
+    dim_of: Callable[[Tensor], int | None],
 ) -> bool:
-    """`fed`: the operands that samples entered. `place`: where they are in one, if known."""
-    name: str = func._schema.name.partition("::")[2].rstrip("_")
+    """`fed`: the operands that samples entered. `dim_of`: which of its dimensions holds them."""
 
     def holds(t: Tensor, dim: int) -> bool:
-        known = place(t)
-        return _holds(t, dim, n) or (known is not None and known.dim == dim)
+        known = dim_of(t)
+        return _may_hold(t, dim, n) if known is None else dim == known
 
+    name: str = func._schema.name.partition("::")[2].rstrip("_")
     if name in PRODUCTS:
         left, right = args[PRODUCTS[name] :][:2]
         if name == "bmm":
             return left.shape[0] == 1 and _in(left, fed) and _in(right, fed)
-        return _in(right, fed) and (_in(left, fed) or right.shape[0] == n)
+        summed = right.shape[0] == n if dim_of(right) is None else dim_of(right) == 0
+        return _in(right, fed) and (_in(left, fed) or summed)
     if name in CHOICES:
         return True
     if name == "embedding":
-        return _in(args[0], fed) and _picks(args[0], [args[1]], n, fed)
+        return _in(args[0], fed) and _picks(args[0], [args[1]], holds, fed)
     if name.startswith("index"):
         into = [args[0], *args[2:4]] if name[5:] in PUTS else args[:1]
         fits = any(_in(t, fed) for t in into)
-        return fits and any(_picks(t, index, n, fed) for t, index in indices_of(func, args))
+        return fits and any(_picks(t, index, holds, fed) for t, index in indices_of(func, args))
     if "batch_norm" in name:
         return any(flag is True for flag in args)  # training
-    if "scaled_dot_product" in name and args[0].dim() > 1 and args[0].shape[0] != n:
-        return bool(args[0].shape[-2] == n)
+    if "scaled_dot_product" in name and args[0].dim() > 1:
+        known = dim_of(args[0])
+        if known is not None:
+            return known >= args[0].dim() - 2
+        if args[0].shape[0] != n:
+            return bool(args[0].shape[-2] == n)
     if name == "narrow":
         dim = args[1] % args[0].dim()
         return holds(args[0], dim) and args[3] < args[0].shape[dim]
@@ -74,7 +80,7 @@ def disorders(
     return any(-t.dim() <= d < t.dim() and holds(t, d % t.dim()) for t in fed[:1] for d in along)
 
 
-def _holds(t: Tensor, dim: int, n: int) -> bool:
+def _may_hold(t: Tensor, dim: int, n: int) -> bool:
     """Whether samples may be in a dimension of this size."""
     second = t.dim() > 2 and t.shape[1] == n  # then the first is of positions
     return t.shape[dim] == n or (dim == 0 and t.shape[0] % n == 0 and not second)
@@ -109,10 +115,12 @@ def indices_of(func: Any, args: Sequence[Any]) -> Iterator[tuple[Tensor, list[An
         yield args[0], [None] * dim + [args[2]]
 
 
-def _picks(t: Tensor, index: Sequence[Any], n: int, fed: Sequence[Tensor]) -> bool:
+def _picks(
+    t: Tensor, index: Sequence[Any], holds: Callable[[Tensor, int], bool], fed: Sequence[Tensor]
+) -> bool:
     """Whether other rows come out than went in, for this batch or, chosen by it, for another."""
     for dim, chosen in enumerate(index[: t.dim()]):
-        if chosen is None or not _holds(t, dim, n):
+        if chosen is None or not holds(t, dim):
             continue
         order = torch.arange(t.shape[dim], device=chosen.device)
         flat = chosen.reshape(-1)

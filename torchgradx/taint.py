@@ -96,6 +96,10 @@ class Taint(TorchDispatchMode):
         """Where the samples are in it."""
         return self._places.get(view_of(t))
 
+    def _dim_of(self, t: Tensor) -> int | None:
+        place = self.place(t)
+        return None if place is None or place == GONE else place.dim
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._on:
@@ -111,7 +115,7 @@ class Taint(TorchDispatchMode):
         fed = [t for t, clean in zip(operands, verdicts, strict=True) if clean is False]
         if fed and self.orderly:
             try:
-                self.orderly = not disorders(func, args, kwargs, self._n, fed, self.place)
+                self.orderly = not disorders(func, args, kwargs, self._n, fed, self._dim_of)
             except Exception:  # what it was given has no values, or is none of torch's
                 self.orderly = False
         place = self._following(func, args, kwargs, fed)
