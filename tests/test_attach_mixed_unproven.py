@@ -83,3 +83,26 @@ def test_samples_that_are_lost_on_their_way_are_refused(way, place, alone):
     net = Model(forward, i=nn.Linear(3, D), c=nn.Sequential(nn.Linear(D, D), nn.Tanh()),
                 o=nn.Linear(D, 2), p=torch.randn(T, D)).double()  # fmt: skip
     exact_or_refused(net, (lambda m, x: m(x)) if alone else square, torch.randn(N, T, 3))
+
+
+AFTER = {
+    "squared": lambda s: s.square(),
+    "multiplied": lambda s: s @ s.T,
+    "normed": lambda s: s / s.norm(),
+    "a divisor": lambda s: torch.ones_like(s) / (3 + s),
+    "scaled": lambda s: 2 * s.T @ torch.ones(T, 1, dtype=s.dtype) - s.mean(0)[:, None],
+}
+
+
+@pytest.mark.parametrize("way", AFTER)
+def test_sums_over_all_samples_are_refused_unless_they_add_up(way):
+    """The model returns its loss, a sum over the samples: of what is in it nothing else is one."""
+
+    def forward(m, x):
+        last = checkpoint(m.c, m.i(x), use_reentrant=True).permute(1, 2, 0)  # [T, 2, N]
+        return AFTER[way]((last @ torch.ones(len(x), 1, dtype=x.dtype))[..., 0]).sum()
+
+    net = Model(forward, i=nn.Linear(3, D), c=nn.Linear(D, 2)).double()
+    loss = lambda m, x: m(x)  # noqa: E731
+    refusal = exact_or_refused(net, loss, torch.randn(N, T, 3), loss_reduction="sum")
+    assert (refusal is None) == (way == "scaled")

@@ -56,6 +56,26 @@ def test_as_many_samples_as_another_dimension_has_are_refused(n, options):
     exact_or_refused(reader(), square, torch.randint(0, V, (n, T)), **options)
 
 
+def patches(m, x):
+    """A class token beside what is joined with it, as in a vision transformer."""
+    token = m.token.expand(len(x), 1, D)
+    h = checkpoint(m.block, torch.cat([token, m.into(x)], 1) + m.places, use_reentrant=True)
+    return m.out(h[:, 0] * m.gain)
+
+
+@modes
+def test_parameters_of_a_module_that_cannot_run_again_are_exact(options):
+    net = Model(patches, token=torch.randn(1, 1, D), places=torch.randn(1, T + 1, D),
+                gain=torch.randn(D), into=nn.Linear(3, D), out=nn.Linear(D, 2),
+                block=nn.Sequential(nn.Linear(D, D), nn.Tanh())).double()  # fmt: skip
+    with torchgradx.attach(net, **options) as probe:
+        for n in (4, 3):
+            x = torch.randn(n, T, 3, dtype=torch.float64)
+            want = loop(net, square, x)
+            square(net, x).backward()
+            close_named(probe.norms(per="parameter"), want)
+
+
 C, L = 4, 5
 
 

@@ -194,8 +194,9 @@ class Lift:
             return able(node, ends) and (not ends or n == 1 or in_closed_form(node))
 
         groups = [Group(k, (uses[k][2],), lambda node, ends: True) for k in mixing]
-        # Modules that are sharded apart cannot be run again.
-        way = able if self._parameters.gathered() else cheap
+        # What is sharded apart, or checkpointed reentrantly inside, cannot be run again.
+        once = self._parameters.gathered() or any(node is None for _, _, node, _ in uses)
+        way = able if once else cheap
         groups += [Group(k, self._own(k, uses, graph), way) for k in beside]
         groups += [Group(k, self._own(k, uses, graph), able) for k in read]
         key = regime, tuple(self._served(group.use, uses) for group in groups)

@@ -14,13 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["argument_of", "disorders", "indices_of"]
+__all__ = ["adds_up", "argument_of", "disorders", "indices_of"]
 
 PUTS = {"_add", "_copy", "_put", "_reduce"}
 # along their dim nothing is moved
 HARMLESS = {"cat", "permute", "squeeze", "stack", "unflatten", "unsqueeze"}
 CHOICES = {"_pack_padded_sequence", "masked_scatter", "masked_select", "put", "take"}
 PRODUCTS = {"mm": 0, "addmm": 1, "mv": 0, "addmv": 1, "dot": 0, "bmm": 0}  # the first factor
+
+SUMS = {"_reshape_alias", "_to_copy", "_unsafe_view", "add", "alias", "cat", "clone", "copy",
+        "detach", "expand", "lift_fresh", "mean", "neg", "permute", "rsub", "select", "slice",
+        "split", "squeeze", "stack", "sub", "sum", "t", "transpose", "unbind", "unsqueeze",
+        "view"}  # fmt: skip
+SCALES = {*PRODUCTS, "baddbmm", "convolution", "div", "linear", "matmul", "mul"}
+
+
+def adds_up(func: Any, args: Sequence[Any], fed: Sequence[Tensor]) -> bool:
+    """Whether of sums over the samples it makes another one. `fed`: its operands that are such."""
+    name: str = func._schema.name.partition("::")[2].rstrip("_")
+    scales = name in SCALES and len(fed) == 1 and (name != "div" or fed[0] is args[0])
+    return name in SUMS or scales
 
 
 def disorders(

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from .order import disorders
+from .order import adds_up, disorders
 from .sample_dims import GONE, Place, first_places, followed
 
 __all__ = ["Given", "Taint", "held_by", "watching"]
@@ -130,7 +130,7 @@ class Taint(TorchDispatchMode):
                 sizes = _of_sizes_only(func)
                 self._mark(t, True if sizes else clean)
                 self._places[view_of(t)] = None if sizes else place(k, t)
-        self.orderly = self.orderly and not self._strays(func, before, out)
+        self.orderly = self.orderly and not self._strays(func, args, fed, before, out)
         for t, view, was in written if not clean else ():
             self._mark(t, clean)
             now = self.place(t)
@@ -139,18 +139,20 @@ class Taint(TorchDispatchMode):
                 self._places.update(dict.fromkeys(list(others)))
         return out
 
-    def _strays(self, func: Any, before: set[Place | None], out: Any) -> bool:
-        """Whether samples followed up to here are lost, or meet a sum over all of them."""
-        if before <= {GONE}:
-            return False
-        if GONE in before:
+    def _strays(
+        self, func: Any, args: Any, fed: Sequence[Tensor], before: set[Place | None], out: Any
+    ) -> bool:
+        """Whether samples followed up to here are lost, or mixed with a sum over all of them."""
+        if len(before) > 1 and GONE in before:
             return True
         # Convolutions restride what they made in place; masks and ids are indexed by sample.
-        if func._schema.name == "aten::as_strided_" or _of_sizes_only(func):
+        if not before or func._schema.name == "aten::as_strided_" or _of_sizes_only(func):
             return False
         first = next((t for t in tree_leaves(out) if isinstance(t, Tensor)), None)
         if first is None or not first.is_floating_point() or not first.numel():
             return False
+        if GONE in before:  # a single number is a loss, or goes back into the samples
+            return first.dim() > 0 and not adds_up(func, args, fed)
         now = self.place(first)
         return now is None or (now == GONE and self._n in first.shape)
 
