@@ -32,10 +32,10 @@ def _known(module: str, *names: str) -> tuple[type, ...]:
     return tuple(held[name] for name in names if name in held)
 
 
-def gathers(model: nn.Module) -> bool:
-    """Whether a backward of its graph communicates: a proof's, on one rank alone, would hang."""
+def gathers(modules: Iterable[nn.Module]) -> bool:
+    """Whether a backward of their graph communicates: a proof's, on one rank alone, would hang."""
     sharded = _known("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel")
-    return bool(sharded) and any(isinstance(module, sharded) for module in model.modules())
+    return bool(sharded) and any(isinstance(module, sharded) for module in modules)
 
 
 def flattened(model: nn.Module) -> bool:

@@ -99,7 +99,7 @@ class Parameters:
 
     def gathered(self) -> bool:
         """Whether a backward brings parameters together from several processes."""
-        return gathers(self._modules[0])
+        return gathers(self._modules)
 
     def modes(self) -> tuple[bool, ...]:
         return tuple([module.training for module in self._modules])

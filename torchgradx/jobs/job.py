@@ -101,7 +101,8 @@ class Job:
                 self._file = Partial(path, facts, self._gathered, resume)
         if names != self._names:
             raise ValueError("models whose scores are averaged must have parameters alike")
-        kept, shared = self._file is not None, self._ranks.world > 1 and not gathers(model)
+        kept = self._file is not None
+        shared = self._ranks.world > 1 and not gathers(model.modules())
         mark = fingerprint.of_model(model, not self.eval_mode) if kept or shared else ""
         if shared and not self._ranks.agree(mark):
             raise ValueError(
@@ -137,7 +138,7 @@ class Job:
         first = next(itertools.chain(inner.parameters(), inner.buffers()), torch.empty(0))
         todo = self._mine & ~gathered.done
         batches = self._pool.batches(todo)
-        if gathers(inner):  # a sharded model's forward needs all ranks
+        if gathers(inner.modules()):  # a sharded model's forward needs all ranks
             batches.repeated = self._ranks.largest(len(batches)) - len(batches)
         with _untouched(inner, self.eval_mode), self._attached(inner) as probe:
             total = int(self._mine.sum())
