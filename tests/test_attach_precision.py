@@ -269,7 +269,8 @@ def test_a_first_pass_of_nan_approves_of_no_later_one(options):
 
 @pytest.mark.parametrize("when", ["first", "later"])
 def test_rows_of_nan_do_not_choose_a_layout(when):
-    """Rows t*N+n, all of nan at first: no verdict may be had from them, nor kept."""
+    """Rows t*N+n, all of nan at first: no verdict may be had from them, nor kept. They may still be
+    followed to where they are."""
 
     def forward(m, x):
         n, t, d = x.shape
@@ -282,9 +283,7 @@ def test_rows_of_nan_do_not_choose_a_layout(when):
     with torchgradx.attach(net) as probe:
         if when == "first":
             square(net, x * float("nan")).backward()
-            with pytest.raises(torchgradx.CoverageError):
-                probe.norms()
-            probe.reset()
+            assert not probe.norms().isfinite().any()
         square(net, x).backward()
         close_named(probe.norms(per="parameter"), want)
 

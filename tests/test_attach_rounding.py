@@ -65,15 +65,16 @@ def small(mixing):
     return model.half()
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_gradients_too_small_for_float16_are_proven_with_larger_ones(fused):
+@a_few_modes
+def test_gradients_too_small_for_float16_are_proven_with_larger_ones(options):
+    """And scaled up again, their squares are too large for it."""
     model, x = small(False), torch.randn(N, 16).half()
 
     def loss(model, x):  # scaled, as it would be in training
         return 2.0**14 * square(model, x)
 
     want = loop(model, loss, x)
-    with torchgradx.attach(model, fused=fused) as probe:
+    with torchgradx.attach(model, **options) as probe:
         loss(model, x).backward()
         close_named(probe.norms(per="parameter"), want, 32 * torch.finfo(torch.float16).eps)
 

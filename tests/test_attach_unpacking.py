@@ -44,7 +44,10 @@ class Block(nn.Module):
         super().__init__()
         self.use = KINDS[kind]
         self.layer, self.table, self.norm = nn.Linear(D, D), nn.Embedding(3, D), nn.LayerNorm(D)
-        self.scale, self.square = nn.Parameter(torch.randn(D)), nn.Parameter(torch.randn(D, D))
+        if kind == "a scale":
+            self.scale = nn.Parameter(torch.randn(D))
+        if kind == "a product":
+            self.square = nn.Parameter(torch.randn(D, D))
 
     def forward(self, x):
         return x + torch.tanh(self.use(self, self.layer(x)))

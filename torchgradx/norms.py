@@ -41,7 +41,7 @@ def combine(n: int, terms: Sequence[Term]) -> Tensor:
         else:
             total = sum(_gradients(term, n, chunk) for term in terms)
             assert isinstance(total, Tensor)
-            sq_norms[chunk] = total.square().sum(1)
+            sq_norms[chunk] = torch.linalg.vector_norm(total, dim=1, dtype=sq_norms.dtype).square()
     return sq_norms
 
 

@@ -33,6 +33,7 @@ from .fallback import (
 )
 from .layout import BATCH, NOWHERE, SEQUENCE, SHARED, tensors_in
 from .modules import CONTAINERS, opaque, own_names, parameter_of, same_parameters
+from .outer import sq_norms
 from .rules import Layer, rule_named
 from .several import ends_of_module
 from .sharding import scattered
@@ -309,7 +310,7 @@ class FallbackSite:
                     size = sum(float(f.detach().double().norm()) for f in found) * run.n
                     size += terms_of_bias(call, names[k]) * len(g) / run.n
                     self._recorder.add_recorded(place, g.sum(0), size * _epsilon(call, g))
-                kept[k].append(g if waits[k] else g.reshape(len(g), -1).square().sum(1))
+                kept[k].append(g if waits[k] else sq_norms(g))
         for k, place in enumerate(places):
             joined = torch.cat(kept[k]) if kept[k] else torch.zeros(0)
             if waits[k]:

@@ -145,19 +145,8 @@ WHOLE = {*VIEWS, "batch_norm", "conv2d", "group_norm", "instance_norm", "layer_n
 ALIKE = {"_to_copy", "alias", "bernoulli", "clone", "contiguous", "copy", "detach",
          "lift_fresh", "native_dropout", "repeat"}  # fmt: skip
 # They work along the last dimensions, and leave the rows of the first apart.
-BY_ROW = (
-    "col2im",
-    "conv",
-    "grid_sampler",
-    "im2col",
-    "loss",
-    "norm",
-    "pad",
-    "pixel",
-    "pool",
-    "prelu",
-    "upsample",
-)
+BY_ROW = ("col2im", "conv", "grid_sampler", "im2col", "loss", "multi_head_attention", "norm", "pad",
+          "pixel", "pool", "prelu", "transformer_encoder", "upsample")  # fmt: skip
 OTHERWISE = {"as_strided", "rot90"}  # dimensions change places, and no argument says it simply
 
 
