@@ -28,7 +28,7 @@ from .sample_dims import Place
 from .several import End
 from .shared import Graph, Group, Node, Plan, survey
 from .sites import NativeSite
-from .taint import Given, Taint, held_by, watching
+from .taint import Given, Taint, watching
 from .unpacking import answers_twice, saves_through_hooks
 from .unproven import followed, presumed, rows_at, shown
 
@@ -76,7 +76,8 @@ class Lift:
         self._local.caches = []
         self._local.first = torch.autograd._get_sequence_nr()
         if n > 1 and (self._parameters.regime(), ()) not in self._plans:
-            held, now = held_by(model, n), self._parameters.tensors
+            held = [*model.parameters(), *model.buffers()]
+            now = self._parameters.tensors
             self._local.taint = watching(n, held, tensors_in(arguments), batch_dim, now)
 
     def unwatch(self, whole: bool = True, outputs: Any = None) -> Looked:

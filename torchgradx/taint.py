@@ -3,9 +3,8 @@
 A gradient that mixes samples may be that of a position table, which all samples share, or of
 something computed from several of them, which has no gradient by sample. The graph cannot tell
 these apart, since data needs no gradient. So every operation of a forward is watched once. Nothing
-is clean by default: arguments, but for those given once for all samples, data hidden in objects and
-what comes from NumPy are not. Nor does everything else hold samples: only what the arguments
-entered does.
+is clean by default: arguments, data hidden in objects and what comes from NumPy are not. Nor does
+everything else hold samples: only what the arguments entered does.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from .order import adds_up, disorders
 from .sample_dims import GONE, Place, first_places, followed
 
-__all__ = ["Given", "Taint", "held_by", "watching"]
+__all__ = ["Given", "Taint", "watching"]
 
 
 class Given(NamedTuple):
@@ -61,9 +60,8 @@ class Taint(TorchDispatchMode):
         for t in held:
             self._mark(t, True)
         self._places: dict[Any, Place | None] = {}  # of the samples, by storage and geometry
-        given = list(zip(arguments, first_places(arguments, n, batch_dim), strict=True))
-        for t, place in sorted(given, key=lambda each: not _of_all(each[0], n, batch_dim)):
-            self._mark(t, _of_all(t, n, batch_dim))  # if they share memory, samples have it
+        for t, place in zip(arguments, first_places(arguments, n, batch_dim), strict=True):
+            self._mark(t, False)
             self._places[view_of(t)] = place
         self.__enter__()
 
@@ -212,23 +210,6 @@ def watching(
     samples enter by the arguments."""
     kind = _Untraced if "torch._dynamo" in sys.modules else Taint
     return kind(n, held, arguments, batch_dim, parameters)
-
-
-def held_by(model: nn.Module, n: int) -> Iterator[Tensor]:
-    """Tensors that a model brings with it: as attributes too, of which samples would show."""
-    yield from model.parameters()
-    yield from model.buffers()
-    for module in model.modules():
-        for t in tree_leaves(vars(module)):
-            if isinstance(t, Tensor) and n not in t.shape and not t.requires_grad:
-                yield t
-
-
-def _of_all(t: Tensor, n: int, batch_dim: int) -> bool:
-    """position_ids [1, T]. What is computed from samples may have that shape too, but is seldom
-    whole numbers."""
-    once = t.dim() > max(1, batch_dim) and t.shape[batch_dim] == 1 and n not in t.shape
-    return once and not t.is_floating_point() and not t.is_complex()
 
 
 def view_of(t: Tensor) -> Any:
