@@ -288,6 +288,16 @@ def test_rows_of_nan_do_not_choose_a_layout(when):
         close_named(probe.norms(per="parameter"), want)
 
 
+@a_few_modes
+def test_norms_whose_squares_float16_cannot_hold(options):
+    net, x = mlp(16).half(), torch.randn(N, 3).half()
+    loss = lambda net, x: 2.0**10 * square(net, x)  # noqa: E731
+    want = loop(net, loss, x)
+    with torchgradx.attach(net, **options) as probe:
+        loss(net, x).backward()
+        close_named(probe.norms(per="parameter"), want, 32 * torch.finfo(torch.float16).eps)
+
+
 @pytest.mark.parametrize("n", [3, 8, 11])
 def test_halves_between_wider_ends_are_proven_as_halves(n):
     """float16 autocast: tables and norms give float32, what comes back to them went through

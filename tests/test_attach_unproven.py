@@ -188,17 +188,6 @@ def test_rows_of_a_constant_are_those_of_the_samples_that_they_meet(where, optio
 
 
 # Features as many as there are samples: h(m, x) and x are [N, N].
-AS_MANY = {
-    "halves turned": lambda m, x: m.b(torch.cat([-h(m, x)[:, 2:], h(m, x)[:, :2]], 1)),
-    "softmax": lambda m, x: m.b(h(m, x).softmax(1)),
-    "flip": lambda m, x: m.b(h(m, x).flip(1)),
-    "centred": lambda m, x: m.b(h(m, x) - h(m, x).mean(1, True)),
-    "a constant matrix": lambda m, x: m.b((torch.eye(N).to(x).flip(0) @ h(m, x).T).T),
-    "index": lambda m, x: m.b(h(m, x)[:, torch.arange(N).flip(0)]),
-    "attention": lambda m, x: m.b(
-        F.scaled_dot_product_attention(*[h(m, x)[:, None, :, None]] * 3).flatten(1)
-    ),
-}
 BETWEEN = {
     "halves turned": lambda m, x: m.b(torch.cat([-h(m, x)[2:], h(m, x)[:2]], 0)),
     "softmax": lambda m, x: m.b(h(m, x).softmax(0)),
@@ -215,13 +204,6 @@ BETWEEN = {
 def as_many(use, where):
     layers = {"i": nn.Linear(N, N), "a": nn.Linear(N, N), "b": nn.Linear(N, 2)}
     return model(use, where, **layers)
-
-
-@a_few_modes
-@unproven
-@pytest.mark.parametrize("name", AS_MANY)
-def test_another_dimension_may_be_as_long_where_the_samples_were_followed(name, where, options):
-    check(as_many(AS_MANY[name], where), square, torch.randn(N, N), **options)
 
 
 @unproven

@@ -322,7 +322,7 @@ class Probe(Reader):
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         run = self._recorder.current()
         looked = self._audit.lift.unwatch(self._recorder.depth() == 1, out)
-        key = None if run is None else self._audit.key(run, looked.nodes)
+        key = None if run is None else self._audit.key(run, looked.way)
         seen = self._seen.last
         known = seen is None and looked.taint is None and self._audit.knows(key)
         uses = [] if run is None or known else run.uses()
@@ -332,7 +332,7 @@ class Probe(Reader):
         if not run or out is None or not self._on:
             return
         if looked.taint is not None:
-            self._audit.lift.watched(looked.taint, uses, run.structure)
+            self._audit.lift.watched(looked.taint, uses, (run.structure, looked.way))
         if run.silent_calls:  # a reentrant checkpoint's graph holds no use until it runs again
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 metadata: Any = node.metadata

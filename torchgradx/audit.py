@@ -75,9 +75,9 @@ class Audit:
 
     # Forward
 
-    def key(self, run: Any, nodes: int) -> Any:
-        """What a verdict on a structure holds for; `nodes`: how many its forward made."""
-        return run.structure, nodes, self._parameters.modes()
+    def key(self, run: Any, way: Any) -> Any:
+        """What a verdict on a structure holds for."""
+        return run.structure, self.lift.counts(way), self._parameters.modes()
 
     def knows(self, key: Any) -> bool:
         """Whether a pass of this structure need not be looked at."""
@@ -104,7 +104,7 @@ class Audit:
     def look(self, run: Any) -> None:
         """The same for a pass of compiled graphs, at its first gradient: each forward is done once
         more, without the compiler."""
-        verdict = self._applied(run, self.key(run, 0), partial(from_outside, run))
+        verdict = self._applied(run, self.key(run, (0, None)), partial(from_outside, run))
         if verdict.plan is not None:
             run.refuse(-1, OUTSIDE)
         elif not verdict.refusals and verdict.sites != [site for site, *_ in run.uses()]:
@@ -162,9 +162,9 @@ class Audit:
         found = list(shown[: len(uses)])
         for (k, end), verdict in zip(ends, shown[len(uses) :], strict=True):
             found[k] = end.joined(found[k], verdict, sites[uses[k][0]].presumed, n)
-        seen = self.lift.followed(run, uses, watched, graph, looked.taint)
-        for k in {*range(len(uses))} - {k for k, _ in ends}:
-            found[k] = seen[k] if found[k] is None else found[k]
+        way, several = (run.structure, looked.way), {k for k, _ in ends}
+        seen = self.lift.followed(found, n, way, uses, watched, graph, looked.taint)
+        found = [f if k in several else s for k, (f, s) in enumerate(zip(found, seen, strict=True))]
         plan = self.lift.plan(n, uses, sites, found, outputs, looked.taint, proof)
         for k, _ in plan.starts if plan else ():
             if k >= 0:
@@ -181,7 +181,7 @@ class Audit:
             doubt = not trusted and not known
             if doubt and not reason:
                 told = beyond_doubt(use.leads, n, presumed)
-                given = self.lift.given(site, sizes, None if told else run.structure)
+                given = self.lift.given(site, sizes, None if told else way)
                 complete = complete and given is not None
                 doubt = given is None or not stands(given, use.leads, n, presumed)
             if doubt and outputs and node is not None and node not in graph.parents:

@@ -42,8 +42,6 @@ EITHER = (
     "the model's outputs have {n}, the number of samples, in two dimensions, and which of them "
     "holds the samples could not be followed"
 )
-LIFT = 8  # the exponent that takes gradients in float16 out of the subnormal numbers, if need be
-ROUNDINGS = 64  # of a gradient's terms, on its way from a model's outputs
 MIXED = "its rows mix the {n} samples, or stand in another order than n*T+t or t*N+n"
 
 
@@ -158,33 +156,19 @@ def _by_seeds(
             keep(k, g)
         return found
 
-    def verdicts(lift: int) -> list[int | str | None]:
-        plain = gradients(torch.full((n,), lift, dtype=torch.int32))
-        scaled = [gradients(digit + lift) for digit in digits]
-        found = [
-            BATCH
-            if use.node is None
-            else _verdict(use, plain.get(k), [s.get(k) for s in scaled], digits, n)
-            for k, use in enumerate(uses)
-        ]
-        if lift:  # infinite ones say nothing
-            rows = (plain, *scaled)
-            for k in range(len(uses)):
-                finite = all(k in held and held[k].finite() for held in rows)
-                found[k] = found[k] if finite else None
-        return found
-
     try:
-        found = verdicts(0)
-        if half and any(isinstance(verdict, str) for verdict in found):
-            lifted = verdicts(LIFT)
-            found = [up if isinstance(v, str) and isinstance(up, int) else v
-                     for v, up in zip(found, lifted, strict=True)]  # fmt: skip
+        plain = gradients(torch.zeros(n, dtype=torch.int32))
+        scaled = [gradients(digit) for digit in digits]
     except (
         Exception
     ):  # reentrant checkpointing forbids autograd.grad; hooks may raise what they like
         return [None] * len(uses)
-    return found
+    return [
+        BATCH
+        if use.node is None
+        else _verdict(use, plain.get(k), [s.get(k) for s in scaled], digits, n)
+        for k, use in enumerate(uses)
+    ]
 
 
 def _weighted(t: Tensor, exponents: Tensor, dim: int, generator: torch.Generator) -> Tensor:
@@ -270,7 +254,7 @@ def _verdict(
     fits = {}
     for layout, owner in _owners(use.leads, n, use.second):
         pairs = zip(held, digits, strict=True)
-        if all(plain.scaled_to(rows, digit, owner) for rows, digit in pairs):
+        if all(plain.scaled_to(rows, digit[owner]) for rows, digit in pairs):
             fits[layout] = owner
     if fits:
         first = next(iter(fits))
@@ -305,15 +289,13 @@ class Rows:
     """What is kept of an output gradient: projections of its rows, which are scaled as they are.
 
     Each projection of what another sample added is a random number of that one's size, so that four
-    of them miss nothing that is not as small as rounding. A row may be nothing but the rounding of
-    terms that cancel, as below a softmax over one position, which no scaling gives again.
+    of them miss nothing that is not as small as rounding.
     """
 
     elements: int
     projections: Tensor  # [rows, up to 4]
     sizes: Tensor  # [rows, 1]
     close: float  # how near a projection comes, over its row's size
-    rounding: float  # likewise over the largest row of its sample
 
     @staticmethod
     def of(g: Tensor, count: int, half: bool) -> Rows:
@@ -331,20 +313,13 @@ class Rows:
         sizes, most = (torch.linalg.vector_norm(rows, p, 1, True) for p in (2, inf))
         sizes = sizes.minimum(most * sqrt(rows.shape[1]))  # where squares overflow
         with torch.autocast(g.device.type, enabled=False):
-            projections = rows.clone() if short else rows @ onto
-        rounding = min(close, ROUNDINGS * torch.finfo(g.dtype).eps)
-        return Rows(elements, projections, sizes, close, rounding)
+            return Rows(elements, rows.clone() if short else rows @ onto, sizes, close)
 
-    def scaled_to(self, scaled: Rows, exponents: Tensor, owner: Tensor) -> bool:
-        """Whether each row came back scaled by 2^exponent of the sample that owns it; another's is
-        off by 2 at least."""
-        exponents, owner = (t.to(self.sizes.device)[:, None] for t in (exponents, owner))
-        finite = self.sizes.where(self.sizes.isfinite(), 0.0)
-        largest = torch.zeros_like(finite).scatter_reduce_(0, owner, finite, "amax")
-        bound = self.close * self.sizes + self.rounding * largest[owner[:, 0]]
-        exponents = exponents[owner[:, 0]]
-        wanted, bound = (torch.ldexp(t, exponents) for t in (self.projections, bound))
-        close = (scaled.projections - wanted).abs() <= bound
+    def scaled_to(self, scaled: Rows, exponents: Tensor) -> bool:
+        """Whether each row came back scaled by 2^exponent; another's is off by 2 at least."""
+        exponents = exponents.to(self.sizes.device)[:, None]
+        wanted, size = (torch.ldexp(t, exponents) for t in (self.projections, self.sizes))
+        close = (scaled.projections - wanted).abs() <= self.close * size
         return bool((close | ~self.sizes.isfinite()).all())
 
     def finite(self) -> bool:

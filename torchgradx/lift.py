@@ -42,6 +42,7 @@ class _OfThread(threading.local):
         self.taint: Taint | None = None
         self.caches: list[dict[Any, Any]] = []  # of selective checkpoints
         self.first = 0  # of the graph's nodes that this forward made
+        self.shapes: Any = None  # of its arguments, where layouts are followed
         self.ends: dict[Node, list[End]] = {}
 
 
@@ -50,7 +51,7 @@ class Looked(NamedTuple):
 
     taint: Taint | None
     ends: dict[Node, list[End]]  # of modules with several outputs, by the first's node
-    nodes: int = 0  # of the graph, that it made
+    way: Any = None  # how many nodes of the graph it made, and the shapes of its arguments
 
 
 class Lift:
@@ -83,26 +84,27 @@ class Lift:
     def unwatch(self, whole: bool = True, outputs: Any = None) -> Looked:
         """At the end of a forward (whole), or of a call of the model by itself."""
         local = self._local
-        nodes = torch.autograd._get_sequence_nr() - local.first
+        way = torch.autograd._get_sequence_nr() - local.first, local.shapes
         if not whole:
-            return Looked(None, local.ends, nodes)
-        found = Looked(local.taint, local.ends, nodes)
+            return Looked(None, local.ends, way)
+        found = Looked(local.taint, local.ends, way)
         local.taint, local.ends = None, {}
         if found.taint is not None:
             found.taint.stop(tensors_in(outputs))
         return found
 
-    def watched(self, taint: Taint, uses: Sequence[Use], structure: Any) -> None:
+    def watched(self, taint: Taint, uses: Sequence[Use], way: Any) -> None:
         """Once is enough, for as long as its modules are in this regime, and are given as much: a
         layer may be called on all rows, and on those that a mask picks where there is any."""
         regime = self._parameters.regime()
         self._plans[regime, ()] = taint.ends
         self._plans[regime, "orderly"] = taint.orderly
+        self._plans.get((regime, "shapes"), set()).add(self._local.shapes)
         given = self._plans.setdefault((regime, "given"), {})
         for site, sizes, *_ in uses:
             if site in taint.given:
                 seen = taint.given[site]._replace(orderly=taint.orderly)
-                given[site, len(sizes), None] = given[site, len(sizes), structure] = seen
+                given[site, len(sizes), None] = given[site, len(sizes), way] = seen
 
     def several(self, first: Tensor, ends: list[End]) -> None:
         """A use has outputs beside its first."""
@@ -129,31 +131,48 @@ class Lift:
             for cache, kept in zip(caches, before, strict=True):
                 cache.update(kept)
 
-    def given(self, site: int, sizes: Sequence[int], structure: Any) -> Given | None:
-        """What such uses of a site were given, in one structure or in any (None); None: they were
-        not watched, and the next forward will be."""
+    def given(self, site: int, sizes: Sequence[int], way: Any) -> Given | None:
+        """What such uses of a site were given, in forwards that went one way or any (None); None:
+        they were not watched, and the next forward will be."""
         regime = self._parameters.regime()
         given: dict[Any, Given] = self._plans.get((regime, "given"), {})
-        known = given.get((site, len(sizes), structure))
+        known = given.get((site, len(sizes), way))
         if known is None:
             self._plans.pop((regime, ()), None)
+        elif way is not None:
+            self._trusts()
         return known
 
     def followed(
         self,
-        run: Any,
+        found: list[int | str | None],
+        n: int,
+        way: Any,
         uses: Sequence[Use],
         watched: Sequence[Watched],
         graph: Graph,
         taint: Taint | None,
     ) -> list[int | str | None]:
-        """Where no proof can be had, the layouts of uses as a forward that was watched, of the same
-        structure, has shown them."""
+        """The layouts of uses, where no proof could be had as a forward that was watched, and went
+        the same way, has shown them."""
         ways = self._plans.setdefault((self._parameters.regime(), "ways"), {})
         if taint is not None:
-            orderly = taint.orderly and run.n > 1
-            ways[run.structure] = shown(taint, graph, uses, watched, run.n) if orderly else {}
-        return followed(ways.get(run.structure, {}), graph, uses, watched, run.n)
+            orderly = taint.orderly and n > 1
+            ways[way] = shown(taint, graph, uses, watched, n) if orderly else {}
+        seen = followed(ways.get(way, {}), graph, uses, watched, n)
+        if any(s is not None for f, s in zip(found, seen, strict=True) if f is None):
+            self._trusts()
+        return [s if f is None else f for f, s in zip(found, seen, strict=True)]
+
+    def counts(self, way: Any) -> Any:
+        """What of a forward's way a verdict holds for."""
+        nodes, shapes = way
+        return nodes, shapes if (self._parameters.regime(), "shapes") in self._plans else None
+
+    def _trusts(self) -> None:
+        """Layouts were followed: forwards with arguments of other shapes are watched each."""
+        shapes = self._plans.setdefault((self._parameters.regime(), "shapes"), set())
+        shapes.add(self._local.shapes)
 
     def places(self, outputs: Sequence[Tensor]) -> list[Place | None]:
         """Where the samples are in the model's outputs, as far as that was seen."""

@@ -2,8 +2,8 @@
 
 Where no backward can be asked (layout.py), a layer's rows are taken for the samples if sizes leave
 no other choice, and if nothing in the forward could have moved them. What works along the dimension
-that holds them is taken to; where nobody knows which does (sample_dims.py), what works along one as
-long as there are samples, or along the first, where they may stand flattened.
+that they were followed to (sample_dims.py) is taken to, and what works along one as long as there
+are samples, or along the first, where they may stand flattened.
 """
 
 from __future__ import annotations
@@ -47,16 +47,14 @@ def disorders(
     """`fed`: the operands that samples entered. `dim_of`: which of its dimensions holds them."""
 
     def holds(t: Tensor, dim: int) -> bool:
-        known = dim_of(t)
-        return _may_hold(t, dim, n) if known is None else dim == known
+        return dim == dim_of(t) or _may_hold(t, dim, n)
 
     name: str = func._schema.name.partition("::")[2].rstrip("_")
     if name in PRODUCTS:
         left, right = args[PRODUCTS[name] :][:2]
         if name == "bmm":
             return left.shape[0] == 1 and _in(left, fed) and _in(right, fed)
-        summed = right.shape[0] == n if dim_of(right) is None else dim_of(right) == 0
-        return _in(right, fed) and (_in(left, fed) or summed)
+        return _in(right, fed) and (_in(left, fed) or right.shape[0] == n or dim_of(right) == 0)
     if name in CHOICES:
         return True
     if name == "embedding":
@@ -67,12 +65,8 @@ def disorders(
         return fits and any(_picks(t, index, holds, fed) for t, index in indices_of(func, args))
     if "batch_norm" in name:
         return any(flag is True for flag in args)  # training
-    if "scaled_dot_product" in name and args[0].dim() > 1:
-        known = dim_of(args[0])
-        if known is not None:
-            return known >= args[0].dim() - 2
-        if args[0].shape[0] != n:
-            return bool(args[0].shape[-2] == n)
+    if "scaled_dot_product" in name and args[0].dim() > 1 and args[0].shape[0] != n:
+        return bool(args[0].shape[-2] == n)
     if name == "narrow":
         dim = args[1] % args[0].dim()
         return holds(args[0], dim) and args[3] < args[0].shape[dim]

@@ -78,7 +78,8 @@ def followed(
     ):
         return lambda k, out: None  # of several operations, which are not seen one by one
     if name in MOVED:
-        return moved(MOVED[name](t, place.dim, said))
+        alike = all(at == place for _, at in fed)
+        return moved(MOVED[name](t, place.dim, said) if alike else None)
     if name in PRODUCTS:
         product = _product(args[PRODUCTS[name] :][:2], known)
         return lambda k, out: product
@@ -91,8 +92,10 @@ def followed(
     if torch.Tag.pointwise in func.tags or name in BROADCAST:
         return lambda k, out: _broadcast(out, known)
     if "rnn" in name or "lstm" in name or "gru" in name:  # a state's first dimension is of layers
-        return lambda k, out: _kept(out, t, place) if k == 0 else None
-    apart = _apart(name, t, place, said)
+        steps = 1 if "cell" in name else int(bool(said("batch_first")) and "mkldnn" not in name)
+        apart = t is args[0] and place.dim == 1 - steps
+        return lambda k, out: _kept(out, t, place) if apart and k == 0 else None
+    apart = _apart(name, t, place, said) and _alike(name, args, fed, place)
     return lambda k, out: _kept(out, t, place) if apart or not out.dim() else None
 
 
@@ -147,7 +150,14 @@ ALIKE = {"_to_copy", "alias", "bernoulli", "clone", "contiguous", "copy", "detac
 # They work along the last dimensions, and leave the rows of the first apart.
 BY_ROW = ("col2im", "conv", "grid_sampler", "im2col", "loss", "multi_head_attention", "norm", "pad",
           "pixel", "pool", "prelu", "transformer_encoder", "upsample")  # fmt: skip
-OTHERWISE = {"as_strided", "rot90"}  # dimensions change places, and no argument says it simply
+WEIGHS = ("conv", "norm", "prelu")
+OTHERWISE = {
+    "as_strided",
+    "renorm",
+    "rot90",
+    "_weight_norm",
+    "_weight_norm_interface",
+}  # dimensions change places, and no argument says it simply
 
 
 def _checked(out: Tensor, dim: int | None, size: int, place: Place) -> Place | None:
@@ -169,6 +179,16 @@ def _apart(name: str, t: Tensor, place: Place, said: Callable[[str], Any]) -> bo
     along = said("dim") is not None or said("dims") is not None  # order.py looks at that
     by_row = not place.dim and any(part in name for part in BY_ROW)
     return along or by_row or name in ALIKE
+
+
+def _alike(
+    name: str, args: Sequence[Any], fed: Sequence[tuple[Tensor, Place | None]], place: Place
+) -> bool:
+    """Whether samples meet their own alone, where several operands hold them."""
+    held = [(t, at) for t, at in fed if t.is_floating_point()]
+    if any(part in name for part in WEIGHS):  # its input: weights meet all samples
+        return len(held) == 1 and held[0][0] is args[0]
+    return all(at == place for _, at in held)
 
 
 def _kept(out: Tensor, t: Tensor, place: Place) -> Place | None:
@@ -224,9 +244,8 @@ def _product(factors: Sequence[Any], known: Sequence[tuple[Tensor, Place]]) -> P
 
 
 def _broadcast(out: Tensor, known: Sequence[tuple[Tensor, Place]]) -> Place | None:
-    """By the operands that have all dimensions, or else by all: they have to agree."""
-    whole = [(t, place) for t, place in known if t.dim() == out.dim()] or known
-    places = {place.at(place.dim + out.dim() - t.dim()) for t, place in whole}
-    t, place = whole[0]
+    """Of all operands in the same one, or nobody knows: each may meet another's."""
+    places = {place.at(place.dim + out.dim() - t.dim()) for t, place in known}
+    t, place = known[0]
     to, size = place.dim + out.dim() - t.dim(), t.shape[place.dim]
     return _checked(out, to, size, place) if len(places) == 1 else None
