@@ -35,6 +35,15 @@ def padded(h):
     return h + F.pad(h.permute(1, 2, 0), (1, 0))[..., :-1].permute(2, 0, 1)
 
 
+def lstm(rows):
+    """Over the samples as steps, its weights being constants."""
+    layer = nn.LSTM(T * D, T * D).to(rows.dtype).requires_grad_(False)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer.reset_parameters()
+    return layer(rows)[0]
+
+
 def nearby(rows):
     return torch.cdist(rows, rows) @ rows
 
@@ -56,6 +65,18 @@ WAYS = {
     "a shift by padding": padded,
     "rows reinterpreted": lambda h: h.transpose(0, 1).reshape(h.shape),
     "halves swapped": lambda h: h + h.reshape(-1, 2 - len(h) % 2, T, D).flip(1).reshape(h.shape),
+    "halves swapped as complex numbers": lambda h: (
+        h + h.to(torch.complex128).reshape(-1, 2 - len(h) % 2, T, D).flip(1).reshape(h.shape).real
+    ),
+    "pairs": lambda h: h + (h[:, None] - h).square().sum(1),
+    "pairs, weighted": lambda h: (
+        ((-(h[:, None] - h).square().sum((-1, -2))).softmax(1)[..., None, None] * h).sum(1) + h
+    ),
+    "samples as kernels": lambda h: h * F.conv1d(h, h).sum(1)[:, None],
+    "attention to all": lambda h: F.scaled_dot_product_attention(
+        h, *[h.flatten(0, 1).expand(len(h), -1, -1)] * 2
+    ),
+    "time": lambda h: h + lstm(h.flatten(1)[:, None])[:, 0].view(h.shape),
     "strides": lambda h: h.as_strided(h.shape, (0, D, 1)),
     "distances": lambda h: h * (1 + torch.pdist(h.flatten(1)).sum().view(1)),
     "a triangle": lambda h: h.flatten(1).tril(-1).view(h.shape),

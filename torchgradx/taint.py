@@ -147,7 +147,9 @@ class Taint(TorchDispatchMode):
         if not before or func._schema.name == "aten::as_strided_" or _of_sizes_only(func):
             return False
         first = next((t for t in tree_leaves(out) if isinstance(t, Tensor)), None)
-        if first is None or not first.is_floating_point() or not first.numel():
+        if first is None or not first.numel():
+            return False
+        if not first.is_floating_point() and not first.is_complex():
             return False
         if GONE in before:  # a single number is a loss, or goes back into the samples
             return first.dim() > 0 and not adds_up(func, args, fed)
