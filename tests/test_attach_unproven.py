@@ -174,6 +174,34 @@ def test_rows_are_samples_only_if_seen_one_after_the_other(turn, where, options)
 
 @a_few_modes
 @unproven
+def test_what_was_followed_holds_for_the_shapes_that_it_was_followed_in(where, options):
+    """Rows one after the other of short sequences, by position of long ones."""
+
+    def use(m, x):
+        n, t, _ = x.shape
+        if t < 6:
+            return m.b(torch.tanh(m.a(x.reshape(n * t, 3)))).view(n, t, 2)
+        rows = m.b(torch.tanh(m.a(x.transpose(0, 1).reshape(n * t, 3))))
+        return rows.view(t, n, 2).transpose(0, 1)
+
+    one, exact = model(use, where).double(), 0
+    with torchgradx.attach(one, **options) as probe:
+        for t in (5, 7, 5, 7, 5):
+            x = torch.randn(N, t, 3, dtype=torch.float64)
+            want = loop(one, square, x)
+            square(one, x).backward()
+            try:
+                got = probe.norms(per="parameter")
+            except torchgradx.CoverageError:
+                probe.reset()
+            else:
+                close_named(got, want)
+                exact += t == 5
+    assert exact == 3
+
+
+@a_few_modes
+@unproven
 def test_rows_of_a_constant_are_those_of_the_samples_that_they_meet(where, options):
     """As token types that nobody gave."""
 

@@ -76,7 +76,11 @@ class Lift:
         """Before a forward: see what its samples enter, unless that is known."""
         self._local.caches = []
         self._local.first = torch.autograd._get_sequence_nr()
-        if n > 1 and (self._parameters.regime(), ()) not in self._plans:
+        regime, self._local.shapes = self._parameters.regime(), None
+        watches, seen = (regime, ()) not in self._plans, self._plans.get((regime, "shapes"))
+        if watches or seen is not None:
+            self._local.shapes = tuple(t.shape for t in tensors_in(arguments))
+        if n > 1 and (watches or (seen is not None and self._local.shapes not in seen)):
             held = [*model.parameters(), *model.buffers()]
             now = self._parameters.tensors
             self._local.taint = watching(n, held, tensors_in(arguments), batch_dim, now)
