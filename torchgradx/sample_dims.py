@@ -188,7 +188,10 @@ def _alike(
     held = [(t, at) for t, at in fed if t.is_floating_point()]
     if any(part in name for part in WEIGHS):  # its input: weights meet all samples
         return len(held) == 1 and held[0][0] is args[0]
-    return all(at == place for _, at in held)
+    if "scaled_dot_product" in name:  # a mask may have been followed from numbers, by no place
+        held = [(t, at) for t, at in held if any(t is given for given in args[:3])]
+        return all(at == place for _, at in held)
+    return all(at in (place, None) for _, at in held)
 
 
 def _kept(out: Tensor, t: Tensor, place: Place) -> Place | None:
