@@ -4,7 +4,6 @@
 #include "site.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/SequenceNumber.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
