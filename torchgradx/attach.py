@@ -238,7 +238,7 @@ class Probe(Reader):
 
     def _unwind(self, root: nn.Module | None, calls: int = 0) -> None:
         if self._recorder.depth() and unwound(self._recorder, root, calls):
-            self._audit.lift.unwatch()
+            self._audit.witness.stop()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
         if not self._record.takes(self._on and not self._paused):
@@ -251,7 +251,7 @@ class Probe(Reader):
             return None
         run, new = self._open(module, n)
         if new:
-            self._audit.lift.watch(n, module, (args, kwargs), self._options["batch_dim"])
+            self._audit.witness.start(n, module, (args, kwargs), self._options["batch_dim"])
         return run
 
     def _astray(self) -> Pass | None:
@@ -321,7 +321,7 @@ class Probe(Reader):
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         run = self._recorder.current()
-        looked = self._audit.lift.unwatch(self._recorder.depth() == 1, out)
+        looked = self._audit.witness.stop(self._recorder.depth() == 1, out)
         key = None if run is None else self._audit.key(run, looked.way)
         seen = self._seen.last
         known = seen is None and looked.taint is None and self._audit.knows(key)
@@ -332,7 +332,7 @@ class Probe(Reader):
         if not run or out is None or not self._on:
             return
         if looked.taint is not None:
-            self._audit.lift.watched(looked.taint, uses, (run.structure, looked.way))
+            self._audit.witness.keep(looked.taint, uses, (run.structure, looked.way))
         if run.silent_calls:  # a reentrant checkpoint's graph holds no use until it runs again
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 metadata: Any = node.metadata
@@ -350,7 +350,7 @@ class Probe(Reader):
                 node.register_prehook(lambda _: run.arrive(run.trainable, True) and None)
 
     def _met(self, site: int, given: Tensor) -> None:
-        self._audit.lift.met(site, [given])
+        self._audit.witness.met(site, [given])
 
     # Backward
 

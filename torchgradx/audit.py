@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import ops
 from .copies import untraced
 from .layout import NOWHERE, SHARED, Watched, prove
-from .lift import Lift, Looked
+from .lift import Lift
 from .routes import alike, routes
 from .rules import Layer
 from .several import End, ends_of_node
@@ -29,6 +29,7 @@ from .shared import Graph
 from .sites import NativeSite
 from .unproven import beyond_doubt, stands
 from .verdict import OTHERWISE, OUTSIDE, Verdict, from_outside
+from .witness import Looked, Witness
 
 if TYPE_CHECKING:
     from .record import Record
@@ -55,9 +56,9 @@ class Audit:
         self._recorder, self._parameters, self._layers = recorder, parameters, layers
         self._options = options
         self._proven: dict[Any, Verdict] = proven.setdefault("structures", {})
-        plans = proven.setdefault("plans", {})
-        self.lift = Lift(
-            recorder, parameters, layers, plans, self._hears, not options["weight_grad"]
+        self.witness = Witness(parameters, proven.setdefault("seen", {}))
+        self._lift = Lift(
+            recorder, parameters, layers, self.witness, self._hears, not options["weight_grad"]
         )
         self._pending: dict[Any, tuple[Verdict, Any]] = {}  # structure -> (verdict, its first pass)
         self._handles: list[Any] = []
@@ -77,7 +78,7 @@ class Audit:
 
     def key(self, run: Any, way: Any) -> Any:
         """What a verdict on a structure holds for."""
-        return run.structure, self.lift.counts(way), self._parameters.modes()
+        return run.structure, self.witness.counts(way), self._parameters.modes()
 
     def knows(self, key: Any) -> bool:
         """Whether a pass of this structure need not be looked at."""
@@ -99,7 +100,7 @@ class Audit:
         if self._parameters.gathered():
             self._follow(run, verdict.sites)
         if verdict.plan is not None:
-            self.lift.begin(run, verdict.plan, uses, sites, outputs)
+            self._lift.begin(run, verdict.plan, uses, sites, outputs)
 
     def look(self, run: Any) -> None:
         """The same for a pass of compiled graphs, at its first gradient: each forward is done once
@@ -153,19 +154,19 @@ class Audit:
                 ends += [(k, end) for end in looked.ends.get(node, ())]
 
         asked = [] if self._parameters.gathered() else outputs
-        batch_dim, places = self._options["batch_dim"], self.lift.places(asked)
+        batch_dim, places = self._options["batch_dim"], self.witness.places(asked)
 
         def proof(watched: Sequence[Watched]) -> list[int | str | None]:
-            return prove(asked, places, watched, n, batch_dim, self.lift.unspent)
+            return prove(asked, places, watched, n, batch_dim, self.witness.unspent)
 
         shown = proof([*watched, *(end.watched for _, end in ends)])
         found = list(shown[: len(uses)])
         for (k, end), verdict in zip(ends, shown[len(uses) :], strict=True):
             found[k] = end.joined(found[k], verdict, sites[uses[k][0]].presumed, n)
         way, several = (run.structure, looked.way), {k for k, _ in ends}
-        seen = self.lift.followed(found, n, way, uses, watched, graph, looked.taint)
+        seen = self.witness.followed(found, n, way, uses, watched, graph, looked.taint)
         found = [f if k in several else s for k, (f, s) in enumerate(zip(found, seen, strict=True))]
-        plan = self.lift.plan(n, uses, sites, found, outputs, looked.taint, proof)
+        plan = self._lift.plan(n, uses, sites, found, outputs, looked.taint, proof)
         for k, _ in plan.starts if plan else ():
             if k >= 0:
                 found[k] = SHARED
@@ -181,7 +182,7 @@ class Audit:
             doubt = not trusted and not known
             if doubt and not reason:
                 told = beyond_doubt(use.leads, n, presumed)
-                given = self.lift.given(site, sizes, None if told else way)
+                given = self.witness.given(site, sizes, None if told else way)
                 complete = complete and given is not None
                 doubt = given is None or not stands(given, use.leads, n, presumed)
             if doubt and outputs and node is not None and node not in graph.parents:
@@ -375,7 +376,7 @@ class Audit:
 
     def stop(self) -> None:
         self._pending = {}
-        self.lift.unwatch()
+        self.witness.stop()
         self._stop_listening()
         for handle in self._shields:
             handle.remove()

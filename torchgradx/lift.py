@@ -6,182 +6,43 @@ that a module uses beside its children: running such a module again would run al
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .descent import Descent, Leaf, stations
-from .layout import Watched, tensors_in
+from .layout import Watched
 from .products import in_closed_form
 from .recurrent import Site
 from .rerun import FallbackSite
 from .rules import Layer
-from .sample_dims import Place
-from .several import End
 from .shared import Graph, Group, Node, Plan, survey
 from .sites import NativeSite
-from .taint import Given, Taint, watching
+from .taint import Taint
 from .unpacking import answers_twice, saves_through_hooks
-from .unproven import followed, presumed, rows_at, shown
+from .unproven import Use, presumed, rows_at
+from .witness import Witness
 
-__all__ = ["Lift", "Looked"]
-
-Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, output of the node)
-
-
-class _OfThread(threading.local):
-    def __init__(self) -> None:
-        self.taint: Taint | None = None
-        self.caches: list[dict[Any, Any]] = []  # of selective checkpoints
-        self.first = 0  # of the graph's nodes that this forward made
-        self.shapes: Any = None  # of its arguments, where layouts are followed
-        self.ends: dict[Node, list[End]] = {}
-
-
-class Looked(NamedTuple):
-    """What a forward showed while it ran."""
-
-    taint: Taint | None
-    ends: dict[Node, list[End]]  # of modules with several outputs, by the first's node
-    way: Any = None  # how many nodes of the graph it made, and the shapes of its arguments
+__all__ = ["Lift"]
 
 
 class Lift:
-    """What one probe knows of them; `plans` outlives it."""
+    """Of one probe."""
 
     def __init__(
         self,
         recorder: Any,
         parameters: Any,
         layers: Sequence[Layer],
-        plans: dict[Any, Any],
+        witness: Witness,
         hears: Callable[[int], bool],
         norms_only: bool,
     ) -> None:
         self._recorder, self._parameters, self._layers = recorder, parameters, layers
-        # By the modules' regime and the sites concerned. What no sample's value enters is a matter
-        # of the model's code: seen once, it holds for batches of other sizes.
-        self._plans, self._hears, self._norms_only = plans, hears, norms_only
-        self._local = _OfThread()
-
-    def watch(self, n: int, model: nn.Module, arguments: Any, batch_dim: int) -> None:
-        """Before a forward: see what its samples enter, unless that is known."""
-        self._local.caches = []
-        self._local.first = torch.autograd._get_sequence_nr()
-        regime, self._local.shapes = self._parameters.regime(), None
-        watches, seen = (regime, ()) not in self._plans, self._plans.get((regime, "shapes"))
-        if watches or seen is not None:
-            self._local.shapes = tuple(t.shape for t in tensors_in(arguments))
-        if n > 1 and (watches or (seen is not None and self._local.shapes not in seen)):
-            held = [*model.parameters(), *model.buffers()]
-            now = self._parameters.tensors
-            self._local.taint = watching(n, held, tensors_in(arguments), batch_dim, now)
-
-    def unwatch(self, whole: bool = True, outputs: Any = None) -> Looked:
-        """At the end of a forward (whole), or of a call of the model by itself."""
-        local = self._local
-        way = torch.autograd._get_sequence_nr() - local.first, local.shapes
-        if not whole:
-            return Looked(None, local.ends, way)
-        found = Looked(local.taint, local.ends, way)
-        local.taint, local.ends = None, {}
-        if found.taint is not None:
-            found.taint.stop(tensors_in(outputs))
-        return found
-
-    def watched(self, taint: Taint, uses: Sequence[Use], way: Any) -> None:
-        """Once is enough, for as long as its modules are in this regime, and are given as much: a
-        layer may be called on all rows, and on those that a mask picks where there is any."""
-        regime = self._parameters.regime()
-        self._plans[regime, ()] = taint.ends
-        self._plans[regime, "orderly"] = taint.orderly
-        self._plans.get((regime, "shapes"), set()).add(self._local.shapes)
-        given = self._plans.setdefault((regime, "given"), {})
-        for site, sizes, *_ in uses:
-            if site in taint.given:
-                seen = taint.given[site]._replace(orderly=taint.orderly)
-                given[site, len(sizes), None] = given[site, len(sizes), way] = seen
-
-    def several(self, first: Tensor, ends: list[End]) -> None:
-        """A use has outputs beside its first."""
-        if first.grad_fn is not None:
-            self._local.ends.setdefault(first.grad_fn, []).extend(ends)
-
-    def met(self, site: int, given: Sequence[Tensor]) -> None:
-        """A use of a site, where operations are watched or taken down."""
-        if self._local.taint is not None:
-            self._local.taint.met(site, given)
-        for mode in _get_current_dispatch_mode_stack():
-            cache = getattr(mode, "storage", None)
-            if isinstance(cache, dict) and all(cache is not known for known in self._local.caches):
-                self._local.caches.append(cache)
-
-    @contextlib.contextmanager
-    def unspent(self) -> Iterator[None]:
-        """A backward inside leaves selective checkpoints theirs: they serve one, and no second."""
-        caches = self._local.caches
-        before = [{key: copy.copy(kept) for key, kept in cache.items()} for cache in caches]
-        try:
-            yield
-        finally:
-            for cache, kept in zip(caches, before, strict=True):
-                cache.update(kept)
-
-    def given(self, site: int, sizes: Sequence[int], way: Any) -> Given | None:
-        """What such uses of a site were given, in forwards that went one way or any (None); None:
-        they were not watched, and the next forward will be."""
-        regime = self._parameters.regime()
-        given: dict[Any, Given] = self._plans.get((regime, "given"), {})
-        known = given.get((site, len(sizes), way))
-        if known is None:
-            self._plans.pop((regime, ()), None)
-        elif way is not None:
-            self._trusts()
-        return known
-
-    def followed(
-        self,
-        found: list[int | str | None],
-        n: int,
-        way: Any,
-        uses: Sequence[Use],
-        watched: Sequence[Watched],
-        graph: Graph,
-        taint: Taint | None,
-    ) -> list[int | str | None]:
-        """The layouts of uses, where no proof could be had as a forward that was watched, and went
-        the same way, has shown them."""
-        ways = self._plans.setdefault((self._parameters.regime(), "ways"), {})
-        if taint is not None:
-            orderly = taint.orderly and n > 1
-            ways[way] = shown(taint, graph, uses, watched, n) if orderly else {}
-        seen = followed(ways.get(way, {}), graph, uses, watched, n)
-        if any(s is not None for f, s in zip(found, seen, strict=True) if f is None):
-            self._trusts()
-        return [s if f is None else f for f, s in zip(found, seen, strict=True)]
-
-    def counts(self, way: Any) -> Any:
-        """What of a forward's way a verdict holds for."""
-        nodes, shapes = way
-        return nodes, shapes if (self._parameters.regime(), "shapes") in self._plans else None
-
-    def _trusts(self) -> None:
-        """Layouts were followed: forwards with arguments of other shapes are watched each."""
-        shapes = self._plans.setdefault((self._parameters.regime(), "shapes"), set())
-        shapes.add(self._local.shapes)
-
-    def places(self, outputs: Sequence[Tensor]) -> list[Place | None]:
-        """Where the samples are in the model's outputs, as far as that was seen."""
-        ends: list[Place | None] = self._plans.get((self._parameters.regime(), ()), [])
-        return ends if len(ends) == len(outputs) else [None] * len(outputs)
+        self._witness, self._hears, self._norms_only = witness, hears, norms_only
 
     def plan(
         self,
@@ -194,12 +55,11 @@ class Lift:
         prove: Callable[[Sequence[Watched]], Sequence[Any]],
     ) -> Plan | None:
         """Which uses are lifted, and how; the first time that a structure is met."""
-        regime = self._parameters.regime()
+        seen = self._witness.seen
         mixing = [k for k, verdict in enumerate(verdicts) if isinstance(verdict, str)]
-        orderly = n > 1 and self._plans.get((regime, "orderly"), False)
-        given = self._plans.get((regime, "given"), {})
+        orderly = n > 1 and seen.orderly
         for k, (site, sizes, node, _) in enumerate(uses):
-            known = given.get((site, len(sizes), None)) if verdicts[k] is None else None
+            known = seen.given.get((site, len(sizes), None)) if verdicts[k] is None else None
             if known and not known.fed and node and orderly:
                 mixing.append(k)
         proven = [isinstance(v, int) or (orderly and v is None) for v in verdicts]
@@ -223,16 +83,16 @@ class Lift:
         way = able if once else cheap
         groups += [Group(k, self._own(k, uses, graph), way) for k in beside]
         groups += [Group(k, self._own(k, uses, graph), able) for k in read]
-        key = regime, tuple(self._served(group.use, uses) for group in groups)
-        before = self._plans.get(key)
+        key = tuple(self._served(group.use, uses) for group in groups)
+        before = seen.plans.get(key)
         clean: Callable[[Node, int], bool]
         rows: Callable[[Node, int], int | None]
         if taint is not None:
             clean, rows = taint.clean, partial(rows_at, taint, n)
         elif before is not None:
-            known, served = before  # by place among the groups: uses have other numbers now
+            earlier, served = before
             starts = [node for k in served for node in groups[k].starts]
-            clean, rows = known.clean(graph, starts), known.frontier(graph, starts)
+            clean, rows = earlier.clean(graph, starts), earlier.frontier(graph, starts)
         else:
             clean, rows = lambda node, number: False, lambda node, number: None
         if orderly:
@@ -241,9 +101,9 @@ class Lift:
         lifted = {use for use, _ in plan.starts}
         served = [k for k, group in enumerate(groups) if group.use in lifted]
         if n > 1 and plan.starts:
-            self._plans[key] = plan, served
+            seen.plans[key] = plan, served
         if n > 1 and taint is None and not lifted.issuperset((*mixing, *read)):
-            self._plans.pop((regime, ()), None)  # watch the next forward
+            seen.ends = None  # watch the next forward
         return plan if plan.starts else None
 
     def _beside(self, uses: Sequence[Use], sites: Sequence[Site]) -> list[int]:
@@ -328,7 +188,7 @@ class Lift:
         starts: list[Node] = []
         for k, own in plan.starts:
             starts += self._own(k, uses, graph) if own else [uses[k][2]]
-        run.enclose(sorted(read - called), self._local.first)
+        run.enclose(sorted(read - called), self._witness.first)
         climbed = plan.climb(graph, starts)
         if climbed is None:
             refuse(run, "what no sample enters is consumed otherwise than when it was proven")

@@ -180,7 +180,7 @@ class FallbackSite:
         live = [t for t in outputs if t.requires_grad]
         first = (live or outputs)[0]
         if torch._C._len_torch_dispatch_stack() and self._recorder.depth():
-            self._audit.lift.met(self._index, tensors_in((args, kwargs)))
+            self._audit.witness.met(self._index, tensors_in((args, kwargs)))
         use = run.call(self._index, list(held.items()), list(first.shape))
         for t in tensors_in((args, kwargs)):  # which of them hold samples depends on their sizes
             run.note(sum(2**k for k, size in enumerate(t.shape[:8]) if size == run.n))
@@ -190,7 +190,7 @@ class FallbackSite:
         run.watch(use, _made(first) if len(outputs) == 1 else first)
         if len(outputs) > 1 and self._recorder.depth():
             ends = ends_of_module(module, outputs, tensors_in((args, kwargs)), self.leads, run.n)
-            self._audit.lift.several(first, ends)
+            self._audit.witness.several(first, ends)
         self._listen(run, use, held, (args, kwargs), outputs)
         return changed
 

@@ -12,7 +12,7 @@ from .sample_dims import GONE, Place
 from .shared import Graph, Node, rows_of, shape_of
 from .taint import Given, Taint
 
-__all__ = ["beyond_doubt", "followed", "presumed", "rows_at", "shown", "stands"]
+__all__ = ["Known", "Use", "beyond_doubt", "followed", "presumed", "rows_at", "shown", "stands"]
 
 Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, output of the node)
 # Layouts by site and number of dimensions; a str says why there is none, None: nobody knows.

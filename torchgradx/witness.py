@@ -1,0 +1,186 @@
+"""What forwards show while they run: once for each regime of the model's modules, their modes and
+what is trained, the operations of a forward are watched (taint.py).
+
+What no sample's value enters is a matter of the model's code: seen once, it holds for batches of
+other sizes. Where no proof can be had, layouts too are taken from here; then forwards with
+arguments of other shapes are watched each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from .layout import Watched, tensors_in
+from .sample_dims import Place
+from .several import End
+from .shared import Graph, Node, Plan
+from .taint import Given, Taint, watching
+from .unproven import Known, Use, followed, shown
+
+__all__ = ["Looked", "Seen", "Witness"]
+
+
+@dataclass
+class Seen:
+    """Of one regime; outlives the probe."""
+
+    ends: list[Place | None] | None = None  # of the outputs; None: the next forward is watched
+    orderly: bool = False
+    # By site, number of dimensions, and the way that the forward went: its last, and any (None).
+    given: dict[tuple[int, int, Any], Given] = field(default_factory=dict)
+    shapes: set[Any] | None = None  # of arguments that were watched, where layouts are followed
+    ways: dict[Any, Known] = field(default_factory=dict)
+    # By what is served; with the groups that are, by place: uses have other numbers in each pass.
+    plans: dict[Any, tuple[Plan, list[int]]] = field(default_factory=dict)
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.taint: Taint | None = None
+        self.caches: list[dict[Any, Any]] = []  # of selective checkpoints
+        self.first = 0  # of the graph's nodes that this forward made
+        self.shapes: Any = None  # of its arguments, where layouts are followed
+        self.ends: dict[Node, list[End]] = {}
+
+
+class Looked(NamedTuple):
+    """What a forward showed while it ran."""
+
+    taint: Taint | None
+    ends: dict[Node, list[End]]  # of modules with several outputs, by the first's node
+    way: Any = None  # how many nodes of the graph it made, and the shapes of its arguments
+
+
+class Witness:
+    """Of one probe's forwards."""
+
+    def __init__(self, parameters: Any, seen: dict[Any, Seen]) -> None:
+        self._parameters, self._seen = parameters, seen
+        self._local = _OfThread()
+
+    @property
+    def seen(self) -> Seen:
+        """Of the regime that the modules are in."""
+        return self._seen.setdefault(self._parameters.regime(), Seen())
+
+    @property
+    def first(self) -> int:
+        return self._local.first
+
+    def start(self, n: int, model: nn.Module, arguments: Any, batch_dim: int) -> None:
+        """Before a forward: see what its samples enter, unless that is known."""
+        local, seen = self._local, self.seen
+        local.caches, local.first = [], torch.autograd._get_sequence_nr()
+        local.shapes = None
+        if seen.ends is None or seen.shapes is not None:
+            local.shapes = tuple(t.shape for t in tensors_in(arguments))
+        other = seen.shapes is not None and local.shapes not in seen.shapes
+        if n > 1 and (seen.ends is None or other):
+            held = [*model.parameters(), *model.buffers()]
+            now = self._parameters.tensors
+            local.taint = watching(n, held, tensors_in(arguments), batch_dim, now)
+
+    def stop(self, whole: bool = True, outputs: Any = None) -> Looked:
+        """At the end of a forward (whole), or of a call of the model by itself."""
+        local = self._local
+        way = torch.autograd._get_sequence_nr() - local.first, local.shapes
+        if not whole:
+            return Looked(None, local.ends, way)
+        found = Looked(local.taint, local.ends, way)
+        local.taint, local.ends = None, {}
+        if found.taint is not None:
+            found.taint.stop(tensors_in(outputs))
+        return found
+
+    def several(self, first: Tensor, ends: list[End]) -> None:
+        """A use has outputs beside its first."""
+        if first.grad_fn is not None:
+            self._local.ends.setdefault(first.grad_fn, []).extend(ends)
+
+    def met(self, site: int, given: Sequence[Tensor]) -> None:
+        """A use of a site, where operations are watched or taken down."""
+        if self._local.taint is not None:
+            self._local.taint.met(site, given)
+        for mode in _get_current_dispatch_mode_stack():
+            cache = getattr(mode, "storage", None)
+            if isinstance(cache, dict) and all(cache is not known for known in self._local.caches):
+                self._local.caches.append(cache)
+
+    @contextlib.contextmanager
+    def unspent(self) -> Iterator[None]:
+        """A backward inside leaves selective checkpoints theirs: they serve one, and no second."""
+        caches = self._local.caches
+        before = [{key: copy.copy(kept) for key, kept in cache.items()} for cache in caches]
+        try:
+            yield
+        finally:
+            for cache, kept in zip(caches, before, strict=True):
+                cache.update(kept)
+
+    def keep(self, taint: Taint, uses: Sequence[Use], way: Any) -> None:
+        """What a whole forward showed. Once is enough, for as long as its modules are in this
+        regime, and are given as much: a layer may be called on all rows, and on those that a mask
+        picks where there is any."""
+        seen = self.seen
+        seen.ends, seen.orderly = taint.ends, taint.orderly
+        if seen.shapes is not None:
+            seen.shapes.add(self._local.shapes)
+        for site, sizes, *_ in uses:
+            if site in taint.given:
+                given = taint.given[site]._replace(orderly=taint.orderly)
+                seen.given[site, len(sizes), None] = seen.given[site, len(sizes), way] = given
+
+    def given(self, site: int, sizes: Sequence[int], way: Any) -> Given | None:
+        """What such uses of a site were given, in forwards that went one way or any (None); None:
+        they were not watched, and the next forward will be."""
+        seen = self.seen
+        known = seen.given.get((site, len(sizes), way))
+        if known is None:
+            seen.ends = None
+        elif way is not None:
+            self._trusts(seen)
+        return known
+
+    def followed(
+        self,
+        found: list[int | str | None],
+        n: int,
+        way: Any,
+        uses: Sequence[Use],
+        watched: Sequence[Watched],
+        graph: Graph,
+        taint: Taint | None,
+    ) -> list[int | str | None]:
+        """The layouts of uses, where no proof could be had as a forward that was watched, and went
+        the same way, has shown them."""
+        seen = self.seen
+        if taint is not None:
+            orderly = taint.orderly and n > 1
+            seen.ways[way] = shown(taint, graph, uses, watched, n) if orderly else {}
+        layouts = followed(seen.ways.get(way, {}), graph, uses, watched, n)
+        if any(s is not None for f, s in zip(found, layouts, strict=True) if f is None):
+            self._trusts(seen)
+        return [s if f is None else f for f, s in zip(found, layouts, strict=True)]
+
+    def counts(self, way: Any) -> Any:
+        """What of a forward's way a verdict holds for."""
+        nodes, shapes = way
+        return nodes, None if self.seen.shapes is None else shapes
+
+    def _trusts(self, seen: Seen) -> None:
+        """Layouts were followed: forwards with arguments of other shapes are watched each."""
+        seen.shapes = {*(seen.shapes or ()), self._local.shapes}
+
+    def places(self, outputs: Sequence[Tensor]) -> list[Place | None]:
+        """Where the samples are in the model's outputs, as far as that was seen."""
+        ends = self.seen.ends or []
+        return ends if len(ends) == len(outputs) else [None] * len(outputs)
