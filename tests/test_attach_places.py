@@ -108,3 +108,16 @@ def test_where_nobody_can_follow_it_is_exact_or_refused(name, options):
     refusal = exact_or_refused(model, by_rows, torch.randn(N, N, 3), **options)
     if name == "by strides":
         assert "in two dimensions" in str(refusal)
+
+
+@every_mode
+def test_where_nobody_can_follow_it_a_head_beside_the_output_changes_nothing(options):
+    """No gradient comes to it from the outputs, so that of its own samples nothing is shown."""
+
+    def forward(m, x):
+        m.beside = m.aside(x)
+        return LOST["by strides"](m.l(x))
+
+    model = Model(forward, l=nn.Linear(3, 5), aside=nn.Linear(3, 2))
+    refusal = exact_or_refused(model, by_rows, torch.randn(N, N, 3), **options)
+    assert "in two dimensions" in str(refusal)

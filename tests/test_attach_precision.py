@@ -313,3 +313,31 @@ def test_halves_between_wider_ends_are_proven_as_halves(n):
         norms = probe.norms(loss_scale=256)
     want = loop_model(model, lambda m, *one: F.cross_entropy(m(one[0]), one[1]), ids, targets)
     assert (norms.double() - want).abs().max() < 0.05 * want.max()
+
+
+def attends(last):
+    """Each output to all positions, but to `last` of them by a softmax of -100: 4e-44, which
+    float32 has no bits for."""
+
+    def forward(m, x):
+        y = m.l(x)
+        mask = torch.zeros(x.shape[1], dtype=y.dtype).index_fill_(0, torch.tensor([4]), -100)
+        return torch.softmax(mask, 0) @ torch.cat([y[:, :4], last(y[:, 4:])], 1)
+
+    return Model(forward, l=nn.Linear(3, 2))
+
+
+@a_few_modes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_rows_that_a_mask_left_almost_nothing_are_exact(dtype, options):
+    check(attends(lambda y: y), square, torch.randn(9, 5, 3), dtype=dtype, **options)
+
+
+@a_few_modes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_rows_that_a_mask_left_almost_nothing_are_refused_where_they_are_anothers(dtype, options):
+    model, x = attends(lambda y: y.roll(1, 0)).to(dtype), torch.randn(9, 5, 3, dtype=dtype)
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        with pytest.raises(torchgradx.CoverageError, match=r"l\.weight"):
+            probe.norms()

@@ -104,9 +104,9 @@ def prove(
     others = [(t, d if place is not None else _other_dim(t, n, d))
               for (t, place), (_, d) in zip(heads, seeded, strict=True)]  # fmt: skip
     same = all(d == other for (_, d), (_, other) in zip(seeded, others, strict=True))
-    if not same and all(isinstance(verdict, int) for verdict in found):
+    if not same and not any(isinstance(verdict, str) for verdict in found):
         instead = _by_seeds(others, uses, n, unspent)
-        if instead != found and all(isinstance(verdict, int) for verdict in instead):
+        if instead != found and not any(isinstance(verdict, str) for verdict in instead):
             return [EITHER.format(n=n)] * len(uses)
     return found
 
@@ -251,16 +251,20 @@ def _verdict(
     if plain.elements % prod(use.leads):
         return MIXED.format(n=n)
     held = [s for s in scaled if s is not None]
-    fits = {}
-    for layout, owner in _owners(use.leads, n, use.second):
-        pairs = zip(held, digits, strict=True)
-        if all(plain.scaled_to(rows, digit[owner]) for rows, digit in pairs):
-            fits[layout] = owner
+    owners = dict(_owners(use.leads, n, use.second))
+
+    def fitting(but: Tensor) -> list[int]:
+        """The layouts under which all rows but these came back as their samples were scaled."""
+        return [layout for layout, owner in owners.items()
+                if all(plain.scaled_to(rows, digit[owner], but)
+                       for rows, digit in zip(held, digits, strict=True))]  # fmt: skip
+
+    nan = ~plain.sizes.isfinite()
+    fits = fitting(nan)
     if fits:
-        first = next(iter(fits))
-        alike = all(torch.equal(owner, fits[first]) for owner in fits.values())
-        return first if alike or plain.finite() else None  # nan is no evidence
-    return MIXED.format(n=n)
+        alike = all(torch.equal(owners[fits[0]], owners[layout]) for layout in fits)
+        return fits[0] if alike or not nan.any() else None  # nan is no evidence
+    return None if fitting(nan | plain.faint()) else MIXED.format(n=n)
 
 
 def _owners(leads: Sequence[int], n: int, second: bool) -> Iterator[tuple[int, Tensor]]:
@@ -296,12 +300,14 @@ class Rows:
     projections: Tensor  # [rows, up to 4]
     sizes: Tensor  # [rows, 1]
     close: float  # how near a projection comes, over its row's size
+    tiny: float  # the smallest number on the way here that has all its bits
 
     @staticmethod
     def of(g: Tensor, count: int, half: bool) -> Rows:
         # Scaling by powers of two rounds nothing, but for numbers that became subnormal: many do
         # in float16.
         close = 1e-2 if half else 1e-5
+        tiny = torch.finfo(torch.float16 if half else torch.float32).tiny
         count = count if count and g.numel() % count == 0 else 1
         elements = g.numel()
         g = torch.view_as_real(g.detach().resolve_conj()) if g.is_complex() else g
@@ -313,14 +319,16 @@ class Rows:
         sizes, most = (torch.linalg.vector_norm(rows, p, 1, True) for p in (2, inf))
         sizes = sizes.minimum(most * sqrt(rows.shape[1]))  # where squares overflow
         with torch.autocast(g.device.type, enabled=False):
-            return Rows(elements, rows.clone() if short else rows @ onto, sizes, close)
+            return Rows(elements, rows.clone() if short else rows @ onto, sizes, close, tiny)
 
-    def scaled_to(self, scaled: Rows, exponents: Tensor) -> bool:
-        """Whether each row came back scaled by 2^exponent; another's is off by 2 at least."""
+    def scaled_to(self, scaled: Rows, exponents: Tensor, but: Tensor) -> bool:
+        """Whether rows came back scaled by 2^exponent, all `but` some; another's is off by 2."""
         exponents = exponents.to(self.sizes.device)[:, None]
         wanted, size = (torch.ldexp(t, exponents) for t in (self.projections, self.sizes))
         close = (scaled.projections - wanted).abs() <= self.close * size
-        return bool((close | ~self.sizes.isfinite()).all())
+        return bool((close | but).all())
 
-    def finite(self) -> bool:
-        return bool(self.sizes.isfinite().all())
+    def faint(self) -> Tensor:
+        """Rows so small that subnormal numbers may have made the difference, as where a mask of
+        -100 leaves a softmax 4e-44."""
+        return self.sizes < self.tiny / self.close
