@@ -21,14 +21,14 @@ from . import ops
 from .copies import untraced
 from .layout import NOWHERE, SHARED, Watched, prove
 from .lift import Lift
-from .routes import alike, routes
+from .routes import routes
 from .rules import Layer
 from .several import End, ends_of_node
 from .sharding import scattered
 from .shared import Graph
 from .sites import NativeSite
 from .unproven import beyond_doubt, stands
-from .verdict import OTHERWISE, OUTSIDE, Verdict, from_outside
+from .verdict import OTHERWISE, OUTSIDE, Verdict, barriers, from_outside
 from .witness import Looked, Witness
 
 if TYPE_CHECKING:
@@ -49,14 +49,13 @@ class Audit:
         layers: Sequence[Layer],
         options: Mapping[str, Any],
         record: Record,
-        proven: dict[str, dict[Any, Any]],
+        known: dict[str, dict[Any, Any]],
         began: Callable[[None], None],
     ) -> None:
-        self._record, self._began = record, began
+        self._record, self._began, self._options = record, began, options
         self._recorder, self._parameters, self._layers = recorder, parameters, layers
-        self._options = options
-        self._proven: dict[Any, Verdict] = proven.setdefault("structures", {})
-        self.witness = Witness(parameters, proven.setdefault("seen", {}))
+        self._proven: dict[Any, Verdict] = known.setdefault("structures", {})
+        self.witness = Witness(parameters, known.setdefault("seen", {}))
         self._lift = Lift(
             recorder, parameters, layers, self.witness, self._hears, not options["weight_grad"]
         )
@@ -81,9 +80,8 @@ class Audit:
         return run.structure, self.witness.counts(way), self._parameters.modes()
 
     def knows(self, key: Any) -> bool:
-        """Whether a pass of this structure need not be looked at."""
         verdict = self._proven.get(key)
-        return verdict is not None and verdict.plan is None and not verdict.routes
+        return verdict is not None and verdict.lasting
 
     def examine(
         self,
@@ -118,7 +116,7 @@ class Audit:
         verdict = self._proven.get(key)
         pending = self._pending.get(key)
         held = verdict or (pending and pending[0])
-        if held and held.routes and not alike(held.routes, routes(outputs, run.n)):
+        if held and not held.holds(self._parameters.tensors(), outputs, run.n):
             self._proven.pop(key, None)
             verdict = pending = None
         if verdict is None:
@@ -160,7 +158,7 @@ class Audit:
             return prove(asked, places, watched, n, batch_dim, self.witness.unspent)
 
         shown = proof([*watched, *(end.watched for _, end in ends)])
-        found = list(shown[: len(uses)])
+        found, proven = list(shown[: len(uses)]), any(verdict is not None for verdict in shown)
         for (k, end), verdict in zip(ends, shown[len(uses) :], strict=True):
             found[k] = end.joined(found[k], verdict, sites[uses[k][0]].presumed, n)
         way, several = (run.structure, looked.way), {k for k, _ in ends}
@@ -189,14 +187,16 @@ class Audit:
                 layouts.append(NOWHERE)  # as where it was detached: if a gradient comes, refused
                 continue
             if doubt:
+                complete = complete and bool(reason or not proven)  # a pass to come may show it
                 reason = reason or f"no proof could be had of where the {n} samples are in it"
                 name = self._layers[site].name
                 say = f'if it is so, say layout={{"{name}": "batch"}} or "sequence"'
                 refusals.append((site, f"of shape {list(sizes)}, {reason}; {say}"))
-            proven = known and node is not None and not trusted
-            layouts.append(int(verdict) if proven else presumed)  # type: ignore[arg-type]
+            says = known and node is not None and not trusted
+            layouts.append(int(verdict) if says else presumed)  # type: ignore[arg-type]
         called = [site for site, *_ in uses]
-        return Verdict(layouts, refusals, plan, complete, called, routes(outputs, n))
+        blind = barriers(self._layers, self._parameters.tensors()) if proven else []
+        return Verdict(layouts, refusals, plan, complete, called, routes(outputs, n), blind)
 
     # Backward
 

@@ -263,7 +263,8 @@ def _verdict(
     fits = fitting(nan)
     if fits:
         alike = all(torch.equal(owners[fits[0]], owners[layout]) for layout in fits)
-        return fits[0] if alike or not nan.any() else None  # nan is no evidence
+        shown = bool(plain.sizes[~nan].any())
+        return fits[0] if alike and shown else None  # neither nan nor zeros are evidence
     return None if fitting(nan | plain.faint()) else MIXED.format(n=n)
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
+from .routes import alike, routes
+from .rules import Layer
 from .shared import Plan
 
-__all__ = ["OTHERWISE", "OUTSIDE", "Verdict", "from_outside"]
+__all__ = ["OTHERWISE", "OUTSIDE", "Verdict", "barriers", "from_outside"]
 
 OUTSIDE = (
     "what it computes before samples enter, as from a position table, is followed outside of "
@@ -28,6 +33,30 @@ class Verdict:
     complete: bool  # False: another forward must be looked at
     sites: list[int]  # of each use
     routes: list[Any]  # what its batch chose, see routes.py
+    barriers: list[int]  # parameters that let no gradient pass, by place
+
+    @property
+    def lasting(self) -> bool:
+        """Whether passes of this structure need not be looked at."""
+        return self.plan is None and not self.routes and not self.barriers
+
+    def holds(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor], n: int) -> bool:
+        """Whether another pass would be shown no more than this was proven by."""
+        if any(bool(tensors[place].any()) for place in self.barriers):
+            return False
+        return not self.routes or alike(self.routes, routes(outputs, n))
+
+
+def barriers(layers: Sequence[Layer], tensors: Sequence[Tensor]) -> list[int]:
+    """The factors of nothing but zeros, as of adapters and gates that are yet to be trained."""
+    factors = {
+        place
+        for layer in layers
+        if layer.kind not in ("embedding", "embeddingbag")
+        for place in layer.parameters
+        if place != layer.bias
+    }
+    return [place for place in sorted(factors) if not bool(tensors[place].any())]
 
 
 def from_outside(run: Any) -> Verdict:
@@ -49,8 +78,9 @@ def from_outside(run: Any) -> Verdict:
         all(verdict.complete for verdict, _ in seen),
         [site for verdict, _ in seen for site in verdict.sites],
         [part for verdict, _ in seen for part in verdict.routes],
+        [place for verdict, _ in seen for place in verdict.barriers],
     )
 
 
 def _nothing(why: str) -> Verdict:
-    return Verdict([], [(-1, why)], None, True, [], [])
+    return Verdict([], [(-1, why)], None, True, [], [], [])

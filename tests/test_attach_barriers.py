@@ -1,0 +1,135 @@
+"""Factors of nothing but zeros, as adapters and gates begin with: behind them no gradient shows
+where samples are, until the first step of the optimizer lets one pass."""
+
+import pytest
+import torch
+from attach_oracle import Model, close_named, every_mode, loop, need_native, seeded  # noqa: F401
+from torch import nn
+
+import torchgradx
+
+N, T = 4, 6
+
+
+def square(model, x):
+    return model(x).square().sum() / len(x)
+
+
+def within(factor, inner):
+    """h + factor(inner(h)), from and to the rows of a model that has samples first."""
+    return lambda m, x: (lambda h: h + factor(m, inner(m, h)))(m.i(x))
+
+
+def rows_of_a_sequence(m, h):
+    """Flattened to rows t*N+n, and back."""
+    y = torch.tanh(m.a(h.transpose(0, 1).reshape(-1, 3)))
+    return y.unflatten(0, (h.shape[1], h.shape[0])).transpose(0, 1)
+
+
+def mixes(m, h):
+    return torch.tanh(m.a(h)) + h.mean(0)
+
+
+FACTORS = {
+    "of an adapter": (lambda m, y: m.b(y), lambda: nn.Linear(3, 3, bias=False)),
+    "of a convolution": (
+        lambda m, y: m.b(y.transpose(1, 2)).transpose(1, 2),
+        lambda: nn.Conv1d(3, 3, 1, bias=False),
+    ),
+    "of a norm": (lambda m, y: m.b(y), lambda: nn.RMSNorm(3)),
+    "for each feature": (lambda m, y: m.b * y, lambda: nn.Parameter(torch.zeros(3))),
+    "one number": (lambda m, y: m.b * y, lambda: nn.Parameter(torch.zeros(()))),
+}
+
+
+def zeroed(name, inner, **layers):
+    factor, make = FACTORS[name]
+    model = Model(within(factor, inner), i=nn.Linear(3, 3), b=make(), **layers)
+    with torch.no_grad():
+        for p in model.b.parameters() if isinstance(model.b, nn.Module) else ():
+            p.zero_()
+    return model.double()
+
+
+def steps(model, probe, count=3):
+    """What the loop says of each backward; after each the parameters change, as by an optimizer."""
+    for _ in range(count):
+        x = torch.randn(N, T, 3, dtype=torch.float64)
+        want = loop(model, square, x)
+        square(model, x).backward()
+        yield want
+        probe.reset()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p), alpha=0.1)
+
+
+@every_mode
+@pytest.mark.parametrize("name", FACTORS)
+def test_layers_behind_zeros_are_exact_before_and_after_the_first_step(name, options):
+    need_native(options)
+    model = zeroed(name, rows_of_a_sequence, a=nn.Linear(3, 3))
+    try:
+        probe = torchgradx.attach(model, **options)
+    except torchgradx.CoverageError:
+        return  # backend="native", and a parameter that has no kernel
+    with probe:
+        for want in steps(model, probe):
+            close_named(probe.norms(per="parameter"), want)
+
+
+@every_mode
+@pytest.mark.parametrize("name", FACTORS)
+def test_samples_that_are_mixed_behind_zeros_are_refused(name, options):
+    need_native(options)
+    model = zeroed(name, mixes, a=nn.Linear(3, 3))
+    try:
+        probe = torchgradx.attach(model, **options)
+    except torchgradx.CoverageError:
+        return
+    with probe:
+        for k, _ in enumerate(steps(model, probe)):
+            with pytest.raises(torchgradx.CoverageError, match=r"i\.weight" if k else r"a\.weight"):
+                probe.norms()
+
+
+@every_mode
+@pytest.mark.parametrize("name", FACTORS)
+def test_samples_that_are_mixed_between_layers_are_refused_once_zeros_let_it_show(name, options):
+    """All layers' rows are seen, by the way around the zeros."""
+    need_native(options)
+    model = zeroed(name, lambda m, h: h.mean(0).expand_as(h))
+    try:
+        probe = torchgradx.attach(model, **options)
+    except torchgradx.CoverageError:
+        return
+    with probe:
+        for k, _ in enumerate(steps(model, probe)):
+            if k:
+                with pytest.raises(torchgradx.CoverageError, match=r"i\.weight"):
+                    probe.norms()
+
+
+@every_mode
+def test_what_a_proof_could_not_see_it_sees_in_a_later_pass(options):
+    """Without a step: the rows of a layer that are all dropped in one forward, and not in another.
+    Nothing follows samples through strides, so that there no more than the proof can tell."""
+
+    def forward(m, x):
+        y = torch.tanh(m.a(m.i(x)))
+        y = y.as_strided(y.shape, y.stride())
+        return m.i(x) + m.kept * y
+
+    model = Model(forward, i=nn.Linear(3, 3), a=nn.Linear(3, 3)).double()
+    model.register_buffer("kept", torch.zeros(N, 1, 1, dtype=torch.float64))
+    need_native(options)
+    x = torch.randn(N, T, 3, dtype=torch.float64)
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        with pytest.raises(torchgradx.CoverageError, match=r"a\.weight"):
+            probe.norms()
+        probe.reset()
+        model.kept.fill_(2)
+        square(model, x).backward()
+        model.kept = model.kept[:1]
+        close_named(probe.norms(per="parameter"), loop(model, square, x))
