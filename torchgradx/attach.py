@@ -343,7 +343,7 @@ class Probe(Reader):
         elif seen is None:
             self._audit.examine(run, key, uses, outputs, self._sites, looked)
         else:
-            verdict = self._audit.verdict(run, uses, outputs, self._sites, looked)
+            verdict = self._audit.examiner.verdict(run, uses, outputs, self._sites, looked)
             seen.append((verdict, [(site, sizes) for site, sizes, *_ in uses]))
         if not uses and not known and run.refusals:  # nothing else would tell of its backward
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:

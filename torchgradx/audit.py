@@ -1,6 +1,6 @@
 """Nothing is silently wrong: what is recorded is held against what the parameters receive.
 
-On the first pass of a new structure the samples' places are proven (layout.py), and each
+On the first pass of a new structure the samples' places are proven (examine.py), and each
 parameter's gradient is compared with the sum of what was recorded. In every backward, each edge of
 the graph into a parameter must belong to a recorded use (csrc/pass.cpp). What fails is refused when
 it is read.
@@ -19,16 +19,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import ops
 from .copies import untraced
-from .layout import NOWHERE, SHARED, Watched, prove
+from .examine import Examiner
 from .lift import Lift
-from .routes import routes
 from .rules import Layer
-from .several import End, ends_of_node
 from .sharding import scattered
-from .shared import Graph
-from .sites import NativeSite
-from .unproven import beyond_doubt, stands
-from .verdict import OTHERWISE, OUTSIDE, Verdict, barriers, from_outside
+from .verdict import OTHERWISE, OUTSIDE, Verdict, from_outside
 from .witness import Looked, Witness
 
 if TYPE_CHECKING:
@@ -52,13 +47,14 @@ class Audit:
         known: dict[str, dict[Any, Any]],
         began: Callable[[None], None],
     ) -> None:
-        self._record, self._began, self._options = record, began, options
+        self._record, self._began = record, began
         self._recorder, self._parameters, self._layers = recorder, parameters, layers
         self._proven: dict[Any, Verdict] = known.setdefault("structures", {})
         self.witness = Witness(parameters, known.setdefault("seen", {}))
         self._lift = Lift(
             recorder, parameters, layers, self.witness, self._hears, not options["weight_grad"]
         )
+        self.examiner = Examiner(parameters, layers, options, self.witness, self._lift)
         self._pending: dict[Any, tuple[Verdict, Any]] = {}  # structure -> (verdict, its first pass)
         self._handles: list[Any] = []
         self._shields: list[Any] = []
@@ -93,7 +89,7 @@ class Audit:
         looked: Looked,
     ) -> None:
         """At the end of a forward: what is known of its structure, or a first look at it."""
-        prove = partial(self.verdict, run, uses, outputs, sites, looked)
+        prove = partial(self.examiner.verdict, run, uses, outputs, sites, looked)
         verdict = self._applied(run, key, prove, outputs)
         if self._parameters.gathered():
             self._follow(run, verdict.sites)
@@ -129,74 +125,6 @@ class Audit:
         for site, reason in verdict.refusals:
             run.refuse(site, reason)
         return verdict
-
-    def verdict(
-        self,
-        run: Any,
-        uses: Sequence[Any],
-        outputs: Sequence[Tensor],
-        sites: Sequence[Site],
-        looked: Looked,
-    ) -> Verdict:
-        """What a forward shows of its structure."""
-        n, watched, graph = run.n, [], Graph(outputs)
-        ends: list[tuple[int, End]] = []  # by use
-        for k, (site, sizes, node, number) in enumerate(uses):
-            trusted = sites[site].declared >= 0
-            leads = sizes[: sites[site].leads(len(sizes))]
-            second = isinstance(sites[site], NativeSite)
-            watched.append(Watched(None if trusted else node, number, leads, second))
-            if self._layers[site].inside and node is not None and not trusted:
-                ends += [(k, end) for end in ends_of_node(node, graph, outputs, leads)]
-            elif not trusted:
-                ends += [(k, end) for end in looked.ends.get(node, ())]
-
-        asked = [] if self._parameters.gathered() else outputs
-        batch_dim, places = self._options["batch_dim"], self.witness.places(asked)
-
-        def proof(watched: Sequence[Watched]) -> list[int | str | None]:
-            return prove(asked, places, watched, n, batch_dim, self.witness.unspent)
-
-        shown = proof([*watched, *(end.watched for _, end in ends)])
-        found, proven = list(shown[: len(uses)]), any(verdict is not None for verdict in shown)
-        for (k, end), verdict in zip(ends, shown[len(uses) :], strict=True):
-            found[k] = end.joined(found[k], verdict, sites[uses[k][0]].presumed, n)
-        way, several = (run.structure, looked.way), {k for k, _ in ends}
-        seen = self.witness.followed(found, n, way, uses, watched, graph, looked.taint)
-        found = [f if k in several else s for k, (f, s) in enumerate(zip(found, seen, strict=True))]
-        plan = self._lift.plan(n, uses, sites, found, outputs, looked.taint, proof)
-        for k, _ in plan.starts if plan else ():
-            if k >= 0:
-                found[k] = SHARED
-        layouts: list[int] = []
-        refusals: list[tuple[int, str]] = []
-        complete = True
-        for (site, sizes, node, _), use, verdict in zip(uses, watched, found, strict=True):
-            presumed = sites[site].presumed
-            trusted = sites[site].declared >= 0
-            # No node: it runs again in backward (reentrant checkpointing), where nothing is proven.
-            known = isinstance(verdict, int) and (node is not None or n <= 1)
-            reason = verdict if isinstance(verdict, str) else None
-            doubt = not trusted and not known
-            if doubt and not reason:
-                told = beyond_doubt(use.leads, n, presumed)
-                given = self.witness.given(site, sizes, None if told else way)
-                complete = complete and given is not None
-                doubt = given is None or not stands(given, use.leads, n, presumed)
-            if doubt and outputs and node is not None and node not in graph.parents:
-                layouts.append(NOWHERE)  # as where it was detached: if a gradient comes, refused
-                continue
-            if doubt:
-                complete = complete and bool(reason or not proven)  # a pass to come may show it
-                reason = reason or f"no proof could be had of where the {n} samples are in it"
-                name = self._layers[site].name
-                say = f'if it is so, say layout={{"{name}": "batch"}} or "sequence"'
-                refusals.append((site, f"of shape {list(sizes)}, {reason}; {say}"))
-            says = known and node is not None and not trusted
-            layouts.append(int(verdict) if says else presumed)  # type: ignore[arg-type]
-        called = [site for site, *_ in uses]
-        blind = barriers(self._layers, self._parameters.tensors()) if proven else []
-        return Verdict(layouts, refusals, plan, complete, called, routes(outputs, n), blind)
 
     # Backward
 

@@ -36,7 +36,8 @@ __all__ = [
     "tensors_in",
 ]
 
-# rows n*T+t | rows t*N+n | of no sample, see shared.py | no output shows a way there | [T, N K, *]
+# rows n*T+t | rows t*N+n | of no sample, see shared.py | no gradient comes from the outputs, and if
+# one does come it is refused | [T, N K, *]
 BATCH, SEQUENCE, SHARED, NOWHERE, SECOND = range(5)
 EITHER = (
     "the model's outputs have {n}, the number of samples, in two dimensions, and which of them "
@@ -90,7 +91,8 @@ def prove(
     batch_dim: int,
     unspent: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[int | str | None]:
-    """For each use BATCH or SEQUENCE; a str says why neither; None: no proof could be had.
+    """For each use BATCH or SEQUENCE; a str says why neither; None: no proof could be had. NOWHERE:
+    what comes from the outputs is zeros, of which nothing shows.
 
     `places`: where the samples are in the outputs, as far as that is known. `unspent`: what each
     backward of the graph runs under.
@@ -259,12 +261,13 @@ def _verdict(
                 if all(plain.scaled_to(rows, digit[owner], but)
                        for rows, digit in zip(held, digits, strict=True))]  # fmt: skip
 
+    if not any(rows.sizes.any() for rows in (plain, *held)):
+        return NOWHERE
     nan = ~plain.sizes.isfinite()
     fits = fitting(nan)
     if fits:
         alike = all(torch.equal(owners[fits[0]], owners[layout]) for layout in fits)
-        shown = bool(plain.sizes[~nan].any())
-        return fits[0] if alike and shown else None  # neither nan nor zeros are evidence
+        return fits[0] if alike and bool(plain.sizes[~nan].any()) else None  # nan is no evidence
     return None if fitting(nan | plain.faint()) else MIXED.format(n=n)
 
 

@@ -275,7 +275,9 @@ class FallbackSite:
         if layout == SHARED:
             return  # lift.py brings its gradients by sample
         if layout == NOWHERE:
-            self._recorder.refuse(self._index, "its gradient came by a way that no output shows")
+            if any(g is not None and bool(g.any()) for g in grads):
+                reason = "its gradient came by a way that no output shows"
+                self._recorder.refuse(self._index, reason)
             return
         if isinstance(self._module, (nn.RNNBase, nn.MultiheadAttention)):
             layout = self.presumed

@@ -1,0 +1,130 @@
+"""A first look at a structure: where the samples are in each layer, as proven (layout.py), as
+followed (unproven.py), or as they must be by their sizes; and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .layout import NOWHERE, SHARED, Watched, prove
+from .lift import Lift
+from .routes import routes
+from .rules import Layer
+from .several import End, ends_of_node
+from .shared import Graph
+from .sites import NativeSite
+from .unproven import beyond_doubt, stands
+from .verdict import Verdict, barriers
+from .witness import Looked, Witness
+
+if TYPE_CHECKING:
+    from .recurrent import Site
+    from .table import Parameters
+
+__all__ = ["Examiner"]
+
+
+class Examiner:
+    """Of one probe."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        layers: Sequence[Layer],
+        options: Mapping[str, Any],
+        witness: Witness,
+        lift: Lift,
+    ) -> None:
+        self._parameters, self._layers, self._options = parameters, layers, options
+        self._witness, self._lift = witness, lift
+
+    def verdict(
+        self,
+        run: Any,
+        uses: Sequence[Any],
+        outputs: Sequence[Tensor],
+        sites: Sequence[Site],
+        looked: Looked,
+    ) -> Verdict:
+        """What a forward shows."""
+        n, graph = run.n, Graph(outputs)
+        watched, ends = self._watched(uses, outputs, sites, looked, graph)
+        asked = [] if self._parameters.gathered() else outputs
+        batch_dim, places = self._options["batch_dim"], self._witness.places(asked)
+
+        def proof(watched: Sequence[Watched]) -> list[int | str | None]:
+            return prove(asked, places, watched, n, batch_dim, self._witness.unspent)
+
+        def but_zeros(watched: Sequence[Watched]) -> list[int | str | None]:
+            return [None if verdict == NOWHERE else verdict for verdict in proof(watched)]
+
+        shown = proof([*watched, *(end.watched for _, end in ends)])
+        zeros, proven = [v == NOWHERE for v in shown], any(v is not None for v in shown)
+        found = [None if zero else v for v, zero in zip(shown, zeros, strict=True)]
+        for (k, end), verdict in zip(ends, found[len(uses) :], strict=True):
+            found[k] = end.joined(found[k], verdict, sites[uses[k][0]].presumed, n)
+        found, several = found[: len(uses)], {k for k, _ in ends}
+        way = run.structure, looked.way
+        seen = self._witness.followed(found, n, way, uses, watched, graph, looked.taint)
+        found = [f if k in several else s for k, (f, s) in enumerate(zip(found, seen, strict=True))]
+        plan = self._lift.plan(n, uses, sites, found, outputs, looked.taint, but_zeros)
+        for k, _ in plan.starts if plan else ():
+            if k >= 0:
+                found[k] = SHARED
+        blind = barriers(self._layers, self._parameters.tensors()) if proven else []
+        layouts: list[int] = []
+        refusals: list[tuple[int, str]] = []
+        complete = True
+        for k, ((site, sizes, node, _), use, verdict) in enumerate(
+            zip(uses, watched, found, strict=True)
+        ):
+            presumed = sites[site].presumed
+            trusted = sites[site].declared >= 0
+            # No node: it runs again in backward (reentrant checkpointing), where nothing is proven.
+            known = isinstance(verdict, int) and (node is not None or n <= 1)
+            reason = verdict if isinstance(verdict, str) else None
+            doubt = not trusted and not known
+            if doubt and not reason:
+                told = beyond_doubt(use.leads, n, presumed)
+                given = self._witness.given(site, sizes, None if told else way)
+                complete = complete and given is not None
+                doubt = given is None or not stands(given, use.leads, n, presumed)
+            apart = bool(outputs) and node is not None and node not in graph.parents
+            if doubt and (apart or zeros[k]):
+                layouts.append(NOWHERE)  # as where it was detached: if a gradient comes, refused
+                complete = complete and (apart or bool(blind))
+                continue
+            if doubt:
+                complete = complete and bool(reason or not proven)  # a pass to come may show it
+                reason = reason or f"no proof could be had of where the {n} samples are in it"
+                name = self._layers[site].name
+                say = f'if it is so, say layout={{"{name}": "batch"}} or "sequence"'
+                refusals.append((site, f"of shape {list(sizes)}, {reason}; {say}"))
+            proves = known and node is not None and not trusted
+            layouts.append(int(verdict) if proves else presumed)  # type: ignore[arg-type]
+        called = [site for site, *_ in uses]
+        return Verdict(layouts, refusals, plan, complete, called, routes(outputs, n), blind)
+
+    def _watched(
+        self,
+        uses: Sequence[Any],
+        outputs: Sequence[Tensor],
+        sites: Sequence[Site],
+        looked: Looked,
+        graph: Graph,
+    ) -> tuple[list[Watched], list[tuple[int, End]]]:
+        """The first output of each use, and the others, by use."""
+        watched: list[Watched] = []
+        ends: list[tuple[int, End]] = []
+        for k, (site, sizes, node, number) in enumerate(uses):
+            trusted = sites[site].declared >= 0
+            leads = sizes[: sites[site].leads(len(sizes))]
+            second = isinstance(sites[site], NativeSite)
+            watched.append(Watched(None if trusted else node, number, leads, second))
+            if self._layers[site].inside and node is not None and not trusted:
+                ends += [(k, end) for end in ends_of_node(node, graph, outputs, leads)]
+            elif not trusted:
+                ends += [(k, end) for end in looked.ends.get(node, ())]
+        return watched, ends
