@@ -7,6 +7,7 @@ import pytest
 import torch
 from attach_oracle import (
     Model,
+    a_few_modes,
     every_mode,
     exact_or,
     loop,
@@ -117,3 +118,34 @@ def test_dropout_of_a_recurrent_module_may_change():
         model.dropout = 0.0
         loss(model, ROWS.double()).backward()
         exact_or(AssertionError, "", probe, loop(model, loss, ROWS.double()))
+
+
+CHANGES = {
+    "a module in its place": lambda m: setattr(m, "soft", nn.Softmax(0)),
+    "an option of a module": lambda m: setattr(m.soft, "dim", 0),
+    "a function": lambda m: setattr(m, "soft", lambda h: torch.softmax(h, 0)),
+    "a forward of its own": lambda m: setattr(m.soft, "forward", lambda h: torch.softmax(h, 0)),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_was_proven_before_a_change_is_not_believed_after_attaching_again(name, options):
+    model = Model(lambda m, x: m.out(m.soft(m.l(x))), l=nn.Linear(3, 3), soft=nn.Softmax(1),
+                  out=nn.Linear(3, 2))  # fmt: skip
+    if name == "a function":
+        del model.soft
+        model.soft = lambda h: torch.softmax(h, 1)
+    x = torch.randn(N, 3)
+    for change, wrong in ((None, False), (CHANGES[name], True)):
+        if change:
+            change(model)
+        with torchgradx.attach(model, **options) as probe:
+            for _ in range(2):
+                square(model, x).backward()
+                if wrong:
+                    with pytest.raises(torchgradx.CoverageError, match=r"l\.weight"):
+                        probe.norms()
+                    probe.reset()
+                else:
+                    assert probe.norms().shape == (N,)

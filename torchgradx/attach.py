@@ -28,7 +28,7 @@ from .sharding import uncovered
 from .sites import Hooks, unwound
 from .table import COMPUTED, Context, Parameters, find_layers
 from .trace import Call, Trace, outside, root_of
-from .verdict import Verdict
+from .verdict import Verdict, known
 
 if ops.NATIVE:
     from ._C import Pass, Recorder
@@ -40,10 +40,6 @@ __all__ = ["Probe", "attach"]
 MIXED = "same_samples() met forwards of a whole compiled graph and others"
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Probe]] = weakref.WeakKeyDictionary()
-# Verdicts on structures outlive a probe: scoring attaches anew for each batch.
-_proven: weakref.WeakKeyDictionary[nn.Module, dict[Any, dict[str, dict[Any, Any]]]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def attach(
@@ -147,12 +143,8 @@ class Probe(Reader):
         methods = ("_began", "_finish", "_drained", "_met", "_booked", "_astray")
         self._recorder = Recorder(len(self._parameters.names), *map(forward_to, methods))
         shared = (self._recorder, self._parameters, self._layers, options)
-        choices = tuple(
-            repr(options[k]) for k in ("layout", "batch_dim", "backend", "fused", "weight_grad")
-        )
         self._record = Record(*shared)
-        proven = _proven.setdefault(model, {}).setdefault(choices, {})
-        self._audit = Audit(*shared, self._record, proven, forward_to("_began"))
+        self._audit = Audit(*shared, self._record, known(model, options), forward_to("_began"))
         self._backwards = Backwards(self._recorder, forward_to("_over"))
         self.directions = options["directions"] or {}
         self._joint: list[Pass] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.utils import parametrize
 __all__ = [
     "CONTAINERS",
     "RECURRENT",
+    "build_of",
     "modules_in_order",
     "opaque",
     "own_names",
@@ -22,6 +24,7 @@ __all__ = [
 
 # Never called: their parameters are their owner's.
 CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+OWN = set(vars(nn.Module()))  # what torch keeps in every module
 RECURRENT = (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)
 
 
@@ -45,6 +48,28 @@ def recurrent_weights(module: Any) -> list[tuple[str, str | None]]:
     dtypes = {p.dtype for p in own.values()}
     served = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64, torch.bfloat16}
     return found if named == set(own) and served else []
+
+
+def build_of(model: nn.Module) -> tuple[Any, ...]:
+    """What a forward may depend on beside values of tensors: the modules, and their attributes."""
+    return tuple(
+        (name, type(module), *((k, _same(v)) for k, v in vars(module).items() if k not in OWN))
+        for name, module in model.named_modules(remove_duplicate=False)
+    )
+
+
+def _same(value: Any) -> Any:
+    """What compares equal to that of the same object alone, or of a number of the same value."""
+    if isinstance(value, dict):
+        return tuple((_same(k), _same(v)) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_same, value))
+    if isinstance(value, Tensor):
+        return Tensor
+    try:
+        return id(value), weakref.ref(value)  # an id may be given to another object later
+    except TypeError:
+        return value
 
 
 def opaque(module: nn.Module) -> bool:

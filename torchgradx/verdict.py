@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from .modules import build_of
 from .routes import alike, routes
 from .rules import Layer
 from .shared import Plan
 
-__all__ = ["OTHERWISE", "OUTSIDE", "Verdict", "barriers", "from_outside"]
+__all__ = ["OTHERWISE", "OUTSIDE", "Verdict", "barriers", "from_outside", "known"]
 
 OUTSIDE = (
     "what it computes before samples enter, as from a position table, is followed outside of "
@@ -21,6 +23,21 @@ OUTSIDE = (
 
 
 OTHERWISE = "its compiled graph calls other layers than the model does without the compiler"
+
+
+CHOICES = ("layout", "batch_dim", "backend", "fused", "weight_grad")
+_known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, dict[str, dict[Any, Any]]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def known(model: nn.Module, options: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
+    """What was found of a model's structures under such options. It outlives a probe, as scoring
+    attaches anew for each batch, for as long as the model is built as it was."""
+    build, choices = build_of(model), tuple(repr(options[choice]) for choice in CHOICES)
+    if model not in _known or _known[model][0] != build:
+        _known[model] = build, {}
+    return _known[model][1].setdefault(choices, {})
 
 
 @dataclass(frozen=True)
