@@ -15,7 +15,7 @@ from .rules import Layer
 from .several import End, ends_of_node
 from .shared import Graph
 from .sites import NativeSite
-from .unproven import beyond_doubt, stands
+from .unproven import stands
 from .verdict import Verdict, barriers
 from .witness import Looked, Witness
 
@@ -69,7 +69,8 @@ class Examiner:
         way = run.structure, looked.way
         seen = self._witness.followed(found, n, way, uses, watched, graph, looked.taint)
         found = [f if k in several else s for k, (f, s) in enumerate(zip(found, seen, strict=True))]
-        plan = self._lift.plan(n, uses, sites, found, outputs, looked.taint, but_zeros)
+        went = self._witness.went(way)
+        plan = self._lift.plan(n, uses, sites, found, went, outputs, looked.taint, but_zeros)
         for k, _ in plan.starts if plan else ():
             if k >= 0:
                 found[k] = SHARED
@@ -87,10 +88,12 @@ class Examiner:
             reason = verdict if isinstance(verdict, str) else None
             doubt = not trusted and not known
             if doubt and not reason:
-                told = beyond_doubt(use.leads, n, presumed)
-                given = self._witness.given(site, sizes, None if told else way)
-                complete = complete and given is not None
-                doubt = given is None or not stands(given, use.leads, n, presumed)
+                given = went.given.get((site, len(sizes)))
+                stood = given is not None and stands(given, use.leads, n, presumed)
+                doubt = not (went.orderly and stood)
+                self._witness.believed()
+                if given is None:
+                    complete, self._witness.seen.ends = False, None  # watch the next forward
             apart = bool(outputs) and node is not None and node not in graph.parents
             if doubt and (apart or zeros[k]):
                 layouts.append(NOWHERE)  # as where it was detached: if a gradient comes, refused

@@ -267,7 +267,7 @@ def _verdict(
     fits = fitting(nan)
     if fits:
         alike = all(torch.equal(owners[fits[0]], owners[layout]) for layout in fits)
-        return fits[0] if alike and bool(plain.sizes[~nan].any()) else None  # nan is no evidence
+        return fits[0] if alike else None  # neither zeros nor nan are evidence
     return None if fitting(nan | plain.faint()) else MIXED.format(n=n)
 
 

@@ -24,7 +24,7 @@ from .sites import NativeSite
 from .taint import Taint
 from .unpacking import answers_twice, saves_through_hooks
 from .unproven import Use, presumed, rows_at
-from .witness import Witness
+from .witness import Way, Witness
 
 __all__ = ["Lift"]
 
@@ -50,6 +50,7 @@ class Lift:
         uses: Sequence[Use],
         sites: Sequence[Site],
         verdicts: Sequence[Any],
+        went: Way,
         outputs: Sequence[Tensor],
         taint: Taint | None,
         prove: Callable[[Sequence[Watched]], Sequence[Any]],
@@ -57,9 +58,11 @@ class Lift:
         """Which uses are lifted, and how; the first time that a structure is met."""
         seen = self._witness.seen
         mixing = [k for k, verdict in enumerate(verdicts) if isinstance(verdict, str)]
-        orderly = n > 1 and seen.orderly
+        orderly = n > 1 and went.orderly
+        if None in verdicts:
+            self._witness.believed()
         for k, (site, sizes, node, _) in enumerate(uses):
-            known = seen.given.get((site, len(sizes), None)) if verdicts[k] is None else None
+            known = went.given.get((site, len(sizes))) if verdicts[k] is None else None
             if known and not known.fed and node and orderly:
                 mixing.append(k)
         proven = [isinstance(v, int) or (orderly and v is None) for v in verdicts]

@@ -29,7 +29,6 @@ class Given(NamedTuple):
 
     fed: bool  # samples entered it
     in_turn: bool  # and its rows are of one sample after the other
-    orderly: bool = True  # nothing in the forward moved or mixed the samples
 
 
 class Taint(TorchDispatchMode):

@@ -2,8 +2,8 @@
 what is trained, the operations of a forward are watched (taint.py).
 
 What no sample's value enters is a matter of the model's code: seen once, it holds for batches of
-other sizes. Where no proof can be had, layouts too are taken from here; then forwards with
-arguments of other shapes are watched each.
+other sizes. Where the samples are, which counts where no proof can be had, holds for forwards that
+go the same way; once it counted, those with arguments of other shapes are watched each.
 """
 
 from __future__ import annotations
@@ -30,15 +30,21 @@ __all__ = ["Looked", "Seen", "Witness"]
 
 
 @dataclass
+class Way:
+    """Of forwards that go one way."""
+
+    orderly: bool = False  # nothing moved or mixed the samples
+    given: dict[tuple[int, int], Given] = field(default_factory=dict)  # by site and dimensions
+    known: Known = field(default_factory=dict)
+
+
+@dataclass
 class Seen:
     """Of one regime; outlives the probe."""
 
     ends: list[Place | None] | None = None  # of the outputs; None: the next forward is watched
-    orderly: bool = False
-    # By site, number of dimensions, and the way that the forward went: its last, and any (None).
-    given: dict[tuple[int, int, Any], Given] = field(default_factory=dict)
-    shapes: set[Any] | None = None  # of arguments that were watched, where layouts are followed
-    ways: dict[Any, Known] = field(default_factory=dict)
+    shapes: set[Any] | None = None  # of arguments that were watched, once a way counted
+    ways: dict[Any, Way] = field(default_factory=dict)
     # By what is served; with the groups that are, by place: uses have other numbers in each pass.
     plans: dict[Any, tuple[Plan, list[int]]] = field(default_factory=dict)
 
@@ -127,28 +133,23 @@ class Witness:
                 cache.update(kept)
 
     def keep(self, taint: Taint, uses: Sequence[Use], way: Any) -> None:
-        """What a whole forward showed. Once is enough, for as long as its modules are in this
-        regime, and are given as much: a layer may be called on all rows, and on those that a mask
-        picks where there is any."""
+        """What a whole forward showed."""
         seen = self.seen
-        seen.ends, seen.orderly = taint.ends, taint.orderly
+        seen.ends = taint.ends
         if seen.shapes is not None:
             seen.shapes.add(self._local.shapes)
-        for site, sizes, *_ in uses:
-            if site in taint.given:
-                given = taint.given[site]._replace(orderly=taint.orderly)
-                seen.given[site, len(sizes), None] = seen.given[site, len(sizes), way] = given
+        given = {(site, len(sizes)): taint.given[site] for site, sizes, *_ in uses
+                 if site in taint.given}  # fmt: skip
+        seen.ways[way] = Way(taint.orderly, given)
 
-    def given(self, site: int, sizes: Sequence[int], way: Any) -> Given | None:
-        """What such uses of a site were given, in forwards that went one way or any (None); None:
-        they were not watched, and the next forward will be."""
+    def went(self, way: Any) -> Way:
+        """What forwards that went this way have shown."""
+        return self.seen.ways.get(way, Way())
+
+    def believed(self) -> None:
+        """Where samples are is taken from a way."""
         seen = self.seen
-        known = seen.given.get((site, len(sizes), way))
-        if known is None:
-            seen.ends = None
-        elif way is not None:
-            self._trusts(seen)
-        return known
+        seen.shapes = {*(seen.shapes or ()), self._local.shapes}
 
     def followed(
         self,
@@ -162,23 +163,18 @@ class Witness:
     ) -> list[int | str | None]:
         """The layouts of uses, where no proof could be had as a forward that was watched, and went
         the same way, has shown them."""
-        seen = self.seen
-        if taint is not None:
-            orderly = taint.orderly and n > 1
-            seen.ways[way] = shown(taint, graph, uses, watched, n) if orderly else {}
-        layouts = followed(seen.ways.get(way, {}), graph, uses, watched, n)
+        went = self.went(way)
+        if taint is not None and went.orderly and n > 1:
+            went.known = shown(taint, graph, uses, watched, n)
+        layouts = followed(went.known, graph, uses, watched, n)
         if any(s is not None for f, s in zip(found, layouts, strict=True) if f is None):
-            self._trusts(seen)
+            self.believed()
         return [s if f is None else f for f, s in zip(found, layouts, strict=True)]
 
     def counts(self, way: Any) -> Any:
         """What of a forward's way a verdict holds for."""
         nodes, shapes = way
         return nodes, None if self.seen.shapes is None else shapes
-
-    def _trusts(self, seen: Seen) -> None:
-        """Layouts were followed: forwards with arguments of other shapes are watched each."""
-        seen.shapes = {*(seen.shapes or ()), self._local.shapes}
 
     def places(self, outputs: Sequence[Tensor]) -> list[Place | None]:
         """Where the samples are in the model's outputs, as far as that was seen."""
