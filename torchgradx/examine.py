@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .layout import NOWHERE, SHARED, Watched, prove
+from .layout import BATCH, NOWHERE, SEQUENCE, SHARED, Watched, prove
 from .lift import Lift
 from .routes import routes
 from .rules import Layer
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .table import Parameters
 
 __all__ = ["Examiner"]
+
+ELSEWHERE = "the {n} samples are not where its batch_first says: set that, or transpose its input"
 
 
 class Examiner:
@@ -82,6 +84,8 @@ class Examiner:
             zip(uses, watched, found, strict=True)
         ):
             presumed = sites[site].presumed
+            if sites[site].fixed and n > 1 and verdict in {BATCH, SEQUENCE} - {presumed}:
+                refusals.append((site, f"of shape {list(sizes)}, {ELSEWHERE.format(n=n)}"))
             trusted = sites[site].declared >= 0
             # No node: it runs again in backward (reentrant checkpointing), where nothing is proven.
             known = isinstance(verdict, int) and (node is not None or n <= 1)

@@ -145,6 +145,8 @@ class Packed:
 class Product:
     """One weight of a recurrent module, which is a Linear over all steps."""
 
+    fixed = False
+
     def __init__(self, module: nn.Module, layer: Layer, index: int, context: Context) -> None:
         self.layer, self.declared = layer, declared_layout(layer, context.options)
         self.presumed = BATCH  # the module's own batch_first is undone before it

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import ops
 from .backwards import at_the_end
+from .booked import Booked
 from .chunks import along
 from .copies import stock_of, untraced
 from .fallback import (
@@ -24,11 +24,9 @@ from .fallback import (
     Call,
     Regime,
     as_it_is_now,
-    as_it_stands,
     makes_weight,
     per_sample_gradients,
     terms_of_bias,
-    weighted,
     whole_gradients,
 )
 from .layout import BATCH, NOWHERE, SEQUENCE, SHARED, tensors_in
@@ -37,9 +35,8 @@ from .outer import sq_norms
 from .rules import Layer, rule_named
 from .several import ends_of_module
 from .sharding import scattered
-from .sites import MIXES, Hooks
+from .sites import Hooks, why_mixed
 from .table import COMPUTED, Context, declared_layout
-from .versions import Versions
 
 if ops.NATIVE:
     from . import _C
@@ -68,26 +65,6 @@ class _Use:
         self.arrived.clear()
         grads, self.grads = self.grads, [None] * len(self.grads)
         return grads
-
-
-class _Booked:
-    """A call kept for clipping: it runs once more."""
-
-    runs_again = True
-
-    def __init__(self, call: Call, places: list[int], silent: Any) -> None:
-        self.parameters, self._call, self._silent = places, as_it_stands(call), silent
-        leaves = [*tree_flatten(call.arguments)[0], *call.module.parameters(), *call.grads]
-        tensors = (t for t in leaves if isinstance(t, Tensor))
-        self._versions = Versions(tensors)
-
-    @property
-    def intact(self) -> bool:
-        return self._versions.stand()
-
-    def weighted(self, factors: Tensor, places: list[int]) -> list[Tensor]:
-        found = whole_gradients(weighted(self._call, factors), self._silent)
-        return [g for place, g in zip(self.parameters, found, strict=True) if place in places]
 
 
 class FallbackSite:
@@ -129,9 +106,14 @@ class FallbackSite:
         """Where nothing is proven: what is declared, what the module says, or `batch_dim`."""
         if self.declared >= 0:
             return self.declared
-        if isinstance(self._module, (nn.RNNBase, nn.MultiheadAttention)):
+        if self.fixed:
             return BATCH if self._module.batch_first else SEQUENCE
         return SEQUENCE if self._batch_dim else BATCH
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the module says itself where its samples are, and works along the others."""
+        return self.declared < 0 and isinstance(self._module, (nn.RNNBase, nn.MultiheadAttention))
 
     def leads(self, dims: int) -> int:
         """How many leading dimensions of its output count rows: [N, ...] or [T, N, ...]."""
@@ -163,8 +145,9 @@ class FallbackSite:
         run = self._recorder.current()
         if run is None or torch._C._are_functorch_transforms_active():
             return None
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-            run.refuse(self._index, MIXES)
+        mixes = why_mixed(module, [*args, *kwargs.values()], run.n)
+        if mixes:
+            run.refuse(self._index, mixes)
             return None
         own = {place: parameter_of(module, name) for place, name in self._own.items()}
         held = {place: p for place, p in own.items() if p is not None and p.requires_grad}
@@ -279,14 +262,12 @@ class FallbackSite:
                 reason = "its gradient came by a way that no output shows"
                 self._recorder.refuse(self._index, reason)
             return
-        if isinstance(self._module, (nn.RNNBase, nn.MultiheadAttention)):
-            layout = self.presumed
         names = [self._own[place] for place in places]
         leaves, spec = use.arguments
         arguments = tree_unflatten([_unpack(leaf) for leaf in leaves], spec)
         call = Call(use.module, names, arguments, grads, run.n, layout, use.regime)
         if self._recorder.books:
-            self._recorder.book(run, _Booked(call, places, self._silent))
+            self._recorder.book(run, Booked(call, places, self._silent))
         waits = [run.waits(place) for place in places]
         directions = {k: run.directions[place] for k, place in enumerate(places) if run.directions}
         direct = any(v is not None for v in directions.values())

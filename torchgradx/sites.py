@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
 from .attention import Part, attending
@@ -22,14 +23,24 @@ from .trace import Trace, root_of
 if ops.NATIVE:
     from . import _C
 
-__all__ = ["Hooks", "NativeSite", "core", "unwound"]
+__all__ = ["Hooks", "NativeSite", "core", "unwound", "why_mixed"]
 
 MIXING = ("batchnorm1d", "batchnorm2d", "batchnorm3d")
 MIXES = (
     "it normalises by the batch's statistics, which mix samples: call eval() on it, or use "
     "GroupNorm"
 )
+UNBATCHED = "it is called without a batch, so that it works along the {n} samples"
 CODES = {"rank1": 0, "gram": 1, "direct": 2, "fused": 3}  # Algorithm in csrc/site.h
+
+
+def why_mixed(module: nn.Module, given: Sequence[Any], n: int) -> str | None:
+    """What a module does to mix the samples of a call, if it does."""
+    if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+        return MIXES
+    along = isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and n > 1
+    unbatched = along and given and isinstance(given[0], Tensor) and given[0].dim() == 2
+    return UNBATCHED.format(n=n) if unbatched else None
 
 
 def unwound(recorder: Any, root: nn.Module | None, calls: int) -> bool:
@@ -81,6 +92,8 @@ class Hooks:
 
 class NativeSite:
     """A module whose parameters a kernel sees."""
+
+    fixed = False
 
     def __init__(
         self,
