@@ -58,14 +58,13 @@ def build_of(model: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def _same(value: Any) -> Any:
+def _same(value: Any, depth: int = 3) -> Any:
     """What compares equal to that of the same object alone, or of a number of the same value."""
-    if isinstance(value, dict):
-        return tuple((_same(k), _same(v)) for k, v in value.items())
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_same, value))
     if isinstance(value, Tensor):
         return Tensor
+    if isinstance(value, (dict, list, tuple)):
+        parts = value.items() if isinstance(value, dict) else value
+        return tuple(_same(part, depth - 1) for part in parts) if depth else id(value)
     try:
         return id(value), weakref.ref(value)  # an id may be given to another object later
     except TypeError:

@@ -19,6 +19,7 @@ __all__ = ["adds_up", "argument_of", "disorders", "indices_of"]
 PUTS = {"_add", "_copy", "_put", "_reduce"}
 # along their dim nothing is moved
 HARMLESS = {"cat", "permute", "squeeze", "stack", "unflatten", "unsqueeze"}
+PARTS = {"select", "split", "split_with_sizes", "unbind"}
 CHOICES = {"_pack_padded_sequence", "masked_scatter", "masked_select", "put", "take"}
 PRODUCTS = {"mm": 0, "addmm": 1, "mv": 0, "addmv": 1, "dot": 0, "bmm": 0}  # the first factor
 
@@ -49,6 +50,11 @@ def disorders(
     def holds(t: Tensor, dim: int) -> bool:
         return dim == dim_of(t) or _may_hold(t, dim, n)
 
+    def leaves_out(t: Tensor, dim: int) -> bool:
+        """Whether a part along a dimension is one of the samples."""
+        known = dim_of(t)
+        return dim % t.dim() == known if known is not None else _may_hold(t, dim % t.dim(), n)
+
     name: str = func._schema.name.partition("::")[2].rstrip("_")
     if name in PRODUCTS:
         left, right = args[PRODUCTS[name] :][:2]
@@ -67,15 +73,16 @@ def disorders(
         return any(flag is True for flag in args)  # training
     if "scaled_dot_product" in name and args[0].dim() > 1 and args[0].shape[0] != n:
         return bool(args[0].shape[-2] == n)
+    if name in PARTS:
+        return leaves_out(args[0], argument_of(func, args, kwargs, "dim") or 0)
     if name == "narrow":
-        dim = args[1] % args[0].dim()
-        return holds(args[0], dim) and args[3] < args[0].shape[dim]
+        return leaves_out(args[0], args[1]) and args[3] < args[0].shape[args[1]]
     if name == "slice":
         dim = (argument_of(func, args, kwargs, "dim") or 0) % args[0].dim()
         start, end = (argument_of(func, args, kwargs, key) for key in ("start", "end"))
         whole = args[0].shape[dim]
         part = (start or 0) not in (0, -whole) or (whole if end is None else end) < whole
-        return part and holds(args[0], dim)
+        return part and leaves_out(args[0], dim)
     if name in HARMLESS:
         return False
     scalars = [t.dim() == 0 for t in fed]

@@ -80,8 +80,9 @@ def followed(
     if name in MOVED:
         alike = all(at == place for _, at in fed)
         return moved(MOVED[name](t, place.dim, said) if alike else None)
+    unknown = any(p is None and t.is_floating_point() and n in t.shape for t, p in fed)
     if name in PRODUCTS:
-        product = _product(args[PRODUCTS[name] :][:2], known)
+        product = None if unknown else _product(args[PRODUCTS[name] :][:2], known)
         return lambda k, out: product
     if name in VIEWS:
         return lambda k, out: _viewed(out, t, place, n)
@@ -90,7 +91,7 @@ def followed(
     if isinstance(said("keepdim"), bool):
         return moved(_reduced(t, place.dim, said("dim"), said("keepdim")))
     if torch.Tag.pointwise in func.tags or name in BROADCAST:
-        return lambda k, out: _broadcast(out, known)
+        return lambda k, out: None if unknown else _broadcast(out, known)
     if "rnn" in name or "lstm" in name or "gru" in name:  # a state's first dimension is of layers
         steps = 1 if "cell" in name else int(bool(said("batch_first")) and "mkldnn" not in name)
         apart = t is args[0] and place.dim == 1 - steps
