@@ -31,6 +31,18 @@ def back(c, h):
     return h + c[:, 0].T.reshape(h.shape)
 
 
+def packed(h):
+    """[1, N T, D], as models have it that leave out padding."""
+    return h.reshape(1, -1, h.shape[-1])
+
+
+def others_heads(h):
+    """Queries in rows n*2+h meet keys in rows h*N+n."""
+    split = torch.stack([h, h.tanh()], 1)  # [N, 2, T, D]
+    q, k = split.flatten(0, 1), split.transpose(0, 1).flatten(0, 1)
+    return (torch.bmm(q, k.transpose(1, 2)).softmax(-1) @ q).view(split.shape).sum(1)
+
+
 def padded(h):
     return h + F.pad(h.permute(1, 2, 0), (1, 0))[..., :-1].permute(2, 0, 1)
 
@@ -83,6 +95,15 @@ WAYS = {
     "singular values": lambda h: (
         h * torch.linalg.svd(h.flatten(1), full_matrices=False)[1].view(-1, 1, 1)
     ),
+    "heads of others": others_heads,
+    "packed rows in another order": lambda h: (
+        torch.zeros_like(packed(h)).index_add(1, torch.arange(len(h) * T).roll(T), packed(h))
+        + packed(h)
+    ).view(h.shape),
+    "rows put in another order": lambda h: (
+        torch.zeros_like(packed(h)).index_copy(1, torch.arange(len(h) * T).flip(0), packed(h))
+        + packed(h)
+    ).view(h.shape),
     "all distances": lambda h: nearby(h.flatten(0, 1)).view(h.shape),
 }
 PLACES = {
@@ -111,6 +132,7 @@ AFTER = {
     "multiplied": lambda s: s @ s.T,
     "normed": lambda s: s / s.norm(),
     "a divisor": lambda s: torch.ones_like(s) / (3 + s),
+    "grown again": lambda s: s[None].expand(N, T, 2).square(),
     "scaled": lambda s: 2 * s.T @ torch.ones(T, 1, dtype=s.dtype) - s.mean(0)[:, None],
 }
 

@@ -8,7 +8,9 @@ from attach_oracle import (
     Model,
     a_few_modes,
     check,
+    every_mode,
     fallback_mode,
+    refused,
     seeded,  # noqa: F401
     square,
 )
@@ -333,3 +335,23 @@ def test_packed_sequences_under_autocast_are_refused_by_name(options):
         square(model, torch.randn(N, T, I)).backward()
         with pytest.raises(torchgradx.CoverageError, match="packed"):
             probe.norms()
+
+
+OVER_SAMPLES = {
+    "without a batch": (lambda m, x: m.r(x)[0], (N, I), {}),
+    "samples in its time": (lambda m, x: m.r(x)[0], (N, T, I), {}),
+    "as many steps as samples": (lambda m, x: m.r(x)[0], (N, N, I), {}),
+    "one step of a batch": (lambda m, x: m.r(x.unsqueeze(1))[0].squeeze(1), (N, I), {}),
+    "samples in its batch, of steps": (
+        lambda m, x: m.r(x.transpose(0, 1))[0].transpose(0, 1), (N, T, I), {"batch_first": True},
+    ),
+}  # fmt: skip
+
+
+@every_mode
+@every_kind
+@pytest.mark.parametrize("name", OVER_SAMPLES)
+def test_states_that_go_from_sample_to_sample_are_refused(name, kind, options):
+    forward, shape, way = OVER_SAMPLES[name]
+    model = Model(forward, r=KINDS[kind](I, H, **way))
+    refused(model, square, torch.randn(shape), names=["r.weight_ih_l0"], **options)

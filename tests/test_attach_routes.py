@@ -44,6 +44,27 @@ def unpacked(h, m, of):
     return pad_packed_sequence(p, batch_first=True, total_length=h.shape[1])[0]
 
 
+def by_length(m):
+    return m.sum(1).argsort(descending=True, stable=True)
+
+
+def in_turn(pieces, dim=0):
+    """Sorted by length in a list, as for packing, and put back."""
+
+    def route(h, m, of):
+        found, order = pieces(h), by_length(m).tolist()
+        rows = of(torch.stack([found[k] for k in order], dim)).unbind(dim)
+        return torch.stack([rows[order.index(k)] for k in range(len(order))], dim)
+
+    return route
+
+
+def beside_padding(h, m, of):
+    """Indices into the samples after a row of zeros."""
+    table = torch.cat([torch.zeros_like(h[:1]), h])
+    return of(table[1 + by_length(m)])[by_length(m).argsort()]
+
+
 def into_a_view(h, m, of):
     """Where nothing but the writing tells of the choice."""
     out = torch.zeros_like(h)
@@ -77,6 +98,15 @@ ROUTES = {
     "masked_scatter": scattered,
     "index_add": added,
     "packed": unpacked,
+    "unbound": in_turn(lambda h: h.unbind(0)),
+    "split": in_turn(lambda h: [rows[0] for rows in h.split(1)]),
+    "beside padding": beside_padding,
+    "stacked along the second": lambda h, m, of: in_turn(lambda h: h.unbind(1), 1)(
+        h.transpose(0, 1), m, of
+    ).transpose(0, 1),
+    "in the last dimension": lambda h, m, of: of(
+        h.permute(1, 2, 0)[..., by_length(m)].permute(2, 0, 1)
+    )[by_length(m).argsort()],
     "into a view": into_a_view,
 }
 

@@ -309,3 +309,74 @@ def test_a_layer_that_is_later_given_what_a_mask_picks(where, options):
             else:
                 with pytest.raises(torchgradx.CoverageError, match=r"b\.weight"):
                     probe.norms()
+
+
+class MixesLongOnes(nn.Module):
+    """By the length of what it is given, on one path or another."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.i, self.b, self.where = nn.Linear(3, 3), nn.Linear(3, 2), where
+
+    def forward(self, x):
+        hidden = self.i(x)
+        if x.shape[1] > 6:
+            hidden = hidden + hidden.roll(1, 0)
+        return UNPROVEN[self.where](lambda t: self.b(torch.tanh(t)), hidden)
+
+
+@a_few_modes
+@unproven
+def test_a_path_that_mixes_condemns_no_other_and_no_other_absolves_it(where, options):
+    net = MixesLongOnes(where).double()
+    with torchgradx.attach(net, **options) as probe:
+        # What a pass of inf shows is not kept: the path is met again, after another was orderly.
+        for positions, scale in ((5, 1), (7, float("inf")), (3, 1), (7, 1), (5, 1), (7, 1)):
+            x = torch.randn(N, positions, 3, dtype=torch.float64)
+            want = loop(net, square, x)
+            net.zero_grad()
+            (scale * square(net, x)).backward()
+            if positions == 7:
+                with pytest.raises(torchgradx.CoverageError):
+                    probe.norms()
+                probe.reset()
+            else:
+                close_named(probe.norms(per="parameter"), want)
+
+
+@unproven
+def test_rows_that_are_once_as_many_as_samples_are_not_theirs(where):
+    """A table of the distinct ids, in their order."""
+
+    def forward(m, ids, x):
+        distinct, back = ids.unique(return_inverse=True)
+        return UNPROVEN[where](lambda t: m.b(t[back] + x), torch.tanh(m.a(m.e(distinct))))
+
+    net = Model(forward, e=nn.Embedding(30, 3), a=nn.Linear(3, 3), b=nn.Linear(3, 2)).double()
+    x = torch.randn(N, 3, dtype=torch.float64)
+    with torchgradx.attach(net) as probe:
+        for ids in ([3, 3, 1, 2], [9, 3, 1, 2], [9, 3, 1, 2]):
+            square(lambda x, ids=ids: net(torch.tensor(ids), x), x).backward()
+            with pytest.raises(torchgradx.CoverageError):
+                probe.norms()
+            probe.reset()
+
+
+@a_few_modes
+@unproven
+@pytest.mark.parametrize("name", ["attention of three parts", "halves of N features"])
+def test_parts_along_a_dimension_of_the_samples_number_are_no_samples(name, where, options):
+    """Three samples, and the queries, keys and values that a module makes of one product; as many
+    samples as features, and rotations of their halves."""
+
+    def rotated(m, t):
+        return m.b(torch.cat([-t[..., t.shape[-1] // 2 :], t[..., : t.shape[-1] // 2]], -1))
+
+    if name == "halves of N features":
+        net, n, size = Model(lambda m, x: UNPROVEN[where](lambda t: rotated(m, t), m.i(x)),
+                             i=nn.Linear(4, 4), b=nn.Linear(4, 2)), 4, 4  # fmt: skip
+    else:
+        layer = nn.TransformerEncoderLayer(8, 2, 9, 0.0, batch_first=True)
+        net, n, size = Model(lambda m, x: m.o(UNPROVEN[where](m.l, m.i(x))),
+                             i=nn.Linear(8, 8), l=layer, o=nn.Linear(8, 5)), 3, 8  # fmt: skip
+    check(net, square, torch.randn(n, 7, size), **options)

@@ -68,7 +68,10 @@ def disorders(
     if name.startswith("index"):
         into = [args[0], *args[2:4]] if name[5:] in PUTS else args[:1]
         fits = any(_in(t, fed) for t in into)
-        return fits and any(_picks(t, index, holds, fed) for t, index in indices_of(func, args))
+        picked = [*indices_of(func, args)]
+        if name[5:] in PUTS - {"_put"}:
+            picked += [(args[3], index) for _, index in picked]  # its rows are put where they say
+        return fits and any(_picks(t, index, holds, fed) for t, index in picked)
     if "batch_norm" in name:
         return any(flag is True for flag in args)  # training
     if "scaled_dot_product" in name and args[0].dim() > 1 and args[0].shape[0] != n:

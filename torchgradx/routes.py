@@ -23,6 +23,7 @@ __all__ = ["alike", "routes"]
 # What a node saves of the rows that it takes from its operand, or puts into what it makes.
 TAKES = {
     "EmbeddingBackward0": "indices",
+    "EmbeddingBagBackward0": "indices",
     "GatherBackward0": "index",
     "IndexBackward0": "indices",
     "IndexSelectBackward0": "index",
@@ -45,11 +46,14 @@ PUTS = {
     "ScatterBackward0": "index",
     "ScatterReduceBackward0": "index",
 }
-JOINS = {"CatBackward0", "SplitWithSizesBackward0", "StackBackward0"}  # along the first dimension
+JOINS = {"CatBackward0", "SelectScatterBackward0", "SliceScatterBackward0",
+         "SplitWithSizesBackward0", "StackBackward0"}  # fmt: skip
 INTO_SLICES = "torch::autograd::CopySlices"
 PLACES = {
     "SelectBackward0": ("dim", "index"),
+    "SelectScatterBackward0": ("dim", "index"),
     "SliceBackward0": ("dim", "start", "end"),
+    "SliceScatterBackward0": ("dim", "start", "end"),
     "SplitWithSizesBackward0": ("split_sizes",),
 }
 ALL = {"MaskedScatterBackward0", "MaskedSelectBackward0", "PackPaddedSequenceBackward0",
@@ -62,9 +66,11 @@ def routes(outputs: Iterable[Tensor], n: int) -> list[Any]:
     chosen = False
     for node in below(t.grad_fn for t in outputs if t.grad_fn is not None) if n > 1 else ():
         name = node.name()
-        if name == INTO_SLICES or (name in JOINS and _first(node, name)):
+        if name == INTO_SLICES or (name in JOINS and _may_hold(shape_of(node, 0), _dim(node), n)):
             chosen = True
             found.append(tuple(shape_of(*edge) for edge in node.next_functions if edge[0]))
+        if any(number for _, number in node.next_functions):  # rows of what was unbound, or split
+            found.append(tuple(number for _, number in node.next_functions))
         if name == INTO_SLICES:
             node = _C.into_slice(node) if ops.NATIVE else None
             name = node.name() if node is not None else ""
@@ -88,8 +94,9 @@ def _same(a: Any, b: Any) -> bool:
     return a is not None and type(a) is type(b) and bool(a == b)
 
 
-def _first(node: Node, name: str) -> bool:
-    return getattr(node, "_saved_dim", 0) == 0
+def _dim(node: Node) -> int:
+    dim: int = getattr(node, "_saved_dim", 0)
+    return (dim + (1 << 63)) % (1 << 64) - (1 << 63)  # it is shown as unsigned
 
 
 def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:
@@ -105,9 +112,7 @@ def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:
     key = {**TAKES, **PUTS}[name]
     raw = getattr(node, f"_raw_saved_{key}")
     raw = [*raw] if isinstance(raw, (list, tuple)) else [raw]
-    dim = getattr(node, "_saved_dim", 0)
-    dim = (dim + (1 << 63)) % (1 << 64) - (1 << 63)  # it was shown as unsigned
-    dim = dim % max(1, len(shape))
+    dim = _dim(node) % max(1, len(shape))
     hooked = any(getattr(t, "unpack_hook", t) is not None for t in raw)
     if hooked:
         if name in ALL or any(_may_hold(shape, d, n) for d in range(dim, dim + len(raw))):
@@ -125,8 +130,11 @@ def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:
 
 
 def _may_hold(shape: Sequence[int], dim: int, n: int) -> bool:
-    """Samples are in one of the first two dimensions, of size n or flattened with their rows."""
-    return dim < min(2, len(shape)) and shape[dim] % n == 0 and not (dim and shape[0] == n)
+    """Samples are in the first dimension, in the second flattened with their rows if the first is
+    of another size, or in one of their number."""
+    dim %= max(1, len(shape))
+    flat = dim == 1 and shape[0] != n and shape[1] % n == 0
+    return dim == 0 or flat or shape[dim] == n
 
 
 def _by_sample(index: Tensor, n: int) -> Tensor:

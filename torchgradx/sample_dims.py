@@ -236,6 +236,7 @@ def _product(factors: Sequence[Any], known: Sequence[tuple[Tensor, Place]]) -> P
     gone = False
     roles = {(t is factors[0], place.dim - t.dim()) for t, place in known}
     summed, batch = roles <= {(True, -1), (False, -2)}, all(dim < -2 for _, dim in roles)
+    batch = batch and len({place.inner for _, place in known}) == 1
     if len(known) > 1 and not summed and not batch:
         return None  # each sample met all
     for t, place in known:

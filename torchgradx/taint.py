@@ -70,7 +70,7 @@ class Taint(TorchDispatchMode):
         for t in outputs:
             self._stands(t)
         mixed = (
-            place == GONE and self._n in t.shape
+            place == GONE and t.dim() > 0 and (t.requires_grad or self._n in t.shape)
             for t, place in zip(outputs, self.ends, strict=True)
         )
         self.orderly = self.orderly and not any(mixed)
@@ -151,7 +151,7 @@ class Taint(TorchDispatchMode):
         if not first.is_floating_point() and not first.is_complex():
             return False
         if GONE in before:  # a single number is a loss, or goes back into the samples
-            return first.dim() > 0 and not adds_up(func, args, fed)
+            return self._n in first.shape or (first.dim() > 0 and not adds_up(func, args, fed))
         now = self.place(first)
         return now is None or (now == GONE and self._n in first.shape)
 
