@@ -132,7 +132,6 @@ AFTER = {
     "multiplied": lambda s: s @ s.T,
     "normed": lambda s: s / s.norm(),
     "a divisor": lambda s: torch.ones_like(s) / (3 + s),
-    "grown again": lambda s: s[None].expand(N, T, 2).square(),
     "scaled": lambda s: 2 * s.T @ torch.ones(T, 1, dtype=s.dtype) - s.mean(0)[:, None],
 }
 
@@ -149,3 +148,18 @@ def test_sums_over_all_samples_are_refused_unless_they_add_up(way):
     loss = lambda m, x: m(x)  # noqa: E731
     refusal = exact_or_refused(net, loss, torch.randn(N, T, 3), loss_reduction="sum")
     assert (refusal is None) == (way == "scaled")
+
+
+GROWN = {
+    "expanded": lambda h: (h.T @ torch.ones(len(h), dtype=h.dtype)).expand(len(h), -1),
+    "by a product": lambda h: (h.reshape(1, -1) @ TABLE[: h.numel(), : h.numel()]).view(h.shape),
+}
+TABLE = torch.linspace(-1, 1, (N * D) ** 2, dtype=torch.float64).cos().view(N * D, N * D)
+
+
+@pytest.mark.parametrize("way", GROWN)
+def test_sums_over_all_samples_that_have_as_many_rows_again_are_refused(way):
+    net = Model(lambda m, x: m.o(GROWN[way](torch.tanh(m.i(x)))).sum(1).mean(), i=nn.Linear(3, D),
+                o=nn.Linear(D, 2)).double()  # fmt: skip
+    refusal = exact_or_refused(net, lambda m, x: m(x), torch.randn(N, 3))
+    assert "o.weight" in refusal.parameters

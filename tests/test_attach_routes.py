@@ -61,8 +61,15 @@ def in_turn(pieces, dim=0):
 
 def beside_padding(h, m, of):
     """Indices into the samples after a row of zeros."""
-    table = torch.cat([torch.zeros_like(h[:1]), h])
-    return of(table[1 + by_length(m)])[by_length(m).argsort()]
+    order = by_length(m)
+    rows = of(F.pad(h, (0, 0, 0, 0, 1, 0))[1 + order])
+    return F.pad(rows, (0, 0, 0, 0, 1, 0))[1 + order.argsort()]
+
+
+def in_the_last_dimension(h, m, of):
+    order = by_length(m)
+    rows = of(h.permute(1, 2, 0)[..., order].permute(2, 0, 1))
+    return rows.permute(1, 2, 0)[..., order.argsort()].permute(2, 0, 1)
 
 
 def into_a_view(h, m, of):
@@ -104,9 +111,7 @@ ROUTES = {
     "stacked along the second": lambda h, m, of: in_turn(lambda h: h.unbind(1), 1)(
         h.transpose(0, 1), m, of
     ).transpose(0, 1),
-    "in the last dimension": lambda h, m, of: of(
-        h.permute(1, 2, 0)[..., by_length(m)].permute(2, 0, 1)
-    )[by_length(m).argsort()],
+    "in the last dimension": in_the_last_dimension,
     "into a view": into_a_view,
 }
 
