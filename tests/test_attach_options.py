@@ -39,6 +39,27 @@ def test_names_are_those_of_the_model_and_the_roots_own_parameters_belong_to_no_
         assert set(probe.norms(per="module")) == {""}
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch_size", 0),
+        ("batch_size", 2.0),
+        ("layout", "batch"),
+        ("layout", {"": "samples"}),
+        ("loss_scale", 0.0),
+        ("loss_scale", float("nan")),
+        ("loss_scale", float("inf")),
+        ("loss_scale", torch.ones(2, 2)),
+        ("loss_scale", "1"),
+    ],
+)
+def test_a_value_that_means_nothing_is_refused_and_the_model_left_alone(model, name, value):
+    with pytest.raises((ValueError, TypeError), match=name) as error:
+        torchgradx.attach(model, **{name: value})
+    assert "got" in str(error.value)
+    torchgradx.attach(model).remove()
+
+
 def test_an_argument_that_means_nothing_is_refused_by_its_name(model):
     for name in ("loss_reduction", "backend", "algorithm"):
         with pytest.raises((ValueError, TypeError), match=name):

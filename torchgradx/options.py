@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,10 +94,19 @@ def check(model: Any, options: dict[str, Any]) -> None:
         raise TypeError(
             f"batch_size must be an int or a callable (args, kwargs) -> int; got {size!r}"
         )
+    if isinstance(size, int) and size < 1:
+        raise ValueError(f"batch_size must be 1 or more; got {size}")
     scale = options["loss_scale"]
     if not isinstance(scale, (int, float, Tensor, torch.amp.GradScaler)) or isinstance(scale, bool):
         raise TypeError(f"loss_scale must be a number, a Tensor [N] or a GradScaler; got {scale!r}")
-    for pattern, how in (options["layout"] or {}).items():
+    shape = tuple(scale.shape) if isinstance(scale, Tensor) else ()
+    if len(shape) > 1 or (isinstance(scale, (int, float)) and not (scale and isfinite(scale))):
+        got = f"a Tensor {list(shape)}" if shape else scale
+        raise ValueError(f"loss_scale must be finite and not 0, or a Tensor [N]; got {got}")
+    layout = options["layout"] or {}
+    if not isinstance(layout, Mapping):
+        raise TypeError(f'layout must be {{module name: "batch" or "sequence"}}; got {layout!r}')
+    for pattern, how in layout.items():
         if how not in ("batch", "sequence"):
             raise ValueError(f'layout[{pattern!r}] must be "batch" or "sequence"; got {how!r}')
     lazy = [n for n, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
