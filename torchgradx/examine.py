@@ -17,7 +17,7 @@ from .shared import Graph
 from .sites import NativeSite
 from .unproven import stands
 from .verdict import Verdict, barriers
-from .witness import Looked, Witness
+from .witness import Looked, Way, Witness
 
 if TYPE_CHECKING:
     from .recurrent import Site
@@ -52,7 +52,9 @@ class Examiner:
     ) -> Verdict:
         """What a forward shows."""
         n, graph = run.n, Graph(outputs)
-        watched, ends = self._watched(uses, outputs, sites, looked, graph)
+        way = run.structure, looked.way
+        went = self._witness.went(way)
+        watched, ends = self._watched(uses, outputs, sites, looked, graph, went)
         asked = [] if self._parameters.gathered() else outputs
         batch_dim, places = self._options["batch_dim"], self._witness.places(asked)
 
@@ -68,10 +70,8 @@ class Examiner:
         for (k, end), verdict in zip(ends, found[len(uses) :], strict=True):
             found[k] = end.joined(found[k], verdict, sites[uses[k][0]].presumed, n)
         found, several = found[: len(uses)], {k for k, _ in ends}
-        way = run.structure, looked.way
         seen = self._witness.followed(found, n, way, uses, watched, graph, looked.taint)
         found = [f if k in several else s for k, (f, s) in enumerate(zip(found, seen, strict=True))]
-        went = self._witness.went(way)
         plan = self._lift.plan(n, uses, sites, found, went, outputs, looked.taint, but_zeros)
         for k, _ in plan.starts if plan else ():
             if k >= 0:
@@ -121,6 +121,7 @@ class Examiner:
         sites: Sequence[Site],
         looked: Looked,
         graph: Graph,
+        went: Way,
     ) -> tuple[list[Watched], list[tuple[int, End]]]:
         """The first output of each use, and the others, by use."""
         watched: list[Watched] = []
@@ -129,7 +130,10 @@ class Examiner:
             trusted = sites[site].declared >= 0
             leads = sizes[: sites[site].leads(len(sizes))]
             second = isinstance(sites[site], NativeSite)
-            watched.append(Watched(None if trusted else node, number, leads, second))
+            given = went.given.get((site, len(sizes)))
+            own = sites[site].presumed if sites[site].fixed else None
+            own = own if given and given.dim == own else None  # BATCH is 0, SEQUENCE 1
+            watched.append(Watched(None if trusted else node, number, leads, second, own))
             if self._layers[site].inside and node is not None and not trusted:
                 ends += [(k, end) for end in ends_of_node(node, graph, outputs, leads)]
             elif not trusted:

@@ -54,6 +54,7 @@ class Watched:
     output_nr: int
     leads: Sequence[int]  # the leading dimensions of the layer's output, which count its rows
     second: bool = False  # it can find samples of several rows in the second dimension
+    own: int | None = None  # where its module works on samples apart, and was seen to be given them
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -108,7 +109,10 @@ def prove(
     same = all(d == other for (_, d), (_, other) in zip(seeded, others, strict=True))
     if not same and not any(isinstance(verdict, str) for verdict in found):
         instead = _by_seeds(others, uses, n, unspent)
-        if instead != found and not any(isinstance(verdict, str) for verdict in instead):
+        denied = any(v in {BATCH, SEQUENCE} - {use.own} and use.own is not None
+                     for v, use in zip(instead, uses, strict=True))  # fmt: skip
+        doubt = not denied and not any(isinstance(verdict, str) for verdict in instead)
+        if instead != found and doubt:
             return [EITHER.format(n=n)] * len(uses)
     return found
 

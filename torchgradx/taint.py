@@ -29,6 +29,7 @@ class Given(NamedTuple):
 
     fed: bool  # samples entered it
     in_turn: bool  # and its rows are of one sample after the other
+    dim: int | None = None  # where the samples are in the first of what it was given
 
 
 class Taint(TorchDispatchMode):
@@ -166,10 +167,12 @@ class Taint(TorchDispatchMode):
     def met(self, site: int, given: Sequence[Tensor]) -> None:
         """A use of a site."""
         if self._on:
-            before = self.given.get(site, Given(True, True))
+            dim = self._dim_of(given[0]) if given else None
+            before = self.given.get(site, Given(True, True, dim))
             fed = any(self._is_clean(t) is False for t in given)
             in_turn = all(t.dim() and self.place(t) == Place(0, len(t) // self._n) for t in given)
-            self.given[site] = Given(before.fed and fed, before.in_turn and in_turn)
+            dim = dim if dim == before.dim else None
+            self.given[site] = Given(before.fed and fed, before.in_turn and in_turn, dim)
 
     def _is_clean(self, t: Tensor) -> bool | None:
         """False: samples entered it. None: nobody knows."""
