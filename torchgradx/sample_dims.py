@@ -80,7 +80,9 @@ def followed(
     if name in MOVED:
         alike = all(at == place for _, at in fed)
         return moved(MOVED[name](t, place.dim, said) if alike else None)
-    unknown = any(p is None and t.is_floating_point() and n in t.shape for t, p in fed)
+    # What is written into may be a part of what samples entered elsewhere.
+    read = [(t, at) for t, at in fed if not (func._schema.is_mutable and t is args[0])]
+    unknown = any(at is None and t.is_floating_point() and n in t.shape for t, at in read)
     if name in PRODUCTS:
         product = None if unknown else _product(args[PRODUCTS[name] :][:2], known)
         return lambda k, out: product

@@ -133,9 +133,16 @@ class Taint(TorchDispatchMode):
             self._mark(t, clean)
             now = self.place(t)
             if view and view == view_of(t) and now != was:  # of its other views nobody knows
-                others = (v for v in self._places if v and v[0] == view[0] and v != view)
-                self._places.update(dict.fromkeys(list(others)))
+                others = [v for v in self._places if v and v[0] == view[0] and v != view]
+                self._places.update((v, None) for v in others if not self._as(v, view, now))
         return out
+
+    def _as(self, view: Any, written: Any, place: Place | None) -> bool:
+        """Whether a view has its samples where another one of the same memory has got them."""
+        if place is None or place == GONE or self._places[view] != place:
+            return False
+        strides, others = view[3], written[3]
+        return len(strides) == len(others) and bool(strides[place.dim] == others[place.dim])
 
     def _strays(
         self, func: Any, args: Any, fed: Sequence[Tensor], before: set[Place | None], out: Any
