@@ -26,6 +26,12 @@ def rows_of_a_sequence(m, h):
     return y.unflatten(0, (h.shape[1], h.shape[0])).transpose(0, 1)
 
 
+def with_a_bias_alone():
+    layer = nn.Linear(3, 3)
+    layer.weight.requires_grad_(False)
+    return layer
+
+
 FACTORS = {
     "of an adapter": (lambda m, y: m.b(y), lambda: nn.Linear(3, 3, bias=False)),
     "of a convolution": (
@@ -33,6 +39,11 @@ FACTORS = {
         lambda: nn.Conv1d(3, 3, 1, bias=False),
     ),
     "of a norm": (lambda m, y: m.b(y), lambda: nn.RMSNorm(3)),
+    "of a table": (
+        lambda m, y: m.b(torch.zeros((), dtype=torch.long)) * y,
+        lambda: nn.Embedding(1, 3),
+    ),
+    "of a bias": (lambda m, y: m.b(y.detach()) * y, with_a_bias_alone),
     "for each feature": (lambda m, y: m.b * y, lambda: nn.Parameter(torch.zeros(3))),
     "one number": (lambda m, y: m.b * y, lambda: nn.Parameter(torch.zeros(()))),
 }
@@ -62,7 +73,7 @@ def steps(model, probe, count=3):
         yield want
         probe.reset()
         with torch.no_grad():
-            for p in model.parameters():
+            for p in filter(lambda p: p.requires_grad, model.parameters()):
                 p.add_(torch.randn_like(p), alpha=0.1)
 
 

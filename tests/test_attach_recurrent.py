@@ -9,6 +9,7 @@ from attach_oracle import (
     a_few_modes,
     check,
     every_mode,
+    exact_or_refused,
     fallback_mode,
     refused,
     seeded,  # noqa: F401
@@ -355,3 +356,11 @@ def test_states_that_go_from_sample_to_sample_are_refused(name, kind, options):
     forward, shape, way = OVER_SAMPLES[name]
     model = Model(forward, r=KINDS[kind](I, H, **way))
     refused(model, square, torch.randn(shape), names=["r.weight_ih_l0"], **options)
+
+
+@every_mode
+@every_kind
+def test_a_table_that_is_run_through_without_a_batch_holds_no_samples(kind, options):
+    model = Model(lambda m, x: m.o(x + m.r(m.t)[0][-1]), r=KINDS[kind](I, I), o=nn.Linear(I, 2),
+                  t=torch.randn(N + 1, I))  # fmt: skip
+    exact_or_refused(model, square, torch.randn(N, I), **options)

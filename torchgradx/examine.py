@@ -65,8 +65,10 @@ class Examiner:
             return [None if verdict == NOWHERE else verdict for verdict in proof(watched)]
 
         shown = proof([*watched, *(end.watched for _, end in ends)])
-        zeros, proven = [v == NOWHERE for v in shown], any(v is not None for v in shown)
-        found = [None if zero else v for v, zero in zip(shown, zeros, strict=True)]
+        of_use = [*range(len(uses)), *(k for k, _ in ends)]
+        zeros = {k for k, v in zip(of_use, shown, strict=True) if v == NOWHERE}
+        proven = any(v is not None for v in shown)
+        found = [None if v == NOWHERE else v for v in shown]
         for (k, end), verdict in zip(ends, found[len(uses) :], strict=True):
             found[k] = end.joined(found[k], verdict, sites[uses[k][0]].presumed, n)
         found, several = found[: len(uses)], {k for k, _ in ends}
@@ -99,7 +101,7 @@ class Examiner:
                 if given is None:
                     complete, self._witness.seen.ends = False, None  # watch the next forward
             apart = bool(outputs) and node is not None and node not in graph.parents
-            if doubt and (apart or zeros[k]):
+            if doubt and (apart or k in zeros):
                 layouts.append(NOWHERE)  # as where it was detached: if a gradient comes, refused
                 complete = complete and (apart or bool(blind))
                 continue

@@ -308,14 +308,13 @@ class Rows:
     projections: Tensor  # [rows, up to 4]
     sizes: Tensor  # [rows, 1]
     close: float  # how near a projection comes, over its row's size
-    tiny: float  # the smallest number on the way here that has all its bits
+    half: bool  # something on the way here had float16
 
     @staticmethod
     def of(g: Tensor, count: int, half: bool) -> Rows:
         # Scaling by powers of two rounds nothing, but for numbers that became subnormal: many do
         # in float16.
         close = 1e-2 if half else 1e-5
-        tiny = torch.finfo(torch.float16 if half else torch.float32).tiny
         count = count if count and g.numel() % count == 0 else 1
         elements = g.numel()
         g = torch.view_as_real(g.detach().resolve_conj()) if g.is_complex() else g
@@ -327,7 +326,7 @@ class Rows:
         sizes, most = (torch.linalg.vector_norm(rows, p, 1, True) for p in (2, inf))
         sizes = sizes.minimum(most * sqrt(rows.shape[1]))  # where squares overflow
         with torch.autocast(g.device.type, enabled=False):
-            return Rows(elements, rows.clone() if short else rows @ onto, sizes, close, tiny)
+            return Rows(elements, rows.clone() if short else rows @ onto, sizes, close, half)
 
     def scaled_to(self, scaled: Rows, exponents: Tensor, but: Tensor) -> bool:
         """Whether rows came back scaled by 2^exponent, all `but` some; another's is off by 2."""
@@ -338,5 +337,5 @@ class Rows:
 
     def faint(self) -> Tensor:
         """Rows so small that subnormal numbers may have made the difference, as where a mask of
-        -100 leaves a softmax 4e-44."""
-        return self.sizes < self.tiny / self.close
+        -100 leaves a softmax 4e-44. In float16 most may be, and `close` has to do."""
+        return self.sizes < (0 if self.half else torch.finfo(torch.float32).tiny / self.close)

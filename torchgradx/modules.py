@@ -24,6 +24,8 @@ __all__ = [
 
 # Never called: their parameters are their owner's.
 CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+PLAIN = {bool, bytes, complex, float, int, str, type(None), torch.device, torch.dtype}
+FEW = 64
 OWN = set(vars(nn.Module()))  # what torch keeps in every module
 RECURRENT = (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)
 
@@ -59,16 +61,19 @@ def build_of(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _same(value: Any, depth: int = 3) -> Any:
-    """What compares equal to that of the same object alone, or of a number of the same value."""
+    """What compares equal to that of the same object alone, or of the same value where it is plain:
+    a number, a word, or a few of them."""
     if isinstance(value, Tensor):
         return Tensor
-    if isinstance(value, (dict, list, tuple)):
+    if type(value) in PLAIN:
+        return value
+    if type(value) in (dict, list, tuple) and len(value) <= FEW and depth:
         parts = value.items() if isinstance(value, dict) else value
-        return tuple(_same(part, depth - 1) for part in parts) if depth else id(value)
+        return tuple(_same(part, depth - 1) for part in parts)
     try:
         return id(value), weakref.ref(value)  # an id may be given to another object later
     except TypeError:
-        return value
+        return id(value)
 
 
 def opaque(module: nn.Module) -> bool:

@@ -46,6 +46,8 @@ PUTS = {
     "ScatterBackward0": "index",
     "ScatterReduceBackward0": "index",
 }
+TURNS = {"CloneBackward0", "PermuteBackward0", "TBackward0", "ToCopyBackward0",
+         "TransposeBackward0"}  # fmt: skip
 JOINS = {"CatBackward0", "SelectScatterBackward0", "SliceScatterBackward0",
          "SplitWithSizesBackward0", "StackBackward0"}  # fmt: skip
 INTO_SLICES = "torch::autograd::CopySlices"
@@ -104,8 +106,8 @@ def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:
     a checkpoint, which would compute all of it again."""
     operand = node.next_functions[0]
     if name in TAKES and operand[0] is not None:
-        if is_leaf(operand[0]):
-            return  # a table of the model's own
+        if _is_table(operand[0]):
+            return
         shape = shape_of(*operand)
     else:
         shape = shape_of(node, 0)
@@ -130,11 +132,19 @@ def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:
 
 
 def _may_hold(shape: Sequence[int], dim: int, n: int) -> bool:
-    """Samples are in the first dimension, in the second flattened with their rows if the first is
-    of another size, or in one of their number."""
+    """Samples are in the first dimension flattened with their rows, beside a row of padding maybe;
+    in the second if the first is of another size; or in one of their number."""
     dim %= max(1, len(shape))
-    flat = dim == 1 and shape[0] != n and shape[1] % n == 0
-    return dim == 0 or flat or shape[dim] == n
+    first = dim == 0 and bool(shape) and min(shape[0] % n, -shape[0] % n) <= 1
+    second = dim == 1 and shape[0] != n and shape[1] % n == 0
+    return first or second or (bool(shape) and shape[dim] == n)
+
+
+def _is_table(node: Node) -> bool:
+    """One of the model's own, as it is or turned, as an adapter's of an embedding."""
+    while node.name() in TURNS and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    return is_leaf(node)
 
 
 def _by_sample(index: Tensor, n: int) -> Tensor:

@@ -39,7 +39,8 @@ def why_mixed(module: nn.Module, given: Sequence[Any], n: int) -> str | None:
     if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
         return MIXES
     along = isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and n > 1
-    unbatched = along and given and isinstance(given[0], Tensor) and given[0].dim() == 2
+    rows = given[0] if along and given and isinstance(given[0], Tensor) else None
+    unbatched = rows is not None and rows.dim() == 2 and len(rows) % n == 0  # else a table's
     return UNBATCHED.format(n=n) if unbatched else None
 
 

@@ -62,7 +62,7 @@ class Taint(TorchDispatchMode):
         self._places: dict[Any, Place | None] = {}  # of the samples, by storage and geometry
         for t, place in zip(arguments, first_places(arguments, n, batch_dim), strict=True):
             self._mark(t, False)
-            self._places[view_of(t)] = place
+            self._places[view_of(t)] = place or self.place(t)  # one may be given twice
         self.__enter__()
 
     def stop(self, outputs: Iterable[Tensor] = ()) -> None:

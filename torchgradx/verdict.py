@@ -65,15 +65,12 @@ class Verdict:
 
 
 def barriers(layers: Sequence[Layer], tensors: Sequence[Tensor]) -> list[int]:
-    """The factors of nothing but zeros, as of adapters and gates that are yet to be trained."""
-    factors = {
-        place
-        for layer in layers
-        if layer.kind not in ("embedding", "embeddingbag")
-        for place in layer.parameters
-        if place != layer.bias
-    }
-    return [place for place in sorted(factors) if not bool(tensors[place].any())]
+    """The factors of nothing but zeros, as of adapters and gates that are yet to be trained. A bias
+    is one beside a weight of zeros: a gate may be all that comes of both."""
+    zeros = {place for layer in layers for place in layer.parameters
+             if place != layer.bias and not bool(tensors[place].any())}  # fmt: skip
+    biases = {layer.bias for layer in layers if layer.weight in zeros and layer.bias >= 0}
+    return sorted(zeros | {place for place in biases if not bool(tensors[place].any())})
 
 
 def from_outside(run: Any) -> Verdict:
