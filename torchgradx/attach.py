@@ -242,8 +242,9 @@ class Probe(Reader):
             )
             return None
         run, new = self._open(module, n)
-        if new:
-            self._audit.witness.start(n, module, (args, kwargs), self._options["batch_dim"])
+        if new or self._joint:
+            batch_dim = self._options["batch_dim"]
+            self._audit.witness.start(n, module, (args, kwargs), batch_dim, not new)
         return run
 
     def _astray(self) -> Pass | None:

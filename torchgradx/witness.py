@@ -82,14 +82,17 @@ class Witness:
     def first(self) -> int:
         return self._local.first
 
-    def start(self, n: int, model: nn.Module, arguments: Any, batch_dim: int) -> None:
-        """Before a forward: see what its samples enter, unless that is known."""
+    def start(
+        self, n: int, model: nn.Module, arguments: Any, batch_dim: int, joins: bool = False
+    ) -> None:
+        """Before a forward: see what its samples enter, unless that is known. `joins`: others of
+        the same samples, so that its way is another one."""
         local, seen = self._local, self.seen
         local.caches, local.first = [], torch.autograd._get_sequence_nr()
         local.shapes = None
         if seen.ends is None or seen.shapes is not None:
             local.shapes = tuple(t.shape for t in tensors_in(arguments))
-        other = seen.shapes is not None and local.shapes not in seen.shapes
+        other = seen.shapes is not None and (joins or local.shapes not in seen.shapes)
         if n > 1 and (seen.ends is None or other):
             held = [*model.parameters(), *model.buffers()]
             now = self._parameters.tensors
