@@ -54,6 +54,7 @@ class _OfThread(threading.local):
         self.taint: Taint | None = None
         self.caches: list[dict[Any, Any]] = []  # of selective checkpoints
         self.first = 0  # of the graph's nodes that this forward made
+        self.counts = True
         self.shapes: Any = None  # of its arguments, where layouts are followed
         self.ends: dict[Node, list[End]] = {}
 
@@ -89,6 +90,8 @@ class Witness:
         the same samples, so that its way is another one."""
         local, seen = self._local, self.seen
         local.caches, local.first = [], torch.autograd._get_sequence_nr()
+        # Over a static graph DistributedDataParallel adds a node in the first forward alone.
+        local.counts = not getattr(model, "static_graph", False)
         local.shapes = None
         if seen.ends is None or seen.shapes is not None:
             local.shapes = tuple(t.shape for t in tensors_in(arguments))
@@ -101,7 +104,8 @@ class Witness:
     def stop(self, whole: bool = True, outputs: Any = None) -> Looked:
         """At the end of a forward (whole), or of a call of the model by itself."""
         local = self._local
-        way = torch.autograd._get_sequence_nr() - local.first, local.shapes
+        made = torch.autograd._get_sequence_nr() - local.first
+        way = made if local.counts else 0, local.shapes
         if not whole:
             return Looked(None, local.ends, way)
         found = Looked(local.taint, local.ends, way)
