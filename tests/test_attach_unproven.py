@@ -311,57 +311,6 @@ def test_a_layer_that_is_later_given_what_a_mask_picks(where, options):
                     probe.norms()
 
 
-class MixesLongOnes(nn.Module):
-    """By the length of what it is given, on one path or another."""
-
-    def __init__(self, where):
-        super().__init__()
-        self.i, self.b, self.where = nn.Linear(3, 3), nn.Linear(3, 2), where
-
-    def forward(self, x):
-        hidden = self.i(x)
-        if x.shape[1] > 6:
-            hidden = hidden + hidden.roll(1, 0)
-        return UNPROVEN[self.where](lambda t: self.b(torch.tanh(t)), hidden)
-
-
-@a_few_modes
-@unproven
-def test_a_path_that_mixes_condemns_no_other_and_no_other_absolves_it(where, options):
-    net = MixesLongOnes(where).double()
-    with torchgradx.attach(net, **options) as probe:
-        # What a pass of inf shows is not kept: the path is met again, after another was orderly.
-        for positions, scale in ((5, 1), (7, float("inf")), (3, 1), (7, 1), (5, 1), (7, 1)):
-            x = torch.randn(N, positions, 3, dtype=torch.float64)
-            want = loop(net, square, x)
-            net.zero_grad()
-            (scale * square(net, x)).backward()
-            if positions == 7:
-                with pytest.raises(torchgradx.CoverageError):
-                    probe.norms()
-                probe.reset()
-            else:
-                close_named(probe.norms(per="parameter"), want)
-
-
-@unproven
-def test_rows_that_are_once_as_many_as_samples_are_not_theirs(where):
-    """A table of the distinct ids, in their order."""
-
-    def forward(m, ids, x):
-        distinct, back = ids.unique(return_inverse=True)
-        return UNPROVEN[where](lambda t: m.b(t[back] + x), torch.tanh(m.a(m.e(distinct))))
-
-    net = Model(forward, e=nn.Embedding(30, 3), a=nn.Linear(3, 3), b=nn.Linear(3, 2)).double()
-    x = torch.randn(N, 3, dtype=torch.float64)
-    with torchgradx.attach(net) as probe:
-        for ids in ([3, 3, 1, 2], [9, 3, 1, 2], [9, 3, 1, 2]):
-            square(lambda x, ids=ids: net(torch.tensor(ids), x), x).backward()
-            with pytest.raises(torchgradx.CoverageError):
-                probe.norms()
-            probe.reset()
-
-
 @a_few_modes
 @unproven
 @pytest.mark.parametrize("name", ["attention of three parts", "halves of N features"])

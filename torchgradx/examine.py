@@ -81,7 +81,8 @@ class Examiner:
         blind = barriers(self._layers, self._parameters.tensors()) if proven else []
         layouts: list[int] = []
         refusals: list[tuple[int, str]] = []
-        complete = True
+        sure = None not in shown and all(node is not None for _, _, node, _ in uses)
+        complete = sure or not went.borrowed
         for k, ((site, sizes, node, _), use, verdict) in enumerate(
             zip(uses, watched, found, strict=True)
         ):

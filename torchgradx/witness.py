@@ -12,7 +12,7 @@ import contextlib
 import copy
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ class Way:
     orderly: bool = False  # nothing moved or mixed the samples
     given: dict[tuple[int, int], Given] = field(default_factory=dict)  # by site and dimensions
     known: Known = field(default_factory=dict)
+    borrowed: bool = False  # from a way with another number of nodes
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Seen:
 
     ends: list[Place | None] | None = None  # of the outputs; None: the next forward is watched
     shapes: set[Any] | None = None  # of arguments that were watched, once a way counted
+    unsure: bool = False  # the next forward is watched too
     ways: dict[Any, Way] = field(default_factory=dict)
     # By what is served; with the groups that are, by place: uses have other numbers in each pass.
     plans: dict[Any, tuple[Plan, list[int]]] = field(default_factory=dict)
@@ -54,7 +56,6 @@ class _OfThread(threading.local):
         self.taint: Taint | None = None
         self.caches: list[dict[Any, Any]] = []  # of selective checkpoints
         self.first = 0  # of the graph's nodes that this forward made
-        self.counts = True
         self.shapes: Any = None  # of its arguments, where layouts are followed
         self.ends: dict[Node, list[End]] = {}
 
@@ -90,13 +91,11 @@ class Witness:
         the same samples, so that its way is another one."""
         local, seen = self._local, self.seen
         local.caches, local.first = [], torch.autograd._get_sequence_nr()
-        # Over a static graph DistributedDataParallel adds a node in the first forward alone.
-        local.counts = not getattr(model, "static_graph", False)
         local.shapes = None
         if seen.ends is None or seen.shapes is not None:
             local.shapes = tuple(t.shape for t in tensors_in(arguments))
         other = seen.shapes is not None and (joins or local.shapes not in seen.shapes)
-        if n > 1 and (seen.ends is None or other):
+        if n > 1 and (seen.ends is None or seen.unsure or other):
             held = [*model.parameters(), *model.buffers()]
             now = self._parameters.tensors
             local.taint = watching(n, held, tensors_in(arguments), batch_dim, now)
@@ -104,8 +103,7 @@ class Witness:
     def stop(self, whole: bool = True, outputs: Any = None) -> Looked:
         """At the end of a forward (whole), or of a call of the model by itself."""
         local = self._local
-        made = torch.autograd._get_sequence_nr() - local.first
-        way = made if local.counts else 0, local.shapes
+        way = torch.autograd._get_sequence_nr() - local.first, local.shapes
         if not whole:
             return Looked(None, local.ends, way)
         found = Looked(local.taint, local.ends, way)
@@ -142,7 +140,7 @@ class Witness:
     def keep(self, taint: Taint, uses: Sequence[Use], way: Any) -> None:
         """What a whole forward showed."""
         seen = self.seen
-        seen.ends = taint.ends
+        seen.ends, seen.unsure = taint.ends, False
         if seen.shapes is not None:
             seen.shapes.add(self._local.shapes)
         given = {(site, len(sizes)): taint.given[site] for site, sizes, *_ in uses
@@ -150,8 +148,15 @@ class Witness:
         seen.ways[way] = Way(taint.orderly, given)
 
     def went(self, way: Any) -> Way:
-        """What forwards that went this way have shown."""
-        return self.seen.ways.get(way, Way())
+        """What forwards that went this way have shown; or such that made another number of nodes,
+        as autocast does which casts a weight once, until the next forward that is watched."""
+        seen, (structure, (_, shapes)) = self.seen, way
+        if way in seen.ways:
+            return seen.ways[way]
+        sizes = structure, shapes
+        other = next((w for (s, (_, t)), w in seen.ways.items() if (s, t) == sizes), None)
+        seen.unsure = seen.unsure or other is not None
+        return Way() if other is None else replace(other, borrowed=True)
 
     def believed(self) -> None:
         """Where samples are is taken from a way."""

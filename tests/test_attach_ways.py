@@ -1,0 +1,103 @@
+"""Where no proof can be had, what one forward showed is believed of those that go the same way."""
+
+import pytest
+import torch
+from attach_oracle import (
+    Model,
+    Same,
+    a_few_modes,
+    close_named,
+    loop,
+    seeded,  # noqa: F401
+    square,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torchgradx
+
+N = 4
+
+UNPROVEN = {
+    "a reentrant checkpoint": lambda use, x: checkpoint(use, x, use_reentrant=True),
+    "a Function of the user's": lambda use, x: Same.apply(use(x)),
+}
+unproven = pytest.mark.parametrize("where", UNPROVEN)
+
+
+class MixesLongOnes(nn.Module):
+    """By the length of what it is given, on one path or another."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.i, self.b, self.where = nn.Linear(3, 3), nn.Linear(3, 2), where
+
+    def forward(self, x):
+        hidden = self.i(x)
+        if x.shape[1] > 6:
+            hidden = hidden + hidden.roll(1, 0)
+        return UNPROVEN[self.where](lambda t: self.b(torch.tanh(t)), hidden)
+
+
+@a_few_modes
+@unproven
+def test_a_path_that_mixes_condemns_no_other_and_no_other_absolves_it(where, options):
+    net = MixesLongOnes(where).double()
+    with torchgradx.attach(net, **options) as probe:
+        # What a pass of inf shows is not kept: the path is met again, after another was orderly.
+        for positions, scale in ((5, 1), (7, float("inf")), (3, 1), (7, 1), (5, 1), (7, 1)):
+            x = torch.randn(N, positions, 3, dtype=torch.float64)
+            want = loop(net, square, x)
+            net.zero_grad()
+            (scale * square(net, x)).backward()
+            if positions == 7:
+                with pytest.raises(torchgradx.CoverageError):
+                    probe.norms()
+                probe.reset()
+            else:
+                close_named(probe.norms(per="parameter"), want)
+
+
+@unproven
+def test_rows_that_are_once_as_many_as_samples_are_not_theirs(where):
+    """A table of the distinct ids, in their order."""
+
+    def forward(m, ids, x):
+        distinct, back = ids.unique(return_inverse=True)
+        return UNPROVEN[where](lambda t: m.b(t[back] + x), torch.tanh(m.a(m.e(distinct))))
+
+    net = Model(forward, e=nn.Embedding(30, 3), a=nn.Linear(3, 3), b=nn.Linear(3, 2)).double()
+    x = torch.randn(N, 3, dtype=torch.float64)
+    with torchgradx.attach(net) as probe:
+        for ids in ([3, 3, 1, 2], [9, 3, 1, 2], [9, 3, 1, 2]):
+            square(lambda x, ids=ids: net(torch.tensor(ids), x), x).backward()
+            with pytest.raises(torchgradx.CoverageError):
+                probe.norms()
+            probe.reset()
+
+
+@unproven
+def test_a_path_of_other_nodes_is_watched_as_soon_as_it_is_met(where):
+    """Its first forward is taken for those of the same sizes; from the second on it is known."""
+
+    def forward(m, x):
+        hidden = m.i(x)
+        hidden = hidden + hidden.roll(1, 0) if m.mixes else hidden
+        return UNPROVEN[where](lambda t: m.b(torch.tanh(t)), hidden)
+
+    net = Model(forward, i=nn.Linear(3, 3), b=nn.Linear(3, 2)).double()
+    x = torch.randn(N, 5, 3, dtype=torch.float64)
+    with torchgradx.attach(net) as probe:
+        for k, net.mixes in enumerate((False, True, True, False, True, False)):
+            net.zero_grad()
+            want = loop(net, square, x)
+            net.zero_grad()
+            square(net, x).backward()
+            if net.mixes and k > 1:
+                with pytest.raises(torchgradx.CoverageError):
+                    probe.norms()
+                probe.reset()
+            elif not net.mixes:
+                close_named(probe.norms(per="parameter"), want)
+            else:
+                probe.reset()
