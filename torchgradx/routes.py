@@ -68,7 +68,7 @@ def routes(outputs: Iterable[Tensor], n: int) -> list[Any]:
     chosen = False
     for node in below(t.grad_fn for t in outputs if t.grad_fn is not None) if n > 1 else ():
         name = node.name()
-        if name == INTO_SLICES or (name in JOINS and _may_hold(shape_of(node, 0), _dim(node), n)):
+        if name == INTO_SLICES or (name in JOINS and _joins_samples(node, n)):
             chosen = True
             found.append(tuple(shape_of(*edge) for edge in node.next_functions if edge[0]))
         if any(number for _, number in node.next_functions):  # rows of what was unbound, or split
@@ -94,6 +94,11 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and torch.equal(a, b)
     return a is not None and type(a) is type(b) and bool(a == b)
+
+
+def _joins_samples(node: Node, n: int) -> bool:
+    """Pieces may be of any length along the first dimension, as graphs' nodes are."""
+    return _dim(node) == 0 or _may_hold(shape_of(node, 0), _dim(node), n)
 
 
 def _dim(node: Node) -> int:
