@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import (
+    UNPROVEN,
     Model,
-    Same,
     a_few_modes,
     check,
     close_named,
@@ -14,21 +14,14 @@ from attach_oracle import (
     loop,
     seeded,  # noqa: F401
     square,
+    unproven,
 )
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
-from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
 N = 4
-
-
-UNPROVEN = {
-    "a reentrant checkpoint": lambda use, x: checkpoint(use, x, use_reentrant=True),
-    "a Function of the user's": lambda use, x: Same.apply(use(x)),
-}
-unproven = pytest.mark.parametrize("where", UNPROVEN)
 
 
 def model(use, where, **parts):

@@ -3,26 +3,20 @@
 import pytest
 import torch
 from attach_oracle import (
+    UNPROVEN,
     Model,
-    Same,
     a_few_modes,
     close_named,
     loop,
     seeded,  # noqa: F401
     square,
+    unproven,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
 N = 4
-
-UNPROVEN = {
-    "a reentrant checkpoint": lambda use, x: checkpoint(use, x, use_reentrant=True),
-    "a Function of the user's": lambda use, x: Same.apply(use(x)),
-}
-unproven = pytest.mark.parametrize("where", UNPROVEN)
 
 
 class MixesLongOnes(nn.Module):

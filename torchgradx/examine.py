@@ -52,8 +52,7 @@ class Examiner:
     ) -> Verdict:
         """What a forward shows."""
         n, graph = run.n, Graph(outputs)
-        way = run.structure, looked.way
-        went = self._witness.went(way)
+        went = self._witness.went((run.structure, looked.way))
         watched, ends = self._watched(uses, outputs, sites, looked, graph, went)
         asked = [] if self._parameters.gathered() else outputs
         batch_dim, places = self._options["batch_dim"], self._witness.places(asked)
@@ -72,7 +71,7 @@ class Examiner:
         for (k, end), verdict in zip(ends, found[len(uses) :], strict=True):
             found[k] = end.joined(found[k], verdict, sites[uses[k][0]].presumed, n)
         found, several = found[: len(uses)], {k for k, _ in ends}
-        seen = self._witness.followed(found, n, way, uses, watched, graph, looked.taint)
+        seen = self._witness.followed(found, n, went, uses, watched, graph, looked.taint)
         found = [f if k in several else s for k, (f, s) in enumerate(zip(found, seen, strict=True))]
         plan = self._lift.plan(n, uses, sites, found, went, outputs, looked.taint, but_zeros)
         for k, _ in plan.starts if plan else ():

@@ -167,7 +167,7 @@ class Witness:
         self,
         found: list[int | str | None],
         n: int,
-        way: Any,
+        went: Way,
         uses: Sequence[Use],
         watched: Sequence[Watched],
         graph: Graph,
@@ -175,7 +175,6 @@ class Witness:
     ) -> list[int | str | None]:
         """The layouts of uses, where no proof could be had as a forward that was watched, and went
         the same way, has shown them."""
-        went = self.went(way)
         if taint is not None and went.orderly and n > 1:
             went.known = shown(taint, graph, uses, watched, n)
         layouts = followed(went.known, graph, uses, watched, n)
