@@ -163,3 +163,38 @@ def test_sums_over_all_samples_that_have_as_many_rows_again_are_refused(way):
                 o=nn.Linear(D, 2)).double()  # fmt: skip
     refusal = exact_or_refused(net, lambda m, x: m(x), torch.randn(N, 3))
     assert "o.weight" in refusal.parameters
+
+
+ALONE = {
+    "distances": lambda h: torch.cdist(h, h.tanh()) @ torch.ones(len(h), D, dtype=h.dtype),
+    "a window": lambda h: F.conv1d(h.T[None], torch.ones(D, D, 3, dtype=h.dtype), padding=1)[0].T,
+    "neighbours": lambda h: F.avg_pool1d(F.pad(h.T, (1, 1)), 3, 1).T,
+    "a triangle": lambda h: torch.einsum("ab,bd->ad", torch.ones(len(h), len(h), dtype=h.dtype), h),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": False}], ids=str)
+@pytest.mark.parametrize("name", ALONE)
+def test_a_second_argument_of_as_many_columns_as_samples_is_not_mixed_unseen(name, options):
+    """Its first one does not enter: sizes alone would have to say where the samples are."""
+    model = Model(lambda m, ids, y: Same.apply(m.b(ALONE[name](m.a(y)))), a=nn.Linear(N, D),
+                  b=nn.Linear(D, 3))  # fmt: skip
+    loss = lambda m, ids, y: m(ids, y).square().sum() / len(ids)  # noqa: E731
+    refusal = exact_or_refused(model, loss, torch.arange(N), torch.randn(N, N), **options)
+    assert "no proof could be had" in str(refusal)
+
+
+CHOSEN = {
+    "distinct": torch.unique,
+    "distinct neighbours": torch.unique_consecutive,
+    "positions": lambda ids: (ids[:, None] == torch.arange(30)).nonzero()[:, 1],
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_ids_that_the_batch_chose_are_not_its_samples(name):
+    model = Model(lambda m, ids: Same.apply(m.l(m.e(CHOSEN[name](ids)))), e=nn.Embedding(30, 5),
+                  l=nn.Linear(5, 3))  # fmt: skip
+    loss = lambda m, ids: m(ids).square().sum() / len(ids)  # noqa: E731
+    refusal = exact_or_refused(model, loss, torch.tensor([9, 3, 1, 2]))
+    assert "no proof could be had" in str(refusal)

@@ -95,3 +95,43 @@ def test_a_path_of_other_nodes_is_watched_as_soon_as_it_is_met(where):
                 close_named(probe.norms(per="parameter"), want)
             else:
                 probe.reset()
+
+
+class TurnsItsOutput(nn.Module):
+    """Samples first or positions first, as the batch says; by another node of the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.b, self.c = nn.Linear(3, 5), nn.Linear(5, 2)
+
+    def forward(self, x, first):
+        hidden = self.c(torch.tanh(self.b(x)))
+        return hidden if first == "samples" else hidden.transpose(0, 1) * 1
+
+
+@a_few_modes
+@pytest.mark.parametrize("alternating", [False, True], ids=["in turns", "then the other"])
+def test_a_way_may_have_its_samples_elsewhere_in_the_output(alternating, options):
+    """Where sizes leave a doubt, as here, the other way is refused until it was watched."""
+
+    def by_rows(net, x, first):
+        out = net(x, first)
+        rows = out if first == "samples" else out.transpose(0, 1)
+        return rows.square().flatten(1).sum(1).mean()
+
+    net = TurnsItsOutput().double()
+    steps = 3 * ["samples", "positions"] if alternating else ["samples"] + 5 * ["positions"]
+    exact = []
+    with torchgradx.attach(net, **options) as probe:
+        for first in steps:
+            x = torch.randn(N, N, 3, dtype=torch.float64)
+            want = loop(net, lambda net, x, first=first: by_rows(net, x, first), x)
+            net.zero_grad()
+            by_rows(net, x, first).backward()
+            try:
+                close_named(probe.norms(per="parameter"), want)
+                exact.append(first)
+            except torchgradx.CoverageError as refusal:
+                assert "in two dimensions" in str(refusal) and first == "positions"  # noqa: PT017
+                probe.reset()
+    assert exact[-2:] == steps[-2:]

@@ -55,7 +55,9 @@ class Examiner:
         went = self._witness.went((run.structure, looked.way))
         watched, ends = self._watched(uses, outputs, sites, looked, graph, went)
         asked = [] if self._parameters.gathered() else outputs
-        batch_dim, places = self._options["batch_dim"], self._witness.places(asked)
+        ends_of_way = self._witness.places(asked, n, (run.structure, looked.way))
+        places = [None] * len(asked) if ends_of_way is None else ends_of_way
+        batch_dim = self._options["batch_dim"]
 
         def proof(watched: Sequence[Watched]) -> list[int | str | None]:
             return prove(asked, places, watched, n, batch_dim, self._witness.unspent)
@@ -81,7 +83,7 @@ class Examiner:
         layouts: list[int] = []
         refusals: list[tuple[int, str]] = []
         sure = None not in shown and all(node is not None for _, _, node, _ in uses)
-        complete = sure or not went.borrowed
+        complete = ends_of_way is not None and (sure or not went.borrowed)
         for k, ((site, sizes, node, _), use, verdict) in enumerate(
             zip(uses, watched, found, strict=True)
         ):
@@ -99,7 +101,8 @@ class Examiner:
                 doubt = not (went.orderly and stood)
                 self._witness.believed()
                 if given is None:
-                    complete, self._witness.seen.ends = False, None  # watch the next forward
+                    self._witness.watch()
+                    complete = False
             apart = bool(outputs) and node is not None and node not in graph.parents
             if doubt and (apart or k in zeros):
                 layouts.append(NOWHERE)  # as where it was detached: if a gradient comes, refused

@@ -106,7 +106,7 @@ class Lift:
         if n > 1 and plan.starts:
             seen.plans[key] = plan, served
         if n > 1 and taint is None and not lifted.issuperset((*mixing, *read)):
-            seen.ends = None  # watch the next forward
+            self._witness.watch()
         return plan if plan.starts else None
 
     def _beside(self, uses: Sequence[Use], sites: Sequence[Site]) -> list[int]:

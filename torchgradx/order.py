@@ -20,7 +20,8 @@ PUTS = {"_add", "_copy", "_put", "_reduce"}
 # along their dim nothing is moved
 HARMLESS = {"cat", "permute", "squeeze", "stack", "unflatten", "unsqueeze"}
 PARTS = {"select", "split", "split_with_sizes", "unbind"}
-CHOICES = {"_pack_padded_sequence", "masked_scatter", "masked_select", "put", "take"}
+CHOICES = {"_pack_padded_sequence", "_unique2", "masked_scatter", "masked_select", "nonzero", "put",
+           "take", "unique_consecutive", "unique_dim"}  # fmt: skip
 PRODUCTS = {"mm": 0, "addmm": 1, "mv": 0, "addmv": 1, "dot": 0, "bmm": 0}  # the first factor
 
 SUMS = {"_reshape_alias", "_to_copy", "_unsafe_view", "add", "alias", "cat", "clone", "copy",

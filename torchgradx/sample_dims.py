@@ -7,7 +7,7 @@ it should have done, nobody knows (None).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from . import order
 from .order import argument_of, indices_of
 
-__all__ = ["GONE", "Place", "first_places", "followed"]
+__all__ = ["GONE", "Fed", "Follows", "Place", "first_places", "followed", "guessed"]
 
 
 class Place(NamedTuple):
@@ -31,6 +31,8 @@ class Place(NamedTuple):
 
 
 GONE = Place(-1)  # no dimension is of samples any more: they were summed
+Fed = tuple[Tensor, Place | None]  # an operand that samples entered, and where they are
+Follows = Callable[[int, Tensor], Place | None]  # of an operation's k-th result
 
 
 def first_places(arguments: Iterable[Tensor], n: int, batch_dim: int) -> list[Place | None]:
@@ -50,11 +52,10 @@ def followed(
     func: Any,
     args: Sequence[Any],
     kwargs: Any,
-    fed: Sequence[tuple[Tensor, Place | None]],
+    fed: Sequence[Fed],
     n: int,
-) -> Callable[[int, Tensor], Place | None]:
-    """Of the k-th result of an operation, given before it runs. `fed`: its operands with samples,
-    and where those are."""
+) -> Follows:
+    """Of an operation that is yet to run."""
     name: str = func._schema.name.partition("::")[2].rstrip("_")
     if name == "copy":  # what was there is gone, if others take its place
         fed = [(t, place) for t, place in fed if t is args[1]] or fed
@@ -67,7 +68,7 @@ def followed(
     def said(key: str) -> Any:
         return argument_of(func, args, kwargs, key)
 
-    def moved(to: int | None) -> Callable[[int, Tensor], Place | None]:
+    def moved(to: int | None) -> Follows:
         size = t.shape[place.dim]  # now: it may work in place
         return lambda k, out: _checked(out, to, size, place)
 
@@ -100,6 +101,14 @@ def followed(
         return lambda k, out: _kept(out, t, place) if apart and k == 0 else None
     apart = _apart(name, t, place, said) and _alike(name, args, fed, place)
     return lambda k, out: _kept(out, t, place) if apart or not out.dim() else None
+
+
+def guessed(fed: Sequence[Fed], n: int) -> Iterator[list[Fed]]:
+    """Each way in which samples of unknown place may be in one of the operands."""
+    for k, (t, place) in enumerate(fed):
+        for dim, size in enumerate(t.shape):
+            if place is None and size == n:
+                yield [(other, Place(dim) if j == k else at) for j, (other, at) in enumerate(fed)]
 
 
 def _axis(value: Any, dims: int) -> int:
@@ -185,7 +194,7 @@ def _apart(name: str, t: Tensor, place: Place, said: Callable[[str], Any]) -> bo
 
 
 def _alike(
-    name: str, args: Sequence[Any], fed: Sequence[tuple[Tensor, Place | None]], place: Place
+    name: str, args: Sequence[Any], fed: Sequence[Fed], place: Place
 ) -> bool:
     """Whether samples meet their own alone, where several operands hold them."""
     held = [(t, at) for t, at in fed if t.is_floating_point()]

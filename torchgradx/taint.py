@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from .order import adds_up, disorders
-from .sample_dims import GONE, Place, first_places, followed
+from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, guessed
 
 __all__ = ["Given", "Taint", "watching"]
 
@@ -118,8 +118,13 @@ class Taint(TorchDispatchMode):
                 self.orderly = not disorders(func, args, kwargs, self._n, fed, self._dim_of)
             except Exception:  # what it was given has no values, or is none of torch's
                 self.orderly = False
-        place = self._following(func, args, kwargs, fed)
-        before = {self.place(t) for t in fed} - {None}
+        places = [(t, self.place(t)) for t in fed]
+        place = self._following(func, args, kwargs, places)
+        before = {at for _, at in places} - {None}
+        guesses = [
+            self._following(func, args, kwargs, guess)
+            for guess in (guessed(places, self._n) if self.orderly and not before else ())
+        ]
         written = [(t, view_of(t), self.place(t)) for t in _written(func, args, kwargs)]
         out = func(*args, **kwargs)
         clean = False if False in verdicts else None if None in verdicts else True
@@ -128,7 +133,7 @@ class Taint(TorchDispatchMode):
                 sizes = _of_sizes_only(func)
                 self._mark(t, True if sizes else clean)
                 self._places[view_of(t)] = None if sizes else place(k, t)
-        self.orderly = self.orderly and not self._strays(func, args, fed, before, out)
+        self.orderly = self.orderly and not self._strays(func, args, fed, before, guesses, out)
         for t, view, was in written if not clean else ():
             self._mark(t, clean)
             now = self.place(t)
@@ -145,13 +150,20 @@ class Taint(TorchDispatchMode):
         return len(strides) == len(others) and bool(strides[place.dim] == others[place.dim])
 
     def _strays(
-        self, func: Any, args: Any, fed: Sequence[Tensor], before: set[Place | None], out: Any
+        self,
+        func: Any,
+        args: Any,
+        fed: Sequence[Tensor],
+        before: set[Place | None],
+        guesses: Sequence[Follows],
+        out: Any,
     ) -> bool:
-        """Whether samples followed up to here are lost, or mixed with a sum over all of them."""
+        """Whether samples followed up to here are lost, or mixed with a sum over all of them; or
+        with each other, in one of the places that they may have."""
         if len(before) > 1 and GONE in before:
             return True
         # Convolutions restride what they made in place; masks and ids are indexed by sample.
-        if not before or func._schema.name == "aten::as_strided_" or _of_sizes_only(func):
+        if func._schema.name == "aten::as_strided_" or _of_sizes_only(func):
             return False
         first = next((t for t in tree_leaves(out) if isinstance(t, Tensor)), None)
         if first is None or not first.numel():
@@ -161,13 +173,13 @@ class Taint(TorchDispatchMode):
         if GONE in before:  # a single number is a loss, or goes back into the samples
             return self._n in first.shape or (first.dim() > 0 and not adds_up(func, args, fed))
         now = self.place(first)
+        if not before:
+            return any(guess(0, first) in (None, GONE) for guess in guesses)
         return now is None or (now == GONE and self._n in first.shape)
 
-    def _following(
-        self, func: Any, args: Any, kwargs: Any, fed: Sequence[Tensor]
-    ) -> Callable[[int, Tensor], Place | None]:
+    def _following(self, func: Any, args: Any, kwargs: Any, fed: Sequence[Fed]) -> Follows:
         try:
-            return followed(func, args, kwargs, [(t, self.place(t)) for t in fed], self._n)
+            return followed(func, args, kwargs, fed, self._n)
         except Exception:  # as above
             return lambda k, out: None
 

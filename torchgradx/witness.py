@@ -13,6 +13,7 @@ import copy
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +21,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .layout import Watched, tensors_in
-from .sample_dims import Place
+from .sample_dims import GONE, Place
 from .several import End
 from .shared import Graph, Node, Plan
 from .taint import Given, Taint, watching
 from .unproven import Known, Use, followed, shown
 
 __all__ = ["Looked", "Seen", "Witness"]
+
+SOON = 2  # forwards: that which is to be seen may take turns with another
 
 
 @dataclass
@@ -43,10 +46,10 @@ class Way:
 class Seen:
     """Of one regime; outlives the probe."""
 
-    ends: list[Place | None] | None = None  # of the outputs; None: the next forward is watched
+    watch: int = 1  # so many of the next forwards
     shapes: set[Any] | None = None  # of arguments that were watched, once a way counted
-    unsure: bool = False  # the next forward is watched too
     ways: dict[Any, Way] = field(default_factory=dict)
+    ends: dict[Any, list[Place | None]] = field(default_factory=dict)  # of outputs, of any shapes
     # By what is served; with the groups that are, by place: uses have other numbers in each pass.
     plans: dict[Any, tuple[Plan, list[int]]] = field(default_factory=dict)
 
@@ -92,10 +95,10 @@ class Witness:
         local, seen = self._local, self.seen
         local.caches, local.first = [], torch.autograd._get_sequence_nr()
         local.shapes = None
-        if seen.ends is None or seen.shapes is not None:
+        if seen.watch or seen.shapes is not None:
             local.shapes = tuple(t.shape for t in tensors_in(arguments))
         other = seen.shapes is not None and (joins or local.shapes not in seen.shapes)
-        if n > 1 and (seen.ends is None or seen.unsure or other):
+        if n > 1 and (seen.watch or other):
             held = [*model.parameters(), *model.buffers()]
             now = self._parameters.tensors
             local.taint = watching(n, held, tensors_in(arguments), batch_dim, now)
@@ -140,7 +143,8 @@ class Witness:
     def keep(self, taint: Taint, uses: Sequence[Use], way: Any) -> None:
         """What a whole forward showed."""
         seen = self.seen
-        seen.ends, seen.unsure = taint.ends, False
+        structure, (nodes, _) = way
+        seen.watch, seen.ends[structure, nodes] = max(0, seen.watch - 1), taint.ends
         if seen.shapes is not None:
             seen.shapes.add(self._local.shapes)
         given = {(site, len(sizes)): taint.given[site] for site, sizes, *_ in uses
@@ -155,8 +159,13 @@ class Witness:
             return seen.ways[way]
         sizes = structure, shapes
         other = next((w for (s, (_, t)), w in seen.ways.items() if (s, t) == sizes), None)
-        seen.unsure = seen.unsure or other is not None
+        if other is not None:
+            self.watch(SOON)
         return Way() if other is None else replace(other, borrowed=True)
+
+    def watch(self, forwards: int = 1) -> None:
+        """The next ones."""
+        self.seen.watch = max(self.seen.watch, forwards)
 
     def believed(self) -> None:
         """Where samples are is taken from a way."""
@@ -187,7 +196,23 @@ class Witness:
         nodes, shapes = way
         return nodes, None if self.seen.shapes is None else shapes
 
-    def places(self, outputs: Sequence[Tensor]) -> list[Place | None]:
-        """Where the samples are in the model's outputs, as far as that was seen."""
-        ends = self.seen.ends or []
+    def places(self, outputs: Sequence[Tensor], n: int, way: Any) -> list[Place | None] | None:
+        """Where the samples are in the model's outputs, as far as that was seen. None: they may be
+        elsewhere than in those of other ways, until this one is watched."""
+        seen, (structure, (nodes, _)) = self.seen, way
+        ends = seen.ends.get((structure, nodes))
+        if ends is None and outputs and n > 1:
+            ends = next((e for e in seen.ends.values() if len(e) == len(outputs)), None)
+            if ends is None or not all(map(partial(_only_place, n), outputs, ends)):
+                self.watch(SOON)
+                return None
+        ends = ends or []
         return ends if len(ends) == len(outputs) else [None] * len(outputs)
+
+
+def _only_place(n: int, t: Tensor, place: Place | None) -> bool:
+    """Whether sizes leave the samples no other place."""
+    fits = [dim for dim, size in enumerate(t.shape) if size == n]
+    if place is None:
+        return len(fits) < 2
+    return fits == ([] if place == GONE else [place.dim])
