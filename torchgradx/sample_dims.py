@@ -193,9 +193,7 @@ def _apart(name: str, t: Tensor, place: Place, said: Callable[[str], Any]) -> bo
     return along or by_row or name in ALIKE
 
 
-def _alike(
-    name: str, args: Sequence[Any], fed: Sequence[Fed], place: Place
-) -> bool:
+def _alike(name: str, args: Sequence[Any], fed: Sequence[Fed], place: Place) -> bool:
     """Whether samples meet their own alone, where several operands hold them."""
     held = [(t, at) for t, at in fed if t.is_floating_point()]
     if any(part in name for part in WEIGHS):  # its input: weights meet all samples
