@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import (
-    VMAP,
     Model,
     check,
     exact_or_refused,
@@ -17,7 +16,6 @@ from attach_oracle import (
     mlp,
     seeded,  # noqa: F401
     square,
-    title,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -305,27 +303,6 @@ def test_running_a_module_again_leaves_no_trace_on_it(options):
     assert model[1].calls == plain[1].calls == 1
     assert torch.equal(model[1].seen, plain[1].seen)
     assert torch.equal(model[1].kept, plain[1].kept)
-
-
-@pytest.mark.parametrize("options", [{"fused": False}, *VMAP], ids=title)
-def test_packed_sequences_are_refused_by_name_where_they_run_again(options):
-    class Packed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.r, self.o = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 2)
-
-        def forward(self, x):
-            lengths = torch.tensor([6, 5, 3, 2])
-            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
-            return self.o(nn.utils.rnn.pad_packed_sequence(self.r(packed)[0], True)[0])
-
-    model = Packed()
-    with torchgradx.attach(model, **options) as probe:
-        square(model, torch.randn(N, 6, 3)).backward()
-        with pytest.raises(torchgradx.CoverageError, match="packed"):
-            probe.norms()
-    touched = options.get("weight_grad", True)
-    assert all((p.grad is not None) == touched for p in model.r.parameters())
 
 
 @fallback_mode

@@ -6,7 +6,6 @@ import pytest
 import torch
 from attach_oracle import (
     Model,
-    a_few_modes,
     check,
     every_mode,
     exact_or_refused,
@@ -30,11 +29,9 @@ from recurrent_models import (
     native_mode,
     net,
     served,
-    served_mode,
     states_of,
 )
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import torchgradx
 from torchgradx import ops
@@ -125,10 +122,9 @@ def test_threads_that_share_the_rows(kind, option):
     if option == "projected" and kind != "lstm":
         pytest.skip("only an LSTM projects")
     rnn = KINDS[kind](I, 33, **OPTIONS[option])
-    x, lengths = torch.randn(18, 61, I), torch.arange(18) * 3 + 7
+    x = torch.randn(18, 61, I)
     torch.set_num_threads(2)
     check(net(rnn), square, x, input_grad=True)
-    check(packed_net(rnn), square, x, lengths, input_grad=True)
     model, found = net(rnn).float(), []
     for _ in range(2):
         with torchgradx.attach(model) as probe:
@@ -288,54 +284,6 @@ def test_a_cell_gives_what_the_module_gives():
             found.append(list(probe.norms(per="parameter").values()))
     for a, b in zip(*found, strict=True):
         assert torch.allclose(a, b, rtol=1e-9)
-
-
-# ---- Packed sequences ----------------------------------------------------------------------------
-def packed_net(rnn, enforce_sorted=False):
-    def forward(m, x, lengths, h=None):
-        first = m.r.batch_first
-        x = torch.tanh(m.i(x))
-        packed = pack_padded_sequence(x if first else x.transpose(0, 1), lengths, first,
-                                      enforce_sorted)  # fmt: skip
-        hx = None
-        if h is not None:
-            h = h.transpose(0, 1).contiguous()
-            hx = (h, 2 * h) if isinstance(m.r, nn.LSTM) else h
-        out = m.r(packed, hx)
-        assert isinstance(out[0], PackedSequence)
-        y, last = states_of((pad_packed_sequence(out[0], True, total_length=x.shape[1])[0], out[1]))
-        return torch.cat([y.flatten(1), 2 * last], 1)
-
-    return Model(forward, i=nn.Linear(I, I), r=rnn)
-
-
-@served
-@served_mode
-@pytest.mark.parametrize("option", [o for o in OPTIONS if o != "dropout in eval"])
-@every_kind
-def test_packed_sequences_have_the_norms_of_the_loop(kind, option, options):
-    rnn = made(kind, option)
-    x, h = torch.randn(N, T, I), torch.randn(N, rnn.num_layers * (1 + rnn.bidirectional), H)
-    lengths = torch.tensor([3, 5, 1, 3])
-    check(packed_net(rnn), square, x, lengths, input_grad=True, **options)
-    if not rnn.proj_size:
-        check(packed_net(rnn), square, x, lengths, h, input_grad=True, **options)
-    longest_first = lengths.sort(descending=True).values
-    check(packed_net(rnn, True), square, x, longest_first, dtype=torch.float32, **options)
-
-
-@a_few_modes
-def test_packed_sequences_under_autocast_are_refused_by_name(options):
-    def forward(m, x):
-        packed = pack_padded_sequence(x, torch.tensor([5, 4, 3, 2]), True)
-        with torch.autocast("cpu", torch.bfloat16):
-            return m.o(m.r(packed)[1][0]).float()
-
-    model = Model(forward, r=nn.GRU(I, H, batch_first=True), o=nn.Linear(H, 2))
-    with torchgradx.attach(model, **options) as probe:
-        square(model, torch.randn(N, T, I)).backward()
-        with pytest.raises(torchgradx.CoverageError, match="packed"):
-            probe.norms()
 
 
 OVER_SAMPLES = {

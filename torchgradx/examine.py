@@ -55,7 +55,7 @@ class Examiner:
         went = self._witness.went((run.structure, looked.way))
         watched, ends = self._watched(uses, outputs, sites, looked, graph, went)
         asked = [] if self._parameters.gathered() else outputs
-        ends_of_way = self._witness.places(asked, n, (run.structure, looked.way))
+        ends_of_way = self._witness.places(asked, n, uses, (run.structure, looked.way))
         places = [None] * len(asked) if ends_of_way is None else ends_of_way
         batch_dim = self._options["batch_dim"]
 
@@ -88,7 +88,8 @@ class Examiner:
             zip(uses, watched, found, strict=True)
         ):
             presumed = sites[site].presumed
-            if sites[site].fixed and n > 1 and verdict in {BATCH, SEQUENCE} - {presumed}:
+            says = sites[site].fixed and use.samples is None and n > 1
+            if says and verdict in {BATCH, SEQUENCE} - {presumed}:
                 refusals.append((site, f"of shape {list(sizes)}, {ELSEWHERE.format(n=n)}"))
             trusted = sites[site].declared >= 0
             # No node: it runs again in backward (reentrant checkpointing), where nothing is proven.
@@ -138,9 +139,12 @@ class Examiner:
             given = went.given.get((site, len(sizes)))
             own = sites[site].presumed if sites[site].fixed else None
             own = own if given and given.dim == own else None  # BATCH is 0, SEQUENCE 1
-            watched.append(Watched(None if trusted else node, number, leads, second, own))
+            others = looked.ends.get(node, ()) if node is not None else ()
+            packed = next((end.watched.samples for end in others), None)
+            asked = None if trusted else node
+            watched.append(Watched(asked, number, leads, second, own, packed))
             if self._layers[site].inside and node is not None and not trusted:
                 ends += [(k, end) for end in ends_of_node(node, graph, outputs, leads)]
             elif not trusted:
-                ends += [(k, end) for end in looked.ends.get(node, ())]
+                ends += [(k, end) for end in others]
         return watched, ends

@@ -89,6 +89,7 @@ class Call:
     n: int
     layout: int
     regime: Regime
+    samples: Tensor | None = None  # of each row of the first output, where it is packed
 
 
 class _Forward(nn.Module):
@@ -180,6 +181,8 @@ def _pieces(call: Call, t: Tensor, count: int) -> Tensor | None:
 
 
 def _by_vmap(call: Call) -> Chunks:
+    if call.samples is not None:
+        raise ValueError("a packed sequence has no dimension of samples")
     module, first = _Forward(call.module), _first(call)
     count = first.shape[_dim(call, first)]
     inputs: list[Tensor] = []
@@ -257,7 +260,7 @@ def whole_gradients(
 ) -> list[Tensor]:
     """The sums over the samples."""
     with silent(), call.regime.again():
-        again = replace(call, module=_stand_in(call.module), n=1, layout=BATCH)
+        again = replace(call, module=_stand_in(call.module), n=1, layout=BATCH, samples=None)
         return [gradients[0] for _, found in _by_replay(again) for gradients in found]
 
 
@@ -267,6 +270,8 @@ def weighted(call: Call, factors: Tensor) -> Call:
     def times(g: Tensor | None) -> Tensor | None:
         if g is None or not g.numel():
             return g
+        if call.samples is not None and g is call.grads[0]:
+            return (g * factors[call.samples, None]).to(g.dtype)
         dim = _dim(call, g)
         each = g.shape[dim] // call.n
         minor = each > 1 and call.layout != BATCH
@@ -363,6 +368,8 @@ def makes_weight(hook: Any) -> bool:
 
 def _only(call: Call, g: Tensor, sample: int) -> Tensor:
     """g with all but one sample's rows zero."""
+    if call.samples is not None and g is call.grads[0]:
+        return g.where((call.samples == sample)[:, None], 0)
     masked, dim = torch.zeros_like(g), _dim(call, g)
     per_sample = g.shape[dim] // call.n
     if per_sample == 1 or call.layout == BATCH:

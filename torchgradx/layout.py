@@ -55,6 +55,7 @@ class Watched:
     leads: Sequence[int]  # the leading dimensions of the layer's output, which count its rows
     second: bool = False  # it can find samples of several rows in the second dimension
     own: int | None = None  # where its module works on samples apart, and was seen to be given them
+    samples: Tensor | None = None  # of each row, where they are packed: neither n*T+t nor t*N+n
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -258,6 +259,8 @@ def _verdict(
         return MIXED.format(n=n)
     held = [s for s in scaled if s is not None]
     owners = dict(_owners(use.leads, n, use.second))
+    if use.samples is not None:
+        owners = {BATCH: use.samples.cpu()}
 
     def fitting(but: Tensor) -> list[int]:
         """The layouts under which all rows but these came back as their samples were scaled."""

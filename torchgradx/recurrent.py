@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from . import ops
 from .copies import Hook, stock_of
 from .layout import BATCH
+from .packed import Packed
 from .rerun import FallbackSite
 from .rules import Layer, rule_named
 from .sites import NativeSite, core
@@ -121,25 +122,6 @@ class RecurrentSite(FallbackSite):
             out = x.transpose(0, 1)
         h, c = (t[0] if layers == 1 else torch.cat(t) for t in (last, cells if lstm else last))
         return out, (h, c) if lstm else h
-
-
-class Packed:
-    """A PackedSequence: where its rows are in [T, N, *]."""
-
-    def __init__(self, sequence: PackedSequence) -> None:
-        self.data, sizes, self._sorted, unsorted = sequence
-        self.rows = int(sizes[0])
-        inside = torch.arange(self.rows) < sizes[:, None]  # [T, N], rows sorted by length
-        steps, row = inside.nonzero(as_tuple=True)
-        self.fields = [sizes, steps * self.rows + row, self._sorted, unsorted]
-        sample = row if self._sorted is None else self._sorted[row]
-        self._places = steps * self.rows + sample
-
-    def sort(self, state: Tensor) -> Tensor:
-        return state if self._sorted is None else state.index_select(1, self._sorted)
-
-    def pack(self, y: Tensor) -> Tensor:  # [N, T, *]
-        return y.transpose(0, 1).flatten(0, 1).index_select(0, self._places)
 
 
 class Product:

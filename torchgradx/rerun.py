@@ -32,6 +32,7 @@ from .fallback import (
 from .layout import BATCH, NOWHERE, SEQUENCE, SHARED, tensors_in
 from .modules import CONTAINERS, opaque, own_names, parameter_of, same_parameters
 from .outer import sq_norms
+from .packed import samples_of
 from .rules import Layer, rule_named
 from .several import ends_of_module
 from .sharding import scattered
@@ -43,6 +44,9 @@ if ops.NATIVE:
 
 __all__ = ["FallbackSite"]
 
+COMPLEX = "complex parameters have no kernel and no fallback: freeze it"
+PACKED = "it is given a packed sequence, and gives none first of {n} samples: give it padded ones"
+
 
 @dataclass
 class _Use:
@@ -53,6 +57,7 @@ class _Use:
     places: list[int]  # of the parameters
     arguments: tuple[list[Any], Any]  # leaves as saved, and their structure
     regime: Regime
+    samples: Tensor | None  # of each row of the first output, where it is packed
     module: nn.Module  # to run again
     shapes: list[torch.Size]  # of the outputs
     grads: list[Tensor | None]
@@ -145,6 +150,7 @@ class FallbackSite:
         run = self._recorder.current()
         if run is None or torch._C._are_functorch_transforms_active():
             return None
+        given, samples = tensors_in((args, kwargs)), samples_of(out, run.n)
         mixes = why_mixed(module, [*args, *kwargs.values()], run.n)
         if mixes:
             run.refuse(self._index, mixes)
@@ -154,7 +160,7 @@ class FallbackSite:
         if not held:
             return None
         made = not all(p.is_leaf for p in held.values())
-        unsaid = COMPUTED if made else _unsupported(held.values(), (args, kwargs))
+        unsaid = COMPUTED if made else _unsupported(held.values(), (args, kwargs), samples, run.n)
         if unsaid:
             run.refuse(self._index, unsaid)
             return None
@@ -163,22 +169,28 @@ class FallbackSite:
         live = [t for t in outputs if t.requires_grad]
         first = (live or outputs)[0]
         if torch._C._len_torch_dispatch_stack() and self._recorder.depth():
-            self._audit.witness.met(self._index, tensors_in((args, kwargs)))
+            self._audit.witness.met(self._index, given)
         use = run.call(self._index, list(held.items()), list(first.shape))
-        for t in tensors_in((args, kwargs)):  # which of them hold samples depends on their sizes
+        for t in given:  # which of them hold samples depends on their sizes
             run.note(sum(2**k for k, size in enumerate(t.shape[:8]) if size == run.n))
         if not torch.is_grad_enabled() or not live:
             return None
         run.enclose(list(held), self._first)
         run.watch(use, _made(first) if len(outputs) == 1 else first)
         if len(outputs) > 1 and self._recorder.depth():
-            ends = ends_of_module(module, outputs, tensors_in((args, kwargs)), self.leads, run.n)
+            ends = ends_of_module(module, outputs, given, self.leads, run.n, samples)
             self._audit.witness.several(first, ends)
-        self._listen(run, use, held, (args, kwargs), outputs)
+        self._listen(run, use, held, (args, kwargs), outputs, samples)
         return changed
 
     def _listen(
-        self, run: Any, number: int, held: dict[int, Tensor], arguments: Any, outputs: list[Tensor]
+        self,
+        run: Any,
+        number: int,
+        held: dict[int, Tensor],
+        arguments: Any,
+        outputs: list[Tensor],
+        samples: Tensor | None,
     ) -> None:
         leaves, spec = tree_flatten(arguments)
         # The base of one of several may be what another is made from.
@@ -193,6 +205,7 @@ class FallbackSite:
             places=list(held),
             arguments=([_save(leaf) for leaf in leaves], spec),
             regime=self._regime,
+            samples=samples,
             module=self._module,
             shapes=[t.shape for t in outputs],
             grads=[None] * len(outputs),
@@ -265,7 +278,7 @@ class FallbackSite:
         names = [self._own[place] for place in places]
         leaves, spec = use.arguments
         arguments = tree_unflatten([_unpack(leaf) for leaf in leaves], spec)
-        call = Call(use.module, names, arguments, grads, run.n, layout, use.regime)
+        call = Call(use.module, names, arguments, grads, run.n, layout, use.regime, use.samples)
         if self._recorder.books:
             self._recorder.book(run, Booked(call, places, self._silent))
         waits = [run.waits(place) for place in places]
@@ -340,14 +353,15 @@ def _made_from_others(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
     return found
 
 
-def _unsupported(parameters: Iterable[Tensor], arguments: Any) -> str | None:
+def _unsupported(
+    parameters: Iterable[Tensor], arguments: Any, samples: Tensor | None, n: int
+) -> str | None:
     """Why a module cannot be run again sample by sample, if one can tell beforehand."""
     if any(p.is_complex() for p in parameters):
-        return "complex parameters have no kernel and no fallback: freeze it"
-    packed = tree_flatten(arguments, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))[0]
-    if any(isinstance(leaf, PackedSequence) for leaf in packed):
-        return "packed sequences need fused=True, a CPU and no autocast: else give it padded ones"
-    return None
+        return COMPLEX
+    leaves = tree_flatten(arguments, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))[0]
+    packed = any(isinstance(leaf, PackedSequence) for leaf in leaves)
+    return PACKED.format(n=n) if packed and samples is None else None
 
 
 def _epsilon(call: Call, gradient: Tensor) -> float:

@@ -47,8 +47,10 @@ def ends_of_module(
     given: Iterable[Tensor],
     leads: Callable[[int], int],
     n: int,
+    samples: Tensor | None,
 ) -> list[End]:
-    """given: what it was called with. leads: how many dimensions of an output count its rows."""
+    """given: what it was called with. leads: how many dimensions of an output count its rows.
+    samples: of each row of the first, where it is packed."""
     before = {(t.grad_fn, t.output_nr) for t in given}
     ends = []
     for t, (batch, sequence) in zip(outputs, dims_of(module, outputs, n), strict=True):
@@ -56,7 +58,9 @@ def ends_of_module(
             continue
         major = SEQUENCE if sequence == 1 or t.shape[0] != n else BATCH
         kinds = SEQUENCE if batch == 1 else BATCH, major
-        watched = Watched(t.grad_fn, t.output_nr, list(t.shape[: leads(t.dim())]))
+        packed = samples if t is outputs[0] else None
+        rows = list(t.shape[: leads(t.dim())])
+        watched = Watched(t.grad_fn, t.output_nr, rows, samples=packed)
         ends.append(End(watched, kinds))
     return ends
 

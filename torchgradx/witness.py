@@ -49,7 +49,8 @@ class Seen:
     watch: int = 1  # so many of the next forwards
     shapes: set[Any] | None = None  # of arguments that were watched, once a way counted
     ways: dict[Any, Way] = field(default_factory=dict)
-    ends: dict[Any, list[Place | None]] = field(default_factory=dict)  # of outputs, of any shapes
+    # Of the outputs, whatever the sizes: by how many nodes the graph has, and what it calls.
+    ends: dict[Any, list[Place | None]] = field(default_factory=dict)
     # By what is served; with the groups that are, by place: uses have other numbers in each pass.
     plans: dict[Any, tuple[Plan, list[int]]] = field(default_factory=dict)
 
@@ -143,8 +144,7 @@ class Witness:
     def keep(self, taint: Taint, uses: Sequence[Use], way: Any) -> None:
         """What a whole forward showed."""
         seen = self.seen
-        structure, (nodes, _) = way
-        seen.watch, seen.ends[structure, nodes] = max(0, seen.watch - 1), taint.ends
+        seen.watch, seen.ends[_calls(uses, way)] = max(0, seen.watch - 1), taint.ends
         if seen.shapes is not None:
             seen.shapes.add(self._local.shapes)
         given = {(site, len(sizes)): taint.given[site] for site, sizes, *_ in uses
@@ -196,18 +196,25 @@ class Witness:
         nodes, shapes = way
         return nodes, None if self.seen.shapes is None else shapes
 
-    def places(self, outputs: Sequence[Tensor], n: int, way: Any) -> list[Place | None] | None:
+    def places(
+        self, outputs: Sequence[Tensor], n: int, uses: Sequence[Use], way: Any
+    ) -> list[Place | None] | None:
         """Where the samples are in the model's outputs, as far as that was seen. None: they may be
         elsewhere than in those of other ways, until this one is watched."""
-        seen, (structure, (nodes, _)) = self.seen, way
-        ends = seen.ends.get((structure, nodes))
+        known = self.seen.ends
+        ends = known.get(_calls(uses, way))
         if ends is None and outputs and n > 1:
-            ends = next((e for e in seen.ends.values() if len(e) == len(outputs)), None)
+            ends = next((e for e in known.values() if len(e) == len(outputs)), None)
             if ends is None or not all(map(partial(_only_place, n), outputs, ends)):
                 self.watch(SOON)
                 return None
         ends = ends or []
         return ends if len(ends) == len(outputs) else [None] * len(outputs)
+
+
+def _calls(uses: Sequence[Use], way: Any) -> Any:
+    _, (nodes, _) = way
+    return nodes, *(site for site, *_ in uses)
 
 
 def _only_place(n: int, t: Tensor, place: Place | None) -> bool:

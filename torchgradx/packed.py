@@ -1,0 +1,39 @@
+"""Packed sequences: the rows of samples of several lengths, step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+__all__ = ["Packed", "samples_of"]
+
+
+class Packed:
+    """A PackedSequence: where its rows are in [T, N, *]."""
+
+    def __init__(self, sequence: PackedSequence) -> None:
+        self.data, sizes, self._sorted, unsorted = sequence
+        self.rows = int(sizes[0])
+        inside = torch.arange(self.rows) < sizes[:, None]  # [T, N], rows sorted by length
+        steps, row = inside.nonzero(as_tuple=True)
+        self.fields = [sizes, steps * self.rows + row, self._sorted, unsorted]
+        self.samples = row if self._sorted is None else self._sorted[row]  # of each row
+        self._places = steps * self.rows + self.samples
+
+    def sort(self, state: Tensor) -> Tensor:
+        return state if self._sorted is None else state.index_select(1, self._sorted)
+
+    def pack(self, y: Tensor) -> Tensor:  # [N, T, *]
+        return y.transpose(0, 1).flatten(0, 1).index_select(0, self._places)
+
+
+def samples_of(out: Any, n: int) -> Tensor | None:
+    """Of each row, where the first of a module's outputs is a packed sequence of n samples."""
+    first = out[0] if isinstance(out, tuple) and out else None
+    if not isinstance(first, PackedSequence) or first.data.dim() != 2:
+        return None
+    packed = Packed(first)
+    return packed.samples.to(packed.data.device) if packed.rows == n else None
