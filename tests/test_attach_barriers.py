@@ -44,6 +44,7 @@ FACTORS = {
         lambda: nn.Embedding(1, 3),
     ),
     "of a bias": (lambda m, y: m.b(y.detach()) * y, with_a_bias_alone),
+    "of some rows": (lambda m, y: m.b(y.detach())[..., 3:] * y, lambda: nn.Linear(3, 6)),
     "for each feature": (lambda m, y: m.b * y, lambda: nn.Parameter(torch.zeros(3))),
     "one number": (lambda m, y: m.b * y, lambda: nn.Parameter(torch.zeros(()))),
 }
@@ -60,7 +61,7 @@ def zeroed(name, inner, layers):
     model = Model(within(factor, inner), i=nn.Linear(3, 3), b=make(), **layers)
     with torch.no_grad():
         for p in model.b.parameters() if isinstance(model.b, nn.Module) else ():
-            p.zero_()
+            (p[-3:] if p.dim() else p).zero_()
     return model.double()
 
 

@@ -50,7 +50,7 @@ class Verdict:
     complete: bool  # False: another forward must be looked at
     sites: list[int]  # of each use
     routes: list[Any]  # what its batch chose, see routes.py
-    barriers: list[int]  # parameters that let no gradient pass, by place
+    barriers: list[tuple[int, Tensor]]  # rows that let no gradient pass, of parameters by place
 
     @property
     def lasting(self) -> bool:
@@ -59,18 +59,32 @@ class Verdict:
 
     def holds(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor], n: int) -> bool:
         """Whether another pass would be shown no more than this was proven by."""
-        if any(bool(tensors[place].any()) for place in self.barriers):
-            return False
+        for place, rows in self.barriers:
+            if bool(_rows(tensors[place])[rows].any()):
+                return False
         return not self.routes or alike(self.routes, routes(outputs, n))
 
 
-def barriers(layers: Sequence[Layer], tensors: Sequence[Tensor]) -> list[int]:
-    """The factors of nothing but zeros, as of adapters and gates that are yet to be trained. A bias
-    is one beside a weight of zeros: a gate may be all that comes of both."""
-    zeros = {place for layer in layers for place in layer.parameters
-             if place != layer.bias and not bool(tensors[place].any())}  # fmt: skip
-    biases = {layer.bias for layer in layers if layer.weight in zeros and layer.bias >= 0}
-    return sorted(zeros | {place for place in biases if not bool(tensors[place].any())})
+def barriers(layers: Sequence[Layer], tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    """Rows of nothing but zeros, as of adapters and gates that are yet to be trained. Those of a
+    bias count beside zeros of its weight: a gate may be all that comes of both."""
+    zeros = {p: ~_rows(tensors[p]).any(1) for layer in layers for p in layer.parameters}
+    for layer in layers:
+        if layer.type_name.startswith("Embedding"):  # a row of padding is no factor
+            for place in layer.parameters:
+                zeros[place] &= zeros[place].all()
+        if layer.bias in zeros:
+            own, beside = (
+                zeros[layer.bias],
+                zeros.get(layer.weight, zeros[layer.bias].new_zeros(1)),
+            )
+            own &= beside if len(beside) == len(own) else beside.all()
+    return [(place, rows) for place, rows in sorted(zeros.items()) if rows.any()]
+
+
+def _rows(t: Tensor) -> Tensor:
+    rows = t.shape[0] if t.dim() else 1
+    return t.detach().reshape(rows, t.numel() // max(1, rows))
 
 
 def from_outside(run: Any) -> Verdict:
