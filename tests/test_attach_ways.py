@@ -137,3 +137,86 @@ def test_a_way_may_have_its_samples_elsewhere_in_the_output(alternating, options
     assert refused.keys() == {"positions"}
     assert "in two dimensions" in refused["positions"]
     assert exact[-2:] == steps[-2:]
+
+
+def seen(net, probe, loss, *batch):
+    """Whether it was answered; and if so, exactly."""
+    want = loop(net, loss, *batch)
+    net.zero_grad()
+    loss(net, *batch).backward()
+    try:
+        close_named(probe.norms(per="parameter"), want)
+    except torchgradx.CoverageError:
+        probe.reset()
+        return False
+    return True
+
+
+def rarely(forward):
+    """A model whose every fourth step goes another way."""
+
+    def step(m, x):
+        return UNPROVEN["a Function of the user's"](lambda h: m.b(torch.tanh(h)), forward(m, x))
+
+    return Model(step, i=nn.Linear(3, 3), a=nn.Linear(3, 3), b=nn.Linear(3, 2)).double()
+
+
+def test_a_rare_path_that_mixes_is_taken_for_another_once():
+    def forward(m, x):
+        hidden = m.i(x)
+        return hidden + hidden.flip(0) if m.rare else hidden
+
+    net = rarely(forward)
+    with torchgradx.attach(net) as probe:
+        for k in range(16):
+            net.rare, x = k % 4 == 3, torch.randn(N, 3, dtype=torch.float64)
+            if k == 3:
+                square(net, x).backward()  # docs/limits.md
+                probe.reset()
+            else:
+                assert seen(net, probe, square, x) == (not net.rare)
+
+
+def test_a_rare_path_of_other_layers_is_exact_once_it_was_watched():
+    net = rarely(lambda m, x: m.i(x) if m.rare else m.i(x) + torch.tanh(m.a(x)))
+    with torchgradx.attach(net) as probe:
+        found = []
+        for k in range(16):
+            net.rare, x = k % 4 == 3, torch.randn(N, 3, dtype=torch.float64)
+            found.append(seen(net, probe, square, x))
+    assert all(found[4:])
+
+
+@a_few_modes
+def test_an_output_that_was_left_out_is_proven_when_it_is_there(options):
+    """It is computed each time."""
+
+    def forward(m, x):
+        h = torch.tanh(m.i(x))
+        apart, out = h - h.mean(0), m.b(h)
+        return (out, apart) if m.both else (out,)
+
+    def loss(m, x):
+        return sum(t.square().sum() for t in m(x)) / len(x)
+
+    net = Model(forward, i=nn.Linear(3, 3), b=nn.Linear(3, 2)).double()
+    with torchgradx.attach(net, **options) as probe:
+        for net.both in (False, False, True, True, False):
+            x = torch.randn(N, 3, dtype=torch.float64)
+            assert seen(net, probe, loss, x) == (not net.both)
+
+
+@a_few_modes
+def test_groups_of_samples_whose_size_follows_from_their_number(options):
+    """Of one sample where there are seven."""
+
+    def forward(m, x):
+        h = m.i(x)
+        size = next(k for k in (4, 3, 2, 1) if len(x) % k == 0)
+        groups = h.view(size, len(x) // size, -1)
+        return m.b(h + torch.tanh(groups - groups.mean(0)).flatten(0, 1))
+
+    net = Model(forward, i=nn.Linear(3, 3), b=nn.Linear(3, 2)).double()
+    with torchgradx.attach(net, **options) as probe:
+        for n in (7, 8, 7, 8):
+            assert seen(net, probe, square, torch.randn(n, 3, dtype=torch.float64)) == (n == 7)

@@ -73,7 +73,7 @@ class Audit:
 
     def key(self, run: Any, way: Any) -> Any:
         """What a verdict on a structure holds for."""
-        return run.structure, self.witness.counts(way), self._parameters.modes()
+        return run.structure, run.n, self.witness.counts(way), self._parameters.modes()
 
     def knows(self, key: Any) -> bool:
         verdict = self._proven.get(key)
@@ -99,7 +99,7 @@ class Audit:
     def look(self, run: Any) -> None:
         """The same for a pass of compiled graphs, at its first gradient: each forward is done once
         more, without the compiler."""
-        verdict = self._applied(run, self.key(run, (0, None)), partial(from_outside, run))
+        verdict = self._applied(run, self.key(run, ((0, 0), None)), partial(from_outside, run))
         if verdict.plan is not None:
             run.refuse(-1, OUTSIDE)
         elif not verdict.refusals and verdict.sites != [site for site, *_ in run.uses()]:

@@ -29,7 +29,7 @@ from .unproven import Known, Use, followed, shown
 
 __all__ = ["Looked", "Seen", "Witness"]
 
-SOON = 2  # forwards: that which is to be seen may take turns with another
+LONG = 32  # forwards
 
 
 @dataclass
@@ -47,6 +47,9 @@ class Seen:
     """Of one regime; outlives the probe."""
 
     watch: int = 1  # so many of the next forwards
+    patience: int = 2  # how many, when a way is waited for next
+    lent: set[Any] = field(default_factory=set)  # ways that were taken for others once
+    sorts: bool = False  # the batch orders its samples, before the graph begins
     shapes: set[Any] | None = None  # of arguments that were watched, once a way counted
     ways: dict[Any, Way] = field(default_factory=dict)
     # Of the outputs, whatever the sizes: by how many nodes the graph has, and what it calls.
@@ -69,7 +72,7 @@ class Looked(NamedTuple):
 
     taint: Taint | None
     ends: dict[Node, list[End]]  # of modules with several outputs, by the first's node
-    way: Any = None  # how many nodes of the graph it made, and the shapes of its arguments
+    way: Any = None  # how many nodes of the graph it made, and outputs; its arguments' shapes
 
 
 class Witness:
@@ -107,7 +110,7 @@ class Witness:
     def stop(self, whole: bool = True, outputs: Any = None) -> Looked:
         """At the end of a forward (whole), or of a call of the model by itself."""
         local = self._local
-        way = torch.autograd._get_sequence_nr() - local.first, local.shapes
+        way = (torch.autograd._get_sequence_nr() - local.first, _which(outputs)), local.shapes
         if not whole:
             return Looked(None, local.ends, way)
         found = Looked(local.taint, local.ends, way)
@@ -147,6 +150,7 @@ class Witness:
         seen.watch, seen.ends[_calls(uses, way)] = max(0, seen.watch - 1), taint.ends
         if seen.shapes is not None:
             seen.shapes.add(self._local.shapes)
+        seen.sorts = seen.sorts or bool(taint.ordered)
         given = {(site, len(sizes)): taint.given[site] for site, sizes, *_ in uses
                  if site in taint.given}  # fmt: skip
         seen.ways[way] = Way(taint.orderly, given)
@@ -159,13 +163,17 @@ class Witness:
             return seen.ways[way]
         sizes = structure, shapes
         other = next((w for (s, (_, t)), w in seen.ways.items() if (s, t) == sizes), None)
-        if other is not None:
-            self.watch(SOON)
-        return Way() if other is None else replace(other, borrowed=True)
+        if other is None or way in seen.lent:
+            return Way()
+        seen.lent.add(way)
+        self.watch()
+        return replace(other, borrowed=True)
 
-    def watch(self, forwards: int = 1) -> None:
-        """The next ones."""
-        self.seen.watch = max(self.seen.watch, forwards)
+    def watch(self) -> None:
+        """The next forwards: the more, the rarer the way is that is waited for."""
+        seen = self.seen
+        seen.watch = max(seen.watch, seen.patience)
+        seen.patience = min(2 * seen.patience, LONG)
 
     def believed(self) -> None:
         """Where samples are is taken from a way."""
@@ -206,10 +214,17 @@ class Witness:
         if ends is None and outputs and n > 1:
             ends = next((e for e in known.values() if len(e) == len(outputs)), None)
             if ends is None or not all(map(partial(_only_place, n), outputs, ends)):
-                self.watch(SOON)
+                self.watch()
                 return None
         ends = ends or []
         return ends if len(ends) == len(outputs) else [None] * len(outputs)
+
+
+def _which(outputs: Any) -> Any:
+    """Of a model's outputs, at a glance: each forward is asked."""
+    if isinstance(outputs, dict):
+        return tuple(outputs)
+    return len(outputs) if isinstance(outputs, (tuple, list)) else 1
 
 
 def _calls(uses: Sequence[Use], way: Any) -> Any:
