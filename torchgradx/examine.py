@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Examiner"]
 
+SORTED = "the model puts its samples in an order that the batch chooses: do so before it is called"
 ELSEWHERE = "the {n} samples are not where its batch_first says: set that, or transpose its input"
 
 
@@ -81,7 +82,7 @@ class Examiner:
                 found[k] = SHARED
         blind = barriers(self._layers, self._parameters.tensors()) if proven else []
         layouts: list[int] = []
-        refusals: list[tuple[int, str]] = []
+        refusals = [(-1, SORTED)] if self._witness.seen.sorts and n > 1 else []
         sure = None not in shown and all(node is not None for _, _, node, _ in uses)
         complete = ends_of_way is not None and (sure or not went.borrowed)
         for k, ((site, sizes, node, _), use, verdict) in enumerate(

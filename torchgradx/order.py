@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["adds_up", "argument_of", "disorders", "indices_of"]
+__all__ = ["adds_up", "argument_of", "disorders", "indices_of", "orders"]
 
 PUTS = {"_add", "_copy", "_put", "_reduce"}
 # along their dim nothing is moved
@@ -44,9 +44,11 @@ def disorders(
     kwargs: Any,
     n: int,
     fed: Sequence[Tensor],
+    unknown: Sequence[Tensor],
     dim_of: Callable[[Tensor], int | None],
 ) -> bool:
-    """`fed`: the operands that samples entered. `dim_of`: which of its dimensions holds them."""
+    """`fed`: the operands that samples entered; `unknown`: of which nobody knows, as of a list that
+    Python made. `dim_of`: which dimension of an operand holds the samples."""
 
     def holds(t: Tensor, dim: int) -> bool:
         return dim == dim_of(t) or _may_hold(t, dim, n)
@@ -65,16 +67,16 @@ def disorders(
     if name in CHOICES:
         return True
     if name == "embedding":
-        return _in(args[0], fed) and _picks(args[0], [args[1]], holds, fed)
+        return _in(args[0], fed) and _picks(args[0], [args[1]], holds, [*fed, *unknown])
     if name.startswith("index"):
         into = [args[0], *args[2:4]] if name[5:] in PUTS else args[:1]
         fits = any(_in(t, fed) for t in into)
         picked = [*indices_of(func, args)]
         if name[5:] in PUTS - {"_put"}:
             picked += [(args[3], index) for _, index in picked]  # its rows are put where they say
-        return fits and any(_picks(t, index, holds, fed) for t, index in picked)
-    if "batch_norm" in name:
-        return any(flag is True for flag in args)  # training
+        return fits and any(_picks(t, index, holds, [*fed, *unknown]) for t, index in picked)
+    if "batch_norm" in name:  # in training, over all but the channels
+        return dim_of(args[0]) != 1 and any(flag is True for flag in args)
     if "scaled_dot_product" in name and args[0].dim() > 1 and args[0].shape[0] != n:
         return bool(args[0].shape[-2] == n)
     if name in PARTS:
@@ -96,6 +98,27 @@ def disorders(
     if name == "roll" and not along:
         return True
     return any(-t.dim() <= d < t.dim() and holds(t, d % t.dim()) for t in fed[:1] for d in along)
+
+
+def orders(
+    func: Any,
+    args: Sequence[Any],
+    fed: Sequence[Tensor],
+    dim_of: Callable[[Tensor], int | None],
+) -> bool:
+    """Whether the batch itself chooses the order of its samples, as x[lengths.argsort()] has it."""
+    name: str = func._schema.name.partition("::")[2]
+    picks = name in ("gather", "index", "index_select") and _in(args[0], fed)
+    dim = dim_of(args[0]) if picks else None
+    if dim is None:
+        return False
+    if name == "gather":
+        return bool(args[1] % args[0].dim() == dim) and _in(args[2], fed)
+    _, index = next(indices_of(func, args))
+    chosen = index[dim] if dim < len(index) else None
+    if chosen is None or chosen.dtype is torch.bool or not _in(chosen, fed):
+        return False
+    return bool(chosen.shape == args[0].shape[dim : dim + 1])
 
 
 def _may_hold(t: Tensor, dim: int, n: int) -> bool:
@@ -134,7 +157,10 @@ def indices_of(func: Any, args: Sequence[Any]) -> Iterator[tuple[Tensor, list[An
 
 
 def _picks(
-    t: Tensor, index: Sequence[Any], holds: Callable[[Tensor, int], bool], fed: Sequence[Tensor]
+    t: Tensor,
+    index: Sequence[Any],
+    holds: Callable[[Tensor, int], bool],
+    doubtful: Sequence[Tensor],
 ) -> bool:
     """Whether other rows come out than went in, for this batch or, chosen by it, for another."""
     for dim, chosen in enumerate(index[: t.dim()]):
@@ -142,6 +168,6 @@ def _picks(
             continue
         order = torch.arange(t.shape[dim], device=chosen.device)
         flat = chosen.reshape(-1)
-        if chosen.dtype is torch.bool or _in(chosen, fed) or not torch.equal(flat, order):
+        if chosen.dtype is torch.bool or _in(chosen, doubtful) or not torch.equal(flat, order):
             return True
     return False
