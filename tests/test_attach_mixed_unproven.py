@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from attach_oracle import (
     Model,
     Same,
+    check,
     exact_or_refused,
     seeded,  # noqa: F401
     square,
@@ -198,3 +199,36 @@ def test_ids_that_the_batch_chose_are_not_its_samples(name):
     loss = lambda m, ids: m(ids).square().sum() / len(ids)  # noqa: E731
     refusal = exact_or_refused(model, loss, torch.tensor([9, 3, 1, 2]))
     assert "no proof could be had" in str(refusal)
+
+
+APART = {  # samples first, in modules that torch takes apart where nobody sees it
+    "lstm": (lambda: nn.LSTM(3, D, batch_first=True), lambda m, x: m.l(x)[0]),
+    "gru": (lambda: nn.GRU(3, D, batch_first=True), lambda m, x: m.l(x)[0]),
+    "instance norm": (lambda: nn.InstanceNorm1d(T, affine=True), lambda m, x: m.l(x)),
+    "instance norm of nothing": (lambda: nn.InstanceNorm1d(T), lambda m, x: m.l(m.c(x))),
+    "prelu": (lambda: nn.PReLU(T), lambda m, x: m.l(x)),
+    "one prelu": (nn.PReLU, lambda m, x: m.l(m.c(x))),
+    "bilinear": (lambda: nn.Bilinear(3, 3, D), lambda m, x: m.l(x, x.tanh())),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": False}, {"backend": "vmap"}], ids=str)
+@pytest.mark.parametrize("alone", [False, True], ids=["a Function", "its loss"])
+@pytest.mark.parametrize("name", APART)
+def test_modules_that_leave_samples_apart_are_exact(name, alone, options):
+    make, use = APART[name]
+
+    def forward(m, x):
+        out = m.o(use(m, x).flatten(1))
+        return out.square().sum(1).mean() if alone else Same.apply(out)
+
+    size = T * D if name in ("lstm", "gru", "bilinear") else T * 3
+    net = Model(forward, l=make(), c=nn.Linear(3, 3), o=nn.Linear(size, 2))
+    check(net, (lambda m, x: m(x)) if alone else square, torch.randn(N, T, 3), **options)
+
+
+def test_channels_that_samples_share_are_mixed_by_their_statistics():
+    """As they are where samples are in the first dimension, and not in that of the channels."""
+    over = lambda h: F.batch_norm(h, None, None, training=True)  # noqa: E731
+    net = Model(lambda m, x: Same.apply(m.o(over(m.i(x)))), i=nn.Linear(3, D), o=nn.Linear(D, 2))
+    assert exact_or_refused(net, square, torch.randn(N, T, 3)) is not None

@@ -148,6 +148,7 @@ MOVED: dict[str, Callable[[Tensor, int, Callable[[str], Any]], int | None]] = {
     "stack": _inserted,
     "t": lambda t, d, said: t.dim() - 1 - d,
     "transpose": _swapped,
+    "_trilinear": lambda t, d, said: None if d else 0,
     "unbind": _taken,
     "unsqueeze": _inserted,
 }
@@ -155,8 +156,8 @@ PRODUCTS = {**order.PRODUCTS, "linear": 0, "baddbmm": 1}  # the first factor
 VIEWS = {"_reshape_alias", "_unsafe_view", "flatten", "reshape", "unflatten", "view", "view_as"}
 BROADCAST = {"cat", "expand", "where"}
 # Seen whole below autograd; the rows of what they make are those of what they are given.
-WHOLE = {*VIEWS, "batch_norm", "conv2d", "group_norm", "instance_norm", "layer_norm", "linear",
-         "lstm", "narrow", "pad", "rms_norm"}  # fmt: skip
+WHOLE = {*VIEWS, "batch_norm", "contiguous", "conv2d", "group_norm", "instance_norm", "layer_norm",
+         "linear", "lstm", "narrow", "pad", "prelu", "rms_norm"}  # fmt: skip
 ALIKE = {"_to_copy", "alias", "bernoulli", "clone", "contiguous", "copy", "detach",
          "lift_fresh", "native_dropout", "repeat"}  # fmt: skip
 # They work along the last dimensions, and leave the rows of the first apart.
@@ -188,6 +189,8 @@ def _apart(name: str, t: Tensor, place: Place, said: Callable[[str], Any]) -> bo
         return place.dim < t.dim() - many
     if "scaled_dot_product" in name:
         return place.dim < t.dim() - 2
+    if "batch_norm" in name and place.dim == 1:
+        return True  # each channel by itself: InstanceNorm has one of each sample there
     along = said("dim") is not None or said("dims") is not None  # order.py looks at that
     by_row = not place.dim and any(part in name for part in BY_ROW)
     return along or by_row or name in ALIKE
