@@ -7,6 +7,7 @@ from attach_oracle import (
     Model,
     a_few_modes,
     check,
+    close,
     close_named,
     loop,
     loop_model,
@@ -119,6 +120,34 @@ def test_parameters_of_several_dtypes_count_together_in_the_widest(options):
         square(net, x).backward()
         close_named(probe.norms(per="parameter"), want, 24 * torch.finfo(torch.bfloat16).eps)
         assert probe.norms().dtype == torch.float64
+
+
+CAST = {
+    "a weight": lambda m, h: F.linear(h.to(m.kind), m.w.to(m.kind), m.b.to(m.kind)).to(h.dtype),
+    "a factor": lambda m, h: (h.to(m.kind) * m.b.to(m.kind)).to(h.dtype),
+    "a norm": lambda m, h: (F.rms_norm(h.to(m.kind), (8,)) * (1 + m.b.to(m.kind))).type_as(h),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize(("wide", "coarse"), [(torch.float32, torch.bfloat16),
+                                              (torch.float64, torch.float32)])  # fmt: skip
+@pytest.mark.parametrize("positions", [(), (6,)], ids=["rows", "sequences"])
+@pytest.mark.parametrize("name", CAST)
+def test_a_module_that_computes_in_a_coarser_dtype(name, positions, wide, coarse, options):
+    """Its sums are rounded as that dtype is, some four times on their way, and no more is asked."""
+    own = Model(CAST[name], w=torch.randn(8, 8) / 3, b=torch.randn(8))
+    own.kind = coarse
+    net = nn.Sequential(nn.Linear(8, 8), own, nn.Linear(8, 4)).to(wide)
+    x = torch.randn(N, *positions, 8, dtype=wide)
+    want = [torch.autograd.grad(square(net, x[n : n + 1]), [*net.parameters()], allow_unused=True)
+            for n in range(N)]  # fmt: skip
+    with torchgradx.attach(net, **options) as probe:
+        for _ in range(2):
+            square(net, x).backward()
+            for k, norms in enumerate(probe.norms(per="parameter").values()):
+                alone = [0.0 if g[k] is None else float(g[k].norm()) for g in want]
+                close(norms, norms.new_tensor(alone), 4 * torch.finfo(coarse).eps)
 
 
 MIXED = {

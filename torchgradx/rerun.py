@@ -34,8 +34,9 @@ from .modules import CONTAINERS, opaque, own_names, parameter_of, same_parameter
 from .outer import sq_norms
 from .packed import samples_of
 from .rules import Layer, rule_named
-from .several import ends_of_module
+from .several import ends_of_module, made_from_others
 from .sharding import scattered
+from .shared import coarsest
 from .sites import Hooks, why_mixed
 from .table import COMPUTED, Context, declared_layout
 
@@ -44,7 +45,6 @@ if ops.NATIVE:
 
 __all__ = ["FallbackSite"]
 
-COMPLEX = "complex parameters have no kernel and no fallback: freeze it"
 PACKED = "it is given a packed sequence, and gives none first of {n} samples: give it padded ones"
 
 
@@ -58,6 +58,7 @@ class _Use:
     arguments: tuple[list[Any], Any]  # leaves as saved, and their structure
     regime: Regime
     samples: Tensor | None  # of each row of the first output, where it is packed
+    eps: float  # of the coarsest gradient inside
     module: nn.Module  # to run again
     shapes: list[torch.Size]  # of the outputs
     grads: list[Tensor | None]
@@ -88,6 +89,7 @@ class FallbackSite:
         self._batch_dim = context.options["batch_dim"]
         prefix = f"{layer.name}." if layer.name else ""
         self._own: dict[int, str] = {}
+        self._eps: dict[Any, float] = {}  # see _Use
         for key in own_names(module):
             self._own.setdefault(context.parameters.place(prefix + key), key)
         known = layer.kind not in ("vmap", "recurrent")
@@ -160,7 +162,8 @@ class FallbackSite:
         if not held:
             return None
         made = not all(p.is_leaf for p in held.values())
-        unsaid = COMPUTED if made else _unsupported(held.values(), (args, kwargs), samples, run.n)
+        told = (args, kwargs), samples is not None, run.n
+        unsaid = COMPUTED if made else _unsupported(held.values(), *told)
         if unsaid:
             run.refuse(self._index, unsaid)
             return None
@@ -195,6 +198,9 @@ class FallbackSite:
         leaves, spec = tree_flatten(arguments)
         # The base of one of several may be what another is made from.
         made = [_made(t) for t in outputs] if len(outputs) == 1 else outputs
+        kinds = self._regime.autocast, *(t.dtype for t in outputs)
+        if kinds not in self._eps:
+            self._eps[kinds] = coarsest(made, tensors_in(arguments))
         by_node: dict[Any, list[int]] = {}
         for k, t in enumerate(made):
             if t.grad_fn is not None:
@@ -206,11 +212,12 @@ class FallbackSite:
             arguments=([_save(leaf) for leaf in leaves], spec),
             regime=self._regime,
             samples=samples,
+            eps=self._eps[kinds],
             module=self._module,
             shapes=[t.shape for t in outputs],
             grads=[None] * len(outputs),
             several=len(by_node) > 1,
-            inner=_made_from_others(made, leaves) if len(by_node) > 1 else set(),
+            inner=made_from_others(made, leaves) if len(by_node) > 1 else set(),
         )
         if use.several:
             self._audit.defer(use.places)
@@ -290,7 +297,7 @@ class FallbackSite:
                 totals = whole_gradients(call, self._silent)
                 for place, name, total in zip(places, names, totals, strict=True):
                     size = float(norms[name].sqrt().sum())
-                    self._recorder.add_recorded(place, total, size * _epsilon(call, total))
+                    self._recorder.add_recorded(place, total, size * _epsilon(use, call, total))
             for place, name in zip(places, names, strict=True):
                 run.finish(place, norms[name])
             return
@@ -305,7 +312,7 @@ class FallbackSite:
                 if self._recorder.auditing or place in self._audit.always:
                     size = sum(float(f.detach().double().norm()) for f in found) * run.n
                     size += terms_of_bias(call, names[k]) * len(g) / run.n
-                    self._recorder.add_recorded(place, g.sum(0), size * _epsilon(call, g))
+                    self._recorder.add_recorded(place, g.sum(0), size * _epsilon(use, call, g))
                 kept[k].append(g if waits[k] else sq_norms(g))
         for k, place in enumerate(places):
             joined = torch.cat(kept[k]) if kept[k] else torch.zeros(0)
@@ -331,44 +338,20 @@ def _apart(module: nn.Module, out: Any) -> Any:
     return (out[0], out[1].clone()) if stock_of(type(module)) is nn.LSTMCell else None
 
 
-def _made_from_others(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
-    """Of a module's outputs, those that others of them were computed from: what arrives there came
-    through the module too."""
-    before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
-    ends = {
-        (t.grad_fn, t.output_nr): k
-        for k, t in enumerate(outputs)
-        if t.grad_fn and t.grad_fn not in before
-    }
-    found: set[int] = set()
-    for start in {node for node, _ in ends}:
-        seen: set[Any] = {start, None, *before}
-        rest: list[Any] = [start]
-        while rest:
-            for node, number in rest.pop().next_functions:
-                found.update({ends[node, number]} if (node, number) in ends else ())
-                if node not in seen:
-                    seen.add(node)
-                    rest.append(node)
-    return found
-
-
-def _unsupported(
-    parameters: Iterable[Tensor], arguments: Any, samples: Tensor | None, n: int
-) -> str | None:
+def _unsupported(parameters: Iterable[Tensor], arguments: Any, packs: bool, n: int) -> str | None:
     """Why a module cannot be run again sample by sample, if one can tell beforehand."""
     if any(p.is_complex() for p in parameters):
-        return COMPLEX
+        return "complex parameters have no kernel and no fallback: freeze it"
     leaves = tree_flatten(arguments, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))[0]
     packed = any(isinstance(leaf, PackedSequence) for leaf in leaves)
-    return PACKED.format(n=n) if packed and samples is None else None
+    return PACKED.format(n=n) if packed and not packs else None
 
 
-def _epsilon(call: Call, gradient: Tensor) -> float:
+def _epsilon(use: _Use, call: Call, gradient: Tensor) -> float:
     """The coarsest rounding on the way from its outputs' gradients to a parameter's."""
     on_the_way = (g.dtype for g in call.grads if g is not None)
     dtypes = {call.regime.autocast or gradient.dtype, *on_the_way}
-    return max(torch.finfo(dtype).eps for dtype in dtypes)
+    return max(use.eps, *(torch.finfo(dtype).eps for dtype in dtypes))
 
 
 def _dots(found: list[Tensor], directions: dict[int, Tensor | None]) -> Tensor:

@@ -16,7 +16,7 @@ from .fallback import dims_of
 from .layout import BATCH, SEQUENCE, Watched, alike
 from .shared import Graph
 
-__all__ = ["End", "ends_of_module", "ends_of_node"]
+__all__ = ["End", "ends_of_module", "ends_of_node", "made_from_others"]
 
 CONFLICT = "its outputs have the samples in different places"
 
@@ -72,3 +72,25 @@ def ends_of_node(
     ends = {t.output_nr for t in outputs if t.grad_fn is node}
     for number in sorted(ends.union(graph.numbers(node))):
         yield End(Watched(node, number, leads), (BATCH, SEQUENCE))
+
+
+def made_from_others(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
+    """Of a module's outputs, those that others of them were computed from: what arrives there came
+    through the module too."""
+    before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
+    ends = {
+        (t.grad_fn, t.output_nr): k
+        for k, t in enumerate(outputs)
+        if t.grad_fn and t.grad_fn not in before
+    }
+    found: set[int] = set()
+    for start in {node for node, _ in ends}:
+        seen: set[Any] = {start, None, *before}
+        rest: list[Any] = [start]
+        while rest:
+            for node, number in rest.pop().next_functions:
+                found.update({ends[node, number]} if (node, number) in ends else ())
+                if node not in seen:
+                    seen.add(node)
+                    rest.append(node)
+    return found

@@ -22,6 +22,7 @@ __all__ = [
     "Node",
     "Plan",
     "below",
+    "coarsest",
     "dtype_of",
     "is_leaf",
     "shape_of",
@@ -101,6 +102,19 @@ class Graph:
         if gone:
             del self.parents[leaf]
         return True
+
+
+def coarsest(outputs: Iterable[Tensor], given: Iterable[Tensor]) -> float:
+    """The largest rounding unit of the gradients between outputs and what they were made from."""
+    seen = {t.grad_fn for t in given}
+    found = [t.grad_fn for t in outputs if t.grad_fn not in seen]
+    dtypes: set[torch.dtype] = set()
+    for node in filter(None, found):  # grows as it goes
+        dtypes.update(kind.dtype for kind in getattr(node, "_input_metadata", ()))
+        fresh = {child for child, _ in node.next_functions} - seen
+        found += fresh
+        seen.update(fresh)
+    return max((torch.finfo(kind).eps for kind in dtypes if kind.is_floating_point), default=0.0)
 
 
 def below(starts: Iterable[Node]) -> list[Node]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
 from .ops import NATIVE
@@ -27,6 +28,8 @@ Holder: Any = getattr(checkpoint, "_Holder", ())  # what a checkpoint gives for 
 
 def answers_twice(node: Any) -> bool:
     """Whether a node may be asked, and be run by the engine after that."""
+    if isinstance(node, BackwardCFunction):
+        return False
     found = _packed(node)
     return found is not None and all(map(_known, found))
 
