@@ -46,6 +46,9 @@ def test_names_are_those_of_the_model_and_the_roots_own_parameters_belong_to_no_
         ("batch_size", 2.0),
         ("layout", "batch"),
         ("layout", {"": "samples"}),
+        ("layout", {"no_such_module": "batch"}),
+        ("layout", {"body.*": "batch"}),
+        ("directions", torch.ones(2)),
         ("loss_scale", 0.0),
         ("loss_scale", float("nan")),
         ("loss_scale", float("inf")),
@@ -56,8 +59,20 @@ def test_names_are_those_of_the_model_and_the_roots_own_parameters_belong_to_no_
 def test_a_value_that_means_nothing_is_refused_and_the_model_left_alone(model, name, value):
     with pytest.raises((ValueError, TypeError), match=name) as error:
         torchgradx.attach(model, **{name: value})
-    assert "got" in str(error.value)
+    assert "got" in str(error.value) or "it has" in str(error.value)
     torchgradx.attach(model).remove()
+
+
+def test_a_number_of_samples_or_a_scale_that_is_none_is_refused_by_name(model):
+    size = {"batch_size": lambda args, kwargs: "4"}
+    with torchgradx.attach(model, **size), pytest.raises(TypeError, match="batch_size"):
+        model(samples())
+    with torchgradx.attach(model) as probe:
+        want = loop(model, square, x := samples())
+        square(model, x).backward()
+        with pytest.raises(TypeError, match="loss_scale"):
+            probe.norms(loss_scale="1")
+        close_named(probe.norms(per="parameter"), want)
 
 
 def test_an_argument_that_means_nothing_is_refused_by_its_name(model):

@@ -143,6 +143,14 @@ def test_a_scripted_model_is_refused():
         assert list(refusal.value.parameters) == [name for name, _ in made.named_parameters()]
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_a_model_with_a_scripted_part_is_refused_and_left_alone():
+    model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(mlp()))
+    with pytest.raises(torchgradx.CoverageError, match="made from"):
+        torchgradx.attach(model)
+    assert not any(m._forward_pre_hooks for m in (model, model[0]))
+
+
 # ---- Sizes ---------------------------------------------------------------------------------------
 @fallback_mode
 def test_a_table_of_positions_is_cut_to_each_batchs_length(options):

@@ -146,7 +146,8 @@ class Probe(Reader):
         self._record = Record(*shared)
         self._audit = Audit(*shared, self._record, known(model, options), forward_to("_began"))
         self._backwards = Backwards(self._recorder, forward_to("_over"))
-        self.directions = options["directions"] or {}
+        given = options["directions"]
+        self.directions = {} if given is None else given
         self._joint: list[Pass] | None = None
         self._paused = 0
         self._seen = _Seen()

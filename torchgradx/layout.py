@@ -74,6 +74,8 @@ def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None
     given = options["batch_size"]
     if callable(given):
         n = given(args, kwargs)
+        if not hasattr(n, "__index__"):
+            raise TypeError(f"batch_size(args, kwargs) must return an int; got {n!r}")
         return n if isinstance(n, int) else int(n)  # of a graph, a symbol
     if given is not None:
         return int(given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -103,17 +104,21 @@ def check(model: Any, options: dict[str, Any]) -> None:
     if len(shape) > 1 or (isinstance(scale, (int, float)) and not (scale and isfinite(scale))):
         got = f"a Tensor {list(shape)}" if shape else scale
         raise ValueError(f"loss_scale must be finite and not 0, or a Tensor [N]; got {got}")
-    layout = options["layout"] or {}
+    layout, modules = options["layout"] or {}, dict(model.named_modules())
     if not isinstance(layout, Mapping):
         raise TypeError(f'layout must be {{module name: "batch" or "sequence"}}; got {layout!r}')
     for pattern, how in layout.items():
         if how not in ("batch", "sequence"):
             raise ValueError(f'layout[{pattern!r}] must be "batch" or "sequence"; got {how!r}')
+        if pattern not in modules and not fnmatch.filter(modules, pattern):
+            known = ", ".join(filter(None, modules))
+            raise ValueError(f"layout[{pattern!r}] fits no module of the model: it has {known}")
     lazy = [n for n, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
         raise ValueError(f"model has uninitialized parameters ({lazy[0]}): run a forward first")
     names = [name for name, _ in model.named_parameters()]
-    if isinstance(model, torch.jit.ScriptModule):
+    scripted = (isinstance(m, torch.jit.RecursiveScriptModule) for m in model.modules())
+    if isinstance(model, torch.jit.ScriptModule) or any(scripted):
         raise CoverageError(
             "a scripted or traced model shows nothing of its layers: attach to the model that it "
             f"was made from. Without norms: {', '.join(names)}",

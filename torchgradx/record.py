@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -223,6 +224,8 @@ class Record:
         self, runs: Sequence[Any], given: float | Tensor | None
     ) -> Iterator[float | Tensor]:
         """The same by pass: a number, or a Tensor [N] or []."""
+        if given is not None and not isinstance(given, (Real, Tensor)):
+            raise TypeError(f"loss_scale must be a number or a Tensor [N]; got {given!r}")
         by_sample = given if isinstance(given, Tensor) and given.dim() else None
         if by_sample is not None:
             samples = sum(run.n for run, _ in runs)
