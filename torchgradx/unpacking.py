@@ -15,6 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
 from .ops import NATIVE
+from .sharding import shards
 
 if NATIVE:
     from ._C import packed
@@ -28,8 +29,8 @@ Holder: Any = getattr(checkpoint, "_Holder", ())  # what a checkpoint gives for 
 
 def answers_twice(node: Any) -> bool:
     """Whether a node may be asked, and be run by the engine after that."""
-    if isinstance(node, BackwardCFunction):
-        return False
+    if isinstance(node, BackwardCFunction):  # a user's, which only the engine can call
+        return shards(node)
     found = _packed(node)
     return found is not None and all(map(_known, found))
 
