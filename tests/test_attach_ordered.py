@@ -19,7 +19,20 @@ import torchgradx
 
 N, T = 4, 6
 LENGTHS = torch.tensor([3, 6, 2, 4])
+
+
+def without_grad(x, order):
+    with torch.no_grad():
+        return x[order]
+
+
 ORDERS = {
+    "without grad": without_grad,
+    "by a list": lambda x, order: x[order.tolist()],
+    "by an array": lambda x, order: x[order.numpy()],
+    "with positions": lambda x, order: x[order[:, None], torch.arange(x.shape[1])],
+    "put": lambda x, order: torch.empty_like(x).index_put((order,), x),
+    "looked up": lambda x, order: nn.functional.embedding(order, x.flatten(1)).view_as(x),
     "indexed": lambda x, order: x[order],
     "selected": lambda x, order: x.index_select(0, order),
     "gathered": lambda x, order: x.gather(0, order.view(-1, 1, 1).expand(x.shape)),
@@ -57,7 +70,31 @@ def test_a_model_that_sorts_to_pack_is_refused(how, options):
             **options)  # fmt: skip
 
 
+MOVED = {
+    "flipped": lambda x: x.flip(0),
+    "rolled": lambda x: x.roll(1, 0),
+    "sorted": lambda x: x.sort(0).values,
+    "turned": lambda x: x[torch.arange(len(x)).flip(0)],
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("way", MOVED)
+def test_another_order_than_the_batchs_is_refused(way, options):
+    model = Model(lambda m, x: torch.tanh(m.r(MOVED[way](x))).flatten(1), r=nn.Linear(3, 2))
+    refused(model, square, torch.randn(N, T, 3), names=["r.weight"], match="order", **options)
+
+
+def shuffled_keys(m, x, lengths):
+    """As momentum encoders have them."""
+    with torch.no_grad():
+        order = torch.randperm(len(x))
+        keys = m.k(x[order])[order.argsort()]
+    return m.l(x) * keys
+
+
 UNMOVED = {
+    "keys that are shuffled and put back": shuffled_keys,
     "packing sorts them, and puts them back": lambda m, x, lengths: m.g(
         pack_padded_sequence(x, lengths, True, enforce_sorted=False)
     )[1][0],
@@ -73,7 +110,8 @@ UNMOVED = {
 @pytest.mark.parametrize("steps", [N, T])
 @pytest.mark.parametrize("name", UNMOVED)
 def test_what_leaves_the_samples_where_they_are_is_exact(name, steps, options):
-    model = Model(UNMOVED[name], l=nn.Linear(3, 2), g=nn.GRU(3, 2, batch_first=True))
+    model = Model(UNMOVED[name], l=nn.Linear(3, 2), k=nn.Linear(3, 2).requires_grad_(False),
+                  g=nn.GRU(3, 2, batch_first=True))  # fmt: skip
     x, lengths = torch.randn(N, steps, 3), LENGTHS.clamp(max=steps)
     check(model, square, x, lengths, **options)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Examiner"]
 
-SORTED = "the model puts its samples in an order that the batch chooses: do so before it is called"
+SORTED = "the model puts its samples in another order before its layers: do so before it is called"
 ELSEWHERE = "the {n} samples are not where its batch_first says: set that, or transpose its input"
 
 

@@ -103,22 +103,35 @@ def disorders(
 def orders(
     func: Any,
     args: Sequence[Any],
+    kwargs: Any,
     fed: Sequence[Tensor],
+    unknown: Sequence[Tensor],
     dim_of: Callable[[Tensor], int | None],
 ) -> bool:
-    """Whether the batch itself chooses the order of its samples, as x[lengths.argsort()] has it."""
-    name: str = func._schema.name.partition("::")[2]
-    picks = name in ("gather", "index", "index_select") and _in(args[0], fed)
-    dim = dim_of(args[0]) if picks else None
-    if dim is None:
+    """Whether samples come out in another order, or in one that the batch itself chooses, as
+    x[lengths.argsort()] has it."""
+    name: str = func._schema.name.partition("::")[2].rstrip("_")
+    t = args[2] if name == "index_put" else args[0] if args else None
+    dim = dim_of(t) if isinstance(t, Tensor) and _in(t, fed) else None
+    if dim is None or t is None:
         return False
+    if name in ("flip", "roll") or (name == "sort" and t.dim() > 1):
+        along = argument_of(func, args, kwargs, "dim" if name == "sort" else "dims")
+        return dim in [d % t.dim() for d in _numbers([along])]
     if name == "gather":
-        return bool(args[1] % args[0].dim() == dim) and _in(args[2], fed)
-    _, index = next(indices_of(func, args))
-    chosen = index[dim] if dim < len(index) else None
-    if chosen is None or chosen.dtype is torch.bool or not _in(chosen, fed):
+        return bool(args[1] % t.dim() == dim) and _in(args[2], fed)
+    if name == "embedding":
+        index = [args[1]]
+    elif name in ("index", "index_put", "index_select"):
+        _, index = next(indices_of(func, args))
+    else:
         return False
-    return bool(chosen.shape == args[0].shape[dim : dim + 1])
+    chosen = index[dim] if dim < len(index) else None
+    if chosen is None or chosen.dtype is torch.bool or chosen.numel() % t.shape[dim]:
+        return False
+    order = torch.arange(t.shape[dim], device=chosen.device)
+    moved = chosen.shape == order.shape and torch.is_grad_enabled() and not chosen.equal(order)
+    return moved or _in(chosen, [*fed, *unknown])
 
 
 def _may_hold(t: Tensor, dim: int, n: int) -> bool:

@@ -297,7 +297,8 @@ class FallbackSite:
                 totals = whole_gradients(call, self._silent)
                 for place, name, total in zip(places, names, totals, strict=True):
                     size = float(norms[name].sqrt().sum())
-                    self._recorder.add_recorded(place, total, size * _epsilon(use, call, total))
+                    rounding = _rounding(use, call, total, size, size)
+                    self._recorder.add_recorded(place, total, rounding)
             for place, name in zip(places, names, strict=True):
                 run.finish(place, norms[name])
             return
@@ -310,9 +311,11 @@ class FallbackSite:
                 dots.append(_dots(found, directions))
             for k, (place, g) in enumerate(zip(places, found, strict=True)):
                 if self._recorder.auditing or place in self._audit.always:
+                    alone = sum(float(sq_norms(f).sqrt().sum()) for f in found)
                     size = sum(float(f.detach().double().norm()) for f in found) * run.n
                     size += terms_of_bias(call, names[k]) * len(g) / run.n
-                    self._recorder.add_recorded(place, g.sum(0), size * _epsilon(use, call, g))
+                    rounding = _rounding(use, call, g, size, alone)
+                    self._recorder.add_recorded(place, g.sum(0), rounding)
                 kept[k].append(g if waits[k] else sq_norms(g))
         for k, place in enumerate(places):
             joined = torch.cat(kept[k]) if kept[k] else torch.zeros(0)
@@ -347,11 +350,13 @@ def _unsupported(parameters: Iterable[Tensor], arguments: Any, packs: bool, n: i
     return PACKED.format(n=n) if packed and not packs else None
 
 
-def _epsilon(use: _Use, call: Call, gradient: Tensor) -> float:
-    """The coarsest rounding on the way from its outputs' gradients to a parameter's."""
-    on_the_way = (g.dtype for g in call.grads if g is not None)
-    dtypes = {call.regime.autocast or gradient.dtype, *on_the_way}
-    return max(use.eps, *(torch.finfo(dtype).eps for dtype in dtypes))
+def _rounding(use: _Use, call: Call, gradient: Tensor, size: float, alone: float) -> float:
+    """Of a sum, whose terms are of this size, in its own dtype; and of each term in the coarsest on
+    the way from the outputs' gradients: `alone` is the sum of the samples' norms."""
+    kinds = {call.regime.autocast or gradient.dtype}
+    kinds.update(g.dtype for g in call.grads if g is not None)
+    coarse = max(use.eps, *(torch.finfo(kind).eps for kind in kinds))
+    return size * torch.finfo(gradient.dtype).eps + alone * coarse / 32  # audit.py allows 64
 
 
 def _dots(found: list[Tensor], directions: dict[int, Tensor | None]) -> Tensor:

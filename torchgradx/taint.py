@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -23,6 +22,8 @@ from .order import adds_up, disorders, orders
 from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, guessed
 
 __all__ = ["Given", "Taint", "watching"]
+
+PACKS = {"torch.nn.modules.rnn", "torch.nn.utils.rnn", "torchgradx.packed"}
 
 
 class Given(NamedTuple):
@@ -56,7 +57,7 @@ class Taint(TorchDispatchMode):
         self._where: dict[tuple[Any, int], Place | None] = {}  # the samples, in what they entered
         self.given: dict[int, Given] = {}  # by site
         self.orderly = True  # nothing moved or mixed the samples
-        self.ordered: list[Any] = []  # where the batch put samples in order, before the graph
+        self.ordered = False  # samples are in another order, or the batch's own, before the graph
         self.ends: list[Place | None] = []  # where they are in the model's outputs
         self._on = True
         for t in held:
@@ -115,11 +116,12 @@ class Taint(TorchDispatchMode):
                 if clean is False:
                     self._stands(t)
         fed = [t for t, clean in zip(operands, verdicts, strict=True) if clean is False]
-        if fed and self.orderly:
+        if fed and not (self.ordered and not self.orderly):
             unknown = [t for t, clean in zip(operands, verdicts, strict=True) if clean is None]
-            told = self._n, fed, unknown, self._dim_of
             try:
-                self.orderly = not disorders(func, args, kwargs, *told)
+                told = self._n, fed, unknown, self._dim_of
+                self.orderly = self.orderly and not disorders(func, args, kwargs, *told)
+                self.ordered = self.ordered or self._orders(func, args, kwargs, fed, unknown)
             except Exception:  # what it was given has no values, or is none of torch's
                 self.orderly = False
         places = [(t, self.place(t)) for t in fed]
@@ -130,10 +132,7 @@ class Taint(TorchDispatchMode):
             for guess in (guessed(places, self._n) if self.orderly and not before else ())
         ]
         written = [(t, view_of(t), self.place(t)) for t in _written(func, args, kwargs)]
-        ordered = bool(fed) and self._orders(func, args, fed)
         out = func(*args, **kwargs)
-        if ordered:
-            self.ordered.append(view_of(out) if "select" in func._schema.name else None)
         clean = False if False in verdicts else None if None in verdicts else True
         for k, t in enumerate(tree_leaves(out)):
             if isinstance(t, Tensor):
@@ -149,12 +148,11 @@ class Taint(TorchDispatchMode):
                 self._places.update((v, None) for v in others if not self._as(v, view, now))
         return out
 
-    def _orders(self, func: Any, args: Any, fed: Sequence[Tensor]) -> bool:
+    def _orders(self, func: Any, args: Any, kwargs: Any, fed: Any, unknown: Any) -> bool:
         """No graph shows what needs no gradient, and the outputs stand in that order."""
-        if func._schema.name == "aten::_pack_padded_sequence" and view_of(args[0]) in self.ordered:
-            self.ordered.remove(view_of(args[0]))  # what unpacks it puts them back
-        alone = torch.is_grad_enabled() and not any(t.requires_grad for t in fed)
-        return alone and orders(func, args, fed, self._dim_of)
+        if any(t.requires_grad for t in fed):
+            return False
+        return orders(func, args, kwargs, fed, unknown, self._dim_of) and not _packing()
 
     def _as(self, view: Any, written: Any, place: Place | None) -> bool:
         """Whether a view has its samples where another one of the same memory has got them."""
@@ -255,6 +253,14 @@ def view_of(t: Tensor) -> Any:
         return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()
     except Exception:  # sparse tensors have no storage
         return None
+
+
+def _packing() -> bool:
+    """Whether torch sorts samples to pack them, which unpacking undoes."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"] not in PACKS:
+        frame = frame.f_back
+    return frame.f_globals["__name__"] in PACKS
 
 
 def _of_sizes_only(func: Any) -> bool:

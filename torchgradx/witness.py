@@ -150,7 +150,7 @@ class Witness:
         seen.watch, seen.ends[_calls(uses, way)] = max(0, seen.watch - 1), taint.ends
         if seen.shapes is not None:
             seen.shapes.add(self._local.shapes)
-        seen.sorts = seen.sorts or bool(taint.ordered)
+        seen.sorts = seen.sorts or taint.ordered
         given = {(site, len(sizes)): taint.given[site] for site, sizes, *_ in uses
                  if site in taint.given}  # fmt: skip
         seen.ways[way] = Way(taint.orderly, given)
