@@ -45,6 +45,10 @@ FACTORS = {
     ),
     "of a bias": (lambda m, y: m.b(y.detach()) * y, with_a_bias_alone),
     "of some rows": (lambda m, y: m.b(y.detach())[..., 3:] * y, lambda: nn.Linear(3, 6)),
+    "of some columns": (
+        lambda m, y: m.b(torch.cat([torch.ones_like(y), y], -1)),
+        lambda: nn.Linear(6, 3, bias=False),
+    ),
     "for each feature": (lambda m, y: m.b * y, lambda: nn.Parameter(torch.zeros(3))),
     "one number": (lambda m, y: m.b * y, lambda: nn.Parameter(torch.zeros(()))),
 }
@@ -61,7 +65,7 @@ def zeroed(name, inner, layers):
     model = Model(within(factor, inner), i=nn.Linear(3, 3), b=make(), **layers)
     with torch.no_grad():
         for p in model.b.parameters() if isinstance(model.b, nn.Module) else ():
-            (p[-3:] if p.dim() else p).zero_()
+            (p.T[-3:].T if name == "of some columns" else p[-3:] if p.dim() else p).zero_()
     return model.double()
 
 

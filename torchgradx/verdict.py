@@ -40,6 +40,9 @@ def known(model: nn.Module, options: Mapping[str, Any]) -> dict[str, dict[Any, A
     return _known[model][1].setdefault(choices, {})
 
 
+Barrier = tuple[int, int, Tensor]  # a parameter's place, a dimension, and which along it are zeros
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What holds for a structure."""
@@ -50,7 +53,7 @@ class Verdict:
     complete: bool  # False: another forward must be looked at
     sites: list[int]  # of each use
     routes: list[Any]  # what its batch chose, see routes.py
-    barriers: list[tuple[int, Tensor]]  # rows that let no gradient pass, of parameters by place
+    barriers: list[Barrier]
 
     @property
     def lasting(self) -> bool:
@@ -59,32 +62,35 @@ class Verdict:
 
     def holds(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor], n: int) -> bool:
         """Whether another pass would be shown no more than this was proven by."""
-        for place, rows in self.barriers:
-            if bool(_rows(tensors[place])[rows].any()):
+        for place, dim, zeros in self.barriers:
+            if bool((_live(tensors[place], dim) & zeros).any()):
                 return False
         return not self.routes or alike(self.routes, routes(outputs, n))
 
 
-def barriers(layers: Sequence[Layer], tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """Rows of nothing but zeros, as of adapters and gates that are yet to be trained. Those of a
-    bias count beside zeros of its weight: a gate may be all that comes of both."""
-    zeros = {p: ~_rows(tensors[p]).any(1) for layer in layers for p in layer.parameters}
+def barriers(layers: Sequence[Layer], tensors: Sequence[Tensor]) -> list[Barrier]:
+    """Rows and columns of nothing but zeros, as of adapters, gates and new features that are yet to
+    be trained. Of a bias those count beside rows of zeros: a gate may be all that comes of both."""
+    places = sorted({place for layer in layers for place in layer.parameters})
+    zeros = {(p, d): ~_live(tensors[p], d) for p in places for d in (0, 1)}
     for layer in layers:
         if layer.type_name.startswith("Embedding"):  # a row of padding is no factor
             for place in layer.parameters:
-                zeros[place] &= zeros[place].all()
-        if layer.bias in zeros:
-            own, beside = (
-                zeros[layer.bias],
-                zeros.get(layer.weight, zeros[layer.bias].new_zeros(1)),
-            )
+                zeros[place, 0] &= zeros[place, 0].all()
+        if layer.bias >= 0:
+            own = zeros[layer.bias, 0]
+            beside = zeros.get((layer.weight, 0), own.new_zeros(1))
             own &= beside if len(beside) == len(own) else beside.all()
-    return [(place, rows) for place, rows in sorted(zeros.items()) if rows.any()]
+            zeros[layer.bias, 1] &= own.all()
+    return [(*key, found) for key, found in zeros.items() if found.any()]
 
 
-def _rows(t: Tensor) -> Tensor:
-    rows = t.shape[0] if t.dim() else 1
-    return t.detach().reshape(rows, t.numel() // max(1, rows))
+def _live(t: Tensor, dim: int) -> Tensor:
+    """[of this dimension]: where it is not all zeros; a dimension that is not there has size 1."""
+    others = tuple(d for d in range(t.dim()) if d != dim)
+    if dim >= t.dim():
+        return t.detach().any().reshape(1)
+    return t.detach().any(others) if others else t.detach() != 0
 
 
 def from_outside(run: Any) -> Verdict:
