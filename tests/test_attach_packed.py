@@ -102,11 +102,11 @@ def test_rows_that_the_user_sorted_are_not_taken_for_the_samples(options):
 
     def forward(m, x, lengths):
         order = lengths.argsort(descending=True, stable=True)
-        packed = pack_padded_sequence(x[order], lengths[order], True)
+        packed = pack_padded_sequence(m.i(x)[order], lengths[order], True)
         rows = pad_packed_sequence(m.r(packed)[0], True, total_length=x.shape[1])[0]
         return rows[order.argsort()]
 
-    model = Model(forward, r=nn.GRU(I, H, batch_first=True))
+    model = Model(forward, i=nn.Linear(I, I), r=nn.GRU(I, H, batch_first=True))
     refused(model, square, torch.randn(N, T, I), LENGTHS, names=["r.weight_ih_l0"], **options)
 
 

@@ -351,12 +351,11 @@ def _unsupported(parameters: Iterable[Tensor], arguments: Any, packs: bool, n: i
 
 
 def _rounding(use: _Use, call: Call, gradient: Tensor, size: float, alone: float) -> float:
-    """Of a sum, whose terms are of this size, in its own dtype; and of each term in the coarsest on
-    the way from the outputs' gradients: `alone` is the sum of the samples' norms."""
+    """Of a sum, whose terms are of this size, in the dtypes that are known; and of each term in one
+    that the module chose inside: `alone` is the sum of the samples' norms."""
     kinds = {call.regime.autocast or gradient.dtype}
     kinds.update(g.dtype for g in call.grads if g is not None)
-    coarse = max(use.eps, *(torch.finfo(kind).eps for kind in kinds))
-    return size * torch.finfo(gradient.dtype).eps + alone * coarse / 32  # audit.py allows 64
+    return size * max(torch.finfo(kind).eps for kind in kinds) + alone * use.eps / 32  # of 64
 
 
 def _dots(found: list[Tensor], directions: dict[int, Tensor | None]) -> Tensor:
