@@ -14,6 +14,7 @@ from attach_oracle import (
     exact_or_refused,
     fallback_mode,
     loop,
+    need_native,
     refused,
     seeded,  # noqa: F401
     square,
@@ -86,6 +87,7 @@ def test_a_loss_on_the_steps_or_on_the_last_states_alone(use, kind, options):
 
 @any_mode
 def test_other_lengths_of_as_many_rows_are_other_samples_rows(options):
+    need_native(options)
     model = packed_net(nn.GRU(I, H, batch_first=True)).double()
     with torchgradx.attach(model, **options) as probe:
         for lengths in ([3, 5, 1, 3], [2, 5, 4, 1], [3, 3, 3, 3], [1, 5, 3, 3], [3, 5, 1, 3]):
