@@ -80,7 +80,7 @@ class Examiner:
         for k, _ in plan.starts if plan else ():
             if k >= 0:
                 found[k] = SHARED
-        blind = barriers(self._layers, self._parameters.tensors()) if proven else []
+        blind = barriers(self._layers, self._parameters.tensors()) if proven and n > 1 else []
         layouts: list[int] = []
         refusals = [(-1, SORTED)] if self._witness.seen.sorts and n > 1 else []
         sure = None not in shown and all(node is not None for _, _, node, _ in uses)
