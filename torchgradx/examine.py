@@ -53,10 +53,11 @@ class Examiner:
     ) -> Verdict:
         """What a forward shows."""
         n, graph = run.n, Graph(outputs)
-        went = self._witness.went((run.structure, looked.way))
+        way = run.structure, looked.way
+        went = self._witness.went(way)
         watched, ends = self._watched(uses, outputs, sites, looked, graph, went)
         asked = [] if self._parameters.gathered() else outputs
-        ends_of_way = self._witness.places(asked, n, uses, (run.structure, looked.way))
+        ends_of_way = self._witness.places(asked, n, uses, way)
         places = [None] * len(asked) if ends_of_way is None else ends_of_way
         batch_dim = self._options["batch_dim"]
 

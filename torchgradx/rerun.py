@@ -306,14 +306,16 @@ class FallbackSite:
         self.layer.notes[way] = None
         kept: list[list[Tensor]] = [[] for _ in places]
         dots: list[Tensor] = []
+        heard = self._recorder.auditing or not self._audit.always.isdisjoint(places)
         for _, found in chunks:
+            if heard:
+                alone = sum(float(sq_norms(f).sqrt().sum()) for f in found)
+                every = sum(float(f.detach().double().norm()) for f in found) * run.n
             if direct:
                 dots.append(_dots(found, directions))
             for k, (place, g) in enumerate(zip(places, found, strict=True)):
                 if self._recorder.auditing or place in self._audit.always:
-                    alone = sum(float(sq_norms(f).sqrt().sum()) for f in found)
-                    size = sum(float(f.detach().double().norm()) for f in found) * run.n
-                    size += terms_of_bias(call, names[k]) * len(g) / run.n
+                    size = every + terms_of_bias(call, names[k]) * len(g) / run.n
                     rounding = _rounding(use, call, g, size, alone)
                     self._recorder.add_recorded(place, g.sum(0), rounding)
                 kept[k].append(g if waits[k] else sq_norms(g))
