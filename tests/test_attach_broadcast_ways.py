@@ -9,6 +9,7 @@ from attach_oracle import (
     a_few_modes,
     check,
     exact_or_refused,
+    loop,
     seeded,  # noqa: F401
     square,
 )
@@ -34,6 +35,29 @@ def test_each_way_for_samples_to_come_in_is_exact(way, positions, options):
         exact_or_refused(model, square, x, **options)
     else:
         check(model, square, x, **options)
+
+
+@a_few_modes
+def test_samples_that_come_in_in_two_layouts_are_told_apart_in_every_pass(options):
+    """By nodes of one kind, of equal sizes, below two outputs; every graph is somewhere else."""
+
+    def forward(m, x):
+        h = m.i(x)
+        return h * m.w, (h.transpose(0, 1) * m.w[:, None]).transpose(0, 1)
+
+    def loss(model, x):
+        first, second = model(x)
+        graphs.append(first)
+        return first.square().mean() + second.exp().mean()
+
+    graphs = []
+    model = Model(forward, w=torch.randn(N, D), i=nn.Linear(D, D)).double()
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(16):
+            x = torch.randn(N, N, D, dtype=torch.float64)
+            loss(model, x).backward()
+            norms = probe.norms(per="parameter")["w"]
+            torch.testing.assert_close(norms, loop(model, loss, x)["w"], rtol=1e-9, atol=0)
 
 
 MAY_RUN_AGAIN = {"divided by", "into a part", "stacked", "attention", "maximum", "where", "norm",

@@ -370,6 +370,11 @@ def _only(call: Call, g: Tensor, sample: int) -> Tensor:
     """g with all but one sample's rows zero."""
     if call.samples is not None and g is call.grads[0]:
         return g.where((call.samples == sample)[:, None], 0)
+    if not g.dim():
+        raise ValueError(
+            "its module gives one number for all samples, which running it again does not part: "
+            "let it give a loss for each sample, or freeze what it does not use"
+        )
     masked, dim = torch.zeros_like(g), _dim(call, g)
     per_sample = g.shape[dim] // call.n
     if per_sample == 1 or call.layout == BATCH:

@@ -260,12 +260,14 @@ class Record:
         names = [self._parameters.names[place] for place in self._parameters.trainable()]
         if under_way:
             raise CoverageError("a backward is still under way in another thread", names)
-        reasons = "".join(f" ({reason})" for _, reason in self._recorder.refusals)
+        reasons = "; ".join(dict.fromkeys(reason for _, reason in self._recorder.refusals))
+        why = reasons or (
+            "no backward has come through a forward of the attached model since the record began. "
+            "Call the model itself (not a submodule of it) with grad enabled, then "
+            "loss.backward(), then norms()"
+        )
         raise CoverageError(
-            "nothing is recorded: no backward has come through a forward of the attached model "
-            f"since the record began{reasons}. Call the model itself (not a submodule of it) with "
-            f"grad enabled, then loss.backward(), then norms(). Without norms: {', '.join(names)}",
-            names,
+            f"nothing is recorded: {why}. Without norms: {', '.join(names)}", names
         )
 
 

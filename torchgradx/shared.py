@@ -42,7 +42,8 @@ class Graph:
     """A forward's graph, walked from its outputs: who consumes what."""
 
     def __init__(self, outputs: Iterable[Tensor]) -> None:
-        self.roots = {t.grad_fn for t in outputs if t.grad_fn is not None}
+        # in the outputs' order: a plan's names are of nodes that every pass meets in the same one
+        self.roots = dict.fromkeys(t.grad_fn for t in outputs if t.grad_fn is not None)
         self.parents: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.roots}
         todo = list(self.parents)
         while todo:
