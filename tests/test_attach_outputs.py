@@ -5,13 +5,16 @@ import torch
 from attach_oracle import (
     Model,
     a_few_modes,
+    both_dtypes,
     check,
     close_named,
     loop,
     refused,
     seeded,  # noqa: F401
     square,
+    title,
 )
+from clip_oracle import check_clip
 from torch import nn
 
 import torchgradx
@@ -49,6 +52,29 @@ class Two(nn.Module):
         return x * self.w, torch.tanh(x * self.w)
 
 
+class Chained(nn.Module):
+    """Three outputs, each made from those before and from parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.v, self.w = (nn.Parameter(torch.randn(3)) for _ in range(2))
+
+    def forward(self, x):
+        a = x * self.w
+        b = torch.tanh(a + self.v)
+        return a, b, self.w * (a.sin() + 0.5 * b)
+
+
+CHAINED = {
+    "the first": lambda a, b, c: a,
+    "the last": lambda a, b, c: c,
+    "the first two": lambda a, b, c: a.square() + b,
+    "ends": lambda a, b, c: a * c,
+    "all": lambda a, b, c: torch.cat([a, b, c], 1),
+    "what is detached": lambda a, b, c: c * a.detach(),
+}
+
+
 def weights_of_another(m, x):
     y, w = m.a(x, x, x)
     return y.sum(1) + w.roll(1, 0).square().sum((1, 2))[:, None]
@@ -62,6 +88,8 @@ MIXED = {
         lambda: Model(states_as_rows, r=nn.GRU(3, 4, 2, batch_first=True),
                       o=nn.Linear(4, 2), p=nn.Linear(8, 2)), (N, T, 3), "r.weight_hh_l1"),
     "a second output": (lambda: Model(second_of_another, t=Two()), (N, 3), "t.w"),
+    "an output made from another": (
+        lambda: Model(lambda m, x: m.t(x)[0].roll(1, 0) + m.t(x)[1], t=Chained()), (N, 3), "t.w"),
     "an output of another layout": (
         lambda: Model(second_transposed, t=Two()), (N, N, 3), "t.w"),
     "attention's weights": (
@@ -109,6 +137,64 @@ EXACT = {
 def test_outputs_with_the_samples_where_they_should_be_are_exact(name, options):
     make, shape = EXACT[name]
     check(make(), square, torch.randn(shape), **options)
+
+
+@both_dtypes
+@a_few_modes
+@pytest.mark.parametrize("use", CHAINED)
+def test_outputs_that_others_are_made_from_are_exact(use, dtype, options):
+    """What arrives there came through those others too."""
+    model = Model(lambda m, x: CHAINED[use](*m.t(m.i(x))), t=Chained(), i=nn.Linear(3, 3))
+    check(model, square, torch.randn(N, 3), dtype=dtype, **options)
+
+
+@a_few_modes
+def test_an_output_that_is_of_other_modules_alone_beside_one_of_the_own_parameters(options):
+    """Of as many values as samples, so that it runs again: by a replay, for a buffer's sake."""
+
+    def pair(m, x):
+        h = m.i(x)
+        m.mean.mul_(0.9).add_(h.detach().mean(0))
+        return h, m.v.expand(len(x), 2)
+
+    def loss(model, x):
+        return torch.cat(model(x), 1).square().sum(1).mean()
+
+    model = Model(pair, i=nn.Linear(3, 2), v=torch.randn(2))
+    model.register_buffer("mean", torch.zeros(2))
+    check(model, loss, torch.randn(2, 3), **options)
+
+
+class Features(nn.Module):
+    """A classifier that returns its features as well, and has parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.scale = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.ones(()))
+        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.block = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+
+    def forward(self, x):
+        tokens = self.token.expand(len(x), -1, -1)
+        features = self.block(torch.cat([tokens, self.embed(x)], 1))[:, 0]
+        return self.scale * self.head(features), features
+
+
+@a_few_modes
+@pytest.mark.parametrize("which", ["logits", "both"])
+def test_logits_and_the_features_they_are_made_from(which, options):
+    def loss(model, x):
+        logits, features = model(x)
+        return logits.exp().mean() + (features.square().mean() if which == "both" else 0)
+
+    check(Features(), loss, torch.randn(N, T, 3), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": False}], ids=title)
+@pytest.mark.parametrize("use", CHAINED)
+def test_outputs_that_others_are_made_from_are_clipped(use, options):
+    model = Model(lambda m, x: CHAINED[use](*m.t(m.i(x))), t=Chained(), i=nn.Linear(3, 3))
+    check_clip(model, square, torch.randn(N, 3), **options)
 
 
 @a_few_modes

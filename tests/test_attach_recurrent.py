@@ -229,28 +229,6 @@ def test_a_cell_unrolled_in_time_is_exact(kind, bias, options, dtype):
         check(unrolled(cell, steps), square, x, dtype=dtype, rtol=rtol, input_grad=True, **options)
 
 
-class Chained(nn.Module):
-    """A user's own, whose second output is made from its first."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(I))
-
-    def forward(self, x):
-        c = x * self.w
-        return c, torch.tanh(c)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_an_output_that_feeds_another_is_refused_of_a_module_that_runs_again(dtype):
-    model = Model(lambda m, x: torch.cat(m.c(x), 1), c=Chained()).to(dtype)
-    with torchgradx.attach(model, backend="vmap") as probe:
-        square(model, torch.randn(N, I).to(dtype)).backward()
-        with pytest.raises(torchgradx.CoverageError, match="made from another") as refusal:
-            probe.norms()
-    assert set(refusal.value.parameters) == {"c.w"}
-
-
 @fallback_mode
 def test_the_states_of_a_cell_may_be_changed_in_place(options):
     def forward(m, x):

@@ -36,6 +36,7 @@ __all__ = [
     "dims_of",
     "makes_weight",
     "per_sample_gradients",
+    "run_again",
     "terms_of_bias",
     "weighted",
     "whole_gradients",
@@ -283,15 +284,21 @@ def weighted(call: Call, factors: Tensor) -> Call:
     return replace(call, grads=[times(g) for g in call.grads])
 
 
-def _by_replay(call: Call) -> Chunks:
+def run_again(call: Call) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs of a stand-in, in a graph of their own, and the parameters that they end in."""
     args, kwargs = call.arguments
     held = dict(call.module.named_parameters(remove_duplicate=False))
     parameters = [held[name].detach().requires_grad_() for name in call.names]
     _put(call.module, {id(held[n]): p for n, p in zip(call.names, parameters, strict=True)})
     with torch.enable_grad():
-        outputs = tensors_in(_Forward(call.module)(*args, **kwargs))
+        return tensors_in(_Forward(call.module)(*args, **kwargs)), parameters
+
+
+def _by_replay(call: Call) -> Chunks:
+    outputs, parameters = run_again(call)
     _same_alone(outputs)
-    pairs = [(out, g) for out, g in zip(outputs, call.grads, strict=True) if g is not None]
+    both = zip(outputs, call.grads, strict=True)  # of others' parameters, an output has no graph
+    pairs = [(out, g) for out, g in both if g is not None and out.requires_grad]
     for chunk in _chunks(call.n, sum(p.numel() for p in parameters)):
         found = []
         for sample in range(chunk.start, chunk.stop):

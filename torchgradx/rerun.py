@@ -34,7 +34,7 @@ from .modules import CONTAINERS, opaque, own_names, parameter_of, same_parameter
 from .outer import sq_norms
 from .packed import samples_of
 from .rules import Layer, rule_named
-from .several import ends_of_module, made_from_others
+from .several import ends_of_module, made_from_others, of_the_loss
 from .sharding import scattered
 from .shared import coarsest
 from .sites import Hooks, why_mixed
@@ -255,10 +255,6 @@ class FallbackSite:
         grads = use.forget()
         if all(g is None for g in grads):
             return
-        if any(grads[k] is not None for k in use.inner):
-            why = "one of its outputs is made from another, which hides the loss's gradient"
-            self._recorder.refuse(self._index, why)
-            return
         try:
             self._deliver(use, grads)
         except Exception as error:  # never from inside backward()
@@ -286,6 +282,8 @@ class FallbackSite:
         leaves, spec = use.arguments
         arguments = tree_unflatten([_unpack(leaf) for leaf in leaves], spec)
         call = Call(use.module, names, arguments, grads, run.n, layout, use.regime, use.samples)
+        if any(grads[k] is not None for k in use.inner):
+            call = of_the_loss(call, use.inner, self._silent)
         if self._recorder.books:
             self._recorder.book(run, Booked(call, places, self._silent))
         waits = [run.waits(place) for place in places]

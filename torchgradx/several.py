@@ -7,16 +7,18 @@ alone does not show it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from .fallback import dims_of
+from .fallback import Call, as_it_stands, dims_of, run_again
 from .layout import BATCH, SEQUENCE, Watched, alike
 from .shared import Graph
 
-__all__ = ["End", "ends_of_module", "ends_of_node", "made_from_others"]
+__all__ = ["End", "ends_of_module", "ends_of_node", "made_from_others", "of_the_loss"]
 
 CONFLICT = "its outputs have the samples in different places"
 
@@ -94,3 +96,25 @@ def made_from_others(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
                     seen.add(node)
                     rest.append(node)
     return found
+
+
+def of_the_loss(
+    call: Call, inner: set[int], silent: Callable[[], AbstractContextManager[None]]
+) -> Call:
+    """The same without what came back into outputs (`inner`) by way of those made from them."""
+    with silent(), call.regime.again():
+        outputs, _ = run_again(as_it_stands(call))
+        found: dict[int, Tensor] = {}
+        made = [(t.grad_fn._sequence_nr(), k) for k, t in enumerate(outputs) if t.grad_fn]
+        for _, k in sorted(made, reverse=True):  # what is made from others first
+            g = call.grads[k]
+            if g is None:
+                continue
+            if k in inner and found:
+                later = [outputs[j] for j in found]
+                (through,) = torch.autograd.grad(
+                    later, outputs[k], [*found.values()], retain_graph=True, allow_unused=True
+                )
+                g = g if through is None else g - through
+            found[k] = g
+    return replace(call, grads=[found.get(k) for k in range(len(call.grads))])
