@@ -8,6 +8,7 @@ from attach_oracle import (
     Model,
     a_few_modes,
     check,
+    close_named,
     exact_or_refused,
     loop,
     seeded,  # noqa: F401
@@ -58,6 +59,30 @@ def test_samples_that_come_in_in_two_layouts_are_told_apart_in_every_pass(option
             loss(model, x).backward()
             norms = probe.norms(per="parameter")["w"]
             torch.testing.assert_close(norms, loop(model, loss, x)["w"], rtol=1e-9, atol=0)
+
+
+@a_few_modes
+def test_samples_that_come_in_in_another_order_of_operations_are_refused(options):
+    """Below as many nodes of the same kinds, joined in another way: rows stand elsewhere."""
+
+    def forward(m, x):
+        h, table = m.i(x), m.l(m.c)
+        ways = [lambda: h * table * m.g(x), lambda: table * m.s * h]
+        first, second = (way() for way in (ways[::-1] if m.turned else ways))
+        return first + second
+
+    model = constant(forward, (T, D), l=nn.Linear(D, D), i=nn.Linear(D, D), g=nn.Linear(D, D))
+    model.register_buffer("s", torch.randn(T, D))
+    model.double()
+    with torchgradx.attach(model, **options) as probe:
+        for model.turned in (False, True, False):
+            x = torch.randn(N, T, D, dtype=torch.float64)
+            square(model, x).backward()
+            if model.turned:
+                with pytest.raises(torchgradx.CoverageError, match="otherwise than"):
+                    probe.norms()
+            else:
+                close_named(probe.norms(per="parameter"), loop(model, square, x))
 
 
 MAY_RUN_AGAIN = {"divided by", "into a part", "stacked", "attention", "maximum", "where", "norm",

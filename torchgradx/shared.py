@@ -141,6 +141,16 @@ def name_of(node: Node) -> str:
     return SAME.get(name, name)
 
 
+def edges_among(nodes: Sequence[Node]) -> tuple[tuple[int, int, int], ...]:
+    places = {node: k for k, node in enumerate(nodes)}
+    return tuple(
+        (k, operand, places[child])
+        for node, k in places.items()
+        for operand, (child, _) in enumerate(node.next_functions)
+        if child in places
+    )
+
+
 def shape_of(node: Node, number: int) -> tuple[int, ...]:
     if is_leaf(node):
         return tuple(node.variable.shape)
@@ -167,6 +177,7 @@ class Plan:
 
     starts: tuple[tuple[int, bool], ...]  # (use, whether from its own parameters), see lift.py
     names: tuple[str, ...]
+    edges: tuple[tuple[int, int, int], ...]  # among them: consumer, operand, what is consumed
     layouts: tuple[int | None, ...]  # of the frontier's outputs; None: no rows by sample yet
 
     def climb(self, graph: Graph, starts: Iterable[Node]) -> list[Node] | None:
@@ -177,7 +188,8 @@ class Plan:
             return known and self.layouts[k] is None
 
         found = graph.climb(starts, on)
-        return found if tuple(map(name_of, found)) == self.names else None
+        same = tuple(map(name_of, found)) == self.names and edges_among(found) == self.edges
+        return found if same else None
 
     def clean(self, graph: Graph, starts: Iterable[Node]) -> Callable[[Node, int], bool]:
         """For a pass that was not watched: what was shared where it was."""
@@ -241,6 +253,7 @@ def survey(
     return Plan(
         tuple((group.use, all(map(is_leaf, group.starts))) for group in groups),
         tuple(map(name_of, found)),
+        edges_among(found),
         tuple(layouts[node] for node in found),
     )
 
