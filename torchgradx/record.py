@@ -266,9 +266,7 @@ class Record:
             "Call the model itself (not a submodule of it) with grad enabled, then "
             "loss.backward(), then norms()"
         )
-        raise CoverageError(
-            f"nothing is recorded: {why}. Without norms: {', '.join(names)}", names
-        )
+        raise CoverageError(f"nothing is recorded: {why}. Without norms: {', '.join(names)}", names)
 
 
 def _norms(
