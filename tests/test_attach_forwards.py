@@ -142,7 +142,11 @@ def test_what_hides_a_weight_is_what_the_layer_computes_with(options):
 
 
 class Doubled(nn.Linear):
-    """Its weight is not what it holds."""
+    """Its weight is not what it holds, which nn.Linear would leave as the memory was."""
+
+    def reset_parameters(self):
+        for p in self.parameters():
+            nn.init.normal_(p)
 
     def __getattr__(self, name):
         found = super().__getattr__(name)
