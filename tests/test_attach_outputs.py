@@ -53,25 +53,26 @@ class Two(nn.Module):
 
 
 class Chained(nn.Module):
-    """Three outputs, each made from those before and from parameters."""
+    """Three outputs, each made from those before and from parameters; the second once more."""
 
     def __init__(self):
         super().__init__()
         self.v, self.w = (nn.Parameter(torch.randn(3)) for _ in range(2))
 
     def forward(self, x):
-        a = x * self.w
+        a = x * self.w + self.v
         b = torch.tanh(a + self.v)
-        return a, b, self.w * (a.sin() + 0.5 * b)
+        return a, b, self.w * (a.sin() + 0.5 * b), b
 
 
 CHAINED = {
-    "the first": lambda a, b, c: a,
-    "the last": lambda a, b, c: c,
-    "the first two": lambda a, b, c: a.square() + b,
-    "ends": lambda a, b, c: a * c,
-    "all": lambda a, b, c: torch.cat([a, b, c], 1),
-    "what is detached": lambda a, b, c: c * a.detach(),
+    "the first": lambda a, b, c, d: a,
+    "the last": lambda a, b, c, d: c,
+    "the first two": lambda a, b, c, d: a.square() + b,
+    "ends": lambda a, b, c, d: a * c,
+    "all": lambda a, b, c, d: torch.cat([a, b, c, d], 1),
+    "one twice": lambda a, b, c, d: b * d,
+    "what is detached": lambda a, b, c, d: c * a.detach(),
 }
 
 

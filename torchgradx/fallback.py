@@ -379,8 +379,8 @@ def _only(call: Call, g: Tensor, sample: int) -> Tensor:
         return g.where((call.samples == sample)[:, None], 0)
     if not g.dim():
         raise ValueError(
-            "its module gives one number for all samples, which running it again does not part: "
-            "let it give a loss for each sample, or freeze what it does not use"
+            "its module gives one number for all samples, and running it again cannot tell what "
+            "is whose: let it give a loss for each sample, or freeze what it does not use"
         )
     masked, dim = torch.zeros_like(g), _dim(call, g)
     per_sample = g.shape[dim] // call.n

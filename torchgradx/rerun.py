@@ -34,7 +34,7 @@ from .modules import CONTAINERS, opaque, own_names, parameter_of, same_parameter
 from .outer import sq_norms
 from .packed import samples_of
 from .rules import Layer, rule_named
-from .several import ends_of_module, made_from_others, of_the_loss
+from .several import ends_at, ends_of_module, made_from_others, of_the_loss
 from .sharding import scattered
 from .shared import coarsest
 from .sites import Hooks, why_mixed
@@ -202,9 +202,8 @@ class FallbackSite:
         if kinds not in self._eps:
             self._eps[kinds] = coarsest(made, tensors_in(arguments))
         by_node: dict[Any, list[int]] = {}
-        for k, t in enumerate(made):
-            if t.grad_fn is not None:
-                by_node.setdefault(t.grad_fn, []).append(k)
+        for (node, _), k in ends_at(made).items():
+            by_node.setdefault(node, []).append(k)
         use = _Use(
             run=run,
             number=number,

@@ -18,7 +18,7 @@ from .fallback import Call, as_it_stands, dims_of, run_again
 from .layout import BATCH, SEQUENCE, Watched, alike
 from .shared import Graph
 
-__all__ = ["End", "ends_of_module", "ends_of_node", "made_from_others", "of_the_loss"]
+__all__ = ["End", "ends_at", "ends_of_module", "ends_of_node", "made_from_others", "of_the_loss"]
 
 CONFLICT = "its outputs have the samples in different places"
 
@@ -76,15 +76,20 @@ def ends_of_node(
         yield End(Watched(node, number, leads), (BATCH, SEQUENCE))
 
 
+def ends_at(outputs: Iterable[Tensor]) -> dict[tuple[Any, int], int]:
+    """Which output is at an end of a graph; the first, where it is returned several times."""
+    ends: dict[tuple[Any, int], int] = {}
+    for k, t in enumerate(outputs):
+        if t.grad_fn is not None:
+            ends.setdefault((t.grad_fn, t.output_nr), k)
+    return ends
+
+
 def made_from_others(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
     """Of a module's outputs, those that others of them were computed from: what arrives there came
     through the module too."""
     before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
-    ends = {
-        (t.grad_fn, t.output_nr): k
-        for k, t in enumerate(outputs)
-        if t.grad_fn and t.grad_fn not in before
-    }
+    ends = {end: k for end, k in ends_at(outputs).items() if end[0] not in before}
     found: set[int] = set()
     for start in {node for node, _ in ends}:
         seen: set[Any] = {start, None, *before}
