@@ -76,6 +76,23 @@ CHAINED = {
 }
 
 
+def scored(m, x):
+    a, b = m.s(x.transpose(0, 1))
+    return a.transpose(0, 1) * b[..., None]
+
+
+class Scores(nn.Module):
+    """Sequences first; of each sample, a number for each of its positions: [N, T]."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.q = (nn.Parameter(torch.randn(3)) for _ in range(2))
+
+    def forward(self, x):
+        a = x * self.w
+        return a, (a @ self.q).t().softmax(-1)
+
+
 def weights_of_another(m, x):
     y, w = m.a(x, x, x)
     return y.sum(1) + w.roll(1, 0).square().sum((1, 2))[:, None]
@@ -93,6 +110,8 @@ MIXED = {
         lambda: Model(lambda m, x: m.t(x)[0].roll(1, 0) + m.t(x)[1], t=Chained()), (N, 3), "t.w"),
     "an output of another layout": (
         lambda: Model(second_transposed, t=Two()), (N, N, 3), "t.w"),
+    "a second output of as many numbers, its samples first": (
+        lambda: Model(scored, s=Scores()), (N, N, 3), "s.w"),
     "attention's weights": (
         lambda: Model(weights_of_another, a=nn.MultiheadAttention(4, 2, batch_first=True)),
         (N, T, 4), "a.in_proj_weight"),

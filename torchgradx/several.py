@@ -61,7 +61,8 @@ def ends_of_module(
         major = SEQUENCE if sequence == 1 or t.shape[0] != n else BATCH
         kinds = SEQUENCE if batch == 1 else BATCH, major
         packed = samples if t is outputs[0] else None
-        rows = list(t.shape[: leads(t.dim())])
+        # rows of numbers, where they may be in the second of two dimensions
+        rows = list(t.shape[: max(leads(t.dim()), batch + 1, sequence + 1)])
         watched = Watched(t.grad_fn, t.output_nr, rows, samples=packed)
         ends.append(End(watched, kinds))
     return ends
