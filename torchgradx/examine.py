@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["Examiner"]
 
 SORTED = "the model puts its samples in another order before its layers: do so before it is called"
-OF_NONE = (
-    "if what it is given is of no sample, hold it in a buffer, or make it in the forward from "
-    "sizes alone, by operations of torch"
-)
 ELSEWHERE = "the {n} samples are not where its batch_first says: set that, or transpose its input"
 
 
@@ -118,9 +114,8 @@ class Examiner:
             if doubt:
                 complete = complete and bool(reason or not proven)  # a pass to come may show it
                 say = f'say layout={{"{self._layers[site].name}": "batch"}} or "sequence"'
-                why = f"no proof could be had of where the {n} samples are in it; {say}"
-                why = f"{reason}; {OF_NONE}" if reason else why
-                refusals.append((site, f"of shape {list(sizes)}, {why}"))
+                unproven = f"no proof could be had of where the {n} samples are in it; {say}"
+                refusals.append((site, f"of shape {list(sizes)}, {reason or unproven}"))
             proves = known and node is not None and not trusted
             layouts.append(int(verdict) if proves else presumed)  # type: ignore[arg-type]
         called = [site for site, *_ in uses]

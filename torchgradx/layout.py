@@ -43,7 +43,11 @@ EITHER = (
     "the model's outputs have {n}, the number of samples, in two dimensions, and which of them "
     "holds the samples could not be followed"
 )
-MIXED = "its rows mix the {n} samples, or stand in another order than n*T+t or t*N+n"
+MIXED = (
+    "its rows mix the {n} samples, or stand in another order than n*T+t or t*N+n. If what it is "
+    "given is of no sample, hold that in a buffer, or make it in the forward from sizes alone, by "
+    "operations of torch"
+)
 
 
 @dataclass(frozen=True)
