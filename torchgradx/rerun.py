@@ -336,7 +336,7 @@ class FallbackSite:
 
 def _apart(module: nn.Module, out: Any) -> Any:
     """An LSTMCell makes its h from its c: to a copy of c no gradient comes but the loss's. A user's
-    module may keep its outputs, or have them share memory, and is refused where they are so."""
+    module may keep its outputs, or have them share memory: it is run once more, see of_the_loss."""
     return (out[0], out[1].clone()) if stock_of(type(module)) is nn.LSTMCell else None
 
 
