@@ -5,7 +5,6 @@ import torch
 from attach_oracle import (
     Model,
     a_few_modes,
-    both_dtypes,
     check,
     close_named,
     loop,
@@ -159,7 +158,7 @@ def test_outputs_with_the_samples_where_they_should_be_are_exact(name, options):
     check(make(), square, torch.randn(shape), **options)
 
 
-@both_dtypes
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @a_few_modes
 @pytest.mark.parametrize("use", CHAINED)
 def test_outputs_that_others_are_made_from_are_exact(use, dtype, options):
@@ -186,11 +185,12 @@ def test_an_output_that_is_of_other_modules_alone_beside_one_of_the_own_paramete
 
 
 class Features(nn.Module):
-    """A classifier that returns its features as well, and has parameters of its own."""
+    """A classifier that returns its features as well, with parameters of its own; one is spare."""
 
     def __init__(self):
         super().__init__()
         self.token, self.scale = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.ones(()))
+        self.spare = nn.Parameter(torch.ones(2))
         self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
         self.block = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
 
@@ -201,11 +201,13 @@ class Features(nn.Module):
 
 
 @a_few_modes
-@pytest.mark.parametrize("which", ["logits", "both"])
+@pytest.mark.parametrize("which", [(1, 0), (0, 1), (1, 1)], ids=["logits", "features", "both"])
 def test_logits_and_the_features_they_are_made_from(which, options):
+    """What the loss leaves out, and the parameters that serve it alone, get no gradient."""
+
     def loss(model, x):
-        logits, features = model(x)
-        return logits.exp().mean() + (features.square().mean() if which == "both" else 0)
+        outputs = [y for y, used in zip(model(x), which, strict=True) if used]
+        return sum(y.exp().mean() for y in outputs)
 
     check(Features(), loss, torch.randn(N, T, 3), **options)
 

@@ -36,7 +36,7 @@ from .packed import samples_of
 from .rules import Layer, rule_named
 from .several import ends_at, ends_of_module, made_from_others, of_the_loss
 from .sharding import scattered
-from .shared import coarsest
+from .shared import below, coarsest
 from .sites import Hooks, why_mixed
 from .table import COMPUTED, Context, declared_layout
 
@@ -222,18 +222,21 @@ class FallbackSite:
             self._audit.defer(use.places)
         held_by_graph = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         for node, outs in by_node.items():
-            prehook = partial(self._arrive, use, outs, [made[k].output_nr for k in outs])
+            met = use.places if ops.NATIVE else _met(held, node, leaves)
+            prehook = partial(self._arrive, use, met, outs, [made[k].output_nr for k in outs])
             node.register_prehook(prehook)
             if held_by_graph:  # a checkpoint: what runs again must save as much again
                 self._recorder.hold()
                 weakref.finalize(prehook, self._recorder.release)
 
     @untraced
-    def _arrive(self, use: _Use, outs: list[int], numbers: list[int], incoming: Any) -> None:
+    def _arrive(
+        self, use: _Use, met: list[int], outs: list[int], numbers: list[int], incoming: Any
+    ) -> None:
         task = torch._C._current_graph_task_id()
         if use.arrived and use.arrived[-1] != task:  # of a backward that did not end
             use.forget()
-        if not use.arrived and not use.run.arrive(use.places, True):
+        if not use.run.arrive(met, True):
             return
         for k, number in zip(outs, numbers, strict=True):
             g = incoming[number]
@@ -369,6 +372,14 @@ def _made(t: Tensor) -> Tensor:
     plain = base is not None and base.grad_fn is not None and base.numel() == t.numel()
     same_order = base is not None and base.is_contiguous() and t.is_contiguous()
     return base if plain and same_order else t  # type: ignore[return-value]
+
+
+def _met(held: dict[int, Tensor], node: Any, arguments: list[Any]) -> list[int]:
+    """The parameters that every plain backward() needs which comes to this node."""
+    before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
+    met = {child for inner in below([node], before) for child, _ in inner.next_functions}
+    edges = {place: torch.autograd.graph.get_gradient_edge(p) for place, p in held.items()}
+    return [place for place, edge in edges.items() if edge.node in met]
 
 
 def _save(leaf: Any) -> Any:

@@ -7,7 +7,7 @@ found by climbing the graph; descent.py takes their gradients down by sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,10 +118,10 @@ def coarsest(outputs: Iterable[Tensor], given: Iterable[Tensor]) -> float:
     return max((torch.finfo(kind).eps for kind in dtypes if kind.is_floating_point), default=0.0)
 
 
-def below(starts: Iterable[Node]) -> list[Node]:
-    """These nodes and all that they lead to, but for the parameters."""
-    found = list(dict.fromkeys(starts))
-    seen = set(found)
+def below(starts: Iterable[Node], until: Collection[Node | None] = ()) -> list[Node]:
+    """These nodes and all that they lead to, but for the parameters, and for what is `until`."""
+    found = [node for node in dict.fromkeys(starts) if node not in until]
+    seen = {*found, *until}
     for node in found:  # grows as it goes
         children = (child for child, _ in node.next_functions if child and not is_leaf(child))
         fresh = dict.fromkeys(child for child in children if child not in seen)
