@@ -306,15 +306,15 @@ class FallbackSite:
         self.layer.notes[way] = None
         kept: list[list[Tensor]] = [[] for _ in places]
         dots: list[Tensor] = []
-        heard = self._recorder.auditing or not self._audit.always.isdisjoint(places)
+        compared = [self._recorder.auditing or place in self._audit.always for place in places]
         for _, found in chunks:
-            if heard:
+            if any(compared):
                 alone = sum(float(sq_norms(f).sqrt().sum()) for f in found)
                 every = sum(float(f.detach().double().norm()) for f in found) * run.n
             if direct:
                 dots.append(_dots(found, directions))
             for k, (place, g) in enumerate(zip(places, found, strict=True)):
-                if self._recorder.auditing or place in self._audit.always:
+                if compared[k]:
                     size = every + terms_of_bias(call, names[k]) * len(g) / run.n
                     rounding = _rounding(use, call, g, size, alone)
                     self._recorder.add_recorded(place, g.sum(0), rounding)
