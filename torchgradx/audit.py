@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import ops
 from .copies import untraced
 from .examine import Examiner
-from .lift import Lift
+from .lift import Lift, Met
 from .rules import Layer
 from .sharding import scattered
 from .verdict import OTHERWISE, OUTSIDE, Verdict, from_outside
@@ -79,6 +79,10 @@ class Audit:
         verdict = self._proven.get(key)
         return verdict is not None and verdict.lasting
 
+    def _held(self, key: Any) -> Verdict | None:
+        pending = self._pending.get(key)
+        return self._proven.get(key) or (pending[0] if pending else None)
+
     def examine(
         self,
         run: Any,
@@ -90,11 +94,28 @@ class Audit:
     ) -> None:
         """At the end of a forward: what is known of its structure, or a first look at it."""
         prove = partial(self.examiner.verdict, run, uses, outputs, sites, looked)
+        met = self._met(run, self._held(key), uses, outputs, sites)
+        if met and met.looks not in (None, met.plan.looks):  # another T: proven by itself
+            key = key, met.looks
         verdict = self._applied(run, key, prove, outputs)
         if self._parameters.gathered():
             self._follow(run, verdict.sites)
-        if verdict.plan is not None:
-            self._lift.begin(run, verdict.plan, uses, sites, outputs)
+        if not met or met.plan is not verdict.plan:
+            met = self._met(run, verdict, uses, outputs, sites)
+        if met:
+            self._lift.begin(run, met, uses)
+
+    def _met(
+        self,
+        run: Any,
+        verdict: Verdict | None,
+        uses: Sequence[Any],
+        outputs: Sequence[Tensor],
+        sites: Sequence[Site],
+    ) -> Met | None:
+        if verdict is None or verdict.plan is None:
+            return None
+        return self._lift.meet(run.n, verdict.plan, uses, sites, outputs)
 
     def look(self, run: Any) -> None:
         """The same for a pass of compiled graphs, at its first gradient: each forward is done once
@@ -109,9 +130,8 @@ class Audit:
     def _applied(
         self, run: Any, key: Any, prove: Callable[[], Verdict], outputs: Sequence[Tensor] = ()
     ) -> Verdict:
-        verdict = self._proven.get(key)
+        verdict, held = self._proven.get(key), self._held(key)
         pending = self._pending.get(key)
-        held = verdict or (pending and pending[0])
         if held and not held.holds(self._parameters.tensors(), outputs, run.n):
             self._proven.pop(key, None)
             verdict = pending = None

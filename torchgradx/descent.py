@@ -57,7 +57,7 @@ def stations(
     layouts = dict(zip(climbed, plan.layouts, strict=True))
     inside = dict.fromkeys(below(node for node in climbed if layouts[node] is None))
     numbers = {node: k for k, node in enumerate({**dict.fromkeys(climbed), **inside})}
-    way = {node: Station(key, layouts.get(node), max(graph.numbers(node), default=0))
+    way = {node: Station(key, layouts.get(node), graph.last(node))
            for node, key in numbers.items()}  # fmt: skip
     for node, station in way.items():
         for operand, (child, _) in enumerate(node.next_functions):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -26,7 +26,18 @@ from .unpacking import answers_twice, saves_through_hooks
 from .unproven import Use, presumed, rows_at
 from .witness import Way, Witness
 
-__all__ = ["Lift"]
+__all__ = ["Lift", "Met"]
+
+
+class Met(NamedTuple):
+    """A plan's nodes, in a pass."""
+
+    plan: Plan
+    graph: Graph
+    read: set[int]
+    called: set[int]
+    climbed: list[Node] | None  # None: consumed otherwise than when it was proven
+    looks: tuple[Any, ...] | None
 
 
 class Lift:
@@ -95,7 +106,7 @@ class Lift:
         elif before is not None:
             earlier, served = before
             starts = [node for k in served for node in groups[k].starts]
-            clean, rows = earlier.clean(graph, starts), earlier.frontier(graph, starts)
+            clean, rows = earlier.clean(graph, starts), earlier.frontier(graph, starts, n)
         else:
             clean, rows = lambda node, number: False, lambda node, number: None
         if orderly:
@@ -170,29 +181,35 @@ class Lift:
         nodes = [get_gradient_edge(p).node for p in tensors if p.requires_grad]
         return tuple(node for node in nodes if node in graph.parents)
 
-    def begin(
+    def meet(
         self,
-        run: Any,
+        n: int,
         plan: Plan,
         uses: Sequence[Use],
         sites: Sequence[Site],
         outputs: Sequence[Tensor],
-    ) -> None:
-        """Listen at the frontier, and below it, in the graph of this pass."""
-        lifted = {self._served(k, uses)[0] for k, _ in plan.starts}
-
-        def refuse(where: Any, reason: str) -> None:
-            for site in lifted:
-                where.refuse(site, reason)
-
+    ) -> Met:
+        """What a plan is of, in the graph of this pass."""
         served = {k for k, _ in plan.starts}
         read = {-1 - k for k in served if k < 0}
         graph, called = self._graph(read, uses, served, sites, outputs)
         starts: list[Node] = []
         for k, own in plan.starts:
             starts += self._own(k, uses, graph) if own else [uses[k][2]]
-        run.enclose(sorted(read - called), self._witness.first)
         climbed = plan.climb(graph, starts)
+        looks = None if climbed is None else plan.looks_in(graph, climbed, n)
+        return Met(plan, graph, read, called, climbed, looks)
+
+    def begin(self, run: Any, met: Met, uses: Sequence[Use]) -> None:
+        """Listen at the frontier, and below it."""
+        plan, graph, read, called, climbed, _ = met
+        lifted = {self._served(k, uses)[0] for k, _ in plan.starts}
+
+        def refuse(where: Any, reason: str) -> None:
+            for site in lifted:
+                where.refuse(site, reason)
+
+        run.enclose(sorted(read - called), self._witness.first)
         if climbed is None:
             refuse(run, "what no sample enters is consumed otherwise than when it was proven")
             return

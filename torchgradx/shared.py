@@ -25,6 +25,7 @@ __all__ = [
     "coarsest",
     "dtype_of",
     "is_leaf",
+    "look_of",
     "shape_of",
     "survey",
 ]
@@ -58,6 +59,10 @@ class Graph:
     def numbers(self, node: Node) -> list[int]:
         """The outputs of a node that others consume."""
         return sorted({number for _, number in self.parents.get(node, ())})
+
+    def last(self, node: Node) -> int:
+        """The one output of a frontier's node."""
+        return max(self.numbers(node), default=0)
 
     def climb(self, starts: Iterable[Node], on: Callable[[int, Node], bool]) -> list[Node]:
         """Nodes above, nearest first; beyond the k-th only if `on` says so."""
@@ -165,6 +170,14 @@ def rows_of(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
     return shape[: 1 + several] or (1,)
 
 
+def look_of(shape: Sequence[int], n: int) -> tuple[Any, ...]:
+    """What sizes say of where samples may be: a layout proven in one shape holds in another that
+    looks the same. At T = 1 rows t*N+n and n*T+t are the same, and a leading 1 may be T."""
+    ones = next((d for d, size in enumerate(shape) if size != 1), len(shape))
+    whole = n > 0 and ones < len(shape) and shape[ones] % n == 0
+    return ones, whole, *(size == n for size in shape)
+
+
 def dtype_of(node: Node, number: int) -> torch.dtype:
     found = node.variable if is_leaf(node) else node._input_metadata[number]
     dtype: torch.dtype = found.dtype
@@ -179,6 +192,7 @@ class Plan:
     names: tuple[str, ...]
     edges: tuple[tuple[int, int, int], ...]  # among them: consumer, operand, what is consumed
     layouts: tuple[int | None, ...]  # of the frontier's outputs; None: no rows by sample yet
+    looks: tuple[Any, ...]  # likewise, see look_of()
 
     def climb(self, graph: Graph, starts: Iterable[Node]) -> list[Node] | None:
         """The same nodes in another pass, if they are there."""
@@ -191,15 +205,23 @@ class Plan:
         same = tuple(map(name_of, found)) == self.names and edges_among(found) == self.edges
         return found if same else None
 
+    def looks_in(self, graph: Graph, climbed: Iterable[Node], n: int) -> tuple[Any, ...]:
+        """How the same nodes look in another pass."""
+        return _looks(graph, zip(climbed, self.layouts, strict=True), n)
+
     def clean(self, graph: Graph, starts: Iterable[Node]) -> Callable[[Node, int], bool]:
         """For a pass that was not watched: what was shared where it was."""
         found = self.climb(graph, starts) or []
         shared = {n for n, layout in zip(found, self.layouts, strict=False) if layout is None}
         return lambda node, number: node in shared
 
-    def frontier(self, graph: Graph, starts: Iterable[Node]) -> Callable[[Node, int], int | None]:
+    def frontier(
+        self, graph: Graph, starts: Iterable[Node], n: int
+    ) -> Callable[[Node, int], int | None]:
         """Likewise which rows were of which sample."""
-        ends = dict(zip(self.climb(graph, starts) or [], self.layouts, strict=False))
+        found = self.climb(graph, starts) or []
+        same = bool(found) and self.looks_in(graph, found, n) == self.looks
+        ends = dict(zip(found, self.layouts, strict=True)) if same else {}
         return lambda node, number: ends.get(node)
 
 
@@ -255,6 +277,14 @@ def survey(
         tuple(map(name_of, found)),
         edges_among(found),
         tuple(layouts[node] for node in found),
+        _looks(graph, ((node, layouts[node]) for node in found), n),
+    )
+
+
+def _looks(graph: Graph, ends: Iterable[tuple[Node, int | None]], n: int) -> tuple[Any, ...]:
+    return tuple(
+        None if layout is None else look_of(shape_of(node, graph.last(node)), n)
+        for node, layout in ends
     )
 
 
