@@ -50,6 +50,23 @@ def test_a_position_table_is_exact(ids, n, t, options):
     check(positional(IDS[ids]), square, tokens(n, t), **options)
 
 
+@fallback_mode
+@pytest.mark.parametrize("ids", ["[1, T]", "repeated, [1, T]", "a mask"])
+def test_what_a_model_is_called_with_for_all_samples_is_of_none(ids, options):
+    """Ids and masks; of as many positions as samples there may be refusals."""
+    given = {
+        "[1, T]": lambda t: torch.arange(t)[None],
+        "repeated, [1, T]": lambda t: (torch.arange(t) // 2)[None],
+        "a mask": lambda t: torch.arange(t)[None] > 1,
+    }[ids]
+    model = Model(lambda m, i, p: m.o(torch.tanh(m.t(i) + m.p(p.long()))),
+                  t=nn.Embedding(TOKENS, D), p=nn.Embedding(2 * N, D),
+                  o=nn.Linear(D, 2))  # fmt: skip
+    for n, t in [(N, T), (N, 2 * N), (1, T), (N, 1), (2, T)]:
+        check(model, lambda m, i: square(m, i, given(i.shape[1])), tokens(n, t), **options)
+    exact_or_refused(model, lambda m, i: square(m, i, given(N)), tokens(N, N), **options)
+
+
 @a_few_modes
 @pytest.mark.parametrize("how", [{"padding_idx": 1}, {"scale_grad_by_freq": True},
                                  {"sparse": True}], ids=str)  # fmt: skip

@@ -12,6 +12,7 @@ from attach_oracle import (
     exact_or_refused,
     fallback_mode,
     loop,
+    refused,
     seeded,  # noqa: F401
     square,
     square_second,
@@ -262,6 +263,36 @@ def test_the_batch_size_is_read_off_the_first_tensor_positional_or_keyword():
     check(model, lambda m, x: square(lambda t: m(None, x=t, y=torch.ones(9)), x),
           torch.randn(N, 3))  # fmt: skip
     check(model, lambda m, x: square(lambda t: m("text", x=t), x), torch.randn(N, 6, 3))
+
+
+BROADCAST = {
+    "positions, then ids": lambda m, x: m(torch.ones(1, 6, 3, dtype=x.dtype), x),
+    "one number, then inputs": lambda m, x: m(torch.ones(1, dtype=x.dtype), x),
+    "by keyword": lambda m, x: m(p=torch.ones(1, 6, 3, dtype=x.dtype), x=x),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("gives", ["outputs", "a loss"])
+@pytest.mark.parametrize("call", BROADCAST)
+def test_a_first_tensor_that_is_broadcast_is_not_taken_for_the_batch(call, gives, options):
+    """One sample for the model, it would be: the norm of all gradients' sum."""
+
+    def forward(m, p, x):
+        y = m.l(x * p)
+        return y if gives == "outputs" else y.square().sum()
+
+    if gives == "a loss" and call.startswith("one number"):
+        pytest.skip("of one sample, as far as one can see")
+    model, x = Model(forward, l=nn.Linear(3, 2)), torch.randn(N, 6, 3)
+    loss = lambda m, x: square(lambda t: BROADCAST[call](m, t), x)  # noqa: E731
+    if gives == "a loss":
+        loss = BROADCAST[call]
+    refused(model, loss, x, names=["l.weight", "l.bias"], match="batch_size=", **options)
+    check(model, loss, torch.randn(1, 6, 3), **options)
+    with torchgradx.attach(model.double(), batch_size=N, **options) as probe:
+        loss(model, x.double()).backward()
+        assert len(probe.norms()) == N
 
 
 @a_few_modes

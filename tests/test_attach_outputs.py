@@ -1,5 +1,7 @@
 """Modules with several outputs: each sample's place is proven in all that a loss uses."""
 
+import contextlib
+
 import pytest
 import torch
 from attach_oracle import (
@@ -15,6 +17,7 @@ from attach_oracle import (
 )
 from clip_oracle import check_clip
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
@@ -230,3 +233,74 @@ def test_a_recurrent_module_of_which_one_weight_is_frozen_later_is_exact(kind, o
             x = torch.randn(N, T, 3, dtype=torch.float64)
             square(net, x).backward()
             close_named(probe.norms(per="parameter"), loop(net, square, x))
+
+
+class Elsewhere(nn.Module):
+    """Two outputs with their samples in different places, of x [N, T, D]."""
+
+    def __init__(self, places):
+        super().__init__()
+        self.places = places
+        self.v, self.w = (nn.Parameter(torch.randn(5)) for _ in range(2))
+
+    def forward(self, x):
+        return ELSEWHERE[self.places](x * self.w, torch.tanh(x * self.v))
+
+
+# The first output is read as the use's; what comes in of it and the other is put together by
+# `TOGETHER`, as [N, T, D].
+ELSEWHERE = {
+    "[T, N, D] and [N, 1, T, D]": lambda a, b: (a.transpose(0, 1), b[:, None]),
+    "[N, 1, T, D] and [T, N, D]": lambda a, b: (b[:, None], a.transpose(0, 1)),
+    "[T, N, D] and [N, T, D]": lambda a, b: (a.transpose(0, 1), b),
+    "[N, T, D] and [T, N, D]": lambda a, b: (b, a.transpose(0, 1)),
+    "rows t*N+n and [T, N, D]": lambda a, b: (a.transpose(0, 1).flatten(0, 1), b.transpose(0, 1)),
+    "rows t*N+n and [N, T, D]": lambda a, b: (a.transpose(0, 1).flatten(0, 1), b),
+    "[T, N, D] and rows n*T+t": lambda a, b: (a.transpose(0, 1), b.flatten(0, 1)),
+    "[N, T, D] and rows t*N+n": lambda a, b: (b, a.transpose(0, 1).flatten(0, 1)),
+}
+
+
+def at_home(name, output, n):
+    """[N, T, D] of an output, by what its part of the name says."""
+    if output.dim() == 2:
+        rows = (n, -1) if name.endswith("n*T+t") else (-1, n)
+        output = output.unflatten(0, rows)
+        return output if name.endswith("n*T+t") else output.transpose(0, 1)
+    if output.dim() == 4:
+        return output[:, 0]
+    return output.transpose(0, 1) if name == "[T, N, D]" else output
+
+
+WHERE = {
+    "plain": lambda use, x: use(x),
+    "a checkpoint": lambda use, x: checkpoint(use, x, use_reentrant=False),
+    "a reentrant checkpoint": lambda use, x: checkpoint(use, x, use_reentrant=True),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("places", ELSEWHERE)
+def test_samples_in_different_places_of_several_outputs_are_exact_or_refused(
+    places, where, options
+):
+    """In each step, whichever of the outputs the losses before used, of whatever sizes."""
+    names = places.split(" and ")
+
+    def outputs(m, x):
+        each = zip(names, WHERE[where](m.t, m.i(x)), strict=True)
+        return tuple(at_home(name, output, len(x)) for name, output in each)
+
+    model = Model(outputs, t=Elsewhere(places), i=nn.Linear(3, 5)).double()
+    with torchgradx.attach(model, **options) as probe:
+        for t, used in [(6, 3), (1, 3), (8, 3), (N, 2), (1, 2), (8, 1), (6, 2)]:
+
+            def loss(model, x, used=used):
+                each = [y for k, y in enumerate(model(x)) if used & (k + 1)]
+                return sum(y.sin().square().flatten(1).sum(1).mean() for y in each)
+
+            x = torch.randn(N, t, 3, dtype=torch.float64)
+            loss(model, x).backward()
+            with contextlib.suppress(torchgradx.CoverageError):
+                close_named(probe.norms(per="parameter"), loop(model, loss, x))

@@ -95,6 +95,13 @@ def test_bags_of_embeddings(name, options):
 
 
 @paths
+def test_a_table_that_counts_how_often_an_id_is_there_but_each_is_there_once(options):
+    table = nn.Embedding(7, 3, scale_grad_by_freq=True)
+    check_clip(Model(lambda m, i: m.l(m.t(i)), t=table, l=nn.Linear(3, 2)), square,
+               torch.randperm(7)[:N], **options)  # fmt: skip
+
+
+@paths
 def test_bilinear(options):
     model = Model(lambda m, x, y: m.b(x, y), b=nn.Bilinear(3, 4, 2))
     check_clip(model, square, torch.randn(N, 5, 3), torch.randn(N, 5, 4), **options)

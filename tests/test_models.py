@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from attach_oracle import (
     ANY,
+    as_dtype,
     check,
+    close,
     close_named,
     exact_or_refused,
     loop,
+    loop_model,
     same_gradients,
     seeded,  # noqa: F401
     title,
@@ -21,6 +25,8 @@ from model_zoo import IGNORED, ROWS
 import torchgradx
 
 RTOL = 1e-9
+SCALE = 2.0**10
+SUBNORMAL = {"convnext"}  # a layer scale of 1e-6: float16 has nothing else below it
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 every_mode = pytest.mark.parametrize("options", ANY, ids=title)
 
@@ -61,6 +67,26 @@ def test_a_step_is_exact(row, equal, options):
 def test_a_step_in_evaluation_mode_with_dropout_is_exact(row):
     model = row.build(dropout=0.3).eval()
     held(row, model, row.refusals(model), *row.batch(row.samples[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_row
+def test_autocast_gives_what_each_sample_alone_would_have_under_it(row, dtype):
+    """To the rounding of a few operations: batches and samples are summed by other kernels."""
+
+    def loss(model, *batch):
+        with torch.autocast("cpu", dtype):
+            return SCALE * row.loss(model, *batch)
+
+    model, batch = trainable(row).float(), [as_dtype(t, torch.float32) for t in row.batch(4)]
+    want = loop_model(model, loss, *batch, dtype=torch.float32)
+    with torchgradx.attach(model, loss_scale=SCALE) as probe:
+        loss(model, *batch).backward()
+        if row.name in SUBNORMAL and dtype == torch.float16:
+            with contextlib.suppress(torchgradx.CoverageError):
+                close(probe.norms(), want / SCALE, 16 * torch.finfo(dtype).eps)
+        else:
+            close(probe.norms(), want / SCALE, 16 * torch.finfo(dtype).eps)
 
 
 @every_row

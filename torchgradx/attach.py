@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from . import ops, passes
 from .audit import Audit
 from .backwards import Backwards, weakly
-from .layout import batch_size, tensors_in
+from .layout import batch_size, one_of_several, tensors_in
 from .options import check, fitting
 from .reading import Reader
 from .record import Record
@@ -325,6 +325,9 @@ class Probe(Reader):
             run.abandon()  # an exception: nothing of it runs again
         if not run or out is None or not self._on:
             return
+        if run.n == 1 and not known:
+            broadcast = one_of_several(self._options, (args, kwargs), out)
+            looked = looked._replace(broadcast=broadcast)
         if looked.taint is not None:
             self._audit.witness.keep(looked.taint, uses, (run.structure, looked.way))
         if run.silent_calls:  # a reentrant checkpoint's graph holds no use until it runs again

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Examiner"]
 
+BROADCAST = "the first tensor has one row, others more: say batch_size=, or give the samples first"
 SORTED = "the model puts its samples in another order before its layers: do so before it is called"
 ELSEWHERE = "the {n} samples are not where its batch_first says: set that, or transpose its input"
 
@@ -55,7 +56,7 @@ class Examiner:
         n, graph = run.n, Graph(outputs)
         way = run.structure, looked.way
         went = self._witness.went(way)
-        watched, ends = self._watched(uses, outputs, sites, looked, graph, went)
+        watched, ends = self._watched(n, uses, outputs, sites, looked, graph, went)
         asked = [] if self._parameters.gathered() else outputs
         ends_of_way = self._witness.places(asked, n, uses, way)
         places = [None] * len(asked) if ends_of_way is None else ends_of_way
@@ -84,6 +85,7 @@ class Examiner:
         blind = barriers(self._layers, self._parameters.tensors()) if proven and n > 1 else []
         layouts: list[int] = []
         refusals = [(-1, SORTED)] if self._witness.seen.sorts and n > 1 else []
+        refusals += [(-1, BROADCAST)] if looked.broadcast else []
         sure = None not in shown and all(node is not None for _, _, node, _ in uses)
         complete = ends_of_way is not None and (sure or not went.borrowed)
         for k, ((site, sizes, node, _), use, verdict) in enumerate(
@@ -101,6 +103,8 @@ class Examiner:
             if doubt and not reason:
                 given = went.given.get((site, len(sizes)))
                 stood = given is not None and stands(given, use.leads, n, presumed)
+                beside = [] if sites[site].fixed else [end for of, end in ends if of == k]
+                stood = stood and all(end.clear(use, presumed, n) for end in beside)
                 doubt = not (went.orderly and stood)
                 self._witness.believed()
                 if given is None:
@@ -123,6 +127,7 @@ class Examiner:
 
     def _watched(
         self,
+        n: int,
         uses: Sequence[Any],
         outputs: Sequence[Tensor],
         sites: Sequence[Site],
@@ -144,8 +149,8 @@ class Examiner:
             packed = next((end.watched.samples for end in others), None)
             asked = None if trusted else node
             watched.append(Watched(asked, number, leads, second, own, packed))
-            if self._layers[site].inside and node is not None and not trusted:
-                ends += [(k, end) for end in ends_of_node(node, graph, outputs, leads)]
+            if self._layers[site].inside and node is not None and not trusted and n > 1:
+                ends += [(k, end) for end in ends_of_node(node, graph, outputs, leads, n)]
             elif not trusted:
                 ends += [(k, end) for end in others]
         return watched, ends

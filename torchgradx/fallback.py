@@ -33,7 +33,7 @@ __all__ = [
     "as_it_is_now",
     "as_it_stands",
     "by_sample",
-    "dims_of",
+    "dim_of",
     "makes_weight",
     "per_sample_gradients",
     "run_again",
@@ -89,8 +89,17 @@ class Call:
     grads: Sequence[Tensor | None]  # by output tensor
     n: int
     layout: int
+    first: Sequence[int]  # sizes of its first output
     regime: Regime
     samples: Tensor | None = None  # of each row of the first output, where it is packed
+
+    @property
+    def lead(self) -> int:
+        """Where the samples are in the first output: [N, ...], [N * K, ...] or [K * N, ...]; or
+        [T, N, ...]."""
+        if isinstance(self.module, CHANNELS_FIRST):
+            return 0  # rows t*N+n: the second dimension is of channels
+        return int(self.layout == SEQUENCE and len(self.first) > 2 and self.first[1] == self.n)
 
 
 class _Forward(nn.Module):
@@ -126,22 +135,13 @@ def per_sample_gradients(
     return "vmap", itertools.chain(first, chunks)
 
 
-def _first(call: Call) -> Tensor:
-    return next(g for g in call.grads if g is not None)
-
-
-def _dim(call: Call, t: Tensor) -> int:
-    """Where the samples are in [N, ...], [N * K, ...], [T, N, ...] or [K * N, ...]."""
+def dim_of(call: Call, t: Tensor) -> int:
+    """Where the samples are in an argument or an output."""
     if isinstance(call.module, nn.RNNBase) and not _is_data(call, t):
         return t.dim() - 2  # a state [layers, N, H], whatever batch_first says
     if isinstance(call.module, nn.MultiheadAttention) and _beside_data(call, t):
         return 0  # weights [N, ...] and a mask [N, S], whatever batch_first says
-    first = _first(call)
-    if call.layout != SEQUENCE or first.dim() < 3 or first.shape[1] != call.n:
-        return 0
-    if isinstance(call.module, CHANNELS_FIRST):
-        return 0  # rows t*N+n: the second dimension is of channels
-    return 1 if t.dim() > 2 or t.shape[:2] == first.shape[:2] else 0
+    return call.lead if t.dim() > 2 or list(t.shape[:2]) == list(call.first[:2]) else 0
 
 
 def _is_data(call: Call, t: Tensor) -> bool:
@@ -156,20 +156,11 @@ def _beside_data(call: Call, t: Tensor) -> bool:
     return t.dim() == 2 or any(t is g for g in call.grads[1:])
 
 
-def dims_of(module: nn.Module, outputs: Sequence[Tensor], n: int) -> list[tuple[int, int]]:
-    """Where the samples are taken to be in each output of a module, under BATCH and SEQUENCE."""
-    calls = [
-        Call(module, (), ((), {}), outputs, n, how, Regime("cpu", None, None))
-        for how in (BATCH, SEQUENCE)
-    ]
-    return [(_dim(calls[0], t), _dim(calls[1], t)) for t in outputs]
-
-
-def _pieces(call: Call, t: Tensor, count: int) -> Tensor | None:
+def _pieces(call: Call, t: Tensor) -> Tensor | None:
     """[N, *a valid input of the module], or None for a tensor that all samples share."""
-    if not isinstance(t, Tensor) or t.dim() <= _dim(call, t):
+    if not isinstance(t, Tensor) or t.dim() <= dim_of(call, t):
         return None
-    dim = _dim(call, t)
+    dim, count = dim_of(call, t), call.first[call.lead]
     if dim == 1:
         return t.movedim(1, 0).unsqueeze(2) if t.shape[1] == call.n else None
     if t.shape[0] != count:
@@ -184,19 +175,18 @@ def _pieces(call: Call, t: Tensor, count: int) -> Tensor | None:
 def _by_vmap(call: Call) -> Chunks:
     if call.samples is not None:
         raise ValueError("a packed sequence has no dimension of samples")
-    module, first = _Forward(call.module), _first(call)
-    count = first.shape[_dim(call, first)]
+    module = _Forward(call.module)
     inputs: list[Tensor] = []
 
     def place(leaf: Any) -> Any:
-        piece = _pieces(call, leaf, count)
+        piece = _pieces(call, leaf)
         if piece is None:
             return leaf
         inputs.append(piece)
         return _Place(len(inputs) - 1)
 
     args, kwargs = tree_map(place, call.arguments)
-    grads = [None if g is None else _pieces(call, g, count) for g in call.grads]
+    grads = [None if g is None else _pieces(call, g) for g in call.grads]
     names = [f"module.{name}" for name in call.names]
     held = dict(module.named_parameters(remove_duplicate=False))
     parameters = {name: held[name].detach() for name in names}
@@ -209,6 +199,8 @@ def _by_vmap(call: Call) -> Chunks:
         return _inner(tensors_in(out), grads)
 
     given = [g for g in grads if g is not None]
+    if len(given) < sum(g is not None for g in call.grads):
+        raise ValueError("an output's samples are elsewhere than in the first")
     kept = [k for k, g in enumerate(grads) if g is not None]
 
     def one(parameters: dict[str, Tensor], inputs: list[Tensor], given: list[Tensor]) -> Tensor:
@@ -251,8 +243,7 @@ def terms_of_bias(call: Call, name: str) -> float:
 
 def by_sample(call: Call, t: Tensor) -> Tensor | None:
     """[N, T, F] of rows [*, F], one for each of the module's output."""
-    first = _first(call)
-    pieces = _pieces(call, t, first.shape[_dim(call, first)])
+    pieces = _pieces(call, t)
     return None if pieces is None else pieces.flatten(1, -2)
 
 
@@ -273,7 +264,7 @@ def weighted(call: Call, factors: Tensor) -> Call:
             return g
         if call.samples is not None and g is call.grads[0]:
             return (g * factors[call.samples, None]).to(g.dtype)
-        dim = _dim(call, g)
+        dim = dim_of(call, g)
         each = g.shape[dim] // call.n
         minor = each > 1 and call.layout != BATCH
         rows = factors.repeat(each) if minor else factors.repeat_interleave(each)
@@ -296,7 +287,8 @@ def run_again(call: Call) -> tuple[list[Tensor], list[Tensor]]:
 
 def _by_replay(call: Call) -> Chunks:
     outputs, parameters = run_again(call)
-    _same_alone(outputs)
+    if call.n > 1:
+        _same_alone(outputs)
     both = zip(outputs, call.grads, strict=True)  # of others' parameters, an output has no graph
     pairs = [(out, g) for out, g in both if g is not None and out.requires_grad]
     for chunk in _chunks(call.n, sum(p.numel() for p in parameters)):
@@ -382,8 +374,10 @@ def _only(call: Call, g: Tensor, sample: int) -> Tensor:
             "its module gives one number for all samples, and running it again cannot tell what "
             "is whose: let it give a loss for each sample, or freeze what it does not use"
         )
-    masked, dim = torch.zeros_like(g), _dim(call, g)
-    per_sample = g.shape[dim] // call.n
+    masked, dim = torch.zeros_like(g), dim_of(call, g)
+    per_sample, rest = divmod(g.shape[dim], call.n)
+    if rest:
+        raise ValueError(f"an output of shape {tuple(g.shape)} has no rows of {call.n} samples")
     if per_sample == 1 or call.layout == BATCH:
         rows = slice(sample * per_sample, (sample + 1) * per_sample)
     else:

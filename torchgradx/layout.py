@@ -8,7 +8,7 @@ mixes samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from functools import partial
@@ -30,7 +30,6 @@ __all__ = [
     "SEQUENCE",
     "SHARED",
     "Watched",
-    "alike",
     "batch_size",
     "prove",
     "tensors_in",
@@ -89,6 +88,21 @@ def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None
         if tensor.dim():
             return tensor.shape[dim if tensor.dim() > dim else 0]
     return None
+
+
+def one_of_several(options: Mapping[str, Any], arguments: Any, outputs: Any) -> bool:
+    """Where N = 1 was read off the first tensor: whether that one is broadcast against others."""
+    dim = options["batch_dim"]
+    given = [t for t in tensors_in(arguments) if t.dim() > dim]
+    counts = {t.shape[dim] for t in given} - {0, 1}
+    if not counts or options["batch_size"] is not None:
+        return False
+    made = [t for t in tensors_in(outputs) if t.dim() > dim]
+    if made:
+        return any(t.shape[dim] in counts for t in made)
+    sizes = [t.shape[:dim] + t.shape[dim + 1 :] for t in given]  # a loss alone tells nothing
+    return any(t.dim() > 1 and rest == sizes[0] and t.shape[dim] in counts
+               for t, rest in zip(given, sizes, strict=True))  # fmt: skip
 
 
 def prove(
@@ -169,9 +183,18 @@ def _by_seeds(
             keep(k, g)
         return found
 
+    def loudest() -> int:
+        """The exponent up to which all stays finite: float16 has few numbers below 1e-4."""
+        for exponent in (12, 9, 6, 3):
+            found = gradients(torch.full((n,), exponent + 3, dtype=torch.int32))
+            if all(bool(rows.sizes.isfinite().all()) for rows in found.values()):
+                return exponent
+        return 0
+
     try:
-        plain = gradients(torch.zeros(n, dtype=torch.int32))
-        scaled = [gradients(digit) for digit in digits]
+        loud = torch.full((n,), loudest() if half else 0, dtype=torch.int32)
+        plain = gradients(loud)
+        scaled = [gradients(loud + digit) for digit in digits]
     except (
         Exception
     ):  # reentrant checkpointing forbids autograd.grad; hooks may raise what they like
@@ -264,45 +287,42 @@ def _verdict(
     if plain.elements % prod(use.leads):
         return MIXED.format(n=n)
     held = [s for s in scaled if s is not None]
-    owners = dict(_owners(use.leads, n, use.second))
+    owned = owners(use.leads, n, use.second)
     if use.samples is not None:
-        owners = {BATCH: use.samples.cpu()}
+        owned = {BATCH: use.samples.cpu()}
 
     def fitting(but: Tensor) -> list[int]:
         """The layouts under which all rows but these came back as their samples were scaled."""
-        return [layout for layout, owner in owners.items()
+        return [layout for layout, owner in owned.items()
                 if all(plain.scaled_to(rows, digit[owner], but)
                        for rows, digit in zip(held, digits, strict=True))]  # fmt: skip
 
     if not any(rows.sizes.any() for rows in (plain, *held)):
         return NOWHERE
-    nan = ~plain.sizes.isfinite()
+    nan, faint = ~plain.sizes.isfinite(), plain.faint()
     fits = fitting(nan)
-    if fits:
-        alike = all(torch.equal(owners[fits[0]], owners[layout]) for layout in fits)
-        return fits[0] if alike else None  # neither zeros nor nan are evidence
-    return None if fitting(nan | plain.faint()) else MIXED.format(n=n)
+    if not fits:
+        most = fitting(nan | faint)
+        loud = (plain.sizes.cpu() > 0).logical_and(~(nan | faint).cpu()).flatten()
+        fits = [k for k in most if plain.half and len(owned[k][loud].unique()) == n]
+        if not fits:
+            return None if most else MIXED.format(n=n)
+    alike = all(torch.equal(owned[fits[0]], owned[layout]) for layout in fits)
+    return fits[0] if alike else None  # neither zeros nor nan are evidence
 
 
-def _owners(leads: Sequence[int], n: int, second: bool) -> Iterator[tuple[int, Tensor]]:
+def owners(leads: Sequence[int], n: int, second: bool = False) -> dict[int, Tensor]:
     """Each layout that the sizes allow, and the sample of each row under it (as csrc/site.cpp)."""
-    place = torch.arange(prod(leads))
+    place, found = torch.arange(prod(leads)), {}
     if leads[0] % n == 0:
-        yield BATCH, place // (len(place) // n)
+        found[BATCH] = place // (len(place) // n)
     if len(leads) > 1 and leads[1] == n:
-        yield SEQUENCE, place // prod(leads[2:]) % n
+        found[SEQUENCE] = place // prod(leads[2:]) % n
     elif leads[0] % n == 0:
-        yield SEQUENCE, place // prod(leads[1:]) % n
+        found[SEQUENCE] = place // prod(leads[1:]) % n
     if second and len(leads) > 1 and leads[1] % n == 0:
-        yield SECOND, place // prod(leads[2:]) % leads[1] // (leads[1] // n)
-
-
-def alike(leads: Sequence[int], n: int, one: int, other: int) -> bool:
-    """Whether two layouts are the same for rows of these sizes."""
-    owners = dict(_owners(leads, n, False))
-    if one not in owners or other not in owners:
-        return one == other
-    return torch.equal(owners[one], owners[other])
+        found[SECOND] = place // prod(leads[2:]) % leads[1] // (leads[1] // n)
+    return found
 
 
 @dataclass(frozen=True)
@@ -317,6 +337,7 @@ class Rows:
     projections: Tensor  # [rows, up to 4]
     sizes: Tensor  # [rows, 1]
     close: float  # how near a projection comes, over its row's size
+    floor: float  # of sizes
     half: bool  # something on the way here had float16
 
     @staticmethod
@@ -335,7 +356,10 @@ class Rows:
         sizes, most = (torch.linalg.vector_norm(rows, p, 1, True) for p in (2, inf))
         sizes = sizes.minimum(most * sqrt(rows.shape[1]))  # where squares overflow
         with torch.autocast(g.device.type, enabled=False):
-            return Rows(elements, rows.clone() if short else rows @ onto, sizes, close, half)
+            kept = rows.clone() if short else rows @ onto
+        tiny = torch.finfo(torch.float16 if half else torch.float32).tiny
+        floor = tiny * sqrt(rows.shape[1]) if half else tiny / close
+        return Rows(elements, kept, sizes, close, floor, half)
 
     def scaled_to(self, scaled: Rows, exponents: Tensor, but: Tensor) -> bool:
         """Whether rows came back scaled by 2^exponent, all `but` some; another's is off by 2."""
@@ -346,5 +370,5 @@ class Rows:
 
     def faint(self) -> Tensor:
         """Rows so small that subnormal numbers may have made the difference, as where a mask of
-        -100 leaves a softmax 4e-44. In float16 most may be, and `close` has to do."""
-        return self.sizes < (0 if self.half else torch.finfo(torch.float32).tiny / self.close)
+        -100 leaves a softmax 4e-44; in float16, where most of their numbers are."""
+        return self.sizes < self.floor

@@ -34,17 +34,26 @@ from .modules import CONTAINERS, opaque, own_names, parameter_of, same_parameter
 from .outer import sq_norms
 from .packed import samples_of
 from .rules import Layer, rule_named
-from .several import ends_at, ends_of_module, made_from_others, of_the_loss
+from .several import (
+    end_of,
+    ends_at,
+    ends_of_module,
+    made_from_others,
+    needed_by,
+    of_the_loss,
+)
 from .sharding import scattered
-from .shared import below, coarsest
+from .shared import coarsest, look_of
 from .sites import Hooks, why_mixed
 from .table import COMPUTED, Context, declared_layout
+from .unproven import beyond_doubt
 
 if ops.NATIVE:
     from . import _C
 
 __all__ = ["FallbackSite"]
 
+UNPROVEN = "nothing proves where the {n} samples are in each output; use_reentrant=False lets it"
 PACKED = "it is given a packed sequence, and gives none first of {n} samples: give it padded ones"
 
 
@@ -60,6 +69,7 @@ class _Use:
     samples: Tensor | None  # of each row of the first output, where it is packed
     eps: float  # of the coarsest gradient inside
     module: nn.Module  # to run again
+    first: torch.Size  # of the output whose rows are proven
     shapes: list[torch.Size]  # of the outputs
     grads: list[Tensor | None]
     several: bool  # nodes that the outputs are of
@@ -170,20 +180,22 @@ class FallbackSite:
         changed = _apart(module, out) if torch.is_grad_enabled() else None
         outputs = tensors_in(changed or out)
         live = [t for t in outputs if t.requires_grad]
-        first = (live or outputs)[0]
+        first = next((t for t in live if t.dim()), (live or outputs)[0])
         if torch._C._len_torch_dispatch_stack() and self._recorder.depth():
             self._audit.witness.met(self._index, given)
         use = run.call(self._index, list(held.items()), list(first.shape))
         for t in given:  # which of them hold samples depends on their sizes
             run.note(sum(2**k for k, size in enumerate(t.shape[:8]) if size == run.n))
+        for t in outputs[1:]:
+            run.note(hash(look_of(t.shape, run.n)))
         if not torch.is_grad_enabled() or not live:
             return None
         run.enclose(list(held), self._first)
-        run.watch(use, _made(first) if len(outputs) == 1 else first)
-        if len(outputs) > 1 and self._recorder.depth():
-            ends = ends_of_module(module, outputs, given, self.leads, run.n, samples)
+        run.watch(use, end_of(first) if len(outputs) == 1 else first)
+        if len(outputs) > 1 and run.n > 1 and self._recorder.depth():
+            ends = ends_of_module(module, outputs, first, given, self.leads, run.n, samples)
             self._audit.witness.several(first, ends)
-        self._listen(run, use, held, (args, kwargs), outputs, samples)
+        self._listen(run, use, held, (args, kwargs), outputs, first, samples)
         return changed
 
     def _listen(
@@ -193,11 +205,12 @@ class FallbackSite:
         held: dict[int, Tensor],
         arguments: Any,
         outputs: list[Tensor],
+        first: Tensor,
         samples: Tensor | None,
     ) -> None:
         leaves, spec = tree_flatten(arguments)
         # The base of one of several may be what another is made from.
-        made = [_made(t) for t in outputs] if len(outputs) == 1 else outputs
+        made = [end_of(t) for t in outputs] if len(outputs) == 1 else outputs
         kinds = self._regime.autocast, *(t.dtype for t in outputs)
         if kinds not in self._eps:
             self._eps[kinds] = coarsest(made, tensors_in(arguments))
@@ -213,6 +226,7 @@ class FallbackSite:
             samples=samples,
             eps=self._eps[kinds],
             module=self._module,
+            first=first.shape,
             shapes=[t.shape for t in outputs],
             grads=[None] * len(outputs),
             several=len(by_node) > 1,
@@ -222,7 +236,7 @@ class FallbackSite:
             self._audit.defer(use.places)
         held_by_graph = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         for node, outs in by_node.items():
-            met = use.places if ops.NATIVE else _met(held, node, leaves)
+            met = use.places if ops.NATIVE else needed_by(node, held, leaves)
             prehook = partial(self._arrive, use, met, outs, [made[k].output_nr for k in outs])
             node.register_prehook(prehook)
             if held_by_graph:  # a checkpoint: what runs again must save as much again
@@ -280,10 +294,14 @@ class FallbackSite:
                 reason = "its gradient came by a way that no output shows"
                 self._recorder.refuse(self._index, reason)
             return
+        if use.number < 0 and not self._clear(run.n, layout, grads):
+            self._recorder.refuse(self._index, UNPROVEN.format(n=run.n))
+            return
         names = [self._own[place] for place in places]
         leaves, spec = use.arguments
         arguments = tree_unflatten([_unpack(leaf) for leaf in leaves], spec)
-        call = Call(use.module, names, arguments, grads, run.n, layout, use.regime, use.samples)
+        how = layout, use.first, use.regime, use.samples
+        call = Call(use.module, names, arguments, grads, run.n, *how)
         if any(grads[k] is not None for k in use.inner):
             call = of_the_loss(call, use.inner, self._silent)
         if self._recorder.books:
@@ -312,7 +330,9 @@ class FallbackSite:
                 alone = sum(float(sq_norms(f).sqrt().sum()) for f in found)
                 every = sum(float(f.detach().double().norm()) for f in found) * run.n
             if direct:
-                dots.append(_dots(found, directions))
+                dotted = directions.items()
+                each = [along(found[k], v).double() for k, v in dotted if v is not None]
+                dots.append(torch.stack(each).sum(0))
             for k, (place, g) in enumerate(zip(places, found, strict=True)):
                 if compared[k]:
                     size = every + terms_of_bias(call, names[k]) * len(g) / run.n
@@ -327,6 +347,13 @@ class FallbackSite:
                 run.finish(place, joined)
         if dots:
             run.add_dots(torch.cat(dots))
+
+    def _clear(self, n: int, layout: int, grads: list[Tensor | None]) -> bool:
+        """Where nothing is proven: whether the samples can be nowhere else in several outputs."""
+        if self.fixed or self.declared >= 0 or len(grads) == 1 or n == 1:
+            return True
+        rows = [g.shape[: self.leads(g.dim())] for g in grads if g is not None]
+        return all(beyond_doubt(leads, n, layout) for leads in rows)
 
     @contextlib.contextmanager
     def _silent(self) -> Iterator[None]:
@@ -358,28 +385,6 @@ def _rounding(use: _Use, call: Call, gradient: Tensor, size: float, alone: float
     kinds = {call.regime.autocast or gradient.dtype}
     kinds.update(g.dtype for g in call.grads if g is not None)
     return size * max(torch.finfo(kind).eps for kind in kinds) + alone * use.eps / 32  # of 64
-
-
-def _dots(found: list[Tensor], directions: dict[int, Tensor | None]) -> Tensor:
-    """[n] float64: products of gradients [n, *shape] with directions [*shape], by parameter."""
-    products = [along(found[k], v).double() for k, v in directions.items() if v is not None]
-    return torch.stack(products).sum(0)
-
-
-def _made(t: Tensor) -> Tensor:
-    """What to listen at: in-place operations on a view replace its node; the base's stays."""
-    base = t._base
-    plain = base is not None and base.grad_fn is not None and base.numel() == t.numel()
-    same_order = base is not None and base.is_contiguous() and t.is_contiguous()
-    return base if plain and same_order else t  # type: ignore[return-value]
-
-
-def _met(held: dict[int, Tensor], node: Any, arguments: list[Any]) -> list[int]:
-    """The parameters that every plain backward() needs which comes to this node."""
-    before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
-    met = {child for inner in below([node], before) for child, _ in inner.next_functions}
-    edges = {place: torch.autograd.graph.get_gradient_edge(p) for place, p in held.items()}
-    return [place for place, edge in edges.items() if edge.node in met]
 
 
 def _save(leaf: Any) -> Any:

@@ -9,16 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .fallback import Call, as_it_stands, dims_of, run_again
-from .layout import BATCH, SEQUENCE, Watched, alike
-from .shared import Graph
+from .fallback import Call, Regime, as_it_stands, dim_of, run_again
+from .layout import BATCH, SEQUENCE, Watched, owners
+from .shared import Graph, below
+from .unproven import beyond_doubt
 
-__all__ = ["End", "ends_at", "ends_of_module", "ends_of_node", "made_from_others", "of_the_loss"]
+__all__ = [
+    "End",
+    "end_of",
+    "ends_at",
+    "ends_of_module",
+    "ends_of_node",
+    "made_from_others",
+    "needed_by",
+    "of_the_loss",
+]
 
 CONFLICT = "its outputs have the samples in different places"
 
@@ -28,7 +39,7 @@ class End:
     """One output of a use."""
 
     watched: Watched
-    kinds: tuple[int, int]  # where its samples are taken to be, if the use is BATCH, or SEQUENCE
+    taken: tuple[Tensor | None, Tensor | None]  # of each row, if the use is BATCH, or SEQUENCE
 
     def joined(self, use: Any, verdict: Any, presumed: int, n: int) -> Any:
         """What is known of a use, from `use` so far and the verdict on this end."""
@@ -36,45 +47,64 @@ class End:
             return use
         if isinstance(verdict, str):
             return verdict
-        fits = [kind for kind in (BATCH, SEQUENCE)
-                if alike(self.watched.leads, n, verdict, self.kinds[kind])]  # fmt: skip
+        packed, taken = self.watched.samples, dict(zip((BATCH, SEQUENCE), self.taken, strict=True))
+        is_of = owners(self.watched.leads, n)[verdict] if packed is None else packed
+        fits = [kind for kind, of in taken.items() if of is not None and torch.equal(of, is_of)]
         if use is None and fits:
             return presumed if presumed in fits else fits[0]
         return CONFLICT if use not in fits and use in (BATCH, SEQUENCE, None) else use
+
+    def clear(self, use: Watched, presumed: int, n: int) -> bool:
+        """Without a proof: whether it is the one that the use is known by, or can be no other."""
+        own = (self.watched.node, self.watched.output_nr) == (use.node, use.output_nr)
+        return own or beyond_doubt(self.watched.leads, n, presumed)
 
 
 def ends_of_module(
     module: nn.Module,
     outputs: Sequence[Tensor],
+    first: Tensor,
     given: Iterable[Tensor],
     leads: Callable[[int], int],
     n: int,
     samples: Tensor | None,
 ) -> list[End]:
-    """given: what it was called with. leads: how many dimensions of an output count its rows.
-    samples: of each row of the first, where it is packed."""
+    """first: that with the samples in rows. given: what it was called with. leads: how many
+    dimensions of an output count its rows. samples: of each row, where outputs[0] is packed."""
     before = {(t.grad_fn, t.output_nr) for t in given}
+    calls = [Call(module, (), ((), {}), outputs, n, how, first.shape, Regime("cpu", None, None))
+             for how in (BATCH, SEQUENCE)]  # fmt: skip
     ends = []
-    for t, (batch, sequence) in zip(outputs, dims_of(module, outputs, n), strict=True):
+    for t in outputs:
         if t.grad_fn is None or not t.dim() or (t.grad_fn, t.output_nr) in before:
             continue
-        major = SEQUENCE if sequence == 1 or t.shape[0] != n else BATCH
-        kinds = SEQUENCE if batch == 1 else BATCH, major
-        packed = samples if t is outputs[0] else None
+        dims = [dim_of(call, t) for call in calls]
         # rows of numbers, where they may be in the second of two dimensions
-        rows = list(t.shape[: max(leads(t.dim()), batch + 1, sequence + 1)])
-        watched = Watched(t.grad_fn, t.output_nr, rows, samples=packed)
-        ends.append(End(watched, kinds))
+        rows = list(t.shape[: max(leads(t.dim()), *(dim + 1 for dim in dims))])
+        packed = samples if t is outputs[0] else None
+        cuts = _cut(rows, n, dims[0], True), _cut(rows, n, dims[1], False)
+        taken = cuts if packed is None else (packed, packed)
+        ends.append(End(Watched(t.grad_fn, t.output_nr, rows, samples=packed), taken))
     return ends
 
 
+def _cut(rows: Sequence[int], n: int, dim: int, major: bool) -> Tensor | None:
+    """The sample of each row, where this dimension is cut; None: it cannot be."""
+    each, rest = divmod(rows[dim], n)
+    if rest or not each:
+        return None
+    along = torch.arange(prod(rows)) // prod(rows[dim + 1 :]) % rows[dim]
+    return along // each if major else along % n
+
+
 def ends_of_node(
-    node: Any, graph: Graph, outputs: Iterable[Tensor], leads: Sequence[int]
+    node: Any, graph: Graph, outputs: Iterable[Tensor], leads: Sequence[int], n: int
 ) -> Iterator[End]:
     """All outputs of a recurrent layer's node, each with its samples first."""
+    rows = owners(leads, n)
     ends = {t.output_nr for t in outputs if t.grad_fn is node}
     for number in sorted(ends.union(graph.numbers(node))):
-        yield End(Watched(node, number, leads), (BATCH, SEQUENCE))
+        yield End(Watched(node, number, leads), (rows.get(BATCH), rows.get(SEQUENCE)))
 
 
 def ends_at(outputs: Iterable[Tensor]) -> dict[tuple[Any, int], int]:
@@ -84,6 +114,22 @@ def ends_at(outputs: Iterable[Tensor]) -> dict[tuple[Any, int], int]:
         if t.grad_fn is not None:
             ends.setdefault((t.grad_fn, t.output_nr), k)
     return ends
+
+
+def end_of(t: Tensor) -> Tensor:
+    """What to listen at: in-place operations on a view replace its node; the base's stays."""
+    base = t._base
+    plain = base is not None and base.grad_fn is not None and base.numel() == t.numel()
+    same_order = base is not None and base.is_contiguous() and t.is_contiguous()
+    return base if plain and same_order else t  # type: ignore[return-value]
+
+
+def needed_by(node: Any, held: dict[int, Tensor], arguments: list[Any]) -> list[int]:
+    """The parameters that every plain backward() needs which comes to this node."""
+    before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
+    met = {child for inner in below([node], before) for child, _ in inner.next_functions}
+    edges = {place: torch.autograd.graph.get_gradient_edge(p) for place, p in held.items()}
+    return [place for place, edge in edges.items() if edge.node in met]
 
 
 def made_from_others(outputs: list[Tensor], arguments: list[Any]) -> set[int]:

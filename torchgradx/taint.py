@@ -64,7 +64,7 @@ class Taint(TorchDispatchMode):
             self._mark(t, True)
         self._places: dict[Any, Place | None] = {}  # of the samples, by storage and geometry
         for t, place in zip(arguments, first_places(arguments, n, batch_dim), strict=True):
-            self._mark(t, False)
+            self._mark(t, _of_all(t, n, batch_dim))
             self._places[view_of(t)] = place or self.place(t)  # one may be given twice
         self.__enter__()
 
@@ -253,6 +253,13 @@ def view_of(t: Tensor) -> Any:
         return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()
     except Exception:  # sparse tensors have no storage
         return None
+
+
+def _of_all(t: Tensor, n: int, batch_dim: int) -> bool:
+    """Ids and masks that all samples share, as positions [1, T]."""
+    numbers = t.is_floating_point() or t.is_complex()
+    broadcast = t.dim() > max(1, batch_dim) and t.shape[batch_dim] == 1
+    return broadcast and not numbers and n not in t.shape
 
 
 def _packing() -> bool:

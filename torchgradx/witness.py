@@ -73,6 +73,7 @@ class Looked(NamedTuple):
     taint: Taint | None
     ends: dict[Node, list[End]]  # of modules with several outputs, by the first's node
     way: Any = None  # how many nodes of the graph it made, and outputs; its arguments' shapes
+    broadcast: bool = False  # the tensor that N = 1 was read off is, against others
 
 
 class Witness:
