@@ -6,6 +6,7 @@ import pytest
 import torch
 from attach_oracle import (
     Model,
+    Same,
     a_few_modes,
     check,
     close_named,
@@ -276,7 +277,35 @@ WHERE = {
     "plain": lambda use, x: use(x),
     "a checkpoint": lambda use, x: checkpoint(use, x, use_reentrant=False),
     "a reentrant checkpoint": lambda use, x: checkpoint(use, x, use_reentrant=True),
+    "below a Function of the user's": lambda use, x: tuple(map(Same.apply, use(x))),
 }
+
+
+def elsewhere(places, where="plain"):
+    names = places.split(" and ")
+
+    def outputs(m, x):
+        each = zip(names, WHERE[where](m.t, m.i(x)), strict=True)
+        return tuple(at_home(name, output, len(x)) for name, output in each)
+
+    return Model(outputs, t=Elsewhere(places), i=nn.Linear(3, 5))
+
+
+@a_few_modes
+@pytest.mark.parametrize("first", ["samples", "positions"])
+def test_a_layout_that_one_of_several_outputs_cannot_have_is_refused(first, options):
+    def outputs(m, x):
+        x = m.i(x)
+        return m.t(x if first == "samples" else x.transpose(0, 1))
+
+    def pair(m, x):
+        a, b = (y if first == "positions" else y.transpose(0, 1) for y in (x * m.v, x * m.w))
+        return a, torch.tanh(b).transpose(0, 1)[:, None]  # [T, N, D] and [N, 1, T, D]
+
+    part = Model(pair, v=torch.randn(5), w=torch.randn(5))
+    loss = lambda m, x: sum(y.square().sum() / len(x) for y in m(x))  # noqa: E731
+    refused(Model(outputs, t=part, i=nn.Linear(3, 5)), loss, torch.randn(N, 6, 3), names=["t.w"],
+            match="no rows of 4 samples", layout={"t": "sequence"}, **options)  # fmt: skip
 
 
 @a_few_modes
@@ -286,13 +315,7 @@ def test_samples_in_different_places_of_several_outputs_are_exact_or_refused(
     places, where, options
 ):
     """In each step, whichever of the outputs the losses before used, of whatever sizes."""
-    names = places.split(" and ")
-
-    def outputs(m, x):
-        each = zip(names, WHERE[where](m.t, m.i(x)), strict=True)
-        return tuple(at_home(name, output, len(x)) for name, output in each)
-
-    model = Model(outputs, t=Elsewhere(places), i=nn.Linear(3, 5)).double()
+    model = elsewhere(places, where).double()
     with torchgradx.attach(model, **options) as probe:
         for t, used in [(6, 3), (1, 3), (8, 3), (N, 2), (1, 2), (8, 1), (6, 2)]:
 

@@ -12,7 +12,7 @@ from .layout import BATCH, NOWHERE, SEQUENCE, SHARED, Watched, prove
 from .lift import Lift
 from .routes import routes
 from .rules import Layer
-from .several import End, ends_of_node
+from .several import CONFLICT, End, ends_of_node
 from .shared import Graph
 from .sites import NativeSite
 from .unproven import stands
@@ -75,9 +75,22 @@ class Examiner:
         found = [None if v == NOWHERE else v for v in shown]
         for (k, end), verdict in zip(ends, found[len(uses) :], strict=True):
             found[k] = end.joined(found[k], verdict, sites[uses[k][0]].presumed, n)
-        found, several = found[: len(uses)], {k for k, _ in ends}
+        found = found[: len(uses)]
         seen = self._witness.followed(found, n, went, uses, watched, graph, looked.taint)
-        found = [f if k in several else s for k, (f, s) in enumerate(zip(found, seen, strict=True))]
+        beside: list[list[End]] = [[] for _ in uses]
+        for k, end in ends:
+            beside[k].append(end)
+
+        def fits(k: int, layout: int) -> bool:
+            """Without a proof, followed or presumed: whether all outputs can only be so."""
+            fixed = sites[uses[k][0]].fixed
+            return fixed or all(end.clear(watched[k], layout, n) for end in beside[k])
+
+        for k, layout in enumerate(seen):
+            if beside[k] and found[k] is None and sites[uses[k][0]].fixed:
+                continue
+            doubt = found[k] is None and isinstance(layout, int) and not fits(k, layout)
+            found[k] = CONFLICT if doubt else layout
         plan = self._lift.plan(n, uses, sites, found, went, outputs, looked.taint, but_zeros)
         for k, _ in plan.starts if plan else ():
             if k >= 0:
@@ -103,9 +116,7 @@ class Examiner:
             if doubt and not reason:
                 given = went.given.get((site, len(sizes)))
                 stood = given is not None and stands(given, use.leads, n, presumed)
-                beside = [] if sites[site].fixed else [end for of, end in ends if of == k]
-                stood = stood and all(end.clear(use, presumed, n) for end in beside)
-                doubt = not (went.orderly and stood)
+                doubt = not (went.orderly and stood and fits(k, presumed))
                 self._witness.believed()
                 if given is None:
                     self._witness.watch()

@@ -24,6 +24,7 @@ from .fallback import (
     Call,
     Regime,
     as_it_is_now,
+    dim_of,
     makes_weight,
     per_sample_gradients,
     terms_of_bias,
@@ -46,7 +47,6 @@ from .sharding import scattered
 from .shared import coarsest, look_of
 from .sites import Hooks, why_mixed
 from .table import COMPUTED, Context, declared_layout
-from .unproven import beyond_doubt
 
 if ops.NATIVE:
     from . import _C
@@ -294,14 +294,14 @@ class FallbackSite:
                 reason = "its gradient came by a way that no output shows"
                 self._recorder.refuse(self._index, reason)
             return
-        if use.number < 0 and not self._clear(run.n, layout, grads):
-            self._recorder.refuse(self._index, UNPROVEN.format(n=run.n))
-            return
         names = [self._own[place] for place in places]
         leaves, spec = use.arguments
         arguments = tree_unflatten([_unpack(leaf) for leaf in leaves], spec)
         how = layout, use.first, use.regime, use.samples
         call = Call(use.module, names, arguments, grads, run.n, *how)
+        if use.number < 0 and not self._clear(call):
+            self._recorder.refuse(self._index, UNPROVEN.format(n=run.n))
+            return
         if any(grads[k] is not None for k in use.inner):
             call = of_the_loss(call, use.inner, self._silent)
         if self._recorder.books:
@@ -348,12 +348,13 @@ class FallbackSite:
         if dots:
             run.add_dots(torch.cat(dots))
 
-    def _clear(self, n: int, layout: int, grads: list[Tensor | None]) -> bool:
+    def _clear(self, call: Call) -> bool:
         """Where nothing is proven: whether the samples can be nowhere else in several outputs."""
-        if self.fixed or self.declared >= 0 or len(grads) == 1 or n == 1:
+        if self.fixed or self.declared >= 0 or len(call.grads) == 1 or call.n == 1:
             return True
-        rows = [g.shape[: self.leads(g.dim())] for g in grads if g is not None]
-        return all(beyond_doubt(leads, n, layout) for leads in rows)
+        live = [g for g in call.grads if g is not None]
+        there = all(g.shape[dim_of(call, g)] == call.n for g in live)
+        return there and all(g.shape[: self.leads(g.dim())].count(call.n) == 1 for g in live)
 
     @contextlib.contextmanager
     def _silent(self) -> Iterator[None]:

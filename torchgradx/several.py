@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from .fallback import Call, Regime, as_it_stands, dim_of, run_again
 from .layout import BATCH, SEQUENCE, Watched, owners
 from .shared import Graph, below
-from .unproven import beyond_doubt
 
 __all__ = [
+    "CONFLICT",
     "End",
     "end_of",
     "ends_at",
@@ -31,7 +31,7 @@ __all__ = [
     "of_the_loss",
 ]
 
-CONFLICT = "its outputs have the samples in different places"
+CONFLICT = "its outputs have the samples in different places, or may have"
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,14 @@ class End:
             return presumed if presumed in fits else fits[0]
         return CONFLICT if use not in fits and use in (BATCH, SEQUENCE, None) else use
 
-    def clear(self, use: Watched, presumed: int, n: int) -> bool:
+    def clear(self, use: Watched, layout: int, n: int) -> bool:
         """Without a proof: whether it is the one that the use is known by, or can be no other."""
-        own = (self.watched.node, self.watched.output_nr) == (use.node, use.output_nr)
-        return own or beyond_doubt(self.watched.leads, n, presumed)
+        if (self.watched.node, self.watched.output_nr) == (use.node, use.output_nr):
+            return True
+        rows, taken = list(self.watched.leads), self.taken[layout == SEQUENCE]
+        if rows.count(n) != 1 or taken is None:
+            return False
+        return torch.equal(taken, places_along(rows, rows.index(n)))
 
 
 def ends_of_module(
@@ -93,8 +97,13 @@ def _cut(rows: Sequence[int], n: int, dim: int, major: bool) -> Tensor | None:
     each, rest = divmod(rows[dim], n)
     if rest or not each:
         return None
-    along = torch.arange(prod(rows)) // prod(rows[dim + 1 :]) % rows[dim]
-    return along // each if major else along % n
+    places = places_along(rows, dim)
+    return places // each if major else places % n
+
+
+def places_along(rows: Sequence[int], dim: int) -> Tensor:
+    """The place of each row along a dimension."""
+    return torch.arange(prod(rows)) // prod(rows[dim + 1 :]) % rows[dim]
 
 
 def ends_of_node(

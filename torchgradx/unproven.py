@@ -12,7 +12,7 @@ from .sample_dims import GONE, Place
 from .shared import Graph, Node, rows_of, shape_of
 from .taint import Given, Taint
 
-__all__ = ["Known", "Use", "beyond_doubt", "followed", "presumed", "rows_at", "shown", "stands"]
+__all__ = ["Known", "Use", "followed", "presumed", "rows_at", "shown", "stands"]
 
 Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, output of the node)
 # Layouts by site and number of dimensions; a str says why there is none, None: nobody knows.
@@ -21,7 +21,7 @@ ASTRAY = "its samples were followed to rows that are neither n*T+t nor t*N+n"
 BROADCASTS = {"AddBackward0", "MulBackward0", "SubBackward0"}
 
 
-def beyond_doubt(leads: Sequence[int], n: int, presumed: int) -> bool:
+def _beyond_doubt(leads: Sequence[int], n: int, presumed: int) -> bool:
     """Without a proof: the samples' dimension is the only one of its size."""
     dim = 1 if presumed == SEQUENCE and len(leads) > 1 else 0
     return list(leads).count(n) == 1 and leads[dim] == n
@@ -30,7 +30,7 @@ def beyond_doubt(leads: Sequence[int], n: int, presumed: int) -> bool:
 def stands(given: Given, leads: Sequence[int], n: int, presumed: int) -> bool:
     """Whether rows are as they are presumed, by what their layer was seen to be given."""
     flat = presumed == BATCH and n not in leads and given.in_turn
-    return given.fed and (flat or beyond_doubt(leads, n, presumed))
+    return given.fed and (flat or _beyond_doubt(leads, n, presumed))
 
 
 def rows_at(taint: Taint, n: int, node: Node, number: int) -> int | None:
