@@ -48,7 +48,9 @@ class End:
         if isinstance(verdict, str):
             return verdict
         packed, taken = self.watched.samples, dict(zip((BATCH, SEQUENCE), self.taken, strict=True))
-        is_of = owners(self.watched.leads, n)[verdict] if packed is None else packed
+        is_of = packed if packed is not None else owners(self.watched.leads, n).get(verdict)
+        if is_of is None:  # of no rows
+            return use
         fits = [kind for kind, of in taken.items() if of is not None and torch.equal(of, is_of)]
         if use is None and fits:
             return presumed if presumed in fits else fits[0]
