@@ -156,7 +156,7 @@ class Examiner:
             given = went.given.get((site, len(sizes)))
             own = sites[site].presumed if sites[site].fixed else None
             own = own if given and given.dim == own else None  # BATCH is 0, SEQUENCE 1
-            others = looked.ends.get(node, ()) if node is not None else ()
+            others = looked.ends.get((site, node), ()) if node is not None else ()
             packed = next((end.watched.samples for end in others), None)
             asked = None if trusted else node
             watched.append(Watched(asked, number, leads, second, own, packed))

@@ -194,7 +194,7 @@ class FallbackSite:
         run.watch(use, end_of(first) if len(outputs) == 1 else first)
         if len(outputs) > 1 and run.n > 1 and self._recorder.depth():
             ends = ends_of_module(module, outputs, first, given, self.leads, run.n, samples)
-            self._audit.witness.several(first, ends)
+            self._audit.witness.several(self._index, first, ends)
         self._listen(run, use, held, (args, kwargs), outputs, first, samples)
         return changed
 

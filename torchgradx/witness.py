@@ -64,14 +64,14 @@ class _OfThread(threading.local):
         self.caches: list[dict[Any, Any]] = []  # of selective checkpoints
         self.first = 0  # of the graph's nodes that this forward made
         self.shapes: Any = None  # of its arguments, where layouts are followed
-        self.ends: dict[Node, list[End]] = {}
+        self.ends: dict[tuple[int, Node], list[End]] = {}
 
 
 class Looked(NamedTuple):
     """What a forward showed while it ran."""
 
     taint: Taint | None
-    ends: dict[Node, list[End]]  # of modules with several outputs, by the first's node
+    ends: dict[tuple[int, Node], list[End]]  # of several outputs, by site and the first's node
     way: Any = None  # how many nodes of the graph it made, and outputs; its arguments' shapes
     broadcast: bool = False  # the tensor that N = 1 was read off is, against others
 
@@ -120,10 +120,10 @@ class Witness:
             found.taint.stop(tensors_in(outputs))
         return found
 
-    def several(self, first: Tensor, ends: list[End]) -> None:
+    def several(self, site: int, first: Tensor, ends: list[End]) -> None:
         """A use has outputs beside its first."""
         if first.grad_fn is not None:
-            self._local.ends.setdefault(first.grad_fn, []).extend(ends)
+            self._local.ends.setdefault((site, first.grad_fn), []).extend(ends)
 
     def met(self, site: int, given: Sequence[Tensor]) -> None:
         """A use of a site, where operations are watched or taken down."""
