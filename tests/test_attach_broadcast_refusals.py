@@ -67,6 +67,24 @@ def test_data_that_no_argument_shows_is_refused(options):
             probe.norms()
 
 
+@fallback_mode
+@pytest.mark.parametrize("mix", ["a mean", "attention"])
+def test_packed_ids_of_one_row_are_of_samples(mix, options):
+    """Beside lengths [N] they look like positions [1, T] beside tokens [N, T]."""
+
+    def forward(m, lengths, ids):
+        h = torch.tanh(m.l(m.e(ids)))
+        scores = torch.softmax(h @ h.transpose(1, 2), -1)
+        h = scores @ h if mix == "attention" else h - h.mean(1, keepdim=True)
+        owners = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        return m.o(h.new_zeros(len(lengths), D).index_add(0, owners, h[0]))
+
+    model = Model(forward, e=nn.Embedding(TOKENS, D), l=nn.Linear(D, D), o=nn.Linear(D, 2))
+    lengths = torch.tensor([2, 3, 1, 4])
+    refused(model, square, lengths, torch.randint(0, TOKENS, (1, 10)),
+            names={"e.weight", "l.weight"}, **options)  # fmt: skip
+
+
 class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

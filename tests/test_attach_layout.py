@@ -265,6 +265,22 @@ def test_the_batch_size_is_read_off_the_first_tensor_positional_or_keyword():
     check(model, lambda m, x: square(lambda t: m("text", x=t), x), torch.randn(N, 6, 3))
 
 
+BESIDE = {
+    "states": lambda m, x: m(x, torch.ones(2, len(x), 3, dtype=x.dtype)),
+    "a mask": lambda m, x: m(x, torch.ones(x.shape[1], x.shape[1], dtype=x.dtype)),
+    "as many rows": lambda m, x: m(x, torch.ones(5, *x.shape[1:], dtype=x.dtype)),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("call", BESIDE)
+def test_one_sample_beside_tensors_of_several_rows_is_exact(call, options):
+    """Returned with what is theirs, too."""
+    model = Model(lambda m, x, y: (m.l(x), m.l.weight.sum() * y), l=nn.Linear(3, 2))
+    loss = lambda m, x: BESIDE[call](m, x)[0].square().sum((1, 2)).mean()  # noqa: E731
+    check(model, loss, torch.randn(1, 6, 3), **options)
+
+
 BROADCAST = {
     "positions, then ids": lambda m, x: m(torch.ones(1, 6, 3, dtype=x.dtype), x),
     "one number, then inputs": lambda m, x: m(torch.ones(1, dtype=x.dtype), x),
@@ -272,22 +288,24 @@ BROADCAST = {
 }
 
 
+GIVEN = {
+    "outputs": lambda y: y,
+    "outputs, positions first": lambda y: y.transpose(0, 1),
+    "rows": lambda y: y.flatten(0, 1),
+    "a loss": lambda y: y.square().sum().sqrt(),
+}
+
+
 @a_few_modes
-@pytest.mark.parametrize("gives", ["outputs", "a loss"])
+@pytest.mark.parametrize("gives", GIVEN)
 @pytest.mark.parametrize("call", BROADCAST)
 def test_a_first_tensor_that_is_broadcast_is_not_taken_for_the_batch(call, gives, options):
     """One sample for the model, it would be: the norm of all gradients' sum."""
-
-    def forward(m, p, x):
-        y = m.l(x * p)
-        return y if gives == "outputs" else y.square().sum()
-
-    if gives == "a loss" and call.startswith("one number"):
+    if gives != "outputs" and call.startswith("one number"):
         pytest.skip("of one sample, as far as one can see")
-    model, x = Model(forward, l=nn.Linear(3, 2)), torch.randn(N, 6, 3)
-    loss = lambda m, x: square(lambda t: BROADCAST[call](m, t), x)  # noqa: E731
-    if gives == "a loss":
-        loss = BROADCAST[call]
+    model = Model(lambda m, p, x: GIVEN[gives](m.l(x * p)), l=nn.Linear(3, 2))
+    x = torch.randn(N, 6, 3)
+    loss = lambda m, x: BROADCAST[call](m, x).square().sum() / len(x)  # noqa: E731
     refused(model, loss, x, names=["l.weight", "l.bias"], match="batch_size=", **options)
     check(model, loss, torch.randn(1, 6, 3), **options)
     with torchgradx.attach(model.double(), batch_size=N, **options) as probe:

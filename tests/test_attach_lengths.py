@@ -1,6 +1,8 @@
 """Sequences of other lengths on one probe. At length 1 rows t*N+n and n*T+t are the same, and a
 leading dimension of 1 may be the positions': what is proven there is proven of nothing longer."""
 
+import contextlib
+
 import pytest
 import torch
 from attach_oracle import Model, a_few_modes, close_named, loop, seeded, square  # noqa: F401
@@ -66,6 +68,25 @@ def test_each_length_is_exact_whichever_came_before(use, lengths, width, fed, op
                 assert length == N, f"refused at length {length}"
             else:
                 close_named(got, want)
+
+
+@a_few_modes
+def test_each_plan_is_held_to_its_own_sizes(options):
+    """Windows of every fourth position: at 1 the samples come in at the expansion, then later."""
+
+    def forward(m, x):
+        windows = m.p(torch.arange(1)).expand(x.shape[1] // 2, 3, len(x), -1)[::4]
+        h = m.i(x)[:, : len(windows)].transpose(0, 1)
+        return m.o((windows * h[:, None]).sum(1).transpose(0, 1))
+
+    model = Model(forward, p=nn.Embedding(2, 3), i=nn.Linear(3, 3), o=nn.Linear(3, 2)).double()
+    with torchgradx.attach(model, **options) as probe:
+        for length in (2, 4, 4, 10, 2, 10):
+            x = torch.randn(3, length, 3, dtype=torch.float64)
+            square(model, x).backward()
+            want = loop(model, square, x)
+            with contextlib.suppress(torchgradx.CoverageError):
+                close_named(probe.norms(per="parameter"), want)
 
 
 @pytest.mark.parametrize("use", USES)

@@ -284,6 +284,54 @@ WHERE = {
 }
 
 
+TURNED = {
+    "rows t*N+n": lambda y: y.transpose(0, 1).flatten(0, 1),
+    "heads first, then samples": lambda y: y.unflatten(2, (5, 1)).permute(2, 0, 1, 3).flatten(0, 1),
+    "[T, N, D]": lambda y: y.transpose(0, 1),
+}
+BACK = {
+    "rows t*N+n": lambda y, n: y.unflatten(0, (-1, n)).transpose(0, 1),
+    "heads first, then samples": lambda y, n: y.unflatten(0, (5, n)).permute(1, 2, 0, 3).flatten(2),
+    "[T, N, D]": lambda y, n: y.transpose(0, 1),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("turn", TURNED)
+def test_a_part_that_turns_its_samples_inside_is_exact_or_refused(turn, where, options):
+    part = Model(lambda m, x: TURNED[turn](torch.tanh(x * m.w)), w=torch.randn(5))
+    model = Model(lambda m, x: BACK[turn](WHERE[where](lambda y: (m.t(y),), m.i(x))[0], len(x)),
+                  i=nn.Linear(3, 5), t=part).double()  # fmt: skip
+    with torchgradx.attach(model, **options) as probe:
+        for t in (6, 1, 8, N, 2):
+            x = torch.randn(N, t, 3, dtype=torch.float64)
+            square(model, x).backward()
+            with contextlib.suppress(torchgradx.CoverageError):
+                close_named(probe.norms(per="parameter"), loop(model, square, x))
+
+
+@a_few_modes
+def test_an_output_is_proven_as_soon_as_it_is_used(options):
+    """By as many nodes as that which was used before."""
+
+    def forward(m, x):
+        a, b = m.t(m.i(x))
+        if m.second:
+            return b.unflatten(0, (-1, len(x))).transpose(0, 1) + 0
+        return a.view(a.shape).transpose(0, 1).transpose(0, 1)
+
+    part = Model(lambda m, x: (torch.tanh(x * m.v),
+                               torch.tanh(x * m.w).transpose(0, 1).flatten(0, 1)),
+                 v=torch.randn(5), w=torch.randn(5))  # fmt: skip
+    model = Model(forward, i=nn.Linear(3, 5), t=part).double()
+    with torchgradx.attach(model, **options) as probe:
+        for model.second in (False, True, False, True):
+            x = torch.randn(N, T, 3, dtype=torch.float64)
+            square(model, x).backward()
+            close_named(probe.norms(per="parameter"), loop(model, square, x))
+
+
 def elsewhere(places, where="plain"):
     names = places.split(" and ")
 

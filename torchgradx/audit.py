@@ -94,9 +94,11 @@ class Audit:
     ) -> None:
         """At the end of a forward: what is known of its structure, or a first look at it."""
         prove = partial(self.examiner.verdict, run, uses, outputs, sites, looked)
+        key = self.examiner.variant(key, self._held(key), uses, outputs, looked)
         met = self._met(run, self._held(key), uses, outputs, sites)
-        if met and met.looks not in (None, met.plan.looks):  # another T: proven by itself
+        while met and met.looks not in (None, met.plan.looks):  # another T: proven by itself
             key = key, met.looks
+            met = self._met(run, self._held(key), uses, outputs, sites)
         verdict = self._applied(run, key, prove, outputs)
         if self._parameters.gathered():
             self._follow(run, verdict.sites)

@@ -116,6 +116,7 @@ class Examiner:
             if doubt and not reason:
                 given = went.given.get((site, len(sizes)))
                 stood = given is not None and stands(given, use.leads, n, presumed)
+                stood = stood and (n in use.leads or sites[site].keeps_rows)
                 doubt = not (went.orderly and stood and fits(k, presumed))
                 self._witness.believed()
                 if given is None:
@@ -134,7 +135,24 @@ class Examiner:
             proves = known and node is not None and not trusted
             layouts.append(int(verdict) if proves else presumed)  # type: ignore[arg-type]
         called = [site for site, *_ in uses]
-        return Verdict(layouts, refusals, plan, complete, called, routes(outputs, n), blind)
+        reach = _reach(uses, graph, outputs, looked)
+        reach = () if all(reach) else reach
+        return Verdict(layouts, refusals, plan, complete, called, routes(outputs, n), blind, reach)
+
+    def variant(
+        self,
+        key: Any,
+        held: Verdict | None,
+        uses: Sequence[Any],
+        outputs: Sequence[Tensor],
+        looked: Looked,
+    ) -> Any:
+        """Of a structure of which a part has outputs that were not used when it was proven: those
+        that are used now are proven by themselves."""
+        if held is None or not held.reach:
+            return key
+        reach = _reach(uses, Graph(outputs), outputs, looked)
+        return key if reach == held.reach else (key, reach)
 
     def _watched(
         self,
@@ -165,3 +183,15 @@ class Examiner:
             elif not trusted:
                 ends += [(k, end) for end in others]
         return watched, ends
+
+
+def _reach(
+    uses: Sequence[Any], graph: Graph, outputs: Sequence[Tensor], looked: Looked
+) -> tuple[bool, ...]:
+    """Which outputs, of parts with several, come into the model's."""
+    whole = {(t.grad_fn, t.output_nr) for t in outputs}
+    ends = [end.watched for site, _, node, _ in uses for end in looked.ends.get((site, node), ())]
+    return tuple(
+        (end.node, end.output_nr) in whole or end.output_nr in graph.numbers(end.node)
+        for end in ends
+    )

@@ -93,16 +93,16 @@ def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None
 def one_of_several(options: Mapping[str, Any], arguments: Any, outputs: Any) -> bool:
     """Where N = 1 was read off the first tensor: whether that one is broadcast against others."""
     dim = options["batch_dim"]
-    given = [t for t in tensors_in(arguments) if t.dim() > dim]
-    counts = {t.shape[dim] for t in given} - {0, 1}
-    if not counts or options["batch_size"] is not None:
+    given = [t.shape for t in tensors_in(arguments) if t.dim() > dim]
+    several = [shape for shape in given if shape[dim] > 1]
+    if not several or options["batch_size"] is not None:
         return False
-    made = [t for t in tensors_in(outputs) if t.dim() > dim]
-    if made:
-        return any(t.shape[dim] in counts for t in made)
-    sizes = [t.shape[:dim] + t.shape[dim + 1 :] for t in given]  # a loss alone tells nothing
-    return any(t.dim() > 1 and rest == sizes[0] and t.shape[dim] in counts
-               for t, rest in zip(given, sizes, strict=True))  # fmt: skip
+    made = next((t.shape[dim] for t in tensors_in(outputs) if t.dim() > dim), None)
+    if made == 1 or made in {shape[dim] for shape in several}:
+        return made != 1
+    first = given[0]  # the first output tells nothing: a loss alone, or with the samples elsewhere
+    rest = [(shape[:dim], shape[dim + 1 : len(first)]) for shape in (first, *several)]
+    return len(first) > 1 and rest[0] in rest[1:]
 
 
 def prove(

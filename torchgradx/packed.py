@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["Packed", "samples_of"]
+__all__ = ["Packed", "samples_of", "why_not"]
+
+PACKED = "it is given a packed sequence, and gives none first of {n} samples: give it padded ones"
 
 
 class Packed:
@@ -37,3 +41,12 @@ def samples_of(out: Any, n: int) -> Tensor | None:
         return None
     packed = Packed(first)
     return packed.samples.to(packed.data.device) if packed.rows == n else None
+
+
+def why_not(parameters: Iterable[Tensor], arguments: Any, packs: bool, n: int) -> str | None:
+    """Why a module cannot be run again sample by sample, if one can tell beforehand."""
+    if any(p.is_complex() for p in parameters):
+        return "complex parameters have no kernel and no fallback: freeze it"
+    leaves = tree_leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
+    packed = any(isinstance(leaf, PackedSequence) for leaf in leaves)
+    return PACKED.format(n=n) if packed and not packs else None

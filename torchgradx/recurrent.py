@@ -127,7 +127,7 @@ class RecurrentSite(FallbackSite):
 class Product:
     """One weight of a recurrent module, which is a Linear over all steps."""
 
-    fixed = False
+    fixed, keeps_rows = False, True
 
     def __init__(self, module: nn.Module, layer: Layer, index: int, context: Context) -> None:
         self.layer, self.declared = layer, declared_layout(layer, context.options)

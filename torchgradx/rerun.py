@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import ops
@@ -33,7 +32,7 @@ from .fallback import (
 from .layout import BATCH, NOWHERE, SEQUENCE, SHARED, tensors_in
 from .modules import CONTAINERS, opaque, own_names, parameter_of, same_parameters
 from .outer import sq_norms
-from .packed import samples_of
+from .packed import samples_of, why_not
 from .rules import Layer, rule_named
 from .several import (
     end_of,
@@ -54,7 +53,6 @@ if ops.NATIVE:
 __all__ = ["FallbackSite"]
 
 UNPROVEN = "nothing proves where the {n} samples are in each output; use_reentrant=False lets it"
-PACKED = "it is given a packed sequence, and gives none first of {n} samples: give it padded ones"
 
 
 @dataclass
@@ -137,6 +135,11 @@ class FallbackSite:
         return 1 if isinstance(self._module, CHANNELS_FIRST) else min(2, max(1, dims - 1))
 
     @property
+    def keeps_rows(self) -> bool:
+        """Whether its output's rows are in its input's order; of a user's own nobody knows."""
+        return stock_of(type(self._module)).__module__.startswith("torch.nn.")
+
+    @property
     def calls_others(self) -> bool:
         """Whether to run it again is to run other modules again."""
         children = (c for c in self._module.children() if not isinstance(c, CONTAINERS))
@@ -173,7 +176,7 @@ class FallbackSite:
             return None
         made = not all(p.is_leaf for p in held.values())
         told = (args, kwargs), samples is not None, run.n
-        unsaid = COMPUTED if made else _unsupported(held.values(), *told)
+        unsaid = COMPUTED if made else why_not(held.values(), *told)
         if unsaid:
             run.refuse(self._index, unsaid)
             return None
@@ -369,15 +372,6 @@ def _apart(module: nn.Module, out: Any) -> Any:
     """An LSTMCell makes its h from its c: to a copy of c no gradient comes but the loss's. A user's
     module may keep its outputs, or have them share memory: it is run once more, see of_the_loss."""
     return (out[0], out[1].clone()) if stock_of(type(module)) is nn.LSTMCell else None
-
-
-def _unsupported(parameters: Iterable[Tensor], arguments: Any, packs: bool, n: int) -> str | None:
-    """Why a module cannot be run again sample by sample, if one can tell beforehand."""
-    if any(p.is_complex() for p in parameters):
-        return "complex parameters have no kernel and no fallback: freeze it"
-    leaves = tree_flatten(arguments, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))[0]
-    packed = any(isinstance(leaf, PackedSequence) for leaf in leaves)
-    return PACKED.format(n=n) if packed and not packs else None
 
 
 def _rounding(use: _Use, call: Call, gradient: Tensor, size: float, alone: float) -> float:

@@ -94,7 +94,7 @@ class Hooks:
 class NativeSite:
     """A module whose parameters a kernel sees."""
 
-    fixed = False
+    fixed, keeps_rows = False, True
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ class Taint(TorchDispatchMode):
             self._mark(t, True)
         self._places: dict[Any, Place | None] = {}  # of the samples, by storage and geometry
         for t, place in zip(arguments, first_places(arguments, n, batch_dim), strict=True):
-            self._mark(t, _of_all(t, n, batch_dim))
+            self._mark(t, _of_all(t, arguments[0], n, batch_dim))
             self._places[view_of(t)] = place or self.place(t)  # one may be given twice
         self.__enter__()
 
@@ -255,11 +255,15 @@ def view_of(t: Tensor) -> Any:
         return None
 
 
-def _of_all(t: Tensor, n: int, batch_dim: int) -> bool:
-    """Ids and masks that all samples share, as positions [1, T]."""
-    numbers = t.is_floating_point() or t.is_complex()
-    broadcast = t.dim() > max(1, batch_dim) and t.shape[batch_dim] == 1
-    return broadcast and not numbers and n not in t.shape
+def _of_all(t: Tensor, first: Tensor, n: int, batch_dim: int) -> bool:
+    """Ids and masks that all samples share, as positions [1, T] beside tokens [N, T, ...]; beside
+    anything else, ids of one row may be packed ones."""
+    if t.is_floating_point() or t.is_complex() or t.dim() <= max(1, batch_dim) or n in t.shape:
+        return False
+    like = list(first.shape[: t.dim()])
+    there = len(like) == t.dim() and like[batch_dim] == n
+    like[batch_dim : batch_dim + 1] = [1]
+    return there and list(t.shape) == like
 
 
 def _packing() -> bool:

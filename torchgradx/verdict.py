@@ -54,11 +54,12 @@ class Verdict:
     sites: list[int]  # of each use
     routes: list[Any]  # what its batch chose, see routes.py
     barriers: list[Barrier]
+    reach: tuple[bool, ...] = ()  # which outputs of parts with several it saw; of all, nothing
 
     @property
     def lasting(self) -> bool:
         """Whether passes of this structure need not be looked at."""
-        return self.plan is None and not self.routes and not self.barriers
+        return not (self.plan or self.routes or self.barriers or self.reach)
 
     def holds(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor], n: int) -> bool:
         """Whether another pass would be shown no more than this was proven by."""
