@@ -85,6 +85,15 @@ def test_packed_ids_of_one_row_are_of_samples(mix, options):
             names={"e.weight", "l.weight"}, **options)  # fmt: skip
 
 
+@fallback_mode
+def test_a_row_of_the_samples_own_ids_is_theirs(options):
+    """Given once more, it looks like positions; it is a view of the same memory."""
+    model = Model(lambda m, i, p: m.o(torch.tanh(m.e(i) - m.e(i).mean(0) + m.e(p))),
+                  e=nn.Embedding(TOKENS, D), o=nn.Linear(D, 2))  # fmt: skip
+    refused(model, lambda m, i: square(m, i, i[:1]), torch.randint(0, TOKENS, (N, T)),
+            names={"e.weight"}, **options)  # fmt: skip
+
+
 class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -141,7 +141,10 @@ def dim_of(call: Call, t: Tensor) -> int:
         return t.dim() - 2  # a state [layers, N, H], whatever batch_first says
     if isinstance(call.module, nn.MultiheadAttention) and _beside_data(call, t):
         return 0  # weights [N, ...] and a mask [N, S], whatever batch_first says
-    return call.lead if t.dim() > 2 or list(t.shape[:2]) == list(call.first[:2]) else 0
+    dim = call.lead if t.dim() > 2 or list(t.shape[:2]) == list(call.first[:2]) else 0
+    whole = t.dim() > 2 and call.first[call.lead] == call.n != t.shape[dim]
+    elsewhere = whole and t.shape[1 - dim] == call.n and any(t is g for g in call.grads)
+    return 1 - dim if elsewhere else dim  # a state [1, N, H] beside [N, T, H]
 
 
 def _is_data(call: Call, t: Tensor) -> bool:

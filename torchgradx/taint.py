@@ -64,8 +64,13 @@ class Taint(TorchDispatchMode):
             self._mark(t, True)
         self._places: dict[Any, Place | None] = {}  # of the samples, by storage and geometry
         for t, place in zip(arguments, first_places(arguments, n, batch_dim), strict=True):
-            self._mark(t, _of_all(t, arguments[0], n, batch_dim))
             self._places[view_of(t)] = place or self.place(t)  # one may be given twice
+        of_all = [t for t in arguments if _of_all(t, arguments[0], n, batch_dim)]
+        for t in of_all:
+            self._mark(t, True)
+        for t in arguments:  # after them: one may be a view of what holds samples
+            if all(t is not other for other in of_all):
+                self._mark(t, False)
         self.__enter__()
 
     def stop(self, outputs: Iterable[Tensor] = ()) -> None:
