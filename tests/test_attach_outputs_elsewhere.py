@@ -35,8 +35,7 @@ class Elsewhere(nn.Module):
         return ELSEWHERE[self.places](x * self.w, torch.tanh(x * self.v))
 
 
-# The first output is read as the use's; what comes in of it and the other is put together by
-# `TOGETHER`, as [N, T, D].
+# at_home() undoes each, by its name.
 ELSEWHERE = {
     "[T, N, D] and [N, 1, T, D]": lambda a, b: (a.transpose(0, 1), b[:, None]),
     "[N, 1, T, D] and [T, N, D]": lambda a, b: (b[:, None], a.transpose(0, 1)),
