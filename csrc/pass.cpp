@@ -123,6 +123,7 @@ void Recorder::hold() {
 void Recorder::release() {
   if (--held_ > 0) return;
   py::gil_scoped_acquire gil;
+  const py::error_scope pending;  // of a checkpoint, which ends its recomputation early by an exception
   try {
     drained_->function();
   } catch (py::error_already_set& interrupt) {  // a destructor calls

@@ -1,5 +1,6 @@
 """Checkpointing in all its forms: sequential, nested, shared, selective, around the whole model."""
 
+import copy
 import functools
 
 import pytest
@@ -89,6 +90,22 @@ def test_a_checkpoint_around_the_whole_model_is_exact(reentrant, options):
 
     model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2))
     check(model, loss, torch.randn(N, 3), **options)
+
+
+@a_few_modes
+@pytest.mark.parametrize("last", [nn.LayerNorm(4), nn.Linear(4, 4), nn.LSTM(4, 4)], ids=str)
+def test_what_a_checkpoint_makes_last_and_nobody_needs(last, options):
+    """Where it runs again it ends before that, by an exception inside of a layer's call."""
+
+    def block(m, x):
+        z = torch.tanh(x) + x
+        return m.last(z), z
+
+    model = Model(
+        lambda m, x: m.o(checkpoint(block, m, m.i(x), use_reentrant=False)[1]),
+        i=nn.Linear(3, 4), last=copy.deepcopy(last), o=nn.Linear(4, 2),
+    )  # fmt: skip
+    check(model, square, torch.randn(N, 5, 3), **options)
 
 
 @a_few_modes

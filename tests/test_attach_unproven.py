@@ -1,6 +1,8 @@
 """Where no backward can be asked whose rows a layer is given (in a reentrant checkpoint, below a
 user's Function), a forward in which they could be no sample's, or another's, is refused."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -322,3 +324,27 @@ def test_parts_along_a_dimension_of_the_samples_number_are_no_samples(name, wher
         net, n, size = Model(lambda m, x: m.o(UNPROVEN[where](m.l, m.i(x))),
                              i=nn.Linear(8, 8), l=layer, o=nn.Linear(8, 5)), 3, 8  # fmt: skip
     check(net, square, torch.randn(n, 7, size), **options)
+
+
+LED = {  # by features or heads, as many as there are samples
+    "[F, N]": (4, lambda h: h.mean(1).t(), lambda z, n: z.t()[:, None]),
+    "[F, N, T]": (4, lambda h: h.permute(2, 0, 1), lambda z, n: z.permute(1, 2, 0)),
+    "[F, T, N]": (4, lambda h: h.permute(2, 1, 0), lambda z, n: z.permute(2, 1, 0)),
+    "[H, N T, d]": (2, lambda h: h.unflatten(2, (2, 2)).permute(2, 0, 1, 3).flatten(1, 2),
+                    lambda z, n: z.unflatten(1, (n, -1)).permute(1, 2, 0, 3).flatten(2)),
+}  # fmt: skip
+FINER = {"[F, N, T]": nn.Linear(5, 5), "[H, N T, d]": nn.LayerNorm(2)}  # of the last dimension
+led = pytest.mark.parametrize(
+    ("name", "layer"), [*((name, nn.Identity()) for name in LED), *FINER.items()], ids=str
+)
+
+
+@a_few_modes
+@unproven
+@led
+def test_rows_led_by_as_many_features_or_heads_as_samples(name, layer, where, options):
+    n, to, fro = LED[name]
+    own = Model(lambda m, h: m.l(to(h * m.w)), w=torch.randn(4), l=copy.deepcopy(layer))
+    net = Model(lambda m, x: m.o(fro(UNPROVEN[where](m.own, m.i(x)), len(x))),
+                i=nn.Linear(3, 4), own=own, o=nn.Linear(4, 2))  # fmt: skip
+    exact_or_refused(net, square, torch.randn(n, 5, 3), **options)

@@ -347,7 +347,7 @@ class Probe(Reader):
                 node.register_prehook(lambda _: run.arrive(run.trainable, True) and None)
 
     def _met(self, site: int, given: Tensor) -> None:
-        self._audit.witness.met(site, [given])
+        self._audit.witness.met(site, [given], given)
 
     # Backward
 

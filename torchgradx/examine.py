@@ -115,7 +115,7 @@ class Examiner:
             doubt = not trusted and not known
             if doubt and not reason:
                 given = went.given.get((site, len(sizes)))
-                stood = given is not None and stands(given, use.leads, n, presumed)
+                stood = given is not None and stands(given, sizes, use.leads, n, presumed)
                 stood = stood and (n in use.leads or sites[site].keeps_rows)
                 doubt = not (went.orderly and stood and fits(k, presumed))
                 self._witness.believed()

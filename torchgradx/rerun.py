@@ -185,7 +185,7 @@ class FallbackSite:
         live = [t for t in outputs if t.requires_grad]
         first = next((t for t in live if t.dim()), (live or outputs)[0])
         if torch._C._len_torch_dispatch_stack() and self._recorder.depth():
-            self._audit.witness.met(self._index, given)
+            self._audit.witness.met(self._index, given, first)
         use = run.call(self._index, list(held.items()), list(first.shape))
         for t in given:  # which of them hold samples depends on their sizes
             run.note(sum(2**k for k, size in enumerate(t.shape[:8]) if size == run.n))

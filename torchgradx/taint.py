@@ -32,6 +32,7 @@ class Given(NamedTuple):
     fed: bool  # samples entered it
     in_turn: bool  # and its rows are of one sample after the other
     dim: int | None = None  # where the samples are in the first of what it was given
+    rows: frozenset[tuple[Sequence[int], Place]] = frozenset()  # and in what counts its rows
 
 
 class Taint(TorchDispatchMode):
@@ -200,15 +201,16 @@ class Taint(TorchDispatchMode):
         except Exception:  # as above
             return lambda k, out: None
 
-    def met(self, site: int, given: Sequence[Tensor]) -> None:
-        """A use of a site."""
+    def met(self, site: int, given: Sequence[Tensor], counts: Tensor) -> None:
+        """A use of a site, whose rows are those of `counts`."""
         if self._on:
-            dim = self._dim_of(given[0]) if given else None
+            dim, place = self._dim_of(given[0]) if given else None, self.place(counts)
             before = self.given.get(site, Given(True, True, dim))
+            rows = before.rows if place is None else before.rows | {(counts.shape, place)}
             fed = any(self._is_clean(t) is False for t in given)
             in_turn = all(t.dim() and self.place(t) == Place(0, len(t) // self._n) for t in given)
             dim = dim if dim == before.dim else None
-            self.given[site] = Given(before.fed and fed, before.in_turn and in_turn, dim)
+            self.given[site] = Given(before.fed and fed, before.in_turn and in_turn, dim, rows)
 
     def _is_clean(self, t: Tensor) -> bool | None:
         """False: samples entered it. None: nobody knows."""

@@ -27,10 +27,13 @@ def _beyond_doubt(leads: Sequence[int], n: int, presumed: int) -> bool:
     return list(leads).count(n) == 1 and leads[dim] == n
 
 
-def stands(given: Given, leads: Sequence[int], n: int, presumed: int) -> bool:
+def stands(given: Given, sizes: Sequence[int], leads: Sequence[int], n: int, presumed: int) -> bool:
     """Whether rows are as they are presumed, by what their layer was seen to be given."""
     flat = presumed == BATCH and n not in leads and given.in_turn
-    return given.fed and (flat or _beyond_doubt(leads, n, presumed))
+    places = [place for shape, place in given.rows if list(shape) == list(sizes)]
+    alike = {BATCH, SEQUENCE} if prod(leads) == n else {presumed}
+    there = all(_layout(sizes, place, leads, n) in alike for place in places)
+    return given.fed and there and (flat or _beyond_doubt(leads, n, presumed))
 
 
 def rows_at(taint: Taint, n: int, node: Node, number: int) -> int | None:

@@ -125,10 +125,10 @@ class Witness:
         if first.grad_fn is not None:
             self._local.ends.setdefault((site, first.grad_fn), []).extend(ends)
 
-    def met(self, site: int, given: Sequence[Tensor]) -> None:
+    def met(self, site: int, given: Sequence[Tensor], counts: Tensor) -> None:
         """A use of a site, where operations are watched or taken down."""
         if self._local.taint is not None:
-            self._local.taint.met(site, given)
+            self._local.taint.met(site, given, counts)
         for mode in _get_current_dispatch_mode_stack():
             cache = getattr(mode, "storage", None)
             if isinstance(cache, dict) and all(cache is not known for known in self._local.caches):
