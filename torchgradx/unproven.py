@@ -32,7 +32,7 @@ def stands(given: Given, sizes: Sequence[int], leads: Sequence[int], n: int, pre
     flat = presumed == BATCH and n not in leads and given.in_turn
     places = [place for shape, place in given.rows if list(shape) == list(sizes)]
     alike = {BATCH, SEQUENCE} if prod(leads) == n else {presumed}
-    there = all(_layout(sizes, place, leads, n) in alike for place in places)
+    there = 0 in sizes or all(_layout(sizes, place, leads, n) in alike for place in places)
     return given.fed and there and (flat or _beyond_doubt(leads, n, presumed))
 
 
