@@ -37,7 +37,7 @@ struct LayerNode : SavingNode {
 
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const bool recorded = use->pass->arrive(use->parameters(), this, use->site->apart());
+    const bool recorded = use->arrive(this);
     if (!grads[0].defined()) return variable_list(3);
     const Wanted wanted{task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
     const auto [grad_input, grad_weight, grad_bias] =

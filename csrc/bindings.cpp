@@ -102,6 +102,8 @@ void bind_pass(py::module_& m) {
       .def("open", &Recorder::open)
       .def("merge", &Recorder::merge)
       .def("drop", &Recorder::drop)
+      .def("leave", &Recorder::leave)
+      .def("must_serve", &Recorder::must_serve)
       .def_property_readonly("held", &Recorder::held);
 
   py::class_<Pass::State>(m, "State");

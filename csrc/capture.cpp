@@ -52,7 +52,7 @@ struct Tap : torch::autograd::FunctionPreHook {
         dtype(weight.options()) {}
 
   variable_list operator()(const variable_list& grads) override {
-    if (!use->pass->arrive(use->parameters(), node, use->site->apart()) || !grads[output_nr].defined()) return grads;
+    if (!use->arrive(node) || !grads[output_nr].defined()) return grads;
     Tensor x = use->wants_weight ? input.unpack() : Tensor(), g = viewed(grads[output_nr], sizes);
     if (!torch::autograd::get_current_graph_task_keep_graph()) input.reset_data();
     if (at::GradMode::is_enabled()) return grads;  // create_graph: refused when read

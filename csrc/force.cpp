@@ -22,6 +22,10 @@ thread_local std::vector<InForce> in_force;  // of each probe: replicas and othe
 
 constexpr size_t kUnrecorded = 64;
 
+constexpr char kLeft[] =
+    "torchgradx: this forward was made with a probe that was removed, and what its checkpoint runs again would save "
+    "other tensors, since the model was attached to once more: run backward before you attach again";
+
 }  // namespace
 
 bool Stretch::holds(const Node& node) const {
@@ -88,6 +92,25 @@ std::shared_ptr<Pass> Recorder::current() const {
     }
   if (waiting) return waiting;
   return tapped && held_ > 0 ? latest : nullptr;
+}
+
+void Recorder::hold() {
+  ++held_;
+}
+
+void Recorder::release() {
+  if (--held_ > 0) return;
+  py::gil_scoped_acquire gil;
+  const py::error_scope pending;  // of a checkpoint, which ends its recomputation early by an exception
+  try {
+    drained_->function();
+  } catch (py::error_already_set& interrupt) {  // a destructor calls
+    interrupt.discard_as_unraisable("torchgradx");
+  }
+}
+
+void Recorder::must_serve() const {
+  if (left_) throw std::runtime_error(kLeft);
 }
 
 }  // namespace torchgradx

@@ -116,21 +116,6 @@ void Recorder::forget_recorded() {
   recorded_.clear();
 }
 
-void Recorder::hold() {
-  ++held_;
-}
-
-void Recorder::release() {
-  if (--held_ > 0) return;
-  py::gil_scoped_acquire gil;
-  const py::error_scope pending;  // of a checkpoint, which ends its recomputation early by an exception
-  try {
-    drained_->function();
-  } catch (py::error_already_set& interrupt) {  // a destructor calls
-    interrupt.discard_as_unraisable("torchgradx");
-  }
-}
-
 bool Recorder::asking() const {
   return asks == this;
 }

@@ -144,6 +144,11 @@ class Recorder {
   int64_t held() const {
     return held_;
   }
+  // From here on a backward that would run its layers again raises: they left the model for those of another probe.
+  void leave() {
+    left_ = held_ > 0;
+  }
+  void must_serve() const;
 
   const int64_t parameters;
   mutable std::mutex mutex;
@@ -176,6 +181,7 @@ class Recorder {
   };
   std::map<std::pair<int64_t, int64_t>, Recorded> recorded_;  // by backward, as threads run theirs, and by parameter
   std::atomic<int64_t> held_{0};
+  std::atomic<bool> left_{false};
   // What was made before there was a probe, and by the latest forwards of the root that made nodes and no pass.
   std::vector<Stretch> unrecorded_;
   std::map<int64_t, Tally> tallies_;  // by backward

@@ -65,8 +65,7 @@ struct RecurrentNode : SavingNode {
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<bool> recorded;
-    for (const auto& use : uses)
-      recorded.push_back(use && use->pass->arrive(use->parameters(), this, use->site->apart()));
+    for (const auto& use : uses) recorded.push_back(use && use->arrive(this));
     variable_list all;
     if (std::none_of(grads.begin(), grads.end(), [](const Tensor& g) { return g.defined(); }))
       return variable_list(num_outputs());

@@ -89,6 +89,11 @@ c10::SmallVector<int64_t, 2> Use::parameters() const {
   return parameters;
 }
 
+bool Use::arrive(const Node* at) const {
+  if (held) site->recorder->must_serve();
+  return pass->arrive(parameters(), at, site->apart());
+}
+
 bool Use::waits_for_weight() const {
   return wants_weight && pass->waits(site->weight, site->weight_rows.parts);
 }

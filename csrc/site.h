@@ -56,7 +56,8 @@ struct Use : torch::CustomClassHolder {
   ~Use() override;
 
   c10::SmallVector<int64_t, 2> parameters() const;
-  bool receives() const;  // whether its parameters are to get their gradients
+  bool arrive(const Node* at) const;  // whether to record what comes to this node
+  bool receives() const;              // whether its parameters are to get their gradients
   // Norms beside the framework's own gradient, or operands kept for the other uses of the same parameters; `received`:
   // the parameters get that gradient.
   void record(Saved saved, const Tensor& weight, const Tensor& grad_output, bool received);

@@ -16,7 +16,7 @@ from attach_oracle import (
     square,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import torchgradx
 
@@ -97,3 +97,37 @@ def test_each_pass_is_its_own(steps, make, reentrant, options):
     probe.remove()
     if options.get("weight_grad", True):
         same_gradients(model, twin, 1e-9)
+
+
+@a_few_modes
+@pytest.mark.parametrize("still", [True, False], ids=["attached", "attached and removed"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("make", [block, whole])
+def test_a_forward_of_a_probe_before_has_its_gradients_or_an_error(make, reentrant, still, options):
+    """What runs again is then another probe's, or nobody's, and may save other tensors."""
+    model, loss = make(reentrant)
+    model, x = model.double(), torch.randn(4, 3).double()
+    twin = copy.deepcopy(model)
+    with torchgradx.attach(model, **options):
+        late = loss(model, x)
+    probe = torchgradx.attach(model, **options)
+    if not still:
+        probe.remove()
+    loss(twin, x).backward()
+    error = None
+    try:
+        late.backward()
+    except RuntimeError as raised:
+        error = raised
+    if error is None:
+        if options.get("weight_grad", True):
+            same_gradients(model, twin, 1e-9)
+    else:
+        assert not reentrant
+        assert isinstance(error, CheckpointError) or "before you attach again" in str(error)
+    model.zero_grad()
+    probe.reset()
+    if still:
+        loss(model, x).backward()
+        close_named(probe.norms(per="parameter"), loop(model, square, x))
+    probe.remove()

@@ -205,6 +205,7 @@ class Probe(Reader):
             if part is not None:
                 part.remove()
         self._hooks, self._sites = None, []
+        self._recorder.leave()
         model = self._model()
         for module in model.modules() if model is not None else ():
             if module in _attached and _attached[module]() in (self, None):

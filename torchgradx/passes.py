@@ -157,6 +157,12 @@ class Recorder:
     def audited(self, task: int) -> bool:
         return task in self._audited
 
+    def must_serve(self) -> None:
+        """What runs again saves as much without a probe."""
+
+    def leave(self) -> None:
+        pass
+
     def hold(self) -> None:
         pass  # nothing here goes through the hooks of a checkpoint
 
