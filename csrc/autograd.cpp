@@ -76,12 +76,13 @@ Tensor call(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor
             const std::optional<Tensor>& bias, Saved saved) {
   const Layer& layer = *site->layer;
   const auto use = layer.batched(input) ? begin_use(site, input, weight, bias) : nullptr;
+  if (!use) return {};
   const Tensor x = layer.enter(input), w = layer.enter_weight(weight);
   const bool autocast = at::autocast::is_autocast_enabled(input.device().type());
   Tensor output;
-  if (use && autocast && layer.lowered()) {
+  if (autocast && layer.lowered()) {
     output = attached(use, cast(x), cast(w), bias ? std::optional<Tensor>(cast(*bias)) : std::nullopt, saved);
-  } else if (use && !autocast) {
+  } else if (!autocast) {
     output = attached(use, x, w, bias, saved);
   } else {
     output = layer.forward(x, w, bias, saved);

@@ -65,7 +65,7 @@ const NodePtr& node_of(const py::object& python) {
 
 void bind_pass(py::module_& m) {
   py::class_<Recorder, std::shared_ptr<Recorder>>(m, "Recorder")
-      .def(py::init<int64_t, py::object, py::object, py::object, py::object, py::object, py::object>())
+      .def(py::init<int64_t, py::object, py::object, py::object, py::object, py::object, py::object, py::object>())
       .def("push", &Recorder::push, py::arg("run").none(true), py::arg("before") = 0)
       .def("enlist", &Recorder::enlist)
       .def("pop", &Recorder::pop)
@@ -102,8 +102,8 @@ void bind_pass(py::module_& m) {
       .def("open", &Recorder::open)
       .def("merge", &Recorder::merge)
       .def("drop", &Recorder::drop)
-      .def("leave", &Recorder::leave)
-      .def("must_serve", &Recorder::must_serve)
+      .def("follow", &Recorder::follow)
+      .def("former", &Recorder::former)
       .def_property_readonly("held", &Recorder::held);
 
   py::class_<Pass::State>(m, "State");
@@ -232,8 +232,10 @@ void bind_capture(py::module_& m) {
   m.def(
       "call",
       [](const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
-         const std::optional<Tensor>& bias, const std::optional<Tensor>& mean, const std::optional<Tensor>& var) {
-        return call(site, input, weight, bias, {{}, mean.value_or(Tensor()), var.value_or(Tensor())});
+         const std::optional<Tensor>& bias, const std::optional<Tensor>& mean,
+         const std::optional<Tensor>& var) -> std::optional<Tensor> {
+        const Tensor output = call(site, input, weight, bias, {{}, mean.value_or(Tensor()), var.value_or(Tensor())});
+        return output.defined() ? std::optional<Tensor>(output) : std::nullopt;
       },
       py::arg("site"), py::arg("input"), py::arg("weight"), py::arg("bias"), py::arg("mean") = std::nullopt,
       py::arg("var") = std::nullopt);
@@ -276,6 +278,7 @@ void bind_capture(py::module_& m) {
   m.def(
       "listen",
       [](const std::shared_ptr<Site>& site, const py::object& module, const Tensor& input, const Tensor& output) {
+        if (!site->taps) return;  // nothing was to be recorded
         const Held held(*site, module);
         tap(site, {input}, held.weight.cast<Tensor>(), held.maybe_bias(), output);
       },

@@ -4,6 +4,7 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
+#include <torch/csrc/autograd/python_function.h>
 
 #include <algorithm>
 
@@ -22,9 +23,15 @@ thread_local std::vector<InForce> in_force;  // of each probe: replicas and othe
 
 constexpr size_t kUnrecorded = 64;
 
-constexpr char kLeft[] =
-    "torchgradx: this forward was made with a probe that was removed, and what its checkpoint runs again would save "
-    "other tensors, since the model was attached to once more: run backward before you attach again";
+// What a Function of Python's holds: torch changed that too.
+NodePtr node_in(const NodePtr& node) {
+  return node;
+}
+
+template <typename Weak>
+NodePtr node_in(const Weak& node) {
+  return node.lock();
+}
 
 }  // namespace
 
@@ -47,7 +54,7 @@ void Recorder::pop() {
         left.pass->forget_uses();
         left.pass->made.push_back(made);
       } else if (made.first < made.last) {
-        if (unrecorded_.size() == kUnrecorded) unrecorded_.erase(unrecorded_.begin() + 1);
+        if (unrecorded_.size() == kUnrecorded) unrecorded_.erase(unrecorded_.begin());
         unrecorded_.push_back(made);
       }
       return;
@@ -59,14 +66,66 @@ int64_t Recorder::depth() const {
                        [this](const InForce& entry) { return entry.recorder == this; });
 }
 
-std::optional<std::shared_ptr<Pass>> Recorder::original() const {
-  const NodePtr node = torch::autograd::get_current_node();
-  const auto holds = [&](const Stretch& stretch) { return stretch.holds(*node); };
-  if (!node) return std::nullopt;
+std::optional<std::shared_ptr<Pass>> Recorder::own(const Node& node) const {
+  const auto holds = [&](const Stretch& stretch) { return stretch.holds(node); };
   for (auto weak = alive.rbegin(); weak != alive.rend(); ++weak)
     if (auto pass = weak->lock(); pass && std::any_of(pass->made.begin(), pass->made.end(), holds)) return pass;
   if (std::any_of(unrecorded_.begin(), unrecorded_.end(), holds)) return nullptr;
   return std::nullopt;
+}
+
+std::optional<std::shared_ptr<Pass>> Recorder::original(const Node& node) const {
+  if (auto known = own(node)) return known;
+  for (const auto& former : formers_)
+    if (former->own(node)) return nullptr;
+  for (const auto& weak : followers_)
+    if (const auto follower = weak.lock(); follower && follower->own(node)) return nullptr;
+  if (before_.holds(node)) return nullptr;
+  return std::nullopt;
+}
+
+// The node that runs now; where it was made in a backward, those too whose backwards run around its own.
+std::vector<NodePtr> Recorder::running() const {
+  const NodePtr node = torch::autograd::get_current_node();
+  if (!node) return {};
+  std::vector<NodePtr> nodes{node};
+  if (original(*node)) return nodes;
+  py::gil_scoped_acquire gil;
+  for (const py::handle function : enclosing_->function())
+    if (NodePtr outer = node_in(reinterpret_cast<THPFunction*>(function.ptr())->cdata))
+      nodes.push_back(std::move(outer));
+  return nodes;
+}
+
+std::optional<std::shared_ptr<Pass>> Recorder::original() const {
+  for (const NodePtr& node : running())
+    if (auto known = original(*node)) return known;
+  return std::nullopt;
+}
+
+void Recorder::follow(const std::vector<std::shared_ptr<Recorder>>& formers) {
+  formers_ = formers;
+  for (const auto& former : formers_) {
+    auto& those = former->followers_;
+    const auto over = [&](const auto& weak) { return weak.expired() || weak.lock().get() == this; };
+    those.erase(std::remove_if(those.begin(), those.end(), over), those.end());
+    those.push_back(weak_from_this());
+  }
+}
+
+int64_t Recorder::former() const {
+  if (formers_.empty() || get_current_graph_task_id() == -1) return -1;
+  for (const NodePtr& node : running()) {
+    bool known = own(*node).has_value();
+    for (size_t k = 0; k < formers_.size() && !known; ++k)
+      if (formers_[k]->own(*node).value_or(nullptr)) return static_cast<int64_t>(k);
+    for (const auto& former : formers_) known = known || former->own(*node);  // all that were there saw it
+    if (known) return -1;
+  }
+  if (current()) return -1;
+  for (size_t k = 0; k < formers_.size(); ++k)
+    if (formers_[k]->current()) return static_cast<int64_t>(k);
+  return -1;
 }
 
 std::shared_ptr<Pass> Recorder::current() const {
@@ -107,10 +166,6 @@ void Recorder::release() {
   } catch (py::error_already_set& interrupt) {  // a destructor calls
     interrupt.discard_as_unraisable("torchgradx");
   }
-}
-
-void Recorder::must_serve() const {
-  if (left_) throw std::runtime_error(kLeft);
 }
 
 }  // namespace torchgradx

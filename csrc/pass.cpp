@@ -70,7 +70,7 @@ std::vector<const Node*> roots_beside(const std::unordered_set<Node*>& reached) 
 }  // namespace
 
 Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object met,
-                   py::object booked, py::object astray)
+                   py::object booked, py::object astray, py::object enclosing)
     : parameters(parameters),
       began_(new Callback{std::move(began)}),
       finish_(new Callback{std::move(finish)}),
@@ -78,7 +78,8 @@ Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::
       met_(new Callback{std::move(met)}),
       booked_(new Callback{std::move(booked)}),
       astray_(new Callback{std::move(astray)}),
-      unrecorded_{{at::RecordFunction::currentThreadId(), 0, at::sequence_number::peek()}} {}
+      enclosing_(new Callback{std::move(enclosing)}),
+      before_{at::RecordFunction::currentThreadId(), 0, at::sequence_number::peek()} {}
 
 void Recorder::enlist(const std::shared_ptr<Pass>& pass) {
   std::vector<std::weak_ptr<Pass>> living;

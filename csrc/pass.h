@@ -98,10 +98,10 @@ struct Stretch {  // of the graph nodes made on a thread, by sequence number
 };
 
 // What all passes of one probe share.
-class Recorder {
+class Recorder : public std::enable_shared_from_this<Recorder> {
  public:
   Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object met,
-           py::object booked, py::object astray);
+           py::object booked, py::object astray, py::object enclosing);
 
   void enlist(const std::shared_ptr<Pass>& pass);
   // Enlisted; nullptr: record nothing on this thread until pop(), nor again what the last `before` nodes will run
@@ -112,8 +112,11 @@ class Recorder {
   // Of this thread; in a recomputation, the pass that it belongs to; outside of the model's forward, one that is
   // astray.
   std::shared_ptr<Pass> current() const;
-  // The pass whose forward made the node that runs now; nullptr: one that was not recorded; nothing: not known.
+  // The pass whose forward made the node that runs now; nullptr: one that was not recorded here; nothing: not known.
   std::optional<std::shared_ptr<Pass>> original() const;
+  // Probes before, removed with graphs in flight.
+  void follow(const std::vector<std::shared_ptr<Recorder>>& formers);
+  int64_t former() const;  // which of them what runs again on this thread is of; -1: none
 
   // The record: everything since it was last cleared. What a backward adds counts apart until it has ended, for one
   // that fails leaves nothing behind: torchgradx/backwards.py.
@@ -144,11 +147,6 @@ class Recorder {
   int64_t held() const {
     return held_;
   }
-  // From here on a backward that would run its layers again raises: they left the model for those of another probe.
-  void leave() {
-    left_ = held_ > 0;
-  }
-  void must_serve() const;
 
   const int64_t parameters;
   mutable std::mutex mutex;
@@ -168,7 +166,7 @@ class Recorder {
   }
 
  private:
-  std::unique_ptr<Callback> began_, finish_, drained_, met_, booked_, astray_;
+  std::unique_ptr<Callback> began_, finish_, drained_, met_, booked_, astray_, enclosing_;
   // The sum, how large its terms were, and whether somebody wrote into it: a single term is on its way to be .grad.
   struct Recorded {
     Tensor sum;
@@ -181,9 +179,13 @@ class Recorder {
   };
   std::map<std::pair<int64_t, int64_t>, Recorded> recorded_;  // by backward, as threads run theirs, and by parameter
   std::atomic<int64_t> held_{0};
-  std::atomic<bool> left_{false};
-  // What was made before there was a probe, and by the latest forwards of the root that made nodes and no pass.
-  std::vector<Stretch> unrecorded_;
+  const Stretch before_;             // there was a probe
+  std::vector<Stretch> unrecorded_;  // by the latest forwards of the root that made nodes and no pass
+  std::vector<std::shared_ptr<Recorder>> formers_;
+  std::vector<std::weak_ptr<Recorder>> followers_;
+  std::optional<std::shared_ptr<Pass>> own(const Node& node) const;  // as original, of what was made by its forwards
+  std::optional<std::shared_ptr<Pass>> original(const Node& node) const;
+  std::vector<NodePtr> running() const;
   std::map<int64_t, Tally> tallies_;  // by backward
   Tally& tally(int64_t task);
 };

@@ -90,7 +90,6 @@ c10::SmallVector<int64_t, 2> Use::parameters() const {
 }
 
 bool Use::arrive(const Node* at) const {
-  if (held) site->recorder->must_serve();
   return pass->arrive(parameters(), at, site->apart());
 }
 

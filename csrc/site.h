@@ -105,7 +105,8 @@ c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, const Tenso
 c10::intrusive_ptr<Use> use_in_graph(const std::shared_ptr<Site>& site, const std::shared_ptr<Pass>& pass,
                                      const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias);
 
-// The layer's forward, with a backward that also records.
+// The layer's forward, with a backward that also records; undefined where there is nothing to record, and the
+// framework's own is to run: as it does once the probe has left.
 Tensor call(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
             const std::optional<Tensor>& bias, Saved saved);  // `saved`: statistics that are the module's own
 // A layer of a recurrent module likewise. A site for each W_ih, W_hh and W_hr, direction by direction.

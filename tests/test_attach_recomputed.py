@@ -1,6 +1,7 @@
 """What a checkpoint runs again in backward belongs to the forward that it comes from, which was
 recorded or was not: with others in flight, while paused, and after remove()."""
 
+import contextlib
 import copy
 import gc
 
@@ -16,7 +17,7 @@ from attach_oracle import (
     square,
 )
 from torch import nn
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
@@ -99,35 +100,129 @@ def test_each_pass_is_its_own(steps, make, reentrant, options):
         same_gradients(model, twin, 1e-9)
 
 
-@a_few_modes
-@pytest.mark.parametrize("still", [True, False], ids=["attached", "attached and removed"])
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("make", [block, whole])
-def test_a_forward_of_a_probe_before_has_its_gradients_or_an_error(make, reentrant, still, options):
-    """What runs again is then another probe's, or nobody's, and may save other tensors."""
-    model, loss = make(reentrant)
-    model, x = model.double(), torch.randn(4, 3).double()
-    twin = copy.deepcopy(model)
-    with torchgradx.attach(model, **options):
-        late = loss(model, x)
-    probe = torchgradx.attach(model, **options)
-    if not still:
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.inner = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.tanh(self.inner(x @ self.w))
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner, call):
+        super().__init__()
+        self.inner, self.call = inner, call
+
+    def forward(self, x):
+        return self.call(self.inner, x)
+
+
+LAYERS = {
+    "linear": lambda: nn.Linear(4, 4),
+    "norm": lambda: nn.LayerNorm(4),
+    "own": Own,
+    "attention": lambda: Wrapped(
+        nn.MultiheadAttention(4, 2, batch_first=True),
+        lambda m, x: m(x[:, None], x[:, None].tanh(), x[:, None])[0][:, 0],
+    ),
+    "lstm": lambda: Wrapped(nn.LSTM(4, 4, batch_first=True), lambda m, x: m(x[:, None])[0][:, 0]),
+    "cell": lambda: Wrapped(nn.LSTMCell(4, 4), lambda m, x: sum(m(x))),
+    "convolution": lambda: Wrapped(nn.Conv1d(1, 1, 3, padding=1), lambda m, x: m(x[:, None])[:, 0]),
+}
+# f(orward) of the model as it is, p(aused forward), R(emove), A(ttach), b(ackward) of the earliest,
+# c(ollect the graphs that are over).
+LATE = ["fRAb", "fRARb", "fRAfbb", "fRAfRAfbbb", "fpRAbb", "fRApfbbb", "fRfbcb", "fRfAbcb"]
+
+
+def checkpointed(make, reentrant, inside):
+    """`inside`: how a checkpoint within the checkpoint is made; None: there is none."""
+
+    def block(m, x):
+        x = torch.tanh(m.first(x))
+
+        def rest(x):
+            return torch.tanh(m.second(torch.tanh(x)))
+
+        return rest(x) if inside is None else checkpoint(rest, x, use_reentrant=inside)
+
+    def forward(m, x):
+        return m.out(checkpoint(block, m, torch.tanh(m.into(x)), use_reentrant=reentrant))
+
+    layers = {"first": make(), "second": make()}
+    return Model(forward, into=nn.Linear(3, 4), **layers, out=nn.Linear(4, 2)).double()
+
+
+def as_found(model):
+    return [(type(m), list(m._forward_hooks), list(m._forward_pre_hooks)) for m in model.modules()]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {}),
+        ({}, {"backend": "vmap"}),
+        ({"backend": "vmap"}, {}),
+        ({"clip": True}, {"fused": False}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("reentrant", "inside"), [(False, None), (False, False), (True, False), (False, True)]
+)
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_a_forward_of_a_probe_before_has_its_gradients(make, reentrant, inside, one, other):
+    """Whatever was attached or paused since, and the model is given back as it was."""
+    given = []
+    for story in LATE:
+        model, late = checkpointed(make, reentrant, inside), []
+        twin = copy.deepcopy(model)
+        given.append((model, as_found(model)))
+        probe, options = torchgradx.attach(model, **one), [one, other]
+        for step in story:
+            x = torch.randn(4, 3).double()
+            if step == "f":
+                late.append((square(model, x), square(twin, x)))
+            elif step == "p":
+                with probe.paused():
+                    late.append((square(model, x), square(twin, x)))
+            elif step == "R":
+                probe.remove()
+            elif step == "A":
+                options.reverse()
+                probe = torchgradx.attach(model, **options[0])
+            elif step == "c":
+                gc.collect()
+            else:
+                for loss in late.pop(0):
+                    loss.backward()
+                    del loss
+        same_gradients(model, twin, 1e-9)
+        if story.rfind("A") > story.rfind("R"):
+            model.zero_grad()
+            probe.reset()
+            square(model, x).backward()
+            close_named(probe.norms(per="parameter"), loop(model, square, x))
         probe.remove()
-    loss(twin, x).backward()
-    error = None
-    try:
-        late.backward()
-    except RuntimeError as raised:
-        error = raised
-    if error is None:
-        if options.get("weight_grad", True):
-            same_gradients(model, twin, 1e-9)
-    else:
-        assert not reentrant
-        assert isinstance(error, CheckpointError) or "before you attach again" in str(error)
-    model.zero_grad()
-    probe.reset()
-    if still:
-        loss(model, x).backward()
-        close_named(probe.norms(per="parameter"), loop(model, square, x))
-    probe.remove()
+    gc.collect()
+    assert all(as_found(model) == found for model, found in given)
+
+
+@a_few_modes
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("first", ["paused", "recorded"])
+def test_a_checkpoint_inside_of_a_reentrant_one_is_of_its_own_forward(first, order, options):
+    """Its nodes are made in backward: nothing but what runs around them tells whose they are."""
+    model = checkpointed(lambda: nn.Linear(4, 4), True, False)
+    twin, probe = copy.deepcopy(model), torchgradx.attach(model, **options)
+    batches = [torch.randn(n, 3).double() for n in (4, 3)]
+    with probe.paused() if first == "paused" else contextlib.nullcontext():
+        losses = [square(model, batches[0])]
+    losses.append(square(model, batches[1]))
+    for k in order:
+        losses[k].backward()
+        square(twin, batches[k]).backward()
+    want = [loop(model, square, x) for x in batches[first == "paused" :]]
+    close_named(probe.norms(per="parameter"), {k: torch.cat([w[k] for w in want]) for k in want[0]})
+    if options.get("weight_grad", True):
+        same_gradients(model, twin, 1e-9)

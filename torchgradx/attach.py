@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from . import ops, passes
 from .audit import Audit
-from .backwards import Backwards, weakly
+from .backwards import Backwards, enclosing, weakly
 from .layout import batch_size, one_of_several, tensors_in
 from .options import check, fitting
 from .reading import Reader
@@ -26,6 +26,7 @@ from .record import Record
 from .recurrent import Site, site_of
 from .sharding import uncovered
 from .sites import Hooks, unwound
+from .standing import Standing
 from .table import COMPUTED, Context, Parameters, find_layers
 from .trace import Call, Trace, outside, root_of
 from .verdict import Verdict, known
@@ -38,8 +39,6 @@ else:
 __all__ = ["Probe", "attach"]
 
 MIXED = "same_samples() met forwards of a whole compiled graph and others"
-
-_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Probe]] = weakref.WeakKeyDictionary()
 
 
 def attach(
@@ -123,28 +122,22 @@ def _unattached() -> Probe:
 class Probe(Reader):
     """The handle of an attachment; see `attach`. Also a context manager that removes itself."""
 
-    _on: bool  # False from remove() on
-
     def __init__(self, model: nn.Module, **options: Any) -> None:
         check(model, options)
-        for name, module in model.named_modules():
-            other = _attached[module]() if module in _attached else None
-            if other is not None and not other._on:
-                other._leave_model()  # a graph in flight had kept it
-            if module in _attached:
-                where = f"its module {name!r}" if name else "the model"
-                raise RuntimeError(f"{where} is attached already: remove() the other probe first")
+        self._standing = Standing(model)
         self._model = weakref.ref(model)
         self._options = options
-        self._on = True
         self._parameters = Parameters(model)
-        self._layers = find_layers(model, self._parameters, options)
+        with self._standing.apart():
+            self._layers = find_layers(model, self._parameters, options)
+            verdicts = known(model, options)
         forward_to = partial(weakly, weakref.ref(self))  # the graph owns what it calls
         methods = ("_began", "_finish", "_drained", "_met", "_booked", "_astray")
-        self._recorder = Recorder(len(self._parameters.names), *map(forward_to, methods))
+        count = len(self._parameters.names)
+        self._recorder = Recorder(count, *map(forward_to, methods), enclosing)
         shared = (self._recorder, self._parameters, self._layers, options)
         self._record = Record(*shared)
-        self._audit = Audit(*shared, self._record, known(model, options), forward_to("_began"))
+        self._audit = Audit(*shared, self._record, verdicts, forward_to("_began"))
         self._backwards = Backwards(self._recorder, forward_to("_over"))
         given = options["directions"]
         self.directions = {} if given is None else given
@@ -161,21 +154,20 @@ class Probe(Reader):
         modules = dict(model.named_modules())
         try:
             self._trace = Trace(self._options, self._open_in_graph)
-            context = Context(
-                self._recorder, self._audit, self._parameters, self._options, self._trace
-            )
+            shared = (self._recorder, self._audit, self._parameters, self._options, self._trace)
+            context = Context(*shared, self._standing)
+            self._standing.enter(self._recorder)
             for index, layer in enumerate(self._layers):
                 site = site_of(modules[layer.name], layer, index, context)
                 self._sites.append(site)
                 self._trace.add(modules[layer.name], layer, getattr(site, "core", None))
+            self._standing.cover()
             if not self._options["weight_grad"]:
                 self._audit.shield(range(len(self._parameters.names)))
             self._audit.attend()
             if self._options["clip"]:
                 scaled = isinstance(self._options["loss_scale"], torch.amp.GradScaler)
                 self._record.books.open(scaled)
-            for module in modules.values():
-                _attached[module] = weakref.ref(self)
             root = root_of(model)
             self._hooks = Hooks(root)
             add, told = self._hooks.add, {"with_kwargs": True}
@@ -191,13 +183,13 @@ class Probe(Reader):
 
     def remove(self) -> None:
         """Leave the model as it was, at once or when the last checkpointed graph in flight dies."""
-        self._on = self._trace.on = False
+        self._standing.on = self._trace.on = False
         self._audit.stop()
         self._record.books.close()
         self._drained()
 
     def _drained(self) -> None:
-        if not self._on and self._recorder.held <= 0:
+        if not self._standing.on and self._recorder.held <= 0:
             self._leave_model()
 
     def _leave_model(self) -> None:
@@ -205,11 +197,7 @@ class Probe(Reader):
             if part is not None:
                 part.remove()
         self._hooks, self._sites = None, []
-        self._recorder.leave()
-        model = self._model()
-        for module in model.modules() if model is not None else ():
-            if module in _attached and _attached[module]() in (self, None):
-                del _attached[module]
+        self._standing.leave()
 
     def __reduce__(self) -> tuple[Callable[[], Probe], tuple[()]]:
         """A copy or a pickle, as of a trainer that holds the probe, is attached to nothing."""
@@ -235,7 +223,7 @@ class Probe(Reader):
             self._audit.witness.stop()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
-        if not self._record.takes(self._on and not self._paused):
+        if not self._record.takes(self._standing.on and not self._paused):
             return None
         n = batch_size(self._options, args, kwargs)
         if n is None:
@@ -251,7 +239,7 @@ class Probe(Reader):
 
     def _astray(self) -> Pass | None:
         """Of a module called outside of the model's forward: refused once a gradient comes."""
-        if not self._record.takes(self._on and not self._paused):
+        if not self._record.takes(self._standing.on and not self._paused):
             return None
         run = Pass(self._recorder, 0, self._parameters.tensors())
         run.astray = True
@@ -291,7 +279,7 @@ class Probe(Reader):
 
     def _open_in_graph(self, n: int, call: Call, inputs: Sequence[Tensor]) -> Pass | None:
         """The pass of a compiled graph that runs now."""
-        if not self._on or self._paused:
+        if not self._standing.on or self._paused:
             return None
         run, new = self._open(root_of(self._model()), n)
         if run is not None:
@@ -324,7 +312,7 @@ class Probe(Reader):
         self._recorder.pop()
         if run and out is None and not self._recorder.depth():
             run.abandon()  # an exception: nothing of it runs again
-        if not run or out is None or not self._on:
+        if not run or out is None or not self._standing.on:
             return
         if run.n == 1 and not known:
             broadcast = one_of_several(self._options, (args, kwargs), out)
@@ -385,7 +373,7 @@ class Probe(Reader):
             yield
         finally:
             self._paused -= 1
-            self._trace.on = self._on and not self._paused
+            self._trace.on = self._standing.on and not self._paused
 
     @contextlib.contextmanager
     def same_samples(self) -> Iterator[None]:

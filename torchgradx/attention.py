@@ -88,11 +88,11 @@ class Part:
         if run is not None and self._declared == SEQUENCE and x.shape[1] != run.n:
             reason = f"its batch of {x.shape[1]} has several rows of each of the {run.n} samples"
             run.refuse(self._index, f'{reason}: only layout "batch" has them one after another')
-        if self._fused:
-            out: Tensor = _C.call(self._site, x, weight, bias)
-        else:
+        out: Tensor | None = _C.call(self._site, x, weight, bias) if self._fused else None
+        if out is None:
             out = F.linear(x, weight, bias)
-            _C.tap(self._site, x, weight, bias, out)
+            if not self._fused:
+                _C.tap(self._site, x, weight, bias, out)
         return out
 
     def count(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -191,7 +191,7 @@ def attending(recorder: Any) -> Callable[..., Callable[..., Any]]:
     def forward_of(stock: Any, sites: dict[int, Any]) -> Callable[..., Any]:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             roles = sites.get(id(self))
-            if roles is None:
+            if roles is None or recorder.current() is None:
                 return stock.forward(self, *args, **kwargs)
             return _Forward(self, roles, recorder)(stock, *args, **kwargs)
 

@@ -7,6 +7,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
+from functools import wraps
 from types import FunctionType
 from typing import Any
 
@@ -136,11 +137,13 @@ def swapped(
     forward_of: Callable[..., Any],
     sites: dict[int, Any],
     altered: Callable[[str], None] | None = None,
+    former: Callable[[nn.Module], type | None] | None = None,
 ) -> type[nn.Module]:
     """A subclass whose forward is forward_of(stock, sites) and looks up the module's site by its
     id; where there is none (a stand-in that runs again, or another's copy of the dict) it is the
     stock one's. Copies are stock. `altered`: to be told where an option of a module that has a site
-    is set to another value: that site, which knows the old one, serves no more.
+    is set to another value: that site, which knows the old one, serves no more. `former`: whose
+    forward is to run in place of ours, if another's.
 
     One class serves all modules of a type: Python's own caches are by type, and a class for each
     module would cost more than a small layer does.
@@ -149,7 +152,7 @@ def swapped(
     def replicate(self: Any) -> Any:
         replica = stock._replicate_for_data_parallel(self)
         own = {id(replica): sites[id(self)]} if id(self) in sites else {}
-        replica.__class__ = swapped(stock, forward_of, own, altered)
+        replica.__class__ = swapped(stock, forward_of, own, altered, former)
         return replica
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
@@ -165,7 +168,7 @@ def swapped(
         stock.__setattr__(self, name, value)
 
     body = {
-        "forward": forward_of(stock, sites),
+        "forward": _in_turn(forward_of(stock, sites), former),
         "__setattr__": set_attribute,
         "_replicate_for_data_parallel": replicate,
         "__reduce_ex__": reduce,
@@ -176,6 +179,20 @@ def swapped(
     kind = type(stock.__name__, (stock,), body)
     _stock[kind] = stock
     return kind
+
+
+def _in_turn(
+    ours: Callable[..., Any], former: Callable[[nn.Module], type | None] | None
+) -> Callable[..., Any]:
+    if former is None:
+        return ours
+
+    @wraps(ours)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = None if torch.compiler.is_dynamo_compiling() else former(self)
+        return (ours if kind is None else kind.forward)(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    return forward
 
 
 def stock_of(kind: type[nn.Module]) -> type[nn.Module]:

@@ -65,8 +65,9 @@ class Recorder:
         met: Callable[[int, Tensor], None],
         booked: Callable[[Pass, Any], None],
         astray: Callable[[], Pass | None],
+        enclosing: Callable[[], list[Any]],
     ) -> None:
-        self._astray = astray
+        self._astray, self._enclosing = astray, enclosing
         self.book, self.books = booked, False
         self.began, self.finish = began, finish
         self.balance = [0] * parameters
@@ -120,13 +121,14 @@ class Recorder:
     def _original(self) -> tuple[Pass | None, bool]:
         """The pass whose forward made the node that runs now, if any, and whether it is known."""
         node = torch._C._current_autograd_node()
-        if node is None:
-            return None, False
-        number = node._sequence_nr()  # of its thread, which is taken to be the only one
-        for run in (ref() for ref in reversed(self.alive)):
-            if run is not None and any(number in made for made in run.made):
-                return run, True
-        return None, any(number in made for made in self._unrecorded)
+        numbers = [] if node is None else [n._sequence_nr() for n in (node, *self._enclosing())]
+        for number in numbers:  # of its thread, which is taken to be the only one
+            for run in (ref() for ref in reversed(self.alive)):
+                if run is not None and any(number in made for made in run.made):
+                    return run, True
+            if any(number in made for made in self._unrecorded):
+                return None, True
+        return None, False
 
     def records_again(self) -> bool | None:
         run, known = self._original()
@@ -157,11 +159,8 @@ class Recorder:
     def audited(self, task: int) -> bool:
         return task in self._audited
 
-    def must_serve(self) -> None:
-        """What runs again saves as much without a probe."""
-
-    def leave(self) -> None:
-        pass
+    def follow(self, formers: Sequence[Recorder]) -> None:
+        """Nothing is held here: those removed before have left."""
 
     def hold(self) -> None:
         pass  # nothing here goes through the hooks of a checkpoint

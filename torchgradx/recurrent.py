@@ -38,16 +38,10 @@ class RecurrentSite(FallbackSite):
 
     def _attend(self, context: Context) -> None:
         module, options = self._module, context.options
-        self._stock = type(module)
+        self._stock = stock_of(type(module))
         self._strict = options["backend"] == "native"
         self._products = context.products.setdefault(id(module), [])
-        kind, sites = context.swapped(self._stock, _forward_of)
-        sites[id(module)] = Hook(self._forward)
-        module.__class__ = kind
-
-    def remove(self) -> None:
-        self._module.__class__ = stock_of(type(self._module))
-        super().remove()
+        context.standing.put(module, _forward_of)[id(module)] = Hook(self._forward)
 
     def _forward(self, module: Any, input: Any, hx: Any) -> Any:
         run = self._recorder.current()

@@ -245,7 +245,6 @@ class FallbackSite:
             if held_by_graph:  # a checkpoint: what runs again must save as much again
                 self._recorder.hold()
                 weakref.finalize(prehook, self._recorder.release)
-                node.register_prehook(lambda _: self._recorder.must_serve())
 
     @untraced
     def _arrive(

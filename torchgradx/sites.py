@@ -71,7 +71,7 @@ class Hooks:
     """A module's hooks, left out of its copies, and their removal."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._kind = type(module)
+        self._kind = stock_of(type(module))
         self._handles: list[Any] = []
         keep_out(self._kind)
 
@@ -106,31 +106,28 @@ class NativeSite:
         options = context.options
         self.layer, self.declared = layer, declared_layout(layer, options)
         self.presumed = SEQUENCE if options["batch_dim"] or layer.role else BATCH
-        self._module, self._stock = module, stock_of(type(module))
         self._rule = rule_named(layer.kind)
         swaps = self._rule.swaps and (options["fused"] or not options["weight_grad"])
         declared = SECOND if layer.role and self.declared >= 0 else self.declared
         site = self.core = core(layer, index, context, declared, self.presumed, swaps)
         self._hooks = Hooks(module)
         if layer.role:
-            kind, sites = context.swapped(self._stock, attending(context.recorder))
+            sites = context.standing.put(module, attending(context.recorder))
             part = Part(site, index, layer, self.declared, fused=swaps)
             sites.setdefault(id(module), {})[layer.role] = part
-            module.__class__ = kind
         else:
             argument = self._rule.argument
             ours = self._rule.swaps or self._rule.whole
             forward_of = partial(_forward_of if ours else _listening_of, context.trace, argument)
-            kind, sites = context.swapped(self._stock, forward_of, knows_options=True)
+            altered = context.parameters.altered.append
+            sites = context.standing.put(module, forward_of, altered)
             sites[id(module)] = site if ours else _tap(site, index, layer.kind, context.recorder)
-            module.__class__ = kind
 
     def leads(self, dims: int) -> int:
         """How many leading dimensions of its input count rows."""
         return self._rule.leads(self.layer, dims)
 
     def remove(self) -> None:
-        self._module.__class__ = stock_of(type(self._module))
         self._hooks.remove()
 
 

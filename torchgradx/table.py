@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
-from .copies import swapped
 from .errors import CoverageError
 from .layout import BATCH, SEQUENCE
 from .modules import modules_in_order, opaque, own_names, recurrent_weights
@@ -21,6 +20,7 @@ from .sharding import gathers, pairs
 
 if TYPE_CHECKING:
     from .audit import Audit
+    from .standing import Standing
     from .trace import Trace
 
 __all__ = ["COMPUTED", "Context", "Parameters", "declared_layout", "find_layers"]
@@ -198,18 +198,8 @@ class Context:
     parameters: Parameters
     options: Mapping[str, Any]
     trace: Trace
+    standing: Standing
     products: dict[int, list[Any]] = field(default_factory=dict)  # by recurrent module's id
-    _swapped: dict[type, tuple[type, dict[int, Any]]] = field(default_factory=dict)
-
-    def swapped(
-        self, stock: type[nn.Module], forward_of: Callable[..., Any], knows_options: bool = False
-    ) -> tuple[type[nn.Module], dict[int, Any]]:
-        """The class that stands in for a stock one, and its table of sites by the module's id."""
-        if stock not in self._swapped:
-            sites: dict[int, Any] = {}
-            altered = self.parameters.altered.append if knows_options else None
-            self._swapped[stock] = swapped(stock, forward_of, sites, altered), sites
-        return self._swapped[stock]
 
 
 def _runs_natively(module: nn.Module, backend: str) -> bool:

@@ -1,0 +1,131 @@
+"""Which classes stand in for those of an attached model's modules, one probe's before another's.
+
+What a checkpoint runs again must save what its forward did, and torch compares no more than shapes:
+a removed probe's classes stay while one may run its layers again. Those of the next probe stand
+before them, and let them have what is theirs.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from .copies import stock_of, swapped
+
+__all__ = ["Standing"]
+
+MANY = 8  # removed probes that graphs keep; more are looked for among the garbage
+
+_standing: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Standing]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class Standing:
+    """What one probe has put in the place of modules' classes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raises RuntimeError where another probe is on."""
+        self.on = True  # False from remove() on
+        self.formers = _removed_from(model)
+        if len(self.formers) > MANY:
+            gc.collect()  # a checkpoint's graph is a cycle
+            self.formers = _removed_from(model)
+        self._modules = list(model.modules())
+        self._recorder: Any = None
+        self._classes: dict[type, tuple[type, dict[int, Any]]] = {}
+        self._kinds: dict[int, type] = {}  # by module's id
+
+    def enter(self, recorder: Any) -> None:
+        self._recorder = recorder
+        recorder.follow([former._recorder for former in self.formers])
+        for module in self._modules:
+            _standing.setdefault(module, []).append(weakref.ref(self))
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """The modules are of their own classes inside."""
+        kinds = [type(module) for module in self._modules] if self.formers else []
+        for module, kind in zip(self._modules, kinds, strict=False):
+            if stock_of(kind) is not kind:
+                module.__class__ = stock_of(kind)
+        try:
+            yield
+        finally:
+            for module, kind in zip(self._modules, kinds, strict=False):
+                if type(module) is not kind:
+                    module.__class__ = kind
+
+    def put(
+        self,
+        module: nn.Module,
+        forward_of: Callable[..., Any],
+        altered: Callable[[str], None] | None = None,
+    ) -> dict[int, Any]:
+        """Have a class stand in for a module's; returns its table of sites by module's id."""
+        stock = stock_of(type(module))
+        if stock not in self._classes:
+            sites: dict[int, Any] = {}
+            former = self._former if self.formers else None
+            self._classes[stock] = swapped(stock, forward_of, sites, altered, former), sites
+        kind, sites = self._classes[stock]
+        self._kinds[id(module)] = module.__class__ = kind
+        return sites
+
+    def cover(self) -> None:
+        """What has no site of ours is its own class's again, but for what runs again."""
+        for module in self._modules if self.formers else ():
+            stock = stock_of(type(module))
+            if id(module) not in self._kinds and type(module) is not stock:
+                kind = swapped(stock, lambda stock, _: stock.forward, {}, None, self._former)
+                self._kinds[id(module)] = module.__class__ = kind
+
+    def _former(self, module: nn.Module) -> type | None:
+        """The class whose forward runs again now, where that is not ours."""
+        k = self._recorder.former() if self.formers else -1
+        if k < 0:
+            return None
+        return self.formers[k]._kinds.get(id(module)) or stock_of(type(module))
+
+    def leave(self) -> None:
+        """Give the modules back the classes that stood there before, if these have not left."""
+        for module in self._modules:
+            others = [one for one in _those_of(module) if one is not self]
+            for other in others:
+                other._forget(self)
+            kind = self._kinds.pop(id(module), None)
+            if kind is not None and kind in type(module).__mro__:
+                below = [one._kinds[id(module)] for one in others if id(module) in one._kinds]
+                module.__class__ = below[-1] if below else stock_of(type(module))
+            if others:
+                _standing[module] = [weakref.ref(one) for one in others]
+            else:
+                _standing.pop(module, None)
+        self._classes, self._modules = {}, []
+
+    def _forget(self, former: Standing) -> None:
+        if former in self.formers:
+            self.formers.remove(former)
+            self._recorder.follow([one._recorder for one in self.formers])
+
+
+def _those_of(module: nn.Module) -> list[Standing]:
+    """In the order in which they came."""
+    return [one for ref in _standing.get(module, ()) if (one := ref()) is not None]
+
+
+def _removed_from(model: nn.Module) -> list[Standing]:
+    """Whose layers graphs in flight may run again."""
+    found: dict[Standing, None] = {}
+    for name, module in model.named_modules():
+        for one in _those_of(module):
+            if one.on:
+                where = f"its module {name!r}" if name else "the model"
+                raise RuntimeError(f"{where} is attached already: remove() the other probe first")
+            found[one] = None
+    return list(found)
