@@ -38,10 +38,11 @@ def enclosing() -> list[Any]:
     checkpoint's runs another."""
     found, frame = [], sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
-        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-        given = frame.f_locals.get(names[0]) if names else None
-        if isinstance(given, torch.autograd.function.BackwardCFunction):
-            found.append(given)
+        code = frame.f_code
+        if code.co_name == "backward" and code.co_argcount:  # to look at others' would keep theirs
+            given = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(given, torch.autograd.function.BackwardCFunction):
+                found.append(given)
     return found
 
 
