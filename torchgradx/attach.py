@@ -161,7 +161,6 @@ class Probe(Reader):
                 site = site_of(modules[layer.name], layer, index, context)
                 self._sites.append(site)
                 self._trace.add(modules[layer.name], layer, getattr(site, "core", None))
-            self._standing.cover()
             if not self._options["weight_grad"]:
                 self._audit.shield(range(len(self._parameters.names)))
             self._audit.attend()

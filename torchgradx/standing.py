@@ -77,14 +77,6 @@ class Standing:
         self._kinds[id(module)] = module.__class__ = kind
         return sites
 
-    def cover(self) -> None:
-        """What has no site of ours is its own class's again, but for what runs again."""
-        for module in self._modules if self.formers else ():
-            stock = stock_of(type(module))
-            if id(module) not in self._kinds and type(module) is not stock:
-                kind = swapped(stock, lambda stock, _: stock.forward, {}, None, self._former)
-                self._kinds[id(module)] = module.__class__ = kind
-
     def _former(self, module: nn.Module) -> type | None:
         """The class whose forward runs again now, where that is not ours."""
         k = self._recorder.former() if self.formers else -1
