@@ -76,8 +76,8 @@ std::optional<std::shared_ptr<Pass>> Recorder::own(const Node& node) const {
 
 std::optional<std::shared_ptr<Pass>> Recorder::original(const Node& node) const {
   if (auto known = own(node)) return known;
-  for (const auto& former : formers_)
-    if (former->own(node)) return nullptr;
+  for (const auto& former : formers_)  // a pass alone says it: of what came after them they recorded nothing
+    if (former->own(node).value_or(nullptr)) return nullptr;
   for (const auto& weak : followers_)
     if (const auto follower = weak.lock(); follower && follower->own(node)) return nullptr;
   if (before_.holds(node)) return nullptr;

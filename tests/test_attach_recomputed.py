@@ -226,3 +226,24 @@ def test_a_checkpoint_inside_of_a_reentrant_one_is_of_its_own_forward(first, ord
     close_named(probe.norms(per="parameter"), {k: torch.cat([w[k] for w in want]) for k in want[0]})
     if options.get("weight_grad", True):
         same_gradients(model, twin, 1e-9)
+
+
+@a_few_modes
+@pytest.mark.parametrize("part", ["first", "second"])
+def test_a_probe_of_a_part_knows_its_own_beside_one_of_the_whole_before(part, options):
+    """Around the part's call the nodes are of neither's forwards, and start what runs again."""
+    model = checkpointed(lambda: nn.Linear(4, 4), False, None)
+    twin, x = copy.deepcopy(model), torch.randn(4, 2, 3).double()
+    with torchgradx.attach(model, **options):
+        late = square(model, x)
+    probe = torchgradx.attach(getattr(model, part))
+    square(model, x).backward()
+    square(twin, x).backward()
+    want = loop(twin, square, x)
+    close_named(probe.norms(per="parameter"), {k: want[f"{part}.{k}"] for k in ("weight", "bias")})
+    same_gradients(model, twin, 1e-9)
+    if options.get("weight_grad", True):
+        late.backward()
+        square(twin, x).backward()
+        same_gradients(model, twin, 1e-9)
+    probe.remove()
