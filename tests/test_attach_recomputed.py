@@ -124,15 +124,18 @@ LAYERS = {
     "own": Own,
     "attention": lambda: Wrapped(
         nn.MultiheadAttention(4, 2, batch_first=True),
-        lambda m, x: m(x[:, None], x[:, None].tanh(), x[:, None])[0][:, 0],
+        lambda m, x: m(x, x.tanh(), x)[0],
     ),
-    "lstm": lambda: Wrapped(nn.LSTM(4, 4, batch_first=True), lambda m, x: m(x[:, None])[0][:, 0]),
-    "cell": lambda: Wrapped(nn.LSTMCell(4, 4), lambda m, x: sum(m(x))),
-    "convolution": lambda: Wrapped(nn.Conv1d(1, 1, 3, padding=1), lambda m, x: m(x[:, None])[:, 0]),
+    "lstm": lambda: Wrapped(nn.LSTM(4, 4, batch_first=True), lambda m, x: m(x)[0]),
+    "cell": lambda: Wrapped(nn.LSTMCell(4, 4), lambda m, x: x + sum(m(x[:, 0]))[:, None]),
+    "convolution": lambda: nn.Conv1d(2, 2, 3, padding=1),
 }
 # f(orward) of the model as it is, p(aused forward), R(emove), A(ttach), b(ackward) of the earliest,
 # c(ollect the graphs that are over).
-LATE = ["fRAb", "fRARb", "fRAfbb", "fRAfRAfbbb", "fpRAbb", "fRApfbbb", "fRfbcb", "fRfAbcb"]
+LATE = [
+    "fRb", "fRAb", "fRARb", "fRAfbb", "fRAfRAfbbb", "fpRAbb", "fRApfbbb", "fRfbcb", "fRfAbcb",
+    "fpbb", "pfbb", "pfRbb",
+]  # fmt: skip
 
 
 def checkpointed(make, reentrant, inside):
@@ -167,20 +170,22 @@ def as_found(model):
     ],
     ids=str,
 )
+@pytest.mark.parametrize("of", ["", "first"])
 @pytest.mark.parametrize(
     ("reentrant", "inside"), [(False, None), (False, False), (True, False), (False, True)]
 )
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
-def test_a_forward_of_a_probe_before_has_its_gradients(make, reentrant, inside, one, other):
-    """Whatever was attached or paused since, and the model is given back as it was."""
+def test_a_forward_of_a_probe_before_has_its_gradients(make, reentrant, inside, of, one, other):
+    """Whatever was attached or paused since, to the model or to a part that a checkpoint is around;
+    and the model is given back as it was."""
     given = []
     for story in LATE:
         model, late = checkpointed(make, reentrant, inside), []
         twin = copy.deepcopy(model)
         given.append((model, as_found(model)))
-        probe, options = torchgradx.attach(model, **one), [one, other]
+        probe, options = torchgradx.attach(model.get_submodule(of), **one), [one, other]
         for step in story:
-            x = torch.randn(4, 3).double()
+            x = torch.randn(5, 2, 3).double()
             if step == "f":
                 late.append((square(model, x), square(twin, x)))
             elif step == "p":
@@ -190,7 +195,7 @@ def test_a_forward_of_a_probe_before_has_its_gradients(make, reentrant, inside, 
                 probe.remove()
             elif step == "A":
                 options.reverse()
-                probe = torchgradx.attach(model, **options[0])
+                probe = torchgradx.attach(model.get_submodule(of), **options[0])
             elif step == "c":
                 gc.collect()
             else:
@@ -202,10 +207,70 @@ def test_a_forward_of_a_probe_before_has_its_gradients(make, reentrant, inside, 
             model.zero_grad()
             probe.reset()
             square(model, x).backward()
-            close_named(probe.norms(per="parameter"), loop(model, square, x))
+            want = {
+                name.removeprefix(f"{of}."): norms
+                for name, norms in loop(model, square, x).items()
+                if name.startswith(of)
+            }
+            close_named(probe.norms(per="parameter"), want)
         probe.remove()
     gc.collect()
     assert all(as_found(model) == found for model, found in given)
+
+
+@a_few_modes
+@pytest.mark.parametrize("story", ["fpbb", "pfbb", "pfRAbb", "fRAfbb", "fRApfbbb", "fRApfBBB"])
+def test_a_module_called_outside_of_the_model_is_of_its_own_call(story, options):
+    """B: backward of the latest."""
+    model, late = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double(), []
+    twin, probe = copy.deepcopy(model), torchgradx.attach(model, **options)
+
+    def loss(model, x):
+        return square(lambda x: checkpoint(part, model, x, use_reentrant=False), x)
+
+    def part(model, x):
+        return torch.tanh(model[0](torch.tanh(x)))
+
+    for step in story:
+        x = torch.randn(3, 2, 4).double()
+        if step in "fp":
+            with probe.paused() if step == "p" else contextlib.nullcontext():
+                late.append((loss(model, x), loss(twin, x)))
+        elif step == "R":
+            probe.remove()
+        elif step == "A":
+            probe = torchgradx.attach(model, **options)
+        else:
+            for one in late.pop(0 if step == "b" else -1):
+                one.backward()
+    same_gradients(model, twin, 1e-9)
+
+
+@a_few_modes
+@pytest.mark.parametrize("since", ["nothing", "removed", "attached anew", "paused"])
+@pytest.mark.parametrize("calls", ["fp", "pf", "fpf"])
+def test_paused_within_a_checkpoint(calls, since, options):
+    """Each call of what runs again is as it was."""
+    model = nn.Linear(4, 4).double()
+    twin, x = copy.deepcopy(model), torch.randn(3, 2, 4).double()
+    probe = torchgradx.attach(model, **options)
+
+    def part(model, x):
+        for call in calls:
+            with probe.paused() if call == "p" else contextlib.nullcontext():
+                x = torch.tanh(model(x))
+        return x.sin()
+
+    losses = [checkpoint(part, m, x, use_reentrant=False).sum() for m in (model, twin)]
+    if since in ("removed", "attached anew"):
+        probe.remove()
+    if since == "attached anew":
+        probe = torchgradx.attach(model)
+    with probe.paused() if since == "paused" else contextlib.nullcontext():
+        losses[0].backward()
+    losses[1].backward()
+    if options.get("weight_grad", True):
+        same_gradients(model, twin, 1e-9)
 
 
 @a_few_modes

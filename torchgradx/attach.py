@@ -238,7 +238,7 @@ class Probe(Reader):
 
     def _astray(self) -> Pass | None:
         """Of a module called outside of the model's forward: refused once a gradient comes."""
-        if not self._record.takes(self._standing.on and not self._paused):
+        if not self._record.takes(self._standing.on and not self._paused, outside=True):
             return None
         run = Pass(self._recorder, 0, self._parameters.tensors())
         run.astray = True

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import ops
 from .clipping import Books, factors_of, group, is_unscaled, unscaled_by
 from .errors import CoverageError
+from .frames import Frames
 from .norms import combine
 from .rules import Layer
 
@@ -37,6 +38,7 @@ class Record:
         self._recorder, self._parameters, self._layers = recorder, parameters, layers
         self._options = options
         self.books = Books(recorder, parameters)
+        self._frames = Frames()
         self._serial = 0
         self._silent: dict[int, int] = {}  # serials of forwards without grad, by the node before
         self._read = False
@@ -52,8 +54,9 @@ class Record:
         if node is not None:  # a reentrant checkpoint around the model
             run.serial = self._silent.get(node._sequence_nr(), self._serial)
 
-    def takes(self, on: bool) -> bool:
-        """Whether a forward that begins is to be a pass; of one that runs again, whether it was."""
+    def takes(self, on: bool, outside: bool = False) -> bool:
+        """Whether a forward that begins is to be a pass; of one that runs again, whether it was.
+        `outside`: of a module, outside of the model's."""
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
             return False
         if not torch.is_grad_enabled():  # which a reentrant checkpoint may run again
@@ -62,9 +65,7 @@ class Record:
             if len(self._silent) > 256:
                 del self._silent[next(iter(self._silent))]
             return False
-        inside = torch._C._current_graph_task_id() != -1
-        again = self._recorder.records_again() if inside else None
-        return on if again is None else again
+        return self._frames.answer(on, self._recorder.records_again, outside)
 
     def begin(self, run: Any) -> None:
         """The first gradient of a pass that is not in the record."""
