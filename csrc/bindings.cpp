@@ -66,7 +66,7 @@ const NodePtr& node_of(const py::object& python) {
 void bind_pass(py::module_& m) {
   py::class_<Recorder, std::shared_ptr<Recorder>>(m, "Recorder")
       .def(py::init<int64_t, py::object, py::object, py::object, py::object, py::object, py::object, py::object>())
-      .def("push", &Recorder::push, py::arg("run").none(true), py::arg("before") = 0)
+      .def("push", &Recorder::push, py::arg("run").none(true))
       .def("enlist", &Recorder::enlist)
       .def("pop", &Recorder::pop)
       .def("depth", &Recorder::depth)

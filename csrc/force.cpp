@@ -39,9 +39,9 @@ bool Stretch::holds(const Node& node) const {
   return node.thread_id() == thread && node.sequence_nr() >= first && node.sequence_nr() < last;
 }
 
-void Recorder::push(std::shared_ptr<Pass> pass, uint64_t before) {
+void Recorder::push(std::shared_ptr<Pass> pass) {
   if (pass) enlist(pass);
-  in_force.push_back({this, std::move(pass), at::sequence_number::peek() - before});
+  in_force.push_back({this, std::move(pass), at::sequence_number::peek()});
 }
 
 void Recorder::pop() {

@@ -104,9 +104,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
            py::object booked, py::object astray, py::object enclosing);
 
   void enlist(const std::shared_ptr<Pass>& pass);
-  // Enlisted; nullptr: record nothing on this thread until pop(), nor again what the last `before` nodes will run
-  // again.
-  void push(std::shared_ptr<Pass> pass, uint64_t before = 0);
+  void push(std::shared_ptr<Pass> pass);  // enlisted; nullptr: record nothing on this thread until pop()
   void pop();
   int64_t depth() const;  // how many are in force on this thread, one within another
   // Of this thread; in a recomputation, the pass that it belongs to; outside of the model's forward, one that is

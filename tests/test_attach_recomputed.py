@@ -246,6 +246,54 @@ def test_a_module_called_outside_of_the_model_is_of_its_own_call(story, options)
     same_gradients(model, twin, 1e-9)
 
 
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g
+
+
+@a_few_modes
+@pytest.mark.parametrize("inside", [None, False, True])
+@pytest.mark.parametrize(
+    "before",
+    [torch.tanh, Twice.apply, lambda x: checkpoint(torch.tanh, x, use_reentrant=True)],
+    ids=["nothing", "function", "checkpoint"],
+)
+def test_in_a_reentrant_checkpoint_around_the_model(before, inside, options):
+    """Of a paused forward nothing is recorded, whatever nodes it made before it came to the model;
+    and the others stay in their order."""
+    model = nn.Linear(4, 4).double()
+    twin, probe = copy.deepcopy(model), torchgradx.attach(model, **options)
+
+    def part(model, x):
+        x = before(x)
+
+        def rest(x):
+            return torch.tanh(model(x))
+
+        return rest(x) if inside is None else checkpoint(rest, x, use_reentrant=inside)
+
+    def loss(model, x):
+        x = x.detach().requires_grad_()
+        return square(lambda x: checkpoint(part, model, x, use_reentrant=True), x)
+
+    batches, losses = [torch.randn(n, 2, 4).double() for n in (3, 4, 5)], []
+    for k, x in enumerate(batches):
+        with probe.paused() if k == 1 else contextlib.nullcontext():
+            losses.append((loss(model, x), loss(twin, x)))
+    for both in reversed(losses):
+        for one in both:
+            one.backward()
+    want = [loop(twin, loss, x) for x in batches[::2]]
+    close_named(probe.norms(per="parameter"), {k: torch.cat([w[k] for w in want]) for k in want[0]})
+    if options.get("weight_grad", True):
+        same_gradients(model, twin, 1e-9)
+
+
 @a_few_modes
 @pytest.mark.parametrize("since", ["nothing", "removed", "attached anew", "paused"])
 @pytest.mark.parametrize("calls", ["fp", "pf", "fpf"])

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from . import ops, passes
 from .audit import Audit
-from .backwards import Backwards, enclosing, weakly
+from .backwards import Backwards, weakly
+from .frames import enclosing
 from .layout import batch_size, one_of_several, tensors_in
 from .options import check, fitting
 from .reading import Reader
@@ -214,15 +215,15 @@ class Probe(Reader):
         self._unwind(module, 1)
         outer = self._recorder.depth() and self._recorder.current()
         run = outer or self._begin(module, args, kwargs)
-        # Of a reentrant checkpoint around the model nothing shows but its own node, the one before.
-        self._recorder.push(run, int(self._paused > 0 and not torch.is_grad_enabled()))
+        self._recorder.push(run)
 
     def _unwind(self, root: nn.Module | None, calls: int = 0) -> None:
         if self._recorder.depth() and unwound(self._recorder, root, calls):
             self._audit.witness.stop()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
-        if not self._record.takes(self._standing.on and not self._paused):
+        serial = self._record.takes(self._standing.on and not self._paused)
+        if not serial:
             return None
         n = batch_size(self._options, args, kwargs)
         if n is None:
@@ -230,7 +231,7 @@ class Probe(Reader):
                 -1, "the model was called without a tensor that shows N: say batch_size="
             )
             return None
-        run, new = self._open(module, n)
+        run, new = self._open(module, n, serial)
         if new or self._joint:
             batch_dim = self._options["batch_dim"]
             self._audit.witness.start(n, module, (args, kwargs), batch_dim, not new)
@@ -245,7 +246,7 @@ class Probe(Reader):
         self._recorder.enlist(run)  # a checkpoint's recomputation finds it there
         return run
 
-    def _open(self, module: nn.Module, n: int) -> tuple[Pass | None, bool]:
+    def _open(self, module: nn.Module, n: int, serial: int) -> tuple[Pass | None, bool]:
         """A pass of n samples, and whether it is a new one."""
         if self._seen.last is None:
             self._backwards.sweep()
@@ -273,14 +274,14 @@ class Probe(Reader):
         if self._joint is not None:
             run.keep = True
             self._joint.append(run)
-        self._record.note_forward(run)
+        run.serial = serial
         return run, True
 
     def _open_in_graph(self, n: int, call: Call, inputs: Sequence[Tensor]) -> Pass | None:
         """The pass of a compiled graph that runs now."""
         if not self._standing.on or self._paused:
             return None
-        run, new = self._open(root_of(self._model()), n)
+        run, new = self._open(root_of(self._model()), n, self._record.next())
         if run is not None:
             if new:
                 self._recorder.enlist(run)

@@ -7,7 +7,6 @@ added is taken back at once. A backward inside of another (reentrant checkpoints
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import torch
 
 from .copies import untraced
 
-__all__ = ["Backwards", "at_the_end", "enclosing", "weakly"]
+__all__ = ["Backwards", "at_the_end", "weakly"]
 
 at_the_end = torch.autograd.Variable._execution_engine.queue_callback  # of the current backward
 
@@ -31,19 +30,6 @@ def weakly(owner: Callable[[], Any], method: str) -> Callable[..., Any]:
         return None if alive is None else getattr(alive, method)(*args)
 
     return call
-
-
-def enclosing() -> list[Any]:
-    """The nodes whose own backwards run on this thread, the innermost first: a reentrant
-    checkpoint's runs another."""
-    found, frame = [], sys._getframe()
-    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
-        code = frame.f_code
-        if code.co_name == "backward" and code.co_argcount:  # to look at others' would keep theirs
-            given = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(given, torch.autograd.function.BackwardCFunction):
-                found.append(given)
-    return found
 
 
 class Backwards:

@@ -1,77 +1,115 @@
-"""Whether what a checkpoint runs again was recorded when it ran first.
+"""What a checkpoint runs again is recorded if it was when it ran first.
 
-A non-reentrant checkpoint has a frame, which torch's hooks on saved tensors hold: those of its
-forward, and those of its recomputations. A probe notes there what it answered, and answers the same
-again: by then it may have been removed or paused, or be paused no more.
+A probe that is asked in a checkpoint's forward notes its answer, and gives the same again: by then
+it may have been removed or paused, or be paused no more. A reentrant checkpoint is known by its
+Function, others by a frame that torch's hooks on saved tensors hold: those of the forward, and
+those of whatever runs it again.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import _CheckpointFrame
 
-__all__ = ["Frames"]
+__all__ = ["Frames", "enclosing"]
+
+
+def enclosing() -> list[Any]:
+    """The nodes whose own backwards run on this thread, the innermost first: a reentrant
+    checkpoint's runs another."""
+    return [function for name, function in _functions() if name == "backward"]
+
+
+def _functions() -> Iterator[tuple[str, Any]]:
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        code = frame.f_code
+        first = code.co_varnames[0] if code.co_argcount else "self"
+        if code.co_name in ("forward", "backward") and first != "self":  # a look keeps what it held
+            given = frame.f_locals.get(first)
+            if isinstance(given, BackwardCFunction):
+                yield code.co_name, given
+
+
+class _Around(NamedTuple):
+    """The checkpoints whose forwards run on this thread; the one around these that runs again, and
+    what tells this time from others."""
+
+    forwards: list[Any]
+    again: Any = None
+    time: Any = None
 
 
 @dataclass
 class _Notes:
-    roots: list[bool] = field(default_factory=list)  # by call of the model
-    outside: bool = False  # of any call of its modules outside of that
+    calls: list[int] = field(default_factory=list)  # of the model: as answered
+    outside: int = 0  # the latest of its modules, outside of that, that was recorded
+    again: dict[Any, int] = field(default_factory=dict)  # by time: how many calls have come
 
 
 class Frames:
     """One probe's answers."""
 
     def __init__(self) -> None:
-        self._notes: weakref.WeakKeyDictionary[_CheckpointFrame, _Notes] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by hook
+        self._notes: weakref.WeakKeyDictionary[Any, _Notes] = weakref.WeakKeyDictionary()
 
-    def answer(self, on: bool, by_nodes: Callable[[], bool | None], outside: bool) -> bool:
-        """Whether to record a call of the model, or `outside` of it; of one that runs again,
-        whether it was. `by_nodes`: what the graph says of that where no frame does."""
-        hook = (torch._C._autograd._top_saved_tensors_default_hooks(True) or (None,))[0]
-        frame, again = _frame_of(hook)
-        recorded = self._noted(hook, frame, outside) if frame and again else None
-        if recorded is None:
-            recorded = by_nodes()
-        if recorded is None:
-            recorded = on and not again  # when it ran first, the probe was not asked
-        if frame and not again:
+    def answer(
+        self, on: bool, serial: int, by_nodes: Callable[[], bool | None], outside: bool
+    ) -> int:
+        """The serial of a call of the model, or `outside` of it, that is recorded; else 0. Of one
+        that runs again, what it was. `by_nodes`: what the graph says of that, where nothing is
+        noted."""
+        around = _around()
+        found = self._noted(around, outside)
+        if found is None:
+            known = by_nodes()
+            if known is None:  # a frame that has no notes ran when this probe was not there
+                known = on and not isinstance(around.again, _CheckpointFrame)
+            found = serial if known else 0
+        for frame in around.forwards:
             notes = self._notes.setdefault(frame, _Notes())
             if outside:
-                notes.outside |= recorded
+                notes.outside = found or notes.outside
             else:
-                notes.roots.append(recorded)
-        return recorded
+                notes.calls.append(found)
+        return found
 
-    def _noted(self, hook: Any, frame: _CheckpointFrame, outside: bool) -> bool | None:
-        notes = self._notes.get(frame)
+    def _noted(self, around: _Around, outside: bool) -> int | None:
+        notes = None if around.again is None else self._notes.get(around.again)
         if notes is None:
             return None
         if outside:
             return notes.outside
-        call = self._calls.get(hook, 0)
-        self._calls[hook] = call + 1
-        return notes.roots[call] if call < len(notes.roots) else None
+        call = notes.again.get(around.time, 0)
+        notes.again[around.time] = call + 1
+        return notes.calls[call] if call < len(notes.calls) else None
 
 
-def _frame_of(hook: Any) -> tuple[_CheckpointFrame | None, bool]:
-    """That of a checkpoint, if this is its hook; and whether it runs again."""
-    for held in _held_by(inspect.unwrap(hook)):
-        again = isinstance(held, weakref.ref)
-        frame = held() if again else held
-        if isinstance(frame, _CheckpointFrame):
-            return frame, again
-    return None, False
+def _around() -> _Around:
+    forwards: list[Any] = []
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # whoever's
+    for held in () if hooks is None else _held_by(inspect.unwrap(hooks[0])):
+        if isinstance(held, _CheckpointFrame):
+            forwards.append(held)
+        elif isinstance(held, weakref.ref) and isinstance(held(), _CheckpointFrame):
+            return _Around(forwards, held(), hooks)
+    task = torch._C._current_graph_task_id()
+    if task == -1 and torch.is_grad_enabled():  # no reentrant one runs
+        return _Around(forwards)
+    for name, function in _functions():
+        if name == "backward":
+            return _Around(forwards, function, task)
+        forwards.append(function)
+    return _Around(forwards)
 
 
 def _held_by(function: Any) -> Iterator[Any]:

@@ -104,10 +104,10 @@ class Recorder:
                 other.ambiguous |= other.retained and other.silent_in_all > 0
         self.alive = [*living, weakref.ref(run)]
 
-    def push(self, run: Pass | None, before: int = 0) -> None:
+    def push(self, run: Pass | None) -> None:
         if run is not None:
             self.enlist(run)
-        self._in_force().append((run, torch.autograd._get_sequence_nr() - before))
+        self._in_force().append((run, torch.autograd._get_sequence_nr()))
 
     def pop(self) -> None:
         run, first = self._in_force().pop()

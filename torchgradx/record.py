@@ -39,33 +39,24 @@ class Record:
         self._options = options
         self.books = Books(recorder, parameters)
         self._frames = Frames()
-        self._serial = 0
-        self._silent: dict[int, int] = {}  # serials of forwards without grad, by the node before
+        self._serial = 0  # of forwards
         self._read = False
         self._compares = False  # .grad with the samples' own gradients: somebody asked for it
         self._there: list[Tensor] = []  # how large .grad was before the record's first gradient
         self.mismatched: set[tuple[int, int]] = set()  # backwards, parameters that received else
         self.runs: list[tuple[Any, float | Tensor]] = []  # with the loss scale in force at each
 
-    def note_forward(self, run: Any) -> None:
-        self._serial += 1
-        run.serial = self._serial
-        node = torch._C._current_autograd_node()
-        if node is not None:  # a reentrant checkpoint around the model
-            run.serial = self._silent.get(node._sequence_nr(), self._serial)
-
-    def takes(self, on: bool, outside: bool = False) -> bool:
-        """Whether a forward that begins is to be a pass; of one that runs again, whether it was.
-        `outside`: of a module, outside of the model's."""
+    def takes(self, on: bool, outside: bool = False) -> int:
+        """The place among the forwards of one that begins and is to be a pass; else 0. `outside`:
+        of a module, outside of the model's."""
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
-            return False
-        if not torch.is_grad_enabled():  # which a reentrant checkpoint may run again
-            self._serial += 1
-            self._silent.setdefault(torch.autograd._get_sequence_nr() - 1, self._serial)
-            if len(self._silent) > 256:
-                del self._silent[next(iter(self._silent))]
-            return False
-        return self._frames.answer(on, self._recorder.records_again, outside)
+            return 0
+        serial = self._frames.answer(on, self.next(), self._recorder.records_again, outside)
+        return serial if torch.is_grad_enabled() else 0
+
+    def next(self) -> int:
+        self._serial += 1
+        return self._serial
 
     def begin(self, run: Any) -> None:
         """The first gradient of a pass that is not in the record."""
