@@ -300,6 +300,8 @@ void Pass::add(int64_t parameter, Term term) {
     entry.late = true;
     return;
   }
+  for (Tensor* operand : {&term.activations, &term.grads})  // not the graph, which a view's base may hold
+    if (operand->defined()) *operand = operand->detach();
   entry.terms.push_back(std::move(term));
   if (keep || retained || static_cast<int64_t>(entry.terms.size()) < entry.calls) return;
   py::gil_scoped_acquire gil;  // all uses are in: combine them now, and let their operands go

@@ -246,6 +246,25 @@ def test_a_module_called_outside_of_the_model_is_of_its_own_call(story, options)
     same_gradients(model, twin, 1e-9)
 
 
+@a_few_modes
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_a_record_that_waits_for_other_uses_holds_no_graph(make, options):
+    layer = make()
+
+    def forward(m, x):
+        x = checkpoint(m.layer, torch.tanh(m.into(x)), use_reentrant=False)
+        return m.out(torch.tanh(m.layer(torch.tanh(x))))
+
+    model = Model(forward, into=nn.Linear(3, 4), layer=layer, out=nn.Linear(4, 2)).double()
+    found, x = as_found(model), torch.randn(5, 2, 3).double()
+    probe = torchgradx.attach(model, **options)
+    square(model, x).backward()
+    close_named(probe.norms(per="parameter"), loop(model, square, x))
+    probe.remove()
+    gc.collect()
+    assert as_found(model) == found
+
+
 class Twice(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -365,7 +365,8 @@ class Pass:
             self._late.add(place)
             return
         kept = Versions(t for t in (activations, grads) if t is not None)
-        self._terms.setdefault(place, []).append(((-1, activations, grads), kept))
+        term = -1, None if activations is None else activations.detach(), grads.detach()
+        self._terms.setdefault(place, []).append((term, kept))  # and not the graph
         if not (self.keep or self.retained or len(self._terms[place]) < self._calls[place]):
             self.recorder.finish(self, place)
 
