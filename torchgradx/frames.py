@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.utils.checkpoint import _CheckpointFrame
+from torch.utils import checkpoint
 
 __all__ = ["Frames", "enclosing"]
+
+Frame: Any = getattr(checkpoint, "_CheckpointFrame", ())  # of one that is not reentrant
 
 
 def enclosing() -> list[Any]:
@@ -52,7 +54,7 @@ class _Around(NamedTuple):
 @dataclass
 class _Notes:
     calls: list[int] = field(default_factory=list)  # of the model: as answered
-    outside: int = 0  # the latest of its modules, outside of that, that was recorded
+    outside: int = 0  # of one of its modules, called outside of that and recorded
     again: dict[Any, int] = field(default_factory=dict)  # by time: how many calls have come
 
 
@@ -73,7 +75,7 @@ class Frames:
         if found is None:
             known = by_nodes()
             if known is None:  # a frame that has no notes ran when this probe was not there
-                known = on and not isinstance(around.again, _CheckpointFrame)
+                known = on and not isinstance(around.again, Frame)
             found = serial if known else 0
         for frame in around.forwards:
             notes = self._notes.setdefault(frame, _Notes())
@@ -98,9 +100,9 @@ def _around() -> _Around:
     forwards: list[Any] = []
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # whoever's
     for held in () if hooks is None else _held_by(inspect.unwrap(hooks[0])):
-        if isinstance(held, _CheckpointFrame):
+        if isinstance(held, Frame):
             forwards.append(held)
-        elif isinstance(held, weakref.ref) and isinstance(held(), _CheckpointFrame):
+        elif isinstance(held, weakref.ref) and isinstance(held(), Frame):
             return _Around(forwards, held(), hooks)
     task = torch._C._current_graph_task_id()
     if task == -1 and torch.is_grad_enabled():  # no reentrant one runs
