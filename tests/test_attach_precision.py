@@ -70,6 +70,9 @@ MODELS = {
                          a=nn.MultiheadAttention(8, 2, batch_first=True)), (N, 5, 8)),
     "images": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(),
                                      nn.Flatten(), nn.Linear(64, 2)), (N, 3, 6, 6)),
+    "slopes": (lambda: nn.Sequential(nn.Linear(8, 6), nn.PReLU(), nn.Unflatten(1, (6, 1)),
+                                     nn.Conv1d(6, 4, 1), nn.PReLU(4), nn.Flatten(),
+                                     nn.Linear(4, 2)), (N, 8)),
     "checkpointed": (shared(checkpointed(False), block=block()), (N, 8)),
     "checkpointed reentrantly": (shared(checkpointed(True), block=block()), (N, 8)),
 }  # fmt: skip

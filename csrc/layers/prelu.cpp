@@ -24,6 +24,12 @@ class PReLU final : public Elementwise {
     return at::prelu(input, weight);
   }
 
+  Gradients backward(const Saved& saved, const Tensor& weight, const Tensor& grad_output,
+                     const Wanted& wanted) const override {
+    const Tensor cast = weight.to(saved.input.scalar_type());  // as autocast does, in whose forward it was
+    return Elementwise::backward(saved, cast, grad_output, wanted);
+  }
+
   std::optional<Operands> operands(const Saved& saved, const Tensor& grad_output, int64_t n,
                                    Layout layout) const override {
     const auto images = images_of(grad_output, n, layout);
