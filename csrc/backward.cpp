@@ -100,18 +100,11 @@ Pass::State Pass::state() const {
 void Pass::restore(const State& state) {
   entries = state.entries, dots = state.dots;
   create_graph = state.create_graph, retained = state.retained;
-  renew();
 }
 
 void Pass::forget() {
   clear();
   create_graph = retained = false;
-  silent_calls = silent_in_all;
-  failed = true;
-}
-
-void Pass::renew() {
-  if (retained) silent_calls = silent_in_all;
 }
 
 }  // namespace torchgradx

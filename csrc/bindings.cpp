@@ -129,7 +129,7 @@ void bind_pass(py::module_& m) {
       .def_readwrite("hooked", &Pass::hooked)
       .def_readwrite("serial", &Pass::serial)
       .def_readonly("refusals", &Pass::refusals)
-      .def_readonly("silent_calls", &Pass::silent_calls)
+      .def_readonly("silent", &Pass::silent)
       .def("refuse",
            [](Pass& self, int64_t site, const std::string& reason) { self.refusals.emplace_back(site, reason); })
       .def("call", &Pass::call)
@@ -164,8 +164,6 @@ void bind_pass(py::module_& m) {
       .def("state", &Pass::state)
       .def("restore", &Pass::restore)
       .def("forget", &Pass::forget)
-      .def("renew", &Pass::renew)
-      .def("abandon", [](Pass& self) { self.silent_calls = 0; })
       .def(
           "add",  // gradients [N, *]; or those of [N, T, O] and activations [N, T, I]
           [](Pass& self, int64_t parameter, const Tensor& grads, const std::optional<Tensor>& activations) {

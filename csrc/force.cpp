@@ -137,25 +137,13 @@ std::shared_ptr<Pass> Recorder::current() const {
     return astray_->function().cast<std::shared_ptr<Pass>>();
   }
   if (auto known = original()) return *known;
-  // A checkpoint within a reentrant one, whose nodes are of the backward: the pass whose calls ran under no_grad. Or
-  // its graph is thrown away, and only what it saves matters: as in the original, which was tapped.
-  std::shared_ptr<Pass> waiting, latest;
-  bool tapped = false, astray = false;  // what has no stretch that is known
-  for (const auto& weak : alive)
-    if (auto pass = weak.lock()) {
-      tapped = tapped || pass->silent_in_all > 0;
-      astray = astray || pass->astray;
-      latest = pass;
-      if (pass->silent_calls <= 0) continue;
-      if (waiting) waiting->ambiguous = pass->ambiguous = true;
-      waiting = std::move(pass);
-    }
-  if (astray && held_ > 0) {
-    py::gil_scoped_acquire gil;
-    return astray_->function().cast<std::shared_ptr<Pass>>();
-  }
-  if (waiting) return waiting;
-  return tapped && held_ > 0 ? latest : nullptr;
+  const bool astray = std::any_of(alive.begin(), alive.end(), [](const auto& weak) {
+    const auto pass = weak.lock();  // of what is called outside of the model no stretch is known
+    return pass && pass->astray;
+  });
+  if (!astray || held_ <= 0) return nullptr;
+  py::gil_scoped_acquire gil;
+  return astray_->function().cast<std::shared_ptr<Pass>>();
 }
 
 void Recorder::hold() {

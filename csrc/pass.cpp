@@ -84,13 +84,7 @@ Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::
 void Recorder::enlist(const std::shared_ptr<Pass>& pass) {
   std::vector<std::weak_ptr<Pass>> living;
   for (const auto& weak : alive)
-    if (const auto other = weak.lock()) {
-      if (other->recorded || other->failed) {  // its backward has been: nothing will run again
-        other->silent_calls = 0;
-        if (other->retained && other->silent_in_all > 0) other->ambiguous = true;  // unless it comes once more
-      }
-      living.push_back(weak);
-    }
+    if (!weak.expired()) living.push_back(weak);
   living.push_back(pass);
   alive.swap(living);
 }
@@ -168,12 +162,9 @@ int64_t Pass::call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef
   const bool again = get_current_graph_task_id() != -1 && recorder->depth() == 0;
   for (const auto& [parameter, tensor] : slots)
     if (!track(parameter, tensor)) refusals.emplace_back(site, kAnothers);
-  if (again) {
-    if (silent_calls > 0 && at::GradMode::is_enabled()) --silent_calls;  // a nested checkpoint's comes once more
-    return -1;
-  }
+  if (again) return -1;
   for (const auto& slot : slots) ++entries[slot.first].calls;
-  if (!at::GradMode::is_enabled()) silent_in_all = ++silent_calls;
+  silent = silent || !at::GradMode::is_enabled();
   note(site);
   note(static_cast<int64_t>(sizes.size()));
   for (const int64_t size : sizes) structure = mixed(structure, size == n ? 1 : 2);
@@ -234,7 +225,6 @@ bool Pass::arrive(at::IntArrayRef parameters, const Node* at, bool enclosed) {
   if (task_ != task || !recorded) enter(task, at);
   if (astray) return false;
   if (!all) recorder->refuse(-1, "a backward(inputs=...) computed the gradients of some parameters only");
-  if (ambiguous) recorder->refuse(-1, "a reentrant checkpoint recomputed while several passes were in flight");
   if (at::GradMode::is_enabled()) create_graph = true;
   if (torch::autograd::get_current_graph_task_keep_graph()) retained = true;
   const std::lock_guard<std::mutex> lock(recorder->mutex);

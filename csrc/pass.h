@@ -204,10 +204,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   bool retained = false;              // a backward kept its graph: another may come
   bool in_graph = false;              // its uses are those of a compiled graph, whose edges say nothing
   std::unique_ptr<Callback> outside;  // then: calls its model again, without the compiler
-  bool ambiguous = false;             // its recomputations cannot be told from another pass's
-  int64_t silent_calls = 0;           // calls under no_grad, which a reentrant checkpoint runs again
-  int64_t silent_in_all = 0;          // before any ran again
-  bool failed = false;                // a backward that came to it did not end
+  bool silent = false;                // some calls were under no_grad: a reentrant checkpoint runs them again
   uint64_t structure = 0;             // hash of the uses: which, and which of their sizes equal N
   int64_t serial = 0;                 // its place among the forwards
   std::vector<Refusal> refusals;      // they count once a backward comes
@@ -259,7 +256,6 @@ class Pass : public std::enable_shared_from_this<Pass> {
   State state() const;
   void restore(const State& state);
   void forget();  // the only backward that came to it failed
-  void renew();   // a backward ended, and another may come
 
  private:
   std::atomic<int64_t> task_{-1};  // the latest backward that came to it

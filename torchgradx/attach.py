@@ -21,6 +21,7 @@ from .audit import Audit
 from .backwards import Backwards, weakly
 from .frames import enclosing
 from .layout import batch_size, one_of_several, tensors_in
+from .modes import unheard
 from .options import check, fitting
 from .reading import Reader
 from .record import Record
@@ -189,8 +190,9 @@ class Probe(Reader):
         self._drained()
 
     def _drained(self) -> None:
-        if not self._standing.on and self._recorder.held <= 0:
-            self._leave_model()
+        self._unwind(self._model())
+        if not (self._standing.on or self._recorder.held > 0 or self._recorder.depth()):
+            self._leave_model()  # else a forward under way does it at its end
 
     def _leave_model(self) -> None:
         for part in (self._hooks, *self._sites):
@@ -211,11 +213,13 @@ class Probe(Reader):
 
     # Forward
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._unwind(module, 1)
-        outer = self._recorder.depth() and self._recorder.current()
-        run = outer or self._begin(module, args, kwargs)
-        self._recorder.push(run)
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        if self._hooks is None:  # left since torch listed the hooks of this call
+            return
+        with unheard():
+            self._unwind(module, 1)
+            outer = self._recorder.depth() and self._recorder.current()
+            self._recorder.push(outer or self._begin(module, args, kwargs))
 
     def _unwind(self, root: nn.Module | None, calls: int = 0) -> None:
         if self._recorder.depth() and unwound(self._recorder, root, calls):
@@ -302,7 +306,12 @@ class Probe(Reader):
         finally:
             self._joint, self._seen.last = joint, None
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
+        if self._hooks is not None:
+            with unheard():
+                self._end(module, args, kwargs, out)
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         run = self._recorder.current()
         looked = self._audit.witness.stop(self._recorder.depth() == 1, out)
         key = None if run is None else self._audit.key(run, looked.way)
@@ -310,8 +319,8 @@ class Probe(Reader):
         known = seen is None and looked.taint is None and self._audit.knows(key)
         uses = [] if run is None or known else run.uses()
         self._recorder.pop()
-        if run and out is None and not self._recorder.depth():
-            run.abandon()  # an exception: nothing of it runs again
+        if not self._standing.on:
+            self._drained()
         if not run or out is None or not self._standing.on:
             return
         if run.n == 1 and not known:
@@ -319,7 +328,7 @@ class Probe(Reader):
             looked = looked._replace(broadcast=broadcast)
         if looked.taint is not None:
             self._audit.witness.keep(looked.taint, uses, (run.structure, looked.way))
-        if run.silent_calls:  # a reentrant checkpoint's graph holds no use until it runs again
+        if run.silent:  # a reentrant checkpoint's graph holds no use until it runs again
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 metadata: Any = node.metadata
                 metadata.setdefault("torchgradx", []).append(run)

@@ -81,7 +81,6 @@ class Backwards:
         if backward.done and outer != -1:
             self._present(outer).take(backward)
         elif backward.done:
-            backward.renew()
             for task in backward.tasks:
                 self._recorder.merge(task, -1)
         elif outer != -1:
@@ -120,10 +119,6 @@ class _Backward:
             run.forget()
         for run, state in self.before.items():
             run.restore(state)
-
-    def renew(self) -> None:
-        for run in (*self.begun, *self.before):
-            run.renew()
 
     @untraced
     def __call__(self) -> None:

@@ -8,11 +8,11 @@ those of whatever runs it again.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,9 +20,11 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
-__all__ = ["Frames", "enclosing"]
+__all__ = ["Frames", "enclosing", "runs_again_once"]
 
+_C = torch._C._autograd
 Frame: Any = getattr(checkpoint, "_CheckpointFrame", ())  # of one that is not reentrant
+Reentrant: Any = checkpoint.CheckpointFunction._backward_cls
 
 
 def enclosing() -> list[Any]:
@@ -74,8 +76,8 @@ class Frames:
         found = self._noted(around, outside)
         if found is None:
             known = by_nodes()
-            if known is None:  # a frame that has no notes ran when this probe was not there
-                known = on and not isinstance(around.again, Frame)
+            if known is None:  # a checkpoint that has no notes ran when this probe was not there
+                known = on and not isinstance(around.again, (Frame, Reentrant))
             found = serial if known else 0
         for frame in around.forwards:
             notes = self._notes.setdefault(frame, _Notes())
@@ -96,14 +98,24 @@ class Frames:
         return notes.calls[call] if call < len(notes.calls) else None
 
 
+def runs_again_once(unpack: Callable[..., Any]) -> bool:
+    """Whether it is a checkpoint's hook, and what that runs its layers in serves no second time."""
+    frames = (held for held in _held_by(unpack) if isinstance(held, Frame))
+    return any(
+        isinstance(held, contextlib._GeneratorContextManager)
+        for frame in frames
+        for held in _held_by(frame.recompute_fn)
+    )
+
+
 def _around() -> _Around:
     forwards: list[Any] = []
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # whoever's
-    for held in () if hooks is None else _held_by(inspect.unwrap(hooks[0])):
-        if isinstance(held, Frame):
-            forwards.append(held)
-        elif isinstance(held, weakref.ref) and isinstance(held(), Frame):
-            return _Around(forwards, held(), hooks)
+    for hooks in _hooks():  # whoever's
+        for held in _held_by(inspect.unwrap(hooks[0])):
+            if isinstance(held, Frame):
+                forwards.append(held)
+            elif isinstance(held, weakref.ref) and isinstance(held(), Frame):
+                return _Around(forwards, held(), hooks)
     task = torch._C._current_graph_task_id()
     if task == -1 and torch.is_grad_enabled():  # no reentrant one runs
         return _Around(forwards)
@@ -114,7 +126,20 @@ def _around() -> _Around:
     return _Around(forwards)
 
 
+def _hooks() -> list[Any]:
+    """Those on saved tensors that are in force on this thread, the innermost first."""
+    found: list[Any] = []
+    try:
+        while (hooks := _C._top_saved_tensors_default_hooks(True)) is not None:
+            found.append(hooks)
+            _C._pop_saved_tensors_default_hooks()
+    finally:
+        for hooks in reversed(found):
+            _C._push_saved_tensors_default_hooks(*hooks)
+    return found
+
+
 def _held_by(function: Any) -> Iterator[Any]:
     for cell in getattr(function, "__closure__", None) or ():
-        with suppress(ValueError):  # nothing yet
+        with contextlib.suppress(ValueError):  # nothing yet
             yield cell.cell_contents

@@ -96,13 +96,7 @@ class Recorder:
         self._local.asking = on
 
     def enlist(self, run: Pass) -> None:
-        living = [ref for ref in self.alive if ref() is not None]
-        for ref in living:
-            other = ref()
-            if other is not None and (other.recorded or other.failed):
-                other.silent_calls = 0
-                other.ambiguous |= other.retained and other.silent_in_all > 0
-        self.alive = [*living, weakref.ref(run)]
+        self.alive = [*(ref for ref in self.alive if ref() is not None), weakref.ref(run)]
 
     def push(self, run: Pass | None) -> None:
         if run is not None:
@@ -146,15 +140,7 @@ class Recorder:
             return self._in_force()[-1][0]
         if not _in_backward():
             return self._astray() if torch.is_grad_enabled() else None
-        run, known = self._original()
-        if known:
-            return run
-        passes = [run for run in (ref() for ref in self.alive) if run is not None]
-        waiting = [run for run in passes if run.silent_calls > 0]
-        for run in waiting if len(waiting) > 1 else ():
-            run.ambiguous = True
-        # Nested checkpoints may have counted one call twice: the latest pass then.
-        return (waiting or passes or [None])[-1]
+        return self._original()[0]
 
     def audited(self, task: int) -> bool:
         return task in self._audited
@@ -222,8 +208,8 @@ class Pass:
         self.recorder, self.n = recorder, n
         self.recorded = self.keep = self.retained = self.astray = False
         self.in_graph = False  # never without the extension
-        self.create_graph = self.ambiguous = self.failed = False
-        self.silent_calls = self.silent_in_all = self.count = 0
+        self.create_graph = self.silent = False
+        self.count = 0
         self._task = -1  # the latest backward that came to it
         self.structure: Any = (n > 1, *(p.requires_grad for p in parameters))
         self.trainable = [place for place, p in enumerate(parameters) if p.requires_grad]
@@ -257,22 +243,11 @@ class Pass:
     def restore(self, state: Any) -> None:
         self._sq_norms, self._terms, self._late, self.dots, flags = state
         self.create_graph, self.retained = flags
-        self.renew()
 
     def forget(self) -> None:
         """The only backward that came to it failed."""
         self.clear()
         self.create_graph = self.retained = False
-        self.silent_calls, self.failed = self.silent_in_all, True
-
-    def renew(self) -> None:
-        """A backward ended, and another may come."""
-        if self.retained:
-            self.silent_calls = self.silent_in_all
-
-    def abandon(self) -> None:
-        """Its forward did not end: nothing of it runs again."""
-        self.silent_calls = 0
 
     def _track(self, place: int, tensor: Tensor) -> bool:
         """False: its gradient is another parameter's."""
@@ -295,12 +270,10 @@ class Pass:
             if not self._track(place, tensor):
                 self.refuse(site, ANOTHERS)
         if _in_backward() and not self.recorder.depth():
-            self.silent_calls = max(0, self.silent_calls - torch.is_grad_enabled())
             return -1
         for place, _ in slots:
             self._calls[place] += 1
-        if not torch.is_grad_enabled():
-            self.silent_calls = self.silent_in_all = self.silent_calls + 1
+        self.silent |= not torch.is_grad_enabled()
         equal = tuple(size == self.n for size in sizes)
         whole = bool(sizes) and self.n > 0 and sizes[0] % self.n == 0
         self.structure += ((site, equal, whole, self._ago(prod(sizes[:-1]))),)
@@ -349,10 +322,6 @@ class Pass:
         if not all(self._needed(place) for place in places):
             reason = "a backward(inputs=...) computed the gradients of some parameters only"
             self.recorder.refuse(-1, reason)
-        if self.ambiguous:
-            self.recorder.refuse(
-                -1, "a reentrant checkpoint recomputed while several passes were in flight"
-            )
         self.create_graph |= torch.is_grad_enabled()
         self.retained |= torch._C._autograd._get_current_graph_task_keep_graph()
         return True

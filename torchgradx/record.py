@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["Record"]
 
 CPU = torch.device("cpu")
+TWICE = (
+    "a reentrant checkpoint around it ran one forward again for several backwards: with "
+    "use_reentrant=False these are of the same samples"
+)
 
 
 class Record:
@@ -70,6 +74,8 @@ class Record:
             scale = scale.get_scale() if scale.is_enabled() else 1.0
         elif isinstance(scale, Tensor):
             scale = scale.detach().clone()
+        if run.serial and any(other.serial == run.serial for other, _ in self.runs):
+            self._recorder.refuse(-1, TWICE)
         self.runs.append((run, scale))
         run.recorded = True
         for site, reason in run.refusals:

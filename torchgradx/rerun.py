@@ -70,6 +70,7 @@ class _Use:
     first: torch.Size  # of the output whose rows are proven
     shapes: list[torch.Size]  # of the outputs
     grads: list[Tensor | None]
+    hooked: bool  # saved through hooks, a checkpoint's or others
     several: bool  # nodes that the outputs are of
     inner: set[int]  # outputs that others are made from
     arrived: list[int] = field(default_factory=list)  # the backward, once a node that has been
@@ -232,17 +233,17 @@ class FallbackSite:
             first=first.shape,
             shapes=[t.shape for t in outputs],
             grads=[None] * len(outputs),
+            hooked=torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
             several=len(by_node) > 1,
             inner=made_from_others(made, leaves) if len(by_node) > 1 else set(),
         )
         if use.several:
             self._audit.defer(use.places)
-        held_by_graph = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         for node, outs in by_node.items():
             met = use.places if ops.NATIVE else needed_by(node, held, leaves)
             prehook = partial(self._arrive, use, met, outs, [made[k].output_nr for k in outs])
             node.register_prehook(prehook)
-            if held_by_graph:  # a checkpoint: what runs again must save as much again
+            if use.hooked:  # a checkpoint: what runs again must save as much again
                 self._recorder.hold()
                 weakref.finalize(prehook, self._recorder.release)
 
@@ -274,9 +275,14 @@ class FallbackSite:
         grads = use.forget()
         if all(g is None for g in grads):
             return
+        arguments: Any = None
         try:
-            self._deliver(use, grads)
+            leaves, spec = use.arguments
+            arguments = tree_unflatten([_unpack(leaf) for leaf in leaves], spec)
+            self._deliver(use, grads, arguments)
         except Exception as error:  # never from inside backward()
+            if use.hooked and arguments is None:
+                raise  # but as without us, where a checkpoint cannot run its layers again
             why = f"its gradients by sample failed: {type(error).__name__}: {error}"
             if scattered(use.module.parameters()):
                 why = "modules that it calls are sharded apart: move it into one of its own"
@@ -286,7 +292,7 @@ class FallbackSite:
         if use.several:  # after all that is queued already
             at_the_end(partial(self._audit.compare_deferred, use.places))
 
-    def _deliver(self, use: _Use, grads: list[Tensor | None]) -> None:
+    def _deliver(self, use: _Use, grads: list[Tensor | None], arguments: Any) -> None:
         run, places = use.run, use.places
         proven = self.declared < 0 and 0 <= use.number < len(run.layouts)
         layout = run.layouts[use.number] if proven else self.presumed
@@ -298,8 +304,6 @@ class FallbackSite:
                 self._recorder.refuse(self._index, reason)
             return
         names = [self._own[place] for place in places]
-        leaves, spec = use.arguments
-        arguments = tree_unflatten([_unpack(leaf) for leaf in leaves], spec)
         how = layout, use.first, use.regime, use.samples
         call = Call(use.module, names, arguments, grads, run.n, *how)
         if use.number < 0 and not self._clear(call):

@@ -52,9 +52,6 @@ def unwound(recorder: Any, root: nn.Module | None, calls: int) -> bool:
     if root is not None and _calls_of(root_of(root)) > calls:
         return False
     while recorder.depth():
-        run = recorder.current()
-        if run is not None:
-            run.abandon()
         recorder.pop()
     return True
 

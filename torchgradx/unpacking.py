@@ -1,7 +1,8 @@
 """What nodes saved through hooks, where one is asked before the engine runs it.
 
-A checkpoint that is not reentrant gives each saved tensor out once in a backward; offloading, as
-often as it is asked; of other hooks nobody knows.
+A checkpoint that is not reentrant gives each saved tensor out once in a backward, and not in two if
+it runs its layers in a generator's context; offloading, as often as it is asked; of other hooks
+nobody knows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
+from .frames import runs_again_once
 from .ops import NATIVE
 from .sharding import shards
 
@@ -85,4 +87,4 @@ def _packed(node: Any) -> list[Packed] | None:
 def _known(packed: Packed) -> bool:
     hook, data = packed
     offloads = getattr(hook, "__qualname__", "").startswith("save_on_cpu.")
-    return isinstance(data, Holder) or offloads
+    return (isinstance(data, Holder) and not runs_again_once(hook)) or offloads

@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map
 
 from .layout import Watched, tensors_in
+from .modes import unheard
 from .sample_dims import GONE, Place
 from .several import End
 from .shared import Graph, Node, Plan
@@ -128,7 +130,8 @@ class Witness:
     def met(self, site: int, given: Sequence[Tensor], counts: Tensor) -> None:
         """A use of a site, where operations are watched or taken down."""
         if self._local.taint is not None:
-            self._local.taint.met(site, given, counts)
+            with unheard():
+                self._local.taint.met(site, given, counts)
         for mode in _get_current_dispatch_mode_stack():
             cache = getattr(mode, "storage", None)
             if isinstance(cache, dict) and all(cache is not known for known in self._local.caches):
@@ -138,10 +141,11 @@ class Witness:
     def unspent(self) -> Iterator[None]:
         """A backward inside leaves selective checkpoints theirs: they serve one, and no second."""
         caches = self._local.caches
-        before = [{key: copy.copy(kept) for key, kept in cache.items()} for cache in caches]
+        before = [{key: tree_map(_apart, kept) for key, kept in cache.items()} for cache in caches]
         try:
             yield
         finally:
+            self._local.caches = caches  # and not those of forwards that ran again
             for cache, kept in zip(caches, before, strict=True):
                 cache.update(kept)
 
@@ -239,3 +243,13 @@ def _only_place(n: int, t: Tensor, place: Place | None) -> bool:
     if place is None:
         return len(fits) < 2
     return fits == ([] if place == GONE else [place.dim])
+
+
+def _apart(entry: Any) -> Any:
+    """What a selective checkpoint keeps, as a tensor of its own: what runs again makes that a view
+    of others, once."""
+    if not isinstance(getattr(entry, "val", None), Tensor):
+        return entry
+    twin = copy.copy(entry)
+    twin.val = entry.val.detach()
+    return twin
