@@ -5,7 +5,7 @@
 #include "schemas.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 TORCH_LIBRARY(torchgradx, m) {

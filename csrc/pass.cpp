@@ -1,5 +1,6 @@
 #include "pass.h"
 
+#include <ATen/ATen.h>
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>

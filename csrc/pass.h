@@ -5,7 +5,7 @@
 #pragma once
 
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <array>
 #include <atomic>
