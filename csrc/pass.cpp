@@ -23,10 +23,10 @@ bool executes(const Node* node) {
   return found != info->end() && found->second.needed_;
 }
 
-constexpr char kAstray[] =  // as in torchgradx/passes.py
+constexpr char kAstray[] =  // as in torchgradx/passes/plain.py
     "its module was called outside of the model's own forward: call the model, or say probe.paused() around the call";
 
-constexpr char kAnothers[] =  // as in torchgradx/passes.py
+constexpr char kAnothers[] =  // as in torchgradx/passes/plain.py
     "it computed with a parameter that is another module's: tie the two, as by module.weight = other.weight";
 
 // The node that a tensor's gradient goes to, where it receives one.

@@ -117,7 +117,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   int64_t former() const;  // which of them what runs again on this thread is of; -1: none
 
   // The record: everything since it was last cleared. What a backward adds counts apart until it has ended, for one
-  // that fails leaves nothing behind: torchgradx/backwards.py.
+  // that fails leaves nothing behind: torchgradx/passes/backwards.py.
   void open(int64_t task);
   void merge(int64_t task, int64_t into);  // -1: what has ended, or came outside of any
   void drop(const std::vector<int64_t>& tasks);

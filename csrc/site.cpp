@@ -37,7 +37,7 @@ Layout Site::layout_of(const Pass& pass, int64_t use) const {
 std::optional<Operands> Site::operands(const Pass& pass, int64_t use, const Saved& saved,
                                        const Tensor& grad_output) const {
   const Layout how = layout_of(pass, use);
-  if (how == Layout::kShared) return std::nullopt;  // torchgradx/shared.py brings its gradients by sample
+  if (how == Layout::kShared) return std::nullopt;  // torchgradx/shared brings its gradients by sample
   if (how == Layout::kNowhere) {
     if (grad_output.any().item<bool>()) recorder->refuse(index, "its gradient came by a way that no output shows");
     return std::nullopt;

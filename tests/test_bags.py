@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchgradx.bags import embedding_bag_sq_norms
+from torchgradx.sites.bags import embedding_bag_sq_norms
 
 
 def _expected(

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import torchgradx
-from torchgradx import _check, gpu, ops, sites
+from torchgradx import _check, gpu, ops
 from torchgradx.cost import Problem, make_plan, plan
 from torchgradx.gpu import RATES, Gpu, from_properties, gpu_of
+from torchgradx.sites import native
 from torchgradx.table import Parameters, find_layers
 
 H200 = Gpu("H200", RATES[9, 0], 132, 1.8e9, 4.3e12)
@@ -153,7 +154,7 @@ def test_a_cpu_has_no_gpu() -> None:
 def test_a_layers_plan_is_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ops.NATIVE:
         pytest.skip("torchgradx._C is not built")
-    monkeypatch.setattr(sites, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(native, "gpu_of", lambda device: H200)
     model = nn.Linear(5, 3)
     with torchgradx.attach(model) as probe:
         model(torch.randn(4, 5)).square().mean().backward()

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchgradx.sample_dims import GONE, Place
-from torchgradx.taint import watching
+from torchgradx.proof.sample_dims import GONE, Place
+from torchgradx.proof.taint import watching
 
 N = 4
 EYE = torch.eye(N, dtype=torch.float64)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from . import cost
 from .gpu import Gpu, gpu_of
-from .reference import accumulation_dtype
+from .reference.chunks import accumulation_dtype
 
 __all__ = ["algorithm", "conv2d_operands", "embedding_operands", "linear_operands", "scale"]
 

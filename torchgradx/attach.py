@@ -16,27 +16,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import ops, passes
-from .audit import Audit
-from .backwards import Backwards, weakly
-from .frames import enclosing
-from .layout import batch_size, one_of_several, tensors_in
-from .modes import unheard
+from . import ops
 from .options import check, fitting
+from .passes import plain
+from .passes.backwards import Backwards, weakly
+from .passes.frames import enclosing
+from .passes.modes import unheard
+from .passes.record import Record
+from .proof.audit import Audit
+from .proof.layout import batch_size, one_of_several, tensors_in
+from .proof.verdict import Verdict, known
 from .reading import Reader
-from .record import Record
-from .recurrent import Site, site_of
 from .sharding import uncovered
-from .sites import Hooks, unwound
-from .standing import Standing
+from .sites.native import Hooks, unwound
+from .sites.recurrent import Site, site_of
+from .sites.standing import Standing
+from .sites.trace import Call, Trace, outside, root_of
 from .table import COMPUTED, Context, Parameters, find_layers
-from .trace import Call, Trace, outside, root_of
-from .verdict import Verdict, known
 
 if ops.NATIVE:
     from ._C import Pass, Recorder
 else:
-    Pass, Recorder = passes.Pass, passes.Recorder
+    Pass, Recorder = plain.Pass, plain.Recorder
 
 __all__ = ["Probe", "attach"]
 

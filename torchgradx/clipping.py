@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from .copies import untraced
 from .errors import CoverageError
-from .passes import receives
+from .passes.plain import receives
 from .sharding import data_parallel, mean_over, scattered
+from .sites.copies import untraced
 
 if TYPE_CHECKING:
     from .table import Parameters

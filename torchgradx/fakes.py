@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .chunks import accumulation_dtype
-from .reference_affine import AffineFused, empty_in_lines, is_by_row
+from .reference.affine import AffineFused, empty_in_lines, is_by_row
+from .reference.chunks import accumulation_dtype
 
 __all__ = [
     "affine_fused",

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import ops
-from .reference import accumulation_dtype
+from .reference.chunks import accumulation_dtype
 from .rules import Layer
 
 __all__ = ["Term", "combine"]

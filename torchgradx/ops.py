@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from . import _check, fakes, reference
+from .reference.chunks import accumulation_dtype
+from .reference.linear import conv2d_sq_norms_of_rows
 
 __all__ = [
     "conv2d_sq_norms",
@@ -89,13 +91,13 @@ def _expect(dimensions: int, **operands: Tensor) -> None:
 
 def _fake_sq_norms(activations: Tensor, grad_output: Tensor, bias: bool) -> Tensor:
     _expect(3, activations=activations, grad_output=grad_output)
-    dtype = reference.accumulation_dtype(activations.dtype)
+    dtype = accumulation_dtype(activations.dtype)
     return activations.new_empty((1 + bias, activations.shape[0]), dtype=dtype)
 
 
 def _fake_bias_sq_norms(grad_output: Tensor) -> Tensor:
     _expect(3, grad_output=grad_output)
-    dtype = reference.accumulation_dtype(grad_output.dtype)
+    dtype = accumulation_dtype(grad_output.dtype)
     return grad_output.new_empty(grad_output.shape[0], dtype=dtype)
 
 
@@ -123,7 +125,7 @@ def _fake_conv2d_sq_norms(
     if len(kernel_size) != 2 or groups < 1:
         seen = f"{list(kernel_size)} and {groups}"
         raise ValueError(f"kernel_size must be a pair and groups at least 1; got {seen}")
-    dtype = reference.accumulation_dtype(input.dtype)
+    dtype = accumulation_dtype(input.dtype)
     return input.new_empty((1 + bias, input.shape[0]), dtype=dtype)
 
 
@@ -187,7 +189,7 @@ gather_dots = _operator("gather_dots", fakes.gather_dots)
 _LINEAR = {"rank1": rank1_sq_norms, "gram": gram_sq_norms, "direct": direct_sq_norms}
 _CONV2D: dict[str, Operator] = {
     # Where a convolution has one output pixel, its patch is about its input: no kernel of its own.
-    "rank1": partial(reference.conv2d_sq_norms_of_rows, rank1_sq_norms),
+    "rank1": partial(conv2d_sq_norms_of_rows, rank1_sq_norms),
     "gram": conv2d_gram_sq_norms,
     "direct": conv2d_direct_sq_norms,
 }

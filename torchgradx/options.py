@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from . import ops
 from .errors import CoverageError
-from .reference import accumulation_dtype
+from .reference.chunks import accumulation_dtype
 from .sharding import flattened
 
 __all__ = ["check", "check_per", "fitting", "placed"]

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from .accounts import require_all
 from .explain import explanation
 from .options import check_per, placed
+from .proof.accounts import require_all
 
 if TYPE_CHECKING:
-    from .audit import Audit
-    from .backwards import Backwards
-    from .record import Record
+    from .passes.backwards import Backwards
+    from .passes.record import Record
+    from .proof.audit import Audit
     from .rules import Layer
     from .table import Parameters
 

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from . import attention, closed, ops
+from . import ops
 from .cost import Plan, Problem, plan
 from .gpu import Gpu
+from .sites import attention, closed
 
 if ops.NATIVE:
     from . import _C

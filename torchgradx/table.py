@@ -13,15 +13,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
 from .errors import CoverageError
-from .layout import BATCH, SEQUENCE
-from .modules import modules_in_order, opaque, own_names, recurrent_weights
+from .proof.layout import BATCH, SEQUENCE
 from .rules import Layer, rule_of
 from .sharding import gathers, pairs
+from .sites.modules import modules_in_order, opaque, own_names, recurrent_weights
 
 if TYPE_CHECKING:
-    from .audit import Audit
-    from .standing import Standing
-    from .trace import Trace
+    from .proof.audit import Audit
+    from .sites.standing import Standing
+    from .sites.trace import Trace
 
 __all__ = ["COMPUTED", "Context", "Parameters", "declared_layout", "find_layers"]
 

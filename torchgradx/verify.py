@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from .errors import CoverageError, VerificationError
-from .layout import tensors_in
+from .proof.layout import tensors_in
 from .scoring import Loss, call, norms_alone
 
 __all__ = ["Report", "verify"]

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from ..errors import CoverageError
-from ..sites import Hooks
+from ..sites.native import Hooks
 from .steps import Norms, StepNorms, scale_of
 
 __all__ = ["GradNorms"]

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import ops
-from ..bags import embedding_bag_sq_norms
 from ..errors import CoverageError
+from ..reference.chunks import accumulation_dtype
 from ..rules import RULES
+from ..sites.bags import embedding_bag_sq_norms
 
 __all__ = ["SAMPLERS", "Registration", "register"]
 
@@ -87,7 +88,7 @@ def rows_norm(layer: nn.LayerNorm | nn.RMSNorm, inputs: list[Tensor], g: Tensor)
     last, centred = g.dim() - layer.weight.dim(), isinstance(layer, nn.LayerNorm)
     both = (t.flatten(last).unsqueeze(1).flatten(1, -2) for t in (inputs[0].to(g.dtype), g))
     x, b = (t.unsqueeze(2) for t in both)
-    eps = torch.finfo(ops.reference.accumulation_dtype(g.dtype)).eps
+    eps = torch.finfo(accumulation_dtype(g.dtype)).eps
     return _affine(x, b, eps if layer.eps is None else layer.eps, centred, over_positions=False)
 
 

@@ -1,0 +1,142 @@
+"""A backward that fails leaves nothing behind.
+
+What a backward adds to the record counts under its graph task's number. The engine is given a
+callback for the end; where it lets that go uncalled, the backward was interrupted, and what it
+added is taken back at once. A backward inside of another (reentrant checkpoints) ends with it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..sites.copies import untraced
+
+__all__ = ["Backwards", "at_the_end", "weakly"]
+
+at_the_end = torch.autograd.Variable._execution_engine.queue_callback  # of the current backward
+
+
+def weakly(owner: Callable[[], Any], method: str) -> Callable[..., Any]:
+    """A method to be called while its owner lives."""
+
+    @untraced
+    def call(*args: Any) -> Any:
+        alive = owner()
+        return None if alive is None else getattr(alive, method)(*args)
+
+    return call
+
+
+class Backwards:
+    """Those under way that met passes of one probe."""
+
+    def __init__(self, recorder: Any, over: Callable[[list[int], bool], None]) -> None:
+        self._recorder, self._over = recorder, over
+        self._open: dict[int, weakref.ref[_Backward]] = {}
+
+    def meet(self, run: Any) -> None:
+        """The backward that runs now comes to a pass; None: only its number is wanted."""
+        task = torch._C._current_graph_task_id()
+        if task != -1:
+            self._present(task).meet(run, self._living())
+
+    def _present(self, task: int) -> _Backward:
+        known = self._open.get(task)
+        found = known() if known else None
+        if found is None:
+            found = _Backward(task, self._ended)
+            self._open[task] = weakref.ref(found)
+            self._recorder.open(task)
+            at_the_end(found)
+        return found
+
+    def _living(self) -> list[_Backward]:
+        return [backward for ref in list(self._open.values()) if (backward := ref()) is not None]
+
+    def sweep(self) -> None:
+        """Outside of any backward: one that an exception's traceback keeps from going is over."""
+        if self._open and torch._C._current_graph_task_id() == -1:
+            for backward in self._living():
+                if backward.thread == threading.get_ident():
+                    backward.end()
+
+    def under_way(self) -> bool:
+        """Whether another thread runs one."""
+        if not self._open or torch._C._current_graph_task_id() != -1:
+            return False
+        return not all(backward.over for backward in self._living())
+
+    def _ended(self, backward: _Backward) -> None:
+        self._open.pop(backward.tasks[0], None)
+        if not backward.done:
+            backward.undo()
+            self._recorder.drop(backward.tasks)
+        self._over(backward.tasks, backward.done)
+        outer = torch._C._current_graph_task_id()
+        if backward.done and outer != -1:
+            self._present(outer).take(backward)
+        elif backward.done:
+            for task in backward.tasks:
+                self._recorder.merge(task, -1)
+        elif outer != -1:
+            self._recorder.refuse(-1, "a backward inside of its backward failed")
+
+
+class _Backward:
+    """Owned by the engine, as a callback for the end."""
+
+    def __init__(self, task: int, ended: Callable[[_Backward], None]) -> None:
+        self.tasks = [task]  # and those inside of it, which have ended
+        self.begun: list[Any] = []  # passes
+        self.before: dict[Any, Any] = {}  # passes that others brought gradients, as they were then
+        self.thread = threading.get_ident()
+        self.done = self.over = False
+        self._calls, self._end = 0, ended
+
+    def _knows(self, run: Any) -> bool:
+        return run in self.begun or run in self.before
+
+    def meet(self, run: Any, under_way: list[_Backward]) -> None:
+        if run is None or any(backward._knows(run) for backward in under_way):
+            return
+        if run.recorded:
+            self.before[run] = run.state()
+        else:
+            self.begun.append(run)
+
+    def take(self, inner: _Backward) -> None:
+        self.tasks += inner.tasks
+        self.begun += [run for run in inner.begun if not self._knows(run)]
+        self.before |= {run: s for run, s in inner.before.items() if not self._knows(run)}
+
+    def undo(self) -> None:
+        for run in self.begun:
+            run.forget()
+        for run, state in self.before.items():
+            run.restore(state)
+
+    @untraced
+    def __call__(self) -> None:
+        self._calls += 1
+        if self._calls < 4:  # after what is done at the end, and at the end of that: it may fail
+            at_the_end(self)
+        else:
+            self.done = self.over = True
+
+    def end(self) -> None:
+        """Once."""
+        end, self._end, self.over = self._end, _nothing, True
+        end(self)
+
+    @untraced
+    def __del__(self) -> None:
+        self.end()
+
+
+def _nothing(backward: _Backward) -> None:
+    pass

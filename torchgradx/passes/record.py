@@ -1,0 +1,283 @@
+"""The record: the passes whose backward has come since the last read, and the norms they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..clipping import Books, factors_of, group, is_unscaled, unscaled_by
+from ..errors import CoverageError
+from ..norms import combine
+from ..rules import Layer
+from .frames import Frames
+
+if ops.NATIVE:
+    from .. import _C
+
+if TYPE_CHECKING:
+    from ..table import Parameters
+
+__all__ = ["Record"]
+
+CPU = torch.device("cpu")
+TWICE = (
+    "a reentrant checkpoint around it ran one forward again for several backwards: with "
+    "use_reentrant=False these are of the same samples"
+)
+
+
+class Record:
+    def __init__(
+        self,
+        recorder: Any,
+        parameters: Parameters,
+        layers: Sequence[Layer],
+        options: Mapping[str, Any],
+    ) -> None:
+        self._recorder, self._parameters, self._layers = recorder, parameters, layers
+        self._options = options
+        self.books = Books(recorder, parameters)
+        self._frames = Frames()
+        self._serial = 0  # of forwards
+        self._read = False
+        self._compares = False  # .grad with the samples' own gradients: somebody asked for it
+        self._there: list[Tensor] = []  # how large .grad was before the record's first gradient
+        self.mismatched: set[tuple[int, int]] = set()  # backwards, parameters that received else
+        self.runs: list[tuple[Any, float | Tensor]] = []  # with the loss scale in force at each
+
+    def takes(self, on: bool, outside: bool = False) -> int:
+        """The place among the forwards of one that begins and is to be a pass; else 0. `outside`:
+        of a module, outside of the model's."""
+        if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
+            return 0
+        serial = self._frames.answer(on, self.next(), self._recorder.records_again, outside)
+        return serial if torch.is_grad_enabled() else 0
+
+    def next(self) -> int:
+        self._serial += 1
+        return self._serial
+
+    def begin(self, run: Any) -> None:
+        """The first gradient of a pass that is not in the record."""
+        if self._read:
+            self.clear()
+        self.books.begin(first=not self.runs)
+        if self._compares and not self.runs:
+            self._there = self._sizes_of_grads(run.trainable)
+        scale = self._options["loss_scale"]
+        if isinstance(scale, torch.amp.GradScaler):
+            scale = scale.get_scale() if scale.is_enabled() else 1.0
+        elif isinstance(scale, Tensor):
+            scale = scale.detach().clone()
+        if run.serial and any(other.serial == run.serial for other, _ in self.runs):
+            self._recorder.refuse(-1, TWICE)
+        self.runs.append((run, scale))
+        run.recorded = True
+        for site, reason in run.refusals:
+            self._recorder.refuse(site, reason)
+
+    def clear(self) -> None:
+        for run, _ in self.runs:
+            run.clear()
+        self.runs, self._there = [], []
+        self.books.clear()
+        self.mismatched = set()
+        self._recorder.clear()
+        self._read = False
+
+    def undo(self, tasks: Sequence[int]) -> None:
+        """Backwards that failed leave nothing; the passes that they began are forgotten."""
+        self.runs = [entry for entry in self.runs if entry[0].recorded]
+        self.mismatched = {key for key in self.mismatched if key[0] not in tasks}
+        self.books.undo(tasks, alone=not self.runs)
+
+    def finish(self, run: Any, place: int) -> None:
+        """All uses of a parameter are in: combine them, and let their operands go."""
+        run.finish(place, self._combined(run, place))
+
+    def _combined(self, run: Any, place: int) -> Tensor:
+        terms = [
+            (self._layers[site] if site >= 0 else None, a, g) for site, a, g in run.terms(place)
+        ]
+        with torch.no_grad():
+            return combine(run.n, terms)
+
+    def norms(self, per: str, loss_scale: float | Tensor | None) -> Tensor | dict[str, Tensor]:
+        runs = self._in_order()
+        sums_on, result = self._places_of_sums(runs)
+        factors = list(self._factors(runs, loss_scale))
+
+        def of(places: Sequence[int] | None) -> Tensor:
+            """[N1 + N2 + ...] norms of some parameters, or of all, summed in float64."""
+            whole = []
+            for (run, _), factor in zip(runs, factors, strict=True):
+                total = run.total(places).to(sums_on)
+                for place in run.waiting():
+                    if places is None or place in places:
+                        total += self._combined(run, place).to(total.device)
+                whole.append(_norms(total, factor, **result))
+            return _joined(whole)
+
+        if per == "model":
+            return of(None)
+        return {name: of(places) for name, places in self._groups(per).items()}
+
+    def dots(self) -> Tensor:
+        """[N1 + N2 + ...] products of the samples' gradients with the directions."""
+        runs = self._in_order()
+        sums_on, result = self._places_of_sums(runs)
+        found = [torch.zeros(run.n) if run.dots is None else run.dots for run, _ in runs]
+        whole = _joined([dots.to(sums_on, torch.float64) for dots in found])
+        return (whole * self.factors(runs).to(sums_on)).to(**result)
+
+    def shares(self) -> Tensor:
+        """[N1 + N2 + ...] of the samples' own gradients in .grad."""
+        if self.books.closed:
+            raise RuntimeError(".grad is clipped already: read it before clip_grad_norm_")
+        if is_unscaled(self._options["loss_scale"]):
+            raise RuntimeError(".grad is unscaled already: read it before scaler.unscale_()")
+        if self.books.disturbed:
+            raise RuntimeError(
+                ".grad was changed between or after this record's backwards, as by zero_grad() or "
+                "clipping: read it before that, and reset() where you zero it"
+            )
+        return 1 / self.factors(self._in_order())
+
+    def _sizes_of_grads(self, places: Sequence[int]) -> list[Tensor]:
+        """On their devices: a set_to_none=False leaves zeros."""
+        tensors = self._parameters.tensors()
+        grads = [g for place in places if (g := tensors[place].grad) is not None]
+        here = [getattr(g, "_local_tensor", g) for g in grads]  # of a DTensor
+        dense = [g for g in here if g.layout is torch.strided and g.numel()]
+        return list(torch._foreach_norm(dense, float("inf"))) if dense else []
+
+    def gradients(self, per: str) -> dict[str, list[Tensor]]:
+        """.grad by group, as far as it is there."""
+        self._compares = True
+        if any(map(float, self._there)):
+            raise RuntimeError(
+                ".grad held a gradient before this record's first backward: zero it at every "
+                "step, and read the norms of a step's micro-batches after the last of them"
+            )
+        tensors = self._parameters.tensors()
+        return {
+            key: [g for place in places if (g := tensors[place].grad) is not None]
+            for key, places in self._groups(per).items()
+        }
+
+    def clip(
+        self,
+        per: str,
+        max_norm: float | Tensor | None,
+        factors: Callable[[Tensor], Tensor] | None,
+    ) -> Tensor | dict[str, Tensor]:
+        """The norms before it."""
+        unscaled = unscaled_by(self._options["loss_scale"])
+        runs = [run for run, _ in self._in_order()]
+        self.books.check(unscaled, runs)
+        norms = self.norms(per, None)
+        sizes = [run.n for run in runs]
+        by_group = norms if isinstance(norms, dict) else {"": norms}
+        groups = []
+        for key, places in self._groups(per).items():
+            norm = by_group[key]
+            groups.append(group(places, norm, factors_of(norm, max_norm, factors), sizes))
+        if factors is None and bool(torch.as_tensor(max_norm).isposinf().all()):
+            groups = []  # of all processes alike: nothing is touched
+        self.books.clip(runs, groups, unscaled)
+        return norms
+
+    def _in_order(self) -> list[tuple[Any, float | Tensor]]:
+        if len(self.runs) == 1:
+            return self.runs
+        return sorted(self.runs, key=lambda entry: entry[0].serial)
+
+    def _places_of_sums(self, runs: Sequence[Any]) -> tuple[torch.device, dict[str, Any]]:
+        """Where sums are added up, and device and dtype of what is returned."""
+        first = self._parameters.tensor(0)
+        wide = any(run.wide for run, _ in runs)
+        result = {"device": first.device, "dtype": torch.float64 if wide else torch.float32}
+        return first.device if first.is_cuda else CPU, result
+
+    def _groups(self, per: str) -> dict[str, list[int]]:
+        """The places of what was trainable in any of the passes, by parameter or by module."""
+        groups: dict[str, list[int]] = {}
+        for place in sorted(set().union(*(run.trainable for run, _ in self.runs))):
+            name = self._parameters.names[place]
+            keys = {"parameter": name, "module": name.rpartition(".")[0], "model": ""}
+            groups.setdefault(keys[per], []).append(place)
+        return groups
+
+    def factors(self, runs: Sequence[Any]) -> Tensor:
+        """[N1 + N2 + ...]: what undoes the reduction and the scale of the loss."""
+        factors = zip(runs, self._factors(runs, None), strict=True)
+        return _joined([torch.ones(run.n, dtype=torch.float64) * f for (run, _), f in factors])
+
+    def _factors(
+        self, runs: Sequence[Any], given: float | Tensor | None
+    ) -> Iterator[float | Tensor]:
+        """The same by pass: a number, or a Tensor [N] or []."""
+        if given is not None and not isinstance(given, (Real, Tensor)):
+            raise TypeError(f"loss_scale must be a number or a Tensor [N]; got {given!r}")
+        by_sample = given if isinstance(given, Tensor) and given.dim() else None
+        if by_sample is not None:
+            samples = sum(run.n for run, _ in runs)
+            if by_sample.numel() != samples:
+                raise ValueError(
+                    f"loss_scale must be a number or a Tensor [{samples}], as the record holds "
+                    f"that many samples; got shape {list(by_sample.shape)}"
+                )
+        start = 0
+        for run, scale in runs:
+            if given is not None:
+                scale = given if by_sample is None else by_sample[start : start + run.n]
+            start += run.n
+            reduction = float(run.n) if self._options["loss_reduction"] == "mean" else 1.0
+            if not isinstance(scale, Tensor):
+                yield reduction / scale
+                continue
+            scale = scale.detach().to("cpu", torch.float64)
+            if scale.dim() and scale.shape != (run.n,):
+                raise ValueError(
+                    f"loss_scale must be a number or a Tensor [{run.n}], one a sample of the pass; "
+                    f"got shape {list(scale.shape)}"
+                )
+            yield reduction / scale
+
+    def require(self, under_way: bool) -> None:
+        """Raise a CoverageError where there is nothing to read; under_way: or not yet."""
+        # Whatever comes of it: the next record owes nothing to this one.
+        self._read |= not under_way
+        if self.runs and not under_way:
+            return
+        names = [self._parameters.names[place] for place in self._parameters.trainable()]
+        if under_way:
+            raise CoverageError("a backward is still under way in another thread", names)
+        reasons = "; ".join(dict.fromkeys(reason for _, reason in self._recorder.refusals))
+        why = reasons or (
+            "no backward has come through a forward of the attached model since the record began. "
+            "Call the model itself (not a submodule of it) with grad enabled, then "
+            "loss.backward(), then norms()"
+        )
+        raise CoverageError(f"nothing is recorded: {why}. Without norms: {', '.join(names)}", names)
+
+
+def _norms(
+    sq_norms: Tensor, factor: float | Tensor, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    if isinstance(factor, Tensor):
+        factor = factor.abs().to(sq_norms.device)
+    elif ops.NATIVE and sq_norms.is_cpu and device.type == "cpu":
+        return _C.norms_of(sq_norms, abs(factor), dtype is torch.float64)
+    else:
+        factor = abs(factor)
+    return (sq_norms.clamp_min(0).sqrt() * factor).to(device, dtype)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

@@ -1,0 +1,90 @@
+"""What nodes saved through hooks, where one is asked before the engine runs it.
+
+A checkpoint that is not reentrant gives each saved tensor out once in a backward, and not in two if
+it runs its layers in a generator's context; offloading, as often as it is asked; of other hooks
+nobody knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.utils import checkpoint
+
+from ..ops import NATIVE
+from ..sharding import shards
+from .frames import runs_again_once
+
+if NATIVE:
+    from .._C import packed
+
+__all__ = ["answers_again", "answers_twice", "saves_through_hooks", "spared"]
+
+Packed = tuple[Callable[[Any], Tensor], Any]  # the hook that unpacks, and what it is given
+SAVED: dict[str, list[str]] = {}  # by a node's name: the attributes that it saved
+Holder: Any = getattr(checkpoint, "_Holder", ())  # what a checkpoint gives for a tensor
+
+
+def answers_twice(node: Any) -> bool:
+    """Whether a node may be asked, and be run by the engine after that."""
+    if isinstance(node, BackwardCFunction):  # a user's, which only the engine can call
+        return shards(node)
+    found = _packed(node)
+    return found is not None and all(map(_known, found))
+
+
+def answers_again(node: Any) -> bool:
+    """Whether a backward may come by, and another one after that, as far as is seen."""
+    return all(map(_known, _packed(node) or ()))
+
+
+def saves_through_hooks(node: Any) -> bool:
+    return bool(_packed(node))
+
+
+@contextlib.contextmanager
+def spared(node: Any) -> Iterator[None]:
+    """What the node asks checkpoints for inside stays there for the engine."""
+    found = [(hook, data) for hook, data in _packed(node) or () if isinstance(data, Holder)]
+    before = [(holder, holder.handles) for _, holder in found]
+    try:
+        for unpack, holder in found:
+            holder.handles = _Handles(holder.handles)
+            unpack(holder)  # now: a forward that ran again within vmap would be another one
+        yield
+    finally:
+        for holder, handles in before:
+            handles.update(holder.handles)
+            holder.handles = handles
+
+
+class _Handles(dict[Any, Any]):
+    """By backward, the way to what a forward that ran again has saved. Giving it out takes it."""
+
+    def __setitem__(self, backward: Any, handle: Any) -> None:
+        if handle is not None:
+            super().__setitem__(backward, handle)
+
+
+def _packed(node: Any) -> list[Packed] | None:
+    """None: what it saved does not show."""
+    if type(node).__name__ == "CppFunction":
+        found: list[Packed] | None = packed(node) if NATIVE else None
+        return found
+    kind = node.name()
+    if kind not in SAVED:
+        SAVED[kind] = [name for name in dir(node) if name.startswith("_raw_saved")]
+    saved = [getattr(node, name) for name in SAVED[kind]]
+    flat = [t for s in saved for t in (s if isinstance(s, (list, tuple)) else [s])]
+    hooks = [(getattr(t, "unpack_hook", t), getattr(t, "data", None)) for t in flat]
+    return [(hook, data) for hook, data in hooks if hook is not None]
+
+
+def _known(packed: Packed) -> bool:
+    hook, data = packed
+    offloads = getattr(hook, "__qualname__", "").startswith("save_on_cpu.")
+    return (isinstance(data, Holder) and not runs_again_once(hook)) or offloads

@@ -1,0 +1,65 @@
+"""What a record leaves unaccounted for, said by parameter when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CoverageError
+
+if TYPE_CHECKING:
+    from ..passes.record import Record
+    from ..rules import Layer
+    from ..table import Parameters
+
+__all__ = ["require_all"]
+
+BEYOND = (
+    "the backward used it in {:+d} places beyond the recorded calls of its module. A penalty on "
+    "the weights inside the loss, a use outside of the model's own forward, or a functional one in "
+    "a checkpoint cannot be split by sample: backward the penalty apart from the loss, call the "
+    "module instead, or freeze it"
+)
+MISMATCHED = (
+    "the gradient it received is not the sum of what was recorded: something besides the samples' "
+    "own losses reaches it, its module mixes samples, or a reentrant checkpoint uses it outside of "
+    "modules (say use_reentrant=False)"
+)
+CHANGED = (
+    "what its module was given, or its gradient, was kept until it was read, and written into "
+    "before: read the norms first, or write into another tensor"
+)
+LATE = "a use of it arrived after its norm was final: reset() in between"
+CREATED = "its gradient was computed under create_graph=True, and may change again"
+
+
+def require_all(record: Record, recorder: Any, parameters: Parameters, layers: list[Layer]) -> None:
+    """Raise a CoverageError if anything in the record is not accounted for."""
+    created = False
+    late, changed = set[int](), set[int]()
+    for run, _ in record.runs:
+        created |= run.create_graph
+        late.update(run.late())
+        changed.update(run.changed())
+    refusals = recorder.refusals
+    doubts = created or refusals or late or changed or record.mismatched
+    if not doubts and recorder.balanced:
+        return
+    places = parameters.trainable()
+    reasons: dict[int, str] = dict.fromkeys(places, CREATED) if created else {}
+    for site, reason in refusals:
+        concerned = layers[site].parameters if site >= 0 else ()
+        reasons.update((place, reason) for place in concerned or places if place in places)
+    mismatched = {place for _, place in record.mismatched}
+    doubtful: Mapping[str, set[int]] = {MISMATCHED: mismatched, CHANGED: changed, LATE: late}
+    for place, beyond in enumerate(recorder.balance):
+        found = [BEYOND.format(beyond)] if beyond else []
+        found += [reason for reason, doubt in doubtful.items() if place in doubt]
+        if found and place in places:
+            reasons.setdefault(place, found[0])
+    if reasons:
+        problems = {parameters.names[place]: reason for place, reason in reasons.items()}
+        lines = "".join(f"\n  {name}: {reason}" for name, reason in problems.items())
+        raise CoverageError(
+            f"no exact norms by sample for {len(problems)} parameters:{lines}", problems
+        )

@@ -1,0 +1,350 @@
+"""Nothing is silently wrong: what is recorded is held against what the parameters receive.
+
+On the first pass of a new structure the samples' places are proven (examine.py), and each
+parameter's gradient is compared with the sum of what was recorded. In every backward, each edge of
+the graph into a parameter must belong to a recorded use (csrc/pass.cpp). What fails is refused when
+it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from math import hypot
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .. import ops
+from ..rules import Layer
+from ..sharding import scattered
+from ..shared.lift import Lift, Met
+from ..sites.copies import untraced
+from .examine import Examiner
+from .verdict import OTHERWISE, OUTSIDE, Verdict, from_outside
+from .witness import Looked, Witness
+
+if TYPE_CHECKING:
+    from ..passes.record import Record
+    from ..sites.recurrent import Site
+    from ..table import Parameters
+
+__all__ = ["Audit"]
+
+PART = 1 << 18  # elements compared at a time, in float64
+
+
+class Audit:
+    def __init__(
+        self,
+        recorder: Any,
+        parameters: Parameters,
+        layers: Sequence[Layer],
+        options: Mapping[str, Any],
+        record: Record,
+        known: dict[str, dict[Any, Any]],
+        began: Callable[[None], None],
+    ) -> None:
+        self._record, self._began = record, began
+        self._recorder, self._parameters, self._layers = recorder, parameters, layers
+        self._proven: dict[Any, Verdict] = known.setdefault("structures", {})
+        self.witness = Witness(parameters, known.setdefault("seen", {}))
+        self._lift = Lift(
+            recorder, parameters, layers, self.witness, self._hears, not options["weight_grad"]
+        )
+        self.examiner = Examiner(parameters, layers, options, self.witness, self._lift)
+        self._pending: dict[Any, tuple[Verdict, Any]] = {}  # structure -> (verdict, its first pass)
+        self._handles: list[Any] = []
+        self._shields: list[Any] = []
+        self._shielded: dict[int, tuple[int, int]] = {}  # by place: the keys of our two hooks
+        self._heard_at = WeakIdKeyDictionary()  # tensors that we listen at in every backward
+        self._deferred: set[int] = set()
+        self._awaiting: dict[tuple[int, int], Tensor] = {}  # what deferred parameters received
+        self._unmet: set[tuple[int, int]] = set()  # backwards that met no pass, and what they serve
+        rerun = [set(layer.parameters) for layer in layers if layer.kind == "vmap"]
+        native = [set(layer.parameters) for layer in layers if layer.kind != "vmap"]
+        # Nothing counts the uses inside a module that is run again: its sum is compared every time.
+        self.always = set().union(*rerun).difference(*native)
+        self._before: dict[int, tuple[Tensor | None, dict[int, Any], int]] = {}
+
+    # Forward
+
+    def key(self, run: Any, way: Any) -> Any:
+        """What a verdict on a structure holds for."""
+        return run.structure, run.n, self.witness.counts(way), self._parameters.modes()
+
+    def knows(self, key: Any) -> bool:
+        verdict = self._proven.get(key)
+        return verdict is not None and verdict.lasting
+
+    def _held(self, key: Any) -> Verdict | None:
+        pending = self._pending.get(key)
+        return self._proven.get(key) or (pending[0] if pending else None)
+
+    def examine(
+        self,
+        run: Any,
+        key: Any,
+        uses: Sequence[Any],
+        outputs: Sequence[Tensor],
+        sites: Sequence[Site],
+        looked: Looked,
+    ) -> None:
+        """At the end of a forward: what is known of its structure, or a first look at it."""
+        prove = partial(self.examiner.verdict, run, uses, outputs, sites, looked)
+        key = self.examiner.variant(key, self._held(key), uses, outputs, looked)
+        met = self._met(run, self._held(key), uses, outputs, sites)
+        while met and met.looks not in (None, met.plan.looks):  # another T: proven by itself
+            key = key, met.looks
+            met = self._met(run, self._held(key), uses, outputs, sites)
+        verdict = self._applied(run, key, prove, outputs)
+        if self._parameters.gathered():
+            self._follow(run, verdict.sites)
+        if not met or met.plan is not verdict.plan:
+            met = self._met(run, verdict, uses, outputs, sites)
+        if met:
+            self._lift.begin(run, met, uses)
+
+    def _met(
+        self,
+        run: Any,
+        verdict: Verdict | None,
+        uses: Sequence[Any],
+        outputs: Sequence[Tensor],
+        sites: Sequence[Site],
+    ) -> Met | None:
+        if verdict is None or verdict.plan is None:
+            return None
+        return self._lift.meet(run.n, verdict.plan, uses, sites, outputs)
+
+    def look(self, run: Any) -> None:
+        """The same for a pass of compiled graphs, at its first gradient: each forward is done once
+        more, without the compiler."""
+        verdict = self._applied(run, self.key(run, ((0, 0), None)), partial(from_outside, run))
+        if verdict.plan is not None:
+            run.refuse(-1, OUTSIDE)
+        elif not verdict.refusals and verdict.sites != [site for site, *_ in run.uses()]:
+            run.refuse(-1, OTHERWISE)
+        self._listen()  # each time: its edges into parameters say nothing of what uses them
+
+    def _applied(
+        self, run: Any, key: Any, prove: Callable[[], Verdict], outputs: Sequence[Tensor] = ()
+    ) -> Verdict:
+        verdict, held = self._proven.get(key), self._held(key)
+        pending = self._pending.get(key)
+        if held and not held.holds(self._parameters.tensors(), outputs, run.n):
+            self._proven.pop(key, None)
+            verdict = pending = None
+        if verdict is None:
+            verdict = pending[0] if pending else prove()
+            if verdict.complete:
+                self._pending[key] = verdict, run
+                self._listen()
+        if run.keep or run.in_graph or any(verdict.layouts):
+            run.layouts = run.layouts + verdict.layouts
+        for site, reason in verdict.refusals:
+            run.refuse(site, reason)
+        return verdict
+
+    # Backward
+
+    def shield(self, places: Sequence[int]) -> None:
+        """Norms only: what a recorded backward brings for these leaves their .grad as it was."""
+        tensors = self._parameters.tensors()
+        for place in places:
+            p = tensors[place]
+            if p.requires_grad and place not in self._shielded:
+                self._shield(place, p)
+
+    def _shield(self, place: int, p: Tensor) -> None:
+        before = _first_of_all(p, partial(self._received, place))
+        last = p.register_post_accumulate_grad_hook(partial(self._accumulated, place))
+        self._shielded[place] = before.id, last.id
+        self._shields += [before, last]
+        self._heard_at[p] = place
+
+    def _hears(self, place: int) -> bool:
+        """Whether what is recorded of a parameter will be held against what it receives."""
+        return place in self.always or self._recorder.auditing
+
+    def attend(self) -> None:
+        """Compare always what modules that run again receive."""
+        self.always &= {*self._heard(self.always), *self._shielded}
+
+    def _heard(self, places: Iterable[int]) -> Iterator[int]:
+        tensors = self._parameters.wholes()
+        for place in places:
+            p = tensors[place]
+            if p.requires_grad and p.is_leaf and place not in self._shielded:
+                self._hear(place, p)
+                yield place
+
+    def _hear(self, place: int, p: Tensor) -> None:
+        always = place in self.always
+        handles = self._shields if always else self._handles
+        handles.append(_first_of_all(p, partial(self._received, place)))
+        if always:
+            self._heard_at[p] = place
+
+    def _follow(self, run: Any, sites: Sequence[int]) -> None:
+        """fully_shard computes with tensors that it makes in the first forward, of which a pass
+        knows those alone that a module was called with; and there nobody listens yet."""
+        called = {place for site in sites for place in self._layers[site].parameters}
+        parts, wholes = self._parameters.parts(), self._parameters.wholes()
+        for place, both in enumerate(zip(parts, wholes, strict=True)):
+            if place not in called:
+                run.expect(place, both[1])
+            for p in both:
+                if not p.requires_grad or p in self._heard_at:
+                    continue
+                if place in self._shielded:
+                    self._shield(place, p)
+                elif place in self.always:
+                    self._hear(place, p)
+
+    def hooked(self) -> list[int]:
+        """Norms only: the parameters with hooks of the user's, which are called with a gradient."""
+        tensors = self._parameters.wholes()
+        return [place for place, (ours, _) in self._shielded.items()
+                if any(key != ours for key in tensors[place]._backward_hooks or ())]  # fmt: skip
+
+    def _listen(self) -> None:
+        """Hold what each parameter receives against what is recorded, until settled."""
+        if not self._recorder.auditing:
+            self._recorder.auditing = True
+            list(self._heard(set(range(len(self._parameters.names))) - self.always))
+
+    @untraced
+    def _received(self, place: int, gradient: Tensor | None) -> Tensor | None:
+        task = torch._C._current_graph_task_id()
+        compared = gradient if self._recorder.auditing or place in self.always else None
+        if not self._recorder.audited(task):  # this backward met no pass, as yet
+            if compared is not None:
+                self._began(None)
+                self._unmet.add((task, place))
+            return None
+        if compared is not None:
+            if place in self._deferred:
+                self._awaiting[task, place] = compared.detach().clone()
+            else:
+                self._compare(place, compared.detach())
+        if place in self._shielded:
+            p = self._parameters.tensor(place)
+            hooks: dict[int, Any] = p._post_accumulate_grad_hooks
+            if gradient is None and len(hooks) == 1:
+                return None  # nothing is accumulated, and nobody else would be told
+            self._before[place] = p.grad, dict(hooks), task
+            if gradient is not None:
+                p.grad = None
+            for theirs in set(hooks) - {self._shielded[place][1]}:
+                del hooks[theirs]  # nothing is accumulated, so nothing follows it
+        return None
+
+    @untraced
+    def _accumulated(self, place: int, p: Tensor) -> None:
+        if place in self._before:
+            p.grad, hooks, _ = self._before.pop(place)
+            p._post_accumulate_grad_hooks.clear()
+            p._post_accumulate_grad_hooks.update(hooks)
+
+    def over(self, tasks: Sequence[int], done: bool) -> None:
+        """Backwards that ended, whichever way, leave .grad and its hooks as they are to stay.
+
+        One inside of another, as of a reentrant checkpoint, has to meet a pass if that other did.
+        """
+        if not (self._unmet or self._before or self._awaiting):
+            return
+        if torch._C._current_graph_task_id() == -1:
+            unmet = {key for key in self._unmet if key[0] in tasks}
+            self._unmet -= unmet
+            # Of one that met a pass later the edges tell, where they are counted.
+            told = self._recorder.audited if ops.NATIVE else lambda task: False
+            inside = {key for key in unmet if not told(key[0])}
+            if done and any(map(self._recorder.audited, tasks)):
+                self._record.mismatched |= inside
+        for place in [place for place, (*_, task) in self._before.items() if task in tasks]:
+            self._accumulated(place, self._parameters.tensor(place))
+        self._awaiting = {key: g for key, g in self._awaiting.items() if key[0] not in tasks}
+
+    @untraced
+    def compare_deferred(self, places: Iterable[int]) -> None:
+        """At the end of a backward."""
+        for place in places:
+            gradient = self._awaiting.pop((torch._C._current_graph_task_id(), place), None)
+            if gradient is not None:
+                self._compare(place, gradient)
+
+    def _compare(self, place: int, gradient: Tensor) -> None:
+        if not self._agrees(place, gradient):
+            self._record.mismatched.add((torch._C._current_graph_task_id(), place))
+
+    def _agrees(self, place: int, gradient: Tensor) -> bool:
+        if scattered([gradient]):  # a part, and forwards use the whole
+            return False
+        recorded, rounding = self._recorder.take_recorded(place)
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if recorded is None:
+            return not bool(gradient.any())
+        gradient = gradient.reshape(-1)
+        if recorded.dtype == gradient.dtype and torch.equal(gradient, recorded):
+            return True
+        difference = own = 0.0
+        for part, other in zip(gradient.split(PART), recorded.split(PART), strict=True):
+            part = part.double()
+            difference = hypot(difference, float((part - other.double()).norm()))
+            own = hypot(own, float(part.norm()))
+        # The rounding of a sum is by its terms; a gradient that cancels is all rounding.
+        allowed = 64 * (rounding + torch.finfo(recorded.dtype).eps * own)
+        return not difference > allowed  # inf and nan are the scaler's to report
+
+    def defer(self, places: Sequence[int]) -> None:
+        """Their gradients by sample come only at the end of the backward."""
+        self._deferred.update(places)
+
+    def settle(self) -> None:
+        """A structure whose first backward has come and agreed is known from now on."""
+        for key, (verdict, run) in list(self._pending.items()):
+            if not ops.NATIVE and not (run.recorded and not _finite(run)):
+                continue  # every pass is compared
+            if not run.recorded and len(self._pending) < 8:
+                continue
+            if run.recorded and not self._record.mismatched and _finite(run):
+                self._proven[key] = verdict
+            del self._pending[key]
+        if not self._pending and (self._recorder.auditing or self.always):
+            self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        self._recorder.auditing = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._recorder.forget_recorded()
+
+    def stop(self) -> None:
+        self._pending = {}
+        self.witness.stop()
+        self._stop_listening()
+        for handle in self._shields:
+            handle.remove()
+        self._shields = []
+
+
+def _first_of_all(p: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """A hook that sees the gradient as it comes, before the user's own change it."""
+    handle = p.register_hook(hook)
+    hooks: dict[int, Any] = p._backward_hooks  # type: ignore[assignment]
+    theirs = {key: h for key, h in hooks.items() if key != handle.id}
+    for key in theirs:  # torch calls them as they were put in, whatever move_to_end() says
+        del hooks[key]
+    hooks.update(theirs)
+    return handle
+
+
+def _finite(run: Any) -> bool:
+    """Whether a pass shows anything: sums that are inf or nan agree with whatever was received."""
+    waiting = [g for place in run.waiting() for _, _, g in run.terms(place)]
+    return all(bool(t.isfinite().all()) for t in (run.total(None), *waiting))

@@ -1,0 +1,374 @@
+"""Where the samples are in a layer's rows: proven once a structure, never guessed from sizes.
+
+Vector-Jacobian products from the model's outputs, the same random seeds each time, sample n
+weighted by a power of two that a digit of n picks. Scaling by a power of two is exact, so each row
+of a layer's output gradient comes back scaled by the weight of the sample it belongs to, or it
+mixes samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from math import inf, prod, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_leaves
+
+from ..passes.unpacking import answers_again
+from .sample_dims import GONE, Place
+
+__all__ = [
+    "BATCH",
+    "NOWHERE",
+    "SECOND",
+    "SEQUENCE",
+    "SHARED",
+    "Watched",
+    "batch_size",
+    "prove",
+    "tensors_in",
+]
+
+# rows n*T+t | rows t*N+n | of no sample, see shared | no gradient comes from the outputs, and if
+# one does come it is refused | [T, N K, *]
+BATCH, SEQUENCE, SHARED, NOWHERE, SECOND = range(5)
+EITHER = (
+    "the model's outputs have {n}, the number of samples, in two dimensions, and which of them "
+    "holds the samples could not be followed"
+)
+MIXED = (
+    "its rows mix the {n} samples, or stand in another order than n*T+t or t*N+n. If what it is "
+    "given is of no sample, hold that in a buffer, or make it in the forward from sizes alone, by "
+    "operations of torch"
+)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """One use of a layer in a forward."""
+
+    node: Any  # that made the output; None where it needs no gradient
+    output_nr: int
+    leads: Sequence[int]  # the leading dimensions of the layer's output, which count its rows
+    second: bool = False  # it can find samples of several rows in the second dimension
+    own: int | None = None  # where its module works on samples apart, and was seen to be given them
+    samples: Tensor | None = None  # of each row, where they are packed: neither n*T+t nor t*N+n
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in a model's arguments or outputs, in order; dataclasses too."""
+    found: list[Tensor] = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in(list(vars(leaf).values()))
+    return found
+
+
+def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None:
+    """N: as the user says, or off the first tensor that a model is called with."""
+    given = options["batch_size"]
+    if callable(given):
+        n = given(args, kwargs)
+        if not hasattr(n, "__index__"):
+            raise TypeError(f"batch_size(args, kwargs) must return an int; got {n!r}")
+        return n if isinstance(n, int) else int(n)  # of a graph, a symbol
+    if given is not None:
+        return int(given)
+    dim = options["batch_dim"]
+    plain = args and isinstance(args[0], Tensor) and args[0].dim()
+    for tensor in args[:1] if plain else tensors_in((args, kwargs)):
+        if tensor.dim():
+            return tensor.shape[dim if tensor.dim() > dim else 0]
+    return None
+
+
+def one_of_several(options: Mapping[str, Any], arguments: Any, outputs: Any) -> bool:
+    """Where N = 1 was read off the first tensor: whether that one is broadcast against others."""
+    dim = options["batch_dim"]
+    given = [t.shape for t in tensors_in(arguments) if t.dim() > dim]
+    several = [shape for shape in given if shape[dim] > 1]
+    if not several or options["batch_size"] is not None:
+        return False
+    made = next((t.shape[dim] for t in tensors_in(outputs) if t.dim() > dim), None)
+    if made == 1 or made in {shape[dim] for shape in several}:
+        return made != 1
+    first = given[0]  # the first output tells nothing: a loss alone, or with the samples elsewhere
+    rest = [(shape[:dim], shape[dim + 1 : len(first)]) for shape in (first, *several)]
+    return len(first) > 1 and rest[0] in rest[1:]
+
+
+def prove(
+    outputs: Sequence[Tensor],
+    places: Sequence[Place | None],
+    uses: Sequence[Watched],
+    n: int,
+    batch_dim: int,
+    unspent: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> list[int | str | None]:
+    """For each use BATCH or SEQUENCE; a str says why neither; None: no proof could be had. NOWHERE:
+    what comes from the outputs is zeros, of which nothing shows.
+
+    `places`: where the samples are in the outputs, as far as that is known. `unspent`: what each
+    backward of the graph runs under.
+    """
+    known = [k for k, use in enumerate(uses) if use.node is not None]
+    if n <= 1 or not known:
+        return [BATCH] * len(uses)
+    heads = [(t, d) for t, d in zip(outputs, places, strict=True) if t.requires_grad]
+    seeded = [(t, _sample_dim(t, n, batch_dim, d)) for t, d in heads]
+    found = _by_seeds(seeded, uses, n, unspent)
+    others = [(t, d if place is not None else _other_dim(t, n, d))
+              for (t, place), (_, d) in zip(heads, seeded, strict=True)]  # fmt: skip
+    same = all(d == other for (_, d), (_, other) in zip(seeded, others, strict=True))
+    if not same and not any(isinstance(verdict, str) for verdict in found):
+        instead = _by_seeds(others, uses, n, unspent)
+        denied = any(v in {BATCH, SEQUENCE} - {use.own} and use.own is not None
+                     for v, use in zip(instead, uses, strict=True))  # fmt: skip
+        doubt = not denied and not any(isinstance(verdict, str) for verdict in instead)
+        if instead != found and doubt:
+            return [EITHER.format(n=n)] * len(uses)
+    return found
+
+
+def _by_seeds(
+    heads: Sequence[tuple[Tensor, int | None]],
+    uses: Sequence[Watched],
+    n: int,
+    unspent: Callable[[], AbstractContextManager[None]],
+) -> list[int | str | None]:
+    """Verdicts, where the samples are in these dimensions of the outputs."""
+    known = [k for k, use in enumerate(uses) if use.node is not None]
+    seeded = [(t, d) for t, d in heads if d is not None]
+    if not seeded:
+        return [None] * len(uses)
+    nodes = _below(seeded)
+    if any(_is_python(node) or not answers_again(node) for node in nodes):
+        return [None] * len(uses)  # a backward of the user's own may change things when it runs
+    above = _above(nodes, {uses[k].node for k in known})
+    half = any(_is_half(node) for node in nodes)  # under autocast, its ends may be wider
+    digits = _digits(n, 4 if half else 16)
+
+    def gradients(exponents: Tensor) -> dict[int, Rows]:
+        """By use. What is kept of each is small: a copy of every gradient would double a step's
+        memory, so the engine is asked for those alone below which no other is wanted."""
+        found: dict[int, Rows] = {}
+
+        def keep(k: int, g: Tensor | None) -> None:
+            if g is not None:
+                found[k] = Rows.of(g, prod(uses[k].leads), half)
+
+        def arrive(k: int, grads: Sequence[Tensor | None]) -> None:
+            keep(k, grads[uses[k].output_nr])
+
+        last = [k for k in known if uses[k].node not in above]
+        handles = [uses[k].node.register_prehook(partial(arrive, k)) for k in {*known} - {*last}]
+        generator = torch.Generator().manual_seed(n)
+        try:
+            roots = [_weighted(t, exponents, d, generator) for t, d in seeded]
+            edges = [GradientEdge(uses[k].node, uses[k].output_nr) for k in last]
+            with unspent():
+                ends = torch.autograd.grad(roots, edges, retain_graph=True, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for k, g in zip(last, ends, strict=True):
+            keep(k, g)
+        return found
+
+    def loudest() -> int:
+        """The exponent up to which all stays finite: float16 has few numbers below 1e-4."""
+        for exponent in (12, 9, 6, 3):
+            found = gradients(torch.full((n,), exponent + 3, dtype=torch.int32))
+            if all(bool(rows.sizes.isfinite().all()) for rows in found.values()):
+                return exponent
+        return 0
+
+    try:
+        loud = torch.full((n,), loudest() if half else 0, dtype=torch.int32)
+        plain = gradients(loud)
+        scaled = [gradients(loud + digit) for digit in digits]
+    except (
+        Exception
+    ):  # reentrant checkpointing forbids autograd.grad; hooks may raise what they like
+        return [None] * len(uses)
+    return [
+        BATCH
+        if use.node is None
+        else _verdict(use, plain.get(k), [s.get(k) for s in scaled], digits, n)
+        for k, use in enumerate(uses)
+    ]
+
+
+def _weighted(t: Tensor, exponents: Tensor, dim: int, generator: torch.Generator) -> Tensor:
+    """A number whose gradient by `t` is random, that of sample n times 2^exponents[n]."""
+    gradient = torch.randn(t.shape, generator=generator).to(t)
+    shape = [-1 if k == dim else 1 for k in range(t.dim())]
+    gradient.ldexp_(exponents.to(t.device).view(shape))
+    with torch.enable_grad():
+        root = t.sum()  # autograd.grad given a gradient imports sympy, 35 MiB
+    assert root.grad_fn
+    root.grad_fn.register_hook(lambda *_: (gradient,))
+    return root
+
+
+def _below(seeded: Sequence[tuple[Tensor, int]]) -> list[Any]:
+    """The graph's nodes below the outputs, each before those it is made of."""
+    order: list[Any] = []
+    todo: list[tuple[Any, bool]] = [(t.grad_fn, False) for t, _ in seeded]
+    seen = set()
+    while todo:
+        node, left = todo.pop()
+        if left:
+            order.append(node)
+        elif node is not None and node not in seen:
+            seen.add(node)
+            todo.append((node, True))
+            todo += [(child, False) for child, _ in node.next_functions]
+    return order[::-1]
+
+
+def _is_half(node: Any) -> bool:
+    return any(m.dtype == torch.float16 for m in getattr(node, "_input_metadata", ()))
+
+
+def _above(nodes: Sequence[Any], wanted: set[Any]) -> set[Any]:
+    """Those that lead to another one that is wanted."""
+    above: set[Any] = set()
+    for node in reversed(nodes):
+        if any(child in above or child in wanted for child, _ in node.next_functions):
+            above.add(node)
+    return above
+
+
+def _is_python(node: Any) -> bool:
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def _sample_dim(t: Tensor, n: int, batch_dim: int, place: Place | None) -> int | None:
+    if not t.is_floating_point() or place == GONE:
+        return None
+    if place is not None and place.dim < t.dim():
+        return place.dim if t.shape[place.dim] == n else None
+    if t.dim() > batch_dim and t.shape[batch_dim] == n:
+        return batch_dim
+    return 0 if t.dim() and t.shape[0] == n else None
+
+
+def _other_dim(t: Tensor, n: int, dim: int | None) -> int | None:
+    """Another dimension that might hold the samples, by its size."""
+    fits = [d for d, size in enumerate(t.shape) if size == n and d != dim]
+    return dim if dim is None or not fits else fits[0]
+
+
+def _digits(n: int, base: int) -> list[Tensor]:
+    """Exponents [N] below `base`, whose combination is another for each sample."""
+    samples = torch.arange(n, dtype=torch.int32)
+    digits: list[Tensor] = []
+    while not digits or base ** len(digits) < n:
+        digits.append(samples // base ** len(digits) % base)
+    return digits
+
+
+def _verdict(
+    use: Watched, plain: Rows | None, scaled: list[Rows | None], digits: list[Tensor], n: int
+) -> int | str | None:
+    if plain is None or any(s is None for s in scaled):
+        return None
+    if not plain.elements:
+        return BATCH
+    if plain.elements % prod(use.leads):
+        return MIXED.format(n=n)
+    held = [s for s in scaled if s is not None]
+    owned = owners(use.leads, n, use.second)
+    if use.samples is not None:
+        owned = {BATCH: use.samples.cpu()}
+
+    def fitting(but: Tensor) -> list[int]:
+        """The layouts under which all rows but these came back as their samples were scaled."""
+        return [layout for layout, owner in owned.items()
+                if all(plain.scaled_to(rows, digit[owner], but)
+                       for rows, digit in zip(held, digits, strict=True))]  # fmt: skip
+
+    if not any(rows.sizes.any() for rows in (plain, *held)):
+        return NOWHERE
+    nan, faint = ~plain.sizes.isfinite(), plain.faint()
+    fits = fitting(nan)
+    if not fits:
+        most = fitting(nan | faint)
+        loud = (plain.sizes.cpu() > 0).logical_and(~(nan | faint).cpu()).flatten()
+        fits = [k for k in most if plain.half and len(owned[k][loud].unique()) == n]
+        if not fits:
+            return None if most else MIXED.format(n=n)
+    alike = all(torch.equal(owned[fits[0]], owned[layout]) for layout in fits)
+    return fits[0] if alike else None  # neither zeros nor nan are evidence
+
+
+def owners(leads: Sequence[int], n: int, second: bool = False) -> dict[int, Tensor]:
+    """Each layout that the sizes allow, and the sample of each row under it (as csrc/site.cpp)."""
+    place, found = torch.arange(prod(leads)), {}
+    if leads[0] % n == 0:
+        found[BATCH] = place // (len(place) // n)
+    if len(leads) > 1 and leads[1] == n:
+        found[SEQUENCE] = place // prod(leads[2:]) % n
+    elif leads[0] % n == 0:
+        found[SEQUENCE] = place // prod(leads[1:]) % n
+    if second and len(leads) > 1 and leads[1] % n == 0:
+        found[SECOND] = place // prod(leads[2:]) % leads[1] // (leads[1] // n)
+    return found
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What is kept of an output gradient: projections of its rows, which are scaled as they are.
+
+    Each projection of what another sample added is a random number of that one's size, so that four
+    of them miss nothing that is not as small as rounding.
+    """
+
+    elements: int
+    projections: Tensor  # [rows, up to 4]
+    sizes: Tensor  # [rows, 1]
+    close: float  # how near a projection comes, over its row's size
+    floor: float  # of sizes
+    half: bool  # something on the way here had float16
+
+    @staticmethod
+    def of(g: Tensor, count: int, half: bool) -> Rows:
+        # Scaling by powers of two rounds nothing, but for numbers that became subnormal: many do
+        # in float16.
+        close = 1e-2 if half else 1e-5
+        count = count if count and g.numel() % count == 0 else 1
+        elements = g.numel()
+        g = torch.view_as_real(g.detach().resolve_conj()) if g.is_complex() else g
+        wide = torch.float64 if g.dtype == torch.float64 else torch.float32
+        rows = g.detach().reshape(count, -1 if g.numel() else 0).to(wide)
+        generator = torch.Generator().manual_seed(count)  # the same each time
+        onto = torch.randn(rows.shape[1], 4, generator=generator, dtype=wide).to(rows.device)
+        short = rows.shape[1] <= 4  # and no larger for being projected
+        sizes, most = (torch.linalg.vector_norm(rows, p, 1, True) for p in (2, inf))
+        sizes = sizes.minimum(most * sqrt(rows.shape[1]))  # where squares overflow
+        with torch.autocast(g.device.type, enabled=False):
+            kept = rows.clone() if short else rows @ onto
+        tiny = torch.finfo(torch.float16 if half else torch.float32).tiny
+        floor = tiny * sqrt(rows.shape[1]) if half else tiny / close
+        return Rows(elements, kept, sizes, close, floor, half)
+
+    def scaled_to(self, scaled: Rows, exponents: Tensor, but: Tensor) -> bool:
+        """Whether rows came back scaled by 2^exponent, all `but` some; another's is off by 2."""
+        exponents = exponents.to(self.sizes.device)[:, None]
+        wanted, size = (torch.ldexp(t, exponents) for t in (self.projections, self.sizes))
+        close = (scaled.projections - wanted).abs() <= self.close * size
+        return bool((close | but).all())
+
+    def faint(self) -> Tensor:
+        """Rows so small that subnormal numbers may have made the difference, as where a mask of
+        -100 leaves a softmax 4e-44; in float16, where most of their numbers are."""
+        return self.sizes < self.floor

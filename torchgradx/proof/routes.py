@@ -1,0 +1,159 @@
+"""Which rows go where, as far as a batch's own values choose it: x[mask], packed sequences, pieces.
+
+With the sizes the same, another batch may send other samples' rows there. What was proven of a
+structure with such operations holds for the batches that choose as the proven one did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..shared.frontier import Node, below, is_leaf, shape_of
+
+if ops.NATIVE:
+    from .. import _C
+
+__all__ = ["alike", "routes"]
+
+# What a node saves of the rows that it takes from its operand, or puts into what it makes.
+TAKES = {
+    "EmbeddingBackward0": "indices",
+    "EmbeddingBagBackward0": "indices",
+    "GatherBackward0": "index",
+    "IndexBackward0": "indices",
+    "IndexSelectBackward0": "index",
+    "MaskedSelectBackward0": "mask",
+    "PackPaddedSequenceBackward0": "result1",
+    "SortBackward0": "indices",
+    "SortBackward1": "indices",
+    "TakeBackward0": "index",
+    "TopkBackward0": "indices",
+}
+PUTS = {
+    "IndexAddBackward0": "index",
+    "IndexCopyBackward0": "index",
+    "IndexPutBackward0": "indices",
+    "IndexPutImplBackward0": "indices",
+    "IndexReduceBackward0": "index",
+    "MaskedScatterBackward0": "mask",
+    "PutBackward0": "index",
+    "ScatterAddBackward0": "index",
+    "ScatterBackward0": "index",
+    "ScatterReduceBackward0": "index",
+}
+TURNS = {"CloneBackward0", "PermuteBackward0", "TBackward0", "ToCopyBackward0",
+         "TransposeBackward0"}  # fmt: skip
+JOINS = {"CatBackward0", "SelectScatterBackward0", "SliceScatterBackward0",
+         "SplitWithSizesBackward0", "StackBackward0"}  # fmt: skip
+INTO_SLICES = "torch::autograd::CopySlices"
+PLACES = {
+    "SelectBackward0": ("dim", "index"),
+    "SelectScatterBackward0": ("dim", "index"),
+    "SliceBackward0": ("dim", "start", "end"),
+    "SliceScatterBackward0": ("dim", "start", "end"),
+    "SplitWithSizesBackward0": ("split_sizes",),
+}
+ALL = {"MaskedScatterBackward0", "MaskedSelectBackward0", "PackPaddedSequenceBackward0",
+       "PutBackward0", "TakeBackward0"}  # whatever the dimension  # fmt: skip
+
+
+def routes(outputs: Iterable[Tensor], n: int) -> list[Any]:
+    """What this graph's batch chose; empty where none is chosen. None in it: it was not seen."""
+    found: list[Any] = []
+    chosen = False
+    for node in below(t.grad_fn for t in outputs if t.grad_fn is not None) if n > 1 else ():
+        name = node.name()
+        if name == INTO_SLICES or (name in JOINS and _joins_samples(node, n)):
+            chosen = True
+            found.append(tuple(shape_of(*edge) for edge in node.next_functions if edge[0]))
+        if any(number for _, number in node.next_functions):  # rows of what was unbound, or split
+            found.append(tuple(number for _, number in node.next_functions))
+        if name == INTO_SLICES:
+            node = _C.into_slice(node) if ops.NATIVE else None
+            name = node.name() if node is not None else ""
+            found += [] if name else [None]
+        if name in TAKES or name in PUTS:
+            parts = [*_chosen(node, name, n)]
+            chosen = chosen or bool(parts)
+            found += parts
+        if name in PLACES:
+            found.append(tuple(getattr(node, f"_saved_{key}") for key in PLACES[name]))
+    return found if chosen else []
+
+
+def alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(_same, one, other))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.equal(a, b)
+    return a is not None and type(a) is type(b) and bool(a == b)
+
+
+def _joins_samples(node: Node, n: int) -> bool:
+    """Pieces may be of any length along the first dimension, as graphs' nodes are."""
+    return _dim(node) == 0 or _may_hold(shape_of(node, 0), _dim(node), n)
+
+
+def _dim(node: Node) -> int:
+    dim: int = getattr(node, "_saved_dim", 0)
+    return (dim + (1 << 63)) % (1 << 64) - (1 << 63)  # it is shown as unsigned
+
+
+def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:
+    """What a node saved of dimensions that may hold samples; None where hooks keep it, as those of
+    a checkpoint, which would compute all of it again."""
+    operand = node.next_functions[0]
+    if name in TAKES and operand[0] is not None:
+        if _is_table(operand[0]):
+            return
+        shape = shape_of(*operand)
+    else:
+        shape = shape_of(node, 0)
+    key = {**TAKES, **PUTS}[name]
+    raw = getattr(node, f"_raw_saved_{key}")
+    raw = [*raw] if isinstance(raw, (list, tuple)) else [raw]
+    dim = _dim(node) % max(1, len(shape))
+    hooked = any(getattr(t, "unpack_hook", t) is not None for t in raw)
+    if hooked:
+        if name in ALL or any(_may_hold(shape, d, n) for d in range(dim, dim + len(raw))):
+            yield None
+        return
+    value = getattr(node, f"_saved_{key}")
+    for index in value if isinstance(value, (list, tuple)) else [value]:
+        if index is None:
+            dim += 1
+            continue
+        covered = index.dim() if index.dtype in (torch.bool, torch.uint8) else 1
+        if name in ALL or any(_may_hold(shape, d, n) for d in range(dim, dim + covered)):
+            yield _by_sample(index, n)
+        dim += covered
+
+
+def _may_hold(shape: Sequence[int], dim: int, n: int) -> bool:
+    """Samples are in the first dimension flattened with their rows, beside a row of padding maybe;
+    in the second if the first is of another size; or in one of their number."""
+    dim %= max(1, len(shape))
+    first = dim == 0 and bool(shape) and min(shape[0] % n, -shape[0] % n) <= 1
+    second = dim == 1 and shape[0] != n and shape[1] % n == 0
+    return first or second or (bool(shape) and shape[dim] == n)
+
+
+def _is_table(node: Node) -> bool:
+    """One of the model's own, as it is or turned, as an adapter's of an embedding."""
+    while node.name() in TURNS and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    return is_leaf(node)
+
+
+def _by_sample(index: Tensor, n: int) -> Tensor:
+    """Of a mask, how many of each sample, where its samples come first: rows keep their order."""
+    if index.dtype is torch.bool and index.dim() > 1 and index.shape[0] == n:
+        return index.flatten(1).sum(1)
+    return index.detach().clone()

@@ -1,0 +1,183 @@
+"""Modules with several outputs: each sample's place is proven in all of them.
+
+A loss may take y from one sample's rows of an LSTM's output and c from another's: what arrives at y
+alone does not show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..shared.frontier import Graph, below
+from ..sites.fallback import Call, Regime, as_it_stands, dim_of, run_again
+from .layout import BATCH, SEQUENCE, Watched, owners
+
+__all__ = [
+    "CONFLICT",
+    "End",
+    "end_of",
+    "ends_at",
+    "ends_of_module",
+    "ends_of_node",
+    "made_from_others",
+    "needed_by",
+    "of_the_loss",
+]
+
+CONFLICT = "its outputs have the samples in different places, or may have"
+
+
+@dataclass(frozen=True)
+class End:
+    """One output of a use."""
+
+    watched: Watched
+    taken: tuple[Tensor | None, Tensor | None]  # of each row, if the use is BATCH, or SEQUENCE
+
+    def joined(self, use: Any, verdict: Any, presumed: int, n: int) -> Any:
+        """What is known of a use, from `use` so far and the verdict on this end."""
+        if isinstance(use, str) or verdict is None or n <= 1:
+            return use
+        if isinstance(verdict, str):
+            return verdict
+        packed, taken = self.watched.samples, dict(zip((BATCH, SEQUENCE), self.taken, strict=True))
+        is_of = packed if packed is not None else owners(self.watched.leads, n).get(verdict)
+        if is_of is None:  # of no rows
+            return use
+        fits = [kind for kind, of in taken.items() if of is not None and torch.equal(of, is_of)]
+        if use is None and fits:
+            return presumed if presumed in fits else fits[0]
+        return CONFLICT if use not in fits and use in (BATCH, SEQUENCE, None) else use
+
+    def clear(self, use: Watched, layout: int, n: int) -> bool:
+        """Without a proof: whether it is the one that the use is known by, or can be no other."""
+        if (self.watched.node, self.watched.output_nr) == (use.node, use.output_nr):
+            return True
+        rows, taken = list(self.watched.leads), self.taken[layout == SEQUENCE]
+        if rows.count(n) != 1 or taken is None:
+            return False
+        return torch.equal(taken, places_along(rows, rows.index(n)))
+
+
+def ends_of_module(
+    module: nn.Module,
+    outputs: Sequence[Tensor],
+    first: Tensor,
+    given: Iterable[Tensor],
+    leads: Callable[[int], int],
+    n: int,
+    samples: Tensor | None,
+) -> list[End]:
+    """first: that with the samples in rows. given: what it was called with. leads: how many
+    dimensions of an output count its rows. samples: of each row, where outputs[0] is packed."""
+    before = {(t.grad_fn, t.output_nr) for t in given}
+    calls = [Call(module, (), ((), {}), outputs, n, how, first.shape, Regime("cpu", None, None))
+             for how in (BATCH, SEQUENCE)]  # fmt: skip
+    ends = []
+    for t in outputs:
+        if t.grad_fn is None or not t.dim() or (t.grad_fn, t.output_nr) in before:
+            continue
+        dims = [dim_of(call, t) for call in calls]
+        # rows of numbers, where they may be in the second of two dimensions
+        rows = list(t.shape[: max(leads(t.dim()), *(dim + 1 for dim in dims))])
+        packed = samples if t is outputs[0] else None
+        cuts = _cut(rows, n, dims[0], True), _cut(rows, n, dims[1], False)
+        taken = cuts if packed is None else (packed, packed)
+        ends.append(End(Watched(t.grad_fn, t.output_nr, rows, samples=packed), taken))
+    return ends
+
+
+def _cut(rows: Sequence[int], n: int, dim: int, major: bool) -> Tensor | None:
+    """The sample of each row, where this dimension is cut; None: it cannot be."""
+    each, rest = divmod(rows[dim], n)
+    if rest or not each:
+        return None
+    places = places_along(rows, dim)
+    return places // each if major else places % n
+
+
+def places_along(rows: Sequence[int], dim: int) -> Tensor:
+    """The place of each row along a dimension."""
+    return torch.arange(prod(rows)) // prod(rows[dim + 1 :]) % rows[dim]
+
+
+def ends_of_node(
+    node: Any, graph: Graph, outputs: Iterable[Tensor], leads: Sequence[int], n: int
+) -> Iterator[End]:
+    """All outputs of a recurrent layer's node, each with its samples first."""
+    rows = owners(leads, n)
+    ends = {t.output_nr for t in outputs if t.grad_fn is node}
+    for number in sorted(ends.union(graph.numbers(node))):
+        yield End(Watched(node, number, leads), (rows.get(BATCH), rows.get(SEQUENCE)))
+
+
+def ends_at(outputs: Iterable[Tensor]) -> dict[tuple[Any, int], int]:
+    """Which output is at an end of a graph; the first, where it is returned several times."""
+    ends: dict[tuple[Any, int], int] = {}
+    for k, t in enumerate(outputs):
+        if t.grad_fn is not None:
+            ends.setdefault((t.grad_fn, t.output_nr), k)
+    return ends
+
+
+def end_of(t: Tensor) -> Tensor:
+    """What to listen at: in-place operations on a view replace its node; the base's stays."""
+    base = t._base
+    plain = base is not None and base.grad_fn is not None and base.numel() == t.numel()
+    same_order = base is not None and base.is_contiguous() and t.is_contiguous()
+    return base if plain and same_order else t  # type: ignore[return-value]
+
+
+def needed_by(node: Any, held: dict[int, Tensor], arguments: list[Any]) -> list[int]:
+    """The parameters that every plain backward() needs which comes to this node."""
+    before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
+    met = {child for inner in below([node], before) for child, _ in inner.next_functions}
+    edges = {place: torch.autograd.graph.get_gradient_edge(p) for place, p in held.items()}
+    return [place for place, edge in edges.items() if edge.node in met]
+
+
+def made_from_others(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
+    """Of a module's outputs, those that others of them were computed from: what arrives there came
+    through the module too."""
+    before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
+    ends = {end: k for end, k in ends_at(outputs).items() if end[0] not in before}
+    found: set[int] = set()
+    for start in {node for node, _ in ends}:
+        seen: set[Any] = {start, None, *before}
+        rest: list[Any] = [start]
+        while rest:
+            for node, number in rest.pop().next_functions:
+                found.update({ends[node, number]} if (node, number) in ends else ())
+                if node not in seen:
+                    seen.add(node)
+                    rest.append(node)
+    return found
+
+
+def of_the_loss(
+    call: Call, inner: set[int], silent: Callable[[], AbstractContextManager[None]]
+) -> Call:
+    """The same without what came back into outputs (`inner`) by way of those made from them."""
+    with silent(), call.regime.again():
+        outputs, _ = run_again(as_it_stands(call))
+        found: dict[int, Tensor] = {}
+        made = [(t.grad_fn._sequence_nr(), k) for k, t in enumerate(outputs) if t.grad_fn]
+        for _, k in sorted(made, reverse=True):  # what is made from others first
+            g = call.grads[k]
+            if g is None:
+                continue
+            if k in inner and found:
+                later = [outputs[j] for j in found]
+                (through,) = torch.autograd.grad(
+                    later, outputs[k], [*found.values()], retain_graph=True, allow_unused=True
+                )
+                g = g if through is None else g - through
+            found[k] = g
+    return replace(call, grads=[found.get(k) for k in range(len(call.grads))])

@@ -1,0 +1,1 @@
+"""What all samples share: its gradient by sample, from where in the graph samples come in."""

@@ -1,0 +1,317 @@
+"""Gradients by sample, taken down from a frontier (frontier.py) to the parameters below it.
+
+As the backward comes by, each node is asked for its vector-Jacobian product sample by sample,
+before it runs itself and lets its saved tensors go. Gradients on their way are [N, *shape].
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..passes.plain import receives
+from ..passes.unpacking import spared
+from ..sharding import shards
+from ..sites.copies import untraced
+from .frontier import Graph, Node, Plan, below, dtype_of, is_leaf, shape_of
+from .outer import BySample, Gradients, Outer, added, along, in_full, size, sq_norms, total
+from .products import CAST, by_sample, closed, dense, fitted, mapped, through
+
+__all__ = ["Descent", "Leaf", "stations"]
+
+G = TypeVar("G", bound=Tensor | Outer)
+CHUNK = 1 << 23  # elements of parameters' gradients at a time: 32 MiB of float32
+
+
+@dataclass(frozen=True)
+class Leaf:
+    place: int  # in the table of parameters
+    parameter: Tensor
+    alone: bool  # nothing else brings it a gradient
+    counted: int = 0  # how many of its edges end here, where its module is called too
+
+
+@dataclass
+class Station:
+    """One node, and by operand where the gradients go on."""
+
+    key: int
+    layout: int | None  # of the output of a frontier node
+    output: int
+    inward: dict[int, tuple[int, int]] = field(default_factory=dict)  # to a node's key and output
+    leaves: dict[int, Leaf] = field(default_factory=dict)
+    packed: bool = False  # it saved through hooks
+
+
+def stations(
+    graph: Graph, plan: Plan, climbed: Sequence[Node], leaf_of: Callable[[int], Leaf | None]
+) -> dict[Node, Station]:
+    """What lies between the frontier and the parameters to serve."""
+    layouts = dict(zip(climbed, plan.layouts, strict=True))
+    inside = dict.fromkeys(below(node for node in climbed if layouts[node] is None))
+    numbers = {node: k for k, node in enumerate({**dict.fromkeys(climbed), **inside})}
+    way = {node: Station(key, layouts.get(node), graph.last(node))
+           for node, key in numbers.items()}  # fmt: skip
+    for node, station in way.items():
+        for operand, (child, _) in enumerate(node.next_functions):
+            if child and is_leaf(child) and (node in inside or child in inside):
+                leaf = leaf_of(id(child.variable))
+                if leaf and leaf.counted:  # and the module's own edges are no matter here
+                    if node not in {parent for parent, _ in graph.parents[child]}:
+                        continue
+                    if node.name() == CAST:  # one for all uses
+                        leaf = replace(leaf, counted=len(graph.parents[node]))
+                if leaf:
+                    station.leaves[operand] = leaf
+    edges = Counter(leaf.place for s in way.values() for leaf in s.leaves.values())
+    for station in way.values():
+        for operand, leaf in station.leaves.items():
+            station.leaves[operand] = replace(leaf, alone=leaf.alone and edges[leaf.place] == 1)
+    ends = [node for node, station in way.items() if station.leaves]
+    useful = way.keys() & graph.climb(ends, lambda _, node: node in inside)
+    for node in useful:
+        for operand, (child, output) in enumerate(node.next_functions):
+            if child in inside and child in useful:
+                way[node].inward[operand] = numbers[child], output
+    return {node: s for node, s in way.items() if s.inward or s.leaves}
+
+
+class Descent:
+    """The way down through one pass's graph: owned by its hooks, it owns no node."""
+
+    def __init__(
+        self,
+        run: Any,
+        recorder: Any,
+        way: dict[Node, Station],
+        hears: Callable[[int], bool],
+        refuse: Callable[[str], None],
+        norms_only: bool,
+    ) -> None:
+        self._run, self._recorder, self._norms_only = run, recorder, norms_only
+        self._hears, self._refuse = hears, refuse
+        self._task, self._final, self._rounding = -1, True, 0.0
+        self._held: dict[tuple[int, int], Gradients] = {}  # on their way, by node and output
+        self._ready: list[tuple[Leaf, Gradients, bool]] = []
+        self._leaves = [leaf for station in way.values() for leaf in station.leaves.values()]
+        for leaf in self._leaves:
+            if not leaf.alone:  # the sum over its uses waits for this one too
+                run.expect(leaf.place, leaf.parameter)
+        for node, station in way.items():
+            node.register_prehook(partial(self._arrive, station))
+            if station.leaves:
+                node.register_hook(self._deliver)
+
+    @untraced
+    def _arrive(self, station: Station, incoming: Sequence[Tensor | None]) -> None:
+        if torch.is_grad_enabled():
+            return  # create_graph, which is refused when it is read
+        if self._task != torch._C._current_graph_task_id():
+            self._begin()
+        if not self._counts:
+            return
+        node = torch._C._current_autograd_node()
+        self._gives = any(g is not None for g in incoming)  # else a cast under norms only
+        # Norms only: a fused layer gives its parameters nothing to compare with.
+        self._withholds = self._norms_only and node.name().startswith("torchgradx")
+        try:
+            with spared(node) if station.packed else nullcontext():
+                if not self._run.n:
+                    self._nothing(station, node, incoming)
+                elif station.layout is not None:
+                    self._enter(station, node, incoming)
+                else:
+                    held = [self._held.pop((station.key, k), None) for k in range(len(incoming))]
+                    self._compare(station, node, incoming, held)
+                    self._pass(station, node, held)
+        except Exception as error:  # never from inside backward()
+            self._refuse(f"its gradients by sample failed at {node.name()}: {error}")
+
+    def _begin(self) -> None:
+        self._task, self._rounding = torch._C._current_graph_task_id(), 0.0
+        self._held.clear()
+        self._ready.clear()
+        self._counts = any(receives(leaf.parameter) for leaf in self._leaves)
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        whole = self._recorder.books or bool(self._run.directions)  # what norms alone do not need
+        self._final = not (self._run.keep or self._run.retained or keeps or whole)
+
+    def _compare(
+        self,
+        station: Station,
+        node: Node,
+        incoming: Sequence[Tensor | None],
+        held: Sequence[Gradients | None],
+    ) -> None:
+        """In every backward: what a node receives is the sum over the samples of what came down.
+
+        A hook of the user's in between, or a use that no output leads to, is found here.
+        """
+        casts = station.leaves and node.name() == CAST  # autocast: for all uses at once
+        for g, mine in zip(incoming, held, strict=True):
+            if mine is not None:
+                self._measure(mine)
+            if g is None or casts:
+                continue
+            off, own = size(g if mine is None else g - total(mine)), size(g)
+            if off > 64 * (self._rounding + own * torch.finfo(g.dtype).eps):
+                self._refuse(
+                    "the gradient it received is not the sum of its gradients by sample: a hook, "
+                    "or a use that the model's outputs do not show, changed it on the way"
+                )
+
+    def _enter(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
+        """Through a node of the frontier, whose gradient has rows by sample."""
+        g, layout, n = incoming[station.output], station.layout, self._run.n
+        if g is None or layout is None:
+            return
+        self._measure(g)
+        masked: list[int] = []
+        for operand in (*station.inward, *station.leaves):
+            product = closed(node, operand, g, layout, n)
+            if product is None:
+                masked.append(operand)
+            else:
+                self._send(station, operand, self._reduced(station, operand, product))
+        if not masked:
+            return
+        grads: list[Tensor | None] = [None] * len(incoming)
+        columns: dict[int, list[Tensor]] = {operand: [] for operand in masked}
+        for sample in range(n):
+            only = torch.zeros_like(g)
+            by_sample(only, layout, n)[sample] = by_sample(g, layout, n)[sample]
+            grads[station.output] = only
+            out = self._ask(node, grads)
+            for operand in masked:
+                product = self._reduced(station, operand, dense(out[operand])[None])
+                columns[operand].append(product)
+        for operand, column in columns.items():
+            self._send(station, operand, torch.cat(column))
+
+    def _nothing(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
+        """Of no samples."""
+        device = next((g.device for g in incoming if g is not None), None)
+        for operand in (*station.inward, *station.leaves):
+            edge = node.next_functions[operand]
+            zeros = torch.zeros(0, *shape_of(*edge), dtype=dtype_of(*edge), device=device)
+            self._send(station, operand, self._reduced(station, operand, zeros))
+
+    def _pass(self, station: Station, node: Node, held: list[Gradients | None]) -> None:
+        """Through a node of which all outputs are shared."""
+        live: dict[int, Tensor] = {}
+        for k, g in enumerate(held):
+            outer = through(node, g) if isinstance(g, Outer) else None
+            if outer is not None:
+                self._send(station, 0, self._reduced(station, 0, outer))
+                return
+            if g is not None:
+                live[k] = in_full(g)
+        if not live:
+            return
+        if node.name() == "EmbeddingBackward0" and self._look_up(station, node, live[0]):
+            return
+        columns: dict[int, list[Tensor]] = {k: [] for k in (*station.inward, *station.leaves)}
+        most = max((leaf.parameter.numel() for leaf in station.leaves.values()), default=1)
+
+        def ask(*grads: Tensor) -> tuple[Tensor, ...]:
+            given = dict(zip(live, grads, strict=True))
+            out = self._ask(node, [given.get(k) for k in range(len(held))])
+            return tuple(out[operand] for operand in columns)
+
+        for part in _chunks(live.values(), self._run.n, max(1, CHUNK // max(1, most))):
+            for operand, product in zip(columns, mapped(ask, part), strict=True):
+                if product is not None:
+                    columns[operand].append(self._reduced(station, operand, product))
+        for operand, column in columns.items():
+            if column:
+                self._send(station, operand, torch.cat(column))
+
+    def _look_up(self, station: Station, node: Node, g: Tensor) -> bool:
+        """A table meets the same ids for all samples: nothing need be as large as N tables."""
+        leaf = next(iter(station.leaves.values()), None)
+        if not leaf or not leaf.alone or not self._final or node._saved_scale_grad_by_freq:
+            return False
+        ids = node._saved_indices.flatten()
+        rows = g.reshape(len(g), len(ids), -1)
+        found, group = ids.unique(return_inverse=True)
+        if len(found) < len(ids):
+            zeros = rows.new_zeros(len(g), len(found), rows.shape[2])
+            rows = zeros.index_add_(1, group, rows)
+        else:
+            found = ids
+        padding = node._saved_padding_idx  # the largest number there is, if none was said
+        if padding < node._saved_weight_sym_argsize_0:
+            rows = rows[:, found != padding]
+        if self._hears(leaf.place):
+            total = dense(self._ask(node, [g.sum(0)])[0])
+            self._recorder.add_recorded(leaf.place, total, self._rounding)
+        self._ready.append((leaf, sq_norms(rows), True))
+        return True
+
+    def _reduced(self, station: Station, operand: int, product: G) -> G | Tensor:
+        """[n, *shape], or [n] squared norms where nothing else is added to it."""
+        leaf = station.leaves.get(operand)
+        if leaf is None:
+            return product
+        if self._hears(leaf.place) and self._gives and not (self._withholds and operand):
+            self._measure(product)
+            self._recorder.add_recorded(leaf.place, total(product), self._rounding)
+        return sq_norms(product) if leaf.alone and self._final else product
+
+    def _send(self, station: Station, operand: int, whole: Gradients) -> None:
+        if operand in station.leaves:
+            leaf = station.leaves[operand]
+            self._ready.append((leaf, whole, leaf.alone and self._final))
+        else:
+            key = station.inward[operand]
+            self._held[key] = added(whole, self._held.get(key))
+
+    def _ask(self, node: Node, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """The node's own products. Its hooks are not called, and nothing of it is recorded."""
+        if shards(node):  # which gives back what it is given
+            return tuple(grads)
+        self._recorder.asking = True
+        try:
+            out = node(*grads)
+        finally:
+            self._recorder.asking = False
+        products = out if isinstance(out, tuple) else (out,)
+        return tuple(map(fitted, products, node.next_functions))
+
+    def _measure(self, g: Gradients) -> None:
+        """The rounding of a sum is by its terms, of which the largest met on the way stands."""
+        rounding = size(g) * self._run.n * torch.finfo(g.dtype).eps
+        self._rounding = max(self._rounding, rounding)
+
+    @untraced
+    def _deliver(self, *_: Any) -> None:
+        """After the node ran: a use of its own has arrived by then."""
+        ready, self._ready = self._ready, []
+        for leaf, whole, squared in ready:
+            if not self._run.arrive([leaf.place], not leaf.counted):
+                continue
+            for _more in range(1, leaf.counted):
+                self._run.arrive([leaf.place])
+            if squared:
+                self._run.finish(leaf.place, whole)
+            elif isinstance(whole, Outer):
+                self._run.add(leaf.place, whole.left, whole.right)
+            else:
+                self._run.add(leaf.place, whole)
+            if self._recorder.books:
+                self._recorder.book(self._run, BySample(leaf.place, whole))
+            v = self._run.directions[leaf.place] if self._run.directions else None
+            if v is not None:
+                self._run.add_dots(along(whole, v))
+
+
+def _chunks(grads: Iterable[Tensor], n: int, step: int) -> Iterator[list[Tensor]]:
+    grads = list(grads)
+    return ([g[start : start + step] for g in grads] for start in range(0, n, step))

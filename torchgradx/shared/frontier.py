@@ -1,0 +1,292 @@
+"""What all samples share, and where in a graph the samples come in.
+
+wpe(torch.arange(T)[None]) receives one gradient, summed over the samples where its output met them.
+Each node of the graph where that happens still gets rows by sample. These nodes are the frontier,
+found by climbing the graph; descent.py takes their gradients down by sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..proof.layout import Watched
+
+__all__ = [
+    "Graph",
+    "Group",
+    "Node",
+    "Plan",
+    "below",
+    "coarsest",
+    "dtype_of",
+    "is_leaf",
+    "look_of",
+    "shape_of",
+    "survey",
+]
+
+Node = Any
+VIEWS = {f"{name}Backward0" for name in (
+    "Alias", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "T", "ToCopy",
+    "Transpose", "UnsafeView", "Unsqueeze", "View",
+)}  # fmt: skip
+OUTPUTS = {*VIEWS, "AddBackward0"}
+SAME = {"ReshapeAliasBackward0": "ViewBackward0", "AliasBackward0": "SliceBackward0"}
+
+
+class Graph:
+    """A forward's graph, walked from its outputs: who consumes what."""
+
+    def __init__(self, outputs: Iterable[Tensor]) -> None:
+        # in the outputs' order: a plan's names are of nodes that every pass meets in the same one
+        self.roots = dict.fromkeys(t.grad_fn for t in outputs if t.grad_fn is not None)
+        self.parents: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.roots}
+        todo = list(self.parents)
+        while todo:
+            node = todo.pop()
+            for child, number in node.next_functions:
+                if child is not None:
+                    if child not in self.parents:
+                        self.parents[child] = []
+                        todo.append(child)
+                    self.parents[child].append((node, number))
+
+    def numbers(self, node: Node) -> list[int]:
+        """The outputs of a node that others consume."""
+        return sorted({number for _, number in self.parents.get(node, ())})
+
+    def last(self, node: Node) -> int:
+        """The one output of a frontier's node."""
+        return max(self.numbers(node), default=0)
+
+    def climb(self, starts: Iterable[Node], on: Callable[[int, Node], bool]) -> list[Node]:
+        """Nodes above, nearest first; beyond the k-th only if `on` says so."""
+        found = list(dict.fromkeys(starts))
+        seen = set(found)
+        for k, node in enumerate(found):  # grows as it goes
+            if on(k, node):
+                fresh = dict.fromkeys(p for p, _ in self.parents.get(node, ()) if p not in seen)
+                found += fresh
+                seen.update(fresh)
+        return found
+
+    def without(self, leaf: Node, uses: set[Node]) -> bool:
+        """Take away a parameter's edges into what made the outputs `uses` of its modules.
+
+        False, and nothing is changed, where they cannot be told.
+        """
+        left: dict[Node, list[tuple[Node, int]]] = {}
+        told: set[Node] = set()
+
+        def made(node: Node) -> bool:
+            """Whether what it makes is, in another shape and with a bias added, an output."""
+            todo, seen = [node], {node}
+            for node in todo:  # grows as it goes
+                parents = {p for p, _ in self.parents.get(node, ()) if p.name() in OUTPUTS}
+                todo += parents - seen
+                seen |= parents
+            told.update(uses & seen)
+            return not uses.isdisjoint(seen)
+
+        def prune(node: Node) -> bool:
+            left[node] = [
+                (parent, number)
+                for parent, number in self.parents[node]
+                if not made(parent) and not (parent.name() in VIEWS and prune(parent))
+            ]
+            return not left[node] and node not in self.roots
+
+        gone = leaf in self.parents and prune(leaf)
+        if told != uses:
+            return False
+        self.parents.update(left)
+        if gone:
+            del self.parents[leaf]
+        return True
+
+
+def coarsest(outputs: Iterable[Tensor], given: Iterable[Tensor]) -> float:
+    """The largest rounding unit of the gradients between outputs and what they were made from."""
+    seen = {t.grad_fn for t in given}
+    found = [t.grad_fn for t in outputs if t.grad_fn not in seen]
+    dtypes: set[torch.dtype] = set()
+    for node in filter(None, found):  # grows as it goes
+        dtypes.update(kind.dtype for kind in getattr(node, "_input_metadata", ()))
+        fresh = {child for child, _ in node.next_functions} - seen
+        found += fresh
+        seen.update(fresh)
+    return max((torch.finfo(kind).eps for kind in dtypes if kind.is_floating_point), default=0.0)
+
+
+def below(starts: Iterable[Node], until: Collection[Node | None] = ()) -> list[Node]:
+    """These nodes and all that they lead to, but for the parameters, and for what is `until`."""
+    found = [node for node in dict.fromkeys(starts) if node not in until]
+    seen = {*found, *until}
+    for node in found:  # grows as it goes
+        children = (child for child, _ in node.next_functions if child and not is_leaf(child))
+        fresh = dict.fromkeys(child for child in children if child not in seen)
+        found += fresh
+        seen.update(fresh)
+    return found
+
+
+def is_leaf(node: Node) -> bool:
+    return hasattr(node, "variable")
+
+
+def name_of(node: Node) -> str:
+    """Which node a reshape makes depends on whether operations are watched; which a slice makes, on
+    whether it is of all."""
+    name: str = node.name()
+    return SAME.get(name, name)
+
+
+def edges_among(nodes: Sequence[Node]) -> tuple[tuple[int, int, int], ...]:
+    places = {node: k for k, node in enumerate(nodes)}
+    return tuple(
+        (k, operand, places[child])
+        for node, k in places.items()
+        for operand, (child, _) in enumerate(node.next_functions)
+        if child in places
+    )
+
+
+def shape_of(node: Node, number: int) -> tuple[int, ...]:
+    if is_leaf(node):
+        return tuple(node.variable.shape)
+    return tuple(node._input_metadata[number].shape)
+
+
+def rows_of(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
+    """The dimensions that may hold samples: the first two that are not a leading 1."""
+    while len(shape) > 1 and shape[0] == 1:
+        shape = shape[1:]
+    several = len(shape) > 2 or shape[1:] == (n,)  # else the second is of features
+    return shape[: 1 + several] or (1,)
+
+
+def look_of(shape: Sequence[int], n: int) -> tuple[Any, ...]:
+    """What sizes say of where samples may be: a layout proven in one shape holds in another that
+    looks the same. At T = 1 rows t*N+n and n*T+t are the same, and a leading 1 may be T."""
+    ones = next((d for d, size in enumerate(shape) if size != 1), len(shape))
+    whole = n > 0 and ones < len(shape) and shape[ones] % n == 0
+    return ones, whole, *(size == n for size in shape)
+
+
+def dtype_of(node: Node, number: int) -> torch.dtype:
+    found = node.variable if is_leaf(node) else node._input_metadata[number]
+    dtype: torch.dtype = found.dtype
+    return dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is above the shared nodes, in the order of the climb; holds for a structure."""
+
+    starts: tuple[tuple[int, bool], ...]  # (use, whether from its own parameters), see lift.py
+    names: tuple[str, ...]
+    edges: tuple[tuple[int, int, int], ...]  # among them: consumer, operand, what is consumed
+    layouts: tuple[int | None, ...]  # of the frontier's outputs; None: no rows by sample yet
+    looks: tuple[Any, ...]  # likewise, see look_of()
+
+    def climb(self, graph: Graph, starts: Iterable[Node]) -> list[Node] | None:
+        """The same nodes in another pass, if they are there."""
+
+        def on(k: int, node: Node) -> bool:
+            known = k < len(self.names) and self.names[k] == name_of(node)
+            return known and self.layouts[k] is None
+
+        found = graph.climb(starts, on)
+        same = tuple(map(name_of, found)) == self.names and edges_among(found) == self.edges
+        return found if same else None
+
+    def looks_in(self, graph: Graph, climbed: Iterable[Node], n: int) -> tuple[Any, ...]:
+        """How the same nodes look in another pass."""
+        return _looks(graph, zip(climbed, self.layouts, strict=True), n)
+
+    def clean(self, graph: Graph, starts: Iterable[Node]) -> Callable[[Node, int], bool]:
+        """For a pass that was not watched: what was shared where it was."""
+        found = self.climb(graph, starts) or []
+        shared = {n for n, layout in zip(found, self.layouts, strict=False) if layout is None}
+        return lambda node, number: node in shared
+
+    def frontier(
+        self, graph: Graph, starts: Iterable[Node], n: int
+    ) -> Callable[[Node, int], int | None]:
+        """Likewise which rows were of which sample."""
+        found = self.climb(graph, starts) or []
+        same = bool(found) and self.looks_in(graph, found, n) == self.looks
+        ends = dict(zip(found, self.layouts, strict=True)) if same else {}
+        return lambda node, number: ends.get(node)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The starts of one use: the node of its output, or its own parameters' nodes."""
+
+    use: int
+    starts: tuple[Node, ...]
+    accepts: Callable[[Node, bool], bool]  # a node above, and whether it is of the frontier
+
+
+def survey(
+    n: int,
+    graph: Graph,
+    groups: Sequence[Group],
+    clean: Callable[[Node, int], bool],
+    prove: Callable[[Sequence[Watched]], Sequence[Any]],
+) -> Plan:
+    """For those groups of which all consumers are shared, up to nodes that are proven to have rows
+    by sample."""
+
+    def shared(node: Node) -> bool:
+        numbers = graph.numbers(node)
+        return bool(numbers) and (is_leaf(node) or all(clean(node, k) for k in numbers))
+
+    groups = [group for group in groups if group.starts and all(map(shared, group.starts))]
+    found = graph.climb(_starts(groups), lambda k, node: shared(node))
+    watched = [Watched(node, k, rows_of(shape_of(node, k), n))
+               for node in found if not is_leaf(node)
+               for k in graph.numbers(node) or [0]]  # fmt: skip
+    layouts: dict[Node, int | None] = dict.fromkeys(found)
+    for use, verdict in zip(watched, prove(watched), strict=True):
+        single = len(graph.numbers(use.node)) < 2
+        layouts[use.node] = verdict if single and isinstance(verdict, int) else None
+
+    def climb(starts: Iterable[Node]) -> list[Node]:
+        return graph.climb(starts, lambda k, node: layouts[node] is None and shared(node))
+
+    def served(group: Group) -> bool:
+        for node in climb(group.starts):
+            ends = layouts[node] is not None
+            if not group.accepts(node, ends):
+                return False
+            if not ends and (not shared(node) or node in graph.roots):
+                return False
+        return True
+
+    groups = [group for group in groups if served(group)]
+    found = climb(_starts(groups))
+    return Plan(
+        tuple((group.use, all(map(is_leaf, group.starts))) for group in groups),
+        tuple(map(name_of, found)),
+        edges_among(found),
+        tuple(layouts[node] for node in found),
+        _looks(graph, ((node, layouts[node]) for node in found), n),
+    )
+
+
+def _looks(graph: Graph, ends: Iterable[tuple[Node, int | None]], n: int) -> tuple[Any, ...]:
+    return tuple(
+        None if layout is None else look_of(shape_of(node, graph.last(node)), n)
+        for node, layout in ends
+    )
+
+
+def _starts(groups: Iterable[Group]) -> list[Node]:
+    return [node for group in groups for node in group.starts]

@@ -1,0 +1,238 @@
+"""Uses whose gradient by sample is taken from above them, where the samples come in.
+
+Of modules called on something without samples (frontier.py says what that is), and of parameters
+that a module uses beside its children: running such a module again would run all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from ..passes.unpacking import answers_twice, saves_through_hooks
+from ..proof.layout import Watched
+from ..proof.taint import Taint
+from ..proof.unproven import Use, presumed, rows_at
+from ..proof.witness import Way, Witness
+from ..rules import Layer
+from ..sites.native import NativeSite
+from ..sites.recurrent import Site
+from ..sites.rerun import FallbackSite
+from .descent import Descent, Leaf, stations
+from .frontier import Graph, Group, Node, Plan, survey
+from .products import in_closed_form
+
+__all__ = ["Lift", "Met"]
+
+
+class Met(NamedTuple):
+    """A plan's nodes, in a pass."""
+
+    plan: Plan
+    graph: Graph
+    read: set[int]
+    called: set[int]
+    climbed: list[Node] | None  # None: consumed otherwise than when it was proven
+    looks: tuple[Any, ...] | None
+
+
+class Lift:
+    """Of one probe."""
+
+    def __init__(
+        self,
+        recorder: Any,
+        parameters: Any,
+        layers: Sequence[Layer],
+        witness: Witness,
+        hears: Callable[[int], bool],
+        norms_only: bool,
+    ) -> None:
+        self._recorder, self._parameters, self._layers = recorder, parameters, layers
+        self._witness, self._hears, self._norms_only = witness, hears, norms_only
+
+    def plan(
+        self,
+        n: int,
+        uses: Sequence[Use],
+        sites: Sequence[Site],
+        verdicts: Sequence[Any],
+        went: Way,
+        outputs: Sequence[Tensor],
+        taint: Taint | None,
+        prove: Callable[[Sequence[Watched]], Sequence[Any]],
+    ) -> Plan | None:
+        """Which uses are lifted, and how; the first time that a structure is met."""
+        seen = self._witness.seen
+        mixing = [k for k, verdict in enumerate(verdicts) if isinstance(verdict, str)]
+        orderly = n > 1 and went.orderly
+        if None in verdicts:
+            self._witness.believed()
+        for k, (site, sizes, node, _) in enumerate(uses):
+            known = went.given.get((site, len(sizes))) if verdicts[k] is None else None
+            if known and not known.fed and node and orderly:
+                mixing.append(k)
+        proven = [isinstance(v, int) or (orderly and v is None) for v in verdicts]
+        beside = [k for k in self._beside(uses, sites) if proven[k]]
+        every = {place for layer in self._layers for place in layer.parameters}
+        graph, called = self._graph(every, uses, {*mixing, *beside}, sites, outputs)
+        read = self._read(every, uses, graph, called)
+        if not mixing and not beside and not read:
+            return None
+
+        def able(node: Node, ends: bool) -> bool:
+            return answers_twice(node)
+
+        def cheap(node: Node, ends: bool) -> bool:
+            """Whether asking a node costs less than to run its module again."""
+            return able(node, ends) and (not ends or n == 1 or in_closed_form(node))
+
+        groups = [Group(k, (uses[k][2],), lambda node, ends: True) for k in mixing]
+        # What is sharded apart, or checkpointed reentrantly inside, cannot be run again.
+        once = self._parameters.gathered() or any(node is None for _, _, node, _ in uses)
+        way = able if once else cheap
+        groups += [Group(k, self._own(k, uses, graph), way) for k in beside]
+        groups += [Group(k, self._own(k, uses, graph), able) for k in read]
+        key = tuple(self._served(group.use, uses) for group in groups)
+        before = seen.plans.get(key)
+        clean: Callable[[Node, int], bool]
+        rows: Callable[[Node, int], int | None]
+        if taint is not None:
+            clean, rows = taint.clean, partial(rows_at, taint, n)
+        elif before is not None:
+            earlier, served = before
+            starts = [node for k in served for node in groups[k].starts]
+            clean, rows = earlier.clean(graph, starts), earlier.frontier(graph, starts, n)
+        else:
+            clean, rows = lambda node, number: False, lambda node, number: None
+        if orderly:
+            prove = partial(presumed, prove, n, rows)
+        plan = survey(n, graph, groups, clean, prove)
+        lifted = {use for use, _ in plan.starts}
+        served = [k for k, group in enumerate(groups) if group.use in lifted]
+        if n > 1 and plan.starts:
+            seen.plans[key] = plan, served
+        if n > 1 and taint is None and not lifted.issuperset((*mixing, *read)):
+            self._witness.watch()
+        return plan if plan.starts else None
+
+    def _beside(self, uses: Sequence[Use], sites: Sequence[Site]) -> list[int]:
+        """Uses of modules that have parameters and children, and share those with no other."""
+        able = {k: isinstance(s, FallbackSite) and s.calls_others for k, s in enumerate(sites)}
+        others = {place for site, *_ in uses if not able[site]
+                  for place in self._layers[site].parameters}  # fmt: skip
+        return [k for k, (site, _, node, _) in enumerate(uses)
+                if able[site] and node is not None
+                and others.isdisjoint(self._layers[site].parameters)]  # fmt: skip
+
+    def _graph(
+        self,
+        places: set[int],
+        uses: Sequence[Use],
+        lifted: set[int],
+        sites: Sequence[Site],
+        outputs: Sequence[Tensor],
+    ) -> tuple[Graph, set[int]]:
+        """Without the edges by which modules use their own parameters, of those at `places` that
+        kernels see; and the places of these."""
+        graph, seen, others = Graph(outputs), dict[int, set[Node]](), set[int]()
+        if not places:
+            return graph, set()
+        for k, (site, _, node, _) in enumerate(uses):
+            layer = self._layers[site]
+            plain = isinstance(sites[site], NativeSite) and not layer.role
+            plain = plain and node in graph.parents and k not in lifted
+            for place in layer.parameters:
+                if plain:
+                    seen.setdefault(place, set()).add(node)
+                else:
+                    others.add(place)
+        tensors = self._parameters.wholes()
+        called = {
+            place
+            for place in places & seen.keys() - others
+            if tensors[place].requires_grad
+            and graph.without(get_gradient_edge(tensors[place]).node, seen[place])
+        }
+        return graph, called
+
+    def _read(
+        self, every: set[int], uses: Sequence[Use], graph: Graph, called: set[int]
+    ) -> list[int]:
+        """Parameters that the forward reads beside the calls of their modules, as -1 - place."""
+        used = {place for site, *_ in uses for place in self._layers[site].parameters}
+        read = [-1 - place for place in sorted(every - used | called)]
+        return [k for k in read if self._own(k, uses, graph)]
+
+    def _served(self, k: int, uses: Sequence[Use]) -> tuple[int, tuple[int, ...]]:
+        """The site of a start of a plan, and the parameters."""
+        if k >= 0:
+            return uses[k][0], self._layers[uses[k][0]].parameters
+        owns = (-1 - k in layer.parameters for layer in self._layers)
+        return list(owns).index(True), (-1 - k,)
+
+    def _own(self, k: int, uses: Sequence[Use], graph: Graph) -> tuple[Node, ...]:
+        every = self._parameters.wholes()
+        tensors = [every[place] for place in self._served(k, uses)[1]]
+        nodes = [get_gradient_edge(p).node for p in tensors if p.requires_grad]
+        return tuple(node for node in nodes if node in graph.parents)
+
+    def meet(
+        self,
+        n: int,
+        plan: Plan,
+        uses: Sequence[Use],
+        sites: Sequence[Site],
+        outputs: Sequence[Tensor],
+    ) -> Met:
+        """What a plan is of, in the graph of this pass."""
+        served = {k for k, _ in plan.starts}
+        read = {-1 - k for k in served if k < 0}
+        graph, called = self._graph(read, uses, served, sites, outputs)
+        starts: list[Node] = []
+        for k, own in plan.starts:
+            starts += self._own(k, uses, graph) if own else [uses[k][2]]
+        climbed = plan.climb(graph, starts)
+        looks = None if climbed is None else plan.looks_in(graph, climbed, n)
+        return Met(plan, graph, read, called, climbed, looks)
+
+    def begin(self, run: Any, met: Met, uses: Sequence[Use]) -> None:
+        """Listen at the frontier, and below it."""
+        plan, graph, read, called, climbed, _ = met
+        lifted = {self._served(k, uses)[0] for k, _ in plan.starts}
+
+        def refuse(where: Any, reason: str) -> None:
+            for site in lifted:
+                where.refuse(site, reason)
+
+        run.enclose(sorted(read - called), self._witness.first)
+        if climbed is None:
+            refuse(run, "what no sample enters is consumed otherwise than when it was proven")
+            return
+        way = stations(graph, plan, climbed, self._leaves(plan, uses, called).get)
+        for node, station in way.items():
+            if not answers_twice(node):
+                refuse(run, f"by sample it needs {node.name()} twice, which saves through hooks")
+                return
+            station.packed = saves_through_hooks(node)
+        for site in lifted:
+            self._layers[site].notes["lifted"] = None
+        refuse_now = partial(refuse, self._recorder)
+        Descent(run, self._recorder, way, self._hears, refuse_now, self._norms_only)
+
+    def _leaves(self, plan: Plan, uses: Sequence[Use], called: set[int]) -> dict[int, Leaf]:
+        """The parameters to serve, by their tensors' ids."""
+        lifted = {k for k, _ in plan.starts}
+        places = [set(self._layers[site].parameters) for site, *_ in uses]
+        others = set().union(*(p for k, p in enumerate(places) if k not in lifted))
+        tensors = self._parameters.wholes()
+        leaves = {}
+        for k in lifted:
+            for place in self._served(k, uses)[1]:
+                leaf = Leaf(place, tensors[place], place not in others, int(place in called))
+                leaves[id(tensors[place])] = leaf
+        return leaves

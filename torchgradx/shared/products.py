@@ -1,0 +1,126 @@
+"""A graph node's vector-Jacobian products sample by sample, from a gradient of all samples.
+
+In closed form where one is as cheap as the node itself; else the node is called, mapped over the
+samples where its output has none, or with all samples but one masked where it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from ..proof.layout import BATCH
+from .frontier import Node, dtype_of, shape_of
+from .outer import Gradients, Outer
+
+__all__ = [
+    "CAST",
+    "by_sample",
+    "closed",
+    "dense",
+    "fitted",
+    "in_closed_form",
+    "mapped",
+    "through",
+]
+
+CAST = "ToCopyBackward0"  # autocast's
+# A node's product elementwise, before it is summed over what the operand was broadcast along.
+ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
+    "AddBackward0": lambda node, k, g: g * node._saved_alpha if k and node._saved_alpha != 1 else g,
+    "SubBackward0": lambda node, k, g: g * -node._saved_alpha if k else g,
+    "MulBackward0": lambda node, k, g: g * (node._saved_self if k else node._saved_other),
+    "ExpandBackward0": lambda node, k, g: g,
+    "RepeatBackward0": lambda node, k, g: g,
+}
+# rows @ b: the saved rows, and which operand b is
+ROWS = {
+    "MmBackward0": ("_saved_self", 1),
+    "BmmBackward0": ("_saved_self", 1),
+    "AddmmBackward0": ("_saved_mat1", 2),
+}
+
+
+def in_closed_form(node: Node) -> bool:
+    return node.name() in ELEMENTWISE or node.name() in ROWS
+
+
+def fitted(product: Tensor | None, edge: tuple[Node, int]) -> Tensor | None:
+    """As the engine does: nodes leave sums over broadcast dimensions, and casts, to it."""
+    if product is None or edge[0] is None or product.is_sparse:
+        return product
+    shape, dtype = shape_of(*edge), dtype_of(*edge)
+    product = product if product.shape == shape else product.sum_to_size(shape)
+    return product.to(dtype)
+
+
+def dense(t: Tensor) -> Tensor:
+    return t.to_dense() if t.is_sparse else t
+
+
+def mapped(
+    ask: Callable[..., tuple[Tensor, ...]], part: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """For each sample; None: an operand that this backward leaves out."""
+    try:
+        return vmap(ask)(*part)
+    except Exception:  # no rule for it
+        each = list(zip(*(ask(*grads) for grads in zip(*part, strict=True)), strict=True))
+    return [None if column[0] is None else torch.stack(list(map(dense, column))) for column in each]
+
+
+def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradients | None:
+    """A frontier node's product for all samples at the price of one call, where there is a form."""
+    name, edge = node.name(), node.next_functions[operand]
+    if g.is_complex():  # what is saved would have to be conjugated
+        return None
+    if name in ELEMENTWISE:
+        pieces = by_sample(ELEMENTWISE[name](node, operand, g), layout, n)
+        return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
+    saved, place = ROWS.get(name, ("", -1))
+    if operand == place and layout == BATCH:
+        rows, grads = (by_sample(t, layout, n) for t in (getattr(node, saved), g))
+        alpha = getattr(node, "_saved_alpha", 1)
+        if rows.dim() == 3 and (rows.shape[2], grads.shape[2]) == tuple(shape_of(*edge)):
+            return Outer(rows, grads if alpha == 1 else grads * alpha)
+    return None
+
+
+def through(node: Node, g: Outer) -> Outer | None:
+    """What a node that turns or casts a matrix makes of it."""
+    name = node.name()
+    if name == CAST:
+        return g.to(dtype_of(*node.next_functions[0]))
+    if name == "PermuteBackward0":
+        turns = [d % 2 for d in node._saved_dims] == [1, 0]
+    else:
+        turns = name == "TBackward0" or (
+            name == "TransposeBackward0" and (node._saved_dim0 - node._saved_dim1) % 2 == 1
+        )
+    return g.turned() if turns else None
+
+
+def by_sample(g: Tensor, layout: int, n: int) -> Tensor:
+    """[N, *what the node would get for one sample]: a view."""
+    if n == 1:
+        return g[None]
+    if g.shape[0] == 1:  # as rows_of() has it
+        return by_sample(g[0], layout, n).unsqueeze(1)
+    if layout == BATCH:
+        return g.unflatten(0, (n, -1))
+    if g.dim() > 1 and g.shape[1] == n:
+        return g.movedim(1, 0).unsqueeze(2)
+    return g.unflatten(0, (-1, n)).movedim(1, 0)
+
+
+def _summed(pieces: Tensor, shape: Sequence[int]) -> Tensor | None:
+    """[N, *shape]: the sum over what an operand of that shape was broadcast along, if it was."""
+    lead = pieces.dim() - 1 - len(shape)
+    aligned = (1,) * lead + tuple(shape)
+    if lead < 0 or any(s not in (1, p) for s, p in zip(aligned, pieces.shape[1:], strict=True)):
+        return None
+    over = [d for d, s in enumerate(aligned, 1) if s == 1 and pieces.shape[d] != 1]
+    return (pieces.sum(over) if over else pieces).reshape(len(pieces), *shape)

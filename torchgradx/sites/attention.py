@@ -1,0 +1,201 @@
+"""nn.MultiheadAttention as the Linears that it is made of.
+
+Its forward is the framework's own, in which the projections alone are ours. They use rows of
+in_proj_weight: all of them at once where query, key and value are the same tensor, else in two or
+three parts, each used once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils import parametrize
+
+from .. import ops
+from ..proof.layout import SEQUENCE
+
+if ops.NATIVE:
+    from .. import _C
+
+__all__ = ["Part", "accepts", "attending", "parts"]
+
+SELF, OUT = "query, key and value", "output"
+TWO = ("query of two", "key and value")
+THREE = ("query", "key", "value")
+
+
+def accepts(module: Any) -> bool:
+    if not isinstance(module, nn.MultiheadAttention) or module.bias_k is not None:
+        return False  # rows of its own among the keys: no Linear
+    out = module.out_proj
+    plain = type(out) is NonDynamicallyQuantizableLinear and "forward" not in out.__dict__
+    hooks = out._forward_hooks or out._forward_pre_hooks or parametrize.is_parametrized(out)
+    return plain and not hooks and type(module).forward is nn.MultiheadAttention.forward
+
+
+def parts(module: nn.MultiheadAttention, own: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Fields of a Layer for each way in which rows of the projections are used."""
+    width, all_rows = module.embed_dim, 3 * module.embed_dim
+
+    def linear(
+        role: str, names: tuple[str, str], features: int, rows: slice = slice(0, 0), of: int = 1
+    ) -> dict[str, Any]:
+        apart = (rows.start, all_rows - rows.stop, of)
+        weight, bias = (own.get(name, -1) for name in names)
+        return {
+            "role": role,
+            "kind": "linear",
+            "weight": weight,
+            "bias": bias,
+            "parameters": tuple(place for place in (weight, bias) if place >= 0),
+            "in_features": features,
+            "out_features": rows.stop - rows.start or width,
+            "weight_rows": apart if of > 1 and names[0] == "in_proj_weight" else (0, 0, 1),
+            "bias_rows": apart if of > 1 else (0, 0, 1),
+        }
+
+    thirds = [slice(k * width, (k + 1) * width) for k in range(3)]
+    if module._qkv_same_embed_dim:
+        packed = "in_proj_weight", "in_proj_bias"
+        yield linear(SELF, packed, width, slice(0, all_rows))
+        for role, rows in zip(TWO, (thirds[0], slice(width, all_rows)), strict=True):
+            yield linear(role, packed, width, rows, 2)
+        for role, rows in zip(THREE, thirds, strict=True):
+            yield linear(role, packed, width, rows, 3)
+    else:
+        sizes = (width, module.kdim, module.vdim)
+        for role, size, rows in zip(THREE, sizes, thirds, strict=True):
+            names = f"{role[0]}_proj_weight", "in_proj_bias"
+            yield linear(role, names, size, rows, 3)
+    yield linear(OUT, ("out_proj.weight", "out_proj.bias"), width)
+
+
+class Part:
+    """One of them, in a module of an attached model."""
+
+    def __init__(self, site: Any, index: int, layer: Any, declared: int, fused: bool) -> None:
+        self._site, self._index, self._declared, self._fused = site, index, declared, fused
+        self.places = list(layer.parameters)
+
+    def __call__(self, run: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if run is not None and self._declared == SEQUENCE and x.shape[1] != run.n:
+            reason = f"its batch of {x.shape[1]} has several rows of each of the {run.n} samples"
+            run.refuse(self._index, f'{reason}: only layout "batch" has them one after another')
+        out: Tensor | None = _C.call(self._site, x, weight, bias) if self._fused else None
+        if out is None:
+            out = F.linear(x, weight, bias)
+            if not self._fused:
+                _C.tap(self._site, x, weight, bias, out)
+        return out
+
+    def count(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """A use whose forward was not seen: it will run again."""
+        _C.count(self._site, x, weight, bias)
+
+
+class _Forward:
+    """One call of a module. All projections see [T, N, *], whatever batch_first says."""
+
+    def __init__(self, module: Any, roles: Mapping[str, Part], recorder: Any) -> None:
+        self._module, self._roles, self._recorder = module, roles, recorder
+        self._batch = -1
+        own: dict[str, Any] = {"_in_projection_packed": self._packed, "_in_projection": self._apart}
+        own.update(linear=self._output, has_torch_function=lambda tensors: False)
+        self._attention = _with(F.multi_head_attention_forward, own)
+
+    def __call__(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
+        found = _with(stock.forward, {"F": _Functional(self._attention)})(
+            self._module, *args, **kwargs
+        )
+        if self._batch < 0:  # in one kernel, as where no gradient is wanted
+            x = args[0] if args else kwargs["query"]
+            m = self._module
+            x = x.transpose(0, 1) if m.batch_first else x
+            self._roles[SELF].count(x, m.in_proj_weight, m.in_proj_bias)
+            self._roles[OUT].count(x, m.out_proj.weight, m.out_proj.bias)
+        return found
+
+    def _packed(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None
+    ) -> Sequence[Tensor]:
+        roles = THREE if k is not v else TWO if q is not k else (SELF,)
+        turn = iter(roles)
+        linear = self._linear(lambda: next(turn))
+        project = _with(vars(F)["_in_projection_packed"], {"linear": linear})
+        return self._enclosed(roles, q, partial(project, q, k, v, w, b))
+
+    def _apart(self, *operands: Any) -> Sequence[Tensor]:
+        inputs, weights = operands[:3], operands[3:6]
+        bias = self._module.in_proj_bias
+        turn = iter(THREE)
+        linear = self._linear(lambda: next(turn))
+
+        def project() -> list[Tensor]:
+            biases = (None,) * 3 if bias is None else bias.chunk(3)
+            return list(map(linear, inputs, weights, biases))
+
+        return self._enclosed(THREE, inputs[0], project)
+
+    def _enclosed(
+        self, roles: Sequence[str], q: Tensor, project: Callable[[], Sequence[Tensor]]
+    ) -> Sequence[Tensor]:
+        """The parts of a parameter are split off by nodes of one use, which nothing counts."""
+        self._batch = q.shape[1]
+        if roles == (SELF,):
+            return project()
+        # Asked first: once a checkpoint's calls have all come again, no pass is left to find.
+        run, first = self._recorder.current(), torch.autograd._get_sequence_nr()
+        found = project()
+        if run is not None:
+            run.enclose([place for role in roles for place in self._roles[role].places], first)
+        return found
+
+    def _linear(self, role: Callable[[], str]) -> Callable[..., Tensor]:
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            return self._roles[role()](self._recorder.current(), x, weight, bias)
+
+        return linear
+
+    def _output(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        steps = len(x) // max(1, self._batch)
+        rows = x.unflatten(0, (steps, self._batch))
+        return self._roles[OUT](self._recorder.current(), rows, weight, bias).flatten(0, 1)
+
+
+class _Functional:
+    """torch.nn.functional, but for the attention."""
+
+    def __init__(self, attention: Callable[..., Any]) -> None:
+        self.multi_head_attention_forward = attention
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(F, name)
+
+
+def _with(function: Any, names: Mapping[str, Any]) -> Callable[..., Any]:
+    """A function of the framework's, that finds other things under these names."""
+    scope = {**function.__globals__, **names}
+    made = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def attending(recorder: Any) -> Callable[..., Callable[..., Any]]:
+    def forward_of(stock: Any, sites: dict[int, Any]) -> Callable[..., Any]:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            roles = sites.get(id(self))
+            if roles is None or recorder.current() is None:
+                return stock.forward(self, *args, **kwargs)
+            return _Forward(self, roles, recorder)(stock, *args, **kwargs)
+
+        forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return forward
+
+    return forward_of

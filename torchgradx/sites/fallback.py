@@ -1,0 +1,395 @@
+"""Per-sample gradients of a module that has no kernel: vmap over its own gradient, or a replay.
+
+Both run the module's forward again on the inputs it was given, and pull back the gradient of its
+outputs. Where vmap has no rule (recurrent layers, custom Functions, dropout), the whole batch is
+replayed once with its random state, and each sample's gradient is one vector-Jacobian product.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.utils._pytree import tree_map
+
+from ..proof.layout import BATCH, SEQUENCE, tensors_in
+from ..shared.frontier import below
+from .copies import stock_of
+
+__all__ = [
+    "Call",
+    "Regime",
+    "as_it_is_now",
+    "as_it_stands",
+    "by_sample",
+    "dim_of",
+    "makes_weight",
+    "per_sample_gradients",
+    "run_again",
+    "terms_of_bias",
+    "weighted",
+    "whole_gradients",
+]
+
+Chunks = Iterator[tuple[slice, list[Tensor]]]
+
+CHANNELS_FIRST = (_ConvNd, _NormBase, nn.GroupNorm)
+TABLES = ("EmbeddingBackward0", "EmbeddingBagBackward0")
+CHUNK = 1 << 23  # elements of per-sample gradients at a time: 32 MiB of float32
+
+
+@dataclass(frozen=True)
+class Regime:
+    """What a forward ran under, besides its inputs."""
+
+    device: str
+    autocast: torch.dtype | None
+    rng: tuple[Tensor, Tensor | None] | None  # CPU, and the device's own
+
+    @staticmethod
+    def current(module: nn.Module, random: bool) -> Regime:
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        enabled = torch.is_autocast_enabled(device.type)
+        autocast = torch.get_autocast_dtype(device.type) if enabled else None
+        own = torch.cuda.get_rng_state(device) if random and device.type == "cuda" else None
+        return Regime(device.type, autocast, (torch.get_rng_state(), own) if random else None)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        devices = [torch.cuda.current_device()] if self.device == "cuda" else []
+        with (
+            torch.random.fork_rng(devices, enabled=self.rng is not None),
+            torch.autocast(self.device, self.autocast, enabled=self.autocast is not None),
+        ):
+            if self.rng is not None:
+                torch.set_rng_state(self.rng[0])
+                if self.rng[1] is not None:
+                    torch.cuda.set_rng_state(self.rng[1])
+            yield
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module, as its backward finds it."""
+
+    module: nn.Module
+    names: Sequence[str]  # of the parameters, within the module
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    grads: Sequence[Tensor | None]  # by output tensor
+    n: int
+    layout: int
+    first: Sequence[int]  # sizes of its first output
+    regime: Regime
+    samples: Tensor | None = None  # of each row of the first output, where it is packed
+
+    @property
+    def lead(self) -> int:
+        """Where the samples are in the first output: [N, ...], [N * K, ...] or [K * N, ...]; or
+        [T, N, ...]."""
+        if isinstance(self.module, CHANNELS_FIRST):
+            return 0  # rows t*N+n: the second dimension is of channels
+        return int(self.layout == SEQUENCE and len(self.first) > 2 and self.first[1] == self.n)
+
+
+class _Forward(nn.Module):
+    """The module's forward, and before it the hooks that make its weight: see _untouched."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for hook in self.module._forward_pre_hooks.values():
+            hook(self.module, args)
+        return self.module.forward(*args, **kwargs)
+
+
+def per_sample_gradients(
+    call: Call, silent: Callable[[], contextlib.AbstractContextManager[None]]
+) -> tuple[str, Chunks]:
+    """("vmap" or "replay", chunks of samples with their gradients [n, *shape], one a parameter).
+
+    `silent` keeps what runs again from being recorded.
+    """
+
+    def chunks_of(way: Callable[[Call], Chunks]) -> Chunks:
+        with silent(), call.regime.again():
+            yield from way(replace(call, module=_stand_in(call.module)))
+
+    try:
+        chunks = chunks_of(_by_vmap)
+        first = list(itertools.islice(chunks, 1))
+    except Exception:  # vmap refuses in many ways; the replay's error is the one to show
+        return "replay", chunks_of(_by_replay)
+    return "vmap", itertools.chain(first, chunks)
+
+
+def dim_of(call: Call, t: Tensor) -> int:
+    """Where the samples are in an argument or an output."""
+    if isinstance(call.module, nn.RNNBase) and not _is_data(call, t):
+        return t.dim() - 2  # a state [layers, N, H], whatever batch_first says
+    if isinstance(call.module, nn.MultiheadAttention) and _beside_data(call, t):
+        return 0  # weights [N, ...] and a mask [N, S], whatever batch_first says
+    dim = call.lead if t.dim() > 2 or list(t.shape[:2]) == list(call.first[:2]) else 0
+    whole = t.dim() > 2 and call.first[call.lead] == call.n != t.shape[dim]
+    elsewhere = whole and t.shape[1 - dim] == call.n and any(t is g for g in call.grads)
+    return 1 - dim if elsewhere else dim  # a state [1, N, H] beside [N, T, H]
+
+
+def _is_data(call: Call, t: Tensor) -> bool:
+    """Of a recurrent layer: its input and its output, not the states."""
+    args, kwargs = call.arguments
+    data = args[0] if args else kwargs.get("input")
+    return t is data or t is call.grads[0]
+
+
+def _beside_data(call: Call, t: Tensor) -> bool:
+    """Of attention: its weights, and masks of two dimensions."""
+    return t.dim() == 2 or any(t is g for g in call.grads[1:])
+
+
+def _pieces(call: Call, t: Tensor) -> Tensor | None:
+    """[N, *a valid input of the module], or None for a tensor that all samples share."""
+    if not isinstance(t, Tensor) or t.dim() <= dim_of(call, t):
+        return None
+    dim, count = dim_of(call, t), call.first[call.lead]
+    if dim == 1:
+        return t.movedim(1, 0).unsqueeze(2) if t.shape[1] == call.n else None
+    if t.shape[0] != count:
+        return None
+    if count == call.n:
+        return t.unsqueeze(1)
+    if call.layout == BATCH:
+        return t.unflatten(0, (call.n, -1))
+    return t.unflatten(0, (-1, call.n)).transpose(0, 1)
+
+
+def _by_vmap(call: Call) -> Chunks:
+    if call.samples is not None:
+        raise ValueError("a packed sequence has no dimension of samples")
+    module = _Forward(call.module)
+    inputs: list[Tensor] = []
+
+    def place(leaf: Any) -> Any:
+        piece = _pieces(call, leaf)
+        if piece is None:
+            return leaf
+        inputs.append(piece)
+        return _Place(len(inputs) - 1)
+
+    args, kwargs = tree_map(place, call.arguments)
+    grads = [None if g is None else _pieces(call, g) for g in call.grads]
+    names = [f"module.{name}" for name in call.names]
+    held = dict(module.named_parameters(remove_duplicate=False))
+    parameters = {name: held[name].detach() for name in names}
+
+    def objective(
+        parameters: dict[str, Tensor], inputs: list[Tensor], grads: list[Tensor]
+    ) -> Tensor:
+        fill = lambda leaf: inputs[leaf.index] if isinstance(leaf, _Place) else leaf  # noqa: E731
+        out = functional_call(module, parameters, tree_map(fill, args), tree_map(fill, kwargs))
+        return _inner(tensors_in(out), grads)
+
+    given = [g for g in grads if g is not None]
+    if len(given) < sum(g is not None for g in call.grads):
+        raise ValueError("an output's samples are elsewhere than in the first")
+    kept = [k for k, g in enumerate(grads) if g is not None]
+
+    def one(parameters: dict[str, Tensor], inputs: list[Tensor], given: list[Tensor]) -> Tensor:
+        spread: list[Any] = [None] * len(grads)
+        for k, g in zip(kept, given, strict=True):
+            spread[k] = g
+        return objective(parameters, inputs, spread)
+
+    mapped = vmap(grad(one), in_dims=(None, 0, 0), randomness="error")
+    for chunk in _chunks(call.n, sum(p.numel() for p in parameters.values())):
+        found = mapped(parameters, [t[chunk] for t in inputs], [g[chunk] for g in given])
+        yield chunk, [found[name] for name in names]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for a batched tensor among the arguments."""
+
+    index: int
+
+
+def _inner(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
+    total = torch.zeros(())
+    for out, g in zip(outputs, grads, strict=True):
+        if g is not None:
+            if out.shape != g.shape:
+                raise ValueError(f"a sample's output is {out.shape}, its gradient {g.shape}")
+            wide = torch.promote_types(out.dtype, torch.float32)
+            total = total + (out.to(wide) * g.to(wide)).sum()
+    return total
+
+
+def terms_of_bias(call: Call, name: str) -> float:
+    """How large the terms are that a bias's gradient sums: those of a normalisation cancel."""
+    if name != "bias" or not type(call.module).__module__.startswith("torch.nn.modules."):
+        return 0.0
+    grads = (g.double() for g in call.grads if g is not None)
+    return sum(float(g.norm()) * g.numel() ** 0.5 for g in grads)
+
+
+def by_sample(call: Call, t: Tensor) -> Tensor | None:
+    """[N, T, F] of rows [*, F], one for each of the module's output."""
+    pieces = _pieces(call, t)
+    return None if pieces is None else pieces.flatten(1, -2)
+
+
+def whole_gradients(
+    call: Call, silent: Callable[[], contextlib.AbstractContextManager[None]]
+) -> list[Tensor]:
+    """The sums over the samples."""
+    with silent(), call.regime.again():
+        again = replace(call, module=_stand_in(call.module), n=1, layout=BATCH, samples=None)
+        return [gradients[0] for _, found in _by_replay(again) for gradients in found]
+
+
+def weighted(call: Call, factors: Tensor) -> Call:
+    """With each sample's share of the gradients times its factor [N]."""
+
+    def times(g: Tensor | None) -> Tensor | None:
+        if g is None or not g.numel():
+            return g
+        if call.samples is not None and g is call.grads[0]:
+            return (g * factors[call.samples, None]).to(g.dtype)
+        dim = dim_of(call, g)
+        each = g.shape[dim] // call.n
+        minor = each > 1 and call.layout != BATCH
+        rows = factors.repeat(each) if minor else factors.repeat_interleave(each)
+        shape = [1] * g.dim()
+        shape[dim] = -1
+        return (g * rows.view(shape)).to(g.dtype)
+
+    return replace(call, grads=[times(g) for g in call.grads])
+
+
+def run_again(call: Call) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs of a stand-in, in a graph of their own, and the parameters that they end in."""
+    args, kwargs = call.arguments
+    held = dict(call.module.named_parameters(remove_duplicate=False))
+    parameters = [held[name].detach().requires_grad_() for name in call.names]
+    _put(call.module, {id(held[n]): p for n, p in zip(call.names, parameters, strict=True)})
+    with torch.enable_grad():
+        return tensors_in(_Forward(call.module)(*args, **kwargs)), parameters
+
+
+def _by_replay(call: Call) -> Chunks:
+    outputs, parameters = run_again(call)
+    if call.n > 1:
+        _same_alone(outputs)
+    both = zip(outputs, call.grads, strict=True)  # of others' parameters, an output has no graph
+    pairs = [(out, g) for out, g in both if g is not None and out.requires_grad]
+    for chunk in _chunks(call.n, sum(p.numel() for p in parameters)):
+        found = []
+        for sample in range(chunk.start, chunk.stop):
+            masked = [_only(call, g, sample) for _, g in pairs]
+            gradients = torch.autograd.grad(
+                [out for out, _ in pairs],
+                parameters,
+                masked,
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            found.append([g.to_dense() if g.is_sparse else g for g in gradients])
+        yield chunk, [torch.stack(column) for column in zip(*found, strict=True)]
+
+
+def _same_alone(outputs: Sequence[Tensor]) -> None:
+    """Raise where a sample's part in the batch's gradient is not what it would be alone."""
+    for node in below(t.grad_fn for t in outputs if t.grad_fn is not None):
+        if node.name() in TABLES and node._saved_scale_grad_by_freq:
+            raise ValueError("scale_grad_by_freq divides by how often an id is in the batch")
+
+
+def _stand_in(module: nn.Module) -> nn.Module:
+    """A shallow copy to run: what it does to buffers and attributes is its own, and hooks are off.
+
+    The module itself is not touched: another thread may be running it.
+    """
+    twin = object.__new__(
+        stock_of(type(module))
+    )  # a sharded class builds the plain module in __new__
+    twin.__dict__ = dict(module.__dict__)
+    makers = {key: h for key, h in module._forward_pre_hooks.items() if makes_weight(h)}
+    twin.__dict__.update(
+        _parameters=dict(module._parameters),
+        _buffers={key: b if b is None else b.clone() for key, b in module._buffers.items()},
+        _modules={key: child and _stand_in(child) for key, child in module._modules.items()},
+        _forward_hooks=OrderedDict(),
+        _forward_pre_hooks=OrderedDict(makers),
+        _backward_hooks=OrderedDict(),
+        _backward_pre_hooks=OrderedDict(),
+    )
+    if any(
+        isinstance(maker, (SpectralNorm, _SpectralNorm)) for maker in (module, *makers.values())
+    ):
+        twin.training = False  # no step of the power iteration: its vectors are the forward's
+    return twin
+
+
+def as_it_stands(call: Call) -> Call:
+    """To run later: modes, attributes and buffers stay what they are."""
+    return replace(call, module=_stand_in(call.module))
+
+
+def as_it_is_now(module: nn.Module) -> nn.Module:
+    """A stand-in that keeps its weights: later in a backward others step them, or shard them."""
+    twin = _stand_in(module)
+    _put(twin, {id(p): p.detach().clone() for p in twin.parameters()})
+    return twin
+
+
+def _put(module: nn.Module, swaps: dict[int, Tensor]) -> None:
+    """Let a stand-in compute with other tensors, by the ids of those that they replace."""
+    for m in module.modules():
+        held = {key: swaps.get(id(p), p) for key, p in m._parameters.items()}
+        m.__dict__["_parameters"] = held
+        if isinstance(m, nn.RNNBase):  # holds its weights a second time
+            m.__dict__["_flat_weights"] = [swaps.get(id(w), w) for w in m._flat_weights]
+
+
+def makes_weight(hook: Any) -> bool:
+    return type(hook).__module__.startswith("torch.nn.utils.")  # weight_norm of old
+
+
+def _only(call: Call, g: Tensor, sample: int) -> Tensor:
+    """g with all but one sample's rows zero."""
+    if call.samples is not None and g is call.grads[0]:
+        return g.where((call.samples == sample)[:, None], 0)
+    if not g.dim():
+        raise ValueError(
+            "its module gives one number for all samples, and running it again cannot tell what "
+            "is whose: let it give a loss for each sample, or freeze what it does not use"
+        )
+    masked, dim = torch.zeros_like(g), dim_of(call, g)
+    per_sample, rest = divmod(g.shape[dim], call.n)
+    if rest:
+        raise ValueError(f"an output of shape {tuple(g.shape)} has no rows of {call.n} samples")
+    if per_sample == 1 or call.layout == BATCH:
+        rows = slice(sample * per_sample, (sample + 1) * per_sample)
+    else:
+        rows = slice(sample, None, call.n)
+    place = (slice(None),) * dim + (rows,)
+    masked[place] = g[place]
+    return masked
+
+
+def _chunks(n: int, elements: int) -> Iterator[slice]:
+    step = max(1, CHUNK // max(1, elements))
+    return (slice(start, min(start + step, n)) for start in range(0, n, step))

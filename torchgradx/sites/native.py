@@ -1,0 +1,226 @@
+"""Where a probe touches a module that has a kernel: its class is swapped, or its output tapped."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .. import ops
+from ..gpu import gpu_of
+from ..proof.layout import BATCH, SECOND, SEQUENCE
+from ..rules import Layer, rule_named
+from ..table import Context, declared_layout
+from .attention import Part, attending
+from .copies import Hook, keep_out, let_in, stock_of, untraced
+from .trace import Trace, root_of
+
+if ops.NATIVE:
+    from .. import _C
+
+__all__ = ["Hooks", "NativeSite", "core", "unwound", "why_mixed"]
+
+MIXING = ("batchnorm1d", "batchnorm2d", "batchnorm3d")
+MIXES = (
+    "it normalises by the batch's statistics, which mix samples: call eval() on it, or use "
+    "GroupNorm"
+)
+UNBATCHED = "it is called without a batch, so that it works along the {n} samples"
+CODES = {"rank1": 0, "gram": 1, "direct": 2, "fused": 3}  # Algorithm in csrc/site.h
+
+
+def why_mixed(module: nn.Module, given: Sequence[Any], n: int) -> str | None:
+    """What a module does to mix the samples of a call, if it does."""
+    if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+        return MIXES
+    along = isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and n > 1
+    rows = given[0] if along and given and isinstance(given[0], Tensor) else None
+    unbatched = rows is not None and rows.dim() == 2 and len(rows) % n == 0  # else a table's
+    return UNBATCHED.format(n=n) if unbatched else None
+
+
+def unwound(recorder: Any, root: nn.Module | None, calls: int) -> bool:
+    """Leave the forwards that an interrupt has left, which runs no hooks; whether there were any.
+
+    calls: how many of the root's stand on the stack, if it is so.
+    """
+    if root is not None and _calls_of(root_of(root)) > calls:
+        return False
+    while recorder.depth():
+        recorder.pop()
+    return True
+
+
+def _calls_of(module: nn.Module) -> int:
+    frame, calls = inspect.currentframe(), 0
+    while frame is not None:
+        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module
+        frame = frame.f_back
+    return calls
+
+
+class Hooks:
+    """A module's hooks, left out of its copies, and their removal."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._kind = stock_of(type(module))
+        self._handles: list[Any] = []
+        keep_out(self._kind)
+
+    def add(
+        self,
+        register: Callable[..., Any],
+        function: Callable[..., Any],
+        traced: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._handles.append(register(Hook(function, traced), **options))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        let_in(self._kind)
+
+
+class NativeSite:
+    """A module whose parameters a kernel sees."""
+
+    fixed, keeps_rows = False, True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layer: Layer,
+        index: int,
+        context: Context,
+    ) -> None:
+        options = context.options
+        self.layer, self.declared = layer, declared_layout(layer, options)
+        self.presumed = SEQUENCE if options["batch_dim"] or layer.role else BATCH
+        self._rule = rule_named(layer.kind)
+        swaps = self._rule.swaps and (options["fused"] or not options["weight_grad"])
+        declared = SECOND if layer.role and self.declared >= 0 else self.declared
+        site = self.core = core(layer, index, context, declared, self.presumed, swaps)
+        self._hooks = Hooks(module)
+        if layer.role:
+            sites = context.standing.put(module, attending(context.recorder))
+            part = Part(site, index, layer, self.declared, fused=swaps)
+            sites.setdefault(id(module), {})[layer.role] = part
+        else:
+            argument = self._rule.argument
+            ours = self._rule.swaps or self._rule.whole
+            forward_of = partial(_forward_of if ours else _listening_of, context.trace, argument)
+            altered = context.parameters.altered.append
+            sites = context.standing.put(module, forward_of, altered)
+            sites[id(module)] = site if ours else _tap(site, index, layer.kind, context.recorder)
+
+    def leads(self, dims: int) -> int:
+        """How many leading dimensions of its input count rows."""
+        return self._rule.leads(self.layer, dims)
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+
+def core(
+    layer: Layer, index: int, context: Context, declared: int, presumed: int, swaps: bool
+) -> Any:
+    """The site's part in C++."""
+    recorder, options = context.recorder, context.options  # not the context, which owns the site
+    rule = rule_named(layer.kind)
+    weight = context.parameters.tensors()[layer.weight]
+    itemsize, device = weight.element_size(), gpu_of(weight.device)
+    beside = swaps and options["weight_grad"]
+
+    def planner(n: int, t: int) -> int:
+        if rule.way:
+            return CODES["fused"]
+        try:
+            plan = layer.plan(n, t, itemsize, beside, options["algorithm"], device)
+        except ValueError as refusal:  # raised when it is read, never from inside backward()
+            recorder.refuse(index, str(refusal))
+            plan = layer.plan(n, t, itemsize, beside, None, device)
+        return CODES[plan.algorithm]
+
+    return _C.Site(
+        recorder=recorder,
+        index=index,
+        weight=layer.weight,
+        bias=layer.bias,
+        weight_grad=options["weight_grad"],
+        taps=not swaps,
+        layout=declared,
+        presumed=presumed,
+        planner=planner,
+        layer=rule.make(layer),
+        weight_rows=layer.weight_rows,
+        bias_rows=layer.bias_rows,
+    )
+
+
+def _forward_of(
+    trace: Trace, argument: str, stock: Any, sites: dict[int, Any]
+) -> Callable[..., Any]:
+    """The forward in C++: ours, or the stock one's operator and a tap. No forward hook, which costs
+    the module's call three times as much."""
+
+    @untraced
+    def forward(self: Any, input: Any) -> Any:
+        # the token first: where nothing is compiled it is none
+        if trace.token is not None and torch.compiler.is_dynamo_compiling():
+            return trace.layer(self, input, stock.forward(self, input))
+        site = sites.get(id(self))
+        if site is None:
+            return stock.forward(self, input)
+        out = _C.forward(site, self, input)
+        if out is None:
+            out = stock.forward(self, input)
+            _C.listen(site, self, input, out)
+        return out
+
+    return forward if argument == "input" else lambda self, x: forward(self, x)
+
+
+def _listening_of(
+    trace: Trace, argument: str, stock: Any, taps: dict[int, Any]
+) -> Callable[..., Any]:
+    """The stock forward, with a tap at its output."""
+
+    @untraced
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = stock.forward(self, *args, **kwargs)
+        x = args[0] if args else kwargs[argument]
+        if trace.token is not None and torch.compiler.is_dynamo_compiling():
+            return trace.layer(self, x, out)
+        tap = taps.get(id(self))
+        if tap is not None:
+            tap(self, x, out)
+        return out
+
+    return forward
+
+
+def _tap(site: Any, index: int, kind: str, recorder: Any) -> Callable[[Any, Tensor, Tensor], None]:
+    listen = partial(_C.listen, site)
+
+    def unless_alone(module: Any, x: Tensor, out: Tensor) -> None:
+        if x.dim() != module._get_no_batch_dim():  # [C, *]: its channels are no samples
+            listen(module, x, out)
+
+    def with_statistics(module: Any, x: Tensor, out: Tensor) -> None:
+        if module.training or module.running_mean is None:
+            run = recorder.current()
+            if run is not None:
+                run.refuse(index, MIXES)
+            return
+        _C.tap(site, x, module.weight, module.bias, out, module.running_mean, module.running_var)
+
+    if kind in MIXING:
+        return with_statistics
+    return unless_alone if kind.startswith("instancenorm") else listen

@@ -1,0 +1,396 @@
+"""Where a probe touches a module that has no kernel: it runs again in backward."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .. import ops
+from ..passes.backwards import at_the_end
+from ..proof.layout import BATCH, NOWHERE, SEQUENCE, SHARED, tensors_in
+from ..proof.several import (
+    end_of,
+    ends_at,
+    ends_of_module,
+    made_from_others,
+    needed_by,
+    of_the_loss,
+)
+from ..reference.chunks import along
+from ..rules import Layer, rule_named
+from ..sharding import scattered
+from ..shared.frontier import coarsest, look_of
+from ..shared.outer import sq_norms
+from ..table import COMPUTED, Context, declared_layout
+from .booked import Booked
+from .copies import stock_of, untraced
+from .fallback import (
+    CHANNELS_FIRST,
+    Call,
+    Regime,
+    as_it_is_now,
+    dim_of,
+    makes_weight,
+    per_sample_gradients,
+    terms_of_bias,
+    whole_gradients,
+)
+from .modules import CONTAINERS, opaque, own_names, parameter_of, same_parameters
+from .native import Hooks, why_mixed
+from .packed import samples_of, why_not
+
+if ops.NATIVE:
+    from .. import _C
+
+__all__ = ["FallbackSite"]
+
+UNPROVEN = "nothing proves where the {n} samples are in each output; use_reentrant=False lets it"
+
+
+@dataclass
+class _Use:
+    """One call of a module, from its forward until the gradients of its outputs are there."""
+
+    run: Any
+    number: int  # among the uses of the run
+    places: list[int]  # of the parameters
+    arguments: tuple[list[Any], Any]  # leaves as saved, and their structure
+    regime: Regime
+    samples: Tensor | None  # of each row of the first output, where it is packed
+    eps: float  # of the coarsest gradient inside
+    module: nn.Module  # to run again
+    first: torch.Size  # of the output whose rows are proven
+    shapes: list[torch.Size]  # of the outputs
+    grads: list[Tensor | None]
+    hooked: bool  # saved through hooks, a checkpoint's or others
+    several: bool  # nodes that the outputs are of
+    inner: set[int]  # outputs that others are made from
+    arrived: list[int] = field(default_factory=list)  # the backward, once a node that has been
+
+    def forget(self) -> list[Tensor | None]:
+        """What has arrived until now."""
+        self.arrived.clear()
+        grads, self.grads = self.grads, [None] * len(self.grads)
+        return grads
+
+
+class FallbackSite:
+    """A module whose parameters no kernel sees: run again in backward, see fallback.py."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layer: Layer,
+        index: int,
+        context: Context,
+    ) -> None:
+        self.layer, self.declared = layer, declared_layout(layer, context.options)
+        self._module, self._index = module, index
+        self._recorder, self._audit = context.recorder, context.audit
+        self._batch_dim = context.options["batch_dim"]
+        prefix = f"{layer.name}." if layer.name else ""
+        self._own: dict[int, str] = {}
+        self._eps: dict[Any, float] = {}  # see _Use
+        for key in own_names(module):
+            self._own.setdefault(context.parameters.place(prefix + key), key)
+        known = layer.kind not in ("vmap", "recurrent")
+        self._closed = rule_named(layer.kind).closed if known else None
+        self._hooks = Hooks(module)
+        self._made_first = any(map(makes_weight, module._forward_pre_hooks.values()))
+        if self._made_first:
+            self._hooks.add(module.register_forward_pre_hook, self._opened, prepend=True)
+        self._attend(context)
+
+    def _attend(self, context: Context) -> None:
+        add, module = self._hooks.add, self._module
+        add(module.register_forward_pre_hook, self._before)
+        add(module.register_forward_hook, self._after, prepend=True, with_kwargs=True)
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+    @property
+    def presumed(self) -> int:
+        """Where nothing is proven: what is declared, what the module says, or `batch_dim`."""
+        if self.declared >= 0:
+            return self.declared
+        if self.fixed:
+            return BATCH if self._module.batch_first else SEQUENCE
+        return SEQUENCE if self._batch_dim else BATCH
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the module says itself where its samples are, and works along the others."""
+        return self.declared < 0 and isinstance(self._module, (nn.RNNBase, nn.MultiheadAttention))
+
+    def leads(self, dims: int) -> int:
+        """How many leading dimensions of its output count rows: [N, ...] or [T, N, ...]."""
+        return 1 if isinstance(self._module, CHANNELS_FIRST) else min(2, max(1, dims - 1))
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether its output's rows are in its input's order; of a user's own nobody knows."""
+        return stock_of(type(self._module)).__module__.startswith("torch.nn.")
+
+    @property
+    def calls_others(self) -> bool:
+        """Whether to run it again is to run other modules again."""
+        children = (c for c in self._module.children() if not isinstance(c, CONTAINERS))
+        return self.declared < 0 and not opaque(self._module) and any(children)
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        stock = type(module).__module__.startswith("torch.nn.modules.")
+        random = not stock or (module.training and getattr(module, "dropout", 0.0) > 0)
+        self._regime = Regime.current(module, random)
+        if not self._made_first:
+            self._opened()
+
+    def _opened(self, *_: Any) -> None:
+        """Before its first use of its parameters: that may be by a hook which makes its weight."""
+        self._first = torch.autograd._get_sequence_nr()
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        """What the module gives in place of its output, if anything."""
+        if module is not self._module:  # a replica, perhaps in a thread of its own
+            names = self._own.values() if self._recorder.depth() else ()
+            if not same_parameters(module, self._module, names):
+                return None
+        run = self._recorder.current()
+        if run is None or torch._C._are_functorch_transforms_active():
+            return None
+        given, samples = tensors_in((args, kwargs)), samples_of(out, run.n)
+        mixes = why_mixed(module, [*args, *kwargs.values()], run.n)
+        if mixes:
+            run.refuse(self._index, mixes)
+            return None
+        own = {place: parameter_of(module, name) for place, name in self._own.items()}
+        held = {place: p for place, p in own.items() if p is not None and p.requires_grad}
+        if not held:
+            return None
+        made = not all(p.is_leaf for p in held.values())
+        told = (args, kwargs), samples is not None, run.n
+        unsaid = COMPUTED if made else why_not(held.values(), *told)
+        if unsaid:
+            run.refuse(self._index, unsaid)
+            return None
+        changed = _apart(module, out) if torch.is_grad_enabled() else None
+        outputs = tensors_in(changed or out)
+        live = [t for t in outputs if t.requires_grad]
+        first = next((t for t in live if t.dim()), (live or outputs)[0])
+        if torch._C._len_torch_dispatch_stack() and self._recorder.depth():
+            self._audit.witness.met(self._index, given, first)
+        use = run.call(self._index, list(held.items()), list(first.shape))
+        for t in given:  # which of them hold samples depends on their sizes
+            run.note(sum(2**k for k, size in enumerate(t.shape[:8]) if size == run.n))
+        for t in outputs if len(outputs) > 1 else ():
+            run.note(hash(look_of(t.shape, run.n)))
+        if not torch.is_grad_enabled() or not live:
+            return None
+        run.enclose(list(held), self._first)
+        run.watch(use, end_of(first) if len(outputs) == 1 else first)
+        if len(outputs) > 1 and run.n > 1 and self._recorder.depth():
+            ends = ends_of_module(module, outputs, first, given, self.leads, run.n, samples)
+            self._audit.witness.several(self._index, first, ends)
+        self._listen(run, use, held, (args, kwargs), outputs, first, samples)
+        return changed
+
+    def _listen(
+        self,
+        run: Any,
+        number: int,
+        held: dict[int, Tensor],
+        arguments: Any,
+        outputs: list[Tensor],
+        first: Tensor,
+        samples: Tensor | None,
+    ) -> None:
+        leaves, spec = tree_flatten(arguments)
+        # The base of one of several may be what another is made from.
+        made = [end_of(t) for t in outputs] if len(outputs) == 1 else outputs
+        kinds = self._regime.autocast, *(t.dtype for t in outputs)
+        if kinds not in self._eps:
+            self._eps[kinds] = coarsest(made, tensors_in(arguments))
+        by_node: dict[Any, list[int]] = {}
+        for (node, _), k in ends_at(made).items():
+            by_node.setdefault(node, []).append(k)
+        use = _Use(
+            run=run,
+            number=number,
+            places=list(held),
+            arguments=([_save(leaf) for leaf in leaves], spec),
+            regime=self._regime,
+            samples=samples,
+            eps=self._eps[kinds],
+            module=self._module,
+            first=first.shape,
+            shapes=[t.shape for t in outputs],
+            grads=[None] * len(outputs),
+            hooked=torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+            several=len(by_node) > 1,
+            inner=made_from_others(made, leaves) if len(by_node) > 1 else set(),
+        )
+        if use.several:
+            self._audit.defer(use.places)
+        for node, outs in by_node.items():
+            met = use.places if ops.NATIVE else needed_by(node, held, leaves)
+            prehook = partial(self._arrive, use, met, outs, [made[k].output_nr for k in outs])
+            node.register_prehook(prehook)
+            if use.hooked:  # a checkpoint: what runs again must save as much again
+                self._recorder.hold()
+                weakref.finalize(prehook, self._recorder.release)
+
+    @untraced
+    def _arrive(
+        self, use: _Use, met: list[int], outs: list[int], numbers: list[int], incoming: Any
+    ) -> None:
+        task = torch._C._current_graph_task_id()
+        if use.arrived and use.arrived[-1] != task:  # of a backward that did not end
+            use.forget()
+        if not use.run.arrive(met, True):
+            return
+        for k, number in zip(outs, numbers, strict=True):
+            g = incoming[number]
+            use.grads[k] = None if g is None else g.reshape(use.shapes[k])
+        use.arrived.append(task)
+        if torch.is_grad_enabled():
+            return  # create_graph: refused when read
+        if not use.several:
+            self._settle(use)
+        elif len(use.arrived) == 1:  # the others may come, or not: wait for the end
+            use.module = as_it_is_now(self._module)
+            if any(map(use.run.waits, use.places)):  # all uses have arrived before any is in
+                use.run.keep = True
+            at_the_end(partial(self._settle, use))
+
+    @untraced
+    def _settle(self, use: _Use) -> None:
+        grads = use.forget()
+        if all(g is None for g in grads):
+            return
+        arguments: Any = None
+        try:
+            leaves, spec = use.arguments
+            arguments = tree_unflatten([_unpack(leaf) for leaf in leaves], spec)
+            self._deliver(use, grads, arguments)
+        except Exception as error:  # never from inside backward()
+            if use.hooked and arguments is None:
+                raise  # but as without us, where a checkpoint cannot run its layers again
+            why = f"its gradients by sample failed: {type(error).__name__}: {error}"
+            if scattered(use.module.parameters()):
+                why = "modules that it calls are sharded apart: move it into one of its own"
+            self._recorder.refuse(self._index, why)
+        if not use.run.retained:
+            use.arguments[0].clear()
+        if use.several:  # after all that is queued already
+            at_the_end(partial(self._audit.compare_deferred, use.places))
+
+    def _deliver(self, use: _Use, grads: list[Tensor | None], arguments: Any) -> None:
+        run, places = use.run, use.places
+        proven = self.declared < 0 and 0 <= use.number < len(run.layouts)
+        layout = run.layouts[use.number] if proven else self.presumed
+        if layout == SHARED:
+            return  # lift.py brings its gradients by sample
+        if layout == NOWHERE:
+            if any(g is not None and bool(g.any()) for g in grads):
+                reason = "its gradient came by a way that no output shows"
+                self._recorder.refuse(self._index, reason)
+            return
+        names = [self._own[place] for place in places]
+        how = layout, use.first, use.regime, use.samples
+        call = Call(use.module, names, arguments, grads, run.n, *how)
+        if use.number < 0 and not self._clear(call):
+            self._recorder.refuse(self._index, UNPROVEN.format(n=run.n))
+            return
+        if any(grads[k] is not None for k in use.inner):
+            call = of_the_loss(call, use.inner, self._silent)
+        if self._recorder.books:
+            self._recorder.book(run, Booked(call, places, self._silent))
+        waits = [run.waits(place) for place in places]
+        directions = {k: run.directions[place] for k, place in enumerate(places) if run.directions}
+        direct = any(v is not None for v in directions.values())
+        norms = self._closed(call) if self._closed and not any(waits) and not direct else None
+        if norms is not None:
+            if self._recorder.auditing:
+                totals = whole_gradients(call, self._silent)
+                for place, name, total in zip(places, names, totals, strict=True):
+                    size = float(norms[name].sqrt().sum())
+                    rounding = _rounding(use, call, total, size, size)
+                    self._recorder.add_recorded(place, total, rounding)
+            for place, name in zip(places, names, strict=True):
+                run.finish(place, norms[name])
+            return
+        way, chunks = per_sample_gradients(call, self._silent)
+        self.layer.notes[way] = None
+        kept: list[list[Tensor]] = [[] for _ in places]
+        dots: list[Tensor] = []
+        compared = [self._recorder.auditing or place in self._audit.always for place in places]
+        for _, found in chunks:
+            if any(compared):
+                alone = sum(float(sq_norms(f).sqrt().sum()) for f in found)
+                every = sum(float(f.detach().double().norm()) for f in found) * run.n
+            if direct:
+                dotted = directions.items()
+                each = [along(found[k], v).double() for k, v in dotted if v is not None]
+                dots.append(torch.stack(each).sum(0))
+            for k, (place, g) in enumerate(zip(places, found, strict=True)):
+                if compared[k]:
+                    size = every + terms_of_bias(call, names[k]) * len(g) / run.n
+                    rounding = _rounding(use, call, g, size, alone)
+                    self._recorder.add_recorded(place, g.sum(0), rounding)
+                kept[k].append(g if waits[k] else sq_norms(g))
+        for k, place in enumerate(places):
+            joined = torch.cat(kept[k]) if kept[k] else torch.zeros(0)
+            if waits[k]:
+                run.add(place, joined)
+            else:
+                run.finish(place, joined)
+        if dots:
+            run.add_dots(torch.cat(dots))
+
+    def _clear(self, call: Call) -> bool:
+        """Where nothing is proven: whether the samples can be nowhere else in several outputs."""
+        if self.fixed or self.declared >= 0 or len(call.grads) == 1 or call.n == 1:
+            return True
+        live = [g for g in call.grads if g is not None]
+        there = all(g.shape[dim_of(call, g)] == call.n for g in live)
+        return there and all(g.shape[: self.leads(g.dim())].count(call.n) == 1 for g in live)
+
+    @contextlib.contextmanager
+    def _silent(self) -> Iterator[None]:
+        self._recorder.push(None)
+        try:
+            yield
+        finally:
+            self._recorder.pop()
+
+
+def _apart(module: nn.Module, out: Any) -> Any:
+    """An LSTMCell makes its h from its c: to a copy of c no gradient comes but the loss's. A user's
+    module may keep its outputs, or have them share memory: it is run once more, see of_the_loss."""
+    return (out[0], out[1].clone()) if stock_of(type(module)) is nn.LSTMCell else None
+
+
+def _rounding(use: _Use, call: Call, gradient: Tensor, size: float, alone: float) -> float:
+    """Of a sum, whose terms are of this size, in the dtypes that are known; and of each term in one
+    that the module chose inside: `alone` is the sum of the samples' norms."""
+    kinds = {call.regime.autocast or gradient.dtype}
+    kinds.update(g.dtype for g in call.grads if g is not None)
+    return size * max(torch.finfo(kind).eps for kind in kinds) + alone * use.eps / 32  # of 64
+
+
+def _save(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return _C.Saved(leaf) if ops.NATIVE else leaf.detach()
+
+
+def _unpack(leaf: Any) -> Any:
+    return leaf.unpack() if ops.NATIVE and isinstance(leaf, _C.Saved) else leaf
