@@ -1,6 +1,8 @@
 // What one backward adds to a record, and the way back from it.
 #include "pass.h"
 
+#include <ATen/ATen.h>
+
 #include <algorithm>
 
 namespace torchgradx {
@@ -54,11 +56,14 @@ void Recorder::merge(int64_t task, int64_t into) {
 }
 
 void Recorder::drop(const std::vector<int64_t>& tasks) {
+  std::vector<decltype(recorded_)::node_type> dropped;
   const std::lock_guard<std::mutex> lock(mutex);
   for (const int64_t task : tasks) tallies_.erase(task);
   for (auto entry = recorded_.begin(); entry != recorded_.end();) {
-    const bool dropped = std::find(tasks.begin(), tasks.end(), entry->first.first) != tasks.end();
-    entry = dropped ? recorded_.erase(entry) : std::next(entry);
+    const auto next = std::next(entry);
+    if (std::find(tasks.begin(), tasks.end(), entry->first.first) != tasks.end())
+      dropped.push_back(recorded_.extract(entry));
+    entry = next;
   }
 }
 
@@ -83,13 +88,61 @@ void Recorder::clear() {
   tallies_.erase(-1);  // backwards under way are of the next record
 }
 
+bool Recorder::audited(int64_t task) const {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return std::find(audited_.begin(), audited_.end(), task) != audited_.end();
+}
+
+bool Recorder::audit(int64_t task) {
+  if (std::find(audited_.begin(), audited_.end(), task) != audited_.end()) return false;
+  if (audited_.size() >= 64) audited_.erase(audited_.begin());
+  audited_.push_back(task);
+  return true;
+}
+
+void Recorder::add_recorded(int64_t parameter, const Tensor& gradient, double magnitude) {
+  const at::NoGradGuard no_grad;
+  const std::pair<int64_t, int64_t> key(get_current_graph_task_id(), parameter);
+  Recorded mine{gradient.reshape(-1), magnitude, Version(gradient)};
+  for (;;) {
+    decltype(recorded_)::node_type before;
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      before = recorded_.extract(key);
+      if (before.empty()) {
+        recorded_.emplace(key, std::move(mine));
+        return;
+      }
+    }
+    const Recorded& kept = before.mapped();
+    mine = {kept.sum + mine.sum, kept.size + mine.size, mine.version, mine.changed || !kept.stands()};
+  }
+}
+
+std::pair<std::optional<Tensor>, double> Recorder::take_recorded(int64_t parameter) {
+  decltype(recorded_)::node_type found;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    found = recorded_.extract({get_current_graph_task_id(), parameter});
+  }
+  if (found.empty() || !found.mapped().stands()) return {std::nullopt, 0};
+  return {found.mapped().sum, found.mapped().size};
+}
+
+void Recorder::forget_recorded() {
+  decltype(recorded_) forgotten;
+  const std::lock_guard<std::mutex> lock(mutex);
+  recorded_.swap(forgotten);
+}
+
 void Pass::enter(int64_t task, const Node* at) {
   {
     py::gil_scoped_acquire gil;
     recorder->began()(shared_from_this());
   }
+  const auto passes = recorder->living();
   const std::lock_guard<std::mutex> lock(recorder->mutex);
-  if (!astray) audit_edges(at);
+  if (!astray) audit_edges(at, passes);
   task_ = task;
 }
 

@@ -88,10 +88,7 @@ void bind_pass(py::module_& m) {
       .def_readwrite("books", &Recorder::books)
       .def("book",
            [](const Recorder& self, std::shared_ptr<Pass> run, py::object use) { self.booked()(run, std::move(use)); })
-      .def("audited",
-           [](const Recorder& self, int64_t task) {
-             return std::find(self.audited.begin(), self.audited.end(), task) != self.audited.end();
-           })
+      .def("audited", &Recorder::audited)
       .def_property_readonly("balanced",
                              [](const Recorder& self) {
                                const auto balance = self.balance();

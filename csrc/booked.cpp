@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace torchgradx {
 namespace {
@@ -82,9 +83,12 @@ std::vector<Tensor> Booked::weighted(const Tensor& factors, const std::vector<in
 
 void Pass::add_dots(const Tensor& more) {
   const at::NoGradGuard no_grad;
-  const Tensor precise = more.to(at::kDouble);
-  const std::lock_guard<std::mutex> lock(recorder->mutex);
-  dots = dots.defined() ? dots + precise.to(dots.device()) : precise;
+  Tensor sum = more.to(at::kDouble);
+  const auto exchanged = [&] {  // what is there, if anything; else the sum is put there
+    const std::lock_guard<std::mutex> lock(recorder->mutex);
+    return std::exchange(dots, dots.defined() ? Tensor() : sum);
+  };
+  for (Tensor before = exchanged(); before.defined(); before = exchanged()) sum = before + sum.to(before.device());
 }
 
 void Use::serve(const Operands& operands, const Saved& saved, const Tensor& weight, const Tensor& grad_output) {

@@ -39,6 +39,21 @@ bool Stretch::holds(const Node& node) const {
   return node.thread_id() == thread && node.sequence_nr() >= first && node.sequence_nr() < last;
 }
 
+void Recorder::enlist(const std::shared_ptr<Pass>& pass) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  alive_.erase(std::remove_if(alive_.begin(), alive_.end(), [](const auto& weak) { return weak.expired(); }),
+               alive_.end());
+  alive_.push_back(pass);
+}
+
+std::vector<std::shared_ptr<Pass>> Recorder::living() const {
+  std::vector<std::shared_ptr<Pass>> found;
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (const auto& weak : alive_)
+    if (auto pass = weak.lock()) found.push_back(std::move(pass));
+  return found;
+}
+
 void Recorder::push(std::shared_ptr<Pass> pass) {
   if (pass) enlist(pass);
   in_force.push_back({this, std::move(pass), at::sequence_number::peek()});
@@ -50,8 +65,9 @@ void Recorder::pop() {
       const InForce left = std::move(in_force[i]);
       in_force.erase(in_force.begin() + static_cast<int64_t>(i));
       const Stretch made{at::RecordFunction::currentThreadId(), left.first, at::sequence_number::peek()};
+      if (left.pass) left.pass->forget_uses();
+      const std::lock_guard<std::mutex> lock(mutex);
       if (left.pass) {
-        left.pass->forget_uses();
         left.pass->made.push_back(made);
       } else if (made.first < made.last) {
         if (unrecorded_.size() == kUnrecorded) unrecorded_.erase(unrecorded_.begin());
@@ -68,8 +84,10 @@ int64_t Recorder::depth() const {
 
 std::optional<std::shared_ptr<Pass>> Recorder::own(const Node& node) const {
   const auto holds = [&](const Stretch& stretch) { return stretch.holds(node); };
-  for (auto weak = alive.rbegin(); weak != alive.rend(); ++weak)
-    if (auto pass = weak->lock(); pass && std::any_of(pass->made.begin(), pass->made.end(), holds)) return pass;
+  const auto passes = living();
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (auto pass = passes.rbegin(); pass != passes.rend(); ++pass)
+    if (std::any_of((*pass)->made.begin(), (*pass)->made.end(), holds)) return *pass;
   if (std::any_of(unrecorded_.begin(), unrecorded_.end(), holds)) return nullptr;
   return std::nullopt;
 }
@@ -116,10 +134,14 @@ void Recorder::follow(const std::vector<std::shared_ptr<Recorder>>& formers) {
 int64_t Recorder::former() const {
   if (formers_.empty() || get_current_graph_task_id() == -1) return -1;
   for (const NodePtr& node : running()) {
-    bool known = own(*node).has_value();
-    for (size_t k = 0; k < formers_.size() && !known; ++k)
-      if (formers_[k]->own(*node).value_or(nullptr)) return static_cast<int64_t>(k);
-    for (const auto& former : formers_) known = known || former->own(*node);  // all that were there saw it
+    const auto mine = own(*node);
+    bool known = mine.has_value();
+    if (mine.value_or(nullptr)) return -1;
+    for (size_t k = 0; k < formers_.size(); ++k) {  // what ran again for one of these went by us unrecorded
+      const auto theirs = formers_[k]->own(*node);
+      if (theirs.value_or(nullptr)) return static_cast<int64_t>(k);
+      known = known || theirs;
+    }
     if (known) return -1;
   }
   if (current()) return -1;
@@ -137,10 +159,8 @@ std::shared_ptr<Pass> Recorder::current() const {
     return astray_->function().cast<std::shared_ptr<Pass>>();
   }
   if (auto known = original()) return *known;
-  const bool astray = std::any_of(alive.begin(), alive.end(), [](const auto& weak) {
-    const auto pass = weak.lock();  // of what is called outside of the model no stretch is known
-    return pass && pass->astray;
-  });
+  const auto passes = living();  // of what is called outside of the model no stretch is known
+  const bool astray = std::any_of(passes.begin(), passes.end(), [](const auto& pass) { return pass->astray; });
   if (!astray || held_ <= 0) return nullptr;
   py::gil_scoped_acquire gil;
   return astray_->function().cast<std::shared_ptr<Pass>>();

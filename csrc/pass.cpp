@@ -82,34 +82,14 @@ Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::
       enclosing_(new Callback{std::move(enclosing)}),
       before_{at::RecordFunction::currentThreadId(), 0, at::sequence_number::peek()} {}
 
-void Recorder::enlist(const std::shared_ptr<Pass>& pass) {
-  std::vector<std::weak_ptr<Pass>> living;
-  for (const auto& weak : alive)
-    if (!weak.expired()) living.push_back(weak);
-  living.push_back(pass);
-  alive.swap(living);
+std::shared_ptr<const Owners> Recorder::owners() const {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return owners_;
 }
 
-void Recorder::add_recorded(int64_t parameter, const Tensor& gradient, double magnitude) {
-  const at::NoGradGuard no_grad;
+void Recorder::set_owners(std::shared_ptr<const Owners> latest) {
   const std::lock_guard<std::mutex> lock(mutex);
-  Recorded& kept = recorded_[{get_current_graph_task_id(), parameter}];
-  kept.changed = kept.sum.defined() && !kept.stands();
-  kept.sum = kept.sum.defined() ? kept.sum + gradient.reshape(-1) : gradient.reshape(-1);
-  kept.version = Version(gradient);
-  kept.size += magnitude;
-}
-
-std::pair<std::optional<Tensor>, double> Recorder::take_recorded(int64_t parameter) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = recorded_.extract({get_current_graph_task_id(), parameter});
-  if (found.empty() || !found.mapped().stands()) return {std::nullopt, 0};
-  return {found.mapped().sum, found.mapped().size};
-}
-
-void Recorder::forget_recorded() {
-  const std::lock_guard<std::mutex> lock(mutex);
-  recorded_.clear();
+  owners_.swap(latest);
 }
 
 bool Recorder::asking() const {
@@ -131,9 +111,8 @@ Pass::Pass(std::shared_ptr<Recorder> recorder, int64_t n, const std::vector<Tens
     wide = wide || parameters[p].scalar_type() == at::kDouble;
   }
   // Hundreds of parameters are looked up anew only where one was exchanged.
-  const std::lock_guard<std::mutex> lock(this->recorder->mutex);
-  if (!same(this->recorder->owners, parameters)) this->recorder->owners = owners_of(parameters);
-  owners_ = this->recorder->owners;
+  owners_ = this->recorder->owners();
+  if (!same(owners_, parameters)) this->recorder->set_owners(owners_ = owners_of(parameters));
   structure = mixed(structure, n > 1 ? 7 : 8);  // where there is one sample nothing is proven
 }
 
@@ -240,21 +219,15 @@ bool Pass::compiled(const Node& node) {
 
 // Once a backward: every edge of its graph into a tracked parameter must belong to a recorded use. Autocast casts a
 // weight once for many uses, so an edge into the cast is what counts there.
-void Pass::audit_edges(const Node* at) {
+void Pass::audit_edges(const Node* at, const std::vector<std::shared_ptr<Pass>>& passes) {
   const int64_t task = get_current_graph_task_id();
-  std::vector<int64_t>& audited = recorder->audited;  // of several, since reentrant checkpoints nest backwards
-  if (std::find(audited.begin(), audited.end(), task) != audited.end()) return;
-  if (audited.size() >= 64) audited.erase(audited.begin());
-  audited.push_back(task);
+  if (!recorder->audit(task)) return;
   const auto* reached = get_current_graph_task_nodes_in_graph();
   if (!reached) return;
   std::vector<const Node*> nodes(reached->begin(), reached->end());
   for (const Node* root : roots_beside(*reached))
     if (std::find(nodes.begin(), nodes.end(), root) == nodes.end()) nodes.push_back(root);
   if (at && std::find(nodes.begin(), nodes.end(), at) == nodes.end()) nodes.push_back(at);
-  std::vector<std::shared_ptr<Pass>> passes;
-  for (const auto& weak : recorder->alive)
-    if (auto pass = weak.lock()) passes.push_back(std::move(pass));
   const auto count = [&](const Node& node, int64_t parameter) {
     for (const auto& pass : passes)
       if (pass->encloses(node, parameter)) return;

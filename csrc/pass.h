@@ -129,6 +129,8 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
 
   // The audit of a new structure: the sum of what is recorded, to be held against what a parameter receives.
   bool auditing = false;
+  bool audited(int64_t task) const;  // whether a backward met a pass; of the latest few
+  bool audit(int64_t task);          // under the mutex; false: it was
   void add_recorded(int64_t parameter, const Tensor& gradient, double magnitude);
   std::pair<std::optional<Tensor>, double> take_recorded(int64_t parameter);
   void forget_recorded();
@@ -146,13 +148,16 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     return held_;
   }
 
+  std::vector<std::shared_ptr<Pass>> living() const;
+
   const int64_t parameters;
+  // Whoever waits for it may hold Python's lock, which the last reference to a tensor asks for: no tensor is made or
+  // dropped under it, and no pass.
   mutable std::mutex mutex;
   bool asking() const;  // nothing arrives in this thread: it asks a node for its products
   void set_asking(bool on);
-  std::vector<int64_t> audited;  // the backwards that met a pass, the latest few
-  std::vector<std::weak_ptr<Pass>> alive;
-  std::shared_ptr<const Owners> owners;  // of the latest pass
+  std::shared_ptr<const Owners> owners() const;  // of the latest pass
+  void set_owners(std::shared_ptr<const Owners> latest);
   py::object began() const {
     return began_->function;
   }
@@ -176,6 +181,9 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     }
   };
   std::map<std::pair<int64_t, int64_t>, Recorded> recorded_;  // by backward, as threads run theirs, and by parameter
+  std::vector<int64_t> audited_;
+  std::vector<std::weak_ptr<Pass>> alive_;
+  std::shared_ptr<const Owners> owners_;
   std::atomic<int64_t> held_{0};
   const Stretch before_;             // there was a probe
   std::vector<Stretch> unrecorded_;  // by the latest forwards of the root that made nodes and no pass
@@ -266,7 +274,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   using OnDevices = std::map<c10::DeviceIndex, std::vector<Tensor>>;  // GPUs
   void add_to(Tensor& total, OnDevices& elsewhere, const Entry& entry) const;
   bool needed(int64_t parameter) const;
-  void audit_edges(const Node* at);
+  void audit_edges(const Node* at, const std::vector<std::shared_ptr<Pass>>& passes);
   bool encloses(const Node& node, int64_t parameter) const;
   // How many uses ago as many rows were met: with a padding that is taken out, there are fewer.
   int64_t ago(int64_t rows) const;

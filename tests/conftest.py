@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
 from backends import parameters
+
+
+def pytest_collection_finish() -> None:
+    """Tests that collect garbage need not walk the tens of thousands that are to run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=parameters())

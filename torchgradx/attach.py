@@ -7,6 +7,7 @@ module's class for one whose forward calls the fused operator, or listens at the
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from . import ops
 from .options import check, fitting
 from .passes import plain
 from .passes.backwards import Backwards, weakly
-from .passes.frames import enclosing
+from .passes.frames import Told, enclosing
 from .passes.modes import unheard
 from .passes.record import Record
 from .proof.audit import Audit
@@ -41,6 +42,7 @@ else:
 
 __all__ = ["Probe", "attach"]
 
+UNSHOWN = "the model was called without a tensor that shows N: say batch_size="
 MIXED = "same_samples() met forwards of a whole compiled graph and others"
 
 
@@ -219,43 +221,44 @@ class Probe(Reader):
             return
         with unheard():
             self._unwind(module, 1)
-            outer = self._recorder.depth() and self._recorder.current()
-            self._recorder.push(outer or self._begin(module, args, kwargs))
+            if not self._standing.on:
+                self._drained()
+            if self._hooks is not None:
+                outer = self._recorder.depth() and self._recorder.current()
+                self._recorder.push(outer or self._begin(module, args, kwargs))
 
     def _unwind(self, root: nn.Module | None, calls: int = 0) -> None:
         if self._recorder.depth() and unwound(self._recorder, root, calls):
             self._audit.witness.stop()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
-        serial = self._record.takes(self._standing.on and not self._paused)
+        if self._seen.last is None:
+            self._settle()
+        on, now = self._standing.on and not self._paused, Told(self._joint, self._directed)
+        serial, told = self._record.takes(on, now)
         if not serial:
             return None
         n = batch_size(self._options, args, kwargs)
         if n is None:
-            self._recorder.refuse(
-                -1, "the model was called without a tensor that shows N: say batch_size="
-            )
+            self._recorder.refuse(-1, UNSHOWN)
             return None
-        run, new = self._open(module, n, serial)
-        if new or self._joint:
+        run, new = self._open(module, n, serial, told)
+        if new or told.joint:
             batch_dim = self._options["batch_dim"]
             self._audit.witness.start(n, module, (args, kwargs), batch_dim, not new)
         return run
 
     def _astray(self) -> Pass | None:
         """Of a module called outside of the model's forward: refused once a gradient comes."""
-        if not self._record.takes(self._standing.on and not self._paused, outside=True):
+        if not self._record.takes(self._standing.on and not self._paused, outside=True).serial:
             return None
         run = Pass(self._recorder, 0, self._parameters.tensors())
         run.astray = True
         self._recorder.enlist(run)  # a checkpoint's recomputation finds it there
         return run
 
-    def _open(self, module: nn.Module, n: int, serial: int) -> tuple[Pass | None, bool]:
+    def _open(self, module: nn.Module, n: int, serial: int, told: Told) -> tuple[Pass | None, bool]:
         """A pass of n samples, and whether it is a new one."""
-        if self._seen.last is None:
-            self._backwards.sweep()
-            self._audit.settle()
         parameters = self._parameters.parts()
         if self._parameters.changed():
             why_not: str | None = "the model's modules, ties or options changed: attach again"
@@ -266,19 +269,19 @@ class Probe(Reader):
         if why_not:
             self._recorder.refuse(-1, why_not)
             return None, False
-        if self._joint:
-            if self._joint[0].n != n:
-                self._recorder.refuse(-1, f"same_samples() met {self._joint[0].n} and {n} samples")
-            return self._joint[0], False
+        if told.joint:
+            first = told.joint[0]
+            if first.n != n:
+                self._recorder.refuse(-1, f"same_samples() met {first.n} and {n} samples")
+            return first, False
         run = Pass(self._recorder, n, parameters)
-        if self._directed:
-            self._directed = fitting(self._directed, parameters)
-            run.directions = self._directed
+        if told.directed:
+            run.directions = fitting(told.directed, parameters)
         if self._recorder.books:
             self._record.books.within(module)
-        if self._joint is not None:
+        if told.joint is not None:
             run.keep = True
-            self._joint.append(run)
+            told.joint.append(run)
         run.serial = serial
         return run, True
 
@@ -286,7 +289,9 @@ class Probe(Reader):
         """The pass of a compiled graph that runs now."""
         if not self._standing.on or self._paused:
             return None
-        run, new = self._open(root_of(self._model()), n, self._record.next())
+        self._settle()
+        told = Told(self._joint, self._directed)
+        run, new = self._open(root_of(self._model()), n, self._record.next(), told)
         if run is not None:
             if new:
                 self._recorder.enlist(run)
@@ -320,7 +325,7 @@ class Probe(Reader):
         known = seen is None and looked.taint is None and self._audit.knows(key)
         uses = [] if run is None or known else run.uses()
         self._recorder.pop()
-        if not self._standing.on:
+        if not self._standing.on and sys.exc_info()[0] is None:  # else torch walks the hooks
             self._drained()
         if not run or out is None or not self._standing.on:
             return

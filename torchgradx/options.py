@@ -56,7 +56,9 @@ def placed(directions: Any, parameters: Parameters) -> list[Tensor | None]:
     return found if directions else []
 
 
-def fitting(directions: list[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+def fitting(
+    directions: Sequence[Tensor | None], parameters: Sequence[Tensor]
+) -> list[Tensor | None]:
     """The same beside parameters that were moved, or cast, since."""
     return [
         None if v is None else v.to(p.device, accumulation_dtype(p.dtype))

@@ -160,15 +160,20 @@ class Reader:
 
     def reset(self) -> None:
         """Begin a new record at once."""
-        self._backwards.sweep()
-        self._audit.settle()
+        self._settle()
         self._record.clear()
+
+    def _settle(self) -> None:
+        """What agreed is known from now on; what a backward brings is held against .grad until it
+        has ended, whatever forwards a checkpoint runs again in it."""
+        self._backwards.sweep()
+        if self._backwards.at_rest():
+            self._audit.settle()
 
     def _ready(self, per: str = "model") -> None:
         """Raise unless the record can be read."""
         check_per(per)
         self._unwind(self._model())
-        self._backwards.sweep()
-        self._audit.settle()
+        self._settle()
         self._record.require(self._backwards.under_way())
         require_all(self._record, self._recorder, self._parameters, self._layers)

@@ -65,6 +65,11 @@ class Backwards:
                 if backward.thread == threading.get_ident():
                     backward.end()
 
+    def at_rest(self) -> bool:
+        """Whether none runs, on this thread at all, or on others that met a pass."""
+        running = torch._C._current_graph_task_id() != -1
+        return not running and all(backward.over for backward in self._living())
+
     def under_way(self) -> bool:
         """Whether another thread runs one."""
         if not self._open or torch._C._current_graph_task_id() != -1:

@@ -12,15 +12,16 @@ import contextlib
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
-__all__ = ["Frames", "enclosing", "runs_again_once"]
+__all__ = ["Answer", "Frames", "Told", "enclosing", "runs_again_once"]
 
 _C = torch._C._autograd
 Frame: Any = getattr(checkpoint, "_CheckpointFrame", ())  # of one that is not reentrant
@@ -53,10 +54,27 @@ class _Around(NamedTuple):
     time: Any = None
 
 
+class Told(NamedTuple):
+    """What the user has said of a forward's samples."""
+
+    joint: list[Any] | None = None  # the passes of the same ones
+    directed: Sequence[Tensor | None] = ()  # by place
+
+
+class Answer(NamedTuple):
+    """Of a call of the model, or of a module outside of it."""
+
+    serial: int = 0  # its place among those that are recorded
+    told: Told = Told()  # when it ran first
+
+
+NONE = Answer()
+
+
 @dataclass
 class _Notes:
-    calls: list[int] = field(default_factory=list)  # of the model: as answered
-    outside: int = 0  # of one of its modules, called outside of that and recorded
+    calls: list[Answer] = field(default_factory=list)  # of the model: as given
+    outside: Answer = NONE  # the latest of its modules, called outside of that and recorded
     again: dict[Any, int] = field(default_factory=dict)  # by time: how many calls have come
 
 
@@ -67,10 +85,10 @@ class Frames:
         self._notes: weakref.WeakKeyDictionary[Any, _Notes] = weakref.WeakKeyDictionary()
 
     def answer(
-        self, on: bool, serial: int, by_nodes: Callable[[], bool | None], outside: bool
-    ) -> int:
-        """The serial of a call of the model, or `outside` of it, that is recorded; else 0. Of one
-        that runs again, what it was. `by_nodes`: what the graph says of that, where nothing is
+        self, on: bool, now: Answer, by_nodes: Callable[[], bool | None], outside: bool
+    ) -> Answer:
+        """To a call of the model, or `outside` of it: of one that runs again, what it was; else as
+        `now`, if it is recorded. `by_nodes`: what the graph says of that, where nothing is
         noted."""
         around = _around()
         found = self._noted(around, outside)
@@ -78,16 +96,17 @@ class Frames:
             known = by_nodes()
             if known is None:  # a checkpoint that has no notes ran when this probe was not there
                 known = on and not isinstance(around.again, (Frame, Reentrant))
-            found = serial if known else 0
+            found = now if known else Answer(0, now.told)
         for frame in around.forwards:
             notes = self._notes.setdefault(frame, _Notes())
             if outside:
-                notes.outside = found or notes.outside
+                notes.outside = found if found.serial else notes.outside
             else:
                 notes.calls.append(found)
-        return found
+        # Only tensors to save come of the graph that one of these makes again.
+        return Answer(found.serial) if isinstance(around.again, Frame) else found
 
-    def _noted(self, around: _Around, outside: bool) -> int | None:
+    def _noted(self, around: _Around, outside: bool) -> Answer | None:
         notes = None if around.again is None else self._notes.get(around.again)
         if notes is None:
             return None

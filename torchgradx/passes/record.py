@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from ..clipping import Books, factors_of, group, is_unscaled, unscaled_by
 from ..errors import CoverageError
 from ..norms import combine
 from ..rules import Layer
-from .frames import Frames
+from .frames import Answer, Frames, Told
 
 if ops.NATIVE:
     from .. import _C
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Record"]
 
+UNTOLD = Told()
 CPU = torch.device("cpu")
 TWICE = (
     "a reentrant checkpoint around it ran one forward again for several backwards: with "
@@ -45,18 +47,25 @@ class Record:
         self._frames = Frames()
         self._serial = 0  # of forwards
         self._read = False
+        self._entry = threading.RLock()
         self._compares = False  # .grad with the samples' own gradients: somebody asked for it
         self._there: list[Tensor] = []  # how large .grad was before the record's first gradient
         self.mismatched: set[tuple[int, int]] = set()  # backwards, parameters that received else
         self.runs: list[tuple[Any, float | Tensor]] = []  # with the loss scale in force at each
 
-    def takes(self, on: bool, outside: bool = False) -> int:
-        """The place among the forwards of one that begins and is to be a pass; else 0. `outside`:
-        of a module, outside of the model's."""
-        if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
-            return 0
-        serial = self._frames.answer(on, self.next(), self._recorder.records_again, outside)
-        return serial if torch.is_grad_enabled() else 0
+    def takes(self, on: bool, told: Told = UNTOLD, outside: bool = False) -> Answer:
+        """The place among the forwards of one that begins and is to be a pass; else 0; and what was
+        told of it, now or when it ran first. `outside`: of a module, outside of the model's."""
+        if torch._C._are_functorch_transforms_active() or torch._C._is_tracing() or self._unreal():
+            return Answer()
+        now = Answer(self.next(), told)
+        found = self._frames.answer(on, now, self._recorder.records_again, outside)
+        return found if torch.is_grad_enabled() else Answer()
+
+    def _unreal(self) -> bool:
+        """Whether tensors are fake, or on meta: of what has no values there are no norms."""
+        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        return fake is not None or any(p.is_meta for p in self._parameters.tensors()[:1])
 
     def next(self) -> int:
         self._serial += 1
@@ -64,6 +73,10 @@ class Record:
 
     def begin(self, run: Any) -> None:
         """The first gradient of a pass that is not in the record."""
+        with self._entry:  # threads begin a new record once
+            self._begin(run)
+
+    def _begin(self, run: Any) -> None:
         if self._read:
             self.clear()
         self.books.begin(first=not self.runs)

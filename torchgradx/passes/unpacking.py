@@ -20,9 +20,16 @@ from ..sharding import shards
 from .frames import runs_again_once
 
 if NATIVE:
-    from .._C import packed
+    from .._C import Saved, packed
 
-__all__ = ["answers_again", "answers_twice", "saves_through_hooks", "spared"]
+__all__ = [
+    "answers_again",
+    "answers_twice",
+    "saved",
+    "saves_through_hooks",
+    "spared",
+    "unpacked",
+]
 
 Packed = tuple[Callable[[Any], Tensor], Any]  # the hook that unpacks, and what it is given
 SAVED: dict[str, list[str]] = {}  # by a node's name: the attributes that it saved
@@ -88,3 +95,14 @@ def _known(packed: Packed) -> bool:
     hook, data = packed
     offloads = getattr(hook, "__qualname__", "").startswith("save_on_cpu.")
     return (isinstance(data, Holder) and not runs_again_once(hook)) or offloads
+
+
+def saved(leaf: Any) -> Any:
+    """An argument as a node would save it: through the hooks in force."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return Saved(leaf) if NATIVE else leaf.detach()
+
+
+def unpacked(leaf: Any) -> Any:
+    return leaf.unpack() if NATIVE and isinstance(leaf, Saved) else leaf

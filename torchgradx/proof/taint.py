@@ -15,15 +15,21 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import tree_leaves
 
+from ..sites import packed
 from .order import adds_up, disorders, orders
 from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, guessed
 
 __all__ = ["Given", "Taint", "watching"]
 
-PACKS = {"torch.nn.modules.rnn", "torch.nn.utils.rnn", "torchgradx.packed"}
+PACKS = {"torch.nn.modules.rnn", "torch.nn.utils.rnn", packed.__name__}
 
 
 class Given(NamedTuple):
@@ -86,8 +92,24 @@ class Taint(TorchDispatchMode):
         self.orderly = self.orderly and not any(mixed)
         self._on = False
         self._known, self._places = {}, {}
-        if _get_current_dispatch_mode() is self:  # else an interrupt left others above: stay, idle
+        self._depart()
+
+    def _depart(self) -> None:
+        """Also from beneath others, as those of a forward that an interrupt left, or within which
+        the probe is removed: what we found when we came is theirs to put back."""
+        users = [m for m in _get_current_dispatch_mode_stack() if not hasattr(m, "_mode_key")]
+        if self not in users:
+            return
+        above = [_pop_mode() for _ in users[users.index(self) + 1 :]]
+        if above:
+            _pop_mode()
+            for name, found in vars(self).items():
+                if name.startswith("old_"):
+                    getattr(above[-1], name)[-1] = found.pop()
+        else:
             self.__exit__(None, None, None)
+        for mode in reversed(above):
+            _push_mode(mode)
 
     def clean(self, node: Any, number: int) -> bool:
         """Whether this output of a graph node is known to be computed from no sample."""

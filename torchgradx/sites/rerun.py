@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import ops
 from ..passes.backwards import at_the_end
+from ..passes.unpacking import saved, unpacked
 from ..proof.layout import BATCH, NOWHERE, SEQUENCE, SHARED, tensors_in
 from ..proof.several import (
     end_of,
@@ -46,9 +48,6 @@ from .fallback import (
 from .modules import CONTAINERS, opaque, own_names, parameter_of, same_parameters
 from .native import Hooks, why_mixed
 from .packed import samples_of, why_not
-
-if ops.NATIVE:
-    from .. import _C
 
 __all__ = ["FallbackSite"]
 
@@ -82,6 +81,11 @@ class _Use:
         return grads
 
 
+class _OfThread(threading.local):
+    regime: Regime
+    first = 0  # of the nodes that a call makes
+
+
 class FallbackSite:
     """A module whose parameters no kernel sees: run again in backward, see fallback.py."""
 
@@ -103,6 +107,7 @@ class FallbackSite:
             self._own.setdefault(context.parameters.place(prefix + key), key)
         known = layer.kind not in ("vmap", "recurrent")
         self._closed = rule_named(layer.kind).closed if known else None
+        self._call = _OfThread()
         self._hooks = Hooks(module)
         self._made_first = any(map(makes_weight, module._forward_pre_hooks.values()))
         if self._made_first:
@@ -149,13 +154,13 @@ class FallbackSite:
     def _before(self, module: nn.Module, args: Any) -> None:
         stock = type(module).__module__.startswith("torch.nn.modules.")
         random = not stock or (module.training and getattr(module, "dropout", 0.0) > 0)
-        self._regime = Regime.current(module, random)
+        self._call.regime = Regime.current(module, random)
         if not self._made_first:
             self._opened()
 
     def _opened(self, *_: Any) -> None:
         """Before its first use of its parameters: that may be by a hook which makes its weight."""
-        self._first = torch.autograd._get_sequence_nr()
+        self._call.first = torch.autograd._get_sequence_nr()
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """What the module gives in place of its output, if anything."""
@@ -194,7 +199,7 @@ class FallbackSite:
             run.note(hash(look_of(t.shape, run.n)))
         if not torch.is_grad_enabled() or not live:
             return None
-        run.enclose(list(held), self._first)
+        run.enclose(list(held), self._call.first)
         run.watch(use, end_of(first) if len(outputs) == 1 else first)
         if len(outputs) > 1 and run.n > 1 and self._recorder.depth():
             ends = ends_of_module(module, outputs, first, given, self.leads, run.n, samples)
@@ -215,7 +220,7 @@ class FallbackSite:
         leaves, spec = tree_flatten(arguments)
         # The base of one of several may be what another is made from.
         made = [end_of(t) for t in outputs] if len(outputs) == 1 else outputs
-        kinds = self._regime.autocast, *(t.dtype for t in outputs)
+        kinds = self._call.regime.autocast, *(t.dtype for t in outputs)
         if kinds not in self._eps:
             self._eps[kinds] = coarsest(made, tensors_in(arguments))
         by_node: dict[Any, list[int]] = {}
@@ -225,8 +230,8 @@ class FallbackSite:
             run=run,
             number=number,
             places=list(held),
-            arguments=([_save(leaf) for leaf in leaves], spec),
-            regime=self._regime,
+            arguments=([saved(leaf) for leaf in leaves], spec),
+            regime=self._call.regime,
             samples=samples,
             eps=self._eps[kinds],
             module=self._module,
@@ -278,7 +283,7 @@ class FallbackSite:
         arguments: Any = None
         try:
             leaves, spec = use.arguments
-            arguments = tree_unflatten([_unpack(leaf) for leaf in leaves], spec)
+            arguments = tree_unflatten([unpacked(leaf) for leaf in leaves], spec)
             self._deliver(use, grads, arguments)
         except Exception as error:  # never from inside backward()
             if use.hooked and arguments is None:
@@ -384,13 +389,3 @@ def _rounding(use: _Use, call: Call, gradient: Tensor, size: float, alone: float
     kinds = {call.regime.autocast or gradient.dtype}
     kinds.update(g.dtype for g in call.grads if g is not None)
     return size * max(torch.finfo(kind).eps for kind in kinds) + alone * use.eps / 32  # of 64
-
-
-def _save(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return _C.Saved(leaf) if ops.NATIVE else leaf.detach()
-
-
-def _unpack(leaf: Any) -> Any:
-    return leaf.unpack() if ops.NATIVE and isinstance(leaf, _C.Saved) else leaf
