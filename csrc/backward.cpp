@@ -47,12 +47,14 @@ void Recorder::refuse(int64_t site, const std::string& reason) {
 }
 
 void Recorder::merge(int64_t task, int64_t into) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  const Tally ended = tally(task);
-  Tally& whole = tally(into);
-  for (int64_t p = 0; p < parameters; ++p) whole.balance[p] += ended.balance[p];
-  for (const Refusal& refusal : ended.refusals) add(whole.refusals, refusal);
-  tallies_.erase(task);
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const Tally ended = tally(task);
+    Tally& whole = tally(into);
+    for (int64_t p = 0; p < parameters; ++p) whole.balance[p] += ended.balance[p];
+    for (const Refusal& refusal : ended.refusals) add(whole.refusals, refusal);
+  }
+  drop({task});
 }
 
 void Recorder::drop(const std::vector<int64_t>& tasks) {
@@ -127,12 +129,6 @@ std::pair<std::optional<Tensor>, double> Recorder::take_recorded(int64_t paramet
   }
   if (found.empty() || !found.mapped().stands()) return {std::nullopt, 0};
   return {found.mapped().sum, found.mapped().size};
-}
-
-void Recorder::forget_recorded() {
-  decltype(recorded_) forgotten;
-  const std::lock_guard<std::mutex> lock(mutex);
-  recorded_.swap(forgotten);
 }
 
 void Pass::enter(int64_t task, const Node* at) {

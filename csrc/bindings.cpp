@@ -82,7 +82,6 @@ void bind_pass(py::module_& m) {
       .def("release", &Recorder::release)
       .def("take_recorded", &Recorder::take_recorded)
       .def("add_recorded", &Recorder::add_recorded)
-      .def("forget_recorded", &Recorder::forget_recorded)
       .def_readwrite("auditing", &Recorder::auditing)
       .def_property("asking", &Recorder::asking, &Recorder::set_asking)
       .def_readwrite("books", &Recorder::books)
@@ -183,7 +182,8 @@ void bind_pass(py::module_& m) {
 
 void bind_capture(py::module_& m) {
   py::class_<Layer, std::shared_ptr<Layer>>(m, "Layer");
-  m.def("embedding_layer", &embedding_layer, py::arg("rows"), py::arg("padding_idx"), py::arg("sparse"));
+  m.def("embedding_layer", &embedding_layer, py::arg("rows"), py::arg("padding_idx"), py::arg("sparse"),
+        py::arg("max_norm"));
   m.def("layer_norm_layer", &layer_norm_layer, py::arg("shape"), py::arg("eps"));
   m.def("rms_norm_layer", &rms_norm_layer, py::arg("shape"), py::arg("eps"));
   m.def("group_norm_layer", &group_norm_layer, py::arg("groups"), py::arg("eps"));

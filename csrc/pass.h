@@ -133,7 +133,6 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   bool audit(int64_t task);          // under the mutex; false: it was
   void add_recorded(int64_t parameter, const Tensor& gradient, double magnitude);
   std::pair<std::optional<Tensor>, double> take_recorded(int64_t parameter);
-  void forget_recorded();
 
   // Clipping: uses are kept as they arrive.
   bool books = false;

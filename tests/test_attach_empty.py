@@ -1,4 +1,7 @@
-"""A batch of no samples among others: an empty shard, a loader's last. Norms are of shape [0]."""
+"""A batch of no samples among others: an empty shard, a loader's last. Norms are of shape [0].
+And layers of no features, as the tail of an adaptive softmax may have."""
+
+import copy
 
 import pytest
 import torch
@@ -7,6 +10,7 @@ from attach_oracle import (
     a_few_modes,
     close,
     loop_model,
+    same_gradients,
     seeded,  # noqa: F401
     square,
 )
@@ -53,3 +57,22 @@ def test_no_samples_among_others(name, sizes, options):
         for x in batches:
             model(x).square().sum().backward()
         assert len(probe.norms()) == sum(sizes), "accumulated"
+
+
+@a_few_modes
+@pytest.mark.parametrize("positions", [(), (2,)], ids=str)
+def test_layers_of_no_features(positions, options):
+    model, x = (
+        nn.Sequential(nn.Linear(D, 0), nn.Linear(0, 3)).double(),
+        torch.randn(5, *positions, D),
+    )
+    twin, x = copy.deepcopy(model), x.double()
+    clip = options.get("weight_grad", True)
+    with torchgradx.attach(model, clip=clip, **options) as probe:
+        square(model, x).backward()
+        want = loop_model(twin, square, x)
+        close(probe.norms(), want)
+        if clip:
+            square(twin, x).backward()
+            same_gradients(model, twin, 1e-9)
+            close(probe.clip_grad_norm_(1.0), want)

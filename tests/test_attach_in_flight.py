@@ -22,6 +22,7 @@ from attach_oracle import (
 )
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
@@ -245,4 +246,54 @@ def test_a_probe_removed_after_an_interrupt_leaves_at_once():
         model(torch.randn(4, 3))
     handle.remove()
     probe.remove()
+    assert fingerprint(model) == found
+
+
+def test_an_exception_is_the_users_where_a_removed_probe_leaves_in_that_forward():
+    """Its graph dies there. Torch is walking the hooks then, which must stand until the next."""
+    model, kept = mlp(), []
+    found, x = fingerprint(model), torch.randn(4, 3)
+    probe = torchgradx.attach(model)
+    kept.append(not_reentrant(model, x).sum())
+    probe.remove()
+    probe = torchgradx.attach(model)
+
+    def fails(*_):
+        kept.clear()
+        gc.collect()
+        raise ValueError("the user's own")
+
+    handle = model[1].register_forward_hook(fails)
+    with pytest.raises(ValueError, match="the user's own"):
+        model(x)
+    handle.remove()
+    assert not _get_current_dispatch_mode_stack()
+    twin = copy.deepcopy(model)
+    square(model, x).backward()
+    close_named(probe.norms(per="parameter"), loop(twin, square, x), 1e-4)
+    probe.remove()
+    assert fingerprint(model) == found
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
+
+
+def test_a_probe_removed_within_a_mode_of_the_users_leaves_none():
+    probes = []
+
+    def forward(m, x):
+        with Passing():
+            x = m.a(x)
+            if probes:
+                probes.pop().remove()
+            return torch.tanh(x)
+
+    model = Model(forward, a=nn.Linear(3, 2))
+    found, x = fingerprint(model), torch.randn(4, 3)
+    probes.append(torchgradx.attach(model))
+    square(model, x).backward()
+    assert not _get_current_dispatch_mode_stack()
+    assert not torch.utils._python_dispatch._is_in_torch_dispatch_mode
     assert fingerprint(model) == found

@@ -227,6 +227,7 @@ ELEMENTWISE_LAYERS = {
     "batch norm 3d in eval": (lambda: batch_norm(nn.BatchNorm3d), (N, 3, 2, 3, 2)),
     "embedding": (lambda: nn.Embedding(7, 3), IDS),
     "embedding with padding": (lambda: nn.Embedding(7, 3, padding_idx=2), IDS),
+    "embedding of bounded rows": (lambda: nn.Embedding(7, 3, max_norm=1.0), IDS),
     "embedding of one id": (lambda: nn.Embedding(7, 3), (N,)),
     "prelu": (lambda: nn.PReLU(), (N, 3)),
     "prelu per channel": (lambda: nn.PReLU(3), (N, 3, 4)),

@@ -78,5 +78,11 @@ def test_a_subclass_that_computes_something_else_has_no_rule():
     replaced = nn.Linear(3, 2)
     replaced.forward = lambda x: torch.zeros(len(x), 2)
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
-    for module in (Scaled(3, 2), Padded(2, 2, 3), replaced, normed, nn.Embedding(3, 2, max_norm=1)):
+    for module in (
+        Scaled(3, 2),
+        Padded(2, 2, 3),
+        replaced,
+        normed,
+        nn.Embedding(3, 2, scale_grad_by_freq=True),
+    ):
         assert rule_of(module) is None

@@ -243,8 +243,12 @@ SWEEP = "fused: in the sweep that makes its gradients"
 BESIDE = "direct: in a sweep beside the framework's own"
 
 
-def _plain_table(module: nn.Embedding | nn.EmbeddingBag) -> bool:
-    return module.max_norm is None and not module.scale_grad_by_freq
+def _unscaled(module: nn.Embedding | nn.EmbeddingBag) -> bool:
+    return not module.scale_grad_by_freq  # by counts of the whole batch
+
+
+def _plain_bags(module: nn.EmbeddingBag) -> bool:
+    return module.max_norm is None and _unscaled(module)
 
 
 def _own_statistics(module: Any) -> bool:
@@ -308,12 +312,12 @@ def _rules() -> Iterator[tuple[type[nn.Module] | str, Rule]]:
     for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
         # its forward takes an output_size besides, and stays the framework's own
         yield _row(kind, _transposed, _convolution_layer, _one, when=_fits, swaps=False)
-    rows = _constants("padding_idx", "sparse", rows="num_embeddings")
+    rows = _constants("padding_idx", "sparse", "max_norm", rows="num_embeddings")
     table = _made_of("embedding_layer")
     tables: dict[str, Any] = {"swaps": False, "whole": True, "way": GATHER}
-    yield _row(nn.Embedding, rows, table, _all, when=_plain_table, **tables)
+    yield _row(nn.Embedding, rows, table, _all, when=_unscaled, **tables)
     bags: dict[str, Any] = {"closed": closed.embedding_bag, "way": BAGS}
-    yield _row(nn.EmbeddingBag, _nothing, when=_plain_table, **bags)
+    yield _row(nn.EmbeddingBag, _nothing, when=_plain_bags, **bags)
     yield _row(nn.Bilinear, _nothing, closed=closed.bilinear, way=PAIRS)
     yield (
         nn.MultiheadAttention,

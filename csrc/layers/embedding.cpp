@@ -9,7 +9,8 @@ namespace {
 
 class Embedding final : public Layer {
  public:
-  Embedding(int64_t rows, int64_t padding_idx, bool sparse) : rows_(rows), padding_idx_(padding_idx), sparse_(sparse) {}
+  Embedding(int64_t rows, int64_t padding_idx, bool sparse, double max_norm)
+      : rows_(rows), padding_idx_(padding_idx), sparse_(sparse), bounded_(max_norm >= 0) {}
 
   bool batched(const Tensor& input) const override {
     return input.dim() > 0;
@@ -28,7 +29,7 @@ class Embedding final : public Layer {
     return false;
   }
   bool whole() const override {
-    return true;
+    return !bounded_;
   }
   Tensor whole_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>&) const override {
     return at::embedding(weight, input, padding_idx_, /*scale_grad_by_freq=*/false, sparse_);
@@ -75,13 +76,13 @@ class Embedding final : public Layer {
 
  private:
   const int64_t rows_, padding_idx_;  // -1: none
-  const bool sparse_;
+  const bool sparse_, bounded_;       // bounded: its own forward shortens the rows that it looks up
 };
 
 }  // namespace
 
-LayerPtr embedding_layer(int64_t rows, int64_t padding_idx, bool sparse) {
-  return std::make_shared<Embedding>(rows, padding_idx, sparse);
+LayerPtr embedding_layer(int64_t rows, int64_t padding_idx, bool sparse, double max_norm) {
+  return std::make_shared<Embedding>(rows, padding_idx, sparse, max_norm);
 }
 
 }  // namespace torchgradx

@@ -143,7 +143,7 @@ struct ConvolutionOptions {  // a one-dimensional one is a two-dimensional one o
   std::string pad_mode;
 };
 
-LayerPtr embedding_layer(int64_t rows, int64_t padding_idx, bool sparse);  // -1: none
+LayerPtr embedding_layer(int64_t rows, int64_t padding_idx, bool sparse, double max_norm);  // -1: none
 LayerPtr layer_norm_layer(std::vector<int64_t> shape, double eps);
 LayerPtr rms_norm_layer(std::vector<int64_t> shape, double eps);  // eps < 0: the dtype's
 LayerPtr group_norm_layer(int64_t groups, double eps);

@@ -8,6 +8,10 @@ namespace torchgradx {
 
 namespace {
 
+Tensor rows_of(const Tensor& t) {  // [*, F] -> [rows, F]; a reshape to -1 rows is none where F is 0
+  return t.dim() > 1 ? t.flatten(0, -2) : t.unsqueeze(0);
+}
+
 class Linear final : public Layer {
  public:
   explicit Linear(bool transposed) : transposed_(transposed) {}
@@ -43,9 +47,9 @@ class Linear final : public Layer {
                      const Wanted& wanted) const override {
     Gradients gradients;
     if (wanted.input) gradients.input = grad_output.matmul(transposed_ ? weight.t() : weight);
-    const Tensor g = grad_output.reshape({-1, grad_output.size(-1)});
+    const Tensor g = rows_of(grad_output);
     if (wanted.weight) {
-      const Tensor a = saved.input.reshape({-1, saved.input.size(-1)});
+      const Tensor a = rows_of(saved.input);
       gradients.weight = transposed_ ? a.t().mm(g) : g.t().mm(a);
     }
     if (wanted.bias) gradients.bias = g.sum(0);

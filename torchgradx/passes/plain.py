@@ -172,12 +172,14 @@ class Recorder:
         self._refusals.setdefault(task, [])
 
     def merge(self, task: int, into: int) -> None:
-        self._refusals.setdefault(into, []).extend(self._refusals.pop(task))
+        self._refusals.setdefault(into, []).extend(self._refusals[task])
+        self.drop([task])
 
     def drop(self, tasks: Sequence[int]) -> None:
         for task in tasks:
             self._refusals.pop(task, None)
-        self._recorded = {k: kept for k, kept in self._recorded.items() if k[0] not in tasks}
+        for key in [key for key in list(self._recorded) if key[0] in tasks]:
+            self._recorded.pop(key, None)
 
     def clear(self) -> None:
         self._refusals.pop(-1, None)
@@ -196,9 +198,6 @@ class Recorder:
         total, size, version = self._recorded.pop(key, (None, 0.0, 0))
         stands = total is not None and total._version == version  # nobody wrote into it
         return (total if stands else None), size
-
-    def forget_recorded(self) -> None:
-        self._recorded.clear()
 
 
 class Pass:

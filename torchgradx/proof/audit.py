@@ -313,7 +313,7 @@ class Audit:
                 continue
             if run.recorded and not self._record.mismatched and _finite(run):
                 self._proven[key] = verdict
-            del self._pending[key]
+            self._pending.pop(key, None)  # another thread may settle, too
         if not self._pending and (self._recorder.auditing or self.always):
             self._stop_listening()
 
@@ -322,7 +322,6 @@ class Audit:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._recorder.forget_recorded()
 
     def stop(self) -> None:
         self._pending = {}

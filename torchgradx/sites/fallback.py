@@ -60,7 +60,8 @@ class Regime:
     @staticmethod
     def current(module: nn.Module, random: bool) -> Regime:
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        enabled = torch.is_autocast_enabled(device.type)
+        there = torch.amp.is_autocast_available(device.type)
+        enabled = there and torch.is_autocast_enabled(device.type)
         autocast = torch.get_autocast_dtype(device.type) if enabled else None
         own = torch.cuda.get_rng_state(device) if random and device.type == "cuda" else None
         return Regime(device.type, autocast, (torch.get_rng_state(), own) if random else None)
@@ -340,6 +341,8 @@ def _stand_in(module: nn.Module) -> nn.Module:
         isinstance(maker, (SpectralNorm, _SpectralNorm)) for maker in (module, *makers.values())
     ):
         twin.training = False  # no step of the power iteration: its vectors are the forward's
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        twin.__dict__["max_norm"] = None  # the forward has bounded its rows
     return twin
 
 

@@ -47,7 +47,8 @@ LOWERED = ("linear", "conv2d")  # autocast computes them in its lower precision
 
 def _traceable(module: Any, layer: Layer) -> bool:
     whole = not (layer.role or layer.inside or layer.pre_pad)
-    return layer.kind in PLAIN and whole and not getattr(module, "sparse", False)
+    other = getattr(module, "sparse", False) or getattr(module, "max_norm", None) is not None
+    return layer.kind in PLAIN and whole and not other
 
 
 class Trace:
