@@ -232,8 +232,8 @@ def test_two_forwards_that_choose_differently_before_their_backwards(options):
 
 def test_batches_that_choose_alike_are_not_proven_again(monkeypatch):
     proofs = []
-    prove = torchgradx.examine.prove
-    monkeypatch.setattr(torchgradx.examine, "prove", lambda *a: proofs.append(1) or prove(*a))
+    prove = torchgradx.proof.examine.prove
+    monkeypatch.setattr(torchgradx.proof.examine, "prove", lambda *a: proofs.append(1) or prove(*a))
     model = routed("a mask")
     with torchgradx.attach(model) as probe:
         for m in (ALIKE, ALIKE.flip(1), ALIKE.roll(1, 1)):  # of each sample as many
@@ -253,8 +253,8 @@ def last(model, x, ends):
 
 def test_the_last_token_of_each_is_known_from_one_batch_on(monkeypatch):
     proofs = []
-    prove = torchgradx.examine.prove
-    monkeypatch.setattr(torchgradx.examine, "prove", lambda *a: proofs.append(1) or prove(*a))
+    prove = torchgradx.proof.examine.prove
+    monkeypatch.setattr(torchgradx.proof.examine, "prove", lambda *a: proofs.append(1) or prove(*a))
     model = Model(last, a=nn.Linear(3, 3), b=nn.Linear(3, 2)).double()
 
     def ends_loss(model, x, ends):

@@ -154,7 +154,7 @@ MOVED: dict[str, Callable[[Tensor, int, Callable[[str], Any]], int | None]] = {
 }
 PRODUCTS = {**order.PRODUCTS, "linear": 0, "baddbmm": 1}  # the first factor
 VIEWS = {"_reshape_alias", "_unsafe_view", "flatten", "reshape", "unflatten", "view", "view_as"}
-BROADCAST = {"cat", "expand", "where"}
+BROADCAST = {"cat", "expand", "masked_fill", "where"}
 # Seen whole below autograd; the rows of what they make are those of what they are given.
 WHOLE = {*VIEWS, "batch_norm", "contiguous", "conv2d", "group_norm", "instance_norm", "layer_norm",
          "linear", "lstm", "narrow", "pad", "prelu", "rms_norm"}  # fmt: skip
