@@ -24,7 +24,7 @@ from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, gues
 
 __all__ = ["Given", "Taint", "watching"]
 
-PACKS = {"torch.nn.modules.rnn", "torch.nn.utils.rnn", "torchgradx.packed"}
+PACKS = {"torch.nn.modules.rnn", "torch.nn.utils.rnn", "torchgradx.sites.packed"}
 
 
 class Given(NamedTuple):
