@@ -131,7 +131,9 @@ def orders(
     else:
         return None
     chosen = index[dim] if dim < len(index) else None
-    if chosen is None or chosen.dtype is torch.bool or chosen.numel() % size:
+    if chosen is None or chosen.dtype is torch.bool:
+        return None
+    if not chosen.numel() or chosen.numel() % size:
         return None
     order = torch.arange(size, device=chosen.device)
     moved = chosen.shape == order.shape and torch.is_grad_enabled() and not chosen.equal(order)
