@@ -8,7 +8,10 @@ import torch
 from attach_oracle import (
     Model,
     a_few_modes,
+    check,
     close,
+    exact_or,
+    loop,
     loop_model,
     same_gradients,
     seeded,  # noqa: F401
@@ -62,11 +65,8 @@ def test_no_samples_among_others(name, sizes, options):
 @a_few_modes
 @pytest.mark.parametrize("positions", [(), (2,)], ids=str)
 def test_layers_of_no_features(positions, options):
-    model, x = (
-        nn.Sequential(nn.Linear(D, 0), nn.Linear(0, 3)).double(),
-        torch.randn(5, *positions, D),
-    )
-    twin, x = copy.deepcopy(model), x.double()
+    model = nn.Sequential(nn.Linear(D, 0), nn.Linear(0, 3)).double()
+    twin, x = copy.deepcopy(model), torch.randn(5, *positions, D).double()
     clip = options.get("weight_grad", True)
     with torchgradx.attach(model, clip=clip, **options) as probe:
         square(model, x).backward()
@@ -76,3 +76,43 @@ def test_layers_of_no_features(positions, options):
             square(twin, x).backward()
             same_gradients(model, twin, 1e-9)
             close(probe.clip_grad_norm_(1.0), want)
+
+
+def put_back(m, x, k):
+    out = m.a(x)
+    out[k] = out[k] + m.b(x[k])
+    return out
+
+
+def in_turn(m, x, k):
+    i = k.nonzero()[:, 0].flip(0)
+    return m.a(x).index_add(0, i, m.b(x[i]))
+
+
+def for_nothing(m, x, k):
+    return m.a(x).sum(1, keepdim=True) + 0 * m.b(x[k]).sum()
+
+
+@a_few_modes
+@pytest.mark.parametrize("function", [put_back, in_turn, for_nothing])
+def test_a_layer_that_is_given_no_rows_leaves_others_exact(function, options):
+    model = Model(function, a=nn.Linear(D, 2), b=nn.Linear(D, 2))
+    check(model, square, torch.randn(3, D), torch.zeros(3, dtype=torch.bool), **options)
+
+
+@a_few_modes
+@pytest.mark.parametrize("function", [put_back, in_turn, for_nothing])
+def test_rows_that_come_after_none_are_proven(function, options):
+    model = Model(function, a=nn.Linear(D, 2), b=nn.Linear(D, 2)).double()
+    x = torch.randn(3, D).double()
+    with torchgradx.attach(model, **options) as probe:
+        for given in (0, 0, 3, 2, 0, 3):
+            k = torch.arange(3) < given
+            square(model, x, k).backward()
+            if given and function is in_turn:
+                with pytest.raises(torchgradx.CoverageError):
+                    probe.norms()
+                probe.reset()
+            else:
+                exact_or(torchgradx.CoverageError, "", probe, loop(model, square, x, k))
+                probe.reset()

@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from attach_oracle import (
     UNPROVEN,
     Model,
     a_few_modes,
     check,
+    close_named,
+    exact_or_refused,
+    loop,
     refused,
     seeded,  # noqa: F401
     square,
@@ -133,3 +137,148 @@ def test_an_order_that_python_made_may_be_another_next_time(where):
             with pytest.raises(torchgradx.CoverageError):
                 probe.norms()
             probe.reset()
+
+
+def as_deberta(logits, labels):
+    i = (labels >= 0).nonzero()
+    return logits.gather(0, i.expand(len(i), logits.shape[1])), labels.gather(0, i.view(-1))
+
+
+def labelled(logits, labels):
+    i = (labels >= 0).nonzero().view(-1)
+    return logits[i], labels.index_select(0, i)
+
+
+def by_label(logits, labels):
+    i = labels.argsort(stable=True)
+    return F.log_softmax(logits[i], 1), labels[i].clamp(min=0)
+
+
+def again(logits, labels):
+    return by_label(*by_label(logits, labels))
+
+
+def labels_alone(logits, labels):
+    return logits, labels[labels.argsort()]
+
+
+def logits_alone(logits, labels):
+    return logits[labels.argsort()].detach() + logits, labels[labels.argsort()]
+
+
+def two_orders(logits, labels):
+    return logits[labels.argsort()], labels[labels.argsort().clone()]
+
+
+def written(logits, labels):
+    i = labels.argsort()
+    labels = labels[i]
+    return logits[i.copy_(i.flip(0))], labels
+
+
+def columns_apart(logits, labels):
+    i = torch.stack([labels.argsort(), labels.argsort(descending=True)], 1)
+    return logits.gather(0, i), labels.gather(0, i[:, 0])
+
+
+def classified(m, x, labels):
+    logits = m.o(torch.tanh(m.l(x)))
+    return F.cross_entropy(*m.put(logits, labels)), logits
+
+
+def first(model, *batch):
+    return model(*batch)[0]
+
+
+def classifier(put):
+    model = Model(classified, l=nn.Linear(3, 5), o=nn.Linear(5, 2))
+    model.put = put
+    return model
+
+
+ONE, OTHER = torch.tensor([1, 0, 1, 0]), torch.tensor([0, 0, 1, 1])
+
+
+@a_few_modes
+@pytest.mark.parametrize("labels", [ONE, OTHER], ids=["", "in order"])
+@pytest.mark.parametrize("put", [as_deberta, labelled, by_label])
+def test_a_loss_of_logits_and_labels_in_one_order_is_exact(put, labels, options):
+    """No layer is given them, and the loss has no rows."""
+    check(classifier(put), first, torch.randn(N, 3), labels, **options)
+
+
+@a_few_modes
+@pytest.mark.parametrize("labels", [ONE, OTHER], ids=["", "in order"])
+@pytest.mark.parametrize("put", [again, labels_alone, logits_alone, two_orders, written,
+                                 columns_apart])  # fmt: skip
+def test_labels_in_an_order_that_is_not_the_logits_are_refused(put, labels, options):
+    """Whatever the order is in this batch."""
+    refused(classifier(put), first, torch.randn(N, 3), labels, names=["l.weight", "o.bias"],
+            match="order", **options)  # fmt: skip
+
+
+@a_few_modes
+@pytest.mark.parametrize("put", [as_deberta, labelled])
+def test_a_loss_of_those_that_have_a_label_is_never_wrong(put, options):
+    """Norms are as the loss has them: a mean over two of four samples, where it is accepted."""
+    x, labels = torch.randn(N, 3), torch.tensor([1, -100, 0, -100])
+    model = classifier(put).double()
+    twin = classifier(labelled).double()
+    twin.load_state_dict(model.state_dict())
+    with torchgradx.attach(model, **options) as probe:
+        first(model, x.double(), labels).backward()
+        try:
+            got = probe.norms()
+        except torchgradx.CoverageError:
+            return
+    for k in range(N):
+        twin.zero_grad()
+        if labels[k] >= 0:
+            (first(twin, x[k : k + 1].double(), labels[k : k + 1]) * N / 2).backward()
+        grads = [p.grad.flatten() for p in twin.parameters() if p.grad is not None]
+        assert torch.isclose(got[k], torch.cat([*grads, x.new_zeros(1).double()]).norm())
+
+
+@a_few_modes
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS.sort(descending=True).values])
+def test_an_order_after_the_layers_shows_in_the_outputs(lengths, options):
+    model = Model(lambda m, x, lengths: m.l(x)[lengths.argsort()].flatten(1), l=nn.Linear(3, 2))
+    exact_or_refused(model, square, torch.randn(N, T, 3), lengths, **options)
+    put = Model(
+        lambda m, x, lengths: (i := lengths.argsort(), m.l(x[i])[i.argsort()].flatten(1))[1],
+        l=nn.Linear(3, 2),
+    )
+    exact_or_refused(put, square, torch.randn(N, T, 3), lengths, **options)
+
+
+@a_few_modes
+def test_an_order_of_inputs_that_need_gradients_is_refused(options):
+    """Their graph shows nothing: no layer is in it."""
+
+    def forward(m, x, lengths):
+        return m.r(x.requires_grad_()[lengths.argsort()]).flatten(1)
+
+    model = Model(forward, r=nn.Linear(3, 2))
+    refused(model, square, torch.randn(N, T, 3), LENGTHS, names=["r.weight"], match="order",
+            **options)  # fmt: skip
+
+
+@a_few_modes
+def test_an_order_that_is_detached_before_the_next_layer_is_refused(options):
+    def forward(m, x, lengths):
+        return m.r(m.l(x)[lengths.argsort()].detach()).flatten(1)
+
+    model = Model(forward, l=nn.Linear(3, 3), r=nn.Linear(3, 2))
+    refused(model, square, torch.randn(N, T, 3), LENGTHS, names=["r.weight"], match="order",
+            **options)  # fmt: skip
+
+
+@a_few_modes
+def test_batches_in_other_orders_are_exact(options):
+    model = classifier(by_label).double()
+    with torchgradx.attach(model, **options) as probe:
+        for labels in (OTHER, ONE, OTHER, 1 - ONE):
+            x = torch.randn(N, 3, dtype=torch.float64)
+            first(model, x, labels).backward()
+            got = probe.norms(per="parameter")
+            close_named(got, loop(model, first, x, labels))

@@ -11,6 +11,7 @@ from torchgradx.proof.taint import watching
 
 N = 4
 EYE = torch.eye(N, dtype=torch.float64)
+LABELS = torch.zeros(N, dtype=torch.long)
 
 MOVES = {
     "transpose": lambda x: x.transpose(0, 2),
@@ -49,6 +50,14 @@ MOVES = {
     "embedding": lambda x: F.embedding(x.long().T, torch.arange(N).double()[:, None]),
     "softmax": lambda x: x.softmax(-1) + x,
     "pool": lambda x: F.max_pool1d(x, 2),
+    "a loss of each": lambda x: F.nll_loss(-x[:, 0], LABELS, reduction="none"),
+    "a loss of each token": lambda x: F.nll_loss(-x, LABELS.expand(N, N), reduction="none"),
+    "a loss of each row": lambda x: F.nll_loss(
+        -x.flatten(0, 1), LABELS.repeat(N), reduction="none"
+    ).view(N, N),
+    "a loss of each class": lambda x: (
+        x + 0 * F.binary_cross_entropy(x / N, x / N, reduction="none")
+    ),
     "a buffer that is filled": lambda x: torch.zeros_like(x).copy_(x.transpose(0, 1)),
     "in place": lambda x: x.clone().transpose_(0, 1).mul_(1),
 }
@@ -102,6 +111,10 @@ UNKNOWN = {
     "a mask": lambda x: x[x > 0],
     "put together": lambda x: torch.stack(list(x)),
     "operands that disagree": lambda x: x + x.transpose(0, 1),
+    "losses of classes": lambda x: F.nll_loss(x[:, 0].T, LABELS, reduction="none"),
+    "losses of others' labels": lambda x: F.nll_loss(
+        x.flatten(0, 1), x[:, 0].T.flatten().long() * 0, reduction="none"
+    ),
     "a copy written over": lambda x: x.clone()[:, 0].copy_(x[0])._base,
     "a size that is said": lambda x: x.reshape(2, 2, N, N),
 }  # fmt: skip

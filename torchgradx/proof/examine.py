@@ -137,7 +137,11 @@ class Examiner:
         called = [site for site, *_ in uses]
         reach = _reach(uses, graph, outputs, looked)
         reach = () if all(reach) else reach
-        return Verdict(layouts, refusals, plan, complete, called, routes(outputs, n), blind, reach)
+        chosen = routes(outputs, n)
+        if n > 1 and any(0 in use.leads for use in watched):  # of rows to come nothing was shown
+            self._witness.watch()
+            chosen.append(None)
+        return Verdict(layouts, refusals, plan, complete, called, chosen, blind, reach)
 
     def variant(
         self,

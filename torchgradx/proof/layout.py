@@ -350,6 +350,8 @@ class Rows:
         g = torch.view_as_real(g.detach().resolve_conj()) if g.is_complex() else g
         wide = torch.float64 if g.dtype == torch.float64 else torch.float32
         rows = g.detach().reshape(count, -1 if g.numel() else 0).to(wide)
+        if not elements:
+            return Rows(0, rows, rows, close, 0.0, half)
         generator = torch.Generator().manual_seed(count)  # the same each time
         onto = torch.randn(rows.shape[1], 4, generator=generator, dtype=wide).to(rows.device)
         short = rows.shape[1] <= 4  # and no larger for being projected

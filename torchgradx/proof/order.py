@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .reordered import order_by
+
 __all__ = ["adds_up", "argument_of", "disorders", "indices_of", "orders"]
 
 PUTS = {"_add", "_copy", "_put", "_reduce"}
@@ -107,31 +109,38 @@ def orders(
     fed: Sequence[Tensor],
     unknown: Sequence[Tensor],
     dim_of: Callable[[Tensor], int | None],
-) -> bool:
-    """Whether samples come out in another order, or in one that the batch itself chooses, as
-    x[lengths.argsort()] has it."""
+) -> Any:
+    """The order in which samples come out, if it is another one, or one that the batch itself
+    chooses, as x[lengths.argsort()] has it."""
     name: str = func._schema.name.partition("::")[2].rstrip("_")
     t = args[2] if name == "index_put" else args[0] if args else None
     dim = dim_of(t) if isinstance(t, Tensor) and _in(t, fed) else None
     if dim is None or t is None:
-        return False
+        return None
+    size = t.shape[dim]
     if name in ("flip", "roll") or (name == "sort" and t.dim() > 1):
         along = argument_of(func, args, kwargs, "dim" if name == "sort" else "dims")
-        return dim in [d % t.dim() for d in _numbers([along])]
+        return object() if dim in [d % t.dim() for d in _numbers([along])] else None
     if name == "gather":
-        return bool(args[1] % t.dim() == dim) and _in(args[2], fed)
+        moves = args[1] % t.dim() == dim and _in(args[2], [*fed, *unknown])
+        return order_by(args[2], dim, size) if moves else None
     if name == "embedding":
         index = [args[1]]
     elif name in ("index", "index_put", "index_select"):
         _, index = next(indices_of(func, args))
     else:
-        return False
+        return None
     chosen = index[dim] if dim < len(index) else None
-    if chosen is None or chosen.dtype is torch.bool or chosen.numel() % t.shape[dim]:
-        return False
-    order = torch.arange(t.shape[dim], device=chosen.device)
+    if chosen is None or chosen.dtype is torch.bool:
+        return None
+    if not chosen.numel() or chosen.numel() % size:
+        return None
+    order = torch.arange(size, device=chosen.device)
     moved = chosen.shape == order.shape and torch.is_grad_enabled() and not chosen.equal(order)
-    return moved or _in(chosen, [*fed, *unknown])
+    if not moved and not _in(chosen, [*fed, *unknown]):
+        return None
+    plain = name != "index_put" and chosen.dim() == 1
+    return order_by(chosen, 0, size) if plain else object()
 
 
 def _may_hold(t: Tensor, dim: int, n: int) -> bool:

@@ -93,8 +93,14 @@ def followed(
         return moved(_indexed(next(indices_of(func, args))[1], place.dim) if args[0] is t else None)
     if isinstance(said("keepdim"), bool):
         return moved(_reduced(t, place.dim, said("dim"), said("keepdim")))
+    if name in LOSSES:
+        alike = place.dim == 0 and all(at == place for _, at in fed)
+        size = t.shape[place.dim]
+        return lambda k, out: (
+            _checked(out, 0 if alike else None, size, place) if out.dim() else GONE
+        )
     if torch.Tag.pointwise in func.tags or name in BROADCAST:
-        return lambda k, out: None if unknown else _broadcast(out, known)
+        return lambda k, out: None if unknown and out.dim() else _broadcast(out, known)
     if "rnn" in name or "lstm" in name or "gru" in name:  # a state's first dimension is of layers
         steps = 1 if "cell" in name else int(bool(said("batch_first")) and "mkldnn" not in name)
         apart = t is args[0] and place.dim == 1 - steps
@@ -154,7 +160,10 @@ MOVED: dict[str, Callable[[Tensor, int, Callable[[str], Any]], int | None]] = {
 }
 PRODUCTS = {**order.PRODUCTS, "linear": 0, "baddbmm": 1}  # the first factor
 VIEWS = {"_reshape_alias", "_unsafe_view", "flatten", "reshape", "unflatten", "view", "view_as"}
-BROADCAST = {"cat", "expand", "where"}
+BROADCAST = {"binary_cross_entropy", "binary_cross_entropy_with_logits", "cat", "expand",
+             "masked_fill", "where"}  # fmt: skip
+# Of each row its number, if they are not reduced: that of a class.
+LOSSES = {"nll_loss2d_forward", "nll_loss_forward"}
 # Seen whole below autograd; the rows of what they make are those of what they are given.
 WHOLE = {*VIEWS, "batch_norm", "contiguous", "conv2d", "group_norm", "instance_norm", "layer_norm",
          "linear", "lstm", "narrow", "pad", "prelu", "rms_norm"}  # fmt: skip
@@ -262,6 +271,8 @@ def _product(factors: Sequence[Any], known: Sequence[tuple[Tensor, Place]]) -> P
 
 def _broadcast(out: Tensor, known: Sequence[tuple[Tensor, Place]]) -> Place | None:
     """Of all operands in the same one, or nobody knows: each may meet another's."""
+    if not out.dim():  # a loss of them
+        return GONE
     places = {place.at(place.dim + out.dim() - t.dim()) for t, place in known}
     t, place = known[0]
     to, size = place.dim + out.dim() - t.dim(), t.shape[place.dim]

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..sites import packed
 from .order import adds_up, disorders, orders
+from .reordered import Put, Reordered, shows
 from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, guessed
 
 __all__ = ["Given", "Taint", "watching"]
@@ -64,7 +65,7 @@ class Taint(TorchDispatchMode):
         self._where: dict[tuple[Any, int], Place | None] = {}  # the samples, in what they entered
         self.given: dict[int, Given] = {}  # by site
         self.orderly = True  # nothing moved or mixed the samples
-        self.ordered = False  # samples are in another order, or the batch's own, before the graph
+        self._reordered = Reordered()
         self.ends: list[Place | None] = []  # where they are in the model's outputs
         self._on = True
         for t in held:
@@ -85,6 +86,7 @@ class Taint(TorchDispatchMode):
         self.ends = list(map(self.place, outputs))
         for t in outputs:
             self._stands(t)
+        self._reordered.enter(outputs)
         mixed = (
             place == GONE and t.dim() > 0 and (t.requires_grad or self._n in t.shape)
             for t, place in zip(outputs, self.ends, strict=True)
@@ -144,14 +146,18 @@ class Taint(TorchDispatchMode):
                 if clean is False:
                     self._stands(t)
         fed = [t for t, clean in zip(operands, verdicts, strict=True) if clean is False]
-        if fed and not (self.ordered and not self.orderly):
+        put = None
+        if fed:
             unknown = [t for t, clean in zip(operands, verdicts, strict=True) if clean is None]
             try:
                 told = self._n, fed, unknown, self._dim_of
                 self.orderly = self.orderly and not disorders(func, args, kwargs, *told)
-                self.ordered = self.ordered or self._orders(func, args, kwargs, fed, unknown)
+                put = None if self.ordered else self._put(func, args, kwargs, fed, unknown)
             except Exception:  # what it was given has no values, or is none of torch's
                 self.orderly = False
+        if self._reordered and not self.ordered:
+            joined = self._reordered.joined(operands, [clean is True for clean in verdicts])
+            put = joined if put is None else put if joined is None else joined.again()
         places = [(t, self.place(t)) for t in fed]
         place = self._following(func, args, kwargs, places)
         before = {at for _, at in places} - {None}
@@ -165,22 +171,26 @@ class Taint(TorchDispatchMode):
         for k, t in enumerate(tree_leaves(out)):
             if isinstance(t, Tensor):
                 sizes = _of_sizes_only(func)
-                self._mark(t, True if sizes else clean)
+                self._mark(t, True if sizes else clean, None if sizes else put)
                 self._places[view_of(t)] = None if sizes else place(k, t)
         self.orderly = self.orderly and not self._strays(func, args, fed, before, guesses, out)
         for t, view, was in written if not clean else ():
-            self._mark(t, clean)
+            self._mark(t, clean, put)
             now = self.place(t)
             if view and view == view_of(t) and now != was:  # of its other views nobody knows
                 others = [v for v in self._places if v and v[0] == view[0] and v != view]
                 self._places.update((v, None) for v in others if not self._as(v, view, now))
         return out
 
-    def _orders(self, func: Any, args: Any, kwargs: Any, fed: Any, unknown: Any) -> bool:
-        """No graph shows what needs no gradient, and the outputs stand in that order."""
-        if any(t.requires_grad for t in fed):
-            return False
-        return orders(func, args, kwargs, fed, unknown, self._dim_of) and not _packing()
+    @property
+    def ordered(self) -> bool:
+        """Whether layers, or the outputs, have the samples in an order that no graph shows."""
+        return self._reordered.missed
+
+    def _put(self, func: Any, args: Any, kwargs: Any, fed: Any, unknown: Any) -> Put | None:
+        order = orders(func, args, kwargs, fed, unknown, self._dim_of)
+        known = order is not None and not _packing()
+        return Put(order, any(map(shows, fed))) if known else None
 
     def _as(self, view: Any, written: Any, place: Place | None) -> bool:
         """Whether a view has its samples where another one of the same memory has got them."""
@@ -226,6 +236,7 @@ class Taint(TorchDispatchMode):
     def met(self, site: int, given: Sequence[Tensor], counts: Tensor) -> None:
         """A use of a site, whose rows are those of `counts`."""
         if self._on:
+            self._reordered.enter(given)
             dim, place = self._dim_of(given[0]) if given else None, self.place(counts)
             before = self.given.get(site, Given(True, True, dim))
             rows = before.rows if place is None else before.rows | {(counts.shape, place)}
@@ -245,12 +256,13 @@ class Taint(TorchDispatchMode):
             clean = any(t is p for p in self._parameters()) or None
         return clean
 
-    def _mark(self, t: Tensor, clean: bool | None) -> None:
+    def _mark(self, t: Tensor, clean: bool | None, put: Put | None = None) -> None:
         try:
             storage = t.untyped_storage()
         except Exception:
             return
         self._known[storage._cdata] = StorageWeakRef(storage), clean
+        self._reordered.mark(t, put)
 
 
 class _Untraced(Taint):

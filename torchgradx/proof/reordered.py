@@ -1,0 +1,108 @@
+"""Whether samples are put into another order where the proof would miss it.
+
+Layers' rows are proven by the outputs' (layout.py). Rows that are put into another order in the
+graph, after a layer, come back out of order there and are refused. No graph shows what is done to
+data: as x[lengths.argsort()] enters a layer, its rows and the outputs stand in one order, and it is
+not the batch's. So what was put into an order is followed from there, and missed once it meets
+anything that has a gradient, a weight or what came of one, unless that was put into the very same
+order, in the graph: as a loss inside of the model has it, of logits[i] and labels[i]. By that no
+layer is given rows in another order, and a loss has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..passes.frames import Reentrant
+
+__all__ = ["Put", "Reordered", "order_by", "shows"]
+
+
+class Put(NamedTuple):
+    """Into an order."""
+
+    order: Any
+    shown: bool  # by a graph in which a layer is
+
+    def again(self) -> Put:
+        return self._replace(order=object())
+
+
+class Reordered:
+    """Of one forward: by storage, which order its samples were put into."""
+
+    def __init__(self) -> None:
+        self.missed = False
+        self._known: dict[int, tuple[StorageWeakRef, Any, bool]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def mark(self, t: Tensor, put: Put | None) -> None:
+        storage = t.untyped_storage()
+        if put is not None:
+            self._known[storage._cdata] = StorageWeakRef(storage), *put
+        else:
+            self._known.pop(storage._cdata, None)
+
+    def joined(self, operands: Sequence[Tensor], constant: Sequence[bool]) -> Put | None:
+        """Of what is made of these, which are all that an operation is given."""
+        found = [self._of(t) for t in operands]
+        hidden = {put.order for put in found if put and not put.shown}
+        live = {put and put.order for t, put in zip(operands, found, strict=True)
+                if t.requires_grad}  # fmt: skip
+        self.missed = self.missed or bool(hidden and live and live != hidden)
+        data = {put and put.order for put, same in zip(found, constant, strict=True) if not same}
+        shown = any(put and put.shown for put in found)
+        if not any(found):
+            return None
+        return Put(data.pop() if len(data) == 1 else object(), shown)
+
+    def enter(self, given: Iterable[Tensor]) -> None:
+        """A layer is given these, or the model returns them."""
+        for t in given:
+            put = self._of(t)
+            self.missed = self.missed or (t.dim() > 0 and put is not None and not put.shown)
+
+    def _of(self, t: Tensor) -> Put | None:
+        try:
+            known = self._known.get(t.untyped_storage()._cdata)
+        except Exception:  # sparse tensors have no storage
+            return None
+        # Inside of a Function nothing has a graph; elsewhere it was detached.
+        cut = torch.is_grad_enabled() and not t.requires_grad
+        return Put(known[1], known[2] and not cut) if known else None
+
+
+def order_by(index: Tensor, dim: int, size: int) -> Any:
+    """The order that an index puts rows into: that of another one only if both are the same memory,
+    for equal numbers are another batch's no more. Of another number of rows it is none."""
+    others = [d for d in range(index.dim()) if d != dim and index.shape[d] > 1]
+    if index.shape[dim] != size or any(index.stride(d) for d in others) or index.is_inference():
+        return object()
+    storage, start = StorageWeakRef(index.untyped_storage()), index.storage_offset()
+    return storage, start, index.stride(dim), index._version
+
+
+def shows(t: Tensor) -> bool:
+    """Whether a layer is in its graph, which holds an order that rows are put into now. A model's
+    inputs may need gradients too."""
+    if not torch.is_grad_enabled():
+        return False
+    rest, seen = [t.grad_fn], {None}
+    while rest:
+        node: Any = rest.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, Reentrant):  # it holds none before its backward
+            return True
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            return True
+        rest += [child for child, _ in node.next_functions]
+    return False
