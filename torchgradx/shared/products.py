@@ -18,6 +18,7 @@ from .outer import Gradients, Outer
 
 __all__ = [
     "CAST",
+    "apart",
     "by_sample",
     "closed",
     "dense",
@@ -68,7 +69,14 @@ def mapped(
     try:
         return vmap(ask)(*part)
     except Exception:  # no rule for it
-        each = list(zip(*(ask(*grads) for grads in zip(*part, strict=True)), strict=True))
+        return apart(ask, part)
+
+
+def apart(
+    ask: Callable[..., tuple[Tensor, ...]], part: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """The same, one sample after the other."""
+    each = list(zip(*(ask(*grads) for grads in zip(*part, strict=True)), strict=True))
     return [None if column[0] is None else torch.stack(list(map(dense, column))) for column in each]
 
 
