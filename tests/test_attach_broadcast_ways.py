@@ -11,6 +11,7 @@ from attach_oracle import (
     close_named,
     exact_or_refused,
     loop,
+    refused,
     seeded,  # noqa: F401
     square,
 )
@@ -36,6 +37,39 @@ def test_each_way_for_samples_to_come_in_is_exact(way, positions, options):
         exact_or_refused(model, square, x, **options)
     else:
         check(model, square, x, **options)
+
+
+COLUMNS = ["einsum, from the left", "einsum, by heads", "columns"]
+
+
+@a_few_modes
+@pytest.mark.parametrize("way", COLUMNS)
+def test_columns_are_of_samples_in_later_steps_of_other_sizes(way, options):
+    """Among them as many samples as positions, rows or features, and columns as both together."""
+    model = constant(lambda m, x: m.o(torch.tanh(WAYS[way](x, m.l(m.c)))), (T, D),
+                     l=nn.Linear(D, D)).double()  # fmt: skip
+    with torchgradx.attach(model, **options) as probe:
+        for n, t in [(N, 7), (N, 7), (T, 7), (3, N), (N, N), (D, D), (2, 4), (1, 7), (N, 7)]:
+            x = torch.randn(n, t, D, dtype=torch.float64)
+            square(model, x).backward()
+            close_named(probe.norms(per="parameter"), loop(model, square, x))
+
+
+@a_few_modes
+def test_columns_that_stand_otherwise_are_refused(options):
+    """Rows t*N+n of x, which are columns here; and a softmax along them, which mixes samples."""
+
+    def turned(m, x):
+        return (m.l(m.c) @ x.transpose(0, 1).flatten(0, 1).T).unflatten(1, (-1, len(x)))[:, 0].T
+
+    def mixing(m, x):
+        return torch.einsum("ld,ntd->lnt", m.l(m.c), x).softmax(1).transpose(0, 1)
+
+    for forward in (turned, mixing):
+        for n, t in [(N, 7), (T, 7), (N, N), (T, T), (D, D)]:
+            model = constant(forward, (T, D), l=nn.Linear(D, D), o=nn.Linear(D, D))
+            x = torch.randn(n, t, D)
+            refused(model, square, x, names=["l.weight", "l.bias"], **options)
 
 
 @a_few_modes

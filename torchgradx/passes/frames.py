@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
-__all__ = ["Answer", "Frames", "Told", "enclosing", "runs_again_once"]
+__all__ = ["Answer", "Frames", "Told", "enclosing", "holders", "runs_again_once"]
 
 _C = torch._C._autograd
 Frame: Any = getattr(checkpoint, "_CheckpointFrame", ())  # of one that is not reentrant
@@ -125,6 +125,13 @@ def runs_again_once(unpack: Callable[..., Any]) -> bool:
         for frame in frames
         for held in _held_by(frame.recompute_fn)
     )
+
+
+def holders(unpack: Callable[..., Any] | None) -> list[Any]:
+    """Of all that the checkpoint whose hook this is has saved, what is still there."""
+    frames = (held for held in _held_by(unpack) if isinstance(held, Frame))
+    found = (ref() for frame in frames for ref in frame.weak_holders)
+    return [holder for holder in found if holder is not None]
 
 
 def _around() -> _Around:

@@ -8,7 +8,8 @@ nobody knows.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.utils import checkpoint
 
 from ..ops import NATIVE
 from ..sharding import shards
-from .frames import runs_again_once
+from .frames import holders, runs_again_once
 
 if NATIVE:
     from .._C import Saved, packed
@@ -25,13 +26,16 @@ if NATIVE:
 __all__ = [
     "answers_again",
     "answers_twice",
+    "hides",
     "saved",
     "saves_through_hooks",
     "spared",
     "unpacked",
+    "unpacking",
 ]
 
-Packed = tuple[Callable[[Any], Tensor], Any]  # the hook that unpacks, and what it is given
+Unpack = Callable[[Any], Tensor]
+Packed = tuple[Unpack, Any]  # the hook that unpacks, and what it is given
 SAVED: dict[str, list[str]] = {}  # by a node's name: the attributes that it saved
 Holder: Any = getattr(checkpoint, "_Holder", ())  # what a checkpoint gives for a tensor
 
@@ -53,14 +57,29 @@ def saves_through_hooks(node: Any) -> bool:
     return bool(_packed(node))
 
 
+def hides(node: Any) -> bool:
+    """Whether it wraps another node, of which nothing shows: an operation in place, on a view."""
+    return type(node).__name__ == "CopySlices"
+
+
+def unpacking(nodes: Iterable[Any]) -> list[weakref.ref[Unpack]] | None:
+    """The hooks of the checkpoints around these, and around what is hidden among them. None: of
+    others nobody knows how often they may be asked."""
+    found = [packed for node in nodes for packed in _packed(node) or ()]
+    hooks = {id(hook): hook for hook, data in found if isinstance(data, Holder)}
+    return list(map(weakref.ref, hooks.values())) if all(map(_known, found)) else None
+
+
 @contextlib.contextmanager
-def spared(node: Any) -> Iterator[None]:
+def spared(node: Any, hidden: Sequence[weakref.ref[Unpack]] = ()) -> Iterator[None]:
     """What the node asks checkpoints for inside stays there for the engine."""
     found = [(hook, data) for hook, data in _packed(node) or () if isinstance(data, Holder)]
-    before = [(holder, holder.handles) for _, holder in found]
+    others = [holder for hook in hidden for holder in holders(hook())]
+    before = [(holder, holder.handles) for holder in (*others, *(data for _, data in found))]
     try:
+        for holder, handles in before:
+            holder.handles = _Handles(handles)
         for unpack, holder in found:
-            holder.handles = _Handles(holder.handles)
             unpack(holder)  # now: a forward that ran again within vmap would be another one
         yield
     finally:

@@ -121,6 +121,10 @@ class Taint(TorchDispatchMode):
         """Where the samples are in this output of a graph node, as far as that was seen."""
         return self._where.get((node, number))
 
+    def _enters(self, t: Tensor, clean: bool | None) -> None:
+        key = t.grad_fn, t.output_nr
+        self._seen[key] = self._seen.get(key, True) and clean is True
+
     def _stands(self, t: Tensor) -> None:
         key, place = (t.grad_fn, t.output_nr), self.place(t)
         self._where[key] = place if self._where.get(key, place) == place else None
@@ -141,8 +145,10 @@ class Taint(TorchDispatchMode):
         verdicts = [self._is_clean(t) for t in operands]  # before it runs: it may work in place
         for t, clean in zip(operands, verdicts, strict=True):
             if t.grad_fn is not None:
-                key = t.grad_fn, t.output_nr
-                self._seen[key] = self._seen.get(key, True) and clean is True
+                self._enters(t, clean)
+                base = t._base  # the graph leads through it where a view of it was written into
+                if base is not None and base.grad_fn is not None:
+                    self._enters(base, clean)
                 if clean is False:
                     self._stands(t)
         fed = [t for t, clean in zip(operands, verdicts, strict=True) if clean is False]

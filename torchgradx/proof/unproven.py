@@ -51,8 +51,8 @@ def presumed(
     """The verdicts of `prove`, and where there is none what was followed."""
 
     def layout_of(use: Watched) -> int | None:
-        layout = rows(use.node, use.output_nr)
-        return layout if layout is not None and _fits(layout, use.leads, n) else None
+        layout = None if use.second else rows(use.node, use.output_nr)
+        return layout if layout in {BATCH, SEQUENCE} and _fits(layout, use.leads, n) else None
 
     verdicts = zip(watched, prove(watched), strict=True)
     return [layout_of(use) if verdict is None else verdict for use, verdict in verdicts]

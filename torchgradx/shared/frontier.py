@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..proof.layout import Watched
+from ..proof.layout import SECOND, SEQUENCE, Watched
 
 __all__ = [
     "Graph",
@@ -36,6 +37,7 @@ VIEWS = {f"{name}Backward0" for name in (
     "Transpose", "UnsafeView", "Unsqueeze", "View",
 )}  # fmt: skip
 OUTPUTS = {*VIEWS, "AddBackward0"}
+PRODUCTS = {"BmmBackward0", "MmBackward0"}
 SAME = {"ReshapeAliasBackward0": "ViewBackward0", "AliasBackward0": "SliceBackward0"}
 
 
@@ -170,6 +172,12 @@ def rows_of(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
     return shape[: 1 + several] or (1,)
 
 
+def columns_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Of a matrix, or of several, the last dimension of which may hold samples: einsum has what
+    leads its result on the left."""
+    return prod(shape[:-1]), shape[-1]
+
+
 def look_of(shape: Sequence[int], n: int) -> tuple[Any, ...]:
     """What sizes say of where samples may be: a layout proven in one shape holds in another that
     looks the same. At T = 1 rows t*N+n and n*T+t are the same, and a leading 1 may be T."""
@@ -253,10 +261,16 @@ def survey(
     watched = [Watched(node, k, rows_of(shape_of(node, k), n))
                for node in found if not is_leaf(node)
                for k in graph.numbers(node) or [0]]  # fmt: skip
+    watched += [Watched(node, 0, columns_of(shape_of(node, 0)), second=True)
+                for node in found if node.name() in PRODUCTS]  # fmt: skip
     layouts: dict[Node, int | None] = dict.fromkeys(found)
     for use, verdict in zip(watched, prove(watched), strict=True):
         single = len(graph.numbers(use.node)) < 2
-        layouts[use.node] = verdict if single and isinstance(verdict, int) else None
+        if use.second and layouts[use.node] is None:
+            one = verdict == SEQUENCE and use.leads[1] == n  # a column each
+            layouts[use.node] = SECOND if one or verdict == SECOND else None
+        elif not use.second:
+            layouts[use.node] = verdict if single and isinstance(verdict, int) else None
 
     def climb(starts: Iterable[Node]) -> list[Node]:
         return graph.climb(starts, lambda k, node: layouts[node] is None and shared(node))

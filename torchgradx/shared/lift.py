@@ -7,13 +7,13 @@ that a module uses beside its children: running such a module again would run al
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ..passes.unpacking import answers_twice, saves_through_hooks
+from ..passes.unpacking import answers_twice, hides, saves_through_hooks, unpacking
 from ..proof.layout import Watched
 from ..proof.taint import Taint
 from ..proof.unproven import Use, presumed, rows_at
@@ -84,8 +84,12 @@ class Lift:
         if not mixing and not beside and not read:
             return None
 
+        @cache
+        def hidden() -> Any:
+            return unpacking(graph.parents)
+
         def able(node: Node, ends: bool) -> bool:
-            return answers_twice(node)
+            return answers_twice(node) and not (hides(node) and hidden() is None)
 
         def cheap(node: Node, ends: bool) -> bool:
             """Whether asking a node costs less than to run its module again."""
@@ -214,10 +218,12 @@ class Lift:
             refuse(run, "what no sample enters is consumed otherwise than when it was proven")
             return
         way = stations(graph, plan, climbed, self._leaves(plan, uses, called).get)
+        hidden = unpacking(graph.parents) if any(map(hides, way)) else []
         for node, station in way.items():
-            if not answers_twice(node):
+            if not answers_twice(node) or (hides(node) and hidden is None):
                 refuse(run, f"by sample it needs {node.name()} twice, which saves through hooks")
                 return
+            station.hidden = (hidden or ()) if hides(node) else ()
             station.packed = saves_through_hooks(node)
         for site in lifted:
             self._layers[site].notes["lifted"] = None

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from ..proof.layout import BATCH
+from ..proof.layout import BATCH, SECOND
 from .frontier import Node, dtype_of, shape_of
 from .outer import Gradients, Outer
 
 __all__ = [
     "CAST",
+    "apart",
     "by_sample",
     "closed",
     "dense",
@@ -42,6 +43,7 @@ ROWS = {
     "BmmBackward0": ("_saved_self", 1),
     "AddmmBackward0": ("_saved_mat1", 2),
 }
+COLUMNS = {"MmBackward0", "BmmBackward0"}  # a @ columns: likewise, looked at from a
 
 
 def in_closed_form(node: Node) -> bool:
@@ -68,7 +70,14 @@ def mapped(
     try:
         return vmap(ask)(*part)
     except Exception:  # no rule for it
-        each = list(zip(*(ask(*grads) for grads in zip(*part, strict=True)), strict=True))
+        return apart(ask, part)
+
+
+def apart(
+    ask: Callable[..., tuple[Tensor, ...]], part: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """The same, one sample after the other."""
+    each = list(zip(*(ask(*grads) for grads in zip(*part, strict=True)), strict=True))
     return [None if column[0] is None else torch.stack(list(map(dense, column))) for column in each]
 
 
@@ -80,6 +89,9 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradient
     if name in ELEMENTWISE:
         pieces = by_sample(ELEMENTWISE[name](node, operand, g), layout, n)
         return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
+    if name in COLUMNS and operand == 0 and layout == SECOND:
+        grads, columns = (by_sample(t, layout, n) for t in (g, node._saved_mat2))
+        return grads @ columns.mT
     saved, place = ROWS.get(name, ("", -1))
     if operand == place and layout == BATCH:
         rows, grads = (by_sample(t, layout, n) for t in (getattr(node, saved), g))
@@ -107,6 +119,8 @@ def by_sample(g: Tensor, layout: int, n: int) -> Tensor:
     """[N, *what the node would get for one sample]: a view."""
     if n == 1:
         return g[None]
+    if layout == SECOND:
+        return g.unflatten(-1, (n, -1)).movedim(-2, 0)
     if g.shape[0] == 1:  # as rows_of() has it
         return by_sample(g[0], layout, n).unsqueeze(1)
     if layout == BATCH:
