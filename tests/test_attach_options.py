@@ -1,10 +1,14 @@
 """Names, arguments, forced algorithms, and what explain() says."""
 
 import re
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from attach_oracle import (
+    Model,
+    check,
     close,
     close_named,
     loop,
@@ -16,6 +20,7 @@ from attach_oracle import (
     square,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
@@ -46,6 +51,7 @@ def test_names_are_those_of_the_model_and_the_roots_own_parameters_belong_to_no_
         ("batch_size", 2.0),
         ("layout", "batch"),
         ("layout", {"": "samples"}),
+        ("layout", {1: "batch"}),
         ("layout", {"no_such_module": "batch"}),
         ("layout", {"body.*": "batch"}),
         ("directions", torch.ones(2)),
@@ -70,9 +76,62 @@ def test_a_number_of_samples_or_a_scale_that_is_none_is_refused_by_name(model):
     with torchgradx.attach(model) as probe:
         want = loop(model, square, x := samples())
         square(model, x).backward()
-        with pytest.raises(TypeError, match="loss_scale"):
-            probe.norms(loss_scale="1")
+        for scale in ("1", True, 0, 0.0, float("nan"), torch.ones(2, 2)):
+            with pytest.raises((TypeError, ValueError), match="loss_scale"):
+                probe.norms(loss_scale=scale)
         close_named(probe.norms(per="parameter"), want)
+
+
+@pytest.mark.parametrize("size", ["4", 4.0, True, 0, -4])
+def test_a_callable_that_gives_no_number_of_samples_is_refused_by_name(model, size):
+    with (
+        torchgradx.attach(model, batch_size=lambda args, kwargs: size),
+        pytest.raises((TypeError, ValueError), match=r"batch_size.* got"),
+    ):
+        model(samples())
+
+
+def test_a_callable_may_say_that_a_batch_is_empty(model):
+    with torchgradx.attach(model, batch_size=lambda args, kwargs: len(args[0])) as probe:
+        model(samples(0)).square().sum().backward()
+        assert probe.norms().shape == (0,)
+
+
+@pytest.mark.parametrize("scale", [np.float32(3), np.int64(3), Fraction(3), 3])
+def test_a_number_is_a_scale_whatever_its_type(model, scale):
+    want = loop(model, square, x := samples())
+    for options, read in (({"loss_scale": scale}, {}), ({}, {"loss_scale": scale})):
+        with torchgradx.attach(model, **options) as probe:
+            (3 * square(model, x)).backward()
+            close_named(probe.norms(per="parameter", **read), want)
+
+
+@pytest.mark.parametrize("backend", ["auto", "vmap"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_samples_that_are_not_found_are_said_to_be_so_and_what_to_do(model, reentrant, backend):
+    """Of a checkpoint where there is one."""
+    outer = Model(lambda m, x: checkpoint(m.b, x, use_reentrant=reentrant), b=model)
+    with torchgradx.attach(outer, batch_size=3, backend=backend) as probe:
+        outer(samples().requires_grad_()).square().sum().backward()
+        with pytest.raises(torchgradx.CoverageError) as error:
+            probe.norms()
+    for word in ("3 samples", "batch_size=", "batch_dim=", "layout="):
+        assert word in str(error.value)
+    assert ("use_reentrant=False" in str(error.value)) == reentrant
+
+
+@pytest.mark.parametrize("backend", ["auto", "vmap"])
+def test_complex_parameters_are_refused_and_real_ones_in_their_place_are_exact(backend):
+    def forward(m, x):
+        return (x * torch.view_as_complex(m.w)).abs()
+
+    model = Model(forward, w=torch.randn(3, 2))
+    check(model, square, torch.randn(N, 3), backend=backend)
+    model = Model(lambda m, x: (x * m.w).abs(), w=torch.randn(3, dtype=torch.complex128))
+    with torchgradx.attach(model, backend=backend) as probe:
+        square(model, samples()).backward()
+        with pytest.raises(torchgradx.CoverageError, match="view_as_complex"):
+            probe.norms()
 
 
 def test_an_argument_that_means_nothing_is_refused_by_its_name(model):

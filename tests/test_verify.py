@@ -42,6 +42,11 @@ def two_inputs():
                  a=nn.Linear(3, 4), b=nn.Linear(2, 4), head=nn.Linear(4, 5))  # fmt: skip
 
 
+def against_all(output, y):
+    """A sample alone has nothing to be told apart from."""
+    return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
 def pack(kind, left, right):
     return (left, right) if kind == "tuple" else {"right": right, "left": left}
 
@@ -276,6 +281,28 @@ def test_verify_holds_norms_to_the_tolerance_it_is_given():
     with pytest.raises(torchgradx.VerificationError):
         torchgradx.verify(model, nudged, x, y)
     assert {1, N} <= set(calls)
+
+
+@pytest.mark.parametrize("rtol", [-1, float("nan"), "1", torch.ones(2)])
+def test_a_tolerance_that_is_none_is_refused_by_name(rtol):
+    with pytest.raises((TypeError, ValueError), match="rtol"):
+        torchgradx.verify(classifier(), F.cross_entropy, *samples(), rtol=rtol)
+
+
+@pytest.mark.parametrize("call", [torchgradx.grad_norms, torchgradx.verify])
+def test_a_loss_that_is_none_is_refused_by_name(call):
+    with pytest.raises(TypeError, match="loss_fn"):
+        call(classifier(), None, *samples())
+
+
+def test_an_error_where_the_loops_gradient_is_none_is_infinite():
+    model, (x, y) = classifier().double(), samples()
+    with pytest.raises(torchgradx.VerificationError) as error:
+        torchgradx.verify(model, against_all, x.double(), y)
+    assert " inf  <- differs" in str(error.value)
+    assert "e+30" not in str(error.value)
+    report = torchgradx.verify(model, lambda o, y: 0 * o.sum(), x.double(), y)
+    assert report.errors() == dict.fromkeys(report.norms, 0.0)
 
 
 def test_verification_and_coverage_errors_are_told_apart():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping, Sequence
 from math import isfinite
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from .errors import CoverageError
 from .reference.chunks import accumulation_dtype
 from .sharding import flattened
 
-__all__ = ["check", "check_per", "fitting", "placed"]
+__all__ = ["check", "check_loss", "check_per", "check_scale", "fitting", "placed"]
 
 
 if TYPE_CHECKING:
@@ -26,6 +27,26 @@ if TYPE_CHECKING:
 def check_per(per: str) -> None:
     if per not in ("model", "module", "parameter"):
         raise ValueError(f'per must be "model", "module" or "parameter"; got {per!r}')
+
+
+def check_loss(loss_fn: Any) -> None:
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be callable; got {type(loss_fn).__name__}")
+
+
+def check_scale(scale: Any, scaler: str = "") -> None:
+    """scaler: what else it may be."""
+    number = isinstance(scale, Real) and not isinstance(scale, bool)
+    if not number and not isinstance(scale, Tensor):
+        expected = f"a number, a Tensor [N]{scaler}" if scaler else "a number or a Tensor [N]"
+        raise TypeError(f"loss_scale must be {expected}; got {scale!r}")
+    if number and not (scale and isfinite(scale)):
+        raise ValueError(f"loss_scale must be finite and not 0, or a Tensor [N]; got {scale}")
+    if isinstance(scale, Tensor) and scale.dim() > 1:
+        got = list(scale.shape)
+        raise ValueError(
+            f"loss_scale must be finite and not 0, or a Tensor [N]; got a Tensor {got}"
+        )
 
 
 def placed(directions: Any, parameters: Parameters) -> list[Tensor | None]:
@@ -99,17 +120,14 @@ def check(model: Any, options: dict[str, Any]) -> None:
         )
     if isinstance(size, int) and size < 1:
         raise ValueError(f"batch_size must be 1 or more; got {size}")
-    scale = options["loss_scale"]
-    if not isinstance(scale, (int, float, Tensor, torch.amp.GradScaler)) or isinstance(scale, bool):
-        raise TypeError(f"loss_scale must be a number, a Tensor [N] or a GradScaler; got {scale!r}")
-    shape = tuple(scale.shape) if isinstance(scale, Tensor) else ()
-    if len(shape) > 1 or (isinstance(scale, (int, float)) and not (scale and isfinite(scale))):
-        got = f"a Tensor {list(shape)}" if shape else scale
-        raise ValueError(f"loss_scale must be finite and not 0, or a Tensor [N]; got {got}")
+    if not isinstance(options["loss_scale"], torch.amp.GradScaler):
+        check_scale(options["loss_scale"], " or a GradScaler")
     layout, modules = options["layout"] or {}, dict(model.named_modules())
     if not isinstance(layout, Mapping):
         raise TypeError(f'layout must be {{module name: "batch" or "sequence"}}; got {layout!r}')
     for pattern, how in layout.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"layout must be of module names or patterns; got the key {pattern!r}")
         if how not in ("batch", "sequence"):
             raise ValueError(f'layout[{pattern!r}] must be "batch" or "sequence"; got {how!r}')
         if pattern not in modules and not fnmatch.filter(modules, pattern):

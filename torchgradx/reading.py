@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .explain import explanation
-from .options import check_per, placed
+from .options import check_per, check_scale, placed
 from .proof.accounts import require_all
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class Reader:
         Raises:
             CoverageError: some parameters' gradients are not accounted for sample by sample.
         """
+        if loss_scale is not None:
+            check_scale(loss_scale)
         self._ready(per)
         return self._record.norms(per, loss_scale)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .attach import Probe, attach
 from .errors import CoverageError
-from .options import check_per
+from .options import check_loss, check_per
 
 __all__ = ["Loss", "call", "grad_norms", "gradients_put_by", "norms_alone", "sample_norms"]
 
@@ -172,6 +172,7 @@ def norms_alone(
     compare: bool = True,
 ) -> Tensor | dict[str, Tensor]:
     """See `grad_norms` and `sample_norms`."""
+    check_loss(loss_fn)
     with (
         gradients_put_by(model),
         torch.inference_mode(False),

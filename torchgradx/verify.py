@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -27,13 +28,15 @@ class Report:
     rtol: float
 
     def errors(self) -> dict[str, float]:
-        """The largest difference of each parameter, relative to the sample's whole norm."""
+        """The largest difference of each parameter, relative to the sample's whole norm; infinite
+        where that is 0."""
         whole = torch.stack([v.double().square() for v in self.loop.values()]).sum(0).sqrt()
-        scale = whole.clamp_min(torch.finfo(torch.float64).tiny)
+
+        def largest(off: Tensor) -> float:
+            return float((off / whole).where(off != 0, 0).max()) if len(off) else 0.0
+
         return {
-            name: float(((self.norms[name].double() - loop.double()).abs() / scale).max())
-            if len(loop)
-            else 0.0
+            name: largest((self.norms[name].double() - loop.double()).abs())
             for name, loop in self.loop.items()
         }
 
@@ -80,6 +83,10 @@ def verify(
     Raises:
         VerificationError: the norms differ, or are refused; the text is the table, or the refusal.
     """
+    if rtol is not None and not isinstance(rtol, Real):
+        raise TypeError(f"rtol must be a number or None; got {rtol!r}")
+    if rtol is not None and not rtol >= 0:
+        raise ValueError(f"rtol must be 0 or more; got {rtol}")
     common = {"batch_dim": batch_dim, **options}
     state = torch.get_rng_state()
     try:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ..attach import attach
-from ..options import check_per
+from ..options import check_loss, check_per
 from ..scoring import Loss
 from . import fingerprint
 from .job import Job
@@ -177,8 +177,8 @@ def _quantity(
             f'top_classes must be 1 or more, and goes with kind="egl"; got {top_classes!r} with '
             f"{kind!r}"
         )
-    if KINDS[kind].needs_loss and not callable(loss_fn):
-        raise TypeError(f"loss_fn must be callable; got {type(loss_fn).__name__}")
+    if KINDS[kind].needs_loss:
+        check_loss(loss_fn)
     if not KINDS[kind].needs_loss and "loss_scale" in options:
         raise ValueError(f"loss_scale is of a loss_fn, which kind={kind!r} does not call")
     unknown = options.keys() - inspect.signature(attach).parameters.keys()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -235,8 +234,6 @@ class Record:
         self, runs: Sequence[Any], given: float | Tensor | None
     ) -> Iterator[float | Tensor]:
         """The same by pass: a number, or a Tensor [N] or []."""
-        if given is not None and not isinstance(given, (Real, Tensor)):
-            raise TypeError(f"loss_scale must be a number or a Tensor [N]; got {given!r}")
         by_sample = given if isinstance(given, Tensor) and given.dim() else None
         if by_sample is not None:
             samples = sum(run.n for run, _ in runs)
@@ -252,7 +249,7 @@ class Record:
             start += run.n
             reduction = float(run.n) if self._options["loss_reduction"] == "mean" else 1.0
             if not isinstance(scale, Tensor):
-                yield reduction / scale
+                yield reduction / float(scale)  # numpy's would round as it does
                 continue
             scale = scale.detach().to("cpu", torch.float64)
             if scale.dim() and scale.shape != (run.n,):

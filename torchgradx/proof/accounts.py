@@ -32,6 +32,17 @@ CHANGED = (
 LATE = "a use of it arrived after its norm was final: reset() in between"
 CREATED = "its gradient was computed under create_graph=True, and may change again"
 
+# What says that the samples are not found, to which what to do is added: the passes know more.
+LOST = ("cannot be found in its output of shape", "has no rows of")
+ADVICE = (
+    "if these are not the batch's samples, say batch_size= or batch_dim=; if its rows hold them in "
+    "another way, say layout="
+)
+REENTRANT = (
+    "; where none are, as in a table of positions, a reentrant checkpoint keeps that from being "
+    "seen: say use_reentrant=False"
+)
+
 
 def require_all(record: Record, recorder: Any, parameters: Parameters, layers: list[Layer]) -> None:
     """Raise a CoverageError if anything in the record is not accounted for."""
@@ -47,7 +58,10 @@ def require_all(record: Record, recorder: Any, parameters: Parameters, layers: l
         return
     places = parameters.trainable()
     reasons: dict[int, str] = dict.fromkeys(places, CREATED) if created else {}
+    advice = ADVICE + (REENTRANT if any(run.silent for run, _ in record.runs) else "")
     for site, reason in refusals:
+        if any(words in reason for words in LOST):
+            reason = f"{reason.partition(';')[0]}: {advice}"
         concerned = layers[site].parameters if site >= 0 else ()
         reasons.update((place, reason) for place in concerned or places if place in places)
     mismatched = {place for _, place in record.mismatched}

@@ -77,8 +77,10 @@ def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None
     given = options["batch_size"]
     if callable(given):
         n = given(args, kwargs)
-        if not hasattr(n, "__index__"):
+        if not hasattr(n, "__index__") or isinstance(n, bool):
             raise TypeError(f"batch_size(args, kwargs) must return an int; got {n!r}")
+        if n < 1 and (n < 0 or all(t.numel() for t in tensors_in((args, kwargs)))):
+            raise ValueError(f"batch_size(args, kwargs) must return 1 or more; got {n}")
         return n if isinstance(n, int) else int(n)  # of a graph, a symbol
     if given is not None:
         return int(given)

@@ -46,7 +46,10 @@ def samples_of(out: Any, n: int) -> Tensor | None:
 def why_not(parameters: Iterable[Tensor], arguments: Any, packs: bool, n: int) -> str | None:
     """Why a module cannot be run again sample by sample, if one can tell beforehand."""
     if any(p.is_complex() for p in parameters):
-        return "complex parameters have no kernel and no fallback: freeze it"
+        return (
+            "it has complex parameters, which have no kernel and no fallback: hold them as real "
+            "ones, and call torch.view_as_complex in the forward, or freeze them"
+        )
     leaves = tree_leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
     packed = any(isinstance(leaf, PackedSequence) for leaf in leaves)
     return PACKED.format(n=n) if packed and not packs else None
