@@ -39,9 +39,19 @@ class Way:
     """Of forwards that go one way."""
 
     orderly: bool = False  # nothing moved or mixed the samples
-    given: dict[tuple[int, int], Given] = field(default_factory=dict)  # by site and dimensions
+    given: dict[tuple[int, int, bool], Given] = field(default_factory=dict)  # see given_to()
     known: Known = field(default_factory=dict)
     borrowed: bool = False  # from a way with another number of nodes
+
+    def given_to(self, use: Use) -> Given | None:
+        """By site, dimensions, and whether it leaves a graph."""
+        site, sizes, node, _ = use
+        return self.given.get((site, len(sizes), node is None))
+
+    def over(self, use: Use) -> bool:
+        """Whether it left no graph, and no backward runs it again."""
+        given = self.given_to(use)
+        return use[2] is None and given is not None and not (given.again or self.borrowed)
 
 
 @dataclass
@@ -156,8 +166,9 @@ class Witness:
         if seen.shapes is not None:
             seen.shapes.add(self._local.shapes)
         seen.sorts = seen.sorts or taint.ordered
-        given = {(site, len(sizes)): taint.given[site] for site, sizes, *_ in uses
-                 if site in taint.given}  # fmt: skip
+        given = {(site, len(sizes), node is None): found for site, sizes, node, _ in uses
+                 for silent in (False, node is None)
+                 if (found := taint.given.get((site, silent)))}  # fmt: skip
         seen.ways[way] = Way(taint.orderly, given)
 
     def went(self, way: Any) -> Way:
