@@ -1,4 +1,4 @@
-"""Modules called under no_grad before they are in earnest: deep equilibria, recycling, refinement."""
+"""Modules called under no_grad, then in earnest: deep equilibria, recycling, refinement."""
 
 import pytest
 import torch
