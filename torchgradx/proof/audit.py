@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Audit"]
 
+MANY = 4096  # structures: sizes that never repeat must not add up
 PART = 1 << 18  # elements compared at a time, in float64
 
 
@@ -313,6 +314,8 @@ class Audit:
                 continue
             if run.recorded and not self._record.mismatched and _finite(run):
                 self._proven[key] = verdict
+                if len(self._proven) > MANY:
+                    self._proven.pop(next(iter(self._proven)), None)
             self._pending.pop(key, None)  # another thread may settle, too
         if not self._pending and (self._recorder.auditing or self.always):
             self._stop_listening()

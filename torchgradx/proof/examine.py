@@ -113,8 +113,10 @@ class Examiner:
             known = isinstance(verdict, int) and (node is not None or n <= 1)
             reason = verdict if isinstance(verdict, str) else None
             doubt = not trusted and not known
-            if doubt and not reason:
-                given = went.given.get((site, len(sizes)))
+            if doubt and not reason and went.over(uses[k]):
+                doubt = False
+            elif doubt and not reason:
+                given = went.given_to(uses[k])
                 stood = given is not None and stands(given, sizes, use.leads, n, presumed)
                 stood = stood and (n in use.leads or sites[site].keeps_rows)
                 doubt = not (went.orderly and stood and fits(k, presumed))
@@ -175,7 +177,7 @@ class Examiner:
             trusted = sites[site].declared >= 0
             leads = sizes[: sites[site].leads(len(sizes))]
             second = isinstance(sites[site], NativeSite)
-            given = went.given.get((site, len(sizes)))
+            given = went.given_to(uses[k])
             own = sites[site].presumed if sites[site].fixed else None
             own = own if given and given.dim == own else None  # BATCH is 0, SEQUENCE 1
             others = looked.ends.get((site, node), ()) if node is not None else ()

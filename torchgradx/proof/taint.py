@@ -9,10 +9,12 @@ everything else hold samples: only what the arguments entered does.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
@@ -30,6 +32,7 @@ from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, gues
 
 __all__ = ["Given", "Taint", "watching"]
 
+APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
 PACKS = {"torch.nn.modules.rnn", "torch.nn.utils.rnn", packed.__name__}
 
 
@@ -40,6 +43,7 @@ class Given(NamedTuple):
     in_turn: bool  # and its rows are of one sample after the other
     dim: int | None = None  # where the samples are in the first of what it was given
     rows: frozenset[tuple[Sequence[int], Place]] = frozenset()  # and in what counts its rows
+    again: bool = False  # a Function called it, whose backward may run it again
 
 
 class Taint(TorchDispatchMode):
@@ -63,7 +67,7 @@ class Taint(TorchDispatchMode):
         self._known: dict[int, tuple[StorageWeakRef, bool | None]] = {}
         self._seen: dict[tuple[Any, int], bool] = {}  # clean, as consumed; by node and output
         self._where: dict[tuple[Any, int], Place | None] = {}  # the samples, in what they entered
-        self.given: dict[int, Given] = {}  # by site
+        self.given: dict[tuple[int, bool], Given] = {}  # by site, and whether without a graph
         self.orderly = True  # nothing moved or mixed the samples
         self._reordered = Reordered()
         self.ends: list[Place | None] = []  # where they are in the model's outputs
@@ -244,12 +248,14 @@ class Taint(TorchDispatchMode):
         if self._on:
             self._reordered.enter(given)
             dim, place = self._dim_of(given[0]) if given else None, self.place(counts)
-            before = self.given.get(site, Given(True, True, dim))
+            key = site, not torch.is_grad_enabled()
+            before = self.given.get(key, Given(True, True, dim))
             rows = before.rows if place is None else before.rows | {(counts.shape, place)}
             fed = any(self._is_clean(t) is False for t in given)
             in_turn = all(t.dim() and self.place(t) == Place(0, len(t) // self._n) for t in given)
             dim = dim if dim == before.dim else None
-            self.given[site] = Given(before.fed and fed, before.in_turn and in_turn, dim, rows)
+            told = before.fed and fed, before.in_turn and in_turn, dim, rows
+            self.given[key] = Given(*told, before.again or _in_a_function())
 
     def _is_clean(self, t: Tensor) -> bool | None:
         """False: samples entered it. None: nobody knows."""
@@ -319,6 +325,14 @@ def _packing() -> bool:
     while frame.f_back is not None and frame.f_globals["__name__"] not in PACKS:
         frame = frame.f_back
     return frame.f_globals["__name__"] in PACKS
+
+
+def _in_a_function() -> bool:
+    """Whether torch.autograd.Functions run on this thread: reentrant checkpoints are some."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code is not APPLY:
+        frame = frame.f_back
+    return frame.f_code is APPLY
 
 
 def _of_sizes_only(func: Any) -> bool:

@@ -32,6 +32,7 @@ from .unproven import Known, Use, followed, shown
 __all__ = ["Looked", "Seen", "Witness"]
 
 LONG = 32  # forwards
+MANY = 256  # ways: sizes that never repeat must not add up
 
 
 @dataclass
@@ -39,9 +40,19 @@ class Way:
     """Of forwards that go one way."""
 
     orderly: bool = False  # nothing moved or mixed the samples
-    given: dict[tuple[int, int], Given] = field(default_factory=dict)  # by site and dimensions
+    given: dict[tuple[int, int, bool], Given] = field(default_factory=dict)  # see given_to()
     known: Known = field(default_factory=dict)
     borrowed: bool = False  # from a way with another number of nodes
+
+    def given_to(self, use: Use) -> Given | None:
+        """By site, dimensions, and whether it leaves a graph."""
+        site, sizes, node, _ = use
+        return self.given.get((site, len(sizes), node is None))
+
+    def over(self, use: Use) -> bool:
+        """Whether it left no graph, and no backward runs it again."""
+        given = self.given_to(use)
+        return use[2] is None and given is not None and not (given.again or self.borrowed)
 
 
 @dataclass
@@ -156,9 +167,14 @@ class Witness:
         if seen.shapes is not None:
             seen.shapes.add(self._local.shapes)
         seen.sorts = seen.sorts or taint.ordered
-        given = {(site, len(sizes)): taint.given[site] for site, sizes, *_ in uses
-                 if site in taint.given}  # fmt: skip
+        given = {(site, len(sizes), node is None): found for site, sizes, node, _ in uses
+                 for silent in (False, node is None)
+                 if (found := taint.given.get((site, silent)))}  # fmt: skip
         seen.ways[way] = Way(taint.orderly, given)
+        if len(seen.ways) > MANY:
+            oldest = next(iter(seen.ways))
+            del seen.ways[oldest]
+            (seen.shapes or set()).discard(oldest[1][1])  # watched again, should it come back
 
     def went(self, way: Any) -> Way:
         """What forwards that went this way have shown; or such that made another number of nodes,

@@ -72,9 +72,9 @@ class Lift:
         orderly = n > 1 and went.orderly
         if None in verdicts:
             self._witness.believed()
-        for k, (site, sizes, node, _) in enumerate(uses):
-            known = went.given.get((site, len(sizes))) if verdicts[k] is None else None
-            if known and not known.fed and node and orderly:
+        for k, use in enumerate(uses):
+            known = went.given_to(use) if verdicts[k] is None else None
+            if known and not known.fed and use[2] and orderly:
                 mixing.append(k)
         proven = [isinstance(v, int) or (orderly and v is None) for v in verdicts]
         beside = [k for k in self._beside(uses, sites) if proven[k]]
