@@ -2,11 +2,22 @@
 leading dimension of 1 may be the positions': what is proven there is proven of nothing longer."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
-from attach_oracle import Model, a_few_modes, close_named, loop, seeded, square  # noqa: F401
+from attach_oracle import (
+    Model,
+    a_few_modes,
+    close,
+    close_named,
+    loop,
+    loop_model,
+    seeded,  # noqa: F401
+    square,
+)
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
@@ -98,3 +109,24 @@ def test_nor_is_it_by_a_probe_before(use):
         loss = lambda y, _: y.square().flatten(1).sum(1).mean()  # noqa: E731
         got = torchgradx.grad_norms(model, loss, x, None, per="parameter")
         close_named(got, loop(model, square, x))
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
+def test_lengths_that_never_repeat_do_not_add_up(reentrant, monkeypatch):
+    """What is known of the oldest is forgotten, and looked at again should they come back."""
+    for place in ("witness", "audit"):
+        monkeypatch.setattr(f"torchgradx.proof.{place}.MANY", 4)
+
+    def forward(m, x):
+        x = x.clone().requires_grad_()
+        return m.o(torch.tanh(checkpoint(m.l, x, use_reentrant=reentrant)))
+
+    model = Model(forward, l=nn.Linear(4, 5), o=nn.Linear(5, 2)).double()
+    twin = copy.deepcopy(model)
+    with torchgradx.attach(model) as probe:
+        for T in (*range(4, 12), 4, 5, 11):
+            x = torch.randn(3, T, 4).double()
+            square(model, x).backward()
+            close(probe.norms(), loop_model(twin, square, x))
+        assert len(probe._audit._proven) <= 5
+        assert all(len(seen.ways) <= 4 for seen in probe._audit.witness._seen.values())

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Record"]
 
+FAKE = torch._C._TorchDispatchModeKey.FAKE
 UNTOLD = Told()
 CPU = torch.device("cpu")
 TWICE = (
@@ -63,8 +64,9 @@ class Record:
 
     def _unreal(self) -> bool:
         """Whether tensors are fake, or on meta: of what has no values there are no norms."""
-        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        return fake is not None or any(p.is_meta for p in self._parameters.tensors()[:1])
+        if torch._C._get_dispatch_mode(FAKE) is not None:
+            return True
+        return bool(self._parameters.names) and self._parameters.tensor(0).is_meta
 
     def next(self) -> int:
         self._serial += 1
