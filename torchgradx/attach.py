@@ -114,6 +114,7 @@ def attach(
 
 class _Seen(threading.local):
     last: list[Any] | None = None  # looking from outside at the model of a compiled graph
+    inner: Sequence[Any] = ()  # uses of a forward under way, up to the end of one inside it
 
 
 def _unattached() -> Probe:
@@ -318,11 +319,14 @@ class Probe(Reader):
         key = None if run is None else self._audit.key(run, looked.way)
         seen = self._seen.last
         known = seen is None and looked.taint is None and self._audit.knows(key)
-        uses = [] if run is None or known else run.uses()
+        known = known and self._recorder.depth() == 1
+        uses = [] if run is None or known else [*self._seen.inner, *run.uses()]
         self._recorder.pop()
+        inner = run and self._recorder.depth() and self._recorder.current() is run
+        self._seen.inner = uses if inner else []  # a root called itself: the outer outputs tell
         if not self._standing.on:
             self._drained()
-        if not run or out is None or not self._standing.on:
+        if inner or not run or out is None or not self._standing.on:
             return
         if run.n == 1 and not known:
             broadcast = one_of_several(self._options, (args, kwargs), out)
