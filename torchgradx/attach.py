@@ -116,6 +116,7 @@ def attach(
 
 class _Seen(threading.local):
     last: list[Any] | None = None  # looking from outside at the model of a compiled graph
+    inner: Sequence[Any] = ()  # uses of a forward under way, up to the end of one inside it
 
 
 def _unattached() -> Probe:
@@ -175,12 +176,9 @@ class Probe(Reader):
             root = root_of(model)
             self._hooks = Hooks(root)
             add, told = self._hooks.add, {"with_kwargs": True}
-            add(
-                root.register_forward_pre_hook, self._enter, self._trace.enter, prepend=True, **told
-            )
-            add(
-                root.register_forward_hook, self._leave, self._trace.leave, always_call=True, **told
-            )
+            enter, leave = self._trace.enter, self._trace.leave
+            add(root.register_forward_pre_hook, self._enter, enter, prepend=True, **told)
+            add(root.register_forward_hook, self._leave, leave, always_call=True, **told)
         except BaseException:
             self.remove()
             raise
@@ -270,10 +268,9 @@ class Probe(Reader):
             self._recorder.refuse(-1, why_not)
             return None, False
         if told.joint:
-            first = told.joint[0]
-            if first.n != n:
-                self._recorder.refuse(-1, f"same_samples() met {first.n} and {n} samples")
-            return first, False
+            if told.joint[0].n != n:
+                self._recorder.refuse(-1, f"same_samples() met {told.joint[0].n} and {n} samples")
+            return told.joint[0], False
         run = Pass(self._recorder, n, parameters)
         if told.directed:
             run.directions = fitting(told.directed, parameters)
@@ -319,19 +316,21 @@ class Probe(Reader):
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         run = self._recorder.current()
-        looked = self._audit.witness.stop(self._recorder.depth() == 1, out)
+        whole = self._recorder.depth() == 1
+        looked = self._audit.witness.stop(whole, out)
         key = None if run is None else self._audit.key(run, looked.way)
         seen = self._seen.last
-        known = seen is None and looked.taint is None and self._audit.knows(key)
-        uses = [] if run is None or known else run.uses()
+        known = whole and seen is None and looked.taint is None and self._audit.knows(key)
+        uses = [] if run is None or known else [*self._seen.inner, *run.uses()]
         self._recorder.pop()
+        inner = run and self._recorder.depth() and self._recorder.current() is run
+        self._seen.inner = uses if inner else []  # a root called itself: the outer outputs tell
         if not self._standing.on and sys.exc_info()[0] is None:  # else torch walks the hooks
             self._drained()
-        if not run or out is None or not self._standing.on:
+        if inner or not run or out is None or not self._standing.on:
             return
         if run.n == 1 and not known:
-            broadcast = one_of_several(self._options, (args, kwargs), out)
-            looked = looked._replace(broadcast=broadcast)
+            looked = looked._replace(broadcast=one_of_several(self._options, (args, kwargs), out))
         if looked.taint is not None:
             self._audit.witness.keep(looked.taint, uses, (run.structure, looked.way))
         if run.silent:  # a reentrant checkpoint's graph holds no use until it runs again

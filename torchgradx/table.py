@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -101,10 +102,14 @@ class Parameters:
         """Whether a backward brings parameters together from several processes."""
         return gathers(self._modules)
 
-    def modes(self) -> tuple[bool, ...]:
-        return tuple([module.training for module in self._modules])
+    def modes(self) -> tuple[Any, ...]:
+        """And which hooks there are that put nodes of their own into a graph, or hide others'."""
+        hooked = [k for k, module in enumerate(self._modules)
+                  if module._backward_hooks or module._backward_pre_hooks]  # fmt: skip
+        saving = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        return *[module.training for module in self._modules], *hooked, saving
 
-    def regime(self) -> tuple[tuple[bool, ...], ...]:
+    def regime(self) -> tuple[tuple[Any, ...], ...]:
         """The modes, and what is trained: the graph is of that alone."""
         return self.modes(), tuple([p.requires_grad for p in self._tensors])
 

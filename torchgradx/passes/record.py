@@ -272,9 +272,9 @@ class Record:
             raise CoverageError("a backward is still under way in another thread", names)
         reasons = "; ".join(dict.fromkeys(reason for _, reason in self._recorder.refusals))
         why = reasons or (
-            "no backward has come through a forward of the attached model since the record began. "
-            "Call the model itself (not a submodule of it) with grad enabled, then "
-            "loss.backward(), then norms()"
+            "no backward has come through what the attached model's forwards called of its modules "
+            "since the record began. Call the model itself (not a submodule of it) with grad "
+            "enabled, then loss.backward(), then norms()"
         )
         raise CoverageError(f"nothing is recorded: {why}. Without norms: {', '.join(names)}", names)
 

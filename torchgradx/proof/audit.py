@@ -97,8 +97,14 @@ class Audit:
         prove = partial(self.examiner.verdict, run, uses, outputs, sites, looked)
         key = self.examiner.variant(key, self._held(key), uses, outputs, looked)
         met = self._met(run, self._held(key), uses, outputs, sites)
-        while met and met.looks not in (None, met.plan.looks):  # another T: proven by itself
-            key = key, met.looks
+        asked = False
+        while met:
+            if met.looks not in (None, met.plan.looks):  # another T: proven by itself
+                key = key, met.looks
+            elif met.mute and not asked:  # proven where its nodes saved in another way
+                asked, key = True, (key, met.mute)
+            else:
+                break
             met = self._met(run, self._held(key), uses, outputs, sites)
         verdict = self._applied(run, key, prove, outputs)
         if self._parameters.gathered():

@@ -47,7 +47,8 @@ class Way:
     def given_to(self, use: Use) -> Given | None:
         """By site, dimensions, and whether it leaves a graph."""
         site, sizes, node, _ = use
-        return self.given.get((site, len(sizes), node is None))
+        found = self.given.get((site, len(sizes), node is None))
+        return self.given.get((site, len(sizes), False)) if self.borrowed and not found else found
 
     def over(self, use: Use) -> bool:
         """Whether it left no graph, and no backward runs it again."""

@@ -22,7 +22,7 @@ from ..rules import Layer
 from ..sites.native import NativeSite
 from ..sites.recurrent import Site
 from ..sites.rerun import FallbackSite
-from .descent import Descent, Leaf, stations
+from .descent import Descent, Leaf, Station, stations
 from .frontier import Graph, Group, Node, Plan, survey
 from .products import in_closed_form
 
@@ -33,11 +33,11 @@ class Met(NamedTuple):
     """A plan's nodes, in a pass."""
 
     plan: Plan
-    graph: Graph
     read: set[int]
     called: set[int]
-    climbed: list[Node] | None  # None: consumed otherwise than when it was proven
+    way: dict[Node, Station] | None  # None: consumed otherwise than when it was proven
     looks: tuple[Any, ...] | None
+    mute: tuple[str, ...]  # nodes that saved in a way in which they cannot be asked, by name
 
 
 class Lift:
@@ -147,6 +147,8 @@ class Lift:
         if not places:
             return graph, set()
         for k, (site, _, node, _) in enumerate(uses):
+            if _unused(node, graph):
+                continue
             layer = self._layers[site]
             plain = isinstance(sites[site], NativeSite) and not layer.role
             plain = plain and node in graph.parents and k not in lifted
@@ -168,7 +170,8 @@ class Lift:
         self, every: set[int], uses: Sequence[Use], graph: Graph, called: set[int]
     ) -> list[int]:
         """Parameters that the forward reads beside the calls of their modules, as -1 - place."""
-        used = {place for site, *_ in uses for place in self._layers[site].parameters}
+        used = {place for site, _, node, _ in uses if not _unused(node, graph)
+                for place in self._layers[site].parameters}  # fmt: skip
         read = [-1 - place for place in sorted(every - used | called)]
         return [k for k in read if self._own(k, uses, graph)]
 
@@ -201,12 +204,21 @@ class Lift:
         for k, own in plan.starts:
             starts += self._own(k, uses, graph) if own else [uses[k][2]]
         climbed = plan.climb(graph, starts)
-        looks = None if climbed is None else plan.looks_in(graph, climbed, n)
-        return Met(plan, graph, read, called, climbed, looks)
+        if climbed is None:
+            return Met(plan, read, called, None, None, ())
+        way = stations(graph, plan, climbed, self._leaves(plan, uses, called).get)
+        hidden = unpacking(graph.parents) if any(map(hides, way)) else []
+        for node, station in way.items():
+            station.hidden = (hidden or ()) if hides(node) else ()
+            station.packed = saves_through_hooks(node)
+        mute = [node.name() for node in way
+                if not answers_twice(node) or (hides(node) and hidden is None)]  # fmt: skip
+        looks = plan.looks_in(graph, climbed, n)
+        return Met(plan, read, called, way, looks, tuple(mute))
 
     def begin(self, run: Any, met: Met, uses: Sequence[Use]) -> None:
         """Listen at the frontier, and below it."""
-        plan, graph, read, called, climbed, _ = met
+        plan, read, called, way, _, mute = met
         lifted = {self._served(k, uses)[0] for k, _ in plan.starts}
 
         def refuse(where: Any, reason: str) -> None:
@@ -214,17 +226,12 @@ class Lift:
                 where.refuse(site, reason)
 
         run.enclose(sorted(read - called), self._witness.first)
-        if climbed is None:
+        if way is None:
             refuse(run, "what no sample enters is consumed otherwise than when it was proven")
             return
-        way = stations(graph, plan, climbed, self._leaves(plan, uses, called).get)
-        hidden = unpacking(graph.parents) if any(map(hides, way)) else []
-        for node, station in way.items():
-            if not answers_twice(node) or (hides(node) and hidden is None):
-                refuse(run, f"by sample it needs {node.name()} twice, which saves through hooks")
-                return
-            station.hidden = (hidden or ()) if hides(node) else ()
-            station.packed = saves_through_hooks(node)
+        if mute:
+            refuse(run, f"by sample it needs {mute[0]} twice, which saves through hooks")
+            return
         for site in lifted:
             self._layers[site].notes["lifted"] = None
         refuse_now = partial(refuse, self._recorder)
@@ -242,3 +249,8 @@ class Lift:
                 leaf = Leaf(place, tensors[place], place not in others, int(place in called))
                 leaves[id(tensors[place])] = leaf
         return leaves
+
+
+def _unused(node: Node, graph: Graph) -> bool:
+    """Of a use: no output shows it, and if a gradient comes to it, it is refused."""
+    return node is not None and node not in graph.parents
