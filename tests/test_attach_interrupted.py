@@ -389,7 +389,7 @@ def test_a_read_that_fails_loses_nothing(options, monkeypatch):
                 raise KeyboardInterrupt
 
             with monkeypatch.context() as patch:
-                patch.setattr("torchgradx.record.combine", boom)
+                patch.setattr("torchgradx.passes.record.combine", boom)
                 with pytest.raises(KeyboardInterrupt):
                     probe.norms()
             both = lambda m, x: square(m, x) + square(m, 2 * x)  # noqa: E731
