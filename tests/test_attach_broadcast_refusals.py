@@ -13,6 +13,7 @@ from attach_oracle import (
     refused,
     seeded,  # noqa: F401
     square,
+    square_second,
 )
 from broadcast_models import TOKENS, D, N, T, constant, in_place, positional, tokens
 from torch import nn
@@ -180,3 +181,34 @@ def test_what_runs_again_calls_no_hook_of_the_users(options):
         square(model, x).backward()
         probe.norms()
     assert seen == [(T, D)]
+
+
+def strided(h):
+    """[T, N, D] of [N, T, D], by an operation through which samples are not followed."""
+    n, positions, width = h.shape
+    return h.contiguous().as_strided((positions, n, width), (width, positions * width, 1))
+
+
+BESIDE = {
+    "a table": lambda: {"table": nn.Embedding(N, D)},
+    "a table through a layer": lambda: {"table": nn.Embedding(N, D), "also": nn.Linear(D, D)},
+    "positions": lambda: {"places": torch.randn(N, D)},
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+def test_outputs_with_n_in_two_places_are_refused_beside_what_samples_share(beside, options):
+    """A table of as many rows as samples looks, from the wrong one, as if these were theirs."""
+    parts = beside()
+
+    def forward(m, x):
+        if "places" in parts:
+            x = x * m.places
+        if "table" in parts:
+            rows = m.table(torch.arange(N))
+            x = x + (m.also(rows) if "also" in parts else rows)
+        return strided(m.last(torch.tanh(m.first(x))))
+
+    model = Model(forward, first=nn.Linear(D, D), last=nn.Linear(D, D), **parts)
+    assert exact_or_refused(model, square_second, torch.randn(N, N, D), **options) is not None

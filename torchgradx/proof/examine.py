@@ -183,7 +183,8 @@ class Examiner:
             others = looked.ends.get((site, node), ()) if node is not None else ()
             packed = next((end.watched.samples for end in others), None)
             asked = None if trusted else node
-            watched.append(Watched(asked, number, leads, second, own, packed))
+            free = given is not None and not given.fed
+            watched.append(Watched(asked, number, leads, second, own, packed, free))
             if self._layers[site].inside and node is not None and not trusted and n > 1:
                 ends += [(k, end) for end in ends_of_node(node, graph, outputs, leads, n)]
             elif not trusted:

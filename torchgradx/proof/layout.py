@@ -59,6 +59,7 @@ class Watched:
     second: bool = False  # it can find samples of several rows in the second dimension
     own: int | None = None  # where its module works on samples apart, and was seen to be given them
     samples: Tensor | None = None  # of each row, where they are packed: neither n*T+t nor t*N+n
+    free: bool = False  # no sample enters it: its rows may well mix them
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -130,12 +131,13 @@ def prove(
     others = [(t, d if place is not None else _other_dim(t, n, d))
               for (t, place), (_, d) in zip(heads, seeded, strict=True)]  # fmt: skip
     same = all(d == other for (_, d), (_, other) in zip(seeded, others, strict=True))
-    if not same and not any(isinstance(verdict, str) for verdict in found):
+    if not same:
         instead = _by_seeds(others, uses, n, unspent)
         denied = any(v in {BATCH, SEQUENCE} - {use.own} and use.own is not None
                      for v, use in zip(instead, uses, strict=True))  # fmt: skip
-        doubt = not denied and not any(isinstance(verdict, str) for verdict in instead)
-        if instead != found and doubt:
+        worse = any(isinstance(v, str) and not isinstance(before, str) and not use.free
+                    for v, before, use in zip(instead, found, uses, strict=True))  # fmt: skip
+        if instead != found and not denied and not worse:
             return [EITHER.format(n=n)] * len(uses)
     return found
 
