@@ -131,13 +131,16 @@ def prove(
     others = [(t, d if place is not None else _other_dim(t, n, d))
               for (t, place), (_, d) in zip(heads, seeded, strict=True)]  # fmt: skip
     same = all(d == other for (_, d), (_, other) in zip(seeded, others, strict=True))
-    if not same:
+
+    def mixes(verdicts: Sequence[int | str | None]) -> bool:
+        both = zip(verdicts, uses, strict=True)
+        return any(isinstance(v, str) and not use.free for v, use in both)
+
+    if not same and not mixes(found):
         instead = _by_seeds(others, uses, n, unspent)
         denied = any(v in {BATCH, SEQUENCE} - {use.own} and use.own is not None
                      for v, use in zip(instead, uses, strict=True))  # fmt: skip
-        worse = any(isinstance(v, str) and not isinstance(before, str) and not use.free
-                    for v, before, use in zip(instead, found, uses, strict=True))  # fmt: skip
-        if instead != found and not denied and not worse:
+        if instead != found and not denied and not mixes(instead):
             return [EITHER.format(n=n)] * len(uses)
     return found
 
