@@ -113,3 +113,18 @@ def test_a_loss_that_mixes_them_is_refused(name, options):
 def test_tokens_that_meet_others_labels_are_refused(options):
     model = of_its_loss(lambda o, y: each(o.flatten(0, 1), y.mT.flatten()).mean())
     refused(model, whole, torch.randn(N, T, 4), labels(T), names=["a.weight"], **options)
+
+
+BY_ALL = {
+    "a weighted mean": lambda o, y: (each(o, y) * o[:, 0].exp()).sum() / o[:, 0].exp().sum(),
+    "the largest": lambda o, y: each(o, y).max(),
+    "a norm": lambda o, y: each(o, y).norm(),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("name", BY_ALL)
+def test_a_loss_in_which_a_samples_part_is_by_all_is_refused(name, options):
+    """What it is divided by, or chosen among."""
+    refused(of_its_loss(BY_ALL[name]), whole, torch.randn(N, 4), labels(),
+            names=["a.weight", "b.bias"], **options)  # fmt: skip

@@ -1,5 +1,7 @@
 """Samples that a batch puts in an order of its own: outputs stand in it, and norms would."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -271,6 +273,47 @@ def test_an_order_that_is_detached_before_the_next_layer_is_refused(options):
     model = Model(forward, l=nn.Linear(3, 3), r=nn.Linear(3, 2))
     refused(model, square, torch.randn(N, T, 3), LENGTHS, names=["r.weight"], match="order",
             **options)  # fmt: skip
+
+
+COPIES = {
+    "NumPy's": lambda x: torch.from_numpy(x.numpy()),
+    "a list": lambda x: torch.tensor(x.tolist(), dtype=x.dtype),
+    "a deep copy": copy.deepcopy,
+    "sparse": lambda x: x.to_sparse().to_dense(),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_an_order_is_refused_through_copies_that_torch_does_not_see(copied, options):
+    model = Model(lambda m, x, lengths: m.r(copied(x[lengths.argsort()])).flatten(1),
+                  r=nn.Linear(3, 2))  # fmt: skip
+    refused(model, square, torch.randn(N, T, 3), LENGTHS, names=["r.weight"], match="order",
+            **options)  # fmt: skip
+
+
+@a_few_modes
+@pytest.mark.parametrize("detached", [True, False])
+def test_an_order_behind_another_models_layers_is_refused(detached, options):
+    trunk = nn.Linear(3, 3).double()
+    head = Model(lambda m, x, lengths: m.r(x[lengths.argsort()]).flatten(1), r=nn.Linear(3, 2))
+    x = trunk(torch.randn(N, T, 3).double())
+    with torchgradx.attach(head.double(), **options) as probe:
+        square(head, x.detach() if detached else x, LENGTHS).backward()
+        with pytest.raises(torchgradx.CoverageError, match="order"):
+            probe.norms()
+
+
+@a_few_modes
+def test_weights_that_are_not_in_the_order_of_their_loss_are_refused(options):
+    def forward(m, x, y, w):
+        i = y.argsort()
+        out = m.o(torch.tanh(m.l(x)))
+        return (F.cross_entropy(out[i], y[i], reduction="none") * w).mean(), out
+
+    model = Model(forward, l=nn.Linear(3, 5), o=nn.Linear(5, 2))
+    refused(model, first, torch.randn(N, 3), ONE, torch.rand(N), names=["l.weight", "o.bias"],
+            match="order", **options)  # fmt: skip
 
 
 @a_few_modes

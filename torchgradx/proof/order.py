@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .reordered import order_by
 
-__all__ = ["adds_up", "argument_of", "disorders", "indices_of", "orders"]
+__all__ = ["adds_up", "argument_of", "disorders", "divides", "indices_of", "orders", "picks"]
 
 PUTS = {"_add", "_copy", "_put", "_reduce"}
 # along their dim nothing is moved
@@ -30,6 +30,8 @@ SUMS = {"_reshape_alias", "_to_copy", "_unsafe_view", "add", "alias", "cat", "cl
         "detach", "expand", "lift_fresh", "mean", "neg", "permute", "rsub", "select", "slice",
         "split", "squeeze", "stack", "sub", "sum", "t", "transpose", "unbind", "unsqueeze",
         "view"}  # fmt: skip
+PICKS = {"amax", "amin", "linalg_vector_norm", "logsumexp", "max", "median", "min", "norm", "prod",
+         "std", "var"}  # fmt: skip
 SCALES = {*PRODUCTS, "baddbmm", "convolution", "div", "linear", "matmul", "mul"}
 
 
@@ -38,6 +40,19 @@ def adds_up(func: Any, args: Sequence[Any], fed: Sequence[Tensor]) -> bool:
     name: str = func._schema.name.partition("::")[2].rstrip("_")
     scales = name in SCALES and len(fed) == 1 and (name != "div" or fed[0] is args[0])
     return name in SUMS or scales
+
+
+def divides(func: Any, args: Sequence[Any], fed: Sequence[Tensor]) -> bool:
+    """Whether it divides by what is made of all samples, as a mean by the sum of their weights
+    does; counts, of targets that are there, are undone by a loss_scale."""
+    name: str = func._schema.name.partition("::")[2].rstrip("_")
+    return name == "div" and _in(args[1], fed) and args[1].is_floating_point()
+
+
+def picks(func: Any) -> bool:
+    """Whether what it makes of all samples is no sum over them."""
+    name: str = func._schema.name.partition("::")[2].rstrip("_")
+    return name in PICKS
 
 
 def disorders(

@@ -37,34 +37,41 @@ class Reordered:
     """Of one forward: by storage, which order its samples were put into."""
 
     def __init__(self) -> None:
-        self.missed = False
+        self.missed = self._hides = False  # hides: an order that no graph shows was made
         self._known: dict[int, tuple[StorageWeakRef, Any, bool]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._known)
+        return self._hides or bool(self._known)
 
     def mark(self, t: Tensor, put: Put | None) -> None:
         storage = t.untyped_storage()
         if put is not None:
             self._known[storage._cdata] = StorageWeakRef(storage), *put
+            self._hides = self._hides or not put.shown
         else:
             self._known.pop(storage._cdata, None)
 
-    def joined(self, operands: Sequence[Tensor], constant: Sequence[bool]) -> Put | None:
-        """Of what is made of these, which are all that an operation is given."""
+    def joined(self, operands: Sequence[Tensor], clean: Sequence[bool | None]) -> Put | None:
+        """Of what is made of these, which are all that an operation is given. Among those of which
+        nobody knows may be a copy, as NumPy's, of data that was put into an order."""
         found = [self._of(t) for t in operands]
         hidden = {put.order for put in found if put and not put.shown}
         live = {put and put.order for t, put in zip(operands, found, strict=True)
                 if t.requires_grad}  # fmt: skip
         self.missed = self.missed or bool(hidden and live and live != hidden)
-        data = {put and put.order for put, same in zip(found, constant, strict=True) if not same}
+        data = {
+            put and put.order for put, same in zip(found, clean, strict=True) if same is not True
+        }
+        apart = None in clean or (any(found) and len(data) > 1)
+        self.missed = self.missed or (self._hides and apart)
         shown = any(put and put.shown for put in found)
         if not any(found):
             return None
         return Put(data.pop() if len(data) == 1 else object(), shown)
 
-    def enter(self, given: Iterable[Tensor]) -> None:
+    def enter(self, given: Iterable[Tensor], clean: Sequence[bool | None] = ()) -> None:
         """A layer is given these, or the model returns them."""
+        self.missed = self.missed or (self._hides and None in clean)
         for t in given:
             put = self._of(t)
             self.missed = self.missed or (t.dim() > 0 and put is not None and not put.shown)
@@ -89,12 +96,12 @@ def order_by(index: Tensor, dim: int, size: int) -> Any:
     return storage, start, index.stride(dim), index._version
 
 
-def shows(t: Tensor) -> bool:
+def shows(t: Tensor, arguments: Sequence[Tensor]) -> bool:
     """Whether a layer is in its graph, which holds an order that rows are put into now. A model's
-    inputs may need gradients too."""
+    inputs may need gradients too, and come of other models."""
     if not torch.is_grad_enabled():
         return False
-    rest, seen = [t.grad_fn], {None}
+    rest, seen = [t.grad_fn], {None, *(x.grad_fn for x in arguments)}
     while rest:
         node: Any = rest.pop()
         if node in seen:
@@ -102,7 +109,8 @@ def shows(t: Tensor) -> bool:
         seen.add(node)
         if isinstance(node, Reentrant):  # it holds none before its backward
             return True
-        if isinstance(getattr(node, "variable", None), nn.Parameter):
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and all(leaf is not x for x in arguments):
             return True
         rest += [child for child, _ in node.next_functions]
     return False

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from ..sites import packed
-from .order import adds_up, disorders, orders
+from .order import adds_up, disorders, divides, orders, picks
 from .reordered import Put, Reordered, shows
 from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, guessed
 
@@ -62,7 +62,7 @@ class Taint(TorchDispatchMode):
         parameters: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         super().__init__()
-        self._n, self._parameters = n, parameters
+        self._n, self._parameters, self._arguments = n, parameters, arguments
         # By storage, which views and in-place writes share; a weak reference keeps its address.
         self._known: dict[int, tuple[StorageWeakRef, bool | None]] = {}
         self._seen: dict[tuple[Any, int], bool] = {}  # clean, as consumed; by node and output
@@ -97,7 +97,7 @@ class Taint(TorchDispatchMode):
         )
         self.orderly = self.orderly and not any(mixed)
         self._on = False
-        self._known, self._places = {}, {}
+        self._known, self._places, self._arguments = {}, {}, ()
         self._depart()
 
     def _depart(self) -> None:
@@ -166,7 +166,7 @@ class Taint(TorchDispatchMode):
             except Exception:  # what it was given has no values, or is none of torch's
                 self.orderly = False
         if self._reordered and not self.ordered:
-            joined = self._reordered.joined(operands, [clean is True for clean in verdicts])
+            joined = self._reordered.joined(operands, verdicts)
             put = joined if put is None else put if joined is None else joined.again()
         places = [(t, self.place(t)) for t in fed]
         place = self._following(func, args, kwargs, places)
@@ -178,6 +178,9 @@ class Taint(TorchDispatchMode):
         written = [(t, view_of(t), self.place(t)) for t in _written(func, args, kwargs)]
         out = func(*args, **kwargs)
         clean = False if False in verdicts else None if None in verdicts else True
+        if func._schema.name == "aten::set_" and len(args) > 1:  # to a memory, as a deepcopy does
+            known = self._known.get(args[1]._cdata) if hasattr(args[1], "_cdata") else None
+            clean = known[1] if known else None
         for k, t in enumerate(tree_leaves(out)):
             if isinstance(t, Tensor):
                 sizes = _of_sizes_only(func)
@@ -200,7 +203,7 @@ class Taint(TorchDispatchMode):
     def _put(self, func: Any, args: Any, kwargs: Any, fed: Any, unknown: Any) -> Put | None:
         order = orders(func, args, kwargs, fed, unknown, self._dim_of)
         known = order is not None and not _packing()
-        return Put(order, any(map(shows, fed))) if known else None
+        return Put(order, any(shows(t, self._arguments) for t in fed)) if known else None
 
     def _as(self, view: Any, written: Any, place: Place | None) -> bool:
         """Whether a view has its samples where another one of the same memory has got them."""
@@ -231,11 +234,13 @@ class Taint(TorchDispatchMode):
         if not first.is_floating_point() and not first.is_complex():
             return False
         if GONE in before:  # a single number is a loss, or goes back into the samples
-            return self._n in first.shape or (first.dim() > 0 and not adds_up(func, args, fed))
+            if first.dim() == 0 and not divides(func, args, fed):
+                return False
+            return self._n in first.shape or not adds_up(func, args, fed)
         now = self.place(first)
         if not before:
             return any(guess(0, first) in (None, GONE) for guess in guesses)
-        return now is None or (now == GONE and self._n in first.shape)
+        return now is None or (now == GONE and (self._n in first.shape or picks(func)))
 
     def _following(self, func: Any, args: Any, kwargs: Any, fed: Sequence[Fed]) -> Follows:
         try:
@@ -246,12 +251,13 @@ class Taint(TorchDispatchMode):
     def met(self, site: int, given: Sequence[Tensor], counts: Tensor) -> None:
         """A use of a site, whose rows are those of `counts`."""
         if self._on:
-            self._reordered.enter(given)
+            verdicts = [self._is_clean(t) for t in given]
+            self._reordered.enter(given, verdicts)
             dim, place = self._dim_of(given[0]) if given else None, self.place(counts)
             key = site, not torch.is_grad_enabled()
             before = self.given.get(key, Given(True, True, dim))
             rows = before.rows if place is None else before.rows | {(counts.shape, place)}
-            fed = any(self._is_clean(t) is False for t in given)
+            fed = False in verdicts
             in_turn = all(t.dim() and self.place(t) == Place(0, len(t) // self._n) for t in given)
             dim = dim if dim == before.dim else None
             told = before.fed and fed, before.in_turn and in_turn, dim, rows
