@@ -37,13 +37,14 @@ def exported(model, x):
 @a_few_modes
 @pytest.mark.parametrize("use", [fake_input, exported])
 @pytest.mark.parametrize("make", [mlp, own])
-def test_before_the_first_step(make, use, options):
+def test_beside_steps(make, use, options):
     model, x = make(), torch.randn(4, 3)
     twin = copy.deepcopy(model)
     with torchgradx.attach(model, **options) as probe:
         for _ in range(2):
             use(model, x)
             square(model, x).backward()
+            use(model, x)
             close_named(probe.norms(per="parameter"), loop(twin, square, x), 1e-4)
 
 

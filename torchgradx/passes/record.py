@@ -56,13 +56,13 @@ class Record:
     def takes(self, on: bool, told: Told = UNTOLD, outside: bool = False) -> Answer:
         """The place among the forwards of one that begins and is to be a pass; else 0; and what was
         told of it, now or when it ran first. `outside`: of a module, outside of the model's."""
-        if torch._C._are_functorch_transforms_active() or torch._C._is_tracing() or self._unreal():
+        if torch._C._are_functorch_transforms_active() or torch._C._is_tracing() or self.unreal():
             return Answer()
         now = Answer(self.next(), told)
         found = self._frames.answer(on, now, self._recorder.records_again, outside)
         return found if torch.is_grad_enabled() else Answer()
 
-    def _unreal(self) -> bool:
+    def unreal(self) -> bool:
         """Whether tensors are fake, or on meta: of what has no values there are no norms."""
         if torch._C._get_dispatch_mode(FAKE) is not None:
             return True

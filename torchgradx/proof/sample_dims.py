@@ -90,7 +90,10 @@ def followed(
     if name in VIEWS:
         return lambda k, out: _viewed(out, t, place, n)
     if name == "index":
-        return moved(_indexed(next(indices_of(func, args))[1], place.dim) if args[0] is t else None)
+        chosen = list(next(indices_of(func, args))[1])
+        if len(fed) == 1 and len(chosen) == 1 and chosen[0] is t and t.dtype is not torch.bool:
+            return moved(place.dim)  # rows of what all samples share
+        return moved(_indexed(chosen, place.dim) if args[0] is t else None)
     if isinstance(said("keepdim"), bool):
         return moved(_reduced(t, place.dim, said("dim"), said("keepdim")))
     if name in LOSSES:

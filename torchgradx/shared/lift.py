@@ -147,8 +147,6 @@ class Lift:
         if not places:
             return graph, set()
         for k, (site, _, node, _) in enumerate(uses):
-            if _unused(node, graph):
-                continue
             layer = self._layers[site]
             plain = isinstance(sites[site], NativeSite) and not layer.role
             plain = plain and node in graph.parents and k not in lifted
@@ -170,8 +168,7 @@ class Lift:
         self, every: set[int], uses: Sequence[Use], graph: Graph, called: set[int]
     ) -> list[int]:
         """Parameters that the forward reads beside the calls of their modules, as -1 - place."""
-        used = {place for site, _, node, _ in uses if not _unused(node, graph)
-                for place in self._layers[site].parameters}  # fmt: skip
+        used = {place for site, *_ in uses for place in self._layers[site].parameters}
         read = [-1 - place for place in sorted(every - used | called)]
         return [k for k in read if self._own(k, uses, graph)]
 
@@ -249,8 +246,3 @@ class Lift:
                 leaf = Leaf(place, tensors[place], place not in others, int(place in called))
                 leaves[id(tensors[place])] = leaf
         return leaves
-
-
-def _unused(node: Node, graph: Graph) -> bool:
-    """Of a use: no output shows it, and if a gradient comes to it, it is refused."""
-    return node is not None and node not in graph.parents
