@@ -6,7 +6,8 @@ data: as x[lengths.argsort()] enters a layer, its rows and the outputs stand in 
 not the batch's. So what was put into an order is followed from there, and missed once it meets
 anything that has a gradient, a weight or what came of one, unless that was put into the very same
 order, in the graph: as a loss inside of the model has it, of logits[i] and labels[i]. By that no
-layer is given rows in another order, and a loss has none.
+layer is given rows in another order, and a loss has none. While there is such an order, what nobody
+knows (it may be a copy, as NumPy's) and samples that are not in it are missed where they are met.
 """
 
 from __future__ import annotations
