@@ -212,3 +212,22 @@ def test_outputs_with_n_in_two_places_are_refused_beside_what_samples_share(besi
 
     model = Model(forward, first=nn.Linear(D, D), last=nn.Linear(D, D), **parts)
     assert exact_or_refused(model, square_second, torch.randn(N, N, D), **options) is not None
+
+
+@a_few_modes
+@pytest.mark.parametrize("ids", ["made", "given"])
+def test_outputs_with_n_in_two_places_stay_refused(ids, options):
+    """In later steps nothing is watched; and ids [1, T] at T = N may be one sample's each."""
+
+    def forward(m, x, mask, places):
+        rows = m.table(places if ids == "given" else torch.arange(N))
+        return (m.last(torch.tanh(m.first(x) + rows)) * mask[..., None]).transpose(0, 1)
+
+    parts = {"first": nn.Linear(D, D), "table": nn.Embedding(N, D), "last": nn.Linear(D, D)}
+    model = Model(forward, **parts)
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(3):
+            mask = (torch.rand(N, N) > 0.3).float()
+            square_second(model, torch.randn(N, N, D), mask, torch.arange(N)[None]).backward()
+            with pytest.raises(torchgradx.CoverageError):
+                probe.norms()

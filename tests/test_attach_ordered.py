@@ -168,6 +168,10 @@ def logits_alone(logits, labels):
     return logits[labels.argsort()].detach() + logits, labels[labels.argsort()]
 
 
+def rolled(logits, labels):
+    return logits, labels.roll(1)
+
+
 def two_orders(logits, labels):
     return logits[labels.argsort()], labels[labels.argsort().clone()]
 
@@ -211,7 +215,7 @@ def test_a_loss_of_logits_and_labels_in_one_order_is_exact(put, labels, options)
 
 @a_few_modes
 @pytest.mark.parametrize("labels", [ONE, OTHER], ids=["", "in order"])
-@pytest.mark.parametrize("put", [again, labels_alone, logits_alone, two_orders, written,
+@pytest.mark.parametrize("put", [again, labels_alone, rolled, logits_alone, two_orders, written,
                                  columns_apart])  # fmt: skip
 def test_labels_in_an_order_that_is_not_the_logits_are_refused(put, labels, options):
     """Whatever the order is in this batch."""

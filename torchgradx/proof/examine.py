@@ -183,7 +183,9 @@ class Examiner:
             others = looked.ends.get((site, node), ()) if node is not None else ()
             packed = next((end.watched.samples for end in others), None)
             asked = None if trusted else node
-            free = given is not None and not given.fed
+            # Of a way that was not watched nobody knows; ids [1, T] at T = N look like samples'.
+            free = given is None or not given.fed
+            free = free or self._layers[site].type_name.startswith("Embedding")
             watched.append(Watched(asked, number, leads, second, own, packed, free))
             if self._layers[site].inside and node is not None and not trusted and n > 1:
                 ends += [(k, end) for end in ends_of_node(node, graph, outputs, leads, n)]

@@ -59,7 +59,7 @@ class Watched:
     second: bool = False  # it can find samples of several rows in the second dimension
     own: int | None = None  # where its module works on samples apart, and was seen to be given them
     samples: Tensor | None = None  # of each row, where they are packed: neither n*T+t nor t*N+n
-    free: bool = False  # no sample enters it: its rows may well mix them
+    free: bool = False  # maybe no sample enters it, and its rows may well mix them
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -30,8 +30,8 @@ SUMS = {"_reshape_alias", "_to_copy", "_unsafe_view", "add", "alias", "cat", "cl
         "detach", "expand", "lift_fresh", "mean", "neg", "permute", "rsub", "select", "slice",
         "split", "squeeze", "stack", "sub", "sum", "t", "transpose", "unbind", "unsqueeze",
         "view"}  # fmt: skip
-PICKS = {"amax", "amin", "linalg_vector_norm", "logsumexp", "max", "median", "min", "norm", "prod",
-         "std", "var"}  # fmt: skip
+PICKS = {"amax", "amin", "aminmax", "dist", "linalg_vector_norm", "logsumexp", "max", "median",
+         "min", "nanmedian", "norm", "prod", "std", "var"}  # fmt: skip
 SCALES = {*PRODUCTS, "baddbmm", "convolution", "div", "linear", "matmul", "mul"}
 
 
@@ -135,7 +135,8 @@ def orders(
     size = t.shape[dim]
     if name in ("flip", "roll") or (name == "sort" and t.dim() > 1):
         along = argument_of(func, args, kwargs, "dim" if name == "sort" else "dims")
-        return object() if dim in [d % t.dim() for d in _numbers([along])] else None
+        axes = [d % t.dim() for d in _numbers([along])]
+        return object() if dim in axes or not axes else None  # roll: of all, in a row
     if name == "gather":
         moves = args[1] % t.dim() == dim and _in(args[2], [*fed, *unknown])
         return order_by(args[2], dim, size) if moves else None
