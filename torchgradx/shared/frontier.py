@@ -261,16 +261,16 @@ def survey(
     watched = [Watched(node, k, rows_of(shape_of(node, k), n))
                for node in found if not is_leaf(node)
                for k in graph.numbers(node) or [0]]  # fmt: skip
-    watched += [Watched(node, 0, columns_of(shape_of(node, 0)), second=True)
-                for node in found if node.name() in PRODUCTS]  # fmt: skip
     layouts: dict[Node, int | None] = dict.fromkeys(found)
     for use, verdict in zip(watched, prove(watched), strict=True):
         single = len(graph.numbers(use.node)) < 2
-        if use.second and layouts[use.node] is None:
-            one = verdict == SEQUENCE and use.leads[1] == n  # a column each
-            layouts[use.node] = SECOND if one or verdict == SECOND else None
-        elif not use.second:
-            layouts[use.node] = verdict if single and isinstance(verdict, int) else None
+        layouts[use.node] = verdict if single and isinstance(verdict, int) else None
+    # Apart, since a proof of columns keeps a number of each entry.
+    columns = [Watched(node, 0, columns_of(shape_of(node, 0)), second=True)
+               for node in found if node.name() in PRODUCTS and layouts[node] is None]  # fmt: skip
+    for use, verdict in zip(columns, prove(columns) if columns else (), strict=True):
+        one = verdict == SEQUENCE and use.leads[1] == n  # a column each
+        layouts[use.node] = SECOND if one or verdict == SECOND else None
 
     def climb(starts: Iterable[Node]) -> list[Node]:
         return graph.climb(starts, lambda k, node: layouts[node] is None and shared(node))
