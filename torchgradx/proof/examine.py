@@ -184,8 +184,8 @@ class Examiner:
             packed = next((end.watched.samples for end in others), None)
             asked = None if trusted else node
             # Of a way that was not watched nobody knows; ids [1, T] at T = N look like samples'.
-            free = given is None or not given.fed
-            free = free or self._layers[site].type_name.startswith("Embedding")
+            ids = self._layers[site].type_name.startswith("Embedding")
+            free = True if given and not given.fed else None if ids or given is None else False
             watched.append(Watched(asked, number, leads, second, own, packed, free))
             if self._layers[site].inside and node is not None and not trusted and n > 1:
                 ends += [(k, end) for end in ends_of_node(node, graph, outputs, leads, n)]

@@ -59,7 +59,7 @@ class Watched:
     second: bool = False  # it can find samples of several rows in the second dimension
     own: int | None = None  # where its module works on samples apart, and was seen to be given them
     samples: Tensor | None = None  # of each row, where they are packed: neither n*T+t nor t*N+n
-    free: bool = False  # maybe no sample enters it, and its rows may well mix them
+    free: bool | None = False  # no sample enters it: its rows may well mix them; None: maybe
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -132,15 +132,15 @@ def prove(
               for (t, place), (_, d) in zip(heads, seeded, strict=True)]  # fmt: skip
     same = all(d == other for (_, d), (_, other) in zip(seeded, others, strict=True))
 
-    def mixes(verdicts: Sequence[int | str | None]) -> bool:
+    def mixes(verdicts: Sequence[int | str | None], those: Sequence[bool | None]) -> bool:
         both = zip(verdicts, uses, strict=True)
-        return any(isinstance(v, str) and not use.free for v, use in both)
+        return any(isinstance(v, str) and use.free in those for v, use in both)
 
-    if not same and not mixes(found):
+    if not same and not mixes(found, (False, None)):
         instead = _by_seeds(others, uses, n, unspent)
         denied = any(v in {BATCH, SEQUENCE} - {use.own} and use.own is not None
                      for v, use in zip(instead, uses, strict=True))  # fmt: skip
-        if instead != found and not denied and not mixes(instead):
+        if instead != found and not denied and not mixes(instead, (False,)):
             return [EITHER.format(n=n)] * len(uses)
     return found
 
