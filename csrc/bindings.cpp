@@ -88,10 +88,11 @@ void bind_pass(py::module_& m) {
       .def("book",
            [](const Recorder& self, std::shared_ptr<Pass> run, py::object use) { self.booked()(run, std::move(use)); })
       .def("audited", &Recorder::audited)
-      .def_property_readonly("balanced",
+      .def_property_readonly("sound",  // nothing was refused, and every edge belongs to a use
                              [](const Recorder& self) {
                                const auto balance = self.balance();
-                               return std::all_of(balance.begin(), balance.end(), [](int64_t b) { return b == 0; });
+                               const auto even = [](int64_t b) { return b == 0; };
+                               return self.refusals().empty() && std::all_of(balance.begin(), balance.end(), even);
                              })
       .def_property_readonly("balance", &Recorder::balance)
       .def_property_readonly("refusals", &Recorder::refusals)
@@ -169,6 +170,8 @@ void bind_pass(py::module_& m) {
           py::arg("parameter"), py::arg("grads"), py::arg("activations") = std::nullopt)
       .def("total", &Pass::total, py::arg("parameters") = std::nullopt)
       .def("waiting", &Pass::waiting)
+      .def_property_readonly(
+          "sound", [](const Pass& self) { return !self.create_graph && self.late().empty() && self.changed().empty(); })
       .def("late", &Pass::late)
       .def("changed", &Pass::changed)
       .def("terms", [](const Pass& self, int64_t parameter) {
@@ -315,8 +318,10 @@ void bind_capture(py::module_& m) {
          const std::optional<Tensor>& state, const std::optional<Tensor>& cell, const Tensors& weights) {
         const Output out =
             call_recurrent(sites, of, {input, state.value_or(Tensor()), cell.value_or(Tensor()), weights});
-        const auto maybe = [](const Tensor& t) { return t.defined() ? std::optional<Tensor>(t) : std::nullopt; };
-        return std::make_tuple(out.states, maybe(out.last), maybe(out.last_cells));
+        const auto turned = [](const Tensor& t) {  // [directions, B, *]
+          return t.defined() ? std::optional<Tensor>(t.transpose(0, 1)) : std::nullopt;
+        };
+        return std::make_tuple(out.states, turned(out.last), turned(out.last_cells));
       },
       py::arg("sites"), py::arg("of"), py::arg("input"), py::arg("state"), py::arg("cell"), py::arg("weights"));
 

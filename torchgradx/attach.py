@@ -230,8 +230,7 @@ class Probe(Reader):
             self._audit.witness.stop()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
-        if self._seen.last is None and not self._record.unreal():
-            self._settle()
+        self._settle()
         on, now = self._standing.on and not self._paused, Told(self._joint, self._directed)
         serial, told = self._record.takes(on, now)
         if not serial:

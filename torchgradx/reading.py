@@ -23,6 +23,7 @@ __all__ = ["Reader"]
 
 class Reader:
     _audit: Audit
+    _seen: Any  # .last: at the model of a compiled graph, from outside
     _model: Callable[[], nn.Module | None]
     _unwind: Callable[[nn.Module | None], None]
     _backwards: Backwards
@@ -168,9 +169,12 @@ class Reader:
     def _settle(self) -> None:
         """What agreed is known from now on; what a backward brings is held against .grad until it
         has ended, whatever forwards a checkpoint runs again in it."""
-        self._backwards.sweep()
-        if self._backwards.at_rest():
-            self._audit.settle()
+        if not (self._backwards.any or self._audit.unsettled):
+            return
+        if self._seen.last is None and not self._record.unreal():
+            self._backwards.sweep()
+            if self._backwards.at_rest():
+                self._audit.settle()
 
     def _ready(self, per: str = "model") -> None:
         """Raise unless the record can be read."""

@@ -58,6 +58,10 @@ class Backwards:
     def _living(self) -> list[_Backward]:
         return [backward for ref in list(self._open.values()) if (backward := ref()) is not None]
 
+    @property
+    def any(self) -> bool:
+        return bool(self._open)
+
     def sweep(self) -> None:
         """Outside of any backward: one that an exception's traceback keeps from going is over."""
         if self._open and torch._C._current_graph_task_id() == -1:

@@ -54,6 +54,9 @@ class _Around(NamedTuple):
     time: Any = None
 
 
+NOWHERE = _Around([])  # no forward of a checkpoint, and no backward
+
+
 class Told(NamedTuple):
     """What the user has said of a forward's samples."""
 
@@ -91,6 +94,8 @@ class Frames:
         `now`, if it is recorded. `by_nodes`: what the graph says of that, where nothing is
         noted."""
         around = _around()
+        if around is NOWHERE:
+            return now if on else Answer(0, now.told)
         found = self._noted(around, outside)
         if found is None:
             known = by_nodes()
@@ -135,6 +140,9 @@ def holders(unpack: Callable[..., Any] | None) -> list[Any]:
 
 
 def _around() -> _Around:
+    task, plain = torch._C._current_graph_task_id(), torch.is_grad_enabled()
+    if task == -1 and plain and _C._top_saved_tensors_default_hooks(True) is None:
+        return NOWHERE
     forwards: list[Any] = []
     for hooks in _hooks():  # whoever's
         for held in _held_by(inspect.unwrap(hooks[0])):
@@ -142,8 +150,7 @@ def _around() -> _Around:
                 forwards.append(held)
             elif isinstance(held, weakref.ref) and isinstance(held(), Frame):
                 return _Around(forwards, held(), hooks)
-    task = torch._C._current_graph_task_id()
-    if task == -1 and torch.is_grad_enabled():  # no reentrant one runs
+    if task == -1 and plain:  # no reentrant one runs
         return _Around(forwards)
     for name, function in _functions():
         if name == "backward":

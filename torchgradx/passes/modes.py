@@ -4,19 +4,26 @@ the model alone: what they keep of an operation is given to the next one of its 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from ..proof.taint import Taint
 
 __all__ = ["unheard"]
 
+NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def unheard() -> AbstractContextManager[None]:
+    """The modes above the latest Taint are off inside; one that is entered here is below them."""
+    return _off() if torch._C._len_torch_dispatch_stack() else NOTHING
+
 
 @contextmanager
-def unheard() -> Iterator[None]:
-    """The modes above the latest Taint are off inside; one that is entered here is below them."""
+def _off() -> Iterator[None]:
     taken: list[Any] = []
     while not isinstance(mode := _get_current_dispatch_mode(), (Taint, type(None))):
         if hasattr(mode, "_mode_key"):  # fake tensors, tracing: nothing runs without

@@ -129,8 +129,8 @@ class Recorder:
         return run is not None if known else None
 
     @property
-    def balanced(self) -> bool:
-        return not any(self.balance)
+    def sound(self) -> bool:
+        return not (self.refusals or any(self.balance))
 
     def depth(self) -> int:
         return len(self._in_force())
@@ -356,6 +356,10 @@ class Pass:
 
     def waiting(self) -> list[int]:
         return list(self._terms)
+
+    @property
+    def sound(self) -> bool:
+        return not (self.create_graph or self.late() or self.changed())
 
     def late(self) -> list[int]:
         return list(self._late)

@@ -130,7 +130,8 @@ class Record:
             """[N1 + N2 + ...] norms of some parameters, or of all, summed in float64."""
             whole = []
             for (run, _), factor in zip(runs, factors, strict=True):
-                total = run.total(places).to(sums_on)
+                total = run.total(places)
+                total = total if sums_on is CPU else total.to(sums_on)
                 for place in run.waiting():
                     if places is None or place in places:
                         total += self._combined(run, place).to(total.device)

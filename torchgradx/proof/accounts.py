@@ -46,20 +46,16 @@ REENTRANT = (
 
 def require_all(record: Record, recorder: Any, parameters: Parameters, layers: list[Layer]) -> None:
     """Raise a CoverageError if anything in the record is not accounted for."""
-    created = False
-    late, changed = set[int](), set[int]()
-    for run, _ in record.runs:
-        created |= run.create_graph
-        late.update(run.late())
-        changed.update(run.changed())
-    refusals = recorder.refusals
-    doubts = created or refusals or late or changed or record.mismatched
-    if not doubts and recorder.balanced:
+    runs = [run for run, _ in record.runs]
+    if recorder.sound and not record.mismatched and all(run.sound for run in runs):
         return
+    created = any(run.create_graph for run in runs)
+    late = {place for run in runs for place in run.late()}
+    changed = {place for run in runs for place in run.changed()}
     places = parameters.trainable()
     reasons: dict[int, str] = dict.fromkeys(places, CREATED) if created else {}
-    advice = ADVICE + (REENTRANT if any(run.silent for run, _ in record.runs) else "")
-    for site, reason in refusals:
+    advice = ADVICE + (REENTRANT if any(run.silent for run in runs) else "")
+    for site, reason in recorder.refusals:
         if any(words in reason for words in LOST):
             reason = f"{reason.partition(';')[0]}: {advice}"
         concerned = layers[site].parameters if site >= 0 else ()

@@ -74,7 +74,7 @@ class Audit:
 
     def key(self, run: Any, way: Any) -> Any:
         """What a verdict on a structure holds for."""
-        return run.structure, run.n, self.witness.counts(way), self._parameters.modes()
+        return run.structure, run.n, *self.witness.counts(way)
 
     def knows(self, key: Any) -> bool:
         verdict = self._proven.get(key)
@@ -94,6 +94,10 @@ class Audit:
         looked: Looked,
     ) -> None:
         """At the end of a forward: what is known of its structure, or a first look at it."""
+        known = self._proven.get(key)
+        if known is not None and known.lasting and not self._parameters.gathered():
+            self._tell(run, known)
+            return
         prove = partial(self.examiner.verdict, run, uses, outputs, sites, looked)
         key = self.examiner.variant(key, self._held(key), uses, outputs, looked)
         met = self._met(run, self._held(key), uses, outputs, sites)
@@ -149,11 +153,14 @@ class Audit:
             if verdict.complete:
                 self._pending[key] = verdict, run
                 self._listen()
+        self._tell(run, verdict)
+        return verdict
+
+    def _tell(self, run: Any, verdict: Verdict) -> None:
         if run.keep or run.in_graph or any(verdict.layouts):
             run.layouts = run.layouts + verdict.layouts
         for site, reason in verdict.refusals:
             run.refuse(site, reason)
-        return verdict
 
     # Backward
 
@@ -310,6 +317,10 @@ class Audit:
     def defer(self, places: Sequence[int]) -> None:
         """Their gradients by sample come only at the end of the backward."""
         self._deferred.update(places)
+
+    @property
+    def unsettled(self) -> bool:
+        return bool(self._pending or self._recorder.auditing or self.always)
 
     def settle(self) -> None:
         """A structure whose first backward has come and agreed is known from now on."""

@@ -100,7 +100,10 @@ class Witness:
     @property
     def seen(self) -> Seen:
         """Of the regime that the modules are in."""
-        return self._seen.setdefault(self._parameters.regime(), Seen())
+        return self._seen_in(self._parameters.regime())
+
+    def _seen_in(self, regime: Any) -> Seen:
+        return self._seen.get(regime) or self._seen.setdefault(regime, Seen())
 
     @property
     def first(self) -> int:
@@ -221,10 +224,11 @@ class Witness:
             self.believed()
         return [s if f is None else f for f, s in zip(found, layouts, strict=True)]
 
-    def counts(self, way: Any) -> Any:
-        """What of a forward's way a verdict holds for."""
-        nodes, shapes = way
-        return nodes, None if self.seen.shapes is None else shapes
+    def counts(self, way: Any) -> tuple[Any, ...]:
+        """What of a forward's way a verdict holds for, and in which modes."""
+        (nodes, shapes), regime = way, self._parameters.regime()
+        followed = self._seen_in(regime).shapes is not None
+        return nodes, shapes if followed else None, regime[0]
 
     def places(
         self, outputs: Sequence[Tensor], n: int, uses: Sequence[Use], way: Any

@@ -68,7 +68,7 @@ class RecurrentSite(FallbackSite):
             None if c is None else c.unsqueeze(0),
             [cell.weight_ih, cell.weight_hh, *biases],
         )
-        return (y.squeeze(1), c.squeeze(1)) if lstm else y.squeeze(1)
+        return (y.squeeze(1), c.squeeze(0)) if lstm else y.squeeze(1)
 
     def _sequence(self, module: Any, input: Any, hx: Any) -> Any:
         packed = Packed(input) if isinstance(input, PackedSequence) else None
@@ -108,8 +108,8 @@ class RecurrentSite(FallbackSite):
                 *states,
                 _share(weights, k, layers),
             )
-            last.append(h.transpose(0, 1))
-            cells.append(c.transpose(0, 1) if lstm else c)
+            last.append(h)
+            cells.append(c)
             x = packed.pack(y) if packed else y
         out: Any = PackedSequence(x, *input[1:]) if packed else x
         if not (packed or module.batch_first):
