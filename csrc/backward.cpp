@@ -46,15 +46,17 @@ void Recorder::refuse(int64_t site, const std::string& reason) {
   add(tally(task).refusals, {site, reason});
 }
 
-void Recorder::merge(int64_t task, int64_t into) {
+void Recorder::merge(const std::vector<int64_t>& tasks) {
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    const Tally ended = tally(task);
-    Tally& whole = tally(into);
-    for (int64_t p = 0; p < parameters; ++p) whole.balance[p] += ended.balance[p];
-    for (const Refusal& refusal : ended.refusals) add(whole.refusals, refusal);
+    Tally& whole = tally(-1);
+    for (const int64_t task : tasks) {
+      const Tally& ended = tally(task);
+      for (int64_t p = 0; p < parameters; ++p) whole.balance[p] += ended.balance[p];
+      for (const Refusal& refusal : ended.refusals) add(whole.refusals, refusal);
+    }
   }
-  drop({task});
+  drop(tasks);
 }
 
 void Recorder::drop(const std::vector<int64_t>& tasks) {

@@ -119,7 +119,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   // The record: everything since it was last cleared. What a backward adds counts apart until it has ended, for one
   // that fails leaves nothing behind: torchgradx/passes/backwards.py.
   void open(int64_t task);
-  void merge(int64_t task, int64_t into);  // -1: what has ended, or came outside of any
+  void merge(const std::vector<int64_t>& tasks);  // they have ended: with what came outside of any, -1
   void drop(const std::vector<int64_t>& tasks);
   void count(int64_t task, int64_t parameter, int64_t edges);  // under the mutex
   std::vector<int64_t> balance() const;

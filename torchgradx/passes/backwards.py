@@ -90,8 +90,7 @@ class Backwards:
         if backward.done and outer != -1:
             self._present(outer).take(backward)
         elif backward.done:
-            for task in backward.tasks:
-                self._recorder.merge(task, -1)
+            self._recorder.merge(backward.tasks)
         elif outer != -1:
             self._recorder.refuse(-1, "a backward inside of its backward failed")
 

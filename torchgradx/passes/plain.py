@@ -171,9 +171,10 @@ class Recorder:
     def open(self, task: int) -> None:
         self._refusals.setdefault(task, [])
 
-    def merge(self, task: int, into: int) -> None:
-        self._refusals.setdefault(into, []).extend(self._refusals[task])
-        self.drop([task])
+    def merge(self, tasks: Sequence[int]) -> None:
+        for task in tasks:
+            self._refusals.setdefault(-1, []).extend(self._refusals[task])
+        self.drop(tasks)
 
     def drop(self, tasks: Sequence[int]) -> None:
         for task in tasks:
