@@ -127,6 +127,8 @@ class Examiner:
             apart = bool(outputs) and node is not None and node not in graph.parents
             if doubt and (apart or k in zeros):
                 layouts.append(NOWHERE)  # as where it was detached: if a gradient comes, refused
+                if not apart:
+                    self._witness.watch()  # once it is more than zeros it is proven
                 complete = complete and (apart or bool(blind))
                 continue
             if doubt:
@@ -183,9 +185,10 @@ class Examiner:
             others = looked.ends.get((site, node), ()) if node is not None else ()
             packed = next((end.watched.samples for end in others), None)
             asked = None if trusted else node
-            # Of a way that was not watched nobody knows; ids [1, T] at T = N look like samples'.
+            # Of what was not watched nobody knows; ids [1, T] at T = N look like samples'.
             ids = self._layers[site].type_name.startswith("Embedding")
-            free = True if given and not given.fed else None if ids or given is None else False
+            fed = self._witness.fed(uses[k]) if given is None else given.fed
+            free = True if given and not fed else None if ids or not fed else False
             watched.append(Watched(asked, number, leads, second, own, packed, free))
             if self._layers[site].inside and node is not None and not trusted and n > 1:
                 ends += [(k, end) for end in ends_of_node(node, graph, outputs, leads, n)]

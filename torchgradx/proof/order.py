@@ -68,7 +68,8 @@ def disorders(
     Python made. `dim_of`: which dimension of an operand holds the samples."""
 
     def holds(t: Tensor, dim: int) -> bool:
-        return dim == dim_of(t) or _may_hold(t, dim, n)
+        known = dim_of(t)
+        return dim == known if known is not None else _may_hold(t, dim, n)
 
     def leaves_out(t: Tensor, dim: int) -> bool:
         """Whether a part along a dimension is one of the samples."""

@@ -149,7 +149,16 @@ def _inserted(t: Tensor, d: int, said: Callable[[str], Any]) -> int:
     return d + (_axis(said("dim"), t.dim() + 1) <= d)
 
 
+def _strided(t: Tensor, d: int, said: Callable[[str], Any]) -> int | None:
+    """As pooling in channels_last leaves the strides of what has one element in another way."""
+    there = said("storage_offset") in (None, t.storage_offset())
+    sizes = zip(t.shape, said("size"), t.stride(), said("stride"), strict=False)
+    alike = all(size == to and (size < 2 or by == now) for size, to, by, now in sizes)
+    return d if there and alike and len(said("size")) == t.dim() else None
+
+
 MOVED: dict[str, Callable[[Tensor, int, Callable[[str], Any]], int | None]] = {
+    "as_strided": _strided,
     "embedding": lambda t, d, said: d,
     "permute": lambda t, d, said: _axes(said("dims"), t.dim()).index(d),
     "select": _taken,
@@ -170,14 +179,13 @@ LOSSES = {"nll_loss2d_forward", "nll_loss_forward"}
 # Seen whole below autograd; the rows of what they make are those of what they are given.
 WHOLE = {*VIEWS, "batch_norm", "contiguous", "conv2d", "group_norm", "instance_norm", "layer_norm",
          "linear", "lstm", "narrow", "pad", "prelu", "rms_norm"}  # fmt: skip
-ALIKE = {"_to_copy", "alias", "bernoulli", "clone", "contiguous", "copy", "detach",
-         "lift_fresh", "native_dropout", "repeat"}  # fmt: skip
+ALIKE = {"_to_copy", "alias", "bernoulli", "clone", "contiguous", "copy", "detach", "hardswish",
+         "lift_fresh", "native_dropout", "repeat", "rrelu_with_noise"}  # fmt: skip
 # They work along the last dimensions, and leave the rows of the first apart.
 BY_ROW = ("col2im", "conv", "grid_sampler", "im2col", "loss", "multi_head_attention", "norm", "pad",
           "pixel", "pool", "prelu", "transformer_encoder", "upsample")  # fmt: skip
 WEIGHS = ("conv", "norm", "prelu")
 OTHERWISE = {
-    "as_strided",
     "renorm",
     "rot90",
     "_weight_norm",

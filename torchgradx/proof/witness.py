@@ -68,7 +68,8 @@ class Seen:
     ways: dict[Any, Way] = field(default_factory=dict)
     # Of the outputs, whatever the sizes: by how many nodes the graph has, and what it calls.
     ends: dict[Any, list[Place | None]] = field(default_factory=dict)
-    # By what is served; with the groups that are, by place: uses have other numbers in each pass.
+    # By what is served, and N or the latest; with the groups that are, by place: uses have other
+    # numbers in each pass.
     plans: dict[Any, tuple[Plan, list[int]]] = field(default_factory=dict)
 
 
@@ -179,6 +180,11 @@ class Witness:
             oldest = next(iter(seen.ways))
             del seen.ways[oldest]
             (seen.shapes or set()).discard(oldest[1][1])  # watched again, should it come back
+
+    def fed(self, use: Use) -> bool:
+        """Whether samples entered it in any forward, however that went."""
+        found = (way.given_to(use) for way in self.seen.ways.values())
+        return any(given is not None and given.fed for given in found)
 
     def went(self, way: Any) -> Way:
         """What forwards that went this way have shown; or such that made another number of nodes,

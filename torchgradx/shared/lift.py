@@ -102,7 +102,7 @@ class Lift:
         groups += [Group(k, self._own(k, uses, graph), way) for k in beside]
         groups += [Group(k, self._own(k, uses, graph), able) for k in read]
         key = tuple(self._served(group.use, uses) for group in groups)
-        before = seen.plans.get(key)
+        before = seen.plans.get((key, n)) or seen.plans.get(key)
         clean: Callable[[Node, int], bool]
         rows: Callable[[Node, int], int | None]
         if taint is not None:
@@ -119,7 +119,7 @@ class Lift:
         lifted = {use for use, _ in plan.starts}
         served = [k for k, group in enumerate(groups) if group.use in lifted]
         if n > 1 and plan.starts:
-            seen.plans[key] = plan, served
+            seen.plans[key] = seen.plans[key, n] = plan, served
         if n > 1 and taint is None and not lifted.issuperset((*mixing, *read)):
             self._witness.watch()
         return plan if plan.starts else None
