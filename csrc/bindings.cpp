@@ -312,18 +312,23 @@ void bind_capture(py::module_& m) {
            }),
            py::arg("cell"), py::arg("biases"), py::arg("both_ways"), py::arg("projects"), py::arg("single"),
            py::arg("training"), py::arg("packing"));
+  py::class_<Gathered, std::shared_ptr<Gathered>>(m, "Gathered")
+      .def(py::init<>())
+      .def_readonly("operands", &Gathered::operands);
   m.def(
       "call_recurrent",
       [](const std::vector<std::shared_ptr<Site>>& sites, const Recurrence& of, const Tensor& input,
-         const std::optional<Tensor>& state, const std::optional<Tensor>& cell, const Tensors& weights) {
+         const std::optional<Tensor>& state, const std::optional<Tensor>& cell, const Tensors& weights,
+         const std::shared_ptr<Gathered>& into) {
         const Output out =
-            call_recurrent(sites, of, {input, state.value_or(Tensor()), cell.value_or(Tensor()), weights});
+            call_recurrent(sites, of, {input, state.value_or(Tensor()), cell.value_or(Tensor()), weights}, into);
         const auto turned = [](const Tensor& t) {  // [directions, B, *]
           return t.defined() ? std::optional<Tensor>(t.transpose(0, 1)) : std::nullopt;
         };
         return std::make_tuple(out.states, turned(out.last), turned(out.last_cells));
       },
-      py::arg("sites"), py::arg("of"), py::arg("input"), py::arg("state"), py::arg("cell"), py::arg("weights"));
+      py::arg("sites"), py::arg("of"), py::arg("input"), py::arg("state"), py::arg("cell"), py::arg("weights"),
+      py::arg("into").none(true) = nullptr);
 
   // A chain of tensor operations takes longer than a small layer's backward, at a time when their code is in no cache.
   m.def("norms_of", [](const Tensor& sq_norms, double factor, bool wide) {  // [N] in float64, on a CPU

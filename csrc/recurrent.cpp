@@ -38,6 +38,7 @@ variable_list listed(const Output& out) {
 struct RecurrentNode : SavingNode {
   Recurrence of;
   std::vector<c10::intrusive_ptr<Use>> uses;  // by site; null where nothing of it is trained
+  std::shared_ptr<Gathered> into;             // instead of them
   at::ScalarType dtype;
   std::vector<SavedVariable> saved;  // as listed(), then of each direction's Steps
 
@@ -148,6 +149,7 @@ struct RecurrentNode : SavingNode {
   // One weight, and the bias `bias` places on: a Linear over all steps.
   void weight(variable_list& found, int64_t site, const std::vector<bool>& recorded, const Saved& operand,
               const Tensor& g, int64_t at, int64_t bias) {
+    if (into) into->operands[site].emplace(operand.input.squeeze(1), g.squeeze(1));
     const auto& use = uses[site];
     if (!use) return;
     const bool biased = bias > 0 && task_should_compute_output(at + bias);
@@ -160,7 +162,8 @@ struct RecurrentNode : SavingNode {
 
 }  // namespace
 
-Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Recurrence& of, Sequence in) {
+Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Recurrence& of, Sequence in,
+                      const std::shared_ptr<Gathered>& into) {
   const int64_t parts = of.projects ? 3 : 2;
   const int64_t cells = in.weights[1].size(0) / (of.cell == Cell::kLstm ? 4 : of.cell == Cell::kGru ? 3 : 1);
   const int64_t states = of.projects ? in.weights[of.weights() - 1].size(0) : cells;
@@ -170,7 +173,8 @@ Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Rec
   if (!in.state.defined()) in.state = zeros(states);
   if (!in.cell.defined() && of.cell == Cell::kLstm) in.cell = zeros(cells);
   std::vector<c10::intrusive_ptr<Use>> uses;
-  bool any = false;
+  bool any = into != nullptr;
+  if (into) uses.resize(of.directions() * parts), into->operands.resize(uses.size());
   for (size_t s = 0; s < sites.size(); ++s) {
     const int64_t part = s % parts, from = s / parts * of.weights();
     const bool biased = of.biases && part < 2;
@@ -184,7 +188,7 @@ Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Rec
   const auto node = make_node<RecurrentNode>();
   const variable_list all = listed(in);
   node->set_next_edges(torch::autograd::collect_next_edges(all));
-  node->of = of, node->uses = uses, node->dtype = in.input.scalar_type();
+  node->of = of, node->uses = uses, node->into = into, node->dtype = in.input.scalar_type();
   std::vector<Steps> steps;
   const Output found = run(of, in, steps);
   node->save(in, steps);

@@ -110,8 +110,12 @@ c10::intrusive_ptr<Use> use_in_graph(const std::shared_ptr<Site>& site, const st
 Tensor call(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
             const std::optional<Tensor>& bias, Saved saved);  // `saved`: statistics that are the module's own
 // A layer of a recurrent module likewise. A site for each W_ih, W_hh and W_hr, direction by direction.
+struct Gathered {  // by a backward: by site, what its weight met and the gradient there, [N, T, I] and [N, T, O]
+  std::vector<std::optional<std::pair<Tensor, Tensor>>> operands;
+};
 Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Recurrence& of,
-                      Sequence in);  // whose states may be undefined: zeros
+                      Sequence in,                                       // whose states may be undefined: zeros
+                      const std::shared_ptr<Gathered>& into = nullptr);  // in place of sites
 // The framework's own, listened at, of a layer that is whole; undefined where Python has to call it.
 Tensor call_tapped(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
                    const std::optional<Tensor>& bias);

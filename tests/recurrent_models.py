@@ -9,7 +9,6 @@ from torchgradx import ops
 
 N, T, I, H = 4, 5, 3, 6
 served = pytest.mark.skipif(not ops.NATIVE, reason="a replay refuses it")
-# With fused=False all is run again: its gradients must have the framework's bits.
 native_mode = pytest.mark.parametrize("options", [*ANY, NATIVE[0]], ids=title)
 served_mode = pytest.mark.parametrize("options", [{}, {"weight_grad": False}], ids=title)
 dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -17,6 +17,7 @@ from attach_oracle import (
     square,
 )
 from recurrent_models import (
+    CELLS,
     KINDS,
     H,
     I,
@@ -208,6 +209,37 @@ def test_a_copy_of_an_attached_module_is_stock():
     assert type(twin.r) is type(model.r) is nn.LSTM
     x = torch.randn(N, T, I)
     assert torch.equal(twin(x), model(x))
+
+
+@native_mode
+@every_kind
+def test_weights_tied_inside_of_a_module(kind, options):
+    rnn = KINDS[kind](I, I, num_layers=2, batch_first=True)
+    rnn.weight_ih_l1, rnn.bias_hh_l1 = rnn.weight_ih_l0, rnn.bias_hh_l0
+    model = Model(lambda m, x: m.r(x)[0], r=rnn)
+    check(model, square, torch.randn(N, T, I), **options)
+
+
+@pytest.mark.skipif(not ops.NATIVE, reason="replayed without the extension")
+@pytest.mark.parametrize("kind", [*KINDS, *(f"{kind} cell" for kind in CELLS)])
+def test_with_gradients_of_the_framework_a_module_runs_once_more_and_not_for_each_sample(kind):
+    if kind in KINDS:
+        layer, x = KINDS[kind](I, H, num_layers=2, batch_first=True), torch.randn(N, T, I)
+    else:
+        layer, x = CELLS[kind.removesuffix(" cell")](I, H), torch.randn(N, I)
+    several = kind in KINDS or kind == "lstm cell"
+    model = Model(lambda m, x: m.r(x)[0] if several else m.r(x), r=layer)
+    with torchgradx.attach(model, fused=False) as probe:
+        square(model, x).backward()
+        probe.norms()
+        text = probe.explain()
+    assert "through time: the framework's gradients stay" in text
+    assert "replay" not in text
+    assert "vmap" not in text
+    with torchgradx.attach(model, fused=False) as probe, torch.autocast("cpu", torch.bfloat16):
+        square(model, x).backward()
+        probe.norms()
+        assert "through time and" in probe.explain()  # our forward is of one dtype
 
 
 @pytest.mark.skipif(not ops.NATIVE, reason="replayed without the extension")

@@ -33,7 +33,9 @@ def _how(layer: Layer) -> str:
         return "lifted: no samples enter it; its gradients by sample are taken where they come in"
     if layer.kind in ("vmap", "recurrent"):
         ways = " and ".join(layer.notes) or "vmap"
-        return f"{ways}: no kernel for {layer.type_name}; its own forward is run again in backward"
+        beside = "through time" in layer.notes
+        why = "the framework's gradients stay" if beside else f"no kernel for {layer.type_name}"
+        return f"{ways}: {why}; its own forward is run again in backward"
     way = rule_named(layer.kind).way
     if way:
         return way

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .sites.standing import Standing
     from .sites.trace import Trace
 
-__all__ = ["COMPUTED", "Context", "Parameters", "declared_layout", "find_layers"]
+__all__ = ["COMPUTED", "Context", "Parameters", "declared_layout", "find_layers", "owns_backward"]
 
 COMPUTED = (
     "what stood in its place was computed from other tensors, which the gradient goes on to: call "
@@ -144,8 +144,8 @@ def find_layers(
         prefix = f"{name}." if name else ""
         own = {key: parameters.place(prefix + key) for key in names}
         rule = rule_of(module)
-        products = recurrent_weights(module) if _goes_through_time(module, options) else []
-        native = bool(rule or products) and _runs_natively(module, options["backend"])
+        weights = recurrent_weights(module) if _through_time(module) else []
+        native = bool(rule or weights) and _runs_natively(module, options["backend"])
         kind, title = "vmap", type(module).__name__
         if native:
             kind = rule.name if rule else "recurrent"
@@ -162,8 +162,8 @@ def find_layers(
             **(rule.describe(module) if rule and native else {}),
         )
         layers.append(layer)
-        if native and products:
-            layers += [_product(module, name, own, *product) for product in products]
+        if native and weights and owns_backward(options):
+            layers += [_product(module, name, own, *weight) for weight in weights]
         if options["backend"] == "native" and not native and names:
             uncovered += [prefix + key for key in names]
     if uncovered:
@@ -211,9 +211,14 @@ def _runs_natively(module: nn.Module, backend: str) -> bool:
     return backend != "vmap" and all(ops.kernels_on(p.device) for p in module.parameters(False))
 
 
-def _goes_through_time(module: nn.Module, options: Mapping[str, Any]) -> bool:
+def _through_time(module: nn.Module) -> bool:
     on_cpu = all(p.device.type == "cpu" for p in module.parameters(False))
-    return on_cpu and not opaque(module) and (options["fused"] or not options["weight_grad"])
+    return on_cpu and not opaque(module)
+
+
+def owns_backward(options: Mapping[str, Any]) -> bool:
+    """Whether our backward may stand in the framework's place."""
+    return options["fused"] or not options["weight_grad"]
 
 
 def declared_layout(layer: Layer, options: Mapping[str, Any]) -> int:

@@ -15,7 +15,7 @@ from .. import ops
 from ..gpu import gpu_of
 from ..proof.layout import BATCH, SECOND, SEQUENCE
 from ..rules import Layer, rule_named
-from ..table import Context, declared_layout
+from ..table import Context, declared_layout, owns_backward
 from .attention import Part, attending
 from .copies import Hook, keep_out, let_in, stock_of, untraced
 from .trace import Trace, root_of
@@ -104,7 +104,7 @@ class NativeSite:
         self.layer, self.declared = layer, declared_layout(layer, options)
         self.presumed = SEQUENCE if options["batch_dim"] or layer.role else BATCH
         self._rule = rule_named(layer.kind)
-        swaps = self._rule.swaps and (options["fused"] or not options["weight_grad"])
+        swaps = self._rule.swaps and owns_backward(options)
         declared = SECOND if layer.role and self.declared >= 0 else self.declared
         site = self.core = core(layer, index, context, declared, self.presumed, swaps)
         self._hooks = Hooks(module)

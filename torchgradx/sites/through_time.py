@@ -1,0 +1,189 @@
+"""nn.LSTM, nn.GRU, nn.RNN and their cells: our backward through time instead of a replay.
+
+The framework's own forward runs layer by layer, each layer a node of the graph (csrc/recurrent.cpp)
+whose backward leaves the gradients at the gates of all steps. Each weight is then a Linear over
+these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from .. import ops
+from ..proof.layout import BATCH, SEQUENCE
+from .fallback import Call, as_it_stands, run_again
+from .packed import Packed
+
+if ops.NATIVE:
+    from .. import _C
+
+__all__ = ["beside", "run", "served"]
+
+PLAIN = {Tensor, nn.Parameter}
+CELLS = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}  # Cell in csrc/layers/recurrence.h
+
+# (k, of how many, its options, input, state, cell state, weights) -> states, last ones, last cells
+Layer = Callable[..., tuple[Tensor, Any, Any]]
+
+
+def run(layer: Layer, module: Any, input: Any, hx: Any = None) -> Any:
+    """What the module's own forward gives."""
+    single = isinstance(module, nn.RNNCellBase)
+    return (_step if single else _sequence)(layer, module, input, hx)
+
+
+def _step(layer: Layer, cell: Any, input: Tensor, hx: Any) -> Any:
+    lstm = isinstance(cell, nn.LSTMCell)
+    h, c = hx if lstm and hx is not None else (hx, None)
+    biases = (cell.bias_ih, cell.bias_hh) if cell.bias else ()
+    of = _C.Recurrence(CELLS[_mode(cell)], cell.bias, False, False, True, cell.training, [])
+    y, _, c = layer(
+        0,
+        1,
+        of,
+        input.unsqueeze(1),
+        None if h is None else h.unsqueeze(0),
+        None if c is None else c.unsqueeze(0),
+        [cell.weight_ih, cell.weight_hh, *biases],
+    )
+    return (y.squeeze(1), c.squeeze(0)) if lstm else y.squeeze(1)
+
+
+def _sequence(layer: Layer, module: Any, input: Any, hx: Any) -> Any:
+    packed = Packed(input) if isinstance(input, PackedSequence) else None
+    x = packed.data if packed else input  # [N, T, I] or [total, I]
+    if not (packed or module.batch_first):
+        x = x.transpose(0, 1)
+    layers, ways = module.num_layers, 1 + module.bidirectional
+    lstm = module.mode == "LSTM"
+    given = [] if hx is None else list(hx) if lstm else [hx]
+    if packed:
+        given = [packed.sort(state) for state in given]
+    first = [*given, None, None][:2]  # none: zeros
+    of = _C.Recurrence(
+        CELLS[module.mode],
+        module.bias,
+        module.bidirectional,
+        bool(module.proj_size),
+        False,
+        module.training,
+        packed.fields if packed else [],
+    )
+    module._update_flat_weights()
+    weights = module._flat_weights
+    last: list[Tensor] = []
+    cells: list[Tensor] = []
+    for k in range(layers):
+        if k and module.dropout and module.training:
+            # in the order of memory, which is that of the random numbers
+            x = torch.dropout(x if packed else x.transpose(0, 1), module.dropout, True)
+            x = x if packed else x.transpose(0, 1)
+        here = slice(k * ways, (k + 1) * ways)
+        states = [t if t is None or layers == 1 else t[here] for t in first]
+        count = len(weights) // layers
+        y, h, c = layer(k, layers, of, x, *states, weights[k * count : (k + 1) * count])
+        last.append(h)
+        cells.append(c)
+        x = packed.pack(y) if packed else y
+    out: Any = PackedSequence(x, *input[1:]) if packed else x
+    if not (packed or module.batch_first):
+        out = x.transpose(0, 1)
+    h, c = (t[0] if layers == 1 else torch.cat(t) for t in (last, cells if lstm else last))
+    return out, (h, c) if lstm else h
+
+
+def _mode(module: Any) -> str:
+    if isinstance(module, nn.RNNCell):
+        return f"RNN_{module.nonlinearity.upper()}"
+    return "LSTM" if isinstance(module, nn.LSTMCell) else "GRU"
+
+
+def served(module: Any, input: Any, hx: Any = None) -> bool:
+    """Whether this call is one that csrc/recurrent.cpp knows: else the framework's, run again."""
+    single = isinstance(module, nn.RNNCellBase)
+    data, sizes = input[:2] if isinstance(input, PackedSequence) and not single else (input, None)
+    lstm = isinstance(module, (nn.LSTM, nn.LSTMCell))
+    given = [] if hx is None else list(hx) if lstm and isinstance(hx, (tuple, list)) else [hx]
+    held = [t for t in (data, *given, *module._parameters.values()) if t is not None]
+    if any(type(t) not in PLAIN or t.dtype is not data.dtype or not t.is_cpu for t in held):
+        return False
+    if not data.numel():
+        return False
+    if torch.is_autocast_enabled("cpu") or torch._C._are_functorch_transforms_active():
+        return False
+    if data.dim() != (2 if single or sizes is not None else 3):
+        return False
+    if data.shape[-1] != module.input_size:
+        return False
+    if not given:
+        return True
+    if single:
+        wanted: list[Any] = [(len(data), module.hidden_size)] * (1 + lstm)
+    else:
+        wanted = [module.get_expected_hidden_size(data, sizes)]
+        if lstm:
+            wanted.append(module.get_expected_cell_size(data, sizes))
+    return [tuple(t.shape) for t in given] == [tuple(w) for w in wanted]
+
+
+def beside(call: Call) -> dict[str, Tensor] | None:
+    """Squared norms [N] by parameter, from one more run of the module; None: it is replayed."""
+    args, kwargs = call.arguments
+    module: Any = as_it_stands(call).module
+    held = [id(p) for p in module._parameters.values() if p is not None]
+    alone = call.regime.autocast is None and len(set(held)) == len(held)
+    if not (alone and served(module, *args, **kwargs) and _a_row_each(call)):
+        return None
+    met: list[Any] = []
+
+    def layer(k: int, layers: int, *given: Any) -> Any:
+        met.append(_C.Gathered())
+        return _C.call_recurrent([], *given, met[-1])
+
+    module.__dict__["forward"] = partial(run, layer, module)
+    with call.regime.again():
+        outputs, parameters = run_again(replace(call, module=module))
+    arrived = [k for k, g in enumerate(call.grads) if g is not None]
+    made, given = [outputs[k] for k in arrived], [call.grads[k] for k in arrived]
+    torch.autograd.grad(made, parameters, given, allow_unused=True)
+    sq_norms = {name: torch.zeros(call.n) for name in call.names}
+    pairs = [pair for gathered in met for pair in gathered.operands]
+    for (weight, bias), pair in zip(_names(module), pairs, strict=True):
+        if pair and weight in sq_norms:
+            sq_norms[weight] = ops.linear_sq_norms(*pair)
+        if pair and bias in sq_norms:
+            sq_norms[bias] = ops.bias_sq_norms(pair[1])
+    return sq_norms
+
+
+def _a_row_each(call: Call) -> bool:
+    """Whether a sample is one sequence, and where the module says."""
+    if call.samples is not None:  # packed
+        return True
+    module, (args, kwargs) = call.module, call.arguments
+    x = args[0] if args else kwargs["input"]
+    first = isinstance(module, nn.RNNCellBase) or bool(module.batch_first)
+    said = isinstance(module, nn.RNNCellBase) or call.layout == (BATCH if first else SEQUENCE)
+    return bool(said and x.shape[0 if first else 1] == call.n)
+
+
+def _names(module: Any) -> list[tuple[str, str | None]]:
+    """Of each weight, layer by layer and direction by direction, and of its bias."""
+    each = ["ih", "hh", "hr"] if getattr(module, "proj_size", 0) else ["ih", "hh"]
+    ends = [""]
+    if isinstance(module, nn.RNNBase):
+        ways = ("", "_reverse") if module.bidirectional else ("",)
+        ends = [f"_l{k}{way}" for k in range(module.num_layers) for way in ways]
+    biased = {"ih", "hh"} if module.bias else set()
+    return [
+        (f"weight_{part}{end}", f"bias_{part}{end}" if part in biased else None)
+        for end in ends
+        for part in each
+    ]
