@@ -27,8 +27,8 @@ CHOICES = {"_pack_padded_sequence", "_unique2", "masked_scatter", "masked_select
 PRODUCTS = {"mm": 0, "addmm": 1, "mv": 0, "addmv": 1, "dot": 0, "bmm": 0}  # the first factor
 
 SUMS = {"_reshape_alias", "_to_copy", "_unsafe_view", "add", "alias", "cat", "clone", "copy",
-        "detach", "expand", "lift_fresh", "mean", "neg", "permute", "rsub", "select", "slice",
-        "split", "squeeze", "stack", "sub", "sum", "t", "transpose", "unbind", "unsqueeze",
+        "detach", "expand", "lift_fresh", "mean", "nan_to_num", "neg", "permute", "rsub", "select",
+        "slice", "split", "squeeze", "stack", "sub", "sum", "t", "transpose", "unbind", "unsqueeze",
         "view"}  # fmt: skip
 PICKS = {"amax", "amin", "aminmax", "dist", "linalg_vector_norm", "logsumexp", "max", "median",
          "min", "nanmedian", "norm", "prod", "std", "var"}  # fmt: skip
@@ -38,15 +38,16 @@ SCALES = {*PRODUCTS, "baddbmm", "convolution", "div", "linear", "matmul", "mul"}
 def adds_up(func: Any, args: Sequence[Any], fed: Sequence[Tensor]) -> bool:
     """Whether of sums over the samples it makes another one. `fed`: its operands that are such."""
     name: str = func._schema.name.partition("::")[2].rstrip("_")
+    fed = [t for t in fed if t.is_floating_point() or t.is_complex()]  # others are counts
     scales = name in SCALES and len(fed) == 1 and (name != "div" or fed[0] is args[0])
     return name in SUMS or scales
 
 
-def divides(func: Any, args: Sequence[Any], fed: Sequence[Tensor]) -> bool:
-    """Whether it divides by what is made of all samples, as a mean by the sum of their weights
-    does; counts, of targets that are there, are undone by a loss_scale."""
-    name: str = func._schema.name.partition("::")[2].rstrip("_")
-    return name == "div" and _in(args[1], fed) and args[1].is_floating_point()
+def divides(func: Any, args: Sequence[Any]) -> bool:
+    """Whether it is a mean by weights of classes: their sum is of all samples. Counts, of targets
+    that are there, are undone by a loss_scale."""
+    name: str = func._schema.name.partition("::")[2]
+    return name.startswith("nll_loss") and args[2] is not None and args[3] == 1
 
 
 def picks(func: Any) -> bool:
@@ -114,6 +115,8 @@ def disorders(
     along = [*_numbers(argument_of(func, args, kwargs, key) for key in ("dim", "dims"))]
     if name == "roll" and not along:
         return True
+    if name in ("mean", "sum") and dim_of(args[0]) in {d % args[0].dim() for d in along}:
+        return False  # a loss, or it goes back into them
     return any(-t.dim() <= d < t.dim() and holds(t, d % t.dim()) for t in fed[:1] for d in along)
 
 

@@ -233,14 +233,16 @@ class Taint(TorchDispatchMode):
             return False
         if not first.is_floating_point() and not first.is_complex():
             return False
-        if GONE in before:  # a single number is a loss, or goes back into the samples
-            if first.dim() == 0 and not divides(func, args, fed):
-                return False
+        if GONE in before:
+            graph = torch.is_grad_enabled() and any(t.requires_grad for t in fed)
+            if not first.dim() and not graph and not _in_a_function():
+                return False  # it is logged, or goes back into the samples
             return self._n in first.shape or not adds_up(func, args, fed)
         now = self.place(first)
         if not before:
             return any(guess(0, first) in (None, GONE) for guess in guesses)
-        return now is None or (now == GONE and (self._n in first.shape or picks(func)))
+        some = self._n in first.shape or picks(func) or divides(func, args)
+        return now is None or (now == GONE and some)
 
     def _following(self, func: Any, args: Any, kwargs: Any, fed: Sequence[Fed]) -> Follows:
         try:
