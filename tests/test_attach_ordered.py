@@ -27,6 +27,14 @@ N, T = 4, 6
 LENGTHS = torch.tensor([3, 6, 2, 4])
 
 
+def rows(order, x):
+    return order.view(-1, 1, 1).expand(x.shape)
+
+
+def places(order, x):
+    return rows(order, x) * x[0].numel() + torch.arange(x[0].numel()).view(x[0].shape)
+
+
 def without_grad(x, order):
     with torch.no_grad():
         return x[order]
@@ -41,8 +49,22 @@ ORDERS = {
     "looked up": lambda x, order: nn.functional.embedding(order, x.flatten(1)).view_as(x),
     "indexed": lambda x, order: x[order],
     "selected": lambda x, order: x.index_select(0, order),
-    "gathered": lambda x, order: x.gather(0, order.view(-1, 1, 1).expand(x.shape)),
-}
+    "gathered": lambda x, order: x.gather(0, rows(order, x)),
+    "copied": lambda x, order: torch.empty_like(x).index_copy(0, order, x),
+    "added": lambda x, order: torch.zeros_like(x).index_add(0, order, x),
+    "reduced": lambda x, order: torch.ones_like(x).index_reduce(0, order, x, "prod"),
+    "scattered": lambda x, order: torch.empty_like(x).scatter(0, rows(order, x), x),
+    "scattered, added": lambda x, order: torch.zeros_like(x).scatter_add(0, rows(order, x), x),
+    "scattered in place": lambda x, order: torch.empty_like(x).scatter_(0, rows(order, x), x),
+    "taken": lambda x, order: x.take(places(order, x)),
+    "taken along": lambda x, order: x.take_along_dim(rows(order, x), 0),
+    "put flat": lambda x, order: torch.empty_like(x).put(places(order, x), x),
+    "a matrix": lambda x, order: (F.one_hot(order).to(x) @ x.flatten(1)).view_as(x),
+    "einsum": lambda x, order: torch.einsum("mn,ntd->mtd", F.one_hot(order).to(x), x),
+    "linear": lambda x, order: F.linear(x.permute(1, 2, 0), F.one_hot(order).to(x))
+    .permute(2, 0, 1),
+    "behind what nobody follows": lambda x, order: x.as_strided(x.shape, x.stride())[order],
+}  # fmt: skip
 
 
 def longest_first(m, x, lengths, how):
@@ -76,8 +98,49 @@ def test_a_model_that_sorts_to_pack_is_refused(how, options):
             **options)  # fmt: skip
 
 
+def by_mask(x):
+    first = x[:, 0, 0] > x[:, 0, 0].mean()
+    return torch.cat([x[first], x[~first]])
+
+
+def filled_by_mask(x):
+    first, y = x[:, 0, 0] > x[:, 0, 0].mean(), torch.empty_like(x)
+    y = y.masked_scatter(first.view(-1, 1, 1).expand(x.shape), x)
+    return y.masked_scatter(~first.view(-1, 1, 1).expand(x.shape), x[int(first.sum()) :])
+
+
+def written(x):
+    y = torch.empty_like(x)
+    y[1:] = x[:-1]
+    y[:1] = x[-1:]
+    return y
+
+
+def written_each(x):
+    y = torch.empty_like(x)
+    for k in range(len(x)):
+        y[-1 - k] = x[k] * 2
+    return y
+
+
 MOVED = {
     "flipped": lambda x: x.flip(0),
+    "turned by rot90": lambda x: x.rot90(2, (0, 1)),
+    "the largest first": lambda x: x.topk(len(x), 0).values,
+    "numbers, sorted": lambda x: x[:, 0, 0].sort().values[:, None, None].expand(x.shape),
+    "numbers, the largest first": lambda x: (
+        x[:, 0, :1].flatten().topk(len(x)).values[:, None, None].expand(x.shape)
+    ),
+    "copied": lambda x: torch.empty_like(x).index_copy(0, torch.arange(len(x)).flip(0), x),
+    "halves": lambda x: torch.cat([x[len(x) // 2 :], x[: len(x) // 2]]),
+    "halves, each changed": lambda x: torch.cat([y * 2 for y in reversed(x.chunk(2))]),
+    "every other": lambda x: torch.cat([x[::2], x[1::2]]),
+    "one by one": lambda x: torch.stack(x.unbind()[::-1]),
+    "one by one, each changed": lambda x: torch.cat([y[None].tanh() for y in reversed(x)]),
+    "by a mask": by_mask,
+    "filled by a mask": filled_by_mask,
+    "written": written,
+    "written each": written_each,
     "rolled": lambda x: x.roll(1, 0),
     "sorted": lambda x: x.sort(0).values,
     "turned": lambda x: x[torch.arange(len(x)).flip(0)],

@@ -29,6 +29,7 @@ class Put(NamedTuple):
 
     order: Any
     shown: bool  # by a graph in which a layer is
+    number: bool = False  # each sample is one, as its length, of which copies are usual
 
     def again(self) -> Put:
         return self._replace(order=object())
@@ -39,16 +40,16 @@ class Reordered:
 
     def __init__(self) -> None:
         self.missed = self._hides = False  # hides: an order that no graph shows was made
-        self._known: dict[int, tuple[StorageWeakRef, Any, bool]] = {}
+        self._known: dict[int, tuple[StorageWeakRef, Put]] = {}
 
     def __bool__(self) -> bool:
         return self._hides or bool(self._known)
 
     def mark(self, t: Tensor, put: Put | None) -> None:
         storage = t.untyped_storage()
-        if put is not None:
-            self._known[storage._cdata] = StorageWeakRef(storage), *put
-            self._hides = self._hides or not put.shown
+        if put is not None and (t.dim() or not put.number):  # the largest number is in no order
+            self._known[storage._cdata] = StorageWeakRef(storage), put
+            self._hides = self._hides or not (put.shown or put.number)
         else:
             self._known.pop(storage._cdata, None)
 
@@ -65,10 +66,11 @@ class Reordered:
         }
         apart = None in clean or (any(found) and len(data) > 1)
         self.missed = self.missed or (self._hides and apart)
-        shown = any(put and put.shown for put in found)
-        if not any(found):
+        puts = [put for put in found if put]
+        if not puts:
             return None
-        return Put(data.pop() if len(data) == 1 else object(), shown)
+        shown, number = any(put.shown for put in puts), all(put.number for put in puts)
+        return Put(data.pop() if len(data) == 1 else object(), shown, number)
 
     def enter(self, given: Iterable[Tensor], clean: Sequence[bool | None] = ()) -> None:
         """A layer is given these, or the model returns them."""
@@ -84,7 +86,7 @@ class Reordered:
             return None
         # Inside of a Function nothing has a graph; elsewhere it was detached.
         cut = torch.is_grad_enabled() and not t.requires_grad
-        return Put(known[1], known[2] and not cut) if known else None
+        return known[1]._replace(shown=known[1].shown and not cut) if known else None
 
 
 def order_by(index: Tensor, dim: int, size: int) -> Any:

@@ -26,9 +26,10 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from ..sites import packed
-from .order import adds_up, disorders, divides, orders, picks
-from .reordered import Put, Reordered, shows
-from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, guessed
+from .order import adds_up, disorders, divides, orders, picks, sorts_numbers
+from .pieces import Firsts, Pieces
+from .reordered import Put, Reordered, order_by, shows
+from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, guessed, view_of
 
 __all__ = ["Given", "Taint", "watching"]
 
@@ -63,13 +64,14 @@ class Taint(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._n, self._parameters, self._arguments = n, parameters, arguments
+        self._batch_dim = batch_dim
         # By storage, which views and in-place writes share; a weak reference keeps its address.
         self._known: dict[int, tuple[StorageWeakRef, bool | None]] = {}
         self._seen: dict[tuple[Any, int], bool] = {}  # clean, as consumed; by node and output
         self._where: dict[tuple[Any, int], Place | None] = {}  # the samples, in what they entered
         self.given: dict[tuple[int, bool], Given] = {}  # by site, and whether without a graph
         self.orderly = True  # nothing moved or mixed the samples
-        self._reordered = Reordered()
+        self._reordered, self._pieces = Reordered(), Pieces(n, batch_dim)
         self.ends: list[Place | None] = []  # where they are in the model's outputs
         self._on = True
         for t in held:
@@ -141,6 +143,12 @@ class Taint(TorchDispatchMode):
         place = self.place(t)
         return None if place is None or place == GONE else place.dim
 
+    def _likely(self, t: Tensor) -> int | None:
+        """Where they could not be followed, where they are in the model's arguments."""
+        dim = self._batch_dim
+        there = t.is_floating_point() and t.dim() > dim and t.shape[dim] == self._n
+        return dim if there and self.place(t) is None else self._dim_of(t)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._on:
@@ -156,13 +164,17 @@ class Taint(TorchDispatchMode):
                 if clean is False:
                     self._stands(t)
         fed = [t for t, clean in zip(operands, verdicts, strict=True) if clean is False]
-        put = None
+        put, numbers = None, False
+        firsts: Firsts = lambda k: None  # noqa: E731
         if fed:
             unknown = [t for t, clean in zip(operands, verdicts, strict=True) if clean is None]
             try:
                 told = self._n, fed, unknown, self._dim_of
                 self.orderly = self.orderly and not disorders(func, args, kwargs, *told)
-                put = None if self.ordered else self._put(func, args, kwargs, fed, unknown)
+                given = func, args, kwargs, fed
+                firsts, joins = self._pieces.made(*given, self._likely(fed[0]))
+                put = None if self.ordered else self._put(*given, unknown, joins)
+                numbers = sorts_numbers(func, args, fed, self._dim_of) and self._hidden(fed)
             except Exception:  # what it was given has no values, or is none of torch's
                 self.orderly = False
         if self._reordered and not self.ordered:
@@ -186,6 +198,9 @@ class Taint(TorchDispatchMode):
                 sizes = _of_sizes_only(func)
                 self._mark(t, True if sizes else clean, None if sizes else put)
                 self._places[view_of(t)] = None if sizes else place(k, t)
+                self._pieces.keep(t, None if sizes else firsts(k))
+        if numbers:
+            self._reordered.mark(out[0], Put(order_by(out[1], 0, len(args[0])), False, True))
         self.orderly = self.orderly and not self._strays(func, args, fed, before, guesses, out)
         for t, view, was in written if not clean else ():
             self._mark(t, clean, put)
@@ -200,10 +215,16 @@ class Taint(TorchDispatchMode):
         """Whether layers, or the outputs, have the samples in an order that no graph shows."""
         return self._reordered.missed
 
-    def _put(self, func: Any, args: Any, kwargs: Any, fed: Any, unknown: Any) -> Put | None:
-        order = orders(func, args, kwargs, fed, unknown, self._dim_of)
+    def _put(
+        self, func: Any, args: Any, kwargs: Any, fed: Any, unknown: Any, joins: bool
+    ) -> Put | None:
+        """`joins`: pieces of samples, in another order."""
+        order = object() if joins else orders(func, args, kwargs, fed, unknown, self._likely)
         known = order is not None and not _packing()
         return Put(order, any(shows(t, self._arguments) for t in fed)) if known else None
+
+    def _hidden(self, fed: Iterable[Tensor]) -> bool:
+        return not (_packing() or any(shows(t, self._arguments) for t in fed))
 
     def _as(self, view: Any, written: Any, place: Place | None) -> bool:
         """Whether a view has its samples where another one of the same memory has got them."""
@@ -306,14 +327,6 @@ def watching(
     samples enter by the arguments."""
     kind = _Untraced if "torch._dynamo" in sys.modules else Taint
     return kind(n, held, arguments, batch_dim, parameters)
-
-
-def view_of(t: Tensor) -> Any:
-    """A tensor's memory, and how it looks at it; several views of one memory differ in this."""
-    try:
-        return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()
-    except Exception:  # sparse tensors have no storage
-        return None
 
 
 def _of_all(t: Tensor, first: Tensor, n: int, batch_dim: int) -> bool:
