@@ -58,6 +58,9 @@ ORDERS = {
     "scattered in place": lambda x, order: torch.empty_like(x).scatter_(0, rows(order, x), x),
     "taken": lambda x, order: x.take(places(order, x)),
     "taken along": lambda x, order: x.take_along_dim(rows(order, x), 0),
+    "summed by bags": lambda x, order: F.embedding_bag(
+        order[:, None], x.flatten(1), mode="sum"
+    ).view_as(x),
     "put flat": lambda x, order: torch.empty_like(x).put(places(order, x), x),
     "a matrix": lambda x, order: (F.one_hot(order).to(x) @ x.flatten(1)).view_as(x),
     "einsum": lambda x, order: torch.einsum("mn,ntd->mtd", F.one_hot(order).to(x), x),
@@ -96,62 +99,6 @@ def test_a_model_that_sorts_to_pack_is_refused(how, options):
     model = Model(forward, r=nn.Linear(3, 3), g=nn.GRU(3, 2, batch_first=True))
     refused(model, square, torch.randn(N, T, 3), LENGTHS, names=["r.weight"], match="order",
             **options)  # fmt: skip
-
-
-def by_mask(x):
-    first = x[:, 0, 0] > x[:, 0, 0].mean()
-    return torch.cat([x[first], x[~first]])
-
-
-def filled_by_mask(x):
-    first, y = x[:, 0, 0] > x[:, 0, 0].mean(), torch.empty_like(x)
-    y = y.masked_scatter(first.view(-1, 1, 1).expand(x.shape), x)
-    return y.masked_scatter(~first.view(-1, 1, 1).expand(x.shape), x[int(first.sum()) :])
-
-
-def written(x):
-    y = torch.empty_like(x)
-    y[1:] = x[:-1]
-    y[:1] = x[-1:]
-    return y
-
-
-def written_each(x):
-    y = torch.empty_like(x)
-    for k in range(len(x)):
-        y[-1 - k] = x[k] * 2
-    return y
-
-
-MOVED = {
-    "flipped": lambda x: x.flip(0),
-    "turned by rot90": lambda x: x.rot90(2, (0, 1)),
-    "the largest first": lambda x: x.topk(len(x), 0).values,
-    "numbers, sorted": lambda x: x[:, 0, 0].sort().values[:, None, None].expand(x.shape),
-    "numbers, the largest first": lambda x: (
-        x[:, 0, :1].flatten().topk(len(x)).values[:, None, None].expand(x.shape)
-    ),
-    "copied": lambda x: torch.empty_like(x).index_copy(0, torch.arange(len(x)).flip(0), x),
-    "halves": lambda x: torch.cat([x[len(x) // 2 :], x[: len(x) // 2]]),
-    "halves, each changed": lambda x: torch.cat([y * 2 for y in reversed(x.chunk(2))]),
-    "every other": lambda x: torch.cat([x[::2], x[1::2]]),
-    "one by one": lambda x: torch.stack(x.unbind()[::-1]),
-    "one by one, each changed": lambda x: torch.cat([y[None].tanh() for y in reversed(x)]),
-    "by a mask": by_mask,
-    "filled by a mask": filled_by_mask,
-    "written": written,
-    "written each": written_each,
-    "rolled": lambda x: x.roll(1, 0),
-    "sorted": lambda x: x.sort(0).values,
-    "turned": lambda x: x[torch.arange(len(x)).flip(0)],
-}
-
-
-@a_few_modes
-@pytest.mark.parametrize("way", MOVED)
-def test_another_order_than_the_batchs_is_refused(way, options):
-    model = Model(lambda m, x: torch.tanh(m.r(MOVED[way](x))).flatten(1), r=nn.Linear(3, 2))
-    refused(model, square, torch.randn(N, T, 3), names=["r.weight"], match="order", **options)
 
 
 def shuffled_keys(m, x, lengths):

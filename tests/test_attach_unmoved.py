@@ -128,6 +128,27 @@ def codes(m, x):
     return m.o(h + chosen.view_as(h)).flatten(1)
 
 
+def shuffled_keys(m, x):
+    """As momentum encoders have them; here of the layer that is trained."""
+    with torch.no_grad():
+        order = torch.randperm(len(x)).flip(0)
+        keys = m.l(x[order])[order.argsort()]
+    return m.l(x) * keys
+
+
+def shuffled_keys_written(m, x):
+    with torch.no_grad():
+        order = torch.randperm(len(x)).flip(0)
+        keys = x.new_empty(len(x), 2)
+        keys[order] = m.l(x[order])
+    return m.l(x) * keys
+
+
+def turned_and_back(m, x):
+    order = torch.arange(len(x)).roll(1)
+    return m.l(torch.tanh(x[order])[order.argsort()])
+
+
 LENGTHS = torch.tensor([3, 6, 2, 4])
 USUAL = {
     "one-hot": (one_hot, linears(l=(8, 2)), (N, 3), (ids(5, N),)),
@@ -152,6 +173,9 @@ USUAL = {
     "one by one": (one_by_one, linears(l=(3, 2)), (N, T, 3), (LENGTHS,)),
     "positions mixed, T = N": (positions_mixed, linears(l=(3, 2)), (N, N, 3), ()),
     "turned images, all of N": (turned_images, {"c": nn.Conv2d(N, 2, 3)}, (N, N, N, N), ()),
+    "shuffled keys": (shuffled_keys, linears(l=(3, 2)), (N, 3), ()),
+    "shuffled keys, written": (shuffled_keys_written, linears(l=(3, 2)), (N, 3), ()),
+    "turned and back": (turned_and_back, linears(l=(3, 2)), (N, 3), ()),
     "codes": (codes, {**linears(l=(3, 3), o=(3, 2)), "e": nn.Embedding(7, 3)}, (N, T, 3), ()),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .reordered import order_by
+from .reordered import Rows, order_by
 
 __all__ = ["adds_up", "argument_of", "disorders", "divides", "indices_of", "orders", "picks",
            "sorts_numbers"]  # fmt: skip
@@ -31,6 +31,7 @@ SOURCES = {"index_add": 3, "index_copy": 3, "index_put": 2, "index_reduce": 3, "
 TURNS = {"flip": "dims", "roll": "dims", "rot90": "dims", "sort": "dim", "topk": "dim",
          "unique_dim": "dim"}  # fmt: skip
 PRODUCTS = {"mm": 0, "addmm": 1, "mv": 0, "addmv": 1, "dot": 0, "bmm": 0}  # the first factor
+FACTORS = {**PRODUCTS, "baddbmm": 1}
 
 SUMS = {"_reshape_alias", "_to_copy", "_unsafe_view", "add", "alias", "cat", "clone", "copy",
         "detach", "expand", "lift_fresh", "mean", "nan_to_num", "neg", "permute", "rsub", "select",
@@ -137,8 +138,8 @@ def orders(
     """The order in which samples come out, if it is another one, or one that the batch itself
     chooses, as x[lengths.argsort()] has it."""
     name: str = func._schema.name.partition("::")[2].rstrip("_")
-    if name in PRODUCTS:
-        left, right = args[PRODUCTS[name] :][:2]
+    if name in FACTORS:
+        left, right = args[FACTORS[name] :][:2]
         return object() if _sends(left, right, fed, dim_of) else None
     t = args[SOURCES.get(name, 0)] if args else None
     dim = dim_of(t) if isinstance(t, Tensor) and _in(t, fed) else None
@@ -149,7 +150,7 @@ def orders(
         along = argument_of(func, args, kwargs, TURNS[name])
         axes = [d % t.dim() for d in _numbers([along])]
         return object() if dim in axes or not axes else None  # roll: of all, in a row
-    if name in ("put", "take"):
+    if name in ("put", "take") or name.startswith("_embedding_bag"):
         return object()
     if name == "masked_scatter":  # what has samples of its own is given theirs, as images' tokens
         return None if _in(args[0], fed) else object()
@@ -171,8 +172,12 @@ def orders(
     whole = chosen.numel() == size or _in(chosen, doubtful)
     if not whole or not _moves(chosen, 0, size, doubtful):
         return None
-    plain = name not in SOURCES and chosen.dim() == 1
-    return order_by(chosen, 0, size) if plain else object()
+    if _in(chosen, doubtful):
+        plain = name not in SOURCES and chosen.dim() == 1
+        return order_by(chosen, 0, size) if plain else object()
+    rows = chosen.flatten().argsort() if name in SOURCES else chosen.flatten()
+    each = sorted(chosen.flatten().tolist()) == list(range(size))
+    return Rows(rows.tolist()) if each else object()
 
 
 def sorts_numbers(
@@ -189,7 +194,7 @@ def _moves(index: Tensor, dim: int, size: int, doubtful: Sequence[Tensor]) -> bo
     if _in(index, doubtful):
         return True
     there = torch.arange(size, device=index.device).view(-1, *[1] * (index.dim() - 1 - dim))
-    return index.shape[dim] == size and torch.is_grad_enabled() and not bool((index == there).all())
+    return index.shape[dim] == size and not bool((index == there).all())
 
 
 def _sends(

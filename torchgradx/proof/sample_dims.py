@@ -163,7 +163,7 @@ MOVED: dict[str, Callable[[Tensor, int, Callable[[str], Any]], int | None]] = {
     "unbind": _taken,
     "unsqueeze": _inserted,
 }
-PRODUCTS = {**order.PRODUCTS, "linear": 0, "baddbmm": 1}  # the first factor
+PRODUCTS = {**order.FACTORS, "linear": 0}
 VIEWS = {"_reshape_alias", "_unsafe_view", "flatten", "reshape", "unflatten", "view", "view_as"}
 BROADCAST = {"binary_cross_entropy", "binary_cross_entropy_with_logits", "cat", "expand",
              "log_sigmoid_forward", "masked_fill", "where"}  # fmt: skip

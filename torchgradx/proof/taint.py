@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from ..sites import packed
 from .order import adds_up, disorders, divides, orders, picks, sorts_numbers
 from .pieces import Firsts, Pieces
-from .reordered import Put, Reordered, order_by, shows
+from .reordered import Put, Reordered, Rows, order_by, shows
 from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, guessed, view_of
 
 __all__ = ["Given", "Taint", "watching"]
@@ -178,8 +178,8 @@ class Taint(TorchDispatchMode):
             except Exception:  # what it was given has no values, or is none of torch's
                 self.orderly = False
         if self._reordered and not self.ordered:
-            joined = self._reordered.joined(operands, verdicts)
-            put = joined if put is None else put if joined is None else joined.again()
+            joined = self._reordered.joined(operands, verdicts, _counts())
+            put = joined if put is None else put if joined is None else joined.then(put)
         places = [(t, self.place(t)) for t in fed]
         place = self._following(func, args, kwargs, places)
         before = {at for _, at in places} - {None}
@@ -220,8 +220,10 @@ class Taint(TorchDispatchMode):
     ) -> Put | None:
         """`joins`: pieces of samples, in another order."""
         order = object() if joins else orders(func, args, kwargs, fed, unknown, self._likely)
-        known = order is not None and not _packing()
-        return Put(order, any(shows(t, self._arguments) for t in fed)) if known else None
+        if order is None or _packing():
+            return None
+        quiet = isinstance(order, Rows) and not torch.is_grad_enabled()  # as keys are shuffled
+        return Put(order, any(shows(t, self._arguments) for t in fed), quiet)
 
     def _hidden(self, fed: Iterable[Tensor]) -> bool:
         return not (_packing() or any(shows(t, self._arguments) for t in fed))
@@ -275,7 +277,8 @@ class Taint(TorchDispatchMode):
         """A use of a site, whose rows are those of `counts`."""
         if self._on:
             verdicts = [self._is_clean(t) for t in given]
-            self._reordered.enter(given, verdicts)
+            if _counts():
+                self._reordered.enter(given, verdicts)
             dim, place = self._dim_of(given[0]) if given else None, self.place(counts)
             key = site, not torch.is_grad_enabled()
             before = self.given.get(key, Given(True, True, dim))
@@ -354,6 +357,11 @@ def _in_a_function() -> bool:
     while frame.f_back is not None and frame.f_code is not APPLY:
         frame = frame.f_back
     return frame.f_code is APPLY
+
+
+def _counts() -> bool:
+    """Whether gradients will be had of what is done now."""
+    return torch.is_grad_enabled() or _in_a_function()
 
 
 def _of_sizes_only(func: Any) -> bool:
