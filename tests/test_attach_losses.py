@@ -106,6 +106,19 @@ def test_a_loss_that_keeps_the_samples_until_their_mean_is_exact(name, options):
     check(of_its_loss(LOSSES[name]), whole, torch.randn(N, 4), labels(), **options)
 
 
+@a_few_modes
+def test_a_loss_that_is_scaled_by_a_number_the_model_is_given_is_exact(options):
+    """As by one that grows in the course of training."""
+
+    def loss(m, x, y, scale):
+        o = m.b(torch.tanh(m.a(x)))
+        return each(o, y).mean() + scale.clamp(max=1.0) * o.square().mean()
+
+    model = Model(loss, a=nn.Linear(4, 7), b=nn.Linear(7, CLASSES))
+    scaled = lambda model, x, y: model(x, y, x.new_tensor(0.3))  # noqa: E731
+    check(model, scaled, torch.randn(N, 4), labels(), **options)
+
+
 def masked(o, y):
     rows = each(o.mT, y) * (y != 0)
     return (rows.sum(1) / (y != 0).sum(1)).mean()

@@ -42,12 +42,15 @@ PICKS = {"amax", "amin", "aminmax", "dist", "linalg_vector_norm", "logsumexp", "
 SCALES = {*PRODUCTS, "baddbmm", "convolution", "div", "linear", "matmul", "mul"}
 
 
-def adds_up(func: Any, args: Sequence[Any], fed: Sequence[Tensor]) -> bool:
-    """Whether of sums over the samples it makes another one. `fed`: its operands that are such."""
+def adds_up(func: Any, args: Sequence[Any], fed: Sequence[Tensor], sums: Sequence[Tensor]) -> bool:
+    """Whether of sums over the samples, which are among its operands that these entered, it makes
+    another one. Others are numbers that the model was given; what is whole is a count."""
     name: str = func._schema.name.partition("::")[2].rstrip("_")
-    fed = [t for t in fed if t.is_floating_point() or t.is_complex()]  # others are counts
-    scales = name in SCALES and len(fed) == 1 and (name != "div" or fed[0] is args[0])
-    return name in SUMS or scales
+    fed, sums = ([t for t in some if t.is_floating_point() or t.is_complex()]
+                 for some in (fed, sums))  # fmt: skip
+    if name == "div":
+        return len(fed) == 1 and fed[0] is args[0]
+    return name in SUMS or (name in SCALES and len(sums) == 1)
 
 
 def divides(func: Any, args: Sequence[Any]) -> bool:

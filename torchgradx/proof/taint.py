@@ -201,7 +201,7 @@ class Taint(TorchDispatchMode):
                 self._pieces.keep(t, None if sizes else firsts(k))
         if numbers:
             self._reordered.mark(out[0], Put(order_by(out[1], 0, len(args[0])), False, True))
-        self.orderly = self.orderly and not self._strays(func, args, fed, before, guesses, out)
+        self.orderly = self.orderly and not self._strays(func, args, places, before, guesses, out)
         for t, view, was in written if not clean else ():
             self._mark(t, clean, put)
             now = self.place(t)
@@ -239,7 +239,7 @@ class Taint(TorchDispatchMode):
         self,
         func: Any,
         args: Any,
-        fed: Sequence[Tensor],
+        places: Sequence[Fed],
         before: set[Place | None],
         guesses: Sequence[Follows],
         out: Any,
@@ -257,10 +257,11 @@ class Taint(TorchDispatchMode):
         if not first.is_floating_point() and not first.is_complex():
             return False
         if GONE in before:
+            fed, sums = [t for t, _ in places], [t for t, at in places if at == GONE]
             graph = torch.is_grad_enabled() and any(t.requires_grad for t in fed)
             if not first.dim() and not graph and not _in_a_function():
                 return False  # it is logged, or goes back into the samples
-            return self._n in first.shape or not adds_up(func, args, fed)
+            return self._n in first.shape or not adds_up(func, args, fed, sums)
         now = self.place(first)
         if not before:
             return any(guess(0, first) in (None, GONE) for guess in guesses)
