@@ -292,7 +292,7 @@ GIVEN = {
     "outputs": lambda y: y,
     "outputs, positions first": lambda y: y.transpose(0, 1),
     "rows": lambda y: y.flatten(0, 1),
-    "a loss": lambda y: y.square().sum().sqrt(),
+    "a loss": lambda y: y.square().sum(),
 }
 
 

@@ -35,6 +35,26 @@ def probability(logits, labels):
     return F.binary_cross_entropy(logits[:, 0].sigmoid(), positive, reduction="none")
 
 
+def distances(a, b):
+    return torch.cdist(a[:, None], b[:, None]).mean()
+
+
+def logged(logits, labels):
+    """What is made of it for a log changes nothing."""
+    loss = each(logits, labels).mean()
+    with torch.no_grad():
+        loss.exp().sqrt()
+    loss.detach().exp().item()
+    return loss
+
+
+def in_turn(logits, labels):
+    loss = logits.new_zeros(())
+    for column in logits.unbind(1):
+        loss += 0.5 * column.square().mean() / logits.new_tensor(2.0)
+    return torch.stack([loss, each(logits, labels).mean()]) @ logits.new_tensor([1.0, 2.0])
+
+
 LOSSES = {
     "a mean of each": lambda o, y: each(o, y).mean(),
     "a sum of each": lambda o, y: each(o, y).sum() / len(y),
@@ -46,6 +66,24 @@ LOSSES = {
     "binary, weighted": lambda o, y: binary(o, y, pos_weight=o.new_tensor(3.0)).mean(),
     "a probability": lambda o, y: probability(o, y).mean(),
     "hinge": lambda o, y: F.multi_margin_loss(o, y),
+    "weighted classes, over N": lambda o, y: (
+        F.cross_entropy(o, y, weight=torch.arange(1.0, 4).to(o), reduction="sum") / len(y)
+    ),
+    "over a count": lambda o, y: each(o, y).sum() / (y >= 0).sum().clamp(min=1),
+    "a mean that names them": lambda o, y: each(o, y).mean(0),
+    "a mean of all dimensions": lambda o, y: o.square().mean((0, 1)),
+    "a mean of means": lambda o, y: o.square().mean(dim=0, keepdim=True).mean(),
+    "a sum that names them": lambda o, y: o.square().sum(0).sum() / len(y),
+    "log sigmoid": lambda o, y: -F.logsigmoid(o[:, 0]).mean(),
+    "labels each by itself": lambda o, y: F.multilabel_soft_margin_loss(
+        o, F.one_hot(y, CLASSES).to(o)
+    ),
+    "distances": lambda o, y: distances(o, o.square() + 1),
+    "distances from a table": lambda o, y: torch.cdist(o, torch.eye(CLASSES).to(o)).mean(),
+    "two, the second by a weight": lambda o, y: each(o, y).mean() + 0.1 * o.square().mean(),
+    "several in turn": in_turn,
+    "logged": logged,
+    "without nan": lambda o, y: each(o, y).mean().nan_to_num(),
 }
 
 
@@ -66,6 +104,19 @@ def labels(*sizes):
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_that_keeps_the_samples_until_their_mean_is_exact(name, options):
     check(of_its_loss(LOSSES[name]), whole, torch.randn(N, 4), labels(), **options)
+
+
+@a_few_modes
+def test_a_loss_that_is_scaled_by_a_number_the_model_is_given_is_exact(options):
+    """As by one that grows in the course of training."""
+
+    def loss(m, x, y, scale):
+        o = m.b(torch.tanh(m.a(x)))
+        return each(o, y).mean() + scale.clamp(max=1.0) * o.square().mean()
+
+    model = Model(loss, a=nn.Linear(4, 7), b=nn.Linear(7, CLASSES))
+    scaled = lambda model, x, y: model(x, y, x.new_tensor(0.3))  # noqa: E731
+    check(model, scaled, torch.randn(N, 4), labels(), **options)
 
 
 def masked(o, y):
@@ -115,11 +166,43 @@ def test_tokens_that_meet_others_labels_are_refused(options):
     refused(model, whole, torch.randn(N, T, 4), labels(T), names=["a.weight"], **options)
 
 
+def weighted(logits):
+    return logits[:, 0].exp()
+
+
+def total(logits, labels):
+    return (each(logits, labels) * weighted(logits)).sum()
+
+
 BY_ALL = {
     "a weighted mean": lambda o, y: (each(o, y) * o[:, 0].exp()).sum() / o[:, 0].exp().sum(),
     "the largest": lambda o, y: each(o, y).max(),
     "a norm": lambda o, y: each(o, y).norm(),
     "a distance": lambda o, y: torch.dist(o, F.one_hot(y, CLASSES).to(o)),
+    "times a reciprocal": lambda o, y: total(o, y) * weighted(o).sum().reciprocal(),
+    "times a power of -1": lambda o, y: total(o, y) * weighted(o).sum() ** -1,
+    "rows, by a power": lambda o, y: (each(o, y) * weighted(o).sum() ** -0.5).sum(),
+    "addcdiv": lambda o, y: torch.addcdiv(o.new_zeros(()), total(o, y), weighted(o).sum()),
+    "true_divide": lambda o, y: torch.true_divide(total(o, y), weighted(o).sum()),
+    "one over it": lambda o, y: 1 / total(o, y),
+    "over itself": lambda o, y: total(o, y) / total(o, y).detach(),
+    "a mean by weights of classes": lambda o, y: F.cross_entropy(
+        o, y, weight=torch.arange(1.0, 4).to(o)
+    ),
+    "of maps, by weights of classes": lambda o, y: F.cross_entropy(
+        o[..., None, None], y[:, None, None], weight=torch.arange(1.0, 4).to(o)
+    ),
+    "a root": lambda o, y: each(o, y).mean().sqrt(),
+    "a logarithm": lambda o, y: each(o, y).sum().log(),
+    "a perplexity": lambda o, y: each(o, y).mean().exp(),
+    "a square": lambda o, y: each(o, y).mean() ** 2,
+    "tanh": lambda o, y: each(o, y).mean().tanh(),
+    "a product of two": lambda o, y: each(o, y).mean() * o.square().mean(),
+    "a product of a stack": lambda o, y: torch.stack([each(o, y).mean(), o.square().mean()]).prod(),
+    "where it is large": lambda o, y: (each(o, y).mean() - 0.5).relu(),
+    "an error of its own": lambda o, y: F.mse_loss(each(o, y).mean(), o.new_tensor(1.0)),
+    "squares of means": lambda o, y: o.mean(0).square().sum(),
+    "means against rows": lambda o, y: (o.mean(0) * o).sum(),
 }
 
 

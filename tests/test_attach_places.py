@@ -121,3 +121,66 @@ def test_where_nobody_can_follow_it_a_head_beside_the_output_changes_nothing(opt
     model = Model(forward, l=nn.Linear(3, 5), aside=nn.Linear(3, 2))
     refusal = exact_or_refused(model, by_rows, torch.randn(N, N, 3), **options)
     assert "in two dimensions" in str(refusal)
+
+
+def lost(y):
+    return y.as_strided(y.shape, y.stride())
+
+
+def attended(m, x):
+    return m.o(torch.softmax(x @ x.mT, -1) @ m.k(x))
+
+
+def turned_beside_mixed(m, x):
+    """Only the second tells them from positions, and of the first it says nothing."""
+    return lost(m.l(x).transpose(0, 1)), lost(attended(m, x))
+
+
+IN_SEVERAL = {
+    "the last of three": (lambda m, x: lost(m.l(x).permute(1, 2, 0)), (N, N, 3), N),
+    "the third of four": (lambda m, x: lost(m.l(x).permute(1, 2, 0, 3)), (N, N, N, 3), 5),
+    "one of two outputs": (turned_beside_mixed, (N, N, 3), 5),
+    "some of seven": (
+        lambda m, x: [lost(m.l(x * k).transpose(0, k % 2)) for k in range(1, 8)], (N, N, 3), 5),
+}  # fmt: skip
+
+
+def by_all(model, x):
+    found = model(x)
+    each = [found] if isinstance(found, torch.Tensor) else found
+    return sum(y.square().sum() for y in each) / len(x)
+
+
+def of_parts(forward, width):
+    return Model(forward, l=nn.Linear(3, width), k=nn.Linear(3, 3), o=nn.Linear(3, width))
+
+
+@every_mode
+@pytest.mark.parametrize("name", IN_SEVERAL)
+def test_where_nobody_can_follow_them_each_place_in_each_output_is_asked(name, options):
+    forward, shape, width = IN_SEVERAL[name]
+    refused(of_parts(forward, width), by_all, torch.randn(shape), names=["l.weight"],
+            match="two dimensions or more", **options)  # fmt: skip
+
+
+def of_one_trunk(m, x):
+    h = torch.softmax(x @ x.mT, -1) @ m.k(x)
+    return [lost(layer(h) * k) for k in range(3) for layer in (m.l, m.o)]
+
+
+SURE = {
+    "images of N channels": (lambda m, x: lost(m.c(x)), (N, N, N, N)),
+    "series of N channels": (lambda m, x: lost(m.s(x)), (N, N, N)),
+    "N numbers of N positions": (lambda m, x: m.n(x).permute(0, 2, 1), (N, N, 3)),
+    "six of one trunk": (of_one_trunk, (N, N, 3)),
+}
+
+
+@every_mode
+@pytest.mark.parametrize("name", SURE)
+def test_where_another_place_would_mix_them_equal_sizes_leave_no_doubt(name, options):
+    forward, shape = SURE[name]
+    model = of_parts(forward, 5)
+    model.c, model.s = nn.Conv2d(N, N, 3, padding=1), nn.Conv1d(N, N, 3, padding=1)
+    model.n = nn.Linear(3, N)
+    check(model, by_all, torch.randn(shape), **options)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from functools import partial
+from itertools import product
 from math import inf, prod, sqrt
 from typing import Any
 
@@ -38,9 +39,10 @@ __all__ = [
 # rows n*T+t | rows t*N+n | of no sample, see shared | no gradient comes from the outputs, and if
 # one does come it is refused | [T, N K, *]
 BATCH, SEQUENCE, SHARED, NOWHERE, SECOND = range(5)
+WAYS = 16  # that are tried; a backward each, and more
 EITHER = (
-    "the model's outputs have {n}, the number of samples, in two dimensions, and which of them "
-    "holds the samples could not be followed"
+    "the model's outputs have {n}, the number of samples, in two dimensions or more, and which of "
+    "them holds the samples could not be followed"
 )
 MIXED = (
     "its rows mix the {n} samples, or stand in another order than n*T+t or t*N+n. If what it is "
@@ -126,22 +128,30 @@ def prove(
     if n <= 1 or not known:
         return [BATCH] * len(uses)
     heads = [(t, d) for t, d in zip(outputs, places, strict=True) if t.requires_grad]
-    seeded = [(t, _sample_dim(t, n, batch_dim, d)) for t, d in heads]
-    found = _by_seeds(seeded, uses, n, unspent)
-    others = [(t, d if place is not None else _other_dim(t, n, d))
-              for (t, place), (_, d) in zip(heads, seeded, strict=True)]  # fmt: skip
-    same = all(d == other for (_, d), (_, other) in zip(seeded, others, strict=True))
+    dims = [_sample_dims(t, n, batch_dim, d) for t, d in heads]
 
-    def mixes(verdicts: Sequence[int | str | None], those: Sequence[bool | None]) -> bool:
-        both = zip(verdicts, uses, strict=True)
+    def verdicts(way: Sequence[int | None]) -> list[int | str | None]:
+        return _by_seeds([(t, d) for (t, _), d in zip(heads, way, strict=True)], uses, n, unspent)
+
+    def mixes(found: Sequence[int | str | None], those: Sequence[bool | None]) -> bool:
+        both = zip(found, uses, strict=True)
         return any(isinstance(v, str) and use.free in those for v, use in both)
 
-    if not same and not mixes(found, (False, None)):
-        instead = _by_seeds(others, uses, n, unspent)
+    found = verdicts([first for first, *_ in dims])
+    doubtful = [k for k, fits in enumerate(dims) if len(fits) > 1]
+    if not doubtful or mixes(found, (False, None)):
+        return found
+    for k in doubtful if len(doubtful) > 1 else ():  # what one of them mixes, all of them do
+        first, *others = dims[k]
+        apart = [[d if j == k else None for j in range(len(dims))] for d in others]
+        dims[k] = [first, *(way[k] for way in apart if not mixes(verdicts(way), (False,)))]
+    either: list[int | str | None] = [EITHER.format(n=n)] * len(uses)
+    for count, way in enumerate(product(*dims)):
+        instead = verdicts(way) if count else found
         denied = any(v in {BATCH, SEQUENCE} - {use.own} and use.own is not None
                      for v, use in zip(instead, uses, strict=True))  # fmt: skip
-        if instead != found and not denied and not mixes(instead, (False,)):
-            return [EITHER.format(n=n)] * len(uses)
+        if count == WAYS or (instead != found and not denied and not mixes(instead, (False,))):
+            return either
     return found
 
 
@@ -259,20 +269,15 @@ def _is_python(node: Any) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
-def _sample_dim(t: Tensor, n: int, batch_dim: int, place: Place | None) -> int | None:
+def _sample_dims(t: Tensor, n: int, batch_dim: int, place: Place | None) -> list[int | None]:
+    """Where samples may be, the likeliest first."""
     if not t.is_floating_point() or place == GONE:
-        return None
+        return [None]
     if place is not None and place.dim < t.dim():
-        return place.dim if t.shape[place.dim] == n else None
-    if t.dim() > batch_dim and t.shape[batch_dim] == n:
-        return batch_dim
-    return 0 if t.dim() and t.shape[0] == n else None
-
-
-def _other_dim(t: Tensor, n: int, dim: int | None) -> int | None:
-    """Another dimension that might hold the samples, by its size."""
-    fits = [d for d, size in enumerate(t.shape) if size == n and d != dim]
-    return dim if dim is None or not fits else fits[0]
+        return [place.dim if t.shape[place.dim] == n else None]
+    fits = [d for d, size in enumerate(t.shape) if size == n]
+    first = batch_dim if batch_dim in fits else 0
+    return [first, *(d for d in fits if d != first)] if first in fits else [None]
 
 
 def _digits(n: int, base: int) -> list[Tensor]:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .reordered import order_by
+from .reordered import Rows, order_by
 
-__all__ = ["adds_up", "argument_of", "disorders", "divides", "indices_of", "orders", "picks"]
+__all__ = ["adds_up", "argument_of", "disorders", "divides", "indices_of", "orders", "picks",
+           "sorts_numbers"]  # fmt: skip
 
 PUTS = {"_add", "_copy", "_put", "_reduce"}
 # along their dim nothing is moved
@@ -24,29 +25,39 @@ HARMLESS = {"cat", "permute", "squeeze", "stack", "unflatten", "unsqueeze"}
 PARTS = {"select", "split", "split_with_sizes", "unbind"}
 CHOICES = {"_pack_padded_sequence", "_unique2", "masked_scatter", "masked_select", "nonzero", "put",
            "take", "unique_consecutive", "unique_dim"}  # fmt: skip
+# What they write, and where it is among their arguments.
+SOURCES = {"index_add": 3, "index_copy": 3, "index_put": 2, "index_reduce": 3, "masked_scatter": 2,
+           "put": 2, "scatter": 3, "scatter_add": 3, "scatter_reduce": 3}  # fmt: skip
+TURNS = {"flip": "dims", "roll": "dims", "rot90": "dims", "sort": "dim", "topk": "dim",
+         "unique_dim": "dim"}  # fmt: skip
 PRODUCTS = {"mm": 0, "addmm": 1, "mv": 0, "addmv": 1, "dot": 0, "bmm": 0}  # the first factor
+FACTORS = {**PRODUCTS, "baddbmm": 1}
 
 SUMS = {"_reshape_alias", "_to_copy", "_unsafe_view", "add", "alias", "cat", "clone", "copy",
-        "detach", "expand", "lift_fresh", "mean", "neg", "permute", "rsub", "select", "slice",
-        "split", "squeeze", "stack", "sub", "sum", "t", "transpose", "unbind", "unsqueeze",
+        "detach", "expand", "lift_fresh", "mean", "nan_to_num", "neg", "permute", "rsub", "select",
+        "slice", "split", "squeeze", "stack", "sub", "sum", "t", "transpose", "unbind", "unsqueeze",
         "view"}  # fmt: skip
 PICKS = {"amax", "amin", "aminmax", "dist", "linalg_vector_norm", "logsumexp", "max", "median",
          "min", "nanmedian", "norm", "prod", "std", "var"}  # fmt: skip
 SCALES = {*PRODUCTS, "baddbmm", "convolution", "div", "linear", "matmul", "mul"}
 
 
-def adds_up(func: Any, args: Sequence[Any], fed: Sequence[Tensor]) -> bool:
-    """Whether of sums over the samples it makes another one. `fed`: its operands that are such."""
+def adds_up(func: Any, args: Sequence[Any], fed: Sequence[Tensor], sums: Sequence[Tensor]) -> bool:
+    """Whether of sums over the samples, which are among its operands that these entered, it makes
+    another one. Others are numbers that the model was given; what is whole is a count."""
     name: str = func._schema.name.partition("::")[2].rstrip("_")
-    scales = name in SCALES and len(fed) == 1 and (name != "div" or fed[0] is args[0])
-    return name in SUMS or scales
+    fed, sums = ([t for t in some if t.is_floating_point() or t.is_complex()]
+                 for some in (fed, sums))  # fmt: skip
+    if name == "div":
+        return len(fed) == 1 and fed[0] is args[0]
+    return name in SUMS or (name in SCALES and len(sums) == 1)
 
 
-def divides(func: Any, args: Sequence[Any], fed: Sequence[Tensor]) -> bool:
-    """Whether it divides by what is made of all samples, as a mean by the sum of their weights
-    does; counts, of targets that are there, are undone by a loss_scale."""
-    name: str = func._schema.name.partition("::")[2].rstrip("_")
-    return name == "div" and _in(args[1], fed) and args[1].is_floating_point()
+def divides(func: Any, args: Sequence[Any]) -> bool:
+    """Whether it is a mean by weights of classes: their sum is of all samples. Counts, of targets
+    that are there, are undone by a loss_scale."""
+    name: str = func._schema.name.partition("::")[2]
+    return name.startswith("nll_loss") and args[2] is not None and args[3] == 1
 
 
 def picks(func: Any) -> bool:
@@ -115,6 +126,8 @@ def disorders(
     along = [*_numbers(argument_of(func, args, kwargs, key) for key in ("dim", "dims"))]
     if name == "roll" and not along:
         return True
+    if name in ("mean", "sum") and dim_of(args[0]) in {d % args[0].dim() for d in along}:
+        return False  # a loss, or it goes back into them
     return any(-t.dim() <= d < t.dim() and holds(t, d % t.dim()) for t in fed[:1] for d in along)
 
 
@@ -129,21 +142,29 @@ def orders(
     """The order in which samples come out, if it is another one, or one that the batch itself
     chooses, as x[lengths.argsort()] has it."""
     name: str = func._schema.name.partition("::")[2].rstrip("_")
-    t = args[2] if name == "index_put" else args[0] if args else None
+    if name in FACTORS:
+        left, right = args[FACTORS[name] :][:2]
+        return object() if _sends(left, right, fed, dim_of) else None
+    t = args[SOURCES.get(name, 0)] if args else None
     dim = dim_of(t) if isinstance(t, Tensor) and _in(t, fed) else None
     if dim is None or t is None:
         return None
-    size = t.shape[dim]
-    if name in ("flip", "roll") or (name == "sort" and t.dim() > 1):
-        along = argument_of(func, args, kwargs, "dim" if name == "sort" else "dims")
+    size, doubtful = t.shape[dim], [*fed, *unknown]
+    if name in TURNS and (t.dim() > 1 or TURNS[name] == "dims"):
+        along = argument_of(func, args, kwargs, TURNS[name])
         axes = [d % t.dim() for d in _numbers([along])]
         return object() if dim in axes or not axes else None  # roll: of all, in a row
-    if name == "gather":
-        moves = args[1] % t.dim() == dim and _in(args[2], [*fed, *unknown])
-        return order_by(args[2], dim, size) if moves else None
+    if name in ("put", "take") or name.startswith("_embedding_bag"):
+        return object()
+    if name == "masked_scatter":  # what has samples of its own is given theirs, as images' tokens
+        return None if _in(args[0], fed) else object()
+    if name == "gather" or name.startswith("scatter"):
+        if args[1] % t.dim() != dim or not _moves(args[2], dim, size, doubtful):
+            return None
+        return order_by(args[2], dim, size) if name == "gather" else object()
     if name == "embedding":
         index = [args[1]]
-    elif name in ("index", "index_put", "index_select"):
+    elif name in ("index", "index_select") or name in SOURCES:
         _, index = next(indices_of(func, args))
     else:
         return None
@@ -152,12 +173,45 @@ def orders(
         return None
     if not chosen.numel() or chosen.numel() % size:
         return None
-    order = torch.arange(size, device=chosen.device)
-    moved = chosen.shape == order.shape and torch.is_grad_enabled() and not chosen.equal(order)
-    if not moved and not _in(chosen, [*fed, *unknown]):
+    whole = chosen.numel() == size or _in(chosen, doubtful)
+    if not whole or not _moves(chosen, 0, size, doubtful):
         return None
-    plain = name != "index_put" and chosen.dim() == 1
-    return order_by(chosen, 0, size) if plain else object()
+    if _in(chosen, doubtful):
+        plain = name not in SOURCES and chosen.dim() == 1
+        return order_by(chosen, 0, size) if plain else object()
+    rows = chosen.flatten().argsort() if name in SOURCES else chosen.flatten()
+    each = sorted(chosen.flatten().tolist()) == list(range(size))
+    return Rows(rows.tolist()) if each else object()
+
+
+def sorts_numbers(
+    func: Any, args: Sequence[Any], fed: Sequence[Tensor], dim_of: Callable[[Tensor], int | None]
+) -> bool:
+    """Whether samples that are numbers, as their lengths, come out sorted, and by which indices."""
+    name: str = func._schema.name.partition("::")[2]
+    sorts = name in ("sort", "topk") and args[0].dim() == 1
+    return sorts and _in(args[0], fed) and dim_of(args[0]) == 0
+
+
+def _moves(index: Tensor, dim: int, size: int, doubtful: Sequence[Tensor]) -> bool:
+    """Whether it sends rows elsewhere, or a batch may have it do so."""
+    if _in(index, doubtful):
+        return True
+    there = torch.arange(size, device=index.device).view(-1, *[1] * (index.dim() - 1 - dim))
+    return index.shape[dim] == size and not bool((index == there).all())
+
+
+def _sends(
+    left: Tensor, right: Tensor, fed: Sequence[Tensor], dim_of: Callable[[Tensor], int | None]
+) -> bool:
+    """Whether a product with a matrix makes as many rows, or columns, of samples as it takes."""
+
+    def summed(t: Tensor, axis: int) -> bool:
+        return _in(t, fed) and dim_of(t) == axis % t.dim()
+
+    rows, columns = summed(right, -min(2, right.dim())), summed(left, -1)
+    n = left.shape[-1]
+    return (rows and left.shape[:-1][-1:] == (n,)) or (columns and right.shape[1:][-1:] == (n,))
 
 
 def _may_hold(t: Tensor, dim: int, n: int) -> bool:

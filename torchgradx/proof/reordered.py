@@ -8,6 +8,7 @@ anything that has a gradient, a weight or what came of one, unless that was put 
 order, in the graph: as a loss inside of the model has it, of logits[i] and labels[i]. By that no
 layer is given rows in another order, and a loss has none. While there is such an order, what nobody
 knows (it may be a copy, as NumPy's) and samples that are not in it are missed where they are met.
+Keys that are shuffled without a graph, by numbers that no sample chose, may well be put back.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..passes.frames import Reentrant
 
-__all__ = ["Put", "Reordered", "order_by", "shows"]
+__all__ = ["Put", "Reordered", "Rows", "order_by", "shows"]
+
+
+class Rows(tuple[int, ...]):
+    """An order that no batch chose: the sample of each row."""
 
 
 class Put(NamedTuple):
@@ -29,8 +34,13 @@ class Put(NamedTuple):
 
     order: Any
     shown: bool  # by a graph in which a layer is
+    quiet: bool = False  # copies that torch does not see are harmless, as lists of lengths
 
-    def again(self) -> Put:
+    def then(self, put: Put) -> Put | None:
+        """Of what is in this order already; None: that put it back."""
+        if isinstance(self.order, Rows) and isinstance(put.order, Rows):
+            order = Rows(self.order[k] for k in put.order)
+            return None if order == Rows(range(len(order))) else self._replace(order=order)
         return self._replace(order=object())
 
 
@@ -39,36 +49,40 @@ class Reordered:
 
     def __init__(self) -> None:
         self.missed = self._hides = False  # hides: an order that no graph shows was made
-        self._known: dict[int, tuple[StorageWeakRef, Any, bool]] = {}
+        self._known: dict[int, tuple[StorageWeakRef, Put]] = {}
 
     def __bool__(self) -> bool:
         return self._hides or bool(self._known)
 
     def mark(self, t: Tensor, put: Put | None) -> None:
         storage = t.untyped_storage()
-        if put is not None:
-            self._known[storage._cdata] = StorageWeakRef(storage), *put
-            self._hides = self._hides or not put.shown
+        if put is not None and (t.dim() or not put.quiet):  # the largest number is in no order
+            self._known[storage._cdata] = StorageWeakRef(storage), put
+            self._hides = self._hides or not (put.shown or put.quiet)
         else:
             self._known.pop(storage._cdata, None)
 
-    def joined(self, operands: Sequence[Tensor], clean: Sequence[bool | None]) -> Put | None:
+    def joined(
+        self, operands: Sequence[Tensor], clean: Sequence[bool | None], counts: bool = True
+    ) -> Put | None:
         """Of what is made of these, which are all that an operation is given. Among those of which
-        nobody knows may be a copy, as NumPy's, of data that was put into an order."""
+        nobody knows may be a copy, as NumPy's, of data that was put into an order. `counts`:
+        gradients will be had of it."""
         found = [self._of(t) for t in operands]
         hidden = {put.order for put in found if put and not put.shown}
         live = {put and put.order for t, put in zip(operands, found, strict=True)
                 if t.requires_grad}  # fmt: skip
-        self.missed = self.missed or bool(hidden and live and live != hidden)
+        self.missed = self.missed or bool(counts and hidden and live and live != hidden)
         data = {
             put and put.order for put, same in zip(found, clean, strict=True) if same is not True
         }
         apart = None in clean or (any(found) and len(data) > 1)
         self.missed = self.missed or (self._hides and apart)
-        shown = any(put and put.shown for put in found)
-        if not any(found):
+        puts = [put for put in found if put]
+        if not puts:
             return None
-        return Put(data.pop() if len(data) == 1 else object(), shown)
+        shown, quiet = any(put.shown for put in puts), all(put.quiet for put in puts)
+        return Put(data.pop() if len(data) == 1 else object(), shown, quiet)
 
     def enter(self, given: Iterable[Tensor], clean: Sequence[bool | None] = ()) -> None:
         """A layer is given these, or the model returns them."""
@@ -84,7 +98,7 @@ class Reordered:
             return None
         # Inside of a Function nothing has a graph; elsewhere it was detached.
         cut = torch.is_grad_enabled() and not t.requires_grad
-        return Put(known[1], known[2] and not cut) if known else None
+        return known[1]._replace(shown=known[1].shown and not cut) if known else None
 
 
 def order_by(index: Tensor, dim: int, size: int) -> Any:

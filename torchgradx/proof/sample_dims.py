@@ -17,7 +17,7 @@ from torch import Tensor
 from . import order
 from .order import argument_of, indices_of
 
-__all__ = ["GONE", "Fed", "Follows", "Place", "first_places", "followed", "guessed"]
+__all__ = ["GONE", "Fed", "Follows", "Place", "first_places", "followed", "guessed", "view_of"]
 
 
 class Place(NamedTuple):
@@ -96,6 +96,8 @@ def followed(
         return moved(_indexed(chosen, place.dim) if args[0] is t else None)
     if isinstance(said("keepdim"), bool):
         return moved(_reduced(t, place.dim, said("dim"), said("keepdim")))
+    if name == "_cdist_forward":
+        return moved(_against(t, args, fed, place))
     if name in LOSSES:
         alike = place.dim == 0 and all(at == place for _, at in fed)
         size = t.shape[place.dim]
@@ -170,10 +172,10 @@ MOVED: dict[str, Callable[[Tensor, int, Callable[[str], Any]], int | None]] = {
     "unbind": _taken,
     "unsqueeze": _inserted,
 }
-PRODUCTS = {**order.PRODUCTS, "linear": 0, "baddbmm": 1}  # the first factor
+PRODUCTS = {**order.FACTORS, "linear": 0}
 VIEWS = {"_reshape_alias", "_unsafe_view", "flatten", "reshape", "unflatten", "view", "view_as"}
 BROADCAST = {"binary_cross_entropy", "binary_cross_entropy_with_logits", "cat", "expand",
-             "masked_fill", "where"}  # fmt: skip
+             "log_sigmoid_forward", "masked_fill", "where"}  # fmt: skip
 # Of each row its number, if they are not reduced: that of a class.
 LOSSES = {"nll_loss2d_forward", "nll_loss_forward"}
 # Seen whole below autograd; the rows of what they make are those of what they are given.
@@ -280,6 +282,13 @@ def _product(factors: Sequence[Any], known: Sequence[tuple[Tensor, Place]]) -> P
     return GONE if gone else None
 
 
+def _against(t: Tensor, args: Sequence[Any], fed: Sequence[Fed], place: Place) -> int | None:
+    """Distances of the first one's rows from each of the second's."""
+    batch = place.dim < t.dim() - 2 and all(at == place for _, at in fed)
+    rows = place.dim == t.dim() - 2 and len(fed) == 1 and t is args[0]
+    return place.dim if args[0].dim() == args[1].dim() and (batch or rows) else None
+
+
 def _broadcast(out: Tensor, known: Sequence[tuple[Tensor, Place]]) -> Place | None:
     """Of all operands in the same one, or nobody knows: each may meet another's."""
     if not out.dim():  # a loss of them
@@ -288,3 +297,11 @@ def _broadcast(out: Tensor, known: Sequence[tuple[Tensor, Place]]) -> Place | No
     t, place = known[0]
     to, size = place.dim + out.dim() - t.dim(), t.shape[place.dim]
     return _checked(out, to, size, place) if len(places) == 1 else None
+
+
+def view_of(t: Tensor) -> Any:
+    """A tensor's memory, and how it looks at it; several views of one memory differ in this."""
+    try:
+        return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()
+    except Exception:  # sparse tensors have no storage
+        return None

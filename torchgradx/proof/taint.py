@@ -26,9 +26,10 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from ..sites import packed
-from .order import adds_up, disorders, divides, orders, picks
-from .reordered import Put, Reordered, shows
-from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, guessed
+from .order import adds_up, disorders, divides, orders, picks, sorts_numbers
+from .pieces import Firsts, Pieces
+from .reordered import Put, Reordered, Rows, order_by, shows
+from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, guessed, view_of
 
 __all__ = ["Given", "Taint", "watching"]
 
@@ -63,13 +64,14 @@ class Taint(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._n, self._parameters, self._arguments = n, parameters, arguments
+        self._batch_dim = batch_dim
         # By storage, which views and in-place writes share; a weak reference keeps its address.
         self._known: dict[int, tuple[StorageWeakRef, bool | None]] = {}
         self._seen: dict[tuple[Any, int], bool] = {}  # clean, as consumed; by node and output
         self._where: dict[tuple[Any, int], Place | None] = {}  # the samples, in what they entered
         self.given: dict[tuple[int, bool], Given] = {}  # by site, and whether without a graph
         self.orderly = True  # nothing moved or mixed the samples
-        self._reordered = Reordered()
+        self._reordered, self._pieces = Reordered(), Pieces(n, batch_dim)
         self.ends: list[Place | None] = []  # where they are in the model's outputs
         self._on = True
         for t in held:
@@ -141,6 +143,12 @@ class Taint(TorchDispatchMode):
         place = self.place(t)
         return None if place is None or place == GONE else place.dim
 
+    def _likely(self, t: Tensor) -> int | None:
+        """Where they could not be followed, where they are in the model's arguments."""
+        dim = self._batch_dim
+        there = t.is_floating_point() and t.dim() > dim and t.shape[dim] == self._n
+        return dim if there and self.place(t) is None else self._dim_of(t)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._on:
@@ -156,18 +164,22 @@ class Taint(TorchDispatchMode):
                 if clean is False:
                     self._stands(t)
         fed = [t for t, clean in zip(operands, verdicts, strict=True) if clean is False]
-        put = None
+        put, numbers = None, False
+        firsts: Firsts = lambda k: None  # noqa: E731
         if fed:
             unknown = [t for t, clean in zip(operands, verdicts, strict=True) if clean is None]
             try:
                 told = self._n, fed, unknown, self._dim_of
                 self.orderly = self.orderly and not disorders(func, args, kwargs, *told)
-                put = None if self.ordered else self._put(func, args, kwargs, fed, unknown)
+                given = func, args, kwargs, fed
+                firsts, joins = self._pieces.made(*given, self._likely(fed[0]))
+                put = None if self.ordered else self._put(*given, unknown, joins)
+                numbers = sorts_numbers(func, args, fed, self._dim_of) and self._hidden(fed)
             except Exception:  # what it was given has no values, or is none of torch's
                 self.orderly = False
         if self._reordered and not self.ordered:
-            joined = self._reordered.joined(operands, verdicts)
-            put = joined if put is None else put if joined is None else joined.again()
+            joined = self._reordered.joined(operands, verdicts, _counts())
+            put = joined if put is None else put if joined is None else joined.then(put)
         places = [(t, self.place(t)) for t in fed]
         place = self._following(func, args, kwargs, places)
         before = {at for _, at in places} - {None}
@@ -186,7 +198,10 @@ class Taint(TorchDispatchMode):
                 sizes = _of_sizes_only(func)
                 self._mark(t, True if sizes else clean, None if sizes else put)
                 self._places[view_of(t)] = None if sizes else place(k, t)
-        self.orderly = self.orderly and not self._strays(func, args, fed, before, guesses, out)
+                self._pieces.keep(t, None if sizes else firsts(k))
+        if numbers:
+            self._reordered.mark(out[0], Put(order_by(out[1], 0, len(args[0])), False, True))
+        self.orderly = self.orderly and not self._strays(func, args, places, before, guesses, out)
         for t, view, was in written if not clean else ():
             self._mark(t, clean, put)
             now = self.place(t)
@@ -200,10 +215,18 @@ class Taint(TorchDispatchMode):
         """Whether layers, or the outputs, have the samples in an order that no graph shows."""
         return self._reordered.missed
 
-    def _put(self, func: Any, args: Any, kwargs: Any, fed: Any, unknown: Any) -> Put | None:
-        order = orders(func, args, kwargs, fed, unknown, self._dim_of)
-        known = order is not None and not _packing()
-        return Put(order, any(shows(t, self._arguments) for t in fed)) if known else None
+    def _put(
+        self, func: Any, args: Any, kwargs: Any, fed: Any, unknown: Any, joins: bool
+    ) -> Put | None:
+        """`joins`: pieces of samples, in another order."""
+        order = object() if joins else orders(func, args, kwargs, fed, unknown, self._likely)
+        if order is None or _packing():
+            return None
+        quiet = isinstance(order, Rows) and not torch.is_grad_enabled()  # as keys are shuffled
+        return Put(order, any(shows(t, self._arguments) for t in fed), quiet)
+
+    def _hidden(self, fed: Iterable[Tensor]) -> bool:
+        return not (_packing() or any(shows(t, self._arguments) for t in fed))
 
     def _as(self, view: Any, written: Any, place: Place | None) -> bool:
         """Whether a view has its samples where another one of the same memory has got them."""
@@ -216,7 +239,7 @@ class Taint(TorchDispatchMode):
         self,
         func: Any,
         args: Any,
-        fed: Sequence[Tensor],
+        places: Sequence[Fed],
         before: set[Place | None],
         guesses: Sequence[Follows],
         out: Any,
@@ -233,14 +256,17 @@ class Taint(TorchDispatchMode):
             return False
         if not first.is_floating_point() and not first.is_complex():
             return False
-        if GONE in before:  # a single number is a loss, or goes back into the samples
-            if first.dim() == 0 and not divides(func, args, fed):
-                return False
-            return self._n in first.shape or not adds_up(func, args, fed)
+        if GONE in before:
+            fed, sums = [t for t, _ in places], [t for t, at in places if at == GONE]
+            graph = torch.is_grad_enabled() and any(t.requires_grad for t in fed)
+            if not first.dim() and not graph and not _in_a_function():
+                return False  # it is logged, or goes back into the samples
+            return self._n in first.shape or not adds_up(func, args, fed, sums)
         now = self.place(first)
         if not before:
             return any(guess(0, first) in (None, GONE) for guess in guesses)
-        return now is None or (now == GONE and (self._n in first.shape or picks(func)))
+        some = self._n in first.shape or picks(func) or divides(func, args)
+        return now is None or (now == GONE and some)
 
     def _following(self, func: Any, args: Any, kwargs: Any, fed: Sequence[Fed]) -> Follows:
         try:
@@ -252,7 +278,8 @@ class Taint(TorchDispatchMode):
         """A use of a site, whose rows are those of `counts`."""
         if self._on:
             verdicts = [self._is_clean(t) for t in given]
-            self._reordered.enter(given, verdicts)
+            if _counts():
+                self._reordered.enter(given, verdicts)
             dim, place = self._dim_of(given[0]) if given else None, self.place(counts)
             key = site, not torch.is_grad_enabled()
             before = self.given.get(key, Given(True, True, dim))
@@ -306,14 +333,6 @@ def watching(
     return kind(n, held, arguments, batch_dim, parameters)
 
 
-def view_of(t: Tensor) -> Any:
-    """A tensor's memory, and how it looks at it; several views of one memory differ in this."""
-    try:
-        return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()
-    except Exception:  # sparse tensors have no storage
-        return None
-
-
 def _of_all(t: Tensor, first: Tensor, n: int, batch_dim: int) -> bool:
     """Ids and masks that all samples share, as positions [1, T] beside tokens [N, T, ...]; beside
     anything else, ids of one row may be packed ones."""
@@ -339,6 +358,11 @@ def _in_a_function() -> bool:
     while frame.f_back is not None and frame.f_code is not APPLY:
         frame = frame.f_back
     return frame.f_code is APPLY
+
+
+def _counts() -> bool:
+    """Whether gradients will be had of what is done now."""
+    return torch.is_grad_enabled() or _in_a_function()
 
 
 def _of_sizes_only(func: Any) -> bool:
