@@ -150,6 +150,7 @@ void bind_pass(py::module_& m) {
             return self.arrive(parameters, nullptr, enclosed);
           },
           py::arg("parameters"), py::arg("enclosed") = false)
+      .def("reaches", [](const Pass& self, const std::vector<int64_t>& parameters) { return self.reaches(parameters); })
       .def("waits", [](Pass& self, int64_t parameter) { return self.waits(parameter); })
       .def_readwrite("directions", &Pass::directions)
       .def_property_readonly(

@@ -213,6 +213,14 @@ bool Pass::arrive(at::IntArrayRef parameters, const Node* at, bool enclosed) {
   return true;
 }
 
+bool Pass::reaches(at::IntArrayRef parameters) const {
+  const auto* reached = get_current_graph_task_nodes_in_graph();
+  return std::any_of(parameters.begin(), parameters.end(), [&](int64_t parameter) {
+    const NodePtr& owner = owners_->of[parameter];
+    return !reached || !owner || reached->count(&*owner) > 0;
+  });
+}
+
 bool Pass::compiled(const Node& node) {
   return node.name() == "CompiledFunctionBackward";
 }

@@ -243,6 +243,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   // Backward: a use's gradient is here, at this node of the graph. False where this backward computes none of the
   // parameters' gradients.
   bool arrive(at::IntArrayRef parameters, const Node* at, bool enclosed = false);
+  bool reaches(at::IntArrayRef parameters) const;  // whether the graph that this backward runs has any of them
   static bool compiled(const Node& node);  // the backward of a whole graph: an edge for each parameter, used as may be
   // Whether the operands must be kept until all uses are in; `parts` of its rows, used once each, need no cross terms.
   bool waits(int64_t parameter, int64_t parts = 1);

@@ -1,6 +1,8 @@
 """Modules that are not plain: random, with custom functions, and with parameters of their own
 outside a leaf layer."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from attach_oracle import (
     close_named,
     exact_or_refused,
     fallback_mode,
+    loop,
     refused,
     seeded,  # noqa: F401
     square,
@@ -186,3 +189,50 @@ def test_samples_mixed_in_imaginary_parts_alone_are_refused(options):
 
     model = Model(mixed, l=nn.Linear(3, 4), w=torch.randn(4, 2))
     refused(model, square, torch.randn(N, 3), names={"w", "l.weight", "l.bias"}, **options)
+
+
+def of_its_loss(m, x, y):
+    x = x * m.idle if m.uses else x
+    return F.cross_entropy(m.b(torch.tanh(m.a(x))), y)
+
+
+def with_a_mean_of_all(m, x, y):
+    h = m.b(torch.tanh(m.a(x * m.idle if m.uses else x)))
+    return {"logits": h, "balance": h.mean()}
+
+
+IDLE = {
+    "a loss alone": (of_its_loss, lambda model, *batch: model(*batch)),
+    "a number beside the outputs": (
+        with_a_mean_of_all, lambda model, x, y: F.cross_entropy(model(x, y)["logits"], y)),
+}  # fmt: skip
+
+
+@a_few_modes
+@pytest.mark.parametrize("how", IDLE)
+@pytest.mark.parametrize("uses", [(False,) * 3, (False, True, True), (True, False, True)], ids=str)
+def test_own_parameters_that_a_forward_does_not_use_have_norm_0(uses, how, options):
+    """Even where the module cannot be run again by sample; once they are used, they count."""
+    if how == "a loss alone" and uses == (False, True, True):
+        pytest.skip("refused by name: no forward that was watched used them")
+    forward, loss = IDLE[how]
+    model = Model(forward, a=nn.Linear(3, 5), b=nn.Linear(5, 2), idle=torch.randn(3)).double()
+    with torchgradx.attach(model, **options) as probe:
+        for model.uses in uses:
+            model.zero_grad()
+            batch = torch.randn(N, 3).double(), torch.randint(2, (N,))
+            loss(model, *batch).backward()
+            named = probe.norms(per="parameter")
+            close_named(named, loop(copy.deepcopy(model), loss, *batch))
+            assert bool(named["idle"].any()) == model.uses
+
+
+@a_few_modes
+def test_outputs_in_a_distribution(options):
+    def forward(m, x):
+        return torch.distributions.Independent(
+            torch.distributions.Normal(m.mean(torch.tanh(m.first(x))), m.log_std.exp()), 1
+        )
+
+    model = Model(forward, first=nn.Linear(3, 5), mean=nn.Linear(5, 2), log_std=torch.randn(2))
+    check(model, lambda model, x: -model(x).log_prob(x[:, :2]).mean(), torch.randn(N, 3), **options)

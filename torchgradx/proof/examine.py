@@ -113,7 +113,10 @@ class Examiner:
             known = isinstance(verdict, int) and (node is not None or n <= 1)
             reason = verdict if isinstance(verdict, str) else None
             doubt = not trusted and not known
-            if doubt and not reason and went.over(uses[k]):
+            runs = node is not None and self._layers[site].kind == "vmap"
+            if runs and not self._lift.own(k, uses, graph):
+                doubt = False  # of its own parameters it used none: what comes to them is compared
+            elif doubt and not reason and went.over(uses[k]):
                 doubt = False
             elif doubt and not reason:
                 given = went.given_to(uses[k])

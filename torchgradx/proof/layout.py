@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves
 
 from ..passes.unpacking import answers_again
@@ -65,12 +66,13 @@ class Watched:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in a model's arguments or outputs, in order; dataclasses too."""
+    """The tensors in a model's arguments or outputs, in order; of dataclasses and distributions
+    too."""
     found: list[Tensor] = []
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
             found.append(leaf)
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
+        elif isinstance(leaf, Distribution) or (is_dataclass(leaf) and not isinstance(leaf, type)):
             found += tensors_in(list(vars(leaf).values()))
     return found
 

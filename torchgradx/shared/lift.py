@@ -99,8 +99,8 @@ class Lift:
         # What is sharded apart, or checkpointed reentrantly inside, cannot be run again.
         once = self._parameters.gathered() or any(node is None for _, _, node, _ in uses)
         way = able if once else cheap
-        groups += [Group(k, self._own(k, uses, graph), way) for k in beside]
-        groups += [Group(k, self._own(k, uses, graph), able) for k in read]
+        groups += [Group(k, self.own(k, uses, graph), way) for k in beside]
+        groups += [Group(k, self.own(k, uses, graph), able) for k in read]
         key = tuple(self._served(group.use, uses) for group in groups)
         before = seen.plans.get((key, n)) or seen.plans.get(key)
         clean: Callable[[Node, int], bool]
@@ -170,7 +170,7 @@ class Lift:
         """Parameters that the forward reads beside the calls of their modules, as -1 - place."""
         used = {place for site, *_ in uses for place in self._layers[site].parameters}
         read = [-1 - place for place in sorted(every - used | called)]
-        return [k for k in read if self._own(k, uses, graph)]
+        return [k for k in read if self.own(k, uses, graph)]
 
     def _served(self, k: int, uses: Sequence[Use]) -> tuple[int, tuple[int, ...]]:
         """The site of a start of a plan, and the parameters."""
@@ -179,7 +179,8 @@ class Lift:
         owns = (-1 - k in layer.parameters for layer in self._layers)
         return list(owns).index(True), (-1 - k,)
 
-    def _own(self, k: int, uses: Sequence[Use], graph: Graph) -> tuple[Node, ...]:
+    def own(self, k: int, uses: Sequence[Use], graph: Graph) -> tuple[Node, ...]:
+        """The ends of the graph that are parameters of a use, or of what -1 - place stands for."""
         every = self._parameters.wholes()
         tensors = [every[place] for place in self._served(k, uses)[1]]
         nodes = [get_gradient_edge(p).node for p in tensors if p.requires_grad]
@@ -199,7 +200,7 @@ class Lift:
         graph, called = self._graph(read, uses, served, sites, outputs)
         starts: list[Node] = []
         for k, own in plan.starts:
-            starts += self._own(k, uses, graph) if own else [uses[k][2]]
+            starts += self.own(k, uses, graph) if own else [uses[k][2]]
         climbed = plan.climb(graph, starts)
         if climbed is None:
             return Met(plan, read, called, None, None, ())

@@ -288,6 +288,8 @@ class FallbackSite:
         except Exception as error:  # never from inside backward()
             if use.hooked and arguments is None:
                 raise  # but as without us, where a checkpoint cannot run its layers again
+            if ops.NATIVE and not use.run.reaches(use.places):
+                return  # it has parameters that it does not use
             why = f"its gradients by sample failed: {type(error).__name__}: {error}"
             if scattered(use.module.parameters()):
                 why = "modules that it calls are sharded apart: move it into one of its own"
