@@ -124,7 +124,7 @@ def test_where_nobody_can_follow_it_a_head_beside_the_output_changes_nothing(opt
 
 
 def lost(y):
-    return y.as_strided(y.shape, y.stride())
+    return y.unfold(-1, 1, 1).squeeze(-1)
 
 
 def attended(m, x):
