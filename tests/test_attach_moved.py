@@ -60,6 +60,9 @@ MOVED = {
     "numbers, the largest first": lambda x: (
         x[:, 0, :1].flatten().topk(len(x)).values[:, None, None].expand(x.shape)
     ),
+    "numbers, each once": lambda x: x[:, 0, 0].unique()[:, None, None].expand(x.shape),
+    "shifted": lambda x: torch.cat([x[1:], torch.zeros_like(x[:1])]),
+    "shifted the other way": lambda x: torch.cat([torch.zeros_like(x[:1]), x[:-1]]),
     "copied": lambda x: torch.empty_like(x).index_copy(0, torch.arange(len(x)).flip(0), x),
     "halves": lambda x: torch.cat([x[len(x) // 2 :], x[: len(x) // 2]]),
     "halves, each changed": lambda x: torch.cat([y * 2 for y in reversed(x.chunk(2))]),

@@ -54,6 +54,18 @@ def packed_net(rnn, enforce_sorted=False, use=both):
 
 
 @any_mode
+@every_kind
+def test_sequences_first_are_packed_in_an_order_that_unpacking_undoes(kind, options):
+    def forward(m, x, lengths):  # [T, N, I] -> [T, N, H]
+        packed = pack_padded_sequence(m.i(x), lengths, enforce_sorted=False)
+        return pad_packed_sequence(m.r(packed)[0], total_length=len(x))[0]
+
+    model = Model(forward, i=nn.Linear(I, I), r=KINDS[kind](I, H, num_layers=2))
+    check(model, lambda m, x, lengths: square(lambda *given: m(*given).transpose(0, 1), x, lengths),
+          torch.randn(T, N, I), LENGTHS, dims=(1, 0), batch_dim=1, **options)  # fmt: skip
+
+
+@any_mode
 @pytest.mark.parametrize("option", [o for o in OPTIONS if o != "dropout in eval"])
 @every_kind
 def test_every_option_has_the_norms_of_the_loop(kind, option, options):

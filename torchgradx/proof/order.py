@@ -34,9 +34,9 @@ PRODUCTS = {"mm": 0, "addmm": 1, "mv": 0, "addmv": 1, "dot": 0, "bmm": 0}  # the
 FACTORS = {**PRODUCTS, "baddbmm": 1}
 
 SUMS = {"_reshape_alias", "_to_copy", "_unsafe_view", "add", "alias", "cat", "clone", "copy",
-        "detach", "expand", "lift_fresh", "mean", "nan_to_num", "neg", "permute", "rsub", "select",
-        "slice", "split", "squeeze", "stack", "sub", "sum", "t", "transpose", "unbind", "unsqueeze",
-        "view"}  # fmt: skip
+        "detach", "expand", "lift_fresh", "mean", "nan_to_num", "nansum", "neg", "permute", "rsub",
+        "select", "slice", "split", "squeeze", "stack", "sub", "sum", "t", "transpose", "unbind",
+        "unsqueeze", "view"}  # fmt: skip
 PICKS = {"amax", "amin", "aminmax", "dist", "linalg_vector_norm", "logsumexp", "max", "median",
          "min", "nanmedian", "norm", "prod", "std", "var"}  # fmt: skip
 SCALES = {*PRODUCTS, "baddbmm", "convolution", "div", "linear", "matmul", "mul"}
@@ -189,7 +189,7 @@ def sorts_numbers(
 ) -> bool:
     """Whether samples that are numbers, as their lengths, come out sorted, and by which indices."""
     name: str = func._schema.name.partition("::")[2]
-    sorts = name in ("sort", "topk") and args[0].dim() == 1
+    sorts = name in ("_unique2", "sort", "topk", "unique_dim") and args[0].dim() == 1
     return sorts and _in(args[0], fed) and dim_of(args[0]) == 0
 
 

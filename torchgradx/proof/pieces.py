@@ -48,12 +48,19 @@ class Pieces:
         joins = name in ("cat", "stack") and bool(known) and len(args[0]) > 1
         if name == "copy" and held[-1] is not None:
             moved = self._row(args[0]) not in (None, held[-1])
-        elif joins and CHOSEN in known:  # into as many rows
+        elif joins and name == "cat" and self._whole(func, args, kwargs):
             along = argument_of(func, args, kwargs, "dim") or 0
-            moved = name == "cat" and sum(t.shape[along] for t in args[0]) == self._n
+            starts = [0, *accumulate(t.shape[along] for t in args[0])]
+            found = [self._first.get(view_of(t)) for t in args[0]]
+            moved = any(a not in (None, b) for a, b in zip(found, starts, strict=False))
         else:
             moved = joins and one is None and any(b <= a for a, b in pairwise(known))
         return lambda k: one, moved
+
+    def _whole(self, func: Any, args: Sequence[Any], kwargs: Any) -> bool:
+        """Whether pieces become as many rows as there are samples."""
+        along = argument_of(func, args, kwargs, "dim") or 0
+        return sum(t.shape[along] for t in args[0]) == self._n
 
     def _taken(
         self, name: str, func: Any, args: Sequence[Any], kwargs: Any, dim: int

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from ..sites import packed
+from ..sites import packed, through_time
 from .order import adds_up, disorders, divides, orders, picks, sorts_numbers
 from .pieces import Firsts, Pieces
 from .reordered import Put, Reordered, Rows, order_by, shows
@@ -34,7 +34,7 @@ from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, gues
 __all__ = ["Given", "Taint", "watching"]
 
 APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
-PACKS = {"torch.nn.modules.rnn", "torch.nn.utils.rnn", packed.__name__}
+PACKS = {"torch.nn.modules.rnn", "torch.nn.utils.rnn", packed.__name__, through_time.__name__}
 
 
 class Given(NamedTuple):
@@ -200,7 +200,8 @@ class Taint(TorchDispatchMode):
                 self._places[view_of(t)] = None if sizes else place(k, t)
                 self._pieces.keep(t, None if sizes else firsts(k))
         if numbers:
-            self._reordered.mark(out[0], Put(order_by(out[1], 0, len(args[0])), False, True))
+            order = order_by(out[1], 0, len(args[0])) if len(out) == 2 else object()
+            self._reordered.mark(out[0], Put(order, False, True))
         self.orderly = self.orderly and not self._strays(func, args, places, before, guesses, out)
         for t, view, was in written if not clean else ():
             self._mark(t, clean, put)
