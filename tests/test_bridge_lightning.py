@@ -298,13 +298,18 @@ def test_of_several_children_the_whole_step_counts(way):
 
 
 def test_what_the_task_returns_shows_where_samples_are():
-    """With as many samples as classes; a loss alone would not."""
+    """With as many samples as classes; a loss alone too, where they can be followed to it."""
+
+    def lost(task, x):
+        return WAYS["its parts"](task, x).unfold(1, 1, 1).squeeze(-1)
+
     one = {"accumulate_grad_batches": 1}
-    fit(Parts(WAYS["itself"], SIZE), batches(), GradNorms(), **one)
+    for way in ("itself", "its parts"):
+        fit(Parts(WAYS[way], SIZE), batches(), GradNorms(), **one)
     with pytest.raises(torchgradx.CoverageError, match="no proof could be had") as refused:
-        fit(Parts(WAYS["its parts"], SIZE), batches(), GradNorms(), **one)
+        fit(Parts(lost, SIZE), batches(), GradNorms(), **one)
     assert "module=" not in str(refused.value)
-    fit(Parts(WAYS["its parts"], SIZE), batches(), GradNorms(layout={"*": "batch"}), **one)
+    fit(Parts(lost, SIZE), batches(), GradNorms(layout={"*": "batch"}), **one)
 
 
 def test_parameters_of_the_tasks_own_are_those_of_its_forward():
