@@ -72,6 +72,12 @@ class Seen:
     # numbers in each pass.
     plans: dict[Any, tuple[Plan, list[int]]] = field(default_factory=dict)
 
+    def planned(self, key: Any, plan: Plan, served: list[int]) -> None:
+        self.plans.pop(key, None)  # the latest comes last
+        self.plans[key] = plan, served
+        if len(self.plans) > MANY:
+            del self.plans[next(iter(self.plans))]
+
 
 class _OfThread(threading.local):
     def __init__(self) -> None:

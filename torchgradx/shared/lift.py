@@ -119,7 +119,8 @@ class Lift:
         lifted = {use for use, _ in plan.starts}
         served = [k for k, group in enumerate(groups) if group.use in lifted]
         if n > 1 and plan.starts:
-            seen.plans[key] = seen.plans[key, n] = plan, served
+            seen.planned((key, n), plan, served)
+            seen.planned(key, plan, served)
         if n > 1 and taint is None and not lifted.issuperset((*mixing, *read)):
             self._witness.watch()
         return plan if plan.starts else None

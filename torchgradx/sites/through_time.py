@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .. import ops
 from ..proof.layout import BATCH, SEQUENCE
 from .fallback import Call, as_it_stands, run_again
+from .modules import recurrent_weights
 from .packed import Packed
 
 if ops.NATIVE:
@@ -137,9 +138,10 @@ def beside(call: Call) -> dict[str, Tensor] | None:
     """Squared norms [N] by parameter, from one more run of the module; None: it is replayed."""
     args, kwargs = call.arguments
     module: Any = as_it_stands(call).module
+    weights = recurrent_weights(module)
     held = [id(p) for p in module._parameters.values() if p is not None]
     alone = call.regime.autocast is None and len(set(held)) == len(held)
-    if not (alone and served(module, *args, **kwargs) and _a_row_each(call)):
+    if not (weights and alone and served(module, *args, **kwargs) and _a_row_each(call)):
         return None
     met: list[Any] = []
 
@@ -155,7 +157,7 @@ def beside(call: Call) -> dict[str, Tensor] | None:
     torch.autograd.grad(made, parameters, given, allow_unused=True)
     sq_norms = {name: torch.zeros(call.n) for name in call.names}
     pairs = [pair for gathered in met for pair in gathered.operands]
-    for (weight, bias), pair in zip(_names(module), pairs, strict=True):
+    for (weight, bias), pair in zip(weights, pairs, strict=True):
         if pair and weight in sq_norms:
             sq_norms[weight] = ops.linear_sq_norms(*pair)
         if pair and bias in sq_norms:
@@ -172,18 +174,3 @@ def _a_row_each(call: Call) -> bool:
     first = isinstance(module, nn.RNNCellBase) or bool(module.batch_first)
     said = isinstance(module, nn.RNNCellBase) or call.layout == (BATCH if first else SEQUENCE)
     return bool(said and x.shape[0 if first else 1] == call.n)
-
-
-def _names(module: Any) -> list[tuple[str, str | None]]:
-    """Of each weight, layer by layer and direction by direction, and of its bias."""
-    each = ["ih", "hh", "hr"] if getattr(module, "proj_size", 0) else ["ih", "hh"]
-    ends = [""]
-    if isinstance(module, nn.RNNBase):
-        ways = ("", "_reverse") if module.bidirectional else ("",)
-        ends = [f"_l{k}{way}" for k in range(module.num_layers) for way in ways]
-    biased = {"ih", "hh"} if module.bias else set()
-    return [
-        (f"weight_{part}{end}", f"bias_{part}{end}" if part in biased else None)
-        for end in ends
-        for part in each
-    ]
