@@ -170,7 +170,7 @@ def remembering(m, x, k):
     h = m.l(x)
     k.add_(1)
     m.seen = m.seen * 0.5 + h.detach().mean()
-    return h * k + m.seen
+    return h * k
 
 
 def test_the_look_from_outside_leaves_attributes_and_arguments():
@@ -187,7 +187,7 @@ def test_the_look_from_outside_leaves_attributes_and_arguments():
         for _ in range(2):
             out = compiled(x, m.k)
             out.square().sum().backward()
-        found += [(out.detach(), m.k, m.calls)]
+        found += [(out.detach(), m.k, m.calls, m.seen)]
     assert probe.norms().shape == (2 * N,)
     torch.testing.assert_close(*found)
     same_gradients(model, twin, 1e-9)

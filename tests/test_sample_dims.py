@@ -63,10 +63,11 @@ MOVES = {
 }
 
 
-def placed(function, x):
-    taint = watching(N, [], [x], 0)
+def placed(function, x, graph=False):
+    weight = nn.Parameter(torch.ones((), dtype=torch.float64), requires_grad=graph)
+    taint = watching(N, [weight], [x], 0)
     try:
-        out = function(x)
+        out = function(x * weight if graph else x)
     finally:
         taint.stop([out])
     return out, taint.ends[0]
@@ -122,15 +123,24 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_nothing_is_guessed(name):
-    assert placed(UNKNOWN[name], numbered(N, N))[1] is None
+    assert placed(UNKNOWN[name], numbered(N, N), graph=True)[1] is None
 
 
-def test_an_operation_of_the_users_own_is_not_known():
+FOUND = {"strides": Place(1), "rotation": Place(1), "losses of others' labels": Place(0, N)}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_of_data_the_operation_is_asked(name):
+    assert placed(UNKNOWN[name], numbered(N, N))[1] == FOUND.get(name)
+
+
+def test_an_operation_of_the_users_own_is_not_known_but_asked():
     turn = torch.library.custom_op(
         "tests::turn", lambda x: x.transpose(0, 1).clone(), mutates_args=(),
         schema="(Tensor x) -> Tensor",
     )  # fmt: skip
-    assert placed(turn, numbered(N, N))[1] is None
+    assert placed(turn, numbered(N, N), graph=True)[1] is None
+    assert placed(turn, numbered(N, N))[1] == Place(1)
 
 
 def test_an_lstm_has_them_where_its_input_has_them():

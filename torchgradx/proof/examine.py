@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["Examiner"]
 
 BROADCAST = "the first tensor has one row, others more: say batch_size=, or give the samples first"
-SORTED = "the model puts its samples in another order before its layers: do so before it is called"
+SORTED = (
+    "the model puts its samples in another order, or mixes them, where no gradient shows it: do so "
+    "before it is called, and give a frozen BatchNorm eval()"
+)
 ELSEWHERE = "the {n} samples are not where its batch_first says: set that, or transpose its input"
 
 
@@ -97,8 +100,7 @@ class Examiner:
                 found[k] = SHARED
         blind = barriers(self._layers, self._parameters.tensors()) if proven and n > 1 else []
         layouts: list[int] = []
-        refusals = [(-1, SORTED)] if self._witness.seen.sorts and n > 1 else []
-        refusals += [(-1, BROADCAST)] if looked.broadcast else []
+        refusals = [(-1, BROADCAST)] if looked.broadcast else []
         sure = None not in shown and all(node is not None for _, _, node, _ in uses)
         complete = ends_of_way is not None and (sure or not went.borrowed)
         for k, ((site, sizes, node, _), use, verdict) in enumerate(
@@ -141,6 +143,9 @@ class Examiner:
                 refusals.append((site, f"of shape {list(sizes)}, {reason or unproven}"))
             proves = known and node is not None and not trusted
             layouts.append(int(verdict) if proves else presumed)  # type: ignore[arg-type]
+        if self._witness.seen.sorts and n > 1:  # the last reason is the one that is given
+            again = any(node is None for _, _, node, _ in uses)  # checkpoints have advice of theirs
+            refusals.insert(0 if again else len(refusals), (-1, SORTED))
         called = [site for site, *_ in uses]
         reach = _reach(uses, graph, outputs, looked)
         reach = () if all(reach) else reach

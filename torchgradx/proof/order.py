@@ -8,16 +8,16 @@ are samples, or along the first, where they may stand flattened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .operation import argument_of, indices_of, name_of, numbers
 from .reordered import Rows, order_by
 
-__all__ = ["adds_up", "argument_of", "disorders", "divides", "indices_of", "orders", "picks",
-           "sorts_numbers"]  # fmt: skip
+__all__ = ["adds_up", "disorders", "divides", "orders", "picks", "sorts_numbers"]
 
 PUTS = {"_add", "_copy", "_put", "_reduce"}
 # along their dim nothing is moved
@@ -28,8 +28,9 @@ CHOICES = {"_pack_padded_sequence", "_unique2", "masked_scatter", "masked_select
 # What they write, and where it is among their arguments.
 SOURCES = {"index_add": 3, "index_copy": 3, "index_put": 2, "index_reduce": 3, "masked_scatter": 2,
            "put": 2, "scatter": 3, "scatter_add": 3, "scatter_reduce": 3}  # fmt: skip
-TURNS = {"flip": "dims", "roll": "dims", "rot90": "dims", "sort": "dim", "topk": "dim",
-         "unique_dim": "dim"}  # fmt: skip
+# Of labels too, of which asked.py is not believed, and as a batch in order does not show.
+TURNS = {"cummax": "dim", "cummin": "dim", "flip": "dims", "roll": "dims", "sort": "dim",
+         "topk": "dim", "unique_dim": "dim"}  # fmt: skip
 PRODUCTS = {"mm": 0, "addmm": 1, "mv": 0, "addmv": 1, "dot": 0, "bmm": 0}  # the first factor
 FACTORS = {**PRODUCTS, "baddbmm": 1}
 
@@ -45,7 +46,7 @@ SCALES = {*PRODUCTS, "baddbmm", "convolution", "div", "linear", "matmul", "mul"}
 def adds_up(func: Any, args: Sequence[Any], fed: Sequence[Tensor], sums: Sequence[Tensor]) -> bool:
     """Whether of sums over the samples, which are among its operands that these entered, it makes
     another one. Others are numbers that the model was given; what is whole is a count."""
-    name: str = func._schema.name.partition("::")[2].rstrip("_")
+    name = name_of(func)
     fed, sums = ([t for t in some if t.is_floating_point() or t.is_complex()]
                  for some in (fed, sums))  # fmt: skip
     if name == "div":
@@ -56,13 +57,13 @@ def adds_up(func: Any, args: Sequence[Any], fed: Sequence[Tensor], sums: Sequenc
 def divides(func: Any, args: Sequence[Any]) -> bool:
     """Whether it is a mean by weights of classes: their sum is of all samples. Counts, of targets
     that are there, are undone by a loss_scale."""
-    name: str = func._schema.name.partition("::")[2]
+    name = name_of(func)
     return name.startswith("nll_loss") and args[2] is not None and args[3] == 1
 
 
 def picks(func: Any) -> bool:
     """Whether what it makes of all samples is no sum over them."""
-    name: str = func._schema.name.partition("::")[2].rstrip("_")
+    name = name_of(func)
     return name in PICKS
 
 
@@ -87,7 +88,7 @@ def disorders(
         known = dim_of(t)
         return dim % t.dim() == known if known is not None else _may_hold(t, dim % t.dim(), n)
 
-    name: str = func._schema.name.partition("::")[2].rstrip("_")
+    name = name_of(func)
     if name in PRODUCTS:
         left, right = args[PRODUCTS[name] :][:2]
         if name == "bmm":
@@ -123,7 +124,7 @@ def disorders(
     scalars = [t.dim() == 0 for t in fed]
     if any(scalars) and not all(scalars):
         return True  # a sum over the samples goes back into them
-    along = [*_numbers(argument_of(func, args, kwargs, key) for key in ("dim", "dims"))]
+    along = [*numbers(argument_of(func, args, kwargs, key) for key in ("dim", "dims"))]
     if name == "roll" and not along:
         return True
     if name in ("mean", "sum") and dim_of(args[0]) in {d % args[0].dim() for d in along}:
@@ -141,7 +142,7 @@ def orders(
 ) -> Any:
     """The order in which samples come out, if it is another one, or one that the batch itself
     chooses, as x[lengths.argsort()] has it."""
-    name: str = func._schema.name.partition("::")[2].rstrip("_")
+    name = name_of(func)
     if name in FACTORS:
         left, right = args[FACTORS[name] :][:2]
         return object() if _sends(left, right, fed, dim_of) else None
@@ -151,13 +152,10 @@ def orders(
         return None
     size, doubtful = t.shape[dim], [*fed, *unknown]
     if name in TURNS and (t.dim() > 1 or TURNS[name] == "dims"):
-        along = argument_of(func, args, kwargs, TURNS[name])
-        axes = [d % t.dim() for d in _numbers([along])]
+        axes = [d % t.dim() for d in numbers([argument_of(func, args, kwargs, TURNS[name])])]
         return object() if dim in axes or not axes else None  # roll: of all, in a row
     if name in ("put", "take") or name.startswith("_embedding_bag"):
         return object()
-    if name == "masked_scatter":  # what has samples of its own is given theirs, as images' tokens
-        return None if _in(args[0], fed) else object()
     if name == "gather" or name.startswith("scatter"):
         if args[1] % t.dim() != dim or not _moves(args[2], dim, size, doubtful):
             return None
@@ -165,7 +163,7 @@ def orders(
     if name == "embedding":
         index = [args[1]]
     elif name in ("index", "index_select") or name in SOURCES:
-        _, index = next(indices_of(func, args))
+        _, index = next(indices_of(func, args), (t, []))
     else:
         return None
     chosen = index[dim] if dim < len(index) else None
@@ -188,7 +186,7 @@ def sorts_numbers(
     func: Any, args: Sequence[Any], fed: Sequence[Tensor], dim_of: Callable[[Tensor], int | None]
 ) -> bool:
     """Whether samples that are numbers, as their lengths, come out sorted, and by which indices."""
-    name: str = func._schema.name.partition("::")[2]
+    name = name_of(func)
     sorts = name in ("_unique2", "sort", "topk", "unique_dim") and args[0].dim() == 1
     return sorts and _in(args[0], fed) and dim_of(args[0]) == 0
 
@@ -222,31 +220,6 @@ def _may_hold(t: Tensor, dim: int, n: int) -> bool:
 
 def _in(t: Tensor, tensors: Iterable[Tensor]) -> bool:
     return any(t is other for other in tensors)
-
-
-def argument_of(func: Any, args: Sequence[Any], kwargs: Any, name: str) -> Any:
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            given = args[place] if place < len(args) else kwargs.get(name)
-            return argument.default_value if given is None else given
-    return None
-
-
-def _numbers(values: Iterable[Any]) -> Iterator[int]:
-    for value in values:
-        if isinstance(value, int):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from value
-
-
-def indices_of(func: Any, args: Sequence[Any]) -> Iterator[tuple[Tensor, list[Any]]]:
-    """What is indexed, and by dimension with what."""
-    if isinstance(args[1], (list, tuple)):
-        yield args[0], list(args[1])
-    elif isinstance(args[1], int) and len(args) > 2:  # index_select, index_copy, index_add
-        dim = args[1] % max(1, args[0].dim())
-        yield args[0], [None] * dim + [args[2]]
 
 
 def _picks(

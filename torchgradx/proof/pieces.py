@@ -1,97 +1,155 @@
 """Samples that are taken apart, and whether pieces are joined in another order than the batch's, as
-cat([x[2:], x[:2]]) does. Of a piece its first sample is followed through whatever is done to it."""
+cat([x[2:], x[:2]]) does. Which samples a piece has is followed through whatever is done to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .order import PARTS, argument_of, indices_of
+from .operation import argument_of, indices_of, name_of
+from .order import PARTS
 from .sample_dims import view_of
 
-__all__ = ["Firsts", "Pieces"]
+__all__ = ["CHOSEN", "JOINS", "Pieces", "Samples", "Taken"]
 
-CHOSEN = -1  # by the batch, or not in a row: where it belongs nobody knows
-Firsts = Callable[[int], int | None]  # of an operation's k-th result the first sample; None: of all
+Samples = tuple[int, ...]  # of each row of a piece
+CHOSEN: Samples = (-2,)  # by the batch, and nobody knows which
+PADDING = -1  # a row of none
+JOINS = {"_nested_tensor_from_tensor_list", "cat", "stack"}
+Taken = Callable[[int], Samples | None]  # of an operation's k-th result; None: of all, in order
 
 
 class Pieces:
     """Of one forward."""
 
     def __init__(self, n: int, batch_dim: int) -> None:
-        self._n, self._batch_dim = n, batch_dim
-        self._first: dict[Any, int] = {}
+        self._all, self._batch_dim = tuple(range(n)), batch_dim
+        self._samples: dict[Any, Samples] = {}
 
-    def keep(self, t: Tensor, first: int | None) -> None:
-        if first is None:
-            self._first.pop(view_of(t), None)
+    def of(self, t: Tensor) -> Samples | None:
+        return self._samples.get(view_of(t))
+
+    def keep(self, t: Tensor, samples: Samples | None) -> None:
+        if samples is None or samples == self._all:
+            self._samples.pop(view_of(t), None)
         else:
-            self._first[view_of(t)] = first
+            self._samples[view_of(t)] = samples
 
     def made(
         self, func: Any, args: Sequence[Any], kwargs: Any, fed: Sequence[Tensor], dim: int | None
-    ) -> tuple[Firsts, bool]:
+    ) -> tuple[Taken, bool]:
         """Of an operation that is yet to run, and whether it joins pieces in another order.
         `fed`: the operands that samples entered; `dim`: where they are in the first of these."""
-        name: str = func._schema.name.partition("::")[2].rstrip("_")
-        if dim is not None and fed[0] is args[0] and fed[0].shape[dim] == self._n:
-            firsts = self._taken(name, func, args, kwargs, dim)
-            if firsts is not None:
-                return firsts, False
-        held = [self._first.get(view_of(t)) for t in fed]
-        known = [first for first in held if first is not None]
+        name, first, held = name_of(func), fed[0], [self.of(t) for t in fed]
+        rows = self._all if held[0] is None else held[0]
+        dim = dim if held[0] is None else self._batch_dim
+        known = first is args[0] and dim is not None and rows != CHOSEN
+        if known and dim is not None and first.shape[dim : dim + 1] == (len(rows),):
+            taken = list(self._taken(name, func, args, kwargs, fed, dim, rows))
+            if taken:
+                moved = held[0] is not None and any(self._astray(samples) for samples in taken)
+                return lambda k: taken[k], moved
         one = held[0] if len(set(held)) == 1 else None
-        joins = name in ("cat", "stack") and bool(known) and len(args[0]) > 1
-        if name == "copy" and held[-1] is not None:
-            moved = self._row(args[0]) not in (None, held[-1])
-        elif joins and name == "cat" and self._whole(func, args, kwargs):
-            along = argument_of(func, args, kwargs, "dim") or 0
-            starts = [0, *accumulate(t.shape[along] for t in args[0])]
-            found = [self._first.get(view_of(t)) for t in args[0]]
-            moved = any(a not in (None, b) for a, b in zip(found, starts, strict=False))
-        else:
-            moved = joins and one is None and any(b <= a for a, b in pairwise(known))
-        return lambda k: one, moved
+        if any(samples is not None for samples in held) and name in JOINS:
+            joined, moved = self._joined(name, func, args, kwargs, fed)
+            return lambda k: one if joined is None else joined, moved
+        if held[-1] is not None and name in ("copy", "index_copy", "index_put"):
+            into = self._part(args[0]) if name == "copy" else _constant(func, args, fed)
+            return lambda k: one, into not in (None, held[-1])
+        return lambda k: one, False
 
-    def _whole(self, func: Any, args: Sequence[Any], kwargs: Any) -> bool:
-        """Whether pieces become as many rows as there are samples."""
-        along = argument_of(func, args, kwargs, "dim") or 0
-        return sum(t.shape[along] for t in args[0]) == self._n
+    def _astray(self, samples: Samples) -> bool:
+        """As many rows as there are samples, which are not theirs."""
+        alike = zip(samples, self._all, strict=False)
+        return len(samples) == len(self._all) and any(a not in (PADDING, b) for a, b in alike)
+
+    def _joined(
+        self, name: str, func: Any, args: Sequence[Any], kwargs: Any, fed: Sequence[Tensor]
+    ) -> tuple[Samples | None, bool]:
+        """`None`: along another dimension, or of one."""
+        along, given = argument_of(func, args, kwargs, "dim") or 0, args[0]
+        sizes = [t.shape[along] if name == "cat" else 1 for t in given]
+        held = [self.of(t) for t in given]
+        known = [samples for samples in held if samples is not None]
+        if len(given) < 2:
+            return None, False
+        if CHOSEN in known:
+            among = len(known) > 1 and along == self._batch_dim and name == "cat"
+            return None, among or sum(sizes) == len(self._all)
+        rows: Samples = ()
+        for t, size, samples in zip(given, sizes, held, strict=True):
+            whole = samples is None and size == len(self._all) and any(t is x for x in fed)
+            rows += samples if samples is not None else self._all if whole else (PADDING,) * size
+        if len(rows) == sum(sizes):
+            return rows, self._astray(rows)
+        return None, len(set(known)) > 1 and any(b <= a for a, b in pairwise(known))
 
     def _taken(
-        self, name: str, func: Any, args: Sequence[Any], kwargs: Any, dim: int
-    ) -> Firsts | None:
-        """None: it takes no samples apart."""
-        if name in ("index", "index_select"):
+        self,
+        name: str,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Any,
+        fed: Sequence[Tensor],
+        dim: int,
+        rows: Samples,
+    ) -> Iterator[Samples]:
+        """By result; nothing: it takes no samples apart."""
+        if name == "masked_select":
+            yield CHOSEN
+        elif name in ("index", "index_select"):
             _, index = next(indices_of(func, args))
             chosen = index[dim] if dim < len(index) else None
-            if chosen is None or chosen.dim() != 1:
-                return None
-            some = chosen.dtype is torch.bool or len(chosen) < self._n
-            return (lambda k: CHOSEN) if some else None
-        along = argument_of(func, args, kwargs, "dim") or 0
-        if name not in {*PARTS, "slice"} or along % args[0].dim() != dim:
-            return None
-        if name == "slice":
-            limits = (argument_of(func, args, kwargs, key) for key in ("start", "end", "step"))
-            start, end, step = slice(*limits).indices(self._n)
-            whole = (start, end, step) == (0, self._n, 1)
-            return None if whole else lambda k: start if step == 1 else CHOSEN
-        if name in ("select", "unbind"):
-            return lambda k: args[2] % self._n if name == "select" else k
-        sizes = args[1] if name == "split_with_sizes" else [args[1]] * self._n
-        starts = [0, *accumulate(sizes)]
-        return lambda k: starts[k]
+            if chosen is not None and (chosen.dim() == 1 or chosen.dtype is torch.bool):
+                some = chosen.dtype is torch.bool or any(chosen is t for t in fed)
+                if some and (chosen.dtype is torch.bool or len(chosen) < len(rows)):
+                    yield CHOSEN
+                elif not some and (len(chosen) < len(rows) or rows != self._all):
+                    yield tuple(rows[k] for k in chosen.tolist())
+        elif name in {*PARTS, "slice"}:
+            along = argument_of(func, args, kwargs, "dim") or 0
+            if along % args[0].dim() == dim:
+                yield from _cut(name, func, args, kwargs, rows)
 
-    def _row(self, t: Tensor) -> int | None:
-        """Where a part of a tensor begins that has as many rows as there are samples."""
-        base, dim = t._base, self._batch_dim
-        if base is None or base.dim() <= dim or base.shape[dim] != self._n:
+    def _part(self, t: Tensor) -> Samples | None:
+        """Which rows it is of a tensor that has as many as there are samples."""
+        base, dim, n = t._base, self._batch_dim, len(self._all)
+        if base is None or base.dim() <= dim or base.shape[dim] != n or t.numel() == base.numel():
             return None
-        offset = t.storage_offset() - base.storage_offset()
-        whole = t.numel() == base.numel()
-        return None if whole else offset // max(1, base.stride(dim)) % self._n
+        row = max(1, base.stride(dim))
+        start = (t.storage_offset() - base.storage_offset()) // row % n
+        if t.dim() < base.dim():
+            return (start,)
+        step = max(1, t.stride(dim) // row)
+        return tuple(range(start, start + step * t.shape[dim], step))
+
+
+def _cut(
+    name: str, func: Any, args: Sequence[Any], kwargs: Any, rows: Samples
+) -> Iterator[Samples]:
+    if name == "slice":
+        part = slice(*(argument_of(func, args, kwargs, key) for key in ("start", "end", "step")))
+        if part.indices(len(rows)) != (0, len(rows), 1):
+            yield rows[part]
+    elif name == "select":
+        yield (rows[args[2]],)
+    else:
+        many = [1] * len(rows) if name == "unbind" else args[1]
+        if isinstance(many, int):
+            many = [many] * len(range(0, len(rows), many))
+        for size in many:
+            yield rows[:size]
+            rows = rows[size:]
+
+
+def _constant(func: Any, args: Sequence[Any], fed: Sequence[Tensor]) -> Samples | None:
+    """Into which rows it writes, where these are the same for any batch."""
+    _, index = next(indices_of(func, args))
+    first = index[0]
+    if first is None or first.dim() != 1 or any(first is t for t in fed):
+        return None
+    return None if first.dtype is torch.bool else tuple(first.tolist())

@@ -55,8 +55,12 @@ class Reordered:
         return self._hides or bool(self._known)
 
     def mark(self, t: Tensor, put: Put | None) -> None:
-        storage = t.untyped_storage()
-        if put is not None and (t.dim() or not put.quiet):  # the largest number is in no order
+        try:
+            storage = t.untyped_storage()
+        except Exception:  # sparse tensors have none
+            return
+        number = not t.dim() and not t.is_floating_point()  # the largest one is in no order
+        if put is not None and not (number and put.quiet):
             self._known[storage._cdata] = StorageWeakRef(storage), put
             self._hides = self._hides or not (put.shown or put.quiet)
         else:
@@ -94,7 +98,7 @@ class Reordered:
     def _of(self, t: Tensor) -> Put | None:
         try:
             known = self._known.get(t.untyped_storage()._cdata)
-        except Exception:  # sparse tensors have no storage
+        except Exception:  # as above
             return None
         # Inside of a Function nothing has a graph; elsewhere it was detached.
         cut = torch.is_grad_enabled() and not t.requires_grad

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import order
-from .order import argument_of, indices_of
+from .operation import argument_of, indices_of, name_of
 
 __all__ = ["GONE", "Fed", "Follows", "Place", "first_places", "followed", "guessed", "view_of"]
 
@@ -56,7 +56,7 @@ def followed(
     n: int,
 ) -> Follows:
     """Of an operation that is yet to run."""
-    name: str = func._schema.name.partition("::")[2].rstrip("_")
+    name = name_of(func)
     if name == "copy":  # what was there is gone, if others take its place
         fed = [(t, place) for t, place in fed if t is args[1]] or fed
     known = [(t, place) for t, place in fed if place is not None and place != GONE]
@@ -213,7 +213,10 @@ def _apart(name: str, t: Tensor, place: Place, said: Callable[[str], Any]) -> bo
         return place.dim < t.dim() - 2
     if "batch_norm" in name and place.dim == 1:
         return True  # each channel by itself: InstanceNorm has one of each sample there
-    along = said("dim") is not None or said("dims") is not None  # order.py looks at that
+    if "batch_norm" in name and (said("training") or said("train")):
+        return False
+    dims = said("dims") if said("dim") is None else said("dim")
+    along = dims is not None and place.dim not in _axes(dims, t.dim())
     by_row = not place.dim and any(part in name for part in BY_ROW)
     return along or by_row or name in ALIKE
 

@@ -9,9 +9,8 @@ everything else hold samples: only what the arguments entered does.
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,16 +24,12 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from ..sites import packed, through_time
-from .order import adds_up, disorders, divides, orders, picks, sorts_numbers
-from .pieces import Firsts, Pieces
-from .reordered import Put, Reordered, Rows, order_by, shows
+from .arranged import Arranged, Meeting, has_gradients, in_a_function
+from .operation import Step, of_sizes_only, tensors_of, written
+from .order import adds_up, disorders, divides, picks
 from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, guessed, view_of
 
 __all__ = ["Given", "Taint", "watching"]
-
-APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
-PACKS = {"torch.nn.modules.rnn", "torch.nn.utils.rnn", packed.__name__, through_time.__name__}
 
 
 class Given(NamedTuple):
@@ -71,7 +66,7 @@ class Taint(TorchDispatchMode):
         self._where: dict[tuple[Any, int], Place | None] = {}  # the samples, in what they entered
         self.given: dict[tuple[int, bool], Given] = {}  # by site, and whether without a graph
         self.orderly = True  # nothing moved or mixed the samples
-        self._reordered, self._pieces = Reordered(), Pieces(n, batch_dim)
+        self._arranged = Arranged(n, batch_dim, arguments, parameters)
         self.ends: list[Place | None] = []  # where they are in the model's outputs
         self._on = True
         for t in held:
@@ -92,7 +87,9 @@ class Taint(TorchDispatchMode):
         self.ends = list(map(self.place, outputs))
         for t in outputs:
             self._stands(t)
-        self._reordered.enter(outputs)
+        self._arranged.reordered.enter(
+            t for t, at in zip(outputs, self.ends, strict=True) if at != GONE
+        )
         mixed = (
             place == GONE and t.dim() > 0 and (t.requires_grad or self._n in t.shape)
             for t, place in zip(outputs, self.ends, strict=True)
@@ -143,12 +140,6 @@ class Taint(TorchDispatchMode):
         place = self.place(t)
         return None if place is None or place == GONE else place.dim
 
-    def _likely(self, t: Tensor) -> int | None:
-        """Where they could not be followed, where they are in the model's arguments."""
-        dim = self._batch_dim
-        there = t.is_floating_point() and t.dim() > dim and t.shape[dim] == self._n
-        return dim if there and self.place(t) is None else self._dim_of(t)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._on:
@@ -163,48 +154,42 @@ class Taint(TorchDispatchMode):
                     self._enters(base, clean)
                 if clean is False:
                     self._stands(t)
-        fed = [t for t, clean in zip(operands, verdicts, strict=True) if clean is False]
-        put, numbers = None, False
-        firsts: Firsts = lambda k: None  # noqa: E731
+        step = Step(func, args, kwargs, operands, verdicts)
+        fed = step.fed
         if fed:
-            unknown = [t for t, clean in zip(operands, verdicts, strict=True) if clean is None]
             try:
-                told = self._n, fed, unknown, self._dim_of
+                told = self._n, fed, step.unknown, self._dim_of
                 self.orderly = self.orderly and not disorders(func, args, kwargs, *told)
-                given = func, args, kwargs, fed
-                firsts, joins = self._pieces.made(*given, self._likely(fed[0]))
-                put = None if self.ordered else self._put(*given, unknown, joins)
-                numbers = sorts_numbers(func, args, fed, self._dim_of) and self._hidden(fed)
             except Exception:  # what it was given has no values, or is none of torch's
                 self.orderly = False
-        if self._reordered and not self.ordered:
-            joined = self._reordered.joined(operands, verdicts, _counts())
-            put = joined if put is None else put if joined is None else joined.then(put)
         places = [(t, self.place(t)) for t in fed]
-        place = self._following(func, args, kwargs, places)
+        follows = self._following(func, args, kwargs, places)
+        meeting = Meeting(self._arranged, step, places, follows)
+        self.orderly = self.orderly and not meeting.failed
         before = {at for _, at in places} - {None}
         guesses = [
             self._following(func, args, kwargs, guess)
             for guess in (guessed(places, self._n) if self.orderly and not before else ())
         ]
-        written = [(t, view_of(t), self.place(t)) for t in _written(func, args, kwargs)]
+        changed = [(t, view_of(t), self.place(t)) for t in written(func, args, kwargs)]
         out = func(*args, **kwargs)
         clean = False if False in verdicts else None if None in verdicts else True
         if func._schema.name == "aten::set_" and len(args) > 1:  # to a memory, as a deepcopy does
             known = self._known.get(args[1]._cdata) if hasattr(args[1], "_cdata") else None
             clean = known[1] if known else None
-        for k, t in enumerate(tree_leaves(out)):
-            if isinstance(t, Tensor):
-                sizes = _of_sizes_only(func)
-                self._mark(t, True if sizes else clean, None if sizes else put)
-                self._places[view_of(t)] = None if sizes else place(k, t)
-                self._pieces.keep(t, None if sizes else firsts(k))
-        if numbers:
-            order = order_by(out[1], 0, len(args[0])) if len(out) == 2 else object()
-            self._reordered.mark(out[0], Put(order, False, True))
+        if of_sizes_only(func):
+            for _, t in tensors_of(out):
+                self._mark(t, True)
+                self._places[view_of(t)] = None
+                self._arranged.forget(t)
+        else:
+            for t, at in meeting.results(out):
+                self._mark(t, clean)
+                self._places[view_of(t)] = at
         self.orderly = self.orderly and not self._strays(func, args, places, before, guesses, out)
-        for t, view, was in written if not clean else ():
-            self._mark(t, clean, put)
+        for t, view, was in changed if not clean else ():
+            self._mark(t, clean)
+            self._arranged.mark(t, meeting.put)
             now = self.place(t)
             if view and view == view_of(t) and now != was:  # of its other views nobody knows
                 others = [v for v in self._places if v and v[0] == view[0] and v != view]
@@ -214,20 +199,7 @@ class Taint(TorchDispatchMode):
     @property
     def ordered(self) -> bool:
         """Whether layers, or the outputs, have the samples in an order that no graph shows."""
-        return self._reordered.missed
-
-    def _put(
-        self, func: Any, args: Any, kwargs: Any, fed: Any, unknown: Any, joins: bool
-    ) -> Put | None:
-        """`joins`: pieces of samples, in another order."""
-        order = object() if joins else orders(func, args, kwargs, fed, unknown, self._likely)
-        if order is None or _packing():
-            return None
-        quiet = isinstance(order, Rows) and not torch.is_grad_enabled()  # as keys are shuffled
-        return Put(order, any(shows(t, self._arguments) for t in fed), quiet)
-
-    def _hidden(self, fed: Iterable[Tensor]) -> bool:
-        return not (_packing() or any(shows(t, self._arguments) for t in fed))
+        return self._arranged.missed
 
     def _as(self, view: Any, written: Any, place: Place | None) -> bool:
         """Whether a view has its samples where another one of the same memory has got them."""
@@ -250,7 +222,7 @@ class Taint(TorchDispatchMode):
         if len(before) > 1 and GONE in before:
             return True
         # Convolutions restride what they made in place; masks and ids are indexed by sample.
-        if func._schema.name == "aten::as_strided_" or _of_sizes_only(func):
+        if func._schema.name == "aten::as_strided_" or of_sizes_only(func):
             return False
         first = next((t for t in tree_leaves(out) if isinstance(t, Tensor)), None)
         if first is None or not first.numel():
@@ -260,7 +232,7 @@ class Taint(TorchDispatchMode):
         if GONE in before:
             fed, sums = [t for t, _ in places], [t for t, at in places if at == GONE]
             graph = torch.is_grad_enabled() and any(t.requires_grad for t in fed)
-            if not first.dim() and not graph and not _in_a_function():
+            if not first.dim() and not graph and not in_a_function():
                 return False  # it is logged, or goes back into the samples
             return self._n in first.shape or not adds_up(func, args, fed, sums)
         now = self.place(first)
@@ -279,8 +251,8 @@ class Taint(TorchDispatchMode):
         """A use of a site, whose rows are those of `counts`."""
         if self._on:
             verdicts = [self._is_clean(t) for t in given]
-            if _counts():
-                self._reordered.enter(given, verdicts)
+            if has_gradients():
+                self._arranged.reordered.enter(given, verdicts)
             dim, place = self._dim_of(given[0]) if given else None, self.place(counts)
             key = site, not torch.is_grad_enabled()
             before = self.given.get(key, Given(True, True, dim))
@@ -289,7 +261,7 @@ class Taint(TorchDispatchMode):
             in_turn = all(t.dim() and self.place(t) == Place(0, len(t) // self._n) for t in given)
             dim = dim if dim == before.dim else None
             told = before.fed and fed, before.in_turn and in_turn, dim, rows
-            self.given[key] = Given(*told, before.again or _in_a_function())
+            self.given[key] = Given(*told, before.again or in_a_function())
 
     def _is_clean(self, t: Tensor) -> bool | None:
         """False: samples entered it. None: nobody knows."""
@@ -302,13 +274,12 @@ class Taint(TorchDispatchMode):
             clean = any(t is p for p in self._parameters()) or None
         return clean
 
-    def _mark(self, t: Tensor, clean: bool | None, put: Put | None = None) -> None:
+    def _mark(self, t: Tensor, clean: bool | None) -> None:
         try:
             storage = t.untyped_storage()
         except Exception:
             return
         self._known[storage._cdata] = StorageWeakRef(storage), clean
-        self._reordered.mark(t, put)
 
 
 class _Untraced(Taint):
@@ -343,38 +314,3 @@ def _of_all(t: Tensor, first: Tensor, n: int, batch_dim: int) -> bool:
     there = len(like) == t.dim() and like[batch_dim] == n
     like[batch_dim : batch_dim + 1] = [1]
     return there and list(t.shape) == like
-
-
-def _packing() -> bool:
-    """Whether torch sorts samples to pack them, which unpacking undoes."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"] not in PACKS:
-        frame = frame.f_back
-    return frame.f_globals["__name__"] in PACKS
-
-
-def _in_a_function() -> bool:
-    """Whether torch.autograd.Functions run on this thread: reentrant checkpoints are some."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code is not APPLY:
-        frame = frame.f_back
-    return frame.f_code is APPLY
-
-
-def _counts() -> bool:
-    """Whether gradients will be had of what is done now."""
-    return torch.is_grad_enabled() or _in_a_function()
-
-
-def _of_sizes_only(func: Any) -> bool:
-    """zeros_like(x), x.new_ones(...): nothing of the operand's values."""
-    name: str = func._schema.name.partition("::")[2]
-    return name.endswith("_like") or name.startswith("new_")
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    if func._schema.is_mutable:
-        for place, argument in enumerate(func._schema.arguments):
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))

@@ -1,0 +1,251 @@
+"""Whether data leave the samples where the batch has them: no graph shows how they are taken apart
+and joined (pieces.py), put into another order (order.py, reordered.py), or mixed, of which the
+operation itself is asked (asked.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..sites import packed, through_time
+from .asked import NOTHING, Answer, answers, runs
+from .operation import Step, argument_of, name_of, numbers, tensors_of, written
+from .order import orders, picks, sorts_numbers
+from .pieces import CHOSEN, JOINS, Pieces, Taken
+from .reordered import Put, Reordered, Rows, order_by, shows
+from .sample_dims import GONE, Fed, Follows, Place, view_of
+
+__all__ = ["Arranged", "Meeting", "has_gradients", "in_a_function"]
+
+APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
+PACKS = {"torch.nn.modules.rnn", "torch.nn.utils.rnn", packed.__name__, through_time.__name__}
+OF_ALL = {"c10d", "symm_mem"}  # namespaces of what processes do together
+
+
+class Arranged:
+    """Of one forward."""
+
+    def __init__(
+        self,
+        n: int,
+        batch_dim: int,
+        arguments: Sequence[Tensor],
+        parameters: Callable[[], Iterable[Tensor]],
+    ) -> None:
+        self.n, self.batch_dim, self.arguments = n, batch_dim, arguments
+        self._parameters = parameters
+        self.reordered, self.pieces = Reordered(), Pieces(n, batch_dim)
+
+    @property
+    def missed(self) -> bool:
+        """Whether layers, or the outputs, have the samples in an order that no graph shows."""
+        return self.reordered.missed
+
+    def mark(self, t: Tensor, put: Put | None = None) -> None:
+        """Parameters are given, also such that a first batch is to set."""
+        weight = put is not None and any(_same_memory(t, p) for p in self._parameters())
+        self.reordered.mark(t, None if weight else put)
+
+    def forget(self, t: Tensor) -> None:
+        """There are no samples in it."""
+        self.reordered.mark(t, None)
+        self.pieces.keep(t, None)
+
+    def shown(self, fed: Iterable[Tensor]) -> bool:
+        return any(shows(t, self.arguments) for t in fed)
+
+
+class Meeting:
+    """With an operation that samples enter, which is yet to run: `places` of them in what it is
+    given, `follows` in what it will make."""
+
+    def __init__(
+        self, arranged: Arranged, step: Step, places: Sequence[Fed], follows: Follows
+    ) -> None:
+        self._arranged, self._step, self._places, self._follows = arranged, step, places, follows
+        self.failed = False  # what it was given has no values, or is none of torch's
+        self._taken: Taken = lambda k: None
+        self._moved: Put | None = None
+        self._sorted = False
+        try:
+            if step.fed:
+                self._look()
+        except Exception:
+            self.failed = True
+        self.put = self._joined()
+        there = self._in_graph() or arranged.missed or _packing() or in_a_function()
+        self._fed, self._n = self._whole_or_piece()
+        self._data = bool(step.fed) and arranged.n > 1 and not there
+        self._runs: Sequence[Any] = ()
+        changed = [*enumerate(written(step.func, step.args, step.kwargs))]
+        if changed and self._asks(changed):  # afterwards, what it was given is no more
+            with contextlib.suppress(Exception):  # as above
+                self._runs = [*self._others()]
+
+    def results(self, out: Any) -> Iterator[tuple[Tensor, Place | None]]:
+        """What came out, and where the samples are in it."""
+        step, arranged = self._step, self._arranged
+        told = self._answers(out)
+        before = self.put
+        for k, t in tensors_of(out):
+            at, strays = self._follows(k, t), False
+            if at is None or self._moved is not None:
+                at, strays = self._settled(at, told[k] if told else NOTHING, t)
+            if self._moved is not None:
+                self.put = self._moved if before is None else before.then(self._moved)
+            elif self._data and self._strewn(t, at, strays):
+                self.put = Put(object(), False, True)
+            arranged.mark(t, self.put)
+            arranged.pieces.keep(t, self._taken(k))
+            yield t, at
+        if self._sorted:
+            order = order_by(out[1], 0, len(step.args[0])) if len(out) == 2 else object()
+            arranged.mark(out[0], Put(order, False, True))
+
+    def _strewn(self, t: Tensor, at: Place | None, strays: bool) -> bool:
+        """Whether a result of data is of several samples, or has another's where one was. A whole
+        number is a count, as of tokens; others, as offsets and the longest, choose no data."""
+        fed = self._step.fed
+        if not t.is_floating_point() and not t.is_complex():
+            return strays and t.dim() > 1 and any(t.shape == given.shape for given in fed)
+        lost = at == GONE and any(at != GONE for _, at in self._places)
+        lost = lost or self._sums_chosen(t)
+        counts = t.dim() == 0 and not picks(self._step.func) and _whole(t)
+        return (strays or lost) and not counts
+
+    def _sums_chosen(self, out: Tensor) -> bool:
+        """Whether it sums over rows that the batch's values chose, as tokens by a mask."""
+        (func, args, kwargs, *_), dim = self._step, self._arranged.batch_dim
+        if (
+            self._arranged.pieces.of(self._step.fed[0]) != CHOSEN
+            or self._step.fed[0] is not args[0]
+        ):
+            return False
+        dims = [d % args[0].dim() for d in numbers([argument_of(func, args, kwargs, "dim")])]
+        keeps = isinstance(argument_of(func, args, kwargs, "keepdim"), bool)
+        return out.dim() == 0 or (keeps and (dim in dims or not dims))
+
+    def _look(self) -> None:
+        (func, args, kwargs, *_), arranged = self._step, self._arranged
+        fed, likely = self._step.fed, self._likely
+        self._taken, joins = arranged.pieces.made(func, args, kwargs, fed, likely(fed[0]))
+        if not arranged.missed and not _packing():
+            doubtful = self._step.unknown
+            order = object() if joins else orders(func, args, kwargs, fed, doubtful, likely)
+            if order is not None:
+                quiet = isinstance(order, Rows) and not torch.is_grad_enabled()  # as keys are
+                self._moved = Put(order, arranged.shown(fed), quiet)
+            numbers = sorts_numbers(func, args, fed, self._dim_of)
+            self._sorted = numbers and not arranged.shown(fed)
+
+    def _joined(self) -> Put | None:
+        reordered = self._arranged.reordered
+        if not reordered or reordered.missed:
+            return None
+        sums = {at for _, at in self._places} == {GONE}  # as for the balance of experts
+        return reordered.joined(
+            self._step.operands, self._step.verdicts, has_gradients() and not sums
+        )
+
+    def _dim_of(self, t: Tensor) -> int | None:
+        place = next((at for x, at in self._places if x is t), None)
+        return None if place is None or place == GONE else place.dim
+
+    def _likely(self, t: Tensor) -> int | None:
+        """Where they could not be followed, where they are in the model's arguments."""
+        dim, n = self._arranged.batch_dim, self._arranged.n
+        lost = all(at is None for x, at in self._places if x is t)
+        there = t.is_floating_point() and t.dim() > dim and t.shape[dim] == n
+        return dim if there and lost else self._dim_of(t)
+
+    def _in_graph(self) -> bool:
+        """Whether that of a layer: a model's input may need gradients too."""
+        live = [t for t in self._step.operands if t.requires_grad and torch.is_grad_enabled()]
+        given = [t for t in self._arranged.arguments if t.requires_grad]
+        weight = any(isinstance(t, nn.Parameter) and all(t is not x for x in given) for t in live)
+        return bool(live) and (not given or weight or self._arranged.shown(live))
+
+    def _whole_or_piece(self) -> tuple[Sequence[Fed], int]:
+        """Where samples are in what it is given, and how many; or those of one piece, if it is
+        taken apart no further."""
+        pieces, dim = self._arranged.pieces, self._arranged.batch_dim
+        held = [pieces.of(t) for t in self._step.fed]
+        if self._taken(0) is None:
+            return self._places, self._arranged.n
+        many = len(held[0] or ())
+        alike = set(held) == {self._taken(0)} and torch.Tag.pointwise not in self._step.func.tags
+        if not alike or any(t.shape[dim : dim + 1] != (many,) for t in self._step.fed):
+            return self._places, 0
+        return [(t, Place(dim)) for t in self._step.fed], many
+
+    def _asks(self, results: Iterable[tuple[int, Tensor]]) -> bool:
+        """Where one of them is not followed, or moved. Rows that values chose may be any's; what is
+        joined with them has its own."""
+        func, places = self._step.func, {at for _, at in self._fed}
+        sure = self._moved is None and all(self._follows(k, t) is not None for k, t in results)
+        known = bool(places - {None, GONE}) and (None not in places or name_of(func) in JOINS)
+        asks = known and self._n > 1 and torch.Tag.nondeterministic_seeded not in func.tags
+        return self._data and asks and not sure and not any(x in func.namespace for x in OF_ALL)
+
+    def _others(self) -> Iterator[list[Any]]:
+        func, args, kwargs, *_ = self._step
+        return runs(func, args, kwargs, self._fed, self._n)
+
+    def _answers(self, out: Any) -> Sequence[Answer]:
+        in_place = self._step.func._schema.is_mutable
+        if not (self._runs if in_place else self._asks(tensors_of(out))):
+            return ()
+        try:
+            return answers(out, self._runs if in_place else self._others(), self._n)
+        except Exception:  # as above
+            return ()
+
+    def _settled(
+        self, followed: Place | None, found: Answer, t: Tensor
+    ) -> tuple[Place | None, bool]:
+        """What was followed, or found where samples are known in all that it was given."""
+        place, n = found.place, self._arranged.n
+        whole = n == self._n and all(at is not None for _, at in self._places)
+        if whole and place is not None and place != GONE and t.shape[place.dim] != n:
+            self._moved = None  # rows of flattened samples: each was given its own
+        return (place if whole and followed is None else followed), found.astray
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    left, right = view_of(a), view_of(b)
+    return left is not None and right is not None and left[0] == right[0]
+
+
+def _whole(t: Tensor) -> bool:
+    try:
+        return float(t).is_integer()
+    except Exception:  # as above
+        return False
+
+
+def has_gradients() -> bool:
+    """Whether gradients will be had of what is done now."""
+    return torch.is_grad_enabled() or in_a_function()
+
+
+def in_a_function() -> bool:
+    """Whether torch.autograd.Functions run on this thread: reentrant checkpoints are some."""
+    return _runs(lambda frame: frame.f_code is APPLY)
+
+
+def _packing() -> bool:
+    """Whether torch sorts samples to pack them, which unpacking undoes."""
+    return _runs(lambda frame: frame.f_globals.get("__name__") in PACKS)
+
+
+def _runs(what: Callable[[Any], bool]) -> bool:
+    frame: Any = sys._getframe()
+    while frame is not None and not what(frame):
+        frame = frame.f_back
+    return frame is not None
