@@ -1,6 +1,8 @@
 """Data of which samples are mixed before the layers, as by statistics of the batch: alone, each has
 others. No gradient shows it."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,11 @@ N, T = 6, 4
 def along_samples(function):
     """Of one that works along the last dimension."""
     return lambda x: function(x.movedim(0, -1)).movedim(-1, 0)
+
+
+def in_place(x, change):
+    change(x)
+    return x
 
 
 def smoothed(x):
@@ -65,6 +72,12 @@ MIXED = {
     "whitened": lambda x: x @ torch.linalg.inv(torch.cov(x.flatten(0, 1).T) + torch.eye(1).to(x)),
     "less the mean of some": lambda x: x - x[x[:, 0, 0] > -9].mean(0),
     "over the largest of some": lambda x: x / x[x > 0].max(),
+    "less the first": lambda x: x - x[:1],
+    "less the one before": lambda x: torch.cat([x[:1], x[1:] - x[:-1]]),
+    "in place of a part": lambda x: in_place(x.clone(), lambda y: y[1:].add_(x[:-1])),
+    "into what is given": lambda x: torch.sub(x, x[:1], out=torch.empty_like(x)),
+    "halves": lambda x: torch.cat([x[:3] + x[3:], x[3:] + x[:3]]),
+    "over the sum": lambda x: x / x.sum(),
     "in parts": lambda x: torch.cat([y - y.mean(0) for y in x.split(2)]),
     "in parts, summed up": lambda x: torch.cat([y.cumsum(0) for y in x.split(3)]),
     "in parts, batch statistics": lambda x: torch.cat(
@@ -78,6 +91,13 @@ MIXED = {
 def test_data_that_are_mixed_before_a_layer_are_refused(way, options):
     model = Model(lambda m, x: torch.tanh(m.r(MIXED[way](x))).flatten(1), r=nn.Linear(1, 2))
     refused(model, square, torch.randn(N, T, 1), names=["r.weight"], match="mixes", **options)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+@pytest.mark.parametrize("way", ["less the mean of all", "summed up", "averages"])
+def test_a_first_batch_of_equal_numbers_hides_nothing(way, value):
+    model = Model(lambda m, x: torch.tanh(m.r(MIXED[way](x))).flatten(1), r=nn.Linear(1, 2))
+    refused(model, square, torch.full((N, T, 1), value), names=["r.weight"], match="mixes")
 
 
 @a_few_modes
@@ -124,6 +144,24 @@ def a_count(m, x):
     """A mean over tokens, as of a loss inside of the model."""
     mask = (x[:, :, :1] > -9).to(x)
     return m.l(x) * mask / (mask.sum() / len(x))
+
+
+RUNNING = {
+    "frozen": lambda: nn.BatchNorm1d(T).requires_grad_(False),
+    "no weights": lambda: nn.InstanceNorm1d(T, track_running_stats=True),
+}
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_running_statistics_are_as_they_would_be(name):
+    """No schema says that an operation writes into them."""
+    model = nn.Sequential(RUNNING[name](), nn.Linear(3, 2))
+    twin, x = copy.deepcopy(model), torch.randn(N, T, 3)
+    with torchgradx.attach(model):
+        for m in (model, twin):
+            square(m, x).backward()
+    assert torch.equal(model[0].running_mean, twin[0].running_mean)
+    assert torch.equal(model[0].running_var, twin[0].running_var)
 
 
 def logged(m, x):

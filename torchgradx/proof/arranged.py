@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..sites import packed, through_time
 from .asked import NOTHING, Answer, answers, runs
 from .operation import Step, argument_of, name_of, numbers, tensors_of, written
-from .order import orders, picks, sorts_numbers
+from .order import orders, sorts_numbers
 from .pieces import CHOSEN, JOINS, Pieces, Taken
 from .reordered import Put, Reordered, Rows, order_by, shows
 from .sample_dims import GONE, Fed, Follows, Place, view_of
@@ -109,15 +109,25 @@ class Meeting:
             arranged.mark(out[0], Put(order, False, True))
 
     def _strewn(self, t: Tensor, at: Place | None, strays: bool) -> bool:
-        """Whether a result of data is of several samples, or has another's where one was. A whole
-        number is a count, as of tokens; others, as offsets and the longest, choose no data."""
+        """Whether a result of data is of several samples, or has another's where one was. Counts
+        are given, and whole numbers, as offsets and the longest, choose no data."""
         fed = self._step.fed
         if not t.is_floating_point() and not t.is_complex():
             return strays and t.dim() > 1 and any(t.shape == given.shape for given in fed)
         lost = at == GONE and any(at != GONE for _, at in self._places)
         lost = lost or self._sums_chosen(t)
-        counts = t.dim() == 0 and not picks(self._step.func) and _whole(t)
-        return (strays or lost) and not counts
+        return (strays or lost) and not (t.dim() == 0 and self._counts())
+
+    def _counts(self) -> bool:
+        """Whether it counts: tokens by a mask, or by lengths."""
+        t = self._step.fed[0]
+        try:
+            flags = bool(((t == 0) | (t == 1)).all())
+            return name_of(self._step.func) == "sum" and (
+                flags or (t.dim() < 2 and bool((t == t.round()).all()))
+            )
+        except Exception:  # as above
+            return False
 
     def _sums_chosen(self, out: Tensor) -> bool:
         """Whether it sums over rows that the batch's values chose, as tokens by a mask."""
@@ -134,10 +144,12 @@ class Meeting:
     def _look(self) -> None:
         (func, args, kwargs, *_), arranged = self._step, self._arranged
         fed, likely = self._step.fed, self._likely
-        self._taken, joins = arranged.pieces.made(func, args, kwargs, fed, likely(fed[0]))
+        placed = [at is not None and at != GONE for _, at in self._places]
+        given = func, args, kwargs, fed
+        self._taken, joins = arranged.pieces.made(*given, likely(fed[0]), placed)
         if not arranged.missed and not _packing():
             doubtful = self._step.unknown
-            order = object() if joins else orders(func, args, kwargs, fed, doubtful, likely)
+            order = object() if joins else orders(*given, doubtful, likely)
             if order is not None:
                 quiet = isinstance(order, Rows) and not torch.is_grad_enabled()  # as keys are
                 self._moved = Put(order, arranged.shown(fed), quiet)
@@ -220,13 +232,6 @@ class Meeting:
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     left, right = view_of(a), view_of(b)
     return left is not None and right is not None and left[0] == right[0]
-
-
-def _whole(t: Tensor) -> bool:
-    try:
-        return float(t).is_integer()
-    except Exception:  # as above
-        return False
 
 
 def has_gradients() -> bool:

@@ -66,17 +66,17 @@ def _codes(n: int) -> Tensor:
 
 
 def _run(func: Any, args: Any, kwargs: Any, fed: Sequence[Fed], changed: Tensor) -> Any:
-    """Without touching what it is given, into which it may write."""
+    """Without touching what it is given, into which it may write, as into running statistics."""
     places = {id(t): place for t, place in fed}
 
     def instead(t: Any) -> Any:
         if not isinstance(t, Tensor):
             return t
-        place, other = places.get(id(t)), t
+        place = places.get(id(t))
         if "as_strided" in func._schema.name:  # it looks beyond the view that it is given
             base = t if t._base is None else t._base
             other = base.clone().as_strided(t.shape, t.stride(), t.storage_offset())
-        elif place is not None or func._schema.is_mutable:
+        else:
             other = t.clone()
         if place is not None and place != GONE:
             other.copy_(_others(t, place, changed.to(t.device)))

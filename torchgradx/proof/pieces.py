@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .operation import argument_of, indices_of, name_of
-from .order import PARTS
+from .order import PARTS, SOURCES
 from .sample_dims import view_of
 
 __all__ = ["CHOSEN", "JOINS", "Pieces", "Samples", "Taken"]
@@ -40,10 +40,17 @@ class Pieces:
             self._samples[view_of(t)] = samples
 
     def made(
-        self, func: Any, args: Sequence[Any], kwargs: Any, fed: Sequence[Tensor], dim: int | None
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Any,
+        fed: Sequence[Tensor],
+        dim: int | None,
+        placed: Sequence[bool],
     ) -> tuple[Taken, bool]:
-        """Of an operation that is yet to run, and whether it joins pieces in another order.
-        `fed`: the operands that samples entered; `dim`: where they are in the first of these."""
+        """Of an operation that is yet to run, and whether it joins pieces in another order, or has
+        samples meet others'. `fed`: the operands that samples entered; `dim`: where they are in the
+        first of these; `placed`: whether that is known of each."""
         name, first, held = name_of(func), fed[0], [self.of(t) for t in fed]
         rows = self._all if held[0] is None else held[0]
         dim = dim if held[0] is None else self._batch_dim
@@ -60,7 +67,10 @@ class Pieces:
         if held[-1] is not None and name in ("copy", "index_copy", "index_put"):
             into = self._part(args[0]) if name == "copy" else _constant(func, args, fed)
             return lambda k: one, into not in (None, held[-1])
-        return lambda k: one, False
+        if name in SOURCES or name.startswith(("index", "gather", "embedding", "scatter")):
+            return lambda k: one, False
+        met = {samples for samples, at in zip(held, placed, strict=True) if samples or at}
+        return lambda k: one, len(met) > 1
 
     def _astray(self, samples: Samples) -> bool:
         """As many rows as there are samples, which are not theirs."""
