@@ -128,6 +128,34 @@ def test_detached_ones_are_refused_where_they_meet_others(way, options):
 
 
 @a_few_modes
+def test_a_detached_sample_that_meets_others_is_refused(options):
+    def forward(m, x):
+        h = m.r(x)
+        return torch.tanh(m.o(h - h.detach()[:1])).flatten(1)
+
+    model = Model(forward, r=nn.Linear(1, 2), o=nn.Linear(2, 2))
+    refused(model, square, torch.randn(N, T, 1), names=["r.weight"], match="mixes", **options)
+
+
+IDS = {
+    "padded and cut": lambda ids: F.pad(ids, (0, 0, 1, -1)),
+    "twice and cut": lambda ids: torch.cat([ids, ids])[1 : len(ids) + 1],
+    "repeated and cut": lambda ids: ids.repeat(2, 1)[1 : len(ids) + 1],
+    "rolled": lambda ids: ids.roll(1, 0),
+    "of the first": lambda ids: torch.where(ids > 5, ids[:1], ids),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("way", IDS)
+def test_so_are_ids(way, options):
+    model = Model(lambda m, ids: m.l(m.e(IDS[way](ids))).flatten(1), e=nn.Embedding(9, 3),
+                  l=nn.Linear(3, 2))  # fmt: skip
+    refused(model, square, torch.randint(0, 9, (N, T)), names=["e.weight"], match="mixes",
+            **options)  # fmt: skip
+
+
+@a_few_modes
 def test_a_frozen_batch_norm_is_refused_until_eval(options):
     frozen = nn.Sequential(nn.Conv1d(T, 3, 1), nn.BatchNorm1d(3), nn.ReLU()).requires_grad_(False)
     model = nn.Sequential(frozen, nn.Flatten(), nn.Linear(15, 2))

@@ -25,6 +25,7 @@ __all__ = ["Arranged", "Meeting", "has_gradients", "in_a_function"]
 
 APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
 PACKS = {"torch.nn.modules.rnn", "torch.nn.utils.rnn", packed.__name__, through_time.__name__}
+CHOOSES = {"argsort", "cumsum", "nonzero", "searchsorted", "sort", "topk"}  # numbers of rows
 OF_ALL = {"c10d", "symm_mem"}  # namespaces of what processes do together
 
 
@@ -111,9 +112,11 @@ class Meeting:
     def _strewn(self, t: Tensor, at: Place | None, strays: bool) -> bool:
         """Whether a result of data is of several samples, or has another's where one was. Counts
         are given, and whole numbers, as offsets and the longest, choose no data."""
-        fed = self._step.fed
+        n, fed, name = self._arranged.n, self._step.fed, name_of(self._step.func)
         if not t.is_floating_point() and not t.is_complex():
-            return strays and t.dim() > 1 and any(t.shape == given.shape for given in fed)
+            alike = any(t.shape == given.shape for given in fed)
+            table = n in t.shape if t.dim() > 1 else alike and t.dim() == 1
+            return strays and table and name not in CHOOSES
         lost = at == GONE and any(at != GONE for _, at in self._places)
         lost = lost or self._sums_chosen(t)
         return (strays or lost) and not (t.dim() == 0 and self._counts())
@@ -152,7 +155,8 @@ class Meeting:
             order = object() if joins else orders(*given, doubtful, likely)
             if order is not None:
                 quiet = isinstance(order, Rows) and not torch.is_grad_enabled()  # as keys are
-                self._moved = Put(order, arranged.shown(fed), quiet)
+                shown = all(arranged.shown([t]) for t in fed) if joins else arranged.shown(fed)
+                self._moved = Put(order, shown, quiet)
             numbers = sorts_numbers(func, args, fed, self._dim_of)
             self._sorted = numbers and not arranged.shown(fed)
 
