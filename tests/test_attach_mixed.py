@@ -17,6 +17,7 @@ from attach_oracle import (
     square,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
@@ -101,19 +102,42 @@ def test_a_first_batch_of_equal_numbers_hides_nothing(way, value):
 
 
 @a_few_modes
+@pytest.mark.parametrize("again", [False, True], ids=["", "a reentrant checkpoint"])
 @pytest.mark.parametrize("way", ["less the mean", "summed up", "batch statistics", "none"])
-def test_inputs_that_need_gradients_are_data_too(way, options):
+def test_inputs_that_need_gradients_are_data_too(way, again, options):
     """As of adversarial training."""
-    model = Model(lambda m, x: m.l(MIXED.get(way, torch.tanh)(x)), l=nn.Linear(1, 2))
-    x = torch.randn(N, T, 1).requires_grad_()
+
+    def forward(m, x):
+        def use(x):
+            return m.l(MIXED.get(way, torch.tanh)(x))
+
+        return checkpoint(use, x, use_reentrant=True) if again else use(x)
+
+    model, x = Model(forward, l=nn.Linear(1, 2)), torch.randn(N, T, 1).requires_grad_()
     with torchgradx.attach(model, **options) as probe:
         square(model, x).backward()
         if way == "none":
             assert probe.norms().shape == (N,)
         else:
-            with pytest.raises(torchgradx.CoverageError, match="mixes"):
+            with pytest.raises(torchgradx.CoverageError, match=r"mixes|no proof"):
                 probe.norms()
     assert x.grad is not None
+
+
+class Centred(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x - x.mean(0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@a_few_modes
+def test_so_is_what_a_function_is_given(options):
+    model = Model(lambda m, x: m.l(Centred.apply(x)), l=nn.Linear(1, 2))
+    refused(model, square, torch.randn(N, T, 1), names=["l.weight"], match="mixes", **options)
 
 
 @a_few_modes

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..sites import packed, through_time
 from .asked import NOTHING, Answer, answers, runs
@@ -41,6 +42,7 @@ class Arranged:
     ) -> None:
         self.n, self.batch_dim, self.arguments = n, batch_dim, arguments
         self._parameters = parameters
+        self._beyond: dict[int, StorageWeakRef] = {}
         self.reordered, self.pieces = Reordered(), Pieces(n, batch_dim)
 
     @property
@@ -57,6 +59,18 @@ class Arranged:
         """There are no samples in it."""
         self.reordered.mark(t, None)
         self.pieces.keep(t, None)
+
+    def beyond(self, t: Tensor) -> bool:
+        """Whether it is a weight that is trained, or computed with one, seen in a graph or not."""
+        given = any(t is x for x in self.arguments)
+        key = view_of(t)
+        weight = isinstance(t, nn.Parameter) and t.requires_grad and not given
+        return weight or (key is not None and key[0] in self._beyond)
+
+    def pass_layer(self, t: Tensor, beyond: bool) -> None:
+        if beyond and view_of(t) is not None:
+            storage = t.untyped_storage()  # a weak reference keeps its address
+            self._beyond[storage._cdata] = StorageWeakRef(storage)
 
     def shown(self, fed: Iterable[Tensor]) -> bool:
         return any(shows(t, self.arguments) for t in fed)
@@ -80,7 +94,9 @@ class Meeting:
         except Exception:
             self.failed = True
         self.put = self._joined()
-        there = self._in_graph() or arranged.missed or _packing() or in_a_function()
+        self._beyond = any(map(arranged.beyond, step.operands))
+        there = self._in_graph() or (self._beyond and in_a_function())
+        there = there or arranged.missed or _packing()
         self._fed, self._n = self._whole_or_piece()
         self._data = bool(step.fed) and arranged.n > 1 and not there
         self._runs: Sequence[Any] = ()
@@ -103,6 +119,7 @@ class Meeting:
             elif self._data and self._strewn(t, at, strays):
                 self.put = Put(object(), False, True)
             arranged.mark(t, self.put)
+            arranged.pass_layer(t, self._beyond)
             arranged.pieces.keep(t, self._taken(k))
             yield t, at
         if self._sorted:
