@@ -331,6 +331,23 @@ def test_operators_of_the_users_own_are_asked_too(shifts, by):
         check(model, square, torch.randn(N, T, 3))
 
 
+def test_random_numbers_are_drawn_as_they_would_be():
+    with torch.library._scoped_library("user", "FRAGMENT") as library:
+        library.define("noisy(Tensor x) -> Tensor")
+        library.impl("noisy", lambda x: x + torch.randn_like(x), "CompositeExplicitAutograd")
+        model = Model(lambda m, x: m.l(torch.ops.user.noisy(x)), l=nn.Linear(3, 2))
+        twin, x = copy.deepcopy(model), torch.randn(N, T, 3)
+        torch.manual_seed(1)
+        square(twin, x).backward()
+        want = torch.rand(1)
+        torch.manual_seed(1)
+        with torchgradx.attach(model) as probe:
+            square(model, x).backward()
+            assert torch.equal(torch.rand(1), want)
+            assert probe.norms().shape == (N,)
+    torch.testing.assert_close(model.l.weight.grad, twin.l.weight.grad)
+
+
 def test_statistics_may_be_returned_beside_what_is_trained():
     def loss(model, x):
         return model(x)[0].square().flatten(1).sum(1).mean()

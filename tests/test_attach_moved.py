@@ -12,6 +12,7 @@ from attach_oracle import (
     square,
 )
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 N, T = 4, 6
 
@@ -104,6 +105,7 @@ MOVED = {
     "by a system of equations": lambda x: torch.linalg.solve(turned(x), x.flatten(1)).view_as(x),
     "by sampling": by_bilinear_sampling,
     "by channels": lambda x: F.channel_shuffle(x[None], 2)[0],
+    "put together in turn": lambda x: pad_sequence(list(x.unbind()[::-1]), batch_first=True),
     "nested": lambda x: torch.nested.nested_tensor(list(x.unbind()[::-1])).to_padded_tensor(0.0),
     "turned without grad": turned_without_grad,
     "mixed up without grad": mixed_up,

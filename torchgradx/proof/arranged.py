@@ -267,7 +267,11 @@ def in_a_function() -> bool:
 
 def _packing() -> bool:
     """Whether torch sorts samples to pack them, which unpacking undoes."""
-    return _runs(lambda frame: frame.f_globals.get("__name__") in PACKS)
+    return _runs(
+        lambda frame: (
+            frame.f_globals.get("__name__") in PACKS and frame.f_code.co_name != "pad_sequence"
+        )
+    )
 
 
 def _runs(what: Callable[[Any], bool]) -> bool:

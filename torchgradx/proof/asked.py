@@ -37,21 +37,25 @@ NOTHING = Answer(None, False)
 
 
 def runs(func: Any, args: Any, kwargs: Any, fed: Sequence[Fed], n: int) -> Iterator[list[Any]]:
-    """The results of each; `fed`: the operands that samples entered, and where they are in each."""
+    """The results of each, the first with nothing changed; `fed`: the operands that samples
+    entered, and where they are in each. Random numbers come as if there were no runs."""
     if name_of(func) in SOURCES:  # as indices of what is written they count other samples' rows
         fed = [(t, place) for t, place in fed if t.is_floating_point() or t.is_complex()]
-    for changed in _codes(n).unbind(1):
-        yield tree_leaves(_run(func, args, kwargs, fed, changed))
+    for changed in (torch.zeros(n, dtype=torch.bool), *_codes(n).unbind(1)):
+        with torch.random.fork_rng([t.device for t, _ in fed if t.is_cuda]):
+            results = tree_leaves(_run(func, args, kwargs, fed, changed))
+        yield results
 
 
 def answers(out: Any, runs: Iterable[Sequence[Any]], n: int) -> list[Answer]:
     """Of each result of the operation itself, against those of its `runs`."""
     results, found = tree_leaves(out), []
     differs = [[_by_dim(*pair) for pair in zip(results, run, strict=True)] for run in runs]
-    for seen in zip(*differs, strict=True):
+    for same, *seen in zip(*differs, strict=True):
         comparable = [dims for dims in seen if dims is not None]
         whole = len(comparable) == len(seen)  # else as many rows as the batch's values choose
-        found.append(_told(comparable, _codes(n)) if whole else NOTHING)
+        steady = same is not None and not same[0]  # else it draws random numbers
+        found.append(_told(comparable, _codes(n)) if whole and steady else NOTHING)
     return found
 
 

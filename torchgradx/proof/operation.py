@@ -67,7 +67,8 @@ def indices_of(func: Any, args: Sequence[Any]) -> Iterator[tuple[Tensor, list[An
 
 def of_sizes_only(func: Any) -> bool:
     """zeros_like(x), x.new_ones(...): nothing of the operand's values."""
-    return name_of(func).endswith("_like") or name_of(func).startswith("new_")
+    named = name_of(func).endswith("_like") or name_of(func).startswith("new_")
+    return bool(func.namespace == "aten" and named)
 
 
 def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
