@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..sites import packed, through_time
 from .asked import NOTHING, Answer, answers, runs
+from .memory import ByMemory, storage_of
 from .operation import Step, argument_of, name_of, numbers, tensors_of, written
 from .order import orders, sorts_numbers
 from .pieces import CHOSEN, JOINS, Pieces, Taken
 from .reordered import Put, Reordered, Rows, order_by, shows
-from .sample_dims import GONE, Fed, Follows, Place, view_of
+from .sample_dims import GONE, Fed, Follows, Place
 
 __all__ = ["Arranged", "Meeting", "has_gradients", "in_a_function"]
 
@@ -42,7 +42,7 @@ class Arranged:
     ) -> None:
         self.n, self.batch_dim, self.arguments = n, batch_dim, arguments
         self._parameters = parameters
-        self._beyond: dict[int, StorageWeakRef] = {}
+        self._beyond: ByMemory[bool] = ByMemory()  # of a weight that is trained
         self.reordered, self.pieces = Reordered(), Pieces(n, batch_dim)
 
     @property
@@ -52,7 +52,10 @@ class Arranged:
 
     def mark(self, t: Tensor, put: Put | None = None) -> None:
         """Parameters are given, also such that a first batch is to set."""
-        weight = put is not None and any(_same_memory(t, p) for p in self._parameters())
+        held = map(storage_of, self._parameters()) if put is not None else ()
+        memory = storage_of(t)
+        weight = any(x is not None and memory is not None and x._cdata == memory._cdata
+                     for x in held)  # fmt: skip
         self.reordered.mark(t, None if weight else put)
 
     def forget(self, t: Tensor) -> None:
@@ -60,17 +63,16 @@ class Arranged:
         self.reordered.mark(t, None)
         self.pieces.keep(t, None)
 
+    def trains(self, t: Tensor) -> bool:
+        given = any(t is x for x in self.arguments)
+        return isinstance(t, nn.Parameter) and t.requires_grad and not given
+
     def beyond(self, t: Tensor) -> bool:
         """Whether it is a weight that is trained, or computed with one, seen in a graph or not."""
-        given = any(t is x for x in self.arguments)
-        key = view_of(t)
-        weight = isinstance(t, nn.Parameter) and t.requires_grad and not given
-        return weight or (key is not None and key[0] in self._beyond)
+        return self.trains(t) or self._beyond.get(t, False)
 
-    def pass_layer(self, t: Tensor, beyond: bool) -> None:
-        if beyond and view_of(t) is not None:
-            storage = t.untyped_storage()  # a weak reference keeps its address
-            self._beyond[storage._cdata] = StorageWeakRef(storage)
+    def pass_layer(self, t: Tensor) -> None:
+        self._beyond.keep(t, True)
 
     def shown(self, fed: Iterable[Tensor]) -> bool:
         return any(shows(t, self.arguments) for t in fed)
@@ -88,6 +90,7 @@ class Meeting:
         self._taken: Taken = lambda k: None
         self._moved: Put | None = None
         self._sorted = False
+        self._packs = bool(step.fed) and _packing()
         try:
             if step.fed:
                 self._look()
@@ -96,7 +99,7 @@ class Meeting:
         self.put = self._joined()
         self._beyond = any(map(arranged.beyond, step.operands))
         there = self._in_graph() or (self._beyond and in_a_function())
-        there = there or arranged.missed or _packing()
+        there = there or arranged.missed or self._packs
         self._fed, self._n = self._whole_or_piece()
         self._data = bool(step.fed) and arranged.n > 1 and not there
         self._runs: Sequence[Any] = ()
@@ -119,7 +122,8 @@ class Meeting:
             elif self._data and self._strewn(t, at, strays):
                 self.put = Put(object(), False, True)
             arranged.mark(t, self.put)
-            arranged.pass_layer(t, self._beyond)
+            if self._beyond:
+                arranged.pass_layer(t)
             arranged.pieces.keep(t, self._taken(k))
             yield t, at
         if self._sorted:
@@ -167,7 +171,7 @@ class Meeting:
         placed = [at is not None and at != GONE for _, at in self._places]
         given = func, args, kwargs, fed
         self._taken, joins = arranged.pieces.made(*given, likely(fed[0]), placed)
-        if not arranged.missed and not _packing():
+        if not arranged.missed and not self._packs:
             doubtful = self._step.unknown
             order = object() if joins else orders(*given, doubtful, likely)
             if order is not None:
@@ -200,8 +204,8 @@ class Meeting:
     def _in_graph(self) -> bool:
         """Whether that of a layer: a model's input may need gradients too."""
         live = [t for t in self._step.operands if t.requires_grad and torch.is_grad_enabled()]
-        given = [t for t in self._arranged.arguments if t.requires_grad]
-        weight = any(isinstance(t, nn.Parameter) and all(t is not x for x in given) for t in live)
+        given = any(t.requires_grad for t in self._arranged.arguments)
+        weight = any(map(self._arranged.trains, live))
         return bool(live) and (not given or weight or self._arranged.shown(live))
 
     def _whole_or_piece(self) -> tuple[Sequence[Fed], int]:
@@ -248,11 +252,6 @@ class Meeting:
         if whole and place is not None and place != GONE and t.shape[place.dim] != n:
             self._moved = None  # rows of flattened samples: each was given its own
         return (place if whole and followed is None else followed), found.astray
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    left, right = view_of(a), view_of(b)
-    return left is not None and right is not None and left[0] == right[0]
 
 
 def has_gradients() -> bool:

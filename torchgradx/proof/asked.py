@@ -4,7 +4,8 @@ with others in the place of some samples, and what comes out otherwise came of t
 No graph shows what is done to data, and an operation that is not known would have to be trusted.
 Sample j is another in those runs that its code names. No code holds another (Sperner, "Ein Satz
 ueber Untermengen einer endlichen Menge", 1928), so each two samples are told apart, by as many runs
-as it takes for choose(runs, runs // 2) >= N: 4 for 6 samples, 8 for 70, 13 for 1,716.
+as it takes for choose(runs, runs // 2) >= N: 4 for 6 samples, 8 for 70, 13 for 1,716. One more,
+with nothing changed, tells whether it draws random numbers.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ def runs(func: Any, args: Any, kwargs: Any, fed: Sequence[Fed], n: int) -> Itera
         yield results
 
 
-def answers(out: Any, runs: Iterable[Sequence[Any]], n: int) -> list[Answer]:
-    """Of each result of the operation itself, against those of its `runs`."""
+def answers(out: Any, others: Iterable[Sequence[Any]], n: int) -> list[Answer]:
+    """Of each result of the operation itself, against those of its runs."""
     results, found = tree_leaves(out), []
-    differs = [[_by_dim(*pair) for pair in zip(results, run, strict=True)] for run in runs]
+    differs = [[_by_dim(*pair) for pair in zip(results, other, strict=True)] for other in others]
     for same, *seen in zip(*differs, strict=True):
         comparable = [dims for dims in seen if dims is not None]
         whole = len(comparable) == len(seen)  # else as many rows as the batch's values choose

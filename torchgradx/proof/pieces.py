@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .memory import view_of
 from .operation import argument_of, indices_of, name_of
 from .order import PARTS, SOURCES
-from .sample_dims import view_of
 
 __all__ = ["CHOSEN", "JOINS", "Pieces", "Samples", "Taken"]
 

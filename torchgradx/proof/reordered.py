@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..passes.frames import Reentrant
+from .memory import ByMemory, storage_of
 
 __all__ = ["Put", "Reordered", "Rows", "order_by", "shows"]
 
@@ -49,22 +50,19 @@ class Reordered:
 
     def __init__(self) -> None:
         self.missed = self._hides = False  # hides: an order that no graph shows was made
-        self._known: dict[int, tuple[StorageWeakRef, Put]] = {}
+        self._known: ByMemory[Put | None] = ByMemory()
 
     def __bool__(self) -> bool:
         return self._hides or bool(self._known)
 
     def mark(self, t: Tensor, put: Put | None) -> None:
-        try:
-            storage = t.untyped_storage()
-        except Exception:  # sparse tensors have none
-            return
         number = not t.dim() and not t.is_floating_point()  # the largest one is in no order
         if put is not None and not (number and put.quiet):
-            self._known[storage._cdata] = StorageWeakRef(storage), put
-            self._hides = self._hides or not (put.shown or put.quiet)
+            self._known.keep(t, put)
+            hides = storage_of(t) is not None and not (put.shown or put.quiet)
+            self._hides = self._hides or hides
         else:
-            self._known.pop(storage._cdata, None)
+            self._known.forget(t)
 
     def joined(
         self, operands: Sequence[Tensor], clean: Sequence[bool | None], counts: bool = True
@@ -96,13 +94,10 @@ class Reordered:
             self.missed = self.missed or (t.dim() > 0 and put is not None and not put.shown)
 
     def _of(self, t: Tensor) -> Put | None:
-        try:
-            known = self._known.get(t.untyped_storage()._cdata)
-        except Exception:  # as above
-            return None
+        put = self._known.get(t, None)
         # Inside of a Function nothing has a graph; elsewhere it was detached.
         cut = torch.is_grad_enabled() and not t.requires_grad
-        return known[1]._replace(shown=known[1].shown and not cut) if known else None
+        return put._replace(shown=put.shown and not cut) if put else None
 
 
 def order_by(index: Tensor, dim: int, size: int) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import order
 from .operation import argument_of, indices_of, name_of
 
-__all__ = ["GONE", "Fed", "Follows", "Place", "first_places", "followed", "guessed", "view_of"]
+__all__ = ["GONE", "Fed", "Follows", "Place", "first_places", "followed", "guessed"]
 
 
 class Place(NamedTuple):
@@ -300,11 +300,3 @@ def _broadcast(out: Tensor, known: Sequence[tuple[Tensor, Place]]) -> Place | No
     t, place = known[0]
     to, size = place.dim + out.dim() - t.dim(), t.shape[place.dim]
     return _checked(out, to, size, place) if len(places) == 1 else None
-
-
-def view_of(t: Tensor) -> Any:
-    """A tensor's memory, and how it looks at it; several views of one memory differ in this."""
-    try:
-        return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()
-    except Exception:  # sparse tensors have no storage
-        return None

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -25,9 +24,10 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from .arranged import Arranged, Meeting, has_gradients, in_a_function
+from .memory import ByMemory, storage_of, view_of
 from .operation import Step, of_sizes_only, tensors_of, written
 from .order import adds_up, disorders, divides, picks
-from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, guessed, view_of
+from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, guessed
 
 __all__ = ["Given", "Taint", "watching"]
 
@@ -60,8 +60,7 @@ class Taint(TorchDispatchMode):
         super().__init__()
         self._n, self._parameters, self._arguments = n, parameters, arguments
         self._batch_dim = batch_dim
-        # By storage, which views and in-place writes share; a weak reference keeps its address.
-        self._known: dict[int, tuple[StorageWeakRef, bool | None]] = {}
+        self._known: ByMemory[bool | None] = ByMemory()
         self._seen: dict[tuple[Any, int], bool] = {}  # clean, as consumed; by node and output
         self._where: dict[tuple[Any, int], Place | None] = {}  # the samples, in what they entered
         self.given: dict[tuple[int, bool], Given] = {}  # by site, and whether without a graph
@@ -70,16 +69,16 @@ class Taint(TorchDispatchMode):
         self.ends: list[Place | None] = []  # where they are in the model's outputs
         self._on = True
         for t in held:
-            self._mark(t, True)
+            self._known.keep(t, True)
         self._places: dict[Any, Place | None] = {}  # of the samples, by storage and geometry
         for t, place in zip(arguments, first_places(arguments, n, batch_dim), strict=True):
             self._places[view_of(t)] = place or self.place(t)  # one may be given twice
         of_all = [t for t in arguments if _of_all(t, arguments[0], n, batch_dim)]
         for t in of_all:
-            self._mark(t, True)
+            self._known.keep(t, True)
         for t in arguments:  # after them: one may be a view of what holds samples
             if all(t is not other for other in of_all):
-                self._mark(t, False)
+                self._known.keep(t, False)
         self.__enter__()
 
     def stop(self, outputs: Iterable[Tensor] = ()) -> None:
@@ -96,7 +95,7 @@ class Taint(TorchDispatchMode):
         )
         self.orderly = self.orderly and not any(mixed)
         self._on = False
-        self._known, self._places, self._arguments = {}, {}, ()
+        self._known, self._places, self._arguments = ByMemory(), {}, ()
         self._depart()
 
     def _depart(self) -> None:
@@ -175,20 +174,20 @@ class Taint(TorchDispatchMode):
         out = func(*args, **kwargs)
         clean = False if False in verdicts else None if None in verdicts else True
         if func._schema.name == "aten::set_" and len(args) > 1:  # to a memory, as a deepcopy does
-            known = self._known.get(args[1]._cdata) if hasattr(args[1], "_cdata") else None
-            clean = known[1] if known else None
+            source = args[1]
+            clean = None if isinstance(source, Tensor) else self._known.get(source, None)
         if of_sizes_only(func):
             for _, t in tensors_of(out):
-                self._mark(t, True)
+                self._known.keep(t, True)
                 self._places[view_of(t)] = None
                 self._arranged.forget(t)
         else:
             for t, at in meeting.results(out):
-                self._mark(t, clean)
+                self._known.keep(t, clean)
                 self._places[view_of(t)] = at
         self.orderly = self.orderly and not self._strays(func, args, places, before, guesses, out)
         for t, view, was in changed if not clean else ():
-            self._mark(t, clean)
+            self._known.keep(t, clean)
             self._arranged.mark(t, meeting.put)
             now = self.place(t)
             if view and view == view_of(t) and now != was:  # of its other views nobody knows
@@ -265,21 +264,13 @@ class Taint(TorchDispatchMode):
 
     def _is_clean(self, t: Tensor) -> bool | None:
         """False: samples entered it. None: nobody knows."""
-        try:
-            known = self._known.get(t.untyped_storage()._cdata)
-        except Exception:  # sparse tensors have no storage
+        if storage_of(t) is None:
             return None
-        clean = known[1] if known else True if t.dim() == 0 else None  # a number that Python made
+        # What is not known and of no dimension is a number that Python made.
+        clean = self._known.get(t, True if t.dim() == 0 else None)
         if clean is None and isinstance(t, nn.Parameter):  # fully_shard brings them together
             clean = any(t is p for p in self._parameters()) or None
         return clean
-
-    def _mark(self, t: Tensor, clean: bool | None) -> None:
-        try:
-            storage = t.untyped_storage()
-        except Exception:
-            return
-        self._known[storage._cdata] = StorageWeakRef(storage), clean
 
 
 class _Untraced(Taint):
