@@ -74,6 +74,13 @@ def test_rounding_is_no_sample(dtype):
     assert answer(aten.sum.dim_IntList, (x, [1]), (Place(0),), 6) == (Place(0), False)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_little_of_another_sample_is_seen_in_halves(dtype):
+    x, mix = torch.randn(6, 100, dtype=dtype), torch.eye(6, dtype=dtype)
+    mix[4, 2] = 0.05
+    assert answer(aten.mm.default, (mix, x), (None, Place(0)), 6).astray
+
+
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_numbers_that_are_alike_in_all_samples_hide_nothing(value):
     x = torch.full((4, 3), value)

@@ -134,6 +134,15 @@ def test_of_data_the_operation_is_asked(name):
     assert placed(UNKNOWN[name], numbered(N, N))[1] == FOUND.get(name)
 
 
+DRAWN = [torch.poisson, lambda x: torch.bernoulli(x / N), lambda x: torch.normal(x, 1.0),
+         lambda x: torch.binomial(x, x / N), torch._standard_gamma, F.dropout]  # fmt: skip
+
+
+@pytest.mark.parametrize("draw", DRAWN)
+def test_numbers_that_are_drawn_for_a_sample_are_its_own(draw):
+    assert placed(lambda x: draw(x.transpose(0, 1)), numbered(N, N))[1] == Place(1)
+
+
 def test_an_operation_of_the_users_own_is_not_known_but_asked():
     turn = torch.library.custom_op(
         "tests::turn", lambda x: x.transpose(0, 1).clone(), mutates_args=(),

@@ -8,6 +8,10 @@ namespace torchgradx {
 
 namespace {
 
+Tensor dense(const Tensor& t) {  // as bags of words may not be, nothing where it is not defined
+  return t.defined() && t.layout() != at::kStrided ? t.to_dense() : t;
+}
+
 Tensor rows_of(const Tensor& t) {  // [*, F] -> [rows, F]; a reshape to -1 rows is none where F is 0
   return t.dim() > 1 ? t.flatten(0, -2) : t.unsqueeze(0);
 }
@@ -37,7 +41,8 @@ class Linear final : public Layer {
   // gradient, which the transpose that it takes of a weight below autograd no longer says.
   Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, Saved&) const override {
     const Tensor w = transposed_ ? weight.t() : weight;
-    if (input.dim() < 3 || input.is_contiguous() || !weight.requires_grad()) return at::linear(input, w, bias);
+    if (input.dim() < 3 || input.layout() != at::kStrided || input.is_contiguous() || !weight.requires_grad())
+      return at::linear(input, w, bias);
     const Tensor rows = at::linear(input.flatten(0, -2), w);
     const Tensor output = rows.unflatten(0, input.sizes().slice(0, input.dim() - 1));
     return bias ? output.add_(*bias) : output;
@@ -49,7 +54,7 @@ class Linear final : public Layer {
     if (wanted.input) gradients.input = grad_output.matmul(transposed_ ? weight.t() : weight);
     const Tensor g = rows_of(grad_output);
     if (wanted.weight) {
-      const Tensor a = rows_of(saved.input);
+      const Tensor a = rows_of(dense(saved.input));
       gradients.weight = transposed_ ? a.t().mm(g) : g.t().mm(a);
     }
     if (wanted.bias) gradients.bias = g.sum(0);
@@ -59,7 +64,8 @@ class Linear final : public Layer {
   std::optional<Operands> operands(const Saved& saved, const Tensor& grad_output, int64_t n,
                                    Layout layout) const override {
     const auto b = rows_by_sample(grad_output, n, layout);
-    const auto a = saved.input.defined() ? rows_by_sample(saved.input, n, layout) : std::optional<Tensor>(Tensor());
+    const Tensor input = dense(saved.input);
+    const auto a = input.defined() ? rows_by_sample(input, n, layout) : std::optional<Tensor>(Tensor());
     if (!a || !b) return std::nullopt;
     Operands operands{*a, *b};
     operands.shared = saved.shared;

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from ..sites import packed, through_time
 from .asked import NOTHING, Answer, answers, runs
+from .counts import Counts
 from .memory import ByMemory, storage_of
 from .operation import Step, argument_of, name_of, numbers, tensors_of, written
 from .order import orders, sorts_numbers
-from .pieces import CHOSEN, JOINS, Pieces, Taken
+from .pieces import JOINS, Chosen, Pieces, Taken
 from .reordered import Put, Reordered, Rows, order_by, shows
 from .sample_dims import GONE, Fed, Follows, Place
 
@@ -43,12 +44,18 @@ class Arranged:
         self.n, self.batch_dim, self.arguments = n, batch_dim, arguments
         self._parameters = parameters
         self._beyond: ByMemory[bool] = ByMemory()  # of a weight that is trained
-        self.reordered, self.pieces = Reordered(), Pieces(n, batch_dim)
+        self.reordered, self.pieces, self.counts = Reordered(), Pieces(n, batch_dim), Counts()
 
     @property
     def missed(self) -> bool:
         """Whether layers, or the outputs, have the samples in an order that no graph shows."""
         return self.reordered.missed
+
+    def enter(self, given: Sequence[Tensor], clean: Sequence[bool | None]) -> None:
+        """A layer is given these."""
+        self.reordered.enter(given, clean)
+        fed = [t for t, same in zip(given, clean, strict=True) if same is False]
+        self.reordered.missed = self.missed or any(map(self.counts.enter, fed))
 
     def mark(self, t: Tensor, put: Put | None = None) -> None:
         """Parameters are given, also such that a first batch is to set."""
@@ -119,7 +126,7 @@ class Meeting:
                 at, strays = self._settled(at, told[k] if told else NOTHING, t)
             if self._moved is not None:
                 self.put = self._moved if before is None else before.then(self._moved)
-            elif self._data and self._strewn(t, at, strays):
+            elif self._mixed(k, t, at, strays):
                 self.put = Put(object(), False, True)
             arranged.mark(t, self.put)
             if self._beyond:
@@ -129,6 +136,15 @@ class Meeting:
         if self._sorted:
             order = order_by(out[1], 0, len(step.args[0])) if len(out) == 2 else object()
             arranged.mark(out[0], Put(order, False, True))
+
+    def _mixed(self, k: int, t: Tensor, at: Place | None, strays: bool) -> bool:
+        if not self._step.fed or self._arranged.n < 2 or self._packs:
+            return False
+        before, tokens = {at for _, at in self._places}, t.dim() == 0 and self._sums_tokens()
+        counted = self._arranged.counts.meet(
+            self._step, before, k, t, at, strays=strays, tokens=tokens
+        )
+        return counted or (self._data and not tokens and self._strewn(t, at, strays))
 
     def _strewn(self, t: Tensor, at: Place | None, strays: bool) -> bool:
         """Whether a result of data is of several samples, or has another's where one was. Counts
@@ -140,10 +156,10 @@ class Meeting:
             return strays and table and name not in CHOOSES
         lost = at == GONE and any(at != GONE for _, at in self._places)
         lost = lost or self._sums_chosen(t)
-        return (strays or lost) and not (t.dim() == 0 and self._counts())
+        return strays or lost
 
-    def _counts(self) -> bool:
-        """Whether it counts: tokens by a mask, or by lengths."""
+    def _sums_tokens(self) -> bool:
+        """By a mask, or by lengths."""
         t = self._step.fed[0]
         try:
             flags = bool(((t == 0) | (t == 1)).all())
@@ -157,7 +173,7 @@ class Meeting:
         """Whether it sums over rows that the batch's values chose, as tokens by a mask."""
         (func, args, kwargs, *_), dim = self._step, self._arranged.batch_dim
         if (
-            self._arranged.pieces.of(self._step.fed[0]) != CHOSEN
+            not isinstance(self._arranged.pieces.of(self._step.fed[0]), Chosen)
             or self._step.fed[0] is not args[0]
         ):
             return False
@@ -215,6 +231,8 @@ class Meeting:
         held = [pieces.of(t) for t in self._step.fed]
         if self._taken(0) is None:
             return self._places, self._arranged.n
+        if isinstance(self._taken(0), Chosen):
+            return self._places, 0
         many = len(held[0] or ())
         alike = set(held) == {self._taken(0)} and torch.Tag.pointwise not in self._step.func.tags
         if not alike or any(t.shape[dim : dim + 1] != (many,) for t in self._step.fed):

@@ -84,7 +84,9 @@ def _run(func: Any, args: Any, kwargs: Any, fed: Sequence[Fed], changed: Tensor)
         else:
             other = t.clone()
         if place is not None and place != GONE:
-            other.copy_(_others(t, place, changed.to(t.device)))
+            others = _others(_dense(t), place, changed.to(t.device))
+            sparse = t.layout is not torch.strided  # how many numbers there are may be others
+            other = others.to_sparse(layout=t.layout) if sparse else other.copy_(others)
         return other
 
     return func(*tree_map(instead, args), **tree_map(instead, kwargs))
@@ -104,11 +106,15 @@ def _others(t: Tensor, place: Place, changed: Tensor) -> Tensor:
     return taken
 
 
+def _dense(t: Tensor) -> Tensor:
+    return t if t.layout is torch.strided else t.to_dense()
+
+
 def _by_dim(a: Any, b: Any) -> list[Tensor] | None:
     """By dimension, at which of its indices two results differ. None: their sizes do."""
     if not isinstance(a, Tensor) or a.shape != b.shape:
         return None
-    differs = _differs(a, b)
+    differs = _differs(_dense(a), _dense(b))
     dims = range(a.dim())
     return [differs.any().view(1)] + [
         differs.movedim(dim, 0).flatten(1).any(1) if len(dims) > 1 else differs for dim in dims
@@ -116,14 +122,15 @@ def _by_dim(a: Any, b: Any) -> list[Tensor] | None:
 
 
 def _differs(a: Tensor, b: Tensor) -> Tensor:
-    """By more than the same sum in another order would."""
+    """By more than the same sum in another order would; that of halves is made in float32."""
     if a.is_complex():
         return _differs(torch.view_as_real(a), torch.view_as_real(b)).any(-1)
     if not a.is_floating_point():
         return a != b
-    rounding = 64 * torch.finfo(a.dtype).eps
+    own, sums = 2 * torch.finfo(a.dtype).eps, torch.promote_types(a.dtype, torch.float32)
     largest = a.nan_to_num(0, 0, 0).abs().max() if a.numel() else a.new_zeros(())
-    return ~torch.isclose(a, b, rounding, float(rounding * largest), equal_nan=True)
+    rounding = 64 * torch.finfo(sums).eps * float(largest)
+    return ~torch.isclose(a, b, own, rounding, equal_nan=True)
 
 
 def _told(differs: Sequence[Sequence[Tensor]], codes: Tensor) -> Answer:

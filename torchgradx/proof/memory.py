@@ -38,9 +38,9 @@ class ByMemory(Generic[T]):
 
 
 def storage_of(t: Tensor | torch.UntypedStorage) -> torch.UntypedStorage | None:
-    """None: sparse tensors have none."""
+    """None: some have none, as those of mkldnn."""
     try:
-        return t if isinstance(t, torch.UntypedStorage) else t.untyped_storage()
+        return t if isinstance(t, torch.UntypedStorage) else _numbers_of(t).untyped_storage()
     except Exception:
         return None
 
@@ -48,6 +48,14 @@ def storage_of(t: Tensor | torch.UntypedStorage) -> torch.UntypedStorage | None:
 def view_of(t: Tensor) -> Any:
     """A tensor's memory, and how it looks at it; several views of one memory differ in this."""
     try:
-        return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()
-    except Exception:  # sparse tensors have no storage, nested ones no sizes
+        numbers = _numbers_of(t)
+        strides = t.stride() if numbers is t else ()
+        return numbers.untyped_storage()._cdata, numbers.storage_offset(), t.shape, strides
+    except Exception:  # some have no storage, nested ones no sizes
         return None
+
+
+def _numbers_of(t: Tensor) -> Tensor:
+    if t.layout is torch.strided:
+        return t
+    return t._values() if t.layout is torch.sparse_coo else t.values()

@@ -31,7 +31,16 @@ SOURCES = {"index_add": 3, "index_copy": 3, "index_put": 2, "index_reduce": 3, "
 # Of labels too, of which asked.py is not believed, and as a batch in order does not show.
 TURNS = {"cummax": "dim", "cummin": "dim", "flip": "dims", "roll": "dims", "sort": "dim",
          "topk": "dim", "unique_dim": "dim"}  # fmt: skip
-PRODUCTS = {"mm": 0, "addmm": 1, "mv": 0, "addmv": 1, "dot": 0, "bmm": 0}  # the first factor
+PRODUCTS = {
+    "_sparse_addmm": 1,
+    "_sparse_mm": 0,
+    "mm": 0,
+    "addmm": 1,
+    "mv": 0,
+    "addmv": 1,
+    "dot": 0,
+    "bmm": 0,
+}  # the first factor
 FACTORS = {**PRODUCTS, "baddbmm": 1}
 
 SUMS = {"_reshape_alias", "_to_copy", "_unsafe_view", "add", "alias", "cat", "clone", "copy",

@@ -14,12 +14,17 @@ from .memory import view_of
 from .operation import argument_of, indices_of, name_of
 from .order import PARTS, SOURCES
 
-__all__ = ["CHOSEN", "JOINS", "Pieces", "Samples", "Taken"]
+__all__ = ["JOINS", "Chosen", "Pieces", "Samples", "Taken"]
 
 Samples = tuple[int, ...]  # of each row of a piece
-CHOSEN: Samples = (-2,)  # by the batch, and nobody knows which
 PADDING = -1  # a row of none
 JOINS = {"_nested_tensor_from_tensor_list", "cat", "stack"}
+
+
+class Chosen(tuple[int, ...]):
+    """The batch chose these rows; of no number where nobody knows which."""
+
+
 Taken = Callable[[int], Samples | None]  # of an operation's k-th result; None: of all, in order
 
 
@@ -34,7 +39,7 @@ class Pieces:
         return self._samples.get(view_of(t))
 
     def keep(self, t: Tensor, samples: Samples | None) -> None:
-        if samples is None or samples == self._all:
+        if samples is None or (samples == self._all and not isinstance(samples, Chosen)):
             self._samples.pop(view_of(t), None)
         else:
             self._samples[view_of(t)] = samples
@@ -54,7 +59,7 @@ class Pieces:
         name, first, held = name_of(func), fed[0], [self.of(t) for t in fed]
         rows = self._all if held[0] is None else held[0]
         dim = dim if held[0] is None else self._batch_dim
-        known = first is args[0] and dim is not None and rows != CHOSEN
+        known = first is args[0] and dim is not None and not isinstance(rows, Chosen)
         if known and dim is not None and first.shape[dim : dim + 1] == (len(rows),):
             taken = list(self._taken(name, func, args, kwargs, fed, dim, rows))
             if taken:
@@ -64,9 +69,9 @@ class Pieces:
         if any(samples is not None for samples in held) and name in JOINS:
             joined, moved = self._joined(name, func, args, kwargs, fed)
             return lambda k: one if joined is None else joined, moved
-        if held[-1] is not None and name in ("copy", "index_copy", "index_put"):
-            into = self._part(args[0]) if name == "copy" else _constant(func, args, fed)
-            return lambda k: one, into not in (None, held[-1])
+        if held[-1] is not None and (name == "copy" or name in SOURCES):
+            into = self._part(args[0]) if name == "copy" else self._into(func, args)
+            return lambda k: one, () not in (into, held[-1]) and into not in (None, held[-1])
         if name in SOURCES or name.startswith(("index", "gather", "embedding", "scatter")):
             return lambda k: one, False
         met = {samples for samples, at in zip(held, placed, strict=True) if samples or at}
@@ -87,9 +92,10 @@ class Pieces:
         known = [samples for samples in held if samples is not None]
         if len(given) < 2:
             return None, False
-        if CHOSEN in known:
-            among = len(known) > 1 and along == self._batch_dim and name == "cat"
-            return None, among or sum(sizes) == len(self._all)
+        if any(isinstance(samples, Chosen) for samples in known):
+            if along != self._batch_dim or name != "cat":
+                return None, len(set(known)) > 1
+            return None, len(known) > 1 or sum(sizes) == len(self._all)
         rows: Samples = ()
         for t, size, samples in zip(given, sizes, held, strict=True):
             whole = samples is None and size == len(self._all) and any(t is x for x in fed)
@@ -110,20 +116,39 @@ class Pieces:
     ) -> Iterator[Samples]:
         """By result; nothing: it takes no samples apart."""
         if name == "masked_select":
-            yield CHOSEN
+            yield Chosen()
         elif name in ("index", "index_select"):
             _, index = next(indices_of(func, args))
             chosen = index[dim] if dim < len(index) else None
             if chosen is not None and (chosen.dim() == 1 or chosen.dtype is torch.bool):
                 some = chosen.dtype is torch.bool or any(chosen is t for t in fed)
-                if some and (chosen.dtype is torch.bool or len(chosen) < len(rows)):
-                    yield CHOSEN
-                elif not some and (len(chosen) < len(rows) or rows != self._all):
-                    yield tuple(rows[k] for k in chosen.tolist())
+                taken = tuple(rows[k] for k in _numbers(chosen))
+                if some and (chosen.dtype is torch.bool or len(taken) != len(rows)):
+                    yield Chosen(taken)
+                elif not some and (len(taken) < len(rows) or rows != self._all):
+                    yield taken
         elif name in {*PARTS, "slice"}:
             along = argument_of(func, args, kwargs, "dim") or 0
             if along % args[0].dim() == dim:
                 yield from _cut(name, func, args, kwargs, rows)
+
+    def _into(self, func: Any, args: Sequence[Any]) -> Samples | None:
+        """Into which samples' rows it writes."""
+        dim, name = self._batch_dim, name_of(func)
+        if args[0].shape[dim : dim + 1] != (len(self._all),):
+            return None
+        if name.startswith("scatter"):
+            one = args[1] % args[0].dim() == dim and args[2].dim() == args[0].dim()
+            index = args[2].movedim(dim, 0).flatten(1) if one else None
+            if index is None or not bool((index == index[:, :1]).all()):
+                return None
+            index = index[:, 0]
+        else:
+            _, given = next(indices_of(func, args))
+            index = given[dim] if dim < len(given) else None
+        if index is None or (index.dim() != 1 and index.dtype is not torch.bool):
+            return None
+        return tuple(k % len(self._all) for k in _numbers(index))
 
     def _part(self, t: Tensor) -> Samples | None:
         """Which rows it is of a tensor that has as many as there are samples."""
@@ -156,10 +181,7 @@ def _cut(
             rows = rows[size:]
 
 
-def _constant(func: Any, args: Sequence[Any], fed: Sequence[Tensor]) -> Samples | None:
-    """Into which rows it writes, where these are the same for any batch."""
-    _, index = next(indices_of(func, args))
-    first = index[0]
-    if first is None or first.dim() != 1 or any(first is t for t in fed):
-        return None
-    return None if first.dtype is torch.bool else tuple(first.tolist())
+def _numbers(index: Tensor) -> list[int]:
+    """Of the rows that it chooses."""
+    found: list[int] = (index.nonzero()[:, 0] if index.dtype is torch.bool else index).tolist()
+    return found

@@ -181,8 +181,9 @@ LOSSES = {"nll_loss2d_forward", "nll_loss_forward"}
 # Seen whole below autograd; the rows of what they make are those of what they are given.
 WHOLE = {*VIEWS, "batch_norm", "contiguous", "conv2d", "group_norm", "instance_norm", "layer_norm",
          "linear", "lstm", "narrow", "pad", "prelu", "rms_norm"}  # fmt: skip
-ALIKE = {"_to_copy", "alias", "bernoulli", "clone", "contiguous", "copy", "detach", "hardswish",
-         "lift_fresh", "native_dropout", "repeat", "rrelu_with_noise"}  # fmt: skip
+ALIKE = {"_standard_gamma", "_to_copy", "alias", "bernoulli", "binomial", "clone", "contiguous",
+         "copy", "detach", "hardswish", "lift_fresh", "native_dropout", "normal", "poisson",
+         "repeat", "rrelu_with_noise"}  # fmt: skip
 # They work along the last dimensions, and leave the rows of the first apart.
 BY_ROW = ("col2im", "conv", "grid_sampler", "im2col", "loss", "multi_head_attention", "norm", "pad",
           "pixel", "pool", "prelu", "transformer_encoder", "upsample")  # fmt: skip

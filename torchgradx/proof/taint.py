@@ -251,7 +251,7 @@ class Taint(TorchDispatchMode):
         if self._on:
             verdicts = [self._is_clean(t) for t in given]
             if has_gradients():
-                self._arranged.reordered.enter(given, verdicts)
+                self._arranged.enter(given, verdicts)
             dim, place = self._dim_of(given[0]) if given else None, self.place(counts)
             key = site, not torch.is_grad_enabled()
             before = self.given.get(key, Given(True, True, dim))

@@ -1,0 +1,129 @@
+"""Numbers of the batch, as its longest length: samples whose data are made with one are mixed, for
+alone each has another. As sizes, offsets and indices they are harmless."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import (
+    Model,
+    a_few_modes,
+    check,
+    refused,
+    seeded,  # noqa: F401
+    square,
+)
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+N, T = 6, 4
+LENGTHS = torch.tensor([4, 2, 3, 1, 2, 4])
+CLASSES = torch.tensor([3, 1, 1, 2, 3, 3])
+
+
+def to_the_right(lengths):
+    """Of each position, whether it is a sample's; those before are padding."""
+    return torch.arange(T) >= T - lengths[:, None]
+
+
+MADE = {  # of ids [N], a number for each sample
+    "over the largest": lambda k: k / k.max(),
+    "less the least": lambda k: (k - k.min()).float(),
+    "over the sum": lambda k: k / k.sum(),
+    "how many of its class": lambda k: 1 / k.bincount()[k],
+    "its class's share": lambda k: (k.bincount() / len(k))[k],
+    "counted by others": lambda k: 1 / F.one_hot(k).sum(0)[k],
+    "how many are alike": lambda k: 1 / (k[:, None] == k).sum(1),
+    "of distinct ones": lambda k: k.unique(return_inverse=True)[1].sqrt(),
+    "rank": lambda k: k.argsort().argsort().sqrt(),
+    "rank by all": lambda k: (k[:, None] > k).sum(1).sqrt(),
+    "place among all": lambda k: torch.searchsorted(k.sort().values, k).sqrt(),
+    "summed up": lambda k: k.cumsum(0).sqrt(),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("name", MADE)
+def test_data_that_are_scaled_by_one_are_refused(name, options):
+    model = Model(lambda m, x, k: m.l(x * MADE[name](k)[:, None]), l=nn.Linear(3, 2))
+    x = torch.randn(N, 3)
+    refused(model, square, x, CLASSES, names=["l.weight"], match="mixes", **options)
+
+
+CHOSEN = {  # of ids [N], others
+    "less the least": lambda k: k - k.min(),
+    "of distinct ones": lambda k: k.unique(return_inverse=True)[1],
+    "rank": lambda k: k.argsort().argsort(),
+    "summed up": lambda k: k.cumsum(0) % 9,
+    "padded and cut": lambda k: F.pad(k, (1, 0))[:-1],
+    "twice and cut": lambda k: torch.cat([k, k])[1 : len(k) + 1],
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", CHOSEN)
+def test_so_are_rows_that_one_chooses_of_a_table(name, frozen, options):
+    model = Model(lambda m, x, k: m.l(x + m.e(CHOSEN[name](k))), e=nn.Embedding(9, 3),
+                  l=nn.Linear(3, 2))  # fmt: skip
+    model.e.requires_grad_(not frozen)
+    x = torch.randn(N, 3)
+    refused(model, square, x, CLASSES, names=["l.weight"], match="mixes", **options)
+
+
+TOGETHER = {
+    "time over the longest": lambda m, x, k: m.l(x + (torch.arange(T) / k.max())[:, None]),
+    "tokens": lambda m, x, k: m.l(x * to_the_right(k)[..., None] / to_the_right(k).sum()),
+    "tokens, between layers": lambda m, x, k: m.l(torch.tanh(m.r(x)) / k.sum()),
+    "classes of a loss": lambda m, x, k: m.l(x) / k.bincount()[k][:, None, None],
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("name", TOGETHER)
+def test_so_are_sequences(name, options):
+    model = Model(TOGETHER[name], l=nn.Linear(3, 2), r=nn.Linear(3, 3))
+    refused(model, square, torch.randn(N, T, 3), LENGTHS, names=["l.weight"], match="mixes",
+            **options)  # fmt: skip
+
+
+def trimmed(m, x, k):
+    mask = torch.arange(k.max()) < k[:, None]
+    return F.pad(m.l(x[:, : k.max()]) * mask[..., None], (0, 0, 0, T - int(k.max())))
+
+
+def packed(m, x, k):
+    y = pack_padded_sequence(x, k, batch_first=True, enforce_sorted=False)
+    return pad_packed_sequence(m.lstm(y)[0], batch_first=True, total_length=T)[0]
+
+
+def positions(m, x, k):
+    mask = to_the_right(k)
+    return m.l((x + m.e((mask.cumsum(1) - 1).clamp(min=0))) * mask[..., None])
+
+
+def offsets(m, x, k):
+    """Rows that stand one sample after the other, without padding."""
+    mask = to_the_right(k)
+    ends = F.pad(k.cumsum(0), (1, 0))
+    rows = torch.arange(int(ends[-1])) - ends[:-1].repeat_interleave(k)
+    h = torch.zeros_like(x)
+    h[mask] = x[mask] + m.e(rows).detach()
+    return m.l(h)
+
+
+HARMLESS = {
+    "trimmed": trimmed,
+    "packed": packed,
+    "positions": positions,
+    "offsets": offsets,
+    "shares of its own": lambda m, x, k: m.l(x * (k / T)[:, None, None]),
+    "lengths to the longest": lambda m, x, k: m.l(x * (k.clamp(max=k.max()) > 1)[:, None, None]),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("name", HARMLESS)
+def test_sizes_offsets_and_indices_are_harmless(name, options):
+    parts = {"l": nn.Linear(3, 2), "e": nn.Embedding(9, 3), "lstm": nn.LSTM(3, 2, batch_first=True)}
+    model = Model(HARMLESS[name], **parts)
+    check(model, square, torch.randn(N, T, 3), LENGTHS, **options)

@@ -1,0 +1,76 @@
+"""Numbers of the batch that no single sample has: its longest length, how many are of a class, a
+rank among all. As sizes, offsets and indices they are harmless, and rows that they choose are
+followed (pieces.py); samples whose own numbers are made with one are mixed, as x / lengths.max().
+How many tokens there are scales a loss, which `loss_scale` undoes, and is harmless where no layer
+meets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from .memory import ByMemory
+from .operation import Step, name_of
+from .order import SOURCES
+from .sample_dims import GONE, Place
+
+__all__ = ["Counts"]
+
+NO, TOKENS, BATCH = range(3)  # the more it is, the more what is made with it
+COUNTS = {"_unique2", "bincount", "unique_consecutive", "unique_dim"}
+INDICES = {"sort": 1, "topk": 1}  # their other results are samples, in an order of theirs
+# Through which a number stays one, beside what works by element.
+KEEP = {"_reshape_alias", "_to_copy", "alias", "amax", "amin", "argmax", "argmin", "cat", "clone",
+        "cummax", "cumsum", "detach", "embedding", "expand", "max", "mean", "min", "prod", "select",
+        "slice", "squeeze", "stack", "sum", "t", "transpose", "unsqueeze", "view",
+        *INDICES}  # fmt: skip
+CHOOSE = {"gather", "index", "index_select", "take", *SOURCES}  # by numbers, which are not in them
+
+
+class Counts:
+    """Of one forward."""
+
+    def __init__(self) -> None:
+        self._known: ByMemory[int] = ByMemory()
+
+    def meet(
+        self,
+        step: Step,
+        before: Collection[Place | None],
+        k: int,
+        t: Tensor,
+        at: Place | None,
+        *,
+        strays: bool,
+        tokens: bool,
+    ) -> bool:
+        """After an operation that samples entered, which were `before`: whether its k-th result is
+        of samples, and made with a number of the batch. `strays`: it is of several samples;
+        `tokens`: it counts them."""
+        name = name_of(step.func)
+        made = strays or name in COUNTS or (at == GONE and set(before) != {GONE})
+        made = made and _whole(t) and name != "nonzero" and k >= INDICES.get(name, 0)
+        kinds = [TOKENS if tokens else BATCH if made else NO]
+        # Flags leave out what is none of a sample's.
+        if t.dtype is not torch.bool and (
+            name in {*KEEP, *CHOOSE} or torch.Tag.pointwise in step.func.tags
+        ):
+            given = step.args[:1] if name in CHOOSE else step.operands
+            kinds += [self._known.get(x, NO) for x in given if isinstance(x, Tensor)]
+        if max(kinds):
+            self._known.keep(t, max(kinds))
+        else:
+            self._known.forget(t)
+        own = t.is_floating_point() and at not in (None, GONE)
+        return own and max(kinds) == BATCH
+
+    def enter(self, t: Tensor) -> bool:
+        """Whether a layer that is given it meets one."""
+        return self._known.get(t, NO) != NO
+
+
+def _whole(t: Tensor) -> bool:
+    return not (t.dtype is torch.bool or t.is_floating_point() or t.is_complex())
