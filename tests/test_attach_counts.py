@@ -111,7 +111,20 @@ def offsets(m, x, k):
     return m.l(h)
 
 
+def of_each_graph(count):
+    """Means over nodes that stand flattened, of which `nodes` says the samples."""
+
+    def forward(m, x, k):
+        nodes = torch.arange(len(x)).repeat_interleave(k)
+        sums = x.new_zeros(len(x), 3).index_add(0, nodes, x[to_the_right(k)])
+        return m.l(sums / count(nodes)[:, None])
+
+    return forward
+
+
 HARMLESS = {
+    "nodes of each": of_each_graph(torch.bincount),
+    "distinct nodes": of_each_graph(lambda nodes: nodes.unique(return_counts=True)[1]),
     "trimmed": trimmed,
     "packed": packed,
     "positions": positions,

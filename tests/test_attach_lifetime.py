@@ -288,6 +288,25 @@ def test_an_exception_in_the_forward_keeps_no_activation_alive(options):
         assert not activations(model, step)[0]
 
 
+@a_few_modes
+def test_a_first_pass_leaves_nothing_to_the_garbage_collector(options):
+    """Or its graph, and the outputs, would live until the collector runs."""
+    model, x = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)), torch.randn(N, 3)
+    gc.collect()
+    gc.disable()
+    try:
+        with torchgradx.attach(model, **options) as probe:
+            output = model(x)
+            kept = output.grad_fn.metadata["marker"] = nn.Identity()
+            left = weakref.ref(kept)
+            output.square().sum(1).mean().backward()
+            probe.norms()
+            del output, kept
+            assert left() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("options", [*ANY, {"backend": "vmap"}], ids=title)
 @pytest.mark.parametrize("regime", ["checkpoint", "reentrant", "offloaded", "biases only"])
 def test_what_saves_memory_without_a_probe_saves_as_much_with_one(regime, options):

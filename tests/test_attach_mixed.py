@@ -296,6 +296,36 @@ def test_what_leaves_samples_apart_is_exact(name, options):
 
 
 @a_few_modes
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64])
+def test_a_mask_that_is_turned_over_is_taken_by_steps(dtype, options):
+    """Of as many steps as samples."""
+
+    def forward(m, x, mask):
+        h = 0
+        for step, valid in zip(m.l(x).transpose(0, 1), mask.transpose(0, 1).to(x), strict=True):
+            h = torch.tanh(step + h) * valid[:, None] + h * (1 - valid[:, None])
+        return h
+
+    x = torch.randn(N, N, 3).double()
+    mask = (torch.arange(N) < torch.arange(1, N + 1)[:, None]).to(dtype)
+    check(Model(forward, l=nn.Linear(3, 2)), square, x, mask, **options)
+
+
+@a_few_modes
+def test_a_codebook_follows_what_it_stands_for(options):
+    """Of as many features as there are samples."""
+
+    def forward(m, x):
+        h = m.l(x)
+        chosen = torch.zeros(len(x), 2).to(x).scatter_(1, h[:, :1].gt(0).long(), 1)
+        m.codes.data = (m.codes.data + chosen.T @ h.detach()) / (1 + chosen.sum(0)[:, None])
+        return h * chosen[:, 1:]
+
+    codes = nn.Parameter(torch.ones(2, N), requires_grad=False)
+    check(Model(forward, codes=codes, l=nn.Linear(3, N)), square, torch.randn(N, 3), **options)
+
+
+@a_few_modes
 def test_weights_that_a_first_batch_sets_are_given(options):
     """As ActNorm's."""
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..sites import packed, through_time
 from .asked import NOTHING, Answer, answers, runs
 from .counts import Counts
-from .memory import ByMemory, storage_of
+from .memory import ByMemory, storage_of, view_of
 from .operation import Step, argument_of, name_of, numbers, tensors_of, written
 from .order import orders, sorts_numbers
 from .pieces import JOINS, Chosen, Pieces, Taken
@@ -28,6 +28,7 @@ __all__ = ["Arranged", "Meeting", "has_gradients", "in_a_function"]
 APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
 PACKS = {"torch.nn.modules.rnn", "torch.nn.utils.rnn", packed.__name__, through_time.__name__}
 CHOOSES = {"argsort", "cumsum", "nonzero", "searchsorted", "sort", "topk"}  # numbers of rows
+TURNS = {"permute", "t", "transpose"}
 OF_ALL = {"c10d", "symm_mem"}  # namespaces of what processes do together
 
 
@@ -44,6 +45,7 @@ class Arranged:
         self.n, self.batch_dim, self.arguments = n, batch_dim, arguments
         self._parameters = parameters
         self._beyond: ByMemory[bool] = ByMemory()  # of a weight that is trained
+        self._turned: set[Any] = set()  # views of which nobody knows, whose dimensions were moved
         self.reordered, self.pieces, self.counts = Reordered(), Pieces(n, batch_dim), Counts()
 
     @property
@@ -69,6 +71,12 @@ class Arranged:
         """There are no samples in it."""
         self.reordered.mark(t, None)
         self.pieces.keep(t, None)
+
+    def turned(self, t: Tensor) -> bool:
+        return view_of(t) in self._turned
+
+    def turn(self, t: Tensor, turned: bool) -> None:
+        (self._turned.add if turned else self._turned.discard)(view_of(t))
 
     def trains(self, t: Tensor) -> bool:
         given = any(t is x for x in self.arguments)
@@ -105,6 +113,7 @@ class Meeting:
             self.failed = True
         self.put = self._joined()
         self._beyond = any(map(arranged.beyond, step.operands))
+        self._turns = name_of(step.func) in TURNS or any(map(arranged.turned, step.fed))
         there = self._in_graph() or (self._beyond and in_a_function())
         there = there or arranged.missed or self._packs
         self._fed, self._n = self._whole_or_piece()
@@ -132,6 +141,7 @@ class Meeting:
             if self._beyond:
                 arranged.pass_layer(t)
             arranged.pieces.keep(t, self._taken(k))
+            arranged.turn(t, at is None and self._turns)
             yield t, at
         if self._sorted:
             order = order_by(out[1], 0, len(step.args[0])) if len(out) == 2 else object()
@@ -213,7 +223,7 @@ class Meeting:
     def _likely(self, t: Tensor) -> int | None:
         """Where they could not be followed, where they are in the model's arguments."""
         dim, n = self._arranged.batch_dim, self._arranged.n
-        lost = all(at is None for x, at in self._places if x is t)
+        lost = all(at is None for x, at in self._places if x is t) and not self._arranged.turned(t)
         there = t.is_floating_point() and t.dim() > dim and t.shape[dim] == n
         return dim if there and lost else self._dim_of(t)
 

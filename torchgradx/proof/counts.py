@@ -51,7 +51,8 @@ class Counts:
         of samples, and made with a number of the batch. `strays`: it is of several samples;
         `tokens`: it counts them."""
         name = name_of(step.func)
-        made = strays or name in COUNTS or (at == GONE and set(before) != {GONE})
+        known = set(before) - {None, GONE}
+        made = strays or (bool(known) and (name in COUNTS or at == GONE))
         made = made and _whole(t) and name != "nonzero" and k >= INDICES.get(name, 0)
         kinds = [TOKENS if tokens else BATCH if made else NO]
         # Flags leave out what is none of a sample's.

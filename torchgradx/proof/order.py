@@ -217,6 +217,8 @@ def _sends(
         return _in(t, fed) and dim_of(t) == axis % t.dim()
 
     rows, columns = summed(right, -min(2, right.dim())), summed(left, -1)
+    if rows and columns:
+        return False  # a sum over samples
     n = left.shape[-1]
     return (rows and left.shape[:-1][-1:] == (n,)) or (columns and right.shape[1:][-1:] == (n,))
 

@@ -84,32 +84,39 @@ class Graph:
         """
         left: dict[Node, list[tuple[Node, int]]] = {}
         told: set[Node] = set()
-
-        def made(node: Node) -> bool:
-            """Whether what it makes is, in another shape and with a bias added, an output."""
-            todo, seen = [node], {node}
-            for node in todo:  # grows as it goes
-                parents = {p for p, _ in self.parents.get(node, ()) if p.name() in OUTPUTS}
-                todo += parents - seen
-                seen |= parents
-            told.update(uses & seen)
-            return not uses.isdisjoint(seen)
-
-        def prune(node: Node) -> bool:
-            left[node] = [
-                (parent, number)
-                for parent, number in self.parents[node]
-                if not made(parent) and not (parent.name() in VIEWS and prune(parent))
-            ]
-            return not left[node] and node not in self.roots
-
-        gone = leaf in self.parents and prune(leaf)
+        gone = leaf in self.parents and self._prune(leaf, uses, left, told)
         if told != uses:
             return False
         self.parents.update(left)
         if gone:
             del self.parents[leaf]
         return True
+
+    def _prune(
+        self,
+        node: Node,
+        uses: set[Node],
+        left: dict[Node, list[tuple[Node, int]]],
+        told: set[Node],
+    ) -> bool:
+        """What is `left` of the parents of a node; whether that is nothing. No closure calls itself
+        here: it would keep the graph until garbage is collected."""
+        kept = left[node] = []
+        for parent, number in self.parents[node]:
+            made = self._made(parent) & uses
+            told |= made
+            if not made and not (parent.name() in VIEWS and self._prune(parent, uses, left, told)):
+                kept.append((parent, number))
+        return not kept and node not in self.roots
+
+    def _made(self, node: Node) -> set[Node]:
+        """It, and what it makes in another shape and with a bias added."""
+        todo, seen = [node], {node}
+        for node in todo:  # grows as it goes
+            parents = {p for p, _ in self.parents.get(node, ()) if p.name() in OUTPUTS}
+            todo += parents - seen
+            seen |= parents
+        return seen
 
 
 def coarsest(outputs: Iterable[Tensor], given: Iterable[Tensor]) -> float:
