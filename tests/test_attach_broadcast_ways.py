@@ -164,3 +164,34 @@ def test_a_module_without_samples_inside_a_checkpoint(before, options):
 
     model = constant(forward, l=nn.Linear(D, D), n=copy.deepcopy(before), i=nn.Linear(D, D))
     check(model, square, torch.randn(N, T, D), **options)
+
+
+class Number(nn.Module):
+    """Of a submodule that is given no sample, as a temperature."""
+
+    def __init__(self, numbers):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(numbers))
+
+    def forward(self):
+        return self.weight.exp().sum()
+
+
+ONE = {
+    "a factor": lambda m, x: m.l(x) * m.t(),
+    "a temperature": lambda m, x: (m.l(x) / m.t()).softmax(-1),
+    "twice": lambda m, x: torch.tanh(m.l(x * m.t())) * m.t(),
+    "in a checkpoint": lambda m, x: checkpoint(
+        lambda x: torch.tanh(m.l(x)) * m.t(), x, use_reentrant=False),
+    "detached": lambda m, x: m.l(x) * m.t().detach(),
+    "idle": lambda m, x: (m.t(), m.l(x))[1],
+}  # fmt: skip
+
+
+@a_few_modes
+@pytest.mark.parametrize("n", [1, N])
+@pytest.mark.parametrize("numbers", [(), (3,)], ids=str)
+@pytest.mark.parametrize("way", ONE)
+def test_a_module_may_give_one_number(way, numbers, n, options):
+    model = Model(ONE[way], l=nn.Linear(D, D), t=Number(numbers))
+    check(model, square, torch.randn(n, T, D), **options)

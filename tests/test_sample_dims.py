@@ -60,6 +60,9 @@ MOVES = {
     ),
     "a buffer that is filled": lambda x: torch.zeros_like(x).copy_(x.transpose(0, 1)),
     "in place": lambda x: x.clone().transpose_(0, 1).mul_(1),
+    "put together": lambda x: torch.stack([y.mul(2).div(2) for y in x], 1),
+    "put together as rows": lambda x: torch.cat(list(x)),
+    "put into a buffer": lambda x: nn.utils.rnn.pad_sequence(list(x), batch_first=True),
 }
 
 
@@ -110,7 +113,6 @@ UNKNOWN = {
     "strides": lambda x: x.as_strided((N, N, N), (N, N * N, 1)),
     "rotation": lambda x: torch.rot90(x, 1, (0, 1)),
     "a mask": lambda x: x[x > 0],
-    "put together": lambda x: torch.stack(list(x)),
     "operands that disagree": lambda x: x + x.transpose(0, 1),
     "losses of classes": lambda x: F.nll_loss(x[:, 0].T, LABELS, reduction="none"),
     "losses of others' labels": lambda x: F.nll_loss(

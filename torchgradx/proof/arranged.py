@@ -114,10 +114,13 @@ class Meeting:
         self.put = self._joined()
         self._beyond = any(map(arranged.beyond, step.operands))
         self._turns = name_of(step.func) in TURNS or any(map(arranged.turned, step.fed))
-        there = self._in_graph() or (self._beyond and in_a_function())
-        there = there or arranged.missed or self._packs
+        there = (self._beyond and in_a_function()) or arranged.missed or self._packs
+        seen = bool(step.fed) and arranged.n > 1 and not there
+        in_graph = seen and self._in_graph()
         self._fed, self._n = self._whole_or_piece()
-        self._data = bool(step.fed) and arranged.n > 1 and not there
+        self._data = seen and not in_graph
+        self._detached = in_graph and any(map(_alone, places))
+        self.fills = arranged.pieces.fills(step.func, step.args) if step.fed else None
         self._runs: Sequence[Any] = ()
         changed = [*enumerate(written(step.func, step.args, step.kwargs))]
         if changed and self._asks(changed):  # afterwards, what it was given is no more
@@ -131,6 +134,7 @@ class Meeting:
         before = self.put
         for k, t in tensors_of(out):
             at, strays = self._follows(k, t), False
+            at = at or arranged.pieces.joined(step.func, step.args, step.kwargs, t.dim())
             if at is None or self._moved is not None:
                 at, strays = self._settled(at, told[k] if told else NOTHING, t)
             if self._moved is not None:
@@ -154,6 +158,8 @@ class Meeting:
         counted = self._arranged.counts.meet(
             self._step, before, k, t, at, strays=strays, tokens=tokens
         )
+        if self._detached and strays and t.is_floating_point():
+            self._arranged.reordered.missed = True  # each has met others', of which no gradient is
         return counted or (self._data and not tokens and self._strewn(t, at, strays))
 
     def _strewn(self, t: Tensor, at: Place | None, strays: bool) -> bool:
@@ -256,7 +262,8 @@ class Meeting:
         sure = self._moved is None and all(self._follows(k, t) is not None for k, t in results)
         known = bool(places - {None, GONE}) and (None not in places or name_of(func) in JOINS)
         asks = known and self._n > 1 and torch.Tag.nondeterministic_seeded not in func.tags
-        return self._data and asks and not sure and not any(x in func.namespace for x in OF_ALL)
+        asks = asks and (self._data or self._detached) and not sure
+        return asks and not any(x in func.namespace for x in OF_ALL)
 
     def _others(self) -> Iterator[list[Any]]:
         func, args, kwargs, *_ = self._step
@@ -280,6 +287,12 @@ class Meeting:
         if whole and place is not None and place != GONE and t.shape[place.dim] != n:
             self._moved = None  # rows of flattened samples: each was given its own
         return (place if whole and followed is None else followed), found.astray
+
+
+def _alone(fed: Fed) -> bool:
+    """Whether samples' activations are there without their graph, in rows of their own."""
+    t, at = fed
+    return not t.requires_grad and t.is_floating_point() and at not in (None, GONE)
 
 
 def has_gradients() -> bool:

@@ -24,8 +24,8 @@ COUNTS = {"_unique2", "bincount", "unique_consecutive", "unique_dim"}
 INDICES = {"sort": 1, "topk": 1}  # their other results are samples, in an order of theirs
 # Through which a number stays one, beside what works by element.
 KEEP = {"_reshape_alias", "_to_copy", "alias", "amax", "amin", "argmax", "argmin", "cat", "clone",
-        "cummax", "cumsum", "detach", "embedding", "expand", "max", "mean", "min", "prod", "select",
-        "slice", "squeeze", "stack", "sum", "t", "transpose", "unsqueeze", "view",
+        "cummax", "cumsum", "detach", "embedding", "expand", "floor_divide", "max", "mean", "min",
+        "prod", "select", "slice", "squeeze", "stack", "sum", "t", "transpose", "unsqueeze", "view",
         *INDICES}  # fmt: skip
 CHOOSE = {"gather", "index", "index_select", "take", *SOURCES}  # by numbers, which are not in them
 

@@ -327,7 +327,7 @@ def _verdict(
 
 def owners(leads: Sequence[int], n: int, second: bool = False) -> dict[int, Tensor]:
     """Each layout that the sizes allow, and the sample of each row under it (as csrc/site.cpp)."""
-    place, found = torch.arange(prod(leads)), {}
+    place, found, leads = torch.arange(prod(leads)), {}, leads or [1]  # a number has none
     if leads[0] % n == 0:
         found[BATCH] = place // (len(place) // n)
     if len(leads) > 1 and leads[1] == n:

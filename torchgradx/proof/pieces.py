@@ -13,6 +13,7 @@ from torch import Tensor
 from .memory import view_of
 from .operation import argument_of, indices_of, name_of
 from .order import PARTS, SOURCES
+from .sample_dims import Place
 
 __all__ = ["JOINS", "Chosen", "Pieces", "Samples", "Taken"]
 
@@ -73,9 +74,34 @@ class Pieces:
             into = self._part(args[0]) if name == "copy" else self._into(func, args)
             return lambda k: one, () not in (into, held[-1]) and into not in (None, held[-1])
         if name in SOURCES or name.startswith(("index", "gather", "embedding", "scatter")):
-            return lambda k: one, False
+            by = [s for t, s in zip(fed, held, strict=True) if t is not args[0] and not _real(t)]
+            others = any(s and s != held[0] and not isinstance(s, Chosen) for s in by)
+            return lambda k: one, others and first is args[0] and name not in SOURCES
         met = {samples for samples, at in zip(held, placed, strict=True) if samples or at}
         return lambda k: one, len(met) > 1
+
+    def fills(self, func: Any, args: Sequence[Any]) -> Place | None:
+        """Where samples are in what is written into a row at a time, each into its own."""
+        base = args[0]._base if name_of(func) == "copy" else None
+        own = base is not None and self.of(args[1])
+        return Place(self._batch_dim) if own and own == self._part(args[0]) else None
+
+    def joined(self, func: Any, args: Sequence[Any], kwargs: Any, dims: int) -> Place | None:
+        """Where the samples are in what joins pieces, if that is all of them, in order."""
+        name = name_of(func)
+        if name not in ("cat", "stack"):
+            return None
+        along = (argument_of(func, args, kwargs, "dim") or 0) % max(1, dims)
+        held = [self.of(t) for t in args[0]]
+        if None in held or any(isinstance(samples, Chosen) for samples in held):
+            return None
+        rows = tuple(row for samples in held for row in samples or ())
+        sizes = {1 if name == "stack" else t.shape[along] for t in args[0]}
+        one = len(rows) == len(held) and len(sizes) == 1
+        if rows != self._all * (len(rows) // len(self._all)) or not rows:
+            return None
+        whole = name == "cat" and along == self._batch_dim
+        return Place(along, sizes.pop()) if one else Place(along) if whole else None
 
     def _astray(self, samples: Samples) -> bool:
         """As many rows as there are samples, which are not theirs."""
@@ -161,6 +187,10 @@ class Pieces:
             return (start,)
         step = max(1, t.stride(dim) // row)
         return tuple(range(start, start + step * t.shape[dim], step))
+
+
+def _real(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
 
 
 def _cut(

@@ -189,6 +189,8 @@ class Taint(TorchDispatchMode):
         for t, view, was in changed if not clean else ():
             self._known.keep(t, clean)
             self._arranged.mark(t, meeting.put)
+            if meeting.fills is not None and t._base is not None and not self.place(t._base):
+                self._places[view_of(t._base)] = meeting.fills
             now = self.place(t)
             if view and view == view_of(t) and now != was:  # of its other views nobody knows
                 others = [v for v in self._places if v and v[0] == view[0] and v != view]

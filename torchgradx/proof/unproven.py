@@ -119,7 +119,7 @@ def _layout(shape: Sequence[int], place: Place | None, leads: Sequence[int], n: 
 
 def _fits(layout: int, leads: Sequence[int], n: int) -> bool:
     """Whether rows of these sizes may be so, and no equal sizes hide that they are otherwise."""
-    first, rest = leads[0], list(leads[1:])
+    first, *rest = leads or [1]
     if layout == SEQUENCE and rest[:1] == [n]:
         return first != n and n not in rest[1:]
     return first % n == 0 and first != n * n and n not in rest

@@ -373,6 +373,8 @@ def makes_weight(hook: Any) -> bool:
 
 def _only(call: Call, g: Tensor, sample: int) -> Tensor:
     """g with all but one sample's rows zero."""
+    if call.n == 1:
+        return g
     if call.samples is not None and g is call.grads[0]:
         return g.where((call.samples == sample)[:, None], 0)
     if not g.dim():

@@ -1,0 +1,67 @@
+"""Activations that meet others of which no gradient is, as a frozen part's: those of their own
+sample, or of others, as keys of a contrastive loss."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import (
+    Model,
+    a_few_modes,
+    check,
+    refused,
+    seeded,  # noqa: F401
+    square,
+)
+from torch import nn
+
+N, T = 6, 4
+
+
+MEETINGS = {  # of activations h [N, 2] with others' d, of which no gradient is
+    "the first": lambda h, d: h - d[:1],
+    "likeness": lambda h, d: torch.cat([h, h @ d.T], 1)[:, :3],
+    "contrast": lambda h, d: F.nll_loss(
+        (h @ d.T).log_softmax(1), torch.arange(len(h)), reduction="none")[:, None],
+    "memory": lambda h, d: (h @ d.T).softmax(1) @ d,
+    "attention": lambda h, d: F.scaled_dot_product_attention(h[None], d[None], d[None])[0],
+    "distances": lambda h, d: torch.cdist(h, d)[:, :1],
+    "differences": lambda h, d: (h[:, None] - d).square().mean(1),
+    "einsum": lambda h, d: torch.einsum("ni,mi->nm", h, d)[:, :1],
+}  # fmt: skip
+
+
+@a_few_modes
+@pytest.mark.parametrize("alone", [False, True], ids=["", "a loss alone"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "of a frozen part"])
+@pytest.mark.parametrize("way", MEETINGS)
+def test_detached_samples_that_meet_others_are_refused(way, frozen, alone, options):
+    def forward(m, x):
+        h = torch.tanh(m.r(x))
+        out = MEETINGS[way](h, m.frozen(x) if frozen else h.detach())
+        return out.square().sum(1).mean() if alone else out
+
+    model = Model(forward, r=nn.Linear(3, 2), frozen=nn.Linear(3, 2).requires_grad_(False))
+    loss = (lambda m, x: m(x)) if alone else square
+    refused(model, loss, torch.randn(N, 3), names=["r.weight"], match="mixes|no proof", **options)
+
+
+TARGETS = {  # h and d [N, T, 2], each with its own
+    "a loss": lambda h, d: F.mse_loss(h, d, reduction="none"),
+    "likeness": lambda h, d: F.cosine_similarity(h, d, dim=-1),
+    "attention": lambda h, d: F.scaled_dot_product_attention(h, d, d),
+    "distances": lambda h, d: torch.cdist(h, d),
+    "likeness of tokens": lambda h, d: torch.einsum("nti,nsi->nts", h, d).softmax(-1),
+    "gates": lambda h, d: h * d.sigmoid() + d,
+    "together": lambda h, d: torch.tanh(torch.cat([h, d], 1)),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("size", [T, N])
+@pytest.mark.parametrize("way", TARGETS)
+def test_detached_samples_that_meet_their_own_are_exact(way, size, options):
+    def forward(m, x):
+        return TARGETS[way](torch.tanh(m.r(x)), m.frozen(x).sin())
+
+    model = Model(forward, r=nn.Linear(3, 2), frozen=nn.Linear(3, 2).requires_grad_(False))
+    check(model, square, torch.randn(N, size, 3), **options)
