@@ -262,6 +262,14 @@ def in_parts(m, x):
     return m.l(torch.cat([x[:0], x[:half].tanh(), x[half:].tanh()]))
 
 
+def margins(m, x):
+    """For samples that have a label, as it happens all."""
+    labelled = (x[:, 0, 0] > -99).nonzero()[:, 0]
+    x = x.clone()
+    x[labelled] -= 0.5
+    return m.l(x.index_copy(0, labelled, x[labelled].tanh()))
+
+
 def unknown_to_us(m, x):
     """Operations that are not followed by name."""
     x = torch.linalg.solve(x[:, :3, :3] + 4 * torch.eye(3).to(x), x.mT).mT
@@ -279,6 +287,7 @@ APART = {
     "both views": both_views,
     "statistics of each": statistics_of_each,
     "in parts": in_parts,
+    "margins": margins,
     "unknown to us": unknown_to_us,
 }
 

@@ -236,3 +236,36 @@ def test_outputs_in_a_distribution(options):
 
     model = Model(forward, first=nn.Linear(3, 5), mean=nn.Linear(5, 2), log_std=torch.randn(2))
     check(model, lambda model, x: -model(x).log_prob(x[:, :2]).mean(), torch.randn(N, 3), **options)
+
+
+class Held:
+    def __init__(self, logits):
+        self.logits = logits
+
+
+UNSEEN = {  # what a forward gives, and its logits
+    "an object": (Held, lambda m, out: out.logits),
+    "a function": (lambda logits: lambda: logits, lambda m, out: out()),
+    "an iterator": (lambda logits: iter([logits]), lambda m, out: next(out)),
+    "nothing": (lambda logits: None, lambda m, out: m.logits),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("own", [False, True], ids=["", "parameters of its own"])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_outputs_that_are_not_seen_are_exact_or_refused(name, own, options):
+    give, take = UNSEEN[name]
+
+    def forward(m, x):
+        h = torch.tanh(m.l(x))
+        m.logits = m.o(h * m.scale if own else h)
+        return give(m.logits)
+
+    model = Model(forward, l=nn.Linear(3, 4), o=nn.Linear(4, 2), scale=torch.randn(4))
+    loss = lambda m, x: take(m, m(x)).square().sum(1).mean()  # noqa: E731
+    if own:
+        refused(model, loss, torch.randn(N, 3), names=["scale"], **options)
+    else:
+        model.logits = None
+        exact_or_refused(model, loss, torch.randn(N, 3), **options)

@@ -44,8 +44,8 @@ class Convolution final : public Layer {
     return at::conv2d(input, weight, bias, stride_, padding_, dilation_, o_.groups);
   }
   Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, Saved&) const override {
-    const Tensor made =
-        at::convolution(batch(input), weight, bias, stride_, padding_, dilation_, o_.transposed, none_, o_.groups);
+    const Tensor made = at::convolution(in_order(batch(input)), weight, bias, stride_, padding_, dilation_,
+                                        o_.transposed, none_, o_.groups);
     return alone(input) ? made.squeeze(0) : made;
   }
 
@@ -59,8 +59,8 @@ class Convolution final : public Layer {
     Gradients gradients;
     if (wanted.input || wanted.weight) {
       std::tie(gradients.input, gradients.weight, std::ignore) = at::convolution_backward(
-          grad_output, saved.input, weight, std::nullopt, stride_, padding_, dilation_, o_.transposed,
-          output_padding(saved.input, grad_output), o_.groups, {wanted.input, wanted.weight, false});
+          in_order(grad_output), in_order(saved.input), weight, std::nullopt, stride_, padding_, dilation_,
+          o_.transposed, output_padding(saved.input, grad_output), o_.groups, {wanted.input, wanted.weight, false});
     }
     if (wanted.bias) gradients.bias = grad_output.flatten(2).sum({0, 2});
     return gradients;
@@ -135,6 +135,10 @@ class Convolution final : public Layer {
   }
   Tensor lifted(const Tensor& t) const {
     return o_.one_dimensional ? t.unsqueeze(-2) : t;
+  }
+  // As the framework has it of one dimension: its channels would come last where those of its input are.
+  Tensor in_order(const Tensor& t) const {
+    return o_.one_dimensional ? t.contiguous() : t;
   }
   bool deep() const {
     return !o_.depth.empty();

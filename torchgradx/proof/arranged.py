@@ -17,7 +17,15 @@ from ..sites import packed, through_time
 from .asked import NOTHING, Answer, answers, runs
 from .counts import Counts
 from .memory import ByMemory, storage_of, view_of
-from .operation import Step, argument_of, name_of, numbers, tensors_of, written
+from .operation import (
+    Step,
+    argument_of,
+    indices_of,
+    name_of,
+    numbers,
+    tensors_of,
+    written,
+)
 from .order import orders, sorts_numbers
 from .pieces import JOINS, Chosen, Pieces, Taken
 from .reordered import Put, Reordered, Rows, order_by, shows
@@ -45,6 +53,7 @@ class Arranged:
         self.n, self.batch_dim, self.arguments = n, batch_dim, arguments
         self._parameters = parameters
         self._beyond: ByMemory[bool] = ByMemory()  # of a weight that is trained
+        self.in_turn: ByMemory[bool] = ByMemory()  # of numbers of rows, one after the other
         self._turned: set[Any] = set()  # views of which nobody knows, whose dimensions were moved
         self.reordered, self.pieces, self.counts = Reordered(), Pieces(n, batch_dim), Counts()
 
@@ -146,6 +155,8 @@ class Meeting:
                 arranged.pass_layer(t)
             arranged.pieces.keep(t, self._taken(k))
             arranged.turn(t, at is None and self._turns)
+            if name_of(step.func) == "nonzero":
+                arranged.in_turn.keep(t, True)
             yield t, at
         if self._sorted:
             order = order_by(out[1], 0, len(step.args[0])) if len(out) == 2 else object()
@@ -206,12 +217,22 @@ class Meeting:
         if not arranged.missed and not self._packs:
             doubtful = self._step.unknown
             order = object() if joins else orders(*given, doubtful, likely)
+            order = None if not joins and self._chosen_in_turn() else order
             if order is not None:
                 quiet = isinstance(order, Rows) and not torch.is_grad_enabled()  # as keys are
                 shown = all(arranged.shown([t]) for t in fed) if joins else arranged.shown(fed)
                 self._moved = Put(order, shown, quiet)
             numbers = sorts_numbers(func, args, fed, self._dim_of)
             self._sorted = numbers and not arranged.shown(fed)
+
+    def _chosen_in_turn(self) -> bool:
+        """Whether its rows are chosen by flags, all of them as it happens, where those were asked
+        which are set."""
+        func, args, *_ = self._step
+        if not name_of(func).startswith("index"):
+            return False
+        chosen = [index for _, given in indices_of(func, args) for index in given]
+        return all(index is None or self._arranged.in_turn.get(index, False) for index in chosen)
 
     def _joined(self) -> Put | None:
         reordered = self._arranged.reordered

@@ -73,7 +73,9 @@ class Taint(TorchDispatchMode):
         self._places: dict[Any, Place | None] = {}  # of the samples, by storage and geometry
         for t, place in zip(arguments, first_places(arguments, n, batch_dim), strict=True):
             self._places[view_of(t)] = place or self.place(t)  # one may be given twice
-        of_all = [t for t in arguments if _of_all(t, arguments[0], n, batch_dim)]
+        held = (t for t in arguments if t.shape[batch_dim : batch_dim + 1] == (n,))
+        first = next(held, None)
+        of_all = [t for t in arguments if first is not None and _of_all(t, first, n, batch_dim)]
         for t in of_all:
             self._known.keep(t, True)
         for t in arguments:  # after them: one may be a view of what holds samples

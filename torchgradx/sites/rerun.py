@@ -188,6 +188,8 @@ class FallbackSite:
             return None
         changed = _apart(module, out) if torch.is_grad_enabled() else None
         outputs = tensors_in(changed or out)
+        if not outputs:
+            return None  # what it gives is not seen: where gradients come of it, they are refused
         live = [t for t in outputs if t.requires_grad]
         first = next((t for t in live if t.dim()), (live or outputs)[0])
         if torch._C._len_torch_dispatch_stack() and self._recorder.depth():
