@@ -45,6 +45,49 @@ def test_detached_samples_that_meet_others_are_refused(way, frozen, alone, optio
     refused(model, loss, torch.randn(N, 3), names=["r.weight"], match="mixes|no proof", **options)
 
 
+LATER = {  # of activations h, taken with their gradient and detached afterwards
+    "less the mean": lambda h: h - h.mean(0).detach(),
+    "over the deviation": lambda h: h / h.std(0).detach(),
+    "over the norm": lambda h: h / h.norm().detach(),
+    "by a penalty's size": lambda h: h * h.square().mean().detach(),
+    "likeness": lambda h: h + (h @ h.T).detach()[:, :1],
+    "a softmax": lambda h: h * h.softmax(0).detach(),
+    "summed up": lambda h: h + h.cumsum(0).detach(),
+    "turned over": lambda h: h + h.flip(0).detach(),
+    "batch statistics": lambda h: h + F.batch_norm(h, None, None, training=True).detach(),
+    "its data": lambda h: h - h.mean(0).data,
+    "above the mean": lambda h: h * (h > h.mean(0)),
+    "the largest": lambda h: torch.where(h == h.max(0).values, h, h / 2),
+    "clamped": lambda h: h.clamp(max=h.quantile(0.5, 0).detach()),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("way", LATER)
+def test_statistics_that_are_detached_are_refused(way, options):
+    model = Model(lambda m, x: m.o(LATER[way](torch.tanh(m.r(x)))), r=nn.Linear(3, 2),
+                  o=nn.Linear(2, 2))  # fmt: skip
+    refused(model, square, torch.randn(N, 3), names=["r.weight"], match="mixes", **options)
+
+
+def watched(m, x):
+    h = torch.tanh(m.r(x))
+    m.seen = {"mean": h.mean(0).detach(), "likeness": (h @ h.T).detach(), "largest": float(h.max())}
+    return m.o(h - h.max(-1, keepdim=True).values.detach())
+
+
+def straight_through(m, x):
+    h = m.r(x)
+    return m.o(h + (h.round() - h).detach())
+
+
+@a_few_modes
+@pytest.mark.parametrize("forward", [watched, straight_through])
+def test_what_is_detached_of_each_or_only_looked_at_is_exact(forward, options):
+    model = Model(forward, r=nn.Linear(3, 2), o=nn.Linear(2, 2), seen=None)
+    check(model, square, torch.randn(N, 3), **options)
+
+
 TARGETS = {  # h and d [N, T, 2], each with its own
     "a loss": lambda h, d: F.mse_loss(h, d, reduction="none"),
     "likeness": lambda h, d: F.cosine_similarity(h, d, dim=-1),

@@ -110,7 +110,9 @@ def test_samples_that_may_have_moved_or_mixed_are_refused(name, where, options):
     one = model(DISORDERED[name], where)
     with torchgradx.attach(one, **options) as probe:
         square(one, torch.randn(N, 3)).backward()
-        with pytest.raises(torchgradx.CoverageError, match=r"b\.weight: .*no proof could be had"):
+        with pytest.raises(
+            torchgradx.CoverageError, match=r"b\.weight: .*(no proof could be had|mixes)"
+        ):
             probe.norms()
 
 

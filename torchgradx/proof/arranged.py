@@ -4,7 +4,6 @@ operation itself is asked (asked.py)."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -110,10 +109,13 @@ class Meeting:
         self, arranged: Arranged, step: Step, places: Sequence[Fed], follows: Follows
     ) -> None:
         self._arranged, self._step, self._places, self._follows = arranged, step, places, follows
-        self.failed = False  # what it was given has no values, or is none of torch's
+        self.failed = False  # what it was given has no values or sizes, or is none of torch's
         self._taken: Taken = lambda k: None
         self._moved: Put | None = None
-        self._sorted = False
+        self._sorted = self._graph = self._data = self._detached = False
+        self._fed, self._n = places, arranged.n
+        self._runs: Sequence[Any] = ()
+        self.fills: Place | None = None
         self._packs = bool(step.fed) and _packing()
         try:
             if step.fed:
@@ -124,17 +126,11 @@ class Meeting:
         self._beyond = any(map(arranged.beyond, step.operands))
         self._turns = name_of(step.func) in TURNS or any(map(arranged.turned, step.fed))
         there = (self._beyond and in_a_function()) or arranged.missed or self._packs
-        seen = bool(step.fed) and arranged.n > 1 and not there
-        in_graph = seen and self._in_graph()
-        self._fed, self._n = self._whole_or_piece()
-        self._data = seen and not in_graph
-        self._detached = in_graph and any(map(_alone, places))
-        self.fills = arranged.pieces.fills(step.func, step.args) if step.fed else None
-        self._runs: Sequence[Any] = ()
-        changed = [*enumerate(written(step.func, step.args, step.kwargs))]
-        if changed and self._asks(changed):  # afterwards, what it was given is no more
-            with contextlib.suppress(Exception):  # as above
-                self._runs = [*self._others()]
+        try:
+            if step.fed and arranged.n > 1 and not there:
+                self._ask()
+        except Exception:
+            self.failed = True
 
     def results(self, out: Any) -> Iterator[tuple[Tensor, Place | None]]:
         """What came out, and where the samples are in it."""
@@ -142,14 +138,11 @@ class Meeting:
         told = self._answers(out)
         before = self.put
         for k, t in tensors_of(out):
-            at, strays = self._follows(k, t), False
-            at = at or arranged.pieces.joined(step.func, step.args, step.kwargs, t.dim())
-            if at is None or self._moved is not None:
-                at, strays = self._settled(at, told[k] if told else NOTHING, t)
-            if self._moved is not None:
-                self.put = self._moved if before is None else before.then(self._moved)
-            elif self._mixed(k, t, at, strays):
-                self.put = Put(object(), False, True)
+            at = None
+            try:
+                at = self._of_result(k, t, told[k] if told else NOTHING, before)
+            except Exception:
+                self.failed = True
             arranged.mark(t, self.put)
             if self._beyond:
                 arranged.pass_layer(t)
@@ -162,16 +155,43 @@ class Meeting:
             order = order_by(out[1], 0, len(step.args[0])) if len(out) == 2 else object()
             arranged.mark(out[0], Put(order, False, True))
 
-    def _mixed(self, k: int, t: Tensor, at: Place | None, strays: bool) -> bool:
+    def _ask(self) -> None:
+        step = self._step
+        self._graph = self._in_graph()
+        self._fed, self._n = self._whole_or_piece()
+        self._data = not self._graph
+        self._detached = self._graph and any(map(_alone, self._places))
+        self.fills = self._arranged.pieces.fills(step.func, step.args)
+        changed = [*enumerate(written(step.func, step.args, step.kwargs))]
+        if changed and self._asks(changed):  # afterwards, what it was given is no more
+            self._runs = [*self._others()]
+
+    def _of_result(self, k: int, t: Tensor, told: Answer, before: Put | None) -> Place | None:
+        func, args, kwargs, *_ = self._step
+        at, strays = self._follows(k, t), False
+        at = at or self._arranged.pieces.joined(func, args, kwargs, t.dim())
+        if at is None or self._moved is not None:
+            at, strays = self._settled(at, told, t)
+        if self._moved is not None:
+            self.put = self._moved if before is None else before.then(self._moved)
+        else:
+            self.put = self._mixed(k, t, at, strays) or self.put
+        return at
+
+    def _mixed(self, k: int, t: Tensor, at: Place | None, strays: bool) -> Put | None:
+        """What is made of a result of several samples; a graph shows it until it is detached."""
         if not self._step.fed or self._arranged.n < 2 or self._packs:
-            return False
+            return None
         before, tokens = {at for _, at in self._places}, t.dim() == 0 and self._sums_tokens()
         counted = self._arranged.counts.meet(
             self._step, before, k, t, at, strays=strays, tokens=tokens
         )
-        if self._detached and strays and t.is_floating_point():
+        real = t.is_floating_point()
+        if self._detached and strays and real:
             self._arranged.reordered.missed = True  # each has met others', of which no gradient is
-        return counted or (self._data and not tokens and self._strewn(t, at, strays))
+        looked = self._data or (self._graph and real)
+        mixed = looked and not tokens and self._strewn(t, at, strays)
+        return Put(object(), self._graph and not counted, True) if counted or mixed else None
 
     def _strewn(self, t: Tensor, at: Place | None, strays: bool) -> bool:
         """Whether a result of data is of several samples, or has another's where one was. Counts
@@ -250,7 +270,8 @@ class Meeting:
     def _likely(self, t: Tensor) -> int | None:
         """Where they could not be followed, where they are in the model's arguments."""
         dim, n = self._arranged.batch_dim, self._arranged.n
-        lost = all(at is None for x, at in self._places if x is t) and not self._arranged.turned(t)
+        lost = all(at is None for x, at in self._places if x is t)
+        lost = lost and not self._arranged.turned(t) and self._arranged.pieces.of(t) is None
         there = t.is_floating_point() and t.dim() > dim and t.shape[dim] == n
         return dim if there and lost else self._dim_of(t)
 
@@ -283,7 +304,7 @@ class Meeting:
         sure = self._moved is None and all(self._follows(k, t) is not None for k, t in results)
         known = bool(places - {None, GONE}) and (None not in places or name_of(func) in JOINS)
         asks = known and self._n > 1 and torch.Tag.nondeterministic_seeded not in func.tags
-        asks = asks and (self._data or self._detached) and not sure
+        asks = asks and (self._data or self._graph) and not sure
         return asks and not any(x in func.namespace for x in OF_ALL)
 
     def _others(self) -> Iterator[list[Any]]:
@@ -307,7 +328,8 @@ class Meeting:
         whole = n == self._n and all(at is not None for _, at in self._places)
         if whole and place is not None and place != GONE and t.shape[place.dim] != n:
             self._moved = None  # rows of flattened samples: each was given its own
-        return (place if whole and followed is None else followed), found.astray
+        asked = whole and followed is None and not self._graph  # there it is proven
+        return (place if asked else followed), found.astray
 
 
 def _alone(fed: Fed) -> bool:

@@ -35,6 +35,7 @@ __all__ = ["Audit"]
 
 MANY = 4096  # structures: sizes that never repeat must not add up
 PART = 1 << 18  # elements compared at a time, in float64
+UNPROVEN = "where its samples are could not be looked for: {error}"
 
 
 class Audit:
@@ -93,7 +94,22 @@ class Audit:
         sites: Sequence[Site],
         looked: Looked,
     ) -> None:
-        """At the end of a forward: what is known of its structure, or a first look at it."""
+        """At the end of a forward: what is known of its structure, or a first look at it. The
+        forward is whole whatever comes of that, as of tensors that have no sizes."""
+        try:
+            self._examine(run, key, uses, outputs, sites, looked)
+        except Exception as error:
+            run.refuse(-1, UNPROVEN.format(error=f"{type(error).__name__}: {error}"))
+
+    def _examine(
+        self,
+        run: Any,
+        key: Any,
+        uses: Sequence[Any],
+        outputs: Sequence[Tensor],
+        sites: Sequence[Site],
+        looked: Looked,
+    ) -> None:
         known = self._proven.get(key)
         if known is not None and known.lasting and not self._parameters.gathered():
             self._tell(run, known)

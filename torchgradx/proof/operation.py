@@ -66,8 +66,9 @@ def indices_of(func: Any, args: Sequence[Any]) -> Iterator[tuple[Tensor, list[An
 
 
 def of_sizes_only(func: Any) -> bool:
-    """zeros_like(x), x.new_ones(...): nothing of the operand's values."""
+    """zeros_like(x), x.new_ones(...), bernoulli(x, 0.1): nothing of the operand's values."""
     named = name_of(func).endswith("_like") or name_of(func).startswith("new_")
+    named = named or func._schema.name + func._schema.overload_name == "aten::bernoullip"
     return bool(func.namespace == "aten" and named)
 
 

@@ -4,6 +4,7 @@ cat([x[2:], x[:2]]) does. Which samples a piece has is followed through whatever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from .operation import argument_of, indices_of, name_of
 from .order import PARTS, SOURCES
 from .sample_dims import Place
 
-__all__ = ["JOINS", "Chosen", "Pieces", "Samples", "Taken"]
+__all__ = ["JOINS", "Chosen", "Pieces", "Samples", "Taken", "of_each"]
 
 Samples = tuple[int, ...]  # of each row of a piece
 PADDING = -1  # a row of none
@@ -187,6 +188,18 @@ class Pieces:
             return (start,)
         step = max(1, t.stride(dim) // row)
         return tuple(range(start, start + step * t.shape[dim], step))
+
+
+def of_each(given: Any, n: int) -> list[Tensor]:
+    """Tensors of a model's argument in lists of as many as there are samples: each may be one's."""
+    if is_dataclass(given) and not isinstance(given, type):
+        given = vars(given)
+    parts = list(given.values()) if isinstance(given, dict) else given
+    if not isinstance(parts, (list, tuple)):
+        return []
+    if len(parts) == n and all(isinstance(part, Tensor) for part in parts):
+        return list(parts)
+    return [t for part in parts for t in of_each(part, n)]
 
 
 def _real(t: Tensor) -> bool:

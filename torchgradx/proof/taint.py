@@ -56,6 +56,7 @@ class Taint(TorchDispatchMode):
         arguments: Sequence[Tensor],
         batch_dim: int,
         parameters: Callable[[], Iterable[Tensor]] = tuple,
+        each: Sequence[Tensor] = (),
     ) -> None:
         super().__init__()
         self._n, self._parameters, self._arguments = n, parameters, arguments
@@ -72,7 +73,11 @@ class Taint(TorchDispatchMode):
             self._known.keep(t, True)
         self._places: dict[Any, Place | None] = {}  # of the samples, by storage and geometry
         for t, place in zip(arguments, first_places(arguments, n, batch_dim), strict=True):
+            place = None if any(t is one for one in each) else place
             self._places[view_of(t)] = place or self.place(t)  # one may be given twice
+        for k, t in enumerate(each):
+            if t.shape[batch_dim : batch_dim + 1] != (n,):  # else it may be one argument of several
+                self._arranged.pieces.keep(t, (k % n,))
         held = (t for t in arguments if t.shape[batch_dim : batch_dim + 1] == (n,))
         first = next(held, None)
         of_all = [t for t in arguments if first is not None and _of_all(t, first, n, batch_dim)]
@@ -166,7 +171,6 @@ class Taint(TorchDispatchMode):
         places = [(t, self.place(t)) for t in fed]
         follows = self._following(func, args, kwargs, places)
         meeting = Meeting(self._arranged, step, places, follows)
-        self.orderly = self.orderly and not meeting.failed
         before = {at for _, at in places} - {None}
         guesses = [
             self._following(func, args, kwargs, guess)
@@ -187,7 +191,11 @@ class Taint(TorchDispatchMode):
             for t, at in meeting.results(out):
                 self._known.keep(t, clean)
                 self._places[view_of(t)] = at
-        self.orderly = self.orderly and not self._strays(func, args, places, before, guesses, out)
+        try:
+            strays = self._strays(func, args, places, before, guesses, out)
+        except Exception:  # as above
+            strays = True
+        self.orderly = self.orderly and not (strays or meeting.failed)
         for t, view, was in changed if not clean else ():
             self._known.keep(t, clean)
             self._arranged.mark(t, meeting.put)
@@ -293,11 +301,12 @@ def watching(
     arguments: Sequence[Tensor],
     batch_dim: int,
     parameters: Callable[[], Iterable[Tensor]] = tuple,
+    each: Sequence[Tensor] = (),
 ) -> Taint:
     """The operations from here to `stop`: `held` is clean, and what is met among `parameters` then;
-    samples enter by the arguments."""
+    samples enter by the arguments, of which each in `each` may be one's."""
     kind = _Untraced if "torch._dynamo" in sys.modules else Taint
-    return kind(n, held, arguments, batch_dim, parameters)
+    return kind(n, held, arguments, batch_dim, parameters, each)
 
 
 def _of_all(t: Tensor, first: Tensor, n: int, batch_dim: int) -> bool:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from ..passes.modes import unheard
 from ..shared.frontier import Graph, Node, Plan
 from .layout import Watched, tensors_in
+from .pieces import of_each
 from .sample_dims import GONE, Place
 from .several import End
 from .taint import Given, Taint, watching
@@ -130,7 +131,9 @@ class Witness:
         if n > 1 and (seen.watch or other):
             held = [*model.parameters(), *model.buffers()]
             now = self._parameters.tensors
-            local.taint = watching(n, held, tensors_in(arguments), batch_dim, now)
+            args, kwargs = arguments
+            each = [t for given in (*args, *kwargs.values()) for t in of_each(given, n)]
+            local.taint = watching(n, held, tensors_in(arguments), batch_dim, now, each)
 
     def stop(self, whole: bool = True, outputs: Any = None) -> Looked:
         """At the end of a forward (whole), or of a call of the model by itself."""

@@ -51,6 +51,7 @@ from .packed import samples_of, why_not
 
 __all__ = ["FallbackSite"]
 
+NESTED = "it is given a nested tensor, whose rows are of no one size: pad it, or pack it"
 UNPROVEN = "nothing proves where the {n} samples are in each output; use_reentrant=False lets it"
 
 
@@ -191,6 +192,9 @@ class FallbackSite:
         if not outputs:
             return None  # what it gives is not seen: where gradients come of it, they are refused
         live = [t for t in outputs if t.requires_grad]
+        if any(t.is_nested for t in outputs):
+            run.refuse(self._index, NESTED)
+            return None
         first = next((t for t in live if t.dim()), (live or outputs)[0])
         if torch._C._len_torch_dispatch_stack() and self._recorder.depth():
             self._audit.witness.met(self._index, given, first)
