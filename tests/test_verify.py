@@ -17,6 +17,7 @@ from attach_oracle import (
     seeded,  # noqa: F401
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
@@ -257,6 +258,18 @@ def test_verify_finds_a_model_that_mixes_samples():
                   o=nn.Linear(4, 5))  # fmt: skip
     with pytest.raises(torchgradx.VerificationError):
         torchgradx.verify(model, F.cross_entropy, torch.randn(N, 3), torch.randint(0, 5, (N,)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_verify_runs_a_model_that_checkpoints(reentrant):
+    def forward(m, x):
+        return m.o(checkpoint(m.h, torch.tanh(m.i(x)), use_reentrant=reentrant))
+
+    parts = {name: nn.Linear(3, 3) for name in ("i", "h", "o")}
+    model, x = Model(forward, **parts).double(), torch.randn(N, 3).double()
+    report = torchgradx.verify(model, lambda out, y: (out - y).square().sum(1).mean(), x, x.sin())
+    assert report.agrees
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_verify_reports_a_refusal_as_its_own_error():
