@@ -95,6 +95,11 @@ WAYS = {
     "einsum, from the left": lambda x, s: torch.einsum("ld,ntd->nlt", s, x) @ x,
     "einsum, by heads": lambda x, s: torch.einsum("lhd,nthd->nhlt", s.unflatten(-1, (2, -1)),
                                                   x.unflatten(-1, (2, -1))).sum(1) @ x,
+    "heads apart": lambda x, s: torch.einsum("nthd,lhd->ntlh", x.unflatten(-1, (2, -1)),
+                                             s.unflatten(-1, (2, -1))).sum(-1) @ s,
+    "relative positions": lambda x, s: torch.einsum(
+        "nhtd,tld->nhtl", x.unflatten(-1, (2, -1)).transpose(1, 2),
+        (s[:, None] - s).unflatten(-1, (2, -1))[:, :, 0]).softmax(-1).sum(1) @ x,
     "columns": lambda x, s: (s @ x.flatten(0, 1).T).T.reshape(len(x), -1, len(s)) @ s,
     "a column each": lambda x, s: (s @ x[:, 0].T).T[:, None] @ s + x,
     "from the left": lambda x, s: torch.softmax(s @ s.T, -1) @ x,

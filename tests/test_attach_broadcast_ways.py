@@ -39,7 +39,13 @@ def test_each_way_for_samples_to_come_in_is_exact(way, positions, options):
         check(model, square, x, **options)
 
 
-COLUMNS = ["einsum, from the left", "einsum, by heads", "columns"]
+COLUMNS = [
+    "einsum, from the left",
+    "einsum, by heads",
+    "columns",
+    "heads apart",
+    "relative positions",
+]
 
 
 @a_few_modes

@@ -27,6 +27,7 @@ from .sample_dims import GONE, Place
 
 __all__ = [
     "BATCH",
+    "LAST",
     "NOWHERE",
     "SECOND",
     "SEQUENCE",
@@ -38,8 +39,8 @@ __all__ = [
 ]
 
 # rows n*T+t | rows t*N+n | of no sample, see shared | no gradient comes from the outputs, and if
-# one does come it is refused | [T, N K, *]
-BATCH, SEQUENCE, SHARED, NOWHERE, SECOND = range(5)
+# one does come it is refused | [T, N K, *] | [*, N K]
+BATCH, SEQUENCE, SHARED, NOWHERE, SECOND, LAST = range(6)
 WAYS = 16  # that are tried; a backward each, and more
 EITHER = (
     "the model's outputs have {n}, the number of samples, in two dimensions or more, and which of "

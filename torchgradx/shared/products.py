@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from ..proof.layout import BATCH, SECOND
+from ..proof.layout import BATCH, LAST, SECOND
 from .frontier import Node, dtype_of, shape_of
 from .outer import Gradients, Outer
 
@@ -89,12 +89,14 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradient
     if name in ELEMENTWISE:
         pieces = by_sample(ELEMENTWISE[name](node, operand, g), layout, n)
         return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
-    if name in COLUMNS and operand == 0 and layout == SECOND:
+    if name in COLUMNS and operand == 0 and layout == LAST:
         grads, columns = (by_sample(t, layout, n) for t in (g, node._saved_mat2))
         return grads @ columns.mT
     saved, place = ROWS.get(name, ("", -1))
-    if operand == place and layout == BATCH:
+    if operand == place and layout in (BATCH, SECOND):
         rows, grads = (by_sample(t, layout, n) for t in (getattr(node, saved), g))
+        if layout == SECOND:
+            return rows.mT @ grads
         alpha = getattr(node, "_saved_alpha", 1)
         if rows.dim() == 3 and (rows.shape[2], grads.shape[2]) == tuple(shape_of(*edge)):
             return Outer(rows, grads if alpha == 1 else grads * alpha)
@@ -119,8 +121,10 @@ def by_sample(g: Tensor, layout: int, n: int) -> Tensor:
     """[N, *what the node would get for one sample]: a view."""
     if n == 1:
         return g[None]
-    if layout == SECOND:
+    if layout == LAST:
         return g.unflatten(-1, (n, -1)).movedim(-2, 0)
+    if layout == SECOND:
+        return g.unflatten(1, (n, -1)).movedim(1, 0)
     if g.shape[0] == 1:  # as rows_of() has it
         return by_sample(g[0], layout, n).unsqueeze(1)
     if layout == BATCH:
