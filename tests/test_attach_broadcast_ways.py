@@ -44,7 +44,6 @@ COLUMNS = [
     "einsum, by heads",
     "columns",
     "heads apart",
-    "relative positions",
 ]
 
 
