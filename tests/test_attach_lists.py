@@ -77,6 +77,22 @@ def test_a_list_of_arguments_is_exact(n, options):
 
 
 @a_few_modes
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_dictionary_of_arguments_is_none_of_samples(n, options):
+    """Of as many as there are samples."""
+    model = Model(lambda m, given: torch.tanh(m.l(given["a"])) * given["b"] + given["c"],
+                  l=nn.Linear(n, 5)).double()  # fmt: skip
+    sizes = {"a": n, "b": 5, "c": 5, "d": 5}
+    given = {name: torch.randn(n, sizes[name]).double() for name in "abcd"[: max(3, n)]}
+    with torchgradx.attach(model, **options) as probe:
+        square(model, given).backward()
+        got = probe.norms(per="parameter")
+    each = Model(lambda m, *batch: m.inner(dict(zip("abcd", batch, strict=False))), inner=model)
+    want = loop(each, square, *given.values())
+    close_named({f"inner.{name}": norms for name, norms in got.items()}, want)
+
+
+@a_few_modes
 @pytest.mark.parametrize("own", [False, True], ids=["", "parameters of its own"])
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

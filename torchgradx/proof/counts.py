@@ -15,7 +15,7 @@ from torch import Tensor
 from .memory import ByMemory
 from .operation import Step, name_of
 from .order import SOURCES
-from .sample_dims import GONE, Place
+from .sample_dims import GONE, VIEWS, Place
 
 __all__ = ["Counts"]
 
@@ -50,10 +50,10 @@ class Counts:
         """After an operation that samples entered, which were `before`: whether its k-th result is
         of samples, and made with a number of the batch. `strays`: it is of several samples;
         `tokens`: it counts them."""
-        name = name_of(step.func)
+        name, view = name_of(step.func), name_of(step.func) in VIEWS
         known = set(before) - {None, GONE}
         made = strays or (bool(known) and (name in COUNTS or at == GONE))
-        made = made and _whole(t) and name != "nonzero" and k >= INDICES.get(name, 0)
+        made = made and _whole(t) and name != "nonzero" and k >= INDICES.get(name, 0) and not view
         kinds = [TOKENS if tokens else BATCH if made else NO]
         # Flags leave out what is none of a sample's.
         if t.dtype is not torch.bool and (
@@ -63,7 +63,7 @@ class Counts:
             kinds += [self._known.get(x, NO) for x in given if isinstance(x, Tensor)]
         if max(kinds):
             self._known.keep(t, max(kinds))
-        else:
+        elif not view:
             self._known.forget(t)
         own = t.is_floating_point() and at not in (None, GONE)
         return own and max(kinds) == BATCH

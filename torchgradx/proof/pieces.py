@@ -197,7 +197,7 @@ def of_each(given: Any, n: int) -> list[Tensor]:
     parts = list(given.values()) if isinstance(given, dict) else given
     if not isinstance(parts, (list, tuple)):
         return []
-    if len(parts) == n and all(isinstance(part, Tensor) for part in parts):
+    if parts is given and len(parts) == n and all(isinstance(part, Tensor) for part in parts):
         return list(parts)
     return [t for part in parts for t in of_each(part, n)]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import order
 from .operation import argument_of, indices_of, name_of
 
-__all__ = ["GONE", "Fed", "Follows", "Place", "first_places", "followed", "guessed"]
+__all__ = ["GONE", "VIEWS", "Fed", "Follows", "Place", "first_places", "followed", "guessed"]
 
 
 class Place(NamedTuple):
