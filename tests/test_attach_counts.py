@@ -1,6 +1,8 @@
 """Numbers of the batch, as its longest length: samples whose data are made with one are mixed, for
 alone each has another. As sizes, offsets and indices they are harmless."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -111,6 +113,16 @@ def offsets(m, x, k):
     return m.l(h)
 
 
+def by_lengths(m, x, k):
+    rows = x[to_the_right(k)]
+    return m.l(torch.stack([own.amax(0) for own in rows.split(k.tolist())]))
+
+
+def by_offsets(m, x, k):
+    rows, ends = x[to_the_right(k)], [0, *k.cumsum(0).tolist()]
+    return m.l(torch.stack([rows[a:b].mean(0) for a, b in pairwise(ends)]))
+
+
 def of_each_graph(count):
     """Means over nodes that stand flattened, of which `nodes` says the samples."""
 
@@ -129,6 +141,8 @@ HARMLESS = {
     "packed": packed,
     "positions": positions,
     "offsets": offsets,
+    "by lengths": by_lengths,
+    "by offsets": by_offsets,
     "shares of its own": lambda m, x, k: m.l(x * (k / T)[:, None, None]),
     "lengths to the longest": lambda m, x, k: m.l(x * (k.clamp(max=k.max()) > 1)[:, None, None]),
 }

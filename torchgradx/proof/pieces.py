@@ -61,9 +61,11 @@ class Pieces:
         name, first, held = name_of(func), fed[0], [self.of(t) for t in fed]
         rows = self._all if held[0] is None else held[0]
         dim = dim if held[0] is None else self._batch_dim
-        known = first is args[0] and dim is not None and not isinstance(rows, Chosen)
+        known = first is args[0] and dim is not None
+        known = known and (not isinstance(rows, Chosen) or name in {*PARTS, "slice"})
         if known and dim is not None and first.shape[dim : dim + 1] == (len(rows),):
             taken = list(self._taken(name, func, args, kwargs, fed, dim, rows))
+            taken = list(map(_of_one, taken)) if isinstance(rows, Chosen) else taken
             if taken:
                 moved = held[0] is not None and any(self._astray(samples) for samples in taken)
                 return lambda k: taken[k], moved
@@ -188,6 +190,11 @@ class Pieces:
             return (start,)
         step = max(1, t.stride(dim) // row)
         return tuple(range(start, start + step * t.shape[dim], step))
+
+
+def _of_one(rows: Samples) -> Samples:
+    """Of what the batch chose: it may be all of one sample's, as tokens by lengths."""
+    return tuple(set(rows)) if len(set(rows)) == 1 else Chosen(rows)
 
 
 def of_each(given: Any, n: int) -> list[Tensor]:
