@@ -134,7 +134,19 @@ def of_each_graph(count):
     return forward
 
 
+def bags(offsets):
+    def forward(m, x, k):
+        start = [int(n) % 9 for n in x[:, 0, 0].mul(9).long().abs()]  # others of each sample
+        ids = torch.cat([(torch.arange(int(n)) + a) % 9 for n, a in zip(k, start, strict=True)])
+        return m.l(m.bag(ids, offsets(k)) * x[:, 0])
+
+    return forward
+
+
 HARMLESS = {
+    "bags, cut": bags(lambda k: torch.cat([k.new_zeros(1), k.cumsum(0)[:-1]])),
+    "bags, less their own": bags(lambda k: k.cumsum(0) - k),
+    "bags, padded": bags(lambda k: F.pad(k.cumsum(0), (1, 0))[:-1]),
     "nodes of each": of_each_graph(torch.bincount),
     "distinct nodes": of_each_graph(lambda nodes: nodes.unique(return_counts=True)[1]),
     "trimmed": trimmed,
@@ -152,5 +164,6 @@ HARMLESS = {
 @pytest.mark.parametrize("name", HARMLESS)
 def test_sizes_offsets_and_indices_are_harmless(name, options):
     parts = {"l": nn.Linear(3, 2), "e": nn.Embedding(9, 3), "lstm": nn.LSTM(3, 2, batch_first=True)}
+    parts["bag"] = nn.EmbeddingBag(9, 3)
     model = Model(HARMLESS[name], **parts)
     check(model, square, torch.randn(N, T, 3), LENGTHS, **options)

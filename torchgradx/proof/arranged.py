@@ -62,10 +62,11 @@ class Arranged:
         return self.reordered.missed
 
     def enter(self, given: Sequence[Tensor], clean: Sequence[bool | None]) -> None:
-        """A layer is given these."""
+        """A layer is given these: numbers of rows first, and offsets beside them."""
         self.reordered.enter(given, clean)
-        fed = [t for t, same in zip(given, clean, strict=True) if same is False]
-        self.reordered.missed = self.missed or any(map(self.counts.enter, fed))
+        read = [t for t, same in zip(given, clean, strict=True)
+                if same is False and (t is given[0] or t.is_floating_point())]  # fmt: skip
+        self.reordered.missed = self.missed or any(map(self.counts.enter, read))
 
     def mark(self, t: Tensor, put: Put | None = None) -> None:
         """Parameters are given, also such that a first batch is to set."""
