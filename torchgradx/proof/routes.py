@@ -46,6 +46,7 @@ PUTS = {
     "ScatterBackward0": "index",
     "ScatterReduceBackward0": "index",
 }
+ENDS = {"EmbeddingBagBackward0": ("offsets",), "SegmentReduceBackward0": ("lengths", "offsets")}
 TURNS = {"CloneBackward0", "PermuteBackward0", "TBackward0", "ToCopyBackward0",
          "TransposeBackward0"}  # fmt: skip
 JOINS = {"CatBackward0", "SelectScatterBackward0", "SliceScatterBackward0",
@@ -81,6 +82,9 @@ def routes(outputs: Iterable[Tensor], n: int) -> list[Any]:
             parts = [*_chosen(node, name, n)]
             chosen = chosen or bool(parts)
             found += parts
+        if name in ENDS and not _is_table(node.next_functions[0][0]):
+            chosen = True
+            found += [_saved(node, key) for key in ENDS[name]]
         if name in PLACES:
             found.append(tuple(getattr(node, f"_saved_{key}") for key in PLACES[name]))
     return found if chosen else []
@@ -134,6 +138,14 @@ def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:
         if name in ALL or any(_may_hold(shape, d, n) for d in range(dim, dim + covered)):
             yield _by_sample(index, n)
         dim += covered
+
+
+def _saved(node: Node, key: str) -> Tensor | bool | None:
+    """None: hooks keep it, as above; False: there is none."""
+    if getattr(getattr(node, f"_raw_saved_{key}"), "unpack_hook", None) is not None:
+        return None
+    value = getattr(node, f"_saved_{key}")
+    return False if value is None else value.detach().clone()
 
 
 def _may_hold(shape: Sequence[int], dim: int, n: int) -> bool:
