@@ -97,6 +97,9 @@ WAYS = {
                                                   x.unflatten(-1, (2, -1))).sum(1) @ x,
     "heads apart": lambda x, s: torch.einsum("nthd,lhd->ntlh", x.unflatten(-1, (2, -1)),
                                              s.unflatten(-1, (2, -1))).sum(-1) @ s,
+    "heads apart, samples second": lambda x, s: torch.einsum(
+        "tnhd,lhd->tlnh", x.transpose(0, 1).unflatten(-1, (2, -1)),
+        s.unflatten(-1, (2, -1))).sum(-1).permute(2, 0, 1) @ s,
     "relative positions": lambda x, s: torch.einsum(
         "nhtd,tld->nhtl", x.unflatten(-1, (2, -1)).transpose(1, 2),
         (s[:, None] - s).unflatten(-1, (2, -1))[:, :, 0]).softmax(-1).sum(1) @ x,

@@ -44,6 +44,7 @@ COLUMNS = [
     "einsum, by heads",
     "columns",
     "heads apart",
+    "heads apart, samples second",
 ]
 
 

@@ -194,7 +194,11 @@ def test_what_a_recomputation_raises_is_the_users(ways, options):
 def test_a_probe_that_the_collector_ends_within_a_forward(collected, at):
     """torch has listed the hooks of the call by then."""
     model = mlp()
-    x, collect = torch.randn(4, 3), lambda *_: gc.collect() and None
+    x, found_by = torch.randn(4, 3), []
+
+    def collect(*_):
+        found_by.append(gc.collect())
+
     module = model[1] if collected == "inside" else model
     register = module.register_forward_hook if collected == "forward" else None
     register = register or module.register_forward_pre_hook
@@ -203,13 +207,18 @@ def test_a_probe_that_the_collector_ends_within_a_forward(collected, at):
     try:
         handle = register(collect) if at == "before" else None
         probe = torchgradx.attach(model)
-        not_reentrant(model, x).sum().backward()
+        cycle = [not_reentrant(model, x)]
+        cycle.append(cycle)
+        cycle[0].sum().backward()
         probe.remove()
+        del cycle  # the graph, which the first probe waits for, is the collector's to find
+        found_by.clear()
         probe = torchgradx.attach(model)
         handle = handle or register(collect, prepend=True)
         for _ in range(2):
             square(model, x).backward()
         assert probe.norms().shape == (8,)
+        assert any(found_by)
         handle.remove()
         probe.remove()
     finally:

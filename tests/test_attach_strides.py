@@ -6,6 +6,7 @@ from attach_oracle import (
     Model,
     check,
     every_mode,
+    need_native,
     seeded,  # noqa: F401
     square,
 )
@@ -44,6 +45,7 @@ GIVEN = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", GIVEN)
 def test_outputs_lie_in_memory_as_they_would(name, dtype, options):
+    need_native(options)
     make, given = GIVEN[name]
     model, x = make().to(dtype), given()
     x = x.to(dtype) if x.is_floating_point() else x

@@ -28,6 +28,7 @@ from .sample_dims import GONE, Place
 __all__ = [
     "BATCH",
     "LAST",
+    "MINOR",
     "NOWHERE",
     "SECOND",
     "SEQUENCE",
@@ -39,8 +40,8 @@ __all__ = [
 ]
 
 # rows n*T+t | rows t*N+n | of no sample, see shared | no gradient comes from the outputs, and if
-# one does come it is refused | [T, N K, *] | [*, N K]
-BATCH, SEQUENCE, SHARED, NOWHERE, SECOND, LAST = range(6)
+# one does come it is refused | [T, N K, *] | [*, N K] | [*, K N, *]
+BATCH, SEQUENCE, SHARED, NOWHERE, SECOND, LAST, MINOR = range(7)
 WAYS = 16  # that are tried; a backward each, and more
 EITHER = (
     "the model's outputs have {n}, the number of samples, in two dimensions or more, and which of "
@@ -64,6 +65,7 @@ class Watched:
     own: int | None = None  # where its module works on samples apart, and was seen to be given them
     samples: Tensor | None = None  # of each row, where they are packed: neither n*T+t nor t*N+n
     free: bool | None = False  # no sample enters it: its rows may well mix them; None: maybe
+    minor: bool = False  # samples may be in its second dimension one after the other
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -302,7 +304,7 @@ def _verdict(
     if plain.elements % prod(use.leads):
         return MIXED.format(n=n)
     held = [s for s in scaled if s is not None]
-    owned = owners(use.leads, n, use.second)
+    owned = owners(use.leads, n, use.second, use.minor)
     if use.samples is not None:
         owned = {BATCH: use.samples.cpu()}
 
@@ -326,7 +328,9 @@ def _verdict(
     return fits[0] if alike else None  # neither zeros nor nan are evidence
 
 
-def owners(leads: Sequence[int], n: int, second: bool = False) -> dict[int, Tensor]:
+def owners(
+    leads: Sequence[int], n: int, second: bool = False, minor: bool = False
+) -> dict[int, Tensor]:
     """Each layout that the sizes allow, and the sample of each row under it (as csrc/site.cpp)."""
     place, found, leads = torch.arange(prod(leads)), {}, leads or [1]  # a number has none
     if leads[0] % n == 0:
@@ -337,6 +341,8 @@ def owners(leads: Sequence[int], n: int, second: bool = False) -> dict[int, Tens
         found[SEQUENCE] = place // prod(leads[1:]) % n
     if second and len(leads) > 1 and leads[1] % n == 0:
         found[SECOND] = place // prod(leads[2:]) % leads[1] // (leads[1] // n)
+    if minor and leads[1] % n == 0:
+        found[MINOR] = place // prod(leads[2:]) % leads[1] % n
     return found
 
 

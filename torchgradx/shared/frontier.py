@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..proof.layout import LAST, SECOND, SEQUENCE, Watched
+from ..proof.layout import LAST, MINOR, SECOND, SEQUENCE, Watched
 
 __all__ = [
     "Graph",
@@ -276,14 +276,14 @@ def survey(
     products = [node for node in found if node.name() in PRODUCTS and layouts[node] is None]
     shapes = {node: shape_of(node, 0) for node in products}
     columns = [Watched(node, 0, columns_of(shapes[node]), second=True) for node in products]
-    middles = [Watched(node, 0, shapes[node][:2], second=True) for node in products
+    middles = [Watched(node, 0, shapes[node][:2], second=True, minor=True) for node in products
                if len(shapes[node]) > 2 and shapes[node][1] % n == 0]  # fmt: skip
     verdicts = prove([*columns, *middles]) if products else ()
     for use, verdict in zip(columns, verdicts, strict=False):
         one = verdict == SEQUENCE and use.leads[1] == n  # a column each
         layouts[use.node] = LAST if one or verdict == SECOND else None
     for use, verdict in zip(middles, verdicts[len(columns) :], strict=True):
-        layouts[use.node] = SECOND if verdict == SECOND else layouts[use.node]
+        layouts[use.node] = verdict if verdict in (SECOND, MINOR) else layouts[use.node]
 
     def climb(starts: Iterable[Node]) -> list[Node]:
         return graph.climb(starts, lambda k, node: layouts[node] is None and shared(node))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from ..proof.layout import BATCH, LAST, SECOND
+from ..proof.layout import BATCH, LAST, MINOR, SECOND
 from .frontier import Node, dtype_of, shape_of
 from .outer import Gradients, Outer
 
@@ -93,9 +93,9 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradient
         grads, columns = (by_sample(t, layout, n) for t in (g, node._saved_mat2))
         return grads @ columns.mT
     saved, place = ROWS.get(name, ("", -1))
-    if operand == place and layout in (BATCH, SECOND):
+    if operand == place and layout in (BATCH, SECOND, MINOR):
         rows, grads = (by_sample(t, layout, n) for t in (getattr(node, saved), g))
-        if layout == SECOND:
+        if layout != BATCH:
             return rows.mT @ grads
         alpha = getattr(node, "_saved_alpha", 1)
         if rows.dim() == 3 and (rows.shape[2], grads.shape[2]) == tuple(shape_of(*edge)):
@@ -125,6 +125,8 @@ def by_sample(g: Tensor, layout: int, n: int) -> Tensor:
         return g.unflatten(-1, (n, -1)).movedim(-2, 0)
     if layout == SECOND:
         return g.unflatten(1, (n, -1)).movedim(1, 0)
+    if layout == MINOR:
+        return g.unflatten(1, (-1, n)).movedim(2, 0)
     if g.shape[0] == 1:  # as rows_of() has it
         return by_sample(g[0], layout, n).unsqueeze(1)
     if layout == BATCH:
