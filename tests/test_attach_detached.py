@@ -1,6 +1,8 @@
 """Activations that meet others of which no gradient is, as a frozen part's: those of their own
 sample, or of others, as keys of a contrastive loss."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,11 +10,14 @@ from attach_oracle import (
     Model,
     a_few_modes,
     check,
+    close_named,
     refused,
     seeded,  # noqa: F401
     square,
 )
 from torch import nn
+
+import torchgradx
 
 N, T = 6, 4
 
@@ -108,3 +113,76 @@ def test_detached_samples_that_meet_their_own_are_exact(way, size, options):
 
     model = Model(forward, r=nn.Linear(3, 2), frozen=nn.Linear(3, 2).requires_grad_(False))
     check(model, square, torch.randn(N, size, 3), **options)
+
+
+def by_rows(m, h):
+    m.queue[: len(h)] = h.detach()
+    return h @ m.queue.t()
+
+
+def by_columns(m, h):
+    m.queue.t()[:, 2 : 2 + len(h)] = h.detach().t()
+    return torch.cat([h, h @ m.queue.t()], 1)
+
+
+def copied(m, h):
+    m.queue.narrow(0, 0, len(h)).copy_(h.detach())
+    return torch.cdist(h, m.queue.clone())
+
+
+def averaged(m, h):
+    with torch.no_grad():
+        m.queue[1 : 1 + len(h)] = h
+    return h - m.queue.mean(0)
+
+
+@a_few_modes
+@pytest.mark.parametrize("way", [by_rows, by_columns, copied, averaged])
+def test_a_queue_that_is_read_after_it_was_given_this_batch_is_refused(way, options):
+    model = Model(lambda m, x: way(m, torch.tanh(m.r(x))), r=nn.Linear(3, 2))
+    model.register_buffer("queue", torch.randn(9, 2))
+    refused(model, square, torch.randn(N, 3), names=["r.weight"], match="mixes", **options)
+
+
+def read_first(m, h):
+    out = h @ m.queue.clone().t()
+    m.queue[: len(h)] = h.detach()
+    return out
+
+
+def own_rows(m, h):
+    m.queue[: len(h)] = h.detach()
+    return h * m.queue[: len(h)] + h
+
+
+def cached(m, h):
+    """As of keys, step by step."""
+    m.cache[: len(h), :1] = h[:, None].detach()
+    return (h[:, None] * m.cache[: len(h), :2]).sum(1)
+
+
+def with_a_row_of_padding(m, h):
+    padded = torch.zeros(len(h) + 1, 2).to(h)
+    padded[1:] = h.detach()
+    other = h.new_zeros(len(h) + 1, 2)
+    other[1:] = h.detach().sin()
+    return h * (padded * 2 + other).exp()[1:]
+
+
+@a_few_modes
+@pytest.mark.parametrize("way", [read_first, own_rows, cached, with_a_row_of_padding])
+def test_a_queue_of_others_and_rows_of_its_own_are_exact(way, options):
+    model = Model(lambda m, x: way(m, torch.tanh(m.r(x))), r=nn.Linear(3, 2)).double()
+    model.register_buffer("queue", torch.randn(9, 2).double())
+    model.register_buffer("cache", torch.zeros(9, 3, 2).double())
+    x, twin = torch.randn(N, 3).double(), copy.deepcopy(model)
+    want = []
+    for k in range(N):
+        one = copy.deepcopy(twin)
+        square(one, x[k : k + 1]).backward()
+        want.append([p.grad.norm() for p in one.parameters()])
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        got = probe.norms(per="parameter")
+    columns = map(torch.stack, zip(*want, strict=True))
+    close_named(got, dict(zip(got, columns, strict=True)))

@@ -29,6 +29,7 @@ from .order import orders, sorts_numbers
 from .pieces import JOINS, Chosen, Pieces, Taken
 from .reordered import Put, Reordered, Rows, order_by, shows
 from .sample_dims import GONE, Fed, Follows, Place
+from .stores import Stores
 
 __all__ = ["Arranged", "Meeting", "has_gradients", "in_a_function"]
 
@@ -54,7 +55,8 @@ class Arranged:
         self._beyond: ByMemory[bool] = ByMemory()  # of a weight that is trained
         self.in_turn: ByMemory[bool] = ByMemory()  # of numbers of rows, one after the other
         self._turned: set[Any] = set()  # views of which nobody knows, whose dimensions were moved
-        self.reordered, self.pieces, self.counts = Reordered(), Pieces(n, batch_dim), Counts()
+        self.reordered, self.pieces = Reordered(), Pieces(n, batch_dim)
+        self.counts, self.stores = Counts(), Stores()
 
     @property
     def missed(self) -> bool:
@@ -80,6 +82,7 @@ class Arranged:
         """There are no samples in it."""
         self.reordered.mark(t, None)
         self.pieces.keep(t, None)
+        self.stores.make(t)
 
     def turned(self, t: Tensor) -> bool:
         return view_of(t) in self._turned
@@ -125,6 +128,7 @@ class Meeting:
             self.failed = True
         self.put = self._joined()
         self._beyond = any(map(arranged.beyond, step.operands))
+        self._reads = arranged.stores.read(step)
         self._turns = name_of(step.func) in TURNS or any(map(arranged.turned, step.fed))
         there = (self._beyond and in_a_function()) or arranged.missed or self._packs
         try:
@@ -149,6 +153,7 @@ class Meeting:
                 arranged.pass_layer(t)
             arranged.pieces.keep(t, self._taken(k))
             arranged.turn(t, at is None and self._turns)
+            arranged.stores.follow(step, t)
             if name_of(step.func) == "nonzero":
                 arranged.in_turn.keep(t, True)
             yield t, at
@@ -188,10 +193,10 @@ class Meeting:
             self._step, before, k, t, at, strays=strays, tokens=tokens
         )
         real = t.is_floating_point()
-        if self._detached and strays and real:
+        if real and self._graph and (self._reads or (self._detached and strays)):
             self._arranged.reordered.missed = True  # each has met others', of which no gradient is
         looked = self._data or (self._graph and real)
-        mixed = looked and not tokens and self._strewn(t, at, strays)
+        mixed = looked and not tokens and (self._reads or self._strewn(t, at, strays))
         return Put(object(), self._graph and not counted, True) if counted or mixed else None
 
     def _strewn(self, t: Tensor, at: Place | None, strays: bool) -> bool:

@@ -202,6 +202,7 @@ class Taint(TorchDispatchMode):
             if meeting.fills is not None and t._base is not None and not self.place(t._base):
                 self._places[view_of(t._base)] = meeting.fills
             now = self.place(t)
+            self._arranged.stores.wrote(t, now)
             if view and view == view_of(t) and now != was:  # of its other views nobody knows
                 others = [v for v in self._places if v and v[0] == view[0] and v != view]
                 self._places.update((v, None) for v in others if not self._as(v, view, now))
