@@ -22,6 +22,7 @@ from .operation import (
     indices_of,
     name_of,
     numbers,
+    real,
     tensors_of,
     written,
 )
@@ -192,10 +193,10 @@ class Meeting:
         counted = self._arranged.counts.meet(
             self._step, before, k, t, at, strays=strays, tokens=tokens
         )
-        real = t.is_floating_point()
-        if real and self._graph and (self._reads or (self._detached and strays)):
+        floats = t.is_floating_point()
+        if floats and self._graph and (self._reads or (self._detached and strays)):
             self._arranged.reordered.missed = True  # each has met others', of which no gradient is
-        looked = self._data or (self._graph and real)
+        looked = self._data or (self._graph and floats)
         mixed = looked and not tokens and (self._reads or self._strewn(t, at, strays))
         return Put(object(), self._graph and not counted, True) if counted or mixed else None
 
@@ -203,7 +204,7 @@ class Meeting:
         """Whether a result of data is of several samples, or has another's where one was. Counts
         are given, and whole numbers, as offsets and the longest, choose no data."""
         n, fed, name = self._arranged.n, self._step.fed, name_of(self._step.func)
-        if not t.is_floating_point() and not t.is_complex():
+        if not real(t):
             alike = any(t.shape == given.shape for given in fed)
             table = n in t.shape if t.dim() > 1 else alike and t.dim() == 1
             return strays and table and name not in CHOOSES
@@ -213,12 +214,12 @@ class Meeting:
 
     def _sums_tokens(self) -> bool:
         """By a mask, or by lengths."""
+        if name_of(self._step.func) != "sum":
+            return False
         t = self._step.fed[0]
         try:
             flags = bool(((t == 0) | (t == 1)).all())
-            return name_of(self._step.func) == "sum" and (
-                flags or (t.dim() < 2 and bool((t == t.round()).all()))
-            )
+            return flags or (t.dim() < 2 and bool((t == t.round()).all()))
         except Exception:  # as above
             return False
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .operation import name_of
+from .operation import name_of, real
 from .order import SOURCES
 from .sample_dims import GONE, Fed, Place
 
@@ -41,7 +41,7 @@ def runs(func: Any, args: Any, kwargs: Any, fed: Sequence[Fed], n: int) -> Itera
     """The results of each, the first with nothing changed; `fed`: the operands that samples
     entered, and where they are in each. Random numbers come as if there were no runs."""
     if name_of(func) in SOURCES:  # as indices of what is written they count other samples' rows
-        fed = [(t, place) for t, place in fed if t.is_floating_point() or t.is_complex()]
+        fed = [(t, place) for t, place in fed if real(t)]
     for changed in (torch.zeros(n, dtype=torch.bool), *_codes(n).unbind(1)):
         with torch.random.fork_rng([t.device for t, _ in fed if t.is_cuda]):
             results = tree_leaves(_run(func, args, kwargs, fed, changed))

@@ -85,19 +85,11 @@ class Audit:
         pending = self._pending.get(key)
         return self._proven.get(key) or (pending[0] if pending else None)
 
-    def examine(
-        self,
-        run: Any,
-        key: Any,
-        uses: Sequence[Any],
-        outputs: Sequence[Tensor],
-        sites: Sequence[Site],
-        looked: Looked,
-    ) -> None:
+    def examine(self, run: Any, *shown: Any) -> None:
         """At the end of a forward: what is known of its structure, or a first look at it. The
         forward is whole whatever comes of that, as of tensors that have no sizes."""
         try:
-            self._examine(run, key, uses, outputs, sites, looked)
+            self._examine(run, *shown)
         except Exception as error:
             run.refuse(-1, UNPROVEN.format(error=f"{type(error).__name__}: {error}"))
 

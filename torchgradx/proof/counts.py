@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .memory import ByMemory
-from .operation import Step, name_of
+from .operation import Step, name_of, real
 from .order import SOURCES
 from .sample_dims import GONE, VIEWS, Place
 
@@ -53,7 +53,8 @@ class Counts:
         name, view = name_of(step.func), name_of(step.func) in VIEWS
         known = set(before) - {None, GONE}
         made = strays or (bool(known) and (name in COUNTS or at == GONE))
-        made = made and _whole(t) and name != "nonzero" and k >= INDICES.get(name, 0) and not view
+        whole = t.dtype is not torch.bool and not real(t)
+        made = made and whole and name != "nonzero" and k >= INDICES.get(name, 0) and not view
         kinds = [TOKENS if tokens else BATCH if made else NO]
         # Flags leave out what is none of a sample's.
         if t.dtype is not torch.bool and (
@@ -71,7 +72,3 @@ class Counts:
     def enter(self, t: Tensor) -> bool:
         """Whether a layer that is given it meets one."""
         return self._known.get(t, NO) != NO
-
-
-def _whole(t: Tensor) -> bool:
-    return not (t.dtype is torch.bool or t.is_floating_point() or t.is_complex())

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Step", "argument_of", "indices_of", "name_of", "numbers", "of_sizes_only", "tensors_of",
-           "written"]  # fmt: skip
+__all__ = ["Step", "argument_of", "indices_of", "name_of", "numbers", "of_sizes_only", "real",
+           "tensors_of", "written"]  # fmt: skip
 
 
 class Step(NamedTuple):
@@ -70,6 +70,11 @@ def of_sizes_only(func: Any) -> bool:
     named = name_of(func).endswith("_like") or name_of(func).startswith("new_")
     named = named or func._schema.name + func._schema.overload_name == "aten::bernoullip"
     return bool(func.namespace == "aten" and named)
+
+
+def real(t: Tensor) -> bool:
+    """Whether gradients may come to its numbers: they are no indices, counts or flags."""
+    return t.is_floating_point() or t.is_complex()
 
 
 def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .operation import argument_of, indices_of, name_of, numbers
+from .operation import argument_of, indices_of, name_of, numbers, real
 from .reordered import Rows, order_by
 
 __all__ = ["adds_up", "disorders", "divides", "orders", "picks", "sorts_numbers"]
@@ -56,7 +56,7 @@ def adds_up(func: Any, args: Sequence[Any], fed: Sequence[Tensor], sums: Sequenc
     """Whether of sums over the samples, which are among its operands that these entered, it makes
     another one. Others are numbers that the model was given; what is whole is a count."""
     name = name_of(func)
-    fed, sums = ([t for t in some if t.is_floating_point() or t.is_complex()]
+    fed, sums = ([t for t in some if real(t)]
                  for some in (fed, sums))  # fmt: skip
     if name == "div":
         return len(fed) == 1 and fed[0] is args[0]

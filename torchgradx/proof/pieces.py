@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .memory import view_of
-from .operation import argument_of, indices_of, name_of
+from .operation import argument_of, indices_of, name_of, real
 from .order import PARTS, SOURCES
 from .sample_dims import Place
 
@@ -77,7 +77,7 @@ class Pieces:
             into = self._part(args[0]) if name == "copy" else self._into(func, args)
             return lambda k: one, () not in (into, held[-1]) and into not in (None, held[-1])
         if name in SOURCES or name.startswith(("index", "gather", "embedding", "scatter")):
-            by = [s for t, s in zip(fed, held, strict=True) if t is not args[0] and not _real(t)]
+            by = [s for t, s in zip(fed, held, strict=True) if t is not args[0] and not real(t)]
             others = any(s and s != held[0] and not isinstance(s, Chosen) for s in by)
             return lambda k: one, others and first is args[0] and name not in SOURCES
         met = {samples for samples, at in zip(held, placed, strict=True) if samples or at}
@@ -207,10 +207,6 @@ def of_each(given: Any, n: int) -> list[Tensor]:
     if parts is given and len(parts) == n and all(isinstance(part, Tensor) for part in parts):
         return list(parts)
     return [t for part in parts for t in of_each(part, n)]
-
-
-def _real(t: Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
 
 
 def _cut(

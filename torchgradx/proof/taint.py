@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from .arranged import Arranged, Meeting, has_gradients, in_a_function
 from .memory import ByMemory, storage_of, view_of
-from .operation import Step, of_sizes_only, tensors_of, written
+from .operation import Step, of_sizes_only, real, tensors_of, written
 from .order import adds_up, disorders, divides, picks
 from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, guessed
 
@@ -78,8 +78,8 @@ class Taint(TorchDispatchMode):
         for k, t in enumerate(each):
             if t.shape[batch_dim : batch_dim + 1] != (n,):  # else it may be one argument of several
                 self._arranged.pieces.keep(t, (k % n,))
-        held = (t for t in arguments if t.shape[batch_dim : batch_dim + 1] == (n,))
-        first = next(held, None)
+        whole = (t for t in arguments if t.shape[batch_dim : batch_dim + 1] == (n,))
+        first = next(whole, None)
         of_all = [t for t in arguments if first is not None and _of_all(t, first, n, batch_dim)]
         for t in of_all:
             self._known.keep(t, True)
@@ -239,7 +239,7 @@ class Taint(TorchDispatchMode):
         first = next((t for t in tree_leaves(out) if isinstance(t, Tensor)), None)
         if first is None or not first.numel():
             return False
-        if not first.is_floating_point() and not first.is_complex():
+        if not real(first):
             return False
         if GONE in before:
             fed, sums = [t for t, _ in places], [t for t, at in places if at == GONE]
@@ -313,7 +313,7 @@ def watching(
 def _of_all(t: Tensor, first: Tensor, n: int, batch_dim: int) -> bool:
     """Ids and masks that all samples share, as positions [1, T] beside tokens [N, T, ...]; beside
     anything else, ids of one row may be packed ones."""
-    if t.is_floating_point() or t.is_complex() or t.dim() <= max(1, batch_dim) or n in t.shape:
+    if real(t) or t.dim() <= max(1, batch_dim) or n in t.shape:
         return False
     like = list(first.shape[: t.dim()])
     there = len(like) == t.dim() and like[batch_dim] == n
