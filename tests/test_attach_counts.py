@@ -88,6 +88,43 @@ def test_so_are_sequences(name, options):
             **options)  # fmt: skip
 
 
+FLAGS = {  # of ids [N], T
+    "as long as the longest": lambda k: (k == k.max())[:, None],
+    "longer than the least": lambda k: (k - k.min() > 0)[:, None],
+    "of the longest, and there": lambda k: to_the_right(k) & (k == k.max())[:, None],
+    "not there in any": lambda k: ~to_the_right(k).any(0)[None],
+    "there in all": lambda k: to_the_right(k).all(0)[None],
+    "there in three": lambda k: (to_the_right(k).sum(0) > 2)[None],
+    "the first of the longest": lambda k: F.one_hot(k.argmax(0), N)[:, None],
+    "set at the longest": lambda k: torch.zeros(N).scatter(0, k.argmax(0, True), 1.0)[:, None],
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("how", ["factor", "fill", "where"])
+@pytest.mark.parametrize("name", FLAGS)
+def test_so_are_samples_that_meet_flags_of_the_batch(name, how, options):
+    def meet(h, flags):
+        if how == "factor":
+            return h * flags[..., None]
+        flags = flags.bool()[..., None]
+        return h.masked_fill(flags, 0) if how == "fill" else torch.where(flags, h, 1.0)
+
+    model = Model(lambda m, x, k: m.l(meet(torch.tanh(m.r(x)), FLAGS[name](k))), l=nn.Linear(3, 2),
+                  r=nn.Linear(3, 3))  # fmt: skip
+    refused(model, square, torch.randn(N, T, 3), LENGTHS, names=["l.weight"], match="mixes",
+            **options)  # fmt: skip
+
+
+def test_so_are_the_features_of_one_that_has_the_largest():
+    def forward(m, x):
+        h = torch.tanh(m.r(x))
+        return m.l(h * F.one_hot(h.argmax(0), N).T)
+
+    model = Model(forward, l=nn.Linear(3, 2), r=nn.Linear(3, 3))
+    refused(model, square, torch.randn(N, 3), names=["l.weight"], match="mixes")
+
+
 def trimmed(m, x, k):
     mask = torch.arange(k.max()) < k[:, None]
     return F.pad(m.l(x[:, : k.max()]) * mask[..., None], (0, 0, 0, T - int(k.max())))
@@ -143,7 +180,27 @@ def bags(offsets):
     return forward
 
 
+def below_the_longest(m, x, k):
+    places = torch.arange(T)
+    return m.l(x * ((places < k.max()) & (places < k[:, None]))[..., None])
+
+
+def but_where_none_is(m, x, k):
+    mask = to_the_right(k)
+    kept = mask.any(0)
+    return m.l((x[:, kept] * mask[:, kept][..., None]).sum(1))
+
+
+def unless_any_is_inf(m, x, k):
+    most = torch.where(m.r(x).isinf().any(), 10.0, 1e4)
+    return m.l(torch.clamp(m.r(x), -most, most))
+
+
 HARMLESS = {
+    "its own largest": lambda m, x, k: m.l(x * F.one_hot(x.argmax(-1), 3)),
+    "below the longest": below_the_longest,
+    "but where none is": but_where_none_is,
+    "unless any is inf": unless_any_is_inf,
     "bags, cut": bags(lambda k: torch.cat([k.new_zeros(1), k.cumsum(0)[:-1]])),
     "bags, less their own": bags(lambda k: k.cumsum(0) - k),
     "bags, padded": bags(lambda k: F.pad(k.cumsum(0), (1, 0))[:-1]),
@@ -164,6 +221,6 @@ HARMLESS = {
 @pytest.mark.parametrize("name", HARMLESS)
 def test_sizes_offsets_and_indices_are_harmless(name, options):
     parts = {"l": nn.Linear(3, 2), "e": nn.Embedding(9, 3), "lstm": nn.LSTM(3, 2, batch_first=True)}
-    parts["bag"] = nn.EmbeddingBag(9, 3)
+    parts |= {"bag": nn.EmbeddingBag(9, 3), "r": nn.Linear(3, 3)}
     model = Model(HARMLESS[name], **parts)
     check(model, square, torch.randn(N, T, 3), LENGTHS, **options)

@@ -1,8 +1,6 @@
 """Rows that each batch sends where its values say: what one batch proved of a structure is not held
 to be so of another, of the same sizes, that chooses otherwise."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -303,37 +301,3 @@ def test_a_whole_compiled_graph_is_looked_at_for_each_choice(first, fused):
             if refusal is None:
                 close_named(got, dict(zip(names, torch.tensor(want).double().T, strict=True)))
             assert (refusal is None) == (m is ALIKE), refusal
-
-
-SEGMENTS = {  # sums over the rows of each sample, which stand one after the other
-    "reduced": lambda h, k: torch.segment_reduce(h, "sum", lengths=k),
-    "reduced by offsets": lambda h, k: torch.segment_reduce(
-        h, "sum", offsets=F.pad(k.cumsum(0), (1, 0))),
-    "bags": lambda h, k: F.embedding_bag(torch.arange(len(h)), h, k.cumsum(0) - k, mode="sum"),
-    "pieces": lambda h, k: torch.stack([rows.sum(0) for rows in h.split(k.tolist())]),
-}  # fmt: skip
-
-
-@a_few_modes
-@pytest.mark.parametrize("way", SEGMENTS)
-def test_segments_of_other_lengths_are_looked_at_anew(way, options):
-    model = Model(lambda m, x, k: m.o(SEGMENTS[way](torch.tanh(m.l(x)), k)), l=nn.Linear(3, 4),
-                  o=nn.Linear(4, 2)).double()  # fmt: skip
-    twin = copy.deepcopy(model)
-    given = {"batch_size": lambda args, kwargs: len(args[1]), **options}
-    with torchgradx.attach(model, **given) as probe:
-        for lengths in ([4, 4, 4], [4, 4, 4], [3, 5, 4]):
-            model.zero_grad()
-            x, k = torch.randn(12, 3).double(), torch.tensor(lengths)
-            model(x, k).square().sum(1).mean().backward()
-            if lengths[0] != 4:
-                with pytest.raises(torchgradx.CoverageError, match=r"l\.weight"):
-                    probe.norms()
-                break
-            got, want = probe.norms(per="parameter"), []
-            for rows in x.split(lengths):
-                twin.zero_grad()
-                twin(rows, torch.tensor([len(rows)])).square().sum().backward()
-                want.append([p.grad.norm() for p in twin.parameters()])
-            columns = map(torch.stack, zip(*want, strict=True))
-            close_named(got, dict(zip(got, columns, strict=True)))

@@ -25,8 +25,8 @@ INDICES = {"sort": 1, "topk": 1}  # their other results are samples, in an order
 # Through which a number stays one, beside what works by element.
 KEEP = {"_reshape_alias", "_to_copy", "alias", "amax", "amin", "argmax", "argmin", "cat", "clone",
         "cummax", "cumsum", "detach", "embedding", "expand", "floor_divide", "max", "mean", "min",
-        "prod", "select", "slice", "squeeze", "stack", "sum", "t", "transpose", "unsqueeze", "view",
-        *INDICES}  # fmt: skip
+        "permute", "prod", "select", "slice", "squeeze", "stack", "sum", "t", "transpose",
+        "unsqueeze", "view", *INDICES}  # fmt: skip
 CHOOSE = {"gather", "index", "index_select", "take", *SOURCES}  # by numbers, which are not in them
 
 
@@ -53,22 +53,31 @@ class Counts:
         name, view = name_of(step.func), name_of(step.func) in VIEWS
         known = set(before) - {None, GONE}
         made = strays or (bool(known) and (name in COUNTS or at == GONE))
-        whole = t.dtype is not torch.bool and not real(t)
+        flags, own = t.dtype is torch.bool, at not in (None, GONE)
+        whole = t.dim() > 0 if flags else not real(t)  # whether any is inf is asked of all of them
         made = made and whole and name != "nonzero" and k >= INDICES.get(name, 0) and not view
         kinds = [TOKENS if tokens else BATCH if made else NO]
-        # Flags leave out what is none of a sample's.
-        if t.dtype is not torch.bool and (
-            name in {*KEEP, *CHOOSE} or torch.Tag.pointwise in step.func.tags
-        ):
-            given = step.args[:1] if name in CHOOSE else step.operands
-            kinds += [self._known.get(x, NO) for x in given if isinstance(x, Tensor)]
+        if name in {*KEEP, *CHOOSE} or torch.Tag.pointwise in step.func.tags:
+            alone = name in CHOOSE or (name == "clamp" and _is(t, step.args[0]))
+            given = step.args[: 3 if _sets(step) else 1] if alone else step.operands
+            # Positions below the longest are none of a sample's; its own that are as long are.
+            given = [x for x in given if isinstance(x, Tensor)]
+            kinds += [self._known.get(x, NO) for x in given if own or not flags or x.numel() > 1]
         if max(kinds):
             self._known.keep(t, max(kinds))
         elif not view:
             self._known.forget(t)
-        own = t.is_floating_point() and at not in (None, GONE)
-        return own and max(kinds) == BATCH
+        return own and t.is_floating_point() and max(kinds) == BATCH
 
     def enter(self, t: Tensor) -> bool:
         """Whether a layer that is given it meets one."""
         return self._known.get(t, NO) != NO
+
+
+def _is(t: Tensor, before: Tensor) -> bool:
+    return t is not before and torch.equal(t, before)
+
+
+def _sets(step: Step) -> bool:
+    """Whether it writes one number where the batch's say, as one_hot does."""
+    return name_of(step.func) == "scatter" and not isinstance(step.args[3], Tensor)

@@ -12,8 +12,10 @@ from ..rules import Layer
 from ..shared.frontier import Graph
 from ..shared.lift import Lift
 from ..sites.native import NativeSite
+from .contracted import contracts
 from .layout import BATCH, NOWHERE, SEQUENCE, SHARED, Watched, prove
 from .routes import routes
+from .sample_dims import GONE
 from .several import CONFLICT, End, ends_of_node
 from .unproven import stands
 from .verdict import Verdict, barriers
@@ -152,6 +154,9 @@ class Examiner:
         chosen = routes(outputs, n)
         if n > 1 and any(0 in use.leads for use in watched):  # of rows to come nothing was shown
             self._witness.watch()
+            chosen.append(None)
+        held = [t for t, at in zip(asked, places, strict=True) if n in t.shape and at != GONE]
+        if n > 1 and contracts(held, watched, found, n):
             chosen.append(None)
         return Verdict(layouts, refusals, plan, complete, called, chosen, blind, reach)
 

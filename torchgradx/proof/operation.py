@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 __all__ = ["Step", "argument_of", "indices_of", "name_of", "numbers", "of_sizes_only", "real",
-           "tensors_of", "written"]  # fmt: skip
+           "signed", "tensors_of", "written"]  # fmt: skip
 
 
 class Step(NamedTuple):
@@ -84,6 +84,11 @@ def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
+
+
+def signed(number: int) -> int:
+    """Of a dimension, which graph nodes show as unsigned."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def tensors_of(out: Any) -> list[tuple[int, Tensor]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..shared.frontier import Node, below, is_leaf, shape_of
+from .operation import signed
 
 if ops.NATIVE:
     from .. import _C
@@ -106,8 +107,7 @@ def _joins_samples(node: Node, n: int) -> bool:
 
 
 def _dim(node: Node) -> int:
-    dim: int = getattr(node, "_saved_dim", 0)
-    return (dim + (1 << 63)) % (1 << 64) - (1 << 63)  # it is shown as unsigned
+    return signed(getattr(node, "_saved_dim", 0))
 
 
 def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:

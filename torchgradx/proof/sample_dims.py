@@ -17,7 +17,8 @@ from torch import Tensor
 from . import order
 from .operation import argument_of, indices_of, name_of
 
-__all__ = ["GONE", "VIEWS", "Fed", "Follows", "Place", "first_places", "followed", "guessed"]
+__all__ = ["GONE", "VIEWS", "Fed", "Follows", "Place", "first_places", "followed", "guessed",
+           "viewed"]  # fmt: skip
 
 
 class Place(NamedTuple):
@@ -88,7 +89,7 @@ def followed(
         product = None if unknown else _product(args[PRODUCTS[name] :][:2], known)
         return lambda k, out: product
     if name in VIEWS:
-        return lambda k, out: _viewed(out, t, place, n)
+        return lambda k, out: viewed(out.shape, t.shape, place, n)
     if name == "index":
         chosen = list(next(indices_of(func, args))[1])
         if len(fed) == 1 and len(chosen) == 1 and chosen[0] is t and t.dtype is not torch.bool:
@@ -246,14 +247,14 @@ def _reduced(t: Tensor, d: int, dims: Any, keeps: bool) -> int:
     return d if keeps else d - sum(axis < d for axis in axes)
 
 
-def _viewed(out: Tensor, t: Tensor, place: Place, n: int) -> Place | None:
+def viewed(out: Sequence[int], shape: Sequence[int], place: Place, n: int) -> Place | None:
     """In the order of the elements the samples stay where they are."""
-    step = place.inner * prod(t.shape[place.dim + 1 :])
-    for dim in reversed(range(out.dim())):
-        after = prod(out.shape[dim + 1 :])
-        if step and after * out.shape[dim] > step:
+    step = place.inner * prod(shape[place.dim + 1 :])
+    for dim in reversed(range(len(out))):
+        after = prod(out[dim + 1 :])
+        if step and after * out[dim] > step:
             inner, rest = divmod(step, after)
-            return Place(dim, inner) if not rest and out.shape[dim] % (inner * n) == 0 else None
+            return Place(dim, inner) if not rest and out[dim] % (inner * n) == 0 else None
     return None
 
 

@@ -1,0 +1,156 @@
+"""Rows that stand flattened, and are put together by sample: as long as values alone say where each
+sample's end, a batch that cuts them otherwise is not held for proven by one before it."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import Model, a_few_modes, close_named, loop, seeded, square  # noqa: F401
+from torch import nn
+
+import torchgradx
+
+
+def owned(k):
+    """[N, rows]: ones where a row is a sample's."""
+    return F.one_hot(torch.arange(len(k)).repeat_interleave(k), len(k)).T.double()
+
+
+def apart(k):
+    """[N, rows, 1]: flags of the rows that are not a sample's."""
+    return owned(k)[..., None] == 0
+
+
+def weighed(m, h, k):
+    """By a softmax over each sample's own rows."""
+    scores = m.score(h)[:, 0].expand(len(k), -1)
+    return scores.masked_fill(apart(k)[..., 0], -math.inf).softmax(-1) @ h
+
+
+def attended(m, h, k):
+    """Each row to the others of its sample, then summed."""
+    scores = (h @ h.T).masked_fill(owned(k).T @ owned(k) == 0, -math.inf)
+    return owned(k) @ (scores.softmax(-1) @ h)
+
+
+SEGMENTS = {  # of rows [rows, 4] and how many are of each
+    "reduced": lambda m, h, k: torch.segment_reduce(h, "sum", lengths=k),
+    "reduced by offsets": lambda m, h, k: torch.segment_reduce(
+        h, "sum", offsets=F.pad(k.cumsum(0), (1, 0))),
+    "bags": lambda m, h, k: F.embedding_bag(torch.arange(len(h)), h, k.cumsum(0) - k, mode="sum"),
+    "pieces": lambda m, h, k: torch.stack([rows.sum(0) for rows in h.split(k.tolist())]),
+    "product": lambda m, h, k: owned(k) @ h,
+    "means": lambda m, h, k: (owned(k) / k[:, None]) @ h,
+    "from the right": lambda m, h, k: (h.T @ owned(k).T).T,
+    "linear": lambda m, h, k: F.linear(owned(k), h.T),
+    "addmm": lambda m, h, k: torch.addmm(h.new_ones(len(k), 4), owned(k), h),
+    "baddbmm": lambda m, h, k: torch.baddbmm(h.new_ones(1, 1, 4), owned(k)[None], h[None])[0],
+    "einsum": lambda m, h, k: torch.einsum("nr,rd->nd", owned(k), h),
+    "sparse": lambda m, h, k: torch.sparse.mm(owned(k).to_sparse(), h),
+    "vectors": lambda m, h, k: torch.stack([owned(k).mv(one) for one in h.unbind(1)], 1),
+    "with a gradient": lambda m, h, k: (owned(k) * m.score(h)[:, 0].sigmoid()) @ h,
+    "factors": lambda m, h, k: (owned(k)[..., None] * h).sum(1),
+    "where": lambda m, h, k: torch.where(apart(k), 0.0, h).sum(1),
+    "filled": lambda m, h, k: h.expand(len(k), -1, -1).masked_fill(apart(k), 0).sum(-2),
+    "largest": lambda m, h, k: h[None].masked_fill(apart(k), -math.inf).amax(1),
+    "largest of a sum": lambda m, h, k: (h + -1e9 * apart(k)).max(1).values,
+    "logsumexp": lambda m, h, k: h[None].masked_fill(apart(k), -math.inf).logsumexp(1),
+    "permuted": lambda m, h, k: (h[..., None].permute(1, 2, 0) * owned(k)).sum(-1).T,
+    "transposed": lambda m, h, k: (h.transpose(0, 1)[:, None] * owned(k)).sum(2).T,
+    "after a sum": lambda m, h, k: owned(k) @ h.expand(2, -1, -1).sum(0),
+    "squeezed": lambda m, h, k: owned(k) @ h[None].squeeze(0),
+    "selected": lambda m, h, k: owned(k) @ torch.stack([h, h], -1)[..., 1],
+    "weighed": weighed,
+    "attended": attended,
+}  # fmt: skip
+
+
+@a_few_modes
+@pytest.mark.parametrize("shape", [(12, 3), (1, 12, 3)])
+@pytest.mark.parametrize("way", SEGMENTS)
+def test_segments_of_other_lengths_are_looked_at_anew(way, shape, options):
+    if shape[0] == 1 and "backend" in options:
+        pytest.skip("what runs again is given samples first")
+
+    def forward(m, x, k):
+        return m.o(SEGMENTS[way](m, torch.tanh(m.l(x)).view(-1, 4), k))
+
+    model = Model(forward, l=nn.Linear(3, 4), o=nn.Linear(4, 2), score=nn.Linear(4, 1)).double()
+    twin = copy.deepcopy(model)
+    given = {"batch_size": lambda args, kwargs: len(args[1]), **options}
+    with torchgradx.attach(model, **given) as probe:
+        for lengths in ([4, 4, 4], [4, 4, 4], [3, 5, 4]):
+            model.zero_grad()
+            x, k = torch.randn(shape).double(), torch.tensor(lengths)
+            model(x, k).square().sum(1).mean().backward()
+            if lengths[0] != 4:
+                with pytest.raises(torchgradx.CoverageError, match=r"l\.weight"):
+                    probe.norms()
+                break
+            got, want = probe.norms(per="parameter"), []
+            for rows in x.split(lengths, -2):
+                twin.zero_grad()
+                twin(rows, torch.tensor([rows.shape[-2]])).square().sum().backward()
+                want.append([torch.tensor(0.0).double() if p.grad is None else p.grad.norm()
+                             for p in twin.parameters()])  # fmt: skip
+            columns = map(torch.stack, zip(*want, strict=True))
+            close_named(got, dict(zip(got, columns, strict=True)))
+
+
+N, T = 3, 6
+
+
+def turned(m, x):
+    h = m.l(x).permute(2, 0, 1)  # [4, N, T]
+    return m.o(h.transpose(-1, -2).sum(1).T)
+
+
+def looked_at(m, x):
+    h = m.l(x)
+    return m.o(((h @ h.mT).softmax(-1) @ h).amax(1))
+
+
+def beside(m, x):
+    h = m.l(x)
+    return m.o(h.mean(1)), h.sum(0)[:N]
+
+
+def loss(model, x):
+    out = model(x)
+    return square(lambda _: out[0] if isinstance(out, tuple) else out, x)
+
+
+STRUCTURE = {  # of x [N, T, 3]: sizes alone say which rows are a sample's
+    "means": lambda m, x: m.o(m.l(x).mean(1)),
+    "flattened": lambda m, x: m.o(m.l(x.view(-1, 3)).view(-1, T, 4).sum(1)),
+    "flattened, positions first": lambda m, x: m.o(
+        m.l(x.transpose(0, 1).reshape(-1, 3)).view(T, -1, 4).sum(0)),
+    "halves": lambda m, x: m.o(m.l(x).view(-1, T // 2, 4).logsumexp(1).view(-1, 2, 4).sum(1)),
+    "turned": turned,
+    "attention": looked_at,
+    "features": lambda m, x: m.o((m.l(x).flatten(0, 1) @ torch.eye(4).to(x)).view(-1, T, 4).sum(1)),
+    "over features": lambda m, x: m.o(
+        m.l(x).flatten(0, 1).sum(1, keepdim=True).expand(-1, 4)).view(-1, T, 2),
+    "stacked": lambda m, x: m.o(torch.stack([m.l(x), m.l(x)]).unsqueeze(-1).squeeze(4).sum((0, 2))),
+    "selected": lambda m, x: m.o(m.l(x).transpose(0, 1)[0]),
+    "broadcast": lambda m, x: m.o((m.l(x)[:, 0] * x.new_ones(5, len(x), 4)).sum(0)),
+    "a sum beside it": lambda m, x: beside(m, x),
+}  # fmt: skip
+
+
+@a_few_modes
+@pytest.mark.parametrize("name", STRUCTURE)
+def test_what_sizes_say_is_proven_once(name, options, monkeypatch):
+    proofs = []
+    prove = torchgradx.proof.examine.prove
+    monkeypatch.setattr(torchgradx.proof.examine, "prove", lambda *a: proofs.append(1) or prove(*a))
+    model = Model(STRUCTURE[name], l=nn.Linear(3, 4), o=nn.Linear(4, 2))
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(3):
+            x = torch.randn(N, T, 3)
+            want = loop(model, loss, x)
+            loss(model, x).backward()
+            close_named(probe.norms(per="parameter"), want, 1e-4)
+    assert len(proofs) == 1
