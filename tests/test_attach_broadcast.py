@@ -51,13 +51,15 @@ def test_a_position_table_is_exact(ids, n, t, options):
 
 
 @fallback_mode
-@pytest.mark.parametrize("ids", ["[1, T]", "repeated, [1, T]", "a mask"])
+@pytest.mark.parametrize("ids", ["[T]", "[1, T]", "repeated, [1, T]", "a mask", "a mask [T]"])
 def test_what_a_model_is_called_with_for_all_samples_is_of_none(ids, options):
     """Ids and masks; of as many positions as samples there may be refusals."""
     given = {
+        "[T]": torch.arange,
         "[1, T]": lambda t: torch.arange(t)[None],
         "repeated, [1, T]": lambda t: (torch.arange(t) // 2)[None],
         "a mask": lambda t: torch.arange(t)[None] > 1,
+        "a mask [T]": lambda t: torch.arange(t) > 1,
     }[ids]
     model = Model(lambda m, i, p: m.o(torch.tanh(m.t(i) + m.p(p.long()))),
                   t=nn.Embedding(TOKENS, D), p=nn.Embedding(2 * N, D),

@@ -311,11 +311,12 @@ def watching(
 
 
 def _of_all(t: Tensor, first: Tensor, n: int, batch_dim: int) -> bool:
-    """Ids and masks that all samples share, as positions [1, T] beside tokens [N, T, ...]; beside
-    anything else, ids of one row may be packed ones."""
-    if real(t) or t.dim() <= max(1, batch_dim) or n in t.shape:
+    """Ids and masks that all samples share, as positions [T] or [1, T] beside tokens [N, T, ...];
+    beside anything else, ids of one row may be packed ones."""
+    shape, like = list(t.shape), list(first.shape)
+    if real(t) or n in shape or not shape:
         return False
-    like = list(first.shape[: t.dim()])
-    there = len(like) == t.dim() and like[batch_dim] == n
-    like[batch_dim : batch_dim + 1] = [1]
-    return there and list(t.shape) == like
+    rows = [like[:batch_dim] + like[batch_dim + 1 :]]
+    if len(shape) > max(1, batch_dim):
+        rows.append([*like[:batch_dim], 1, *like[batch_dim + 1 :]])
+    return any(shape == row[: len(shape)] for row in rows)
