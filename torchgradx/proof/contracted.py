@@ -50,6 +50,8 @@ def contracts(
 def _place(use: Watched, layout: int | str | None, n: int) -> Place | None:
     """Of the samples in an output, where it is proven."""
     leads, shape = use.leads or [1], shape_of(use.node, use.output_nr)
+    if 0 in leads:
+        return None
     if layout == BATCH and leads[0] % n == 0:
         place = Place(0, leads[0] // n)
     elif layout == SEQUENCE:
