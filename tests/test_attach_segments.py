@@ -7,7 +7,17 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, a_few_modes, close_named, loop, seeded, square  # noqa: F401
+from attach_oracle import (
+    Model,
+    a_few_modes,
+    check,
+    close_named,
+    exact_or,
+    loop,
+    seeded,  # noqa: F401
+    square,
+    square_second,
+)
 from torch import nn
 
 import torchgradx
@@ -16,6 +26,17 @@ import torchgradx
 def owned(k):
     """[N, rows]: ones where a row is a sample's."""
     return F.one_hot(torch.arange(len(k)).repeat_interleave(k), len(k)).T.double()
+
+
+def of_each(twin, x, k, dim=0):
+    """The norms by a loop over the samples' own rows."""
+    found = []
+    for rows in x.split(k.tolist(), dim):
+        twin.zero_grad()
+        twin(rows, torch.tensor([rows.shape[dim]])).square().sum().backward()
+        found.append([0.0 if p.grad is None else p.grad.norm().item() for p in twin.parameters()])
+    names = [name for name, _ in twin.named_parameters()]
+    return dict(zip(names, torch.tensor(found, dtype=torch.float64).T, strict=True))
 
 
 def apart(k):
@@ -89,14 +110,7 @@ def test_segments_of_other_lengths_are_looked_at_anew(way, shape, options):
                 with pytest.raises(torchgradx.CoverageError, match=r"l\.weight"):
                     probe.norms()
                 break
-            got, want = probe.norms(per="parameter"), []
-            for rows in x.split(lengths, -2):
-                twin.zero_grad()
-                twin(rows, torch.tensor([rows.shape[-2]])).square().sum().backward()
-                want.append([torch.tensor(0.0).double() if p.grad is None else p.grad.norm()
-                             for p in twin.parameters()])  # fmt: skip
-            columns = map(torch.stack, zip(*want, strict=True))
-            close_named(got, dict(zip(got, columns, strict=True)))
+            close_named(probe.norms(per="parameter"), of_each(twin, x, k, -2))
 
 
 N, T = 3, 6
@@ -154,3 +168,30 @@ def test_what_sizes_say_is_proven_once(name, options, monkeypatch):
             loss(model, x).backward()
             close_named(probe.norms(per="parameter"), want, 1e-4)
     assert len(proofs) == 1
+
+
+def sample_major(m, x):
+    """From [T, N, 3]: every layer is given rows that stand one sample after the other."""
+    h = m.l(x.transpose(0, 1).reshape(-1, 3))
+    return m.o(torch.tanh(h)).view(x.shape[1], -1, 2).transpose(0, 1)
+
+
+@a_few_modes
+def test_no_layer_has_the_samples_where_the_model_says(options):
+    model = Model(sample_major, l=nn.Linear(3, 4), o=nn.Linear(4, 2))
+    check(model, square_second, torch.randn(T, N, 3), dims=1, batch_dim=1, **options)
+
+
+@a_few_modes
+@pytest.mark.parametrize("shape", [(12, 4), (12, 1, 4)])
+def test_attention_over_packed_rows_has_samples_where_positions_are_presumed(shape, options):
+    def forward(m, x, k):
+        apart = owned(k).T @ owned(k) == 0
+        return m.att(x, x, x, attn_mask=apart, need_weights=False)[0].view(len(k), -1, 4).mean(1)
+
+    model, k = Model(forward, att=nn.MultiheadAttention(4, 2)).double(), torch.tensor([4, 4, 4])
+    twin, x = copy.deepcopy(model), torch.randn(shape).double()
+    with torchgradx.attach(model, batch_size=3, **options) as probe:
+        model(x, k).square().sum(1).mean().backward()
+        want = of_each(twin, x, k)
+        exact_or(torchgradx.CoverageError, "att", probe, want)

@@ -165,8 +165,7 @@ class Audit:
         return verdict
 
     def _tell(self, run: Any, verdict: Verdict) -> None:
-        if run.keep or run.in_graph or any(verdict.layouts):
-            run.layouts = run.layouts + verdict.layouts
+        run.layouts = run.layouts + verdict.layouts
         for site, reason in verdict.refusals:
             run.refuse(site, reason)
 
