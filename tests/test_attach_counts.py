@@ -72,6 +72,39 @@ def test_so_are_rows_that_one_chooses_of_a_table(name, frozen, options):
     refused(model, square, x, CLASSES, names=["l.weight"], match="mixes", **options)
 
 
+TABLE = torch.linspace(-1, 1, 27).view(9, 3)
+READ = {  # a table, by ids [N]
+    "indexed": lambda t, i: t[i],
+    "index_select": lambda t, i: t.index_select(0, i),
+    "gathered": lambda t, i: t.gather(0, i[:, None].expand(-1, 3)),
+    "looked up": lambda t, i: F.embedding(i, t),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("read", READ)
+@pytest.mark.parametrize("name", ["less the least", "rank"])
+def test_so_are_rows_of_a_constant(name, read, options):
+    model = Model(lambda m, x, k: m.l(x + READ[read](TABLE.to(x), CHOSEN[name](k))),
+                  l=nn.Linear(3, 2))  # fmt: skip
+    refused(model, square, torch.randn(N, 3), CLASSES, names=["l.weight"], match="mixes", **options)
+
+
+WHOLE = {  # a number that is made whole
+    "rounded": lambda x, k: 1 + x.amax().round().int(),
+    "the exponent of the largest": lambda x, k: 2.0 ** x.abs().amax().log2().ceil().int(),
+    "frexp": lambda x, k: 2.0 ** torch.frexp(x.abs().amax()).exponent,
+    "a whole mean": lambda x, k: k.double().mean().long(),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("name", WHOLE)
+def test_so_are_data_over_a_statistic_that_is_made_whole(name, options):
+    model = Model(lambda m, x, k: m.l(x / WHOLE[name](x, k)), l=nn.Linear(3, 2))
+    refused(model, square, torch.randn(N, 3), LENGTHS, names=["l.weight"], match="mixes", **options)
+
+
 TOGETHER = {
     "time over the longest": lambda m, x, k: m.l(x + (torch.arange(T) / k.max())[:, None]),
     "tokens": lambda m, x, k: m.l(x * to_the_right(k)[..., None] / to_the_right(k).sum()),
@@ -88,7 +121,20 @@ def test_so_are_sequences(name, options):
             **options)  # fmt: skip
 
 
+def written(k, where):
+    flags = torch.zeros(N, 1)
+    flags[where] = 1.0
+    return flags
+
+
 FLAGS = {  # of ids [N], T
+    "among the longest": lambda k: torch.isin(k, k.max())[:, None],
+    "one of the two longest": lambda k: torch.isin(torch.arange(N), k.topk(2).indices)[:, None],
+    "written where": lambda k: written(k, k == k.max()),
+    "written at": lambda k: written(k, (k == k.max()).nonzero()[:, 0]),
+    "filled at": lambda k: torch.zeros(N, 1).index_fill(0, k.argmax(0, True), 1.0),
+    "copied to": lambda k: torch.zeros(N, 1).index_copy(0, k.argmax(0, True), torch.ones(1, 1)),
+    "looked up": lambda k: torch.tensor([0.0, 1.0])[(k == k.max()).long()][:, None],
     "as long as the longest": lambda k: (k == k.max())[:, None],
     "longer than the least": lambda k: (k - k.min() > 0)[:, None],
     "of the longest, and there": lambda k: to_the_right(k) & (k == k.max())[:, None],

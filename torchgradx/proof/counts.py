@@ -24,9 +24,9 @@ COUNTS = {"_unique2", "bincount", "unique_consecutive", "unique_dim"}
 INDICES = {"sort": 1, "topk": 1}  # their other results are samples, in an order of theirs
 # Through which a number stays one, beside what works by element.
 KEEP = {"_reshape_alias", "_to_copy", "alias", "amax", "amin", "argmax", "argmin", "cat", "clone",
-        "cummax", "cumsum", "detach", "embedding", "expand", "floor_divide", "max", "mean", "min",
-        "permute", "prod", "select", "slice", "squeeze", "stack", "sum", "t", "transpose",
-        "unsqueeze", "view", *INDICES}  # fmt: skip
+        "cummax", "cumsum", "detach", "embedding", "expand", "floor_divide", "index_fill", "isin",
+        "max", "mean", "min", "nonzero", "permute", "prod", "select", "slice", "squeeze", "stack",
+        "sum", "t", "transpose", "unsqueeze", "view", *INDICES}  # fmt: skip
 CHOOSE = {"gather", "index", "index_select", "take", *SOURCES}  # by numbers, which are not in them
 
 
@@ -58,11 +58,15 @@ class Counts:
         made = made and whole and name != "nonzero" and k >= INDICES.get(name, 0) and not view
         kinds = [TOKENS if tokens else BATCH if made else NO]
         if name in {*KEEP, *CHOOSE} or torch.Tag.pointwise in step.func.tags:
-            alone = name in CHOOSE or (name == "clamp" and _is(t, step.args[0]))
-            given = step.args[: 3 if _sets(step) else 1] if alone else step.operands
+            # What it chooses of samples is followed (pieces.py); of all else, numbers choose.
+            alone = name in CHOOSE and any(real(x) or x is step.args[0] for x in step.fed)
+            alone = alone or (name == "clamp" and _is(t, step.args[0]))
+            given = [x for x in step.args[:1] if isinstance(x, Tensor)] if alone else step.operands
             # Positions below the longest are none of a sample's; its own that are as long are.
-            given = [x for x in given if isinstance(x, Tensor)]
-            kinds += [self._known.get(x, NO) for x in given if own or not flags or x.numel() > 1]
+            own_too = own or not flags or name == "isin"
+            kinds += [self._known.get(x, NO) for x in given if own_too or x.numel() > 1]
+            made = whole and not flags and max(kinds) == NO and any(map(real, step.operands))
+            kinds += [BATCH] if made and GONE in before else []
         if max(kinds):
             self._known.keep(t, max(kinds))
         elif not view:
@@ -77,7 +81,3 @@ class Counts:
 def _is(t: Tensor, before: Tensor) -> bool:
     return t is not before and torch.equal(t, before)
 
-
-def _sets(step: Step) -> bool:
-    """Whether it writes one number where the batch's say, as one_hot does."""
-    return name_of(step.func) == "scatter" and not isinstance(step.args[3], Tensor)
