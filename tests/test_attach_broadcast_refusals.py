@@ -91,6 +91,19 @@ def test_packed_ids_of_one_row_are_of_samples(mix, options):
 
 
 @fallback_mode
+@pytest.mark.parametrize("shape", [(10,), (1, 10)])
+def test_so_are_ids_beside_a_matrix_that_says_whose_each_is(shape, options):
+    def forward(m, owned, ids):
+        h = m.e(ids).view(-1, D)
+        return m.o(owned @ torch.tanh(m.l(h - h.mean(0))))
+
+    model = Model(forward, e=nn.Embedding(TOKENS, D), l=nn.Linear(D, D), o=nn.Linear(D, 2))
+    owned = F.one_hot(torch.arange(N).repeat_interleave(torch.tensor([2, 3, 1, 4])), N).T.float()
+    refused(model, square, owned, torch.randint(0, TOKENS, shape), names={"e.weight", "l.weight"},
+            **options)  # fmt: skip
+
+
+@fallback_mode
 def test_a_row_of_the_samples_own_ids_is_theirs(options):
     """Given once more, it looks like positions; it is a view of the same memory."""
     model = Model(lambda m, i, p: m.o(torch.tanh(m.e(i) - m.e(i).mean(0) + m.e(p))),

@@ -80,4 +80,3 @@ class Counts:
 
 def _is(t: Tensor, before: Tensor) -> bool:
     return t is not before and torch.equal(t, before)
-

@@ -311,10 +311,10 @@ def watching(
 
 
 def _of_all(t: Tensor, first: Tensor, n: int, batch_dim: int) -> bool:
-    """Ids and masks that all samples share, as positions [T] or [1, T] beside tokens [N, T, ...];
-    beside anything else, ids of one row may be packed ones."""
+    """Ids and masks that all samples share, as positions [T] or [1, T] beside tokens [N, T] or
+    [N, T, D]; beside anything else, as weights [N, T] of nodes, they may be packed ones."""
     shape, like = list(t.shape), list(first.shape)
-    if real(t) or n in shape or not shape:
+    if real(t) or n in shape or not shape or (real(first) and first.dim() < 3):
         return False
     rows = [like[:batch_dim] + like[batch_dim + 1 :]]
     if len(shape) > max(1, batch_dim):
