@@ -56,6 +56,38 @@ def attended(m, h, k):
     return owned(k) @ (scores.softmax(-1) @ h)
 
 
+def pooled(m, h, k):
+    """By torch's attention, of one query that a sample has."""
+    query = m.score.weight.expand(len(k), -1)
+    q, kv = query[None, None], h[None, None]
+    return F.scaled_dot_product_attention(q, kv, kv, attn_mask=owned(k)[None, None] > 0)[0, 0]
+
+
+def chosen(m, h, k):
+    """The row of each that scores most."""
+    best = m.score(h)[None].masked_fill(apart(k), -math.inf).argmax(1, keepdim=True)
+    return h.expand(len(k), -1, -1).gather(1, best.expand(-1, -1, 4))[:, 0]
+
+
+def beside_rest(m, h, k):
+    index = 1 + torch.arange(len(k)).repeat_interleave(k)
+    rows = h.new_zeros(1, len(k) + 1, 4)
+    return rows.scatter_add(1, index[None, :, None].expand(1, -1, 4), h[None])[0, 1:]
+
+
+def coalesced(m, h, k):
+    index = torch.arange(len(k)).repeat_interleave(k)
+    return torch.sparse_coo_tensor(index[None], h, (len(k), 4)).to_dense()
+
+
+def in_groups(m, h, k):
+    """Summed into groups of rows, and these into samples."""
+    within = [torch.arange(int(n)) * 2 // int(n) for n in k]
+    groups = torch.cat([2 * i + group for i, group in enumerate(within)])
+    sums = h.new_zeros(2 * len(k) + 1, 4).index_add(0, groups, h)
+    return h.new_zeros(len(k), 4).index_add(0, torch.arange(2 * len(k)) // 2, sums[:-1])
+
+
 SEGMENTS = {  # of rows [rows, 4] and how many are of each
     "reduced": lambda m, h, k: torch.segment_reduce(h, "sum", lengths=k),
     "reduced by offsets": lambda m, h, k: torch.segment_reduce(
@@ -83,6 +115,21 @@ SEGMENTS = {  # of rows [rows, 4] and how many are of each
     "after a sum": lambda m, h, k: owned(k) @ h.expand(2, -1, -1).sum(0),
     "squeezed": lambda m, h, k: owned(k) @ h[None].squeeze(0),
     "selected": lambda m, h, k: owned(k) @ torch.stack([h, h], -1)[..., 1],
+    "attention of queries": pooled,
+    "chosen": chosen,
+    "topk": lambda m, h, k: h[None].masked_fill(apart(k), -9).topk(1, 1).values[:, 0],
+    "sorted": lambda m, h, k: h[None].masked_fill(apart(k), -9).sort(1, True).values[:, 0],
+    "scanned": lambda m, h, k: (owned(k)[..., None] * h).cumsum(1)[:, -1],
+    "beside a row": lambda m, h, k: F.pad(owned(k), (1, 0)) @ torch.cat([h.new_ones(1, 4), h]),
+    "padded": lambda m, h, k: F.pad(owned(k), (0, 1)) @ F.pad(h, (0, 0, 0, 1)),
+    "repeated": lambda m, h, k: owned(k).repeat(1, 2) @ h.repeat(2, 1),
+    "beside the rest": beside_rest,
+    "convolved": lambda m, h, k: F.conv1d(h[None], owned(k)[..., None])[0],
+    "averaged": lambda m, h, k: F.avg_pool1d((owned(k)[..., None] * h).mT, len(h))[..., 0] * len(h),
+    "sums": lambda m, h, k: torch.stack([(h * o[:, None]).sum() for o in owned(k)])[:, None].expand(
+        -1, 4),
+    "coalesced": coalesced,
+    "in groups": in_groups,
     "weighed": weighed,
     "attended": attended,
 }  # fmt: skip
@@ -111,6 +158,34 @@ def test_segments_of_other_lengths_are_looked_at_anew(way, shape, options):
                     probe.norms()
                 break
             close_named(probe.norms(per="parameter"), of_each(twin, x, k, -2))
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(3, 4)) for _ in range(2))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.first), torch.tanh(x @ self.second)
+
+
+PARTS = {  # what makes the rows
+    "the second output of a module": (lambda m, x: m.two(x)[1], {"two": Two()}),
+    "a parameter of the root": (lambda m, x: torch.tanh(x @ m.w), {"w": torch.randn(3, 4)}),
+}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", PARTS)
+def test_so_are_those_of(name, fused):
+    rows, parts = PARTS[name]
+    model = Model(lambda m, x, k: m.o(owned(k) @ rows(m, x)), o=nn.Linear(4, 2), **parts).double()
+    twin = copy.deepcopy(model)
+    with torchgradx.attach(model, fused=fused, batch_size=3) as probe:
+        for lengths in ([4, 4, 4], [4, 4, 4], [3, 5, 4]):
+            x, k = torch.randn(12, 3).double(), torch.tensor(lengths)
+            model(x, k).square().sum(1).mean().backward()
+            exact_or(torchgradx.CoverageError, "", probe, of_each(twin, x, k))
 
 
 N, T = 3, 6

@@ -24,8 +24,8 @@ from .passes.backwards import Backwards, weakly
 from .passes.frames import Told, enclosing
 from .passes.modes import unheard
 from .passes.record import Record
+from .proof.arguments import batch_size, tensors_in
 from .proof.audit import Audit
-from .proof.layout import batch_size, one_of_several, tensors_in
 from .proof.verdict import Verdict, known
 from .reading import Reader
 from .sharding import uncovered
@@ -328,8 +328,8 @@ class Probe(Reader):
             self._drained()
         if inner or not run or out is None or not self._standing.on:
             return
-        if run.n == 1 and not known:
-            looked = looked._replace(broadcast=one_of_several(self._options, (args, kwargs), out))
+        if not known:
+            looked = looked.beside(self._options, (args, kwargs), out, run.n)
         if looked.taint is not None:
             self._audit.witness.keep(looked.taint, uses, (run.structure, looked.way))
         if run.silent:  # a reentrant checkpoint's graph holds no use until it runs again

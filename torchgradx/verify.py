@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from .errors import CoverageError, VerificationError
-from .proof.layout import tensors_in
+from .proof.arguments import tensors_in
 from .scoring import Loss, call, norms_alone
 
 __all__ = ["Report", "verify"]

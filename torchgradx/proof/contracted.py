@@ -26,10 +26,14 @@ VIEWS = {"ReshapeAliasBackward0", "UnsafeViewBackward0", "ViewBackward0"}
 
 
 def contracts(
-    outputs: Sequence[Tensor], uses: Sequence[Watched], layouts: Sequence[int | str | None], n: int
+    outputs: Sequence[Tensor],
+    uses: Sequence[Watched],
+    layouts: Sequence[int | str | None],
+    n: int,
+    flat: bool,
 ) -> bool:
     """Whether a use's rows come to these outputs, of N samples, by an operation that leaves them
-    apart by its values alone."""
+    apart by its values alone. `flat`: or by one that may; the model was given no N of anything."""
     graph = Graph(outputs)
     todo = [
         (use.node, use.output_nr, place)
@@ -38,12 +42,12 @@ def contracts(
     ]
     seen = {*todo}
     for node, number, place in todo:  # grows as it goes
-        for above in _above(graph, node, number, place, n):
-            if above[2] == GONE:
+        for parent, k, at in _above(graph, node, number, place, n):
+            if at == GONE or (flat and at is None):
                 return True
-            if above not in seen:
-                seen.add(above)
-                todo.append(above)
+            if at is not None and (parent, k, at) not in seen:
+                seen.add((parent, k, at))
+                todo.append((parent, k, at))
     return False
 
 
@@ -65,22 +69,21 @@ def _place(use: Watched, layout: int | str | None, n: int) -> Place | None:
 
 def _above(
     graph: Graph, node: Node, number: int, place: Place, n: int
-) -> Iterator[tuple[Node, int, Place]]:
+) -> Iterator[tuple[Node, int, Place | None]]:
     shape = shape_of(node, number)
     for parent in dict.fromkeys(p for p, k in graph.parents[node] if k == number):
         for operand, edge in enumerate(parent.next_functions):
             if edge == (node, number):
                 for k in graph.numbers(parent) or [0]:
-                    at = _through(parent, operand, shape, shape_of(parent, k), place, n)
-                    if at is not None:
-                        yield parent, k, at
+                    out = shape_of(parent, k)
+                    yield parent, k, _through(parent, operand, shape, out, place, n)
 
 
 def _through(
     node: Node, operand: int, shape: Sequence[int], out: Sequence[int], place: Place, n: int
 ) -> Place | None:
     """Where a node leaves the samples of one operand: GONE where it sums over them, or picks one;
-    None: not known, or beyond what matters."""
+    None: not known."""
     name, dims, dim = node.name(), len(shape), place.dim
     if name in VIEWS:
         return viewed(out, shape, place, n)
@@ -89,6 +92,11 @@ def _through(
         if dim == (dims - 1 if left else max(0, dims - 2)):
             return GONE
         dim = dim if left or dim < dims - 2 else len(out) - 1
+    elif name.startswith("ScaledDotProduct"):
+        if dim == dims - 2 and operand:
+            return GONE  # of keys and values
+    elif name == "CdistBackward0":
+        dim += operand == 1 and dim == dims - 2
     elif hasattr(node, "_saved_keepdim"):
         axes = _axes(node, dims) or {*range(dims)}
         if dim in axes:

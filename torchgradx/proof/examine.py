@@ -156,7 +156,9 @@ class Examiner:
             self._witness.watch()
             chosen.append(None)
         held = [t for t, at in zip(asked, places, strict=True) if n in t.shape and at != GONE]
-        if n > 1 and contracts(held, watched, found, n):
+        starts = [*watched, *(end.watched for _, end in ends)]
+        rows = [*found, *(None if v == NOWHERE else v for v in shown[len(uses) :])]
+        if n > 1 and (contracts(held, starts, rows, n, looked.flat) or (looked.flat and plan)):
             chosen.append(None)
         return Verdict(layouts, refusals, plan, complete, called, chosen, blind, reach)
 

@@ -8,9 +8,9 @@ mixes samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import inf, prod, sqrt
@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.distributions import Distribution
-from torch.utils._pytree import tree_leaves
 
 from ..passes.unpacking import answers_again
 from .sample_dims import GONE, Place
@@ -34,9 +32,7 @@ __all__ = [
     "SEQUENCE",
     "SHARED",
     "Watched",
-    "batch_size",
     "prove",
-    "tensors_in",
 ]
 
 # rows n*T+t | rows t*N+n | of no sample, see shared | no gradient comes from the outputs, and if
@@ -66,53 +62,6 @@ class Watched:
     samples: Tensor | None = None  # of each row, where they are packed: neither n*T+t nor t*N+n
     free: bool | None = False  # no sample enters it: its rows may well mix them; None: maybe
     minor: bool = False  # samples may be in its second dimension one after the other
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in a model's arguments or outputs, in order; of dataclasses and distributions
-    too."""
-    found: list[Tensor] = []
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, Distribution) or (is_dataclass(leaf) and not isinstance(leaf, type)):
-            found += tensors_in(list(vars(leaf).values()))
-    return found
-
-
-def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None:
-    """N: as the user says, or off the first tensor that a model is called with."""
-    given = options["batch_size"]
-    if callable(given):
-        n = given(args, kwargs)
-        if not hasattr(n, "__index__") or isinstance(n, bool):
-            raise TypeError(f"batch_size(args, kwargs) must return an int; got {n!r}")
-        if n < 1 and (n < 0 or all(t.numel() for t in tensors_in((args, kwargs)))):
-            raise ValueError(f"batch_size(args, kwargs) must return 1 or more; got {n}")
-        return n if isinstance(n, int) else int(n)  # of a graph, a symbol
-    if given is not None:
-        return int(given)
-    dim = options["batch_dim"]
-    plain = args and isinstance(args[0], Tensor) and args[0].dim()
-    for tensor in args[:1] if plain else tensors_in((args, kwargs)):
-        if tensor.dim():
-            return tensor.shape[dim if tensor.dim() > dim else 0]
-    return None
-
-
-def one_of_several(options: Mapping[str, Any], arguments: Any, outputs: Any) -> bool:
-    """Where N = 1 was read off the first tensor: whether that one is broadcast against others."""
-    dim = options["batch_dim"]
-    given = [t.shape for t in tensors_in(arguments) if t.dim() > dim]
-    several = [shape for shape in given if shape[dim] > 1]
-    if not several or options["batch_size"] is not None:
-        return False
-    made = next((t.shape[dim] for t in tensors_in(outputs) if t.dim() > dim), None)
-    if made == 1 or made in {shape[dim] for shape in several}:
-        return made != 1
-    first = given[0]  # the first output tells nothing: a loss alone, or with the samples elsewhere
-    rest = [(shape[:dim], shape[dim + 1 : len(first)]) for shape in (first, *several)]
-    return len(first) > 1 and rest[0] in rest[1:]
 
 
 def prove(

@@ -4,7 +4,6 @@ cat([x[2:], x[:2]]) does. Which samples a piece has is followed through whatever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import is_dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +15,7 @@ from .operation import argument_of, indices_of, name_of, real
 from .order import PARTS, SOURCES
 from .sample_dims import Place
 
-__all__ = ["JOINS", "Chosen", "Pieces", "Samples", "Taken", "of_each"]
+__all__ = ["JOINS", "Chosen", "Pieces", "Samples", "Taken"]
 
 Samples = tuple[int, ...]  # of each row of a piece
 PADDING = -1  # a row of none
@@ -195,18 +194,6 @@ class Pieces:
 def _of_one(rows: Samples) -> Samples:
     """Of what the batch chose: it may be all of one sample's, as tokens by lengths."""
     return tuple(set(rows)) if len(set(rows)) == 1 else Chosen(rows)
-
-
-def of_each(given: Any, n: int) -> list[Tensor]:
-    """Tensors of a model's argument in lists of as many as there are samples: each may be one's."""
-    if is_dataclass(given) and not isinstance(given, type):
-        given = vars(given)
-    parts = list(given.values()) if isinstance(given, dict) else given
-    if not isinstance(parts, (list, tuple)):
-        return []
-    if parts is given and len(parts) == n and all(isinstance(part, Tensor) for part in parts):
-        return list(parts)
-    return [t for part in parts for t in of_each(part, n)]
 
 
 def _cut(

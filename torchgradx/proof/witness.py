@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_map
 
 from ..passes.modes import unheard
 from ..shared.frontier import Graph, Node, Plan
-from .layout import Watched, tensors_in
-from .pieces import of_each
+from .arguments import flattened, of_each, one_of_several, tensors_in
+from .layout import Watched
 from .sample_dims import GONE, Place
 from .several import End
 from .taint import Given, Taint, watching
@@ -96,6 +96,13 @@ class Looked(NamedTuple):
     ends: dict[tuple[int, Node], list[End]]  # of several outputs, by site and the first's node
     way: Any = None  # how many nodes of the graph it made, and outputs; its arguments' shapes
     broadcast: bool = False  # the tensor that N = 1 was read off is, against others
+    flat: bool = False  # no N of anything was given
+
+    def beside(self, options: Any, arguments: Any, outputs: Any, n: int) -> Looked:
+        """With what the arguments of a first pass show."""
+        broadcast = n == 1 and one_of_several(options, arguments, outputs)
+        flat = n > 1 and flattened(arguments, n, options["batch_dim"])
+        return self._replace(broadcast=broadcast, flat=flat)
 
 
 class Witness:

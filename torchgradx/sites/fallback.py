@@ -23,7 +23,8 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_map
 
-from ..proof.layout import BATCH, SEQUENCE, tensors_in
+from ..proof.arguments import tensors_in
+from ..proof.layout import BATCH, SEQUENCE
 from ..shared.frontier import below
 from .copies import stock_of
 

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .. import ops
 from ..passes.backwards import at_the_end
 from ..passes.unpacking import saved, unpacked
-from ..proof.layout import BATCH, NOWHERE, SEQUENCE, SHARED, tensors_in
+from ..proof.arguments import tensors_in
+from ..proof.layout import BATCH, NOWHERE, SEQUENCE, SHARED
 from ..proof.several import (
     end_of,
     ends_at,

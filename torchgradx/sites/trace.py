@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
 from .. import ops
-from ..proof.layout import batch_size
+from ..proof.arguments import batch_size
 from ..rules import Layer
 
 if ops.NATIVE:

@@ -1,0 +1,82 @@
+"""What a model is called with: its tensors, how many samples these show, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributions import Distribution
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["batch_size", "flattened", "of_each", "one_of_several", "tensors_in"]
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in a model's arguments or outputs, in order; of dataclasses and distributions
+    too."""
+    found: list[Tensor] = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, Distribution) or (is_dataclass(leaf) and not isinstance(leaf, type)):
+            found += tensors_in(list(vars(leaf).values()))
+    return found
+
+
+def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None:
+    """N: as the user says, or off the first tensor that a model is called with."""
+    given = options["batch_size"]
+    if callable(given):
+        n = given(args, kwargs)
+        if not hasattr(n, "__index__") or isinstance(n, bool):
+            raise TypeError(f"batch_size(args, kwargs) must return an int; got {n!r}")
+        if n < 1 and (n < 0 or all(t.numel() for t in tensors_in((args, kwargs)))):
+            raise ValueError(f"batch_size(args, kwargs) must return 1 or more; got {n}")
+        return n if isinstance(n, int) else int(n)  # of a graph, a symbol
+    if given is not None:
+        return int(given)
+    dim = options["batch_dim"]
+    plain = args and isinstance(args[0], Tensor) and args[0].dim()
+    for tensor in args[:1] if plain else tensors_in((args, kwargs)):
+        if tensor.dim():
+            return tensor.shape[dim if tensor.dim() > dim else 0]
+    return None
+
+
+def one_of_several(options: Mapping[str, Any], arguments: Any, outputs: Any) -> bool:
+    """Where N = 1 was read off the first tensor: whether that one is broadcast against others."""
+    dim = options["batch_dim"]
+    given = [t.shape for t in tensors_in(arguments) if t.dim() > dim]
+    several = [shape for shape in given if shape[dim] > 1]
+    if not several or options["batch_size"] is not None:
+        return False
+    made = next((t.shape[dim] for t in tensors_in(outputs) if t.dim() > dim), None)
+    if made == 1 or made in {shape[dim] for shape in several}:
+        return made != 1
+    first = given[0]  # the first output tells nothing: a loss alone, or with the samples elsewhere
+    rest = [(shape[:dim], shape[dim + 1 : len(first)]) for shape in (first, *several)]
+    return len(first) > 1 and rest[0] in rest[1:]
+
+
+def of_each(given: Any, n: int) -> list[Tensor]:
+    """Tensors of a model's argument in lists of as many as there are samples: each may be one's."""
+    if is_dataclass(given) and not isinstance(given, type):
+        given = vars(given)
+    parts = list(given.values()) if isinstance(given, dict) else given
+    if not isinstance(parts, (list, tuple)):
+        return []
+    if parts is given and len(parts) == n and all(isinstance(part, Tensor) for part in parts):
+        return list(parts)
+    return [t for part in parts for t in of_each(part, n)]
+
+
+def flattened(arguments: Any, n: int, batch_dim: int) -> bool:
+    """Whether a model's first tensor has not N samples where it says, nor is of one by itself: it
+    holds rows that stand one after the other, or packed ones."""
+    args, kwargs = arguments
+    if any(of_each(given, n) for given in (*args, *kwargs.values())):
+        return False
+    first = next((t for t in tensors_in(arguments) if t.dim()), None)
+    return first is not None and first.shape[batch_dim if first.dim() > batch_dim else 0] != n
