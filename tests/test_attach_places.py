@@ -4,6 +4,7 @@ import pytest
 import torch
 from attach_oracle import (
     Model,
+    a_few_modes,
     check,
     every_mode,
     exact_or_refused,
@@ -11,6 +12,7 @@ from attach_oracle import (
     seeded,  # noqa: F401
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 N = 4
 
@@ -184,3 +186,65 @@ def test_where_another_place_would_mix_them_equal_sizes_leave_no_doubt(name, opt
     model.c, model.s = nn.Conv2d(N, N, 3, padding=1), nn.Conv1d(N, N, 3, padding=1)
     model.n = nn.Linear(3, N)
     check(model, by_all, torch.randn(shape), **options)
+
+
+TWO = {  # of two tensors that are alike
+    "added": lambda m, x, y: m.l(x) + m.l(y),
+    "the second scales": lambda m, x, y: torch.tanh(m.l(x)) * m.b(y).mean(1, keepdim=True),
+    "attention": lambda m, x, y: torch.softmax(m.l(x) @ m.l(y).mT, -1) @ m.b(y),
+    "turned": lambda m, x, y: (m.l(x) + m.l(y)).transpose(0, 1).transpose(1, 0),
+}  # fmt: skip
+
+
+@every_mode
+@pytest.mark.parametrize("positions", [N, 6])
+@pytest.mark.parametrize("name", TWO)
+def test_a_second_tensor_that_is_like_the_first_is_of_the_same_samples(name, positions, options):
+    model = Model(TWO[name], l=nn.Linear(3, 5), b=nn.Linear(3, 5))
+    batch = torch.randn(2, N, positions, 3).unbind()
+    check(model, lambda m, *b: m(*b).square().sum() / len(b[0]), *batch, **options)
+
+
+def biased(m, x, bias):
+    """[N, T] of numbers, and [T, T] for all of them."""
+    h = torch.tanh(m.l(x[..., None]))
+    return (h @ h.mT + m.b(bias[..., None])[..., 0]).softmax(-1) @ h
+
+
+def looked_up(m, i, apart):
+    """[N, T] of ids, and [T, T] of distances for all of them."""
+    h = m.e(i)
+    return (h @ h.mT + m.d(apart)[..., 0]).softmax(-1) @ h
+
+
+SHARED = {
+    "biases": (biased, {"l": nn.Linear(1, 3), "b": nn.Linear(1, 1)}, torch.randn),
+    "distances": (
+        looked_up,
+        {"e": nn.Embedding(9, 3), "d": nn.Embedding(9, 1)},
+        lambda *shape: torch.randint(0, 9, shape),
+    ),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("reentrant", [None, True])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("name", SHARED)
+def test_one_that_all_share_is_not_taken_for_theirs(name, turned, reentrant, options):
+    """It has the shape of the first, as there are as many positions as samples."""
+    forward, parts, make = SHARED[name]
+
+    def whole(m, x, beside):
+        beside = beside.T if turned else beside
+        if reentrant is None:
+            return forward(m, x, beside)
+        live = torch.zeros((), requires_grad=True)
+        return checkpoint(lambda x, _: forward(m, x, beside), x, live, use_reentrant=True)
+
+    beside = make(N, N)
+
+    def loss(m, x):
+        return m(x, beside.to(x.dtype)).square().sum() / len(x)
+
+    exact_or_refused(Model(whole, **parts), loss, make(N, N), **options)
