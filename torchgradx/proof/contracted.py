@@ -33,7 +33,7 @@ def contracts(
     flat: bool,
 ) -> bool:
     """Whether a use's rows come to these outputs, of N samples, by an operation that leaves them
-    apart by its values alone. `flat`: or by one that may; the model was given no N of anything."""
+    apart by its values alone. `flat`: or by one that may, as the model was given rows alone."""
     graph = Graph(outputs)
     todo = [
         (use.node, use.output_nr, place)

@@ -96,7 +96,7 @@ class Looked(NamedTuple):
     ends: dict[tuple[int, Node], list[End]]  # of several outputs, by site and the first's node
     way: Any = None  # how many nodes of the graph it made, and outputs; its arguments' shapes
     broadcast: bool = False  # the tensor that N = 1 was read off is, against others
-    flat: bool = False  # no N of anything was given
+    flat: bool = False  # the first tensor shows no N: rows one after the other, or packed
 
     def beside(self, options: Any, arguments: Any, outputs: Any, n: int) -> Looked:
         """With what the arguments of a first pass show."""
