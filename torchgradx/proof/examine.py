@@ -143,7 +143,7 @@ class Examiner:
                 say = f'say layout={{"{self._layers[site].name}": "batch"}} or "sequence"'
                 unproven = f"no proof could be had of where the {n} samples are in it; {say}"
                 refusals.append((site, f"of shape {list(sizes)}, {reason or unproven}"))
-            proves = known and node is not None and not trusted and n > 1
+            proves = known and node is not None and not trusted and (n > 1 or verdict != BATCH)
             layouts.append(int(verdict) if proves else presumed)  # type: ignore[arg-type]
         if self._witness.seen.sorts and n > 1:  # the last reason is the one that is given
             again = any(node is None for _, _, node, _ in uses)  # checkpoints have advice of theirs
