@@ -62,6 +62,10 @@ ORDERS = {
         order[:, None], x.flatten(1), mode="sum"
     ).view_as(x),
     "put flat": lambda x, order: torch.empty_like(x).put(places(order, x), x),
+    "where a matrix is set": lambda x, order: x[F.one_hot(order).nonzero()[:, 1]],
+    "gathered where a matrix is set": lambda x, order: x.gather(
+        0, rows(F.one_hot(order).nonzero()[:, 1], x)
+    ),
     "a matrix": lambda x, order: (F.one_hot(order).to(x) @ x.flatten(1)).view_as(x),
     "einsum": lambda x, order: torch.einsum("mn,ntd->mtd", F.one_hot(order).to(x), x),
     "linear": lambda x, order: F.linear(x.permute(1, 2, 0), F.one_hot(order).to(x))

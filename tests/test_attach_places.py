@@ -7,12 +7,17 @@ from attach_oracle import (
     a_few_modes,
     check,
     every_mode,
+    exact_or,
     exact_or_refused,
+    loop,
+    need_native,
     refused,
     seeded,  # noqa: F401
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+import torchgradx
 
 N = 4
 
@@ -188,21 +193,24 @@ def test_where_another_place_would_mix_them_equal_sizes_leave_no_doubt(name, opt
     check(model, by_all, torch.randn(shape), **options)
 
 
-TWO = {  # of two tensors that are alike
-    "added": lambda m, x, y: m.l(x) + m.l(y),
-    "the second scales": lambda m, x, y: torch.tanh(m.l(x)) * m.b(y).mean(1, keepdim=True),
-    "attention": lambda m, x, y: torch.softmax(m.l(x) @ m.l(y).mT, -1) @ m.b(y),
-    "turned": lambda m, x, y: (m.l(x) + m.l(y)).transpose(0, 1).transpose(1, 0),
-}  # fmt: skip
+def apart(m, x, y):
+    """The second has positions first, and never meets the first one."""
+    return m.l(x), m.b(y).transpose(0, 1)
 
 
 @every_mode
 @pytest.mark.parametrize("positions", [N, 6])
-@pytest.mark.parametrize("name", TWO)
-def test_a_second_tensor_that_is_like_the_first_is_of_the_same_samples(name, positions, options):
-    model = Model(TWO[name], l=nn.Linear(3, 5), b=nn.Linear(3, 5))
-    batch = torch.randn(2, N, positions, 3).unbind()
-    check(model, lambda m, *b: m(*b).square().sum() / len(b[0]), *batch, **options)
+def test_a_second_tensor_may_have_its_samples_elsewhere(positions, options):
+    def loss(m, x, y):
+        return sum(out.square().sum() for out in m(x, y)) / len(x)
+
+    need_native(options)
+    model = Model(apart, l=nn.Linear(3, 5), b=nn.Linear(3, 5)).double()
+    x, y = torch.randn(N, positions, 3), torch.randn(positions, N, 3)
+    want = loop(model, loss, x, y, dims=(0, 1))
+    with torchgradx.attach(model, **options) as probe:
+        loss(model, x.double(), y.double()).backward()
+        exact_or(torchgradx.CoverageError, "two dimensions", probe, want)
 
 
 def biased(m, x, bias):

@@ -26,7 +26,7 @@ from .operation import (
     tensors_of,
     written,
 )
-from .order import orders, sorts_numbers
+from .order import moves, orders, sorts_numbers
 from .pieces import JOINS, Chosen, Pieces, Taken
 from .reordered import Put, Reordered, Rows, order_by, shows
 from .sample_dims import GONE, Fed, Follows, Place
@@ -155,7 +155,7 @@ class Meeting:
             arranged.pieces.keep(t, self._taken(k))
             arranged.turn(t, at is None and self._turns)
             arranged.stores.follow(step, t)
-            if name_of(step.func) == "nonzero":
+            if name_of(step.func) == "nonzero" and t.shape[1] == 1:
                 arranged.in_turn.keep(t, True)
             yield t, at
         if self._sorted:
@@ -256,6 +256,9 @@ class Meeting:
         """Whether its rows are chosen by flags, all of them as it happens, where those were asked
         which are set."""
         func, args, *_ = self._step
+        if name_of(func) == "gather":
+            (_, dim, index, *_), in_turn = args, self._arranged.in_turn.get(args[2], False)
+            return in_turn and not moves(index, dim, args[0].shape[dim])
         if not name_of(func).startswith("index"):
             return False
         chosen = [index for _, given in indices_of(func, args) for index in given]

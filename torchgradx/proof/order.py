@@ -17,7 +17,7 @@ from torch import Tensor
 from .operation import argument_of, indices_of, name_of, numbers, real
 from .reordered import Rows, order_by
 
-__all__ = ["adds_up", "disorders", "divides", "orders", "picks", "sorts_numbers"]
+__all__ = ["adds_up", "disorders", "divides", "moves", "orders", "picks", "sorts_numbers"]
 
 PUTS = {"_add", "_copy", "_put", "_reduce"}
 # along their dim nothing is moved
@@ -166,7 +166,7 @@ def orders(
     if name in ("put", "take") or name.startswith("_embedding_bag"):
         return object()
     if name == "gather" or name.startswith("scatter"):
-        if args[1] % t.dim() != dim or not _moves(args[2], dim, size, doubtful):
+        if args[1] % t.dim() != dim or not moves(args[2], dim, size, doubtful):
             return None
         return order_by(args[2], dim, size) if name == "gather" else object()
     if name == "embedding":
@@ -181,7 +181,7 @@ def orders(
     if not chosen.numel() or chosen.numel() % size:
         return None
     whole = chosen.numel() == size or _in(chosen, doubtful)
-    if not whole or not _moves(chosen, 0, size, doubtful):
+    if not whole or not moves(chosen, 0, size, doubtful):
         return None
     if _in(chosen, doubtful):
         plain = name not in SOURCES and chosen.dim() == 1
@@ -200,7 +200,7 @@ def sorts_numbers(
     return sorts and _in(args[0], fed) and dim_of(args[0]) == 0
 
 
-def _moves(index: Tensor, dim: int, size: int, doubtful: Sequence[Tensor]) -> bool:
+def moves(index: Tensor, dim: int, size: int, doubtful: Sequence[Tensor] = ()) -> bool:
     """Whether it sends rows elsewhere, or a batch may have it do so."""
     if _in(index, doubtful):
         return True

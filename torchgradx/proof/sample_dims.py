@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import order
-from .operation import argument_of, indices_of, name_of, real
+from .operation import argument_of, indices_of, name_of
 
 __all__ = ["GONE", "VIEWS", "Fed", "Follows", "Place", "first_places", "followed", "guessed",
            "viewed"]  # fmt: skip
@@ -37,16 +37,15 @@ Follows = Callable[[int, Tensor], Place | None]  # of an operation's k-th result
 
 
 def first_places(arguments: Iterable[Tensor], n: int, batch_dim: int) -> list[Place | None]:
-    """Where the samples are in what a model is called with: the first tensor is what N is of, and
-    others that are like it are of the same samples."""
+    """Where the samples are in what a model is called with: the first tensor is what N is of."""
     found: list[Place | None] = []
-    first: Tensor | None = None
+    first = True
     for t in arguments:
         fits = [d for d, size in enumerate(t.shape) if size == n]
         said = batch_dim if t.dim() > batch_dim else 0
-        like = first is None or (t.shape == first.shape and real(t) == real(first))
-        found.append(Place(said) if said in fits and (like or len(fits) == 1) else None)
-        first = t if first is None and t.dim() else first
+        sure = said in fits and (first or len(fits) == 1)
+        found.append(Place(said) if sure else None)
+        first = first and not t.dim()
     return found
 
 
