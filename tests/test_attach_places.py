@@ -256,3 +256,34 @@ def test_one_that_all_share_is_not_taken_for_theirs(name, turned, reentrant, opt
         return m(x, beside.to(x.dtype)).square().sum() / len(x)
 
     exact_or_refused(Model(whole, **parts), loss, make(N, N), **options)
+
+
+STATISTICS = {
+    "less the mean": lambda c, dim: c - c.mean(dim, keepdim=True),
+    "summed up": lambda c, dim: c.cumsum(dim),
+    "over the largest": lambda c, dim: c / c.amax(dim, keepdim=True),
+    "turned over": lambda c, dim: c.flip(dim),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("made", [None, *STATISTICS])
+@pytest.mark.parametrize("where", ["a context", "a state"])
+def test_a_second_tensor_has_its_samples_where_alone_they_can_be(where, made, options):
+    """A context [N, 5] beside [T, N, 3], a state [2, N, 5] beside [N, T, 3]."""
+    dim, first = (0, 1) if where == "a context" else (1, 0)
+
+    def forward(m, x, c):
+        c = m.c(c if made is None else STATISTICS[made](c, dim))
+        return m.l(x).sum(1 - first) + (c if dim == 0 else c.sum(0))
+
+    def loss(m, x, c):
+        return m(x, c).square().sum() / x.shape[first]
+
+    model = Model(forward, l=nn.Linear(3, 2), c=nn.Linear(5, 2))
+    x = torch.randn(N, 6, 3).movedim(0, first)
+    c = torch.randn(N, 5) if dim == 0 else torch.randn(2, N, 5)
+    if made is None:
+        check(model, loss, x, c, dims=(first, dim), batch_dim=first, **options)
+    else:
+        refused(model, loss, x, c, names=["c.weight"], match="order", batch_dim=first, **options)

@@ -37,14 +37,16 @@ Follows = Callable[[int, Tensor], Place | None]  # of an operation's k-th result
 
 
 def first_places(arguments: Iterable[Tensor], n: int, batch_dim: int) -> list[Place | None]:
-    """Where the samples are in what a model is called with: the first tensor is what N is of."""
+    """Where the samples are in what a model is called with: N is of the first tensor, and others
+    have them where they can, as a state [layers, N, *] does."""
     found: list[Place | None] = []
     first = True
     for t in arguments:
         fits = [d for d, size in enumerate(t.shape) if size == n]
         said = batch_dim if t.dim() > batch_dim else 0
-        sure = said in fits and (first or len(fits) == 1)
-        found.append(Place(said) if sure else None)
+        if first:
+            fits = [said] if said in fits else []
+        found.append(Place(*fits) if len(fits) == 1 else None)
         first = first and not t.dim()
     return found
 
