@@ -41,7 +41,7 @@ def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None
     plain = args and isinstance(args[0], Tensor) and args[0].dim()
     for tensor in args[:1] if plain else tensors_in((args, kwargs)):
         if tensor.dim():
-            return tensor.shape[dim if tensor.dim() > dim else 0]
+            return _size(tensor, dim)
     return None
 
 
@@ -79,4 +79,9 @@ def flattened(arguments: Any, n: int, batch_dim: int) -> bool:
     if any(of_each(given, n) for given in (*args, *kwargs.values())):
         return False
     first = next((t for t in tensors_in(arguments) if t.dim()), None)
-    return first is not None and first.shape[batch_dim if first.dim() > batch_dim else 0] != n
+    return first is not None and _size(first, batch_dim) != n
+
+
+def _size(t: Tensor, batch_dim: int) -> int:
+    """Of the dimension that is said to hold the samples, or of its only one."""
+    return t.shape[batch_dim if t.dim() > batch_dim else 0]

@@ -15,13 +15,15 @@ from torch import Tensor
 from ..shared.frontier import Graph, Node, shape_of
 from .layout import BATCH, MINOR, SECOND, SEQUENCE, Watched
 from .operation import numbers, signed
+from .order import FACTORS
 from .sample_dims import GONE, Place, viewed
 
 __all__ = ["contracts"]
 
-# The operand that is the first factor.
-PRODUCTS = {"AddmmBackward0": 1, "AddmvBackward0": 1, "BaddbmmBackward0": 1, "BmmBackward0": 0,
-            "MmBackward0": 0, "MvBackward0": 0, "SparseAddmmBackward0": 1}  # fmt: skip
+# The operand that is the first factor, by what nodes are called; a dot leaves no dimension.
+PRODUCTS = {
+    f"{name.replace('_', '')}backward0": first for name, first in FACTORS.items() if name != "dot"
+}
 VIEWS = {"ReshapeAliasBackward0", "UnsafeViewBackward0", "ViewBackward0"}
 
 
@@ -87,8 +89,9 @@ def _through(
     name, dims, dim = node.name(), len(shape), place.dim
     if name in VIEWS:
         return viewed(out, shape, place, n)
-    if name in PRODUCTS and operand >= PRODUCTS[name]:
-        left = operand == PRODUCTS[name]
+    first = PRODUCTS.get(name.lower())
+    if first is not None and operand >= first:
+        left = operand == first
         if dim == (dims - 1 if left else max(0, dims - 2)):
             return GONE
         dim = dim if left or dim < dims - 2 else len(out) - 1

@@ -60,13 +60,13 @@ class Counts:
         if name in {*KEEP, *CHOOSE} or torch.Tag.pointwise in step.func.tags:
             # What it chooses of samples is followed (pieces.py); of all else, numbers choose.
             alone = name in CHOOSE and any(real(x) or x is step.args[0] for x in step.fed)
-            alone = alone or (name == "clamp" and _is(t, step.args[0]))
+            alone = alone or (name == "clamp" and _unchanged(t, step.args[0]))
             given = [x for x in step.args[:1] if isinstance(x, Tensor)] if alone else step.operands
             # Positions below the longest are none of a sample's; its own that are as long are.
             own_too = own or not flags or name == "isin"
             kinds += [self._known.get(x, NO) for x in given if own_too or x.numel() > 1]
-            made = whole and not flags and max(kinds) == NO and any(map(real, step.operands))
-            kinds += [BATCH] if made and GONE in before else []
+            rounded = GONE in before and whole and not flags and any(map(real, step.operands))
+            kinds += [BATCH] if rounded and max(kinds) == NO else []
         if max(kinds):
             self._known.keep(t, max(kinds))
         elif not view:
@@ -78,5 +78,5 @@ class Counts:
         return self._known.get(t, NO) != NO
 
 
-def _is(t: Tensor, before: Tensor) -> bool:
+def _unchanged(t: Tensor, before: Tensor) -> bool:
     return t is not before and torch.equal(t, before)

@@ -78,9 +78,9 @@ class Examiner:
         zeros = {k for k, v in zip(of_use, shown, strict=True) if v == NOWHERE}
         proven = any(v is not None for v in shown)
         found = [None if v == NOWHERE else v for v in shown]
-        for (k, end), verdict in zip(ends, found[len(uses) :], strict=True):
+        found, of_ends = found[: len(uses)], found[len(uses) :]
+        for (k, end), verdict in zip(ends, of_ends, strict=True):
             found[k] = end.joined(found[k], verdict, sites[uses[k][0]].presumed, n)
-        found = found[: len(uses)]
         seen = self._witness.followed(found, n, went, uses, watched, graph, looked.taint)
         beside: list[list[End]] = [[] for _ in uses]
         for k, end in ends:
@@ -157,8 +157,8 @@ class Examiner:
             chosen.append(None)
         held = [t for t, at in zip(asked, places, strict=True) if n in t.shape and at != GONE]
         starts = [*watched, *(end.watched for _, end in ends)]
-        rows = [*found, *(None if v == NOWHERE else v for v in shown[len(uses) :])]
-        if n > 1 and (contracts(held, starts, rows, n, looked.flat) or (looked.flat and plan)):
+        rows, flat = [*found, *of_ends], looked.flat
+        if n > 1 and ((flat and plan) or contracts(held, starts, rows, n, flat)):
             chosen.append(None)
         return Verdict(layouts, refusals, plan, complete, called, chosen, blind, reach)
 

@@ -28,20 +28,9 @@ from ..proof.layout import BATCH, SEQUENCE
 from ..shared.frontier import below
 from .copies import stock_of
 
-__all__ = [
-    "Call",
-    "Regime",
-    "as_it_is_now",
-    "as_it_stands",
-    "by_sample",
-    "dim_of",
-    "makes_weight",
-    "per_sample_gradients",
-    "run_again",
-    "terms_of_bias",
-    "weighted",
-    "whole_gradients",
-]
+__all__ = ["Call", "Regime", "as_it_is_now", "as_it_stands", "by_sample", "dim_of", "makes_weight",
+           "per_sample_gradients", "run_again", "terms_of_bias", "weighted",
+           "whole_gradients"]  # fmt: skip
 
 Chunks = Iterator[tuple[slice, list[Tensor]]]
 
