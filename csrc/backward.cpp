@@ -133,6 +133,19 @@ std::pair<std::optional<Tensor>, double> Recorder::take_recorded(int64_t paramet
   return {found.mapped().sum, found.mapped().size};
 }
 
+std::vector<std::pair<int64_t, int64_t>> Recorder::untaken(const std::vector<int64_t>& tasks) const {
+  std::vector<std::pair<std::pair<int64_t, int64_t>, Tensor>> left;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (const auto& [key, recorded] : recorded_)
+      if (std::find(tasks.begin(), tasks.end(), key.first) != tasks.end()) left.emplace_back(key, recorded.sum);
+  }
+  std::vector<std::pair<int64_t, int64_t>> untaken;
+  for (const auto& [key, sum] : left)
+    if (sum.any().item<bool>()) untaken.push_back(key);
+  return untaken;
+}
+
 void Pass::enter(int64_t task, const Node* at) {
   {
     py::gil_scoped_acquire gil;

@@ -81,6 +81,7 @@ void bind_pass(py::module_& m) {
       .def("hold", &Recorder::hold)
       .def("release", &Recorder::release)
       .def("take_recorded", &Recorder::take_recorded)
+      .def("untaken", &Recorder::untaken)
       .def("add_recorded", &Recorder::add_recorded)
       .def_readwrite("auditing", &Recorder::auditing)
       .def_property("asking", &Recorder::asking, &Recorder::set_asking)

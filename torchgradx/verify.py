@@ -123,7 +123,7 @@ def _loop(
     names: list[str],
 ) -> dict[str, Tensor]:
     """{parameter: [N]} on a copy of the model, one sample at a time."""
-    twin = copy.deepcopy(model)
+    twin = copy.deepcopy(model, _computed_by(model))
     held = dict(twin.named_parameters())
     found: dict[str, list[Tensor]] = {name: [] for name in names}
     for sample in range(n):
@@ -142,6 +142,12 @@ def _loop(
         name: torch.stack([v.double() for v in values]) if values else empty
         for name, values in found.items()
     }
+
+
+def _computed_by(model: nn.Module) -> dict[int, Any]:
+    """What a forward left in attributes, for a deepcopy that may not copy what has a graph."""
+    held = (t for module in model.modules() for t in vars(module).values())
+    return {id(t): t.detach() for t in held if isinstance(t, Tensor) and not t.is_leaf}
 
 
 def _sample(tree: Any, sample: int, n: int, dim: int) -> Any:

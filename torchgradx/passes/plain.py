@@ -194,6 +194,11 @@ class Recorder:
         total = None if changed else gradient if before is None else before + gradient
         self._recorded[key] = total, size + magnitude, 0 if total is None else total._version
 
+    def untaken(self, tasks: Sequence[int]) -> list[tuple[int, int]]:
+        """Backwards, and parameters of which something is recorded that these did not receive."""
+        return [key for key, (total, *_) in list(self._recorded.items())
+                if key[0] in tasks and total is not None and bool(total.any())]  # fmt: skip
+
     def take_recorded(self, parameter: int) -> tuple[Tensor | None, float]:
         key = torch._C._current_graph_task_id(), parameter
         total, size, version = self._recorded.pop(key, (None, 0.0, 0))

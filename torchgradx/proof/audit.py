@@ -275,6 +275,9 @@ class Audit:
 
         One inside of another, as of a reentrant checkpoint, has to meet a pass if that other did.
         """
+        if done and self.always:  # what runs again may use other weights than its forward did
+            left = self._recorder.untaken(tasks)
+            self._record.mismatched |= {key for key in left if key[1] in self.always}
         if not (self._unmet or self._before or self._awaiting):
             return
         if torch._C._current_graph_task_id() == -1:

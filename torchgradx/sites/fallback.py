@@ -28,8 +28,8 @@ from ..proof.layout import BATCH, SEQUENCE
 from ..shared.frontier import below
 from .copies import stock_of
 
-__all__ = ["Call", "Regime", "as_it_is_now", "as_it_stands", "by_sample", "dim_of", "makes_weight",
-           "per_sample_gradients", "run_again", "terms_of_bias", "weighted",
+__all__ = ["Call", "Regime", "as_it_is_now", "as_it_stands", "as_its_own", "by_sample", "dim_of",
+           "makes_weight", "per_sample_gradients", "run_again", "terms_of_bias", "weighted",
            "whole_gradients"]  # fmt: skip
 
 Chunks = Iterator[tuple[slice, list[Tensor]]]
@@ -116,7 +116,7 @@ def per_sample_gradients(
 
     def chunks_of(way: Callable[[Call], Chunks]) -> Chunks:
         with silent(), call.regime.again():
-            yield from way(replace(call, module=_stand_in(call.module)))
+            yield from way(as_its_own(call))
 
     try:
         chunks = chunks_of(_by_vmap)
@@ -246,7 +246,7 @@ def whole_gradients(
 ) -> list[Tensor]:
     """The sums over the samples."""
     with silent(), call.regime.again():
-        again = replace(call, module=_stand_in(call.module), n=1, layout=BATCH, samples=None)
+        again = replace(as_its_own(call), n=1, layout=BATCH, samples=None)
         return [gradients[0] for _, found in _by_replay(again) for gradients in found]
 
 
@@ -341,10 +341,17 @@ def as_it_stands(call: Call) -> Call:
     return replace(call, module=_stand_in(call.module))
 
 
+def as_its_own(call: Call) -> Call:
+    """To run now: a user's forward may write into weights (a mask, a norm)."""
+    stock = stock_of(type(call.module)).__module__.startswith("torch.nn.")
+    return replace(call, module=(_stand_in if stock else as_it_is_now)(call.module))
+
+
 def as_it_is_now(module: nn.Module) -> nn.Module:
     """A stand-in that keeps its weights: later in a backward others step them, or shard them."""
     twin = _stand_in(module)
-    _put(twin, {id(p): p.detach().clone() for p in twin.parameters()})
+    weights = {id(p): p.detach().clone().requires_grad_(p.requires_grad) for p in twin.parameters()}
+    _put(twin, weights)
     return twin
 
 
