@@ -177,6 +177,23 @@ def test_several_rows_of_each_sample(options):
 
 
 @a_few_modes
+@pytest.mark.parametrize("taken", ["the state", "both", "the last step"])
+@every_kind
+def test_states_of_several_rows_of_each_sample(kind, taken, options):
+    """As choices [N, K, T] that each are read by itself."""
+
+    def forward(m, x):
+        y, h = m.r(x.flatten(0, 1))
+        h = (h[0] if isinstance(h, tuple) else h)[0]
+        row = {"the state": h, "both": h + y.mean(1), "the last step": y[:, -1]}[taken]
+        return m.o(row).view(len(x), -1)
+
+    model = Model(forward, r=KINDS[kind](I, H, batch_first=True), o=nn.Linear(H, 1))
+    for choices in (2, N, 6):
+        check(model, square, torch.randn(N, choices, T, I), **options)
+
+
+@a_few_modes
 def test_samples_along_the_steps_are_refused(options):
     """Sequences of as many steps as samples, given to a module that takes the one for the other."""
     model = Model(lambda m, x: m.r(torch.tanh(m.i(x)))[0], i=nn.Linear(I, I), r=nn.LSTM(I, H))

@@ -20,7 +20,7 @@ from attach_oracle import (
     seeded,  # noqa: F401
     title,
 )
-from model_zoo import IGNORED, ROWS
+from model_zoo import IGNORED, ROWS, sample_losses
 
 import torchgradx
 
@@ -184,6 +184,20 @@ def test_the_models_own_loss_over_all_tokens_is_undone_by_a_scale_for_each_sampl
     with torchgradx.attach(model, loss_scale=counts / counts.mean()) as probe:
         model(**row.keywords(*inputs), labels=labels).loss.backward()
         close_named(probe.norms(per="parameter"), loop(model, row.loss, *batch))
+
+
+PLACED = ("gpt2", "llama", "bert", "roberta", "mistral", "qwen2, tied")  # given positions
+
+
+@every_mode
+@pytest.mark.parametrize("positions", [7, 4])
+@pytest.mark.parametrize("row", [r for r in ROWS if r.name in PLACED], ids=lambda row: row.name)
+def test_positions_that_are_given_once_for_all_samples(row, positions, options):
+    def loss(model, ids, mask, labels):
+        ids = row.keywords(ids, mask) | {"position_ids": torch.arange(positions)[None]}
+        return sample_losses(model(**ids).logits, labels).mean()
+
+    check(trainable(row), loss, *row.batch(4, positions), **options)
 
 
 @every_mode

@@ -24,7 +24,16 @@ from .operation import name_of, real
 from .order import SOURCES
 from .sample_dims import GONE, Fed, Place
 
-__all__ = ["NOTHING", "Answer", "answers", "runs"]
+__all__ = [
+    "NOTHING",
+    "Answer",
+    "answer_of",
+    "answers",
+    "codes_of",
+    "differing",
+    "runs",
+    "with_others",
+]
 
 
 class Answer(NamedTuple):
@@ -42,7 +51,7 @@ def runs(func: Any, args: Any, kwargs: Any, fed: Sequence[Fed], n: int) -> Itera
     entered, and where they are in each. Random numbers come as if there were no runs."""
     if name_of(func) in SOURCES:  # as indices of what is written they count other samples' rows
         fed = [(t, place) for t, place in fed if real(t)]
-    for changed in (torch.zeros(n, dtype=torch.bool), *_codes(n).unbind(1)):
+    for changed in (torch.zeros(n, dtype=torch.bool), *codes_of(n).unbind(1)):
         with torch.random.fork_rng([t.device for t, _ in fed if t.is_cuda]):
             results = tree_leaves(_run(func, args, kwargs, fed, changed))
         yield results
@@ -51,17 +60,17 @@ def runs(func: Any, args: Any, kwargs: Any, fed: Sequence[Fed], n: int) -> Itera
 def answers(out: Any, others: Iterable[Sequence[Any]], n: int) -> list[Answer]:
     """Of each result of the operation itself, against those of its runs."""
     results, found = tree_leaves(out), []
-    differs = [[_by_dim(*pair) for pair in zip(results, other, strict=True)] for other in others]
+    differs = [[differing(*pair) for pair in zip(results, other, strict=True)] for other in others]
     for same, *seen in zip(*differs, strict=True):
         comparable = [dims for dims in seen if dims is not None]
         whole = len(comparable) == len(seen)  # else as many rows as the batch's values choose
         steady = same is not None and not same[0]  # else it draws random numbers
-        found.append(_told(comparable, _codes(n)) if whole and steady else NOTHING)
+        found.append(answer_of(comparable, codes_of(n)) if whole and steady else NOTHING)
     return found
 
 
 @lru_cache(maxsize=8)
-def _codes(n: int) -> Tensor:
+def codes_of(n: int) -> Tensor:
     """bool [N, runs]: in which of them a sample is another."""
     runs = next(runs for runs in range(2, n + 2) if comb(runs, runs // 2) >= n)
     codes = torch.zeros(n, runs, dtype=torch.bool)
@@ -84,7 +93,7 @@ def _run(func: Any, args: Any, kwargs: Any, fed: Sequence[Fed], changed: Tensor)
         else:
             other = t.clone()
         if place is not None and place != GONE:
-            others = _others(_dense(t), place, changed.to(t.device))
+            others = with_others(_dense(t), place, changed.to(t.device))
             sparse = t.layout is not torch.strided  # how many numbers there are may be others
             other = others.to_sparse(layout=t.layout) if sparse else other.copy_(others)
         return other
@@ -92,7 +101,7 @@ def _run(func: Any, args: Any, kwargs: Any, fed: Sequence[Fed], changed: Tensor)
     return func(*tree_map(instead, args), **tree_map(instead, kwargs))
 
 
-def _others(t: Tensor, place: Place, changed: Tensor) -> Tensor:
+def with_others(t: Tensor, place: Place, changed: Tensor) -> Tensor:
     """With the next sample in the place of each that changes; numbers that are alike in all change
     otherwise."""
     n, inner = len(changed), place.inner
@@ -110,7 +119,7 @@ def _dense(t: Tensor) -> Tensor:
     return t if t.layout is torch.strided else t.to_dense()
 
 
-def _by_dim(a: Any, b: Any) -> list[Tensor] | None:
+def differing(a: Any, b: Any) -> list[Tensor] | None:
     """By dimension, at which of its indices two results differ. None: their sizes do."""
     if not isinstance(a, Tensor) or a.shape != b.shape:
         return None
@@ -133,7 +142,7 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
     return ~torch.isclose(a, b, own, rounding, equal_nan=True)
 
 
-def _told(differs: Sequence[Sequence[Tensor]], codes: Tensor) -> Answer:
+def answer_of(differs: Sequence[Sequence[Tensor]], codes: Tensor) -> Answer:
     """`differs`: by run, whether anything did, and by dimension where."""
     if not any(bool(dims[0]) for dims in differs):
         return NOTHING

@@ -277,7 +277,9 @@ class Audit:
         """
         if done and self.always:  # what runs again may use other weights than its forward did
             left = self._recorder.untaken(tasks)
-            self._record.mismatched |= {key for key in left if key[1] in self.always}
+            tensors = self._parameters.wholes() if left else []
+            heard = (key for key in left if tensors[key[1]] in self._heard_at)  # in every backward
+            self._record.mismatched |= set(heard)
         if not (self._unmet or self._before or self._awaiting):
             return
         if torch._C._current_graph_task_id() == -1:

@@ -145,6 +145,11 @@ class Examiner:
                 refusals.append((site, f"of shape {list(sizes)}, {reason or unproven}"))
             proves = known and node is not None and not trusted and (n > 1 or verdict != BATCH)
             layouts.append(int(verdict) if proves else presumed)  # type: ignore[arg-type]
+        taint = looked.taint
+        if taint is not None and taint.rows is not None:
+            layers = zip(watched, found, strict=True)
+            stand = any(use.leads[:1] == [taint.rows] and v == BATCH for use, v in layers)
+            self._witness.rows_alone(stand or not refusals, stand and taint.mixed)
         if self._witness.seen.sorts and n > 1:  # the last reason is the one that is given
             again = any(node is None for _, _, node, _ in uses)  # checkpoints have advice of theirs
             refusals.insert(0 if again else len(refusals), (-1, SORTED))

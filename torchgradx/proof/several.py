@@ -48,7 +48,8 @@ class End:
         if isinstance(verdict, str):
             return verdict
         packed, taken = self.watched.samples, dict(zip((BATCH, SEQUENCE), self.taken, strict=True))
-        is_of = packed if packed is not None else owners(self.watched.leads, n).get(verdict)
+        kinds = owners(self.watched.leads, n, self.watched.second)
+        is_of = packed if packed is not None else kinds.get(verdict)
         if is_of is None:  # of no rows
             return use
         fits = [kind for kind, of in taken.items() if of is not None and torch.equal(of, is_of)]
@@ -90,7 +91,8 @@ def ends_of_module(
         packed = samples if t is outputs[0] else None
         cuts = _cut(rows, n, dims[0], True), _cut(rows, n, dims[1], False)
         taken = cuts if packed is None else (packed, packed)
-        ends.append(End(Watched(t.grad_fn, t.output_nr, rows, samples=packed), taken))
+        second = max(dims) == 1 and rows[1] > n  # a state [1, N * K, H]
+        ends.append(End(Watched(t.grad_fn, t.output_nr, rows, second, samples=packed), taken))
     return ends
 
 

@@ -28,6 +28,7 @@ from .memory import ByMemory, storage_of, view_of
 from .operation import Step, of_sizes_only, real, tensors_of, written
 from .order import adds_up, disorders, divides, picks
 from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, guessed
+from .shadows import Shadows
 
 __all__ = ["Given", "Taint", "watching"]
 
@@ -57,6 +58,7 @@ class Taint(TorchDispatchMode):
         batch_dim: int,
         parameters: Callable[[], Iterable[Tensor]] = tuple,
         each: Sequence[Tensor] = (),
+        rows: int | None = None,
     ) -> None:
         super().__init__()
         self._n, self._parameters, self._arguments = n, parameters, arguments
@@ -68,7 +70,9 @@ class Taint(TorchDispatchMode):
         self.orderly = True  # nothing moved or mixed the samples
         self._arranged = Arranged(n, batch_dim, arguments, parameters)
         self.ends: list[Place | None] = []  # where they are in the model's outputs
-        self._on = True
+        self._on, self.rows = True, rows
+        self._shadows = None if rows is None else Shadows(n, arguments, rows)
+        self.mixed = False  # samples that are given as rows alone are, in the outputs
         for t in held:
             self._known.keep(t, True)
         self._places: dict[Any, Place | None] = {}  # of the samples, by storage and geometry
@@ -102,6 +106,8 @@ class Taint(TorchDispatchMode):
         )
         self.orderly = self.orderly and not any(mixed)
         self._on = False
+        self.mixed = self._shadows is not None and self._shadows.mixed(outputs, self._n)
+        self._shadows = None
         self._known, self._places, self._arguments = ByMemory(), {}, ()
         self._depart()
 
@@ -177,7 +183,10 @@ class Taint(TorchDispatchMode):
             for guess in (guessed(places, self._n) if self.orderly and not before else ())
         ]
         changed = [(t, view_of(t), self.place(t)) for t in written(func, args, kwargs)]
+        made = self._shadows.run(step) if self._shadows else None
         out = func(*args, **kwargs)
+        if self._shadows:
+            self._shadows.keep(out, made)
         clean = False if False in verdicts else None if None in verdicts else True
         if func._schema.name == "aten::set_" and len(args) > 1:  # to a memory, as a deepcopy does
             source = args[1]
@@ -303,20 +312,25 @@ def watching(
     batch_dim: int,
     parameters: Callable[[], Iterable[Tensor]] = tuple,
     each: Sequence[Tensor] = (),
+    rows: int | None = None,
 ) -> Taint:
     """The operations from here to `stop`: `held` is clean, and what is met among `parameters` then;
-    samples enter by the arguments, of which each in `each` may be one's."""
+    samples enter by the arguments, of which each in `each` may be one's. `rows`: so many has the
+    first, one sample after the other, where it shows no N."""
     kind = _Untraced if "torch._dynamo" in sys.modules else Taint
-    return kind(n, held, arguments, batch_dim, parameters, each)
+    return kind(n, held, arguments, batch_dim, parameters, each, rows)
 
 
 def _of_all(t: Tensor, first: Tensor, n: int, batch_dim: int) -> bool:
     """Ids and masks that all samples share, as positions [T] or [1, T] beside tokens [N, T] or
     [N, T, D]; beside anything else, as weights [N, T] of nodes, they may be packed ones."""
     shape, like = list(t.shape), list(first.shape)
-    if real(t) or n in shape or not shape or (real(first) and first.dim() < 3):
+    if real(t) or not shape or (real(first) and first.dim() < 3):
         return False
+    one = [*like[:batch_dim], 1, *like[batch_dim + 1 :]]
+    if n in shape:
+        return shape == one  # T = N
     rows = [like[:batch_dim] + like[batch_dim + 1 :]]
     if len(shape) > max(1, batch_dim):
-        rows.append([*like[:batch_dim], 1, *like[batch_dim + 1 :]])
+        rows.append(one)
     return any(shape == row[: len(shape)] for row in rows)

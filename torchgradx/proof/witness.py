@@ -27,6 +27,7 @@ from .arguments import flattened, of_each, one_of_several, tensors_in
 from .layout import Watched
 from .sample_dims import GONE, Place
 from .several import End
+from .shadows import rows_alone
 from .taint import Given, Taint, watching
 from .unproven import Known, Use, followed, shown
 
@@ -65,6 +66,7 @@ class Seen:
     patience: int = 2  # how many, when a way is waited for next
     lent: set[Any] = field(default_factory=set)  # ways that were taken for others once
     sorts: bool = False  # the batch orders its samples, before the graph begins
+    uneven: bool = False  # rows alone were seen, and none of which samples have as many each
     shapes: set[Any] | None = None  # of arguments that were watched, once a way counted
     ways: dict[Any, Way] = field(default_factory=dict)
     # Of the outputs, whatever the sizes: by how many nodes the graph has, and what it calls.
@@ -135,12 +137,16 @@ class Witness:
         if seen.watch or seen.shapes is not None:
             local.shapes = tuple(t.shape for t in tensors_in(arguments))
         other = seen.shapes is not None and (joins or local.shapes not in seen.shapes)
-        if n > 1 and (seen.watch or other):
+        flat = n > 1 and bool(seen.watch or other or seen.uneven)
+        flat = flat and flattened(arguments, n, batch_dim)
+        rows = rows_alone(tensors_in(arguments), n) if flat else None
+        if n > 1 and (seen.watch or other or (seen.uneven and rows)):
+            seen.uneven = flat and not rows
             held = [*model.parameters(), *model.buffers()]
             now = self._parameters.tensors
             args, kwargs = arguments
             each = [t for given in (*args, *kwargs.values()) for t in of_each(given, n)]
-            local.taint = watching(n, held, tensors_in(arguments), batch_dim, now, each)
+            local.taint = watching(n, held, tensors_in(arguments), batch_dim, now, each, rows)
 
     def stop(self, whole: bool = True, outputs: Any = None) -> Looked:
         """At the end of a forward (whole), or of a call of the model by itself."""
@@ -221,6 +227,11 @@ class Witness:
         seen = self.seen
         seen.watch = max(seen.watch, seen.patience)
         seen.patience = min(2 * seen.patience, LONG)
+
+    def rows_alone(self, even: bool, mixed: bool) -> None:
+        """Of such a forward: whether each sample has as many, one after the other."""
+        self.seen.uneven = not even
+        self.seen.sorts = self.seen.sorts or mixed
 
     def believed(self) -> None:
         """Where samples are is taken from a way."""
