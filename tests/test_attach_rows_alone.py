@@ -224,3 +224,31 @@ def test_neither_the_model_nor_its_random_numbers_are_touched(options):
     assert torch.equal(model.seen, twin.seen)
     if "weight_grad" not in options:
         assert torch.allclose(model.l.weight.grad, twin.l.weight.grad, rtol=1e-12, atol=0)
+
+
+LAID_OUT = {
+    "sparse": (lambda x: x.to_sparse(), lambda x: x.to_dense()),
+    "compressed": (lambda x: x.to_sparse_csr(), lambda x: x.to_dense()),
+    "nested": (
+        lambda x: torch.nested.nested_tensor(list(x.split(4))),
+        lambda x: torch.cat(x.unbind()),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@a_few_modes
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_rows_in_other_layouts_are_left_alone(name, options):
+    lay, strided = LAID_OUT[name]
+
+    def forward(m, x, k):
+        x = x if x.layout is torch.strided and not x.is_nested else strided(x)
+        return m.o(owned(k) @ torch.tanh(m.l(x)))
+
+    model = Model(forward, l=nn.Linear(3, 4), o=nn.Linear(4, 2)).double()
+    twin, x = copy.deepcopy(model), torch.randn(12, 3).double()
+    with torchgradx.attach(model, batch_size=3, **options) as probe:
+        step(model, lay(x), EVEN)
+        close_named(probe.norms(per="parameter"), of_each(twin, x, torch.tensor(EVEN)))

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["batch_size", "flattened", "of_each", "one_of_several", "tensors_in"]
+__all__ = ["batch_size", "flattened", "of_each", "one_of_several", "plain", "rows_alone", "sized",
+           "tensors_in"]  # fmt: skip
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -23,6 +25,11 @@ def tensors_in(tree: Any) -> list[Tensor]:
         elif isinstance(leaf, Distribution) or (is_dataclass(leaf) and not isinstance(leaf, type)):
             found += tensors_in(list(vars(leaf).values()))
     return found
+
+
+def sized(tree: Any) -> list[Tensor]:
+    """The same, less nested ones, which have no sizes."""
+    return [t for t in tensors_in(tree) if not (t.is_nested and t.layout is torch.strided)]
 
 
 def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None:
@@ -38,8 +45,8 @@ def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None
     if given is not None:
         return int(given)
     dim = options["batch_dim"]
-    plain = args and isinstance(args[0], Tensor) and args[0].dim()
-    for tensor in args[:1] if plain else tensors_in((args, kwargs)):
+    first = args and isinstance(args[0], Tensor) and args[0].dim()
+    for tensor in sized(args[:1] if first else (args, kwargs)):
         if tensor.dim():
             return _size(tensor, dim)
     return None
@@ -48,11 +55,11 @@ def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None
 def one_of_several(options: Mapping[str, Any], arguments: Any, outputs: Any) -> bool:
     """Where N = 1 was read off the first tensor: whether that one is broadcast against others."""
     dim = options["batch_dim"]
-    given = [t.shape for t in tensors_in(arguments) if t.dim() > dim]
+    given = [t.shape for t in sized(arguments) if t.dim() > dim]
     several = [shape for shape in given if shape[dim] > 1]
     if not several or options["batch_size"] is not None:
         return False
-    made = next((t.shape[dim] for t in tensors_in(outputs) if t.dim() > dim), None)
+    made = next((t.shape[dim] for t in sized(outputs) if t.dim() > dim), None)
     if made == 1 or made in {shape[dim] for shape in several}:
         return made != 1
     first = given[0]  # the first output tells nothing: a loss alone, or with the samples elsewhere
@@ -78,8 +85,21 @@ def flattened(arguments: Any, n: int, batch_dim: int) -> bool:
     args, kwargs = arguments
     if any(of_each(given, n) for given in (*args, *kwargs.values())):
         return False
-    first = next((t for t in tensors_in(arguments) if t.dim()), None)
+    first = next((t for t in sized(arguments) if t.dim()), None)
     return first is not None and _size(first, batch_dim) != n
+
+
+def rows_alone(arguments: Any, n: int, batch_dim: int) -> tuple[bool, int | None]:
+    """Whether the first tensor is of rows alone, and how many, if all samples may have as many."""
+    first = next((t for t in sized(arguments) if t.dim()), None)
+    if first is None or not plain(first) or not flattened(arguments, n, batch_dim):
+        return False, None
+    return True, len(first) if len(first) and len(first) % n == 0 else None
+
+
+def plain(t: Tensor) -> bool:
+    """Whether it has rows of numbers."""
+    return t.layout is torch.strided and not t.is_nested and t.dim() > 0
 
 
 def _size(t: Tensor, batch_dim: int) -> int:

@@ -8,7 +8,7 @@ which other rows are a sample's own, as its neighbours in a graph, and no operat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .arguments import plain
 from .asked import answer_of, codes_of, differing, with_others
 from .memory import storage_of, view_of
 from .operation import Step, real, tensors_of, written
 from .sample_dims import Place
 
-__all__ = ["Shadows", "rows_alone"]
+__all__ = ["Shadows"]
 
 RUNS, APART = 4, 6  # so many samples are all told apart by as many runs
 OFTEN = 64  # operations after which what is no more is let go
@@ -34,13 +35,12 @@ class Shadows:
     def __init__(self, n: int, arguments: Iterable[Tensor], rows: int) -> None:
         self._rows, self._codes, self._steps = rows, _codes(n), 0
         self._known: dict[Any, tuple[StorageWeakRef, list[Tensor]]] = {}
-        first = True
-        for t in arguments:
-            if t.dim() and len(t) == rows and list(t.shape).count(rows) == 1 and (first or real(t)):
-                place = Place(0, rows // n)
+        first, place = True, Place(0, rows // n)
+        for t in filter(plain, arguments):
+            if len(t) == rows and list(t.shape).count(rows) == 1 and (first or real(t)):
                 changed = [code.to(t.device) for code in self._codes.unbind(1)]
                 self._keep(t, [_like(t, with_others(t, place, code)) for code in changed])
-            first = first and not t.dim()
+            first = False
 
     def run(self, step: Step) -> list[Any] | None:
         """An operation that is yet to run: what it makes of them."""
@@ -84,7 +84,10 @@ class Shadows:
             return t if found is None else found[k]
 
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        with torch.random.fork_rng(enabled=draws):
+        devices = [
+            t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_cuda
+        ]
+        with torch.random.fork_rng(devices, enabled=draws):
             return func(*tree_map(other, args), **tree_map(other, kwargs))
 
     def _of(self, t: Tensor) -> list[Tensor] | None:
@@ -105,12 +108,6 @@ class Shadows:
         start = t.storage_offset() - base.storage_offset()
         if t is not base:
             self._keep(t, [x.as_strided(t.shape, t.stride(), start) for x in wholes])
-
-
-def rows_alone(arguments: Sequence[Tensor], n: int) -> int | None:
-    """How many rows the first tensor has, if they may be of N samples that have as many each."""
-    first = next((t for t in arguments if t.dim()), None)
-    return None if first is None or not len(first) or len(first) % n else len(first)
 
 
 def _codes(n: int) -> Tensor:

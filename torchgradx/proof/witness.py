@@ -23,11 +23,10 @@ from torch.utils._pytree import tree_map
 
 from ..passes.modes import unheard
 from ..shared.frontier import Graph, Node, Plan
-from .arguments import flattened, of_each, one_of_several, tensors_in
+from .arguments import flattened, of_each, one_of_several, rows_alone, sized, tensors_in
 from .layout import Watched
 from .sample_dims import GONE, Place
 from .several import End
-from .shadows import rows_alone
 from .taint import Given, Taint, watching
 from .unproven import Known, Use, followed, shown
 
@@ -135,18 +134,17 @@ class Witness:
         local.caches, local.first = [], torch.autograd._get_sequence_nr()
         local.shapes = None
         if seen.watch or seen.shapes is not None:
-            local.shapes = tuple(t.shape for t in tensors_in(arguments))
+            local.shapes = tuple(t.shape for t in sized(arguments))
         other = seen.shapes is not None and (joins or local.shapes not in seen.shapes)
-        flat = n > 1 and bool(seen.watch or other or seen.uneven)
-        flat = flat and flattened(arguments, n, batch_dim)
-        rows = rows_alone(tensors_in(arguments), n) if flat else None
+        asks = n > 1 and (seen.watch or other or seen.uneven)
+        flat, rows = rows_alone(arguments, n, batch_dim) if asks else (False, None)
         if n > 1 and (seen.watch or other or (seen.uneven and rows)):
             seen.uneven = flat and not rows
             held = [*model.parameters(), *model.buffers()]
             now = self._parameters.tensors
             args, kwargs = arguments
             each = [t for given in (*args, *kwargs.values()) for t in of_each(given, n)]
-            local.taint = watching(n, held, tensors_in(arguments), batch_dim, now, each, rows)
+            local.taint = watching(n, held, sized(arguments), batch_dim, now, each, rows)
 
     def stop(self, whole: bool = True, outputs: Any = None) -> Looked:
         """At the end of a forward (whole), or of a call of the model by itself."""
