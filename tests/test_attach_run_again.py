@@ -11,6 +11,7 @@ from attach_oracle import (
     Model,
     a_few_modes,
     check,
+    close_named,
     exact_or,
     fallback_mode,
     loop,
@@ -93,6 +94,32 @@ def test_weights_are_written_into_as_often_as_without_a_probe(options):
     square(twin, x).backward()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+class Coded(nn.Parameter):
+    """A frozen weight of which its module knows more, as a quantised one."""
+
+
+class OfCodes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = Coded(torch.randn(4, 4).double(), requires_grad=False)
+        self.weight.scale, self.gain = 2.0, nn.Parameter(torch.randn(4).double())
+
+    def forward(self, x):
+        return x @ self.weight * self.weight.scale * self.gain.cosh()
+
+
+@fallback_mode
+def test_frozen_weights_of_a_kind_of_their_own_stay_what_they_are(options):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), OfCodes()).double()
+    x = torch.randn(N, 3).double()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    alone = [torch.autograd.grad(square(model, row), list(trained.values())) for row in x.split(1)]
+    norms = torch.tensor([[g.norm() for g in found] for found in alone]).double()
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        close_named(probe.norms(per="parameter"), dict(zip(trained, norms.T, strict=True)))
 
 
 class Adapted(nn.Linear):

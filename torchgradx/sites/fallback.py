@@ -350,8 +350,8 @@ def as_its_own(call: Call) -> Call:
 def as_it_is_now(module: nn.Module) -> nn.Module:
     """A stand-in that keeps its weights: later in a backward others step them, or shard them."""
     twin = _stand_in(module)
-    weights = {id(p): p.detach().clone().requires_grad_(p.requires_grad) for p in twin.parameters()}
-    _put(twin, weights)
+    held = [p for p in twin.parameters() if p.requires_grad or type(p) is nn.Parameter]
+    _put(twin, {id(p): p.detach().clone().requires_grad_(p.requires_grad) for p in held})
     return twin
 
 
