@@ -157,6 +157,58 @@ def test_numbers_of_segments_stay_what_they_are(options):
         close_named(probe.norms(per="parameter"), of_each(twin, x, even))
 
 
+@a_few_modes
+@pytest.mark.parametrize("name", ["the mean", "shifted", "a detached mean", "a view's mean"])
+def test_rows_behind_a_tensor_that_shows_how_many_samples_there_are(name, options):
+    made = (OVER_ALL | OF_ITS_OWN)[name]
+    model, x, k = of_rows(made), torch.randn(12, 3).double(), torch.tensor([3, 3, 3, 3])
+    twin, behind = copy.deepcopy(model), of_rows(made)
+    behind.load_state_dict(model.state_dict())
+    behind.function = lambda m, k, x: model.function(m, x, k)
+    with torchgradx.attach(behind, **options) as probe:
+        behind(k, x).square().sum(1).mean().backward()
+        if name in OF_ITS_OWN:
+            close_named(probe.norms(per="parameter"), of_each(twin, x, k))
+            return
+        with pytest.raises(
+            torchgradx.CoverageError, match=r"l\.weight: the model puts its samples"
+        ):
+            probe.norms()
+
+
+KINDS = {  # what is done with [rows] numbers of kinds, and whether they are mixed
+    "looked up": (lambda m, z: m.e(z), False),
+    "another row's": (lambda m, z: m.e(z.roll(1, 0)), True),
+    "how often they are there": (lambda m, z: m.e(z) / z.bincount(minlength=20)[z][:, None], True),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("name", KINDS)
+def test_whole_numbers_beside_them_are_asked_too(name, options):
+    made, mixed = KINDS[name]
+
+    def forward(m, x, z):
+        return m.o(torch.tanh(m.l(x) + made(m, z)).view(-1, 4, 4).sum(1))
+
+    model = Model(forward, l=nn.Linear(3, 4), e=nn.Embedding(20, 4), o=nn.Linear(4, 2)).double()
+    twin, x, z = copy.deepcopy(model), torch.randn(12, 3).double(), torch.randint(9, 20, (12,))
+    want = [torch.stack([g.norm() for g in torch.autograd.grad(
+        twin(rows, kinds).square().sum(), list(twin.parameters()))])
+        for rows, kinds in zip(x.split(4), z.split(4), strict=True)]  # fmt: skip
+    with torchgradx.attach(model, batch_size=3, **options) as probe:
+        model(x, z).square().sum(1).mean().backward()
+        if not mixed:
+            names = [name for name, _ in model.named_parameters()]
+            norms = torch.stack(want).T
+            close_named(probe.norms(per="parameter"), dict(zip(names, norms, strict=True)))
+            return
+        with pytest.raises(
+            torchgradx.CoverageError, match=r"l\.weight: the model puts its samples"
+        ):
+            probe.norms()
+
+
 TOKENS = {
     "their rows": (lambda m, h: h - h.square().sum(1, keepdim=True).detach(), False),
     "their mean": (lambda m, h: h - h.mean(0).detach(), True),
@@ -207,12 +259,15 @@ def test_rows_that_were_padded_before_the_layers_may_be_of_any_lengths(options):
 def test_neither_the_model_nor_its_random_numbers_are_touched(options):
     def forward(m, x, k):
         m.seen.add_(x.sum(0))
-        noise = torch.rand(1).to(x) + torch.bernoulli(x.sigmoid())
+        noise = torch.rand(1).to(x) + torch.bernoulli(x.sigmoid(), generator=m.draws)
+        F.batch_norm(m.l(x).detach(), m.means, m.means + 1, training=True)
         return m.o(owned(k) @ torch.tanh(m.l(F.dropout(x, 0.5) + noise)))
 
     model = Model(forward, l=nn.Linear(3, 4), o=nn.Linear(4, 2)).double()
     model.register_buffer("seen", torch.zeros(3).double())
+    model.register_buffer("means", torch.zeros(4).double())
     twin, x = copy.deepcopy(model), torch.randn(12, 3).double()
+    model.draws, twin.draws = (torch.Generator().manual_seed(5) for _ in range(2))
     torch.manual_seed(3)
     with torchgradx.attach(model, batch_size=3, **options) as probe:
         step(model, x, EVEN)
@@ -221,7 +276,9 @@ def test_neither_the_model_nor_its_random_numbers_are_touched(options):
     torch.manual_seed(3)
     step(twin, x, EVEN)
     assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(model.draws.get_state(), twin.draws.get_state())
     assert torch.equal(model.seen, twin.seen)
+    assert torch.equal(model.means, twin.means)
     if "weight_grad" not in options:
         assert torch.allclose(model.l.weight.grad, twin.l.weight.grad, rtol=1e-12, atol=0)
 

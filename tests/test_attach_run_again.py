@@ -3,7 +3,10 @@ then."""
 
 import copy
 import random
+from collections import deque
+from types import MethodType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -163,31 +166,172 @@ def test_nor_is_one_in_a_later_pass(options):
             exact_or(torchgradx.CoverageError, "0.a" if off else "never", probe, want)
 
 
+class Memory(nn.Module):
+    """One that keeps something of each call, other than in buffers."""
+
+    def __init__(self, how, made):
+        super().__init__()
+        self.how, self.kept, self.scale = how, made(), nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return self.how(self.kept, torch.sinh(x * self.scale))
+
+
+def in_a_dict(kept, y):
+    last, kept["last"] = kept.get("last", 0), y.detach()
+    return y + 0.1 * last
+
+
+def in_a_list(kept, y):
+    kept[0].append(y.detach().mean())
+    return y * len(kept[0])
+
+
+def in_a_tensor(kept, y):
+    kept += 1
+    return y * kept
+
+
+def in_an_object(kept, y):
+    kept.rows.append(y.detach())
+    kept.steps += 1
+    return y + torch.stack(list(kept.rows)).mean(0)
+
+
+def drawn(kept, y):
+    return y * torch.rand(4, generator=kept).to(y)
+
+
+def drawn_by_numpy(kept, y):
+    return y * float(kept.random())
+
+
+def by_rows(model, x):
+    """The norms of each sample's part in the loss of all, which what is kept may depend on."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    parts = model(x).square().flatten(1).sum(1)
+    found = [torch.autograd.grad(part, parameters, retain_graph=True) for part in parts]
+    norms = torch.tensor([[g.norm() for g in gradients] for gradients in found]).double()
+    return dict(zip(names, norms.T, strict=True))
+
+
+MEMORIES = {
+    "a dict": (in_a_dict, dict),
+    "a list": (in_a_list, lambda: ([],)),
+    "a tensor": (in_a_tensor, lambda: torch.zeros(())),
+    "an object": (in_an_object, lambda: SimpleNamespace(rows=deque(maxlen=2), steps=0)),
+    "a generator": (drawn, lambda: torch.Generator().manual_seed(0)),
+    "NumPy's": (drawn_by_numpy, lambda: np.random.default_rng(0)),
+}
+
+
+@fallback_mode
+@pytest.mark.parametrize("name", MEMORIES)
+def test_what_a_module_keeps_of_its_calls_is_as_without_a_probe(name, options):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), Memory(*MEMORIES[name]), nn.Linear(4, 2)).double()
+    twin = nn.Sequential(nn.Linear(3, 4), Memory(*MEMORIES[name]), nn.Linear(4, 2)).double()
+    twin.load_state_dict(model.state_dict())
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(3):
+            x, before = torch.randn(N, 3).double(), copy.deepcopy(twin)
+            alone = by_rows(before, x)
+            value, plain = square(model, x), square(twin, x)
+            value.backward()
+            assert torch.equal(value, plain)
+            exact_or(torchgradx.CoverageError, "1.scale", probe, alone)
+
+
+class Cache:
+    def __init__(self):
+        self.rows = []
+
+
+@fallback_mode
+def test_what_it_keeps_in_an_argument_too(options):
+    def forward(m, x):
+        cache = Cache()
+        y = m.s(m.l(x), cache)
+        assert len(cache.rows) == 1
+        m.caches.append(cache)
+        return m.o(y)
+
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(4))
+
+        def forward(self, x, cache):
+            cache.rows.append(x.detach())
+            return torch.sinh(x * self.scale)
+
+    model = Model(forward, l=nn.Linear(3, 4), s=Keeps(), o=nn.Linear(4, 2)).double()
+    model.caches, x = [], torch.randn(N, 3).double()
+    want = loop(model, square, x)
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        close_named(probe.norms(per="parameter"), want)
+    assert [len(cache.rows) for cache in model.caches] == [1]
+
+
+@fallback_mode
+def test_a_forward_that_was_put_onto_a_module_is_its_stand_ins(options):
+    """transformers and accelerate put some there."""
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.calls = nn.Parameter(torch.randn(4)), 0
+            self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen += 1
+        return torch.sinh(x * self.scale)
+
+    model = nn.Sequential(nn.Linear(3, 4), Counts(), nn.Linear(4, 2)).double()
+    model[1].forward, x = MethodType(forward, model[1]), torch.randn(N, 3).double()
+    want = by_rows(model, x)
+    model[1].calls = 0
+    model[1].seen.zero_()
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        close_named(probe.norms(per="parameter"), want)
+    assert (model[1].calls, float(model[1].seen)) == (1, 1)
+
+
 class Sometimes(nn.Module):
     """Stochastic depth, by a number that torch does not draw."""
 
-    def __init__(self):
+    def __init__(self, draw):
         super().__init__()
-        self.scale = nn.Parameter(torch.randn(4))
+        self.draw, self.scale = draw, nn.Parameter(torch.randn(4))
 
     def forward(self, x):
-        return x + torch.sinh(x * self.scale) if random.random() < 0.5 else x
+        return x + torch.sinh(x * self.scale) if self.draw() < 0.5 else x
 
 
-@a_few_modes
-def test_paths_that_python_chooses_are_exact_or_refused(options):
-    model = Model(lambda m, x: m.o(m.s(m.l(x))), l=nn.Linear(3, 4), s=Sometimes(),
-                  o=nn.Linear(4, 2)).double()  # fmt: skip
-    random.seed(0)
+@fallback_mode
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["Python", "NumPy"])
+def test_paths_that_others_numbers_choose_are_the_forwards(draw, options):
+    model = nn.Sequential(nn.Linear(3, 4), Sometimes(draw), nn.Linear(4, 2)).double()
     with torchgradx.attach(model, **options) as probe:
-        for _ in range(12):
-            x, state = torch.randn(N, 3).double(), random.getstate()
-            path = random.random()
-            random.setstate(state)
-            square(model, x).backward()
-            random.setstate(state)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(random, "random", lambda path=path: path)
-                want = loop(model, square, x)
-            random.random()
-            exact_or(torchgradx.CoverageError, "s.scale", probe, want)
+        for seed in range(6):
+            x = torch.randn(N, 3).double()
+            want = None
+            for row in x.split(1):
+                seeded_by(seed)
+                found = loop(model, square, row)
+                want = found if want is None else {k: torch.cat([want[k], found[k]]) for k in want}
+            seeded_by(seed)
+            value = square(model, x)
+            after = random.getstate(), np.random.get_state()[1].tolist()
+            value.backward()
+            assert (random.getstate(), np.random.get_state()[1].tolist()) == after
+            close_named(probe.norms(per="parameter"), want)
+            model.zero_grad()
+
+
+def seeded_by(seed):
+    random.seed(seed)
+    np.random.seed(seed)

@@ -90,11 +90,16 @@ def flattened(arguments: Any, n: int, batch_dim: int) -> bool:
 
 
 def rows_alone(arguments: Any, n: int, batch_dim: int) -> tuple[bool, int | None]:
-    """Whether the first tensor is of rows alone, and how many, if all samples may have as many."""
-    first = next((t for t in sized(arguments) if t.dim()), None)
-    if first is None or not plain(first) or not flattened(arguments, n, batch_dim):
+    """Whether rows of numbers are given that show no N, and how many, if all samples may have as
+    many: the first tensor's, or, as nodes beside the sizes of graphs, another's."""
+    given = [t for t in sized(arguments) if t.dim()]
+    flat = bool(given) and flattened(arguments, n, batch_dim)
+    numbers = [t for t in given if plain(t) and t.is_floating_point() and t.dim() > 1]
+    rows = [t for t in numbers if len(t) != n and (flat or n not in t.shape)]
+    found = given[0] if flat and not rows and plain(given[0]) else next(iter(rows), None)
+    if found is None:
         return False, None
-    return True, len(first) if len(first) and len(first) % n == 0 else None
+    return True, len(found) if len(found) and len(found) % n == 0 else None
 
 
 def plain(t: Tensor) -> bool:

@@ -35,12 +35,11 @@ class Shadows:
     def __init__(self, n: int, arguments: Iterable[Tensor], rows: int) -> None:
         self._rows, self._codes, self._steps = rows, _codes(n), 0
         self._known: dict[Any, tuple[StorageWeakRef, list[Tensor]]] = {}
-        first, place = True, Place(0, rows // n)
+        place = Place(0, rows // n)
         for t in filter(plain, arguments):
-            if len(t) == rows and list(t.shape).count(rows) == 1 and (first or real(t)):
+            if list(t.shape).count(rows) == 1 and len(t) == rows and not _counts_rows(t, n):
                 changed = [code.to(t.device) for code in self._codes.unbind(1)]
                 self._keep(t, [_like(t, with_others(t, place, code)) for code in changed])
-            first = False
 
     def run(self, step: Step) -> list[Any] | None:
         """An operation that is yet to run: what it makes of them."""
@@ -79,9 +78,15 @@ class Shadows:
         return answer_of(comparable, self._codes).astray
 
     def _run(self, k: int, func: Any, args: Any, kwargs: Any) -> Any:
+        stats = "batch_norm" in func._schema.name  # which it writes, and its schema does not say
+
         def other(t: Any) -> Any:
+            if isinstance(t, torch.Generator):
+                return t.clone_state()
             found = self._of(t) if isinstance(t, Tensor) else None
-            return t if found is None else found[k]
+            if found is None:
+                return t.clone() if stats and isinstance(t, Tensor) else t
+            return found[k]
 
         draws = torch.Tag.nondeterministic_seeded in func.tags
         devices = [
@@ -108,6 +113,16 @@ class Shadows:
         start = t.storage_offset() - base.storage_offset()
         if t is not base:
             self._keep(t, [x.as_strided(t.shape, t.stride(), start) for x in wholes])
+
+
+def _counts_rows(t: Tensor, n: int) -> bool:
+    """Whether whole numbers say which sample a row is of, or which rows belong to it."""
+    if real(t):
+        return False
+    of_each = t.reshape(n, -1)
+    first, rows = torch.arange(n, device=t.device)[:, None] * (len(t) // n), len(t) // n
+    inside = (of_each >= first) & (of_each < first + rows)
+    return bool(inside.all() or (of_each == of_each[:, :1]).all())
 
 
 def _codes(n: int) -> Tensor:

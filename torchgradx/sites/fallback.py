@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import OrderedDict
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_map
 
 from ..proof.arguments import tensors_in
 from ..proof.layout import BATCH, SEQUENCE
 from ..shared.frontier import below
-from .copies import stock_of
+from .stand_in import of_its_own, put, stand_in, state_of_its_own
 
-__all__ = ["Call", "Regime", "as_it_is_now", "as_it_stands", "as_its_own", "by_sample", "dim_of",
-           "makes_weight", "per_sample_gradients", "run_again", "terms_of_bias", "weighted",
+__all__ = ["Call", "Regime", "as_it_stands", "as_its_own", "by_sample", "dim_of",
+           "per_sample_gradients", "run_again", "terms_of_bias", "weighted",
            "whole_gradients"]  # fmt: skip
 
 Chunks = Iterator[tuple[slice, list[Tensor]]]
@@ -45,16 +44,19 @@ class Regime:
 
     device: str
     autocast: torch.dtype | None
-    rng: tuple[Tensor, Tensor | None] | None  # CPU, and the device's own
+    rng: tuple[Tensor, Tensor | None, Any, Any] | None  # CPU, device's, Python's, NumPy's
 
     @staticmethod
-    def current(module: nn.Module, random: bool) -> Regime:
+    def current(module: nn.Module, draws: bool) -> Regime:
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         there = torch.amp.is_autocast_available(device.type)
         enabled = there and torch.is_autocast_enabled(device.type)
         autocast = torch.get_autocast_dtype(device.type) if enabled else None
-        own = torch.cuda.get_rng_state(device) if random and device.type == "cuda" else None
-        return Regime(device.type, autocast, (torch.get_rng_state(), own) if random else None)
+        if not draws:
+            return Regime(device.type, autocast, None)
+        own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        rng = torch.get_rng_state(), own, random.getstate(), np.random.get_state()
+        return Regime(device.type, autocast, rng)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -63,11 +65,23 @@ class Regime:
             torch.random.fork_rng(devices, enabled=self.rng is not None),
             torch.autocast(self.device, self.autocast, enabled=self.autocast is not None),
         ):
-            if self.rng is not None:
-                torch.set_rng_state(self.rng[0])
-                if self.rng[1] is not None:
-                    torch.cuda.set_rng_state(self.rng[1])
-            yield
+            if self.rng is None:
+                yield
+                return
+            before = random.getstate(), np.random.get_state()
+            torch.set_rng_state(self.rng[0])
+            if self.rng[1] is not None:
+                torch.cuda.set_rng_state(self.rng[1])
+            try:
+                _set_drawing(*self.rng[2:])
+                yield
+            finally:
+                _set_drawing(*before)
+
+
+def _set_drawing(python: Any, numpy: Any) -> None:
+    random.setstate(python)
+    np.random.set_state(numpy)
 
 
 @dataclass(frozen=True)
@@ -274,7 +288,7 @@ def run_again(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     args, kwargs = call.arguments
     held = dict(call.module.named_parameters(remove_duplicate=False))
     parameters = [held[name].detach().requires_grad_() for name in call.names]
-    _put(call.module, {id(held[n]): p for n, p in zip(call.names, parameters, strict=True)})
+    put(call.module, {id(held[n]): p for n, p in zip(call.names, parameters, strict=True)})
     with torch.enable_grad():
         return tensors_in(_Forward(call.module)(*args, **kwargs)), parameters
 
@@ -308,64 +322,17 @@ def _same_alone(outputs: Sequence[Tensor]) -> None:
             raise ValueError("scale_grad_by_freq divides by how often an id is in the batch")
 
 
-def _stand_in(module: nn.Module) -> nn.Module:
-    """A shallow copy to run: what it does to buffers and attributes is its own, and hooks are off.
-
-    The module itself is not touched: another thread may be running it.
-    """
-    twin = object.__new__(
-        stock_of(type(module))
-    )  # a sharded class builds the plain module in __new__
-    twin.__dict__ = dict(module.__dict__)
-    makers = {key: h for key, h in module._forward_pre_hooks.items() if makes_weight(h)}
-    twin.__dict__.update(
-        _parameters=dict(module._parameters),
-        _buffers={key: b if b is None else b.clone() for key, b in module._buffers.items()},
-        _modules={key: child and _stand_in(child) for key, child in module._modules.items()},
-        _forward_hooks=OrderedDict(),
-        _forward_pre_hooks=OrderedDict(makers),
-        _backward_hooks=OrderedDict(),
-        _backward_pre_hooks=OrderedDict(),
-    )
-    if any(
-        isinstance(maker, (SpectralNorm, _SpectralNorm)) for maker in (module, *makers.values())
-    ):
-        twin.training = False  # no step of the power iteration: its vectors are the forward's
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        twin.__dict__["max_norm"] = None  # the forward has bounded its rows
-    return twin
-
-
 def as_it_stands(call: Call) -> Call:
     """To run later: modes, attributes and buffers stay what they are."""
-    return replace(call, module=_stand_in(call.module))
+    return replace(call, module=stand_in(call.module))
 
 
 def as_its_own(call: Call) -> Call:
-    """To run now: a user's forward may write into weights (a mask, a norm)."""
-    stock = stock_of(type(call.module)).__module__.startswith("torch.nn.")
-    return replace(call, module=(_stand_in if stock else as_it_is_now)(call.module))
-
-
-def as_it_is_now(module: nn.Module) -> nn.Module:
-    """A stand-in that keeps its weights: later in a backward others step them, or shard them."""
-    twin = _stand_in(module)
-    held = [p for p in twin.parameters() if p.requires_grad or type(p) is nn.Parameter]
-    _put(twin, {id(p): p.detach().clone().requires_grad_(p.requires_grad) for p in held})
-    return twin
-
-
-def _put(module: nn.Module, swaps: dict[int, Tensor]) -> None:
-    """Let a stand-in compute with other tensors, by the ids of those that they replace."""
-    for m in module.modules():
-        held = {key: swaps.get(id(p), p) for key, p in m._parameters.items()}
-        m.__dict__["_parameters"] = held
-        if isinstance(m, nn.RNNBase):  # holds its weights a second time
-            m.__dict__["_flat_weights"] = [swaps.get(id(w), w) for w in m._flat_weights]
-
-
-def makes_weight(hook: Any) -> bool:
-    return type(hook).__module__.startswith("torch.nn.utils.")  # weight_norm of old
+    """To run now."""
+    seen: dict[int, Any] = {}
+    leaf = lambda v: v if isinstance(v, Tensor) else state_of_its_own(v, seen)  # noqa: E731
+    arguments = tree_map(leaf, call.arguments)
+    return replace(call, module=of_its_own(call.module), arguments=arguments)
 
 
 def _only(call: Call, g: Tensor, sample: int) -> Tensor:

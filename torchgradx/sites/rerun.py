@@ -39,9 +39,7 @@ from .fallback import (
     CHANNELS_FIRST,
     Call,
     Regime,
-    as_it_is_now,
     dim_of,
-    makes_weight,
     per_sample_gradients,
     terms_of_bias,
     whole_gradients,
@@ -49,6 +47,7 @@ from .fallback import (
 from .modules import CONTAINERS, opaque, own_names, parameter_of, same_parameters
 from .native import Hooks, why_mixed
 from .packed import samples_of, why_not
+from .stand_in import as_it_is_now, makes_weight
 
 __all__ = ["FallbackSite"]
 

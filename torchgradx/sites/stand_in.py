@@ -1,0 +1,129 @@
+"""What runs again in a module's place, so that nothing it does reaches the module: another thread
+may be running that, and a user's forward may count, remember, draw numbers and write into weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import OrderedDict, defaultdict, deque
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from .copies import stock_of
+
+__all__ = ["as_it_is_now", "makes_weight", "of_its_own", "put", "stand_in", "state_of_its_own"]
+
+DRAW = (np.random.Generator, np.random.RandomState, random.Random)
+SAID = (bool, int, float, complex, str, bytes, type(None))
+OF_TORCH = {*vars(nn.Module()), "_flat_weights"}
+
+
+def stand_in(module: nn.Module) -> nn.Module:
+    """A shallow copy to run: its buffers and attributes are its own, and hooks are off."""
+    twin = object.__new__(
+        stock_of(type(module))
+    )  # a sharded class builds the plain module in __new__
+    twin.__dict__ = {
+        key: MethodType(v.__func__, twin) if getattr(v, "__self__", None) is module else v
+        for key, v in module.__dict__.items()
+    }
+    makers = {key: h for key, h in module._forward_pre_hooks.items() if makes_weight(h)}
+    twin.__dict__.update(
+        _parameters=dict(module._parameters),
+        _buffers={key: b if b is None else b.clone() for key, b in module._buffers.items()},
+        _modules={key: child and stand_in(child) for key, child in module._modules.items()},
+        _forward_hooks=OrderedDict(),
+        _forward_pre_hooks=OrderedDict(makers),
+        _backward_hooks=OrderedDict(),
+        _backward_pre_hooks=OrderedDict(),
+    )
+    if any(
+        isinstance(maker, (SpectralNorm, _SpectralNorm)) for maker in (module, *makers.values())
+    ):
+        twin.training = False  # no step of the power iteration: its vectors are the forward's
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        twin.__dict__["max_norm"] = None  # the forward has bounded its rows
+    return twin
+
+
+def of_its_own(module: nn.Module) -> nn.Module:
+    """To run now: if its forward is a user's, with weights and memories that it may write into."""
+    if stock_of(type(module)).__module__.startswith("torch.nn."):
+        return stand_in(module)
+    twin, seen = as_it_is_now(module), dict[int, Any]()
+    for part in twin.modules():
+        for name in set(vars(part)) - OF_TORCH:
+            vars(part)[name] = state_of_its_own(vars(part)[name], seen)
+    return twin
+
+
+def as_it_is_now(module: nn.Module) -> nn.Module:
+    """A stand-in that keeps its weights: later in a backward others step them, or shard them."""
+    twin = stand_in(module)
+    held = [p for p in twin.parameters() if p.requires_grad or type(p) is nn.Parameter]
+    put(twin, {id(p): p.detach().clone().requires_grad_(p.requires_grad) for p in held})
+    return twin
+
+
+def put(module: nn.Module, swaps: dict[int, Tensor]) -> None:
+    """Let a stand-in compute with other tensors, by the ids of those that they replace."""
+    for m in module.modules():
+        held = {key: swaps.get(id(p), p) for key, p in m._parameters.items()}
+        m.__dict__["_parameters"] = held
+        if isinstance(m, nn.RNNBase):  # holds its weights a second time
+            m.__dict__["_flat_weights"] = [swaps.get(id(w), w) for w in m._flat_weights]
+
+
+def makes_weight(hook: Any) -> bool:
+    return type(hook).__module__.startswith("torch.nn.utils.")  # weight_norm of old
+
+
+def state_of_its_own(value: Any, seen: dict[int, Any]) -> Any:
+    """A copy of what a forward may remember in: tensors, containers, generators, and objects that
+    hold nothing else. All other things are what they are. `seen`: the copies, by id."""
+    if id(value) not in seen:
+        seen[id(value)] = value  # should it hold itself
+        seen[id(value)] = _copied(value, seen)
+    return seen[id(value)]
+
+
+def _copied(value: Any, seen: dict[int, Any]) -> Any:
+    if isinstance(value, Tensor):
+        return value if isinstance(value, nn.Parameter) else value.detach().clone()
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if isinstance(value, (np.ndarray, *DRAW)):
+        return copy.deepcopy(value)
+    if type(value) in (dict, OrderedDict, defaultdict):
+        twin = copy.copy(value)
+        twin.update({key: state_of_its_own(v, seen) for key, v in value.items()})
+        return twin
+    if type(value) is deque:
+        return deque((state_of_its_own(v, seen) for v in value), value.maxlen)
+    if type(value) in (list, tuple, set):
+        return type(value)(state_of_its_own(v, seen) for v in value)
+    if _is_memory(value, 0):
+        twin = copy.copy(value)
+        vars(twin).update({key: state_of_its_own(v, seen) for key, v in vars(value).items()})
+        return twin
+    return value
+
+
+def _is_memory(value: Any, depth: int) -> bool:
+    """Whether an object holds tensors, numbers and the like alone, as a cache of keys does."""
+    if isinstance(value, (*SAID, Tensor, torch.Generator, np.ndarray, *DRAW)):
+        return depth > 0
+    if depth > 4 or isinstance(value, (nn.Module, type)) or callable(value):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    if isinstance(value, (dict, list, tuple, set, deque)):
+        return depth > 0 and all(_is_memory(v, depth + 1) for v in parts)
+    held = getattr(value, "__dict__", None) or {}
+    return bool(held) and all(_is_memory(v, depth + 1) for v in held.values())
