@@ -325,6 +325,7 @@ def test_paths_that_others_numbers_choose_are_the_forwards(draw, options):
                 want = found if want is None else {k: torch.cat([want[k], found[k]]) for k in want}
             seeded_by(seed)
             value = square(model, x)
+            random.random(), np.random.rand()
             after = random.getstate(), np.random.get_state()[1].tolist()
             value.backward()
             assert (random.getstate(), np.random.get_state()[1].tolist()) == after

@@ -24,13 +24,13 @@ from .sample_dims import Place
 
 __all__ = ["Shadows"]
 
-RUNS, APART = 4, 6  # so many samples are all told apart by as many runs
+APART = 6  # samples, which four runs tell apart
 OFTEN = 64  # operations after which what is no more is let go
 OF_ALL = ("c10d", "symm_mem")  # of processes
 
 
 class Shadows:
-    """Of one forward, whose first tensor has `rows`, one sample after the other."""
+    """Of one forward: of arguments with so many `rows`, one sample after the other."""
 
     def __init__(self, n: int, arguments: Iterable[Tensor], rows: int) -> None:
         self._rows, self._codes, self._steps = rows, _codes(n), 0
@@ -126,7 +126,7 @@ def _counts_rows(t: Tensor, n: int) -> bool:
 
 
 def _codes(n: int) -> Tensor:
-    """bool [N, RUNS]: in which runs a sample is another. Of many, some share a code."""
+    """bool [N, runs]: in which runs a sample is another. Of many, some share a code."""
     if n <= APART:
         return codes_of(n)
     order = torch.randperm(n, generator=torch.Generator().manual_seed(n))
@@ -134,5 +134,9 @@ def _codes(n: int) -> Tensor:
 
 
 def _like(t: Tensor, values: Tensor) -> Tensor:
-    """With these, in memory of the same strides."""
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(values)
+    """With these, in memory of the same strides, unless its numbers share some (`expand`)."""
+    twin = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+    try:
+        return twin.copy_(values)
+    except RuntimeError:
+        return values.clone()

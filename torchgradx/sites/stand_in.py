@@ -31,7 +31,7 @@ def stand_in(module: nn.Module) -> nn.Module:
         stock_of(type(module))
     )  # a sharded class builds the plain module in __new__
     twin.__dict__ = {
-        key: MethodType(v.__func__, twin) if getattr(v, "__self__", None) is module else v
+        key: MethodType(v.__func__, twin) if _is_method(v, module) else v
         for key, v in module.__dict__.items()
     }
     makers = {key: h for key, h in module._forward_pre_hooks.items() if makes_weight(h)}
@@ -83,6 +83,11 @@ def put(module: nn.Module, swaps: dict[int, Tensor]) -> None:
 
 def makes_weight(hook: Any) -> bool:
     return type(hook).__module__.startswith("torch.nn.utils.")  # weight_norm of old
+
+
+def _is_method(value: Any, module: nn.Module) -> bool:
+    """Of its own, as a forward that was put onto it."""
+    return isinstance(value, MethodType) and value.__self__ is module
 
 
 def state_of_its_own(value: Any, seen: dict[int, Any]) -> Any:
