@@ -242,6 +242,33 @@ def test_what_a_module_keeps_of_its_calls_is_as_without_a_probe(name, options):
             exact_or(torchgradx.CoverageError, "1.scale", probe, alone)
 
 
+class Stateful(nn.Module):
+    """Of the batch before, if that had as many samples; else it begins anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.state = nn.Parameter(torch.randn(4)), None
+
+    def forward(self, x):
+        state = self.state if self.state is not None and len(self.state) == len(x) else 0
+        y = torch.sinh(x * self.scale + 0.5 * state)
+        self.state = y.detach()
+        return y
+
+
+@fallback_mode
+def test_what_is_clipped_had_the_forwards_state(options):
+    """Sample by sample it runs without one, as in the first pass, and as a batch with another."""
+    if options.get("weight_grad") is False:
+        pytest.skip("nothing is clipped")
+    model = nn.Sequential(nn.Linear(3, 4), Stateful(), nn.Linear(4, 2)).double()
+    x = torch.randn(N, 3).double()
+    with torchgradx.attach(model, clip=True, **options) as probe:
+        square(model, x).backward()
+        with pytest.raises(torchgradx.CoverageError, match=r"1\.scale"):
+            probe.clip_grad_norm_(0.1)
+
+
 class Cache:
     def __init__(self):
         self.rows = []

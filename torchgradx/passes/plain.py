@@ -355,7 +355,7 @@ class Pass:
 
     def total(self, places: Sequence[int] | None = None) -> Tensor:
         total = torch.zeros(self.n, dtype=torch.float64)
-        for place in self._sq_norms if places is None else places:
+        for place in list(self._sq_norms) if places is None else places:  # threads add more
             if place in self._sq_norms:
                 total += self._sq_norms[place].cpu()
         return total
@@ -371,7 +371,7 @@ class Pass:
         return list(self._late)
 
     def changed(self) -> list[int]:
-        kept = self._terms.items()
+        kept = list(self._terms.items())
         return [place for place, terms in kept if not all(v.stand() for _, v in terms)]
 
     def terms(self, place: int) -> list[Term]:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from ..proof.arguments import tensors_in
 from ..proof.layout import BATCH, SEQUENCE
 from ..shared.frontier import below
-from .stand_in import of_its_own, put, stand_in, state_of_its_own
+from .stand_in import of_its_own, put, state_of_its_own
 
 __all__ = ["Call", "Regime", "as_it_stands", "as_its_own", "by_sample", "dim_of",
            "per_sample_gradients", "run_again", "terms_of_bias", "weighted",
@@ -121,11 +121,13 @@ class _Forward(nn.Module):
 
 
 def per_sample_gradients(
-    call: Call, silent: Callable[[], contextlib.AbstractContextManager[None]]
+    call: Call,
+    silent: Callable[[], contextlib.AbstractContextManager[None]],
+    whole: bool = False,
 ) -> tuple[str, Chunks]:
     """("vmap" or "replay", chunks of samples with their gradients [n, *shape], one a parameter).
 
-    `silent` keeps what runs again from being recorded.
+    `silent` keeps what runs again from being recorded. `whole`: the batch will run again as well.
     """
 
     def chunks_of(way: Callable[[Call], Chunks]) -> Chunks:
@@ -137,7 +139,8 @@ def per_sample_gradients(
         first = list(itertools.islice(chunks, 1))
     except Exception:  # vmap refuses in many ways; the replay's error is the one to show
         return "replay", chunks_of(_by_replay)
-    return "vmap", itertools.chain(first, chunks)
+    chunks = itertools.chain(first, chunks)
+    return "vmap", _held_against_the_whole(call, silent, chunks) if whole else chunks
 
 
 def dim_of(call: Call, t: Tensor) -> int:
@@ -264,6 +267,23 @@ def whole_gradients(
         return [gradients[0] for _, found in _by_replay(again) for gradients in found]
 
 
+def _held_against_the_whole(
+    call: Call, silent: Callable[[], contextlib.AbstractContextManager[None]], chunks: Chunks
+) -> Chunks:
+    """A sample alone may find no use for a state that the module keeps of the batch."""
+    sums, sizes = torch.zeros(()), 0.0
+    for chunk, found in chunks:
+        flat = [g.flatten(1).double() for g in found]
+        sums = sums.to(flat[0].device) + torch.cat([g.sum(0) for g in flat])
+        sizes += sum(float(g.norm(dim=1).sum()) for g in flat)
+        yield chunk, found
+    total = torch.cat([g.flatten().double() for g in whole_gradients(call, silent)])
+    kinds = [call.regime.autocast, *(g.dtype for g in call.grads if g is not None)]
+    eps = max(torch.finfo(kind).eps for kind in kinds if kind is not None)
+    if float((total - sums).norm()) > 64 * eps * sizes:
+        raise ValueError("run again as a batch, it gives other gradients than sample by sample")
+
+
 def weighted(call: Call, factors: Tensor) -> Call:
     """With each sample's share of the gradients times its factor [N]."""
 
@@ -324,7 +344,7 @@ def _same_alone(outputs: Sequence[Tensor]) -> None:
 
 def as_it_stands(call: Call) -> Call:
     """To run later: modes, attributes and buffers stay what they are."""
-    return replace(call, module=stand_in(call.module))
+    return replace(call, module=of_its_own(call.module, weights=False))
 
 
 def as_its_own(call: Call) -> Call:

@@ -53,11 +53,11 @@ def stand_in(module: nn.Module) -> nn.Module:
     return twin
 
 
-def of_its_own(module: nn.Module) -> nn.Module:
-    """To run now: if its forward is a user's, with weights and memories that it may write into."""
+def of_its_own(module: nn.Module, weights: bool = True) -> nn.Module:
+    """To run: if its forward is a user's, with memories that it may write into, and weights."""
     if stock_of(type(module)).__module__.startswith("torch.nn."):
         return stand_in(module)
-    twin, seen = as_it_is_now(module), dict[int, Any]()
+    twin, seen = (as_it_is_now if weights else stand_in)(module), dict[int, Any]()
     for part in twin.modules():
         for name in set(vars(part)) - OF_TORCH:
             vars(part)[name] = state_of_its_own(vars(part)[name], seen)
