@@ -3,7 +3,7 @@ then."""
 
 import copy
 import random
-from collections import deque
+from collections import Counter, deque
 from types import MethodType, SimpleNamespace
 
 import numpy as np
@@ -198,6 +198,11 @@ def in_an_object(kept, y):
     return y + torch.stack(list(kept.rows)).mean(0)
 
 
+def in_a_counter(kept, y):
+    kept["calls"] += 1
+    return y * kept["calls"]
+
+
 def drawn(kept, y):
     return y * torch.rand(4, generator=kept).to(y)
 
@@ -215,11 +220,22 @@ def by_rows(model, x):
     return dict(zip(names, norms.T, strict=True))
 
 
+class Rows(list):
+    """Of one's own."""
+
+
 MEMORIES = {
     "a dict": (in_a_dict, dict),
     "a list": (in_a_list, lambda: ([],)),
     "a tensor": (in_a_tensor, lambda: torch.zeros(())),
     "an object": (in_an_object, lambda: SimpleNamespace(rows=deque(maxlen=2), steps=0)),
+    "a counter": (in_a_counter, Counter),
+    "an object of kinds": (
+        in_an_object,
+        lambda: SimpleNamespace(
+            rows=Rows(), steps=0, dtype=torch.float64, device=torch.device("cpu")
+        ),
+    ),
     "a generator": (drawn, lambda: torch.Generator().manual_seed(0)),
     "NumPy's": (drawn_by_numpy, lambda: np.random.default_rng(0)),
 }

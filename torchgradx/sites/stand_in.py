@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
+from enum import Enum
 from types import MethodType
 from typing import Any
 
@@ -21,7 +22,7 @@ from .copies import stock_of
 __all__ = ["as_it_is_now", "makes_weight", "of_its_own", "put", "stand_in", "state_of_its_own"]
 
 DRAW = (np.random.Generator, np.random.RandomState, random.Random)
-SAID = (bool, int, float, complex, str, bytes, type(None))
+SAID = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 OF_TORCH = {*vars(nn.Module()), "_flat_weights"}
 
 
@@ -93,6 +94,8 @@ def _is_method(value: Any, module: nn.Module) -> bool:
 def state_of_its_own(value: Any, seen: dict[int, Any]) -> Any:
     """A copy of what a forward may remember in: tensors, containers, generators, and objects that
     hold nothing else. All other things are what they are. `seen`: the copies, by id."""
+    if isinstance(value, SAID):
+        return value
     if id(value) not in seen:
         seen[id(value)] = value  # should it hold itself
         seen[id(value)] = _copied(value, seen)
@@ -106,14 +109,15 @@ def _copied(value: Any, seen: dict[int, Any]) -> Any:
         return value.clone_state()
     if isinstance(value, (np.ndarray, *DRAW)):
         return copy.deepcopy(value)
-    if type(value) in (dict, OrderedDict, defaultdict):
-        twin = copy.copy(value)
-        twin.update({key: state_of_its_own(v, seen) for key, v in value.items()})
+    if isinstance(value, (dict, list, deque)):
+        twin: Any = copy.copy(value)
+        for key, v in value.items() if isinstance(value, dict) else enumerate(value):
+            twin[key] = state_of_its_own(v, seen)
         return twin
-    if type(value) is deque:
-        return deque((state_of_its_own(v, seen) for v in value), value.maxlen)
-    if type(value) in (list, tuple, set):
+    if type(value) in (tuple, set):
         return type(value)(state_of_its_own(v, seen) for v in value)
+    if isinstance(value, bytearray):
+        return bytearray(value)
     if _is_memory(value, 0):
         twin = copy.copy(value)
         vars(twin).update({key: state_of_its_own(v, seen) for key, v in vars(value).items()})
