@@ -22,6 +22,7 @@ from .operation import (
     indices_of,
     name_of,
     numbers,
+    of_processes,
     real,
     tensors_of,
     written,
@@ -38,7 +39,6 @@ APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
 PACKS = {"torch.nn.modules.rnn", "torch.nn.utils.rnn", packed.__name__, through_time.__name__}
 CHOOSES = {"argsort", "cumsum", "nonzero", "searchsorted", "sort", "topk"}  # numbers of rows
 TURNS = {"permute", "t", "transpose"}
-OF_ALL = {"c10d", "symm_mem"}  # namespaces of what processes do together
 
 
 class Arranged:
@@ -315,7 +315,7 @@ class Meeting:
         known = bool(places - {None, GONE}) and (None not in places or name_of(func) in JOINS)
         asks = known and self._n > 1 and torch.Tag.nondeterministic_seeded not in func.tags
         asks = asks and (self._data or self._graph) and not sure
-        return asks and not any(x in func.namespace for x in OF_ALL)
+        return asks and not of_processes(func)
 
     def _others(self) -> Iterator[list[Any]]:
         func, args, kwargs, *_ = self._step

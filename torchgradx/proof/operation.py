@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Step", "argument_of", "indices_of", "name_of", "numbers", "of_sizes_only", "real",
-           "signed", "tensors_of", "written"]  # fmt: skip
+__all__ = ["Step", "argument_of", "indices_of", "name_of", "numbers", "of_processes",
+           "of_sizes_only", "real", "signed", "tensors_of", "written"]  # fmt: skip
 
 
 class Step(NamedTuple):
@@ -70,6 +70,11 @@ def of_sizes_only(func: Any) -> bool:
     named = name_of(func).endswith("_like") or name_of(func).startswith("new_")
     named = named or func._schema.name + func._schema.overload_name == "aten::bernoullip"
     return bool(func.namespace == "aten" and named)
+
+
+def of_processes(func: Any) -> bool:
+    """What they do together: none does it by itself."""
+    return any(x in func.namespace for x in ("c10d", "symm_mem"))
 
 
 def real(t: Tensor) -> bool:

@@ -19,14 +19,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .arguments import plain
 from .asked import answer_of, codes_of, differing, with_others
 from .memory import storage_of, view_of
-from .operation import Step, real, tensors_of, written
+from .operation import Step, of_processes, real, tensors_of, written
 from .sample_dims import Place
 
 __all__ = ["Shadows"]
 
 APART = 6  # samples, which four runs tell apart
 OFTEN = 64  # operations after which what is no more is let go
-OF_ALL = ("c10d", "symm_mem")  # of processes
 
 
 class Shadows:
@@ -44,7 +43,7 @@ class Shadows:
     def run(self, step: Step) -> list[Any] | None:
         """An operation that is yet to run: what it makes of them."""
         func, args, kwargs, operands, _ = step
-        if not any(map(self._of, operands)) or func.namespace in OF_ALL:
+        if not any(map(self._of, operands)) or of_processes(func):
             return None
         try:
             for t in written(func, args, kwargs):

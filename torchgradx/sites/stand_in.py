@@ -19,7 +19,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .copies import stock_of
 
-__all__ = ["as_it_is_now", "makes_weight", "of_its_own", "put", "stand_in", "state_of_its_own"]
+__all__ = ["as_it_is_now", "makes_weight", "of_its_own", "put", "state_of_its_own"]
 
 DRAW = (np.random.Generator, np.random.RandomState, random.Random)
 SAID = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
