@@ -13,6 +13,7 @@ from attach_oracle import (
     close_named,
     exact_or_refused,
     loop,
+    need_native,
     refused,
     seeded,  # noqa: F401
     square,
@@ -90,6 +91,34 @@ def test_a_checkpoint_around_the_whole_model_is_exact(reentrant, options):
 
     model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2))
     check(model, loss, torch.randn(N, 3), **options)
+
+
+class Pooled(nn.Module):
+    """Attention by a vector of the model's own, over T tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.e, self.l, self.o = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.by = nn.Parameter(torch.randn(4))
+
+    def forward(self, ids):
+        x = torch.tanh(self.l(self.e(ids)))
+        return self.o((torch.softmax(x @ self.by, 1)[..., None] * x).sum(1))
+
+
+@a_few_modes
+@pytest.mark.parametrize("tokens", [N - 1, N])
+def test_one_around_a_model_with_a_parameter_of_its_own_is_exact_in_every_pass(tokens, options):
+    """Within a backward, where it runs again, nothing is proven: that says nothing of passes."""
+    need_native(options)
+    model = Pooled().double()
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(3):
+            ids = torch.randint(9, (N, tokens))
+            want = loop(model, square, ids)
+            around = functools.partial(checkpoint, model, use_reentrant=False)
+            square(around, ids).backward()
+            close_named(probe.norms(per="parameter"), want)
 
 
 @a_few_modes

@@ -74,8 +74,10 @@ class Audit:
     # Forward
 
     def key(self, run: Any, way: Any) -> Any:
-        """What a verdict on a structure holds for."""
-        return run.structure, run.n, *self.witness.counts(way)
+        """What a verdict on a structure holds for: where a checkpoint runs the model again, less
+        can be proven."""
+        again = torch._C._current_graph_task_id() != -1
+        return run.structure, run.n, again, *self.witness.counts(way)
 
     def knows(self, key: Any) -> bool:
         verdict = self._proven.get(key)
