@@ -314,7 +314,7 @@ class Audit:
         recorded, rounding = self._recorder.take_recorded(place)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        if recorded is None:
+        if recorded is None or not bool(recorded.any()):  # of a use that is not recorded
             return not bool(gradient.any())
         gradient = gradient.reshape(-1)
         if recorded.dtype == gradient.dtype and torch.equal(gradient, recorded):

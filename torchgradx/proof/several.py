@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..shared.frontier import Graph, below
-from ..sites.fallback import Call, Regime, as_its_own, dim_of, run_again
+from ..sites.fallback import Call, as_its_own, dim_of, run_again
+from ..sites.regime import Regime
 from .layout import BATCH, SEQUENCE, Watched, owners
 
 __all__ = [

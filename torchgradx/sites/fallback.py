@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -25,9 +23,11 @@ from torch.utils._pytree import tree_map
 from ..proof.arguments import tensors_in
 from ..proof.layout import BATCH, SEQUENCE
 from ..shared.frontier import below
-from .stand_in import of_its_own, put, state_of_its_own
+from .outcome import OtherOutputsError, Outcome, same
+from .regime import Regime
+from .stand_in import held_besides, of_its_own, put, state_of_its_own
 
-__all__ = ["Call", "Regime", "as_it_stands", "as_its_own", "by_sample", "dim_of",
+__all__ = ["Call", "as_it_stands", "as_its_own", "by_sample", "dim_of",
            "per_sample_gradients", "run_again", "terms_of_bias", "weighted",
            "whole_gradients"]  # fmt: skip
 
@@ -36,52 +36,6 @@ Chunks = Iterator[tuple[slice, list[Tensor]]]
 CHANNELS_FIRST = (_ConvNd, _NormBase, nn.GroupNorm)
 TABLES = ("EmbeddingBackward0", "EmbeddingBagBackward0")
 CHUNK = 1 << 23  # elements of per-sample gradients at a time: 32 MiB of float32
-
-
-@dataclass(frozen=True)
-class Regime:
-    """What a forward ran under, besides its inputs."""
-
-    device: str
-    autocast: torch.dtype | None
-    rng: tuple[Tensor, Tensor | None, Any, Any] | None  # CPU, device's, Python's, NumPy's
-
-    @staticmethod
-    def current(module: nn.Module, draws: bool) -> Regime:
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        there = torch.amp.is_autocast_available(device.type)
-        enabled = there and torch.is_autocast_enabled(device.type)
-        autocast = torch.get_autocast_dtype(device.type) if enabled else None
-        if not draws:
-            return Regime(device.type, autocast, None)
-        own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        rng = torch.get_rng_state(), own, random.getstate(), np.random.get_state()
-        return Regime(device.type, autocast, rng)
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        devices = [torch.cuda.current_device()] if self.device == "cuda" else []
-        with (
-            torch.random.fork_rng(devices, enabled=self.rng is not None),
-            torch.autocast(self.device, self.autocast, enabled=self.autocast is not None),
-        ):
-            if self.rng is None:
-                yield
-                return
-            before = random.getstate(), np.random.get_state()
-            torch.set_rng_state(self.rng[0])
-            if self.rng[1] is not None:
-                torch.cuda.set_rng_state(self.rng[1])
-            try:
-                _set_drawing(*self.rng[2:])
-                yield
-            finally:
-                _set_drawing(*before)
-
-
-def _set_drawing(python: Any, numpy: Any) -> None:
-    random.setstate(python)
-    np.random.set_state(numpy)
 
 
 @dataclass(frozen=True)
@@ -97,6 +51,7 @@ class Call:
     first: Sequence[int]  # sizes of its first output
     regime: Regime
     samples: Tensor | None = None  # of each row of the first output, where it is packed
+    gave: Sequence[Outcome | None] = ()  # in its forward, by output tensor
 
     @property
     def lead(self) -> int:
@@ -124,10 +79,12 @@ def per_sample_gradients(
     call: Call,
     silent: Callable[[], contextlib.AbstractContextManager[None]],
     whole: bool = False,
+    first: bool = False,
 ) -> tuple[str, Chunks]:
     """("vmap" or "replay", chunks of samples with their gradients [n, *shape], one a parameter).
 
     `silent` keeps what runs again from being recorded. `whole`: the batch will run again as well.
+    `first`: nothing shows yet that a sample gives alone what it gives in its batch.
     """
 
     def chunks_of(way: Callable[[Call], Chunks]) -> Chunks:
@@ -136,10 +93,14 @@ def per_sample_gradients(
 
     try:
         chunks = chunks_of(_by_vmap)
-        first = list(itertools.islice(chunks, 1))
+        begun = list(itertools.islice(chunks, 1))
+    except OtherOutputsError as error:
+        if first or not error.halves:
+            raise
+        return "replay", chunks_of(_by_replay)  # halves that are rounded otherwise in the batch
     except Exception:  # vmap refuses in many ways; the replay's error is the one to show
         return "replay", chunks_of(_by_replay)
-    chunks = itertools.chain(first, chunks)
+    chunks = itertools.chain(begun, chunks)
     return "vmap", _held_against_the_whole(call, silent, chunks) if whole else chunks
 
 
@@ -200,29 +161,38 @@ def _by_vmap(call: Call) -> Chunks:
     grads = [None if g is None else _pieces(call, g) for g in call.grads]
     names = [f"module.{name}" for name in call.names]
     held = dict(module.named_parameters(remove_duplicate=False))
+    if any(held_besides(module, {id(held[name]) for name in names})):
+        raise ValueError("it has its parameters in a list of its own, which functional_call misses")
     parameters = {name: held[name].detach() for name in names}
 
     def objective(
         parameters: dict[str, Tensor], inputs: list[Tensor], grads: list[Tensor]
-    ) -> Tensor:
+    ) -> tuple[Tensor, list[Tensor]]:
         fill = lambda leaf: inputs[leaf.index] if isinstance(leaf, _Place) else leaf  # noqa: E731
         out = functional_call(module, parameters, tree_map(fill, args), tree_map(fill, kwargs))
-        return _inner(tensors_in(out), grads)
+        outputs = tensors_in(out)
+        return _inner(outputs, grads), [outputs[k] for k in kept if call.gave]
 
     given = [g for g in grads if g is not None]
     if len(given) < sum(g is not None for g in call.grads):
         raise ValueError("an output's samples are elsewhere than in the first")
     kept = [k for k, g in enumerate(grads) if g is not None]
 
-    def one(parameters: dict[str, Tensor], inputs: list[Tensor], given: list[Tensor]) -> Tensor:
+    def one(parameters: dict[str, Tensor], inputs: list[Tensor], given: list[Tensor]) -> Any:
         spread: list[Any] = [None] * len(grads)
         for k, g in zip(kept, given, strict=True):
             spread[k] = g
         return objective(parameters, inputs, spread)
 
-    mapped = vmap(grad(one), in_dims=(None, 0, 0), randomness="error")
+    mapped = vmap(grad(one, has_aux=True), in_dims=(None, 0, 0), randomness="error")
+    wholes = [None if g is None else torch.full_like(g, torch.nan) for g in call.grads]
+    within = replace(call, grads=wholes)
+    shares: list[Any] = [_pieces(within, t) for t in wholes if t is not None]
     for chunk in _chunks(call.n, sum(p.numel() for p in parameters.values())):
-        found = mapped(parameters, [t[chunk] for t in inputs], [g[chunk] for g in given])
+        found, outputs = mapped(parameters, [t[chunk] for t in inputs], [g[chunk] for g in given])
+        for share, out in zip(shares, outputs, strict=False):
+            share[chunk] = out
+        same(call.gave, wholes)
         yield chunk, [found[name] for name in names]
 
 
@@ -310,7 +280,10 @@ def run_again(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     parameters = [held[name].detach().requires_grad_() for name in call.names]
     put(call.module, {id(held[n]): p for n, p in zip(call.names, parameters, strict=True)})
     with torch.enable_grad():
-        return tensors_in(_Forward(call.module)(*args, **kwargs)), parameters
+        outputs = tensors_in(_Forward(call.module)(*args, **kwargs))
+    both = zip(outputs, call.grads, strict=True)
+    same(call.gave, [t if g is not None else None for t, g in both])
+    return outputs, parameters
 
 
 def _by_replay(call: Call) -> Chunks:

@@ -6,7 +6,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,7 +37,6 @@ from .copies import stock_of, untraced
 from .fallback import (
     CHANNELS_FIRST,
     Call,
-    Regime,
     dim_of,
     per_sample_gradients,
     terms_of_bias,
@@ -46,40 +44,16 @@ from .fallback import (
 )
 from .modules import CONTAINERS, opaque, own_names, parameter_of, same_parameters
 from .native import Hooks, why_mixed
+from .outcome import OtherOutputsError, Outcome
 from .packed import samples_of, why_not
+from .regime import Regime
 from .stand_in import as_it_is_now, makes_weight
+from .use import Use
 
 __all__ = ["FallbackSite"]
 
 NESTED = "it is given a nested tensor, whose rows are of no one size: pad it, or pack it"
 UNPROVEN = "nothing proves where the {n} samples are in each output; use_reentrant=False lets it"
-
-
-@dataclass
-class _Use:
-    """One call of a module, from its forward until the gradients of its outputs are there."""
-
-    run: Any
-    number: int  # among the uses of the run
-    places: list[int]  # of the parameters
-    arguments: tuple[list[Any], Any]  # leaves as saved, and their structure
-    regime: Regime
-    samples: Tensor | None  # of each row of the first output, where it is packed
-    eps: float  # of the coarsest gradient inside
-    module: nn.Module  # to run again
-    first: torch.Size  # of the output whose rows are proven
-    shapes: list[torch.Size]  # of the outputs
-    grads: list[Tensor | None]
-    hooked: bool  # saved through hooks, a checkpoint's or others
-    several: bool  # nodes that the outputs are of
-    inner: set[int]  # outputs that others are made from
-    arrived: list[int] = field(default_factory=list)  # the backward, once a node that has been
-
-    def forget(self) -> list[Tensor | None]:
-        """What has arrived until now."""
-        self.arrived.clear()
-        grads, self.grads = self.grads, [None] * len(self.grads)
-        return grads
 
 
 class _OfThread(threading.local):
@@ -103,7 +77,8 @@ class FallbackSite:
         self._batch_dim = context.options["batch_dim"]
         prefix = f"{layer.name}." if layer.name else ""
         self._own: dict[int, str] = {}
-        self._eps: dict[Any, float] = {}  # see _Use
+        self._eps: dict[Any, float] = {}  # see Use
+        self._alike = False  # whether samples gave alone what they gave in their batch
         for key in own_names(module):
             self._own.setdefault(context.parameters.place(prefix + key), key)
         known = layer.kind not in ("vmap", "recurrent")
@@ -232,7 +207,7 @@ class FallbackSite:
         by_node: dict[Any, list[int]] = {}
         for (node, _), k in ends_at(made).items():
             by_node.setdefault(node, []).append(k)
-        use = _Use(
+        use = Use(
             run=run,
             number=number,
             places=list(held),
@@ -247,6 +222,7 @@ class FallbackSite:
             hooked=torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
             several=len(by_node) > 1,
             inner=made_from_others(made, leaves) if len(by_node) > 1 else set(),
+            gave=[] if self.keeps_rows else [Outcome.of(t, self._eps[kinds]) for t in outputs],
         )
         if use.several:
             self._audit.defer(use.places)
@@ -260,7 +236,7 @@ class FallbackSite:
 
     @untraced
     def _arrive(
-        self, use: _Use, met: list[int], outs: list[int], numbers: list[int], incoming: Any
+        self, use: Use, met: list[int], outs: list[int], numbers: list[int], incoming: Any
     ) -> None:
         task = torch._C._current_graph_task_id()
         if use.arrived and use.arrived[-1] != task:  # of a backward that did not end
@@ -282,7 +258,7 @@ class FallbackSite:
             at_the_end(partial(self._settle, use))
 
     @untraced
-    def _settle(self, use: _Use) -> None:
+    def _settle(self, use: Use) -> None:
         grads = use.forget()
         if all(g is None for g in grads):
             return
@@ -297,6 +273,8 @@ class FallbackSite:
             if ops.NATIVE and not use.run.reaches(use.places):
                 return  # it has parameters that it does not use
             why = f"its gradients by sample failed: {type(error).__name__}: {error}"
+            if isinstance(error, OtherOutputsError):
+                why = str(error)
             if scattered(use.module.parameters()):
                 why = "modules that it calls are sharded apart: move it into one of its own"
             self._recorder.refuse(self._index, why)
@@ -305,7 +283,7 @@ class FallbackSite:
         if use.several:  # after all that is queued already
             at_the_end(partial(self._audit.compare_deferred, use.places))
 
-    def _deliver(self, use: _Use, grads: list[Tensor | None], arguments: Any) -> None:
+    def _deliver(self, use: Use, grads: list[Tensor | None], arguments: Any) -> None:
         run, places = use.run, use.places
         proven = self.declared < 0 and 0 <= use.number < len(run.layouts)
         layout = run.layouts[use.number] if proven else self.presumed
@@ -317,7 +295,7 @@ class FallbackSite:
                 self._recorder.refuse(self._index, reason)
             return
         names = [self._own[place] for place in places]
-        how = layout, use.first, use.regime, use.samples
+        how = layout, use.first, use.regime, use.samples, use.gave
         call = Call(use.module, names, arguments, grads, run.n, *how)
         if use.number < 0 and not self._clear(call):
             self._recorder.refuse(self._index, UNPROVEN.format(n=run.n))
@@ -340,7 +318,8 @@ class FallbackSite:
             for place, name in zip(places, names, strict=True):
                 run.finish(place, norms[name])
             return
-        way, chunks = per_sample_gradients(call, self._silent, bool(self._recorder.books))
+        books = bool(self._recorder.books)
+        way, chunks = per_sample_gradients(call, self._silent, books, not self._alike)
         self.layer.notes[way] = None
         kept: list[list[Tensor]] = [[] for _ in places]
         dots: list[Tensor] = []
@@ -359,6 +338,7 @@ class FallbackSite:
                     rounding = _rounding(use, call, g, size, alone)
                     self._recorder.add_recorded(place, g.sum(0), rounding)
                 kept[k].append(g if waits[k] else sq_norms(g))
+        self._alike = self._alike or way == "vmap"
         for k, place in enumerate(places):
             joined = torch.cat(kept[k]) if kept[k] else torch.zeros(0)
             if waits[k]:
@@ -391,7 +371,7 @@ def _apart(module: nn.Module, out: Any) -> Any:
     return (out[0], out[1].clone()) if stock_of(type(module)) is nn.LSTMCell else None
 
 
-def _rounding(use: _Use, call: Call, gradient: Tensor, size: float, alone: float) -> float:
+def _rounding(use: Use, call: Call, gradient: Tensor, size: float, alone: float) -> float:
     """Of a sum, whose terms are of this size, in the dtypes that are known; and of each term in one
     that the module chose inside: `alone` is the sum of the samples' norms."""
     kinds = {call.regime.autocast or gradient.dtype}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator
 from enum import Enum
 from types import MethodType
 from typing import Any
@@ -19,10 +20,11 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .copies import stock_of
 
-__all__ = ["as_it_is_now", "makes_weight", "of_its_own", "put", "state_of_its_own"]
+__all__ = ["as_it_is_now", "held_besides", "makes_weight", "of_its_own", "put", "state_of_its_own"]
 
 DRAW = (np.random.Generator, np.random.RandomState, random.Random)
 SAID = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+DEPTH = 4  # of what is held in what
 OF_TORCH = {*vars(nn.Module()), "_flat_weights"}
 
 
@@ -58,7 +60,8 @@ def of_its_own(module: nn.Module, weights: bool = True) -> nn.Module:
     """To run: if its forward is a user's, with memories that it may write into, and weights."""
     if stock_of(type(module)).__module__.startswith("torch.nn."):
         return stand_in(module)
-    twin, seen = (as_it_is_now if weights else stand_in)(module), dict[int, Any]()
+    twin = (as_it_is_now if weights else stand_in)(module)
+    seen: dict[int, Any] = {id(p): p for p in twin.parameters()}
     for part in twin.modules():
         for name in set(vars(part)) - OF_TORCH:
             vars(part)[name] = state_of_its_own(vars(part)[name], seen)
@@ -75,11 +78,32 @@ def as_it_is_now(module: nn.Module) -> nn.Module:
 
 def put(module: nn.Module, swaps: dict[int, Tensor]) -> None:
     """Let a stand-in compute with other tensors, by the ids of those that they replace."""
+    for m, name in list(held_besides(module, swaps)):
+        vars(m)[name] = state_of_its_own(vars(m)[name], dict(swaps))
     for m in module.modules():
         held = {key: swaps.get(id(p), p) for key, p in m._parameters.items()}
         m.__dict__["_parameters"] = held
         if isinstance(m, nn.RNNBase):  # holds its weights a second time
             m.__dict__["_flat_weights"] = [swaps.get(id(w), w) for w in m._flat_weights]
+
+
+def held_besides(module: nn.Module, ids: Collection[int]) -> Iterator[tuple[nn.Module, str]]:
+    """Where a module has these tensors in a list of its own, or the like."""
+    for m in module.modules():
+        for name in set(vars(m)) - OF_TORCH:
+            if _holds(vars(m)[name], ids, 0):
+                yield m, name
+
+
+def _holds(value: Any, ids: Collection[int], depth: int) -> bool:
+    if isinstance(value, Tensor):
+        return id(value) in ids
+    if depth > DEPTH or isinstance(value, (*SAID, nn.Module, type)):
+        return False
+    if isinstance(value, (dict, list, tuple, set, deque)):
+        parts = value.values() if isinstance(value, dict) else value
+        return any(_holds(v, ids, depth + 1) for v in parts)
+    return _is_memory(value, 0) and _holds(vars(value), ids, depth)
 
 
 def makes_weight(hook: Any) -> bool:
@@ -129,7 +153,7 @@ def _is_memory(value: Any, depth: int) -> bool:
     """Whether an object holds tensors, numbers and the like alone, as a cache of keys does."""
     if isinstance(value, (*SAID, Tensor, torch.Generator, np.ndarray, *DRAW)):
         return depth > 0
-    if depth > 4 or isinstance(value, (nn.Module, type)) or callable(value):
+    if depth > DEPTH or isinstance(value, (nn.Module, type)) or callable(value):
         return False
     parts = value.values() if isinstance(value, dict) else value
     if isinstance(value, (dict, list, tuple, set, deque)):

@@ -1,0 +1,61 @@
+"""What a forward runs under, for what runs again to run under it too."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Regime"]
+
+
+@dataclass(frozen=True)
+class Regime:
+    """Besides its inputs."""
+
+    device: str
+    autocast: torch.dtype | None
+    rng: tuple[Tensor, Tensor | None, Any, Any] | None  # CPU, device's, Python's, NumPy's
+
+    @staticmethod
+    def current(module: nn.Module, draws: bool) -> Regime:
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        there = torch.amp.is_autocast_available(device.type)
+        enabled = there and torch.is_autocast_enabled(device.type)
+        autocast = torch.get_autocast_dtype(device.type) if enabled else None
+        if not draws:
+            return Regime(device.type, autocast, None)
+        own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        rng = torch.get_rng_state(), own, random.getstate(), np.random.get_state()
+        return Regime(device.type, autocast, rng)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        devices = [torch.cuda.current_device()] if self.device == "cuda" else []
+        with (
+            torch.random.fork_rng(devices, enabled=self.rng is not None),
+            torch.autocast(self.device, self.autocast, enabled=self.autocast is not None),
+        ):
+            if self.rng is None:
+                yield
+                return
+            before = random.getstate(), np.random.get_state()
+            torch.set_rng_state(self.rng[0])
+            if self.rng[1] is not None:
+                torch.cuda.set_rng_state(self.rng[1])
+            try:
+                _set_drawing(*self.rng[2:])
+                yield
+            finally:
+                _set_drawing(*before)
+
+
+def _set_drawing(python: Any, numpy: Any) -> None:
+    random.setstate(python)
+    np.random.set_state(numpy)
