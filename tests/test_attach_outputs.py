@@ -1,5 +1,7 @@
 """Modules with several outputs: each sample's place is proven in all that a loss uses."""
 
+import contextlib
+
 import pytest
 import torch
 from attach_oracle import (
@@ -8,6 +10,7 @@ from attach_oracle import (
     check,
     close_named,
     loop,
+    need_native,
     refused,
     seeded,  # noqa: F401
     square,
@@ -261,3 +264,34 @@ def test_a_recurrent_module_of_which_one_weight_is_frozen_later_is_exact(kind, o
             x = torch.randn(N, T, 3, dtype=torch.float64)
             square(net, x).backward()
             close_named(probe.norms(per="parameter"), loop(net, square, x))
+
+
+class ActorAndCritic(nn.Module):
+    def __init__(self, *sizes):
+        super().__init__()
+        self.actor, self.critic = (nn.Parameter(torch.randn(size)) for size in sizes)
+
+    def forward(self, x):
+        return x @ self.actor, torch.tanh(x @ self.critic)
+
+
+@a_few_modes
+@pytest.mark.parametrize("retained", [False, True])
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_outputs_that_come_back_in_backwards_of_their_own(retained, offloaded, options):
+    need_native(options)
+    model = nn.Sequential(nn.Linear(3, 3), ActorAndCritic((3, 2), (3, 1))).double()
+    model[0].requires_grad_(False)  # nothing that both have is let go
+    x, hooks = torch.randn(N, 3).double(), torch.autograd.graph.save_on_cpu()
+    want = loop(model, lambda m, x: sum(t.square().sum() for t in m(x)), x)
+    want = {name: norms for name, norms in want.items() if name[0] == "1"}
+    with torchgradx.attach(model, **options) as probe:
+        with hooks if offloaded else contextlib.nullcontext():
+            first, second = (t.square().sum() / N for t in model(x))
+        first.backward(retain_graph=retained)
+        second.backward()
+        if retained:
+            close_named(probe.norms(per="parameter"), want)
+        else:
+            with pytest.raises(torchgradx.CoverageError, match="retain_graph=True"):
+                probe.norms()

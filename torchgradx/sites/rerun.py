@@ -53,6 +53,7 @@ from .use import Use
 __all__ = ["FallbackSite"]
 
 NESTED = "it is given a nested tensor, whose rows are of no one size: pad it, or pack it"
+APART = "its outputs came back in several backwards: add their losses, or say retain_graph=True"
 UNPROVEN = "nothing proves where the {n} samples are in each output; use_reentrant=False lets it"
 
 
@@ -263,8 +264,11 @@ class FallbackSite:
         if all(g is None for g in grads):
             return
         arguments: Any = None
+        leaves, spec = use.arguments
+        if len(leaves) < spec.num_leaves:
+            self._recorder.refuse(self._index, APART)
+            return
         try:
-            leaves, spec = use.arguments
             arguments = tree_unflatten([unpacked(leaf) for leaf in leaves], spec)
             self._deliver(use, grads, arguments)
         except Exception as error:  # never from inside backward()
