@@ -21,6 +21,7 @@ from .errors import CoverageError
 from .passes.plain import receives
 from .sharding import data_parallel, mean_over, scattered
 from .sites.copies import untraced
+from .sites.outcome import OtherOutputsError
 
 if TYPE_CHECKING:
     from .table import Parameters
@@ -304,7 +305,11 @@ class Books:
                 # Halves keep small factors apart from gradients that would not hold the product.
                 largest = float(factors.abs().amax()) if p.dtype in HALVES and len(factors) else 1.0
                 scale = largest if 0 < largest < float("inf") else 1.0
-                for place, made in zip(places, use.weighted(factors / scale, places), strict=True):
+                try:
+                    weighted = use.weighted(factors / scale, places)
+                except OtherOutputsError as error:
+                    self._refuse(places, str(error))
+                for place, made in zip(places, weighted, strict=True):
                     yield _Sum(place, made, scale, differs)
 
         def put(found: _Sum) -> None:

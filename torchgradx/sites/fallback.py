@@ -11,6 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,12 +80,10 @@ def per_sample_gradients(
     call: Call,
     silent: Callable[[], contextlib.AbstractContextManager[None]],
     whole: bool = False,
-    first: bool = False,
 ) -> tuple[str, Chunks]:
     """("vmap" or "replay", chunks of samples with their gradients [n, *shape], one a parameter).
 
     `silent` keeps what runs again from being recorded. `whole`: the batch will run again as well.
-    `first`: nothing shows yet that a sample gives alone what it gives in its batch.
     """
 
     def chunks_of(way: Callable[[Call], Chunks]) -> Chunks:
@@ -94,14 +93,26 @@ def per_sample_gradients(
     try:
         chunks = chunks_of(_by_vmap)
         begun = list(itertools.islice(chunks, 1))
-    except OtherOutputsError as error:
-        if first or not error.halves:
+    except Exception as error:
+        if isinstance(error, OtherOutputsError) and error.gross:
             raise
-        return "replay", chunks_of(_by_replay)  # halves that are rounded otherwise in the batch
-    except Exception:  # vmap refuses in many ways; the replay's error is the one to show
+        # It refuses in many ways, or rounds otherwise; the replay's error is the one to show.
         return "replay", chunks_of(_by_replay)
-    chunks = itertools.chain(begun, chunks)
+    rest = _or_replayed(chunks, partial(chunks_of, _by_replay), len(begun) and begun[0][0].stop)
+    chunks = itertools.chain(begun, rest)
     return "vmap", _held_against_the_whole(call, silent, chunks) if whole else chunks
+
+
+def _or_replayed(chunks: Chunks, replayed: Callable[[], Chunks], done: int) -> Chunks:
+    """Of samples from `done` on."""
+    try:
+        for chunk, found in chunks:
+            yield chunk, found
+            done = chunk.stop
+    except OtherOutputsError as error:
+        if error.gross:
+            raise
+        yield from (both for both in replayed() if both[0].start >= done)
 
 
 def dim_of(call: Call, t: Tensor) -> int:
@@ -243,7 +254,7 @@ def _held_against_the_whole(
     """A sample alone may find no use for a state that the module keeps of the batch."""
     sums, sizes = torch.zeros(()), 0.0
     for chunk, found in chunks:
-        flat = [g.flatten(1).double() for g in found]
+        flat = [g.reshape(len(g), -1).double() for g in found]
         sums = sums.to(flat[0].device) + torch.cat([g.sum(0) for g in flat])
         sizes += sum(float(g.norm(dim=1).sum()) for g in flat)
         yield chunk, found

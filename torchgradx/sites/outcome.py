@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["OtherOutputsError", "Outcome", "same"]
+__all__ = ["OtherOutputsError", "Outcome", "roundings", "same"]
 
 KEPT = 1 << 14  # elements of an output
 HALF = 1e-4  # rounding units above it are of halves
+GROSS = 1e-2  # a difference that is none of rounding, where terms cancel; halves have no such bound
 ROUNDINGS = 1024.0  # that may differ between a batch and its samples, as in a cosine times 64
 ROUNDINGS_OF_HALVES = 4.0  # their sums are made in float32
 
@@ -23,12 +25,12 @@ ROUNDINGS_OF_HALVES = 4.0  # their sums are made in float32
 class OtherOutputsError(RuntimeError):
     """What ran again gave something else."""
 
-    def __init__(self, halves: bool) -> None:
+    def __init__(self, gross: bool) -> None:
         super().__init__(
             "run again in backward, it gives other outputs than its forward: keep its switches and "
             "states as they were until then, and draw its random numbers from torch's own generator"
         )
-        self.halves = halves
+        self.gross = gross
 
 
 @dataclass(frozen=True)
@@ -49,27 +51,39 @@ class Outcome:
             elements = _elements(output).clone()
         return Outcome(elements, output.shape, max(eps, torch.finfo(output.dtype).eps))
 
-    def like(self, again: Tensor) -> bool:
-        """What is inf or nan, as by a scaler, is not compared."""
+    def apart(self, again: Tensor) -> float:
+        """How far, relative to what differs: a mask's constants tell nothing. What is inf or nan,
+        as by a scaler, is not compared."""
         if again.shape != self.shape:
-            return False
+            return torch.inf
         before, now = (t.to(torch.promote_types(t.dtype, torch.float64))
                        for t in (self.elements, _elements(again.detach())))  # fmt: skip
-        finite = before.isfinite() & now.isfinite()
-        difference, size = (t[finite].norm() for t in (now - before, before))
-        roundings = ROUNDINGS_OF_HALVES if self.eps > HALF else ROUNDINGS
-        return float(difference) <= roundings * self.eps * float(size)
+        differs = before.isfinite() & now.isfinite() & (before != now)
+        difference, *sizes = (float(t[differs].norm()) for t in (now - before, before, now))
+        return difference / max(sizes) if difference else 0.0
 
 
 def same(gave: Sequence[Outcome | None], again: Sequence[Tensor | None]) -> None:
     """Raise where outputs of what ran again, as far as they are there, are not the forward's."""
     if gave and len(gave) != len(again):
-        raise OtherOutputsError(False)
+        raise OtherOutputsError(True)
     for before, now in zip(gave, again, strict=False):
-        if before is not None and now is not None and not before.like(now):
-            raise OtherOutputsError(before.eps > HALF)
+        apart = 0.0 if before is None or now is None else before.apart(now)
+        if before is not None and apart > roundings(before.eps) * before.eps:
+            raise OtherOutputsError(apart > GROSS and before.eps < HALF)
+
+
+def roundings(eps: float) -> float:
+    """How many of this size may part the same numbers, as a batch makes them and its samples."""
+    return ROUNDINGS_OF_HALVES if eps > HALF else ROUNDINGS
 
 
 def _elements(t: Tensor) -> Tensor:
-    step = -(-t.numel() // KEPT) | 1  # odd: it meets all places of dimensions of even sizes
-    return t.reshape(-1)[::step]
+    """Every so many along each dimension, and all along the first as long as that goes."""
+    steps = [1] * t.dim()
+    left = list(t.shape)
+    while prod(left) > KEPT:
+        longest = max(range(t.dim()), key=lambda dim: (dim > 0 and left[dim] > 1, left[dim]))
+        steps[longest] *= 3
+        left[longest] = -(-t.shape[longest] // steps[longest])
+    return t[tuple(slice(None, None, step) for step in steps)]

@@ -47,7 +47,7 @@ from .native import Hooks, why_mixed
 from .outcome import OtherOutputsError, Outcome
 from .packed import samples_of, why_not
 from .regime import Regime
-from .stand_in import as_it_is_now, makes_weight
+from .stand_in import as_it_is_now, makes_weight, of_the_user
 from .use import Use
 
 __all__ = ["FallbackSite"]
@@ -79,7 +79,6 @@ class FallbackSite:
         prefix = f"{layer.name}." if layer.name else ""
         self._own: dict[int, str] = {}
         self._eps: dict[Any, float] = {}  # see Use
-        self._alike = False  # whether samples gave alone what they gave in their batch
         for key in own_names(module):
             self._own.setdefault(context.parameters.place(prefix + key), key)
         known = layer.kind not in ("vmap", "recurrent")
@@ -130,6 +129,7 @@ class FallbackSite:
 
     def _before(self, module: nn.Module, args: Any) -> None:
         stock = type(module).__module__.startswith("torch.nn.modules.")
+        stock = stock and "forward" not in vars(module)
         random = not stock or (module.training and getattr(module, "dropout", 0.0) > 0)
         self._call.regime = Regime.current(module, random)
         if not self._made_first:
@@ -208,6 +208,7 @@ class FallbackSite:
         by_node: dict[Any, list[int]] = {}
         for (node, _), k in ends_at(made).items():
             by_node.setdefault(node, []).append(k)
+        own = any(map(of_the_user, self._module.modules()))
         use = Use(
             run=run,
             number=number,
@@ -223,7 +224,7 @@ class FallbackSite:
             hooked=torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
             several=len(by_node) > 1,
             inner=made_from_others(made, leaves) if len(by_node) > 1 else set(),
-            gave=[] if self.keeps_rows else [Outcome.of(t, self._eps[kinds]) for t in outputs],
+            gave=[Outcome.of(t, self._eps[kinds]) for t in outputs] if own else [],
         )
         if use.several:
             self._audit.defer(use.places)
@@ -323,7 +324,7 @@ class FallbackSite:
                 run.finish(place, norms[name])
             return
         books = bool(self._recorder.books)
-        way, chunks = per_sample_gradients(call, self._silent, books, not self._alike)
+        way, chunks = per_sample_gradients(call, self._silent, books)
         self.layer.notes[way] = None
         kept: list[list[Tensor]] = [[] for _ in places]
         dots: list[Tensor] = []
@@ -342,7 +343,6 @@ class FallbackSite:
                     rounding = _rounding(use, call, g, size, alone)
                     self._recorder.add_recorded(place, g.sum(0), rounding)
                 kept[k].append(g if waits[k] else sq_norms(g))
-        self._alike = self._alike or way == "vmap"
         for k, place in enumerate(places):
             joined = torch.cat(kept[k]) if kept[k] else torch.zeros(0)
             if waits[k]:
@@ -357,7 +357,7 @@ class FallbackSite:
         if self.fixed or self.declared >= 0 or len(call.grads) == 1 or call.n == 1:
             return True
         live = [g for g in call.grads if g is not None]
-        there = all(g.shape[dim_of(call, g)] == call.n for g in live)
+        there = all(g.dim() and g.shape[dim_of(call, g)] == call.n for g in live)
         return there and all(g.shape[: self.leads(g.dim())].count(call.n) == 1 for g in live)
 
     @contextlib.contextmanager

@@ -20,7 +20,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .copies import stock_of
 
-__all__ = ["as_it_is_now", "held_besides", "makes_weight", "of_its_own", "put", "state_of_its_own"]
+__all__ = ["as_it_is_now", "held_besides", "held_in", "makes_weight", "of_its_own", "of_the_user",
+           "put", "state_of_its_own"]  # fmt: skip
 
 DRAW = (np.random.Generator, np.random.RandomState, random.Random)
 SAID = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
@@ -57,15 +58,20 @@ def stand_in(module: nn.Module) -> nn.Module:
 
 
 def of_its_own(module: nn.Module, weights: bool = True) -> nn.Module:
-    """To run: if its forward is a user's, with memories that it may write into, and weights."""
-    if stock_of(type(module)).__module__.startswith("torch.nn."):
-        return stand_in(module)
-    twin = (as_it_is_now if weights else stand_in)(module)
+    """To run: where a forward is a user's, with memories that it may write into, and weights."""
+    own = any(map(of_the_user, module.modules()))
+    twin = (as_it_is_now if weights and own else stand_in)(module)
     seen: dict[int, Any] = {id(p): p for p in twin.parameters()}
-    for part in twin.modules():
+    for part in twin.modules() if own else ():
         for name in set(vars(part)) - OF_TORCH:
             vars(part)[name] = state_of_its_own(vars(part)[name], seen)
     return twin
+
+
+def of_the_user(module: nn.Module) -> bool:
+    """Whether its forward is."""
+    stock = stock_of(type(module)).__module__.startswith("torch.nn.")
+    return not stock or "forward" in vars(module)
 
 
 def as_it_is_now(module: nn.Module) -> nn.Module:
@@ -91,19 +97,27 @@ def held_besides(module: nn.Module, ids: Collection[int]) -> Iterator[tuple[nn.M
     """Where a module has these tensors in a list of its own, or the like."""
     for m in module.modules():
         for name in set(vars(m)) - OF_TORCH:
-            if _holds(vars(m)[name], ids, 0):
+            if any(id(t) in ids for t in _tensors_of(vars(m)[name], 0)):
                 yield m, name
 
 
-def _holds(value: Any, ids: Collection[int], depth: int) -> bool:
+def held_in(module: nn.Module) -> Iterator[Tensor]:
+    """Tensors that it has otherwise than as parameters and buffers."""
+    for m in module.modules():
+        for name in set(vars(m)) - OF_TORCH:
+            yield from _tensors_of(vars(m)[name], 0)
+
+
+def _tensors_of(value: Any, depth: int) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        return id(value) in ids
-    if depth > DEPTH or isinstance(value, (*SAID, nn.Module, type)):
-        return False
-    if isinstance(value, (dict, list, tuple, set, deque)):
-        parts = value.values() if isinstance(value, dict) else value
-        return any(_holds(v, ids, depth + 1) for v in parts)
-    return _is_memory(value, 0) and _holds(vars(value), ids, depth)
+        yield value
+    elif depth > DEPTH or isinstance(value, (*SAID, nn.Module, type)):
+        return
+    elif isinstance(value, (dict, list, tuple, set, deque)):
+        for v in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_of(v, depth + 1)
+    elif _is_memory(value, 0):
+        yield from _tensors_of(vars(value), depth)
 
 
 def makes_weight(hook: Any) -> bool:
