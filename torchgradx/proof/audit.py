@@ -105,6 +105,9 @@ class Audit:
         looked: Looked,
     ) -> None:
         known = self._proven.get(key)
+        if looked.taint is not None and known is not None and not known.watched:
+            del self._proven[key]  # it is looked at once more, and closer
+            known = None
         if known is not None and known.lasting and not self._parameters.gathered():
             self._tell(run, known)
             return

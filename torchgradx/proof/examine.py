@@ -60,7 +60,7 @@ class Examiner:
         """What a forward shows."""
         n, graph = run.n, Graph(outputs)
         way = run.structure, looked.way
-        went = self._witness.went(way)
+        went = self._witness.went(way, n)
         watched, ends = self._watched(n, uses, outputs, sites, looked, graph, went)
         asked = [] if self._parameters.gathered() else outputs
         ends_of_way = self._witness.places(asked, n, uses, way)
@@ -153,6 +153,10 @@ class Examiner:
         if self._witness.seen.sorts and n > 1:  # the last reason is the one that is given
             again = any(node is None for _, _, node, _ in uses)  # checkpoints have advice of theirs
             refusals.insert(0 if again else len(refusals), (-1, SORTED))
+        others = looked.others if outputs and n > 1 and not refusals else None
+        if taint is not None and others is not None and others.mix(outputs, taint.ends):
+            self._witness.seen.sorts = True
+            refusals.append((-1, SORTED))
         called = [site for site, *_ in uses]
         reach = _reach(uses, graph, outputs, looked)
         reach = () if all(reach) else reach
@@ -165,7 +169,8 @@ class Examiner:
         rows, flat = [*found, *of_ends], looked.flat
         if n > 1 and ((flat and plan) or contracts(held, starts, rows, n, flat)):
             chosen.append(None)
-        return Verdict(layouts, refusals, plan, complete, called, chosen, blind, reach)
+        looked_at = taint is not None
+        return Verdict(layouts, refusals, plan, complete, called, chosen, blind, looked_at, reach)
 
     def variant(
         self,

@@ -25,12 +25,12 @@ from torch.utils._pytree import tree_leaves
 
 from .arranged import Arranged, Meeting, has_gradients, in_a_function
 from .memory import ByMemory, storage_of, view_of
-from .operation import Step, of_sizes_only, real, tensors_of, written
+from .operation import Step, name_of, of_sizes_only, real, tensors_of, written
 from .order import adds_up, disorders, divides, picks
 from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, guessed
 from .shadows import Shadows
 
-__all__ = ["Given", "Taint", "watching"]
+__all__ = ["Given", "Taint", "entered", "watching"]
 
 
 class Given(NamedTuple):
@@ -61,7 +61,7 @@ class Taint(TorchDispatchMode):
         rows: int | None = None,
     ) -> None:
         super().__init__()
-        self._n, self._parameters, self._arguments = n, parameters, arguments
+        self.n, self._parameters, self._arguments = n, parameters, arguments
         self._batch_dim = batch_dim
         self._known: ByMemory[bool | None] = ByMemory()
         self._seen: dict[tuple[Any, int], bool] = {}  # clean, as consumed; by node and output
@@ -72,19 +72,17 @@ class Taint(TorchDispatchMode):
         self.ends: list[Place | None] = []  # where they are in the model's outputs
         self._on, self.rows = True, rows
         self._shadows = None if rows is None else Shadows(n, arguments, rows)
+        self.doubtful = False  # it did with samples what cannot be followed
         self.mixed = False  # samples that are given as rows alone are, in the outputs
         for t in held:
             self._known.keep(t, True)
         self._places: dict[Any, Place | None] = {}  # of the samples, by storage and geometry
-        for t, place in zip(arguments, first_places(arguments, n, batch_dim), strict=True):
-            place = None if any(t is one for one in each) else place
+        for t, place in zip(arguments, entered(arguments, n, batch_dim, each), strict=True):
             self._places[view_of(t)] = place or self.place(t)  # one may be given twice
         for k, t in enumerate(each):
             if t.shape[batch_dim : batch_dim + 1] != (n,):  # else it may be one argument of several
                 self._arranged.pieces.keep(t, (k % n,))
-        whole = (t for t in arguments if t.shape[batch_dim : batch_dim + 1] == (n,))
-        first = next(whole, None)
-        of_all = [t for t in arguments if first is not None and _of_all(t, first, n, batch_dim)]
+        of_all = _of_all(arguments, n, batch_dim)
         for t in of_all:
             self._known.keep(t, True)
         for t in arguments:  # after them: one may be a view of what holds samples
@@ -101,12 +99,12 @@ class Taint(TorchDispatchMode):
             t for t, at in zip(outputs, self.ends, strict=True) if at != GONE
         )
         mixed = (
-            place == GONE and t.dim() > 0 and (t.requires_grad or self._n in t.shape)
+            place == GONE and t.dim() > 0 and (t.requires_grad or self.n in t.shape)
             for t, place in zip(outputs, self.ends, strict=True)
         )
         self.orderly = self.orderly and not any(mixed)
         self._on = False
-        self.mixed = self._shadows is not None and self._shadows.mixed(outputs, self._n)
+        self.mixed = self._shadows is not None and self._shadows.mixed(outputs, self.n)
         self._shadows = None
         self._known, self._places, self._arguments = ByMemory(), {}, ()
         self._depart()
@@ -170,7 +168,7 @@ class Taint(TorchDispatchMode):
         fed = step.fed
         if fed:
             try:
-                told = self._n, fed, step.unknown, self._dim_of
+                told = self.n, fed, step.unknown, self._dim_of
                 self.orderly = self.orderly and not disorders(func, args, kwargs, *told)
             except Exception:  # what it was given has no values, or is none of torch's
                 self.orderly = False
@@ -180,7 +178,7 @@ class Taint(TorchDispatchMode):
         before = {at for _, at in places} - {None}
         guesses = [
             self._following(func, args, kwargs, guess)
-            for guess in (guessed(places, self._n) if self.orderly and not before else ())
+            for guess in (guessed(places, self.n) if self.orderly and not before else ())
         ]
         changed = [(t, view_of(t), self.place(t)) for t in written(func, args, kwargs)]
         made = self._shadows.run(step) if self._shadows else None
@@ -197,9 +195,13 @@ class Taint(TorchDispatchMode):
                 self._places[view_of(t)] = None
                 self._arranged.forget(t)
         else:
-            for t, at in meeting.results(out):
+            for k, (t, at) in enumerate(meeting.results(out)):
                 self._known.keep(t, clean)
                 self._places[view_of(t)] = at
+                if k == 0:
+                    self._doubt(places, at)
+        if fed and name_of(func) == "_local_scalar_dense":
+            self.doubtful = True  # Python reads it
         try:
             strays = self._strays(func, args, places, before, guesses, out)
         except Exception:  # as above
@@ -216,6 +218,12 @@ class Taint(TorchDispatchMode):
                 others = [v for v in self._places if v and v[0] == view[0] and v != view]
                 self._places.update((v, None) for v in others if not self._as(v, view, now))
         return out
+
+    def _doubt(self, places: Sequence[Fed], at: Place | None) -> None:
+        """Samples are not found again, or meet a number of their batch."""
+        apart = any(place not in (None, GONE) for _, place in places)
+        meets = at is None or any(place == GONE for _, place in places)
+        self.doubtful |= apart and meets
 
     @property
     def ordered(self) -> bool:
@@ -255,16 +263,16 @@ class Taint(TorchDispatchMode):
             graph = torch.is_grad_enabled() and any(t.requires_grad for t in fed)
             if not first.dim() and not graph and not in_a_function():
                 return False  # it is logged, or goes back into the samples
-            return self._n in first.shape or not adds_up(func, args, fed, sums)
+            return self.n in first.shape or not adds_up(func, args, fed, sums)
         now = self.place(first)
         if not before:
             return any(guess(0, first) in (None, GONE) for guess in guesses)
-        some = self._n in first.shape or picks(func) or divides(func, args)
+        some = self.n in first.shape or picks(func) or divides(func, args)
         return now is None or (now == GONE and some)
 
     def _following(self, func: Any, args: Any, kwargs: Any, fed: Sequence[Fed]) -> Follows:
         try:
-            return followed(func, args, kwargs, fed, self._n)
+            return followed(func, args, kwargs, fed, self.n)
         except Exception:  # as above
             return lambda k, out: None
 
@@ -279,7 +287,7 @@ class Taint(TorchDispatchMode):
             before = self.given.get(key, Given(True, True, dim))
             rows = before.rows if place is None else before.rows | {(counts.shape, place)}
             fed = False in verdicts
-            in_turn = all(t.dim() and self.place(t) == Place(0, len(t) // self._n) for t in given)
+            in_turn = all(t.dim() and self.place(t) == Place(0, len(t) // self.n) for t in given)
             dim = dim if dim == before.dim else None
             told = before.fed and fed, before.in_turn and in_turn, dim, rows
             self.given[key] = Given(*told, before.again or in_a_function())
@@ -321,7 +329,22 @@ def watching(
     return kind(n, held, arguments, batch_dim, parameters, each, rows)
 
 
-def _of_all(t: Tensor, first: Tensor, n: int, batch_dim: int) -> bool:
+def entered(
+    arguments: Sequence[Tensor], n: int, batch_dim: int, each: Sequence[Tensor]
+) -> list[Place | None]:
+    """Where the samples are in what a model is called with."""
+    others = [*each, *_of_all(arguments, n, batch_dim)]
+    places = zip(arguments, first_places(arguments, n, batch_dim), strict=True)
+    return [None if any(t is other for other in others) else place for t, place in places]
+
+
+def _of_all(arguments: Sequence[Tensor], n: int, batch_dim: int) -> list[Tensor]:
+    whole = (t for t in arguments if t.shape[batch_dim : batch_dim + 1] == (n,))
+    first = next(whole, None)
+    return [t for t in arguments if first is not None and _is_of_all(t, first, n, batch_dim)]
+
+
+def _is_of_all(t: Tensor, first: Tensor, n: int, batch_dim: int) -> bool:
     """Ids and masks that all samples share, as positions [T] or [1, T] beside tokens [N, T] or
     [N, T, D]; beside anything else, as weights [N, T] of nodes, they may be packed ones."""
     shape, like = list(t.shape), list(first.shape)

@@ -54,6 +54,7 @@ class Verdict:
     sites: list[int]  # of each use
     routes: list[Any]  # what its batch chose, see routes.py
     barriers: list[Barrier]
+    watched: bool = False  # its forward was
     reach: tuple[bool, ...] = ()  # which outputs of parts with several it saw; of all, nothing
 
     @property

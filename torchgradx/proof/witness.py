@@ -25,9 +25,10 @@ from ..passes.modes import unheard
 from ..shared.frontier import Graph, Node, Plan
 from .arguments import flattened, of_each, one_of_several, rows_alone, sized, tensors_in
 from .layout import Watched
+from .others import Others
 from .sample_dims import GONE, Place
 from .several import End
-from .taint import Given, Taint, watching
+from .taint import Given, Taint, entered, watching
 from .unproven import Known, Use, followed, shown
 
 __all__ = ["Looked", "Seen", "Witness"]
@@ -62,6 +63,7 @@ class Seen:
     """Of one regime; outlives the probe."""
 
     watch: int = 1  # so many of the next forwards
+    counted: set[int] = field(default_factory=set)  # numbers of samples that were watched
     patience: int = 2  # how many, when a way is waited for next
     lent: set[Any] = field(default_factory=set)  # ways that were taken for others once
     sorts: bool = False  # the batch orders its samples, before the graph begins
@@ -85,6 +87,7 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         self.taint: Taint | None = None
         self.caches: list[dict[Any, Any]] = []  # of selective checkpoints
+        self.others: Others | None = None
         self.first = 0  # of the graph's nodes that this forward made
         self.shapes: Any = None  # of its arguments, where layouts are followed
         self.ends: dict[tuple[int, Node], list[End]] = {}
@@ -97,6 +100,7 @@ class Looked(NamedTuple):
     ends: dict[tuple[int, Node], list[End]]  # of several outputs, by site and the first's node
     way: Any = None  # how many nodes of the graph it made, and outputs; its arguments' shapes
     broadcast: bool = False  # the tensor that N = 1 was read off is, against others
+    others: Others | None = None  # where it did what cannot be followed
     flat: bool = False  # the first tensor shows no N: rows one after the other, or packed
 
     def beside(self, options: Any, arguments: Any, outputs: Any, n: int) -> Looked:
@@ -136,6 +140,7 @@ class Witness:
         if seen.watch or seen.shapes is not None:
             local.shapes = tuple(t.shape for t in sized(arguments))
         other = seen.shapes is not None and (joins or local.shapes not in seen.shapes)
+        other = other or n not in seen.counted
         asks = n > 1 and (seen.watch or other or seen.uneven)
         flat, rows = rows_alone(arguments, n, batch_dim) if asks else (False, None)
         if n > 1 and (seen.watch or other or (seen.uneven and rows)):
@@ -143,8 +148,11 @@ class Witness:
             held = [*model.parameters(), *model.buffers()]
             now = self._parameters.tensors
             args, kwargs = arguments
-            each = [t for given in (*args, *kwargs.values()) for t in of_each(given, n)]
-            local.taint = watching(n, held, sized(arguments), batch_dim, now, each, rows)
+            each = [t for one in (*args, *kwargs.values()) for t in of_each(one, n)]
+            given = sized(arguments)
+            places = entered(given, n, batch_dim, each)
+            local.others = None if rows else Others.of(n, model, arguments, places)
+            local.taint = watching(n, held, given, batch_dim, now, each, rows)
 
     def stop(self, whole: bool = True, outputs: Any = None) -> Looked:
         """At the end of a forward (whole), or of a call of the model by itself."""
@@ -152,11 +160,12 @@ class Witness:
         way = (torch.autograd._get_sequence_nr() - local.first, _which(outputs)), local.shapes
         if not whole:
             return Looked(None, local.ends, way)
-        found = Looked(local.taint, local.ends, way)
-        local.taint, local.ends = None, {}
-        if found.taint is not None:
-            found.taint.stop(tensors_in(outputs))
-        return found
+        taint, others = local.taint, local.others
+        found = Looked(taint, local.ends, way)
+        local.taint, local.others, local.ends = None, None, {}
+        if taint is not None:
+            taint.stop(tensors_in(outputs))
+        return found._replace(others=others) if taint is not None and taint.doubtful else found
 
     def several(self, site: int, first: Tensor, ends: list[End]) -> None:
         """A use has outputs beside its first."""
@@ -189,6 +198,7 @@ class Witness:
         """What a whole forward showed."""
         seen = self.seen
         seen.watch, seen.ends[_calls(uses, way)] = max(0, seen.watch - 1), taint.ends
+        seen.counted.add(taint.n)
         if seen.shapes is not None:
             seen.shapes.add(self._local.shapes)
         seen.sorts = seen.sorts or taint.ordered
@@ -206,7 +216,7 @@ class Witness:
         found = (way.given_to(use) for way in self.seen.ways.values())
         return any(given is not None and given.fed for given in found)
 
-    def went(self, way: Any) -> Way:
+    def went(self, way: Any, n: int) -> Way:
         """What forwards that went this way have shown; or such that made another number of nodes,
         as autocast does which casts a weight once, until the next forward that is watched."""
         seen, (structure, (_, shapes)) = self.seen, way
@@ -214,9 +224,12 @@ class Witness:
             return seen.ways[way]
         sizes = structure, shapes
         other = next((w for (s, (_, t)), w in seen.ways.items() if (s, t) == sizes), None)
-        if other is None or way in seen.lent:
+        if way in seen.lent:
             return Way()
         seen.lent.add(way)
+        if other is None:
+            seen.counted.discard(n)  # the next one of as many samples is watched
+            return Way()
         self.watch()
         return replace(other, borrowed=True)
 

@@ -1,0 +1,153 @@
+"""Whether a model gives a sample what it would give it among others: where it did what cannot be
+followed, its forward is done a few times more, without gradients: as it was, which has to come out
+as it did, and with one sample in the place of all, which has to come out as it did among them.
+
+That sees what no graph and no operation by itself shows: rows that a sort over the batch chooses,
+counts that happen to be alike, and numbers that go through Python or NumPy.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from ..sharding import scattered
+from ..sites.outcome import roundings
+from ..sites.regime import Regime
+from ..sites.stand_in import held_in, of_its_own, state_of_its_own
+from .arguments import plain, sized, tensors_in
+from .memory import storage_of
+from .operation import of_processes, real, written
+from .sample_dims import GONE, Place
+
+__all__ = ["Others"]
+
+ALONE = 4  # samples, of all over the batch
+MOST = 1 << 26  # bytes of what the model keeps, as a dataset, that are copied
+
+
+class _ElsewhereError(RuntimeError):
+    """It would write into what is not its own, or talk to other processes."""
+
+
+class _Apart(TorchDispatchMode):
+    """What runs inside writes into no weight, and calls no other process."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return "torch._dynamo" in sys.modules
+
+    def __init__(self, held: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._held = {s._cdata for s in map(storage_of, held) if s is not None}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        into = (storage_of(t) for t in written(func, args, kwargs))
+        if of_processes(func) or any(s is not None and s._cdata in self._held for s in into):
+            raise _ElsewhereError
+        return func(*args, **kwargs)
+
+
+class Others:
+    """Of one forward, that is yet to run: its model and arguments as they are now."""
+
+    def __init__(
+        self, n: int, model: nn.Module, arguments: Any, places: Sequence[Place | None]
+    ) -> None:
+        self._n, given = n, sized(arguments)
+        own: dict[int, Any] = {id(t): t.detach().clone() for t in given}
+        self._places = {id(own[id(t)]): at for t, at in zip(given, places, strict=True)}
+        self._arguments = tree_map(lambda v: state_of_its_own(v, own), arguments)
+        self._model = of_its_own(model, weights=False)
+        self._regime = Regime.current(model, True)
+
+    @staticmethod
+    def of(
+        n: int, model: nn.Module, arguments: Any, places: Sequence[Place | None]
+    ) -> Others | None:
+        """None: what is large, shared with other processes or compiled does not run by itself."""
+        compiled = any(
+            vars(m).get("_compiled_call_impl") or "_orig_mod" in m._modules for m in model.modules()
+        )
+        if compiled or scattered(model.parameters()):
+            return None
+        try:
+            if sum(t.nbytes for t in [*model.buffers(), *held_in(model)]) > MOST:
+                return None
+            return Others(n, model, arguments, places)
+        except Exception:  # what it is given cannot be copied
+            return None
+
+    def mix(self, outputs: Sequence[Tensor], places: Sequence[Place | None]) -> bool:
+        """Whether others show in outputs of samples that stay; `places` of them, as followed."""
+        try:
+            again, drawn = self._run(None)
+            if len(again) != len(outputs) or not all(map(self._alike, again, outputs)):
+                return False  # it goes another way each time
+            for sample in {k * (self._n - 1) // (ALONE - 1) for k in range(ALONE)}:
+                found, after = self._run(sample)
+                if torch.equal(drawn, after) and any(
+                    self._strays(*pair, sample) for pair in zip(again, found, places, strict=True)
+                ):
+                    return True
+        except Exception:  # it may be a batch that the model does not take
+            return False
+        return False
+
+    def _run(self, sample: int | None) -> tuple[list[Tensor], Tensor]:
+        """The outputs, and the state of the random numbers after them."""
+
+        def other(t: Tensor) -> Tensor:
+            at = self._places.get(id(t))
+            if sample is None or at is None or not plain(t):
+                return t.clone()
+            return _of_one(t, at, sample, self._n)
+
+        tensors = [t for t in tensors_in(self._arguments) if id(t) in self._places]
+        seen: dict[int, Any] = {id(t): other(t) for t in tensors}
+        args, kwargs = tree_map(lambda v: state_of_its_own(v, seen), self._arguments)
+        model = of_its_own(self._model, weights=False)
+        with torch.no_grad(), self._regime.again(), _Apart(model.parameters()):
+            outputs = tensors_in(model._call_impl(*args, **kwargs))
+            return outputs, torch.get_rng_state()
+
+    def _alike(self, a: Tensor, b: Tensor) -> bool:
+        return a.shape == b.shape and not bool(self._differs(a, b.detach()).any())
+
+    def _strays(self, a: Tensor, b: Tensor, place: Place | None, sample: int) -> bool:
+        """Whether the rows of this sample differ, wherever the samples may be."""
+        if place == GONE or a.shape != b.shape or not real(a):
+            return False
+        fits = [Place(dim) for dim, size in enumerate(a.shape) if size == self._n]
+        differs = self._differs(a, b)
+
+        def astray(at: Place) -> bool:
+            rows = differs.movedim(at.dim, 0).flatten(1).any(1) if a.dim() > 1 else differs
+            own = torch.arange(len(rows), device=rows.device) // at.inner % self._n == sample
+            return bool((rows & own).any())
+
+        candidates = fits if place is None else [place]
+        return bool(candidates) and all(map(astray, candidates))
+
+    def _differs(self, a: Tensor, b: Tensor) -> Tensor:
+        if a.is_complex():
+            return self._differs(torch.view_as_real(a), torch.view_as_real(b)).any(-1)
+        if not a.is_floating_point():
+            return a != b
+        eps = max(torch.finfo(kind).eps for kind in (a.dtype, self._regime.autocast or a.dtype))
+        largest = a.nan_to_num(0, 0, 0).abs().amax() if a.numel() else a.new_zeros(())
+        allowed = roundings(eps) * eps * float(largest)
+        return ~torch.isclose(a, b, 0, allowed, equal_nan=True)
+
+
+def _of_one(t: Tensor, place: Place, sample: int, n: int) -> Tensor:
+    """With one sample in the place of each."""
+    rows = torch.arange(t.shape[place.dim], device=t.device)
+    return t.index_select(place.dim, rows + (sample - rows // place.inner % n) * place.inner)
