@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import torchgradx
-from torchgradx.proof import others
+from torchgradx.proof import others, witness
 from torchgradx.proof.sample_dims import Place
 
 N = 6
@@ -279,6 +279,23 @@ def test_what_begins_with_more_samples_is_seen_at_once(before, options):
             else:
                 with pytest.raises(torchgradx.CoverageError, match="mixes"):
                     probe.norms()
+
+
+@a_few_modes
+def test_numbers_of_samples_that_never_repeat_are_not_looked_at_for_ever(options, monkeypatch):
+    need_native(options)
+    model, looks = Later().double(), []
+    monkeypatch.setattr(witness, "LONG", 3)
+    monkeypatch.setattr(
+        others.Others, "of", staticmethod(lambda n, *given: looks.append(n) or None)
+    )
+    with torchgradx.attach(model, **options) as probe:
+        for n in (3, 4, 5, 6, 7, 6):
+            x = torch.randn(n, 4).double()
+            want = loop(model, square, x)
+            square(model, x).backward()
+            close_named(probe.norms(per="parameter"), want)
+    assert looks == [3, 4, 5]
 
 
 class Twice(Between):

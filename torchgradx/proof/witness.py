@@ -140,7 +140,7 @@ class Witness:
         if seen.watch or seen.shapes is not None:
             local.shapes = tuple(t.shape for t in sized(arguments))
         other = seen.shapes is not None and (joins or local.shapes not in seen.shapes)
-        other = other or n not in seen.counted
+        other = other or (n not in seen.counted and len(seen.counted) < LONG)
         asks = n > 1 and (seen.watch or other or seen.uneven)
         flat, rows = rows_alone(arguments, n, batch_dim) if asks else (False, None)
         if n > 1 and (seen.watch or other or (seen.uneven and rows)):
