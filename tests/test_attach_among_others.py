@@ -216,6 +216,30 @@ def test_a_forward_that_does_not_do_the_same_again_is_no_reason(options):
         close_named(probe.norms(per="parameter"), loop(twin, square, x))
 
 
+class Taught(Between):
+    """By another model that it has, but not as a part."""
+
+    def __init__(self):
+        super().__init__(averaged_for_a_log)
+        self.teacher = [nn.BatchNorm1d(4).double()]
+
+    def forward(self, x):
+        with torch.no_grad():
+            taught = self.teacher[0](x)
+        return super().forward(x) + float(taught.abs().sum() > 0)
+
+
+@a_few_modes
+def test_statistics_of_what_is_no_part_are_taken_once(options):
+    need_native(options)
+    model, x = Taught().double(), torch.randn(N, 4).double()
+    with torchgradx.attach(model, **options):
+        square(model, x).backward()
+    statistics = model.teacher[0]
+    assert int(statistics.num_batches_tracked) == 1
+    torch.testing.assert_close(statistics.running_mean, 0.1 * x.mean(0), rtol=1e-12, atol=0)
+
+
 class Scales(Between):
     def forward(self, x):
         self.a.weight.data.mul_(0.5)

@@ -9,7 +9,7 @@ counts that happen to be alike, and numbers that go through Python or NumPy.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ..sites.regime import Regime
 from ..sites.stand_in import held_in, of_its_own, state_of_its_own
 from .arguments import plain, sized, tensors_in
 from .memory import storage_of
-from .operation import of_processes, real, written
+from .operation import of_processes, real, tensors_of, written
 from .sample_dims import GONE, Place
 
 __all__ = ["Others"]
@@ -37,22 +37,31 @@ class _ElsewhereError(RuntimeError):
 
 
 class _Apart(TorchDispatchMode):
-    """What runs inside writes into no weight, and calls no other process."""
+    """What runs inside writes into what is its own alone, and calls no other process."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return "torch._dynamo" in sys.modules
 
-    def __init__(self, held: Iterable[Tensor]) -> None:
+    def __init__(self, own: Iterable[Tensor]) -> None:
         super().__init__()
-        self._held = {s._cdata for s in map(storage_of, held) if s is not None}
+        self._own = set(_memories(own))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        into = (storage_of(t) for t in written(func, args, kwargs))
-        if of_processes(func) or any(s is not None and s._cdata in self._held for s in into):
+        into = [*written(func, args, kwargs)]
+        if "batch_norm" in func._schema.name:  # its schema does not say that it writes statistics
+            into += [t for t in args[3:5] if isinstance(t, Tensor)]
+        if of_processes(func) or not self._own.issuperset(_memories(into)):
             raise _ElsewhereError
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        given = set(_memories(t for _, t in tensors_of((args, kwargs))))
+        self._own.update(set(_memories(t for _, t in tensors_of(out))) - given)  # a view is no new
+        return out
+
+
+def _memories(tensors: Iterable[Tensor]) -> Iterator[int]:
+    return (s._cdata for s in map(storage_of, tensors) if s is not None)
 
 
 class Others:
@@ -114,7 +123,9 @@ class Others:
         seen: dict[int, Any] = {id(t): other(t) for t in tensors}
         args, kwargs = tree_map(lambda v: state_of_its_own(v, seen), self._arguments)
         model = of_its_own(self._model, weights=False)
-        with torch.no_grad(), self._regime.again(), _Apart(model.parameters()):
+        held = [*model.buffers(), *held_in(model), *seen.values()]
+        own = [t for t in held if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+        with torch.no_grad(), self._regime.again(), _Apart(own):
             outputs = tensors_in(model._call_impl(*args, **kwargs))
             return outputs, torch.get_rng_state()
 
