@@ -14,13 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..sharding import scattered
 from ..sites.outcome import roundings
 from ..sites.regime import Regime
-from ..sites.stand_in import held_in, of_its_own, state_of_its_own
+from ..sites.stand_in import (
+    copies_whole,
+    held_in,
+    of_its_own,
+    put,
+    state_of_its_own,
+)
 from .arguments import plain, sized, tensors_in
 from .memory import storage_of
 from .operation import of_processes, real, tensors_of, written
@@ -29,7 +36,6 @@ from .sample_dims import GONE, Place
 __all__ = ["Others"]
 
 ALONE = 4  # samples, of all over the batch
-MOST = 1 << 26  # bytes of what the model keeps, as a dataset, that are copied
 
 
 class _ElsewhereError(RuntimeError):
@@ -68,9 +74,14 @@ class Others:
     """Of one forward, that is yet to run: its model and arguments as they are now."""
 
     def __init__(
-        self, n: int, model: nn.Module, arguments: Any, places: Sequence[Place | None]
+        self,
+        n: int,
+        model: nn.Module,
+        arguments: Any,
+        places: Sequence[Place | None],
+        batch_dim: int,
     ) -> None:
-        self._n, given = n, sized(arguments)
+        self._n, self._batch_dim, given = n, batch_dim, sized(arguments)
         own: dict[int, Any] = {id(t): t.detach().clone() for t in given}
         self._places = {id(own[id(t)]): at for t, at in zip(given, places, strict=True)}
         self._arguments = tree_map(lambda v: state_of_its_own(v, own), arguments)
@@ -79,39 +90,47 @@ class Others:
 
     @staticmethod
     def of(
-        n: int, model: nn.Module, arguments: Any, places: Sequence[Place | None]
+        n: int,
+        model: nn.Module,
+        arguments: Any,
+        places: Sequence[Place | None],
+        batch_dim: int,
     ) -> Others | None:
-        """None: what is large, shared with other processes or compiled does not run by itself."""
+        """None: what is large, compiled or shared does not run by itself."""
         compiled = any(
             vars(m).get("_compiled_call_impl") or "_orig_mod" in m._modules for m in model.modules()
         )
-        if compiled or scattered(model.parameters()):
+        whole = copies_whole(model, tree_leaves(arguments))
+        if compiled or not whole or scattered(model.parameters()):
             return None
         try:
-            if sum(t.nbytes for t in [*model.buffers(), *held_in(model)]) > MOST:
-                return None
-            return Others(n, model, arguments, places)
+            return Others(n, model, arguments, places, batch_dim)
         except Exception:  # what it is given cannot be copied
             return None
 
     def mix(self, outputs: Sequence[Tensor], places: Sequence[Place | None]) -> bool:
-        """Whether others show in outputs of samples that stay; `places` of them, as followed."""
+        """Whether others show in outputs of samples; `places` of these, as followed."""
+        known = [(k, at) for k, at in enumerate(places) if at is not None and at != GONE]
+        if not known and len(outputs) == 1 and outputs[0].requires_grad and places[0] is None:
+            along = outputs[0].shape[self._batch_dim :][:1]  # where it has to be, if anywhere
+            known = [(0, Place(self._batch_dim))] if along == (self._n,) else []
         try:
-            again, drawn = self._run(None)
+            again, drew = self._run(None) if known else ([], True)
             if len(again) != len(outputs) or not all(map(self._alike, again, outputs)):
                 return False  # it goes another way each time
-            for sample in {k * (self._n - 1) // (ALONE - 1) for k in range(ALONE)}:
-                found, after = self._run(sample)
-                if torch.equal(drawn, after) and any(
-                    self._strays(*pair, sample) for pair in zip(again, found, places, strict=True)
-                ):
+            if drew:  # numbers for each row, and rows may be elsewhere
+                again, drew = self._run(None, still=True)
+            for sample in {k * (self._n - 1) // (ALONE - 1) for k in range(0 if drew else ALONE)}:
+                found, _ = self._run(sample, still=True)
+                looked = [(again[k], found[k], at) for k, at in known]
+                if any(self._strays(*pair, sample) for pair in looked):
                     return True
         except Exception:  # it may be a batch that the model does not take
             return False
         return False
 
-    def _run(self, sample: int | None) -> tuple[list[Tensor], Tensor]:
-        """The outputs, and the state of the random numbers after them."""
+    def _run(self, sample: int | None, still: bool = False) -> tuple[list[Tensor], bool]:
+        """The outputs, and whether random numbers were drawn; `still`: none for dropout."""
 
         def other(t: Tensor) -> Tensor:
             at = self._places.get(id(t))
@@ -123,29 +142,29 @@ class Others:
         seen: dict[int, Any] = {id(t): other(t) for t in tensors}
         args, kwargs = tree_map(lambda v: state_of_its_own(v, seen), self._arguments)
         model = of_its_own(self._model, weights=False)
+        weights = [p for p in model.parameters() if isinstance(p, nn.Parameter)]
+        # Of its own, should it be given other numbers; with numbers that it may not write into.
+        put(model, {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in weights})
+        for m in model.modules() if still else ():
+            m.training = m.training and not isinstance(m, _DropoutNd)
         held = [*model.buffers(), *held_in(model), *seen.values()]
         own = [t for t in held if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
         with torch.no_grad(), self._regime.again(), _Apart(own):
+            before = Regime.current(model, True)
             outputs = tensors_in(model._call_impl(*args, **kwargs))
-            return outputs, torch.get_rng_state()
+            return outputs, not before.same_numbers(Regime.current(model, True))
 
     def _alike(self, a: Tensor, b: Tensor) -> bool:
         return a.shape == b.shape and not bool(self._differs(a, b.detach()).any())
 
-    def _strays(self, a: Tensor, b: Tensor, place: Place | None, sample: int) -> bool:
-        """Whether the rows of this sample differ, wherever the samples may be."""
-        if place == GONE or a.shape != b.shape or not real(a):
+    def _strays(self, a: Tensor, b: Tensor, at: Place, sample: int) -> bool:
+        """Whether the rows of this sample differ."""
+        if a.shape != b.shape or not real(a):
             return False
-        fits = [Place(dim) for dim, size in enumerate(a.shape) if size == self._n]
         differs = self._differs(a, b)
-
-        def astray(at: Place) -> bool:
-            rows = differs.movedim(at.dim, 0).flatten(1).any(1) if a.dim() > 1 else differs
-            own = torch.arange(len(rows), device=rows.device) // at.inner % self._n == sample
-            return bool((rows & own).any())
-
-        candidates = fits if place is None else [place]
-        return bool(candidates) and all(map(astray, candidates))
+        rows = differs.movedim(at.dim, 0).flatten(1).any(1) if a.dim() > 1 else differs
+        own = torch.arange(len(rows), device=rows.device) // at.inner % self._n == sample
+        return bool((rows & own).any())
 
     def _differs(self, a: Tensor, b: Tensor) -> Tensor:
         if a.is_complex():

@@ -151,7 +151,7 @@ class Witness:
             each = [t for one in (*args, *kwargs.values()) for t in of_each(one, n)]
             given = sized(arguments)
             places = entered(given, n, batch_dim, each)
-            local.others = None if rows else Others.of(n, model, arguments, places)
+            local.others = None if rows else Others.of(n, model, arguments, places, batch_dim)
             local.taint = watching(n, held, given, batch_dim, now, each, rows)
 
     def stop(self, whole: bool = True, outputs: Any = None) -> Looked:

@@ -7,9 +7,9 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
-from types import MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,15 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .copies import stock_of
 
-__all__ = ["as_it_is_now", "held_besides", "held_in", "makes_weight", "of_its_own", "of_the_user",
-           "put", "state_of_its_own"]  # fmt: skip
+__all__ = ["as_it_is_now", "attributes", "copies_whole", "held_besides", "held_in", "makes_weight",
+           "of_its_own", "of_the_user", "put", "state_of_its_own"]  # fmt: skip
 
+OF_PYTHON = 1 << 9  # classes: Py_TPFLAGS_HEAPTYPE
 DRAW = (np.random.Generator, np.random.RandomState, random.Random)
 SAID = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 DEPTH = 4  # of what is held in what
-OF_TORCH = {*vars(nn.Module()), "_flat_weights"}
+MANY, MOST = 1 << 12, 1 << 26  # things, and bytes, that are copied where a model only may need it
+OF_TORCH = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}
 
 
 def stand_in(module: nn.Module) -> nn.Module:
@@ -101,11 +103,54 @@ def held_besides(module: nn.Module, ids: Collection[int]) -> Iterator[tuple[nn.M
                 yield m, name
 
 
+def copies_whole(module: nn.Module, arguments: Iterable[Any]) -> bool:
+    """Whether copies of both share nothing with them that a forward could change, but for what its
+    functions find elsewhere."""
+    kinds = {kind for m in module.modules() for kind in type(m).__mro__}
+    of_kinds = (v for kind in kinds for name, v in vars(kind).items() if name[0] != "_")
+    shared = any(isinstance(v, (list, dict, set, deque, bytearray)) for v in of_kinds)
+    if shared or any(hasattr(kind, "__del__") for kind in kinds):
+        return False
+    size, values = 0, [*attributes(module), *arguments]
+    for count, part in enumerate(p for v in (*module.buffers(), *values) for p in _parts(v, 0)):
+        size += getattr(part, "nbytes", 0)
+        if count > MANY or size > MOST or isinstance(part, (torch.Generator, *DRAW)):
+            return False
+    return all(_is_memory(v, 1) or _is_function(v) for v in values)
+
+
+def attributes(module: nn.Module) -> Iterator[Any]:
+    """Of all its parts, beside what torch has in each."""
+    for m in module.modules():
+        own = (vars(m)[name] for name in set(vars(m)) - OF_TORCH)
+        yield from (value for value in own if not _is_method(value, m))
+
+
+def _parts(value: Any, depth: int) -> Iterator[Any]:
+    """It, and what it holds."""
+    yield value
+    if depth > DEPTH or isinstance(value, (*SAID, Tensor, nn.Module, type)):
+        return
+    inner = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, (dict, list, tuple, set, deque)):
+        inner = (getattr(value, "__dict__", None) or {}).values()
+    for v in inner:
+        yield from _parts(v, depth + 1)
+
+
+def _is_function(value: Any) -> bool:
+    """One that holds nothing."""
+    if isinstance(value, FunctionType):
+        return not value.__closure__
+    return isinstance(value, (type, BuiltinFunctionType)) and not isinstance(
+        getattr(value, "__self__", None), (nn.Module, Tensor)
+    )
+
+
 def held_in(module: nn.Module) -> Iterator[Tensor]:
     """Tensors that it has otherwise than as parameters and buffers."""
-    for m in module.modules():
-        for name in set(vars(m)) - OF_TORCH:
-            yield from _tensors_of(vars(m)[name], 0)
+    for value in attributes(module):
+        yield from _tensors_of(value, 0)
 
 
 def _tensors_of(value: Any, depth: int) -> Iterator[Tensor]:
@@ -152,6 +197,8 @@ def _copied(value: Any, seen: dict[int, Any]) -> Any:
         for key, v in value.items() if isinstance(value, dict) else enumerate(value):
             twin[key] = state_of_its_own(v, seen)
         return twin
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(state_of_its_own(v, seen) for v in value))
     if type(value) in (tuple, set):
         return type(value)(state_of_its_own(v, seen) for v in value)
     if isinstance(value, bytearray):
@@ -173,4 +220,6 @@ def _is_memory(value: Any, depth: int) -> bool:
     if isinstance(value, (dict, list, tuple, set, deque)):
         return depth > 0 and all(_is_memory(v, depth + 1) for v in parts)
     held = getattr(value, "__dict__", None) or {}
+    if not type(value).__flags__ & OF_PYTHON or hasattr(type(value), "__del__"):  # a file
+        return False
     return bool(held) and all(_is_memory(v, depth + 1) for v in held.values())
