@@ -3,6 +3,7 @@
 import copy
 import random
 from queue import Queue
+from types import FunctionType, MethodType
 from typing import ClassVar
 
 import numpy as np
@@ -224,7 +225,8 @@ class Hears(Between):
         self.hear = hear(self)
 
     def forward(self, x):
-        self.hear() if callable(self.hear) else self.hear.put(1)
+        how = getattr(self.hear, "put", self.hear)
+        how() if isinstance(self.hear, Notes | FunctionType | MethodType) else how(1)
         return super().forward(x)
 
 
@@ -243,11 +245,17 @@ def in_a_closure(model):
     return lambda: notes.append(1)
 
 
+def in_a_list(model):
+    model.notes = []
+    return model.notes.append
+
+
 HEAR = {
     "a queue": lambda model: Queue(),
     "slots": lambda model: Notes(),
     "a closure": in_a_closure,
     "a method of another": lambda model: Notes().__call__,
+    "a method of a list": in_a_list,
 }
 
 

@@ -97,15 +97,16 @@ class Others:
         batch_dim: int,
     ) -> Others | None:
         """None: what is large, compiled or shared does not run by itself."""
+        parts = list(model.modules())
         compiled = any(
-            vars(m).get("_compiled_call_impl") or "_orig_mod" in m._modules for m in model.modules()
+            vars(m).get("_compiled_call_impl") or "_orig_mod" in m._modules for m in parts
         )
-        whole = copies_whole(model, tree_leaves(arguments))
-        if compiled or not whole or scattered(model.parameters()):
+        if compiled or scattered(model.parameters()):
             return None
         try:
-            return Others(n, model, arguments, places, batch_dim)
-        except Exception:  # what it is given cannot be copied
+            whole = copies_whole(model, tree_leaves(arguments))
+            return Others(n, model, arguments, places, batch_dim) if whole else None
+        except Exception:  # it holds what does not even let itself be looked at
             return None
 
     def mix(self, outputs: Sequence[Tensor], places: Sequence[Place | None]) -> bool:

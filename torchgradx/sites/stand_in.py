@@ -9,7 +9,7 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -142,9 +142,9 @@ def _is_function(value: Any) -> bool:
     """One that holds nothing."""
     if isinstance(value, FunctionType):
         return not value.__closure__
-    return isinstance(value, (type, BuiltinFunctionType)) and not isinstance(
-        getattr(value, "__self__", None), (nn.Module, Tensor)
-    )
+    of = getattr(value, "__self__", None)  # of torch.tanh a class, of math.exp a file of Python's
+    builtin = isinstance(value, BuiltinFunctionType) and isinstance(of, (type, ModuleType))
+    return builtin or isinstance(value, type)
 
 
 def held_in(module: nn.Module) -> Iterator[Tensor]:
