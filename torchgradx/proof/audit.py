@@ -104,10 +104,11 @@ class Audit:
         sites: Sequence[Site],
         looked: Looked,
     ) -> None:
+        held = self._held(key)
+        if looked.taint is not None and held is not None and not held.watched:
+            self._proven.pop(key, None)  # it is looked at once more, and closer
+            self._pending.pop(key, None)
         known = self._proven.get(key)
-        if looked.taint is not None and known is not None and not known.watched:
-            del self._proven[key]  # it is looked at once more, and closer
-            known = None
         if known is not None and known.lasting and not self._parameters.gathered():
             self._tell(run, known)
             return

@@ -23,7 +23,6 @@ from .copies import stock_of
 __all__ = ["as_it_is_now", "attributes", "copies_whole", "held_besides", "held_in", "makes_weight",
            "of_its_own", "of_the_user", "put", "state_of_its_own"]  # fmt: skip
 
-OF_PYTHON = 1 << 9  # classes: Py_TPFLAGS_HEAPTYPE
 DRAW = (np.random.Generator, np.random.RandomState, random.Random)
 SAID = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 DEPTH = 4  # of what is held in what
@@ -220,6 +219,6 @@ def _is_memory(value: Any, depth: int) -> bool:
     if isinstance(value, (dict, list, tuple, set, deque)):
         return depth > 0 and all(_is_memory(v, depth + 1) for v in parts)
     held = getattr(value, "__dict__", None) or {}
-    if not type(value).__flags__ & OF_PYTHON or hasattr(type(value), "__del__"):  # a file
+    if hasattr(type(value), "__del__"):  # a copy would close the file
         return False
     return bool(held) and all(_is_memory(v, depth + 1) for v in held.values())
