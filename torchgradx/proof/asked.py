@@ -32,6 +32,7 @@ __all__ = [
     "codes_of",
     "differing",
     "runs",
+    "unlike",
     "with_others",
 ]
 
@@ -132,14 +133,18 @@ def differing(a: Any, b: Any) -> list[Tensor] | None:
 
 def _differs(a: Tensor, b: Tensor) -> Tensor:
     """By more than the same sum in another order would; that of halves is made in float32."""
-    if a.is_complex():
-        return _differs(torch.view_as_real(a), torch.view_as_real(b)).any(-1)
-    if not a.is_floating_point():
+    if not real(a):
         return a != b
-    own, sums = 2 * torch.finfo(a.dtype).eps, torch.promote_types(a.dtype, torch.float32)
+    sums = torch.promote_types(a.dtype, torch.float32)
+    return unlike(a, b, 2 * torch.finfo(a.dtype).eps, 64 * torch.finfo(sums).eps)
+
+
+def unlike(a: Tensor, b: Tensor, own: float, rounding: float) -> Tensor:
+    """Where real numbers differ by more than parts of each, and of the largest."""
+    if a.is_complex():
+        return unlike(torch.view_as_real(a), torch.view_as_real(b), own, rounding).any(-1)
     largest = a.nan_to_num(0, 0, 0).abs().max() if a.numel() else a.new_zeros(())
-    rounding = 64 * torch.finfo(sums).eps * float(largest)
-    return ~torch.isclose(a, b, own, rounding, equal_nan=True)
+    return ~torch.isclose(a, b, own, rounding * float(largest), equal_nan=True)
 
 
 def answer_of(differs: Sequence[Sequence[Tensor]], codes: Tensor) -> Answer:

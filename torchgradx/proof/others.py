@@ -21,14 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..sharding import scattered
 from ..sites.outcome import roundings
 from ..sites.regime import Regime
-from ..sites.stand_in import (
-    copies_whole,
-    held_in,
-    of_its_own,
-    put,
-    state_of_its_own,
-)
+from ..sites.stand_in import copies_whole, held_in, of_its_own, put, state_of_its_own
 from .arguments import plain, sized, tensors_in
+from .asked import unlike
 from .memory import storage_of
 from .operation import of_processes, real, tensors_of, written
 from .sample_dims import GONE, Place
@@ -168,14 +163,10 @@ class Others:
         return bool((rows & own).any())
 
     def _differs(self, a: Tensor, b: Tensor) -> Tensor:
-        if a.is_complex():
-            return self._differs(torch.view_as_real(a), torch.view_as_real(b)).any(-1)
-        if not a.is_floating_point():
+        if not real(a):
             return a != b
         eps = max(torch.finfo(kind).eps for kind in (a.dtype, self._regime.autocast or a.dtype))
-        largest = a.nan_to_num(0, 0, 0).abs().amax() if a.numel() else a.new_zeros(())
-        allowed = roundings(eps) * eps * float(largest)
-        return ~torch.isclose(a, b, 0, allowed, equal_nan=True)
+        return unlike(a, b, 0, roundings(eps) * eps)
 
 
 def _of_one(t: Tensor, place: Place, sample: int, n: int) -> Tensor:

@@ -196,7 +196,8 @@ def _by_vmap(call: Call) -> Chunks:
         return objective(parameters, inputs, spread)
 
     mapped = vmap(grad(one, has_aux=True), in_dims=(None, 0, 0), randomness="error")
-    wholes = [None if g is None else torch.full_like(g, torch.nan) for g in call.grads]
+    shown = [g if call.gave else None for g in call.grads]
+    wholes = [None if g is None else torch.full_like(g, torch.nan) for g in shown]
     within = replace(call, grads=wholes)
     shares: list[Any] = [_pieces(within, t) for t in wholes if t is not None]
     for chunk in _chunks(call.n, sum(p.numel() for p in parameters.values())):

@@ -323,8 +323,7 @@ class FallbackSite:
             for place, name in zip(places, names, strict=True):
                 run.finish(place, norms[name])
             return
-        books = bool(self._recorder.books)
-        way, chunks = per_sample_gradients(call, self._silent, books)
+        way, chunks = per_sample_gradients(call, self._silent, bool(self._recorder.books))
         self.layer.notes[way] = None
         kept: list[list[Tensor]] = [[] for _ in places]
         dots: list[Tensor] = []
