@@ -24,7 +24,7 @@ from torch import nn
 import torchgradx
 from torchgradx.proof import others
 from torchgradx.proof.sample_dims import Place
-from torchgradx.sites import stand_in
+from torchgradx.sites import whole
 
 N = 6
 
@@ -96,7 +96,7 @@ def test_what_is_large_is_not_copied(given, monkeypatch):
     model, arguments = Between(), ((torch.randn(N, 4),), {})
     assert others.Others.of(N, model, arguments, [Place(0)], 0)
     model.data = {"kept": [given]}
-    monkeypatch.setattr(stand_in, "MOST", 1000)
+    monkeypatch.setattr(whole, "MOST", 1000)
     assert others.Others.of(N, model, arguments, [Place(0)], 0) is None
 
 

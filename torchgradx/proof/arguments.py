@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["batch_size", "flattened", "of_each", "one_of_several", "plain", "rows_alone", "sized",
-           "tensors_in"]  # fmt: skip
+__all__ = ["batch_size", "begins", "flattened", "of_each", "one_of_several", "plain", "rows_alone",
+           "sized", "tensors_in"]  # fmt: skip
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -100,6 +100,17 @@ def rows_alone(arguments: Any, n: int, batch_dim: int) -> tuple[bool, int | None
     if found is None:
         return False, None
     return True, len(found) if len(found) and len(found) % n == 0 else None
+
+
+def begins(arguments: Any) -> bool:
+    """Whether a tensor says where each sample begins in another, as an EmbeddingBag's offsets: one
+    sample in the place of all has none there."""
+    wholes = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    listed = [t for t in sized(arguments) if t.dim() == 1 and t.dtype in wholes and len(t) > 1]
+    longest = max(map(len, listed), default=0)
+    return len(listed) > 1 and any(
+        int(t[0]) == 0 < int(t[-1]) <= longest and bool((t.diff() >= 0).all()) for t in listed
+    )
 
 
 def plain(t: Tensor) -> bool:

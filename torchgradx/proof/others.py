@@ -1,6 +1,6 @@
 """Whether a model gives a sample what it would give it among others: where it did what cannot be
-followed, its forward is done a few times more, without gradients: as it was, which has to come out
-as it did, and with one sample in the place of all, which has to come out as it did among them.
+followed, its forward is done a few times more, by copies: as it was, which has to come out as it
+did, and with one sample in the place of all, which has to come out as it did among them.
 
 That sees what no graph and no operation by itself shows: rows that a sort over the batch chooses,
 counts that happen to be alike, and numbers that go through Python or NumPy.
@@ -8,12 +8,14 @@ counts that happen to be alike, and numbers that go through Python or NumPy.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -21,8 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..sharding import scattered
 from ..sites.outcome import roundings
 from ..sites.regime import Regime
-from ..sites.stand_in import copies_whole, held_in, of_its_own, put, state_of_its_own
-from .arguments import plain, sized, tensors_in
+from ..sites.stand_in import held_in, of_its_own, put, state_of_its_own
+from ..sites.whole import copies_whole, kinds_kept
+from .arguments import begins, plain, sized, tensors_in
 from .asked import unlike
 from .memory import storage_of
 from .operation import of_processes, real, tensors_of, written
@@ -31,10 +34,16 @@ from .sample_dims import GONE, Place
 __all__ = ["Others"]
 
 ALONE = 4  # samples, of all over the batch
+SMALL = 1 << 24  # bytes of weights that are copied
+MOST, LOOKED, FAR = 1 << 20, 1 << 14, 8  # operations, elements, times
 
 
 class _ElsewhereError(RuntimeError):
     """It would write into what is not its own, or talk to other processes."""
+
+
+class _EndlessError(RuntimeError):
+    """It does far more than the batch took, as a loop that waits for two samples of a kind."""
 
 
 class _Apart(TorchDispatchMode):
@@ -44,12 +53,15 @@ class _Apart(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return "torch._dynamo" in sys.modules
 
-    def __init__(self, own: Iterable[Tensor]) -> None:
+    def __init__(self, own: Iterable[Tensor], most: int) -> None:
         super().__init__()
-        self._own = set(_memories(own))
+        self._own, self.steps, self._most = set(_memories(own)), 0, most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.steps += 1
+        if self.steps > self._most:
+            raise _EndlessError
         into = [*written(func, args, kwargs)]
         if "batch_norm" in func._schema.name:  # its schema does not say that it writes statistics
             into += [t for t in args[3:5] if isinstance(t, Tensor)]
@@ -77,10 +89,15 @@ class Others:
         batch_dim: int,
     ) -> None:
         self._n, self._batch_dim, given = n, batch_dim, sized(arguments)
-        own: dict[int, Any] = {id(t): t.detach().clone() for t in given}
+        own: dict[int, Any] = {id(t): _leaf(t.clone(), t) for t in given}
         self._places = {id(own[id(t)]): at for t, at in zip(given, places, strict=True)}
         self._arguments = tree_map(lambda v: state_of_its_own(v, own), arguments)
+        small = sum(p.nbytes for p in model.parameters()) < SMALL
         self._model = of_its_own(model, weights=False)
+        if small:  # it may write into them
+            put(self._model, {id(p): _parameter(p.clone(), p) for p in model.parameters()})
+        self._small, self._saves, self._most = small, False, MOST
+        self._modes = [m.training for m in model.modules()]
         self._regime = Regime.current(model, True)
 
     @staticmethod
@@ -99,31 +116,44 @@ class Others:
         if compiled or scattered(model.parameters()):
             return None
         try:
-            whole = copies_whole(model, tree_leaves(arguments))
+            whole = copies_whole(model, tree_leaves(arguments)) and not begins(arguments)
             return Others(n, model, arguments, places, batch_dim) if whole else None
         except Exception:  # it holds what does not even let itself be looked at
             return None
 
     def mix(self, outputs: Sequence[Tensor], places: Sequence[Place | None]) -> bool:
         """Whether others show in outputs of samples; `places` of these, as followed."""
-        known = [(k, at) for k, at in enumerate(places) if at is not None and at != GONE]
-        if not known and len(outputs) == 1 and outputs[0].requires_grad and places[0] is None:
-            along = outputs[0].shape[self._batch_dim :][:1]  # where it has to be, if anywhere
-            known = [(0, Place(self._batch_dim))] if along == (self._n,) else []
+        alone = len(outputs) == 1
+        found = [at or self._place(t, alone) for t, at in zip(outputs, places, strict=True)]
+        known = [(k, at) for k, at in enumerate(found) if at is not None and at != GONE]
         try:
-            again, drew = self._run(None) if known else ([], True)
-            if len(again) != len(outputs) or not all(map(self._alike, again, outputs)):
-                return False  # it goes another way each time
+            again, drew = self._again(outputs) if known else ([], True)
             if drew:  # numbers for each row, and rows may be elsewhere
                 again, drew = self._run(None, still=True)
             for sample in {k * (self._n - 1) // (ALONE - 1) for k in range(0 if drew else ALONE)}:
-                found, _ = self._run(sample, still=True)
-                looked = [(again[k], found[k], at) for k, at in known]
-                if any(self._strays(*pair, sample) for pair in looked):
+                for_all, _ = self._run(sample, still=True)
+                if any(self._strays(again[k], for_all[k], at, sample) for k, at in known):
                     return True
+        except _EndlessError:
+            return True
         except Exception:  # it may be a batch that the model does not take
             return False
         return False
+
+    def _again(self, outputs: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
+        """As it was: raises where it goes another way each time."""
+        for self._saves in (False, True):  # torch.func and autograd.grad need what is saved
+            with contextlib.suppress(Exception):
+                again, drew = self._run(None)
+                if len(again) == len(outputs) and all(map(self._alike, again, outputs)):
+                    return again, drew
+        raise _ElsewhereError
+
+    def _place(self, t: Tensor, alone: bool) -> Place | None:
+        """Where samples that were lost from sight have to be in an output, if anywhere."""
+        fits = [dim for dim, size in enumerate(t.shape) if size == self._n]
+        there = self._batch_dim in fits and (alone or len(fits) == 1)
+        return Place(self._batch_dim) if t.requires_grad and there else None
 
     def _run(self, sample: int | None, still: bool = False) -> tuple[list[Tensor], bool]:
         """The outputs, and whether random numbers were drawn; `still`: none for dropout."""
@@ -135,19 +165,23 @@ class Others:
             return _of_one(t, at, sample, self._n)
 
         tensors = [t for t in tensors_in(self._arguments) if id(t) in self._places]
-        seen: dict[int, Any] = {id(t): other(t) for t in tensors}
+        seen: dict[int, Any] = {id(t): _leaf(other(t), t) for t in tensors}
         args, kwargs = tree_map(lambda v: state_of_its_own(v, seen), self._arguments)
         model = of_its_own(self._model, weights=False)
         weights = [p for p in model.parameters() if isinstance(p, nn.Parameter)]
-        # Of its own, should it be given other numbers; with numbers that it may not write into.
-        put(model, {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in weights})
-        for m in model.modules() if still else ():
-            m.training = m.training and not isinstance(m, _DropoutNd)
+        put(model, {id(p): _parameter(p.clone() if self._small else p, p) for p in weights})
+        for m, training in zip(model.modules(), self._modes, strict=True):
+            m.training = training and not (still and isinstance(m, _DropoutNd))
         held = [*model.buffers(), *held_in(model), *seen.values()]
         own = [t for t in held if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
-        with torch.no_grad(), self._regime.again(), _Apart(own):
+        own += model.parameters() if self._small else ()
+        kept = contextlib.nullcontext() if self._saves else saved_tensors_hooks(_none, _none)
+        apart = _Apart(own, self._most)
+        with kinds_kept(model), self._regime.again(), torch.enable_grad(), kept, apart:
+            torch.set_autocast_cache_enabled(False)  # as before at the end: it outlives the copies
             before = Regime.current(model, True)
             outputs = tensors_in(model._call_impl(*args, **kwargs))
+            self._most = min(self._most, FAR * (apart.steps + FAR))
             return outputs, not before.same_numbers(Regime.current(model, True))
 
     def _alike(self, a: Tensor, b: Tensor) -> bool:
@@ -155,18 +189,53 @@ class Others:
 
     def _strays(self, a: Tensor, b: Tensor, at: Place, sample: int) -> bool:
         """Whether the rows of this sample differ."""
-        if a.shape != b.shape or not real(a):
+        if a.dim() != b.dim() or a.shape[at.dim] != b.shape[at.dim] or not real(a):
             return False
-        differs = self._differs(a, b)
-        rows = differs.movedim(at.dim, 0).flatten(1).any(1) if a.dim() > 1 else differs
-        own = torch.arange(len(rows), device=rows.device) // at.inner % self._n == sample
-        return bool((rows & own).any())
+        # Cut to the longest sample there is, it has less: from the first on, or to the last.
+        ends = [_common(a, b, last) for last in ((False, True) if a.shape != b.shape else (False,))]
+        return all(bool(self._differs(*pair).movedim(at.dim, 0)[self._rows(a, at, sample)].any())
+                   for pair in ends)  # fmt: skip
+
+    def _rows(self, t: Tensor, at: Place, sample: int) -> Tensor:
+        rows = torch.arange(t.shape[at.dim], device=t.device)
+        return rows // at.inner % self._n == sample
 
     def _differs(self, a: Tensor, b: Tensor) -> Tensor:
+        a, b = a.detach(), b.detach()
         if not real(a):
             return a != b
         eps = max(torch.finfo(kind).eps for kind in (a.dtype, self._regime.autocast or a.dtype))
-        return unlike(a, b, 0, roundings(eps) * eps)
+        rounding, loud = roundings(eps) * eps, _loud(a)  # as a mask's constants are
+        soft = unlike(a.masked_fill(loud, 0), b.masked_fill(loud, 0), 0, rounding)
+        return soft | (loud & unlike(a, b, rounding, 0))
+
+
+def _loud(t: Tensor) -> Tensor:
+    """Numbers that would hide what becomes of the others."""
+    sizes = t.abs()
+    some = sizes.flatten()[:: 1 + t.numel() // LOOKED]
+    some = some[some.isfinite() & (some > 0)]
+    return sizes > FAR**4 * some.kthvalue(1 + len(some) // FAR).values if len(some) else sizes > 0
+
+
+def _leaf(t: Tensor, like: Tensor) -> Tensor:
+    return t.detach().requires_grad_(like.requires_grad)
+
+
+def _parameter(t: Tensor, like: Tensor) -> nn.Parameter:
+    return nn.Parameter(t.detach(), like.requires_grad)
+
+
+def _none(kept: Any) -> Any:
+    """Of a graph for no backward."""
+
+
+def _common(a: Tensor, b: Tensor, last: bool) -> tuple[Tensor, Tensor]:
+    """What both have along each dimension."""
+    for dim, sizes in enumerate(zip(a.shape, b.shape, strict=True)):
+        size = min(sizes)
+        a, b = (t.narrow(dim, t.shape[dim] - size if last else 0, size) for t in (a, b))
+    return a, b
 
 
 def _of_one(t: Tensor, place: Place, sample: int, n: int) -> Tensor:

@@ -99,6 +99,9 @@ def followed(
         return moved(_indexed(chosen, place.dim) if args[0] is t else None)
     if isinstance(said("keepdim"), bool):
         return moved(_reduced(t, place.dim, said("dim"), said("keepdim")))
+    if name.startswith("_embedding_bag"):
+        stands = _in_bags(t, place, args, fed, n)
+        return lambda k, out: Place(0) if stands and not k and out.shape[:1] == (n,) else None
     if name == "_cdist_forward":
         return moved(_against(t, args, fed, place))
     if name in LOSSES:
@@ -294,6 +297,15 @@ def _against(t: Tensor, args: Sequence[Any], fed: Sequence[Fed], place: Place) -
     batch = place.dim < t.dim() - 2 and all(at == place for _, at in fed)
     rows = place.dim == t.dim() - 2 and len(fed) == 1 and t is args[0]
     return place.dim if args[0].dim() == args[1].dim() and (batch or rows) else None
+
+
+def _in_bags(t: Tensor, place: Place, args: Sequence[Any], fed: Sequence[Fed], n: int) -> bool:
+    """Whether each sample has a bag: where its offset says, or as many ids of each."""
+    offsets = args[2]
+    if any(offsets is other for other, _ in fed):
+        return t is offsets and place == Place(0)
+    begin = torch.arange(n, device=offsets.device) * place.inner
+    return t is args[1] and place.dim == 0 and torch.equal(offsets[:n], begin.to(offsets))
 
 
 def _broadcast(out: Tensor, known: Sequence[tuple[Tensor, Place]]) -> Place | None:

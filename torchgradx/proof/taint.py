@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from .arranged import Arranged, Meeting, has_gradients, in_a_function
 from .memory import ByMemory, storage_of, view_of
-from .operation import Step, name_of, of_sizes_only, real, tensors_of, written
+from .operation import Step, of_sizes_only, real, tensors_of, written
 from .order import adds_up, disorders, divides, picks
 from .sample_dims import GONE, Fed, Follows, Place, first_places, followed, guessed
 from .shadows import Shadows
@@ -199,9 +199,9 @@ class Taint(TorchDispatchMode):
                 self._known.keep(t, clean)
                 self._places[view_of(t)] = at
                 if k == 0:
-                    self._doubt(places, t, at)
-        if fed and name_of(func) == "_local_scalar_dense" and not isinstance(out, bool):
-            self.doubtful = True  # Python reads it; flags are asked by all, and set by none
+                    self._doubt(places, at)
+        if fed and isinstance(out, (bool, int, float, complex)):
+            self.doubtful = True  # Python reads it
         try:
             strays = self._strays(func, args, places, before, guesses, out)
         except Exception:  # as above
@@ -219,12 +219,11 @@ class Taint(TorchDispatchMode):
                 self._places.update((v, None) for v in others if not self._as(v, view, now))
         return out
 
-    def _doubt(self, places: Sequence[Fed], t: Tensor, at: Place | None) -> None:
-        """Samples are not found again, meet a number of their batch, or that is asked for."""
+    def _doubt(self, places: Sequence[Fed], at: Place | None) -> None:
+        """Samples are not found again, or meet a number of their batch."""
         apart = any(place not in (None, GONE) for _, place in places)
         meets = at is None or any(place == GONE for _, place in places)
-        asks = t.dtype is torch.bool and any(place == GONE and real(x) for x, place in places)
-        self.doubtful |= asks or (apart and meets)
+        self.doubtful |= apart and meets
 
     @property
     def ordered(self) -> bool:

@@ -136,9 +136,7 @@ class Witness:
         the same samples, so that its way is another one."""
         local, seen = self._local, self.seen
         local.caches, local.first = [], torch.autograd._get_sequence_nr()
-        local.shapes = None
-        if seen.watch or seen.shapes is not None:
-            local.shapes = tuple(t.shape for t in sized(arguments))
+        local.shapes = tuple(t.shape for t in sized(arguments))
         other = seen.shapes is not None and (joins or local.shapes not in seen.shapes)
         other = other or (n not in seen.counted and len(seen.counted) < LONG)
         asks = n > 1 and (seen.watch or other or seen.uneven)

@@ -7,9 +7,9 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -20,21 +20,24 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .copies import stock_of
 
-__all__ = ["as_it_is_now", "attributes", "copies_whole", "held_besides", "held_in", "makes_weight",
-           "of_its_own", "of_the_user", "put", "state_of_its_own"]  # fmt: skip
+__all__ = ["DEPTH", "DRAW", "SAID", "as_it_is_now", "attributes", "held_besides", "held_in",
+           "is_memory", "makes_weight", "of_its_own", "of_the_user", "put",
+           "state_of_its_own"]  # fmt: skip
 
 DRAW = (np.random.Generator, np.random.RandomState, random.Random)
 SAID = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 DEPTH = 4  # of what is held in what
-MANY, MOST = 1 << 12, 1 << 26  # things, and bytes, that are copied where a model only may need it
 OF_TORCH = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}
 
 
-def stand_in(module: nn.Module) -> nn.Module:
-    """A shallow copy to run: its buffers and attributes are its own, and hooks are off."""
-    twin = object.__new__(
-        stock_of(type(module))
-    )  # a sharded class builds the plain module in __new__
+def stand_in(module: nn.Module, made: dict[int, nn.Module] | None = None) -> nn.Module:
+    """A shallow copy to run: its buffers and attributes are its own, and hooks are off. `made`: of
+    its parts, which may be in several places."""
+    made = {} if made is None else made
+    if id(module) in made:
+        return made[id(module)]
+    # Not by its class, which builds the plain module in __new__ where it is sharded.
+    twin = made[id(module)] = object.__new__(stock_of(type(module)))
     twin.__dict__ = {
         key: MethodType(v.__func__, twin) if _is_method(v, module) else v
         for key, v in module.__dict__.items()
@@ -43,7 +46,7 @@ def stand_in(module: nn.Module) -> nn.Module:
     twin.__dict__.update(
         _parameters=dict(module._parameters),
         _buffers={key: b if b is None else b.clone() for key, b in module._buffers.items()},
-        _modules={key: child and stand_in(child) for key, child in module._modules.items()},
+        _modules={key: m and stand_in(m, made) for key, m in module._modules.items()},
         _forward_hooks=OrderedDict(),
         _forward_pre_hooks=OrderedDict(makers),
         _backward_hooks=OrderedDict(),
@@ -102,48 +105,11 @@ def held_besides(module: nn.Module, ids: Collection[int]) -> Iterator[tuple[nn.M
                 yield m, name
 
 
-def copies_whole(module: nn.Module, arguments: Iterable[Any]) -> bool:
-    """Whether copies of both share nothing with them that a forward could change, but for what its
-    functions find elsewhere."""
-    kinds = {kind for m in module.modules() for kind in type(m).__mro__}
-    of_kinds = (v for kind in kinds for name, v in vars(kind).items() if name[0] != "_")
-    shared = any(isinstance(v, (list, dict, set, deque, bytearray)) for v in of_kinds)
-    if shared or any(hasattr(kind, "__del__") for kind in kinds):
-        return False
-    size, values = 0, [*attributes(module), *arguments]
-    for count, part in enumerate(p for v in (*module.buffers(), *values) for p in _parts(v, 0)):
-        size += getattr(part, "nbytes", 0)
-        if count > MANY or size > MOST or isinstance(part, (torch.Generator, *DRAW)):
-            return False
-    return all(_is_memory(v, 1) or _is_function(v) for v in values)
-
-
 def attributes(module: nn.Module) -> Iterator[Any]:
     """Of all its parts, beside what torch has in each."""
     for m in module.modules():
         own = (vars(m)[name] for name in set(vars(m)) - OF_TORCH)
         yield from (value for value in own if not _is_method(value, m))
-
-
-def _parts(value: Any, depth: int) -> Iterator[Any]:
-    """It, and what it holds."""
-    yield value
-    if depth > DEPTH or isinstance(value, (*SAID, Tensor, nn.Module, type)):
-        return
-    inner = value.values() if isinstance(value, dict) else value
-    if not isinstance(value, (dict, list, tuple, set, deque)):
-        inner = (getattr(value, "__dict__", None) or {}).values()
-    for v in inner:
-        yield from _parts(v, depth + 1)
-
-
-def _is_function(value: Any) -> bool:
-    """One that holds nothing."""
-    if isinstance(value, FunctionType):
-        return not value.__closure__
-    of = getattr(value, "__self__", None)  # of torch.tanh a class, of math.exp a file of Python's
-    builtin = isinstance(value, BuiltinFunctionType) and isinstance(of, (type, ModuleType))
-    return builtin or isinstance(value, type)
 
 
 def held_in(module: nn.Module) -> Iterator[Tensor]:
@@ -160,7 +126,7 @@ def _tensors_of(value: Any, depth: int) -> Iterator[Tensor]:
     elif isinstance(value, (dict, list, tuple, set, deque)):
         for v in value.values() if isinstance(value, dict) else value:
             yield from _tensors_of(v, depth + 1)
-    elif _is_memory(value, 0):
+    elif is_memory(value, 0):
         yield from _tensors_of(vars(value), depth)
 
 
@@ -202,14 +168,14 @@ def _copied(value: Any, seen: dict[int, Any]) -> Any:
         return type(value)(state_of_its_own(v, seen) for v in value)
     if isinstance(value, bytearray):
         return bytearray(value)
-    if _is_memory(value, 0):
+    if is_memory(value, 0):
         twin = copy.copy(value)
         vars(twin).update({key: state_of_its_own(v, seen) for key, v in vars(value).items()})
         return twin
     return value
 
 
-def _is_memory(value: Any, depth: int) -> bool:
+def is_memory(value: Any, depth: int) -> bool:
     """Whether an object holds tensors, numbers and the like alone, as a cache of keys does."""
     if isinstance(value, (*SAID, Tensor, torch.Generator, np.ndarray, *DRAW)):
         return depth > 0
@@ -217,8 +183,11 @@ def _is_memory(value: Any, depth: int) -> bool:
         return False
     parts = value.values() if isinstance(value, dict) else value
     if isinstance(value, (dict, list, tuple, set, deque)):
-        return depth > 0 and all(_is_memory(v, depth + 1) for v in parts)
+        exact = isinstance(value, (dict, list, deque)) or type(value) in (tuple, set)
+        if not exact and not hasattr(value, "_fields"):  # it is not copied
+            return depth > 0 and all(isinstance(v, SAID) for v in parts)
+        return depth > 0 and all(is_memory(v, depth + 1) for v in parts)
     held = getattr(value, "__dict__", None) or {}
     if hasattr(type(value), "__del__"):  # a copy would close the file
         return False
-    return bool(held) and all(_is_memory(v, depth + 1) for v in held.values())
+    return bool(held) and all(is_memory(v, depth + 1) for v in held.values())

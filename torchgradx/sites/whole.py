@@ -1,0 +1,146 @@
+"""Whether a model can be copied whole, so that to run the copy changes nothing that is not its own:
+what it holds, what its classes do, and what its functions find in their file.
+
+A model that is only looked at more closely need not be: where nobody knows, it is not copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from dis import opmap
+from logging import Logger
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    ModuleType,
+)
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from .stand_in import DEPTH, DRAW, SAID, attributes, is_memory
+
+__all__ = ["copies_whole", "kinds_kept"]
+
+MANY, MOST = 1 << 12, 1 << 26  # things, and bytes, that are copied
+DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
+OF_ABC, CALLS = "_abc_impl", {"__call__"}
+GLOBALS = opmap["STORE_GLOBAL"], opmap["DELETE_GLOBAL"]
+WRAPPERS = {property: "fget", staticmethod: "__func__", classmethod: "__func__",
+            functools.cached_property: "func"}  # fmt: skip
+
+
+def copies_whole(module: nn.Module, arguments: Iterable[Any]) -> bool:
+    """Whether copies of both share nothing with them that a forward could change."""
+    theirs, reach = _kinds(module), _Reach()
+    if _has_any_global_hook() or any(hasattr(kind, "__del__") for kind in theirs):
+        return False
+    size, values = 0, [*attributes(module), *arguments]
+    for count, part in enumerate(p for v in (*module.buffers(), *values) for p in _parts(v, 0)):
+        size += getattr(part, "nbytes", 0)
+        if count > MANY or size > MOST or isinstance(part, (torch.Generator, *DRAW)):
+            return False
+    held = all(is_memory(v, 1) or reach.constant(v) for v in values)
+    return held and all(map(reach.kind, theirs))
+
+
+@contextlib.contextmanager
+def kinds_kept(module: nn.Module) -> Iterator[None]:
+    """What runs inside and counts in its class, as by `type(self).calls += 1`, counts nothing."""
+    before = [(kind, dict(vars(kind))) for kind in _kinds(module)]
+    try:
+        yield
+    finally:
+        for kind, held in before:
+            for name, value in held.items():
+                if isinstance(value, SAID) and vars(kind).get(name) is not value:
+                    setattr(kind, name, value)
+
+
+def _kinds(module: nn.Module) -> list[type]:
+    """The classes that are not torch's."""
+    kinds = {kind for m in module.modules() for kind in type(m).__mro__}
+    return [kind for kind in kinds if not kind.__module__.startswith(("torch.", "builtins"))]
+
+
+@dataclass
+class _Reach:
+    """What functions and classes can reach."""
+
+    seen: set[int] = field(default_factory=set)
+
+    def kind(self, kind: type) -> bool:
+        """Whether nothing that a class holds changes, whatever its functions do."""
+        return all(self.constant(v) for name, v in vars(kind).items()
+                   if name in CALLS or (name[:2] != "__" and name != OF_ABC))  # fmt: skip
+
+    def constant(self, value: Any) -> bool:
+        if isinstance(value, (*SAID, *DESCRIPTORS, type, Tensor, ModuleType, Logger)):
+            return True
+        if isinstance(value, BuiltinFunctionType):  # of a generator, it draws
+            return isinstance(value.__self__, (type, ModuleType, type(None)))
+        if id(value) in self.seen:
+            return True
+        self.seen.add(id(value))
+        if type(value) in WRAPPERS:
+            return self.constant(getattr(value, WRAPPERS[type(value)]))
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if isinstance(value, (tuple, frozenset)):
+            return all(map(self.constant, value))
+        names = [*value, *value.values()] if isinstance(value, dict) else value
+        if isinstance(value, (dict, list, set)):  # lists of names that a library declares
+            return bool(names) and all(isinstance(v, (str, type)) for v in names)
+        return False
+
+    def _function(self, function: FunctionType) -> bool:
+        """As far as its own file: libraries draw and remember for themselves."""
+        here, code = function.__globals__, function.__code__
+        if _sets_globals(code):
+            return False
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        named = [here[name] for name in _names(code) if name in here]
+        inner = [v for v in named if getattr(v, "__globals__", here) is here]
+        kinds = [v for v in named if isinstance(v, type) and v.__module__ == function.__module__]
+        plain = all(map(self.constant, (*cells, *defaults, *vars(function).values(), *inner)))
+        return plain and all(self._once(kind) for kind in kinds)
+
+    def _once(self, kind: type) -> bool:
+        if id(kind) in self.seen:
+            return True
+        self.seen.add(id(kind))
+        return self.kind(kind)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def _sets_globals(code: CodeType) -> bool:
+    inner = any(_sets_globals(c) for c in code.co_consts if isinstance(c, CodeType))
+    return inner or any(op in GLOBALS for op in code.co_code[::2])
+
+
+def _parts(value: Any, depth: int) -> Iterator[Any]:
+    """It, and what it holds."""
+    yield value
+    if depth > DEPTH or isinstance(value, (*SAID, Tensor, nn.Module, type)):
+        return
+    inner = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, (dict, list, tuple, set, frozenset, deque)):
+        inner = (getattr(value, "__dict__", None) or {}).values()
+    for v in inner:
+        yield from _parts(v, depth + 1)
