@@ -34,7 +34,7 @@ from .sample_dims import GONE, Place
 __all__ = ["Others"]
 
 ALONE = 4  # samples, of all over the batch
-SMALL = 1 << 24  # bytes of weights that are copied
+SMALL = 1 << 24  # bytes of frozen weights, which a forward may write into
 MOST, LOOKED, FAR = 1 << 20, 1 << 14, 8  # operations, elements, times
 
 
@@ -92,11 +92,11 @@ class Others:
         own: dict[int, Any] = {id(t): _leaf(t.clone(), t) for t in given}
         self._places = {id(own[id(t)]): at for t, at in zip(given, places, strict=True)}
         self._arguments = tree_map(lambda v: state_of_its_own(v, own), arguments)
-        small = sum(p.nbytes for p in model.parameters()) < SMALL
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        frozen = frozen if sum(p.nbytes for p in frozen) < SMALL else []
         self._model = of_its_own(model, weights=False)
-        if small:  # it may write into them
-            put(self._model, {id(p): _parameter(p.clone(), p) for p in model.parameters()})
-        self._small, self._saves, self._most = small, False, MOST
+        put(self._model, {id(p): _parameter(p.clone(), p) for p in frozen})
+        self._frozen, self._saves, self._most = bool(frozen), False, MOST
         self._modes = [m.training for m in model.modules()]
         self._regime = Regime.current(model, True)
 
@@ -116,8 +116,10 @@ class Others:
         if compiled or scattered(model.parameters()):
             return None
         try:
-            whole = copies_whole(model, tree_leaves(arguments)) and not begins(arguments)
-            return Others(n, model, arguments, places, batch_dim) if whole else None
+            if begins(arguments) or not copies_whole(model, tree_leaves(arguments)):
+                return None
+            with torch.no_grad():  # the graph's nodes are counted
+                return Others(n, model, arguments, places, batch_dim)
         except Exception:  # it holds what does not even let itself be looked at
             return None
 
@@ -169,12 +171,13 @@ class Others:
         args, kwargs = tree_map(lambda v: state_of_its_own(v, seen), self._arguments)
         model = of_its_own(self._model, weights=False)
         weights = [p for p in model.parameters() if isinstance(p, nn.Parameter)]
-        put(model, {id(p): _parameter(p.clone() if self._small else p, p) for p in weights})
+        frozen = {id(p): p.clone() for p in weights if self._frozen and not p.requires_grad}
+        put(model, {id(p): _parameter(frozen.get(id(p), p), p) for p in weights})
         for m, training in zip(model.modules(), self._modes, strict=True):
             m.training = training and not (still and isinstance(m, _DropoutNd))
         held = [*model.buffers(), *held_in(model), *seen.values()]
         own = [t for t in held if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
-        own += model.parameters() if self._small else ()
+        own += [p for p in model.parameters() if self._frozen and not p.requires_grad]
         kept = contextlib.nullcontext() if self._saves else saved_tensors_hooks(_none, _none)
         apart = _Apart(own, self._most)
         with kinds_kept(model), self._regime.again(), torch.enable_grad(), kept, apart:

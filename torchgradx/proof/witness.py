@@ -136,7 +136,9 @@ class Witness:
         the same samples, so that its way is another one."""
         local, seen = self._local, self.seen
         local.caches, local.first = [], torch.autograd._get_sequence_nr()
-        local.shapes = tuple(t.shape for t in sized(arguments))
+        local.shapes = None
+        if seen.watch or seen.shapes is not None:
+            local.shapes = tuple(t.shape for t in sized(arguments))
         other = seen.shapes is not None and (joins or local.shapes not in seen.shapes)
         other = other or (n not in seen.counted and len(seen.counted) < LONG)
         asks = n > 1 and (seen.watch or other or seen.uneven)
@@ -217,7 +219,7 @@ class Witness:
     def went(self, way: Any, n: int) -> Way:
         """What forwards that went this way have shown; or such that made another number of nodes,
         as autocast does which casts a weight once, until the next forward that is watched."""
-        seen, (structure, (_, shapes)) = self.seen, way
+        seen, (structure, (made, shapes)) = self.seen, way
         if way in seen.ways:
             return seen.ways[way]
         sizes = structure, shapes
@@ -227,7 +229,11 @@ class Witness:
         seen.lent.add(way)
         if other is None:
             seen.counted.discard(n)  # the next one of as many samples is watched
-            return Way()
+            # What modules were given is alike where its shapes were not looked at, too.
+            alike = (w.given for (s, (nodes, _)), w in seen.ways.items()
+                     if shapes is None and (s, nodes) == (structure, made))  # fmt: skip
+            given = next(alike, {})
+            return Way(given=given, borrowed=bool(given))
         self.watch()
         return replace(other, borrowed=True)
 
