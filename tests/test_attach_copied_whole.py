@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from attach_oracle import a_few_modes, need_native, seeded, square  # noqa: F401
+from attach_oracle import a_few_modes, need_native, refused, seeded, square  # noqa: F401
 from between import Between, as_a_number
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -67,6 +67,15 @@ class ByWhatItHidesInTheClass(Asks):
         return len(self._seen)
 
 
+SEEN = {"calls": 0}
+
+
+class ByADictOfTheFile(Asks):
+    def gain(self):
+        SEEN["calls"] += 1
+        return SEEN["calls"]
+
+
 class ByAnObjectOfTheClass(Asks):
     told = Told()
 
@@ -108,8 +117,9 @@ class ByADefault(Asks):
         return len(seen)
 
 
-KINDS = [ByTheFile, ByNumPy, ByTheClass, ByWhatItHidesInTheClass, ByAnObjectOfTheClass,
-         ByAnotherClass, ByItsOwnClass, ByAGlobal, ByATuple, ByADefault]  # fmt: skip
+KINDS = [ByTheFile, ByNumPy, ByTheClass, ByWhatItHidesInTheClass, ByADictOfTheFile,
+         ByAnObjectOfTheClass, ByAnotherClass, ByItsOwnClass, ByAGlobal, ByATuple,
+         ByADefault]  # fmt: skip
 
 
 def put_back():
@@ -117,7 +127,7 @@ def put_back():
     NUMPY, COUNT, Told.calls, ByItsOwnClass.calls = np.random.default_rng(0), 0, 0, 0
     DRAWS.manual_seed(0), ByTheClass.draws.manual_seed(0)
     ByWhatItHidesInTheClass._seen.clear(), ByADefault.gain.__defaults__[0].clear()
-    ByAnObjectOfTheClass.told = Told()
+    ByAnObjectOfTheClass.told, SEEN["calls"] = Told(), 0
 
 
 @a_few_modes
@@ -137,6 +147,21 @@ def test_a_run_is_the_same(kind, options):
         if probe:
             probe.remove()
     assert torch.equal(*runs)
+
+
+WIDTH = {"of": 2.0}
+
+
+class Configured(Asks):
+    powers: ClassVar[list] = [1, 2]
+
+    def gain(self):
+        return WIDTH["of"] ** self.powers[1]
+
+
+@a_few_modes
+def test_what_a_file_and_a_class_say_keeps_nobody_from_asking(options):
+    refused(Configured(), square, torch.randn(N, 4), names=["a.weight"], match="mixes", **options)
 
 
 @a_few_modes

@@ -24,7 +24,7 @@ from ..sharding import scattered
 from ..sites.outcome import roundings
 from ..sites.regime import Regime
 from ..sites.stand_in import held_in, of_its_own, put, state_of_its_own
-from ..sites.whole import copies_whole, kinds_kept
+from ..sites.whole import Whole
 from .arguments import begins, plain, sized, tensors_in
 from .asked import unlike
 from .memory import storage_of
@@ -84,11 +84,12 @@ class Others:
         self,
         n: int,
         model: nn.Module,
+        whole: Whole,
         arguments: Any,
         places: Sequence[Place | None],
         batch_dim: int,
     ) -> None:
-        self._n, self._batch_dim, given = n, batch_dim, sized(arguments)
+        self._n, self._whole, self._batch_dim, given = n, whole, batch_dim, sized(arguments)
         own: dict[int, Any] = {id(t): _leaf(t.clone(), t) for t in given}
         self._places = {id(own[id(t)]): at for t, at in zip(given, places, strict=True)}
         self._arguments = tree_map(lambda v: state_of_its_own(v, own), arguments)
@@ -116,10 +117,11 @@ class Others:
         if compiled or scattered(model.parameters()):
             return None
         try:
-            if begins(arguments) or not copies_whole(model, tree_leaves(arguments)):
+            whole = Whole.of(model, tree_leaves(arguments))
+            if whole is None or begins(arguments):
                 return None
             with torch.no_grad():  # the graph's nodes are counted
-                return Others(n, model, arguments, places, batch_dim)
+                return Others(n, model, whole, arguments, places, batch_dim)
         except Exception:  # it holds what does not even let itself be looked at
             return None
 
@@ -180,7 +182,7 @@ class Others:
         own += [p for p in model.parameters() if self._frozen and not p.requires_grad]
         kept = contextlib.nullcontext() if self._saves else saved_tensors_hooks(_none, _none)
         apart = _Apart(own, self._most)
-        with kinds_kept(model), self._regime.again(), torch.enable_grad(), kept, apart:
+        with self._whole.kept(), self._regime.again(), torch.enable_grad(), kept, apart:
             torch.set_autocast_cache_enabled(False)  # as before at the end: it outlives the copies
             before = Regime.current(model, True)
             outputs = tensors_in(model._call_impl(*args, **kwargs))

@@ -29,7 +29,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from .stand_in import DEPTH, DRAW, SAID, attributes, is_memory
 
-__all__ = ["copies_whole", "kinds_kept"]
+__all__ = ["Whole"]
 
 MANY, MOST = 1 << 12, 1 << 26  # things, and bytes, that are copied
 DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
@@ -39,31 +39,45 @@ WRAPPERS = {property: "fget", staticmethod: "__func__", classmethod: "__func__",
             functools.cached_property: "func"}  # fmt: skip
 
 
-def copies_whole(module: nn.Module, arguments: Iterable[Any]) -> bool:
-    """Whether copies of both share nothing with them that a forward could change."""
-    theirs, reach = _kinds(module), _Reach()
-    if _has_any_global_hook() or any(hasattr(kind, "__del__") for kind in theirs):
-        return False
-    size, values = 0, [*attributes(module), *arguments]
-    for count, part in enumerate(p for v in (*module.buffers(), *values) for p in _parts(v, 0)):
-        size += getattr(part, "nbytes", 0)
-        if count > MANY or size > MOST or isinstance(part, (torch.Generator, *DRAW)):
-            return False
-    held = all(is_memory(v, 1) or reach.constant(v) for v in values)
-    return held and all(map(reach.kind, theirs))
+class Whole:
+    """A model that can be copied so."""
 
+    def __init__(self, kinds: list[type], containers: list[Any]) -> None:
+        self._kinds, self._containers = kinds, containers
 
-@contextlib.contextmanager
-def kinds_kept(module: nn.Module) -> Iterator[None]:
-    """What runs inside and counts in its class, as by `type(self).calls += 1`, counts nothing."""
-    before = [(kind, dict(vars(kind))) for kind in _kinds(module)]
-    try:
-        yield
-    finally:
-        for kind, held in before:
-            for name, value in held.items():
-                if isinstance(value, SAID) and vars(kind).get(name) is not value:
-                    setattr(kind, name, value)
+    @staticmethod
+    def of(module: nn.Module, arguments: Iterable[Any]) -> Whole | None:
+        """None: copies of both would share what a forward could change and nobody put back."""
+        theirs, reach = _kinds(module), _Reach()
+        if _has_any_global_hook() or any(hasattr(kind, "__del__") for kind in theirs):
+            return None
+        size, values = 0, [*attributes(module), *arguments]
+        for count, part in enumerate(p for v in (*module.buffers(), *values) for p in _parts(v, 0)):
+            size += getattr(part, "nbytes", 0)
+            if count > MANY or size > MOST or isinstance(part, (torch.Generator, *DRAW)):
+                return None
+        held = all(is_memory(v, 1) or reach.constant(v) for v in values)
+        if not (held and all(map(reach.kind, theirs))):
+            return None
+        return Whole([*theirs, *reach.kinds], reach.containers)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """What runs inside and counts in its class, as by `type(self).calls += 1`, or in a list of
+        its file, counts nothing."""
+        before = [(kind, dict(vars(kind))) for kind in self._kinds]
+        held = [(container, container.copy()) for container in self._containers]
+        try:
+            yield
+        finally:
+            for kind, values in before:
+                for name, value in values.items():
+                    if isinstance(value, SAID) and vars(kind).get(name) is not value:
+                        setattr(kind, name, value)
+            for container, was in held:
+                if container != was:
+                    container.clear()
+                    (container.extend if isinstance(container, list) else container.update)(was)
 
 
 def _kinds(module: nn.Module) -> list[type]:
@@ -77,9 +91,11 @@ class _Reach:
     """What functions and classes can reach."""
 
     seen: set[int] = field(default_factory=set)
+    kinds: list[type] = field(default_factory=list)  # other ones, of its file
+    containers: list[Any] = field(default_factory=list)  # of what is said, to be put back
 
     def kind(self, kind: type) -> bool:
-        """Whether nothing that a class holds changes, whatever its functions do."""
+        """Whether nothing that a class holds changes for good, whatever its functions do."""
         return all(self.constant(v) for name, v in vars(kind).items()
                    if name in CALLS or (name[:2] != "__" and name != OF_ABC))  # fmt: skip
 
@@ -97,10 +113,11 @@ class _Reach:
             return self._function(value)
         if isinstance(value, (tuple, frozenset)):
             return all(map(self.constant, value))
-        names = [*value, *value.values()] if isinstance(value, dict) else value
-        if isinstance(value, (dict, list, set)):  # lists of names that a library declares
-            return bool(names) and all(isinstance(v, (str, type)) for v in names)
-        return False
+        if type(value) not in (dict, list, set):
+            return False
+        self.containers.append(value)
+        held = [*value, *value.values()] if isinstance(value, dict) else value
+        return all(isinstance(v, (*SAID, type)) for v in held)
 
     def _function(self, function: FunctionType) -> bool:
         """As far as its own file: libraries draw and remember for themselves."""
@@ -119,6 +136,7 @@ class _Reach:
         if id(kind) in self.seen:
             return True
         self.seen.add(id(kind))
+        self.kinds.append(kind)
         return self.kind(kind)
 
 
