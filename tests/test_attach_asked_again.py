@@ -6,11 +6,15 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import a_few_modes, check, refused, seeded, square  # noqa: F401
+from attach_oracle import a_few_modes, check, need_native, refused, seeded, square  # noqa: F401
 from between import Between, as_a_number
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import torchgradx
+from torchgradx.proof import others
+from torchgradx.proof.sample_dims import Place
 
 N = 6
 MIXES = {"match": "mixes"}
@@ -181,6 +185,29 @@ class WithAForce(Mixes):
         x = x.detach().requires_grad_()
         (force,) = torch.autograd.grad(torch.sin(x).sum(), x)
         return super().forward(x.detach() + force)
+
+
+class ByItsInput(Mixes):
+    def forward(self, x):
+        (force,) = torch.autograd.grad(torch.sin(x).sum(), x)
+        return super().forward(x + force)
+
+
+@a_few_modes
+def test_an_input_that_needs_a_gradient_does_again(options):
+    need_native(options)
+    model, x = ByItsInput().double(), torch.randn(N, 4).double().requires_grad_()
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        with pytest.raises(torchgradx.CoverageError, match="mixes"):
+            probe.norms()
+
+
+def test_to_be_asked_makes_no_node_of_the_graph():
+    given = ((torch.randn(N, 4).requires_grad_(),), {})
+    before = torch.autograd._get_sequence_nr()
+    assert others.Others.of(N, Between(), given, [Place(0)], 0)
+    assert torch.autograd._get_sequence_nr() == before
 
 
 class InTwoPlaces(Mixes):

@@ -111,6 +111,18 @@ class ByATuple(Asks):
         return len(self.kept[0])
 
 
+class ByAFunction(Asks):
+    def gain(self):
+        ByAFunction.gain.calls += 1
+        return ByAFunction.gain.calls
+
+
+class ByAFunctionsList(Asks):
+    def gain(self):
+        ByAFunctionsList.gain.told.append(Told())
+        return len(ByAFunctionsList.gain.told)
+
+
 class ByADefault(Asks):
     def gain(self, seen=[]):  # noqa: B006
         seen.append(1)
@@ -119,13 +131,14 @@ class ByADefault(Asks):
 
 KINDS = [ByTheFile, ByNumPy, ByTheClass, ByWhatItHidesInTheClass, ByADictOfTheFile,
          ByAnObjectOfTheClass, ByAnotherClass, ByItsOwnClass, ByAGlobal, ByATuple,
-         ByADefault]  # fmt: skip
+         ByAFunction, ByAFunctionsList, ByADefault]  # fmt: skip
 
 
 def put_back():
     global NUMPY, COUNT
     NUMPY, COUNT, Told.calls, ByItsOwnClass.calls = np.random.default_rng(0), 0, 0, 0
     DRAWS.manual_seed(0), ByTheClass.draws.manual_seed(0)
+    ByAFunction.gain.calls, ByAFunctionsList.gain.told = 0, [Told()]
     ByWhatItHidesInTheClass._seen.clear(), ByADefault.gain.__defaults__[0].clear()
     ByAnObjectOfTheClass.told, SEEN["calls"] = Told(), 0
 
@@ -173,6 +186,23 @@ def test_global_hooks_hear_the_model_alone(options):
         square(model, torch.randn(N, 4).double())
     handle.remove()
     assert heard == [model.a, model.b, model]
+
+
+class Closes(Asks):
+    closed = 0
+
+    def __del__(self):
+        Closes.closed += 1
+
+
+@a_few_modes
+def test_no_copy_closes_what_the_model_has(options):
+    need_native(options)
+    model, Closes.closed = Closes().double(), 0
+    with torchgradx.attach(model, **options):
+        square(model, torch.randn(N, 4).double())
+    gc.collect()
+    assert Closes.closed == 0
 
 
 class Cached(Asks):

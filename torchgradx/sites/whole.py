@@ -129,6 +129,7 @@ class _Reach:
         named = [here[name] for name in _names(code) if name in here]
         inner = [v for v in named if getattr(v, "__globals__", here) is here]
         kinds = [v for v in named if isinstance(v, type) and v.__module__ == function.__module__]
+        self.containers.append(vars(function))
         plain = all(map(self.constant, (*cells, *defaults, *vars(function).values(), *inner)))
         return plain and all(self._once(kind) for kind in kinds)
 
