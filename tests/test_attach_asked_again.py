@@ -56,6 +56,17 @@ def test_a_flag_of_the_batch_that_changes_a_pass_is_refused(before, options):
     refused(Between(before=before), square, some_above_1(), names=["a.weight"], **MIXES, **options)
 
 
+@a_few_modes
+@pytest.mark.parametrize("alone", range(N))
+def test_each_of_a_few_samples_is_asked(alone, options):
+    """All others have it set."""
+    x = some_above_1()
+    x[:, 2] = 1.5
+    x[alone, 2] = 0.5
+    halved = Between(before=halved_by_a_flag)
+    refused(halved, square, x, names=["a.weight"], **MIXES, **options)
+
+
 def checked(x):
     if (x > 100).any() or torch.isnan(x).any():
         raise ArithmeticError

@@ -33,7 +33,7 @@ from .sample_dims import GONE, Place
 
 __all__ = ["Others"]
 
-ALONE = 4  # samples, of all over the batch
+ALONE = 8  # samples, of all over the batch
 SMALL = 1 << 24  # bytes of frozen weights, which a forward may write into
 MOST, LOOKED, FAR = 1 << 20, 1 << 14, 8  # operations, elements, times
 
