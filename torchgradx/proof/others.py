@@ -117,8 +117,8 @@ class Others:
         if compiled or scattered(model.parameters()):
             return None
         try:
-            whole = Whole.of(model, tree_leaves(arguments))
-            if whole is None or begins(arguments):
+            whole = None if begins(arguments) else Whole.of(model, tree_leaves(arguments))
+            if whole is None:
                 return None
             with torch.no_grad():  # the graph's nodes are counted
                 return Others(n, model, whole, arguments, places, batch_dim)
@@ -145,13 +145,13 @@ class Others:
         return False
 
     def _again(self, outputs: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
-        """As it was: raises where it goes another way each time."""
+        """As it was; raises unless it comes out as it did."""
         for self._saves in (False, True):  # torch.func and autograd.grad need what is saved
             with contextlib.suppress(Exception):
                 again, drew = self._run(None)
                 if len(again) == len(outputs) and all(map(self._alike, again, outputs)):
                     return again, drew
-        raise _ElsewhereError
+        raise RuntimeError("it goes another way each time")
 
     def _place(self, t: Tensor, alone: bool) -> Place | None:
         """Where samples that were lost from sight have to be in an output, if anywhere."""
@@ -177,9 +177,8 @@ class Others:
         put(model, {id(p): _parameter(frozen.get(id(p), p), p) for p in weights})
         for m, training in zip(model.modules(), self._modes, strict=True):
             m.training = training and not (still and isinstance(m, _DropoutNd))
-        held = [*model.buffers(), *held_in(model), *seen.values()]
+        held = [*model.buffers(), *held_in(model), *seen.values(), *frozen.values()]
         own = [t for t in held if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
-        own += [p for p in model.parameters() if self._frozen and not p.requires_grad]
         kept = contextlib.nullcontext() if self._saves else saved_tensors_hooks(_none, _none)
         apart = _Apart(own, self._most)
         with self._whole.kept(), self._regime.again(), torch.enable_grad(), kept, apart:
@@ -190,7 +189,7 @@ class Others:
             return outputs, not before.same_numbers(Regime.current(model, True))
 
     def _alike(self, a: Tensor, b: Tensor) -> bool:
-        return a.shape == b.shape and not bool(self._differs(a, b.detach()).any())
+        return a.shape == b.shape and not bool(self._differs(a, b).any())
 
     def _strays(self, a: Tensor, b: Tensor, at: Place, sample: int) -> bool:
         """Whether the rows of this sample differ."""

@@ -33,7 +33,6 @@ __all__ = ["Whole"]
 
 MANY, MOST = 1 << 12, 1 << 26  # things, and bytes, that are copied
 DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
-OF_ABC, CALLS = "_abc_impl", {"__call__"}
 GLOBALS = opmap["STORE_GLOBAL"], opmap["DELETE_GLOBAL"]
 WRAPPERS = {property: "fget", staticmethod: "__func__", classmethod: "__func__",
             functools.cached_property: "func"}  # fmt: skip
@@ -97,7 +96,7 @@ class _Reach:
     def kind(self, kind: type) -> bool:
         """Whether nothing that a class holds changes for good, whatever its functions do."""
         return all(self.constant(v) for name, v in vars(kind).items()
-                   if name in CALLS or (name[:2] != "__" and name != OF_ABC))  # fmt: skip
+                   if name == "__call__" or (name[:2] != "__" and name != "_abc_impl"))  # fmt: skip
 
     def constant(self, value: Any) -> bool:
         if isinstance(value, (*SAID, *DESCRIPTORS, type, Tensor, ModuleType, Logger)):
