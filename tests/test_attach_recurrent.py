@@ -135,12 +135,15 @@ def test_threads_that_share_the_rows(kind, option):
 
 
 @native_mode
-@pytest.mark.parametrize("hidden", [16, 60, 64, 128])
+@pytest.mark.parametrize("size", [(I, 16), (I, 60), (I, 64), (80, 20), (300, 256), (3, 1)])
+@pytest.mark.parametrize("steps", [1, 2, 5])
 @pytest.mark.parametrize("backwards", [False, True])
-def test_wherever_onednn_keeps_the_gates(hidden, backwards, options):
-    """Its rows are padded by the size of four gates: 64 * 16 bytes get one more cache line."""
-    rnn = nn.LSTM(I, hidden, bidirectional=backwards)
-    check(net(rnn), square, torch.randn(N, T, I), dtype=torch.float32, **options)
+def test_wherever_onednn_keeps_gates_and_cells(size, steps, backwards, options):
+    """Rows of gates are padded by their size: 64 * 16 bytes get one more cache line. Where cells
+    begin depends on the wider of inputs and states."""
+    rnn = nn.LSTM(*size, bidirectional=backwards, batch_first=True)
+    model = Model(lambda m, x: m.r(x)[0], r=rnn)
+    check(model, square, torch.randn(N, steps, size[0]), dtype=torch.float32, **options)
 
 
 SHARED_FROZEN = {
@@ -176,10 +179,13 @@ def test_sweeps_of_two_weights_by_several_threads(size, threads):
     check(model, square, torch.randn(18, 20, size[0]), dtype=torch.float32)
 
 
-@pytest.mark.skipif(
+laid_out_as_known = pytest.mark.skipif(
     not (ops.NATIVE and torch.backends.mkldnn.is_available() and machine() == "x86_64"),
     reason="where its layout was looked up",
 )
+
+
+@laid_out_as_known
 @pytest.mark.parametrize("hidden", [16, 60, 64, 128])
 @pytest.mark.parametrize("backwards", [False, True])
 def test_gates_that_onednn_keeps_are_not_computed_again(hidden, backwards):
@@ -190,6 +196,22 @@ def test_gates_that_onednn_keeps_are_not_computed_again(hidden, backwards):
         with torch.profiler.profile() as seen:
             loss.backward()
     assert "aten::sigmoid_" not in {event.name for event in seen.events()}
+
+
+@laid_out_as_known
+@pytest.mark.parametrize("width", [3, 300])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_cells_that_onednn_keeps_are_not_computed_again(width, backwards):
+    """They would take memory in rows of 256 numbers and a cache line, as nothing else does."""
+    rnn = nn.LSTM(width, 256, bidirectional=backwards, batch_first=True)
+    model = Model(lambda m, x: m.r(x)[0], r=rnn)
+    with torchgradx.attach(model):
+        loss = square(model, torch.randn(N, T, width))
+        with torch.profiler.profile(profile_memory=True) as seen:
+            loss.backward()
+    taken = {event.self_cpu_memory_usage for event in seen.events()}
+    assert N * T * 4 * (4 * 256 + 16) in taken  # the gradients at the gates
+    assert N * T * 4 * (256 + 16) not in taken
 
 
 @native_mode

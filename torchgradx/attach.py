@@ -340,7 +340,7 @@ class Probe(Reader):
         if run.in_graph:
             run.refuse(-1, MIXED)
         elif seen is None:
-            self._audit.examine(run, key, uses, outputs, self._sites, looked)
+            self._audit.examine(run, key, looked, uses, outputs, self._sites)
         else:
             verdict = self._audit.examiner.verdict(run, uses, outputs, self._sites, looked)
             seen.append((verdict, [(site, sizes) for site, sizes, *_ in uses]))

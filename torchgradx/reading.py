@@ -169,7 +169,7 @@ class Reader:
     def _settle(self) -> None:
         """What agreed is known from now on; what a backward brings is held against .grad until it
         has ended, whatever forwards a checkpoint runs again in it."""
-        if not (self._backwards.any or self._audit.unsettled):
+        if not (self._backwards.open or self._audit.unsettled):
             return
         if self._seen.last is None and not self._record.unreal():
             self._backwards.sweep()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "FSDP",
     "data_parallel",
     "flattened",
     "gathers",
@@ -22,6 +23,8 @@ __all__ = [
     "shards",
     "uncovered",
 ]
+
+FSDP, TENSOR = "torch.distributed.fsdp", "torch.distributed.tensor"
 
 
 def _known(module: str, *names: str) -> tuple[type, ...]:
@@ -34,19 +37,19 @@ def _known(module: str, *names: str) -> tuple[type, ...]:
 
 def gathers(modules: Iterable[nn.Module]) -> bool:
     """Whether a backward of their graph communicates: a proof's, on one rank alone, would hang."""
-    sharded = _known("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel")
+    sharded = _known(FSDP, "FSDPModule", "FullyShardedDataParallel")
     return bool(sharded) and any(isinstance(module, sharded) for module in modules)
 
 
 def flattened(model: nn.Module) -> bool:
     """Whether FullyShardedDataParallel has made one flat parameter of many."""
-    kinds = _known("torch.distributed.fsdp", "FullyShardedDataParallel")
+    kinds = _known(FSDP, "FullyShardedDataParallel")
     return bool(kinds) and any(isinstance(module, kinds) for module in model.modules())
 
 
 def uncovered(model: nn.Module, parameters: Sequence[Tensor]) -> str | None:
     """Why a forward cannot be recorded, if so."""
-    if _split(model, parameters):
+    if TENSOR in sys.modules and _split(model, parameters):
         return "tensor parallelism has split layers over processes"
     if vars(model).get("_is_replica"):
         return (
@@ -59,24 +62,24 @@ def uncovered(model: nn.Module, parameters: Sequence[Tensor]) -> str | None:
 def _split(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
     """Whether layers compute with DTensors: tensor parallelism, and not what fully_shard gathers
     before they run."""
-    kinds = _known("torch.distributed.tensor", "DTensor")
+    kinds = _known(TENSOR, "DTensor")
     if not kinds or kinds[0] not in set(map(type, tensors)):
         return False
-    sharded = _known("torch.distributed.fsdp", "FSDPModule")
+    sharded = _known(FSDP, "FSDPModule")
     modules = [module for module in model.modules() if sharded and isinstance(module, sharded)]
     return not modules or any(p.is_dtensor for module in modules for p in _gathered_by(module))
 
 
 def scattered(parameters: Iterable[Tensor]) -> bool:
     """Whether of any of them only a part is here now."""
-    kinds = _known("torch.distributed.tensor", "DTensor")
+    kinds = _known(TENSOR, "DTensor")
     return bool(kinds) and any(isinstance(p, kinds) for p in parameters)
 
 
 def pairs(modules: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
     """What fully_shard puts into one place in turn: a part, and the whole that forwards compute
     with, once there was one."""
-    kinds = _known("torch.distributed.fsdp", "FSDPModule")
+    kinds = _known(FSDP, "FSDPModule")
     for module in modules if kinds else ():
         for p in _gathered_by(module) if isinstance(module, kinds) else ():
             if "_unsharded_param" in vars(p):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import is_
@@ -16,7 +17,7 @@ from . import ops
 from .errors import CoverageError
 from .proof.layout import BATCH, SEQUENCE
 from .rules import Layer, rule_of
-from .sharding import gathers, pairs
+from .sharding import FSDP, gathers, pairs
 from .sites.modules import modules_in_order, opaque, own_names, recurrent_weights
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Parameters:
         self._children = [m._modules for m in self._modules if m._modules]
         self._childless = [m._modules for m in self._modules if not m._modules]
         self._held = [m._parameters for m in self._modules]
-        self._standing = self._stand()
+        self._standing = [p for held in self._held for p in held.values()]
         self._shape = self._present()
         tied = [name for name, place in self._aliases.items() if self.names[place] != name]
         self._tied = [(modules[_owner(n)]._parameters, _key(n), self._aliases[n]) for n in tied]
@@ -80,7 +81,7 @@ class Parameters:
 
     def tensors(self) -> list[Tensor]:
         """What stands in each place now; what stood there last, where nothing does."""
-        now = self._stand()
+        now = [p for held in self._held for p in held.values()]
         same = len(now) == len(self._standing) and all(map(is_, now, self._standing))
         if not same:
             self._tensors = list(map(self.tensor, range(len(self._slots))))
@@ -90,6 +91,8 @@ class Parameters:
 
     def parts(self) -> list[Tensor]:
         """The same, of what fully_shard brings together the part that is kept."""
+        if FSDP not in sys.modules:
+            return self.tensors()
         kept = {id(whole): part for part, whole in pairs(self._modules)}
         return [kept.get(id(p), p) for p in self.tensors()] if kept else self.tensors()
 
@@ -100,18 +103,18 @@ class Parameters:
 
     def gathered(self) -> bool:
         """Whether a backward brings parameters together from several processes."""
-        return gathers(self._modules)
-
-    def modes(self) -> tuple[Any, ...]:
-        """And which hooks there are that put nodes of their own into a graph, or hide others'."""
-        hooked = [k for k, module in enumerate(self._modules)
-                  if module._backward_hooks or module._backward_pre_hooks]  # fmt: skip
-        saving = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        return *[module.training for module in self._modules], *hooked, saving
+        return FSDP in sys.modules and gathers(self._modules)
 
     def regime(self) -> tuple[tuple[Any, ...], ...]:
-        """The modes, and what is trained: the graph is of that alone."""
-        return self.modes(), tuple([p.requires_grad for p in self._tensors])
+        """The modes, and which hooks there are that put nodes of their own into a graph, or hide
+        others'; and what is trained: the graph is of that alone."""
+        training, hooked = [], []
+        for k, module in enumerate(self._modules):  # at every forward: one loop
+            training.append(module.training)
+            if module._backward_hooks or module._backward_pre_hooks:
+                hooked.append(k)
+        saving = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        return (*training, *hooked, saving), tuple([p.requires_grad for p in self._tensors])
 
     def changed(self) -> bool:
         """Whether modules or parameters came, went, are tied or were set otherwise since attach."""
@@ -119,9 +122,6 @@ class Parameters:
             return True
         now = self.tensors() if self._tied else []
         return any(held.get(key) is not now[place] for held, key, place in self._tied)
-
-    def _stand(self) -> list[Tensor | None]:
-        return [p for held in self._held for p in held.values()]
 
     def _present(self) -> tuple[list[nn.Module | None], list[int]]:
         children = [child for held in self._children for child in held.values()]

@@ -277,11 +277,16 @@ class Sweep {
   // A panel, by halves: narrower ones would take longer to pack.
   void in_series(Tile<acc_t> job, const Chunk& chunk, int64_t x_sample) {
     const auto& tiles = kernels_.series[job.columns > kernels_.lanes];
-    job.fresh = chunk.sample == share_.sample_begin, job.sq_sum = sums_.sq_sums + chunk.sample;
-    const acc_t* const scale = sums_.scale ? sums_.scale + chunk.sample : nullptr;
-    for (int64_t row = 0; row < job.g_along; row += kernels_.series_rows) {
-      tiles[std::min<int64_t>(kernels_.series_rows, job.g_along - row)]({job, chunk.samples, x_sample, scale});
-      job.g += kernels_.series_rows, job.total += kernels_.series_rows * job.total_along;
+    for (int64_t n = chunk.sample; n < chunk.sample + chunk.samples; n += kMaxSeries) {
+      const int64_t samples = std::min(kMaxSeries, chunk.sample + chunk.samples - n);
+      job.fresh = n == share_.sample_begin, job.sq_sum = sums_.sq_sums + n;
+      Tile<acc_t> half = job;
+      for (int64_t row = 0; row < job.g_along; row += kernels_.series_rows) {
+        tiles[std::min<int64_t>(kernels_.series_rows, job.g_along - row)](
+            {half, samples, x_sample, sums_.scale ? sums_.scale + n : nullptr});
+        half.g += kernels_.series_rows, half.total += kernels_.series_rows * job.total_along;
+      }
+      job.x += samples * x_sample, job.g += samples * chunk.positions() * job.g_along;
     }
   }
 

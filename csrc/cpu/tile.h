@@ -12,7 +12,8 @@ namespace torchgradx::cpu {
 constexpr int kMaxRows = 14;  // of any processor's tile
 constexpr int kMaxTaps = 9;   // of a correlation at a time
 constexpr int kMaxSeriesRows = 6;
-constexpr int kSide = 4;  // of a square tile of a Gram matrix of rows
+constexpr int64_t kMaxSeries = 16;  // samples of one
+constexpr int kSide = 4;            // of a square tile of a Gram matrix of rows
 
 // One tile: sum over positions (y, x) of g[0 .. rows) x[0 .. columns)^T, for one sample; then what becomes of it.
 template <class acc_t>
@@ -36,9 +37,9 @@ struct Tile {
 // the rows, and the end of a sample costs as much as two or three positions instead of eight.
 template <class acc_t>
 struct Series {
-  Tile<acc_t> tile;  // of the first; its total and squares are wanted
-  int64_t samples, x_sample;
-  const acc_t* scale;  // [samples], or null
+  Tile<acc_t> tile;           // of the first; its total and squares are wanted
+  int64_t samples, x_sample;  // at most kMaxSeries
+  const acc_t* scale;         // [samples], or null
 };
 
 // Loops over an operand of one dtype. Strides count elements.

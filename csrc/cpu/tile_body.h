@@ -44,13 +44,13 @@ INLINE void drop_lanes(Vector<T, L> (&sum)[R][V], int columns) {
 }
 
 template <class T, int L, int R, int V>
-INLINE T tile_squares(const Vector<T, L> (&sum)[R][V]) {
+INLINE Vector<T, L> squares_by_lane(const Vector<T, L> (&sum)[R][V]) {
   Vector<T, L> squares[2] = {Vector<T, L>{}, Vector<T, L>{}};
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
     for (int v = 0; v < V; ++v) squares[(r + v) % 2] += sum[r][v] * sum[r][v];
-  return sum_lanes<T, L>(squares[0] + squares[1]);
+  return squares[0] + squares[1];
 }
 
 template <class T, int L, int R, int V>
@@ -90,7 +90,7 @@ void tile(const Tile<T>& job) {
         for (int l = 0; l < L; ++l) squares += double(sum[r][v][l]) * sum[r][v][l];
     *job.sq_sum += squares;
   } else if (job.sq_sum) {
-    *job.sq_sum += tile_squares<T, L, R, V>(sum);
+    *job.sq_sum += sum_lanes<T, L>(squares_by_lane<T, L, R, V>(sum));
   }
   if (!job.total) return;
 #pragma GCC unroll 16
@@ -114,6 +114,7 @@ void series(const Series<T>& job) {
     for (int v = 0; v < V; ++v)
       total[r][v] = tile.fresh ? Vec{} : load<T, L>(tile.total + r * tile.total_along + v * L);
   const T *g = tile.g, *sample = tile.x;
+  T squares[kMaxSeries * L];
   for (int64_t n = 0; n < job.samples; ++n, sample += job.x_sample) {
     Vec sum[R][V];
 #pragma GCC unroll 16
@@ -122,13 +123,15 @@ void series(const Series<T>& job) {
       for (int v = 0; v < V; ++v) sum[r][v] = Vec{};
     g = add_positions<T, L, R, V>(sum, tile, sample, g);
     if (tile.columns < V * L) drop_lanes<T, L, R, V>(sum, tile.columns);
-    tile.sq_sum[n] += tile_squares<T, L, R, V>(sum);
+    store<T, L>(squares + n * L, squares_by_lane<T, L, R, V>(sum));
     const T scale = job.scale ? job.scale[n] : T(1);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
       for (int v = 0; v < V; ++v) total[r][v] += sum[r][v] * scale;
   }
+  // Here, where those of the samples overlap: each is a chain of steps that wait for one another.
+  for (int64_t n = 0; n < job.samples; ++n) tile.sq_sum[n] += sum_lanes<T, L>(load<T, L>(squares + n * L));
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2

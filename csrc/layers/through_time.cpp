@@ -3,6 +3,7 @@
 #include "../cpu/gates.h"
 #include "../cpu/product.h"
 #include "recurrence.h"
+#include "workspace.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -24,43 +25,6 @@ Tensor lstm_gates(const Weights& w, const Tensor& input, const Tensor& previous)
   gates.add_(at::linear(previous, w.hh, maybe(w.hh_bias)));
   activate(gates);
   return gates;
-}
-
-// oneDNN's workspace begins with the gates, by iteration, in rows of whole cache lines; a multiple of 1 KiB gets one
-// more. That is nowhere documented: the first and the last unit of two rows, which any other order would place
-// elsewhere, are computed again each time.
-Tensor gates_in(const Tensor& workspace, const Weights& w, const Tensor& input, const Tensor& previous,
-                bool backwards) {
-  const int64_t steps = input.size(0), rows = input.size(1), gates = w.ih.size(0), h = gates / 4;
-  int64_t along = (gates + 15) / 16 * 16;
-  if (along % 256 == 0) along += 16;
-  const int64_t bytes = steps * rows * along * int64_t(sizeof(float));
-  if (!workspace.defined() || workspace.numel() * workspace.element_size() < bytes) return {};
-  const Tensor found = workspace.view({-1})
-                           .narrow(0, 0, bytes / workspace.element_size())
-                           .view(at::kFloat)
-                           .view({steps, rows, along})
-                           .narrow(2, 0, gates);
-  const auto in_place = found.accessor<float, 3>(), x = input.accessor<float, 3>(), y = previous.accessor<float, 3>();
-  const auto product = [](const auto& weight, const auto& with) {
-    double sum = 0;
-    for (int64_t k = 0; k < with.size(0); ++k) sum += double(weight[k]) * with[k];
-    return sum;
-  };
-  const auto holds = [&](int64_t k, int64_t row) {  // iteration k
-    const int64_t t = backwards ? steps - 1 - k : k;
-    for (int64_t gate = 0; gate < 4; ++gate)
-      for (const int64_t unit : {gate * h, gate * h + h - 1}) {
-        double z =
-            product(w.ih.accessor<float, 2>()[unit], x[t][row]) + product(w.hh.accessor<float, 2>()[unit], y[t][row]);
-        for (const Tensor& b : {w.ih_bias, w.hh_bias})
-          if (b.defined()) z += b.accessor<float, 1>()[unit];
-        const double wanted = gate == 2 ? std::tanh(z) : 1 / (1 + std::exp(-z));
-        if (!(std::abs(wanted - in_place[k][row][unit]) < 1e-3)) return false;
-      }
-    return true;
-  };
-  return holds(0, rows - 1) && holds(steps - 1, 0) ? found : Tensor();
 }
 
 template <class T>
@@ -142,30 +106,28 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
     return s < 0 ? first + b * h : c.at(s, b);
   };
   if (of.cell == Cell::kLstm) {
-    q = gates_in(steps.kept, w, input, previous, walk.backwards);
-    const bool theirs = q.defined();
-    if (!theirs) q = lstm_gates(w, input, previous);
-    ran = View<T>(q);
-    if (theirs && walk.backwards) ran.turn_round(walk.steps);
-    cells = fresh(h);
-    c = View<T>(cells);
+    const LstmWorkspace theirs(steps.kept, w, input, previous, first_cell, walk.backwards);
+    q = theirs.gates.defined() ? theirs.gates : lstm_gates(w, input, previous);
+    cells = theirs.cells.defined() ? theirs.cells : fresh(h);
+    ran = View<T>(q), c = View<T>(cells);
+    if (theirs.gates.defined() && walk.backwards) ran.turn_round(walk.steps);
+    if (theirs.cells.defined() && walk.backwards) c.turn_round(walk.steps);
+    squashed = divides ? at::empty({rows, h}, previous.options()) : Tensor();
+    T* const last = divides ? squashed.data_ptr<T>() : nullptr;
     walk.each_part([&](int64_t begin, int64_t end) {
       for (int64_t k = 0; k < walk.steps; ++k) {
         const int64_t t = walk.at(k);
-        for (int64_t b = begin; b < std::min(end, walk.size(t)); ++b)
-          kernels.cells(ran.at(t, b), before(t, b), c.at(t, b), h);
+        for (int64_t b = begin; b < std::min(end, walk.size(t)); ++b) {
+          const bool ends = walk.after(t, b) < 0;
+          if (ends || !theirs.cells.defined())
+            kernels.cells(ran.at(t, b), before(t, b), ends && divides ? last + b * h : c.at(t, b), h);
+        }
       }
     });
-    if (!divides) {
-      squashed = at::tanh(cells);
-    } else {  // the last of each row: at the others it is the state, which the next began with, over the output gate
-      squashed = at::empty({rows, h}, previous.options());
-      T* const last = squashed.data_ptr<T>();
-      for (int64_t t = 0; t < walk.steps; ++t)
-        for (int64_t b = 0; b < walk.size(t); ++b)
-          if (walk.after(t, b) < 0) std::copy_n(c.at(t, b), h, last + b * h);
+    if (divides)  // of each row's last: at other steps it is the state, which the next began with, over the gate
       squashed.tanh_();
-    }
+    else
+      squashed = at::tanh(cells);
     found.first_cell = begun(grads.cell, h);
   } else if (of.cell == Cell::kGru) {
     q = at::linear(input.contiguous(), w.ih, maybe(w.ih_bias)), u = at::linear(previous, w.hh, maybe(w.hh_bias));

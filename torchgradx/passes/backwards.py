@@ -37,34 +37,34 @@ class Backwards:
 
     def __init__(self, recorder: Any, over: Callable[[list[int], bool], None]) -> None:
         self._recorder, self._over = recorder, over
-        self._open: dict[int, weakref.ref[_Backward]] = {}
+        self.open: dict[int, weakref.ref[_Backward]] = {}  # by graph task
 
     def meet(self, run: Any) -> None:
         """The backward that runs now comes to a pass; None: only its number is wanted."""
         task = torch._C._current_graph_task_id()
-        if task != -1:
-            self._present(task).meet(run, self._living())
+        if task == -1:
+            return
+        met = self._present(task)
+        others = self._living() if len(self.open) > 1 else ()
+        if run is not None and not met.knows(run) and not any(b.knows(run) for b in others):
+            met.meet(run)
 
     def _present(self, task: int) -> _Backward:
-        known = self._open.get(task)
+        known = self.open.get(task)
         found = known() if known else None
         if found is None:
             found = _Backward(task, self._ended)
-            self._open[task] = weakref.ref(found)
+            self.open[task] = weakref.ref(found)
             self._recorder.open(task)
             at_the_end(found)
         return found
 
     def _living(self) -> list[_Backward]:
-        return [backward for ref in list(self._open.values()) if (backward := ref()) is not None]
-
-    @property
-    def any(self) -> bool:
-        return bool(self._open)
+        return [backward for ref in list(self.open.values()) if (backward := ref()) is not None]
 
     def sweep(self) -> None:
         """Outside of any backward: one that an exception's traceback keeps from going is over."""
-        if self._open and torch._C._current_graph_task_id() == -1:
+        if self.open and torch._C._current_graph_task_id() == -1:
             for backward in self._living():
                 if backward.thread == threading.get_ident():
                     backward.end()
@@ -76,12 +76,12 @@ class Backwards:
 
     def under_way(self) -> bool:
         """Whether another thread runs one."""
-        if not self._open or torch._C._current_graph_task_id() != -1:
+        if not self.open or torch._C._current_graph_task_id() != -1:
             return False
         return not all(backward.over for backward in self._living())
 
     def _ended(self, backward: _Backward) -> None:
-        self._open.pop(backward.tasks[0], None)
+        self.open.pop(backward.tasks[0], None)
         if not backward.done:
             backward.undo()
             self._recorder.drop(backward.tasks)
@@ -106,12 +106,10 @@ class _Backward:
         self.done = self.over = False
         self._calls, self._end = 0, ended
 
-    def _knows(self, run: Any) -> bool:
+    def knows(self, run: Any) -> bool:
         return run in self.begun or run in self.before
 
-    def meet(self, run: Any, under_way: list[_Backward]) -> None:
-        if run is None or any(backward._knows(run) for backward in under_way):
-            return
+    def meet(self, run: Any) -> None:
         if run.recorded:
             self.before[run] = run.state()
         else:
@@ -119,8 +117,8 @@ class _Backward:
 
     def take(self, inner: _Backward) -> None:
         self.tasks += inner.tasks
-        self.begun += [run for run in inner.begun if not self._knows(run)]
-        self.before |= {run: s for run, s in inner.before.items() if not self._knows(run)}
+        self.begun += [run for run in inner.begun if not self.knows(run)]
+        self.before |= {run: s for run, s in inner.before.items() if not self.knows(run)}
 
     def undo(self) -> None:
         for run in self.begun:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
-__all__ = ["Answer", "Frames", "Told", "enclosing", "holders", "runs_again_once"]
+__all__ = ["NONE", "Answer", "Frames", "Told", "enclosing", "holders", "runs_again_once"]
 
 _C = torch._C._autograd
 Frame: Any = getattr(checkpoint, "_CheckpointFrame", ())  # of one that is not reentrant

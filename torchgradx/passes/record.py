@@ -14,7 +14,7 @@ from ..clipping import Books, factors_of, group, is_unscaled, unscaled_by
 from ..errors import CoverageError
 from ..norms import combine
 from ..rules import Layer
-from .frames import Answer, Frames, Told
+from .frames import NONE, Answer, Frames, Told
 
 if ops.NATIVE:
     from .. import _C
@@ -57,10 +57,10 @@ class Record:
         """The place among the forwards of one that begins and is to be a pass; else 0; and what was
         told of it, now or when it ran first. `outside`: of a module, outside of the model's."""
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing() or self.unreal():
-            return Answer()
+            return NONE
         now = Answer(self.next(), told)
         found = self._frames.answer(on, now, self._recorder.records_again, outside)
-        return found if torch.is_grad_enabled() else Answer()
+        return found if torch.is_grad_enabled() else NONE
 
     def unreal(self) -> bool:
         """Whether tensors are fake, or on meta: of what has no values there are no norms."""
@@ -75,25 +75,22 @@ class Record:
     def begin(self, run: Any) -> None:
         """The first gradient of a pass that is not in the record."""
         with self._entry:  # threads begin a new record once
-            self._begin(run)
-
-    def _begin(self, run: Any) -> None:
-        if self._read:
-            self.clear()
-        self.books.begin(first=not self.runs)
-        if self._compares and not self.runs:
-            self._there = self._sizes_of_grads(run.trainable)
-        scale = self._options["loss_scale"]
-        if isinstance(scale, torch.amp.GradScaler):
-            scale = scale.get_scale() if scale.is_enabled() else 1.0
-        elif isinstance(scale, Tensor):
-            scale = scale.detach().clone()
-        if run.serial and any(other.serial == run.serial for other, _ in self.runs):
-            self._recorder.refuse(-1, TWICE)
-        self.runs.append((run, scale))
-        run.recorded = True
-        for site, reason in run.refusals:
-            self._recorder.refuse(site, reason)
+            if self._read:
+                self.clear()
+            self.books.begin(first=not self.runs)
+            if self._compares and not self.runs:
+                self._there = self._sizes_of_grads(run.trainable)
+            scale = self._options["loss_scale"]
+            if isinstance(scale, torch.amp.GradScaler):
+                scale = scale.get_scale() if scale.is_enabled() else 1.0
+            elif isinstance(scale, Tensor):
+                scale = scale.detach().clone()
+            if run.serial and any(other.serial == run.serial for other, _ in self.runs):
+                self._recorder.refuse(-1, TWICE)
+            self.runs.append((run, scale))
+            run.recorded = True
+            for site, reason in run.refusals:
+                self._recorder.refuse(site, reason)
 
     def clear(self) -> None:
         for run, _ in self.runs:

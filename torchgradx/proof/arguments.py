@@ -29,7 +29,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def sized(tree: Any) -> list[Tensor]:
     """The same, less nested ones, which have no sizes."""
-    return [t for t in tensors_in(tree) if not (t.is_nested and t.layout is torch.strided)]
+    return [t for t in tensors_in(tree) if _has_sizes(t)]
 
 
 def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None:
@@ -44,11 +44,11 @@ def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None
         return n if isinstance(n, int) else int(n)  # of a graph, a symbol
     if given is not None:
         return int(given)
-    dim = options["batch_dim"]
-    first = args and isinstance(args[0], Tensor) and args[0].dim()
-    for tensor in sized(args[:1] if first else (args, kwargs)):
-        if tensor.dim():
-            return _size(tensor, dim)
+    first = args[0] if args else None
+    given = [first] if isinstance(first, Tensor) and first.dim() else tensors_in((args, kwargs))
+    for tensor in given:
+        if tensor.dim() and _has_sizes(tensor):
+            return _size(tensor, options["batch_dim"])
     return None
 
 
@@ -116,6 +116,10 @@ def begins(arguments: Any) -> bool:
 def plain(t: Tensor) -> bool:
     """Whether it has rows of numbers."""
     return t.layout is torch.strided and not t.is_nested and t.dim() > 0
+
+
+def _has_sizes(t: Tensor) -> bool:
+    return not (t.is_nested and t.layout is torch.strided)
 
 
 def _size(t: Tensor, batch_dim: int) -> int:

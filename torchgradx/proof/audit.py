@@ -87,11 +87,20 @@ class Audit:
         pending = self._pending.get(key)
         return self._proven.get(key) or (pending[0] if pending else None)
 
-    def examine(self, run: Any, *shown: Any) -> None:
+    def examine(self, run: Any, key: Any, looked: Looked, *shown: Any) -> None:
         """At the end of a forward: what is known of its structure, or a first look at it. The
         forward is whole whatever comes of that, as of tensors that have no sizes."""
+        if looked.taint is not None:
+            held = self._held(key)
+            if held is not None and not held.watched:
+                self._proven.pop(key, None)  # it is looked at once more, and closer
+                self._pending.pop(key, None)
+        known = self._proven.get(key)
+        if known is not None and known.lasting and not self._parameters.gathered():
+            self._tell(run, known)
+            return
         try:
-            self._examine(run, *shown)
+            self._examine(run, key, looked, *shown)
         except Exception as error:
             run.refuse(-1, UNPROVEN.format(error=f"{type(error).__name__}: {error}"))
 
@@ -99,19 +108,11 @@ class Audit:
         self,
         run: Any,
         key: Any,
+        looked: Looked,
         uses: Sequence[Any],
         outputs: Sequence[Tensor],
         sites: Sequence[Site],
-        looked: Looked,
     ) -> None:
-        held = self._held(key)
-        if looked.taint is not None and held is not None and not held.watched:
-            self._proven.pop(key, None)  # it is looked at once more, and closer
-            self._pending.pop(key, None)
-        known = self._proven.get(key)
-        if known is not None and known.lasting and not self._parameters.gathered():
-            self._tell(run, known)
-            return
         prove = partial(self.examiner.verdict, run, uses, outputs, sites, looked)
         key = self.examiner.variant(key, self._held(key), uses, outputs, looked)
         met = self._met(run, self._held(key), uses, outputs, sites)
@@ -233,6 +234,8 @@ class Audit:
 
     def hooked(self) -> list[int]:
         """Norms only: the parameters with hooks of the user's, which are called with a gradient."""
+        if not self._shielded:
+            return []
         tensors = self._parameters.wholes()
         return [place for place, (ours, _) in self._shielded.items()
                 if any(key != ours for key in tensors[place]._backward_hooks or ())]  # fmt: skip

@@ -96,8 +96,10 @@ def _sequence(layer: Layer, module: Any, input: Any, hx: Any) -> Any:
     out: Any = PackedSequence(x, *input[1:]) if packed else x
     if not (packed or module.batch_first):
         out = x.transpose(0, 1)
-    h, c = (t[0] if layers == 1 else torch.cat(t) for t in (last, cells if lstm else last))
-    return out, (h, c) if lstm else h
+    h = last[0] if layers == 1 else torch.cat(last)
+    if not lstm:
+        return out, h
+    return out, (h, cells[0] if layers == 1 else torch.cat(cells))
 
 
 def _mode(module: Any) -> str:
@@ -112,9 +114,11 @@ def served(module: Any, input: Any, hx: Any = None) -> bool:
     data, sizes = input[:2] if isinstance(input, PackedSequence) and not single else (input, None)
     lstm = isinstance(module, (nn.LSTM, nn.LSTMCell))
     given = [] if hx is None else list(hx) if lstm and isinstance(hx, (tuple, list)) else [hx]
-    held = [t for t in (data, *given, *module._parameters.values()) if t is not None]
-    if any(type(t) not in PLAIN or t.dtype is not data.dtype or not t.is_cpu for t in held):
-        return False
+    for t in (data, *given, *module._parameters.values()):
+        if t is None:
+            continue
+        if type(t) not in PLAIN or t.dtype is not data.dtype or not t.is_cpu:
+            return False
     if not data.numel():
         return False
     if torch.is_autocast_enabled("cpu") or torch._C._are_functorch_transforms_active():
