@@ -262,7 +262,7 @@ def test_a_failed_backward_keeps_no_activation_alive(options):
         assert not run or not (run.recorded or run.waiting() or run.total().any())
         assert not probe._record.runs
         assert not probe._record.books._kept
-        assert not probe._backwards._open
+        assert not probe._backwards.open
         handle.remove()
 
 

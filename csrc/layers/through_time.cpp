@@ -214,6 +214,7 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
 
 GateGradients through_time(const Recurrence& of, int64_t direction, const Tensor& input, const Sequence& in,
                            const Steps& steps, const OutputGradients& grads, bool wants_input) {
+  const at::AutoDispatchBelowADInplaceOrView below;  // nothing here is differentiated
   Weights w = weights_of(of, in.weights, direction);
   for (Tensor* t : {&w.ih, &w.hh, &w.ih_bias, &w.hh_bias, &w.hr}) *t = widened(*t);
   const Tensor x = widened(input), c = in.cell.defined() ? widened(in.cell[direction]).contiguous() : Tensor();
