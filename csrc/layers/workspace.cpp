@@ -1,6 +1,6 @@
-// As oneDNN lays it out (src/cpu/rnn/rnn_utils.cpp, set_offsets): regions of whole pages, the gates, the states that cells
-// hide, the states of two layers (the input and its own), then the cells of two layers. Rows of the former three are of
-// whole cache lines (get_good_ld); a multiple of 1 KiB gets one more.
+// As oneDNN lays it out (src/cpu/rnn/rnn_utils.cpp, set_offsets): regions of whole pages, the gates, the states that
+// cells hide, the states of two layers (the input and its own), then the cells of two layers. Rows of the former three
+// are of whole cache lines (get_good_ld); a multiple of 1 KiB gets one more.
 #include "workspace.h"
 
 #include <ATen/ATen.h>
