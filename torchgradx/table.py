@@ -65,7 +65,7 @@ class Parameters:
         self._children = [m._modules for m in self._modules if m._modules]
         self._childless = [m._modules for m in self._modules if not m._modules]
         self._held = [m._parameters for m in self._modules]
-        self._standing = [p for held in self._held for p in held.values()]
+        self._standing = self._stand()
         self._shape = self._present()
         tied = [name for name, place in self._aliases.items() if self.names[place] != name]
         self._tied = [(modules[_owner(n)]._parameters, _key(n), self._aliases[n]) for n in tied]
@@ -81,7 +81,7 @@ class Parameters:
 
     def tensors(self) -> list[Tensor]:
         """What stands in each place now; what stood there last, where nothing does."""
-        now = [p for held in self._held for p in held.values()]
+        now = self._stand()
         same = len(now) == len(self._standing) and all(map(is_, now, self._standing))
         if not same:
             self._tensors = list(map(self.tensor, range(len(self._slots))))
@@ -122,6 +122,9 @@ class Parameters:
             return True
         now = self.tensors() if self._tied else []
         return any(held.get(key) is not now[place] for held, key, place in self._tied)
+
+    def _stand(self) -> list[Tensor | None]:
+        return [p for held in self._held for p in held.values()]
 
     def _present(self) -> tuple[list[nn.Module | None], list[int]]:
         children = [child for held in self._children for child in held.values()]

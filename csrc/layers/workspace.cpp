@@ -3,6 +3,8 @@
 // are of whole cache lines (get_good_ld); a multiple of 1 KiB gets one more.
 #include "workspace.h"
 
+#include "../cpu/sweep.h"
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -14,12 +16,12 @@ namespace {
 constexpr int64_t kPage = 4096 / sizeof(float);
 
 int64_t row_of(int64_t size) {
-  const int64_t lines = (size + 15) / 16 * 16;
+  const int64_t lines = cpu::round_up(size, 16);
   return lines % 256 == 0 ? lines + 16 : lines;
 }
 
 int64_t in_pages(int64_t size) {
-  return (size + kPage - 1) / kPage * kPage;
+  return cpu::round_up(size, kPage);
 }
 
 bool agree(double found, double wanted, double size) {  // nan with nothing
