@@ -3,6 +3,7 @@
 #include "site.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <utility>
@@ -74,7 +75,7 @@ std::vector<Tensor> Booked::weighted(const Tensor& factors, const std::vector<in
   if (wanted.weight)
     made = layer.backward(saved_, weight_, g, wanted);
   else if (wanted.bias)  // the input may not have been kept
-    made.bias = layer.bias_rows(*layer.operands({}, g, factors.numel(), layout_)).sum({0, 1});
+    made.bias = layer.bias_rows(*layer.operands({}, g, factors.numel(), layout_)).sum(at::IntArrayRef({0, 1}));
   std::vector<Tensor> found;
   if (wanted.weight) found.push_back(among(made.weight, site_->weight_rows, 0));
   if (wanted.bias) found.push_back(among(made.bias, site_->bias_rows, 0));

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/core/grad_mode.h>
 
 namespace torchgradx {
 namespace {
@@ -138,7 +139,7 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
   if (site->recorder->auditing && received) {
     Gradients gradients;
     if (wants_weight) gradients = layer.backward(saved, weight, grad_output, {false, true, false});
-    if (wants_bias) gradients.bias = layer.bias_rows(*operands).sum({0, 1});
+    if (wants_bias) gradients.bias = layer.bias_rows(*operands).sum(at::IntArrayRef({0, 1}));
     audit(*operands, gradients, grad_output);
   }
   below.emplace();

@@ -62,7 +62,7 @@ class Convolution final : public Layer {
           in_order(grad_output), in_order(saved.input), weight, std::nullopt, stride_, padding_, dilation_,
           o_.transposed, output_padding(saved.input, grad_output), o_.groups, {wanted.input, wanted.weight, false});
     }
-    if (wanted.bias) gradients.bias = grad_output.flatten(2).sum({0, 2});
+    if (wanted.bias) gradients.bias = grad_output.flatten(2).sum(at::IntArrayRef({0, 2}));
     return gradients;
   }
 
@@ -112,7 +112,7 @@ class Convolution final : public Layer {
     if (!wanted.bias) return {{Tensor(), weight, Tensor()}, sq};
     if (together) return {{Tensor(), weight, bias}, sq};
     const Tensor of_bias = bias_sq_norms(bias_rows(operands)).unsqueeze(0);
-    return {{Tensor(), weight, bias_rows(operands).sum({0, 1})}, at::cat({sq, of_bias})};
+    return {{Tensor(), weight, bias_rows(operands).sum(at::IntArrayRef({0, 1}))}, at::cat({sq, of_bias})};
   }
 
   Tensor weight_dots(const Operands& operands, const Tensor& direction) const override {

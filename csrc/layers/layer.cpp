@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <cmath>
