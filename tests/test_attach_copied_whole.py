@@ -3,6 +3,7 @@ keeps, wherever that is, is as if nobody had asked."""
 
 import functools
 import gc
+from types import ModuleType
 from typing import ClassVar
 
 import numpy as np
@@ -26,6 +27,13 @@ class Kept(tuple):
 
 class Told:
     calls = 0
+
+
+# One that no file names, a module, and a class of another one.
+TOLD = type("Unnamed", (), {"calls": 0, "seen": []})
+IMPORTED = type("Imported", (), {"calls": 0, "seen": [], "__module__": "elsewhere"})
+ELSEWHERE = ModuleType("elsewhere")
+ELSEWHERE.calls, ELSEWHERE.seen = 0, []
 
 
 class Asks(Between):
@@ -90,6 +98,70 @@ class ByAnotherClass(Asks):
         return Told.calls
 
 
+class ByAClassThatItHolds(Asks):
+    def __init__(self):
+        super().__init__()
+        self.counts = TOLD
+
+    def gain(self):
+        self.counts.calls += 1
+        self.counts.seen.append(1)
+        return self.counts.calls + len(self.counts.seen)
+
+
+class ByAClassOfItsClass(ByAClassThatItHolds):
+    counts = TOLD
+
+    def __init__(self):
+        Asks.__init__(self)
+
+
+class ByAClassInAList(Asks):
+    def __init__(self):
+        super().__init__()
+        self.counts = [TOLD]
+
+    def gain(self):
+        self.counts[0].calls += 1
+        return self.counts[0].calls
+
+
+class ByTheClassOfAnObject(Asks):
+    def __init__(self):
+        super().__init__()
+        self.told = TOLD()
+        self.told.width = 2
+
+    def gain(self):
+        type(self.told).calls += 1
+        return self.told.calls
+
+
+class ByAClassOfADefault(Asks):
+    def gain(self, counts=TOLD):
+        counts.calls += 1
+        return counts.calls
+
+
+class ByAModule(Asks):
+    def gain(self):
+        ELSEWHERE.calls += 1
+        ELSEWHERE.seen.append(1)
+        return ELSEWHERE.calls + len(ELSEWHERE.seen)
+
+
+class ByAModuleThatItHolds(ByAClassThatItHolds):
+    def __init__(self):
+        Asks.__init__(self)
+        self.counts = ELSEWHERE
+
+
+class ByAClassOfAnotherFile(Asks):
+    def gain(self):
+        IMPORTED.calls += 1
+        return IMPORTED.calls
+
+
 class ByItsOwnClass(Asks):
     calls = 0
 
@@ -130,7 +202,9 @@ class ByADefault(Asks):
 
 
 KINDS = [ByTheFile, ByNumPy, ByTheClass, ByWhatItHidesInTheClass, ByADictOfTheFile,
-         ByAnObjectOfTheClass, ByAnotherClass, ByItsOwnClass, ByAGlobal, ByATuple,
+         ByAnObjectOfTheClass, ByAnotherClass, ByAClassThatItHolds, ByAClassOfItsClass,
+         ByAClassInAList, ByTheClassOfAnObject, ByAClassOfADefault, ByAModule,
+         ByAModuleThatItHolds, ByAClassOfAnotherFile, ByItsOwnClass, ByAGlobal, ByATuple,
          ByAFunction, ByAFunctionsList, ByADefault]  # fmt: skip
 
 
@@ -141,6 +215,9 @@ def put_back():
     ByAFunction.gain.calls, ByAFunctionsList.gain.told = 0, [Told()]
     ByWhatItHidesInTheClass._seen.clear(), ByADefault.gain.__defaults__[0].clear()
     ByAnObjectOfTheClass.told, SEEN["calls"] = Told(), 0
+    for holder in (TOLD, ELSEWHERE, IMPORTED):
+        holder.calls = 0
+        holder.seen.clear()
 
 
 @a_few_modes
@@ -167,6 +244,7 @@ WIDTH = {"of": 2.0}
 
 class Configured(Asks):
     powers: ClassVar[list] = [1, 2]
+    kinds: ClassVar[dict] = {"act": nn.ReLU, "told": Told}
 
     def gain(self):
         return WIDTH["of"] ** self.powers[1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ __all__ = ["Whole"]
 MANY, MOST = 1 << 12, 1 << 26  # things, and bytes, that are copied
 DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
 GLOBALS = opmap["STORE_GLOBAL"], opmap["DELETE_GLOBAL"]
+MUTABLE = 1 << 9  # of a class's flags: Py_TPFLAGS_HEAPTYPE
+LIBRARIES = {"torch", *sys.stdlib_module_names}
 WRAPPERS = {property: "fget", staticmethod: "__func__", classmethod: "__func__",
             functools.cached_property: "func"}  # fmt: skip
 
@@ -41,8 +44,8 @@ WRAPPERS = {property: "fget", staticmethod: "__func__", classmethod: "__func__",
 class Whole:
     """A model that can be copied so."""
 
-    def __init__(self, kinds: list[type], containers: list[Any]) -> None:
-        self._kinds, self._containers = kinds, containers
+    def __init__(self, holders: dict[int, type | ModuleType], containers: list[Any]) -> None:
+        self._holders, self._containers = list(holders.values()), containers
 
     @staticmethod
     def of(module: nn.Module, arguments: Iterable[Any]) -> Whole | None:
@@ -55,24 +58,23 @@ class Whole:
             size += getattr(part, "nbytes", 0)
             if count > MANY or size > MOST or isinstance(part, (torch.Generator, *DRAW)):
                 return None
+            theirs += [] if isinstance(part, (*SAID, nn.Module)) else type(part).__mro__
         held = all(is_memory(v, 1) or reach.constant(v) for v in values)
-        if not (held and all(map(reach.kind, theirs))):
-            return None
-        return Whole([*theirs, *reach.kinds], reach.containers)
+        return Whole(reach.holders, reach.containers) if held and reach.kinds(theirs) else None
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """What runs inside and counts in its class, as by `type(self).calls += 1`, or in a list of
         its file, counts nothing."""
-        before = [(kind, dict(vars(kind))) for kind in self._kinds]
+        before = [(holder, dict(vars(holder))) for holder in self._holders]
         held = [(container, container.copy()) for container in self._containers]
         try:
             yield
         finally:
-            for kind, values in before:
+            for holder, values in before:
                 for name, value in values.items():
-                    if isinstance(value, SAID) and vars(kind).get(name) is not value:
-                        setattr(kind, name, value)
+                    if isinstance(value, SAID) and vars(holder).get(name) is not value:
+                        setattr(holder, name, value)
             for container, was in held:
                 if container != was:
                     container.clear()
@@ -82,7 +84,11 @@ class Whole:
 def _kinds(module: nn.Module) -> list[type]:
     """The classes that are not torch's."""
     kinds = {kind for m in module.modules() for kind in type(m).__mro__}
-    return [kind for kind in kinds if not kind.__module__.startswith(("torch.", "builtins"))]
+    return [kind for kind in kinds if not _of_a_library(kind.__module__)]
+
+
+def _of_a_library(name: str) -> bool:
+    return name.partition(".")[0] in LIBRARIES
 
 
 @dataclass
@@ -90,16 +96,20 @@ class _Reach:
     """What functions and classes can reach."""
 
     seen: set[int] = field(default_factory=set)
-    kinds: list[type] = field(default_factory=list)  # other ones, of its file
-    containers: list[Any] = field(default_factory=list)  # of what is said, to be put back
+    holders: dict[int, type | ModuleType] = field(default_factory=dict)  # of numbers, to put back
+    containers: list[Any] = field(default_factory=list)  # of what is said, to put back
 
-    def kind(self, kind: type) -> bool:
-        """Whether nothing that a class holds changes for good, whatever its functions do."""
-        return all(self.constant(v) for name, v in vars(kind).items()
-                   if name == "__call__" or (name[:2] != "__" and name != "_abc_impl"))  # fmt: skip
+    def kinds(self, kinds: Iterable[type]) -> bool:
+        """Whether nothing that classes hold changes for good, whatever their functions do."""
+        return all(map(self._kind, kinds))
 
     def constant(self, value: Any) -> bool:
-        if isinstance(value, (*SAID, *DESCRIPTORS, type, Tensor, ModuleType, Logger)):
+        if isinstance(value, (*SAID, *DESCRIPTORS, Tensor, Logger)):
+            return True
+        if isinstance(value, type):
+            return self.kinds(value.__mro__)
+        if isinstance(value, ModuleType):
+            self._elsewhere(value, value.__name__)
             return True
         if isinstance(value, BuiltinFunctionType):  # of a generator, it draws
             return isinstance(value.__self__, (type, ModuleType, type(None)))
@@ -115,8 +125,8 @@ class _Reach:
         if type(value) not in (dict, list, set):
             return False
         self.containers.append(value)
-        held = [*value, *value.values()] if isinstance(value, dict) else value
-        return all(isinstance(v, (*SAID, type)) for v in held)
+        return all(isinstance(v, SAID) or (isinstance(v, type) and self.constant(v))
+                   for v in _inside(value))  # fmt: skip
 
     def _function(self, function: FunctionType) -> bool:
         """As far as its own file: libraries draw and remember for themselves."""
@@ -127,17 +137,31 @@ class _Reach:
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         named = [here[name] for name in _names(code) if name in here]
         inner = [v for v in named if getattr(v, "__globals__", here) is here]
-        kinds = [v for v in named if isinstance(v, type) and v.__module__ == function.__module__]
+        ours = [v for v in inner if not isinstance(v, type) or v.__module__ == function.__module__]
+        for kind in (v for v in inner if isinstance(v, type) and v not in ours):
+            self._elsewhere(kind, kind.__module__)
         self.containers.append(vars(function))
-        plain = all(map(self.constant, (*cells, *defaults, *vars(function).values(), *inner)))
-        return plain and all(self._once(kind) for kind in kinds)
+        return all(map(self.constant, (*cells, *defaults, *vars(function).values(), *ours)))
 
-    def _once(self, kind: type) -> bool:
-        if id(kind) in self.seen:
+    def _kind(self, kind: type) -> bool:
+        if id(kind) in self.seen or _of_a_library(kind.__module__) or not kind.__flags__ & MUTABLE:
             return True
         self.seen.add(id(kind))
-        self.kinds.append(kind)
-        return self.kind(kind)
+        self.holders[id(kind)] = kind
+        return all(self.constant(v) for name, v in vars(kind).items()
+                   if name == "__call__" or (name[:2] != "__" and name != "_abc_impl"))  # fmt: skip
+
+    def _elsewhere(self, holder: type | ModuleType, name: str) -> None:
+        """What another file has, and functions count in: as far as that is plain."""
+        if id(holder) in self.holders or _of_a_library(name):
+            return
+        self.holders[id(holder)] = holder
+        held = [v for v in vars(holder).values() if type(v) in (dict, list, set)]
+        self.containers += [v for v in held if all(isinstance(x, SAID) for x in _inside(v))]
+
+
+def _inside(container: Any) -> Iterable[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else container
 
 
 def _names(code: CodeType) -> Iterator[str]:
