@@ -5,6 +5,7 @@ import copy
 import functools
 import gc
 import math
+import os
 import re
 
 import pytest
@@ -13,6 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
+
+DEVICE = os.environ.get("TORCHGRADX_TEST_DEVICE", "cpu")  # where `check` has its models
+if DEVICE != "cpu":  # what is compared with: float32 in earnest, the same bits each time
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False
 
 NATIVE = [{"backend": "native"}, {"backend": "native", "fused": False}]
 NATIVE += [{"backend": "native", "weight_grad": False}]
@@ -240,7 +246,7 @@ def need_native(options):
         pytest.skip(native_missing())
 
 
-def prepared(model, batch, dtype, input_grad, device="cpu"):
+def prepared(model, batch, dtype, input_grad=False, device=DEVICE):
     model = copy.deepcopy(model).to(device, dtype)
     batch = [as_dtype(t, dtype).to(device) for t in batch]
     if input_grad:
@@ -249,7 +255,7 @@ def prepared(model, batch, dtype, input_grad, device="cpu"):
 
 
 def check(model, loss, *batch, dtype=torch.float64, dims=0, want=None, rtol=None,
-          input_grad=False, device="cpu", **options):  # fmt: skip
+          input_grad=False, device=DEVICE, **options):  # fmt: skip
     """One step of an attached copy of the model: norms equal the loop's, under every `per=`;
     the loss is the same bits, and `.grad` (inputs' too) is what it is without the probe."""
     need_native(options)
@@ -336,7 +342,7 @@ def attempt(model, loss, *batch, **options):
 def exact_or_refused(model, loss, *batch, dims=0, **options):
     """Where the contract promises only not to be wrong. Returns the refusal, if there was one."""
     need_native(options)
-    model, batch = prepared(model, batch, torch.float64, False)
+    model, batch = prepared(model, batch, torch.float64)
     want = loop(model, loss, *batch, dims=dims)
     got, refusal, _ = attempt(model, loss, *batch, **options)
     if refusal is None:
@@ -347,7 +353,7 @@ def exact_or_refused(model, loss, *batch, dims=0, **options):
 def refused(model, loss, *batch, names, match="", spared=(), **options):
     """A CoverageError that names these parameters and not the spared ones; .grad is whole."""
     need_native(options)
-    model, batch = prepared(model, batch, torch.float64, False)
+    model, batch = prepared(model, batch, torch.float64)
     twin = copy.deepcopy(model)
     loss(twin, *batch).backward()
     got, refusal, ran = attempt(model, loss, *batch, **options)

@@ -61,7 +61,7 @@ def same(model, want, rtol, terms):
         if name not in want:
             continue
         got = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
-        off = float((got.double() - want[name]).norm())
+        off = float((got.cpu().double() - want[name]).norm())
         bound = rtol * (float(terms[name]) + largest / 10) + 1e-300
         assert off <= bound, f"{name}.grad is off by {off}, and may be by {bound}"
 
@@ -71,7 +71,7 @@ def check_clip(model, loss, *batch, dims=0, dtype=torch.float64, reduction="mean
     dots are the loop's; a factor of 1 for all leaves the bits of `.grad`."""
     need_native(options)
     rows = gradients(model, loss, *batch, dims=dims)
-    model, batch = prepared(model, batch, dtype, input_grad=False)
+    model, batch = prepared(model, batch, dtype)
     held = dict(model.named_parameters())
     rtol = tolerance(model, dtype)
     directions = {name: torch.randn(p.shape) for name, p in held.items()}
@@ -79,8 +79,9 @@ def check_clip(model, loss, *batch, dims=0, dtype=torch.float64, reduction="mean
     norms = norms_of(rows, "model")[""]
     of_directions = sum(v.double().square().sum() for v in directions.values()).sqrt()
     share = 1 / len(rows) if reduction == "mean" else 1.0
+    along = {name: v.to(held[name].device) for name, v in directions.items()}
     with torchgradx.attach(
-        model, clip=True, directions=directions, loss_reduction=reduction, **options
+        model, clip=True, directions=along, loss_reduction=reduction, **options
     ) as probe:
         for per, before in (("model", None), ("parameter", 0.5), ("module", None)):
             groups = norms_of(rows, per)
@@ -88,7 +89,7 @@ def check_clip(model, loss, *batch, dims=0, dtype=torch.float64, reduction="mean
                 p.grad = None if before is None else torch.full_like(p, before)
             bound = float(torch.cat(list(groups.values())).median())
             loss(model, *batch).backward()
-            off = (probe.dot().double() - torch.stack(exact)).abs()
+            off = (probe.dot().cpu().double() - torch.stack(exact)).abs()
             assert (off <= rtol * norms * of_directions + 1e-300).all(), off
             plain = {n: None if p.grad is None else p.grad.to_dense().clone()
                      for n, p in held.items()}  # fmt: skip

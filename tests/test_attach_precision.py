@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import (
+    DEVICE,
     Model,
     a_few_modes,
     check,
@@ -32,7 +33,7 @@ def twice(m, x):
 def inside_and_outside(m, x):
     """A layer used under autocast and beside it."""
     hidden = torch.tanh(m.l(x))
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(x.device.type, enabled=False):
         hidden = m.l(hidden.float())
     return m.out(hidden)
 
@@ -86,7 +87,7 @@ def test_autocast_is_exact_within_its_rounding_however_layers_are_used(name, dty
     net, x = make(), torch.randn(shape)
 
     def under(model, x):
-        with torch.autocast("cpu", dtype):
+        with torch.autocast(DEVICE, dtype):
             out = model(x)
         return out.float().square().flatten(1).sum(1).mean()
 

@@ -13,7 +13,21 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import NATIVE, Model, check, mlp, seeded, square, title  # noqa: F401
+from attach_oracle import (
+    NATIVE,
+    Model,
+    check,
+    close,
+    close_named,
+    loop,
+    loop_model,
+    mlp,
+    nothing_compiled,  # noqa: F401
+    seeded,  # noqa: F401
+    square,
+    title,
+    tolerance,
+)
 from backends import BACKENDS, to
 from oracle import Conv2d, Linear
 from test_attach_layers import KERNEL_LAYERS
@@ -225,6 +239,44 @@ def test_a_step_on_a_side_stream_has_the_same_norms() -> None:
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         check(mlp(64), square, torch.randn(8, 33, 3), device="cuda")
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": False}, {"weight_grad": False}], ids=title)
+def test_a_scaled_step_in_float16_has_the_norms_of_an_unscaled_one(
+    options: dict[str, object],
+) -> None:
+    model, x = mlp(64), torch.randn(8, 33, 3)
+    want = loop_model(model, square, x)
+    model, x = model.cuda(), x.cuda()
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40, backoff_factor=2.0**-30)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with torchgradx.attach(model, loss_scale=scaler, **options) as probe:
+        for overflows in (True, False):
+            with torch.autocast("cuda", torch.float16):
+                loss = square(model, x)
+            scaler.scale(loss).backward()
+            norms = probe.norms().cpu()
+            if overflows:
+                assert not norms.isfinite().any()
+            else:  # two dozen roundings on a sample's way
+                close(norms, want, 24 * torch.finfo(torch.float16).eps)
+            scaler.update(2.0**10)
+            optimizer.zero_grad()
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_models_have_the_norms_of_the_loop(name: str, backend: str) -> None:
+    make, shape = MODELS[name]
+    model, x = make(), torch.randn(shape)
+    want = loop(model, square, x)
+    model, x = model.cuda(), x.cuda()
+    with torchgradx.attach(model) as probe:
+        compiled = torch.compile(model, backend=backend)
+        for _ in range(2):
+            square(compiled, x).backward()
+            close_named(probe.norms(per="parameter"), want, tolerance(model, torch.float32))
 
 
 # Jobs
