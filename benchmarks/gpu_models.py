@@ -67,7 +67,11 @@ def gpt2(tiny: bool) -> Workload:
     d, heads, layers = (32, 2, 1) if tiny else (768, 12, 12)
     ids = torch.randint(vocabulary, (n, t + 1))
     model = GPT(vocabulary, t, d, heads, layers)
-    return Workload(model, ids[:, :-1], ids[:, 1:], lambda y, z: F.cross_entropy(y.mT, z))
+    return Workload(model, ids[:, :-1], ids[:, 1:], of_tokens)
+
+
+def of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def vit(tiny: bool) -> Workload:

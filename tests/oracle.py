@@ -82,6 +82,8 @@ LINEAR = [
     Linear(1, 127, 5, 129),
     Linear(3, 129, 16, 16),  # T beyond a tile of a Gram
     Linear(2, 257, 3, 2),
+    Linear(9, 128, 17, 23),  # several runs of samples
+    Linear(3, 130, 17, 133),  # and of rows
     Linear(33, 4, 8, 8),  # more samples than threads
     Linear(10, 30, 33, 20),  # and than a chunk holds
 ]
@@ -92,6 +94,7 @@ CONV2D = [
     Conv2d(2, 3, 5, (7, 6), (3, 3), (1, 1), (1, 1)),
     Conv2d(3, 4, 6, (8, 8), (1, 1)),  # 1x1
     Conv2d(2, 4, 6, (9, 7), (1, 1), (2, 3)),  # 1x1, strided
+    Conv2d(2, 5, 6, (24, 23), (1, 1), (2, 2)),  # the same of many pixels
     Conv2d(2, 5, 3, (9, 8), (3, 2), (2, 1), (1, 0)),  # rectangular throughout
     Conv2d(2, 3, 4, (11, 12), (3, 3), (2, 2), (2, 1), (2, 3)),
     Conv2d(2, 2, 3, (7, 7), (3, 3), (1, 1), (4, 4), (3, 3)),  # some patches all padding

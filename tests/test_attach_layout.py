@@ -1,5 +1,7 @@
 """Where the samples are: said, proven, or refused; never guessed from equal sizes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attach_oracle import (
@@ -12,6 +14,7 @@ from attach_oracle import (
     exact_or_refused,
     fallback_mode,
     loop,
+    mlp,
     refused,
     seeded,  # noqa: F401
     square,
@@ -21,6 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
+from torchgradx.proof import layout
 
 N = 4
 
@@ -364,3 +368,32 @@ def test_a_layout_inside_a_reentrant_checkpoint_is_said_or_refused(inside, T, op
     x = torch.randn(N, T, 3)
     assert exact_or_refused(model, square, x, **options) is not None
     check(model, square, x, layout={"*": "sequence"}, **options)
+
+
+# ---- Backwards that add up in another order each time ------------------------------------------
+
+
+@pytest.fixture(params=[(1e-4, 1.0), (1e-3, 0.4)], ids=["always a little", "now and then"])
+def trembling(request, monkeypatch):
+    """As of attention on a GPU: no two backwards give the same bits."""
+    (much, often), stock = request.param, layout.Rows.of
+
+    def rows(g, count, half):
+        found = stock(g, count, half)
+        apart = torch.randn_like(found.projections) * (torch.rand(()) < often)
+        return replace(found, projections=found.projections + much * found.sizes * apart)
+
+    monkeypatch.setattr(layout, "ANEW", ("cpu",))
+    monkeypatch.setattr(layout.Rows, "of", rows)
+
+
+@a_few_modes
+def test_backwards_that_tremble_prove_samples_apart(trembling, options):
+    check(mlp(), square, torch.randn(N, 7, 3), **options)
+
+
+@a_few_modes
+def test_backwards_that_tremble_prove_nothing_of_what_mixes(trembling, options):
+    model = Model(lambda m, x: m.b(torch.tanh(m.a(x)) + 0.1 * m.a(x).roll(1, 0)),
+                  a=nn.Linear(3, 4), b=nn.Linear(4, 2))  # fmt: skip
+    refused(model, square, torch.randn(N, 7, 3), names=["a.weight"], match="mix", **options)

@@ -138,6 +138,31 @@ def test_many_blocks_give_the_same_bits_each_time(name: str) -> None:
     assert all(same(run(), first) for _ in range(5))
 
 
+RUNS = {  # of batched products: of samples, and of the weight's rows
+    "samples": Linear(12, 130, 1024, 1024),
+    "rows": Linear(2, 130, 4096, 2304),
+    "grams": Linear(60, 300, 40, 30),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RUNS)
+def test_many_runs_have_the_norms_of_one(name: str, dtype: torch.dtype) -> None:
+    problem = RUNS[name]
+    a, b = to(CUDA, *problem.operands(dtype, "integers"))
+    scale = torch.linspace(0.5, 2, problem.n, device="cuda")
+    each = (b[n].double().T @ a[n].double() for n in range(problem.n))
+    parts = [(g.square().sum(), scale[n].double() * g) for n, g in enumerate(each)]
+    sq = torch.stack([s for s, _ in parts])
+    weight, _, fused = CUDA.linear_fused(a, b, scale)
+    for sq_norms in (fused, CUDA.linear("direct", a, b), CUDA.linear("gram", a, b)):
+        torch.testing.assert_close(sq_norms[0].double(), sq, rtol=2.0**-23, atol=0)
+    total = sum(g for _, g in parts)
+    assert isinstance(total, Tensor)
+    adding = problem.n * 2.0**-24 * 2 * problem.n * problem.t  # n roundings of what |terms| make
+    torch.testing.assert_close(weight.double(), total, rtol=torch.finfo(dtype).eps, atol=adding)
+
+
 def _extra_bytes(function: object) -> int:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -150,6 +175,7 @@ def _extra_bytes(function: object) -> int:
 def test_workspaces_are_bounded(name: str) -> None:
     algorithm, problem = CASES[name]
     a, b = to(CUDA, *problem.operands(torch.float32, "integers"))
+    torch.bmm(a.flatten(1)[:, None, :8], a.flatten(1)[:, :8, None])  # cuBLAS' own, taken once
     if isinstance(problem, Linear):
         extra = _extra_bytes(lambda: CUDA.linear(algorithm, a, b))
     else:

@@ -78,7 +78,7 @@ def test_more_of_anything_takes_no_less(capability: tuple[int, int], itemsize: i
                     ),
                     algorithm,
                 )
-                for count in (64, 128, 1024, 4096)
+                for count in (128, 256, 1024, 4096)  # below, other kernels serve
             ]
             assert times == sorted(times), (algorithm, size)
             assert times[0] > 0

@@ -1,8 +1,8 @@
 """What an algorithm takes on a GPU: a device's rates and a problem's integers in, seconds out.
 
-A kernel's time is that of its fullest multiprocessor, tile by tile, or that of its bytes. Only
-`gpu_of` asks torch about a device. Budgeted from datasheets and the kernels' tiles; not yet held
-against a measurement, and meant for the order of two algorithms rather than for their times.
+A kernel's time is that of its fullest multiprocessor, tile by tile, or that of its bytes; batched
+products are the framework's. Only `gpu_of` asks torch about a device. Rates are datasheets', and
+the shares of them measured on an H200 (benchmarks/results); for the order of two algorithms.
 """
 
 from __future__ import annotations
@@ -97,8 +97,12 @@ def from_properties(properties: Any, tf32: bool) -> Gpu:
     )
 
 
-REACHED = 0.6  # of the peak, by a loop of mma.sync or FFMA
+# Of the peak, on tensor cores and on others: by our tiles, by the framework
+REACHED = {"direct": (0.18, 0.38), "gram": (0.16, 0.37)}
+REACHED |= {"linear": (0.65, 0.7), "conv2d": (0.3, 0.7)}
 LAUNCH = 4e-6  # a kernel and the gap before the next
+# Positions from which gradients are batched products, and those of which Grams are (batched.h)
+MANY, SOME, MOST = 128, 32, 2048
 DEPTH = 32  # of a step along the sum
 TILE = {2: (128, 192), 4: (128, 128), 8: (64, 64)}  # of the gradient: outputs, inputs
 
@@ -130,20 +134,41 @@ def _moved(p: Problem) -> float:
     return p.itemsize * p.n * p.t * p.groups * (p.i + p.o) / gpu.bandwidth
 
 
-def _tiles(p: Problem, tiles: int, flop: int, ends: int) -> float:
+def _on_tensor_cores(p: Problem) -> bool:
+    assert p.device is not None
+    return p.itemsize == 2 or (p.itemsize == 4 and p.device.tf32)
+
+
+def _reached(p: Problem, by: str) -> float:
+    """FLOP a second of one multiprocessor"""
+    assert p.device is not None
+    on_tensor_cores, on_others = REACHED[by]
+    share = on_tensor_cores if _on_tensor_cores(p) else on_others
+    return share * products(p.device, p.itemsize)
+
+
+def _tiles(p: Problem, by: str, tiles: int, flop: int, ends: int) -> float:
     """`tiles`, each of `flop` in products and `ends` afterwards, shared among multiprocessors"""
     gpu = p.device
     assert gpu is not None
-    one = flop / (REACHED * products(gpu, p.itemsize)) + ends / _sums(gpu, p.itemsize)
+    one = flop / _reached(p, by) + ends / _sums(gpu, p.itemsize)
     return max(_up(tiles, gpu.multiprocessors) / gpu.multiprocessors * one, _moved(p))
+
+
+def _batched(p: Problem, flop: int, products: int, launches: int) -> float:
+    """The framework's, whose `products` are accumulators that are written and read once"""
+    gpu = p.device
+    assert gpu is not None
+    itemsize = max(p.itemsize, 4)
+    whole = _reached(p, "linear") * gpu.multiprocessors
+    return flop / whole + 2 * itemsize * products / gpu.bandwidth + launches * LAUNCH
 
 
 def _weight_grad(p: Problem) -> float:
     gpu = p.device
     assert gpu is not None
     flop = 2 * p.n * p.t * p.groups * p.i * p.o
-    whole = REACHED * products(gpu, p.itemsize) * gpu.multiprocessors
-    return max(flop / whole, _moved(p)) + LAUNCH
+    return max(flop / (_reached(p, p.layer) * gpu.multiprocessors), _moved(p)) + LAUNCH
 
 
 def _rank1(p: Problem) -> float:
@@ -151,11 +176,14 @@ def _rank1(p: Problem) -> float:
 
 
 def _gram(p: Problem) -> float:
+    if p.layer == "linear" and SOME <= p.t <= MOST:
+        flop = 2 * p.n * p.t * _up(p.t, 64) * (p.i + p.o)
+        return _batched(p, flop, 2 * p.n * p.t**2, 6)
     span = 64 if p.t <= 64 or p.itemsize == 8 else 128  # positions of a tile
     along = _up(p.t, span) // span
     flop = 2 * span**2 * (_up(p.i, DEPTH) + _up(p.o, DEPTH))
     pairs = p.n * p.groups * along * (along + 1) // 2
-    return _tiles(p, pairs, flop, 2 * span**2) + 2 * LAUNCH
+    return _tiles(p, "gram", pairs, flop, 2 * span**2) + 2 * LAUNCH
 
 
 def _by_planes(p: Problem) -> bool:
@@ -167,9 +195,12 @@ def _gradient(p: Problem, ends: int) -> float:
     """Tiles of every sample's gradient, and `ends` FLOP for each element"""
     if _by_planes(p):
         return _moved(p) + 2 * LAUNCH
+    if p.layer == "linear" and p.t >= MANY:
+        return _batched(p, 2 * p.n * p.t * p.i * p.o, p.n * p.i * p.o, 3)
     high, wide = TILE[p.itemsize]
     tiles = p.n * p.groups * (_up(p.o, high) // high) * (_up(p.i, wide) // wide)
-    return _tiles(p, tiles, 2 * high * wide * _up(p.t, DEPTH), ends * high * wide) + 2 * LAUNCH
+    flop = 2 * high * wide * _up(p.t, DEPTH)
+    return _tiles(p, "direct", tiles, flop, ends * high * wide) + 2 * LAUNCH
 
 
 def _fused(p: Problem) -> float:
@@ -178,8 +209,7 @@ def _fused(p: Problem) -> float:
     assert p.device is not None
     if p.layer == "linear" and p.t <= 1:
         return _weight_grad(p) + _rank1(p)
-    tensor_cores = p.itemsize == 2 or (p.itemsize == 4 and p.device.tf32)
-    if p.layer == "linear" and p.t <= 16 and tensor_cores:
+    if p.layer == "linear" and p.t <= 16 and _on_tensor_cores(p):
         return min(_gradient(p, 4), _weight_grad(p) + _gram(p))
     return _gradient(p, 4)
 

@@ -1,7 +1,7 @@
 // The operators on CUDA tensors: arguments are checked, results and workspace allocated, launchers chosen here; those
 // on parameters that act element by element and on tables are in bindings_elementwise.cpp.
 // Under CUDA_EMULATION the same operators on CPU tensors, as torchgradx_emulated::*, for the tests.
-#include "bindings.h"
+#include "batched.h"
 
 #ifdef CUDA_EMULATION
 #include "../schemas.h"
@@ -25,7 +25,39 @@ ConvOperand planes_of(const Tensor& t) {  // [N, channels, height, width]
 // Pixels at one distance from each other, so that they are positions: a copy for the rare view in which they are not.
 Tensor evenly_spaced(const Tensor& t) {  // [N, O, H', W']
   const bool even = t.size(2) <= 1 || t.size(3) <= 1 || t.stride(2) == t.size(3) * t.stride(3);
-  return even ? t : t.contiguous();
+  return even ? t : t.contiguous(t.suggest_memory_format());
+}
+
+struct Images {
+  const Tensor input, grads;  // [N, C, H, W], [N, O, H', W'], pixels of the latter evenly spaced
+};
+
+// Kernels go along the same dimension of both, and along channels where they copy whole patches of halves: what lies
+// otherwise is copied, as the framework does for its own.
+Images in_one_order(const ConvShape& s, const Tensor& input, const Tensor& grads) {
+  using at::MemoryFormat;
+  const auto last = [](const Tensor& t) { return t.suggest_memory_format() == MemoryFormat::ChannelsLast; };
+  const bool mixed = s.C > 1 && s.O > 1 && last(input) != last(grads);
+  const bool patches = s.groups == 1 && s.C % 8 == 0 && s.O % 8 == 0 && s.kH * s.kW > 1 && !last(input);
+  const auto copied = [&](MemoryFormat format) { return Images{input.contiguous(format), grads.contiguous(format)}; };
+  if (mixed || (patches && input.element_size() == 2))
+    return copied(s.groups == 1 ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
+  return {input, evenly_spaced(grads)};
+}
+
+Tensor rows_of_pixels(const Tensor& t) {  // [N, C, H, W] -> [N, HW, C]
+  const Tensor even = evenly_spaced(t);
+  return even.as_strided({t.size(0), t.size(2) * t.size(3), t.size(1)},
+                         {even.stride(0), even.stride(t.size(3) > 1 ? 3 : 2), even.stride(1)});
+}
+
+// A convolution of 1 x 1 as a Linear of its pixels
+std::optional<Rows> rows_of_images(const ConvShape& s, const Tensor& input, const Tensor& grads) {
+  if (s.kH * s.kW > 1 || s.padH + s.padW > 0 || s.groups > 1) return std::nullopt;
+  const Tensor met = s.strideH * s.strideW > 1
+                         ? input.slice(2, 0, std::nullopt, s.strideH).slice(3, 0, std::nullopt, s.strideW)
+                         : input;
+  return Rows{rows_of_pixels(met), rows_of_pixels(grads)};
 }
 
 LinearProblem problem_of(const RowShape& s, const Tensor& activations, const Tensor& grad_output, const Run& run) {
@@ -96,13 +128,16 @@ Fused gradients_and_norms(const Tensor& like, IntArrayRef weight_sizes, int64_t 
 // treatment of a 1 x 1 convolution as rows are the launchers' own choice.
 //
 //   rank1_sq_norms           rank1
-//   gram_sq_norms, conv2d's  gram; the bias beside it
-//   direct_sq_norms          direct
+//   gram_sq_norms, conv2d's  batched Grams, of some positions; gram; the bias beside it
+//   direct_sq_norms          batched gradients, of many positions; direct
 //   conv2d_direct_sq_norms   planes, if it suits (many groups of few channels); direct
 //   linear_fused             T = 1: fused without norms, one sum over all samples; rank1
 //                            few positions: fused without norms; gram, and the bias beside it
+//                            many: batched gradients
 //                            else: fused
 //   conv2d_fused             planes, if it suits; fused
+//
+// A convolution of 1 x 1 is a Linear of its pixels wherever one of the batched ways would serve that.
 
 // Where what becomes of every tile at a sample's end costs more than a Gram of one tile: measured nowhere yet, budgeted
 // at 3e-14 I O seconds against 1e-11 (I + O) on an H200's tensor cores. With weights samples are not joined.
@@ -112,14 +147,16 @@ bool gram_is_quicker(const LinearProblem& p, bool weighted) {
   return tensor_cores && !weighted && p.T <= 16 && p.I * p.O > 300 * (p.I + p.O);
 }
 
+void run_bias(const Run& run, const LinearProblem& p, void* sq_norms) {
+  run("bias", bias_workspace(p, false),
+      [&](void* workspace, cudaStream_t stream) { return launch_bias(p, {}, sq_norms, workspace, stream); });
+}
+
 template <class Problem>
 void run_gram(const Run& run, const Problem& p, const SqNorms& sq_norms) {
   run("gram", gram_workspace(p),
       [&](void* workspace, cudaStream_t stream) { return launch_gram(p, sq_norms.weight, workspace, stream); });
-  if (!sq_norms.bias) return;
-  const LinearProblem b = rows_of_bias(p);
-  run("bias", bias_workspace(b, false),
-      [&](void* workspace, cudaStream_t stream) { return launch_bias(b, {}, sq_norms.bias, workspace, stream); });
+  if (sq_norms.bias) run_bias(run, rows_of_bias(p), sq_norms.bias);
 }
 
 void run_rank1(const Run& run, const LinearProblem& p, const SqNorms& sq_norms) {
@@ -138,6 +175,38 @@ void run_fused(const Run& run, const Problem& p, const Gradients& gradients, con
       [&](void* workspace, cudaStream_t stream) { return launch_fused(p, gradients, sq_norms, workspace, stream); });
 }
 
+LinearProblem problem_of(const Rows& rows, const Run& run) {
+  const Tensor &a = rows.activations, &b = rows.grad_output;
+  return problem_of(RowShape{a.size(0), a.size(1), a.size(2), b.size(2)}, a, b, run);
+}
+
+void gram_of_rows(const Run& run, const Rows& rows, const SqNorms& sq_norms) {
+  const LinearProblem p = problem_of(rows, run);
+  if (!grams_are_batched(p)) return run_gram(run, p, sq_norms);
+  run_grams(run, p, rows, sq_norms.weight);
+  if (sq_norms.bias) run_bias(run, p, sq_norms.bias);
+}
+
+void direct_of_rows(const Run& run, const Rows& rows, const SqNorms& sq_norms) {
+  const LinearProblem p = problem_of(rows, run);
+  gradients_are_batched(p) ? run_gradients(run, p, rows, nullptr, sq_norms) : run_direct(run, p, sq_norms);
+}
+
+void fused_of_rows(const Run& run, const Rows& rows, const Gradients& gradients, const SqNorms& sq_norms) {
+  const LinearProblem p = problem_of(rows, run);
+  if (p.T == 1) {
+    run_fused(run, p, gradients, {nullptr, nullptr});
+    run_rank1(run, p, sq_norms);
+  } else if (gram_is_quicker(p, gradients.scale)) {
+    run_fused(run, p, gradients, {nullptr, nullptr});
+    run_gram(run, p, sq_norms);
+  } else if (gradients_are_batched(p)) {
+    run_gradients(run, p, rows, &gradients, sq_norms);
+  } else {
+    run_fused(run, p, gradients, sq_norms);
+  }
+}
+
 // Operators
 
 Tensor rank1_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias) {
@@ -151,14 +220,14 @@ Tensor rank1_sq_norms(const Tensor& activations, const Tensor& grad_output, bool
 Tensor gram_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias) {
   const RowShape s = check_rows(activations, grad_output);
   return norms(activations, s.N, bias, grad_output.numel() == 0, [&](const Run& run, const SqNorms& sq_norms) {
-    run_gram(run, problem_of(s, activations, grad_output, run), sq_norms);
+    gram_of_rows(run, {activations, grad_output}, sq_norms);
   });
 }
 
 Tensor direct_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias) {
   const RowShape s = check_rows(activations, grad_output);
   return norms(activations, s.N, bias, grad_output.numel() == 0, [&](const Run& run, const SqNorms& sq_norms) {
-    run_direct(run, problem_of(s, activations, grad_output, run), sq_norms);
+    direct_of_rows(run, {activations, grad_output}, sq_norms);
   });
 }
 
@@ -167,9 +236,7 @@ Tensor bias_sq_norms(const Tensor& grad_output) {
   const RowShape s{grad_output.size(0), grad_output.size(1), 0, grad_output.size(2)};
   const Tensor sq_norms =
       norms(grad_output, s.N, false, grad_output.numel() == 0, [&](const Run& run, const SqNorms& out) {
-        const LinearProblem p = problem_of(s, grad_output, grad_output, run);
-        run("bias", bias_workspace(p, false),
-            [&](void* workspace, cudaStream_t stream) { return launch_bias(p, {}, out.weight, workspace, stream); });
+        run_bias(run, problem_of(s, grad_output, grad_output, run), out.weight);
       });
   return sq_norms.view({s.N});
 }
@@ -180,16 +247,7 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
   check_scale(scale, s.N, activations);
   return gradients_and_norms(activations, {s.O, s.I}, s.N, scale, bias, grad_output.numel() == 0,
                              [&](const Run& run, const Gradients& gradients, const SqNorms& sq_norms) {
-                               const LinearProblem p = problem_of(s, activations, grad_output, run);
-                               if (p.T == 1) {
-                                 run_fused(run, p, gradients, {nullptr, nullptr});
-                                 run_rank1(run, p, sq_norms);
-                               } else if (gram_is_quicker(p, scale.has_value())) {
-                                 run_fused(run, p, gradients, {nullptr, nullptr});
-                                 run_gram(run, p, sq_norms);
-                               } else {
-                                 run_fused(run, p, gradients, sq_norms);
-                               }
+                               fused_of_rows(run, {activations, grad_output}, gradients, sq_norms);
                              });
 }
 
@@ -201,8 +259,10 @@ Tensor conv2d_gram_sq_norms(const Tensor& input, const Tensor& grad_output, IntA
                             IntArrayRef padding, IntArrayRef dilation, int64_t groups, bool bias) {
   const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
   return norms(input, s.N, bias, is_empty(s), [&](const Run& run, const SqNorms& sq_norms) {
-    const Tensor grads = evenly_spaced(grad_output);
-    run_gram(run, problem_of(s, input, grads, run), sq_norms);
+    if (const auto rows = rows_of_images(s, input, grad_output); rows && grams_are_batched(problem_of(*rows, run)))
+      return gram_of_rows(run, *rows, sq_norms);
+    const Images images = in_one_order(s, input, grad_output);
+    run_gram(run, problem_of(s, images.input, images.grads, run), sq_norms);
   });
 }
 
@@ -211,8 +271,10 @@ Tensor conv2d_direct_sq_norms(const Tensor& input, const Tensor& grad_output, In
                               bool bias) {
   const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
   return norms(input, s.N, bias, is_empty(s), [&](const Run& run, const SqNorms& sq_norms) {
-    const Tensor grads = evenly_spaced(grad_output);
-    const Conv2dProblem p = problem_of(s, input, grads, run);
+    if (const auto rows = rows_of_images(s, input, grad_output); rows && gradients_are_batched(problem_of(*rows, run)))
+      return direct_of_rows(run, *rows, sq_norms);
+    const Images images = in_one_order(s, input, grad_output);
+    const Conv2dProblem p = problem_of(s, images.input, images.grads, run);
     if (!planes_suit(p)) return run_direct(run, p, sq_norms);
     run("planes", planes_direct_workspace(p),
         [&](void* workspace, cudaStream_t on) { return launch_planes_direct(p, sq_norms, workspace, on); });
@@ -226,8 +288,11 @@ Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, IntArrayRef k
   check_scale(scale, s.N, input);
   return gradients_and_norms(input, {s.O, s.C / s.groups, s.kH, s.kW}, s.N, scale, bias, is_empty(s),
                              [&](const Run& run, const Gradients& gradients, const SqNorms& sq_norms) {
-                               const Tensor grads = evenly_spaced(grad_output);
-                               const Conv2dProblem p = problem_of(s, input, grads, run);
+                               if (const auto rows = rows_of_images(s, input, grad_output);
+                                   rows && gradients_are_batched(problem_of(*rows, run)))
+                                 return fused_of_rows(run, *rows, gradients, sq_norms);
+                               const Images images = in_one_order(s, input, grad_output);
+                               const Conv2dProblem p = problem_of(s, images.input, images.grads, run);
                                if (!planes_suit(p)) return run_fused(run, p, gradients, sq_norms);
                                run("planes", planes_fused_workspace(p), [&](void* workspace, cudaStream_t on) {
                                  return launch_planes_fused(p, gradients, sq_norms, workspace, on);

@@ -3,6 +3,7 @@
 #include "bindings.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/sort.h>
 
 namespace torchgradx::cuda {
@@ -12,6 +13,15 @@ using OptionalTensor = std::optional<Tensor>;
 
 ElementOperand elements_of(const Tensor& t) {  // [N, T, G, K]
   return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+}
+
+// Lanes go along the memory of the input: what lies the other way round would be read a sector a number.
+Tensor lying_as(const Tensor& t, const Tensor& input) {  // [N, T, G, K]
+  const auto by_position = [](const Tensor& x) {
+    return x.size(1) > 1 && x.stride(1) < x.stride(x.size(3) > 1 ? 3 : 2);
+  };
+  const bool columns = t.size(2) * t.size(3) > 1 && t.size(1) > 1;
+  return columns && by_position(t) != by_position(input) ? at::empty_like(input).copy_(t) : t;
 }
 
 Statistic statistic_of(const OptionalTensor& t) {  // [N, T or 1, G], each of which may be 1
@@ -41,7 +51,8 @@ Tensor norms(const Tensor& input, const Tensor& grad_output, const OptionalTenso
   if (input.numel() == 0) return at::zeros({1 + int64_t(bias), input.size(0)}, options);
   const Tensor sq_norms = at::empty({1 + int64_t(bias), input.size(0)}, options);
   const Run run(input);
-  const AffineProblem p = problem_of(input, grad_output, mean, rstd, negative, run);
+  const Tensor grads = lying_as(grad_output, input);
+  const AffineProblem p = problem_of(input, grads, mean, rstd, negative, run);
   run("affine", affine_workspace(p, bias), [&](void* workspace, cudaStream_t stream) {
     return launch_affine(p, bias, sq_norms.mutable_data_ptr(), workspace, stream);
   });
@@ -62,7 +73,8 @@ AffineFused fused(const Tensor& input, const Tensor& grad_output, const Tensor& 
   const Tensor factors = scale ? scale->to(wide.dtype()).contiguous() : Tensor();
   const Tensor weights = weight.to(wide.dtype()).contiguous();
   const Run run(input);
-  const AffineProblem p = problem_of(input, grad_output, mean, rstd, negative, run);
+  const Tensor grads = lying_as(grad_output, input);
+  const AffineProblem p = problem_of(input, grads, mean, rstd, negative, run);
   const ElementOperand out = elements_of(grad_input);
   const InputGradient to{grad_input.mutable_data_ptr(),
                          out.n,

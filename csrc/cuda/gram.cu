@@ -106,17 +106,22 @@ size_t workspace_bytes(const Problem& problem) {
   return bytes;
 }
 
+template <class acc_t>
+cudaError_t launch_verdict_on(const Workspace& workspace, int64_t N, int64_t parts, void* sq_norms,
+                              cudaStream_t stream) {
+  return launch(verdict_kernel<acc_t>, dim3(unsigned(N)), dim3(128), 0, stream, workspace.sums, parts,
+                static_cast<acc_t*>(sq_norms), workspace.doubtful);
+}
+
 template <class Product, class Loader>
 cudaError_t launch(const Plan<Product, Loader>& plan, const Workspace& workspace, void* sq_norms, cudaStream_t stream) {
-  using acc_t = typename Product::acc_t;
   auto arguments = plan.arguments;
   arguments.sums = workspace.sums;
   if (plan.blocks > kMostIndex) return cudaErrorInvalidConfiguration;
   const cudaError_t error = launch(gram_kernel<Product, Loader>, dim3(unsigned(plan.blocks)), dim3(kThreads),
                                    GramBlock<Product, Loader>::kSharedBytes, stream, arguments);
   if (error != cudaSuccess) return error;
-  return launch(verdict_kernel<acc_t>, dim3(arguments.N), dim3(128), 0, stream, workspace.sums, plan.warp_parts,
-                static_cast<acc_t*>(sq_norms), workspace.doubtful);
+  return launch_verdict_on<typename Product::acc_t>(workspace, arguments.N, plan.warp_parts, sq_norms, stream);
 }
 
 template <class Problem>
@@ -133,7 +138,29 @@ cudaError_t launch_any(const Problem& problem, void* sq_norms, void* workspace, 
   });
 }
 
+Workspace joined(const LinearProblem& p, void* workspace) {
+  return {p.N, square_parts(p.T * p.T), direct_workspace(p), workspace};
+}
+
 }  // namespace
+
+size_t joined_workspace(const LinearProblem& problem) {
+  return joined(problem, nullptr).bytes;
+}
+cudaError_t launch_join(const LinearProblem& p, const void* of_activations, const void* of_grads, int64_t first,
+                        int64_t n, void* workspace, cudaStream_t stream) {
+  const int64_t parts = square_parts(p.T * p.T);
+  const GramsOfRun run{of_activations, of_grads, n, p.T, parts, joined(p, workspace).sums + first * parts};
+  return launch_grams(p.dtype, run, stream);
+}
+cudaError_t launch_verdict(const LinearProblem& p, void* sq_norms, void* workspace, cudaStream_t stream) {
+  const Workspace own = joined(p, workspace);
+  if (p.N == 0) return cudaSuccess;
+  if (p.N > kMostIndex) return cudaErrorInvalidConfiguration;
+  const auto verdict = p.dtype == DType::kDouble ? launch_verdict_on<double> : launch_verdict_on<float>;
+  const cudaError_t error = verdict(own, p.N, square_parts(p.T * p.T), sq_norms, stream);
+  return error == cudaSuccess ? launch_direct(p, {sq_norms, nullptr}, own.of_direct, stream, own.doubtful) : error;
+}
 
 size_t gram_workspace(const LinearProblem& problem) {
   return workspace_bytes(problem);

@@ -4,6 +4,7 @@
 // A warp leaves four numbers a sample: what verdict_kernel needs to tell a sum from the ruins of one.
 #pragma once
 
+#include "gram_sums.cuh"
 #include "kernels.h"
 #include "pipeline.cuh"
 #include "product.cuh"
@@ -11,16 +12,6 @@
 namespace torchgradx::cuda {
 
 constexpr int kGramWarps = kThreads / warp_threads;
-
-// Below it the square of a row, or a sum of products, may have been denormal, and so rounded to a few bits.
-template <class acc_t>
-constexpr double kFaint = sizeof(acc_t) == sizeof(double) ? 1e-290 : 1e-30;
-
-struct GramSums {
-  double sum, magnitude;  // of the terms, and of their absolute values
-  double trace;           // of the terms s = t: sum_t |a_t|^2 |b_t|^2
-  double faint;           // at least what rows may have added whose square a_t . a_t or b_t . b_t underflowed
-};
 
 template <class Loader>
 struct GramArguments {

@@ -116,6 +116,35 @@ size_t gram_workspace(const Conv2dProblem& problem);
 cudaError_t launch_gram(const LinearProblem& problem, void* sq_norms, void* workspace, cudaStream_t stream);
 cudaError_t launch_gram(const Conv2dProblem& problem, void* sq_norms, void* workspace, cudaStream_t stream);
 
+// gram.cu and products.cu: the same of Grams [n, T, T] acc that were made elsewhere, T of kMostGram at most, a run of
+// samples from `first` on after the other; then the verdict.
+constexpr int64_t kMostGram = 2048;
+size_t joined_workspace(const LinearProblem& problem);
+cudaError_t launch_join(const LinearProblem& problem, const void* of_activations, const void* of_grads, int64_t first,
+                        int64_t n, void* workspace, cudaStream_t stream);
+cudaError_t launch_verdict(const LinearProblem& problem, void* sq_norms, void* workspace, cudaStream_t stream);
+
+struct GramsOfRun {
+  const void *of_activations, *of_grads;  // [n, T, T] acc
+  int64_t n, T, parts;
+  void* sums;  // [n, parts] GramSums
+};
+cudaError_t launch_grams(DType dtype, const GramsOfRun& run, cudaStream_t stream);
+
+// products.cu: gradients of samples that were made elsewhere. Their squares are left in parts, for launch_sum_partials.
+struct GradientsOfRun {
+  const void* gradients;  // [n, size] acc
+  int64_t n, size;
+  const void* scale;   // [n] acc; null: ones
+  const void* before;  // [size] acc: the sum over earlier runs; null: there is none
+  void* sum;           // [size]: with this run's; acc, of the operands' dtype where `last`; null: not wanted
+  bool last;
+  double* squares;  // [n, parts] from here on, or null
+  int64_t parts;    // from one sample's squares to the next one's
+};
+int64_t square_parts(int64_t size);
+cudaError_t launch_gradients(DType dtype, const GradientsOfRun& run, cudaStream_t stream);
+
 // rowwise.cu: |a_n|^2 |b_n|^2 for T = 1, and |b_n|^2 for the bias.
 cudaError_t launch_rank1(const LinearProblem& problem, const SqNorms& sq_norms, cudaStream_t stream);
 

@@ -1,0 +1,115 @@
+#include "batched.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/bmm.h>
+
+#include <algorithm>
+
+namespace torchgradx::cuda {
+namespace {
+
+// Bytes of a run's products: an H200's L2 holds them. The emulation's are few, so that small problems have many runs.
+#ifdef CUDA_EMULATION
+constexpr int64_t kRun = int64_t(8) << 10;
+#else
+constexpr int64_t kRun = int64_t(32) << 20;
+#endif
+
+// What is called here is seen by nobody else.
+class Unseen {
+  const at::AutoDispatchBelowADInplaceOrView no_history_;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
+};
+
+// [n, R, K] times [n, K, C] in the accumulator's dtype
+Tensor product(const Tensor& x, const Tensor& y) {
+  const at::ScalarType wide = accumulator_of(x);
+#ifdef CUDA_EMULATION
+  return at::bmm(x.to(wide), y.to(wide));  // a CPU has no such product of halves
+#else
+  return x.scalar_type() == wide ? at::bmm(x, y) : at::bmm(x, y, wide);
+#endif
+}
+
+int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// Samples of a run, if each takes so many bytes: the runs are about equal.
+int64_t samples_of_run(int64_t N, int64_t bytes) {
+  return ceil_div(N, std::min(N, ceil_div(N * bytes, kRun)));
+}
+
+// A weight of more than a run's bytes is cut into rows.
+int64_t rows_of_run(int64_t O, int64_t bytes_of_row) {
+  constexpr int64_t kAligned = 128;
+  return O * bytes_of_row <= kRun ? O : std::min(O, ceil_div(kRun / bytes_of_row, kAligned) * kAligned);
+}
+
+}  // namespace
+
+void run_gradients(const Run& run, const LinearProblem& p, const Rows& rows, const Gradients* gradients,
+                   const SqNorms& sq_norms) {
+  const Unseen unseen;
+  const auto wide = rows.activations.options().dtype(accumulator_of(rows.activations));
+  const int64_t bytes = rows.activations.scalar_type() == at::kDouble ? 8 : 4;
+  const int64_t high = rows_of_run(p.O, p.I * bytes), each = samples_of_run(p.N, high * p.I * bytes);
+  const int64_t parts = p.O / high * square_parts(high * p.I) + square_parts(p.O % high * p.I);
+  const Tensor squares = at::empty({p.N, sq_norms.weight ? parts : 0}, wide.dtype(at::kDouble));
+  const Tensor sum = at::empty({gradients && each < p.N ? high * p.I : 0}, wide);
+  const auto at_byte = [](const void* base, int64_t offset) {
+    return base ? static_cast<char*>(const_cast<void*>(base)) + offset : nullptr;
+  };
+  int64_t part = 0;
+  for (int64_t row = 0; row < p.O; row += high) {
+    const int64_t tall = std::min(high, p.O - row), size = tall * p.I;
+    const Tensor grads = rows.grad_output.narrow(2, row, tall);
+    for (int64_t n = 0; n < p.N; n += each) {
+      const int64_t count = std::min(each, p.N - n);
+      const bool last = n + count == p.N;
+      const Tensor made = product(grads.narrow(0, n, count).mT(), rows.activations.narrow(0, n, count)).contiguous();
+      GradientsOfRun of{made.const_data_ptr(), count, size};
+      if (gradients) {
+        of.scale = at_byte(gradients->scale, n * bytes);
+        of.before = n ? sum.const_data_ptr() : nullptr;
+        of.last = last;
+        of.sum =
+            last ? at_byte(gradients->weight, row * p.I * rows.activations.element_size()) : sum.mutable_data_ptr();
+      }
+      of.squares = sq_norms.weight ? squares.mutable_data_ptr<double>() + n * parts + part : nullptr;
+      of.parts = parts;
+      run("gradients", 0, [&](void*, cudaStream_t stream) { return launch_gradients(p.dtype, of, stream); });
+    }
+    part += square_parts(size);
+  }
+  if (sq_norms.weight)
+    run("squares", 0, [&](void*, cudaStream_t stream) {
+      return launch_sum_partials(p.dtype, squares.const_data_ptr<double>(), p.N, parts, nullptr, sq_norms.weight,
+                                 stream);
+    });
+  const Gradients of_bias = gradients ? *gradients : Gradients{};
+  if (sq_norms.bias || of_bias.bias)
+    run("bias", bias_workspace(p, of_bias.bias), [&](void* workspace, cudaStream_t stream) {
+      return launch_bias(p, of_bias, sq_norms.bias, workspace, stream);
+    });
+}
+
+void run_grams(const Run& run, const LinearProblem& p, const Rows& rows, void* sq_norms) {
+  const Unseen unseen;
+  const int64_t bytes = rows.activations.scalar_type() == at::kDouble ? 8 : 4;
+  const int64_t each = samples_of_run(p.N, 2 * p.T * p.T * bytes);
+  run("gram", joined_workspace(p), [&](void* workspace, cudaStream_t stream) {
+    for (int64_t n = 0; n < p.N; n += each) {
+      const int64_t count = std::min(each, p.N - n);
+      const Tensor a = rows.activations.narrow(0, n, count), b = rows.grad_output.narrow(0, n, count);
+      const Tensor of_a = product(a, a.mT()).contiguous(), of_b = product(b, b.mT()).contiguous();
+      const cudaError_t error =
+          launch_join(p, of_a.const_data_ptr(), of_b.const_data_ptr(), n, count, workspace, stream);
+      if (error != cudaSuccess) return error;
+    }
+    return launch_verdict(p, sq_norms, workspace, stream);
+  });
+}
+
+}  // namespace torchgradx::cuda

@@ -1,0 +1,29 @@
+// Linear's norms from batched products of the framework's library (cuBLAS), which reach a GPU's arithmetic where our
+// own tiles do not: a run of samples at a time, whose gradients or Grams stay in L2 until products.cu has read them.
+#pragma once
+
+#include "bindings.h"
+
+namespace torchgradx::cuda {
+
+struct Rows {
+  const Tensor activations, grad_output;  // [N, T, I], [N, T, O], however they lie
+};
+
+// Where they are the quicker way: measured on an H200 (benchmarks/results), bfloat16 and float32.
+constexpr int64_t kManyPositions = 128, kSomePositions = 32;
+
+inline bool gradients_are_batched(const LinearProblem& p) {
+  return p.T >= kManyPositions && p.I > 0 && p.O > 0;
+}
+inline bool grams_are_batched(const LinearProblem& p) {
+  return p.T >= kSomePositions && p.T <= kMostGram && p.I > 0 && p.O > 0;
+}
+
+// |G_n|^2, with `gradients` their weighted sum too; the bias beside it.
+void run_gradients(const Run& run, const LinearProblem& p, const Rows& rows, const Gradients* gradients,
+                   const SqNorms& sq_norms);
+// |G_n|^2 by Grams; the weight's alone.
+void run_grams(const Run& run, const LinearProblem& p, const Rows& rows, void* sq_norms);
+
+}  // namespace torchgradx::cuda

@@ -1,0 +1,111 @@
+// What batched products of the framework's library come to, which are made a run of samples at a time (library.cpp).
+// Gradients G_n of a run: their squares, and scale_n G_n added to the sum over the runs before. Grams of a run: the sum
+// of their product, for gram.cu's verdict.
+// Bound by memory, L2's where a run fits it; every product is read once. One element a lane and load, a warp's side by
+// side; sums in double, in an order that depends on sizes alone. Workspace: none.
+#include "dispatch.cuh"
+#include "gram_sums.cuh"
+#include "operand.cuh"
+#include "plan.h"
+
+namespace torchgradx::cuda {
+namespace {
+
+constexpr int kBlock = 256, kEach = 8;  // elements of a thread
+constexpr int kBlockWarps = kBlock / warp_threads;
+
+template <class scalar_t>
+__global__ void __launch_bounds__(kBlock) gradients_kernel(const GradientsOfRun run) {
+  using acc_t = accumulator<scalar_t>;
+  const int64_t first = int64_t(blockIdx.x) * kBlock * kEach + threadIdx.x;
+  const int64_t part = int64_t(blockIdx.x) * kBlockWarps + threadIdx.x / warp_threads;
+  const acc_t* const scale = static_cast<const acc_t*>(run.scale);
+  acc_t total[kEach];
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const int64_t at = first + j * kBlock;
+    total[j] = run.before && at < run.size ? static_cast<const acc_t*>(run.before)[at] : acc_t(0);
+  }
+#pragma unroll 2
+  for (int64_t n = 0; n < run.n; ++n) {
+    const acc_t* const from = static_cast<const acc_t*>(run.gradients) + n * run.size;
+    const acc_t weight = scale ? scale[n] : acc_t(1);
+    acc_t values[kEach];
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const int64_t at = first + j * kBlock;
+      values[j] = at < run.size ? from[at] : acc_t(0);
+    }
+    double square = 0;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      square += double(values[j]) * double(values[j]);
+      total[j] += weight * values[j];
+    }
+    square = warp_sum(square);
+    if (run.squares && threadIdx.x % warp_threads == 0) run.squares[n * run.parts + part] = square;
+  }
+  if (!run.sum) return;
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const int64_t at = first + j * kBlock;
+    if (at >= run.size) break;
+    if (run.last)
+      static_cast<scalar_t*>(run.sum)[at] = narrow<scalar_t>(total[j]);
+    else
+      static_cast<acc_t*>(run.sum)[at] = total[j];
+  }
+}
+
+template <class acc_t>
+__global__ void __launch_bounds__(kBlock) grams_kernel(const GramsOfRun run, FastDivisor blocks, FastDivisor diagonal) {
+  const int pairs = int(run.T * run.T);
+  int sample = int(blockIdx.x);
+  const int block = blocks.take_remainder(sample);
+  const int64_t n = sample;
+  const acc_t* const of_a = static_cast<const acc_t*>(run.of_activations) + n * pairs;
+  const acc_t* const of_b = static_cast<const acc_t*>(run.of_grads) + n * pairs;
+  GramSums mine{};
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const int at = (block * kEach + j) * kBlock + int(threadIdx.x);
+    if (at >= pairs) break;
+    const double a = of_a[at], b = of_b[at], term = a * b;
+    mine.sum += term, mine.magnitude += fabs(term);
+    int step = at;
+    if (diagonal.take_remainder(step)) continue;
+    mine.trace += term;
+    mine.faint += fmin(a, b) < kFaint<acc_t> ? kFaint<acc_t> * fmax(a, b) : 0;
+  }
+  mine = {warp_sum(mine.sum), warp_sum(mine.magnitude), warp_sum(mine.trace), warp_sum(mine.faint)};
+  const int warp = block * kBlockWarps + int(threadIdx.x) / warp_threads;
+  if (threadIdx.x % warp_threads == 0) static_cast<GramSums*>(run.sums)[n * run.parts + warp] = mine;
+}
+
+}  // namespace
+
+int64_t square_parts(int64_t size) {
+  return ceil_div<int64_t>(size, kBlock * kEach) * kBlockWarps;
+}
+
+cudaError_t launch_gradients(DType dtype, const GradientsOfRun& run, cudaStream_t stream) {
+  const int64_t blocks = ceil_div<int64_t>(run.size, kBlock * kEach);
+  if (blocks > kMostIndex) return cudaErrorInvalidConfiguration;
+  if (blocks == 0 || run.n == 0) return cudaSuccess;
+  return dispatch(dtype, [&](auto zero) {
+    return launch(gradients_kernel<decltype(zero)>, dim3(unsigned(blocks)), dim3(kBlock), 0, stream, run);
+  });
+}
+
+cudaError_t launch_grams(DType dtype, const GramsOfRun& run, cudaStream_t stream) {
+  const int64_t each = square_parts(run.T * run.T) / kBlockWarps, blocks = run.n * each;
+  if (run.T > kMostGram || blocks > kMostIndex) return cudaErrorInvalidConfiguration;
+  if (blocks == 0) return cudaSuccess;
+  const auto start = [&](auto kernel) {
+    return launch(kernel, dim3(unsigned(blocks)), dim3(kBlock), 0, stream, run, FastDivisor(each),
+                  FastDivisor(run.T + 1));
+  };
+  return dtype == DType::kDouble ? start(grams_kernel<double>) : start(grams_kernel<float>);
+}
+
+}  // namespace torchgradx::cuda
