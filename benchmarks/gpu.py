@@ -115,10 +115,9 @@ def finished(step: Callable[[], object], device: torch.device) -> Callable[[], N
 
 
 def about(device: torch.device, peak: Ceilings) -> dict:
-    """COMMIT, for a tree without its history."""
+    """COMMIT, where the tree does not know its own."""
     known = facts()
-    if known["commit"] == "unknown":
-        known["commit"] = os.environ.get("COMMIT") or "unknown"
+    known["commit"] = os.environ.get("COMMIT") or known["commit"]
     known["ceilings"] = {"bytes_per_second": peak.bandwidth, "flop_per_second": peak.flop}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -8,12 +8,13 @@ COLUMNS = ("fused", "clip", "fused=False", "scoring")
 
 
 def on_page_markdown(markdown, **kwargs):
-    """A line `{{ benchmarks cpu.json }}` becomes the tables of that file."""
+    """A line `{{ benchmarks cpu.json }}` becomes the tables of that file, `{{ gpu models.json }}`
+    the one of a GPU's."""
     lines = []
     for line in markdown.splitlines():
-        words = line.split()
-        is_call = words[:2] == ["{{", "benchmarks"]
-        lines.append(tables(json.loads((RESULTS / words[2]).read_text())) if is_call else line)
+        mark, kind, file, *_ = [*line.split(), "", "", ""]
+        made = {"benchmarks": tables, "gpu": gpu_table}.get(kind) if mark == "{{" else None
+        lines.append(made(json.loads((RESULTS / file).read_text())) if made else line)
     return "\n".join(lines)
 
 
@@ -37,4 +38,25 @@ def tables(result):
             found = [row["ratios"].get(name) for name in COLUMNS]
             cells = [f"{f['median']:.2f}" if f else "" for f in found]
             text += [f"| {row['workload']} | {row['plain_ms']:.1f} ms | {' | '.join(cells)} |"]
+    return "\n".join(text)
+
+
+def gpu_table(result):
+    """Of whole steps, or of layers beside the weight gradient alone."""
+    gpu, of_models = result["gpu"], "model" in result["rows"][0]
+    text = [
+        f"{gpu['name']}, CUDA {gpu['cuda']}, torch {result['torch']}, commit "
+        f"`{result['commit'][:7]}`, {result['date']}.\n"
+    ]
+    columns = COLUMNS if of_models else ("fused", "direct", "gram", "rank1", "bmm + norm", "vmap")
+    first = "plain step" if of_models else "weight gradient"
+    text += [f"| | {first} | {' | '.join(columns)} |", f"|---|{'---|' * (len(columns) + 1)}"]
+    for row in result["rows"]:
+        ways = row["ways"]
+        name = row["model"] if of_models else f"{row['layer']}, {row['dtype']}"
+        plain = ways["fused"]["plain_milliseconds"] if of_models else ways[first]["us"]
+        ratios = [ways[c]["median" if of_models else "to_weight_gradient"] if c in ways else None
+                  for c in columns]  # fmt: skip
+        cells = [f"{r:.2f}" if r is not None else "" for r in ratios]
+        text += [f"| {name} | {plain:.1f} {'ms' if of_models else 'us'} | {' | '.join(cells)} |"]
     return "\n".join(text)

@@ -112,7 +112,7 @@ def to(backend: Backend, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The same strides at the same offset in a copy of the whole storage: Tensor.to() would lay a
     view with gaps out anew, and the kernels under test would never see one."""
     device = torch.device(backend.device)
-    return tuple(x if x.device == device else _copied(x, device) for x in tensors)
+    return tuple(x if x.device.type == device.type else _copied(x, device) for x in tensors)
 
 
 def _copied(x: Tensor, device: torch.device) -> Tensor:

@@ -72,8 +72,8 @@ def test_a_floor_is_of_the_scarcer_of_flop_and_bytes() -> None:
     assert strided.bytes("direct", "float32") == 4 * (2 * 4 * 9 + 2 * 9 * 8)
 
 
-STAGES = ["build", "facts", "wrappers", "operators", "attachment", "memcheck", "racecheck"]
-STAGES += ["benchmarks"]
+STAGES = ["build", "facts", "wrappers", "operators", "device", "attachment", "memcheck"]
+STAGES += ["racecheck", "benchmarks"]
 
 
 @pytest.mark.parametrize("broken", [None, "tests/test_cuda.py"])
@@ -94,8 +94,8 @@ def test_a_stage_that_fails_hides_no_other(tmp_path: Path, broken: str | None) -
     assert seen[:-1] == STAGES, done.stdout + done.stderr
     assert done.returncode == bool(broken)
     end = done.stdout.rpartition("=== ")[2]
-    assert ("attachment (exit status 3" in end) if broken else ("all stages passed" in end)
-    assert "-n 8 tests/test_ops.py" in (tmp_path / "build/gpu/logs/operators.log").read_text()
+    assert ("device (exit status 3" in end) if broken else ("all stages passed" in end)
+    assert "-n 12 tests/test_ops.py" in (tmp_path / "build/gpu/logs/operators.log").read_text()
     with tarfile.open(out / "gpu.tar.gz") as made:
         assert {f"build/gpu/logs/{stage}.log" for stage in STAGES} <= set(made.getnames())
 

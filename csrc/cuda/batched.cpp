@@ -22,13 +22,14 @@ class Unseen {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
 };
 
-// [n, R, K] times [n, K, C] in the accumulator's dtype
-Tensor product(const Tensor& x, const Tensor& y) {
+// x [n, R, K] times y [n, K, C] -> [n, R, C] in the accumulator's dtype, rows `pitch` apart
+Tensor product(const Tensor& x, const Tensor& y, int64_t pitch) {
   const at::ScalarType wide = accumulator_of(x);
+  Tensor out = at::empty({x.size(0), x.size(1), pitch}, x.options().dtype(wide)).narrow(2, 0, y.size(2));
 #ifdef CUDA_EMULATION
-  return at::bmm(x.to(wide), y.to(wide));  // a CPU has no such product of halves
+  return at::bmm_out(out, x.to(wide), y.to(wide));  // a CPU has no such product of halves
 #else
-  return x.scalar_type() == wide ? at::bmm(x, y) : at::bmm(x, y, wide);
+  return x.scalar_type() == wide ? at::bmm_out(out, x, y) : at::bmm_out(out, x, y, wide);
 #endif
 }
 
@@ -68,7 +69,7 @@ void run_gradients(const Run& run, const LinearProblem& p, const Rows& rows, con
     for (int64_t n = 0; n < p.N; n += each) {
       const int64_t count = std::min(each, p.N - n);
       const bool last = n + count == p.N;
-      const Tensor made = product(grads.narrow(0, n, count).mT(), rows.activations.narrow(0, n, count)).contiguous();
+      const Tensor made = product(grads.narrow(0, n, count).mT(), rows.activations.narrow(0, n, count), p.I);
       GradientsOfRun of{made.const_data_ptr(), count, size};
       if (gradients) {
         of.scale = at_byte(gradients->scale, n * bytes);
@@ -98,12 +99,12 @@ void run_gradients(const Run& run, const LinearProblem& p, const Rows& rows, con
 void run_grams(const Run& run, const LinearProblem& p, const Rows& rows, void* sq_norms) {
   const Unseen unseen;
   const int64_t bytes = rows.activations.scalar_type() == at::kDouble ? 8 : 4;
-  const int64_t each = samples_of_run(p.N, 2 * p.T * p.T * bytes);
+  const int64_t pitch = gram_pitch(p.T), each = samples_of_run(p.N, 2 * p.T * pitch * bytes);
   run("gram", joined_workspace(p), [&](void* workspace, cudaStream_t stream) {
     for (int64_t n = 0; n < p.N; n += each) {
       const int64_t count = std::min(each, p.N - n);
       const Tensor a = rows.activations.narrow(0, n, count), b = rows.grad_output.narrow(0, n, count);
-      const Tensor of_a = product(a, a.mT()).contiguous(), of_b = product(b, b.mT()).contiguous();
+      const Tensor of_a = product(a, a.mT(), pitch), of_b = product(b, b.mT(), pitch);
       const cudaError_t error =
           launch_join(p, of_a.const_data_ptr(), of_b.const_data_ptr(), n, count, workspace, stream);
       if (error != cudaSuccess) return error;

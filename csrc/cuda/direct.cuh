@@ -50,6 +50,13 @@ __device__ __forceinline__ double warp_sum_of_squares(const acc_t (&values)[kGro
   return warp_sum(wide);
 }
 
+// Of all samples: most often none is, and to know it at once saves each block what it would prepare.
+__device__ __forceinline__ bool any_wanted(const uint8_t* mask, int N) {
+  bool wanted = false;
+  for (int n = threadIdx.x % warp_threads; n < N; n += warp_threads) wanted = wanted || mask[n];
+  return __any_sync(full_warp, wanted);
+}
+
 template <class Product, class Loader, bool kFused>
 class DirectBlock {
   using scalar_t = typename Product::scalar_t;
@@ -201,6 +208,7 @@ template <class Product, class Loader, bool kFused>
 __global__ void __launch_bounds__(kThreads, 1) direct_kernel(const DirectArguments<Product, Loader> arguments) {
   using Block = DirectBlock<Product, Loader, kFused>;
   DYNAMIC_SHARED(unsigned char, shared);
+  if (arguments.mask && !any_wanted(arguments.mask, arguments.N)) return;
   Block block(arguments, shared);
   __syncthreads();  // the tables of Places
   run_pipeline<Block::kStages>(block);

@@ -139,7 +139,7 @@ cudaError_t launch_any(const Problem& problem, void* sq_norms, void* workspace, 
 }
 
 Workspace joined(const LinearProblem& p, void* workspace) {
-  return {p.N, square_parts(p.T * p.T), direct_workspace(p), workspace};
+  return {p.N, gram_parts(p.T), direct_workspace(p), workspace};
 }
 
 }  // namespace
@@ -149,7 +149,7 @@ size_t joined_workspace(const LinearProblem& problem) {
 }
 cudaError_t launch_join(const LinearProblem& p, const void* of_activations, const void* of_grads, int64_t first,
                         int64_t n, void* workspace, cudaStream_t stream) {
-  const int64_t parts = square_parts(p.T * p.T);
+  const int64_t parts = gram_parts(p.T);
   const GramsOfRun run{of_activations, of_grads, n, p.T, parts, joined(p, workspace).sums + first * parts};
   return launch_grams(p.dtype, run, stream);
 }
@@ -158,7 +158,7 @@ cudaError_t launch_verdict(const LinearProblem& p, void* sq_norms, void* workspa
   if (p.N == 0) return cudaSuccess;
   if (p.N > kMostIndex) return cudaErrorInvalidConfiguration;
   const auto verdict = p.dtype == DType::kDouble ? launch_verdict_on<double> : launch_verdict_on<float>;
-  const cudaError_t error = verdict(own, p.N, square_parts(p.T * p.T), sq_norms, stream);
+  const cudaError_t error = verdict(own, p.N, gram_parts(p.T), sq_norms, stream);
   return error == cudaSuccess ? launch_direct(p, {sq_norms, nullptr}, own.of_direct, stream, own.doubtful) : error;
 }
 

@@ -117,17 +117,22 @@ cudaError_t launch_gram(const LinearProblem& problem, void* sq_norms, void* work
 cudaError_t launch_gram(const Conv2dProblem& problem, void* sq_norms, void* workspace, cudaStream_t stream);
 
 // gram.cu and products.cu: the same of Grams [n, T, T] acc that were made elsewhere, T of kMostGram at most, a run of
-// samples from `first` on after the other; then the verdict.
+// samples from `first` on after the other; then the verdict. Their rows are gram_pitch apart: libraries are slow with
+// rows that begin at no multiple of 16 bytes.
 constexpr int64_t kMostGram = 2048;
+constexpr int64_t gram_pitch(int64_t T) {
+  return (T + 7) / 8 * 8;
+}
+int64_t gram_parts(int64_t T);
 size_t joined_workspace(const LinearProblem& problem);
 cudaError_t launch_join(const LinearProblem& problem, const void* of_activations, const void* of_grads, int64_t first,
                         int64_t n, void* workspace, cudaStream_t stream);
 cudaError_t launch_verdict(const LinearProblem& problem, void* sq_norms, void* workspace, cudaStream_t stream);
 
 struct GramsOfRun {
-  const void *of_activations, *of_grads;  // [n, T, T] acc
-  int64_t n, T, parts;
-  void* sums;  // [n, parts] GramSums
+  const void *of_activations, *of_grads;  // [n, T, T of gram_pitch] acc
+  int64_t n, T, parts;                    // gram_parts
+  void* sums;                             // [n, parts] GramSums
 };
 cudaError_t launch_grams(DType dtype, const GramsOfRun& run, cudaStream_t stream);
 

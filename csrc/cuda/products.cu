@@ -17,8 +17,8 @@ constexpr int kBlockWarps = kBlock / warp_threads;
 template <class scalar_t>
 __global__ void __launch_bounds__(kBlock) gradients_kernel(const GradientsOfRun run) {
   using acc_t = accumulator<scalar_t>;
+  STATIC_SHARED(double, squares, [kBlockWarps][kBlockWarps]);  // of so many samples, by warp
   const int64_t first = int64_t(blockIdx.x) * kBlock * kEach + threadIdx.x;
-  const int64_t part = int64_t(blockIdx.x) * kBlockWarps + threadIdx.x / warp_threads;
   const acc_t* const scale = static_cast<const acc_t*>(run.scale);
   acc_t total[kEach];
 #pragma unroll
@@ -26,24 +26,35 @@ __global__ void __launch_bounds__(kBlock) gradients_kernel(const GradientsOfRun 
     const int64_t at = first + j * kBlock;
     total[j] = run.before && at < run.size ? static_cast<const acc_t*>(run.before)[at] : acc_t(0);
   }
+#pragma unroll 1
+  for (int64_t n0 = 0; n0 < run.n; n0 += kBlockWarps) {
+    const int count = int(min(int64_t(kBlockWarps), run.n - n0));
 #pragma unroll 2
-  for (int64_t n = 0; n < run.n; ++n) {
-    const acc_t* const from = static_cast<const acc_t*>(run.gradients) + n * run.size;
-    const acc_t weight = scale ? scale[n] : acc_t(1);
-    acc_t values[kEach];
+    for (int sample = 0; sample < count; ++sample) {
+      const acc_t* const from = static_cast<const acc_t*>(run.gradients) + (n0 + sample) * run.size;
+      const acc_t weight = scale ? scale[n0 + sample] : acc_t(1);
+      acc_t values[kEach];
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      const int64_t at = first + j * kBlock;
-      values[j] = at < run.size ? from[at] : acc_t(0);
-    }
-    double square = 0;
+      for (int j = 0; j < kEach; ++j) {
+        const int64_t at = first + j * kBlock;
+        values[j] = at < run.size ? from[at] : acc_t(0);
+      }
+      double square = 0;
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      square += double(values[j]) * double(values[j]);
-      total[j] += weight * values[j];
+      for (int j = 0; j < kEach; ++j) {
+        square += double(values[j]) * double(values[j]);
+        total[j] += weight * values[j];
+      }
+      square = warp_sum(square);
+      if (threadIdx.x % warp_threads == 0) squares[sample][threadIdx.x / warp_threads] = square;
     }
-    square = warp_sum(square);
-    if (run.squares && threadIdx.x % warp_threads == 0) run.squares[n * run.parts + part] = square;
+    __syncthreads();
+    if (run.squares && int(threadIdx.x) < count) {
+      double sum = 0;
+      for (int warp = 0; warp < kBlockWarps; ++warp) sum += squares[threadIdx.x][warp];
+      run.squares[(n0 + threadIdx.x) * run.parts + blockIdx.x] = sum;
+    }
+    __syncthreads();
   }
   if (!run.sum) return;
 #pragma unroll
@@ -58,22 +69,23 @@ __global__ void __launch_bounds__(kBlock) gradients_kernel(const GradientsOfRun 
 }
 
 template <class acc_t>
-__global__ void __launch_bounds__(kBlock) grams_kernel(const GramsOfRun run, FastDivisor blocks, FastDivisor diagonal) {
-  const int pairs = int(run.T * run.T);
+__global__ void __launch_bounds__(kBlock) grams_kernel(const GramsOfRun run, FastDivisor blocks, FastDivisor pitch) {
+  const int T = int(run.T), numbers = T * int(pitch.divisor);
   int sample = int(blockIdx.x);
   const int block = blocks.take_remainder(sample);
   const int64_t n = sample;
-  const acc_t* const of_a = static_cast<const acc_t*>(run.of_activations) + n * pairs;
-  const acc_t* const of_b = static_cast<const acc_t*>(run.of_grads) + n * pairs;
+  const acc_t* const of_a = static_cast<const acc_t*>(run.of_activations) + n * numbers;
+  const acc_t* const of_b = static_cast<const acc_t*>(run.of_grads) + n * numbers;
   GramSums mine{};
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
     const int at = (block * kEach + j) * kBlock + int(threadIdx.x);
-    if (at >= pairs) break;
+    int row = at;
+    const int column = pitch.take_remainder(row);
+    if (at >= numbers || column >= T) continue;
     const double a = of_a[at], b = of_b[at], term = a * b;
     mine.sum += term, mine.magnitude += fabs(term);
-    int step = at;
-    if (diagonal.take_remainder(step)) continue;
+    if (row != column) continue;
     mine.trace += term;
     mine.faint += fmin(a, b) < kFaint<acc_t> ? kFaint<acc_t> * fmax(a, b) : 0;
   }
@@ -85,11 +97,14 @@ __global__ void __launch_bounds__(kBlock) grams_kernel(const GramsOfRun run, Fas
 }  // namespace
 
 int64_t square_parts(int64_t size) {
-  return ceil_div<int64_t>(size, kBlock * kEach) * kBlockWarps;
+  return ceil_div<int64_t>(size, kBlock * kEach);
+}
+int64_t gram_parts(int64_t T) {
+  return square_parts(T * gram_pitch(T)) * kBlockWarps;
 }
 
 cudaError_t launch_gradients(DType dtype, const GradientsOfRun& run, cudaStream_t stream) {
-  const int64_t blocks = ceil_div<int64_t>(run.size, kBlock * kEach);
+  const int64_t blocks = square_parts(run.size);
   if (blocks > kMostIndex) return cudaErrorInvalidConfiguration;
   if (blocks == 0 || run.n == 0) return cudaSuccess;
   return dispatch(dtype, [&](auto zero) {
@@ -98,12 +113,12 @@ cudaError_t launch_gradients(DType dtype, const GradientsOfRun& run, cudaStream_
 }
 
 cudaError_t launch_grams(DType dtype, const GramsOfRun& run, cudaStream_t stream) {
-  const int64_t each = square_parts(run.T * run.T) / kBlockWarps, blocks = run.n * each;
+  const int64_t each = gram_parts(run.T) / kBlockWarps, blocks = run.n * each;
   if (run.T > kMostGram || blocks > kMostIndex) return cudaErrorInvalidConfiguration;
   if (blocks == 0) return cudaSuccess;
   const auto start = [&](auto kernel) {
     return launch(kernel, dim3(unsigned(blocks)), dim3(kBlock), 0, stream, run, FastDivisor(each),
-                  FastDivisor(run.T + 1));
+                  FastDivisor(gram_pitch(run.T)));
   };
   return dtype == DType::kDouble ? start(grams_kernel<double>) : start(grams_kernel<float>);
 }

@@ -43,22 +43,30 @@ __global__ void __launch_bounds__(256) rank1_kernel(DenseOperand activations, De
   if (bias) bias[n] = acc_t(of_b);
 }
 
-// Sums over the positions of 32 features of one sample, and the sum of their squares. Lanes go along whichever of
-// positions and features lie closer together in memory.
-template <class scalar_t>
+template <class scalar_t, int kWide>
+struct alignas(kWide * sizeof(scalar_t)) Neighbours {
+  scalar_t values[kWide];
+};
+
+// Sums over the positions of 32 features of one sample, or of kWide times as many that neighbouring lanes read kWide at
+// a time, and of each 32 the sum of their squares. Lanes go along whichever of positions and features lie closer
+// together in memory.
+template <class scalar_t, int kWide>
 __global__ void __launch_bounds__(1024) bias_kernel(DenseOperand grads, int64_t T, int64_t O,
-                                                    FastDivisor parts,  // of kColumns, in O
+                                                    FastDivisor blocks,  // of a sample
+                                                    int64_t parts,       // of kColumns, in O
                                                     bool along_positions,
                                                     accumulator<scalar_t>* sums,  // [N, O], or null
                                                     double* partials) {           // [N, parts]
   using acc_t = accumulator<scalar_t>;
-  STATIC_SHARED(acc_t, tile, [warp_threads][kColumns + 1]);
+  STATIC_SHARED(acc_t, tile, [warp_threads][kColumns * kWide + 1]);
   const int lane = threadIdx.x % warp_threads, warp = threadIdx.x / warp_threads, warps = blockDim.x / warp_threads;
   int block = int(blockIdx.x);  // all blocks along x, since y ends at 65535
-  const int64_t first = int64_t(parts.take_remainder(block)) * kColumns, n = block;
+  const int of_sample = blocks.take_remainder(block);
+  const int64_t first = int64_t(of_sample) * kColumns * kWide, n = block;
   const scalar_t* const base = static_cast<const scalar_t*>(grads.data) + n * grads.n;
   if (along_positions) {
-    for (int column = warp; column < kColumns; column += warps) {
+    for (int column = warp; column < kColumns * kWide; column += warps) {
       const int64_t o = first + column;
       acc_t sum = 0;
       if (o < O) {
@@ -69,21 +77,29 @@ __global__ void __launch_bounds__(1024) bias_kernel(DenseOperand grads, int64_t 
       if (lane == 0) tile[0][column] = sum;
     }
   } else {
-    const int64_t o = first + lane;
-    acc_t sum = 0;
+    const int64_t o = first + lane * kWide;
+    acc_t sum[kWide] = {};
     if (o < O) {
 #pragma unroll 8
-      for (int64_t t = warp; t < T; t += warps) sum += widen(base[t * grads.t + o * grads.feature]);
+      for (int64_t t = warp; t < T; t += warps) {
+        using Read = Neighbours<scalar_t, kWide>;
+        const Read read = *reinterpret_cast<const Read*>(base + t * grads.t + o * grads.feature);
+#pragma unroll
+        for (int j = 0; j < kWide; ++j) sum[j] += widen(read.values[j]);
+      }
     }
-    tile[warp][lane] = sum;
+#pragma unroll
+    for (int j = 0; j < kWide; ++j) tile[warp][lane * kWide + j] = sum[j];
   }
   __syncthreads();
-  if (warp > 0) return;
+  const int64_t part = int64_t(of_sample) * kWide + warp;
+  if (warp >= kWide || part >= parts) return;
+  const int column = warp * kColumns + lane;
   acc_t sum = 0;
-  for (int row = 0; row < (along_positions ? 1 : warps); ++row) sum += tile[row][lane];
-  if (sums && first + lane < O) sums[n * O + first + lane] = sum;
+  for (int row = 0; row < (along_positions ? 1 : warps); ++row) sum += tile[row][column];
+  if (sums && first + column < O) sums[n * O + first + column] = sum;
   const double square = warp_sum(double(sum) * double(sum));
-  if (lane == 0) partials[blockIdx.x] = square;
+  if (lane == 0) partials[n * parts + part] = square;
 }
 
 // out[k] = sum over rows r of weights[r / each] rows[r, k]. A block of 8 warps: `sharing` of them share 32 columns.
@@ -126,6 +142,13 @@ int row_threads(int64_t size) {
   return size <= 256 ? 32 : size <= 2048 ? 128 : 256;
 }
 
+// Whether halves can be read four at a time.
+bool neighbours_of_four(const LinearProblem& p) {
+  const DenseOperand& grads = p.grad_output;
+  const bool apart = grads.t % 4 || grads.n % 4 || reinterpret_cast<uintptr_t>(grads.data) % 8;
+  return grads.feature == 1 && p.O % 4 == 0 && !apart;
+}
+
 struct BiasWorkspace {
   Carver carver;
   double* partials;
@@ -166,8 +189,14 @@ cudaError_t launch_bias(const LinearProblem& p, const Gradients& gradients, void
   if (p.N > 0 && p.O > 0)
     error = dispatch(p.dtype, [&](auto zero) {
       using scalar_t = decltype(zero);
-      return launch(bias_kernel<scalar_t>, dim3(unsigned(p.N * parts)), threads, 0, stream, grads, p.T, p.O,
-                    FastDivisor(parts), along_positions, static_cast<accumulator<scalar_t>*>(own.sums), own.partials);
+      const auto run = [&](auto kernel, int wide) {
+        const int64_t blocks = ceil_div(parts, int64_t(wide));
+        return launch(kernel, dim3(unsigned(p.N * blocks)), threads, 0, stream, grads, p.T, p.O, FastDivisor(blocks),
+                      parts, along_positions, static_cast<accumulator<scalar_t>*>(own.sums), own.partials);
+      };
+      if constexpr (sizeof(scalar_t) == 2)
+        if (neighbours_of_four(p)) return run(bias_kernel<scalar_t, 4>, 4);
+      return run(bias_kernel<scalar_t, 1>, 1);
     });
   if (error == cudaSuccess && sq_norms)
     error = launch_sum_partials(p.dtype, own.partials, p.N, parts, nullptr, sq_norms, stream);
