@@ -63,6 +63,9 @@ BUDGETS = [
     Budget("affine_input_kernel<*>", 256, 40, {"LDG": 32}),
     Budget("gather_kernel<double>", 512, 64, {"LDG": 24}),  # eight rows under way
     Budget("gather_kernel<*>", 512, 40, {"LDG": 24}),
+    Budget("moments_kernel<*>", 256, 40, {"LDG": 8}),  # four elements under way, in two passes
+    Budget("gradients_kernel<*>", 256, 64, {"LDG": 16}),  # eight elements of two samples
+    Budget("grams_kernel<*>", 256, 64, {"LDG": 16}),  # eight pairs
     Budget("rank1_kernel<*>", 256, 32),
     Budget("bias_kernel<*>", 1024, 32),  # two blocks, every warp a processor has
     Budget("sum_rows_kernel<*>", 256, 40),

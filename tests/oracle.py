@@ -261,8 +261,9 @@ def assert_sq_norms(
 
 def assert_gradient(actual: Tensor, expected: Tensor, magnitude: Tensor, terms: int) -> None:
     """A weighted gradient against float64: `terms` products, then one rounding to its dtype."""
-    dtype = actual.dtype
-    allowance = tolerance(dtype, terms) * magnitude + torch.finfo(dtype).eps / 2 * expected.abs()
+    dtype, of = actual.dtype, torch.finfo(actual.dtype)
+    rounding = of.eps / 2 * expected.abs().clamp(min=of.smallest_normal)
+    allowance = tolerance(dtype, terms) * magnitude + rounding
     off = (actual.cpu().double() - expected).abs()
     assert actual.shape == expected.shape
     assert bool((off <= allowance).all()), f"off by {(off - allowance).max():.3g} too much"

@@ -170,11 +170,14 @@ def test_every_kernel_is_launched_within_its_bounds(allow_tf32: Callable[[bool],
             with operators().dry():
                 results(problem, *operands)
                 results(problem, *map(_turned, operands))
+                with operators().batched():
+                    results(problem, *operands)
     for dtype in DTYPES:
         for affine in elementwise.PROBLEMS:
             given = elementwise.case(affine, dtype, "integers")[0]
             with operators().dry():
                 elementwise.results(affine, given)
+                operator("moments")(given.x, 1e-5, True, False)
         with operators().dry():
             operator("gather_sq_norms")(*Gather(2, 9, 3, 40).operands(dtype, "integers"), None)
     bounds = {k.name: k.max_threads for k in cubins.kernels(80).values()}

@@ -102,7 +102,7 @@ REACHED = {"direct": (0.18, 0.38), "gram": (0.16, 0.37)}
 REACHED |= {"linear": (0.65, 0.7), "conv2d": (0.3, 0.7)}
 LAUNCH = 4e-6  # a kernel and the gap before the next
 # Positions from which gradients are batched products, and those of which Grams are (batched.h)
-MANY, SOME, MOST = 128, 32, 2048
+MANY, SOME, MOST = 128, 8, 2048
 DEPTH = 32  # of a step along the sum
 TILE = {2: (128, 192), 4: (128, 128), 8: (64, 64)}  # of the gradient: outputs, inputs
 
@@ -176,9 +176,12 @@ def _rank1(p: Problem) -> float:
 
 
 def _gram(p: Problem) -> float:
+    assert p.device is not None
     if p.layer == "linear" and SOME <= p.t <= MOST:
-        flop = 2 * p.n * p.t * _up(p.t, 64) * (p.i + p.o)
-        return _batched(p, flop, 2 * p.n * p.t**2, 6)
+        along, features = _up(p.t, 8), p.i + p.o
+        padding = 2 * p.itemsize * p.n * p.t * features / p.device.bandwidth if p.t % 8 else 0
+        flop = 2 * p.n * along * _up(along, 64) * features
+        return _batched(p, flop, 2 * p.n * along**2, 6) + padding
     span = 64 if p.t <= 64 or p.itemsize == 8 else 128  # positions of a tile
     along = _up(p.t, span) // span
     flop = 2 * span**2 * (_up(p.i, DEPTH) + _up(p.o, DEPTH))

@@ -3,8 +3,15 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/bmm.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/sum.h>
 
 #include <algorithm>
+
+#ifdef CUDA_EMULATION
+bool cuda_emulation_batched = false;
+#endif
 
 namespace torchgradx::cuda {
 namespace {
@@ -22,15 +29,20 @@ class Unseen {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
 };
 
-// x [n, R, K] times y [n, K, C] -> [n, R, C] in the accumulator's dtype, rows `pitch` apart
-Tensor product(const Tensor& x, const Tensor& y, int64_t pitch) {
+// x [n, R, K] times y [n, K, C] -> [n, R, C] in the accumulator's dtype
+Tensor product(const Tensor& x, const Tensor& y) {
   const at::ScalarType wide = accumulator_of(x);
-  Tensor out = at::empty({x.size(0), x.size(1), pitch}, x.options().dtype(wide)).narrow(2, 0, y.size(2));
 #ifdef CUDA_EMULATION
-  return at::bmm_out(out, x.to(wide), y.to(wide));  // a CPU has no such product of halves
+  return at::bmm(x.to(wide), y.to(wide));  // a CPU has no such product of halves
 #else
-  return x.scalar_type() == wide ? at::bmm_out(out, x, y) : at::bmm_out(out, x, y, wide);
+  return x.scalar_type() == wide ? at::bmm(x, y) : at::bmm(x, y, wide);
 #endif
+}
+
+// [n, T, K] with rows of zeros up to `positions`: for sizes of no whole vectors an H200's library had but a kernel of
+// 70 TFLOP/s (T = 197).
+Tensor padded(const Tensor& x, int64_t positions) {
+  return x.size(1) == positions ? x : at::constant_pad_nd(x, {0, 0, 0, positions - x.size(1)});
 }
 
 int64_t ceil_div(int64_t a, int64_t b) {
@@ -69,7 +81,7 @@ void run_gradients(const Run& run, const LinearProblem& p, const Rows& rows, con
     for (int64_t n = 0; n < p.N; n += each) {
       const int64_t count = std::min(each, p.N - n);
       const bool last = n + count == p.N;
-      const Tensor made = product(grads.narrow(0, n, count).mT(), rows.activations.narrow(0, n, count), p.I);
+      const Tensor made = product(grads.narrow(0, n, count).mT(), rows.activations.narrow(0, n, count)).contiguous();
       GradientsOfRun of{made.const_data_ptr(), count, size};
       if (gradients) {
         of.scale = at_byte(gradients->scale, n * bytes);
@@ -96,15 +108,28 @@ void run_gradients(const Run& run, const LinearProblem& p, const Rows& rows, con
     });
 }
 
+void sum_gradients(const Rows& rows, const Gradients& gradients) {
+  const Unseen unseen;
+  const Tensor a = rows.activations.flatten(0, 1), b = rows.grad_output.flatten(0, 1);
+  at::from_blob(gradients.weight, {b.size(1), a.size(1)}, a.options())
+      .copy_(product(b.t().unsqueeze(0), a.unsqueeze(0)).squeeze(0));
+  if (gradients.bias)
+    at::from_blob(gradients.bias, {b.size(1)}, b.options())
+        .copy_(b.sum(at::IntArrayRef({0}), false, accumulator_of(b)));
+}
+
 void run_grams(const Run& run, const LinearProblem& p, const Rows& rows, void* sq_norms) {
   const Unseen unseen;
   const int64_t bytes = rows.activations.scalar_type() == at::kDouble ? 8 : 4;
-  const int64_t pitch = gram_pitch(p.T), each = samples_of_run(p.N, 2 * p.T * pitch * bytes);
+  const int64_t pitch = gram_pitch(p.T), each = samples_of_run(p.N, 2 * pitch * pitch * bytes);
   run("gram", joined_workspace(p), [&](void* workspace, cudaStream_t stream) {
     for (int64_t n = 0; n < p.N; n += each) {
       const int64_t count = std::min(each, p.N - n);
-      const Tensor a = rows.activations.narrow(0, n, count), b = rows.grad_output.narrow(0, n, count);
-      const Tensor of_a = product(a, a.mT(), pitch), of_b = product(b, b.mT(), pitch);
+      const auto gram = [&](const Tensor& of) {
+        const Tensor mine = padded(of.narrow(0, n, count), pitch);
+        return product(mine, mine.mT());
+      };
+      const Tensor of_a = gram(rows.activations), of_b = gram(rows.grad_output);
       const cudaError_t error =
           launch_join(p, of_a.const_data_ptr(), of_b.const_data_ptr(), n, count, workspace, stream);
       if (error != cudaSuccess) return error;

@@ -11,18 +11,30 @@ struct Rows {
 };
 
 // Where they are the quicker way: measured on an H200 (benchmarks/results), bfloat16 and float32.
-constexpr int64_t kManyPositions = 128, kSomePositions = 32;
+constexpr int64_t kManyPositions = 128, kSomePositions = 8;
+
+#ifdef CUDA_EMULATION
+extern "C" bool cuda_emulation_batched;  // off, that our own tiles are what is emulated; tests turn it on
+#else
+constexpr bool cuda_emulation_batched = true;
+#endif
 
 inline bool gradients_are_batched(const LinearProblem& p) {
-  return p.T >= kManyPositions && p.I > 0 && p.O > 0;
+  return cuda_emulation_batched && p.T >= kManyPositions && p.I > 0 && p.O > 0;
 }
 inline bool grams_are_batched(const LinearProblem& p) {
-  return p.T >= kSomePositions && p.T <= kMostGram && p.I > 0 && p.O > 0;
+  return cuda_emulation_batched && p.T >= kSomePositions && p.T <= kMostGram && p.I > 0 && p.O > 0;
+}
+
+inline bool sums_are_batched(const Gradients& gradients) {
+  return cuda_emulation_batched && !gradients.scale;
 }
 
 // |G_n|^2, with `gradients` their weighted sum too; the bias beside it.
 void run_gradients(const Run& run, const LinearProblem& p, const Rows& rows, const Gradients* gradients,
                    const SqNorms& sq_norms);
+// sum_n G_n of all samples at once, and the bias's; without a scale.
+void sum_gradients(const Rows& rows, const Gradients& gradients);
 // |G_n|^2 by Grams; the weight's alone.
 void run_grams(const Run& run, const LinearProblem& p, const Rows& rows, void* sq_norms);
 

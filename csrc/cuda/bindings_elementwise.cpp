@@ -122,6 +122,20 @@ Fused prelu_fused(const Tensor& input, const Tensor& grad_output, const Tensor& 
   return {grad_input, grad_weight, sq_norms};
 }
 
+std::tuple<Tensor, Tensor> moments(const Tensor& input, double eps, bool centred, bool over_positions) {
+  check_operand(input, "input", 4, "[N, T, G, K]");
+  const auto wide = input.options().dtype(accumulator_of(input));
+  const Tensor rstd = at::empty({input.size(0), over_positions ? 1 : input.size(1), input.size(2)}, wide);
+  const Tensor mean = centred ? at::empty(rstd.sizes(), wide) : at::empty({0}, wide);
+  const MomentsProblem p{dtype_of(input), input.size(0),      input.size(1), input.size(2),
+                         input.size(3),   elements_of(input), over_positions};
+  const Run run(input);
+  run("moments", 0, [&](void*, cudaStream_t stream) {
+    return launch_moments(p, eps, centred ? mean.mutable_data_ptr() : nullptr, rstd.mutable_data_ptr(), stream);
+  });
+  return {mean, rstd};
+}
+
 // Ids are sorted by the framework, 16 N T bytes; a stable sort, so that sums have one order. Nothing waits, and so an
 // id below 0 is not refused by its place but makes its sample's norm NaN.
 Tensor gather_sq_norms(const Tensor& indices, const Tensor& grad_output, std::optional<int64_t> padding_idx) {
@@ -158,5 +172,6 @@ IMPLEMENT_OPERATORS(m) {
   m.impl("affine_fused", affine_fused);
   m.impl("prelu_sq_norms", prelu_sq_norms);
   m.impl("prelu_fused", prelu_fused);
+  m.impl("moments", moments);
   m.impl("gather_sq_norms", gather_sq_norms);
 }

@@ -117,8 +117,7 @@ cudaError_t launch_gram(const LinearProblem& problem, void* sq_norms, void* work
 cudaError_t launch_gram(const Conv2dProblem& problem, void* sq_norms, void* workspace, cudaStream_t stream);
 
 // gram.cu and products.cu: the same of Grams [n, T, T] acc that were made elsewhere, T of kMostGram at most, a run of
-// samples from `first` on after the other; then the verdict. Their rows are gram_pitch apart: libraries are slow with
-// rows that begin at no multiple of 16 bytes.
+// samples from `first` on after the other; then the verdict. T is rounded up to gram_pitch, with zeros.
 constexpr int64_t kMostGram = 2048;
 constexpr int64_t gram_pitch(int64_t T) {
   return (T + 7) / 8 * 8;
@@ -130,7 +129,7 @@ cudaError_t launch_join(const LinearProblem& problem, const void* of_activations
 cudaError_t launch_verdict(const LinearProblem& problem, void* sq_norms, void* workspace, cudaStream_t stream);
 
 struct GramsOfRun {
-  const void *of_activations, *of_grads;  // [n, T, T of gram_pitch] acc
+  const void *of_activations, *of_grads;  // [n, T, T] acc, T of gram_pitch
   int64_t n, T, parts;                    // gram_parts
   void* sums;                             // [n, parts] GramSums
 };
@@ -190,6 +189,16 @@ bool affine_rows_suit(const AffineProblem& problem, const InputGradient& to);
 size_t affine_rows_workspace(const AffineProblem& problem, const Gradients& gradients);
 cudaError_t launch_affine_rows(const AffineProblem& problem, const InputGradient& to, const Gradients& gradients,
                                void* sq_norms, void* workspace, cudaStream_t stream);
+
+// moments.cu: mean and rstd [N, T, G] acc of the K features of each position, or, [N, 1, G], of all positions; mean of
+// null: nothing is subtracted.
+struct MomentsProblem {
+  DType dtype;
+  int64_t N, T, G, K;
+  ElementOperand input;
+  bool over_positions;
+};
+cudaError_t launch_moments(const MomentsProblem& problem, double eps, void* mean, void* rstd, cudaStream_t stream);
 
 // gather.cu: tables looked up by id, |E_n|^2 -> sq_norms [N] acc; NaN where an id is below 0.
 size_t gather_workspace(const GatherProblem& problem);

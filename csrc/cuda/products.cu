@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kBlock) gradients_kernel(const GradientsOfRun 
 
 template <class acc_t>
 __global__ void __launch_bounds__(kBlock) grams_kernel(const GramsOfRun run, FastDivisor blocks, FastDivisor pitch) {
-  const int T = int(run.T), numbers = T * int(pitch.divisor);
+  const int numbers = int(pitch.divisor * pitch.divisor);
   int sample = int(blockIdx.x);
   const int block = blocks.take_remainder(sample);
   const int64_t n = sample;
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kBlock) grams_kernel(const GramsOfRun run, Fas
     const int at = (block * kEach + j) * kBlock + int(threadIdx.x);
     int row = at;
     const int column = pitch.take_remainder(row);
-    if (at >= numbers || column >= T) continue;
+    if (at >= numbers) break;
     const double a = of_a[at], b = of_b[at], term = a * b;
     mine.sum += term, mine.magnitude += fabs(term);
     if (row != column) continue;
@@ -100,7 +100,7 @@ int64_t square_parts(int64_t size) {
   return ceil_div<int64_t>(size, kBlock * kEach);
 }
 int64_t gram_parts(int64_t T) {
-  return square_parts(T * gram_pitch(T)) * kBlockWarps;
+  return square_parts(gram_pitch(T) * gram_pitch(T)) * kBlockWarps;
 }
 
 cudaError_t launch_gradients(DType dtype, const GradientsOfRun& run, cudaStream_t stream) {
