@@ -34,7 +34,7 @@ class Mutant:
     arithmetic: str  # bfloat16, float32, float64 or tf32
     old: str
     new: str
-    layer: str = "linear"  # or conv2d, affine, gather: whose problems see it
+    layer: str = "linear"  # or conv2d, batched, affine, gather: whose problems see it
 
 
 BARRIER, DROPPED = "__syncthreads();", ";"
@@ -121,7 +121,9 @@ MUTANTS = [
            "magnitude[r] += fabs(term)", "magnitude[r] += term"),
     # Row sums
     Mutant("bias: barrier dropped", "rowwise.cu", "rowwise", "float32",
-           f"{BARRIER}\n  if (warp > 0) return;", f"{DROPPED}\n  if (warp > 0) return;"),
+           f"{BARRIER}\n  const int64_t part", f"{DROPPED}\n  const int64_t part"),
+    Mutant("bias: of four neighbours the first", "rowwise.cu", "rowwise", "bfloat16",
+           "widen(read.values[j])", "widen(read.values[0])"),
     Mutant("rank1: strides ignored", "rowwise.cu", "rowwise", "float32",
            "row[k * stride]", "row[k]"),
     Mutant("row sums: weight of the first row for all", "rowwise.cu", "rowwise", "float32",
@@ -198,6 +200,23 @@ MUTANTS = [
            "cut.single ? 1 : cut.parts;", "1;", "affine"),
     Mutant("rows: the bias's squares for the weight's", "affine_rows.cu", "affine_rows", "float32",
            "acc_t(square[0])", "acc_t(square[1])", "affine"),
+    # What batched products come to, and moments
+    Mutant("gradients: barrier dropped", "products.cu", "products", "float32",
+           f"{BARRIER}\n    if (run.squares", f"{DROPPED}\n    if (run.squares", "batched"),
+    Mutant("gradients: scale of a run's first sample for all", "products.cu", "products", "float32",
+           "scale[n0 + sample]", "scale[n0]", "batched"),
+    Mutant("gradients: earlier runs are forgotten", "products.cu", "products", "float32",
+           "run.before && at", "false && at", "batched"),
+    Mutant("gradients: past the last", "products.cu", "products", "float32",
+           "at < run.size ? from[at] : acc_t(0)", "from[at]", "batched"),
+    Mutant("grams: magnitude forgets the sign", "products.cu", "products", "float32",
+           "fabs(term)", "term", "batched"),
+    Mutant("grams: blocks overlap", "products.cu", "products", "float32",
+           "(block * kEach + j) * kBlock", "(block + j) * kBlock", "batched"),
+    Mutant("moments: about nothing", "moments.cu", "moments", "float32",
+           "input.k]) - of", "input.k])", "affine"),
+    Mutant("moments: of the first position", "moments.cu", "moments", "float32",
+           "set, t0, g, 0", "set, 0, g, 0", "affine"),
     # Tables
     Mutant("gather: barrier dropped", "gather.cu", "gather", "float32", BARRIER, DROPPED, "gather"),
     Mutant("gather: padding counts", "gather.cu", "gather", "float32",
@@ -292,14 +311,24 @@ def battery(arithmetic: str, layer: str) -> None:
     from backends import BACKENDS
 
     torch.set_num_threads(1)
+    emulated = BACKENDS["emulated"]
     tf32 = arithmetic == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = tf32
     dtype = torch.float32 if tf32 else getattr(torch, arithmetic)
     if layer == "affine":
+        import test_affine as moments
         import test_emulated_elementwise as elementwise
 
         for affine in elementwise.PROBLEMS:
             elementwise.assert_right(affine, dtype, "gaussians")
+            moments.test_moments_are_those_of_the_layers(emulated, affine, True, dtype)
+        moments.test_moments_of_a_small_variance_about_a_large_mean(emulated)
+        return
+    if layer == "batched":
+        with tests.operators().batched():
+            properties.test_a_gram_that_cancels_is_noticed(emulated, "activations", dtype)
+            for problem in (tests.Linear(9, 136, 17, 23), tests.Linear(3, 130, 17, 133)):
+                tests.assert_right(problem, *problem.operands(dtype, "gaussians"), "gaussians")
         return
     if layer == "gather":
         import test_emulated_elementwise as elementwise
@@ -309,7 +338,7 @@ def battery(arithmetic: str, layer: str) -> None:
         return
     if layer == "linear" and not tf32:  # which cannot hold what cancels
         for rows in ("activations", "grad_output"):
-            properties.test_a_gram_that_cancels_is_noticed(BACKENDS["emulated"], rows, dtype)
+            properties.test_a_gram_that_cancels_is_noticed(emulated, rows, dtype)
     for problem in tests.LINEAR if layer == "linear" else tests.CONV2D:
         for kind in ("integers", "gaussians"):
             a, b = problem.operands(dtype, kind)
