@@ -2,8 +2,8 @@
 
 A round times each way once, a plain step before it (but for the very first) and after it. What is
 reported are quantiles of the ratios to the mean of such neighbours, never a ratio of two far apart
-in time. Rounds go on until each way's median is known, or its time is spent. A step of a
-millisecond is repeated for BURST seconds at each turn: in training no other model runs in between
+in time. Rounds go on until each way's median is known, or its time is spent. A step of a few
+milliseconds is repeated for BURST seconds at each turn: in training no other model runs in between
 and leaves the caches cold.
 """
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 Step = Callable[[], object]
 Pair = tuple[float, float]  # seconds: the plain step's, the mean of its neighbours; the step's
-BURST = 0.02
+BURST = 0.05
 FEW = 3
 
 
