@@ -23,7 +23,7 @@ from torch import Tensor
 from workloads import OURS, QUICK, WORKLOADS, Workload, by_loop, check
 
 ONCE, A_FEW = Budget(1), Budget(1, 0.3, error=0.03, far=2)
-OFTEN = Budget(6, 1, error=0.004, far=2)
+OFTEN = Budget(4, 0.5, far=2)
 
 
 def made(name: str, oracles: Path) -> tuple[Workload, Tensor]:

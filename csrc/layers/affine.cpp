@@ -3,6 +3,8 @@
 #include "elementwise.h"
 #include "views.h"
 
+#include <ATen/autocast_mode.h>
+
 namespace torchgradx {
 namespace {
 
@@ -193,6 +195,8 @@ class GroupNorm final : public Channels {
   }
   Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                  Saved& saved) const override {
+    // A GPU's autocast widens this one's input and not native_group_norm's.
+    if (at::autocast::is_autocast_enabled(input.device().type())) return whole_forward(input, weight, bias);
     const Tensor x =
         input.contiguous(input.device().is_cpu() ? input.suggest_memory_format() : at::MemoryFormat::Contiguous);
     const int64_t n = x.size(0), c = x.size(1), pixels = c10::multiply_integers(x.sizes().slice(2));
