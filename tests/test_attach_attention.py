@@ -50,7 +50,7 @@ def causal(m, x, *_):
 
 
 def padded(m, x, *_):
-    mask = torch.zeros(len(x), T, dtype=torch.bool)
+    mask = torch.zeros(len(x), T, dtype=torch.bool, device=x.device)
     mask[:, -1] = True
     return m.a(x, x, x, key_padding_mask=mask)[0]
 
@@ -163,7 +163,9 @@ def test_attention_frozen_but_for_a_part(way, live, options):
 LAYERS = {
     "encoder": (lambda m, x, y: m.l(x), nn.TransformerEncoderLayer),
     "encoder, masked": (
-        lambda m, x, y: m.l(x, src_mask=torch.ones(T, T, dtype=torch.bool).triu(1)),
+        lambda m, x, y: m.l(
+            x, src_mask=torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
+        ),
         nn.TransformerEncoderLayer,
     ),
     "decoder": (lambda m, x, y: m.l(x, y), nn.TransformerDecoderLayer),

@@ -39,7 +39,7 @@ def packed_net(rnn, enforce_sorted=False, use=both):
     def forward(m, x, lengths, h=None):
         first = m.r.batch_first
         x = torch.tanh(m.i(x))
-        packed = pack_padded_sequence(x if first else x.transpose(0, 1), lengths, first,
+        packed = pack_padded_sequence(x if first else x.transpose(0, 1), lengths.cpu(), first,
                                       enforce_sorted)  # fmt: skip
         hx = None
         if h is not None:
@@ -57,7 +57,7 @@ def packed_net(rnn, enforce_sorted=False, use=both):
 @every_kind
 def test_sequences_first_are_packed_in_an_order_that_unpacking_undoes(kind, options):
     def forward(m, x, lengths):  # [T, N, I] -> [T, N, H]
-        packed = pack_padded_sequence(m.i(x), lengths, enforce_sorted=False)
+        packed = pack_padded_sequence(m.i(x), lengths.cpu(), enforce_sorted=False)
         return pad_packed_sequence(m.r(packed)[0], total_length=len(x))[0]
 
     model = Model(forward, i=nn.Linear(I, I), r=KINDS[kind](I, H, num_layers=2))
@@ -116,7 +116,7 @@ def test_rows_that_the_user_sorted_are_not_taken_for_the_samples(options):
 
     def forward(m, x, lengths):
         order = lengths.argsort(descending=True, stable=True)
-        packed = pack_padded_sequence(m.i(x)[order], lengths[order], True)
+        packed = pack_padded_sequence(m.i(x)[order], lengths[order].cpu(), True)
         rows = pad_packed_sequence(m.r(packed)[0], True, total_length=x.shape[1])[0]
         return rows[order.argsort()]
 
@@ -128,7 +128,7 @@ def test_rows_that_the_user_sorted_are_not_taken_for_the_samples(options):
 def test_several_sequences_of_a_sample_are_exact_or_refused_by_name(options):
     def forward(m, x, lengths):  # [N, 2, T, I]
         lengths = lengths.repeat_interleave(2)
-        packed = pack_padded_sequence(x.flatten(0, 1), lengths, True, False)
+        packed = pack_padded_sequence(x.flatten(0, 1), lengths.cpu(), True, False)
         return m.r(packed)[1][0].view(len(x), -1)
 
     model = Model(forward, r=nn.GRU(I, H, batch_first=True))
@@ -153,7 +153,7 @@ def test_clipped_gradients_are_those_of_the_loop(kind, options):
 @fallback_mode
 def test_under_autocast_they_are_exact_to_its_rounding(options):
     def forward(m, x, lengths):
-        packed = pack_padded_sequence(x, lengths, True, False)
+        packed = pack_padded_sequence(x, lengths.cpu(), True, False)
         with torch.autocast("cpu", torch.bfloat16):
             return m.o(m.r(packed)[1][0]).float()
 
