@@ -7,6 +7,7 @@ import torch
 from attach_oracle import (
     Model,
     a_few_modes,
+    both_dtypes,
     check,
     close_named,
     exact_or_refused,
@@ -270,3 +271,19 @@ def test_explain_tells_of_each_weight():
         assert f"r: LSTM  [r.{name}]" in text, text
     assert "replay" not in text
     assert f"linear N={N} T={T} I={H} O={4 * H}" in text
+
+
+@both_dtypes
+@a_few_modes
+@pytest.mark.parametrize("both_ways", [False, True])
+@every_kind
+def test_last_states_of_as_many_layers_as_samples(kind, both_ways, options, dtype):
+    """[layers, N, H] of which both are as long."""
+    rnn = KINDS[kind](I, H, num_layers=N // (1 + both_ways), bidirectional=both_ways)
+
+    def forward(m, x):
+        last = m.r(x.transpose(0, 1))[1]
+        return (torch.cat(last, -1) if isinstance(last, tuple) else last).transpose(0, 1)
+
+    assert N % 2 == 0
+    check(Model(forward, r=rnn), square, torch.randn(N, T, I), dtype=dtype, **options)

@@ -112,10 +112,15 @@ def followed(
         )
     if torch.Tag.pointwise in func.tags or name in BROADCAST:
         return lambda k, out: None if unknown and out.dim() else _broadcast(out, known)
-    if "rnn" in name or "lstm" in name or "gru" in name:  # a state's first dimension is of layers
+    if "rnn" in name or "lstm" in name or "gru" in name:  # a state is [N, *], or [layers, N, *]
         steps = 1 if "cell" in name else int(bool(said("batch_first")) and "mkldnn" not in name)
-        apart = t is args[0] and place.dim == 1 - steps
-        return lambda k, out: _kept(out, t, place) if apart and k == 0 else None
+        if t is not args[0] or place.dim != 1 - steps:
+            return lambda k, out: None
+        rows = t.shape[place.dim]
+        return lambda k, out: (
+            _kept(out, t, place) if k == 0
+            else _checked(out, out.dim() - 2, rows, place) if out.dim() > 1 else None
+        )  # fmt: skip
     apart = _apart(name, t, place, said) and _alike(name, args, fed, place)
     return lambda k, out: _kept(out, t, place) if apart or not out.dim() else None
 
