@@ -10,7 +10,8 @@ struct Rows {
   const Tensor activations, grad_output;  // [N, T, I], [N, T, O], however they lie
 };
 
-// Where they are the quicker way: measured on an H200 (benchmarks/results), bfloat16 and float32.
+// Where they are the quicker way. In bfloat16 an H200 took 15 us for the Grams of T = 64 (N = 64, 768 x 768), where our
+// tiles took 64, and 34 us for gradient and norms of T = 1024 (N = 8), where they took 93.
 constexpr int64_t kManyPositions = 128, kSomePositions = 8;
 
 #ifdef CUDA_EMULATION
