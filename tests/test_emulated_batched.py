@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import test_properties
 import torch
 from backends import BACKENDS
 from emulation import build
@@ -73,12 +74,10 @@ def test_rows_that_are_expanded_or_apart_are_read_as_they_lie() -> None:
             assert_sq_norms(EMULATED.linear(algorithm, x, g), truth, algorithm, torch.float32)
 
 
-def test_a_batched_gram_that_cancels_is_noticed() -> None:
-    a, b = Linear(3, 64, 24, 20).operands(torch.float32, "gaussians")
-    sign = torch.tensor([1.0, -1.0]).repeat(32)[:, None]
-    a, b = a[:, :1] * (1 + 2.0**-12 * a), b[:, :1] * sign
-    truth = linear_truth(a, b)
-    assert_sq_norms(EMULATED.linear("gram", a, b), truth, "direct", torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rows", ["activations", "grad_output"])
+def test_a_batched_gram_that_cancels_is_noticed(rows: str, dtype: torch.dtype) -> None:
+    test_properties.test_a_gram_that_cancels_is_noticed(EMULATED, rows, dtype)
 
 
 def test_halves_beyond_their_range_are_summed_in_float32() -> None:

@@ -49,6 +49,10 @@ int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
+int64_t accumulator_bytes(const Rows& rows) {
+  return int64_t(c10::elementSize(accumulator_of(rows.activations)));
+}
+
 // Samples of a run, if each takes so many bytes: the runs are about equal.
 int64_t samples_of_run(int64_t N, int64_t bytes) {
   return ceil_div(N, std::min(N, ceil_div(N * bytes, kRun)));
@@ -66,7 +70,7 @@ void run_gradients(const Run& run, const LinearProblem& p, const Rows& rows, con
                    const SqNorms& sq_norms) {
   const Unseen unseen;
   const auto wide = rows.activations.options().dtype(accumulator_of(rows.activations));
-  const int64_t bytes = rows.activations.scalar_type() == at::kDouble ? 8 : 4;
+  const int64_t bytes = accumulator_bytes(rows);
   const int64_t high = rows_of_run(p.O, p.I * bytes), each = samples_of_run(p.N, high * p.I * bytes);
   const int64_t parts = p.O / high * square_parts(high * p.I) + square_parts(p.O % high * p.I);
   const Tensor squares = at::empty({p.N, sq_norms.weight ? parts : 0}, wide.dtype(at::kDouble));
@@ -120,7 +124,7 @@ void sum_gradients(const Rows& rows, const Gradients& gradients) {
 
 void run_grams(const Run& run, const LinearProblem& p, const Rows& rows, void* sq_norms) {
   const Unseen unseen;
-  const int64_t bytes = rows.activations.scalar_type() == at::kDouble ? 8 : 4;
+  const int64_t bytes = accumulator_bytes(rows);
   const int64_t pitch = gram_pitch(p.T), each = samples_of_run(p.N, 2 * pitch * pitch * bytes);
   run("gram", joined_workspace(p), [&](void* workspace, cudaStream_t stream) {
     for (int64_t n = 0; n < p.N; n += each) {

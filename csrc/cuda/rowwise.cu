@@ -8,6 +8,7 @@
 #include "device.cuh"
 #include "dispatch.cuh"
 #include "kernels.h"
+#include "layer.cuh"
 #include "operand.cuh"
 #include "plan.h"
 
@@ -145,8 +146,7 @@ int row_threads(int64_t size) {
 // Whether halves can be read four at a time.
 bool neighbours_of_four(const LinearProblem& p) {
   const DenseOperand& grads = p.grad_output;
-  const bool apart = grads.t % 4 || grads.n % 4 || reinterpret_cast<uintptr_t>(grads.data) % 8;
-  return grads.feature == 1 && p.O % 4 == 0 && !apart;
+  return grads.feature == 1 && p.O % 4 == 0 && chunk_bytes(grads.data, {grads.t, grads.n}, 2) >= 8;
 }
 
 struct BiasWorkspace {
