@@ -1,7 +1,10 @@
 """A model with something between its layers, and before them; and what may be there."""
 
 import torch
+from attach_oracle import square
 from torch import nn
+
+import torchgradx
 
 
 class Between(nn.Module):
@@ -38,3 +41,19 @@ def sent_to_experts(h):
 def averaged_for_a_log(h):
     assert float(h.detach().abs().mean()) >= 0
     return h
+
+
+def runs_alike(make, options, n):
+    """Whether a model's losses are the same numbers, attached or not: step by step, of two N."""
+    xs = torch.randn(4, n, 4).double()
+    runs = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = make()
+        probe = torchgradx.attach(model, **options) if attached else None
+        # What runs again in backward does so in any case.
+        losses = [square(model, x[: n - k % 2]) for k, x in enumerate(xs)]
+        runs.append(torch.stack(losses).detach())
+        if probe:
+            probe.remove()
+    return torch.equal(*runs)

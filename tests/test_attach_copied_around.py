@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 from attach_oracle import a_few_modes, need_native, refused, seeded, square  # noqa: F401
-from between import Between, as_a_number
+from between import Between, as_a_number, runs_alike
 
 import torchgradx
 
@@ -149,17 +149,7 @@ def made(source, before=as_a_number):
 @pytest.mark.parametrize("name", FILES)
 def test_a_run_is_the_same(name, options):
     need_native(options)
-    xs = torch.randn(4, N, 4).double()
-    runs = []
-    for attached in (False, True):
-        torch.manual_seed(0)
-        model = made(FILES[name])
-        probe = torchgradx.attach(model, **options) if attached else None
-        losses = [square(model, x[: N - k % 2]) for k, x in enumerate(xs)]
-        runs.append(torch.stack(losses).detach())
-        if probe:
-            probe.remove()
-    assert torch.equal(*runs)
+    assert runs_alike(lambda: made(FILES[name]), options, N)
 
 
 @a_few_modes

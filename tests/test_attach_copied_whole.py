@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from attach_oracle import a_few_modes, need_native, refused, seeded, square  # noqa: F401
-from between import Between, as_a_number
+from between import Between, as_a_number, runs_alike
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -224,19 +224,12 @@ def put_back():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_the_same(kind, options):
     need_native(options)
-    xs = torch.randn(4, N, 4).double()
-    runs = []
-    for attached in (False, True):
+
+    def make():
         put_back()
-        torch.manual_seed(0)
-        model = kind().double()
-        probe = torchgradx.attach(model, **options) if attached else None
-        # What runs again in backward does so in any case.
-        losses = [square(model, x[: N - k % 2]) for k, x in enumerate(xs)]
-        runs.append(torch.stack(losses).detach())
-        if probe:
-            probe.remove()
-    assert torch.equal(*runs)
+        return kind().double()
+
+    assert runs_alike(make, options, N)
 
 
 WIDTH = {"of": 2.0}

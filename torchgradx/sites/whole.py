@@ -62,9 +62,8 @@ class Whole:
         size, values = 0, [*attributes(module), *arguments]
         for count, part in enumerate(p for v in (*module.buffers(), *values) for p in _parts(v, 0)):
             size += getattr(part, "nbytes", 0)
-            if count > MANY or size > MOST or isinstance(part, (torch.Generator, *DRAW)):
-                return None
-            if not reach.instance(part):
+            draws = isinstance(part, (torch.Generator, *DRAW))
+            if count > MANY or size > MOST or draws or not reach.instance(part):
                 return None
             theirs += [] if isinstance(part, (*SAID, nn.Module)) else type(part).__mro__
         held = all(is_memory(v, 1) or reach.constant(v) for v in values)
@@ -218,7 +217,8 @@ class _Reach:
             if not _of_a_library(kind.__module__):
                 self._held_by(kind)
         for module in (v for v in found if isinstance(v, ModuleType) and not _installed(v)):
-            used = [vars(module)[name] for name in _attributes(code) if name in vars(module)]
+            names = {name for each in _codes(code) for name in each.co_names}
+            used = [vars(module)[name] for name in names & vars(module).keys()]
             if not all(isinstance(v, PLAIN) or type(v) in CONTAINERS for v in used):
                 return False
         values = (*held, *vars(function).values(), *ours)
@@ -259,23 +259,21 @@ def _inside(container: Any) -> Iterable[Any]:
     return [*container, *container.values()] if isinstance(container, dict) else container
 
 
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """It, and those of the functions in it."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)
+
+
 def _named(code: CodeType, here: dict[str, Any]) -> Iterator[Any]:
-    """What it and the functions in it know by name: of its file, or as they import it."""
-    for step in get_instructions(code):
+    """What it knows by name: of its file, or as it imports it."""
+    for step in (step for each in _codes(code) for step in get_instructions(each)):
         if step.opname in GLOBALS and step.argval in here:
             yield here[step.argval]
         elif step.opname == "IMPORT_NAME" and step.argval in sys.modules:
             yield sys.modules[step.argval]
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _named(inner, here)
-
-
-def _attributes(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _attributes(inner)
 
 
 def _parts(value: Any, depth: int) -> Iterator[Any]:
