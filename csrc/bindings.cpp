@@ -3,6 +3,7 @@
 #include "pass.h"
 #include "site.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/tensor.h>
@@ -336,7 +337,7 @@ void bind_capture(py::module_& m) {
   m.def("norms_of", [](const Tensor& sq_norms, double factor, bool wide) {  // [N] in float64, on a CPU
     const at::NoGradGuard no_grad;
     const auto from = sq_norms.accessor<double, 1>();
-    const Tensor found = at::empty({from.size(0)}, wide ? at::kDouble : at::kFloat);
+    const Tensor found = at::detail::empty_cpu({from.size(0)}, wide ? at::kDouble : at::kFloat);
     const auto fill = [&](auto* to) {
       for (int64_t n = 0; n < from.size(0); ++n)
         to[n] = static_cast<std::decay_t<decltype(*to)>>(std::sqrt(from[n] < 0 ? 0 : from[n]) * factor);

@@ -1,6 +1,7 @@
 #include "pass.h"
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
@@ -299,7 +300,8 @@ void Pass::finish(int64_t parameter, const Tensor& sq_norms, int64_t row, int64_
 
 Tensor Pass::total(const std::optional<std::vector<int64_t>>& parameters) const {
   const at::NoGradGuard no_grad;
-  Tensor total = at::zeros({n}, at::kDouble);
+  Tensor total = at::detail::empty_cpu({n}, at::kDouble);  // not through the dispatcher, which is in no cache now
+  std::fill_n(total.mutable_data_ptr<double>(), n, 0.0);
   OnDevices elsewhere;
   if (!parameters)
     for (const Entry& entry : entries) add_to(total, elsewhere, entry);

@@ -40,6 +40,7 @@ struct RecurrentNode : SavingNode {
   std::vector<c10::intrusive_ptr<Use>> uses;  // by site; null where nothing of it is trained
   std::shared_ptr<Gathered> into;             // instead of them
   at::ScalarType dtype;
+  bool late = false;                 // the states of the first direction, see Steps
   std::vector<SavedVariable> saved;  // as listed(), then of each direction's Steps
 
   std::string name() const override {
@@ -59,7 +60,7 @@ struct RecurrentNode : SavingNode {
 
   void save(const Sequence& in, const std::vector<Steps>& steps) {
     variable_list all = listed(in);
-    for (const Steps& s : steps) all.insert(all.end(), {s.previous, s.kept});
+    for (const Steps& s : steps) all.insert(all.end(), {s.states, s.kept});
     for (const Tensor& t : all) saved.emplace_back(t, /*is_output=*/false);
   }
 
@@ -72,7 +73,7 @@ struct RecurrentNode : SavingNode {
       return variable_list(num_outputs());
     for (const SavedVariable& s : saved) all.push_back(s.unpack());
     std::vector<Steps> steps;
-    for (size_t k = num_outputs(); k < all.size(); k += 2) steps.push_back({all[k], all[k + 1]});
+    for (size_t k = num_outputs(); k < all.size(); k += 2) steps.push_back({all[k], all[k + 1], late && steps.empty()});
     all.resize(num_outputs());
     return at::GradMode::is_enabled() ? of_framework(all, grads) : of_ours(all, steps, grads, recorded);
   }
@@ -100,7 +101,7 @@ struct RecurrentNode : SavingNode {
     const Sequence in = sequence(all);
     const Tensor input = torchgradx::by_step(of, in.input);  // [T, B, I]
     const int64_t directions = of.directions(), parts = of.projects ? 3 : 2;
-    const int64_t width = steps[0].previous.size(2);
+    const int64_t width = steps[0].states.size(2);
     const auto by_step = [&](size_t k) {  // [B, *, *] -> [*, B, *]
       if (k >= grads.size() || !grads[k].defined()) return Tensor();
       const Tensor& order = of.packing.sorted;
@@ -122,13 +123,22 @@ struct RecurrentNode : SavingNode {
       if (at.layer_input.defined())
         found[kInput] = found[kInput].defined() ? found[kInput].add_(at.layer_input) : at.layer_input;
       const int64_t bias = of.biases ? 2 : -1, site = d * parts;
-      const Tensor g = rows(at.input), previous = rows(steps[d].previous);
+      const Tensor g = rows(at.input);
       std::shared_ptr<cpu::SharedGrads> shared;
       if (at.state.is_same(at.input) && recorded[site] && recorded[site + 1] && uses[site]->wants_weight &&
           uses[site + 1]->wants_weight)
-        shared = std::make_shared<cpu::SharedGrads>(cpu::SharedGrads{previous.squeeze(1), uses[site + 1]->wants_bias});
+        shared = std::make_shared<cpu::SharedGrads>(
+            cpu::SharedGrads{rows(steps[d].states).squeeze(1), uses[site + 1]->wants_bias, steps[d].late});
       weight(found, site, recorded, {rows(input), {}, {}, shared}, g, from, bias);
-      weight(found, site + 1, recorded, {previous, {}, {}, shared}, shared ? g : rows(at.state), from + 1, bias);
+      if (shared && shared->weight.defined() && uses[site + 1]->fuses_alone(g.size(2))) {
+        const auto [grad_weight, grad_bias, sq_norms] = shared->second();
+        uses[site + 1]->finish(sq_norms);
+        found[from + 1] = grad_weight;
+        if (shared->bias) found[from + 1 + bias] = grad_bias;
+      } else {
+        const Tensor previous = rows(steps[d].previous());
+        weight(found, site + 1, recorded, {previous, {}, {}, shared}, shared ? g : rows(at.state), from + 1, bias);
+      }
       if (of.projects)
         weight(found, site + 2, recorded, {rows(at.projected), {}, {}}, rows(at.out), from + of.weights() - 1, -1);
     }
@@ -170,6 +180,7 @@ Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Rec
   const int64_t width = of.directions() * states;
   const int64_t rows = of.packing.rows.defined() ? of.packing.batch_sizes[0].item<int64_t>() : in.input.size(0);
   const auto zeros = [&](int64_t size) { return at::zeros({of.directions(), rows, size}, in.input.options()); };
+  const bool late = !in.state.defined() && !into;
   if (!in.state.defined()) in.state = zeros(states);
   if (!in.cell.defined() && of.cell == Cell::kLstm) in.cell = zeros(cells);
   std::vector<c10::intrusive_ptr<Use>> uses;
@@ -190,7 +201,10 @@ Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Rec
   node->set_next_edges(torch::autograd::collect_next_edges(all));
   node->of = of, node->uses = uses, node->into = into, node->dtype = in.input.scalar_type();
   std::vector<Steps> steps;
-  const Output found = run(of, in, steps);
+  const Output found = run(of, in, steps, late);
+  node->late = steps[0].late;
+  if (node->late)  // as the output's own, so that it is known if somebody writes into that
+    steps[0].states = found.states.detach().transpose(0, 1).narrow(2, 0, states);
   node->save(in, steps);
   for (const Tensor& t : listed(found)) torch::autograd::set_history(t, node);
   // Where the samples are is proven at both: a loss may use either alone.

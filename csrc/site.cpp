@@ -109,6 +109,18 @@ bool Use::receives() const {
   return site->weight_grad || (!pass->hooked.empty() && (hooked(site->weight) || hooked(site->bias)));
 }
 
+bool Use::fuses_alone(int64_t positions) const {
+  const Recorder& recorder = *site->recorder;
+  const bool asked = recorder.auditing || recorder.books || !pass->directions.empty();
+  return wants_weight && receives() && !asked && !waits_for_weight() && !waits_for_bias() &&
+         site->layout_of(*pass, index) == Layout::kBatch && site->plan(pass->n, positions) == Algorithm::kFused;
+}
+
+void Use::finish(const Tensor& sq_norms) {
+  pass->finish(site->weight, sq_norms, 0, site->weight_rows.parts);
+  if (wants_bias) pass->finish(site->bias, sq_norms, 1, site->bias_rows.parts);
+}
+
 // What is recorded, to be held against what the parameters receive.
 void Use::audit(const Operands& operands, const Gradients& gradients, const Tensor& grad_output) {
   const double size = norm_of(grad_output) * epsilon(grad_output);
@@ -197,8 +209,7 @@ Gradients Use::record_fused(const Saved& saved, const Tensor& weight, const Tens
     auto [gradients, sq] = layer.fused(*operands, weight, {wants_input, wants_weight, wants_bias});
     if (wants_input && !layer.makes_input())
       gradients.input = layer.backward(saved, weight, grad_output, {true, false, false}).input;
-    pass->finish(site->weight, sq, 0, site->weight_rows.parts);
-    if (wants_bias) pass->finish(site->bias, sq, 1, site->bias_rows.parts);
+    finish(sq);
     serve(*operands, saved, weight, grad_output);
     if (received && site->recorder->auditing) audit(*operands, gradients, grad_output);
     return received ? gradients : Gradients{gradients.input};

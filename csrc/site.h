@@ -57,7 +57,10 @@ struct Use : torch::CustomClassHolder {
 
   c10::SmallVector<int64_t, 2> parameters() const;
   bool arrive(const Node* at) const;  // whether to record what comes to this node
-  bool receives() const;              // whether its parameters are to get their gradients
+  // Whether nobody asks for its operands, of T positions: gradients and norms from one pass are all there is to it.
+  bool fuses_alone(int64_t positions) const;
+  void finish(const Tensor& sq_norms);  // [1 + bias, N], in that case
+  bool receives() const;                // whether its parameters are to get their gradients
   // Norms beside the framework's own gradient, or operands kept for the other uses of the same parameters; `received`:
   // the parameters get that gradient.
   void record(Saved saved, const Tensor& weight, const Tensor& grad_output, bool received);

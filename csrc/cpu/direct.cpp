@@ -35,7 +35,7 @@ bool pair_pass(const Rows<acc_t>& first, const Tensor& grad_output, SharedGrads*
                const Tensor& grad_bias, const Tensor& sq_norms) {
   if (!shared || (shared->bias && !grad_bias.defined()) || shared->activations.scalar_type() != weight.scalar_type())
     return false;
-  const Rows<acc_t> second(shared->activations, grad_output, true);
+  const Rows<acc_t> second(shared->activations, grad_output, true, shared->late);
   for (const Rows<acc_t>* layer : {&first, &second})
     if (!layer->in_place() || layer->blocks() > 1 || layer->width > kDepth || layer->N != first.N) return false;
   shared->weight = results({second.rows, second.inputs}, weight.scalar_type(), false);
@@ -61,6 +61,11 @@ void weight_pass(const Rows<acc_t>& layer, const Tensor& activations, const Tens
 
 }  // namespace
 
+Fused SharedGrads::second() const {
+  if (bias) sq_norms.select(0, 1).copy_(bias_norms);
+  return {weight, bias ? bias_grad.clone() : Tensor(), sq_norms};
+}
+
 Tensor direct_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias) {
   const RowShape s = check_rows(activations, grad_output);
   return norm_results(activations, s.N, bias, grad_output.numel() == 0, [&](auto zero, const Tensor& sq_norms) {
@@ -74,10 +79,7 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
                    SharedGrads* shared) {
   const RowShape s = check_rows(activations, grad_output);
   check_scale(scale, s.N, activations);
-  if (shared && shared->weight.defined()) {
-    if (bias) shared->sq_norms.select(0, 1).copy_(shared->bias_norms);
-    return {shared->weight, bias ? shared->bias_grad.clone() : Tensor(), shared->sq_norms};
-  }
+  if (shared && shared->weight.defined()) return shared->second();
   return fused_results(
       activations, {s.O, s.I}, s.N, scale, bias, grad_output.numel() == 0,
       [&](auto zero, const auto* factors, const Tensor& weight, const Tensor& grad_bias, const Tensor& sq_norms) {

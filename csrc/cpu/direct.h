@@ -9,9 +9,12 @@ namespace torchgradx::cpu {
 struct SharedGrads {
   Tensor activations;            // [N, T, I], of the second
   bool bias;                     // whether the second has one
+  bool late;                     // its row t - 1 goes with position t, and zeros with the first
   Tensor gram;                   // [N, tiles of row_gram.h] of grad_output
   Tensor bias_grad, bias_norms;  // [O], [N]
   Tensor weight, sq_norms;       // [O, I], [1 + bias, N]: where both went together
+
+  Fused second() const;  // in that case
 };
 
 Tensor direct_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias);

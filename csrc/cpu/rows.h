@@ -1,4 +1,5 @@
 // The layer of a Linear for a sweep: row t of `a` is as it lies in memory, or packed run by run where it does not suit.
+// Where it is late, row t - 1 goes with position t, and zeros with the first.
 #pragma once
 
 #include "../checks.h"
@@ -10,7 +11,7 @@ template <class acc_t>
 struct Rows {
   Rows(const Tensor& activations,  // [N, T, I]
        const Tensor& grad_output,  // [N, T, O]
-       bool total)
+       bool total, bool late = false)
       : N(activations.size(0)),
         height(1),
         width(activations.size(1)),
@@ -21,7 +22,8 @@ struct Rows {
         kernels_(&kernels<acc_t>()),
         source_kernels(&kernels_->of(activations.scalar_type())),
         grad_kernels(&kernels_->of(grad_output.scalar_type())),
-        straight(source.c == 1 && source.itemsize == sizeof(acc_t)),
+        late(late),
+        straight(source.c == 1 && source.itemsize == sizeof(acc_t) && !late),
         per_block(std::max<int64_t>(inputs, 1)) {
     const int64_t run = 2 * kernels_->lanes, block_rows = std::min(rows, kRowBlock);
     if (total || width > kDepth)
@@ -71,10 +73,14 @@ struct Rows {
               0, source.x};
     const int64_t along = 2 * kernels_->lanes, positions = chunk.positions();
     acc_t* const out = workspace.columns.get(chunk.samples * positions * along);
-    for (int64_t n = 0; n < chunk.samples; ++n)
-      source_kernels->pack(out + n * positions * along, along,
-                           source.at(chunk.sample + n, 0, chunk.x, block.first_column + run.column), positions,
+    const int64_t zeros = late && chunk.x == 0, from = chunk.x - late + zeros;
+    for (int64_t n = 0; n < chunk.samples; ++n) {
+      acc_t* const to = out + n * positions * along;
+      std::fill(to, to + zeros * along, acc_t(0));
+      source_kernels->pack(to + zeros * along, along,
+                           source.at(chunk.sample + n, 0, from, block.first_column + run.column), positions - zeros,
                            run.columns, source.x, source.c);
+    }
     return {out, positions * along, 0, along};
   }
 
@@ -102,7 +108,7 @@ struct Rows {
   Operand source, grads;
   const Kernels<acc_t>* kernels_;
   const RowKernels<acc_t>*source_kernels, *grad_kernels;
-  bool straight;
+  bool late, straight;
   int64_t per_block;
 };
 

@@ -82,7 +82,7 @@ Ran onednn(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps) 
     states.push_back(y), last.push_back(h), cells.push_back(c);
     steps[d].kept = workspace;
   }
-  const auto stacked = [&](const Tensors& t) { return at::stack(t).view_as(in.state); };
+  const auto stacked = [&](const Tensors& t) { return (of.both_ways ? at::stack(t) : t[0]).view_as(in.state); };
   return {of.both_ways ? at::cat(states, -1) : states[0], stacked(last), stacked(cells)};
 }
 
@@ -113,6 +113,10 @@ Output arranged(const Recurrence& of, const Ran& ran) {
 
 }  // namespace
 
+Tensor Steps::previous() const {
+  return late ? at::constant_pad_nd(states.narrow(0, 0, states.size(0) - 1), {0, 0, 0, 0, 1, 0}) : states;
+}
+
 Tensor by_step(const Recurrence& of, const Tensor& input) {
   return of.packing.rows.defined() ? padded(of.packing, input) : input.transpose(0, 1);
 }
@@ -127,10 +131,11 @@ Output framework(const Recurrence& of, const Sequence& in) {
   return arranged(of, stepwise(of, in));
 }
 
-Output run(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps) {
+Output run(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps, bool late) {
   steps.resize(of.directions());
   const at::NoGradGuard no_grad;
-  const Ran ran = in_onednn(of, in) ? onednn(of, in, steps) : stepwise(of, in);
+  const bool theirs = in_onednn(of, in);  // it keeps its output for its own backward, too
+  const Ran ran = theirs ? onednn(of, in, steps) : stepwise(of, in);
   // Not before: below autograd a transposed weight no longer says that it wants a gradient, on which the choice of
   // product depends, and with it the last bits.
   const at::AutoDispatchBelowADInplaceOrView below;
@@ -138,7 +143,8 @@ Output run(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps) 
   const int64_t width = states.size(2) / of.directions();
   for (int64_t d = 0; d < of.directions(); ++d) {
     const Tensor mine = states.narrow(2, d * width, width);
-    steps[d].previous = shifted(of, mine, in.state[d], d == 1);
+    steps[d].late = late && theirs && d == 0;
+    steps[d].states = steps[d].late ? mine : shifted(of, mine, in.state[d], d == 1);
     if (of.cell <= Cell::kTanh) steps[d].kept = mine.clone(at::MemoryFormat::Contiguous);
   }
   return arranged(of, ran);

@@ -52,9 +52,12 @@ inline Weights weights_of(const Recurrence& of, const Tensors& all, int64_t dire
   return found;
 }
 
-struct Steps {      // of one direction's forward, for its backward
-  Tensor previous;  // [T, B, P]: the state before each step
-  Tensor kept;      // LSTM: where oneDNN keeps the gates, if it ran; RNN: [T, B, H], the states
+struct Steps {        // of one direction's forward, for its backward
+  Tensor states;      // [T, B, P]: before each step; where they are late, after it
+  Tensor kept;        // LSTM: where oneDNN keeps the gates, if it ran; RNN: [T, B, H], the states
+  bool late = false;  // as the output has them: the first step began with zeros, and the direction is forwards
+
+  Tensor previous() const;  // before each step
 };
 
 struct Output {
@@ -71,8 +74,8 @@ struct GateGradients {    // of one direction
 
 // As the framework computes it, with whatever graph is being recorded.
 Output framework(const Recurrence& of, const Sequence& in);
-// The same bits, and what the backward needs.
-Output run(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps);
+// The same bits, and what the backward needs. `late`: states may be so.
+Output run(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps, bool late);
 struct OutputGradients {  // of one direction
   Tensor states;          // [T, B, P]
   Tensor last, cell;      // [B, P], [B, H], or undefined

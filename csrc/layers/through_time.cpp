@@ -82,20 +82,20 @@ struct Walk {  // the order of the steps
 template <class T>
 GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, const Tensor& input, const Steps& steps,
                      const Tensor& first_cell, const OutputGradients& grads, bool wants_input) {
-  const Tensor previous = widened(steps.previous);
-  const int64_t h = walk.width, rows = walk.rows, p = previous.size(2), gates = w.ih.size(0);
+  const Tensor states = widened(steps.states);
+  const int64_t h = walk.width, rows = walk.rows, p = states.size(2), gates = w.ih.size(0);
   const auto fresh = [&](int64_t width) {  // rows a multiple of 1 KiB apart would share a few sets of the caches
     const bool apart = width * sizeof(T) % 1024 == 0;
     const std::array<int64_t, 3> sizes{walk.steps, rows, width + (apart ? int64_t(64 / sizeof(T)) : 0)};
-    const Tensor made = walk.sizes ? at::zeros(sizes, previous.options()) : at::empty(sizes, previous.options());
+    const Tensor made = walk.sizes ? at::zeros(sizes, states.options()) : at::empty(sizes, states.options());
     return made.narrow(2, 0, width);
   };
   const auto begun = [&](const Tensor& from, int64_t width) {  // what is carried backwards
     return from.defined() ? widened(from).clone(at::MemoryFormat::Contiguous)
-                          : at::zeros({rows, width}, previous.options());
+                          : at::zeros({rows, width}, states.options());
   };
   const cpu::GateKernels<T>& kernels = cpu::gate_kernels<T>();
-  const bool divides = !of.projects && previous.is_same(steps.previous);  // halves are rounded too much for it
+  const bool divides = !of.projects && states.is_same(steps.states);  // halves are rounded too much for it
   GateGradients found;
   found.input = found.state = fresh(gates);
   Tensor q, u, cells, squashed;  // as LstmRow and GruRow have them
@@ -106,13 +106,13 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
     return s < 0 ? first + b * h : c.at(s, b);
   };
   if (of.cell == Cell::kLstm) {
-    const LstmWorkspace theirs(steps.kept, w, input, previous, first_cell, walk.backwards);
-    q = theirs.gates.defined() ? theirs.gates : lstm_gates(w, input, previous);
+    const LstmWorkspace theirs(steps, w, input, first_cell, walk.backwards);
+    q = theirs.gates.defined() ? theirs.gates : lstm_gates(w, input, widened(steps.previous()));
     cells = theirs.cells.defined() ? theirs.cells : fresh(h);
     ran = View<T>(q), c = View<T>(cells);
     if (theirs.gates.defined() && walk.backwards) ran.turn_round(walk.steps);
     if (theirs.cells.defined() && walk.backwards) c.turn_round(walk.steps);
-    squashed = divides ? at::empty({rows, h}, previous.options()) : Tensor();
+    squashed = divides ? at::empty({rows, h}, states.options()) : Tensor();
     T* const last = divides ? squashed.data_ptr<T>() : nullptr;
     walk.each_part([&](int64_t begin, int64_t end) {
       for (int64_t k = 0; k < walk.steps; ++k) {
@@ -130,7 +130,7 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
       squashed = at::tanh(cells);
     found.first_cell = begun(grads.cell, h);
   } else if (of.cell == Cell::kGru) {
-    q = at::linear(input.contiguous(), w.ih, maybe(w.ih_bias)), u = at::linear(previous, w.hh, maybe(w.hh_bias));
+    q = at::linear(input.contiguous(), w.ih, maybe(w.ih_bias)), u = at::linear(states, w.hh, maybe(w.hh_bias));
     q.narrow(2, 0, 2 * h).add_(u.narrow(2, 0, 2 * h)).sigmoid_();
     q.narrow(2, 2 * h, h).addcmul_(q.narrow(2, 0, h), u.narrow(2, 2 * h, h)).tanh_();
     ran = View<T>(q);
@@ -150,14 +150,14 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
     of_input.emplace(w.ih);
     found.layer_input = at::empty_like(input, format);
   }
-  const View<T> hidden(u), prior(previous), d(found.input), e(found.state), arrives(grads.states), x(found.layer_input);
+  const View<T> hidden(u), prior(states), d(found.input), e(found.state), arrives(grads.states), x(found.layer_input);
   const View<T> tanh_of(divides ? Tensor() : squashed);
   const T* const last_tanh = squashed.defined() ? squashed.const_data_ptr<T>() : nullptr;
   T* const carried_cell = found.first_cell.defined() ? found.first_cell.template data_ptr<T>() : nullptr;
   const auto row = [&](int64_t t, int64_t b, T* grad, const T* arriving) {  // from the state's gradient to the gates'
     if (of.cell == Cell::kLstm) {
       const int64_t next = divides ? walk.after(t, b) : -1;
-      const T* const state = next < 0 ? nullptr : prior.at(next, b);
+      const T* const state = next < 0 ? nullptr : prior.at(next - steps.late, b);
       const T* const tanh = divides ? last_tanh + b * h : tanh_of.at(t, b);
       kernels.lstm({ran.at(t, b), before(t, b), state, tanh, grad, arriving, d.at(t, b), carried_cell + b * h}, h);
     } else if (of.cell == Cell::kGru)

@@ -30,8 +30,9 @@ bool agree(double found, double wanted, double size) {  // nan with nothing
 
 }  // namespace
 
-LstmWorkspace::LstmWorkspace(const Tensor& workspace, const Weights& w, const Tensor& input, const Tensor& previous,
-                             const Tensor& first_cell, bool backwards) {
+LstmWorkspace::LstmWorkspace(const Steps& of, const Weights& w, const Tensor& input, const Tensor& first_cell,
+                             bool backwards) {
+  const Tensor& workspace = of.kept;
   if (!workspace.defined()) return;
   const int64_t steps = input.size(0), rows = input.size(1), h = w.hh.size(1), along = row_of(4 * h);
   const int64_t floats = workspace.numel() * workspace.element_size() / int64_t(sizeof(float));
@@ -41,7 +42,7 @@ LstmWorkspace::LstmWorkspace(const Tensor& workspace, const Weights& w, const Te
   };
   if (floats < steps * rows * along) return;
   const Tensor all = region(0, steps * rows * along).view({steps, rows, along}).narrow(2, 0, 4 * h);
-  const auto in_place = all.accessor<float, 3>(), x = input.accessor<float, 3>(), y = previous.accessor<float, 3>();
+  const auto in_place = all.accessor<float, 3>(), x = input.accessor<float, 3>(), y = of.states.accessor<float, 3>();
   const auto product = [](const auto& weight, const auto& with) {
     double sum = 0;
     for (int64_t k = 0; k < with.size(0); ++k) sum += double(weight[k]) * with[k];
@@ -51,8 +52,8 @@ LstmWorkspace::LstmWorkspace(const Tensor& workspace, const Weights& w, const Te
     const int64_t t = backwards ? steps - 1 - k : k;
     for (int64_t gate = 0; gate < 4; ++gate)
       for (const int64_t unit : {gate * h, gate * h + h - 1}) {
-        double z =
-            product(w.ih.accessor<float, 2>()[unit], x[t][row]) + product(w.hh.accessor<float, 2>()[unit], y[t][row]);
+        double z = product(w.ih.accessor<float, 2>()[unit], x[t][row]);
+        if (t >= of.late) z += product(w.hh.accessor<float, 2>()[unit], y[t - of.late][row]);
         for (const Tensor& b : {w.ih_bias, w.hh_bias})
           if (b.defined()) z += b.accessor<float, 1>()[unit];
         if (!agree(in_place[k][row][unit], gate == 2 ? std::tanh(z) : 1 / (1 + std::exp(-z)), 1)) return false;

@@ -11,9 +11,8 @@ struct LstmWorkspace {
   Tensor gates;  // [T, B, 4 H], by iteration: input, forget, cell, output, activated
   Tensor cells;  // [T, B, H], by iteration, after each step but the last, whose are elsewhere
 
-  // of a direction: input [T, B, I], previous [T, B, H], first_cell [B, H]
-  LstmWorkspace(const Tensor& workspace, const Weights& w, const Tensor& input, const Tensor& previous,
-                const Tensor& first_cell, bool backwards);
+  // of a direction: input [T, B, I], first_cell [B, H]
+  LstmWorkspace(const Steps& of, const Weights& w, const Tensor& input, const Tensor& first_cell, bool backwards);
 };
 
 }  // namespace torchgradx
