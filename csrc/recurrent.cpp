@@ -203,8 +203,8 @@ Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Rec
   std::vector<Steps> steps;
   const Output found = run(of, in, steps, late);
   node->late = steps[0].late;
-  if (node->late)  // as the output's own, so that it is known if somebody writes into that
-    steps[0].states = found.states.detach().transpose(0, 1).narrow(2, 0, states);
+  if (node->late && !of.both_ways)  // the output itself: so that it is known if somebody writes into that
+    steps[0].states = found.states.detach().transpose(0, 1);
   node->save(in, steps);
   for (const Tensor& t : listed(found)) torch::autograd::set_history(t, node);
   // Where the samples are is proven at both: a loss may use either alone.

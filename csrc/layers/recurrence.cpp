@@ -68,7 +68,7 @@ Ran stepwise(const Recurrence& of, const Sequence& in) {
 }
 
 // As at::lstm does, with what oneDNN leaves for its own backward.
-Ran onednn(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps) {
+Ran onednn(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps, bool late) {
   const at::AutoDispatchBelowADInplaceOrView below;  // no graph; yet without grad mode it keeps no workspace
   const at::AutoGradMode enabled(true);
   const Tensor x = in.input.transpose(0, 1).contiguous();
@@ -81,6 +81,7 @@ Ran onednn(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps) 
         kLstmMode, w.hh.size(1), 1, of.biases, of.both_ways, false, /*train=*/true);
     states.push_back(y), last.push_back(h), cells.push_back(c);
     steps[d].kept = workspace;
+    if (late && d == 0) steps[d].states = y, steps[d].late = true;
   }
   const auto stacked = [&](const Tensors& t) { return (of.both_ways ? at::stack(t) : t[0]).view_as(in.state); };
   return {of.both_ways ? at::cat(states, -1) : states[0], stacked(last), stacked(cells)};
@@ -134,8 +135,7 @@ Output framework(const Recurrence& of, const Sequence& in) {
 Output run(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps, bool late) {
   steps.resize(of.directions());
   const at::NoGradGuard no_grad;
-  const bool theirs = in_onednn(of, in);  // it keeps its output for its own backward, too
-  const Ran ran = theirs ? onednn(of, in, steps) : stepwise(of, in);
+  const Ran ran = in_onednn(of, in) ? onednn(of, in, steps, late) : stepwise(of, in);
   // Not before: below autograd a transposed weight no longer says that it wants a gradient, on which the choice of
   // product depends, and with it the last bits.
   const at::AutoDispatchBelowADInplaceOrView below;
@@ -143,8 +143,7 @@ Output run(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps, 
   const int64_t width = states.size(2) / of.directions();
   for (int64_t d = 0; d < of.directions(); ++d) {
     const Tensor mine = states.narrow(2, d * width, width);
-    steps[d].late = late && theirs && d == 0;
-    steps[d].states = steps[d].late ? mine : shifted(of, mine, in.state[d], d == 1);
+    if (!steps[d].late) steps[d].states = shifted(of, mine, in.state[d], d == 1);
     if (of.cell <= Cell::kTanh) steps[d].kept = mine.clone(at::MemoryFormat::Contiguous);
   }
   return arranged(of, ran);

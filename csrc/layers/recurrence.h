@@ -55,7 +55,7 @@ inline Weights weights_of(const Recurrence& of, const Tensors& all, int64_t dire
 struct Steps {        // of one direction's forward, for its backward
   Tensor states;      // [T, B, P]: before each step; where they are late, after it
   Tensor kept;        // LSTM: where oneDNN keeps the gates, if it ran; RNN: [T, B, H], the states
-  bool late = false;  // as the output has them: the first step began with zeros, and the direction is forwards
+  bool late = false;  // as oneDNN gave them: the first step began with zeros, and the direction is forwards
 
   Tensor previous() const;  // before each step
 };

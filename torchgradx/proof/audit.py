@@ -301,7 +301,10 @@ class Audit:
                 self._record.mismatched |= inside
         for place in [place for place, (*_, task) in self._before.items() if task in tasks]:
             self._accumulated(place, self._parameters.tensor(place))
-        self._awaiting = {key: g for key, g in self._awaiting.items() if key[0] not in tasks}
+        for key in [key for key in self._awaiting if key[0] in tasks]:
+            gradient = self._awaiting.pop(key)  # of a use that no gradient came to
+            if done and not self._agrees(key[1], gradient):
+                self._record.mismatched.add(key)
 
     @untraced
     def compare_deferred(self, places: Iterable[int]) -> None:
