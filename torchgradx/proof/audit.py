@@ -254,6 +254,7 @@ class Audit:
             if compared is not None:
                 self._began(None)
                 self._unmet.add((task, place))
+                self._awaiting[task, place] = compared.detach().clone()
             return None
         if compared is not None:
             if place in self._deferred:
@@ -303,7 +304,7 @@ class Audit:
             self._accumulated(place, self._parameters.tensor(place))
         for key in [key for key in self._awaiting if key[0] in tasks]:
             gradient = self._awaiting.pop(key)  # of a use that no gradient came to
-            if done and not self._agrees(key[1], gradient):
+            if done and self._recorder.audited(key[0]) and not self._agrees(key[1], gradient):
                 self._record.mismatched.add(key)
 
     @untraced
