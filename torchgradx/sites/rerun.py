@@ -369,9 +369,14 @@ class FallbackSite:
 
 
 def _apart(module: nn.Module, out: Any) -> Any:
-    """An LSTMCell makes its h from its c: to a copy of c no gradient comes but the loss's. A user's
-    module may keep its outputs, or have them share memory: it is run once more, see of_the_loss."""
-    return (out[0], out[1].clone()) if stock_of(type(module)) is nn.LSTMCell else None
+    """An LSTMCell makes its h from its c: to a copy of c no gradient comes but the loss's. What is
+    written over a view puts another node in its node's place, but for a copy. A user's module may
+    keep its outputs, or have them share memory: it is run once more, see of_the_loss."""
+    stock = stock_of(type(module))
+    if stock is nn.LSTMCell:
+        return out[0], out[1].clone()
+    views = stock in (nn.LSTM, nn.MultiheadAttention) and isinstance(out[0], Tensor)
+    return (out[0].clone(), *out[1:]) if views and out[0]._base is not None else None
 
 
 def _rounding(use: Use, call: Call, gradient: Tensor, size: float, alone: float) -> float:
