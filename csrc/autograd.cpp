@@ -1,6 +1,7 @@
 // Layers whose backward makes the weight gradient and the norms in one pass. The gradient goes back through autograd,
 // so what wraps the model (DDP, GradScaler, hooks on parameters) sees nothing unusual. Under create_graph it is plain
 // PyTorch.
+#include "layers/views.h"
 #include "node.h"
 #include "site.h"
 
@@ -9,6 +10,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
 
 namespace torchgradx {
 namespace {
@@ -72,6 +74,13 @@ Tensor cast(const Tensor& t) {
 
 }  // namespace
 
+Tensor of_its_own(const Tensor& t) {
+  if (!t.is_view() || !plain(t)) return t;
+  const Tensor own = viewed(t, t.sizes(), t.strides());
+  if (t.requires_grad()) torch::autograd::impl::set_gradient_edge(own, torch::autograd::impl::gradient_edge(t));
+  return own;
+}
+
 Tensor call(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
             const std::optional<Tensor>& bias, Saved saved) {
   const Layer& layer = *site->layer;
@@ -88,7 +97,7 @@ Tensor call(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor
     output = layer.forward(x, w, bias, saved);
     listen(use, {x, saved.mean, saved.rstd}, w, output);
   }
-  return layer.leave(output);
+  return of_its_own(layer.leave(output));
 }
 
 }  // namespace torchgradx

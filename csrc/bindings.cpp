@@ -326,12 +326,13 @@ void bind_capture(py::module_& m) {
         const Output out =
             call_recurrent(sites, of, {input, state.value_or(Tensor()), cell.value_or(Tensor()), weights}, into);
         const auto turned = [](const Tensor& t) {  // [directions, B, *]
-          return t.defined() ? std::optional<Tensor>(t.transpose(0, 1)) : std::nullopt;
+          return t.defined() ? std::optional<Tensor>(of_its_own(t.transpose(0, 1))) : std::nullopt;
         };
-        return std::make_tuple(out.states, turned(out.last), turned(out.last_cells));
+        return std::make_tuple(of_its_own(out.states), turned(out.last), turned(out.last_cells));
       },
       py::arg("sites"), py::arg("of"), py::arg("input"), py::arg("state"), py::arg("cell"), py::arg("weights"),
       py::arg("into").none(true) = nullptr);
+  m.def("of_its_own", &of_its_own);
 
   // A chain of tensor operations takes longer than a small layer's backward, at a time when their code is in no cache.
   m.def("norms_of", [](const Tensor& sq_norms, double factor, bool wide) {  // [N] in float64, on a CPU

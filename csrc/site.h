@@ -108,6 +108,10 @@ c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, const Tenso
 c10::intrusive_ptr<Use> use_in_graph(const std::shared_ptr<Site>& site, const std::shared_ptr<Pass>& pass,
                                      const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias);
 
+// What is a view of what a node gave, as a tensor of its own: so are the framework's outputs, and what may not be done
+// to views (detach_()) may be done to those.
+Tensor of_its_own(const Tensor& t);
+
 // The layer's forward, with a backward that also records; undefined where there is nothing to record, and the
 // framework's own is to run: as it does once the probe has left.
 Tensor call(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,

@@ -54,7 +54,8 @@ def _step(layer: Layer, cell: Any, input: Tensor, hx: Any) -> Any:
         None if c is None else c.unsqueeze(0),
         [cell.weight_ih, cell.weight_hh, *biases],
     )
-    return (y.squeeze(1), c.squeeze(0)) if lstm else y.squeeze(1)
+    h = _C.of_its_own(y.squeeze(1))
+    return (h, _C.of_its_own(c.squeeze(0))) if lstm else h
 
 
 def _sequence(layer: Layer, module: Any, input: Any, hx: Any) -> Any:
@@ -95,7 +96,7 @@ def _sequence(layer: Layer, module: Any, input: Any, hx: Any) -> Any:
         x = packed.pack(y) if packed else y
     out: Any = PackedSequence(x, *input[1:]) if packed else x
     if not (packed or module.batch_first):
-        out = x.transpose(0, 1)
+        out = _C.of_its_own(x.transpose(0, 1))
     h = last[0] if layers == 1 else torch.cat(last)
     if not lstm:
         return out, h
