@@ -124,11 +124,11 @@ void Recorder::add_recorded(int64_t parameter, const Tensor& gradient, double ma
   }
 }
 
-std::pair<std::optional<Tensor>, double> Recorder::take_recorded(int64_t parameter) {
+std::pair<std::optional<Tensor>, double> Recorder::take_recorded(int64_t task, int64_t parameter) {
   decltype(recorded_)::node_type found;
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    found = recorded_.extract({get_current_graph_task_id(), parameter});
+    found = recorded_.extract({task, parameter});
   }
   if (found.empty() || !found.mapped().stands()) return {std::nullopt, 0};
   return {found.mapped().sum, found.mapped().size};

@@ -132,7 +132,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   bool audited(int64_t task) const;  // whether a backward met a pass; of the latest few
   bool audit(int64_t task);          // under the mutex; false: it was
   void add_recorded(int64_t parameter, const Tensor& gradient, double magnitude);
-  std::pair<std::optional<Tensor>, double> take_recorded(int64_t parameter);
+  std::pair<std::optional<Tensor>, double> take_recorded(int64_t task, int64_t parameter);
   // Backwards, and parameters of which something is recorded that these did not receive.
   std::vector<std::pair<int64_t, int64_t>> untaken(const std::vector<int64_t>& tasks) const;
 

@@ -188,7 +188,7 @@ class Recorder:
     def add_recorded(self, parameter: int, gradient: Tensor, magnitude: float) -> None:
         key = torch._C._current_graph_task_id(), parameter
         again = key in self._recorded
-        before, size = self.take_recorded(parameter)
+        before, size = self.take_recorded(torch._C._current_graph_task_id(), parameter)
         gradient = gradient.reshape(-1)
         changed = again and before is None
         total = None if changed else gradient if before is None else before + gradient
@@ -199,9 +199,8 @@ class Recorder:
         return [key for key, (total, *_) in list(self._recorded.items())
                 if key[0] in tasks and total is not None and bool(total.any())]  # fmt: skip
 
-    def take_recorded(self, parameter: int) -> tuple[Tensor | None, float]:
-        key = torch._C._current_graph_task_id(), parameter
-        total, size, version = self._recorded.pop(key, (None, 0.0, 0))
+    def take_recorded(self, task: int, parameter: int) -> tuple[Tensor | None, float]:
+        total, size, version = self._recorded.pop((task, parameter), (None, 0.0, 0))
         stands = total is not None and total._version == version  # nobody wrote into it
         return (total if stands else None), size
 

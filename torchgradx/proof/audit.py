@@ -260,7 +260,7 @@ class Audit:
             if place in self._deferred:
                 self._awaiting[task, place] = compared.detach().clone()
             else:
-                self._compare(place, compared.detach())
+                self._compare((task, place), compared.detach())
         if place in self._shielded:
             p = self._parameters.tensor(place)
             hooks: dict[int, Any] = p._post_accumulate_grad_hooks
@@ -304,25 +304,26 @@ class Audit:
             self._accumulated(place, self._parameters.tensor(place))
         for key in [key for key in self._awaiting if key[0] in tasks]:
             gradient = self._awaiting.pop(key)  # of a use that no gradient came to
-            if done and self._recorder.audited(key[0]) and not self._agrees(key[1], gradient):
-                self._record.mismatched.add(key)
+            if done and self._recorder.audited(key[0]):
+                self._compare(key, gradient)
 
     @untraced
     def compare_deferred(self, places: Iterable[int]) -> None:
         """At the end of a backward."""
         for place in places:
-            gradient = self._awaiting.pop((torch._C._current_graph_task_id(), place), None)
+            key = torch._C._current_graph_task_id(), place
+            gradient = self._awaiting.pop(key, None)
             if gradient is not None:
-                self._compare(place, gradient)
+                self._compare(key, gradient)
 
-    def _compare(self, place: int, gradient: Tensor) -> None:
-        if not self._agrees(place, gradient):
-            self._record.mismatched.add((torch._C._current_graph_task_id(), place))
+    def _compare(self, key: tuple[int, int], gradient: Tensor) -> None:
+        if not self._agrees(key, gradient):
+            self._record.mismatched.add(key)
 
-    def _agrees(self, place: int, gradient: Tensor) -> bool:
+    def _agrees(self, key: tuple[int, int], gradient: Tensor) -> bool:
         if scattered([gradient]):  # a part, and forwards use the whole
             return False
-        recorded, rounding = self._recorder.take_recorded(place)
+        recorded, rounding = self._recorder.take_recorded(*key)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if recorded is None or not bool(recorded.any()):  # of a use that is not recorded
