@@ -59,7 +59,7 @@ struct Use : torch::CustomClassHolder {
   bool arrive(const Node* at) const;  // whether to record what comes to this node
   // Whether nobody asks for its operands, of T positions: gradients and norms from one pass are all there is to it.
   bool fuses_alone(int64_t positions) const;
-  void finish(const Tensor& sq_norms);  // [1 + bias, N], in that case
+  void finish(const Tensor& sq_norms);  // [1 + bias, N], that a fused pass made
   bool receives() const;                // whether its parameters are to get their gradients
   // Norms beside the framework's own gradient, or operands kept for the other uses of the same parameters; `received`:
   // the parameters get that gradient.

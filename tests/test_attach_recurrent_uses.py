@@ -126,7 +126,7 @@ def test_a_graph_of_the_gradient_is_the_plain_one(kind, options):
         for got, want in zip(penalty(model), plain, strict=True):
             if options.get("weight_grad", True):
                 assert (got is None) == (want is None)
-                assert want is None or torch.allclose(got, want, rtol=1e-9, atol=1e-12)
+                assert want is None or torch.allclose(got, want, rtol=1e-9, atol=0)
         with pytest.raises(torchgradx.CoverageError):
             probe.norms()
 

@@ -195,7 +195,7 @@ def noise(wrap, per, folder, sizes=((6, 7), (4, 2))):
     assert got["steps"] == want["steps"] == 2
     assert list(got["averages"]) == list(want["averages"])
     for name, pair in want["averages"].items():
-        np.testing.assert_allclose(got["averages"][name], pair, rtol=1e-8, atol=1e-12)
+        np.testing.assert_allclose(got["averages"][name], pair, rtol=1e-8)
 
 
 def noise_that_is_not_averaged(folder):

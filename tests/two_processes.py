@@ -135,7 +135,7 @@ def same_gradients(model, twin):
         assert (p.grad is None) == (q.grad is None), name
         if p.grad is not None:
             got, want = (getattr(g, "_local_tensor", g) for g in (p.grad, q.grad))
-            assert torch.allclose(got, want, rtol=1e-9, atol=1e-12), f"{name}.grad"
+            assert torch.allclose(got, want, rtol=1e-9, atol=0), f"{name}.grad"
 
 
 def steps(make, wrap, where, options, shapes=((N, T),) * 2, counted=False, refused=()):
