@@ -96,7 +96,7 @@ struct RecurrentNode : SavingNode {
     return found;
   }
 
-  variable_list of_ours(const variable_list& all, const std::vector<Steps>& steps, const variable_list& grads,
+  variable_list of_ours(const variable_list& all, std::vector<Steps> steps, const variable_list& grads,
                         const std::vector<bool>& recorded) {
     const Sequence in = sequence(all);
     const Tensor input = torchgradx::by_step(of, in.input);  // [T, B, I]
@@ -114,7 +114,13 @@ struct RecurrentNode : SavingNode {
     variable_list found(num_outputs());
     std::vector<Tensor> first_states, first_cells;
     for (int64_t d = 0; d < directions; ++d) {
-      const int64_t from = kWeights + d * of.weights();
+      const int64_t from = kWeights + d * of.weights(), site = d * parts;
+      const auto alone = [&](int64_t s) { return recorded[s] && uses[s]->fuses_alone(input.size(0)); };
+      const bool second_alone = alone(site + 1);
+      if (second_alone && alone(site) && !uses[site]->held) {  // nor is the graph kept then
+        steps[d].spent = true;
+        saved[num_outputs() + 2 * d + 1].reset_data();  // whether this backward fails or not
+      }
       const GateGradients at = through_time(
           of, d, input, in, steps[d],
           {states.narrow(2, d * width, width), last.defined() ? last[d] : last, cells.defined() ? cells[d] : cells},
@@ -122,7 +128,7 @@ struct RecurrentNode : SavingNode {
       first_states.push_back(at.first_state), first_cells.push_back(at.first_cell);
       if (at.layer_input.defined())
         found[kInput] = found[kInput].defined() ? found[kInput].add_(at.layer_input) : at.layer_input;
-      const int64_t bias = of.biases ? 2 : -1, site = d * parts;
+      const int64_t bias = of.biases ? 2 : -1;
       const Tensor g = rows(at.input);
       std::shared_ptr<cpu::SharedGrads> shared;
       if (at.state.is_same(at.input) && recorded[site] && recorded[site + 1] && uses[site]->wants_weight &&
@@ -130,7 +136,7 @@ struct RecurrentNode : SavingNode {
         shared = std::make_shared<cpu::SharedGrads>(
             cpu::SharedGrads{rows(steps[d].states).squeeze(1), uses[site + 1]->wants_bias, steps[d].late});
       weight(found, site, recorded, {rows(input), {}, {}, shared}, g, from, bias);
-      if (shared && shared->weight.defined() && uses[site + 1]->fuses_alone(g.size(2))) {
+      if (shared && shared->weight.defined() && second_alone) {
         const auto [grad_weight, grad_bias, sq_norms] = shared->second();
         uses[site + 1]->finish(sq_norms);
         found[from + 1] = grad_weight;

@@ -164,3 +164,50 @@ def test_states_of_both_ways_may_be_changed_in_place(layers, options):
     rnn = nn.LSTM(I, H, num_layers=layers, bidirectional=True)
     model = Model(lambda m, x: torch.relu_(m.r(x.transpose(0, 1))[0]).transpose(0, 1), r=rnn)
     check(model, square, torch.randn(N, T, I), dtype=torch.float32, **options)
+
+
+def settled(probe, model, x):
+    """Nothing is compared any more."""
+    for _ in range(2):
+        model.zero_grad()
+        square(model, x).backward()
+        probe.norms()
+    model.zero_grad()
+
+
+@served
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_gates_stand_as_long_as_their_graph_is_kept(both_ways):
+    """Their gradients lie over them in the last backward alone."""
+    model, x = of(bidirectional=both_ways)(), torch.randn(N, T, I)
+    twin, rtol = copy.deepcopy(model), tolerance(model, torch.float32)
+    thrice = lambda m, x: 3 * square(m, x)  # noqa: E731
+    thrice(twin, x).backward()
+    with torchgradx.attach(model) as probe:
+        settled(probe, model, x)
+        loss = square(model, x)
+        for keeps in (True, True, False):
+            loss.backward(retain_graph=keeps)
+        close_named(probe.norms(per="parameter"), loop(model, thrice, x), rtol)
+        same_gradients(model, twin, rtol)
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
+
+
+@served
+def test_what_hooks_were_given_to_keep_stands():
+    model, x, given = of()(), torch.randn(N, T, I), []
+
+    def keep(t):
+        given.append((t, t.clone()))
+        return t
+
+    with torchgradx.attach(model) as probe:
+        for _ in range(3):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+                loss = square(model, x)
+            loss.backward()
+            norms = probe.norms(per="parameter")
+    close_named(norms, loop(model, square, x), tolerance(model, torch.float32))
+    assert given
+    assert all(torch.equal(t, as_it_was) for t, as_it_was in given)

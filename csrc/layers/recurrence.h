@@ -52,10 +52,11 @@ inline Weights weights_of(const Recurrence& of, const Tensors& all, int64_t dire
   return found;
 }
 
-struct Steps {        // of one direction's forward, for its backward
-  Tensor states;      // [T, B, P]: before each step; where they are late, after it
-  Tensor kept;        // LSTM: where oneDNN keeps the gates, if it ran; RNN: [T, B, H], the states
-  bool late = false;  // as oneDNN gave them: the first step began with zeros, and the direction is forwards
+struct Steps {         // of one direction's forward, for its backward
+  Tensor states;       // [T, B, P]: before each step; where they are late, after it
+  Tensor kept;         // LSTM: where oneDNN keeps the gates, if it ran; RNN: [T, B, H], the states
+  bool late = false;   // as oneDNN gave them: the first step began with zeros, and the direction is forwards
+  bool spent = false;  // nobody reads `kept` again: the gates' gradients may lie there, over the gates
 
   Tensor previous() const;  // before each step
 };

@@ -97,7 +97,6 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
   const cpu::GateKernels<T>& kernels = cpu::gate_kernels<T>();
   const bool divides = !of.projects && states.is_same(steps.states);  // halves are rounded too much for it
   GateGradients found;
-  found.input = found.state = fresh(gates);
   Tensor q, u, cells, squashed;  // as LstmRow and GruRow have them
   View<T> ran, c;                // the gates, or the states of a plain RNN; the cells
   const T* const first = first_cell.defined() ? first_cell.const_data_ptr<T>() : nullptr;
@@ -112,6 +111,7 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
     ran = View<T>(q), c = View<T>(cells);
     if (theirs.gates.defined() && walk.backwards) ran.turn_round(walk.steps);
     if (theirs.cells.defined() && walk.backwards) c.turn_round(walk.steps);
+    if (steps.spent && theirs.gates.defined() && !walk.backwards) found.input = q;
     squashed = divides ? at::empty({rows, h}, states.options()) : Tensor();
     T* const last = divides ? squashed.data_ptr<T>() : nullptr;
     walk.each_part([&](int64_t begin, int64_t end) {
@@ -139,6 +139,8 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
     q = widened(steps.kept);
     ran = View<T>(q);
   }
+  if (!found.input.defined()) found.input = fresh(gates);
+  if (!found.state.defined()) found.state = found.input;
   if (of.projects) {
     found.projected = q.narrow(2, 3 * h, h) * squashed;
     found.out = fresh(p);
