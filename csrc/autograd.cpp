@@ -75,7 +75,7 @@ Tensor cast(const Tensor& t) {
 }  // namespace
 
 Tensor of_its_own(const Tensor& t) {
-  if (!t.is_view() || !plain(t)) return t;
+  if (!t.is_view() || !plain(t) || has_tangent(t)) return t;
   const Tensor own = viewed(t, t.sizes(), t.strides());
   if (t.requires_grad()) torch::autograd::impl::set_gradient_edge(own, torch::autograd::impl::gradient_edge(t));
   return own;
@@ -89,6 +89,11 @@ Tensor call(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor
   const Tensor x = layer.enter(input), w = layer.enter_weight(weight);
   const bool autocast = at::autocast::is_autocast_enabled(input.device().type());
   Tensor output;
+  if (has_tangent(x) || has_tangent(w) || (bias && has_tangent(*bias))) {
+    output = layer.leave(layer.forward(x, w, bias, saved));
+    listen(use, {input, saved.mean, saved.rstd}, weight, output);
+    return output;
+  }
   if (autocast && layer.lowered()) {
     output = attached(use, cast(x), cast(w), bias ? std::optional<Tensor>(cast(*bias)) : std::nullopt, saved);
   } else if (!autocast) {

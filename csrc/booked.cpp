@@ -26,16 +26,15 @@ Booked::Booked(const Use& use, const Saved& saved, const Tensor& weight, const T
       grad_output_(grad_output.detach()),
       of_weight_(use.wants_weight),
       of_bias_(use.wants_bias) {
-  if (!use.borrows) versions_ = {Version(saved.input), Version(grad_output)};
+  const bool alone = use.pass->n == 1;  // its gradient may become the .grad of what is expanded over the batch
+  if (!use.borrows) versions_ = {Version(saved.input), alone ? Version() : Version(grad_output)};
   for (Tensor* t : {&saved_.input, &weight_})
     if (t->defined()) *t = t->detach();
   for (Tensor* t : {&saved_.mean, &saved_.rstd})
     if (t->defined()) *t = t->detach().clone();  // of a BatchNorm: its own, which move without a trace
   saved_.shared = nullptr;                       // of the gradient as it came
-  if (use.borrows) {
-    grad_output_ = grad_output_.clone();
-    if (saved_.input.defined()) saved_.input = saved_.input.clone();
-  }
+  if (use.borrows || alone) grad_output_ = grad_output_.clone();
+  if (use.borrows && saved_.input.defined()) saved_.input = saved_.input.clone();
 }
 
 std::vector<int64_t> Booked::parameters() const {

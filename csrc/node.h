@@ -3,6 +3,7 @@
 
 #include "pass.h"
 
+#include <ATen/LegacyVmapMode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
@@ -11,6 +12,17 @@
 #include <vector>
 
 namespace torchgradx {
+
+// Whether gradients come for several backwards at once (is_grads_batched=True): what the framework differentiates takes
+// them, and no kernel. Nothing of it is recorded, since no .grad receives it.
+inline bool several_at_once() {
+  return at::impl::VmapMode::current_vmap_level() > 0;
+}
+
+// Of forward-mode differentiation, for which no node of ours has a formula.
+inline bool has_tangent(const Tensor& t) {
+  return t.defined() && t._fw_grad(/*level=*/0).defined();
+}
 
 struct SavingNode : Node {  // Python sees nothing of what it saved
   virtual std::vector<const torch::autograd::SavedVariable*> all_saved() const = 0;

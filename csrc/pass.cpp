@@ -276,6 +276,8 @@ void Pass::add(int64_t parameter, Term term) {
   }
   for (Tensor* operand : {&term.activations, &term.grads})  // not the graph, which a view's base may hold
     if (operand->defined()) *operand = operand->detach();
+  if (n == 1)  // it may become the .grad of what is expanded over the batch, into which another backward adds
+    term.grads = term.grads.clone(), term.kept[1] = {};
   entry.terms.push_back(std::move(term));
   if (keep || retained || static_cast<int64_t>(entry.terms.size()) < entry.calls) return;
   py::gil_scoped_acquire gil;  // all uses are in: combine them now, and let their operands go

@@ -16,6 +16,9 @@ namespace {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
+constexpr char kTangents[] =
+    "it was given tangents of forward-mode differentiation, with which the framework's own runs: say probe.paused()";
+
 constexpr int64_t kInput = 0, kState = 1, kCell = 2, kWeights = 3;  // among the node's inputs
 
 variable_list listed(const Sequence& in) {
@@ -75,11 +78,14 @@ struct RecurrentNode : SavingNode {
     std::vector<Steps> steps;
     for (size_t k = num_outputs(); k < all.size(); k += 2) steps.push_back({all[k], all[k + 1], late && steps.empty()});
     all.resize(num_outputs());
-    return at::GradMode::is_enabled() ? of_framework(all, grads) : of_ours(all, steps, grads, recorded);
+    return at::GradMode::is_enabled() || several_at_once() ? of_framework(all, grads)
+                                                           : of_ours(all, steps, grads, recorded);
   }
 
-  // Under create_graph: as autograd makes them, by running the layer again.
+  // Under create_graph, and for gradients of several backwards: as autograd makes them, by running the layer again.
   variable_list of_framework(variable_list all, const variable_list& grads) {
+    const bool create_graph = at::GradMode::is_enabled();
+    const at::AutoGradMode enabled(true);
     variable_list sources, outputs, given, found(num_outputs());
     std::vector<size_t> places;
     for (size_t k = 0; k < all.size(); ++k) {
@@ -91,7 +97,7 @@ struct RecurrentNode : SavingNode {
     const Output again = framework(of, sequence(all));
     for (size_t k = 0; k < grads.size(); ++k)
       if (grads[k].defined()) outputs.push_back(listed(again)[k]), given.push_back(grads[k]);
-    const auto made = torch::autograd::grad(outputs, sources, given, true, true, true);
+    const auto made = torch::autograd::grad(outputs, sources, given, create_graph, create_graph, true);
     for (size_t k = 0; k < places.size(); ++k) found[places[k]] = made[k];
     return found;
   }
@@ -189,6 +195,12 @@ Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Rec
   const bool late = !in.state.defined() && !into;
   if (!in.state.defined()) in.state = zeros(states);
   if (!in.cell.defined() && of.cell == Cell::kLstm) in.cell = zeros(cells);
+  const variable_list all = listed(in);
+  if (std::any_of(all.begin(), all.end(), has_tangent)) {
+    for (const auto& site : sites)
+      if (const auto pass = site->recorder->current()) pass->refusals.emplace_back(site->index, kTangents);
+    return framework(of, in);
+  }
   std::vector<c10::intrusive_ptr<Use>> uses;
   bool any = into != nullptr;
   if (into) uses.resize(of.directions() * parts), into->operands.resize(uses.size());
@@ -203,7 +215,6 @@ Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Rec
   }
   if (!any) return framework(of, in);
   const auto node = make_node<RecurrentNode>();
-  const variable_list all = listed(in);
   node->set_next_edges(torch::autograd::collect_next_edges(all));
   node->of = of, node->uses = uses, node->into = into, node->dtype = in.input.scalar_type();
   std::vector<Steps> steps;

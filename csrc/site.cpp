@@ -1,5 +1,7 @@
 #include "site.h"
 
+#include "node.h"
+
 #include <ATen/ATen.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/grad_mode.h>
@@ -188,6 +190,7 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
 
 Gradients Use::gradients(const Saved& saved, const Tensor& weight, const Tensor& grad_output, Wanted wanted,
                          bool recorded) {
+  if (several_at_once() && site->layer->makes_input()) return site->layer->replayed(saved, weight, grad_output, wanted);
   const bool received = !recorded || receives(), records = recorded && !at::GradMode::is_enabled();
   if (records && (received || site->layer->makes_input()))
     return record_fused(saved, weight, grad_output, wanted.input);

@@ -74,24 +74,29 @@ def test_micro_batches_are_one_record(name, options):
 @a_few_modes
 def test_several_backwards_through_one_graph_add_up(name, options):
     model, x = example(name)
-    want = loop(model, lambda *batch: 3 * square(*batch), x)
     with torchgradx.attach(model, **options) as probe:
-        loss = square(model, x)
-        loss.backward(retain_graph=True)
-        (2 * loss).backward()
-        close_named(probe.norms(per="parameter"), want)
+        for batch in (x, x[:1], x[:1]):
+            want = loop(model, lambda *batch: 3 * square(*batch), batch)
+            model.zero_grad()
+            loss = square(model, batch)
+            loss.backward(retain_graph=True)
+            (2 * loss).backward()
+            close_named(probe.norms(per="parameter"), want)
 
 
 @each_model
 @a_few_modes
 def test_forwards_of_the_same_samples_add_up(name, options):
     model, x = example(name)
-    want = loop(model, lambda model, x: square(model, x) + square(model, x.flip(1)), x)
     with torchgradx.attach(model, **options) as probe:
-        with probe.same_samples():
-            loss = square(model, x) + square(model, x.flip(1))
-        loss.backward()
-        close_named(probe.norms(per="parameter"), want)
+        for batch, at_once in ((x, True), (x, False), (x[:1], False), (x[:1], True)):
+            want = loop(model, lambda m, b: square(m, b) + square(m, b.flip(1)), batch)
+            model.zero_grad()
+            with probe.same_samples():
+                losses = square(model, batch), square(model, batch.flip(1))
+            for loss in [sum(losses)] if at_once else losses:
+                loss.backward()
+            close_named(probe.norms(per="parameter"), want)
 
 
 @each_model

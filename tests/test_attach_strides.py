@@ -31,6 +31,10 @@ GIVEN = {
     "conv3d": (lambda: nn.Conv3d(C, 6, (1, 2, 2)), lambda: IMAGES[:, None].permute(0, 4, 1, 2, 3)),
     "linear": (lambda: nn.Linear(T, 6), lambda: ROWS.transpose(1, 2)),
     "linear, samples second": (lambda: nn.Linear(C, 6), lambda: ROWS.transpose(0, 1)),
+    "linear without bias, one sample": (
+        lambda: nn.Linear(C, 6, bias=False),
+        lambda: ROWS[:, :1].transpose(0, 1),  # contiguous, though its first stride is no product
+    ),
     "layer norm": (lambda: nn.LayerNorm(T), lambda: ROWS.transpose(1, 2)),
     "rms norm": (lambda: nn.RMSNorm(C), lambda: ROWS.transpose(0, 1)),
     "group norm": (lambda: nn.GroupNorm(2, C), lambda: IMAGES.permute(0, 3, 1, 2)),

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import Model, mlp, nothing_compiled, same_gradients, seeded, square  # noqa: F401
+from broadcast_models import Patches, T
 from clip_oracle import bounded, check_clip, gradients, norms_of, refuses, same, weighted
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -56,6 +57,19 @@ def test_accumulation_over_unequal_batches(read):
             assert norms.shape == (8,)
             want = [(len(x), clipped(model, x)) for x in batches]
             is_sum(model, {name: sum(w[name] / n / 3 for n, w in want) for name in want[0][1]})
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_micro_batches_of_one_sample(fused):
+    """What comes to the positions becomes their .grad, and came to the layer below them too."""
+    model, x = Patches().double(), torch.randn(3, T, 3, dtype=torch.float64)
+    with torchgradx.attach(model, clip=True, fused=fused) as probe:
+        for _ in range(2):
+            model.zero_grad()
+            for sample in x.split(1):
+                square(model, sample).backward()
+            probe.clip_grad_norm_(BOUND)
+            is_sum(model, clipped(model, *x.split(1)))
 
 
 def test_a_bound_for_each_sample():

@@ -25,6 +25,11 @@ struct UnseenByHooks {
 
 Gradients Layer::backward(const Saved& saved, const Tensor& weight, const Tensor& grad_output,
                           const Wanted& wanted) const {
+  return replayed(saved, weight, grad_output, wanted);
+}
+
+Gradients Layer::replayed(const Saved& saved, const Tensor& weight, const Tensor& grad_output,
+                          const Wanted& wanted) const {
   const bool create_graph = at::GradMode::is_enabled();
   const at::AutoGradMode enabled(true);
   const UnseenByHooks unseen;

@@ -92,6 +92,7 @@ struct Layer {
   // whose norms rarely stand beside the framework's own gradients. The bias is shaped as the weight there.
   virtual Gradients backward(const Saved& saved, const Tensor& weight, const Tensor& grad_output,
                              const Wanted& wanted) const;
+  Gradients replayed(const Saved& saved, const Tensor& weight, const Tensor& grad_output, const Wanted& wanted) const;
 
   // Nothing where the samples cannot be found. Without saved.input only the bias can be served.
   virtual std::optional<Operands> operands(const Saved& saved, const Tensor& grad_output, int64_t n,

@@ -13,7 +13,14 @@ Tensor dense(const Tensor& t) {  // as bags of words may not be, nothing where i
 }
 
 Tensor rows_of(const Tensor& t) {  // [*, F] -> [rows, F]; a reshape to -1 rows is none where F is 0
-  return t.dim() > 1 ? t.flatten(0, -2) : t.unsqueeze(0);
+  const auto sizes = t.sizes();
+  return t.dim() == 2 ? t : t.reshape({c10::multiply_integers(sizes.slice(0, t.dim() - 1)), sizes.back()});
+}
+
+bool joined(const Tensor& t) {  // as strides say it, whatever the sizes, those of 1 too: so a product without bias asks
+  for (int64_t d = 0; d < t.dim() - 2; ++d)
+    if (t.stride(d) != t.stride(d + 1) * t.size(d + 1)) return false;
+  return true;
 }
 
 class Linear final : public Layer {
@@ -41,7 +48,8 @@ class Linear final : public Layer {
   // gradient, which the transpose that it takes of a weight below autograd no longer says.
   Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, Saved&) const override {
     const Tensor w = transposed_ ? weight.t() : weight;
-    if (input.dim() < 3 || input.layout() != at::kStrided || input.is_contiguous() || !weight.requires_grad())
+    if (input.dim() < 3 || input.layout() != at::kStrided || !weight.requires_grad() ||
+        (bias ? input.is_contiguous() : joined(input)))
       return at::linear(input, w, bias);
     const Tensor rows = at::linear(input.flatten(0, -2), w);
     const Tensor output = rows.unflatten(0, input.sizes().slice(0, input.dim() - 1));

@@ -13,7 +13,8 @@ namespace torchgradx {
 inline bool plain(const at::Tensor& t) {
   using Key = c10::DispatchKey;
   constexpr c10::DispatchKeySet kOthers({Key::Python, Key::PythonTLSSnapshot, Key::Functionalize, Key::FuncTorchBatched,
-                                         Key::FuncTorchGradWrapper, Key::Conjugate, Key::Negative, Key::ZeroTensor});
+                                         Key::Batched, Key::FuncTorchGradWrapper, Key::Conjugate, Key::Negative,
+                                         Key::ZeroTensor});
   return t.layout() == at::kStrided && t.has_storage() && !t.key_set().has_any(kOthers);
 }
 

@@ -337,6 +337,8 @@ class Pass:
         if place in self._sq_norms:
             self._late.add(place)
             return
+        if self.n == 1:
+            grads = grads.clone()  # it may become the .grad of what is expanded over the batch
         kept = Versions(t for t in (activations, grads) if t is not None)
         term = -1, None if activations is None else activations.detach(), grads.detach()
         self._terms.setdefault(place, []).append((term, kept))  # and not the graph

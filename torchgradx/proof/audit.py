@@ -248,6 +248,8 @@ class Audit:
 
     @untraced
     def _received(self, place: int, gradient: Tensor | None) -> Tensor | None:
+        if torch._C._dispatch_tls_is_dispatch_key_included("VmapMode"):
+            return None  # is_grads_batched=True: those of several backwards, for nobody's .grad
         task = torch._C._current_graph_task_id()
         compared = gradient if self._recorder.auditing or place in self.always else None
         if not self._recorder.audited(task):  # this backward met no pass, as yet

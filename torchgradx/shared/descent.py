@@ -303,6 +303,8 @@ class Descent:
                 continue
             for _more in range(1, leaf.counted):
                 self._run.arrive([leaf.place])
+            if self._run.n == 1 and isinstance(whole, Tensor):
+                whole = whole.clone()  # it becomes .grad, into which another backward adds
             if squared:
                 self._run.finish(leaf.place, whole)
             elif isinstance(whole, Outer):

@@ -328,8 +328,10 @@ def _same_alone(outputs: Sequence[Tensor]) -> None:
 
 
 def as_it_stands(call: Call) -> Call:
-    """To run later: modes, attributes and buffers stay what they are."""
-    return replace(call, module=of_its_own(call.module, weights=False))
+    """To run later: modes, attributes and buffers stay what they are. So do the gradients of one
+    sample, which may become the .grad of what is expanded over the batch."""
+    grads = [g if g is None else g.clone() for g in call.grads] if call.n == 1 else call.grads
+    return replace(call, module=of_its_own(call.module, weights=False), grads=grads)
 
 
 def as_its_own(call: Call) -> Call:
