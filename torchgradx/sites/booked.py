@@ -18,8 +18,8 @@ class Booked:
 
     def __init__(self, call: Call, places: list[int], silent: Any) -> None:
         self.parameters, self._call, self._silent = places, as_it_stands(call), silent
-        leaves = [*tree_flatten(call.arguments)[0], *call.module.parameters(), *call.grads]
-        tensors = (t for t in leaves if isinstance(t, Tensor))
+        kept = [*tree_flatten(call.arguments)[0], *call.module.parameters(), *self._call.grads]
+        tensors = (t for t in kept if isinstance(t, Tensor))
         self._versions = Versions(tensors)
 
     @property
