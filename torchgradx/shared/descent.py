@@ -303,8 +303,6 @@ class Descent:
                 continue
             for _more in range(1, leaf.counted):
                 self._run.arrive([leaf.place])
-            if self._run.n == 1 and isinstance(whole, Tensor):
-                whole = whole.clone()  # it becomes .grad, into which another backward adds
             if squared:
                 self._run.finish(leaf.place, whole)
             elif isinstance(whole, Outer):
@@ -312,6 +310,8 @@ class Descent:
             else:
                 self._run.add(leaf.place, whole)
             if self._recorder.books:
+                if self._run.n == 1 and isinstance(whole, Tensor):
+                    whole = whole.clone()  # it becomes .grad, into which another backward adds
                 self._recorder.book(self._run, BySample(leaf.place, whole))
             v = self._run.directions[leaf.place] if self._run.directions else None
             if v is not None:
