@@ -290,6 +290,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
 
 void bind_pass(py::module_& m);
 void bind_capture(py::module_& m);
+void bind_hooks(py::module_& m);
 void bind_trace(py::module_& m);
 
 }  // namespace torchgradx

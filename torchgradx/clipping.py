@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import OptState
 
 from .errors import CoverageError
 from .passes.plain import receives
+from .proof.listening import forget
 from .sharding import data_parallel, mean_over, scattered
 from .sites.copies import untraced
 from .sites.outcome import OtherOutputsError
@@ -132,8 +133,10 @@ class Books:
 
     def close(self) -> None:
         self._recorder.books = False
+        where = [p for p, _ in self._heard.values()]
         for place in list(self._heard):
             self._forget(place)
+        forget(where)
         self.clear()
 
     def clear(self) -> None:

@@ -23,6 +23,7 @@ from ..sharding import scattered
 from ..shared.lift import Lift, Met
 from ..sites.copies import untraced
 from .examine import Examiner
+from .listening import Listening
 from .verdict import OTHERWISE, OUTSIDE, Verdict, from_outside
 from .witness import Looked, Witness
 
@@ -58,8 +59,7 @@ class Audit:
         )
         self.examiner = Examiner(parameters, layers, options, self.witness, self._lift)
         self._pending: dict[Any, tuple[Verdict, Any]] = {}  # structure -> (verdict, its first pass)
-        self._handles: list[Any] = []
-        self._shields: list[Any] = []
+        self._listening, self._always_listening = Listening(), Listening()
         self._shielded: dict[int, tuple[int, int]] = {}  # by place: the keys of our two hooks
         self._heard_at = WeakIdKeyDictionary()  # tensors that we listen at in every backward
         self._deferred: set[int] = set()
@@ -187,10 +187,9 @@ class Audit:
                 self._shield(place, p)
 
     def _shield(self, place: int, p: Tensor) -> None:
-        before = _first_of_all(p, partial(self._received, place))
-        last = p.register_post_accumulate_grad_hook(partial(self._accumulated, place))
-        self._shielded[place] = before.id, last.id
-        self._shields += [before, last]
+        before = self._always_listening.before(p, partial(self._received, place))
+        last = self._always_listening.after(p, partial(self._accumulated, place))
+        self._shielded[place] = before, last
         self._heard_at[p] = place
 
     def _hears(self, place: int) -> bool:
@@ -211,8 +210,8 @@ class Audit:
 
     def _hear(self, place: int, p: Tensor) -> None:
         always = place in self.always
-        handles = self._shields if always else self._handles
-        handles.append(_first_of_all(p, partial(self._received, place)))
+        listening = self._always_listening if always else self._listening
+        listening.before(p, partial(self._received, place))
         if always:
             self._heard_at[p] = place
 
@@ -348,7 +347,8 @@ class Audit:
 
     @property
     def unsettled(self) -> bool:
-        return bool(self._pending or self._recorder.auditing or self.always)
+        listens = self._recorder.auditing or self._listening.heard or self.always
+        return bool(self._pending or listens)
 
     def settle(self) -> None:
         """A structure whose first backward has come and agreed is known from now on."""
@@ -364,31 +364,17 @@ class Audit:
             self._pending.pop(key, None)  # another thread may settle, too
         if not self._pending and (self._recorder.auditing or self.always):
             self._stop_listening()
+        self._listening.leave()  # if a backward kept it from that
 
     def _stop_listening(self) -> None:
         self._recorder.auditing = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._listening.stop()
 
     def stop(self) -> None:
         self._pending = {}
         self.witness.stop()
         self._stop_listening()
-        for handle in self._shields:
-            handle.remove()
-        self._shields = []
-
-
-def _first_of_all(p: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """A hook that sees the gradient as it comes, before the user's own change it."""
-    handle = p.register_hook(hook)
-    hooks: dict[int, Any] = p._backward_hooks  # type: ignore[assignment]
-    theirs = {key: h for key, h in hooks.items() if key != handle.id}
-    for key in theirs:  # torch calls them as they were put in, whatever move_to_end() says
-        del hooks[key]
-    hooks.update(theirs)
-    return handle
+        self._always_listening.stop()
 
 
 def _finite(run: Any) -> bool:
