@@ -168,9 +168,9 @@ inline void check_affine(const Tensor& input,                  // [N, T, G, K]
               "; got ", rstd ? rstd->sizes() : at::IntArrayRef());
 }
 
-inline void check_affine_weight(const Tensor& input, const Tensor& weight) {  // [N, T, G, K], [G, K]
-  check_operand(weight, "weight", 2, "[G, K]");
-  TORCH_CHECK(weight.size(0) == input.size(2) && weight.size(1) == input.size(3), "weight must be [G, K], as input is ",
+inline void check_affine_weight(const Tensor& input, const Tensor& weight) {  // [N, T, G, K], [G, K] in any sizes
+  check_operand(weight, "weight", weight.dim(), "[G, K]");
+  TORCH_CHECK(weight.numel() == input.size(2) * input.size(3), "weight must have the G K elements of input, which is ",
               input.sizes(), "; got ", weight.sizes());
   TORCH_CHECK((weight.scalar_type() == at::kDouble) == (input.scalar_type() == at::kDouble),
               "weight must be float64 if input is, and only then; got ", weight.scalar_type(), " and ",

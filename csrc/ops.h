@@ -55,14 +55,14 @@ Tensor affine_sq_norms(const Tensor& input,        // [N, T, G, K]
 // first m only if there is a mean, neither if the statistics are frozen, that is constants. Gradients as `input`'s
 // dtype.
 AffineFused affine_fused(const Tensor& input, const Tensor& grad_output,
-                         const Tensor& weight,  // [G, K]
+                         const Tensor& weight,  // [G, K], in whatever sizes; so are its gradients
                          const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool frozen,
                          const std::optional<Tensor>& scale,  // [N], as for linear_fused; not in grad_input
                          bool bias);
 // f = min(x, 0): PReLU's, [N, T, 1, 1] or [N, HW, C, 1]
 Tensor prelu_sq_norms(const Tensor& input, const Tensor& grad_output);  // -> [1, N]
 Fused prelu_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
-                  const std::optional<Tensor>& scale);  // -> grad_input, grad_weight [G, K], sq_norms [1, N]
+                  const std::optional<Tensor>& scale);  // -> grad_input, grad_weight, sq_norms [1, N]
 // Statistics of input [N, T, G, K], over K (-> [N, T, G]) or T and K (-> [N, 1, G]): mean, and rstd = 1 / sqrt(v + eps)
 // with v the variance; not centred: mean is [0], and v the mean square.
 std::tuple<Tensor, Tensor> moments(const Tensor& input, double eps, bool centred, bool over_positions);

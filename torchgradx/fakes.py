@@ -20,11 +20,12 @@ __all__ = [
 ]
 
 
-def _expect(dimensions: int, **operands: Any) -> None:
+def _expect(dimensions: int | None, **operands: Any) -> None:
+    wanted = "a tensor" if dimensions is None else f"a tensor of {dimensions} dimensions"
     for name, operand in operands.items():
-        if not isinstance(operand, Tensor) or operand.dim() != dimensions:
+        if not isinstance(operand, Tensor) or dimensions not in (None, operand.dim()):
             shape = list(operand.shape) if isinstance(operand, Tensor) else operand
-            raise ValueError(f"{name} must be a tensor of {dimensions} dimensions; got {shape}")
+            raise ValueError(f"{name} must be {wanted}; got {shape}")
 
 
 def affine_sq_norms(
@@ -45,7 +46,7 @@ def affine_fused(
     bias: bool,
 ) -> AffineFused:
     sq_norms = affine_sq_norms(input, grad_output, mean, rstd, bias)
-    _expect(2, weight=weight)
+    _expect(None, weight=weight)
     if rstd is not None:
         _expect(3, rstd=rstd)
     grad_input = empty_in_lines(input, is_by_row(input, rstd, frozen))
@@ -62,7 +63,7 @@ def prelu_fused(
     input: Tensor, grad_output: Tensor, weight: Tensor, scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     sq_norms = prelu_sq_norms(input, grad_output)
-    _expect(2, weight=weight)
+    _expect(None, weight=weight)
     return empty_in_lines(input, False), weight.new_empty(weight.shape), sq_norms
 
 

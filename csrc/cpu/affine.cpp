@@ -37,7 +37,7 @@ void affine_pass(const AffineLayer<acc_t>& layer, const acc_t* scale, acc_t* wei
     std::copy(totals.begin(), totals.begin() + C, weight);
     if (bias) std::copy(totals.begin() + C, totals.begin() + 2 * C, bias);
   }
-  const auto sums = sum_of_parts(squares, count, 2 * N);
+  const auto sums = sum_of_parts(std::move(squares), count, 2 * N);
   acc_t* const out = sq_norms.mutable_data_ptr<acc_t>();
   for (int64_t k = 0; k < sq_norms.numel(); ++k) out[k] = acc_t(sums[k]);
 }

@@ -71,7 +71,7 @@ double flop_of(const Layer& layer) {
   return 2.0 * double(layer.N) * double(layer.height * layer.width) * double(layer.rows) * double(layer.patch());
 }
 
-inline std::vector<double> sum_of_parts(const std::vector<double>& partial, int64_t parts, int64_t N) {
+inline std::vector<double> sum_of_parts(std::vector<double> partial, int64_t parts, int64_t N) {
   if (parts == 1) return partial;
   std::vector<double> sums(N, 0.0);
   for (int64_t part = 0; part < parts; ++part)

@@ -35,11 +35,9 @@ class Affine : public Elementwise {
     return affine_sq_norms(o.activations, o.grad_output, given(o.mean), o.rstd, bias);
   }
   std::pair<Gradients, Tensor> fused(const Operands& o, const Tensor& weight, const Wanted& wanted) const override {
-    const Tensor w = viewed(weight, {o.activations.size(2), o.activations.size(3)});
     auto [input, grad_weight, grad_bias, sq] =
-        affine_fused(o.activations, o.grad_output, w, given(o.mean), o.rstd, frozen(), std::nullopt, wanted.bias);
-    const auto shaped = [&](const Tensor& t) { return viewed(t, weight.sizes()); };
-    return {{restored(input, o.shape), shaped(grad_weight), wanted.bias ? shaped(grad_bias) : Tensor()}, sq};
+        affine_fused(o.activations, o.grad_output, weight, given(o.mean), o.rstd, frozen(), std::nullopt, wanted.bias);
+    return {{restored(input, o.shape), grad_weight, wanted.bias ? grad_bias : Tensor()}, sq};
   }
 
  protected:

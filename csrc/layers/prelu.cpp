@@ -52,10 +52,9 @@ class PReLU final : public Elementwise {
     return prelu_sq_norms(o.activations, o.grad_output);
   }
   std::pair<Gradients, Tensor> fused(const Operands& o, const Tensor& weight, const Wanted&) const override {
-    auto [input, grad_weight, sq] =
-        prelu_fused(o.activations, o.grad_output, weight.view({o.activations.size(2), 1}), std::nullopt);
+    auto [input, grad_weight, sq] = prelu_fused(o.activations, o.grad_output, weight, std::nullopt);
     const Tensor front = single_ ? input : input.squeeze(3).transpose(1, 2);
-    return {{front.reshape(o.shape), grad_weight.view_as(weight), {}}, sq};
+    return {{front.reshape(o.shape), grad_weight, {}}, sq};
   }
 
  protected:

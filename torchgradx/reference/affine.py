@@ -91,7 +91,7 @@ def affine_sq_norms(
 def affine_fused(
     input: Tensor,  # [N, T, G, K]
     grad_output: Tensor,  # [N, T, G, K]
-    weight: Tensor,  # [G, K]
+    weight: Tensor,  # [G, K], in whatever sizes; so are its gradients
     mean: Tensor | None,  # [N, T, 1] or [N, 1, G]
     rstd: Tensor | None,
     frozen: bool,
@@ -105,12 +105,13 @@ def affine_fused(
     dims = (3,) if by_row else (1, 3)
     grad_input = empty_in_lines(input, by_row)
     wide = accumulation_dtype(input.dtype)
-    n, totals = input.shape[0], input.new_zeros(2, *weight.shape, dtype=wide)
+    w = weight.to(wide).reshape(input.shape[2:])
+    n, totals = input.shape[0], input.new_zeros(2, *w.shape, dtype=wide)
     scales = input.new_ones(n, dtype=wide) if scale is None else scale.to(wide)
     for chunk, _, g, xhat in _chunks(input, grad_output, _xhat(mean, rstd)):
         totals[0] += torch.tensordot(scales[chunk], (g * xhat).sum(1), dims=1)
         totals[1] += torch.tensordot(scales[chunk], g.sum(1), dims=1)
-        inner = g * weight.to(wide)
+        inner = g * w
         if not frozen:
             slope = (inner * xhat).mean(dims, keepdim=True)
             shift = inner.mean(dims, keepdim=True) if mean is not None else 0
@@ -118,7 +119,7 @@ def affine_fused(
         grad_input[chunk] = (inner if rstd is None else inner * _statistic(rstd, chunk)).to(
             input.dtype
         )
-    grad_weight, grad_bias = totals.to(weight.dtype).unbind()
+    grad_weight, grad_bias = totals.to(weight.dtype).view(2, *weight.shape).unbind()
     sq_norms = _sq_norms(input, grad_output, _xhat(mean, rstd), bias)
     return (
         grad_input,
@@ -138,18 +139,20 @@ def prelu_sq_norms(input: Tensor, grad_output: Tensor) -> Tensor:
 def prelu_fused(
     input: Tensor,  # [N, T, G, K]
     grad_output: Tensor,  # [N, T, G, K]
-    weight: Tensor,  # [G, K]
+    weight: Tensor,  # [G, K], in whatever sizes; so is its gradient
     scale: Tensor | None,  # [N]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad_input, sum_n scale_n of the weight's gradients, and their sq_norms [1, N]."""
     wide = accumulation_dtype(input.dtype)
     grad_input = empty_in_lines(input, False)
-    total = input.new_zeros(weight.shape, dtype=wide)
+    w = weight.to(wide).reshape(input.shape[2:])
+    total = torch.zeros_like(w)
     scales = input.new_ones(len(input), dtype=wide) if scale is None else scale.to(wide)
     for chunk, x, g, f in _chunks(input, grad_output, _negative):
         total += torch.tensordot(scales[chunk], (g * f).sum(1), dims=1)
-        grad_input[chunk] = torch.where(x > 0, g, g * weight.to(wide)).to(input.dtype)
-    return grad_input, total.to(weight.dtype), prelu_sq_norms(input, grad_output)
+        grad_input[chunk] = torch.where(x > 0, g, g * w).to(input.dtype)
+    total = total.to(weight.dtype).view(weight.shape)
+    return grad_input, total, prelu_sq_norms(input, grad_output)
 
 
 @torch.no_grad()
