@@ -9,10 +9,16 @@
 namespace torchgradx {
 namespace {
 
-struct NoCollection {  // which may run anything
-  const int before = PyGC_Disable();
-  ~NoCollection() {
-    if (before) PyGC_Enable();
+struct NothingInBetween {  // no finalizers, no modes, no classes' own ways
+  using TorchFunction = at::impl::PythonTorchFunctionTLS;
+  const int collects = PyGC_Disable();
+  const at::impl::TorchFunctionDisabledState asks = TorchFunction::get_disabled_state();
+  NothingInBetween() {
+    TorchFunction::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+  }
+  ~NothingInBetween() {
+    TorchFunction::set_disabled_state(asks);
+    if (collects) PyGC_Enable();
   }
 };
 
@@ -26,11 +32,11 @@ bool any_backward() {
   return false;
 }
 
-// Of leaves. Nothing is done, and false returned, while a backward runs: from here to the end Python runs nothing else,
-// so none begins.
+// Of leaves. Nothing is done, and false returned, while a backward runs: from here to the end Python's lock is not let
+// go, so none begins.
 bool drop_emptied_hooks(const std::vector<py::object>& leaves) {
-  const NoCollection no_collection;
-  if (at::impl::torch_function_mode_enabled() || any_backward()) return false;
+  const NothingInBetween nothing;
+  if (any_backward()) return false;
   const auto dropped = [](const py::object& leaf, const char* kind) {
     const py::object hooks = leaf.attr(kind);
     if (hooks.is_none() || py::len(hooks) > 0) return false;
@@ -38,7 +44,6 @@ bool drop_emptied_hooks(const std::vector<py::object>& leaves) {
     return true;
   };
   for (const py::object& leaf : leaves) {
-    if (!THPVariable_CheckExact(leaf.ptr())) continue;  // a class of its own may answer in Python
     dropped(leaf, "_backward_hooks");
     if (dropped(leaf, "_post_accumulate_grad_hooks"))  // Python's end of it alone
       torch::autograd::impl::set_post_acc_grad_hooks(THPVariable_Unpack(leaf.ptr()), nullptr);
