@@ -36,6 +36,7 @@ __all__ = ["Audit"]
 
 MANY = 4096  # structures: sizes that never repeat must not add up
 PART = 1 << 18  # elements compared at a time, in float64
+SEVERAL = torch._C._dispatch_key_parse("VmapMode")  # backwards at once; by name it takes longer
 UNPROVEN = "where its samples are could not be looked for: {error}"
 
 
@@ -247,7 +248,7 @@ class Audit:
 
     @untraced
     def _received(self, place: int, gradient: Tensor | None) -> Tensor | None:
-        if torch._C._dispatch_tls_is_dispatch_key_included("VmapMode"):
+        if torch._C._dispatch_tls_is_dispatch_key_included(SEVERAL):
             return None  # is_grads_batched=True: those of several backwards, for nobody's .grad
         task = torch._C._current_graph_task_id()
         compared = gradient if self._recorder.auditing or place in self.always else None
