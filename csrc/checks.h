@@ -168,10 +168,12 @@ inline void check_affine(const Tensor& input,                  // [N, T, G, K]
               "; got ", rstd ? rstd->sizes() : at::IntArrayRef());
 }
 
-inline void check_affine_weight(const Tensor& input, const Tensor& weight) {  // [N, T, G, K], [G, K] in any sizes
+inline void check_affine_weight(const Tensor& input, const Tensor& weight) {  // [N, T, G, K], [G, K] as ops.h says
   check_operand(weight, "weight", weight.dim(), "[G, K]");
-  TORCH_CHECK(weight.numel() == input.size(2) * input.size(3), "weight must have the G K elements of input, which is ",
-              input.sizes(), "; got ", weight.sizes());
+  const int64_t G = input.size(2), K = input.size(3);
+  const bool in_order = weight.dim() < 2 || G == 1 || weight.sizes() == input.sizes().slice(2);
+  TORCH_CHECK(weight.numel() == G * K && in_order, "weight must be [G, K], as input is ", input.sizes(),
+              ", or [G K], or of K elements if G = 1; got ", weight.sizes());
   TORCH_CHECK((weight.scalar_type() == at::kDouble) == (input.scalar_type() == at::kDouble),
               "weight must be float64 if input is, and only then; got ", weight.scalar_type(), " and ",
               input.scalar_type());

@@ -55,7 +55,7 @@ Tensor affine_sq_norms(const Tensor& input,        // [N, T, G, K]
 // first m only if there is a mean, neither if the statistics are frozen, that is constants. Gradients as `input`'s
 // dtype.
 AffineFused affine_fused(const Tensor& input, const Tensor& grad_output,
-                         const Tensor& weight,  // [G, K], in whatever sizes; so are its gradients
+                         const Tensor& weight,  // [G, K] or [G K]; of any sizes if G = 1; so its gradients
                          const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool frozen,
                          const std::optional<Tensor>& scale,  // [N], as for linear_fused; not in grad_input
                          bool bias);

@@ -274,6 +274,20 @@ def _as_operators_see(module: nn.Module, x: Tensor) -> tuple[Tensor, tuple[bool,
     )
 
 
+@pytest.mark.parametrize("operator", ["affine_fused", "prelu_fused"])
+def test_a_weight_in_another_order_is_refused(backend: Backend, operator: str) -> None:
+    """Its elements are as many, and would be taken for others'."""
+    x, stat, weight = torch.randn(2, 5, 2, 3), torch.ones(2, 1, 2), torch.randn(3, 2)
+    affine = [*to(backend, stat, stat), False, None, True]
+    call, others = backend.operator(operator), affine if operator == "affine_fused" else [None]
+    x, weight = to(backend, x, weight)
+    for wrong in (weight, weight[None], weight.flatten()[:4]):
+        with pytest.raises((ValueError, RuntimeError)):
+            call(x, x, wrong, *others)
+    call(x, x, weight.flatten(), *others)
+    call(x, x, weight.view(2, 3), *others)
+
+
 @pytest.mark.parametrize("name", _layers())
 def test_a_layers_backward_is_the_operators(backend: Backend, name: str) -> None:
     """What a rule does: the module seen as [N, T, G, K], and all that its backward makes."""

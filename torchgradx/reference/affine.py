@@ -25,6 +25,14 @@ def _statistic(statistic: Tensor, chunk: slice) -> Tensor:
     return part[..., None]
 
 
+def _by_feature(weight: Tensor, input: Tensor) -> Tensor:
+    """[G, K], in the dtype of sums"""
+    features = input.shape[2:]
+    if weight.dim() > 1 and features[0] != 1 and weight.shape != features:
+        raise ValueError(f"weight must be [G, K], {list(features)}; got {list(weight.shape)}")
+    return weight.to(accumulation_dtype(input.dtype)).reshape(features)
+
+
 def _xhat(mean: Tensor | None, rstd: Tensor | None) -> Features:
     def features(x: Tensor, chunk: slice) -> Tensor:
         centred = x if mean is None else x - _statistic(mean, chunk)
@@ -91,7 +99,7 @@ def affine_sq_norms(
 def affine_fused(
     input: Tensor,  # [N, T, G, K]
     grad_output: Tensor,  # [N, T, G, K]
-    weight: Tensor,  # [G, K], in whatever sizes; so are its gradients
+    weight: Tensor,  # [G, K] or [G K]; of any sizes if G = 1; so its gradients
     mean: Tensor | None,  # [N, T, 1] or [N, 1, G]
     rstd: Tensor | None,
     frozen: bool,
@@ -105,7 +113,7 @@ def affine_fused(
     dims = (3,) if by_row else (1, 3)
     grad_input = empty_in_lines(input, by_row)
     wide = accumulation_dtype(input.dtype)
-    w = weight.to(wide).reshape(input.shape[2:])
+    w = _by_feature(weight, input)
     n, totals = input.shape[0], input.new_zeros(2, *w.shape, dtype=wide)
     scales = input.new_ones(n, dtype=wide) if scale is None else scale.to(wide)
     for chunk, _, g, xhat in _chunks(input, grad_output, _xhat(mean, rstd)):
@@ -139,13 +147,13 @@ def prelu_sq_norms(input: Tensor, grad_output: Tensor) -> Tensor:
 def prelu_fused(
     input: Tensor,  # [N, T, G, K]
     grad_output: Tensor,  # [N, T, G, K]
-    weight: Tensor,  # [G, K], in whatever sizes; so is its gradient
+    weight: Tensor,  # as for affine_fused
     scale: Tensor | None,  # [N]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad_input, sum_n scale_n of the weight's gradients, and their sq_norms [1, N]."""
     wide = accumulation_dtype(input.dtype)
     grad_input = empty_in_lines(input, False)
-    w = weight.to(wide).reshape(input.shape[2:])
+    w = _by_feature(weight, input)
     total = torch.zeros_like(w)
     scales = input.new_ones(len(input), dtype=wide) if scale is None else scale.to(wide)
     for chunk, x, g, f in _chunks(input, grad_output, _negative):
