@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from isolated import said
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -16,9 +17,16 @@ WIDTH = 130  # of a kernel's name
 def kernels_of(step: Callable[[], None], device: str) -> dict[str, Any]:
     """Return {"kernels": {name: [count, microseconds]}} of one step.
 
-    On the CPU operators stand in for kernels, so that the code can be tried there.
+    On the CPU operators stand in for kernels, so that the code can be tried there. A profiler that
+    does not start costs no figures: its error stands in the kernels' place.
     """
-    on_gpu = device == "cuda"
+    try:
+        return {"kernels": _profiled(step, device == "cuda")}
+    except Exception as error:
+        return {"kernels": {f"no profile: {said(error)}": [0, 0.0]}}
+
+
+def _profiled(step: Callable[[], None], on_gpu: bool) -> dict[str, list[float]]:
     kind = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     step()
     with profile(activities=[kind]) as seen:
@@ -30,7 +38,7 @@ def kernels_of(step: Callable[[], None], device: str) -> dict[str, Any]:
             continue
         count[event.name] += 1
         taken[event.name] += event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
-    return {"kernels": {name: [count[name], taken[name]] for name in count}}
+    return {name: [count[name], taken[name]] for name in count}
 
 
 def text_of(model: str, profiles: Mapping[str, Mapping[str, list[float]]]) -> str:
