@@ -61,7 +61,7 @@ def same(model, want, rtol, terms):
         if name not in want:
             continue
         got = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
-        off = float((got.cpu().double() - want[name]).norm())
+        off = float((got.cpu().double() - want[name].cpu()).norm())
         bound = rtol * (float(terms[name]) + largest / 10) + 1e-300
         assert off <= bound, f"{name}.grad is off by {off}, and may be by {bound}"
 
@@ -89,8 +89,8 @@ def check_clip(model, loss, *batch, dims=0, dtype=torch.float64, reduction="mean
                 p.grad = None if before is None else torch.full_like(p, before)
             bound = float(torch.cat(list(groups.values())).median())
             loss(model, *batch).backward()
-            off = (probe.dot().cpu().double() - torch.stack(exact)).abs()
-            assert (off <= rtol * norms * of_directions + 1e-300).all(), off
+            off = (probe.dot().cpu().double() - torch.stack(exact).cpu()).abs()
+            assert (off <= (rtol * norms * of_directions).cpu() + 1e-300).all(), off
             plain = {n: None if p.grad is None else p.grad.to_dense().clone()
                      for n, p in held.items()}  # fmt: skip
             returned = probe.clip_grad_norm_(bound, per=per)
