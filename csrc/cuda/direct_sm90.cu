@@ -239,7 +239,7 @@ Arguments carve(const Plan& plan, const Layer& layer, const Gradients* gradients
   p.squares = carver.take<float>(layer.N * p.parts * sizeof(float));
   p.bias_squares = carver.take<float>(layer.N * p.schedule.tiles_down * high * sizeof(float));
   p.sq_norms = static_cast<float*>(sq_norms.weight), p.bias_sq_norms = static_cast<float*>(sq_norms.bias);
-  p.bias = sq_norms.bias;
+  p.bias = sq_norms.bias || (gradients && gradients->bias);
   if (!gradients) return p;
   p.scale = static_cast<const float*>(gradients->scale);
   p.weight = gradients->weight, p.bias_gradient = gradients->bias;
