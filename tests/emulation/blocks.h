@@ -21,7 +21,8 @@ struct Thread {
   Context context;
   State state = State::ready;
   uint3 index{};
-  Site site{};
+  Site site{};           // where it waits
+  Site doing{"", 0};     // the instruction that it is in, if that knows
   const void* phase_of = nullptr;  // at_phase: the barrier, and the parity that is waited for
   unsigned parity = 0;
 };
@@ -49,6 +50,14 @@ Block& current();  // the running thread's
 Thread& self();
 void wait(State state, Site site);  // until somebody makes the thread ready
 void fail(const std::string& text);  // ends the launch, from the scheduler
+struct Doing {  // for reports from within an emulated instruction
+  explicit Doing(Site site) {
+    self().doing = site;
+  }
+  ~Doing() {
+    self().doing.line = 0;
+  }
+};
 size_t choose(size_t count);  // one of so many that may be next: the first, the last or any, as threads are ordered
 std::string place_of(const uint3& at);
 std::string place_of(Site site);

@@ -26,6 +26,7 @@ void forget_buffer(const void* base);
 // For what does not go through the compiler's hooks: the emulated instructions.
 void check(const void* address, size_t bytes, bool write);
 bool is_enabled();
+void forget_code();  // the last access that the compiler told of has nothing to do with what is reported
 void access(uintptr_t address, size_t bytes, bool write);
 bool is_of_image(uintptr_t address);
 bool is_shared(const void* address);

@@ -25,6 +25,10 @@ void check(const void* address, size_t bytes, bool write) {
   if (enabled) access(uintptr_t(address), bytes, write);
 }
 
+void forget_code() {
+  code = nullptr;
+}
+
 bool is_enabled() {
   return enabled;
 }

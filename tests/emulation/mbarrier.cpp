@@ -76,7 +76,8 @@ uint32_t shared_address(const void* shared) {
   return checker::offset_of_shared(shared);
 }
 
-void barrier_init(uint64_t* barrier, uint32_t arrivals) {
+void barrier_init(uint64_t* barrier, uint32_t arrivals, Site site) {
+  const Doing doing(site);
   clocks::start();
   if (uintptr_t(barrier) % 8) report("barrier_init: misaligned barrier at %u", offset_of(barrier));
   if (!arrivals || arrivals >= 1u << 20) report("barrier_init: %u arrivals", arrivals);
@@ -93,16 +94,19 @@ void barrier_init_fence() {
   for (auto& [address, b] : mine()) b.fenced |= b.initialiser == size_t(running.thread);
 }
 
-void barrier_expect(uint64_t* barrier, uint32_t bytes) {
+void barrier_expect(uint64_t* barrier, uint32_t bytes, Site site) {
+  const Doing doing(site);
   if (bytes >= 1u << 20) report("barrier_expect: %u bytes", bytes);
   arrive(barrier, bytes, "barrier_expect");
 }
 
-void barrier_arrive(uint64_t* barrier) {
+void barrier_arrive(uint64_t* barrier, Site site) {
+  const Doing doing(site);
   arrive(barrier, 0, "barrier_arrive");
 }
 
 void barrier_wait(uint64_t* barrier, uint32_t parity, Site site) {
+  const Doing doing(site);
   if (parity > 1) report("barrier_wait: parity %u", parity);
   Barrier& b = find(barrier, "barrier_wait");
   if (!has_ended(b, parity)) {

@@ -11,13 +11,13 @@
 namespace cuda_emulation {
 
 uint32_t shared_address(const void* shared);
-void barrier_init(uint64_t* barrier, uint32_t arrivals);
+void barrier_init(uint64_t* barrier, uint32_t arrivals, Site site);
 void barrier_init_fence();
-void barrier_expect(uint64_t* barrier, uint32_t bytes);
-void barrier_arrive(uint64_t* barrier);
+void barrier_expect(uint64_t* barrier, uint32_t bytes, Site site);
+void barrier_arrive(uint64_t* barrier, Site site);
 void barrier_wait(uint64_t* barrier, uint32_t parity, Site site);
 void fence_async_shared();
-void copy_box(void* shared, const CUtensorMap& map, uint64_t* barrier, const int (&at)[4]);
+void copy_box(void* shared, const CUtensorMap& map, uint64_t* barrier, const int (&at)[4], Site site);
 
 enum class Half { bfloat16, float16 };
 void wgmma(float* d, int columns, Half half, uint64_t of_a, uint64_t of_b, bool adds, Site site);
@@ -31,9 +31,6 @@ void change_registers(int registers, bool more, Site site);
 namespace torchgradx::cuda {
 
 using TensorMap = CUtensorMap;
-using cuda_emulation::barrier_arrive;
-using cuda_emulation::barrier_expect;
-using cuda_emulation::barrier_init;
 using cuda_emulation::barrier_init_fence;
 using cuda_emulation::fence_async_shared;
 using cuda_emulation::shared_address;
@@ -48,12 +45,25 @@ inline void grid_barrier(Site site = Site::here()) {
   cuda_emulation::grid_barrier(site);
 }
 
+inline void barrier_init(uint64_t* barrier, uint32_t arrivals, Site site = Site::here()) {
+  cuda_emulation::barrier_init(barrier, arrivals, site);
+}
+
+inline void barrier_expect(uint64_t* barrier, uint32_t bytes, Site site = Site::here()) {
+  cuda_emulation::barrier_expect(barrier, bytes, site);
+}
+
+inline void barrier_arrive(uint64_t* barrier, Site site = Site::here()) {
+  cuda_emulation::barrier_arrive(barrier, site);
+}
+
 inline void barrier_wait(uint64_t* barrier, uint32_t parity, Site site = Site::here()) {
   cuda_emulation::barrier_wait(barrier, parity, site);
 }
 
-inline void copy_box(void* shared, const TensorMap& map, uint64_t* barrier, int x0, int x1, int x2, int x3) {
-  cuda_emulation::copy_box(shared, map, barrier, {x0, x1, x2, x3});
+inline void copy_box(void* shared, const TensorMap& map, uint64_t* barrier, int x0, int x1, int x2, int x3,
+                     Site site = Site::here()) {
+  cuda_emulation::copy_box(shared, map, barrier, {x0, x1, x2, x3}, site);
 }
 
 inline void wgmma_fence(Site site = Site::here()) {

@@ -68,6 +68,7 @@ void start_block(size_t slot, int64_t number) {
   for (size_t t = 0; t < thread_count; ++t) {
     Thread& thread = b.threads[t];
     thread.state = State::ready;
+    thread.doing.line = 0;
     thread.index = {unsigned(t % block.x), unsigned(t / block.x % block.y), unsigned(t / block.x / block.y)};
     prepare(thread.context, stacks[slot * thread_count + t], Stacks::bytes, entry);
   }
@@ -150,17 +151,23 @@ bool pass_grid_barrier() {
 
 // Where threads of one block stand at different barriers they diverged; else they wait for what never comes.
 void report_deadlock() {
-  std::string text;
+  std::map<int64_t, std::string> by_block;
   bool diverged = gang.size() == 1;
-  for (const Block& b : gang) {
+  for (size_t slot = 0; slot < gang.size(); ++slot) {
+    enter(slot);
+    const Block& b = gang[slot];
     for (const Thread& t : b.threads)
       diverged &= t.state != State::at_phase && t.state != State::at_registers && t.state != State::at_grid;
-    if (b.finished == thread_count || text.size() > 1500) continue;
+    if (b.finished == thread_count) continue;
     std::string all;
     for (const auto& site : places(b)) all += (all.empty() ? "" : "; ") + site;
-    text += (text.empty() ? "" : " | ") + std::string("threads of block ") + place_of(b.at) +
-            (places(b).size() > 1 ? " wait for each other at different places: " : " wait at: ") + all;
+    by_block[b.number] = "threads of block " + place_of(b.at) +
+                         (places(b).size() > 1 ? " wait for each other at different places: " : " wait at: ") + all;
   }
+  std::string text;
+  for (const auto& [number, said] : by_block)
+    if (text.size() < 1500) text += (text.empty() ? "" : " | ") + said;
+  checker::forget_code();
   fail((diverged ? "divergence: " : "deadlock: ") + text);
 }
 
@@ -262,6 +269,10 @@ void report(const char* format, ...) {
   if (running.thread < 0) {
     message += " [in a launcher]";
     return;
+  }
+  if (self().doing.line) {
+    message += " at " + place_of(self().doing);
+    checker::forget_code();
   }
   fail(message + " [block " + place_of(current().at) + ", thread " + place_of(self().index) + "]");
   yield();

@@ -131,7 +131,8 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, voi
 
 }  // namespace
 
-void copy_box(void* shared, const CUtensorMap& map, uint64_t* barrier, const int (&at)[4]) {
+void copy_box(void* shared, const CUtensorMap& map, uint64_t* barrier, const int (&at)[4], Site site) {
+  const Doing doing(site);
   if (!checker::is_shared(shared)) report("copy_box: the destination %p is not shared memory", shared);
   if (checker::offset_of_shared(shared) % 1024)
     report("copy_box: the destination %u is not aligned to 1024 bytes, as its swizzle wants",

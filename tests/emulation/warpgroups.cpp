@@ -75,6 +75,7 @@ void release(size_t group) {
 }
 
 void change_registers(int registers, bool more, Site site) {
+  const Doing doing(site);
   const char* const what = more ? "take_registers" : "give_registers";
   if (registers < 24 || registers > 256 || registers % 8)
     report("%s: %d is no multiple of 8 from 24 to 256", what, registers);

@@ -156,6 +156,7 @@ void retire(Group& g, const Product& p) {
 // Of a warpgroup's operation: the last thread to come acts for all.
 template <class F>
 void together(const char* what, Site site, const F& act) {
+  const Doing doing(site);
   clocks::start();
   const size_t group = group_of_thread();
   if (group >= checker::most_warpgroups) report("%s: more warpgroups than are emulated", what);
