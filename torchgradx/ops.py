@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from . import _check, fakes, reference
 from .reference.chunks import accumulation_dtype
@@ -144,6 +145,9 @@ def _fake_conv2d_fused(
     sq_norms = _fake_conv2d_sq_norms(input, grad_output, *geometry, bias)
     o = grad_output.shape[1]
     grad_weight = input.new_empty(o, input.shape[1] // groups, *kernel_size)
+    if input.is_cuda and input.itemsize == 2 and kernel_size[0] * kernel_size[1] > 1:
+        # as csrc/cuda/bindings.cpp leaves it
+        grad_weight = grad_weight.to(memory_format=suggest_memory_format(input))
     grad_bias = grad_output.new_empty(o if bias else 0)
     return grad_weight, grad_bias, sq_norms
 

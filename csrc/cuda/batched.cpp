@@ -11,6 +11,7 @@
 
 #ifdef CUDA_EMULATION
 bool cuda_emulation_batched = false;
+bool cuda_emulation_sm90 = false;
 #endif
 
 namespace torchgradx::cuda {

@@ -14,6 +14,8 @@ namespace {
 
 // Operands
 
+using at::MemoryFormat;
+
 DenseOperand rows_of(const Tensor& t) {  // [N, T, features]
   return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
 }
@@ -35,7 +37,6 @@ struct Images {
 // Kernels go along the same dimension of both, and along channels where they copy whole patches of halves: what lies
 // otherwise is copied, as the framework does for its own.
 Images in_one_order(const ConvShape& s, const Tensor& input, const Tensor& grads) {
-  using at::MemoryFormat;
   const auto last = [](const Tensor& t) { return t.suggest_memory_format() == MemoryFormat::ChannelsLast; };
   const bool mixed = s.C > 1 && s.O > 1 && last(input) != last(grads);
   const bool patches = s.groups == 1 && s.C % 8 == 0 && s.O % 8 == 0 && s.kH * s.kW > 1 && !last(input);
@@ -87,6 +88,23 @@ Conv2dProblem problem_of(const ConvShape& s, const Tensor& input, const Tensor& 
           run.device()};
 }
 
+LinearProblem problem_of(const Rows& rows, const Run& run) {
+  const Tensor &a = rows.activations, &b = rows.grad_output;
+  return problem_of(RowShape{a.size(0), a.size(1), a.size(2), b.size(2)}, a, b, run);
+}
+
+// Rows that begin at multiples of 16 bytes, as Hopper's copies want them: a copy where they do not.
+Tensor aligned_rows(const Tensor& t) {  // [N, T, features]
+  constexpr int64_t kPiece = 8;
+  const bool aligned = t.stride(2) == 1 && t.stride(1) % kPiece == 0 && t.stride(0) % kPiece == 0 &&
+                       reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+  if (aligned || t.element_size() != 2) return t;
+  const int64_t pitch = (t.size(2) + kPiece - 1) / kPiece * kPiece;
+  Tensor copy = at::empty({t.size(0), t.size(1), pitch}, t.options()).narrow(2, 0, t.size(2));
+  copy.copy_(t);
+  return copy;
+}
+
 // Results
 
 SqNorms rows_of_norms(const Tensor& sq_norms) {  // [1 + bias, N]
@@ -131,6 +149,8 @@ Fused gradients_and_norms(const Tensor& like, IntArrayRef weight_sizes, int64_t 
 //   gram_sq_norms, conv2d's  batched Grams, of some positions; gram; the bias beside it
 //   direct_sq_norms          batched gradients, of many positions; direct
 //   conv2d_direct_sq_norms   planes, if it suits (many groups of few channels); direct
+//
+// On Hopper, direct and fused of halves go to direct_sm90 wherever it suits.
 //   linear_fused             T = 1: one sum over all samples, by fused without norms where they are scaled; rank1
 //                            few positions: one sum; Grams, and the bias beside them
 //                            many: batched gradients
@@ -174,9 +194,30 @@ void run_fused(const Run& run, const Problem& p, const Gradients& gradients, con
       [&](void* workspace, cudaStream_t stream) { return launch_fused(p, gradients, sq_norms, workspace, stream); });
 }
 
-LinearProblem problem_of(const Rows& rows, const Run& run) {
-  const Tensor &a = rows.activations, &b = rows.grad_output;
-  return problem_of(RowShape{a.size(0), a.size(1), a.size(2), b.size(2)}, a, b, run);
+// By Hopper's kernel, if it serves; gradients of null: norms alone.
+template <class Problem>
+bool run_sm90(const Run& run, const Problem& p, const Gradients* gradients, const SqNorms& sq_norms) {
+  if (!sm90_suits(p)) return false;
+  run("direct_sm90", sm90_workspace(p, gradients, sq_norms), [&](void* workspace, cudaStream_t stream) {
+    return launch_sm90(p, gradients, sq_norms, workspace, stream);
+  });
+  return true;
+}
+
+bool rows_by_sm90(const Run& run, const Rows& rows, const Gradients* gradients, const SqNorms& sq_norms) {
+  if (!run.device().sm90 || rows.activations.size(2) % 8) return false;
+  const Rows aligned{aligned_rows(rows.activations), aligned_rows(rows.grad_output)};
+  return run_sm90(run, problem_of(aligned, run), gradients, sq_norms);
+}
+
+// A convolution by it: channels last, rows of pixels as a Linear where the kernel is 1 x 1.
+bool images_by_sm90(const Run& run, const ConvShape& s, const Tensor& input, const Tensor& grads,
+                    const Gradients* gradients, const SqNorms& sq_norms) {
+  if (!run.device().sm90 || s.groups > 1 || s.C % 8 || s.O % 8 || input.element_size() != 2) return false;
+  const Tensor x = input.contiguous(MemoryFormat::ChannelsLast), g = grads.contiguous(MemoryFormat::ChannelsLast);
+  const bool pointwise = s.kH * s.kW == 1 && s.padH + s.padW == 0 && s.strideH * s.strideW == 1;
+  return pointwise ? rows_by_sm90(run, {rows_of_pixels(x), rows_of_pixels(g)}, gradients, sq_norms)
+                   : run_sm90(run, problem_of(s, x, g, run), gradients, sq_norms);
 }
 
 void gram_of_rows(const Run& run, const Rows& rows, const SqNorms& sq_norms) {
@@ -187,6 +228,7 @@ void gram_of_rows(const Run& run, const Rows& rows, const SqNorms& sq_norms) {
 }
 
 void direct_of_rows(const Run& run, const Rows& rows, const SqNorms& sq_norms) {
+  if (rows_by_sm90(run, rows, nullptr, sq_norms)) return;
   const LinearProblem p = problem_of(rows, run);
   gradients_are_batched(p) ? run_gradients(run, p, rows, nullptr, sq_norms) : run_direct(run, p, sq_norms);
 }
@@ -202,6 +244,8 @@ void fused_of_rows(const Run& run, const Rows& rows, const Gradients& gradients,
   } else if (gram_is_quicker(p, gradients.scale)) {
     sum();
     gram_of_rows(run, rows, sq_norms);
+  } else if (rows_by_sm90(run, rows, &gradients, sq_norms)) {
+    return;
   } else if (gradients_are_batched(p)) {
     run_gradients(run, p, rows, &gradients, sq_norms);
   } else {
@@ -253,6 +297,24 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
                              });
 }
 
+// Whether the weight's gradient has come to be [O, kH, kW, C].
+bool fused_of_images(const Run& run, const ConvShape& s, const Tensor& input, const Tensor& grads,
+                     const Gradients& gradients, const SqNorms& sq_norms) {
+  if (images_by_sm90(run, s, input, grads, &gradients, sq_norms)) return true;
+  if (const auto rows = rows_of_images(s, input, grads); rows && gradients_are_batched(problem_of(*rows, run))) {
+    fused_of_rows(run, *rows, gradients, sq_norms);
+    return false;
+  }
+  const Images images = in_one_order(s, input, grads);
+  const Conv2dProblem p = problem_of(s, images.input, images.grads, run);
+  if (planes_suit(p))
+    run("planes", planes_fused_workspace(p),
+        [&](void* workspace, cudaStream_t on) { return launch_planes_fused(p, gradients, sq_norms, workspace, on); });
+  else
+    run_fused(run, p, gradients, sq_norms);
+  return false;
+}
+
 bool is_empty(const ConvShape& s) {
   return s.N == 0 || s.O == 0 || s.outH == 0 || s.outW == 0;
 }
@@ -273,6 +335,7 @@ Tensor conv2d_direct_sq_norms(const Tensor& input, const Tensor& grad_output, In
                               bool bias) {
   const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
   return norms(input, s.N, bias, is_empty(s), [&](const Run& run, const SqNorms& sq_norms) {
+    if (images_by_sm90(run, s, input, grad_output, nullptr, sq_norms)) return;
     if (const auto rows = rows_of_images(s, input, grad_output); rows && gradients_are_batched(problem_of(*rows, run)))
       return direct_of_rows(run, *rows, sq_norms);
     const Images images = in_one_order(s, input, grad_output);
@@ -283,23 +346,21 @@ Tensor conv2d_direct_sq_norms(const Tensor& input, const Tensor& grad_output, In
   });
 }
 
+// The weight's gradient of halves lies as the input does, as the framework's: ops.py says the same of fake tensors.
 Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, IntArrayRef kernel_size, IntArrayRef stride,
                    IntArrayRef padding, IntArrayRef dilation, int64_t groups, const std::optional<Tensor>& scale,
                    bool bias) {
   const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
   check_scale(scale, s.N, input);
-  return gradients_and_norms(input, {s.O, s.C / s.groups, s.kH, s.kW}, s.N, scale, bias, is_empty(s),
-                             [&](const Run& run, const Gradients& gradients, const SqNorms& sq_norms) {
-                               if (const auto rows = rows_of_images(s, input, grad_output);
-                                   rows && gradients_are_batched(problem_of(*rows, run)))
-                                 return fused_of_rows(run, *rows, gradients, sq_norms);
-                               const Images images = in_one_order(s, input, grad_output);
-                               const Conv2dProblem p = problem_of(s, images.input, images.grads, run);
-                               if (!planes_suit(p)) return run_fused(run, p, gradients, sq_norms);
-                               run("planes", planes_fused_workspace(p), [&](void* workspace, cudaStream_t on) {
-                                 return launch_planes_fused(p, gradients, sq_norms, workspace, on);
-                               });
-                             });
+  bool channels_last = false;  // as it was made
+  auto [weight, grad_bias, sq_norms] =
+      gradients_and_norms(input, {s.O, s.C / s.groups, s.kH, s.kW}, s.N, scale, bias, is_empty(s),
+                          [&](const Run& run, const Gradients& gradients, const SqNorms& sq_norms) {
+                            channels_last = fused_of_images(run, s, input, grad_output, gradients, sq_norms);
+                          });
+  if (s.kH * s.kW == 1 || input.element_size() != 2) return {weight, grad_bias, sq_norms};
+  if (channels_last) weight = weight.view({s.O, s.kH, s.kW, s.C}).permute({0, 3, 1, 2});
+  return {weight.contiguous(input.suggest_memory_format()), grad_bias, sq_norms};
 }
 
 }  // namespace

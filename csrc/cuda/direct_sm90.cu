@@ -50,17 +50,18 @@ Layer layer_of(const Conv2dProblem& p) {
           int(p.padH)};
 }
 
-// What a tensor map can describe: pieces of 16 bytes, at distances of 16 bytes.
+// What a tensor map can describe: rows that begin at multiples of 16 bytes.
+constexpr int64_t kPiece = 8;
 bool fits_a_map(const Image& image) {
-  constexpr int64_t kPiece = 8, kMost = int64_t(1) << 38;
+  constexpr int64_t kMost = int64_t(1) << 38;
   const auto whole = [](int64_t stride) { return stride > 0 && stride % kPiece == 0 && stride < kMost; };
-  return reinterpret_cast<uintptr_t>(image.data) % 16 == 0 && image.channels % kPiece == 0 &&
-         (image.width == 1 || whole(image.x)) && (image.height == 1 || whole(image.y)) && whole(image.n);
+  return reinterpret_cast<uintptr_t>(image.data) % 16 == 0 && (image.width == 1 || whole(image.x)) && (image.height == 1 || whole(image.y)) && whole(image.n);
 }
 
 bool suits(const Layer& layer, int64_t features) {
   constexpr int64_t kMost = int64_t(1) << 24;
   return layer.N > 0 && layer.grads.width > 0 && layer.grads.height > 0 && layer.input.channels > 0 &&
+         layer.input.channels % kPiece == 0 &&  // the weight's rows are written in such pieces
          fits_a_map(layer.input) && fits_a_map(layer.grads) && layer.stride_x <= 8 && layer.stride_y <= 8 &&
          std::max({layer.N, layer.input.width, layer.input.height, features}) < kMost;
 }

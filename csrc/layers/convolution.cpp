@@ -112,7 +112,7 @@ class Convolution final : public Layer {
     const bool together = wanted.bias && !o_.transposed;
     const auto [from, to] = ends(operands);
     auto [gradient, bias, sq] = conv2d_fused(from, to, geometry(), std::nullopt, together);
-    const Tensor weight = gradient.view(w.sizes());
+    const Tensor weight = gradient.reshape(w.sizes());
     if (!wanted.bias) return {{Tensor(), weight, Tensor()}, sq};
     if (together) return {{Tensor(), weight, bias}, sq};
     const Tensor of_bias = bias_sq_norms(bias_rows(operands)).unsqueeze(0);
