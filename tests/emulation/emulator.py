@@ -28,7 +28,7 @@ class Emulator:
         self.c.cuda_emulation_message.restype = ctypes.c_char_p
         self.c.cuda_emulation_register.argtypes = [pointer, size, ctypes.c_int]
         self.c.cuda_emulation_forget.argtypes = [pointer]
-        self.c.cuda_emulation_code.restype = size
+        self.c.cuda_emulation_code.restype = self.c.cuda_emulation_launches.restype = size
 
     @contextlib.contextmanager
     def buffers(self, *spans: tuple[int, int, bool]) -> Iterator[None]:
@@ -75,6 +75,21 @@ class Emulator:
             yield
         finally:
             self.c.cuda_emulation_multiprocessors(5)
+
+    @contextlib.contextmanager
+    def hopper(self) -> Iterator[None]:
+        """A Hopper processor: with its shared memory, and kernels that are for it alone."""
+        flag = ctypes.c_bool.in_dll(self.c, "cuda_emulation_sm90")
+        flag.value = True
+        try:
+            yield
+        finally:
+            flag.value = False
+
+    def launches(self) -> int:
+        """So far, of any kernel."""
+        count: int = self.c.cuda_emulation_launches()
+        return count
 
     def message(self) -> str:
         """What the emulator has to say of the last launch, with the place in the kernel."""
