@@ -51,12 +51,19 @@ def gpu_table(result):
     columns = COLUMNS if of_models else ("fused", "direct", "gram", "rank1", "bmm + norm", "vmap")
     first = "plain step" if of_models else "weight gradient"
     text += [f"| | {first} | {' | '.join(columns)} |", f"|---|{'---|' * (len(columns) + 1)}"]
+    ratio = "median" if of_models else "to_weight_gradient"
     for row in result["rows"]:
-        ways = row["ways"]
+        ways = row.get("ways", {})
+        if "fused" not in ways:  # failed or skipped
+            continue
         name = row["model"] if of_models else f"{row['layer']}, {row['dtype']}"
-        plain = ways["fused"]["plain_milliseconds"] if of_models else ways[first]["us"]
-        ratios = [ways[c]["median" if of_models else "to_weight_gradient"] if c in ways else None
-                  for c in columns]  # fmt: skip
+        if not of_models:
+            plain = f"{ways[first]['us']:.1f} us"
+        elif "plain" in row:
+            name, plain = f"{name}, {row['dtype']}", f"{row['plain']['ms']:.1f} ms"
+        else:  # results of before 2026-11-27
+            plain = f"{ways['fused']['plain_milliseconds']:.1f} ms"
+        ratios = [ways.get(c, {}).get(ratio) for c in columns]
         cells = [f"{r:.2f}" if r is not None else "" for r in ratios]
-        text += [f"| {name} | {plain:.1f} {'ms' if of_models else 'us'} | {' | '.join(cells)} |"]
+        text += [f"| {name} | {plain} | {' | '.join(cells)} |"]
     return "\n".join(text)

@@ -198,9 +198,8 @@ void run_fused(const Run& run, const Problem& p, const Gradients& gradients, con
 template <class Problem>
 bool run_sm90(const Run& run, const Problem& p, const Gradients* gradients, const SqNorms& sq_norms) {
   if (!sm90_suits(p)) return false;
-  run("direct_sm90", sm90_workspace(p, gradients, sq_norms), [&](void* workspace, cudaStream_t stream) {
-    return launch_sm90(p, gradients, sq_norms, workspace, stream);
-  });
+  run("direct_sm90", sm90_workspace(p, gradients, sq_norms),
+      [&](void* workspace, cudaStream_t stream) { return launch_sm90(p, gradients, sq_norms, workspace, stream); });
   return true;
 }
 

@@ -1,5 +1,5 @@
-// Hopper's own instructions (sm_90a): barriers that count bytes, copies of a tensor's boxes into shared memory, products
-// of a warpgroup, and launches whose blocks run together. Beside device.cuh the only file with asm. Under
+// Hopper's own instructions (sm_90a): barriers that count bytes, copies of a tensor's boxes into shared memory,
+// products of a warpgroup, and launches whose blocks run together. Beside device.cuh the only file with asm. Under
 // CUDA_EMULATION the first half comes from tests/emulation/ptx_sm90.h. Rules for a kernel, beyond device.cuh's:
 // - a warpgroup is 128 threads from a multiple of 128 on; all of it calls wgmma and its fences together;
 // - a stage of shared memory begins at a multiple of 1024 bytes, as the 128-byte swizzle wants;
@@ -21,7 +21,8 @@ namespace torchgradx::cuda {
 
 using TensorMap = CUtensorMap;
 
-// A launch whose blocks are all resident, so that they may wait for each other by grid_barrier. Captured graphs allow it.
+// A launch whose blocks are all resident, so that they may wait for each other by grid_barrier. Captured graphs allow
+// it.
 template <class... Parameters, class... Arguments>
 cudaError_t launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
                             cudaStream_t stream, const Arguments&... arguments) {
@@ -68,11 +69,10 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
   const uint32_t address = shared_address(barrier);
   uint32_t ended;
   do {
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}\n"
-        : "=r"(ended)
-        : "r"(address), "r"(parity)
-        : "memory");
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}\n"
+                 : "=r"(ended)
+                 : "r"(address), "r"(parity)
+                 : "memory");
   } while (!ended);
 }
 
@@ -87,8 +87,9 @@ __device__ __forceinline__ void fence_async_shared() {
 __device__ __forceinline__ void copy_box(void* shared, const TensorMap& map, uint64_t* barrier, int x0, int x1, int x2,
                                          int x3) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
-      ::"r"(shared_address(shared)), "l"(&map), "r"(shared_address(barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(shared_address(barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
       : "memory");
 }
 

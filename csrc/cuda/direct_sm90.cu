@@ -1,12 +1,15 @@
 // direct and fused by wgmma: which tile and which rectangles suit a problem, its tensor maps, and the launch.
-// Workspace: for every block two tiles of sums in float32 and 128 of the bias; squares, 8 floats a sample and tile, or
-// a sample and block where there are more tiles than blocks.
+// Workspace: for every block two tiles of sums in float32; squares, 8 floats a sample and tile, or a sample and block
+// where there are more tiles than blocks; 128 floats of the bias a tile and twice a block, 2 a sample and row of tiles.
 #include "direct_sm90.cuh"
 #include "dispatch.cuh"
 #include "kernels.h"
 #include "plan.h"
 
 #include <algorithm>
+#include <array>
+#include <map>
+#include <mutex>
 
 namespace torchgradx::cuda {
 namespace {
@@ -55,7 +58,8 @@ constexpr int64_t kPiece = 8;
 bool fits_a_map(const Image& image) {
   constexpr int64_t kMost = int64_t(1) << 38;
   const auto whole = [](int64_t stride) { return stride > 0 && stride % kPiece == 0 && stride < kMost; };
-  return reinterpret_cast<uintptr_t>(image.data) % 16 == 0 && (image.width == 1 || whole(image.x)) && (image.height == 1 || whole(image.y)) && whole(image.n);
+  return reinterpret_cast<uintptr_t>(image.data) % 16 == 0 && (image.width == 1 || whole(image.x)) &&
+         (image.height == 1 || whole(image.y)) && whole(image.n);
 }
 
 bool suits(const Layer& layer, int64_t features) {
@@ -90,7 +94,8 @@ bool lay_out(const Layer& layer, const Kind& kind, int width, int height, Boxes&
   if (b.steps > kMostSteps || int64_t(width + (kind.halo ? 2 : 0)) * layer.stride_x > most ||
       int64_t(height) * layer.stride_y > most)
     return false;
-  b.across = int(ceil_div<int64_t>(layer.grads.width, width)), b.down = int(ceil_div<int64_t>(layer.grads.height, height));
+  b.across = int(ceil_div<int64_t>(layer.grads.width, width)),
+  b.down = int(ceil_div<int64_t>(layer.grads.height, height));
   b.shorter = height == 1 ? b.across * b.down - 1 : b.across * (b.down - 1);
   const int64_t rest = height == 1 ? layer.grads.width - int64_t(b.across - 1) * width
                                    : (layer.grads.height - int64_t(b.down - 1) * height) * width;
@@ -119,17 +124,18 @@ bool lay_out(const Layer& layer, const Kind& kind, int width, int height, Boxes&
   return b.stages >= 3;
 }
 
-// Clocks of one sample of one tile: the products, or the bytes into shared memory at 40 a clock; both measured on an
-// H200, with a barrier's round for each rectangle and the squares at the end.
-double clocks_of(const Boxes& b, const Kind& kind) {
-  const int rectangles = b.across * b.down;
-  const double steps = double(b.shorter) * b.steps + double(rectangles - b.shorter) * b.last_steps;
-  const double products = steps * kind.columns + 70.0 * rectangles, bytes = rectangles * double(b.copied_bytes) / 40;
+// Clocks of one sample of one tile: the products, or the bytes that L2 gives a multiprocessor, of which rows outside of
+// the operands are none; a barrier's round for each rectangle, and the squares at the end. Measured on an H200.
+double clocks_of(const Layer& layer, const Boxes& b, const Kind& kind) {
+  const double rectangles = double(b.across) * b.down, positions = double(layer.grads.width) * layer.grads.height;
+  const double steps = double(b.shorter) * b.steps + (rectangles - b.shorter) * b.last_steps;
+  const double products = 1.2 * steps * kind.columns + 70 * rectangles;
+  const double bytes = b.copied_bytes * positions / (b.width * b.height) / 36;
   return std::max(products, bytes) + 0.05 * (products + bytes) + (b.stages < 4 ? 0.01 * products : 0) + 150 -
          0.001 * b.width;
 }
 
-Plan plan_of(const Layer& layer, const Kind& kind, int blocks) {
+Plan plan_for(const Layer& layer, const Kind& kind, int blocks) {
   Plan best{kind, {}, {}, 0};
   const bool rows = layer.grads.height == 1;
   const int64_t width = layer.grads.width, height = layer.grads.height, most = kMostSteps * kDepth;
@@ -139,13 +145,13 @@ Plan plan_of(const Layer& layer, const Kind& kind, int blocks) {
       if (!kind.halo && w > (rows ? ceil_div<int64_t>(width, kDepth) * kDepth : width)) break;
       Boxes boxes;
       if (!lay_out(layer, kind, int(w), int(h), boxes)) continue;
-      const double clocks = clocks_of(boxes, kind);
+      const double clocks = clocks_of(layer, boxes, kind);
       if (best.clocks == 0 || clocks < best.clocks) best.boxes = boxes, best.clocks = clocks;
     }
   if (best.clocks == 0) return best;
   const Boxes& b = best.boxes;
-  const int wide = kind.columns / kBox, units = kind.halo ? b.taps / b.kernel_width * b.channel_blocks
-                                                         : int(ceil_div(b.blocks, wide));
+  const int wide = kind.columns / kBox,
+            units = kind.halo ? b.taps / b.kernel_width * b.channel_blocks : int(ceil_div(b.blocks, wide));
   Schedule& s = best.schedule;
   s.N = int(layer.N), s.blocks = blocks;
   s.tiles_down = int(ceil_div<int64_t>(layer.grads.channels, kRows * (kind.tall ? 2 : 1)));
@@ -158,16 +164,31 @@ Plan plan_of(const Layer& layer, const Kind& kind, int blocks) {
   return best;
 }
 
-Plan plan_of(const Layer& layer, bool gradient, int blocks) {
+Plan choose_plan(const Layer& layer, bool gradient, int blocks) {
   const bool halo = layer.kernel_width == 3 && layer.stride_x == 1 && layer.dilation_x == 1;
   Plan best{};
   for (const Kind kind : {Kind{192, true, false}, Kind{192, false, false}, Kind{gradient ? 128 : 256, true, false},
                           Kind{192, true, true}, Kind{192, false, true}}) {
     if (kind.halo && !halo) continue;
-    const Plan plan = plan_of(layer, kind, blocks);
+    const Plan plan = plan_for(layer, kind, blocks);
     if (plan.clocks > 0 && (best.clocks == 0 || plan.clocks < best.clocks)) best = plan;
   }
   return best;
+}
+
+// The plan of a problem that was planned before: choosing rectangles takes longer than a launch.
+const Plan& plan_of(const Layer& layer, bool gradient, int blocks) {
+  using Key = std::array<int64_t, 17>;
+  static std::mutex mutex;
+  static std::map<Key, Plan> known;
+  const Image &x = layer.input, &g = layer.grads;
+  const Key key{
+      layer.N,     x.channels,         x.width,        x.height,       g.channels,       g.width,          g.height,
+      layer.taps,  layer.kernel_width, layer.stride_x, layer.stride_y, layer.dilation_x, layer.dilation_y, layer.pad_x,
+      layer.pad_y, gradient,           blocks};
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known.find(key);
+  return found != known.end() ? found->second : known.emplace(key, choose_plan(layer, gradient, blocks)).first->second;
 }
 
 // The driver's encoder: the runtime finds it, so that nothing is linked with the driver.
@@ -192,7 +213,8 @@ cudaError_t encode(TensorMap& map, const Image& image, int64_t samples, DType dt
   const Encode encode = encoder();
   if (!encode) return cudaErrorNotSupported;
   const auto bytes = [](int64_t stride, int64_t size) { return cuuint64_t(size == 1 ? 16 : 2 * stride); };
-  const cuuint64_t sizes[4] = {cuuint64_t(image.channels), cuuint64_t(image.width), cuuint64_t(image.height), cuuint64_t(samples)};
+  const cuuint64_t sizes[4] = {cuuint64_t(image.channels), cuuint64_t(image.width), cuuint64_t(image.height),
+                               cuuint64_t(samples)};
   const cuuint64_t strides[3] = {bytes(image.x, image.width), bytes(image.y, image.height), cuuint64_t(2 * image.n)};
   const cuuint32_t box[4] = {kBox, cuuint32_t(width * stride_x), cuuint32_t(height * stride_y), 1};
   const cuuint32_t steps[4] = {1, cuuint32_t(stride_x), cuuint32_t(stride_y), 1};
@@ -212,7 +234,8 @@ Arguments carve(const Plan& plan, const Layer& layer, const Gradients* gradients
   const int high = plan.kind.tall ? 2 : 1;
   const int64_t slots = gradients && p.schedule.left ? 2 * p.schedule.blocks : 0;
   p.sums = carver.take<float>(slots * kMultiplying * plan.kind.columns / 2 * sizeof(float));
-  p.bias_sums = carver.take<float>(slots * 2 * kRows * sizeof(float));
+  const int64_t bias_sums = gradients && gradients->bias ? p.schedule.tiles() + 2 * p.schedule.blocks : 0;
+  p.bias_sums = carver.take<float>(bias_sums * high * kRows * sizeof(float));
   p.squares = carver.take<float>(layer.N * p.parts * sizeof(float));
   p.bias_squares = carver.take<float>(layer.N * p.schedule.tiles_down * high * sizeof(float));
   p.sq_norms = static_cast<float*>(sq_norms.weight), p.bias_sq_norms = static_cast<float*>(sq_norms.bias);
@@ -236,7 +259,7 @@ cudaError_t start(const Plan& plan, bool gradient, const TensorMap& grads, const
                   cudaStream_t stream) {
   const auto with = [&](auto columns, auto tall, auto sums) {
     return start<half_t, decltype(columns)::value, decltype(tall)::value, decltype(sums)::value>(plan, grads, input, p,
-                                                                                               stream);
+                                                                                                 stream);
   };
   using Yes = std::true_type;
   using No = std::false_type;
@@ -249,7 +272,7 @@ cudaError_t start(const Plan& plan, bool gradient, const TensorMap& grads, const
 
 cudaError_t launch_layer(const Layer& layer, DType dtype, int blocks, const Gradients* gradients,
                          const SqNorms& sq_norms, void* workspace, cudaStream_t stream) {
-  const Plan plan = plan_of(layer, gradients, blocks);
+  const Plan& plan = plan_of(layer, gradients, blocks);
   if (plan.clocks == 0) return cudaErrorInvalidValue;
   Carver carver(workspace);
   const Arguments p = carve(plan, layer, gradients, sq_norms, carver);

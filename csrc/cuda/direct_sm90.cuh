@@ -2,11 +2,11 @@
 // the same products, for Linear and Conv2d without copies of patches. 2 N T I O FLOP at the tensor cores' own speed.
 //
 // A block is three warpgroups. One thread of the first copies boxes into a ring of stages; its warps 1 and 2 add up the
-// bias from the same stages. The other two multiply: each has a tile of 64 x kColumns of one sample's gradient in
-// registers, which it squares and adds to its sum over the samples, while the other's products go on. kTall: the two
-// stand on top of each other (128 x kColumns), else side by side (64 x 2 kColumns), for few outputs.
-// Tiles which blocks have shared are added up after a barrier of the whole grid, in the order of samples: two runs give
-// the same bits.
+// bias from the same stages, each tile of a row of tiles for its own samples. The other two multiply: each has a tile
+// of 64 x kColumns of one sample's gradient in registers, which it squares and adds to its sum over the samples, while
+// the other's products go on. kTall: the two stand on top of each other (128 x kColumns), else side by side (64 x 2
+// kColumns), for few outputs. Tiles which blocks have shared are added up after a barrier of the whole grid, in the
+// order of samples: two runs give the same bits.
 #pragma once
 
 #include "device_sm90.cuh"
@@ -21,16 +21,16 @@ constexpr int kBiasWarps = 2;
 struct Arguments {
   Schedule schedule;
   Boxes boxes;
-  int O, channels;      // of the weight [O, taps, channels]
-  int parts;            // of a sample's squares
-  bool bias;            // its squares are wanted
-  const float* scale;   // [N], or null
-  void* weight;         // [O, taps, channels] half_t
-  void* bias_gradient;  // [O] half_t, or null
-  float* sums;          // [2 blocks][128 x kColumns in the order of registers], of shared tiles
-  float* bias_sums;     // [2 blocks][128]
-  float* squares;       // [N, parts]
-  float* bias_squares;  // [N, boxes of all outputs]
+  int O, channels;                  // of the weight [O, taps, channels]
+  int parts;                        // of a sample's squares
+  bool bias;                        // its squares are wanted
+  const float* scale;               // [N], or null
+  void* weight;                     // [O, taps, channels] half_t
+  void* bias_gradient;              // [O] half_t, or null
+  float* sums;                      // [2 blocks][128 x kColumns in the order of registers], of shared tiles
+  float* bias_sums;                 // [tiles + 2 blocks][128]: of tiles that one block has, and of shares
+  float* squares;                   // [N, parts]
+  float* bias_squares;              // [N, boxes of all outputs]
   float *sq_norms, *bias_sq_norms;  // [N]
 };
 
@@ -43,10 +43,10 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 }
 
 template <class half_t>
-__device__ __forceinline__ float2 unpack(uint32_t word) {
+__device__ __forceinline__ void add_halves(float& low, float& high, uint32_t word) {
   half_t halves[2];
   memcpy(halves, &word, sizeof(word));
-  return make_float2(widen(halves[0]), widen(halves[1]));
+  low += widen(halves[0]), high += widen(halves[1]);
 }
 
 // Of four lanes with four words each: lane c gets word c of all four, in the order of lanes.
@@ -74,8 +74,8 @@ struct Barriers {
 
 template <int kColumns, bool kTall>
 struct Tile {
-  static constexpr int kWide = kColumns / kBox;               // blocks of columns of a warpgroup
-  static constexpr int kUnits = kTall ? 1 : 2;                // warpgroups side by side
+  static constexpr int kWide = kColumns / kBox;  // blocks of columns of a warpgroup
+  static constexpr int kUnits = kTall ? 1 : 2;   // warpgroups side by side
   static constexpr int kGradBoxes = kTall ? 2 : 1;
   static constexpr int kHigh = kRows * kGradBoxes;
   static constexpr int kRegisters = kColumns / 2;
@@ -86,17 +86,29 @@ template <int kColumns, bool kTall>
 __device__ __forceinline__ void copy_boxes(const TensorMap& grads, const TensorMap& input, const Arguments& p,
                                            unsigned char* stages, const Barriers& barriers) {
   using Shape = Tile<kColumns, kTall>;
+  constexpr int kMost = Shape::kUnits * Shape::kWide;
   const Boxes& boxes = p.boxes;
+  const int count = boxes.halo ? Shape::kUnits : kMost;
   Ring ring;
   Segment at;
   for (int number = 0; segment_of(p.schedule, blockIdx.x, number, at); ++number) {
-    const int row = at.down * Shape::kHigh, count = Shape::kUnits * (boxes.halo ? 1 : Shape::kWide);
-    const int first = at.across * count, rows = first / boxes.channel_blocks;
-    const int first_block = first - rows * boxes.channel_blocks;
-    const int first_y = boxes.halo ? rows : rows / boxes.kernel_width;
-    const int first_x = boxes.halo ? 0 : rows - first_y * boxes.kernel_width;
+    const int row = at.down * Shape::kHigh;
+    int channel[kMost], tap_x[kMost], tap_y[kMost];  // of the input's boxes, taps in pixels
+#pragma unroll
+    for (int j = 0; j < kMost; ++j) {
+      const int per_unit = boxes.halo ? 1 : Shape::kWide;
+      const Column column = column_of(boxes, Shape::kWide, at.across * Shape::kUnits + j / per_unit, j % per_unit);
+      // beyond the last tap, channels that are outside: zeros
+      channel[j] = column.tap < 0 ? boxes.channel_blocks * kBox : column.channel;
+      const int tap = max(column.tap, 0), y = tap / boxes.kernel_width;
+      tap_x[j] = (tap - y * boxes.kernel_width) * boxes.dilation_x - boxes.pad_x;
+      tap_y[j] = y * boxes.dilation_y - boxes.pad_y;
+    }
+#pragma unroll 1
     for (int n = at.first; n < at.last; ++n)
+#pragma unroll 1
       for (int down = 0; down < boxes.down; ++down)
+#pragma unroll 1
         for (int across = 0; across < boxes.across; ++across) {
           const int x = across * boxes.width, y = down * boxes.height;
           uint64_t* const full = barriers.full + ring.stage;
@@ -106,69 +118,83 @@ __device__ __forceinline__ void copy_boxes(const TensorMap& grads, const TensorM
 #pragma unroll
           for (int j = 0; j < Shape::kGradBoxes; ++j)
             copy_box(stage + j * boxes.grad_bytes, grads, full, row + j * kBox, x, y, n);
-          int block = first_block, tap_y = first_y, tap_x = first_x;
-#pragma unroll 1
-          for (int j = 0; j < count; ++j) {  // beyond the last tap, channels that are outside: zeros
-            const bool inside = tap_y * boxes.kernel_width < boxes.taps;
-            copy_box(stage + boxes.input_offset + j * boxes.input_bytes, input, full,
-                     (inside ? block : boxes.channel_blocks) * kBox,
-                     x * boxes.stride_x + tap_x * boxes.dilation_x - boxes.pad_x,
-                     y * boxes.stride_y + tap_y * boxes.dilation_y - boxes.pad_y, n);
-            if (++block < boxes.channel_blocks) continue;
-            block = 0;
-            if (boxes.halo || ++tap_x == boxes.kernel_width) tap_x = 0, ++tap_y;
-          }
+#pragma unroll
+          for (int j = 0; j < kMost; ++j)
+            if (j < count)
+              copy_box(stage + boxes.input_offset + j * boxes.input_bytes, input, full, channel[j],
+                       x * boxes.stride_x + tap_x[j], y * boxes.stride_y + tap_y[j], n);
           ring.advance(boxes.stages);
         }
   }
 }
 
-// Warp 1 or 2: the bias's gradient of each sample, two features a lane, of the tiles at the left edge.
+// Warp 1 or 2: the bias's gradient of every tiles_across-th sample, from one box of grad_output. Lane l takes the 16
+// bytes l % 8 of rows l / 8, l / 8 + 4, ... wgmma keeps shared memory busy: many loads must be under way. `total` is
+// this warp's, of shared memory: registers are few here.
 template <class half_t, int kColumns, bool kTall>
 __device__ __forceinline__ void add_bias(const Arguments& p, const unsigned char* stages, const Barriers& barriers,
-                                         int which, int lane) {
+                                         float* total, int which, int lane) {
   using Shape = Tile<kColumns, kTall>;
+  constexpr int kPiece = 8, kRowsAtOnce = 4, kTogether = 5;
   const Boxes& boxes = p.boxes;
-  const bool stands = which < Shape::kGradBoxes;
+  const int positions = boxes.width * boxes.height;
+  float* const mine = total + kPiece * lane;  // of lanes below 8
   Ring ring;
   Segment at;
   for (int number = 0; segment_of(p.schedule, blockIdx.x, number, at); ++number) {
-    const bool mine = stands && at.across == 0;
-    float2 total = make_float2(0, 0);
+    if (lane < kBox / kPiece) {
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) mine[i] = 0;
+    }
+#pragma unroll 1
     for (int n = at.first; n < at.last; ++n) {
-      float2 sum = make_float2(0, 0);
+      const bool takes = which < Shape::kGradBoxes && n % p.schedule.tiles_across == at.across;
+      float sum[kPiece] = {};
 #pragma unroll 1
       for (int rectangle = 0; rectangle < boxes.across * boxes.down; ++rectangle) {
         barrier_wait(barriers.full + ring.stage, ring.parity);
-        if (mine) {
-          const unsigned char* const box = stages + ring.stage * boxes.stage_bytes + which * boxes.grad_bytes;
-#pragma unroll 8
-          for (int r = 0; r < boxes.width * boxes.height; ++r) {
-            const int at_byte = r * 2 * kBox + (lane * 4 ^ (r & 7) << 4);
-            const float2 pair = unpack<half_t>(*reinterpret_cast<const uint32_t*>(box + at_byte));
-            sum.x += pair.x, sum.y += pair.y;
+        const unsigned char* const box = stages + ring.stage * boxes.stage_bytes + which * boxes.grad_bytes;
+#pragma unroll 1
+        for (int r = lane / 8; takes && r < positions; r += kTogether * kRowsAtOnce) {
+          uint4 pieces[kTogether];
+#pragma unroll
+          for (int j = 0; j < kTogether; ++j) {  // rows beyond are the last one, and count nothing
+            const int row = min(r + j * kRowsAtOnce, positions - 1);
+            pieces[j] = *reinterpret_cast<const uint4*>(box + row * 2 * kBox + ((lane ^ row) % 8) * 16);
           }
+#pragma unroll
+          for (int j = 0; j < kTogether; ++j)
+            if (r + j * kRowsAtOnce < positions) {
+              add_halves<half_t>(sum[0], sum[1], pieces[j].x), add_halves<half_t>(sum[2], sum[3], pieces[j].y);
+              add_halves<half_t>(sum[4], sum[5], pieces[j].z), add_halves<half_t>(sum[6], sum[7], pieces[j].w);
+            }
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(barriers.empty + ring.stage);
         ring.advance(boxes.stages);
       }
-      if (!mine) continue;
-      const float square = warp_sum(sum.x * sum.x + sum.y * sum.y);
+      if (!takes) continue;
+      float square = 0;
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) {
+        sum[i] += __shfl_xor_sync(full_warp, sum[i], 8);
+        sum[i] += __shfl_xor_sync(full_warp, sum[i], 16);
+        square = fmaf(sum[i], sum[i], square);
+      }
+#pragma unroll
+      for (int distance = 4; distance; distance /= 2) square += __shfl_xor_sync(full_warp, square, distance);
       if (lane == 0)
         p.bias_squares[(int64_t(n) * p.schedule.tiles_down + at.down) * Shape::kGradBoxes + which] = square;
       const float scale = p.scale ? p.scale[n] : 1.f;
-      if (scale != 0) total.x = fmaf(scale, sum.x, total.x), total.y = fmaf(scale, sum.y, total.y);
+      if (scale == 0 || lane >= kBox / kPiece) continue;
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) mine[i] = fmaf(scale, sum[i], mine[i]);
     }
-    if (!mine || !p.bias_gradient) continue;
-    if (at.slot >= 0) {
-      *reinterpret_cast<float2*>(p.bias_sums + at.slot * 2 * kRows + which * kRows + 2 * lane) = total;
-      continue;
-    }
-    const int row = at.down * Shape::kHigh + which * kRows + 2 * lane;
-    half_t* const out = static_cast<half_t*>(p.bias_gradient);
-    if (row < p.O) out[row] = narrow<half_t>(total.x);
-    if (row + 1 < p.O) out[row + 1] = narrow<half_t>(total.y);
+    if (which >= Shape::kGradBoxes || !p.bias_gradient || lane >= kBox / kPiece) continue;
+    const int place = at.slot < 0 ? at.tile : p.schedule.tiles() + at.slot;
+    float* const out = p.bias_sums + int64_t(place) * Shape::kHigh + which * kRows + kPiece * lane;
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) out[i] = mine[i];
   }
 }
 
@@ -185,8 +211,8 @@ __device__ __forceinline__ void store_strip(const Arguments& p, const float (&d)
     const uint4 piece = transpose_quad(words, lane);
     const int64_t r = row + lane / 4 + 8 * h;
     if (r < p.O && column.tap >= 0 && channel < p.channels)
-      *reinterpret_cast<uint4*>(static_cast<half_t*>(p.weight) +
-                                (r * p.boxes.taps + column.tap) * p.channels + channel) = piece;
+      *reinterpret_cast<uint4*>(static_cast<half_t*>(p.weight) + (r * p.boxes.taps + column.tap) * p.channels +
+                                channel) = piece;
   }
 }
 
@@ -226,9 +252,9 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t stages, co
   const Boxes& boxes = p.boxes;
   const int group = thread / kGroup, warp = thread / warp_threads, lane = thread % warp_threads;
   const Descriptor grads(stages + (kTall ? group * boxes.grad_bytes : 0), boxes.grad_bytes, 1024);
-  const Descriptor input(stages + boxes.input_offset +
-                             (kTall ? 0 : group * (boxes.halo ? 1 : Shape::kWide) * boxes.input_bytes),
-                         boxes.between, boxes.group);
+  const Descriptor input(
+      stages + boxes.input_offset + (kTall ? 0 : group * (boxes.halo ? 1 : Shape::kWide) * boxes.input_bytes),
+      boxes.between, boxes.group);
   const int rectangles = boxes.across * boxes.down;
   float d[Shape::kRegisters], total[kGradient ? Shape::kRegisters : 1];
   Ring ring;
@@ -238,7 +264,7 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t stages, co
 #pragma unroll
       for (int i = 0; i < Shape::kRegisters; ++i) total[i] = 0;
     }
-    float square = 0;  // of the sample before: added up while the next one's products go on
+    float square = 0;                      // of the sample before: added up while the next one's products go on
     const auto keep_square = [&](int n) {  // by tile; or by block, whose first tile has all samples
       square = warp_sum(square);
       if (lane != 0) return;
@@ -334,6 +360,10 @@ struct Sharers {
     for (count = 1; block + count < s.blocks && s.first_item(block + count) < end;) ++count;
   }
 
+  __device__ __forceinline__ int slot(int which) const {
+    return which ? 2 * (block + which) : first_slot;
+  }
+
   // sum += the value of every sharer's slot, several loads in flight.
   template <int size, class Load>
   __device__ __forceinline__ void add(float (&sum)[size], const Load& load) const {
@@ -344,7 +374,7 @@ struct Sharers {
 #pragma unroll
       for (int j = 0; j < kTogether; ++j) {
         const int which = min(i + j, count - 1);
-        load(values[j], which ? 2 * (block + which) : first_slot);
+        load(values[j], slot(which));
       }
 #pragma unroll
       for (int j = 0; j < kTogether; ++j)
@@ -364,6 +394,33 @@ __device__ __forceinline__ void sum_squares(const float* parts, int count, float
   if (lane == 0) *out = float(sum);
 }
 
+// Four outputs of the bias's gradient: a lane takes every 32nd of the sums that the row's tiles and their sharers left.
+template <class half_t, int kHigh>
+__device__ __forceinline__ void finish_bias(const Arguments& p, int item, int lane) {
+  const Schedule& s = p.schedule;
+  const int down = item / (kHigh / 4), row = item % (kHigh / 4) * 4, most = s.most_sharers();
+  float sum[4] = {};
+#pragma unroll 1
+  for (int i = lane; i < s.tiles_across * most; i += warp_threads) {
+    const int across = i / most, share = i - across * most, tile = s.tile_at(down, across);
+    const int left = tile - s.whole * s.blocks;
+    int place = share ? -1 : tile;
+    if (left >= 0) {
+      const Sharers sharers(s, left);
+      if (sharers.count) place = share < sharers.count ? s.tiles() + sharers.slot(share) : -1;
+    }
+    if (place < 0) continue;
+    const float4 part = __ldcg(reinterpret_cast<const float4*>(p.bias_sums + int64_t(place) * kHigh + row));
+    sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum[i] = warp_sum(sum[i]);
+    const int out = down * kHigh + row + i;
+    if (lane == 0 && out < p.O) static_cast<half_t*>(p.bias_gradient)[out] = narrow<half_t>(sum[i]);
+  }
+}
+
 // One warp's part of what is left once all blocks have been through: sums of squares, and of shared tiles.
 template <class half_t, int kColumns, bool kTall, bool kGradient>
 __device__ __forceinline__ void finish(const Arguments& p, int worker, int workers, int lane) {
@@ -375,44 +432,31 @@ __device__ __forceinline__ void finish(const Arguments& p, int worker, int worke
     const int boxes = s.tiles_down * Shape::kGradBoxes;
     if (p.bias) sum_squares(p.bias_squares + int64_t(item) * boxes, boxes, p.bias_sq_norms + item, lane);
   }
-  if (!kGradient) return;
-  for (int item = worker; item < s.left * kWarps * kStrips; item += workers) {
-    const int strip = item % kStrips, warp = item / kStrips % kWarps, left = item / (kStrips * kWarps);
-    const Sharers sharers(s, left);
-    if (sharers.count == 0) continue;
-    float sum[16] = {};
-    sharers.add(sum, [&](float(&values)[16], int slot) {
-      const float4* const from = reinterpret_cast<const float4*>(p.sums) +
-                                 int64_t(slot) * kMultiplying * Shape::kRegisters / 4 + strip * 4 * kMultiplying +
-                                 warp * warp_threads + lane;
+  if constexpr (kGradient) {
+    for (int item = worker; item < s.left * kWarps * kStrips; item += workers) {
+      const int strip = item % kStrips, warp = item / kStrips % kWarps, left = item / (kStrips * kWarps);
+      const Sharers sharers(s, left);
+      if (sharers.count == 0) continue;
+      float sum[16] = {};
+      sharers.add(sum, [&](float (&values)[16], int slot) {
+        const float4* const from = reinterpret_cast<const float4*>(p.sums) +
+                                   int64_t(slot) * kMultiplying * Shape::kRegisters / 4 + strip * 4 * kMultiplying +
+                                   warp * warp_threads + lane;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float4 part = __ldcg(from + i * kMultiplying);
-        values[4 * i] = part.x, values[4 * i + 1] = part.y, values[4 * i + 2] = part.z, values[4 * i + 3] = part.w;
-      }
-    });
-    int down, across;
-    s.place(s.whole * s.blocks + left, down, across);
-    const int unit = across * Shape::kUnits + (kTall ? 0 : warp / 4);
-    store_strip<half_t>(p, sum, row_of<kTall>(down, warp), column_of(p.boxes, Shape::kWide, unit, strip / 2),
-                        strip % 2 * 32, lane);
-  }
-  constexpr int kEach = Shape::kHigh / warp_threads;
-  for (int item = worker; p.bias_gradient && item < s.left; item += workers) {
-    const Sharers sharers(s, item);
-    int down, across;
-    s.place(s.whole * s.blocks + item, down, across);
-    if (sharers.count == 0 || across > 0) continue;
-    float sum[kEach] = {};
-    sharers.add(sum, [&](float(&values)[kEach], int slot) {
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) values[i] = __ldcg(p.bias_sums + slot * 2 * kRows + i * warp_threads + lane);
-    });
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int row = down * Shape::kHigh + i * warp_threads + lane;
-      if (row < p.O) static_cast<half_t*>(p.bias_gradient)[row] = narrow<half_t>(sum[i]);
+        for (int i = 0; i < 4; ++i) {
+          const float4 part = __ldcg(from + i * kMultiplying);
+          values[4 * i] = part.x, values[4 * i + 1] = part.y, values[4 * i + 2] = part.z, values[4 * i + 3] = part.w;
+        }
+      });
+      int down, across;
+      s.place(s.whole * s.blocks + left, down, across);
+      const int unit = across * Shape::kUnits + (kTall ? 0 : warp / 4);
+      store_strip<half_t>(p, sum, row_of<kTall>(down, warp), column_of(p.boxes, Shape::kWide, unit, strip / 2),
+                          strip % 2 * 32, lane);
     }
+    if (p.bias_gradient)
+      for (int item = workers - 1 - worker; item < s.tiles_down * Shape::kHigh / 4; item += workers)
+        finish_bias<half_t, Shape::kHigh>(p, item, lane);
   }
 }
 
@@ -423,6 +467,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #if defined(CUDA_EMULATION) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   DYNAMIC_SHARED(unsigned char, shared);
   STATIC_SHARED(uint64_t, barrier_words, [3][kMostStages]);
+  STATIC_SHARED(float, bias_totals, [kBiasWarps][kBox]);
   const Barriers barriers{barrier_words[0], barrier_words[1], barrier_words[2]};
   const uint32_t address = shared_address(shared), aligned = (address + 1023) & ~1023u;
   unsigned char* const stages = shared + (aligned - address);
@@ -448,7 +493,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (group == 0) {
     give_registers<56>();
     if (warp == 0 && lane == 0) copy_boxes<kColumns, kTall>(grads, input, p, stages, barriers);
-    if (p.bias && (warp == 1 || warp == 2)) add_bias<half_t, kColumns, kTall>(p, stages, barriers, warp - 1, lane);
+    if (p.bias && (warp == 1 || warp == 2)) add_bias<half_t, kColumns, kTall>(p, stages, barriers, bias_totals[warp - 1], warp - 1, lane);
     __syncwarp();
     grid_barrier();
   } else {

@@ -20,11 +20,12 @@ constexpr int kBox = 64;       // features of a box: 128 bytes
 constexpr int kDepth = 16;     // positions that one wgmma adds up
 constexpr int kMostSteps = 8;  // of kDepth in a rectangle
 constexpr int kMostStages = 8;
-constexpr int kRows = 64;  // of the gradient, of one warpgroup
-constexpr int kSharedBytes = 232448 - 512;  // what a block may have, less its barriers
+constexpr int kRows = 64;                   // of the gradient, of one warpgroup
+constexpr int kSharedBytes = 232448 - 1024;  // what a block may have, less its barriers and totals
 
-// Who does what: each of G blocks first takes `whole` tiles with all their samples, then its share of the (tile, sample)
-// items of the tiles that are left, in this order. A share touches two tiles at most, since it is shorter than a tile.
+// Who does what: each of G blocks first takes `whole` tiles with all their samples, then its share of the (tile,
+// sample) items of the tiles that are left, in this order. A share touches two tiles at most, since it is shorter than
+// a tile.
 struct Schedule {
   int N, tiles_down, tiles_across, blocks;
   int band;         // rows of tiles that neighbouring blocks take together, whose operands then stay in L2
@@ -42,6 +43,14 @@ struct Schedule {
     const int high = tiles_down - which * band < band ? tiles_down - which * band : band;
     across = within / high;
     down = which * band + within - across * high;
+  }
+  HOST_DEVICE int tile_at(int down, int across) const {
+    const int which = down / band, high = tiles_down - which * band < band ? tiles_down - which * band : band;
+    return which * band * tiles_across + across * high + down - which * band;
+  }
+  HOST_DEVICE int most_sharers() const {  // of a tile
+    const int most = each ? (N + each - 1) / each + 1 : N;
+    return most < blocks ? most : blocks;
   }
 };
 
@@ -72,17 +81,17 @@ HOST_DEVICE bool segment_of(const Schedule& s, int block, int number, Segment& s
 }
 
 struct Boxes {
-  int width, height;          // of a rectangle
-  int across, down;           // rectangles of a sample
-  int steps, last_steps;      // of kDepth positions; those from rectangle `shorter` on have fewer
+  int width, height;      // of a rectangle
+  int across, down;       // rectangles of a sample
+  int steps, last_steps;  // of kDepth positions; those from rectangle `shorter` on have fewer
   int shorter;
-  int stages, stage_bytes;    // of shared memory: boxes of grad_output, then of the input
+  int stages, stage_bytes;                    // of shared memory: boxes of grad_output, then of the input
   int grad_bytes, input_bytes, input_offset;  // of a box, and where the input's begin
-  int copied_bytes;           // by all boxes of a stage
-  int input_step;             // bytes from 16 positions of the input to the next 16
-  int between, group;         // Descriptor's, of the input
-  bool halo;                  // the taps of a row of the kernel read one box, 128 bytes apart
-  bool clears;                // shared memory that no box covers is multiplied by zeros: it must hold numbers
+  int copied_bytes;                           // by all boxes of a stage
+  int input_step;                             // bytes from 16 positions of the input to the next 16
+  int between, group;                         // Descriptor's, of the input
+  bool halo;                                  // the taps of a row of the kernel read one box, 128 bytes apart
+  bool clears;                 // shared memory that no box covers is multiplied by zeros: it must hold numbers
   int channel_blocks, blocks;  // of 64 channels, of one tap and of all
   int kernel_width, taps;
   int stride_x, stride_y, dilation_x, dilation_y, pad_x, pad_y;
