@@ -21,8 +21,8 @@ struct Thread {
   Context context;
   State state = State::ready;
   uint3 index{};
-  Site site{};           // where it waits
-  Site doing{"", 0};     // the instruction that it is in, if that knows
+  Site site{};                     // where it waits
+  Site doing{"", 0};               // the instruction that it is in, if that knows
   const void* phase_of = nullptr;  // at_phase: the barrier, and the parity that is waited for
   unsigned parity = 0;
 };
@@ -48,9 +48,9 @@ constexpr size_t max_threads = 1024;
 
 Block& current();  // the running thread's
 Thread& self();
-void wait(State state, Site site);  // until somebody makes the thread ready
+void wait(State state, Site site);   // until somebody makes the thread ready
 void fail(const std::string& text);  // ends the launch, from the scheduler
-struct Doing {  // for reports from within an emulated instruction
+struct Doing {                       // for reports from within an emulated instruction
   explicit Doing(Site site) {
     self().doing = site;
   }
@@ -66,9 +66,9 @@ std::string place_of(Site site);
 void begin_hopper(size_t slot, size_t threads);
 void end_hopper_thread();
 void end_hopper_block();
-bool land_a_copy(size_t slot);                     // false: none is under way
-void order_block();                                // the current block's threads have passed a barrier of the block
-void order_warp(size_t warp);                      // __syncwarp
-std::string waits_for(const Thread& thread);       // at_phase, at_registers: in words
+bool land_a_copy(size_t slot);                // false: none is under way
+void order_block();                           // the current block's threads have passed a barrier of the block
+void order_warp(size_t warp);                 // __syncwarp
+std::string waits_for(const Thread& thread);  // at_phase, at_registers: in words
 
 }  // namespace cuda_emulation

@@ -57,7 +57,7 @@ int64_t owner_of(uint32_t interval) {
 bool unordered(uint32_t then, int thread, int warp, uint32_t warp_epoch_then, uint32_t clock_then) {
   const int own = running.thread / 32;
   return then == mine->interval && !(warp == own && warp_epoch_then < running.warp_epochs[own]) &&
-         !(thread >= 0 && clocks::knows(thread, clock_then));
+         !(thread >= 0 ? clocks::knows(thread, clock_then) : clocks::knows_of_warp(warp, warp_epoch_then));
 }
 
 bool in_another_block(uint32_t then) {

@@ -50,8 +50,8 @@ namespace cuda_emulation {
 
 // Who accesses memory, as the scheduler knows it.
 struct Running {
-  int thread = -1;  // in the block; -1 outside of kernels
-  int slot = 0;     // of the block among those that run
+  int thread = -1;                  // in the block; -1 outside of kernels
+  int slot = 0;                     // of the block among those that run
   uint32_t* warp_epochs = nullptr;  // of each warp: how many __syncwarp it has passed
 };
 extern Running running;

@@ -24,7 +24,8 @@ void begin_copy(void* to, size_t bytes, int unit, uint32_t clock) {
           !clocks::fenced(s.writer, s.write_fences, size_t(running.thread)))
         report("copy to offset %zu of %s, which thread %d has written without fence_async_shared", offset, v.what,
                s.writer);
-      if (!is_ordered(s, false)) report("race: copy to offset %zu of %s, which a thread may still read", offset, v.what);
+      if (!is_ordered(s, false))
+        report("race: copy to offset %zu of %s, which a thread may still read", offset, v.what);
       for (size_t g = 0; g < most_warpgroups; ++g) {
         const uint32_t serial = product_reads_of(start + i)->serial[g];
         if (serial >= mine->first_serial && !clocks::knows(clocks::products + int(g), serial))
@@ -82,7 +83,8 @@ void begin_product_read(const void* from, size_t bytes, size_t warpgroup, uint32
       continue;
     last = s, last_serial = serial;
     if (!all_know(s, warpgroup * 128))
-      report("race: wgmma reads offset %zu of %s, written since some of its threads' last barrier_wait", offset, v.what);
+      report("race: wgmma reads offset %zu of %s, written since some of its threads' last barrier_wait", offset,
+             v.what);
     if (s.writer < clocks::copies && !all_know_of_the_fence(s, warpgroup * 128))
       report("wgmma reads offset %zu of %s, which thread %d has written without fence_async_shared", offset, v.what,
              s.writer);

@@ -2,6 +2,7 @@
 #include "clocks.h"
 
 #include <algorithm>
+#include <map>
 
 #include "blocks.h"
 #include "shadow.h"
@@ -16,6 +17,7 @@ struct Clocks {
   size_t threads = 0;
   std::vector<Vector> rows;  // by thread; none before start()
   std::vector<Vector> fences;
+  std::vector<std::map<uint32_t, Vector>> syncs;  // by warp: the lanes' clocks just after each __syncwarp
 };
 std::vector<Clocks> all;
 
@@ -41,11 +43,19 @@ void order(size_t first, size_t count) {
 
 }  // namespace
 
+void order_warp(size_t warp) {
+  if (mine().rows.empty()) return;
+  order(warp * 32, 32);
+  Vector& now = mine().syncs[warp][current().warp_epochs[warp]];
+  for (size_t t = warp * 32; t < warp * 32 + 32; ++t) now.push_back(mine().rows[t][t]);
+}
+
 void begin(size_t slot, size_t threads) {
   if (all.size() <= slot) all.resize(slot + 1);
   all[slot].threads = threads;
   all[slot].rows.clear();
   all[slot].fences.assign(threads, {});
+  all[slot].syncs.assign(threads / 32, {});
 }
 
 void start() {
@@ -65,6 +75,16 @@ bool knows(size_t thread, int unit, uint32_t clock) {
 
 bool knows(int unit, uint32_t clock) {
   return knows(size_t(running.thread), unit, clock);
+}
+
+bool knows_of_warp(int warp, uint32_t epoch) {
+  if (warp < 0 || mine().rows.empty()) return false;
+  const auto& syncs = mine().syncs[size_t(warp)];
+  const auto it = syncs.upper_bound(epoch);
+  if (it == syncs.end()) return false;
+  for (int lane = 0; lane < 32; ++lane)
+    if (knows(warp * 32 + lane, it->second[size_t(lane)])) return true;
+  return false;
 }
 
 void learn(size_t thread, int unit, uint32_t clock) {
@@ -109,7 +129,7 @@ void order_block() {
 }
 
 void order_warp(size_t warp) {
-  clocks::order(warp * 32, 32);
+  clocks::order_warp(warp);
 }
 
 }  // namespace cuda_emulation

@@ -1,5 +1,5 @@
-// What the compiler calls for every access and every undefined operation of a kernel: the hooks of -fsanitize=thread and
-// -fsanitize=undefined, which are linked without their libraries. And what the tests call.
+// What the compiler calls for every access and every undefined operation of a kernel: the hooks of -fsanitize=thread
+// and -fsanitize=undefined, which are linked without their libraries. And what the tests call.
 #include "checker.h"
 #include "cuda_emulation.h"
 

@@ -204,10 +204,9 @@ void run_gang(const std::vector<int64_t>& numbers) {
 
 struct Launched {
   unsigned threads = 0;
-  size_t shared_bytes = 0;
+  size_t shared_bytes = 0, count = 0;
 };
 std::map<const void*, Launched> launched;
-size_t launches = 0;
 
 bool is_valid(size_t shared_bytes) {
   const size_t threads = size_t(block.x) * block.y * block.z;
@@ -322,7 +321,7 @@ cudaError_t run(const void* kernel, dim3 grid_, dim3 block_, size_t shared_bytes
   Launched& record = launched[kernel];
   record.threads = std::max(record.threads, unsigned(thread_count));
   record.shared_bytes = std::max(record.shared_bytes, shared_bytes);
-  ++launches;
+  ++record.count;
   if (dry) return cudaSuccess;
   const size_t at_once = together ? size_t(blocks) : 1;
   stacks.reserve(at_once * thread_count);
@@ -354,8 +353,8 @@ size_t cuda_emulation_launched(size_t which, const void** kernel, unsigned* bloc
   }
   return launched.size();
 }
-size_t cuda_emulation_launches() {  // so far, dry ones too
-  return launches;
+size_t cuda_emulation_launches(const void* kernel) {  // so far, dry ones too
+  return launched[kernel].count;
 }
 }
 

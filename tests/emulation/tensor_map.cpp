@@ -17,7 +17,7 @@ namespace {
 struct Map {  // in the 128 bytes
   uint64_t magic;
   const unsigned char* data;
-  uint32_t last[4];  // index
+  uint32_t last[4];     // index
   uint64_t strides[4];  // bytes
   uint16_t box[4];
   uint8_t steps[4], element;
@@ -107,8 +107,8 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, voi
                 CUtensorMapFloatOOBfill fill) {
   Map m{};
   m.element = uint8_t(bytes_of(type));
-  if (rank != 4 || !m.element || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
-      swizzle != CU_TENSOR_MAP_SWIZZLE_128B || fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+  if (rank != 4 || !m.element || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE || swizzle != CU_TENSOR_MAP_SWIZZLE_128B ||
+      fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
     return refuse("only rank 4, types of whole bytes, the 128-byte swizzle and zeros outside are emulated");
   if (uintptr_t(map) % 64) return refuse("the map is not aligned to 64 bytes");
   if (!address || uintptr_t(address) % 16) return refuse("the address is not aligned to 16 bytes");

@@ -9,10 +9,41 @@ namespace torchgradx::cuda {
 namespace {
 
 enum Fault {
-  none, no_wait, one_waits, waits_elsewhere, wrong_parity, expects_less, expects_more, releases_early, no_empty, uninitialised,
-  no_init_fence, no_barrier, initialised_twice, arrives_twice, touches_barrier, misaligned, reads_registers,
-  writes_registers, no_fence, never_waited, divergent, disagrees, leaves_memory, leaves_variable, no_swizzle, reserved,
-  misaligned_descriptor, overwrites, no_shared_fence, late_fence, misses, constant, too_greedy, not_less, not_whole
+  none,
+  no_wait,
+  one_waits,
+  waits_elsewhere,
+  wrong_parity,
+  expects_less,
+  expects_more,
+  releases_early,
+  no_empty,
+  uninitialised,
+  no_init_fence,
+  no_barrier,
+  initialised_twice,
+  arrives_twice,
+  touches_barrier,
+  misaligned,
+  reads_registers,
+  writes_registers,
+  no_fence,
+  never_waited,
+  divergent,
+  disagrees,
+  leaves_memory,
+  leaves_variable,
+  no_swizzle,
+  reserved,
+  misaligned_descriptor,
+  overwrites,
+  no_shared_fence,
+  late_fence,
+  misses,
+  constant,
+  too_greedy,
+  not_less,
+  not_whole
 };
 
 // Product of a warpgroup: thread 0 of the first copies 16 positions after the other into a ring of two stages, which
@@ -138,7 +169,8 @@ __global__ void box_kernel(const GRID_CONSTANT TensorMap map, const int* numbers
     }
     if (fault != one_waits || thread == 0) barrier_wait(full, round);
     if (fault == one_waits) __syncwarp();
-    for (int i = thread; i < words; i += 128) out[i] = box[i];
+    const uint32_t of_all = box[thread / 32 * 32];  // read by a whole warp
+    for (int i = thread; i < words; i += 128) out[i] = of_all == 0xfefefefe ? of_all : box[i];
     if (fault != no_barrier) __syncwarp();
     if (thread % 32 == 0) barrier_arrive(empty);
   }
@@ -159,9 +191,12 @@ __global__ void grid_kernel(const float* in, float* out) {
 template <Fault fault>
 __global__ void registers_kernel(const float* in, float* out) {
   if (threadIdx.x < 128) {
-    if (fault == not_less) give_registers<240>();
-    else if (fault == divergent && threadIdx.x < 32) give_registers<32>();
-    else if (fault != too_greedy) give_registers<40>();
+    if (fault == not_less)
+      give_registers<240>();
+    else if (fault == divergent && threadIdx.x < 32)
+      give_registers<32>();
+    else if (fault != too_greedy)
+      give_registers<40>();
   } else {
     take_registers<fault == too_greedy ? 248 : 232>();
   }
@@ -199,8 +234,8 @@ CUresult encode(TensorMap& map, const void* data, const int* numbers, CUtensorMa
 }
 
 TensorMap rows(const void* data, int positions, int columns, CUtensorMapDataType type) {
-  const int row = 2 * columns, numbers[15] = {columns, positions, 1, 1, row, row * positions, row * positions,
-                                              64, 16, 1, 1, 1, 1, 1, 1};
+  const int row = 2 * columns,
+            numbers[15] = {columns, positions, 1, 1, row, row * positions, row * positions, 64, 16, 1, 1, 1, 1, 1, 1};
   TensorMap map;
   encode(map, data, numbers, type);
   return map;
@@ -217,16 +252,16 @@ cudaError_t product(const Given& g) {
 
 template <Fault fault>
 cudaError_t image(const Given& g) {
-  return launch(image_kernel<fault>, 1, 128, size_t(g.numbers[0]) + 1024, nullptr,
-                static_cast<const uint32_t*>(g.a), static_cast<const int*>(g.b), static_cast<float*>(g.out));
+  return launch(image_kernel<fault>, 1, 128, size_t(g.numbers[0]) + 1024, nullptr, static_cast<const uint32_t*>(g.a),
+                static_cast<const int*>(g.b), static_cast<float*>(g.out));
 }
 
 template <Fault fault>
 cudaError_t box(const Given& g) {
   TensorMap map;
   if (encode(map, g.a, g.numbers + 5, CU_TENSOR_MAP_DATA_TYPE_FLOAT16) != CUDA_SUCCESS) return cudaErrorInvalidValue;
-  return launch(box_kernel<fault>, 1, 128, size_t(g.numbers[0]) + 1024, nullptr, map,
-                static_cast<const int*>(g.b), static_cast<uint32_t*>(g.out));
+  return launch(box_kernel<fault>, 1, 128, size_t(g.numbers[0]) + 1024, nullptr, map, static_cast<const int*>(g.b),
+                static_cast<uint32_t*>(g.out));
 }
 
 template <Fault fault>
@@ -253,18 +288,52 @@ constexpr Case kCases[] = {
     {"product_bfloat16_192", product<__nv_bfloat16, 192, none>},
     {"product_float16_192", product<__half, 192, none>},
     {"product_float16_256", product<__half, 256, none>},
-    PRODUCT(no_wait), PRODUCT(one_waits), PRODUCT(waits_elsewhere), PRODUCT(wrong_parity), PRODUCT(expects_less), PRODUCT(expects_more),
-    PRODUCT(releases_early), PRODUCT(no_empty), PRODUCT(uninitialised), PRODUCT(no_init_fence), PRODUCT(no_barrier),
-    PRODUCT(initialised_twice), PRODUCT(arrives_twice), PRODUCT(touches_barrier), PRODUCT(misaligned),
-    PRODUCT(reads_registers), PRODUCT(writes_registers), PRODUCT(no_fence), PRODUCT(never_waited), PRODUCT(divergent),
-    PRODUCT(disagrees), PRODUCT(leaves_memory), PRODUCT(leaves_variable), PRODUCT(no_swizzle), PRODUCT(reserved),
-    PRODUCT(misaligned_descriptor), PRODUCT(not_whole),
-    CASE(image, none), CASE(image, no_shared_fence), CASE(image, late_fence), CASE(image, overwrites),
+    PRODUCT(no_wait),
+    PRODUCT(one_waits),
+    PRODUCT(waits_elsewhere),
+    PRODUCT(wrong_parity),
+    PRODUCT(expects_less),
+    PRODUCT(expects_more),
+    PRODUCT(releases_early),
+    PRODUCT(no_empty),
+    PRODUCT(uninitialised),
+    PRODUCT(no_init_fence),
+    PRODUCT(no_barrier),
+    PRODUCT(initialised_twice),
+    PRODUCT(arrives_twice),
+    PRODUCT(touches_barrier),
+    PRODUCT(misaligned),
+    PRODUCT(reads_registers),
+    PRODUCT(writes_registers),
+    PRODUCT(no_fence),
+    PRODUCT(never_waited),
+    PRODUCT(divergent),
+    PRODUCT(disagrees),
+    PRODUCT(leaves_memory),
+    PRODUCT(leaves_variable),
+    PRODUCT(no_swizzle),
+    PRODUCT(reserved),
+    PRODUCT(misaligned_descriptor),
+    PRODUCT(not_whole),
+    CASE(image, none),
+    CASE(image, no_shared_fence),
+    CASE(image, late_fence),
+    CASE(image, overwrites),
     CASE(image, no_barrier),
-    CASE(box, none), CASE(box, no_shared_fence), CASE(box, no_empty), CASE(box, one_waits), CASE(box, no_barrier),
+    CASE(box, none),
+    CASE(box, no_shared_fence),
+    CASE(box, no_empty),
+    CASE(box, one_waits),
+    CASE(box, no_barrier),
     CASE(box, expects_less),
-    CASE(grid, none), CASE(grid, misses), CASE(grid, no_barrier), CASE(grid, constant),
-    CASE(registers, none), CASE(registers, too_greedy), CASE(registers, not_less), CASE(registers, divergent),
+    CASE(grid, none),
+    CASE(grid, misses),
+    CASE(grid, no_barrier),
+    CASE(grid, constant),
+    CASE(registers, none),
+    CASE(registers, too_greedy),
+    CASE(registers, not_less),
+    CASE(registers, divergent),
 };
 
 }  // namespace

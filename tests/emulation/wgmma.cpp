@@ -64,13 +64,14 @@ Group& mine() {
 
 Operand decode(uint64_t descriptor) {
   constexpr uint64_t known = 0xc00000003fff3fff | uint64_t(0x3fff) << 32;
-  if (descriptor & ~known & ~(uint64_t(7) << 49)) report("wgmma: reserved bits in descriptor %016llx",
-                                                         static_cast<unsigned long long>(descriptor));
+  if (descriptor & ~known & ~(uint64_t(7) << 49))
+    report("wgmma: reserved bits in descriptor %016llx", static_cast<unsigned long long>(descriptor));
   if (descriptor >> 62 != 1 || descriptor >> 49 & 7)
     report("wgmma: only the 128-byte swizzle without a base offset is emulated");
   const auto field = [&](int bit) { return uint32_t(descriptor >> bit & 0x3fff) << 4; };
   const Operand o{field(0), field(16), field(32)};
-  if (o.start % 128) report("wgmma: a descriptor's start %u is not aligned to the swizzle's rows of 128 bytes", o.start);
+  if (o.start % 128)
+    report("wgmma: a descriptor's start %u is not aligned to the swizzle's rows of 128 bytes", o.start);
   return o;
 }
 
