@@ -243,3 +243,18 @@ def test_a_kept_build_follows_the_tree_and_leaves_other_files_as_old_as_they_are
     kept.main(target)
     assert {p.name for p in (target / "torchgradx").iterdir()} == {"b.py", "_C.so"}
     assert (target / "csrc/a.py").stat().st_mtime_ns == before
+
+
+def test_tests_make_their_tensors_on_the_device_and_torchgradx_as_for_a_user() -> None:
+    program = """
+import on_device, torch, torchgradx
+on_device.make_all_tensors_on("meta")
+made = {"ours": "", "theirs": ""}
+for file, name in ((torchgradx.__file__, "ours"), ("test.py", "theirs")):
+    exec(compile("made[name] = torch.nn.Linear(2, 2).weight.device.type", file, "exec"))
+print(made["ours"], made["theirs"], torch.ones(1, device="cpu").device.type)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path])}
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["cpu", "meta", "cpu"], done.stderr

@@ -85,7 +85,9 @@ def attach(
         weight_grad: False computes norms only, and leaves `.grad` as it is. A parameter's
             `register_hook` still sees its gradient; post-accumulate hooks are not called.
         clip: keep what `clip_grad_norm_` needs: inputs and output gradients of the layers, until it
-            is called or the next record begins, those too that a checkpoint let go.
+            is called or the next record begins, those too that a checkpoint let go. With
+            weight_grad=False backward makes norms only, and `clip_grad_norm_` adds the clipped
+            gradients to `.grad`: one weight gradient for each layer in place of two.
         directions: {parameter name: tensor of its shape} for `dot`.
         algorithm: None lets the cost model choose; "rank1", "gram" or "direct" forces.
         backend: "auto", "native" (kernels or an error) or "vmap" (the pure-Python fallback).

@@ -102,8 +102,6 @@ def check(model: Any, options: dict[str, Any]) -> None:
         if options[name] not in choices:
             expected = ", ".join(map(repr, choices))
             raise ValueError(f"{name} must be one of {expected}; got {options[name]!r}")
-    if options["clip"] and not options["weight_grad"]:
-        raise ValueError("clip=True needs weight_grad=True: without it .grad stays as it was")
     if options["backend"] == "native" and not ops.NATIVE:
         raise RuntimeError(
             'backend="native" needs the compiled extension, which is not there: build it with '

@@ -117,6 +117,7 @@ class Reader:
         per: str = "model",
         *,
         factors: Callable[[Tensor], Tensor] | None = None,
+        nonfinite: str = "keep",
     ) -> Tensor | dict[str, Tensor]:
         """Multiply each sample's contribution to `.grad` by min(1, max_norm / its norm).
 
@@ -128,19 +129,24 @@ class Reader:
                 for p, g in zip(parameters, gradients):
                     p.grad += g * min(1, max_norm / norm) / N
 
-        To be called once a step, after its backwards (and the scaler's `unscale_`), before
-        `step()`. Clips all passes of the record; what else is in `.grad` stays. No second backward
-        is run: the weight gradients are made once more from what the first one had (book-keeping,
-        Bu et al. 2023). Under DistributedDataParallel the result is averaged over its processes.
+        To be called once a step, after its backwards (and the scaler's `unscale_`, of all
+        optimizers), before `step()`. Clips all passes of the record; what else is in `.grad`
+        stays. No second backward is run: the weight gradients are made from what the first one had
+        (book-keeping, Bu et al. 2023). With attach(..., weight_grad=False) backward has left none
+        in `.grad`, and the clipped sum is added to it. Under DistributedDataParallel the result is
+        averaged over its processes.
 
         Args:
             max_norm: a number, or a Tensor [N].
             per: "model", "module" or "parameter": what each norm is of.
-            factors: norms [N] -> factors [N], in place of min(1, max_norm / norm).
+            factors: norms [N] -> factors [N], in place of min(1, max_norm / norm). A sample whose
+                factor is exactly 0 is left out, whatever its numbers.
+            nonfinite: what a sample whose norm is not finite does: "keep", it spoils `.grad`, as
+                without a probe; "drop", it is left out.
 
         Returns:
-            What `norms(per=per)` returns: the norms before clipping. Where one is not finite,
-            `.grad` becomes nan. A gradient of norm 0 is left alone.
+            What `norms(per=per)` returns: the norms before clipping. A gradient of norm 0 is left
+            alone.
 
         Raises:
             RuntimeError: without attach(..., clip=True), a second time, or before `unscale_`.
@@ -154,8 +160,10 @@ class Reader:
             raise TypeError(f"factors must be a function of the norms [N]; got {factors!r}")
         if max_norm is not None and not isinstance(max_norm, (int, float, Tensor)):
             raise TypeError(f"max_norm must be a number or a Tensor [N]; got {max_norm!r}")
+        if nonfinite not in ("keep", "drop"):
+            raise ValueError(f'nonfinite must be "keep" or "drop"; got {nonfinite!r}')
         self._ready(per)
-        return self._record.clip(per, max_norm, factors)
+        return self._record.clip(per, max_norm, factors, nonfinite == "drop")
 
     def explain(self) -> str:
         """Layer by layer: shapes, the algorithm chosen, its cost, what was refused and why."""

@@ -2,6 +2,7 @@
 // on parameters that act element by element and on tables are in bindings_elementwise.cpp.
 // Under CUDA_EMULATION the same operators on CPU tensors, as torchgradx_emulated::*, for the tests.
 #include "batched.h"
+#include "operands.h"
 
 #ifdef CUDA_EMULATION
 #include "../schemas.h"
@@ -11,99 +12,6 @@
 
 namespace torchgradx::cuda {
 namespace {
-
-// Operands
-
-using at::MemoryFormat;
-
-DenseOperand rows_of(const Tensor& t) {  // [N, T, features]
-  return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
-}
-
-ConvOperand planes_of(const Tensor& t) {  // [N, channels, height, width]
-  return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
-}
-
-// Pixels at one distance from each other, so that they are positions: a copy for the rare view in which they are not.
-Tensor evenly_spaced(const Tensor& t) {  // [N, O, H', W']
-  const bool even = t.size(2) <= 1 || t.size(3) <= 1 || t.stride(2) == t.size(3) * t.stride(3);
-  return even ? t : t.contiguous(t.suggest_memory_format());
-}
-
-struct Images {
-  const Tensor input, grads;  // [N, C, H, W], [N, O, H', W'], pixels of the latter evenly spaced
-};
-
-// Kernels go along the same dimension of both, and along channels where they copy whole patches of halves: what lies
-// otherwise is copied, as the framework does for its own.
-Images in_one_order(const ConvShape& s, const Tensor& input, const Tensor& grads) {
-  const auto last = [](const Tensor& t) { return t.suggest_memory_format() == MemoryFormat::ChannelsLast; };
-  const bool mixed = s.C > 1 && s.O > 1 && last(input) != last(grads);
-  const bool patches = s.groups == 1 && s.C % 8 == 0 && s.O % 8 == 0 && s.kH * s.kW > 1 && !last(input);
-  const auto copied = [&](MemoryFormat format) { return Images{input.contiguous(format), grads.contiguous(format)}; };
-  if (mixed || (patches && input.element_size() == 2))
-    return copied(s.groups == 1 ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
-  return {input, evenly_spaced(grads)};
-}
-
-Tensor rows_of_pixels(const Tensor& t) {  // [N, C, H, W] -> [N, HW, C]
-  const Tensor even = evenly_spaced(t);
-  return even.as_strided({t.size(0), t.size(2) * t.size(3), t.size(1)},
-                         {even.stride(0), even.stride(t.size(3) > 1 ? 3 : 2), even.stride(1)});
-}
-
-// A convolution of 1 x 1 as a Linear of its pixels
-std::optional<Rows> rows_of_images(const ConvShape& s, const Tensor& input, const Tensor& grads) {
-  if (s.kH * s.kW > 1 || s.padH + s.padW > 0 || s.groups > 1) return std::nullopt;
-  const Tensor met = s.strideH * s.strideW > 1
-                         ? input.slice(2, 0, std::nullopt, s.strideH).slice(3, 0, std::nullopt, s.strideW)
-                         : input;
-  return Rows{rows_of_pixels(met), rows_of_pixels(grads)};
-}
-
-LinearProblem problem_of(const RowShape& s, const Tensor& activations, const Tensor& grad_output, const Run& run) {
-  return {dtype_of(activations), s.N, s.T, s.I, s.O, rows_of(activations), rows_of(grad_output), run.device()};
-}
-
-Conv2dProblem problem_of(const ConvShape& s, const Tensor& input, const Tensor& grad_output, const Run& run) {
-  return {dtype_of(input),
-          s.N,
-          s.C,
-          s.H,
-          s.W,
-          s.O,
-          s.outH,
-          s.outW,
-          s.kH,
-          s.kW,
-          s.strideH,
-          s.strideW,
-          s.padH,
-          s.padW,
-          s.dilationH,
-          s.dilationW,
-          s.groups,
-          planes_of(input),
-          planes_of(grad_output),
-          run.device()};
-}
-
-LinearProblem problem_of(const Rows& rows, const Run& run) {
-  const Tensor &a = rows.activations, &b = rows.grad_output;
-  return problem_of(RowShape{a.size(0), a.size(1), a.size(2), b.size(2)}, a, b, run);
-}
-
-// Rows that begin at multiples of 16 bytes, as Hopper's copies want them: a copy where they do not.
-Tensor aligned_rows(const Tensor& t) {  // [N, T, features]
-  constexpr int64_t kPiece = 8;
-  const bool aligned = t.stride(2) == 1 && t.stride(1) % kPiece == 0 && t.stride(0) % kPiece == 0 &&
-                       reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
-  if (aligned || t.element_size() != 2) return t;
-  const int64_t pitch = (t.size(2) + kPiece - 1) / kPiece * kPiece;
-  Tensor copy = at::empty({t.size(0), t.size(1), pitch}, t.options()).narrow(2, 0, t.size(2));
-  copy.copy_(t);
-  return copy;
-}
 
 // Results
 
@@ -209,14 +117,25 @@ bool rows_by_sm90(const Run& run, const Rows& rows, const Gradients* gradients, 
   return run_sm90(run, problem_of(aligned, run), gradients, sq_norms);
 }
 
-// A convolution by it: channels last, rows of pixels as a Linear where the kernel is 1 x 1.
-bool images_by_sm90(const Run& run, const ConvShape& s, const Tensor& input, const Tensor& grads,
-                    const Gradients* gradients, const SqNorms& sq_norms) {
-  if (!run.device().sm90 || s.groups > 1 || s.C % 8 || s.O % 8 || input.element_size() != 2) return false;
-  const Tensor x = input.contiguous(MemoryFormat::ChannelsLast), g = grads.contiguous(MemoryFormat::ChannelsLast);
-  const bool pointwise = s.kH * s.kW == 1 && s.padH + s.padW == 0 && s.strideH * s.strideW == 1;
-  return pointwise ? rows_by_sm90(run, {rows_of_pixels(x), rows_of_pixels(g)}, gradients, sq_norms)
-                   : run_sm90(run, problem_of(s, x, g, run), gradients, sq_norms);
+// A convolution by it, and how the weight's gradient lies: channels last; rows of pixels as a Linear where the kernel
+// is 1 x 1, rows of patches where it is as large as its step and channels are few.
+enum class Served { kNot, kChannelsLast, kContiguous };
+Served images_by_sm90(const Run& run, const ConvShape& s, const Tensor& input, const Tensor& grads,
+                      const Gradients* gradients, const SqNorms& sq_norms) {
+  if (!run.device().sm90 || s.groups > 1 || s.O % 8 || input.element_size() != 2) return Served::kNot;
+  const auto as_rows = [&](const Tensor& x, const Tensor& g) {
+    return rows_by_sm90(run, {x, rows_of_pixels(g)}, gradients, sq_norms) ? Served::kContiguous : Served::kNot;
+  };
+  const Tensor g = grads.contiguous(MemoryFormat::ChannelsLast);
+  const bool unpadded = s.padH + s.padW == 0;
+  if (s.C % 8) {
+    const bool apart = unpadded && s.strideH == s.kH && s.strideW == s.kW && s.dilationH * s.dilationW == 1 &&
+                       s.H == s.outH * s.kH && s.W == s.outW * s.kW && input.is_contiguous();
+    return apart ? as_rows(rows_of_patches(s, input), g) : Served::kNot;
+  }
+  const Tensor x = input.contiguous(MemoryFormat::ChannelsLast);
+  if (s.kH * s.kW == 1 && unpadded && s.strideH * s.strideW == 1) return as_rows(rows_of_pixels(x), g);
+  return run_sm90(run, problem_of(s, x, g, run), gradients, sq_norms) ? Served::kChannelsLast : Served::kNot;
 }
 
 void gram_of_rows(const Run& run, const Rows& rows, const SqNorms& sq_norms) {
@@ -299,7 +218,8 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
 // Whether the weight's gradient has come to be [O, kH, kW, C].
 bool fused_of_images(const Run& run, const ConvShape& s, const Tensor& input, const Tensor& grads,
                      const Gradients& gradients, const SqNorms& sq_norms) {
-  if (images_by_sm90(run, s, input, grads, &gradients, sq_norms)) return true;
+  const Served served = images_by_sm90(run, s, input, grads, &gradients, sq_norms);
+  if (served != Served::kNot) return served == Served::kChannelsLast;
   if (const auto rows = rows_of_images(s, input, grads); rows && gradients_are_batched(problem_of(*rows, run))) {
     fused_of_rows(run, *rows, gradients, sq_norms);
     return false;
@@ -334,7 +254,7 @@ Tensor conv2d_direct_sq_norms(const Tensor& input, const Tensor& grad_output, In
                               bool bias) {
   const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
   return norms(input, s.N, bias, is_empty(s), [&](const Run& run, const SqNorms& sq_norms) {
-    if (images_by_sm90(run, s, input, grad_output, nullptr, sq_norms)) return;
+    if (images_by_sm90(run, s, input, grad_output, nullptr, sq_norms) != Served::kNot) return;
     if (const auto rows = rows_of_images(s, input, grad_output); rows && gradients_are_batched(problem_of(*rows, run)))
       return direct_of_rows(run, *rows, sq_norms);
     const Images images = in_one_order(s, input, grad_output);

@@ -9,77 +9,10 @@
 // order of samples: two runs give the same bits.
 #pragma once
 
-#include "device_sm90.cuh"
-#include "direct_sm90.h"
+#include "sm90_bias.cuh"
+#include "sm90_tile.cuh"
 
 namespace torchgradx::cuda::sm90 {
-
-constexpr int kThreads = 384, kGroup = 128, kMultiplying = 256;
-constexpr int kWarps = kMultiplying / warp_threads;
-constexpr int kBiasWarps = 2;
-
-struct Arguments {
-  Schedule schedule;
-  Boxes boxes;
-  int O, channels;                  // of the weight [O, taps, channels]
-  int parts;                        // of a sample's squares
-  bool bias;                        // its squares are wanted
-  const float* scale;               // [N], or null
-  void* weight;                     // [O, taps, channels] half_t
-  void* bias_gradient;              // [O] half_t, or null
-  float* sums;                      // [2 blocks][128 x kColumns in the order of registers], of shared tiles
-  float* bias_sums;                 // [tiles + 2 blocks][128]: of tiles that one block has, and of shares
-  float* squares;                   // [N, parts]
-  float* bias_squares;              // [N, boxes of all outputs]
-  float *sq_norms, *bias_sq_norms;  // [N]
-};
-
-template <class half_t>
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  const half_t halves[2] = {narrow<half_t>(low), narrow<half_t>(high)};
-  uint32_t word;
-  memcpy(&word, halves, sizeof(word));
-  return word;
-}
-
-template <class half_t>
-__device__ __forceinline__ void add_halves(float& low, float& high, uint32_t word) {
-  half_t halves[2];
-  memcpy(halves, &word, sizeof(word));
-  low += widen(halves[0]), high += widen(halves[1]);
-}
-
-// Of four lanes with four words each: lane c gets word c of all four, in the order of lanes.
-__device__ __forceinline__ uint4 transpose_quad(const uint32_t (&w)[4], int lane) {
-  const bool odd = lane & 1, high = lane & 2;
-  uint32_t x = __shfl_xor_sync(full_warp, odd ? w[0] : w[1], 1);
-  uint32_t y = __shfl_xor_sync(full_warp, odd ? w[2] : w[3], 1);
-  const uint32_t a0 = odd ? x : w[0], a1 = odd ? w[1] : x, b0 = odd ? y : w[2], b1 = odd ? w[3] : y;
-  x = __shfl_xor_sync(full_warp, high ? a0 : b0, 2);
-  y = __shfl_xor_sync(full_warp, high ? a1 : b1, 2);
-  return high ? make_uint4(x, y, b0, b1) : make_uint4(a0, a1, x, y);
-}
-
-struct Ring {  // the stage at hand, and the parity of its barriers' phase
-  int stage = 0, parity = 0;
-
-  __device__ __forceinline__ void advance(int stages) {
-    if (++stage == stages) stage = 0, parity ^= 1;
-  }
-};
-
-struct Barriers {
-  uint64_t *full, *empty, *first;  // [stages]: copied; read; the first warpgroup's products have been started
-};
-
-template <int kColumns, bool kTall>
-struct Tile {
-  static constexpr int kWide = kColumns / kBox;  // blocks of columns of a warpgroup
-  static constexpr int kUnits = kTall ? 1 : 2;   // warpgroups side by side
-  static constexpr int kGradBoxes = kTall ? 2 : 1;
-  static constexpr int kHigh = kRows * kGradBoxes;
-  static constexpr int kRegisters = kColumns / 2;
-};
 
 // One thread: boxes of every rectangle of every sample, a stage after the other.
 template <int kColumns, bool kTall>
@@ -126,100 +59,6 @@ __device__ __forceinline__ void copy_boxes(const TensorMap& grads, const TensorM
           ring.advance(boxes.stages);
         }
   }
-}
-
-// Warp 1 or 2: the bias's gradient of every tiles_across-th sample, from one box of grad_output. Lane l takes the 16
-// bytes l % 8 of rows l / 8, l / 8 + 4, ... wgmma keeps shared memory busy: many loads must be under way. `total` is
-// this warp's, of shared memory: registers are few here.
-template <class half_t, int kColumns, bool kTall>
-__device__ __forceinline__ void add_bias(const Arguments& p, const unsigned char* stages, const Barriers& barriers,
-                                         float* total, int which, int lane) {
-  using Shape = Tile<kColumns, kTall>;
-  constexpr int kPiece = 8, kRowsAtOnce = 4, kTogether = 5;
-  const Boxes& boxes = p.boxes;
-  const int positions = boxes.width * boxes.height;
-  float* const mine = total + kPiece * lane;  // of lanes below 8
-  Ring ring;
-  Segment at;
-  for (int number = 0; segment_of(p.schedule, blockIdx.x, number, at); ++number) {
-    if (lane < kBox / kPiece) {
-#pragma unroll
-      for (int i = 0; i < kPiece; ++i) mine[i] = 0;
-    }
-#pragma unroll 1
-    for (int n = at.first; n < at.last; ++n) {
-      const bool takes = which < Shape::kGradBoxes && n % p.schedule.tiles_across == at.across;
-      float sum[kPiece] = {};
-#pragma unroll 1
-      for (int rectangle = 0; rectangle < boxes.across * boxes.down; ++rectangle) {
-        barrier_wait(barriers.full + ring.stage, ring.parity);
-        const unsigned char* const box = stages + ring.stage * boxes.stage_bytes + which * boxes.grad_bytes;
-#pragma unroll 1
-        for (int r = lane / 8; takes && r < positions; r += kTogether * kRowsAtOnce) {
-          uint4 pieces[kTogether];
-#pragma unroll
-          for (int j = 0; j < kTogether; ++j) {  // rows beyond are the last one, and count nothing
-            const int row = min(r + j * kRowsAtOnce, positions - 1);
-            pieces[j] = *reinterpret_cast<const uint4*>(box + row * 2 * kBox + ((lane ^ row) % 8) * 16);
-          }
-#pragma unroll
-          for (int j = 0; j < kTogether; ++j)
-            if (r + j * kRowsAtOnce < positions) {
-              add_halves<half_t>(sum[0], sum[1], pieces[j].x), add_halves<half_t>(sum[2], sum[3], pieces[j].y);
-              add_halves<half_t>(sum[4], sum[5], pieces[j].z), add_halves<half_t>(sum[6], sum[7], pieces[j].w);
-            }
-        }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(barriers.empty + ring.stage);
-        ring.advance(boxes.stages);
-      }
-      if (!takes) continue;
-      float square = 0;
-#pragma unroll
-      for (int i = 0; i < kPiece; ++i) {
-        sum[i] += __shfl_xor_sync(full_warp, sum[i], 8);
-        sum[i] += __shfl_xor_sync(full_warp, sum[i], 16);
-        square = fmaf(sum[i], sum[i], square);
-      }
-#pragma unroll
-      for (int distance = 4; distance; distance /= 2) square += __shfl_xor_sync(full_warp, square, distance);
-      if (lane == 0)
-        p.bias_squares[(int64_t(n) * p.schedule.tiles_down + at.down) * Shape::kGradBoxes + which] = square;
-      const float scale = p.scale ? p.scale[n] : 1.f;
-      if (scale == 0 || lane >= kBox / kPiece) continue;
-#pragma unroll
-      for (int i = 0; i < kPiece; ++i) mine[i] = fmaf(scale, sum[i], mine[i]);
-    }
-    if (which >= Shape::kGradBoxes || !p.bias_gradient || lane >= kBox / kPiece) continue;
-    const int place = at.slot < 0 ? at.tile : p.schedule.tiles() + at.slot;
-    float* const out = p.bias_sums + int64_t(place) * Shape::kHigh + which * kRows + kPiece * lane;
-#pragma unroll
-    for (int i = 0; i < kPiece; ++i) out[i] = mine[i];
-  }
-}
-
-// 16 rows x 32 columns of a warp's sum, from its registers: rows of 8 columns, 16 bytes a lane.
-template <class half_t>
-__device__ __forceinline__ void store_strip(const Arguments& p, const float (&d)[16], int row, Column column,
-                                            int within, int lane) {
-  const int channel = column.channel + within + 8 * (lane % 4);
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    uint32_t words[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) words[j] = pack<half_t>(d[4 * j + 2 * h], d[4 * j + 2 * h + 1]);
-    const uint4 piece = transpose_quad(words, lane);
-    const int64_t r = row + lane / 4 + 8 * h;
-    if (r < p.O && column.tap >= 0 && channel < p.channels)
-      *reinterpret_cast<uint4*>(static_cast<half_t*>(p.weight) + (r * p.boxes.taps + column.tap) * p.channels +
-                                channel) = piece;
-  }
-}
-
-// Row of the gradient where a multiplying warp's part of a tile begins; 0 <= warp < 8.
-template <bool kTall>
-__device__ __forceinline__ int row_of(int down, int warp) {
-  return kTall ? down * 2 * kRows + warp * 16 : down * kRows + warp % 4 * 16;
 }
 
 // f(std::integral_constant of steps): the compiler lets wgmmas run on only where it knows how many there are.
@@ -342,83 +181,12 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t stages, co
   }
 }
 
-// The blocks that share the tile which is number `left` of those left over, in the order of samples. None if one block
-// has it whole, and has written it.
-struct Sharers {
-  int block, count, first_slot;
-
-  __device__ __forceinline__ Sharers(const Schedule& s, int left) {
-    const int begin = left * s.N, end = begin + s.N;
-    block = begin / (s.each + 1);
-    while (s.first_item(block + 1) <= begin) ++block;
-    const int from = s.first_item(block);
-    first_slot = 2 * block + (from >= begin ? 0 : 1);
-    if (from <= begin && s.first_item(block + 1) >= end) {
-      count = 0;
-      return;
-    }
-    for (count = 1; block + count < s.blocks && s.first_item(block + count) < end;) ++count;
-  }
-
-  __device__ __forceinline__ int slot(int which) const {
-    return which ? 2 * (block + which) : first_slot;
-  }
-
-  // sum += the value of every sharer's slot, several loads in flight.
-  template <int size, class Load>
-  __device__ __forceinline__ void add(float (&sum)[size], const Load& load) const {
-    constexpr int kTogether = 4;
-#pragma unroll 1
-    for (int i = 0; i < count; i += kTogether) {
-      float values[kTogether][size];
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        const int which = min(i + j, count - 1);
-        load(values[j], slot(which));
-      }
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j)
-        if (i + j < count) {
-#pragma unroll
-          for (int k = 0; k < size; ++k) sum[k] += values[j][k];
-        }
-    }
-  }
-};
-
 __device__ __forceinline__ void sum_squares(const float* parts, int count, float* out, int lane) {
   double sum = 0;
 #pragma unroll 4
   for (int i = lane; i < count; i += warp_threads) sum += double(__ldcg(parts + i));
   sum = warp_sum(sum);
   if (lane == 0) *out = float(sum);
-}
-
-// Four outputs of the bias's gradient: a lane takes every 32nd of the sums that the row's tiles and their sharers left.
-template <class half_t, int kHigh>
-__device__ __forceinline__ void finish_bias(const Arguments& p, int item, int lane) {
-  const Schedule& s = p.schedule;
-  const int down = item / (kHigh / 4), row = item % (kHigh / 4) * 4, most = s.most_sharers();
-  float sum[4] = {};
-#pragma unroll 1
-  for (int i = lane; i < s.tiles_across * most; i += warp_threads) {
-    const int across = i / most, share = i - across * most, tile = s.tile_at(down, across);
-    const int left = tile - s.whole * s.blocks;
-    int place = share ? -1 : tile;
-    if (left >= 0) {
-      const Sharers sharers(s, left);
-      if (sharers.count) place = share < sharers.count ? s.tiles() + sharers.slot(share) : -1;
-    }
-    if (place < 0) continue;
-    const float4 part = __ldcg(reinterpret_cast<const float4*>(p.bias_sums + int64_t(place) * kHigh + row));
-    sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    sum[i] = warp_sum(sum[i]);
-    const int out = down * kHigh + row + i;
-    if (lane == 0 && out < p.O) static_cast<half_t*>(p.bias_gradient)[out] = narrow<half_t>(sum[i]);
-  }
 }
 
 // One warp's part of what is left once all blocks have been through: sums of squares, and of shared tiles.
@@ -493,7 +261,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (group == 0) {
     give_registers<56>();
     if (warp == 0 && lane == 0) copy_boxes<kColumns, kTall>(grads, input, p, stages, barriers);
-    if (p.bias && (warp == 1 || warp == 2)) add_bias<half_t, kColumns, kTall>(p, stages, barriers, bias_totals[warp - 1], warp - 1, lane);
+    if (p.bias && (warp == 1 || warp == 2))
+      add_bias<half_t, kColumns, kTall>(p, stages, barriers, bias_totals[warp - 1], warp - 1, lane);
     __syncwarp();
     grid_barrier();
   } else {

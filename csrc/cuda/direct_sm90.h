@@ -20,7 +20,7 @@ constexpr int kBox = 64;       // features of a box: 128 bytes
 constexpr int kDepth = 16;     // positions that one wgmma adds up
 constexpr int kMostSteps = 8;  // of kDepth in a rectangle
 constexpr int kMostStages = 8;
-constexpr int kRows = 64;                   // of the gradient, of one warpgroup
+constexpr int kRows = 64;                    // of the gradient, of one warpgroup
 constexpr int kSharedBytes = 232448 - 1024;  // what a block may have, less its barriers and totals
 
 // Who does what: each of G blocks first takes `whole` tiles with all their samples, then its share of the (tile,

@@ -86,7 +86,8 @@ struct SqNorms {  // null: not wanted
   void* bias;     // [N] acc
 };
 
-struct Gradients {    // weighted sums over the samples, in the operands' dtype, rounded once
+// Weighted sums over the samples, in the operands' dtype, rounded once. A sample of scale 0 is left out, nan included.
+struct Gradients {
   void* weight;       // [O, I] or [O, C / groups, kH, kW], contiguous
   void* bias;         // [O], or null
   const void* scale;  // [N] acc, contiguous; null: all ones

@@ -119,6 +119,18 @@ class Convolution final : public Layer {
     return {{Tensor(), weight, bias_rows(operands).sum(at::IntArrayRef({0, 1}))}, at::cat({sq, of_bias})};
   }
 
+  Gradients scaled(const Operands& operands, const Tensor& w, const Tensor& scale, const Wanted& wanted) const override {
+    const bool together = wanted.bias && !o_.transposed;
+    const auto [from, to] = ends(operands);
+    Tensor weight, bias;
+    if (from.is_cpu())
+      std::tie(weight, bias) = conv2d_scaled(from, to, geometry(), scale, together);
+    else  // where the norms come with the tiles
+      std::tie(weight, bias, std::ignore) = conv2d_fused(from, to, geometry(), scale, together);
+    if (!together) bias = wanted.bias ? scaled_bias(operands, scale) : Tensor();
+    return {Tensor(), weight.view(w.sizes()), bias};
+  }
+
   Tensor weight_dots(const Operands& operands, const Tensor& direction) const override {
     const auto [from, to] = ends(operands);
     const Geometry g = geometry();

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..clipping import Books, factors_of, group, is_unscaled, unscaled_by
+from ..clipping import Books
+from ..deferred import Deferred
 from ..errors import CoverageError
+from ..factors import Group, factors_of, is_unscaled, unscaled_by
 from ..norms import combine
 from ..rules import Layer
 from .frames import NONE, Answer, Frames, Told
@@ -44,6 +46,8 @@ class Record:
         self._recorder, self._parameters, self._layers = recorder, parameters, layers
         self._options = options
         self.books = Books(recorder, parameters)
+        if not options["weight_grad"]:
+            self.books = Deferred(recorder, parameters, options["loss_scale"])
         self._frames = Frames()
         self._serial = 0  # of forwards
         self._read = False
@@ -187,6 +191,7 @@ class Record:
         per: str,
         max_norm: float | Tensor | None,
         factors: Callable[[Tensor], Tensor] | None,
+        drops: bool,
     ) -> Tensor | dict[str, Tensor]:
         """The norms before it."""
         unscaled = unscaled_by(self._options["loss_scale"])
@@ -198,8 +203,10 @@ class Record:
         groups = []
         for key, places in self._groups(per).items():
             norm = by_group[key]
-            groups.append(group(places, norm, factors_of(norm, max_norm, factors), sizes))
-        if factors is None and bool(torch.as_tensor(max_norm).isposinf().all()):
+            by_sample = factors_of(norm, max_norm, factors, drops)
+            groups.append(Group(places, norm, by_sample, sizes))
+        stays = self._options["weight_grad"] and factors is None and not drops
+        if stays and bool(torch.as_tensor(max_norm).isposinf().all()):
             groups = []  # of all processes alike: nothing is touched
         self.books.clip(runs, groups, unscaled)
         return norms
