@@ -245,3 +245,19 @@ def test_no_samples_and_no_positions() -> None:
         weight, bias, _ = operator("linear_fused")(a, b, None, True)
         assert not weight.any()
         assert not bias.any()
+
+
+def battery() -> None:
+    """What planted bugs are held to: every variant of the kernel, tiles whole and shared."""
+    with operators().hopper():
+        linear, conv2d = (0, 4, 5, 6, 8, 9, 10), (0, 1, 2, 4, 5, 6, 7, 11, 12, 13)
+        for problem in (*(LINEAR[i] for i in linear), *(CONV2D[i] for i in conv2d)):
+            for count in (5, 2):
+                with operators().multiprocessors(count):
+                    a, b = operands(problem, torch.bfloat16, "gaussians")
+                    truth = case(problem, torch.bfloat16, "gaussians")[2]
+                    assert_right(problem, a, b, truth, "gaussians")
+        for problem in (LINEAR[5], CONV2D[2]):
+            test_a_sample_of_factor_zero_is_left_out(problem, float("nan"))
+            with operators().order("shuffled"):
+                test_without_a_bias(problem)
