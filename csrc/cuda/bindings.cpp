@@ -171,6 +171,13 @@ void fused_of_rows(const Run& run, const Rows& rows, const Gradients& gradients,
   }
 }
 
+// sum_n scale_n G_n alone
+void scaled_of_rows(const Run& run, const Rows& rows, const Gradients& gradients) {
+  const LinearProblem p = problem_of(rows, run);
+  if (p.T > 1 && rows_by_sm90(run, rows, &gradients, {nullptr, nullptr})) return;
+  run_fused(run, p, gradients, {nullptr, nullptr});
+}
+
 // Operators
 
 Tensor rank1_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias) {
@@ -265,21 +272,57 @@ Tensor conv2d_direct_sq_norms(const Tensor& input, const Tensor& grad_output, In
   });
 }
 
-// The weight's gradient of halves lies as the input does, as the framework's: ops.py says the same of fake tensors.
+// The weight's gradient of halves lies as the input does, as the framework's: fakes.py says the same.
+Tensor in_order_of(const Tensor& input, const ConvShape& s, const Tensor& weight, bool channels_last) {
+  if (s.kH * s.kW == 1 || input.element_size() != 2) return weight;
+  const Tensor made = channels_last ? weight.view({s.O, s.kH, s.kW, s.C}).permute({0, 3, 1, 2}) : weight;
+  return made.contiguous(input.suggest_memory_format());
+}
+
 Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, IntArrayRef kernel_size, IntArrayRef stride,
                    IntArrayRef padding, IntArrayRef dilation, int64_t groups, const std::optional<Tensor>& scale,
                    bool bias) {
   const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
   check_scale(scale, s.N, input);
   bool channels_last = false;  // as it was made
-  auto [weight, grad_bias, sq_norms] =
+  const auto [weight, grad_bias, sq_norms] =
       gradients_and_norms(input, {s.O, s.C / s.groups, s.kH, s.kW}, s.N, scale, bias, is_empty(s),
                           [&](const Run& run, const Gradients& gradients, const SqNorms& sq_norms) {
                             channels_last = fused_of_images(run, s, input, grad_output, gradients, sq_norms);
                           });
-  if (s.kH * s.kW == 1 || input.element_size() != 2) return {weight, grad_bias, sq_norms};
-  if (channels_last) weight = weight.view({s.O, s.kH, s.kW, s.C}).permute({0, 3, 1, 2});
-  return {weight.contiguous(input.suggest_memory_format()), grad_bias, sq_norms};
+  return {in_order_of(input, s, weight, channels_last), grad_bias, sq_norms};
+}
+
+Scaled linear_scaled(const Tensor& activations, const Tensor& grad_output, const Tensor& scale, bool bias) {
+  const RowShape s = check_rows(activations, grad_output);
+  check_scale(scale, s.N, activations);
+  const auto [weight, grad_bias, none] =
+      gradients_and_norms(activations, {s.O, s.I}, s.N, scale, bias, grad_output.numel() == 0,
+                          [&](const Run& run, const Gradients& gradients, const SqNorms&) {
+                            scaled_of_rows(run, {activations, grad_output}, gradients);
+                          });
+  return {weight, grad_bias};
+}
+
+Scaled conv2d_scaled(const Tensor& input, const Tensor& grad_output, IntArrayRef kernel_size, IntArrayRef stride,
+                     IntArrayRef padding, IntArrayRef dilation, int64_t groups, const Tensor& scale, bool bias) {
+  const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
+  check_scale(scale, s.N, input);
+  bool channels_last = false;
+  const auto [weight, grad_bias, none] = gradients_and_norms(
+      input, {s.O, s.C / s.groups, s.kH, s.kW}, s.N, scale, bias, is_empty(s),
+      [&](const Run& run, const Gradients& gradients, const SqNorms& scratch) {
+        const Served served = images_by_sm90(run, s, input, grad_output, &gradients, {nullptr, nullptr});
+        channels_last = served == Served::kChannelsLast;
+        if (served != Served::kNot) return;
+        const Images images = in_one_order(s, input, grad_output);
+        const Conv2dProblem p = problem_of(s, images.input, images.grads, run);
+        if (!planes_suit(p)) return run_fused(run, p, gradients, {nullptr, nullptr});
+        run("planes", planes_fused_workspace(p), [&](void* workspace, cudaStream_t on) {
+          return launch_planes_fused(p, gradients, scratch, workspace, on);
+        });
+      });
+  return {in_order_of(input, s, weight, channels_last), grad_bias};
 }
 
 }  // namespace
@@ -292,9 +335,11 @@ IMPLEMENT_OPERATORS(m) {
   m.impl("direct_sq_norms", direct_sq_norms);
   m.impl("bias_sq_norms", bias_sq_norms);
   m.impl("linear_fused", linear_fused);
+  m.impl("linear_scaled", linear_scaled);
   m.impl("conv2d_gram_sq_norms", conv2d_gram_sq_norms);
   m.impl("conv2d_direct_sq_norms", conv2d_direct_sq_norms);
   m.impl("conv2d_fused", conv2d_fused);
+  m.impl("conv2d_scaled", conv2d_scaled);
 }
 
 #ifdef CUDA_EMULATION

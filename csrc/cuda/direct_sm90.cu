@@ -125,17 +125,18 @@ bool lay_out(const Layer& layer, const Kind& kind, int width, int height, Boxes&
 }
 
 // Clocks of one sample of one tile: the products, or the bytes that L2 gives a multiprocessor, of which rows outside of
-// the operands are none; a barrier's round for each rectangle, and the squares at the end. Measured on an H200.
-double clocks_of(const Layer& layer, const Boxes& b, const Kind& kind) {
+// the operands are none, and narrow boxes come slower; a barrier's round for each rectangle, and the squares and sums
+// at the end. Fewer than four stages leave the products waiting. Measured on an H200.
+double clocks_of(const Layer& layer, const Boxes& b, const Kind& kind, bool gradient) {
   const double rectangles = double(b.across) * b.down, positions = double(layer.grads.width) * layer.grads.height;
   const double steps = double(b.shorter) * b.steps + (rectangles - b.shorter) * b.last_steps;
   const double products = 1.2 * steps * kind.columns + 70 * rectangles;
-  const double bytes = b.copied_bytes * positions / (b.width * b.height) / 36;
-  return std::max(products, bytes) + 0.05 * (products + bytes) + (b.stages < 4 ? 0.01 * products : 0) + 150 -
-         0.001 * b.width;
+  const double bytes = b.copied_bytes * positions / (b.width * b.height) / 36 * (1 + 1.0 / b.width);
+  return (std::max(products, bytes) + 0.05 * (products + bytes)) * (b.stages < 4 ? 1.3 : 1) +
+         (gradient ? 4.4 : 2.4) * kind.columns - 0.001 * b.width;
 }
 
-Plan plan_for(const Layer& layer, const Kind& kind, int blocks) {
+Plan plan_for(const Layer& layer, const Kind& kind, bool gradient, int blocks) {
   Plan best{kind, {}, {}, 0};
   const bool rows = layer.grads.height == 1;
   const int64_t width = layer.grads.width, height = layer.grads.height, most = kMostSteps * kDepth;
@@ -145,7 +146,7 @@ Plan plan_for(const Layer& layer, const Kind& kind, int blocks) {
       if (!kind.halo && w > (rows ? ceil_div<int64_t>(width, kDepth) * kDepth : width)) break;
       Boxes boxes;
       if (!lay_out(layer, kind, int(w), int(h), boxes)) continue;
-      const double clocks = clocks_of(layer, boxes, kind);
+      const double clocks = clocks_of(layer, boxes, kind, gradient);
       if (best.clocks == 0 || clocks < best.clocks) best.boxes = boxes, best.clocks = clocks;
     }
   if (best.clocks == 0) return best;
@@ -170,7 +171,7 @@ Plan choose_plan(const Layer& layer, bool gradient, int blocks) {
   for (const Kind kind : {Kind{192, true, false}, Kind{192, false, false}, Kind{gradient ? 128 : 256, true, false},
                           Kind{192, true, true}, Kind{192, false, true}}) {
     if (kind.halo && !halo) continue;
-    const Plan plan = plan_for(layer, kind, blocks);
+    const Plan plan = plan_for(layer, kind, gradient, blocks);
     if (plan.clocks > 0 && (best.clocks == 0 || plan.clocks < best.clocks)) best = plan;
   }
   return best;
@@ -239,7 +240,7 @@ Arguments carve(const Plan& plan, const Layer& layer, const Gradients* gradients
   p.squares = carver.take<float>(layer.N * p.parts * sizeof(float));
   p.bias_squares = carver.take<float>(layer.N * p.schedule.tiles_down * high * sizeof(float));
   p.sq_norms = static_cast<float*>(sq_norms.weight), p.bias_sq_norms = static_cast<float*>(sq_norms.bias);
-  p.bias = sq_norms.bias;
+  p.bias = sq_norms.bias || (gradients && gradients->bias);
   if (!gradients) return p;
   p.scale = static_cast<const float*>(gradients->scale);
   p.weight = gradients->weight, p.bias_gradient = gradients->bias;

@@ -196,9 +196,9 @@ __device__ __forceinline__ void finish(const Arguments& p, int worker, int worke
   constexpr int kStrips = kColumns / 32;
   const Schedule& s = p.schedule;
   for (int item = worker; item < s.N; item += workers) {
-    sum_squares(p.squares + int64_t(item) * p.parts, p.parts, p.sq_norms + item, lane);
+    if (p.sq_norms) sum_squares(p.squares + int64_t(item) * p.parts, p.parts, p.sq_norms + item, lane);
     const int boxes = s.tiles_down * Shape::kGradBoxes;
-    if (p.bias) sum_squares(p.bias_squares + int64_t(item) * boxes, boxes, p.bias_sq_norms + item, lane);
+    if (p.bias_sq_norms) sum_squares(p.bias_squares + int64_t(item) * boxes, boxes, p.bias_sq_norms + item, lane);
   }
   if constexpr (kGradient) {
     for (int item = worker; item < s.left * kWarps * kStrips; item += workers) {

@@ -26,7 +26,7 @@ struct Arguments {
   float* bias_sums;                 // [tiles + 2 blocks][128]: of tiles that one block has, and of shares
   float* squares;                   // [N, parts]
   float* bias_squares;              // [N, boxes of all outputs]
-  float *sq_norms, *bias_sq_norms;  // [N]
+  float *sq_norms, *bias_sq_norms;  // [N], or null
 };
 
 template <class half_t>
