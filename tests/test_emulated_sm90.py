@@ -187,6 +187,21 @@ def test_without_a_bias(problem: Linear | Conv2d) -> None:
     assert_gradients(problem, weight, truth.bias.sum(0).to(a.dtype), truth, full)
 
 
+@pytest.mark.parametrize("problem", [LINEAR[5], LINEAR[8], CONV2D[1], CONV2D[4]])
+def test_gradients_alone(problem: Linear | Conv2d) -> None:
+    """As deferred clipping wants them, once norms are known: the bits of both together."""
+    a, b = operands(problem, torch.bfloat16, "gaussians")
+    scale, before = scales(problem), operators().launches()
+    if isinstance(problem, Linear):
+        weight, bias = operator("linear_scaled")(a, b, scale, True)
+    else:
+        weight, bias = operator("conv2d_scaled")(a, b, *problem.geometry, scale, True)
+    assert operators().launches() == before + 1
+    both = fused(problem, a, b, scale)
+    assert torch.equal(weight, both[0])
+    assert torch.equal(bias, both[1])
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("problem", [LINEAR[5], LINEAR[8], CONV2D[2], CONV2D[11]])
 def test_a_sample_of_factor_zero_is_left_out(problem: Linear | Conv2d, poison: float) -> None:
