@@ -11,7 +11,6 @@
 
 #ifdef CUDA_EMULATION
 bool cuda_emulation_batched = false;
-bool cuda_emulation_sm90 = false;
 #endif
 
 namespace torchgradx::cuda {
