@@ -16,6 +16,7 @@ from .jobs import (
     score,
 )
 from .scoring import grad_norms
+from .tokens import token_weights
 from .verify import Report, verify
 
 __version__ = _version("torchgradx")
@@ -36,5 +37,6 @@ __all__ = [
     "ops",
     "save_scores",
     "score",
+    "token_weights",
     "verify",
 ]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .options import check, fitting
+from .options import Scale, check, fitting
 from .passes import plain
 from .passes.backwards import Backwards, weakly
 from .passes.frames import Told, enclosing
@@ -34,6 +34,7 @@ from .sites.recurrent import Site, site_of
 from .sites.standing import Standing
 from .sites.trace import Call, Trace, outside, root_of
 from .table import COMPUTED, Context, Parameters, find_layers
+from .tokens import MEAN, ONE, TokenWatch
 
 if ops.NATIVE:
     from ._C import Pass, Recorder
@@ -49,8 +50,8 @@ MIXED = "same_samples() met forwards of a whole compiled graph and others"
 def attach(
     model: nn.Module,
     *,
-    loss_reduction: str = "mean",
-    loss_scale: float | Tensor | torch.amp.GradScaler = 1.0,
+    loss_reduction: str = MEAN,
+    loss_scale: Scale | torch.amp.GradScaler | Callable[..., Scale] = ONE,
     batch_dim: int = 0,
     batch_size: int | Callable[[tuple[Any, ...], dict[str, Any]], int] | None = None,
     layout: Mapping[str, str] | None = None,
@@ -74,8 +75,11 @@ def attach(
         model: any module; it is used as it is, and given back as it was by `Probe.remove`.
         loss_reduction: how the loss combines its samples: "mean" (the 1/N is undone, so that
             norms are those of each sample's own loss) or "sum".
-        loss_scale: what the loss is multiplied by before `backward()`: a number, a Tensor [N], or
-            a GradScaler; norms come back divided by it.
+        loss_scale: what the loss is multiplied by before `backward()`: a number, a Tensor [N], a
+            GradScaler, or a callable (args, kwargs) or () that returns a number or a Tensor [N]
+            for each forward; norms come back divided by it, and are 0 where it is 0.
+            `probe.loss_scale = ...` sets it for the passes to come. For token means see
+            `torchgradx.token_weights`.
         batch_dim: where the samples are in inputs and activations: 0, or 1 (sequence first).
         batch_size: N, or a callable (args, kwargs) -> N, where the model's first tensor argument
             does not show it.
@@ -147,6 +151,7 @@ class Probe(Reader):
         self._backwards = Backwards(self._recorder, forward_to("_over"))
         given = options["directions"]
         self.directions = {} if given is None else given
+        self._tokens = TokenWatch(options)
         self._joint: list[Pass] | None = None
         self._paused = 0
         self._seen = _Seen()
@@ -240,6 +245,8 @@ class Probe(Reader):
             self._recorder.refuse(-1, UNSHOWN)
             return None
         run, new = self._open(module, n, serial, told)
+        if run is not None and new:
+            self._record.ask_scale(run, args, kwargs)
         if new or told.joint:
             batch_dim = self._options["batch_dim"]
             self._audit.witness.start(n, module, (args, kwargs), batch_dim, not new)
@@ -291,6 +298,7 @@ class Probe(Reader):
         if run is not None:
             if new:
                 self._recorder.enlist(run)
+                self._record.ask_scale(run)
             elif not run.in_graph:
                 run.refuse(-1, MIXED)
             again: Any = weakref.WeakMethod(self._outside)  # the graph must not own the probe
@@ -328,6 +336,8 @@ class Probe(Reader):
             self._drained()
         if inner or not run or out is None or not self._standing.on:
             return
+        if self._tokens.on:
+            self._tokens.watch(out, run.n)
         if not known:
             looked = looked.beside(self._options, (args, kwargs), out, run.n)
         if looked.taint is not None:

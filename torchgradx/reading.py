@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .explain import explanation
-from .options import check_per, check_scale, placed
+from .options import Scale, check_per, check_scale, placed
 from .proof.accounts import require_all
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .proof.audit import Audit
     from .rules import Layer
     from .table import Parameters
+    from .tokens import TokenWatch
 
 __all__ = ["Reader"]
 
@@ -31,6 +32,7 @@ class Reader:
     _recorder: Any
     _parameters: Parameters
     _layers: list[Layer]
+    _tokens: TokenWatch
     _directions: Mapping[str, Tensor]
     _directed: list[Tensor | None]  # by place; empty: no directions
 
@@ -51,6 +53,7 @@ class Reader:
         """
         if loss_scale is not None:
             check_scale(loss_scale)
+            self._tokens.on = False
         self._ready(per)
         return self._record.norms(per, loss_scale)
 
@@ -100,6 +103,23 @@ class Reader:
         """
         self._ready(per)
         return self._record.gradients(per)
+
+    @property
+    def loss_scale(self) -> Any:
+        """What the loss is multiplied by: a number, a Tensor [N] or a callable; see `attach`.
+
+        Setting it holds for the passes to come and for all that reads them: `norms`, `dot`,
+        `clip_grad_norm_`, `NoiseScale`, `OutlierWatch`. If `attach` was given a GradScaler, its
+        scale is undone as well.
+        """
+        return self._record.scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: Scale | Callable[..., Scale]) -> None:
+        if not callable(scale):
+            check_scale(scale, " or a callable")
+        self._tokens.on = False
+        self._record.scale = scale
 
     @property
     def directions(self) -> dict[str, Tensor]:
@@ -183,3 +203,5 @@ class Reader:
         self._settle()
         self._record.require(self._backwards.under_way())
         require_all(self._record, self._recorder, self._parameters, self._layers)
+        if self._tokens.on:
+            self._tokens.warn()

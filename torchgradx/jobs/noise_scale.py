@@ -115,7 +115,7 @@ class NoiseScale:
             self._names = list(groups)
             sq_norms = torch.stack(list(groups.values())).double().cpu().square()  # [K, N]
             most = weights.abs() @ sq_norms.sum(0).sqrt()
-            count = torch.tensor(float(len(weights)), dtype=torch.float64)
+            count = weights.count_nonzero().double()  # a weight of 0 is that of no sample
             own = torch.stack([count, weights.sum(), weights.square().sum(), most])
             here, sharded = self._sq_grads(probe)
         alike = torch.stack([here.sum(), here.sum().square()])
