@@ -216,7 +216,7 @@ def test_a_wrong_argument_is_named_and_ends_with_2(user, capsys):
         ("--seeds", lambda: score("--seeds", "0")),
         ("out must end in", lambda: score(out="s.txt")),
         ("top_classes", lambda: score("--top-classes", "2")),
-        ("--kind", lambda: score("--kind", "loss")),
+        ("--kind", lambda: score("--kind", "length")),
         ("--batch-size", lambda: score("--batch-size", "many")),
         ("batch_size", lambda: score("--batch-size", "0")),
         ("--samples", lambda: verify("--samples", "0")),

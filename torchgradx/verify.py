@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from .errors import CoverageError, VerificationError
-from .proof.arguments import tensors_in
-from .scoring import Loss, call, norms_alone
+from .scoring import Loss, call, norms_alone, one_sample
 
 __all__ = ["Report", "verify"]
 
@@ -127,8 +125,8 @@ def _loop(
     held = dict(twin.named_parameters())
     found: dict[str, list[Tensor]] = {name: [] for name in names}
     for sample in range(n):
-        one_input = _sample(inputs, sample, n, batch_dim)
-        one_target = _sample(targets, sample, n, 0)
+        one_input = one_sample(inputs, sample, n, batch_dim)
+        one_target = one_sample(targets, sample, n, 0)
         twin.zero_grad()
         with torch.enable_grad():
             loss = loss_fn(call(twin, one_input), one_target)
@@ -148,13 +146,3 @@ def _computed_by(model: nn.Module) -> dict[int, Any]:
     """What a forward left in attributes, for a deepcopy that may not copy what has a graph."""
     held = (t for module in model.modules() for t in vars(module).values())
     return {id(t): t.detach() for t in held if isinstance(t, Tensor) and not t.is_leaf}
-
-
-def _sample(tree: Any, sample: int, n: int, dim: int) -> Any:
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim():
-            return leaf
-        d = dim if leaf.dim() > dim else 0
-        return leaf.narrow(d, sample, 1) if leaf.shape[d] == n else leaf
-
-    return tree_map(one, tree) if tensors_in(tree) else tree
