@@ -41,7 +41,9 @@ if ops.NATIVE:
 else:
     Pass, Recorder = plain.Pass, plain.Recorder
 
-__all__ = ["Probe", "attach"]
+__all__ = ["Probe", "attach", "set_aside"]
+
+_probes: weakref.WeakSet[Probe] = weakref.WeakSet()  # those that are attached
 
 UNSHOWN = "the model was called without a tensor that shows N: say batch_size="
 MIXED = "same_samples() met forwards of a whole compiled graph and others"
@@ -154,10 +156,12 @@ class Probe(Reader):
         self._tokens = TokenWatch(options)
         self._joint: list[Pass] | None = None
         self._paused = 0
+        self._asides = 0  # contexts in which another probe has the model
         self._seen = _Seen()
         self._sites: list[Site] = []
         self._hooks: Hooks | None = None
         self._listen(model)
+        _probes.add(self)
 
     # Attaching
 
@@ -191,13 +195,15 @@ class Probe(Reader):
     def remove(self) -> None:
         """Leave the model as it was, at once or when the last checkpointed graph in flight dies."""
         self._standing.on = self._trace.on = False
+        _probes.discard(self)
         self._audit.stop()
         self._record.books.close()
         self._drained()
 
     def _drained(self) -> None:
         self._unwind(self._model())
-        if not (self._standing.on or self._recorder.held > 0 or self._recorder.depth()):
+        busy = self._asides or self._recorder.held > 0 or self._recorder.depth()
+        if not (self._standing.on or busy):
             self._leave_model()  # else a forward under way does it at its end
 
     def _leave_model(self) -> None:
@@ -399,6 +405,22 @@ class Probe(Reader):
             self._trace.on = self._standing.on and not self._paused
 
     @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Let another probe have the model inside; see `set_aside`."""
+        self._asides += 1
+        try:
+            with self.paused():
+                self._standing.on = False
+                try:
+                    yield
+                finally:
+                    self._standing.on = self in _probes and self._asides == 1
+        finally:
+            self._asides -= 1
+            if self not in _probes:  # it was removed inside
+                self._drained()
+
+    @contextlib.contextmanager
     def same_samples(self) -> Iterator[None]:
         """All forwards inside are of the same samples: their gradients add up before the norm."""
         before, self._joint = self._joint, []
@@ -406,3 +428,19 @@ class Probe(Reader):
             yield
         finally:
             self._joint = before
+
+
+@contextlib.contextmanager
+def set_aside(model: nn.Module) -> Iterator[None]:
+    """Let another probe attach to a model, or to modules of it, that has one; for that time.
+
+    What runs inside leaves nothing in the record of the probe that stands aside, whose passes in
+    flight are as if it had not run.
+    """
+    modules = set(model.modules())
+    with contextlib.ExitStack() as stack:
+        for probe in list(_probes):
+            attached = probe._model()
+            if attached is not None and not modules.isdisjoint(attached.modules()):
+                stack.enter_context(probe._aside())
+        yield

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from .attach import Probe, attach
+from .attach import Probe, attach, set_aside
 from .errors import CoverageError
 from .options import check_loss, check_per
 from .proof.arguments import tensors_in
@@ -133,9 +133,9 @@ class Said:
             raise CoverageError(
                 "loss_fn takes a mean over the targets that count (ignore_index, weight), of which "
                 "these samples have more or fewer: what a sample is weighted by depends on the "
-                'others. For the norm of each sample\'s own mean say loss_reduction="sum" and loss_scale='
-                "torchgradx.token_weights(targets), in score() as a callable; or average each "
-                "sample's own before the mean over samples",
+                "others. For the norm of each sample's own mean say "
+                'loss_reduction="sum" and loss_scale=torchgradx.token_weights(targets), in score() '
+                "as a callable; or average each sample's own before the mean over samples",
                 probe.gradients("parameter"),
             )
 
@@ -192,6 +192,7 @@ def norms_alone(
     """See `grad_norms` and `sample_norms`."""
     check_loss(loss_fn)
     with (
+        set_aside(model),
         gradients_put_by(model),
         torch.inference_mode(False),
         torch.enable_grad(),

@@ -16,6 +16,8 @@ from .scoring import Loss, call, norms_alone, one_sample
 
 __all__ = ["Report", "verify"]
 
+DROPOUT = nn.modules.dropout._DropoutNd
+
 
 @dataclass(frozen=True)
 class Report:
@@ -87,10 +89,9 @@ def verify(
         raise ValueError(f"rtol must be 0 or more; got {rtol}")
     common = {"batch_dim": batch_dim, **options}
     state = torch.get_rng_state()
+    call = (model, loss_fn, inputs, targets, "parameter", loss_reduction, common)
     try:
-        norms = norms_alone(
-            model, loss_fn, inputs, targets, "parameter", loss_reduction, common, compare=False
-        )
+        norms = norms_alone(*call, compare=False)
     except CoverageError as error:
         raise VerificationError(str(error)) from error
     assert isinstance(norms, dict)
@@ -104,11 +105,23 @@ def verify(
         rtol = max((torch.finfo(d).eps for d in dtypes), default=0.0) ** 0.5
     report = Report(norms, loop, rtol)
     if not report.agrees:
+        why = f"does the model or the loss mix samples, or draw random numbers?{_random(model)}"
+        try:
+            norms_alone(*call)
+        except CoverageError as error:  # the loss itself shows it
+            why = str(error)
         raise VerificationError(
-            "the norms differ from those of each sample alone: does the model or the loss mix "
-            f"samples, or draw random numbers?\n{report}"
+            f"the norms differ from those of each sample alone: {why}\n{report}"
         )
     return report
+
+
+def _random(model: nn.Module) -> str:
+    """What draws random numbers as it is, by name."""
+    modules = model.named_modules()
+    named = [name for name, m in modules if m.training and isinstance(m, DROPOUT) and m.p > 0]
+    more = ", ..." if len(named) > 5 else ""
+    return f" Dropout is on in {', '.join(named[:5])}{more}: say model.eval()." if named else ""
 
 
 def _loop(

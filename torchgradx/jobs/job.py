@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..attach import Probe, attach
+from ..attach import Probe, attach, set_aside
 from ..scoring import gradients_put_by
 from ..sharding import gathers
 from ..table import Parameters
@@ -167,6 +167,7 @@ class Job:
             yield None
             return
         with (
+            set_aside(model),
             gradients_put_by(model),
             torch.inference_mode(False),
             torch.enable_grad(),
