@@ -349,7 +349,7 @@ def test_the_mlp_of_the_other_tests_passes_verify():
 
 def test_a_token_mean_is_told_as_by_grad_norms():
     model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7))
-    x, y = torch.randint(0, 7, (3, 4)), torch.randint(0, 7, (3, 4))
+    x, y = torch.randint(0, 7, (3, 5)), torch.randint(0, 7, (3, 5))
     y[0, 1:] = -100
 
     def token_mean(output, y):
