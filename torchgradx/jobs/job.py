@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -143,7 +144,11 @@ class Job:
             batches.repeated = self._ranks.largest(len(batches)) - len(batches)
         with _untouched(inner, self.eval_mode), self._attached(inner) as probe:
             total = int(self._mine.sum())
-            shown = bar(total, total - int(todo.sum()), self.shown)
+            before = total - int(todo.sum())
+            if before and self._file is not None and self.shown:
+                said = f"going on from {before:,} of {total:,} samples, in {self._file.path}"
+                print(said, file=sys.stderr, flush=True)
+            shown = bar(total, before, self.shown)
             try:
                 for place, (indices, batch) in enumerate(self._pool.read(batches)):
                     inputs, targets = (self.split or split_batch)(moved(batch, first.device))

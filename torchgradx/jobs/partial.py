@@ -64,7 +64,8 @@ class Partial:
 
     def __init__(self, path: Path, facts: Mapping[str, Any], gathered: Gathered, resume: bool):
         self.path, self._gathered = path, gathered
-        path.open("ab").close()  # says what is wrong with a path, as SQLite does not
+        if not path.exists():
+            open(path, "ab").close()  # noqa: SIM115  says what is wrong with a path, as SQLite does not
         self._db = self._open()
         try:
             if not (resume and self._replay(json.loads(json.dumps(facts)))):
@@ -85,9 +86,9 @@ class Partial:
                 raise sqlite3.DatabaseError("malformed")
         except sqlite3.OperationalError as error:
             db.close()
-            raise BlockingIOError(
-                f"{self.path} is being written by another process ({error})"
-            ) from error
+            if "locked" not in str(error):
+                raise OSError(f"{self.path} cannot be written: {error}") from error
+            raise BlockingIOError(f"{self.path} is being written by another process") from None
         except sqlite3.DatabaseError as error:
             db.close()
             if "malformed" in str(error):  # nothing of it can be relied on
