@@ -40,3 +40,8 @@ __all__ = [
     "token_weights",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return [*__all__, "__version__"]

@@ -213,6 +213,10 @@ class Probe(Reader):
         self._hooks, self._sites = None, []
         self._standing.leave()
 
+    @property
+    def _attached(self) -> bool:  # type: ignore[override]
+        return self in _probes
+
     def __reduce__(self) -> tuple[Callable[[], Probe], tuple[()]]:
         """A copy or a pickle, as of a trainer that holds the probe, is attached to nothing."""
         return _unattached, ()

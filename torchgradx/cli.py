@@ -129,7 +129,7 @@ def _score_options(command: argparse.ArgumentParser) -> None:
     add("--kind", action="append", metavar="KIND",
         help="norm: gradient norm (default); egl: expected gradient length over the predicted "
         "labels; loss; el2n: |softmax - onehot|; margin and entropy of the probabilities. Several "
-        "(by commas, or --kind again) are columns. egl, margin, entropy need no targets")  # fmt: skip
+        "(by commas, or --kind again): columns. egl, margin, entropy need no targets")  # fmt: skip
     add("--per", choices=("model", "module", "parameter"), default="model",
         help="a column for the model, or for each part (default: %(default)s)")  # fmt: skip
     add("--top-classes", type=int, metavar="K", help="egl: each sample's K likeliest classes only")

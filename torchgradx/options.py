@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,23 @@ from .errors import CoverageError
 from .reference.chunks import accumulation_dtype
 from .sharding import flattened
 
-__all__ = ["Scale", "check", "check_loss", "check_per", "check_scale", "fitting", "placed"]
+__all__ = [
+    "Model",
+    "Parts",
+    "Per",
+    "Scale",
+    "check",
+    "check_loss",
+    "check_per",
+    "check_scale",
+    "fitting",
+    "placed",
+]
 
 Scale = float | Tensor  # of a loss: a number, or a Tensor [N]
+Model = Literal["model"]  # per= of which a result is one Tensor,
+Parts = Literal["module", "parameter"]  # and of which it is a dict of them
+Per = Literal["model", "module", "parameter"]
 
 if TYPE_CHECKING:
     from .table import Parameters

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor, nn
 
 from .explain import explanation
-from .options import Scale, check_per, check_scale, placed
+from .options import Model, Parts, Per, Scale, check_per, check_scale, placed
 from .proof.accounts import require_all
 
 if TYPE_CHECKING:
@@ -32,9 +32,21 @@ class Reader:
     _recorder: Any
     _parameters: Parameters
     _layers: list[Layer]
+    _attached: bool
     _tokens: TokenWatch
     _directions: Mapping[str, Tensor]
     _directed: list[Tensor | None]  # by place; empty: no directions
+
+    @overload
+    def norms(self, per: Model = "model", loss_scale: Scale | None = None) -> Tensor: ...
+
+    @overload
+    def norms(self, per: Parts, loss_scale: Scale | None = None) -> dict[str, Tensor]: ...
+
+    @overload
+    def norms(
+        self, per: Per | str, loss_scale: Scale | None = None
+    ) -> Tensor | dict[str, Tensor]: ...
 
     def norms(
         self, per: str = "model", loss_scale: float | Tensor | None = None
@@ -131,6 +143,33 @@ class Reader:
         self._directed = placed(given, self._parameters)
         self._directions = dict(given)
 
+    @overload
+    def clip_grad_norm_(
+        self,
+        max_norm: float | Tensor | None = None,
+        per: Model = "model",
+        *,
+        factors: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def clip_grad_norm_(
+        self,
+        max_norm: float | Tensor | None = None,
+        *,
+        per: Parts,
+        factors: Callable[[Tensor], Tensor] | None = None,
+    ) -> dict[str, Tensor]: ...
+
+    @overload
+    def clip_grad_norm_(
+        self,
+        max_norm: float | Tensor | None,
+        per: Parts,
+        *,
+        factors: Callable[[Tensor], Tensor] | None = None,
+    ) -> dict[str, Tensor]: ...
+
     def clip_grad_norm_(
         self,
         max_norm: float | Tensor | None = None,
@@ -176,6 +215,20 @@ class Reader:
             raise TypeError(f"max_norm must be a number or a Tensor [N]; got {max_norm!r}")
         self._ready(per)
         return self._record.clip(per, max_norm, factors)
+
+    def __repr__(self) -> str:
+        model = self._model()
+        state = type(model).__name__ if model is not None else "of a model that is gone"
+        samples = sum(run.n for run, _ in self._record.runs)
+        if not self._attached:
+            return f"Probe({state}, removed)"
+        return (
+            f"Probe({state}, {len(self._parameters.names)} parameters, {samples} samples recorded)"
+        )
+
+    def __dir__(self) -> list[str]:
+        """The public names."""
+        return [name for name in super().__dir__() if not name.startswith("_")]
 
     def explain(self) -> str:
         """Layer by layer: shapes, the algorithm chosen, its cost, what was refused and why."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from .attach import Probe, attach, set_aside
 from .errors import CoverageError
-from .options import check_loss, check_per
+from .options import Model, Parts, check_loss, check_per
 from .proof.arguments import tensors_in
 
 __all__ = [
@@ -138,6 +138,32 @@ class Said:
                 "as a callable; or average each sample's own before the mean over samples",
                 probe.gradients("parameter"),
             )
+
+
+@overload
+def grad_norms(
+    model: nn.Module,
+    loss_fn: Loss,
+    inputs: Any,
+    targets: Any,
+    *,
+    per: Model = "model",
+    loss_reduction: str = "mean",
+    **options: Any,
+) -> Tensor: ...
+
+
+@overload
+def grad_norms(
+    model: nn.Module,
+    loss_fn: Loss,
+    inputs: Any,
+    targets: Any,
+    *,
+    per: Parts,
+    loss_reduction: str = "mean",
+    **options: Any,
+) -> dict[str, Tensor]: ...
 
 
 def grad_norms(

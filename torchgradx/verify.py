@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html import escape
 from numbers import Real
 from typing import Any
 
@@ -19,7 +20,7 @@ __all__ = ["Report", "verify"]
 DROPOUT = nn.modules.dropout._DropoutNd
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What verify() compared: the norms by parameter, of the probe and of the loop."""
 
@@ -43,6 +44,21 @@ class Report:
     @property
     def agrees(self) -> bool:
         return all(error <= self.rtol for error in self.errors().values())
+
+    def __repr__(self) -> str:
+        worst = max(self.errors().values(), default=0.0)
+        said = "agrees" if self.agrees else "differs"
+        return f"Report({said}: {len(self.loop)} parameters, largest error {worst:.1e})"
+
+    def _repr_html_(self) -> str:
+        """As notebooks show it: the table of `print`."""
+        head = f"<tr><th>parameter</th><th>largest error (allowed {self.rtol:.1e})</th></tr>"
+        rows = (
+            f"<tr><td>{escape(name)}</td><td>{error:.2e}"
+            f"{'' if error <= self.rtol else ' differs'}</td></tr>"
+            for name, error in self.errors().items()
+        )
+        return f"<table>{head}{''.join(rows)}</table>"
 
     def __str__(self) -> str:
         errors = self.errors()

@@ -65,7 +65,7 @@ class Partial:
     def __init__(self, path: Path, facts: Mapping[str, Any], gathered: Gathered, resume: bool):
         self.path, self._gathered = path, gathered
         if not path.exists():
-            open(path, "ab").close()  # noqa: SIM115  says what is wrong with a path, as SQLite does not
+            open(path, "ab").close()  # says what is wrong with a path, as SQLite does not
         self._db = self._open()
         try:
             if not (resume and self._replay(json.loads(json.dumps(facts)))):

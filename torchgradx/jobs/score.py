@@ -6,14 +6,14 @@ import inspect
 import os
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
 from ..attach import attach
-from ..options import check_loss, check_per
+from ..options import Model, Parts, check_loss, check_per
 from ..scoring import Loss
 from . import fingerprint
 from .job import Job
@@ -23,6 +23,74 @@ from .ranks import Ranks
 from .tables import checked_path, save_scores
 
 __all__ = ["score"]
+
+Kind = Literal["norm", "egl", "el2n", "loss", "margin", "entropy"]
+
+
+@overload
+def score(
+    model: nn.Module | Iterable[nn.Module],
+    loss_fn: Loss | None,
+    loader: Any,
+    *,
+    per: Model = "model",
+    progress: bool = True,
+    kind: Kind = "norm",
+    top_classes: int | None = None,
+    out: str | os.PathLike[str] | None = None,
+    resume: bool = True,
+    split: Split | None = None,
+    logits: Logits | None = None,
+    indices: Sequence[int] | NDArray[np.integer[Any]] | None = None,
+    eval_mode: bool = True,
+    distributed: bool = True,
+    loss_reduction: str = "mean",
+    **options: Any,
+) -> NDArray[Any]: ...
+
+
+@overload
+def score(
+    model: nn.Module | Iterable[nn.Module],
+    loss_fn: Loss | None,
+    loader: Any,
+    *,
+    per: Parts,
+    progress: bool = True,
+    kind: Kind = "norm",
+    top_classes: int | None = None,
+    out: str | os.PathLike[str] | None = None,
+    resume: bool = True,
+    split: Split | None = None,
+    logits: Logits | None = None,
+    indices: Sequence[int] | NDArray[np.integer[Any]] | None = None,
+    eval_mode: bool = True,
+    distributed: bool = True,
+    loss_reduction: str = "mean",
+    **options: Any,
+) -> dict[str, NDArray[Any]]: ...
+
+
+@overload
+def score(
+    model: nn.Module | Iterable[nn.Module],
+    loss_fn: Loss | None,
+    loader: Any,
+    *,
+    per: Model = "model",
+    progress: bool = True,
+    kind: list[Kind] | tuple[Kind, ...],
+    top_classes: int | None = None,
+    out: str | os.PathLike[str] | None = None,
+    resume: bool = True,
+    split: Split | None = None,
+    logits: Logits | None = None,
+    indices: Sequence[int] | NDArray[np.integer[Any]] | None = None,
+    eval_mode: bool = True,
+    distributed: bool = True,
+    loss_reduction: str = "mean",
+    **options: Any,
+) -> dict[str, NDArray[Any]]: ...
 
 
 def score(
