@@ -119,7 +119,8 @@ class Convolution final : public Layer {
     return {{Tensor(), weight, bias_rows(operands).sum(at::IntArrayRef({0, 1}))}, at::cat({sq, of_bias})};
   }
 
-  Gradients scaled(const Operands& operands, const Tensor& w, const Tensor& scale, const Wanted& wanted) const override {
+  Gradients scaled(const Operands& operands, const Tensor& w, const Tensor& scale,
+                   const Wanted& wanted) const override {
     const bool together = wanted.bias && !o_.transposed;
     const auto [from, to] = ends(operands);
     Tensor weight, bias;
