@@ -53,8 +53,8 @@ class GradNorms(StepNorms, Callback):
         per: "model"; "module" or "parameter" make `norms` a dict, and log their means too.
         prefix: of the names logged: `<prefix>/mean`, `/median`, `/q90`, `/max`.
         on_norms: called with (norms, global step) at each step.
-        noise_scale: count each step into a `NoiseScale`, which the attribute of this name holds, and
-            log it.
+        noise_scale: count each step into a `NoiseScale`, which the attribute of this name holds,
+            and log it.
         outliers: feed an `OutlierWatch`, which the attribute of this name holds, and log how many
             samples of the step it flags.
         options: of `attach`, but for those that the trainer decides.

@@ -31,8 +31,8 @@ class GradNorms(StepNorms, TrainerCallback):
         per: "model"; "module" or "parameter" make `norms` a dict, and log their means too.
         prefix: of the names logged: `<prefix>/mean`, `/median`, `/q90`, `/max`.
         on_norms: called with (norms, global step) at each step.
-        noise_scale: count each step into a `NoiseScale`, which the attribute of this name holds, and
-            log it.
+        noise_scale: count each step into a `NoiseScale`, which the attribute of this name holds,
+            and log it.
             Needs `max_grad_norm=0`: the trainer clips before it calls back.
         outliers: feed an `OutlierWatch`, which the attribute of this name holds, and log how many
             samples of the step it flags.
@@ -73,8 +73,8 @@ class GradNorms(StepNorms, TrainerCallback):
         self.end()  # of a training that ended in an exception
         if self.noise_scale is not None and args.max_grad_norm:
             raise ValueError(
-                "noise_scale=True needs TrainingArguments(max_grad_norm=0): the trainer clips .grad "
-                f"before its callbacks see it; got {args.max_grad_norm}"
+                "noise_scale=True needs TrainingArguments(max_grad_norm=0): the trainer clips "
+                f".grad before its callbacks see it; got {args.max_grad_norm}"
             )
         self.begin(kwargs["model"])
 
