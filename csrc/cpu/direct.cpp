@@ -118,13 +118,13 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
 Scaled linear_scaled(const Tensor& activations, const Tensor& grad_output, const Tensor& scale, bool bias) {
   const RowShape s = check_rows(activations, grad_output);
   check_scale(scale, s.N, activations);
-  const auto [weight, grad_bias, none] = fused_results(
-      activations, {s.O, s.I}, s.N, scale, bias, grad_output.numel() == 0,
-      [&](auto zero, const auto* factors, const Tensor& weight, const Tensor& grad_bias, const Tensor&) {
-        using acc_t = decltype(zero);
-        weight_pass<acc_t>(activations, grad_output, factors, weight);
-        if (bias) bias_pass<acc_t>(Rows<acc_t>(activations, grad_output, true), factors, grad_bias, {});
-      });
+  const auto [weight, grad_bias, none] =
+      fused_results(activations, {s.O, s.I}, s.N, scale, bias, grad_output.numel() == 0,
+                    [&](auto zero, const auto* factors, const Tensor& weight, const Tensor& grad_bias, const Tensor&) {
+                      using acc_t = decltype(zero);
+                      weight_pass<acc_t>(activations, grad_output, factors, weight);
+                      if (bias) bias_pass<acc_t>(Rows<acc_t>(activations, grad_output, true), factors, grad_bias, {});
+                    });
   return {weight, grad_bias};
 }
 
