@@ -1,6 +1,7 @@
 #include "site.h"
 
 #include "node.h"
+#include "text.h"
 
 #include <ATen/ATen.h>
 #include <ATen/SavedTensorHooks.h>
@@ -47,11 +48,11 @@ std::optional<Operands> Site::operands(const Pass& pass, int64_t use, const Save
   }
   const auto operands = layer->operands(saved, grad_output, pass.n, how);
   if (!operands) {
-    std::ostringstream reason;
-    reason << "the " << pass.n << " samples of the pass cannot be found in its output of shape " << grad_output.sizes()
-           << "; if they are there, say layout=; where none are, as in a table of positions, a reentrant checkpoint "
-              "keeps that from being seen: say use_reentrant=False";
-    recorder->refuse(index, reason.str());
+    recorder->refuse(
+        index,
+        text("the ", pass.n, " samples of the pass cannot be found in its output of shape ", grad_output.sizes(),
+             "; if they are there, say layout=; where none are, as in a table of positions, a reentrant checkpoint "
+             "keeps that from being seen: say use_reentrant=False"));
   }
   return operands;
 }

@@ -185,7 +185,7 @@ def test_every_kernel_is_launched_within_its_bounds(allow_tf32: Callable[[bool],
                 operator("moments")(given.x, 1e-5, True, False)
         with operators().dry():
             operator("gather_sq_norms")(*Gather(2, 9, 3, 40).operands(dtype, "integers"), None)
-    bounds = {k.name: k.max_threads for k in cubins.kernels(80).values()}
+    bounds = {k.name: k.max_threads for k in cubins.kernels("80").values()}
     launched = _launched(operators())
     assert {name: threads for name, threads in launched.items() if threads > bounds[name]} == {}
     assert set(bounds) - set(launched) == set(), "no test reaches these kernels"

@@ -52,7 +52,8 @@ class Deferred(Books):
             met.add(found.place)
         self.closed = True
         if isinstance(self._loss_scale, torch.amp.GradScaler):
-            report_overflow(self._loss_scale, [g for k in met if (g := tensors[k].grad) is not None])
+            grads = (tensors[place].grad for place in met)
+            report_overflow(self._loss_scale, [g for g in grads if g is not None])
 
 
 def _add(p: Tensor, found: Sum) -> None:

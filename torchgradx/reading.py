@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor, nn
 
 from .explain import explanation
-from .options import check_per, check_scale, placed
+from .options import Model, Parts, Per, Scale, check_per, check_scale, placed
 from .proof.accounts import require_all
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .proof.audit import Audit
     from .rules import Layer
     from .table import Parameters
+    from .tokens import TokenWatch
 
 __all__ = ["Reader"]
 
@@ -31,8 +32,21 @@ class Reader:
     _recorder: Any
     _parameters: Parameters
     _layers: list[Layer]
+    _attached: bool
+    _tokens: TokenWatch
     _directions: Mapping[str, Tensor]
     _directed: list[Tensor | None]  # by place; empty: no directions
+
+    @overload
+    def norms(self, per: Model = "model", loss_scale: Scale | None = None) -> Tensor: ...
+
+    @overload
+    def norms(self, per: Parts, loss_scale: Scale | None = None) -> dict[str, Tensor]: ...
+
+    @overload
+    def norms(
+        self, per: Per | str, loss_scale: Scale | None = None
+    ) -> Tensor | dict[str, Tensor]: ...
 
     def norms(
         self, per: str = "model", loss_scale: float | Tensor | None = None
@@ -51,6 +65,7 @@ class Reader:
         """
         if loss_scale is not None:
             check_scale(loss_scale)
+            self._tokens.on = False
         self._ready(per)
         return self._record.norms(per, loss_scale)
 
@@ -102,6 +117,23 @@ class Reader:
         return self._record.gradients(per)
 
     @property
+    def loss_scale(self) -> Any:
+        """What the loss is multiplied by: a number, a Tensor [N] or a callable; see `attach`.
+
+        Setting it holds for the passes to come and for all that reads them: `norms`, `dot`,
+        `clip_grad_norm_`, `NoiseScale`, `OutlierWatch`. If `attach` was given a GradScaler, its
+        scale is undone as well.
+        """
+        return self._record.scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: Scale | Callable[..., Scale]) -> None:
+        if not callable(scale):
+            check_scale(scale, " or a callable")
+        self._tokens.on = False
+        self._record.scale = scale
+
+    @property
     def directions(self) -> dict[str, Tensor]:
         """{parameter name: tensor of its shape}, for the passes to come."""
         return dict(self._directions)
@@ -110,6 +142,33 @@ class Reader:
     def directions(self, given: Mapping[str, Tensor]) -> None:
         self._directed = placed(given, self._parameters)
         self._directions = dict(given)
+
+    @overload
+    def clip_grad_norm_(
+        self,
+        max_norm: float | Tensor | None = None,
+        per: Model = "model",
+        *,
+        factors: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def clip_grad_norm_(
+        self,
+        max_norm: float | Tensor | None = None,
+        *,
+        per: Parts,
+        factors: Callable[[Tensor], Tensor] | None = None,
+    ) -> dict[str, Tensor]: ...
+
+    @overload
+    def clip_grad_norm_(
+        self,
+        max_norm: float | Tensor | None,
+        per: Parts,
+        *,
+        factors: Callable[[Tensor], Tensor] | None = None,
+    ) -> dict[str, Tensor]: ...
 
     def clip_grad_norm_(
         self,
@@ -165,6 +224,20 @@ class Reader:
         self._ready(per)
         return self._record.clip(per, max_norm, factors, nonfinite == "drop")
 
+    def __repr__(self) -> str:
+        model = self._model()
+        state = type(model).__name__ if model is not None else "of a model that is gone"
+        samples = sum(run.n for run, _ in self._record.runs)
+        if not self._attached:
+            return f"Probe({state}, removed)"
+        return (
+            f"Probe({state}, {len(self._parameters.names)} parameters, {samples} samples recorded)"
+        )
+
+    def __dir__(self) -> list[str]:
+        """The public names."""
+        return [name for name in super().__dir__() if not name.startswith("_")]
+
     def explain(self) -> str:
         """Layer by layer: shapes, the algorithm chosen, its cost, what was refused and why."""
         return explanation(self._layers, self._parameters)
@@ -191,3 +264,5 @@ class Reader:
         self._settle()
         self._record.require(self._backwards.under_way())
         require_all(self._record, self._recorder, self._parameters, self._layers)
+        if self._tokens.on:
+            self._tokens.warn()

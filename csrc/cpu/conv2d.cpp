@@ -47,8 +47,9 @@ void weight_pass(const Tensor& input, const Tensor& grad_output, const ConvShape
   ConvShape fewer = s;
   fewer.N = kept->scale.numel();
   weight.zero_();
-  if (fewer.N > 0)
-    weight_pass<acc_t>(kept->activations, kept->grad_output, fewer, kept->scale.template const_data_ptr<acc_t>(), weight);
+  if (fewer.N == 0) return;
+  const acc_t* const factors = kept->scale.template const_data_ptr<acc_t>();
+  weight_pass<acc_t>(kept->activations, kept->grad_output, fewer, factors, weight);
 }
 
 bool is_empty(const ConvShape& s) {

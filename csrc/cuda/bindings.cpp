@@ -182,7 +182,7 @@ void scaled_of_rows(const Run& run, const Rows& rows, const Gradients& gradients
 
 Tensor rank1_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias) {
   const RowShape s = check_rows(activations, grad_output);
-  TORCH_CHECK(s.T <= 1, "rank1 needs activations [N, T, I] with T of 1 at most; got ", activations.sizes());
+  TORCHGRADX_CHECK(s.T <= 1, "rank1 needs activations [N, T, I] with T of 1 at most; got ", activations.sizes());
   return norms(activations, s.N, bias, grad_output.numel() == 0, [&](const Run& run, const SqNorms& sq_norms) {
     run_rank1(run, problem_of(s, activations, grad_output, run), sq_norms);
   });

@@ -72,8 +72,8 @@ class Run {
 
  private:
   static void check(const char* what, cudaError_t error) {
-    TORCH_CHECK(error == cudaSuccess, "torchgradx could not launch ", what, ": ", cudaGetErrorName(error), ", ",
-                cudaGetErrorString(error));
+    TORCHGRADX_CHECK(error == cudaSuccess, "torchgradx could not launch ", what, ": ", cudaGetErrorName(error), ", ",
+                     cudaGetErrorString(error));
   }
 
   const c10::DeviceGuard guard_;
@@ -96,7 +96,7 @@ inline DType dtype_of(const Tensor& t) {
     case at::kBFloat16:
       return DType::kBFloat16;
     default:
-      TORCH_CHECK(false, "expected float32, float64, bfloat16 or float16; got ", t.scalar_type());
+      TORCHGRADX_CHECK(false, "expected float32, float64, bfloat16 or float16; got ", t.scalar_type());
   }
 }
 

@@ -132,13 +132,9 @@ class Convolution final : public Layer {
                    const Wanted& wanted) const override {
     const bool together = wanted.bias && !o_.transposed;
     const auto [from, to] = ends(operands);
-    Tensor weight, bias;
-    if (from.is_cpu())
-      std::tie(weight, bias) = conv2d_scaled(from, to, geometry(), scale, together);
-    else  // where the norms come with the tiles
-      std::tie(weight, bias, std::ignore) = conv2d_fused(from, to, geometry(), scale, together);
+    auto [weight, bias] = conv2d_scaled(from, to, geometry(), scale, together);
     if (!together) bias = wanted.bias ? scaled_bias(operands, scale) : Tensor();
-    return {Tensor(), weight.view(w.sizes()), bias};
+    return {Tensor(), weight.reshape(w.sizes()), bias};
   }
 
   Tensor weight_dots(const Operands& operands, const Tensor& direction) const override {

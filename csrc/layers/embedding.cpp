@@ -72,7 +72,7 @@ class Embedding final : public Layer {
     return {{}, at::embedding_backward(rows, operands.activations, rows_, padding_idx_, false, sparse_), {}};
   }
   std::pair<Gradients, Tensor> fused(const Operands&, const Tensor&, const Wanted&) const override {
-    TORCH_CHECK(false, "an embedding has no fused kernel");
+    TORCHGRADX_CHECK(false, "an embedding has no fused kernel");
   }
 
  private:

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../ops.h"
+#include "../text.h"
 
 #include <memory>
 
@@ -83,7 +84,7 @@ struct Layer {
   }
   virtual Tensor whole_forward(const Tensor& /*input*/, const Tensor& /*weight*/,
                                const std::optional<Tensor>& /*bias*/) const {
-    TORCH_CHECK(false, "a module whose forward stays Python's");
+    TORCHGRADX_CHECK(false, "a module whose forward stays Python's");
   }
   virtual bool biased() const {  // a module of this kind may have a bias
     return true;

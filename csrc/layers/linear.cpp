@@ -105,11 +105,7 @@ class Linear final : public Layer {
 
   Gradients scaled(const Operands& operands, const Tensor&, const Tensor& scale, const Wanted& wanted) const override {
     const Tensor &a = operands.activations, &b = operands.grad_output;
-    Tensor weight, bias;
-    if (a.is_cpu())
-      std::tie(weight, bias) = linear_scaled(a, b, scale, wanted.bias);
-    else  // where the norms come with the tiles
-      std::tie(weight, bias, std::ignore) = linear_fused(a, b, scale, wanted.bias);
+    const auto [weight, bias] = linear_scaled(a, b, scale, wanted.bias);
     return {Tensor(), transposed_ ? weight.t() : weight, wanted.bias ? bias : Tensor()};
   }
 

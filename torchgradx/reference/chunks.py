@@ -38,7 +38,7 @@ def norms(rows: Tensor) -> Tensor:
 
 
 def scaled_sum(scale: Tensor, grads: Tensor) -> Tensor:
-    """[n], [n, *] -> [*]: a sample of scale 0 is left out, whatever its numbers (0 * nan is nan)."""
+    """[n], [n, *] -> [*]: a sample of scale 0 is left out, whatever its numbers."""
     kept = scale != 0
     if not bool(kept.all()):
         scale, grads = scale[kept], grads[kept]
