@@ -56,6 +56,7 @@ CONV2D = (
     Conv2d(2, 16, 64, (20, 20), (3, 3), padding=(1, 1)),  # several rectangles each way
     Conv2d(2, 8, 16, (9, 11), (3, 2), (2, 1), (1, 0), (2, 3)),  # nothing square, dilated
     Conv2d(2, 8, 16, (1, 40), (1, 3), padding=(0, 1)),  # of one dimension
+    Conv2d(2, 8, 8, (7, 301), (1, 3), (2, 2)),  # several rectangles each way, apart by the stride
 )
 each_problem = pytest.mark.parametrize("problem", LINEAR + CONV2D)
 
@@ -265,7 +266,7 @@ def test_no_samples_and_no_positions() -> None:
 def battery() -> None:
     """What planted bugs are held to: every variant of the kernel, tiles whole and shared."""
     with operators().hopper():
-        linear, conv2d = (0, 4, 5, 6, 8, 9, 10), (0, 1, 2, 4, 5, 6, 7, 11, 12, 13)
+        linear, conv2d = (0, 4, 5, 6, 8, 9, 10), (0, 1, 2, 4, 5, 6, 7, 11, 12, 13, 14)
         for problem in (*(LINEAR[i] for i in linear), *(CONV2D[i] for i in conv2d)):
             for count in (5, 2):
                 with operators().multiprocessors(count):

@@ -61,6 +61,7 @@ PLANTED = [  # name, text, what takes its place
      "* boxes.dilation_y + boxes.pad_y"),
     ("dilation forgotten", ") * boxes.dilation_x -", ") -"),
     ("stride forgotten", "x * boxes.stride_x +", "x +"),
+    ("stride forgotten along the height", "y * boxes.stride_y +", "y +"),
     ("stride forgotten within a box",
      "cuuint32_t(stride_x), cuuint32_t(stride_y), 1}", "1, cuuint32_t(stride_y), 1}"),
     ("the halo is a column short", "(b.halo ? 2 : 0), b.height", "(b.halo ? 1 : 0), b.height"),
