@@ -71,7 +71,7 @@ def run(backend: Backend, name, batched, rest, place):
 @each_backend
 @each_dtype
 @pytest.mark.parametrize("name", ["linear_fused", "linear_scaled"])
-@pytest.mark.parametrize("t,i,o", LINEAR)
+@pytest.mark.parametrize(("t", "i", "o"), LINEAR)
 def test_linear(backend, dtype, name, t, i, o):
     a, b = torch.randn(N, t, i).to(dtype), torch.randn(N, t, o).to(dtype)
     rest, place = [SCALE, True], SCALE

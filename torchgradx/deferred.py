@@ -43,7 +43,7 @@ class Deferred(Books):
     def clip(self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float) -> None:
         """Add the weighted sums to .grad, under DistributedDataParallel their mean."""
         tensors, ddp = self._parameters.tensors(), self._ddp()
-        sums = self._sums(runs, groups, unscaled, corrects=False)
+        sums: Iterable[Sum] = self._sums(runs, groups, unscaled, corrects=False)
         if ddp is not None:
             sums = _averaged(ddp, tensors, sums)
         met = set()
