@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import Tensor, nn
 
 from .explain import explanation
-from .options import Model, Parts, Per, Scale, check_per, check_scale, placed
+from .options import Model, NonFinite, Parts, Per, Scale, check_per, check_scale, placed
 from .proof.accounts import require_all
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ class Reader:
         per: Model = "model",
         *,
         factors: Callable[[Tensor], Tensor] | None = None,
+        nonfinite: NonFinite = "keep",
     ) -> Tensor: ...
 
     @overload
@@ -159,6 +160,7 @@ class Reader:
         *,
         per: Parts,
         factors: Callable[[Tensor], Tensor] | None = None,
+        nonfinite: NonFinite = "keep",
     ) -> dict[str, Tensor]: ...
 
     @overload
@@ -168,6 +170,7 @@ class Reader:
         per: Parts,
         *,
         factors: Callable[[Tensor], Tensor] | None = None,
+        nonfinite: NonFinite = "keep",
     ) -> dict[str, Tensor]: ...
 
     def clip_grad_norm_(
