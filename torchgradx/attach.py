@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .options import check, fitting
+from .options import check as check_options
+from .options import fitting
 from .passes import plain
 from .passes.backwards import Backwards, weakly
 from .passes.frames import Told, enclosing
@@ -26,6 +27,7 @@ from .passes.modes import unheard
 from .passes.record import Record
 from .proof.arguments import batch_size, tensors_in
 from .proof.audit import Audit
+from .proof.samples import Samples
 from .proof.verdict import Verdict, known
 from .reading import Reader
 from .sharding import uncovered
@@ -60,6 +62,7 @@ def attach(
     directions: Mapping[str, Tensor] | None = None,
     algorithm: str | None = None,
     backend: str = "auto",
+    check: str = "graph",
 ) -> Probe:
     """Attach to a model: its next training steps leave the norm of each sample's gradient.
 
@@ -89,6 +92,9 @@ def attach(
         directions: {parameter name: tensor of its shape} for `dot`.
         algorithm: None lets the cost model choose; "rank1", "gram" or "direct" forces.
         backend: "auto", "native" (kernels or an error) or "vmap" (the pure-Python fallback).
+        check: how the place of the samples is proven. "graph": by the graph of the forward, once
+            per structure. "samples": two samples are also run through the model alone and their
+            norms compared, once per structure. "off": `batch_dim`, `layout` and sizes are believed.
 
     Returns:
         The probe. `norms()` after `loss.backward()` gives a Tensor [N].
@@ -111,6 +117,7 @@ def attach(
         directions=directions,
         algorithm=algorithm,
         backend=backend,
+        check=check,
     )
 
 
@@ -129,7 +136,7 @@ class Probe(Reader):
     """The handle of an attachment; see `attach`. Also a context manager that removes itself."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        check(model, options)
+        check_options(model, options)
         self._standing = Standing(model)
         self._model = weakref.ref(model)
         self._options = options
@@ -143,8 +150,12 @@ class Probe(Reader):
         self._recorder = Recorder(count, *map(forward_to, methods), enclosing)
         shared = (self._recorder, self._parameters, self._layers, options)
         self._record = Record(*shared)
+        checked = verdicts.setdefault("samples", {})
+        norms = self._record.sq_norms
+        self._samples = Samples(self._recorder, self._parameters, options, norms, checked)
+        self._record.refused = self._samples.refused
         self._audit = Audit(*shared, self._record, verdicts, forward_to("_began"))
-        self._backwards = Backwards(self._recorder, forward_to("_over"))
+        self._backwards = Backwards(self._recorder, forward_to("_over"), forward_to("_finished"))
         given = options["directions"]
         self.directions = {} if given is None else given
         self._joint: list[Pass] | None = None
@@ -215,8 +226,8 @@ class Probe(Reader):
     # Forward
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if self._hooks is None:  # left since torch listed the hooks of this call
-            return
+        if self._hooks is None or self._samples.silent:
+            return  # left since torch listed the hooks of this call; or a sample runs alone
         with unheard():
             self._unwind(module, 1)
             if not self._standing.on:
@@ -240,6 +251,7 @@ class Probe(Reader):
             self._recorder.refuse(-1, UNSHOWN)
             return None
         run, new = self._open(module, n, serial, told)
+        self._samples.begin()
         if new or told.joint:
             batch_dim = self._options["batch_dim"]
             self._audit.witness.start(n, module, (args, kwargs), batch_dim, not new)
@@ -309,7 +321,7 @@ class Probe(Reader):
             self._joint, self._seen.last = joint, None
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
-        if self._hooks is not None:
+        if self._hooks is not None and not self._samples.silent:
             with unheard():
                 self._end(module, args, kwargs, out)
 
@@ -344,6 +356,8 @@ class Probe(Reader):
         else:
             verdict = self._audit.examiner.verdict(run, uses, outputs, self._sites, looked)
             seen.append((verdict, [(site, sizes) for site, sizes, *_ in uses]))
+        if seen is None and not run.in_graph:
+            self._samples.listen(run, (key[0], *key[2:]), module, (args, kwargs or {}), out)
         if not uses and not known and run.refusals:  # nothing else would tell of its backward
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 node.register_prehook(lambda _: run.arrive(run.trainable, True) and None)
@@ -363,6 +377,9 @@ class Probe(Reader):
             run.outside = None
         self._record.begin(run)
         run.hooked = self._audit.hooked()
+
+    def _finished(self, runs: list[Pass]) -> None:
+        self._samples.check(runs)
 
     def _over(self, tasks: list[int], done: bool) -> None:
         self._audit.over(tasks, done)

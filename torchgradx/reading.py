@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .passes.backwards import Backwards
     from .passes.record import Record
     from .proof.audit import Audit
+    from .proof.samples import Samples
     from .rules import Layer
     from .table import Parameters
 
@@ -23,6 +24,7 @@ __all__ = ["Reader"]
 
 class Reader:
     _audit: Audit
+    _samples: Samples
     _seen: Any  # .last: at the model of a compiled graph, from outside
     _model: Callable[[], nn.Module | None]
     _unwind: Callable[[nn.Module | None], None]
@@ -159,7 +161,7 @@ class Reader:
 
     def explain(self) -> str:
         """Layer by layer: shapes, the algorithm chosen, its cost, what was refused and why."""
-        return explanation(self._layers, self._parameters)
+        return "\n".join([explanation(self._layers, self._parameters), *self._samples.notes])
 
     def reset(self) -> None:
         """Begin a new record at once."""

@@ -25,7 +25,7 @@ OUTSIDE = (
 OTHERWISE = "its compiled graph calls other layers than the model does without the compiler"
 
 
-CHOICES = ("layout", "batch_dim", "backend", "fused", "weight_grad")
+CHOICES = ("layout", "batch_dim", "backend", "fused", "weight_grad", "check")
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, dict[str, dict[Any, Any]]]]] = (
     weakref.WeakKeyDictionary()
 )
