@@ -6,6 +6,9 @@
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+#include <string>
+
 namespace torchgradx {
 namespace {
 
@@ -47,11 +50,11 @@ std::optional<Operands> Site::operands(const Pass& pass, int64_t use, const Save
   }
   const auto operands = layer->operands(saved, grad_output, pass.n, how);
   if (!operands) {
-    std::ostringstream reason;
-    reason << "the " << pass.n << " samples of the pass cannot be found in its output of shape " << grad_output.sizes()
-           << "; if they are there, say layout=; where none are, as in a table of positions, a reentrant checkpoint "
-              "keeps that from being seen: say use_reentrant=False";
-    recorder->refuse(index, reason.str());
+    std::string shape;  // without a stream: some Pythons link another C++ library, in which those fail
+    for (const int64_t size : grad_output.sizes()) shape += (shape.empty() ? "" : ", ") + std::to_string(size);
+    recorder->refuse(index, "the " + std::to_string(pass.n) + " samples of the pass cannot be found in its output of "
+                            "shape [" + shape + "]; if they are there, say layout=; where none are, as in a table of "
+                            "positions, a reentrant checkpoint keeps that from being seen: say use_reentrant=False");
   }
   return operands;
 }
@@ -133,9 +136,12 @@ void Use::audit(const Operands& operands, const Gradients& gradients, const Tens
   if (wants_weight)
     site->recorder->add_recorded(site->weight, kept(gradients.weight, site->weight_rows),
                                  size * site->layer->magnitude(operands));
-  if (wants_bias)
-    site->recorder->add_recorded(site->bias, kept(gradients.bias, site->bias_rows),
-                                 size * std::sqrt(static_cast<double>(grad_output.numel())));
+  if (!wants_bias) return;
+  // The framework may add up a bias gradient one term after the other: its rounding grows with their number.
+  const auto terms = static_cast<double>(grad_output.numel()) / static_cast<double>(gradients.bias.numel());
+  const double length = std::max(1.0, terms / 1024);
+  site->recorder->add_recorded(site->bias, kept(gradients.bias, site->bias_rows),
+                               size * std::sqrt(static_cast<double>(grad_output.numel())) * length);
 }
 
 void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, bool received) {

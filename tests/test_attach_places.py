@@ -134,24 +134,6 @@ def lost(y):
     return y.unfold(-1, 1, 1).squeeze(-1)
 
 
-def attended(m, x):
-    return m.o(torch.softmax(x @ x.mT, -1) @ m.k(x))
-
-
-def turned_beside_mixed(m, x):
-    """Only the second tells them from positions, and of the first it says nothing."""
-    return lost(m.l(x).transpose(0, 1)), lost(attended(m, x))
-
-
-IN_SEVERAL = {
-    "the last of three": (lambda m, x: lost(m.l(x).permute(1, 2, 0)), (N, N, 3), N),
-    "the third of four": (lambda m, x: lost(m.l(x).permute(1, 2, 0, 3)), (N, N, N, 3), 5),
-    "one of two outputs": (turned_beside_mixed, (N, N, 3), 5),
-    "some of seven": (
-        lambda m, x: [lost(m.l(x * k).transpose(0, k % 2)) for k in range(1, 8)], (N, N, 3), 5),
-}  # fmt: skip
-
-
 def by_all(model, x):
     found = model(x)
     each = [found] if isinstance(found, torch.Tensor) else found
@@ -160,14 +142,6 @@ def by_all(model, x):
 
 def of_parts(forward, width):
     return Model(forward, l=nn.Linear(3, width), k=nn.Linear(3, 3), o=nn.Linear(3, width))
-
-
-@every_mode
-@pytest.mark.parametrize("name", IN_SEVERAL)
-def test_where_nobody_can_follow_them_each_place_in_each_output_is_asked(name, options):
-    forward, shape, width = IN_SEVERAL[name]
-    refused(of_parts(forward, width), by_all, torch.randn(shape), names=["l.weight"],
-            match="two dimensions or more", **options)  # fmt: skip
 
 
 def of_one_trunk(m, x):

@@ -25,10 +25,10 @@ from .passes.backwards import Backwards, weakly
 from .passes.frames import Told, enclosing
 from .passes.modes import unheard
 from .passes.record import Record
-from .proof.arguments import batch_size, tensors_in
+from .proof.arguments import batch_size, one_of_several, tensors_in
 from .proof.audit import Audit
 from .proof.samples import Samples
-from .proof.verdict import Verdict, known
+from .proof.structure import Verdict, known
 from .reading import Reader
 from .sharding import uncovered
 from .sites.native import Hooks, unwound
@@ -42,7 +42,7 @@ if ops.NATIVE:
 else:
     Pass, Recorder = plain.Pass, plain.Recorder
 
-__all__ = ["Probe", "attach"]
+__all__ = ["Probe", "attach", "attached"]
 
 UNSHOWN = "the model was called without a tensor that shows N: say batch_size="
 MIXED = "same_samples() met forwards of a whole compiled graph and others"
@@ -121,6 +121,12 @@ def attach(
     )
 
 
+def attached(model: nn.Module) -> Probe | None:
+    """The probe that is attached to a model, or None."""
+    probe: Probe | None = Standing.of(model)
+    return probe
+
+
 class _Seen(threading.local):
     last: list[Any] | None = None  # looking from outside at the model of a compiled graph
     inner: Sequence[Any] = ()  # uses of a forward under way, up to the end of one inside it
@@ -138,6 +144,7 @@ class Probe(Reader):
     def __init__(self, model: nn.Module, **options: Any) -> None:
         check_options(model, options)
         self._standing = Standing(model)
+        self._standing.probe = weakref.ref(self)
         self._model = weakref.ref(model)
         self._options = options
         self._parameters = Parameters(model)
@@ -170,7 +177,9 @@ class Probe(Reader):
     def _listen(self, model: nn.Module) -> None:
         modules = dict(model.named_modules())
         try:
-            self._trace = Trace(self._options, self._open_in_graph)
+            # The model holds none of what calls the probe: one that is lost lets go.
+            call = partial(weakly, weakref.ref(self))
+            self._trace = Trace(self._options, call("_open_in_graph"))
             shared = (self._recorder, self._audit, self._parameters, self._options, self._trace)
             context = Context(*shared, self._standing)
             self._standing.enter(self._recorder)
@@ -188,8 +197,8 @@ class Probe(Reader):
             self._hooks = Hooks(root)
             add, told = self._hooks.add, {"with_kwargs": True}
             enter, leave = self._trace.enter, self._trace.leave
-            add(root.register_forward_pre_hook, self._enter, enter, prepend=True, **told)
-            add(root.register_forward_hook, self._leave, leave, always_call=True, **told)
+            add(root.register_forward_pre_hook, call("_enter"), enter, prepend=True, **told)
+            add(root.register_forward_hook, call("_leave"), leave, always_call=True, **told)
         except BaseException:
             self.remove()
             raise
@@ -217,6 +226,12 @@ class Probe(Reader):
         """A copy or a pickle, as of a trainer that holds the probe, is attached to nothing."""
         return _unattached, ()
 
+    def __del__(self) -> None:
+        """A probe that nobody holds any more leaves its model."""
+        with contextlib.suppress(Exception):  # it may be half made, or the interpreter at its end
+            if self._standing.on:
+                self.remove()
+
     def __enter__(self) -> Probe:
         return self
 
@@ -238,7 +253,7 @@ class Probe(Reader):
 
     def _unwind(self, root: nn.Module | None, calls: int = 0) -> None:
         if self._recorder.depth() and unwound(self._recorder, root, calls):
-            self._audit.witness.stop()
+            self._audit.forwards.stop()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
         self._settle()
@@ -254,7 +269,7 @@ class Probe(Reader):
         self._samples.begin()
         if new or told.joint:
             batch_dim = self._options["batch_dim"]
-            self._audit.witness.start(n, module, (args, kwargs), batch_dim, not new)
+            self._audit.forwards.start(n, module, (args, kwargs), batch_dim)
         return run
 
     def _astray(self) -> Pass | None:
@@ -328,10 +343,10 @@ class Probe(Reader):
     def _end(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         run = self._recorder.current()
         whole = self._recorder.depth() == 1
-        looked = self._audit.witness.stop(whole, out)
-        key = None if run is None else self._audit.key(run, looked.way)
+        looked = self._audit.forwards.stop(whole, out)
+        key = None if run is None else self._audit.key(run, looked)
         seen = self._seen.last
-        known = whole and seen is None and looked.taint is None and self._audit.knows(key)
+        known = whole and seen is None and self._audit.knows(key)
         uses = [] if run is None or known else [*self._seen.inner, *run.uses()]
         self._recorder.pop()
         inner = run and self._recorder.depth() and self._recorder.current() is run
@@ -340,10 +355,6 @@ class Probe(Reader):
             self._drained()
         if inner or not run or out is None or not self._standing.on:
             return
-        if not known:
-            looked = looked.beside(self._options, (args, kwargs), out, run.n)
-        if looked.taint is not None:
-            self._audit.witness.keep(looked.taint, uses, (run.structure, looked.way))
         if run.silent:  # a reentrant checkpoint's graph holds no use until it runs again
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 metadata: Any = node.metadata
@@ -352,7 +363,9 @@ class Probe(Reader):
         if run.in_graph:
             run.refuse(-1, MIXED)
         elif seen is None:
-            self._audit.examine(run, key, looked, uses, outputs, self._sites)
+            alone = run.n == 1 and one_of_several(self._options, (args, kwargs), out)
+            with self._samples.quiet():
+                self._audit.examine(run, key, looked, alone, uses, outputs, self._sites)
         else:
             verdict = self._audit.examiner.verdict(run, uses, outputs, self._sites, looked)
             seen.append((verdict, [(site, sizes) for site, sizes, *_ in uses]))
@@ -363,7 +376,7 @@ class Probe(Reader):
                 node.register_prehook(lambda _: run.arrive(run.trainable, True) and None)
 
     def _met(self, site: int, given: Tensor) -> None:
-        self._audit.witness.met(site, [given], given)
+        self._audit.forwards.meet(site, [given])
 
     # Backward
 

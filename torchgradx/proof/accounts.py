@@ -59,8 +59,9 @@ def require_all(record: Record, recorder: Any, parameters: Parameters, layers: l
     for site, reason in recorder.refusals:
         if any(words in reason for words in LOST):
             reason = f"{reason.partition(';')[0]}: {advice}"
-        concerned = layers[site].parameters if site >= 0 else ()
-        reasons.update((place, reason) for place in concerned or places if place in places)
+        own = layers[site].parameters if site >= 0 else ()
+        concerned = [place for place in own if place in places]  # none: frozen, as a BatchNorm
+        reasons.update(dict.fromkeys(concerned or places, reason))
     reasons.update((place, why) for place, why in record.refused.items() if place not in reasons)
     mismatched = {place for _, place in record.mismatched}
     doubtful: Mapping[str, set[int]] = {MISMATCHED: mismatched, CHANGED: changed, LATE: late}

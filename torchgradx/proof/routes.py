@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .. import ops
 from ..shared.frontier import Node, below, is_leaf, shape_of
-from .operation import signed
 
 if ops.NATIVE:
     from .. import _C
@@ -107,7 +106,8 @@ def _joins_samples(node: Node, n: int) -> bool:
 
 
 def _dim(node: Node) -> int:
-    return signed(getattr(node, "_saved_dim", 0))
+    """Which graph nodes show as unsigned."""
+    return int((getattr(node, "_saved_dim", 0) + (1 << 63)) % (1 << 64) - (1 << 63))
 
 
 def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:

@@ -41,6 +41,11 @@ MISMATCH = (
     "batch: the model sorts or mixes its samples where no gradient shows it (data statistics, a "
     "queue, a detached or frozen part). Do that before the model is called, or set it to eval()"
 )
+OTHER = (
+    "sample {sample} alone has another output than in its batch: the model sorts or mixes its "
+    "samples where no gradient shows it (data statistics, a queue, a detached or frozen part). Do "
+    "that before the model is called, or set it to eval()"
+)
 FAILED = "the model could not be run on sample {sample} alone: {error}"
 
 
@@ -54,6 +59,7 @@ class Call:
     key: Any
     sharing: bool  # whether the shapes leave open which arguments all samples share
     grads: dict[int, Tensor] = field(default_factory=dict)  # by output
+    outputs: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # with their versions
 
 
 class _OfThread(threading.local):
@@ -123,6 +129,7 @@ class Samples:
         call = Call(module, arguments, regime, key, sharing)
         for k, t in enumerate(tensors_in(out)):
             if t.requires_grad and t.grad_fn is not None:
+                call.outputs[k] = t.detach(), t._version
                 t.register_hook(partial(self._arrive, run.serial, call, k))
 
     def _skipped(self, n: int, module: nn.Module, arguments: tuple[Any, Any]) -> str | None:
@@ -165,6 +172,9 @@ class Samples:
                 if mismatches:
                     self.refused.update(mismatches)
                     return
+        except _OtherError as error:
+            self.refused.update(dict.fromkeys(run.trainable, str(error)))
+            return
         except Exception as error:
             why = FAILED.format(sample=sample, error=f"{type(error).__name__}: {error}")
             self.refused.update(dict.fromkeys(run.trainable, why))
@@ -208,8 +218,25 @@ class Samples:
             finally:
                 self._recorder.pop()
             roots = {k: outputs[k] for k in call.grads if outputs[k].requires_grad}
+            for k, alone in roots.items():
+                self._differs(call, k, alone, n, sample)
             seeds = [_seed(call.grads[k], t, n, sample, dim, mean) for k, t in roots.items()]
             return _pulled_back(list(roots.values()), seeds, live) if roots else [None] * len(live)
+
+    def _differs(self, call: Call, k: int, alone: Tensor, n: int, sample: int) -> None:
+        """Raise where the output of the sample is another than it was in its batch."""
+        whole, version = call.outputs[k]
+        if alone.shape == whole.shape or whole._version != version:
+            return  # the model's own loss; or it was written into since
+        batched = _part(whole, alone, n, sample, self._options["batch_dim"])
+        half = {alone.dtype, call.regime.autocast}.intersection(HALF)
+        off, size = ((t.double()).norm() for t in (alone.detach() - batched, batched))
+        if off > (TOLERANCE_OF_HALF if half else TOLERANCE) * size:
+            raise _OtherError(OTHER.format(sample=sample))
+
+
+class _OtherError(Exception):
+    """A sample alone has another output."""
 
 
 def _pulled_back(
@@ -255,6 +282,11 @@ def _seed(g: Tensor, alone: Tensor, n: int, sample: int, dim: int, mean: bool) -
     """The part of an output's gradient that is the sample's, in the shape of its output alone."""
     if g.shape == alone.shape:  # the model's own loss, or what all samples share
         return g / n if mean else g
+    return _part(g, alone, n, sample, dim)
+
+
+def _part(g: Tensor, alone: Tensor, n: int, sample: int, dim: int) -> Tensor:
+    """The rows of one sample, in the shape of its output alone."""
     fits = [
         d
         for d, size in enumerate(g.shape)

@@ -15,18 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..proof.layout import LAST, MINOR, SECOND, SEQUENCE, Watched
+from ..proof.layout import LAST, MINOR, NOWHERE, SECOND, SEQUENCE, Finding, Watched, from_sizes
 
 __all__ = [
     "Graph",
     "Group",
     "Node",
     "Plan",
+    "Region",
     "below",
     "coarsest",
     "dtype_of",
     "is_leaf",
     "look_of",
+    "rows_of",
     "shape_of",
     "survey",
 ]
@@ -38,6 +40,7 @@ VIEWS = {f"{name}Backward0" for name in (
 )}  # fmt: skip
 OUTPUTS = {*VIEWS, "AddBackward0"}
 PRODUCTS = {"BmmBackward0", "MmBackward0"}
+MANY, FEW = 1024, 64  # nodes that are looked at where no forward was watched; products among them
 SAME = {"ReshapeAliasBackward0": "ViewBackward0", "AliasBackward0": "SliceBackward0"}
 
 
@@ -220,24 +223,23 @@ class Plan:
         same = tuple(map(name_of, found)) == self.names and edges_among(found) == self.edges
         return found if same else None
 
-    def looks_in(self, graph: Graph, climbed: Iterable[Node], n: int) -> tuple[Any, ...]:
-        """How the same nodes look in another pass."""
-        return _looks(graph, zip(climbed, self.layouts, strict=True), n)
-
-    def clean(self, graph: Graph, starts: Iterable[Node]) -> Callable[[Node, int], bool]:
-        """For a pass that was not watched: what was shared where it was."""
-        found = self.climb(graph, starts) or []
-        shared = {n for n, layout in zip(found, self.layouts, strict=False) if layout is None}
-        return lambda node, number: node in shared
-
-    def frontier(
-        self, graph: Graph, starts: Iterable[Node], n: int
-    ) -> Callable[[Node, int], int | None]:
-        """Likewise which rows were of which sample."""
-        found = self.climb(graph, starts) or []
-        same = bool(found) and self.looks_in(graph, found, n) == self.looks
-        ends = dict(zip(found, self.layouts, strict=True)) if same else {}
-        return lambda node, number: ends.get(node)
+    def fits(
+        self, graph: Graph, climbed: Sequence[Node], n: int
+    ) -> tuple[bool, tuple[Any, ...], list[tuple[Watched, int]]]:
+        """Whether the layouts hold for the same nodes in another pass: they look as they did, or
+        their sizes leave no doubt. How they look now; and the frontier's, with their layouts."""
+        looks = _looks(graph, zip(climbed, self.layouts, strict=True), n)
+        ends: list[tuple[Watched, int]] = []
+        same = True
+        for node, layout, mine, before in zip(
+            climbed, self.layouts, looks, self.looks, strict=True
+        ):
+            if layout is not None:
+                number = graph.last(node)
+                use = Watched(node, number, rows_of(shape_of(node, number), n))
+                ends.append((use, layout))
+                same = same and (mine == before or from_sizes(use.leads, n) == layout)
+        return same, looks, ends
 
 
 @dataclass(frozen=True)
@@ -249,48 +251,93 @@ class Group:
     accepts: Callable[[Node, bool], bool]  # a node above, and whether it is of the frontier
 
 
+class Region:
+    """The nodes above some starts, up to where the samples come in: what weighted backwards have to
+    look at, beside the uses, for a plan to be made."""
+
+    def __init__(
+        self,
+        n: int,
+        graph: Graph,
+        starts: Iterable[Node],
+        constant: Callable[[Node, int], bool] | None,
+    ) -> None:
+        """constant: of an output of a node; None: nobody watched, and any node may be."""
+        self._n, self._graph, self._constant = n, graph, constant
+        self._starts = set(starts := list(starts))
+        most = None if constant is not None else MANY
+
+        def on(k: int, node: Node) -> bool:
+            return self.shared(node) and (most is None or k < most)
+
+        self._nodes = graph.climb(starts, on)
+        rows = [(node, Watched(node, k, rows_of(shape_of(node, k), n)))
+                for node in self._nodes if not is_leaf(node)
+                for k in graph.numbers(node) or [0]]  # fmt: skip
+        few = self._nodes if most is None else self._nodes[:FEW]
+        products = [(node, shape_of(node, 0)) for node in few if node.name() in PRODUCTS]
+        columns = [(node, Watched(node, 0, columns_of(shape), second=True))
+                   for node, shape in products]  # fmt: skip
+        middles = [(node, Watched(node, 0, shape[:2], second=True, minor=True))
+                   for node, shape in products if len(shape) > 2 and shape[1] % n == 0]  # fmt: skip
+        self._parts = rows, columns, middles
+
+    @property
+    def watched(self) -> list[Watched]:
+        return [use for part in self._parts for _, use in part]
+
+    def shared(self, node: Node) -> bool:
+        """Whether what it makes may be the same for any batch."""
+        numbers = self._graph.numbers(node)
+        if not numbers or is_leaf(node) or self._constant is None:
+            return bool(numbers)
+        return all(self._constant(node, k) for k in numbers)
+
+    def layouts(self, found: Sequence[Finding], proven: bool) -> dict[Node, int | None]:
+        """By node, from what was found of `watched`. proven: weighted backwards could run."""
+        rows, columns, middles = self._parts
+        of_rows, rest = found[: len(rows)], found[len(rows) :]
+        layouts: dict[Node, int | None] = dict.fromkeys(self._nodes)
+        for (node, use), finding in zip(rows, of_rows, strict=True):
+            single = len(self._graph.numbers(node)) < 2
+            shape = shape_of(node, use.output_nr)
+            layout = finding.layout if proven else from_sizes(use.leads, self._n)
+            if not proven and self._n > 1 and shape.count(self._n) > 1:
+                layout = None
+            shown = isinstance(layout, int) and layout != NOWHERE
+            shown = shown and (proven or node not in self._starts)  # sizes say nothing of tables
+            layouts[node] = layout if single and shown else None  # type: ignore[assignment]
+        for (node, use), finding in zip(columns, rest[: len(columns)], strict=True):
+            one = finding.layout == SEQUENCE and use.leads[1] == self._n  # a column each
+            if layouts[node] is None:
+                layouts[node] = LAST if one or finding.layout == SECOND else None
+        for (node, _), finding in zip(middles, rest[len(columns) :], strict=True):
+            if layouts[node] in (None, LAST) and finding.layout in (SECOND, MINOR):
+                layouts[node] = finding.layout  # type: ignore[assignment]
+        return layouts
+
+
 def survey(
     n: int,
     graph: Graph,
     groups: Sequence[Group],
-    clean: Callable[[Node, int], bool],
-    prove: Callable[[Sequence[Watched]], Sequence[Any]],
+    region: Region,
+    layouts: dict[Node, int | None],
 ) -> Plan:
     """For those groups of which all consumers are shared, up to nodes that are proven to have rows
     by sample."""
 
     def shared(node: Node) -> bool:
-        numbers = graph.numbers(node)
-        return bool(numbers) and (is_leaf(node) or all(clean(node, k) for k in numbers))
+        return node in layouts and region.shared(node)
 
     groups = [group for group in groups if group.starts and all(map(shared, group.starts))]
-    found = graph.climb(_starts(groups), lambda k, node: shared(node))
-    watched = [Watched(node, k, rows_of(shape_of(node, k), n))
-               for node in found if not is_leaf(node)
-               for k in graph.numbers(node) or [0]]  # fmt: skip
-    layouts: dict[Node, int | None] = dict.fromkeys(found)
-    for use, verdict in zip(watched, prove(watched), strict=True):
-        single = len(graph.numbers(use.node)) < 2
-        layouts[use.node] = verdict if single and isinstance(verdict, int) else None
-    # Apart, since a proof of columns keeps a number of each entry.
-    products = [node for node in found if node.name() in PRODUCTS and layouts[node] is None]
-    shapes = {node: shape_of(node, 0) for node in products}
-    columns = [Watched(node, 0, columns_of(shapes[node]), second=True) for node in products]
-    middles = [Watched(node, 0, shapes[node][:2], second=True, minor=True) for node in products
-               if len(shapes[node]) > 2 and shapes[node][1] % n == 0]  # fmt: skip
-    verdicts = prove([*columns, *middles]) if products else ()
-    for use, verdict in zip(columns, verdicts, strict=False):
-        one = verdict == SEQUENCE and use.leads[1] == n  # a column each
-        layouts[use.node] = LAST if one or verdict == SECOND else None
-    for use, verdict in zip(middles, verdicts[len(columns) :], strict=True):
-        layouts[use.node] = verdict if verdict in (SECOND, MINOR) else layouts[use.node]
 
     def climb(starts: Iterable[Node]) -> list[Node]:
-        return graph.climb(starts, lambda k, node: layouts[node] is None and shared(node))
+        return graph.climb(starts, lambda k, node: shared(node) and layouts[node] is None)
 
     def served(group: Group) -> bool:
         for node in climb(group.starts):
-            ends = layouts[node] is not None
+            ends = layouts.get(node) is not None
             if not group.accepts(node, ends):
                 return False
             if not ends and (not shared(node) or node in graph.roots):
@@ -303,8 +350,8 @@ def survey(
         tuple((group.use, all(map(is_leaf, group.starts))) for group in groups),
         tuple(map(name_of, found)),
         edges_among(found),
-        tuple(layouts[node] for node in found),
-        _looks(graph, ((node, layouts[node]) for node in found), n),
+        tuple(layouts.get(node) for node in found),
+        _looks(graph, ((node, layouts.get(node)) for node in found), n),
     )
 
 

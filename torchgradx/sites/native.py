@@ -91,7 +91,7 @@ class Hooks:
 class NativeSite:
     """A module whose parameters a kernel sees."""
 
-    fixed, keeps_rows = False, True
+    fixed = False
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ class BesideSite(FallbackSite):
 class Product:
     """One weight of a recurrent module, which is a Linear over all steps."""
 
-    fixed, keeps_rows = False, True
+    fixed = False
 
     def __init__(self, module: nn.Module, layer: Layer, index: int, context: Context) -> None:
         self.layer, self.declared = layer, declared_layout(layer, context.options)

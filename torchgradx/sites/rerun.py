@@ -117,11 +117,6 @@ class FallbackSite:
         return 1 if isinstance(self._module, CHANNELS_FIRST) else min(2, max(1, dims - 1))
 
     @property
-    def keeps_rows(self) -> bool:
-        """Whether its output's rows are in its input's order; of a user's own nobody knows."""
-        return stock_of(type(self._module)).__module__.startswith("torch.nn.")
-
-    @property
     def calls_others(self) -> bool:
         """Whether to run it again is to run other modules again."""
         children = (c for c in self._module.children() if not isinstance(c, CONTAINERS))
@@ -172,8 +167,9 @@ class FallbackSite:
             run.refuse(self._index, NESTED)
             return None
         first = next((t for t in live if t.dim()), (live or outputs)[0])
-        if torch._C._len_torch_dispatch_stack() and self._recorder.depth():
-            self._audit.witness.met(self._index, given, first)
+        heard = self._audit.forwards.watching or torch._C._len_torch_dispatch_stack()
+        if heard and self._recorder.depth():
+            self._audit.forwards.meet(self._index, given)
         use = run.call(self._index, list(held.items()), list(first.shape))
         for t in given:  # which of them hold samples depends on their sizes
             run.note(sum(2**k for k, size in enumerate(t.shape[:8]) if size == run.n))
@@ -185,7 +181,7 @@ class FallbackSite:
         run.watch(use, end_of(first) if len(outputs) == 1 else first)
         if len(outputs) > 1 and run.n > 1 and self._recorder.depth():
             ends = ends_of_module(module, outputs, first, given, self.leads, run.n, samples)
-            self._audit.witness.several(self._index, first, ends)
+            self._audit.forwards.several(self._index, first, ends)
         self._listen(run, use, held, (args, kwargs), outputs, first, samples)
         return changed
 

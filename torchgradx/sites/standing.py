@@ -32,6 +32,7 @@ class Standing:
     def __init__(self, model: nn.Module) -> None:
         """Raises RuntimeError where another probe is on."""
         self.on = True  # False from remove() on
+        self.probe: Callable[[], Any] = _nobody
         self.formers = _removed_from(model)
         if len(self.formers) > MANY:
             gc.collect()  # a checkpoint's graph is a cycle
@@ -40,6 +41,12 @@ class Standing:
         self._recorder: Any = None
         self._classes: dict[type, tuple[type, dict[int, Any]]] = {}
         self._kinds: dict[int, type] = {}  # by module's id
+
+    @staticmethod
+    def of(model: nn.Module) -> Any:
+        """The probe that is on, of a model as a whole; or None."""
+        found = [one.probe() for one in _those_of(model) if one.on]
+        return next((probe for probe in found if probe and probe._model() is model), None)
 
     def enter(self, recorder: Any) -> None:
         self._recorder = recorder
@@ -106,6 +113,10 @@ class Standing:
             self._recorder.follow([one._recorder for one in self.formers])
 
 
+def _nobody() -> None:
+    pass
+
+
 def _those_of(module: nn.Module) -> list[Standing]:
     """In the order in which they came."""
     return [one for ref in _standing.get(module, ()) if (one := ref()) is not None]
@@ -118,6 +129,9 @@ def _removed_from(model: nn.Module) -> list[Standing]:
         for one in _those_of(module):
             if one.on:
                 where = f"its module {name!r}" if name else "the model"
-                raise RuntimeError(f"{where} is attached already: remove() the other probe first")
+                raise RuntimeError(
+                    f"{where} is attached already: remove() the other probe first, which "
+                    "torchgradx.attached(model) returns"
+                )
             found[one] = None
     return list(found)

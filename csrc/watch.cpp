@@ -1,0 +1,200 @@
+// One bit per tensor of a forward: is it the same for any batch, computed from parameters and constants alone? See
+// torchgradx/proof/constant.py, which says what for. Operators are observed as a profiler observes them: nothing is
+// dispatched otherwise for it, so no number changes, whatever autocast or a compiler does.
+#include "pass.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <set>
+
+namespace torchgradx {
+namespace {
+
+using Memory = c10::weak_intrusive_ptr<c10::StorageImpl>;
+using View = std::tuple<const c10::StorageImpl*, int64_t, std::vector<int64_t>, std::vector<int64_t>>;
+
+bool has_storage(const Tensor& t) {
+  return t.defined() && t.unsafeGetTensorImpl()->has_storage();
+}
+
+std::optional<View> view_of(const Tensor& t) {
+  if (!has_storage(t) || t.layout() != at::kStrided || t.unsafeGetTensorImpl()->has_symbolic_sizes_strides())
+    return std::nullopt;
+  return View(t.storage().unsafeGetStorageImpl(), t.storage_offset(), t.sizes().vec(), t.strides().vec());
+}
+
+void tensors_in(const c10::IValue& value, std::vector<Tensor>& found) {
+  if (value.isTensor())
+    found.push_back(value.toTensor());
+  else if (value.isTensorList())
+    for (const Tensor& t : value.toTensorVector()) found.push_back(t);
+  else if (value.isList())
+    for (const c10::IValue& part : value.toListRef()) tensors_in(part, found);
+  else if (value.isTuple())
+    for (const c10::IValue& part : value.toTupleRef().elements()) tensors_in(part, found);
+}
+
+// Of an operator, which is observed around all that it calls.
+struct Operation : at::ObserverContext {
+  bool constant = true, pointwise = false, picks = false, of_sizes = false;
+  std::vector<std::optional<View>> views;  // of its operands
+  std::vector<std::vector<int64_t>> like;  // sizes of those that stand as an argument does
+  std::vector<Tensor> written;
+};
+
+}  // namespace
+
+class Watch {
+ public:
+  Watch(const std::vector<Tensor>& constants, const std::vector<Tensor>& data) {
+    for (const Tensor& t : constants) mark(t, true);
+    for (const Tensor& t : data) {
+      mark(t, false);
+      if (auto view = view_of(t)) views_.insert(*view);
+    }
+    before_ = watching;
+    watching = this;
+    auto callback = at::RecordFunctionCallback(&Watch::begin, &Watch::end).needsInputs(true).needsOutputs(true);
+    handle_ = at::addThreadLocalCallback(callback.scopes({at::RecordScope::FUNCTION}));
+  }
+  ~Watch() {
+    stop();
+  }
+  void stop() {
+    if (!handle_) return;
+    at::removeCallback(*handle_);
+    handle_.reset();
+    for (Watch** at = &watching; *at; at = &(*at)->before_)
+      if (*at == this) {
+        *at = before_;
+        break;
+      }
+    known_.clear();
+  }
+
+  bool is_constant(const Tensor& t) const {
+    if (!has_storage(t)) return false;
+    const auto found = known_.find(t.storage().unsafeGetStorageImpl());
+    if (found != known_.end()) return found->second.second;
+    // A number that Python made; and parameters that fully_shard brings together.
+    return t.dim() == 0 || (t.requires_grad() && t.is_leaf());
+  }
+  bool stands(const Tensor& t) const {  // as an argument does, or made of one element by element
+    const auto view = view_of(t);
+    return view && views_.count(*view) > 0;
+  }
+  void mark(const Tensor& t, bool constant) {
+    if (!has_storage(t)) return;
+    // A weak reference keeps the address of what is gone.
+    const auto key = t.storage().unsafeGetStorageImpl();
+    known_.insert_or_assign(key, std::make_pair(Memory(t.storage().getWeakStorageImpl()), constant));
+  }
+  bool consumed(const py::object& node, uint32_t number) const {
+    using torch::autograd::THPCppFunction;
+    if (!py::hasattr(node, "_input_metadata") || !torch::autograd::THPCppFunction_Check(node.ptr())) return false;
+    const Node* of = &*reinterpret_cast<THPCppFunction*>(node.ptr())->cdata;
+    const auto found = bits_.find({of, number});
+    return found != bits_.end() && found->second;
+  }
+  bool picks = false;  // how many rows there are was up to data, as of x[mask]
+
+  static Watch* current() {
+    return watching;
+  }
+
+ private:
+  static thread_local Watch* watching;
+  Watch* before_ = nullptr;
+  std::optional<at::CallbackHandle> handle_;
+  std::unordered_map<const c10::StorageImpl*, std::pair<Memory, bool>> known_;
+  std::map<std::pair<const Node*, uint32_t>, bool> bits_;  // as consumed, by node and output
+  std::vector<NodePtr> kept_;                               // so that no address serves again
+  std::set<View> views_;
+
+  void consume(const Tensor& t, bool constant) {
+    if (!t.grad_fn()) return;
+    const auto [entry, fresh] = bits_.emplace(std::make_pair(&*t.grad_fn(), t.output_nr()), constant);
+    if (fresh) kept_.push_back(t.grad_fn());
+    entry->second = entry->second && constant;
+  }
+
+  static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
+    auto operation = std::make_unique<Operation>();
+    Watch* self = watching;
+    if (!self) return operation;
+    std::vector<Tensor> operands;
+    for (const c10::IValue& value : function.inputs()) tensors_in(value, operands);
+    const auto name_of = function.operator_name().value_or(c10::OperatorName("", ""));
+    const auto handle = c10::Dispatcher::singleton().findOp(name_of);
+    if (handle) {
+      operation->pointwise = handle->hasTag(at::Tag::pointwise);
+      operation->picks = handle->hasTag(at::Tag::dynamic_output_shape);
+      const std::string& name = handle->schema().name();
+      const auto is = [&](const char* start) { return name.rfind(start, 0) == 0; };
+      const bool likes = name.size() > 5 && name.compare(name.size() - 5, 5, "_like") == 0;
+      const bool drawn = name == "aten::bernoulli" && handle->schema().overload_name() == "p";
+      operation->of_sizes = likes || drawn || is("aten::new_");
+      const auto& arguments = handle->schema().arguments();
+      for (size_t k = 0; k < arguments.size() && k < function.inputs().size(); ++k)
+        if (arguments[k].alias_info() && arguments[k].alias_info()->isWrite())
+          tensors_in(function.inputs()[k], operation->written);
+    }
+    for (const Tensor& t : operands) {
+      if (!t.defined()) continue;
+      const bool constant = self->is_constant(t);
+      operation->constant = operation->constant && constant;
+      self->consume(t, constant);
+      if (t.is_view()) self->consume(Tensor(t._base()), constant);  // of one that was written into, the graph has the base
+      operation->views.push_back(view_of(t));
+      if (operation->pointwise && self->stands(t)) operation->like.push_back(t.sizes().vec());
+    }
+    if (operation->picks && !operation->constant) self->picks = true;
+    return operation;
+  }
+
+  static void end(const at::RecordFunction& function, at::ObserverContext* context) {
+    Watch* self = watching;
+    auto* operation = static_cast<Operation*>(context);
+    if (!self || !operation) return;
+    std::vector<Tensor> made;
+    for (const c10::IValue& value : function.outputs()) tensors_in(value, made);
+    const auto contains = [](const auto& all, const auto& one) {
+      return std::find(all.begin(), all.end(), one) != all.end();
+    };
+    for (const Tensor& t : made) {
+      if (!t.defined()) continue;
+      self->mark(t, operation->constant || operation->of_sizes);
+      const auto view = view_of(t);
+      if (!view) continue;
+      if (contains(operation->like, t.sizes().vec()))
+        self->views_.insert(*view);
+      else if (!contains(operation->views, view))  // memory that serves again
+        self->views_.erase(*view);
+    }
+    if (!operation->constant)
+      for (const Tensor& t : operation->written) self->mark(t, false);
+  }
+};
+
+thread_local Watch* Watch::watching = nullptr;
+
+void bind_watch(py::module_& m) {
+  py::class_<Watch, std::shared_ptr<Watch>>(m, "Watch")
+      .def(py::init<const std::vector<Tensor>&, const std::vector<Tensor>&>(), py::arg("constants"), py::arg("data"))
+      .def("stop", &Watch::stop)
+      .def("mark", &Watch::mark)
+      .def("stands", &Watch::stands)
+      .def("knows_constant", &Watch::is_constant)
+      .def("is_constant", &Watch::consumed)
+      .def_readonly("picks", &Watch::picks);
+}
+
+bool watching() {
+  return Watch::current() != nullptr;
+}
+
+}  // namespace torchgradx
