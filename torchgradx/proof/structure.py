@@ -197,7 +197,7 @@ class Examiner:
                 if constant is None and k not in tables:
                     memory.watches = max(memory.watches, 1)  # it may be a table's
             sure.append(True)
-        if doubt and any(v in (BATCH, SEQUENCE) for v in layouts):
+        if doubt and (plan or any(v in (BATCH, SEQUENCE) for v in layouts)):
             refusals.append((-1, EITHER.format(n=n)))
         chosen = routes(outputs, n)
         cut = memory.picks and any(from_sizes(use.leads, n) is None for use in watched)
