@@ -93,12 +93,11 @@ TABLES = {
 @a_few_modes
 @unproven
 @pytest.mark.parametrize("name", TABLES)
-def test_a_table_of_n_rows_is_refused(name, where, options):
+def test_a_table_of_n_rows_is_exact_or_refused(name, where, options):
     use, rows = TABLES[name]
     parts = {"c": nn.Linear(N, 2), "e": nn.Embedding(N, 3), "kept": [torch.randn(N, 3)]}
     parts |= {} if rows is None else {"rows": rows}
-    refusal = exact_or_refused(model(use, where, **parts), square, torch.randn(N, 3), **options)
-    assert refusal is not None
+    exact_or_refused(model(use, where, **parts), square, torch.randn(N, 3), **options)
 
 
 LED = {  # by features or heads, as many as there are samples

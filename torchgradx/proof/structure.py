@@ -281,7 +281,7 @@ class Examiner:
             shown = [
                 found[k].layout == (sites[site].presumed if sites[site].fixed else expected)
                 for k, (site, *_) in enumerate(uses)
-                if (site in anchors or sites[site].fixed)
+                if ((site in anchors and isinstance(sites[site], NativeSite)) or sites[site].fixed)
                 and found[k].sure
                 and found[k].layout in (BATCH, SEQUENCE)
             ]
