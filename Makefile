@@ -36,8 +36,8 @@ bench: $(DONE)/bench  ## build, then time it against the plain step and the riva
 calibrate: $(DONE)/bench  ## fit the cost model's constants to this machine; WRITE=1 puts them into it
 	$(BIN)/python benchmarks/calibrate.py $(if $(WRITE),--write)
 
-gpu:  ## where a GPU is, with the torch of PYTHON=: build, test, sanitize, benchmark; OUT= gets a copy
-	PYTHON="$(PYTHON)" OUT="$(OUT)" .ci/gpu
+gpu:  ## where a GPU is, with the torch of PYTHON=: build, test, sanitize, benchmark; or STAGES= of it
+	PYTHON="$(PYTHON)" OUT="$(OUT)" STAGES="$(STAGES)" LIMIT="$(LIMIT)" MODELS="$(MODELS)" .ci/gpu
 
 lint: $(DONE)/lint  ## ruff, clang-format and mypy; changes nothing
 	$(BIN)/ruff check $(PYTHON_CODE)

@@ -58,6 +58,11 @@ def flags(torch) -> list[str]:
         *(CHECKED if SANITIZE else ["-O3", "-g0"]),
         "-fopenmp",  # torch's at::parallel_for is inline code, and serial without it
         "-fvisibility=hidden",
+        # No iostream, see csrc/text.h: torch's inline functions join their messages with a stream
+        # unless told not to, and <iostream>, which its dispatcher includes and does not use, leaves
+        # an initializer in every object. The second is the guard of libstdc++'s own header.
+        "-DSTRIP_ERROR_MESSAGES",
+        "-D_GLIBCXX_IOSTREAM",
         # checks print the file they stand in: no path of the building machine in a binary
         f"-ffile-prefix-map={ROOT}/=",
         f"-ffile-prefix-map={site}/=",

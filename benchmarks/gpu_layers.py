@@ -107,8 +107,9 @@ def by_vmap(layer: Layer, x: Tensor, g: Tensor) -> Step:
     return lambda: norms(x, g)
 
 
+BASE = "weight gradient"
 RIVALS: dict[str, Callable[[Layer, Tensor, Tensor], Step]] = {
-    "weight gradient": by_weight_gradient,
+    BASE: by_weight_gradient,
     "bmm + norm": by_bmm,
     "vmap": by_vmap,
 }
@@ -117,19 +118,30 @@ RIVALS: dict[str, Callable[[Layer, Tensor, Tensor], Step]] = {
 # One row
 
 
-def measured(row: Row, clock: Clock, peak: Ceilings, device: torch.device, budget: float) -> dict:
-    """{way: figures}; budget in seconds for all ways together."""
+def measured(
+    row: Row,
+    clock: Clock,
+    peak: Ceilings,
+    device: torch.device,
+    budget: float,
+    rivals: bool = True,
+) -> dict:
+    """Return {way: figures}; budget in seconds for all ways together.
+
+    The framework's own weight gradient is always among them, the other rivals if asked for.
+    """
     layer = row.layer
     x, g = operands(row, device)
     steps = {way: ours(way, layer, x, g) for way in layer.ways()}
-    steps |= {name: make(layer, x, g) for name, make in RIVALS.items()}
+    others = RIVALS if rivals else {BASE: RIVALS[BASE]}
+    steps |= {name: make(layer, x, g) for name, make in others.items()}
     off = {way: error(step(), layer, x, g) for way, step in steps.items()}
     wrong = {way: e for way, e in off.items() if not (e is None or e < OFF[row.dtype])}
     if wrong:
         raise AssertionError(f"{layer.name}: off the float64 norms: {wrong}")
     memory = {way: clock.extra_bytes(step) for way, step in steps.items()}
     times = rounds(clock, steps, budget)
-    plain = times["weight gradient"]
+    plain = times[BASE]
     figures = {}
     for way, taken in times.items():
         low, *_, high = quantiles(taken, n=5, method="inclusive")
@@ -142,7 +154,7 @@ def measured(row: Row, clock: Clock, peak: Ceilings, device: torch.device, budge
             "extra_mib": round(memory[way] / 2**20, 2),
             "off": off[way],
         }
-        if way in layer.ways() or way == "weight gradient":
+        if way in layer.ways() or way == BASE:
             floor = peak.floor(layer, way, row.dtype)
             figures[way]["floor_us"] = round(1e6 * floor, 2)
             figures[way]["to_floor"] = round(median(taken) / floor, 3)

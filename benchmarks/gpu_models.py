@@ -1,17 +1,34 @@
-"""Whole training steps to time on a GPU: GPT-2 small, ViT-B/16 and ResNet-50, of torch's modules.
+"""Training steps to time on a GPU: a table of models, as each is trained.
 
-Built here, so that no other package or file of weights decides what is measured; the weights are
-random. `tiny` is the same code at sizes for a test.
+A `Case` builds a `Workload`; how a case is timed is in gpu_steps.py. The first models are of
+torch's modules alone, so that no other package decides what is measured. Those of transformers and
+timm are built from a configuration; all weights are random. `tiny` is the same code at sizes for a
+test.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from workloads import GPT, Block, Workload, classifier
+from workloads import GPT, Block, Workload
+
+
+class Case(NamedTuple):
+    build: Callable[[bool], Workload]  # tiny -> workload; runs under the device's default
+    autocast: bool = False  # float32 weights under autocast(bfloat16); else bfloat16 weights
+    channels_last: bool = False
+    needs: str = ""  # the package of the model
+
+    @property
+    def regime(self) -> str:
+        return "autocast" if self.autocast else "bfloat16"
+
+
+# Models of torch's modules
 
 
 class Bottleneck(nn.Module):
@@ -47,7 +64,7 @@ def resnet(depths: tuple[int, ...], width: int) -> nn.Module:
 
 
 class ViT(nn.Module):
-    """The mean of all positions in place of a class token."""
+    """Vision transformer whose head reads the mean of all positions, not a class token."""
 
     def __init__(self, image: int, patch: int, d: int, heads: int, layers: int) -> None:
         super().__init__()
@@ -62,32 +79,125 @@ class ViT(nn.Module):
         return self.head(self.norm(self.blocks(x)).mean(1))
 
 
+# Losses, of a tensor or of what transformers returns
+
+
+def of_classes(output: Any, targets: Tensor, reduction: str = "mean") -> Tensor:
+    return F.cross_entropy(getattr(output, "logits", output), targets, reduction=reduction)
+
+
+def of_tokens(output: Any, targets: Tensor, reduction: str = "mean") -> Tensor:
+    logits = getattr(output, "logits", output)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+
+
+def language(model: nn.Module, n: int, t: int, vocabulary: int) -> Workload:
+    ids = torch.randint(vocabulary, (n, t + 1))
+    return Workload(model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), of_tokens)
+
+
+def images(model: nn.Module, n: int, size: int) -> Workload:
+    targets = torch.randint(1000, (n,))
+    return Workload(model, torch.randn(n, 3, size, size), targets, of_classes)
+
+
+# Cases
+
+
 def gpt2(tiny: bool) -> Workload:
     n, t, vocabulary = (2, 8, 50) if tiny else (8, 1024, 50257)
     d, heads, layers = (32, 2, 1) if tiny else (768, 12, 12)
-    ids = torch.randint(vocabulary, (n, t + 1))
-    model = GPT(vocabulary, t, d, heads, layers)
-    return Workload(model, ids[:, :-1], ids[:, 1:], of_tokens)
-
-
-def of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return language(GPT(vocabulary, t, d, heads, layers), n, t, vocabulary)
 
 
 def vit(tiny: bool) -> Workload:
-    n, image = (2, 32) if tiny else (64, 224)
-    model = ViT(image, 16, 32, 2, 1) if tiny else ViT(image, 16, 768, 12, 12)
-    return classifier(model, torch.randn(n, 3, image, image))
+    if tiny:
+        return images(ViT(32, 16, 32, 2, 1), 2, 32)
+    return images(ViT(224, 16, 768, 12, 12), 64, 224)
 
 
 def resnet50(tiny: bool) -> Workload:
-    n, image = (2, 32) if tiny else (64, 224)
-    model = resnet((1, 1), 32) if tiny else resnet((3, 4, 6, 3), 64)
-    return classifier(model, torch.randn(n, 3, image, image))
+    if tiny:
+        return images(resnet((1, 1), 32), 2, 32)
+    return images(resnet((3, 4, 6, 3), 64), 64, 224)
 
 
-MODELS: dict[str, Callable[[bool], Workload]] = {
-    "GPT-2 small, T=1024, N=8": gpt2,
-    "ViT-B/16, N=64": vit,
-    "ResNet-50 with GroupNorm, N=64": resnet50,
+def mlp(tiny: bool) -> Workload:
+    n, width = (4, 16) if tiny else (4096, 1024)
+    layers = [nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Linear(width, 10))
+    return Workload(model, torch.randn(n, 784), torch.randint(10, (n,)), of_classes)
+
+
+def bert(tiny: bool) -> Workload:
+    """Without dropout, so that a sample alone has the same gradient."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    n, t, vocabulary = (3, 8, 50) if tiny else (32, 128, 30522)
+    small = {"hidden_size": 32, "intermediate_size": 64}
+    small |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(
+        vocab_size=vocabulary,
+        hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
+        num_labels=10,
+        **(small if tiny else {}),
+    )
+    ids, targets = torch.randint(vocabulary, (n, t)), torch.randint(10, (n,))
+    return Workload(BertForSequenceClassification(config), ids, targets, of_classes)
+
+
+def llama(tiny: bool) -> Workload:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    n, t, vocabulary = (2, 8, 50) if tiny else (4, 1024, 32000)
+    d, inner, heads, layers = (32, 64, 2, 1) if tiny else (2048, 5504, 16, 8)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=d,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_hidden_layers=layers,
+        use_cache=False,
+    )
+    return language(LlamaForCausalLM(config), n, t, vocabulary)
+
+
+def huggingface_gpt2(tiny: bool) -> Workload:
+    """Its vocabulary is 50257 too; its head is tied to the embedding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    n, t, vocabulary = (2, 8, 50) if tiny else (8, 1024, 50257)
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2} if tiny else {}
+    config = GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=t,
+        embd_pdrop=0,
+        resid_pdrop=0,
+        attn_pdrop=0,
+        use_cache=False,
+        **sizes,
+    )
+    return language(GPT2LMHeadModel(config), n, t, vocabulary)
+
+
+def convnext(tiny: bool) -> Workload:
+    from timm import create_model
+
+    if tiny:
+        model = create_model("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 16, 16, 16))
+        return images(model, 2, 64)
+    return images(create_model("convnext_tiny"), 64, 224)
+
+
+# In the order of what is to be known first: time may run out.
+MODELS: dict[str, Case] = {
+    "GPT-2 small, N=8, T=1024": Case(gpt2),
+    "ResNet-50 with GroupNorm, N=64": Case(resnet50, channels_last=True),
+    "ViT-B/16, N=64": Case(vit, channels_last=True),
+    "BERT-base, N=32, T=128": Case(bert, autocast=True, needs="transformers"),
+    "Llama 8 x 2048, N=4, T=1024": Case(llama, needs="transformers"),
+    "ConvNeXt-T, N=64": Case(convnext, autocast=True, needs="timm"),
+    "MLP 784-1024-1024-10, N=4096": Case(mlp),
+    "GPT-2 of transformers, N=8, T=1024": Case(huggingface_gpt2, needs="transformers"),
 }

@@ -106,17 +106,20 @@ def resnet50(n: int) -> Iterator[Layer]:
     return (conv2d("ResNet-50", n, o, conv) for o, conv in shapes)
 
 
+TRANSFORMER = ((768, 768), (768, 2304), (768, 3072), (3072, 768))
 LINEAR = [
-    linear("GPT-2", 8, 1024, 768, 768),
-    linear("GPT-2", 8, 1024, 768, 3072),
+    linear("GPT-2 head", 8, 1024, 768, 50304),
+    linear("GPT-2 head", 8, 1024, 768, 50257),  # rows of grad_output are not 16-byte aligned
+    *(linear("GPT-2", 8, 1024, i, o) for i, o in TRANSFORMER),
     linear("LLaMA", 8, 1024, 4096, 4096),
-    linear("LLaMA", 8, 2048, 4096, 11008),
-    linear("ViT-B", 64, 197, 768, 3072),
+    linear("LLaMA", 8, 1024, 4096, 11008),
+    *(linear("ViT-B", 64, 197, i, o) for i, o in TRANSFORMER),
+    *(linear("BERT", 32, 128, i, o) for i, o in ((768, 768), (768, 3072))),
     linear("MLP", 4096, 1, 1024, 1024),
     # across the crossover of gram and direct, and where fused gives way to both
     *(linear("in T", 64, t, 768, 768) for t in (8, 16, 64, 256)),
 ]
-EXACT = [LINEAR[0], conv2d("ResNet-50", 64, 128, Conv(128, 28, 3))]  # float32 without TF32
+EXACT = [LINEAR[2], conv2d("ResNet-50", 64, 128, Conv(128, 28, 3))]  # float32 without TF32
 ROWS = [
     *(Row(layer, "bfloat16") for layer in (*LINEAR, *resnet50(64))),
     *(Row(layer, "float32") for layer in EXACT),

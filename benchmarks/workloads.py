@@ -223,6 +223,9 @@ def norm(gradients: Iterable[Tensor]) -> Tensor:
 OURS: dict[str, Way] = {
     "fused": attached(fused=True),
     "clip": attached(lambda probe: probe.clip_grad_norm_(MAX_NORM), clip=True),
+    "deferred": attached(
+        lambda probe: probe.clip_grad_norm_(MAX_NORM), clip=True, weight_grad=False
+    ),
     "fused=False": attached(fused=False),
     "scoring": attached(weight_grad=False),
 }

@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = "8.0;9.0+PTX"  # where there is no GPU to ask
+ARCHITECTURES = "8.0+PTX;9.0a"  # where there is no GPU to ask; 9.0a: wgmma
 OLDEST = (8, 0)  # mma.sync of bfloat16, cp.async
 
 
@@ -92,7 +92,11 @@ def architectures(torch: Any) -> str:
     gpus = range(torch.cuda.device_count())
     present = {torch.cuda.get_device_capability(gpu) for gpu in gpus}
     fit = sorted(capability for capability in present if capability >= OLDEST)
-    return ";".join(f"{major}.{minor}" for major, minor in fit) + "+PTX" if fit else ARCHITECTURES
+    names = ["9.0a" if capability == (9, 0) else "{}.{}".format(*capability) for capability in fit]
+    if not names:
+        return ARCHITECTURES
+    # PTX of 9.0a would run nowhere else
+    return ";".join(names) + ("" if names[-1] == "9.0a" else "+PTX")
 
 
 def extension(home: Path, torch: Any, cxx: list[str]) -> Any:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 COLUMNS = ("fused", "clip", "fused=False", "scoring")
+WRONG = 0.1  # of a norm: a rival that is off by more is not quoted
+GPU_COLUMNS = ("deferred clip", "Opacus hooks", "Opacus ghost", "Opacus ghost, clips")
 
 
 def on_page_markdown(markdown, **kwargs):
@@ -42,21 +44,52 @@ def tables(result):
 
 
 def gpu_table(result):
-    """Of whole steps, or of layers beside the weight gradient alone."""
-    gpu, of_models = result["gpu"], "model" in result["rows"][0]
+    """Return the table of whole steps, or of layers beside the weight gradient alone."""
+    gpu, rows = result["gpu"], [row for row in result["rows"] if "fused" in row.get("ways", {})]
     text = [
         f"{gpu['name']}, CUDA {gpu['cuda']}, torch {result['torch']}, commit "
         f"`{result['commit'][:7]}`, {result['date']}.\n"
     ]
-    columns = COLUMNS if of_models else ("fused", "direct", "gram", "rank1", "bmm + norm", "vmap")
-    first = "plain step" if of_models else "weight gradient"
-    text += [f"| | {first} | {' | '.join(columns)} |", f"|---|{'---|' * (len(columns) + 1)}"]
-    for row in result["rows"]:
-        ways = row["ways"]
-        name = row["model"] if of_models else f"{row['layer']}, {row['dtype']}"
-        plain = ways["fused"]["plain_milliseconds"] if of_models else ways[first]["us"]
-        ratios = [ways[c]["median" if of_models else "to_weight_gradient"] if c in ways else None
-                  for c in columns]  # fmt: skip
-        cells = [f"{r:.2f}" if r is not None else "" for r in ratios]
-        text += [f"| {name} | {plain:.1f} {'ms' if of_models else 'us'} | {' | '.join(cells)} |"]
+    titles, cells = of_models(rows) if "model" in result["rows"][0] else of_layers(rows)
+    text += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    text += [f"| {' | '.join(row)} |" for row in cells]
     return "\n".join(text)
+
+
+def of_models(rows):
+    """Return titles and cells: ratios, and the first step and the memory where they are known."""
+    more = [way for way in GPU_COLUMNS if any("median" in row["ways"].get(way, {}) for row in rows)]
+    ways = [*COLUMNS, *more]
+    titles, cells = ["", "plain step", *ways], []
+    known = any("first" in row["ways"]["fused"] for row in rows)
+    titles += ["first step", "memory"] if known else []
+    for row in rows:
+        fused, name = row["ways"]["fused"], row["model"]
+        if "plain" in row:
+            name, plain = f"{name}, {row['dtype']}", row["plain"]["ms"]
+        else:  # results of before 2026-11-27
+            plain = fused["plain_milliseconds"]
+        cells.append([name, f"{plain:.1f} ms", *(ratio(row, way, "median") for way in ways)])
+        if known:
+            first, peak = fused.get("first"), fused.get("peak_ratio")
+            cells[-1].append(f"{first['plain_steps']:.0f} plain steps" if first else "")
+            cells[-1].append(f"{peak:.2f}" if peak else "")
+    return titles, cells
+
+
+def of_layers(rows):
+    base, ways = "weight gradient", ("fused", "direct", "gram", "rank1", "bmm + norm", "vmap")
+    ways = [way for way in ways if any(way in row["ways"] for row in rows)]
+    cells = []
+    for row in rows:
+        plain = f"{row['ways'][base]['us']:.1f} us"
+        ratios = (ratio(row, way, "to_weight_gradient") for way in ways)
+        cells.append([f"{row['layer']}, {row['dtype']}", plain, *ratios])
+    return ["", base, *ways], cells
+
+
+def ratio(row, way, key):
+    figures = row["ways"].get(way, {})
+    if figures.get("off") is not None and figures["off"] > WRONG:
+        return "wrong"
+    return f"{figures[key]:.2f}" if key in figures else ""

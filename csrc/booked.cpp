@@ -48,33 +48,21 @@ bool Booked::intact() const {
   return versions_[0].stands() && versions_[1].stands();
 }
 
-Booked Booked::of_samples(const Tensor& chosen, int64_t n) const {
-  const auto of = [&](const Tensor& t) {
-    return t.defined() ? t.unflatten(0, {n, -1}).index_select(0, chosen).flatten(0, 1) : t;
-  };
-  Booked few = *this;
-  few.grad_output_ = of(grad_output_), few.saved_.input = of(saved_.input);
-  return few;
-}
-
 std::vector<Tensor> Booked::weighted(const Tensor& factors, const std::vector<int64_t>& parameters) const {
   const at::NoGradGuard no_grad;
-  if (layout_ == Layout::kBatch && !saved_.rstd.defined()) {
-    const Tensor chosen = factors.nonzero().squeeze(1);  // nan, too
-    if (chosen.numel() > 0 && chosen.numel() * 2 <= factors.numel())
-      return of_samples(chosen, factors.numel()).weighted(factors.index_select(0, chosen), parameters);
-  }
   const auto asked = [&](int64_t parameter) {
     return std::find(parameters.begin(), parameters.end(), parameter) != parameters.end();
   };
   const Layer& layer = *site_->layer;
   const Wanted wanted{false, of_weight_ && asked(site_->weight), of_bias_ && asked(site_->bias)};
-  const Tensor g = torchgradx::weighted(grad_output_, factors, layout_, layer.row_dims());
+  // For a bias alone the input may not have been kept.
+  const Operands o = *layer.operands(wanted.weight ? saved_ : Saved{}, grad_output_, factors.numel(), layout_);
+  const Tensor scale = o.images == 1 ? factors : factors.repeat_interleave(o.images);
   Gradients made;
   if (wanted.weight)
-    made = layer.backward(saved_, weight_, g, wanted);
-  else if (wanted.bias)  // the input may not have been kept
-    made.bias = layer.bias_rows(*layer.operands({}, g, factors.numel(), layout_)).sum(at::IntArrayRef({0, 1}));
+    made = layer.scaled(o, weight_, scale, wanted);
+  else if (wanted.bias)
+    made.bias = layer.scaled_bias(o, scale);
   std::vector<Tensor> found;
   if (wanted.weight) found.push_back(among(made.weight, site_->weight_rows, 0));
   if (wanted.bias) found.push_back(among(made.bias, site_->bias_rows, 0));

@@ -53,6 +53,11 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
   return op.call(activations, grad_output, scale, bias);
 }
 
+Scaled linear_scaled(const Tensor& activations, const Tensor& grad_output, const Tensor& scale, bool bias) {
+  static const auto op = find<Scaled(const Tensor&, const Tensor&, const Tensor&, bool)>("torchgradx::linear_scaled");
+  return op.call(activations, grad_output, scale, bias);
+}
+
 Tensor conv2d_gram_sq_norms(const Tensor& input, const Tensor& grad_output, const Geometry& g, bool bias) {
   static const auto op = find<ConvNorms>("torchgradx::conv2d_gram_sq_norms");
   return op.call(input, grad_output, g.kernel_size, g.stride, g.padding, g.dilation, g.groups, bias);
@@ -68,6 +73,14 @@ Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, const Geometr
   using Signature = Fused(const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t,
                           const std::optional<Tensor>&, bool);
   static const auto op = find<Signature>("torchgradx::conv2d_fused");
+  return op.call(input, grad_output, g.kernel_size, g.stride, g.padding, g.dilation, g.groups, scale, bias);
+}
+
+Scaled conv2d_scaled(const Tensor& input, const Tensor& grad_output, const Geometry& g, const Tensor& scale,
+                     bool bias) {
+  using Signature = Scaled(const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t,
+                           const Tensor&, bool);
+  static const auto op = find<Signature>("torchgradx::conv2d_scaled");
   return op.call(input, grad_output, g.kernel_size, g.stride, g.padding, g.dilation, g.groups, scale, bias);
 }
 

@@ -13,6 +13,7 @@ namespace torchgradx {
 using at::IntArrayRef;
 using at::Tensor;
 using Fused = std::tuple<Tensor, Tensor, Tensor>;  // grad_weight, grad_bias [O] (or [0]), sq_norms [1 + bias, N]
+using Scaled = std::tuple<Tensor, Tensor>;         // grad_weight, grad_bias as in Fused
 using AffineFused = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // grad_input, then as in Fused
 
 struct Geometry {  // of a two-dimensional convolution
@@ -29,8 +30,10 @@ Tensor direct_sq_norms(const Tensor& activations, const Tensor& grad_output, boo
 Tensor bias_sq_norms(const Tensor& grad_output);  // [N, T, O] -> [N]
 Fused linear_fused(
     const Tensor& activations, const Tensor& grad_output,
-    const std::optional<Tensor>& scale,  // [N], weights each sample in the returned gradients, not in sq_norms
-    bool bias);
+    // [N], weights each sample in the returned gradients, not in sq_norms; one of 0 is left out, nan included
+    const std::optional<Tensor>& scale, bool bias);
+// The weighted gradients alone.
+Scaled linear_scaled(const Tensor& activations, const Tensor& grad_output, const Tensor& scale, bool bias);
 
 Tensor conv2d_gram_sq_norms(const Tensor& input,        // [N, C, H, W]
                             const Tensor& grad_output,  // [N, O, H', W']
@@ -38,6 +41,8 @@ Tensor conv2d_gram_sq_norms(const Tensor& input,        // [N, C, H, W]
 Tensor conv2d_direct_sq_norms(const Tensor& input, const Tensor& grad_output, const Geometry& geometry, bool bias);
 Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, const Geometry& geometry,
                    const std::optional<Tensor>& scale, bool bias);
+Scaled conv2d_scaled(const Tensor& input, const Tensor& grad_output, const Geometry& geometry, const Tensor& scale,
+                     bool bias);
 
 // Parameters that act element by element. Operands are [N, T, G, K]: T positions that share the parameters, which are
 // [G, K]. The weight's gradient is sum_t b_nt f_nt, the bias's sum_t b_nt, with the feature f = xhat = (x - mean) rstd.

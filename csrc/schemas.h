@@ -12,6 +12,7 @@ inline void define_operators(torch::Library& m) {
   m.def("direct_sq_norms(Tensor activations, Tensor grad_output, bool bias) -> Tensor");
   m.def("bias_sq_norms(Tensor grad_output) -> Tensor");
   m.def("linear_fused(Tensor activations, Tensor grad_output, Tensor? scale, bool bias) -> (Tensor, Tensor, Tensor)");
+  m.def("linear_scaled(Tensor activations, Tensor grad_output, Tensor scale, bool bias) -> (Tensor, Tensor)");
   m.def(
       "conv2d_gram_sq_norms(Tensor input, Tensor grad_output, int[2] kernel_size, int[2] stride, int[2] padding, "
       "int[2] dilation, int groups, bool bias) -> Tensor");
@@ -21,6 +22,9 @@ inline void define_operators(torch::Library& m) {
   m.def(
       "conv2d_fused(Tensor input, Tensor grad_output, int[2] kernel_size, int[2] stride, int[2] padding, "
       "int[2] dilation, int groups, Tensor? scale, bool bias) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "conv2d_scaled(Tensor input, Tensor grad_output, int[2] kernel_size, int[2] stride, int[2] padding, "
+      "int[2] dilation, int groups, Tensor scale, bool bias) -> (Tensor, Tensor)");
   m.def("affine_sq_norms(Tensor input, Tensor grad_output, Tensor? mean, Tensor? rstd, bool bias) -> Tensor");
   m.def(
       "affine_fused(Tensor input, Tensor grad_output, Tensor weight, Tensor? mean, Tensor? rstd, bool frozen, "

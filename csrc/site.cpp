@@ -1,13 +1,13 @@
 #include "site.h"
 
 #include "node.h"
+#include "text.h"
 
 #include <ATen/ATen.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <string>
 
 namespace torchgradx {
 namespace {
@@ -50,11 +50,11 @@ std::optional<Operands> Site::operands(const Pass& pass, int64_t use, const Save
   }
   const auto operands = layer->operands(saved, grad_output, pass.n, how);
   if (!operands) {
-    std::string shape;  // without a stream: some Pythons link another C++ library, in which those fail
-    for (const int64_t size : grad_output.sizes()) shape += (shape.empty() ? "" : ", ") + std::to_string(size);
-    recorder->refuse(index, "the " + std::to_string(pass.n) + " samples of the pass cannot be found in its output of "
-                            "shape [" + shape + "]; if they are there, say layout=; where none are, as in a table of "
-                            "positions, a reentrant checkpoint keeps that from being seen: say use_reentrant=False");
+    recorder->refuse(
+        index,
+        text("the ", pass.n, " samples of the pass cannot be found in its output of shape ", grad_output.sizes(),
+             "; if they are there, say layout=; where none are, as in a table of positions, a reentrant checkpoint "
+             "keeps that from being seen: say use_reentrant=False"));
   }
   return operands;
 }
@@ -206,9 +206,10 @@ Gradients Use::gradients(const Saved& saved, const Tensor& weight, const Tensor&
 }
 
 // Without weight_grad nothing but the input's gradient is asked for.
-Gradients Use::record_fused(const Saved& saved, const Tensor& weight, const Tensor& grad_output, bool wants_input) {
+Gradients Use::record_fused(const Saved& saved, const Tensor& weight, const Tensor& from, bool wants_input) {
   const Layer& layer = *site->layer;
   const bool received = receives();
+  const Tensor grad_output = layer.ordered(from, saved, weight);
   std::optional<at::AutoDispatchBelowADInplaceOrView> below(std::in_place);  // nothing fused is differentiated
   const auto operands = wants_weight && !waits_for_weight() && !waits_for_bias()
                             ? site->operands(*pass, index, saved, grad_output)

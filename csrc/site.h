@@ -84,13 +84,10 @@ class Booked {
   Booked(const Use& use, const Saved& saved, const Tensor& weight, const Tensor& grad_output);
   std::vector<int64_t> parameters() const;
   bool intact() const;  // what it keeps is as it was
-  // Of these parameters: the sums over the samples, each times its factor [N]. Those of 0 cost nothing, if they are
-  // most but not all.
+  // Of these parameters: the sums over the samples, each times its factor [N]. Those of factor 0 are left out.
   std::vector<Tensor> weighted(const Tensor& factors, const std::vector<int64_t>& parameters) const;
 
  private:
-  Booked of_samples(const Tensor& chosen, int64_t n) const;  // of n
-
   std::shared_ptr<Site> site_;
   Layout layout_;
   Saved saved_;

@@ -2,6 +2,7 @@
 // outside of graphs; a token goes from each to the next, so that none is moved, merged or left out. Its storage owns
 // what the layer's backward needs besides tensors.
 #include "site.h"
+#include "text.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/function.h>
@@ -83,8 +84,8 @@ Tensor token_of(std::shared_ptr<Link> link) {
 }
 
 std::shared_ptr<Link> link_of(const Tensor& token) {
-  TORCH_CHECK(token.is_cpu() && token.numel() == 1, "token must be that of the layer before; got ", token.toString(),
-              token.sizes());
+  TORCHGRADX_CHECK(token.is_cpu() && token.numel() == 1, "token must be that of the layer before; got ",
+                   token.toString(), token.sizes());
   return links().find(*token.const_data_ptr<int64_t>());
 }
 
@@ -92,9 +93,9 @@ std::shared_ptr<Link> link_of(const Tensor& token) {
 std::pair<std::shared_ptr<Site>, int64_t> named(c10::string_view name) {
   const std::string text(name);
   const size_t slash = text.find('/');
-  TORCH_CHECK(slash != std::string::npos, "use must be 'site/number'; got ", text);
+  TORCHGRADX_CHECK(slash != std::string::npos, "use must be 'site/number'; got ", text);
   auto site = sites().find(std::stoll(text)).lock();
-  TORCH_CHECK(site, "a graph compiled from an attached model runs without its probe: compile the model again");
+  TORCHGRADX_CHECK(site, "a graph compiled from an attached model runs without its probe: compile the model again");
   return {std::move(site), std::stoll(text.substr(slash + 1))};
 }
 

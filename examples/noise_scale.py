@@ -33,7 +33,7 @@ def train(epochs: int, seed: int) -> list[tuple[int, float, float]]:
     (images, labels), (test_images, test_labels) = digits_split(seed)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    noise, found, step = torchgradx.NoiseScale(decay=0.99), [], 0
+    noise, found, step = torchgradx.NoiseScale(), [], 0
     with torchgradx.attach(model) as probe:
         for _ in range(epochs):
             for batch in torch.randperm(len(labels)).split(BATCH):

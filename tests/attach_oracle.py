@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
-DEVICE = os.environ.get("TORCHGRADX_TEST_DEVICE", "cpu")  # where `check` has its models
+DEVICE = os.environ.get("TORCHGRADX_TEST_DEVICE", "cpu")  # of all tensors: see conftest.py
 if DEVICE != "cpu":  # what is compared with: float32 in earnest, the same bits each time
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = False
@@ -168,7 +168,7 @@ def close(got, want, rtol=1e-9, among=None):
     which a small parameter's norm is rounding of the larger terms it is made from."""
     assert got.shape == want.shape, f"{tuple(got.shape)} and not {tuple(want.shape)}"
     bound = rtol * (want + (want if among is None else among / 10))
-    got = got.cpu()
+    got, bound, want = got.cpu(), bound.cpu(), want.cpu()
     wrong = (got.double() - want).abs() > bound + 1e-300
     wrong |= ~got.isfinite()
     assert not wrong.any(), f"{got.tolist()} and not {want.tolist()}"

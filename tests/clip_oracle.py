@@ -61,19 +61,20 @@ def same(model, want, rtol, terms):
         if name not in want:
             continue
         got = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
-        off = float((got.cpu().double() - want[name]).norm())
+        off = float((got.cpu().double() - want[name].cpu()).norm())
         bound = rtol * (float(terms[name]) + largest / 10) + 1e-300
         assert off <= bound, f"{name}.grad is off by {off}, and may be by {bound}"
 
 
 def check_clip(model, loss, *batch, dims=0, dtype=torch.float64, reduction="mean", **options):
     """Steps of an attached copy: `.grad` is the loop's clipped sum, added to what it held before;
-    dots are the loop's; a factor of 1 for all leaves the bits of `.grad`."""
+    dots are the loop's; a factor of 1 for all leaves the bits of `.grad`. With weight_grad=False
+    backward leaves `.grad` alone, and a factor of 1 for all adds the whole gradient."""
     need_native(options)
     rows = gradients(model, loss, *batch, dims=dims)
     model, batch = prepared(model, batch, dtype)
     held = dict(model.named_parameters())
-    rtol = tolerance(model, dtype)
+    rtol, deferred = tolerance(model, dtype), not options.get("weight_grad", True)
     directions = {name: torch.randn(p.shape) for name, p in held.items()}
     exact = [sum((g * directions[name]).sum() for name, g in row.items()) for row in rows]
     norms = norms_of(rows, "model")[""]
@@ -89,8 +90,10 @@ def check_clip(model, loss, *batch, dims=0, dtype=torch.float64, reduction="mean
                 p.grad = None if before is None else torch.full_like(p, before)
             bound = float(torch.cat(list(groups.values())).median())
             loss(model, *batch).backward()
-            off = (probe.dot().cpu().double() - torch.stack(exact)).abs()
-            assert (off <= rtol * norms * of_directions + 1e-300).all(), off
+            if deferred:
+                untouched(model, before)
+            off = (probe.dot().cpu().double() - torch.stack(exact).cpu()).abs()
+            assert (off <= (rtol * norms * of_directions).cpu() + 1e-300).all(), off
             plain = {n: None if p.grad is None else p.grad.to_dense().clone()
                      for n, p in held.items()}  # fmt: skip
             returned = probe.clip_grad_norm_(bound, per=per)
@@ -106,11 +109,29 @@ def check_clip(model, loss, *batch, dims=0, dtype=torch.float64, reduction="mean
             terms = {n: share * sum(row[n].norm() for row in rows) + (before or 0) * g.numel()
                      for n, g in want.items()}  # fmt: skip
             same(model, want, rtol, terms)
+        if deferred:
+            check_whole_sum(model, probe, rows, rtol, share, lambda: loss(model, *batch))
+            return
         loss(model, *batch).backward()
         plain = [None if p.grad is None else p.grad.to_dense().clone() for p in model.parameters()]
         probe.clip_grad_norm_(float("inf"))
         for p, g in zip(model.parameters(), plain, strict=True):
             assert g is None or torch.equal(p.grad.to_dense(), g)
+
+
+def untouched(model, before):
+    for name, p in model.named_parameters():
+        found = None if p.grad is None else p.grad.to_dense()
+        assert found is None if before is None else (found == before).all(), f"{name}.grad"
+
+
+def check_whole_sum(model, probe, rows, rtol, share, loss):
+    model.zero_grad()
+    loss().backward()
+    probe.clip_grad_norm_(float("inf"))
+    want = {name: share * sum(row[name] for row in rows) for name in rows[0]} if rows else {}
+    terms = {name: share * sum(row[name].norm() for row in rows) for name in want}
+    same(model, want, rtol, terms)
 
 
 def refuses(kind, match, probe, model, *args, **kwargs):

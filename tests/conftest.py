@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from backends import parameters
+
+# Here, before any test module is imported: many make tensors while they are.
+if "TORCHGRADX_TEST_DEVICE" in os.environ:
+    from on_device import make_all_tensors_on
+
+    make_all_tensors_on(os.environ["TORCHGRADX_TEST_DEVICE"])
 
 
 def pytest_collection_finish() -> None:

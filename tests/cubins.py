@@ -18,7 +18,7 @@ from pathlib import Path
 
 from emulation import build
 
-ARCHITECTURES = (80, 90)
+ARCHITECTURES = ("80", "90a")
 SOURCES = sorted(build.KERNELS.glob("*.cu"))
 
 # As torch compiles extensions, without half operators; and everything that is doubtful is an error.
@@ -58,7 +58,7 @@ def cuobjdump() -> str | None:
     return shutil.which("cuobjdump", path=f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
-def compiled(source: Path, architecture: int) -> Path:
+def compiled(source: Path, architecture: str) -> Path:
     """The object, or RuntimeError with what nvcc had to say."""
     texts = build.texts(source, (build.KERNELS,), {}).values()
     code = f"arch=compute_{architecture},code=sm_{architecture}"
@@ -94,7 +94,7 @@ def _dump(what: str, path: Path) -> str:
 
 
 @cache
-def kernels(architecture: int) -> dict[str, Kernel]:
+def kernels(architecture: str) -> dict[str, Kernel]:
     """Every kernel of every .cu, by its mangled name."""
     found: dict[str, Kernel] = {}
     for source in SOURCES:

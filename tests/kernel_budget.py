@@ -22,6 +22,8 @@ class Budget:
     threads: int  # of __launch_bounds__
     registers: int
     needs: dict[str, int] = field(default_factory=dict)  # opcode: at least so many
+    architecture: str = ""  # the only one for which the kernel has a body
+    allows: tuple[str, ...] = ()  # of FORBIDDEN
 
 
 HALF = {"HMMA": 48, "LDSM": 14, "LDGSTS": 32}
@@ -50,6 +52,16 @@ BUDGETS = [
     Budget("gram_kernel<Tf32Product<*>, *>", 256, 224, TF32),
     Budget("gram_kernel<SimtProduct<float, *>, *>", 256, 224, FLOAT),
     Budget("verdict_kernel<*>", 128, 32),
+    # wgmma. 168 at the launch, which the roles deal out anew: 224 to those that multiply. The
+    # atomic is the grid's barrier, whose order nobody sees.
+    Budget(
+        "sm90::direct_sm90_kernel<*>",
+        384,
+        168,
+        {"HGMMA": 36, "UTMALDG": 4, "SYNCS": 8},
+        "90a",
+        ("ATOMG",),
+    ),
     # A filter's taps in registers, 25 of them or 9. Bound by memory: warps matter more.
     Budget("planes_kernel<double, 25>", 256, 168, {"DFMA": 25}),
     Budget("planes_kernel<double, 9>", 256, 128, {"DFMA": 9}),

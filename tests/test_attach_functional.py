@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import (
+    DEVICE,
     Model,
     check,
     close,
@@ -234,7 +235,7 @@ def test_under_autocast(name, options):
     forward = model.function
 
     def narrow(m, x):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             return forward(m, x).float()
 
     model.function = narrow

@@ -98,5 +98,3 @@ def test_another_threads_backward_is_waited_for():
         thread.join(60)
         step(model, probe)
         assert not left(model)
-
-

@@ -144,5 +144,3 @@ def test_a_loss_of_tokens_is_exact(name, options):
 def test_of_as_many_tokens_as_samples_nothing_is_guessed(name, options):
     y = labels(N).index_fill(1, torch.tensor([0]), 1)
     exact_or_refused(of_its_loss(TOKENS[name]), whole, torch.randn(N, N, 4), y, **options)
-
-

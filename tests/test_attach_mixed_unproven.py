@@ -39,5 +39,3 @@ def test_modules_that_leave_samples_apart_are_exact(name, alone, options):
     size = T * D if name in ("lstm", "gru", "bilinear") else T * 3
     net = Model(forward, l=make(), c=nn.Linear(3, 3), o=nn.Linear(size, 2))
     check(net, (lambda m, x: m(x)) if alone else square, torch.randn(N, T, 3), **options)
-
-

@@ -68,5 +68,3 @@ def test_as_many_samples_as_features(mode, options):
     with torchgradx.attach(model, **options) as probe:
         square(model, ids).backward()
         close_named(probe.norms(per="parameter"), want)
-
-

@@ -1,6 +1,5 @@
 """Samples that a batch puts in an order of its own: outputs stand in it, and norms would."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F

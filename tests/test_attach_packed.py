@@ -4,6 +4,7 @@ import pytest
 import torch
 from attach_oracle import (
     ANY,
+    DEVICE,
     NATIVE,
     VMAP,
     Model,
@@ -154,7 +155,7 @@ def test_clipped_gradients_are_those_of_the_loop(kind, options):
 def test_under_autocast_they_are_exact_to_its_rounding(options):
     def forward(m, x, lengths):
         packed = pack_padded_sequence(x, lengths.cpu(), True, False)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             return m.o(m.r(packed)[1][0]).float()
 
     model = Model(forward, r=nn.GRU(I, H, batch_first=True), o=nn.Linear(H, 2))

@@ -197,5 +197,3 @@ def test_one_that_all_share_is_not_taken_for_theirs(name, turned, reentrant, opt
         return m(x, beside.to(x.dtype)).square().sum() / len(x)
 
     exact_or_refused(Model(whole, **parts), loss, make(N, N), **options)
-
-

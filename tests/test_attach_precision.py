@@ -225,11 +225,11 @@ def test_the_default_dtype_does_not_matter(default_dtype, options):
 def test_a_step_that_overflows_is_shown_and_the_next_are_exact(options):
     net, x = mlp(), torch.randn(N, 3)
     want = loop_model(net, square, x)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=2.0**-30)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**40, backoff_factor=2.0**-30)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     with torchgradx.attach(net, loss_scale=scaler, **options) as probe:
         for overflows in (True, False, False):
-            with torch.autocast("cpu", torch.float16):
+            with torch.autocast(DEVICE, torch.float16):
                 out = net(x)
             loss = out.float().square().flatten(1).sum(1).mean()
             scaler.scale(loss).backward()
@@ -250,7 +250,7 @@ def test_a_step_that_overflows_is_shown_and_the_next_are_exact(options):
 def test_norms_are_the_same_before_and_after_unscaling(options):
     net, x = mlp(), torch.randn(N, 3)
     want = loop_model(net, square, x)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**9)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**9)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     with torchgradx.attach(net, loss_scale=scaler, **options) as probe:
         scaler.scale(square(net, x)).backward()
@@ -345,7 +345,7 @@ def test_halves_between_wider_ends_are_proven_as_halves(n):
                   o=nn.Linear(8, 11))  # fmt: skip
     ids, targets = torch.randint(0, 11, (n, 5)), torch.randint(0, 11, (n,))
     with torchgradx.attach(model) as probe:
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(DEVICE, torch.float16):
             loss = F.cross_entropy(model(ids), targets)
         (256 * loss).backward()
         norms = probe.norms(loss_scale=256)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import (
+    DEVICE,
     Model,
     a_few_modes,
     check,
@@ -119,7 +120,7 @@ def test_autocast_gives_float32_norms_within_its_own_rounding(dtype, options):
     conv = nn.Sequential(nn.Conv1d(3, 4, 3), nn.Tanh(), nn.Conv1d(4, 2, 3), nn.Flatten())
 
     def under(model, x):
-        with torch.autocast("cpu", dtype):
+        with torch.autocast(DEVICE, dtype):
             out = model(x)
         return out.float().square().flatten(1).sum(1).mean()
 

@@ -66,5 +66,3 @@ def test_an_output_that_was_left_out_is_proven_when_it_is_there(options):
         for net.both in (False, False, True, True, False):
             x = torch.randn(N, 3, dtype=torch.float64)
             assert seen(net, probe, loss, x) == (not net.both)
-
-

@@ -228,8 +228,9 @@ def test_under_manual_optimization_the_tasks_own_scale_is_no_matter():
 def test_a_noise_scale_is_that_of_a_loop_of_ones_own():
     task, data = Task(), batches()
     plain, noise, own = copy.deepcopy(task.model), torchgradx.NoiseScale(), torchgradx.NoiseScale()
-    norms = GradNorms(on_norms=lambda of, step: noise.update(norms.probe))
+    norms = GradNorms(on_norms=lambda of, step: noise.update(norms.probe), noise_scale=True)
     fit(task, data, norms)
+    assert norms.noise_scale.noise_scale == noise.noise_scale
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     with torchgradx.attach(plain, loss_scale=1 / ACCUMULATED) as probe:
         for index, (x, y) in enumerate(data, start=1):

@@ -67,11 +67,11 @@ def token_sum(model, ids, labels):
 
 
 def trainer_of(model, data, folder, *callbacks, **options):
-    options = {"logging_steps": 1, "save_strategy": "no", **options}
+    options = {"logging_steps": 1, "save_strategy": "no", "max_grad_norm": 0.1, **options}
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=STEPS,
         per_device_train_batch_size=SIZE, gradient_accumulation_steps=ACCUMULATED, optim="sgd",
-        learning_rate=0.1, max_grad_norm=0.1, **options,
+        learning_rate=0.1, **options,
     )  # fmt: skip
     trainer = transformers.Trainer(
         model, arguments, train_dataset=data, eval_dataset=data[:SIZE], callbacks=list(callbacks)
@@ -197,3 +197,68 @@ def test_after_an_exception_nothing_is_left(tmp_path):
             trainer.train()
     norms.end()
     torchgradx.attach(model).remove()
+
+
+# ---- What it is told -----------------------------------------------------------------------------
+@pytest.mark.parametrize("trainer", [(), (None,), (3,)])
+def test_without_a_trainer_it_says_how_to_give_it_one(trainer):
+    with pytest.raises(TypeError, match=r"trainer\.add_callback\(GradNorms\(trainer\)\)"):
+        GradNorms(*trainer)
+
+
+def test_noise_scale_and_outliers_are_logged(tmp_path):
+    model, own = Classifier(), torchgradx.NoiseScale()
+    plain, seen = copy.deepcopy(model), []
+    model.register_forward_pre_hook(
+        lambda m, args, kwargs: seen.append((kwargs["x"], kwargs["labels"])), with_kwargs=True
+    )
+    trainer = trainer_of(model, vectors(), tmp_path, max_grad_norm=0)
+    with GradNorms(trainer, noise_scale=True, outliers=True) as norms:
+        trainer.train()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with torchgradx.attach(plain, loss_scale=1 / ACCUMULATED) as probe:
+        for step in range(STEPS):
+            optimizer.param_groups[0]["lr"] = 0.1 * (STEPS - step) / STEPS  # the trainer's decay
+            for x, labels in seen[step * ACCUMULATED : (step + 1) * ACCUMULATED]:
+                (mean_loss(plain, x, labels) / ACCUMULATED).backward()
+            own.update(probe)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert norms.noise_scale.steps == STEPS
+    assert norms.noise_scale.noise_scale == pytest.approx(own.noise_scale, rel=1e-3)
+    assert norms.outliers.steps == STEPS
+    logged = [entry for entry in trainer.state.log_history if "grad_norms/noise_scale" in entry]
+    assert len(logged) == STEPS
+    assert logged[-1]["grad_norms/noise_scale"] == pytest.approx(own.noise_scale, rel=1e-3)
+    assert logged[-1]["grad_norms/outliers"] == 0
+
+
+def test_a_noise_scale_of_clipped_gradients_is_refused(tmp_path):
+    trainer = trainer_of(Classifier(), vectors(), tmp_path)
+    with (
+        GradNorms(trainer, noise_scale=True),
+        pytest.raises(ValueError, match=r"max_grad_norm=0.*got 0\.1"),
+    ):
+        trainer.train()
+
+
+def test_a_models_own_loss_is_exact_beside_its_logits():
+    """model(..., labels=y).loss.backward(), as its users write it."""
+    model = gpt2()
+    ids = torch.randint(0, 11, (3, 6))
+    labels = ids.clone()
+    labels[1, 3:] = labels[2, 5:] = IGNORED
+    want = []
+    for n in range(3):
+        model.zero_grad()
+        model(input_ids=ids[n : n + 1], labels=labels[n : n + 1]).loss.backward()
+        want.append(torch.stack([p.grad.norm() for p in model.parameters()]).norm())
+    model.zero_grad()
+    with torchgradx.attach(model, loss_reduction="sum") as probe:
+        probe.loss_scale = torchgradx.token_weights(labels[:, 1:])
+        model(input_ids=ids, labels=labels).loss.backward()
+        torch.testing.assert_close(probe.norms(), torch.stack(want), rtol=1e-4, atol=0)
+    with torchgradx.attach(model) as probe:
+        model(input_ids=ids, labels=labels).loss.backward()
+        with pytest.warns(UserWarning, match="token_weights"):
+            probe.norms()

@@ -1,8 +1,8 @@
 """The command line: what it writes, what it says when an argument is wrong, how it ends."""
 
 import csv
-import fcntl
 import os
+import sqlite3
 import subprocess
 import sys
 
@@ -75,7 +75,12 @@ def column(path, name="norm"):
 
 
 def score(*more, model="mine.py:make", data="mine.py:pool", out="s.csv"):
-    given = ["--model", model, "--data", data, "--out", out, "--quiet", "--device", "cpu"]
+    given = ["--model", model, "--data", data, "--out", out, "--force", "--device", "cpu"]
+    return cli.main(["score", *given, "--quiet", *more])
+
+
+def aloud(*more, out="s.csv", data="mine.py:pool"):
+    given = ["--model", "mine.py:make", "--data", data, "--out", out, "--device", "cpu"]
     return cli.main(["score", *given, *more])
 
 
@@ -121,6 +126,39 @@ def test_checkpoints_and_seeds_are_averaged(user):
         np.testing.assert_allclose(column("s.csv"), sum(wants) / 2, rtol=1e-5)
 
 
+def test_several_kinds_are_columns(user, capsys):
+    assert score("--kind", "norm,loss", "--kind", "margin") == 0
+    assert capsys.readouterr().out == "s.csv: norm, loss, margin of 20 samples\n"
+    for kind, want in expected(kind=["norm", "loss", "margin"]).items():
+        np.testing.assert_allclose(column("s.csv", kind), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["norm", "margin"])
+def test_the_scores_are_summed_up(user, capsys, kind):
+    assert aloud("--kind", kind) == 0
+    first, titles, quantiles, heading, *top = capsys.readouterr().out.splitlines()
+    want = expected(kind=kind)
+    assert first == f"s.csv: {kind} of 20 samples"
+    assert titles.split() == ["least", "10%", "median", "90%", "99%", "most"]
+    name, *numbers = quantiles.split()
+    assert name == kind
+    quantile = np.quantile(want, [0, 0.1, 0.5, 0.9, 0.99, 1])
+    np.testing.assert_allclose([float(n) for n in numbers], quantile, rtol=1e-3)
+    assert heading == f"{'smallest' if kind == 'margin' else 'largest'} {kind}, by index:"
+    order = np.argsort(want)[:10] if kind == "margin" else np.argsort(-want)[:10]
+    assert [int(line.split()[0]) for line in top] == order.tolist()
+
+
+def test_a_finished_file_is_replaced_when_told_so_alone(user, capsys):
+    assert aloud() == 0
+    before = (user / "s.csv").read_bytes()
+    assert aloud("--seed", "3") == 2
+    assert "--out: s.csv is there: say --force" in capsys.readouterr().err
+    assert (user / "s.csv").read_bytes() == before
+    assert aloud("--seed", "3", "--force") == 0
+    assert (user / "s.csv").read_bytes() != before
+
+
 def test_torchrun_shares_the_pool(user):
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this torch has no gloo")
@@ -132,7 +170,8 @@ def test_torchrun_shares_the_pool(user):
         env={**os.environ, "PYTHONPATH": os.pathsep.join([".", *sys.path])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "s.csv: norm of 20 samples\n"
+    assert done.stdout.startswith("s.csv: norm of 20 samples\n")
+    assert done.stdout.count("largest norm") == 1, "of one rank"
     np.testing.assert_allclose(column("s.csv"), expected(), rtol=1e-5)
     assert not list(user.glob("*.partial"))
 
@@ -216,7 +255,7 @@ def test_a_wrong_argument_is_named_and_ends_with_2(user, capsys):
         ("--seeds", lambda: score("--seeds", "0")),
         ("out must end in", lambda: score(out="s.txt")),
         ("top_classes", lambda: score("--top-classes", "2")),
-        ("--kind", lambda: score("--kind", "loss")),
+        ("--kind", lambda: score("--kind", "length")),
         ("--batch-size", lambda: score("--batch-size", "many")),
         ("batch_size", lambda: score("--batch-size", "0")),
         ("--samples", lambda: verify("--samples", "0")),
@@ -238,16 +277,42 @@ def test_a_partial_result_of_something_else_says_fresh(user, capsys):
     said = capsys.readouterr().err
     assert "loss_fn" in said
     assert "--fresh" in said
-    with open("s.csv.partial", "rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert score("--fresh") == 2
+    other = sqlite3.connect("s.csv.partial")
+    other.execute("BEGIN EXCLUSIVE")
+    assert score("--fresh") == 2
+    other.close()
     assert "s.csv.partial is being written by another process" in capsys.readouterr().err
     assert score("--fresh") == 0
 
 
-def test_an_interrupt_ends_with_130(user, capsys, monkeypatch):
+INTERRUPTED = """
+reads = []
+class Interrupted(TensorDataset):
+    def __getitem__(self, index):
+        reads.append(index)
+        if len(reads) == 8 + 15:  # after those of the fingerprint
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+interrupted = Interrupted(*pool.tensors)
+"""
+
+
+def test_an_interrupt_ends_with_130_and_says_how_to_go_on(user, capsys):
+    (user / "mine.py").write_text(USER + INTERRUPTED)
+    again = {"data": "mine.py:interrupted"}
+    assert aloud("--batch-size", "5", **again) == 130
+    said = capsys.readouterr().err
+    assert "interrupted; s.csv.partial keeps what is done, and the same command goes on" in said
+    assert aloud("--batch-size", "5", **again) == 0
+    assert "going on from 10 of 20 samples, in s.csv.partial" in capsys.readouterr().err
+    np.testing.assert_allclose(column("s.csv"), expected(), rtol=1e-5)
+    assert not (user / "s.csv.partial").exists()
+
+
+def test_an_interrupt_before_anything_is_done_says_that_nothing_was_kept(user, capsys, monkeypatch):
     def interrupt(*args, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "score", interrupt)
     assert score() == 130
+    assert "interrupted; nothing was kept" in capsys.readouterr().err

@@ -107,15 +107,16 @@ def test_another_models_optimizer_has_stepped():
 
 
 class Dropping(nn.Module):
-    """Runs again when it is clipped, as it ran."""
+    """Runs again when it is clipped, as it ran: its gradients by sample are larger than its
+    output, and not kept."""
 
     def __init__(self):
         super().__init__()
-        self.w, self.temperature = nn.Parameter(torch.randn(3)), 1.0
+        self.w, self.temperature = nn.Parameter(torch.randn(2, 3)), 1.0
         self.register_buffer("shift", torch.zeros(3))
 
     def forward(self, x):
-        return F.dropout(x * self.w / self.temperature + self.shift, 0.5, self.training)
+        return F.dropout(x * self.w.sum(0) / self.temperature + self.shift, 0.5, self.training)
 
 
 def test_what_runs_again_stands_as_it_stood():
@@ -142,12 +143,12 @@ def test_what_cannot_run_again_leaves_all_as_it_was():
     class Once(nn.Module):
         def __init__(self):
             super().__init__()
-            self.w = nn.Parameter(torch.randn(3))
+            self.w = nn.Parameter(torch.randn(2, 3))
 
         def forward(self, x):
             if fails:
                 raise ValueError("not again")
-            return x * self.w
+            return x * self.w.sum(0)
 
     model = nn.Sequential(nn.Linear(3, 3), Once(), nn.Linear(3, 2))
     with torchgradx.attach(model, clip=True) as probe:

@@ -13,8 +13,12 @@ from test_attach_layers import ELEMENTWISE_LAYERS, FALLBACK_LAYERS, KERNEL_LAYER
 from torch import nn
 
 LAYERS = KERNEL_LAYERS | ELEMENTWISE_LAYERS | FALLBACK_LAYERS
-paths = pytest.mark.parametrize("options", [{}, {"fused": False}, {"backend": "vmap"}], ids=title)
-native_paths = pytest.mark.parametrize("options", [{}, {"fused": False}], ids=title)
+DEFERRED = {"weight_grad": False}
+NATIVE_PATHS = [{}, {"fused": False}, DEFERRED]
+paths = pytest.mark.parametrize(
+    "options", [*NATIVE_PATHS, {"backend": "vmap"}, {**DEFERRED, "backend": "vmap"}], ids=title
+)
+native_paths = pytest.mark.parametrize("options", NATIVE_PATHS, ids=title)
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")

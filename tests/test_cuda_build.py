@@ -139,10 +139,11 @@ def test_a_toolkit_without_its_static_runtime_is_named(
 @pytest.mark.parametrize(
     ("asked", "present", "built"),
     [
-        (None, [], "8.0;9.0+PTX"),
-        (None, [(9, 0), (9, 0)], "9.0+PTX"),
-        (None, [(9, 0), (8, 6), (7, 5)], "8.6;9.0+PTX"),
-        (None, [(7, 5)], "8.0;9.0+PTX"),
+        (None, [], "8.0+PTX;9.0a"),
+        (None, [(9, 0), (9, 0)], "9.0a"),
+        (None, [(9, 0), (8, 6), (7, 5)], "8.6;9.0a"),
+        (None, [(10, 0), (9, 0)], "9.0a;10.0+PTX"),
+        (None, [(7, 5)], "8.0+PTX;9.0a"),
         ("8.9", [(9, 0)], "8.9"),
     ],
 )

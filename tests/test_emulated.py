@@ -12,6 +12,7 @@ from pathlib import Path
 import cubins
 import pytest
 import test_emulated_elementwise as elementwise
+import test_emulated_sm90 as hopper
 import torch
 from backends import BACKENDS, CONV2D_ALGORITHMS, LINEAR_ALGORITHMS, supports
 from emulation import build
@@ -172,6 +173,10 @@ def test_every_kernel_is_launched_within_its_bounds(allow_tf32: Callable[[bool],
                 results(problem, *map(_turned, operands))
                 with operators().batched():
                     results(problem, *operands)
+    with operators().hopper(), operators().dry():
+        for problem in hopper.LINEAR + hopper.CONV2D:
+            for dtype in hopper.HALVES:
+                hopper.results(problem, *hopper.operands(problem, dtype, "integers"))
     for dtype in DTYPES:
         for affine in elementwise.PROBLEMS:
             given = elementwise.case(affine, dtype, "integers")[0]
@@ -180,7 +185,7 @@ def test_every_kernel_is_launched_within_its_bounds(allow_tf32: Callable[[bool],
                 operator("moments")(given.x, 1e-5, True, False)
         with operators().dry():
             operator("gather_sq_norms")(*Gather(2, 9, 3, 40).operands(dtype, "integers"), None)
-    bounds = {k.name: k.max_threads for k in cubins.kernels(80).values()}
+    bounds = {k.name: k.max_threads for k in cubins.kernels("80").values()}
     launched = _launched(operators())
     assert {name: threads for name, threads in launched.items() if threads > bounds[name]} == {}
     assert set(bounds) - set(launched) == set(), "no test reaches these kernels"

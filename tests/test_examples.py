@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,8 @@ def test_rank_digits_finds_the_flipped_labels(tmp_path):
     assert summary.count("\n") == 1, "one line"
     assert summary.startswith(f"{found} of {k} flipped labels")
     assert "all agree" in summary
+    rivals = re.search(r"by loss (\d+), by EL2N (\d+), by chance 18", summary)
+    assert all(0.8 * k < int(number) <= k for number in rivals.groups())
     assert (tmp_path / "ranking.png").stat().st_size > 50_000
 
 
@@ -52,11 +55,24 @@ def test_active_learning_scores_labels_that_nobody_gave(tmp_path):
     summary = run("active_learning.py", "--quick", "--out", tmp_path)
     rows = rows_of(tmp_path / "active_learning.csv")
     assert {row["labels"] for row in rows} == {"20", "40", "60", "80", "100", "120"}
-    assert {row["chosen by"] for row in rows} == {"random", "expected gradient length"}
+    assert {row["chosen by"] for row in rows} == {"random", "margin", "expected gradient length"}
     last = [float(row["accuracy"]) for row in rows if row["labels"] == "120"]
     assert min(last) > 0.8  # chance: 0.1
     assert summary.startswith("accuracy with 120 labels")
     assert (tmp_path / "active_learning.png").stat().st_size > 50_000
+
+
+def test_scores_are_compared_with_their_baselines(tmp_path):
+    summary = run("which_score.py", "--quick", "--out", tmp_path)
+    rows = rows_of(tmp_path / "which_score.csv")
+    scores = {"norm", "loss", "el2n", "margin", "entropy", "last layer's norm"}
+    assert {row["score"] for row in rows} == scores
+    assert {row["epochs"] for row in rows} == {"1", "2", "3", "5", "8", "12"}
+    best = {name: max(int(r["found"]) for r in rows if r["score"] == name) for name in scores}
+    for name in ("norm", "loss", "el2n"):
+        assert 0.8 * 180 < best[name] <= 180, name  # chance: 18
+    assert "found of 180" in summary
+    assert (tmp_path / "which_score.png").stat().st_size > 50_000
 
 
 def test_the_noise_scale_grows_in_training(tmp_path):

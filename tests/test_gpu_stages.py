@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +19,12 @@ import torch.nn.functional as F
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks/gpu.py"
-sys.path.append(str(SCRIPT.parent))
+sys.path += [str(SCRIPT.parent), str(ROOT / "build_tools")]
+import isolated  # noqa: E402
+import kept  # noqa: E402
+from gpu_models import MODELS  # noqa: E402
 from gpu_plan import ROWS, Ceilings, Conv, conv2d, linear  # noqa: E402
+from isolated import Message, Processes, Task  # noqa: E402
 
 
 def benchmark(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -27,9 +33,13 @@ def benchmark(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
+OURS = {"fused", "scoring", "clip", "deferred clip", "fused=False"}
+
+
 def test_the_benchmark_measures_every_row_at_tiny_sizes(tmp_path: Path) -> None:
     pytest.importorskip("rich")
-    done = benchmark("--device", "cpu", "--tiny", "--seconds", 0, "--out", tmp_path)
+    parts = ("models", "layers", "firststep")
+    done = benchmark(*parts, "--device", "cpu", "--tiny", "--seconds", 0, "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     layers = json.loads((tmp_path / "layers.json").read_text())
     assert {"commit", "date", "torch", "ceilings", "rows"} <= set(layers)
@@ -38,8 +48,64 @@ def test_the_benchmark_measures_every_row_at_tiny_sizes(tmp_path: Path) -> None:
         assert {"fused", "weight gradient", "bmm + norm", "vmap"} < set(ways)
         assert all(figures["us"] > 0 for figures in ways.values())
         assert ways["fused"]["to_floor"] > 0
-    models = json.loads((tmp_path / "models.json").read_text())["rows"]
-    assert [set(row["ways"]) for row in models] == [{"fused", "clip", "fused=False", "scoring"}] * 3
+    for part in ("models", "firststep"):
+        rows = json.loads((tmp_path / f"{part}.json").read_text())["rows"]
+        assert [row["model"] for row in rows] == list(MODELS)
+        measured = {row["model"]: row for row in rows if "skipped" not in row}
+        assert {name for name in MODELS if not MODELS[name].needs} <= set(measured)
+        for row in measured.values():
+            assert row["plain"]["ms"] > 0
+            for way in OURS if part == "models" else ("fused",):
+                figures = row["ways"][way]
+                assert figures["off"] < 0.1
+                assert figures["first"]["backwards"] >= 1
+                assert ("median" in figures) == (part == "models")
+
+
+def test_a_profile_lists_kernels_beside_those_of_the_plain_step(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    chosen = ("--models", "MLP", "--ways", "fused", "--seconds", 0, "--profile")
+    done = benchmark("models", "--device", "cpu", "--tiny", "--out", tmp_path, *chosen)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = (tmp_path / "profiles").iterdir()
+    text = file.read_text()
+    assert "== plain: " in text
+    assert "== fused: " in text
+    (row,) = json.loads((tmp_path / "models.json").read_text())["rows"]
+    assert row["kernels"]["fused"]["launches"] > 0
+
+
+def messages(function: Callable[..., Iterator[Message]], seconds: float = 60) -> list[Message]:
+    return list(Processes().run(Task(function), time.monotonic() + seconds))
+
+
+def dying() -> Iterator[Message]:
+    yield {"row": 1}
+    os._exit(7)
+
+
+def raising() -> Iterator[Message]:
+    yield {"row": 1}
+    raise ValueError("one\nline")
+
+
+def hanging() -> Iterator[Message]:
+    yield {"row": 1}
+    time.sleep(60)
+
+
+def test_what_a_process_reported_before_it_died_is_kept() -> None:
+    assert messages(dying) == [{"row": 1}, {"error": "its process died with exit code 7"}]
+
+
+def test_an_exception_is_a_message() -> None:
+    first, last = messages(raising)
+    assert (first, last["error"]) == ({"row": 1}, "ValueError: one line")
+
+
+def test_a_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated, "GRACE", 0.5)
+    assert messages(hanging, 0.5) == [{"row": 1}, {"error": "hung: killed after its time"}]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -72,35 +138,123 @@ def test_a_floor_is_of_the_scarcer_of_flop_and_bytes() -> None:
     assert strided.bytes("direct", "float32") == 4 * (2 * 4 * 9 + 2 * 9 * 8)
 
 
-STAGES = ["build", "facts", "wrappers", "operators", "device", "attachment", "memcheck"]
-STAGES += ["racecheck", "benchmarks"]
+STAGES = ["build", "facts", "wrappers", "operators", "device", "attachment", "sanitizers"]
+STAGES += ["firststep", "layers", "models"]
 
 
-@pytest.mark.parametrize("broken", [None, "tests/test_cuda.py"])
-def test_a_stage_that_fails_hides_no_other(tmp_path: Path, broken: str | None) -> None:
-    """The script itself, with stand-ins for Python and compute-sanitizer."""
+def run_stages(folder: Path, broken: str | None, **environment: str) -> tuple[Any, list[str]]:
+    """Run the script itself, with stand-ins for Python and compute-sanitizer."""
     stub = f'#!/bin/sh\ncase "$*" in *{broken}*) exit 3;; esac\necho "ran $*"\n'
-    (tmp_path / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci/gpu", tmp_path / ".ci")
+    (folder / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/gpu", folder / ".ci")
     for name in ("python", "compute-sanitizer"):
-        (tmp_path / name).write_text(stub)
-        (tmp_path / name).chmod(0o755)
-    out = tmp_path / "out"
-    environment = {**os.environ, "PYTHON": str(tmp_path / "python"), "OUT": str(out)}
-    environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
-    command = ["bash", str(tmp_path / ".ci/gpu")]
+        (folder / name).write_text(stub)
+        (folder / name).chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(folder / "python"), **environment}
+    environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "OUT": str(folder / "out")}
+    command = ["bash", str(folder / ".ci/gpu")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     seen = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("=== ")]
+    return done, seen
+
+
+@pytest.mark.parametrize("broken", [None, "tests/test_cuda.py", "racecheck"])
+def test_a_stage_that_fails_hides_no_other(tmp_path: Path, broken: str | None) -> None:
+    done, seen = run_stages(tmp_path, broken)
     assert seen[:-1] == STAGES, done.stdout + done.stderr
     assert done.returncode == bool(broken)
     end = done.stdout.rpartition("=== ")[2]
-    assert ("device (exit status 3" in end) if broken else ("all stages passed" in end)
-    assert "-n 12 tests/test_ops.py" in (tmp_path / "build/gpu/logs/operators.log").read_text()
-    with tarfile.open(out / "gpu.tar.gz") as made:
+    failing = {
+        "tests/test_cuda.py": "device (exit status 3",
+        "racecheck": "sanitizers (exit status 3",
+    }
+    assert (failing[broken] in end) if broken else ("all stages passed" in end)
+    logs = tmp_path / "build/gpu/logs"
+    assert "-n 14 tests/test_ops.py" in (logs / "operators.log").read_text()
+    assert "-x tests/test_properties.py" in (logs / "memcheck.log").read_text()
+    assert "--limit 131 --each 30" in (logs / "models.log").read_text()
+    with tarfile.open(tmp_path / "out/gpu.tar.gz") as made:
         assert {f"build/gpu/logs/{stage}.log" for stage in STAGES} <= set(made.getnames())
 
 
-def test_all_stages_together_have_eight_minutes() -> None:
-    stages = re.findall(r"^ *stage (\S+) (\d+)", (ROOT / ".ci/gpu").read_text(), re.MULTILINE)
-    limits = {name: int(seconds) for name, seconds in stages}
-    assert sum(limits.values()) + limits['"$tool"'] <= 480  # two tools
+def test_a_build_that_fails_ends_the_run(tmp_path: Path) -> None:
+    done, seen = run_stages(tmp_path, "build_tools/kept.py")
+    assert (seen[:-1], done.returncode) == (["build"], 1)
+
+
+def test_stages_are_run_by_name_behind_the_build_that_is_kept(tmp_path: Path) -> None:
+    done, seen = run_stages(tmp_path, None, STAGES="models", MODELS="GPT|MLP", PROFILE="1")
+    assert (seen[:-1], done.returncode) == (["build", "models"], 0)
+    assert "--models GPT|MLP --profile" in (tmp_path / "build/gpu/logs/models.log").read_text()
+
+
+def test_a_stage_that_is_not_there_is_named(tmp_path: Path) -> None:
+    done, seen = run_stages(tmp_path, None, STAGES="build modles")
+    assert (seen, done.returncode) == ([], 2)
+    assert "no stage modles" in done.stdout
+
+
+def test_no_stage_begins_without_time(tmp_path: Path) -> None:
+    done, seen = run_stages(tmp_path, None, LIMIT="3")
+    assert (seen, done.returncode) == (["after"], 1)
+    assert "build (no time left under LIMIT=3)" in done.stdout
+
+
+# The build that is kept
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A small tree in place of ours, and a setup.py that writes down each of its runs."""
+    for folder in ("build_tools", "csrc", "torchgradx"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.py").write_text("1")
+    (tmp_path / "setup.py").write_text('open("runs", "a").write("x")')
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(kept, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_a_kept_build_runs_again_where_compiled_sources_changed(tree: Path) -> None:
+    target = tree / "build/gpu/package"
+
+    def runs() -> int:
+        kept.main(target)
+        return len((target / "runs").read_text())
+
+    assert (runs(), runs()) == (1, 1)
+    os.utime(tree / "csrc/a.py")
+    (tree / "torchgradx/a.py").write_text("2")
+    assert runs() == 1
+    assert (target / "torchgradx/a.py").read_text() == "2"
+    (tree / "csrc/a.py").write_text("2")
+    assert (runs(), runs()) == (2, 2)
+
+
+def test_a_kept_build_follows_the_tree_and_leaves_other_files_as_old_as_they_are(
+    tree: Path,
+) -> None:
+    target = tree / "build/gpu/package"
+    kept.main(target)
+    (target / "torchgradx/_C.so").write_text("compiled")
+    before = (target / "csrc/a.py").stat().st_mtime_ns
+    (tree / "torchgradx/a.py").rename(tree / "torchgradx/b.py")
+    kept.main(target)
+    assert {p.name for p in (target / "torchgradx").iterdir()} == {"b.py", "_C.so"}
+    assert (target / "csrc/a.py").stat().st_mtime_ns == before
+
+
+def test_tests_make_their_tensors_on_the_device_and_torchgradx_as_for_a_user() -> None:
+    program = """
+import on_device, torch, torchgradx
+on_device.make_all_tensors_on("meta")
+made = {"ours": "", "theirs": ""}
+for file, name in ((torchgradx.__file__, "ours"), ("test.py", "theirs")):
+    exec(compile("made[name] = torch.nn.Linear(2, 2).weight.device.type", file, "exec"))
+print(made["ours"], made["theirs"], torch.ones(1, device="cpu").device.type)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path])}
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["cpu", "meta", "cpu"], done.stderr

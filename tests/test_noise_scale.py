@@ -306,3 +306,222 @@ def test_arguments_are_refused_by_name():
         NoiseScale(per="layer")
     with pytest.raises(ValueError, match="decay must be"):
         NoiseScale(decay=1.0)
+
+
+# ---- In training ---------------------------------------------------------------------------------
+class Attention(nn.Module):
+    """Two transformer layers that read characters."""
+
+    def __init__(self, symbols, width=32, length=16):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(symbols, width), nn.Linear(width, symbols)
+        self.places = nn.Parameter(0.02 * torch.randn(length, width))
+        layer = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 64, **layer) for _ in range(2)
+        )
+        self.mask = nn.Transformer.generate_square_subsequent_mask(length)
+
+    def forward(self, x):
+        h = self.embedding(x) + self.places
+        for layer in self.layers:
+            h = layer(h, src_mask=self.mask)
+        return self.head(h)
+
+
+def sentences(symbols=61, length=16):
+    """A pool of sequences [1024, length + 1] of a Markov chain."""
+    moves = (3 * torch.randn(symbols, symbols)).softmax(1)
+    columns = [torch.randint(0, symbols, (1024,))]
+    for _ in range(length):
+        columns.append(torch.multinomial(moves[columns[-1]], 1)[:, 0])
+    whole = torch.stack(columns, 1)
+    return whole[:, :-1], whole[:, 1:]
+
+
+def digits():
+    """Of which a tenth are labelled at random."""
+    x, y = (torch.as_tensor(t) for t in pytest.importorskip("sklearn.datasets").load_digits(
+        return_X_y=True))  # fmt: skip
+    wrong = torch.rand(len(y)) < 0.1
+    return x.float() / 16, torch.where(wrong, torch.randint(0, 10, y.shape), y)
+
+
+def cross_entropy(output, y):
+    return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), y.reshape(-1))
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+TRAININGS = {  # model, pool, batch, optimizer, learning rate
+    "transformer": lambda: (Attention(61), sentences(), 16, torch.optim.Adam, 1e-3),
+    "perceptron": lambda: (perceptron(), digits(), 64, torch.optim.SGD, 0.05),
+    "linear": lambda: (nn.Linear(64, 10), digits(), 128, torch.optim.SGD, 0.1),
+}
+
+
+def truth(model, x, y):
+    """tr(Sigma) and |G|^2 of a whole pool, from its norms and its gradient."""
+    norms = torchgradx.grad_norms(model, cross_entropy, x, y).double()
+    gradients = torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
+    whole = float(sum(g.double().square().sum() for g in gradients))
+    mean, size = float(norms.square().mean()), len(x)
+    return mean - whole, whole - (mean - whole) / (size - 1)
+
+
+def train(name, noise, looks, steps):
+    """The estimate, and the truth as (tr(Sigma), |G|^2), at each look."""
+    model, (x, y), size, optimizer, rate = TRAININGS[name]()
+    optimizer = optimizer(model.parameters(), lr=rate)
+    found = []
+    for step in range(1, steps + 1):
+        batch = torch.randint(0, len(x), (size,))
+        model.zero_grad()
+        with torchgradx.attach(model) as probe:
+            cross_entropy(model(x[batch]), y[batch]).backward()
+            noise.update(probe)
+        if step in looks:
+            found.append((noise.critical_batch_size, truth(model, x, y)))
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_the_default_follows_training(name):
+    torch.manual_seed(2)
+    noise = NoiseScale()
+    for estimate, (trace, signal) in train(name, noise, range(50, 201, 10), 200):
+        assert 1 / 3 < estimate / (trace / signal) < 3
+
+
+def test_the_default_is_near_at_a_batch_near_the_truth():
+    torch.manual_seed(2)
+    noise = NoiseScale()
+    looks = train(
+        "perceptron", noise, range(180, 201, 2), 200
+    )  # at a step alone it goes up and down
+    traces, signals = zip(*(true for _, true in looks), strict=True)
+    assert 1 / 1.4 < noise.critical_batch_size / (sum(traces) / sum(signals)) < 1.4
+    low, high = noise.spread
+    assert low < noise.critical_batch_size < high < 2 * low
+
+
+def falling(noise, steps, rate=14.5, size=16, width=200):
+    """Of gradients whose mean falls e-fold in `rate` steps, and their noise not at all."""
+    model = Model(lambda m, x: (m.w * x).sum(1), w=torch.zeros(width, dtype=torch.float64))
+    mean = torch.ones(width, dtype=torch.float64) / width**0.5
+    with torchgradx.attach(model) as probe:
+        for step in range(steps):
+            x = torch.randn(size, width, dtype=torch.float64) / width**0.5
+            model.zero_grad()
+            model(x + mean * torch.tensor((100 - step) / rate / 2).exp()).mean().backward()
+            noise.update(probe)
+    return noise.critical_batch_size / torch.tensor((steps - 1 - 100) / rate).exp().item()
+
+
+def test_where_the_noise_scale_moves_fast_shorter_averages_count():
+    assert 1 / 3 < falling(NoiseScale(), 100) < 1.5
+    assert falling(NoiseScale(decay=0.99), 100) < 0.1
+
+
+def test_where_it_stays_the_longest_average_counts():
+    noise = NoiseScale()
+    x = torch.randn(200, 64, 3, dtype=torch.float64) + 1
+    model = quadratic()
+    with torchgradx.attach(model) as probe:
+        for batch in x:
+            step(model, probe, noise, batch)
+    want = 3 / (AT - 1).square().sum().item()
+    assert noise.noise_scale == pytest.approx(want, rel=0.15)
+    low, high = noise.spread
+    assert low < want < high < 1.5 * low
+
+
+def test_the_warm_up_is_reported_and_what_it_means_is_said():
+    model, noise = quadratic(), NoiseScale()
+    assert str(noise) == "Noise scale: no step was counted yet."
+    assert noise.spread == (0, float("inf"))
+    x = torch.randn(30, 8, 3, dtype=torch.float64) + 1
+    with torchgradx.attach(model) as probe:
+        for k, batch in enumerate(x):
+            assert noise.warming_up, k
+            step(model, probe, noise, batch)
+            warming = f"warming up: {k + 1} of 30 steps"
+            assert (warming in str(noise)) == (k < 29)
+    assert not noise.warming_up
+    assert "warming" not in repr(noise)
+    now = f"at this batch of 8 makes {noise.efficiency(8):.0%} of the progress"
+    assert now in str(noise)
+    assert f"at 16 it would make {noise.efficiency(16):.0%}" in str(noise)
+    assert "A smaller batch would learn as much" in str(noise)
+    assert f"{noise.noise_scale:.0f} (" in str(noise)
+
+
+def test_where_no_gradient_is_seen_it_says_no_number():
+    model, noise = quadratic(), NoiseScale()
+    model.w.data = POINTS.mean(0)
+    with torchgradx.attach(model) as probe:
+        for _ in range(40):
+            step(model, probe, noise, POINTS)
+    assert "No gradient is seen" in str(noise)
+    assert "inf" not in str(noise)
+    assert "nan" not in str(noise)
+
+
+def test_layers_are_told_of_by_name():
+    model, noise = mlp().double(), NoiseScale(per="module")
+    with torchgradx.attach(model) as probe:
+        for _ in range(5):
+            step(model, probe, noise, torch.randn(6, 3, dtype=torch.float64), loss=square)
+    assert set(noise.spread) == {"0", "2"}
+    assert [line.partition(":")[0].strip() for line in str(noise).splitlines()[1:]] == ["0", "2"]
+
+
+# ---- What update takes ---------------------------------------------------------------------------
+@pytest.mark.parametrize("beside", ["norm", "tensor", "model"])
+def test_norms_and_the_batchs_gradient_do_as_a_probe_does(beside):
+    model, one, two = quadratic(), NoiseScale(), NoiseScale()
+    with torchgradx.attach(model) as probe:
+        for batch in torch.randn(4, 6, 3, dtype=torch.float64):
+            step(model, probe, one, batch)
+            norm = model.w.grad.norm()
+            grad = {"norm": norm.item(), "tensor": norm, "model": model}[beside]
+            two.update(probe.norms(), grad)
+    assert two.noise_scale == pytest.approx(one.noise_scale)
+    assert two.batch_size == 6
+
+
+@pytest.mark.parametrize("given", [None, 3.0, "norms", {"": torch.ones(3)}, nn.Linear(2, 2)])
+def test_whatever_else_is_given_is_a_type_error(given):
+    for update in (
+        NoiseScale().update,
+        lambda norms: torchgradx.ImportanceSampler(5).update([0, 1, 2], norms),
+        torchgradx.OutlierWatch().update if not isinstance(given, dict) else NoiseScale().update,
+    ):
+        with pytest.raises(TypeError, match="norms must be"):
+            update(given)
+
+
+def test_norms_alone_are_not_enough_and_it_says_so():
+    with pytest.raises(TypeError, match=r"needs the norm of the batch's mean gradient"):
+        NoiseScale().update(torch.ones(3))
+    with pytest.raises(TypeError, match="per='module' can be read"):
+        NoiseScale(per="module").update(torch.ones(3), 1.0)
+    with pytest.raises(ValueError, match=r"norms must be \[N\]"):
+        NoiseScale().update(torch.ones(3, 2), 1.0)
+
+
+def test_watch_and_sampler_read_a_probe():
+    model = quadratic()
+    watch, sampler = torchgradx.OutlierWatch(warmup=2), torchgradx.ImportanceSampler(4)
+    with torchgradx.attach(model) as probe:
+        half_square(model, POINTS).backward()
+        watch.update(probe)
+        sampler.update(range(4), probe)
+        norms = probe.norms()
+    assert watch.threshold == pytest.approx(3 * norms.quantile(0.99).item())
+    iter(sampler).__next__()
+    want = 0.9 * norms / norms.sum() + 0.1 / 4
+    torch.testing.assert_close(sampler.probabilities(), want)

@@ -229,7 +229,7 @@ def _arguments(operator: str, bias: bool) -> tuple[object, ...]:
     a, b = problem.operands(torch.float32, "gaussians")
     if operator == "bias_sq_norms":
         return (b,)
-    scale = (torch.linspace(-1, 1, 3),) if operator.endswith("fused") else ()
+    scale = (torch.linspace(-1, 1, 3),) if operator.endswith(("fused", "scaled")) else ()
     geometry = conv2d.geometry if problem is conv2d else ()
     return (a, b, *geometry, *scale, bias)
 

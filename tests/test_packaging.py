@@ -10,6 +10,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchgradx
 from torchgradx import ops
@@ -95,6 +96,52 @@ def test_the_extension_shows_no_path_of_the_building_machine():
     binary = next(PACKAGE.glob("_C.*.so")).read_bytes()
     for path in (ROOT, Path(sys.prefix)):
         assert f"{path}/".encode() not in binary
+
+
+@needs_extension
+def test_the_extension_uses_no_stream():
+    """With a second, statically linked copy of libstdc++, streams crash or stop at a number."""
+    streams = re.compile(
+        rb"_ZNK?So|lsE?RSo|ios_base|St6locale|basic_([a-z]*stream|[a-z]*buf|ios)I"  # mangled
+    )
+    for library in PACKAGE.glob("_*.so"):
+        names = set(re.findall(rb"\w+", library.read_bytes()))
+        assert sorted(name for name in names if streams.search(name)) == [], library.name
+
+
+@needs_extension
+def test_error_texts_of_the_extension_keep_their_numbers_and_sizes():
+    a, b = torch.ones(2, 3, 4), torch.ones(2, 3, 5)
+    for other, text in (
+        (b, "rank1 needs activations [N, T, I] with T of 1 at most; got [2, 3, 4]"),
+        (b.long(), "grad_output must be float32, float64, bfloat16 or float16; got Long"),
+        (b[0], "grad_output must be [N, T, O]; got 2 dimensions, [3, 5]"),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            torch.ops.torchgradx.rank1_sq_norms(a, other, False)
+        assert str(caught.value).splitlines()[0] == text
+
+
+class Uneven(torch.nn.Module):
+    """Drops a row, so that the rows cannot be shared out among the samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.inner(x.flatten(0, 1)[1:]).sum(0).expand(len(x), -1)
+
+
+@needs_extension
+def test_refusals_of_autograds_thread_keep_their_numbers_and_sizes():
+    model = Uneven()
+    with torchgradx.attach(model, layout={"inner": "batch"}) as probe:
+        model(torch.randn(2, 5, 3)).square().mean().backward()
+        with pytest.raises(torchgradx.CoverageError) as refused:
+            probe.norms()
+    text = "the 2 samples of the pass cannot be found in its output of shape [9, 4]"
+    assert text in str(refused.value)
 
 
 def test_the_facts_are_printed():

@@ -222,6 +222,124 @@ def test_el2n_is_the_error_of_the_probabilities():
     close(torch.tensor(score(model, soft, None, kind="el2n")), torch.tensor(got))
 
 
+def by_definition(model, data):
+    """{kind: [N]}, a sample at a time."""
+    found = {kind: [] for kind in ("loss", "margin", "entropy", "el2n")}
+    with torch.no_grad():
+        for x, y in data:
+            p = model(x[None]).softmax(1)[0]
+            first, second = sorted(p.tolist())[:-3:-1]
+            found["loss"].append(-p[y].log().item())
+            found["margin"].append(first - second)
+            found["entropy"].append(-(p * p.log()).sum().item())
+            found["el2n"].append((p - F.one_hot(y, C)).norm().item())
+    return {kind: torch.tensor(v, dtype=torch.float64) for kind, v in found.items()}
+
+
+def backwards_of(model):
+    """How many gradients come to the first weight, from now on."""
+    seen = []
+    next(model.parameters()).register_hook(lambda grad: seen.append(1))
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["loss", "margin", "entropy", "el2n"])
+@pytest.mark.parametrize("loss_reduction", ["mean", "sum"])
+def test_a_kind_of_the_forward_alone_does_no_backward(kind, loss_reduction):
+    model, data = classifier(), pool()
+    want, calls = by_definition(model, data)[kind], []
+    model.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    backwards = backwards_of(model)
+
+    def loss(output, y):
+        return F.cross_entropy(output, y, reduction=loss_reduction)
+
+    got = score(model, DataLoader(data, 4, shuffle=True), loss if kind == "loss" else None,
+                kind=kind, loss_reduction=loss_reduction)  # fmt: skip
+    torch.testing.assert_close(torch.tensor(got), want)
+    assert calls == [False] * 6
+    assert not backwards
+
+
+def test_several_kinds_are_had_from_one_pass(tmp_path):
+    model, data = classifier(), pool()
+    want = {**by_definition(model, data), "egl": expected_lengths(model, data)}
+    want["norm"] = per_model(loop(model, entropy, *data.tensors))
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    backwards = backwards_of(model)
+    kinds = ["loss", "norm", "margin", "egl", "entropy", "el2n"]
+    got = score(model, DataLoader(data, 4), kind=kinds, out=tmp_path / "x.csv")
+    assert list(got) == kinds
+    for kind in kinds:
+        torch.testing.assert_close(torch.tensor(got[kind]), want[kind])
+    assert len(calls) == 6
+    assert len(backwards) == 6 * (1 + C)
+    head, *rows = (tmp_path / "x.csv").read_text().splitlines()
+    assert head == "index,loss,norm,margin,egl,entropy,el2n"
+    assert [float(row.split(",")[2]) for row in rows] == got["norm"].tolist()
+    assert list(score(model, DataLoader(data, 4), kind=["loss"])) == ["loss"]
+
+
+class WithLoss(nn.Module):
+    """As models of transformers: an output with .loss and .logits, from labels among the inputs."""
+
+    class Output(dict):
+        __getattr__ = dict.__getitem__
+
+    def __init__(self):
+        super().__init__()
+        self.inner = classifier()
+
+    def forward(self, x, labels=None):
+        logits = self.inner(x)
+        loss = {} if labels is None else {"loss": F.cross_entropy(logits, labels)}
+        return self.Output(logits=logits, **loss)
+
+
+def test_a_models_own_loss_and_logits_do():
+    model, data = WithLoss().double(), pool()
+    x, y = data.tensors
+    loader = DataLoader(StackDataset(x=x, labels=y), 4)
+    want = by_definition(model.inner, data)
+    want["norm"] = per_model(loop(model.inner, entropy, x, y))
+    got = score(model, loader, None, kind=["norm", "loss", "el2n", "entropy", "margin"])
+    for kind, values in got.items():
+        torch.testing.assert_close(torch.tensor(values), want[kind])
+    close(torch.tensor(score(model, loader, None)), want["norm"])
+    unlabelled = DataLoader(StackDataset(x=x), 4)
+    torch.testing.assert_close(
+        torch.tensor(score(model, unlabelled, None, kind="margin")), want["margin"]
+    )
+    with pytest.raises(TypeError, match="loss_fn=None takes the loss"):
+        score(model, unlabelled, None)
+
+
+def test_token_means_are_scored_by_the_samples_own():
+    model = nn.Sequential(nn.Embedding(7, 5), nn.Tanh(), nn.Linear(5, 7)).double()
+    x, y = torch.randint(0, 7, (N, 6)), torch.randint(0, 7, (N, 6))
+    y[torch.arange(6) >= torch.randint(1, 7, (N, 1))] = -100
+
+    def token_mean(output, y):
+        return F.cross_entropy(output.flatten(0, 1), y.flatten())
+
+    seen = []
+
+    def split(batch):
+        seen[:] = [batch[1]]
+        return batch
+
+    loader = DataLoader(TensorDataset(x, y), 4)
+    with pytest.raises(torchgradx.CoverageError, match="token_weights"):
+        score(model, loader, token_mean)
+    got = score(
+        model, loader, token_mean, split=split, loss_reduction="sum",
+        loss_scale=lambda: torchgradx.token_weights(seen[0]),
+    )  # fmt: skip
+    want = per_model(loop(model, lambda m, x, y: token_mean(m(x), y), x, y))
+    close(torch.tensor(got), want)
+
+
 def expected_lengths(model, data, classes=C, of=per_model):
     """By the definition: every class in turn, a sample at a time."""
     x = data.tensors[0]
@@ -366,7 +484,19 @@ def test_arguments_are_refused_by_name(tmp_path):
         (TypeError, "DataLoader; got list", lambda: score(model, [1])),
         (ValueError, "batch_size=", lambda: score(model, DataLoader(data, batch_size=None))),
         (ValueError, "per must be", lambda: score(model, loader, per="layer")),
-        (ValueError, "kind must be", lambda: score(model, loader, kind="loss")),
+        (ValueError, "kind must be", lambda: score(model, loader, kind="length")),
+        (ValueError, "kind must be", lambda: score(model, loader, kind=["norm", "norm"])),
+        (ValueError, "kind must be", lambda: score(model, loader, kind=[])),
+        (
+            ValueError,
+            "per must be",
+            lambda: score(model, loader, kind=["norm", "loss"], per="module"),
+        ),
+        (
+            ValueError,
+            "C = 2 or more",
+            lambda: score(nn.Linear(5, 1).double(), loader, kind="margin"),
+        ),
         (ValueError, "per must be", lambda: score(model, loader, kind="el2n", per="module")),
         (ValueError, "top_classes", lambda: score(model, loader, top_classes=2)),
         (ValueError, "loss_scale", lambda: score(model, loader, kind="egl", loss_scale=2.0)),

@@ -345,3 +345,27 @@ def test_verification_and_coverage_errors_are_told_apart():
 def test_the_mlp_of_the_other_tests_passes_verify():
     x, y = torch.randn(N, 3), torch.randint(0, 2, (N,))
     assert torchgradx.verify(mlp(), F.cross_entropy, x, y) is not None
+
+
+def test_a_token_mean_is_told_as_by_grad_norms():
+    model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7))
+    x, y = torch.randint(0, 7, (3, 5)), torch.randint(0, 7, (3, 5))
+    y[0, 1:] = -100
+
+    def token_mean(output, y):
+        return F.cross_entropy(output.flatten(0, 1), y.flatten())
+
+    with pytest.raises(torchgradx.VerificationError, match="token_weights"):
+        torchgradx.verify(model, token_mean, x, y)
+    w = torchgradx.token_weights(y)
+    options = {"loss_reduction": "sum", "loss_scale": w}
+    assert torchgradx.verify(model, token_mean, x, y, **options).agrees
+
+
+def test_dropout_that_is_on_is_named():
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2), nn.Dropout(0.0))
+    model.append(nn.Sequential(nn.Dropout(0.1)))
+    with pytest.raises(
+        torchgradx.VerificationError, match=r"Dropout is on in 1, 4\.0: say model\.eval"
+    ):
+        torchgradx.verify(model, F.mse_loss, torch.randn(4, 3), torch.randn(4, 2))

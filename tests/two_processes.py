@@ -218,7 +218,7 @@ def clipping(make, wrap, where, options, bound=0.5):
     """`.grad` is the mean over the ranks of what each clips of its own, with one reduction more."""
     model = make()
     wrapped, probe, _ = attached(model, wrap, where, {"clip": True, "loss_scale": 0.5, **options})
-    rank = dist.get_rank()
+    rank, deferred = dist.get_rank(), "weight_grad" in options
     sizes = [(3, 1), (N, 2)]  # of each pass, by rank
     with probe:
         for limit in (bound, float("inf")):
@@ -226,10 +226,12 @@ def clipping(make, wrap, where, options, bound=0.5):
             with wrapped.no_sync():
                 (square(wrapped, samples(0, sizes[0][rank])) / 2).backward()
             (square(wrapped, samples(1, sizes[1][rank])) / 2).backward()
-            before = [p.grad.clone() for p in model.parameters()]
+            before = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
             with Communication() as sent:
                 probe.clip_grad_norm_(limit)
-            if limit == float("inf"):
+            if deferred:
+                assert not any(g.any() for g in before if g is not None)
+            elif limit == float("inf"):
                 for p, g in zip(model.parameters(), before, strict=True):
                     assert torch.equal(p.grad, g)
                 continue
@@ -248,11 +250,13 @@ def clipping(make, wrap, where, options, bound=0.5):
 def sharded_gradients_are_not_clipped():
     model = net()
     sharded()(model)
-    with torchgradx.attach(model, clip=True) as probe:
-        square(model, samples(0)).backward()
-        with pytest.raises(torchgradx.CoverageError, match="DistributedDataParallel") as refusal:
-            probe.clip_grad_norm_(1.0)
-        assert "into.weight" in refusal.value.parameters
+    for weight_grad in (True, False):
+        with torchgradx.attach(model, clip=True, weight_grad=weight_grad) as probe:
+            square(model, samples(0)).backward()
+            refusal = pytest.raises(torchgradx.CoverageError, match="DistributedDataParallel")
+            with refusal as refused:
+                probe.clip_grad_norm_(1.0)
+            assert "into.weight" in refused.value.parameters
 
 
 def flat_parameters():
@@ -329,11 +333,15 @@ def scenarios(rank):
         table[f"FSDP in half precision, {mode}"] = (half_precision, options)
     views = ddp(gradient_as_bucket_view=True, bucket_cap_mb=1e-4)
     for where in inside_or_out:
-        for mode in few:
+        for mode in (*few, "norms"):
             table[f"clipping, {where}, {mode}"] = (clipping, net, ddp(), where, MODES[mode])
     table["clipping, buckets as views"] = (clipping, net, views, "outside", {})
     unused = ddp(find_unused_parameters=True)
     table["clipping, a layer of one rank"] = (clipping, skips, unused, "outside", {})
+    table["clipping, buckets as views, norms"] = (clipping, net, views, "outside", MODES["norms"])
+    table["clipping, a layer of one rank, norms"] = (
+        clipping, skips, unused, "outside", MODES["norms"]
+    )  # fmt: skip
     table["clipping, sharded"] = (sharded_gradients_are_not_clipped,)
     table["flat parameters"] = (flat_parameters,)
     table["a sharded layer"] = (a_sharded_layer_is_left_as_it_was,)

@@ -16,6 +16,7 @@ from .jobs import (
     score,
 )
 from .scoring import grad_norms
+from .tokens import token_weights
 from .verify import Report, verify
 
 __version__ = _version("torchgradx")
@@ -37,5 +38,11 @@ __all__ = [
     "ops",
     "save_scores",
     "score",
+    "token_weights",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return [*__all__, "__version__"]

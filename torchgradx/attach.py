@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
+from .options import Scale, fitting
 from .options import check as check_options
-from .options import fitting
 from .passes import plain
 from .passes.backwards import Backwards, weakly
 from .passes.frames import Told, enclosing
@@ -36,13 +36,16 @@ from .sites.recurrent import Site, site_of
 from .sites.standing import Standing
 from .sites.trace import Call, Trace, outside, root_of
 from .table import COMPUTED, Context, Parameters, find_layers
+from .tokens import MEAN, ONE, TokenWatch
 
 if ops.NATIVE:
     from ._C import Pass, Recorder
 else:
     Pass, Recorder = plain.Pass, plain.Recorder
 
-__all__ = ["Probe", "attach", "attached"]
+__all__ = ["Probe", "attach", "attached", "set_aside"]
+
+_probes: weakref.WeakSet[Probe] = weakref.WeakSet()  # those that are attached
 
 UNSHOWN = "the model was called without a tensor that shows N: say batch_size="
 MIXED = "same_samples() met forwards of a whole compiled graph and others"
@@ -51,8 +54,8 @@ MIXED = "same_samples() met forwards of a whole compiled graph and others"
 def attach(
     model: nn.Module,
     *,
-    loss_reduction: str = "mean",
-    loss_scale: float | Tensor | torch.amp.GradScaler = 1.0,
+    loss_reduction: str = MEAN,
+    loss_scale: Scale | torch.amp.GradScaler | Callable[..., Scale] = ONE,
     batch_dim: int = 0,
     batch_size: int | Callable[[tuple[Any, ...], dict[str, Any]], int] | None = None,
     layout: Mapping[str, str] | None = None,
@@ -77,8 +80,11 @@ def attach(
         model: any module; it is used as it is, and given back as it was by `Probe.remove`.
         loss_reduction: how the loss combines its samples: "mean" (the 1/N is undone, so that
             norms are those of each sample's own loss) or "sum".
-        loss_scale: what the loss is multiplied by before `backward()`: a number, a Tensor [N], or
-            a GradScaler; norms come back divided by it.
+        loss_scale: what the loss is multiplied by before `backward()`: a number, a Tensor [N], a
+            GradScaler, or a callable (args, kwargs) or () that returns a number or a Tensor [N]
+            for each forward; norms come back divided by it, and are 0 where it is 0.
+            `probe.loss_scale = ...` sets it for the passes to come. For token means see
+            `torchgradx.token_weights`.
         batch_dim: where the samples are in inputs and activations: 0, or 1 (sequence first).
         batch_size: N, or a callable (args, kwargs) -> N, where the model's first tensor argument
             does not show it.
@@ -88,7 +94,9 @@ def attach(
         weight_grad: False computes norms only, and leaves `.grad` as it is. A parameter's
             `register_hook` still sees its gradient; post-accumulate hooks are not called.
         clip: keep what `clip_grad_norm_` needs: inputs and output gradients of the layers, until it
-            is called or the next record begins, those too that a checkpoint let go.
+            is called or the next record begins, those too that a checkpoint let go. With
+            weight_grad=False backward makes norms only, and `clip_grad_norm_` adds the clipped
+            gradients to `.grad`: one weight gradient for each layer in place of two.
         directions: {parameter name: tensor of its shape} for `dot`.
         algorithm: None lets the cost model choose; "rank1", "gram" or "direct" forces.
         backend: "auto", "native" (kernels or an error) or "vmap" (the pure-Python fallback).
@@ -123,8 +131,8 @@ def attach(
 
 def attached(model: nn.Module) -> Probe | None:
     """The probe that is attached to a model, or None."""
-    probe: Probe | None = Standing.of(model)
-    return probe
+    on = (probe for probe in list(_probes) if probe._standing.on)  # and does not stand aside
+    return next((probe for probe in on if probe._model() is model), None)
 
 
 class _Seen(threading.local):
@@ -144,7 +152,6 @@ class Probe(Reader):
     def __init__(self, model: nn.Module, **options: Any) -> None:
         check_options(model, options)
         self._standing = Standing(model)
-        self._standing.probe = weakref.ref(self)
         self._model = weakref.ref(model)
         self._options = options
         self._parameters = Parameters(model)
@@ -165,12 +172,15 @@ class Probe(Reader):
         self._backwards = Backwards(self._recorder, forward_to("_over"), forward_to("_finished"))
         given = options["directions"]
         self.directions = {} if given is None else given
+        self._tokens = TokenWatch(options)
         self._joint: list[Pass] | None = None
         self._paused = 0
+        self._asides = 0  # contexts in which another probe has the model
         self._seen = _Seen()
         self._sites: list[Site] = []
         self._hooks: Hooks | None = None
         self._listen(model)
+        _probes.add(self)
 
     # Attaching
 
@@ -206,13 +216,15 @@ class Probe(Reader):
     def remove(self) -> None:
         """Leave the model as it was, at once or when the last checkpointed graph in flight dies."""
         self._standing.on = self._trace.on = False
+        _probes.discard(self)
         self._audit.stop()
         self._record.books.close()
         self._drained()
 
     def _drained(self) -> None:
         self._unwind(self._model())
-        if not (self._standing.on or self._recorder.held > 0 or self._recorder.depth()):
+        busy = self._asides or self._recorder.held > 0 or self._recorder.depth()
+        if not (self._standing.on or busy):
             self._leave_model()  # else a forward under way does it at its end
 
     def _leave_model(self) -> None:
@@ -221,6 +233,10 @@ class Probe(Reader):
                 part.remove()
         self._hooks, self._sites = None, []
         self._standing.leave()
+
+    @property
+    def _attached(self) -> bool:  # type: ignore[override]
+        return self in _probes
 
     def __reduce__(self) -> tuple[Callable[[], Probe], tuple[()]]:
         """A copy or a pickle, as of a trainer that holds the probe, is attached to nothing."""
@@ -266,6 +282,8 @@ class Probe(Reader):
             self._recorder.refuse(-1, UNSHOWN)
             return None
         run, new = self._open(module, n, serial, told)
+        if run is not None and new:
+            self._record.ask_scale(run, args, kwargs)
         self._samples.begin()
         if new or told.joint:
             batch_dim = self._options["batch_dim"]
@@ -318,6 +336,7 @@ class Probe(Reader):
         if run is not None:
             if new:
                 self._recorder.enlist(run)
+                self._record.ask_scale(run)
             elif not run.in_graph:
                 run.refuse(-1, MIXED)
             again: Any = weakref.WeakMethod(self._outside)  # the graph must not own the probe
@@ -344,7 +363,7 @@ class Probe(Reader):
         run = self._recorder.current()
         whole = self._recorder.depth() == 1
         looked = self._audit.forwards.stop(whole, out)
-        key = None if run is None else self._audit.key(run, looked)
+        key: Any = None if run is None else self._audit.key(run, looked)
         seen = self._seen.last
         known = whole and seen is None and self._audit.knows(key)
         uses = [] if run is None or known else [*self._seen.inner, *run.uses()]
@@ -355,6 +374,8 @@ class Probe(Reader):
             self._drained()
         if inner or not run or out is None or not self._standing.on:
             return
+        if self._tokens.on:
+            self._tokens.watch(out, run.n)
         if run.silent:  # a reentrant checkpoint's graph holds no use until it runs again
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 metadata: Any = node.metadata
@@ -419,6 +440,22 @@ class Probe(Reader):
             self._trace.on = self._standing.on and not self._paused
 
     @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Let another probe have the model inside; see `set_aside`."""
+        self._asides += 1
+        try:
+            with self.paused():
+                self._standing.on = False
+                try:
+                    yield
+                finally:
+                    self._standing.on = self in _probes and self._asides == 1
+        finally:
+            self._asides -= 1
+            if self not in _probes:  # it was removed inside
+                self._drained()
+
+    @contextlib.contextmanager
     def same_samples(self) -> Iterator[None]:
         """All forwards inside are of the same samples: their gradients add up before the norm."""
         before, self._joint = self._joint, []
@@ -426,3 +463,19 @@ class Probe(Reader):
             yield
         finally:
             self._joint = before
+
+
+@contextlib.contextmanager
+def set_aside(model: nn.Module) -> Iterator[None]:
+    """Let another probe attach to a model, or to modules of it, that has one; for that time.
+
+    What runs inside leaves nothing in the record of the probe that stands aside, whose passes in
+    flight are as if it had not run.
+    """
+    modules = set(model.modules())
+    with contextlib.ExitStack() as stack:
+        for probe in list(_probes):
+            held = probe._model()
+            if held is not None and not modules.isdisjoint(held.modules()):
+                stack.enter_context(probe._aside())
+        yield

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from glob import escape
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from . import named
@@ -41,7 +45,7 @@ Score every sample of a dataset and write the scores in its order.
 --model and --data name an object or a function that returns it: package.module:name, or
 file.py:name. A dataset gives (input, target) pairs; for others --split names a function
 batch -> (inputs, targets). While it runs, OUT.partial keeps what is done: after an interrupt or
-a kill the same command goes on.
+a kill the same command goes on. A result that is there is replaced with --force alone.
 """
 
 VERIFY = """\
@@ -49,6 +53,10 @@ Compare the norms of a model, on a few samples, with a loop over single samples.
 
   torchgradx verify --model nets.py:make --data data.py:pool --samples 8
 """
+
+
+QUANTILES = {"least": 0.0, "10%": 0.1, "median": 0.5, "90%": 0.9, "99%": 0.99, "most": 1.0}
+TOP = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,9 +126,10 @@ def _score_options(command: argparse.ArgumentParser) -> None:
         help="a state_dict to load; given several times: the mean of their scores")  # fmt: skip
     add("--seeds", type=int, default=1, metavar="K",
         help="make K models, of seeds SEED to SEED + K - 1: the mean of their scores")  # fmt: skip
-    add("--kind", choices=tuple(KINDS), default="norm",
-        help="gradient norm; el2n: |softmax - onehot|; egl: expected gradient length over the "
-        "predicted labels, which needs no targets (default: %(default)s)")  # fmt: skip
+    add("--kind", action="append", metavar="KIND",
+        help="norm: gradient norm (default); egl: expected gradient length over the predicted "
+        "labels; loss; el2n: |softmax - onehot|; margin and entropy of the probabilities. Several "
+        "(by commas, or --kind again): columns. egl, margin, entropy need no targets")  # fmt: skip
     add("--per", choices=("model", "module", "parameter"), default="model",
         help="a column for the model, or for each part (default: %(default)s)")  # fmt: skip
     add("--top-classes", type=int, metavar="K", help="egl: each sample's K likeliest classes only")
@@ -128,7 +137,8 @@ def _score_options(command: argparse.ArgumentParser) -> None:
         help="of a dataset; a DataLoader has its own (default: %(default)s)")  # fmt: skip
     add("--workers", type=int, default=0, help="processes that read a dataset (default: 0)")
     add("--fresh", action="store_true", help="begin anew, even if a partial result is there")
-    add("--quiet", action="store_true", help="no progress")
+    add("--force", action="store_true", help="replace a result that is there")
+    add("--quiet", action="store_true", help="no progress, and no summary of the scores")
 
 
 def _verify_options(command: argparse.ArgumentParser) -> None:
@@ -147,6 +157,9 @@ def _info(_: argparse.Namespace) -> int:
 
 
 def _score(given: argparse.Namespace) -> int:
+    out = Path(given.out)
+    if out.exists() and not given.force:
+        raise UsageError(f"--out: {out} is there: say --force to replace it, or another name")
     ours = _join_ranks()
     try:
         device = _device(given.device)
@@ -156,6 +169,7 @@ def _score(given: argparse.Namespace) -> int:
             sizes = {"batch_size": given.batch_size, "num_workers": given.workers}
             data = _or_usage_error("--data", DataLoader, data, **sizes)
         models = _models(given, device)
+        kinds = _kinds(given.kind)
         scores = _or_usage_error(
             "score",
             score,
@@ -164,9 +178,9 @@ def _score(given: argparse.Namespace) -> int:
             data,
             per=given.per,
             progress=not given.quiet,
-            kind=given.kind,
+            kind=kinds if given.per == "model" else kinds[0] if len(kinds) == 1 else kinds,
             top_classes=given.top_classes,
-            out=given.out,
+            out=out,
             resume=not given.fresh,
             split=_split(given.split),
             eval_mode=not given.train_mode,
@@ -174,8 +188,17 @@ def _score(given: argparse.Namespace) -> int:
             backend=given.backend,
         )
         if not dist.is_initialized() or dist.get_rank() == 0:
-            count = len(scores) if given.per == "model" else len(next(iter(scores.values()), ()))
-            print(f"{given.out}: {given.kind} of {count} samples")
+            count = len(next(iter(scores.values()), ()))
+            print(f"{out}: {', '.join(kinds)} of {count:,} samples")
+            if not given.quiet:
+                print(summary(scores))
+    except KeyboardInterrupt:
+        kept = sorted(out.parent.glob(f"{escape(out.name)}*.partial"))
+        how = "nothing was kept"
+        if kept:
+            how = f"{kept[0]} keeps what is done, and the same command goes on from there"
+        print(f"torchgradx: interrupted; {how}", file=sys.stderr)
+        return 130
     finally:
         if ours:
             dist.destroy_process_group()
@@ -216,6 +239,24 @@ def _verify(given: argparse.Namespace) -> int:
     return 0
 
 
+def summary(scores: Mapping[str, NDArray[Any]]) -> str:
+    """Quantiles of each column, and the samples that come first by the first one."""
+    width = max(len(name) for name in scores)
+    lines = [" " * width + "".join(f"{title:>11}" for title in QUANTILES)]
+    for name, column in scores.items():
+        known = column[np.isfinite(column)]
+        found = np.quantile(known, list(QUANTILES.values())) if len(known) else []
+        lines.append(f"{name:<{width}}" + "".join(f"{value:11.4g}" for value in found))
+    name, column = next(iter(scores.items()))
+    small = name == "margin"  # is uncertain
+    order = [
+        i for i in np.argsort(column if small else -column, kind="stable") if column[i] == column[i]
+    ]
+    lines.append(f"{'smallest' if small else 'largest'} {name}, by index:")
+    lines += [f"  {index:>9,}  {column[index]:.4g}" for index in order[:TOP]]
+    return "\n".join(lines)
+
+
 # What arguments become
 
 
@@ -243,6 +284,14 @@ def _models(given: argparse.Namespace, device: torch.device) -> Iterator[torch.n
     for k, path in enumerate(given.checkpoint or [None] * given.seeds):
         torch.manual_seed(given.seed + (0 if path else k))
         yield named.model(given.model, path, device).train(given.train_mode)
+
+
+def _kinds(given: Sequence[str] | None) -> list[str]:
+    kinds = [kind.strip() for each in given or ["norm"] for kind in each.split(",")]
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
+        raise UsageError(f"--kind: expected {', '.join(KINDS)}; got {unknown[0]!r}")
+    return kinds
 
 
 def _split(spec: str | None) -> Any:

@@ -1,7 +1,9 @@
 """Clipping by sample, without a second backward: what a pass computed its norms from is kept, and
-the parameters' gradients are made from it once more, each sample's share times its factor.
+the parameters' gradients are made from it, each sample's share times its factor.
 
-Whatever else .grad holds, from before the record or from backwards of other losses, stays.
+With weight gradients they take the place of those that backward left: whatever else .grad holds,
+from before the record or from backwards of other losses, stays. Deferred (weight_grad=False),
+backward left none: the sums are added to .grad, and nothing in it needs watching.
 """
 
 from __future__ import annotations
@@ -9,15 +11,14 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import OptState
 
 from .errors import CoverageError
+from .factors import Group
 from .passes.plain import receives
 from .proof.listening import forget
 from .sharding import data_parallel, mean_over, scattered
@@ -27,81 +28,18 @@ from .sites.outcome import OtherOutputsError
 if TYPE_CHECKING:
     from .table import Parameters
 
-__all__ = ["Books", "factors_of", "group", "is_unscaled", "unscaled_by"]
+__all__ = ["Books", "Sum", "dense", "runs_again"]
 
 HALVES = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Group:
-    """Parameters that are clipped together."""
-
-    places: Sequence[int]
-    factors: Sequence[Tensor]  # [N] of each pass
-    clips: bool  # some factor is not 1
-    few: bool  # so few are not that .grad is best corrected: see group()
-
-
-def group(places: Sequence[int], norms: Tensor, factors: Tensor, sizes: list[int]) -> Group:
-    """Where half of the samples or more keep a factor of 1, what the others' factors take away is
-    taken from .grad: unless its rounding, that of what is taken away, would cost over two bits."""
-    clipped = factors != 1
-    kept = (norms * factors.abs()).sum()
-    few = clipped.sum() * 2 <= len(factors) and bool(norms.sum() <= 4 * kept)
-    return Group(places, factors.split(sizes), bool(clipped.any()), bool(few))
-
-
-class _Sum(NamedTuple):
+class Sum(NamedTuple):
     """A parameter's weighted gradients, of one use."""
 
     place: int
     made: Tensor
     scale: float  # to be multiplied by
     differs: bool  # from .grad, of which it is to be a part
-
-
-def factors_of(
-    norms: Tensor, max_norm: float | Tensor | None, factors: Callable[[Tensor], Tensor] | None
-) -> Tensor:
-    """[N] float64: what each sample's gradient is multiplied by.
-
-    Where a norm is not finite the factor is nan, as .grad is to be.
-    """
-    exact = norms.double()
-    if factors is None:
-        bound = torch.as_tensor(max_norm, dtype=torch.float64, device=norms.device)
-        if bound.shape not in ((), norms.shape) or not bool((bound >= 0).all()):
-            raise ValueError(
-                f"max_norm must be a number, or a Tensor [{len(norms)}], of 0 or more; got "
-                f"{max_norm!r}"
-            )
-        found = torch.where(exact <= bound, 1.0, bound / exact)
-        return found.masked_fill(~exact.isfinite(), float("nan"))
-    found = factors(norms.clone())
-    if not isinstance(found, Tensor) or found.shape != norms.shape:
-        got = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
-        raise ValueError(f"factors must turn norms [{len(norms)}] into as many factors; got {got}")
-    found = found.detach().double().masked_fill(norms == 0, 0.0)  # of a gradient of zeros
-    if not bool((found.isfinite() | ~norms.isfinite()).all()):
-        raise ValueError(f"factors must be finite where the norms are; got {found}")
-    return found.masked_fill(~exact.isfinite(), float("nan"))
-
-
-def is_unscaled(loss_scale: Any) -> bool:
-    """Whether a GradScaler has unscaled the gradients of an optimizer that has not stepped yet."""
-    states = getattr(loss_scale, "_per_optimizer_states", {}).values()
-    return any(state["stage"] == OptState.UNSCALED for state in states)
-
-
-def unscaled_by(loss_scale: Any) -> float:
-    """What a GradScaler has multiplied .grad by since the backward."""
-    if not isinstance(loss_scale, torch.amp.GradScaler) or not loss_scale.is_enabled():
-        return 1.0
-    if not is_unscaled(loss_scale):
-        raise RuntimeError(
-            "clip_grad_norm_ goes between scaler.unscale_(optimizer) and scaler.step(optimizer)"
-        )
-    return 1.0 / loss_scale.get_scale()
 
 
 class Books:
@@ -236,7 +174,7 @@ class Books:
         )
         uses = [use for _, use, _ in self._kept]
         kept = {place for use in uses for place in use.parameters}
-        self._idle = {place for place in kept - self._marks.keys() if _nothing_came(place, runs)}
+        self._idle = {place for place in self._unsure(kept) if _nothing_came(place, runs)}
         kept -= self._idle
         self._refuse(
             (place for place in kept if tensors[place]._version != self._versions[place]),
@@ -253,6 +191,14 @@ class Books:
             "what the forward computed with was changed in place since, and is needed once more: "
             "clip before that",
         )
+        self._check_grads(kept, unscaled)
+
+    def _unsure(self, kept: set[int]) -> set[int]:
+        """Places of uses that may have got no gradient."""
+        return kept - self._marks.keys()
+
+    def _check_grads(self, kept: set[int], unscaled: float) -> None:
+        tensors = self._parameters.tensors()
         self._refuse(
             kept if self._torn else (),
             ".grad was changed between the passes of this record, as by zero_grad() or a backward "
@@ -284,52 +230,47 @@ class Books:
         by since the backward.
         """
         ddp = self._ddp() if groups else None
-        numbers = {id(run): k for k, run in enumerate(runs)}
         # Processes that share their gradients go the same way, whatever their samples are.
-        group_of = {
-            place: group
-            for group in groups
-            if ddp is not None or group.clips
-            for place in group.places
-            if place not in self._idle
-        }
+        clipped = [group for group in groups if ddp is not None or group.clips]
         met: set[int] = set()
+        for found in self._sums(runs, clipped, unscaled, corrects=ddp is None):
+            add, before = found.differs or found.place in met, self._besides(found.place, unscaled)
+            _put(self._parameters.tensor(found.place), found, before, add, ddp is None)
+            met.add(found.place)
+        self.closed = True
+        if ddp is not None:
+            self._average(ddp, met, unscaled)
 
-        def sums(run: Any, use: Any) -> Iterator[_Sum]:
+    def _sums(
+        self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float, corrects: bool
+    ) -> Iterator[Sum]:
+        """Of each use that is kept, and lets go of them. corrects: .grad, where few are clipped."""
+        numbers = {id(run): k for k, run in enumerate(runs)}
+        live = ((g, place) for g in groups for place in g.places if place not in self._idle)
+        group_of = {place: group for group, place in live}
+
+        def of(run: Any, use: Any) -> Iterator[Sum]:
             shares: dict[int, list[int]] = {}
             for place in use.parameters:
                 if place in group_of:
                     shares.setdefault(id(group_of[place]), []).append(place)
             for places in shares.values():
                 p, group = self._parameters.tensor(places[0]), group_of[places[0]]
-                differs = ddp is None and group.few and p.dtype not in HALVES
-                factors = group.factors[numbers[id(run)]].to(p.device)
-                factors = (factors - 1 if differs else factors) * unscaled
-                # Halves keep small factors apart from gradients that would not hold the product.
-                largest = float(factors.abs().amax()) if p.dtype in HALVES and len(factors) else 1.0
-                scale = largest if 0 < largest < float("inf") else 1.0
+                differs = corrects and p.dtype not in HALVES and group.few
+                factors, scale = group.factors(numbers[id(run)], p, unscaled, differs)
                 try:
-                    weighted = use.weighted(factors / scale, places)
+                    weighted = use.weighted(factors, places)
                 except OtherOutputsError as error:
                     self._refuse(places, str(error))
                 for place, made in zip(places, weighted, strict=True):
-                    yield _Sum(place, made, scale, differs)
+                    yield Sum(place, made, scale, differs)
 
-        def put(found: _Sum) -> None:
-            add, before = found.differs or found.place in met, self._besides(found.place, unscaled)
-            _put(self._parameters.tensor(found.place), found, before, add, ddp is None)
-            met.add(found.place)
-
-        again = [entry for entry in self._kept if getattr(entry[1], "runs_again", False)]
-        for found in [found for run, use, _ in again for found in sums(run, use)]:  # one may fail
-            put(found)
+        again = [entry for entry in self._kept if runs_again(entry[1])]
+        yield from [found for run, use, _ in again for found in of(run, use)]  # one may fail
         while self._kept:
             run, use, _ = self._kept.popleft()
-            for found in () if getattr(use, "runs_again", False) else sums(run, use):
-                put(found)
-        self.closed = True
-        if ddp is not None:
-            self._average(ddp, met, unscaled)
+            if not runs_again(use):
+                yield from of(run, use)
 
     def _besides(self, place: int, unscaled: float) -> Tensor | None:
         others = self._others.get(place)
@@ -342,6 +283,11 @@ class Books:
             before = self._besides(place, unscaled)
             grads[place].copy_(torch.zeros(()) if before is None else before)
         mean_over(ddp, list(grads.values()))
+
+
+def runs_again(use: Any) -> bool:
+    """Return True for a use whose module is recomputed to clip it."""
+    return bool(getattr(use, "runs_again", False))
 
 
 def _nothing_came(place: int, runs: Sequence[Any]) -> bool:
@@ -373,9 +319,14 @@ def _hooked(p: Tensor) -> bool:
     )
 
 
-def _put(p: Tensor, found: _Sum, before: Tensor | None, add: bool, alone: bool) -> None:
+def dense(made: Tensor) -> Tensor:
+    """Return a sum as a strided tensor without a graph."""
+    return made.to_dense() if made.is_sparse else made.detach()
+
+
+def _put(p: Tensor, found: Sum, before: Tensor | None, add: bool, alone: bool) -> None:
     """Add to .grad, or write it; `alone`: its memory may be exchanged."""
-    grad, made, scale = p.grad, found.made.detach().reshape(p.shape), found.scale
+    grad, made, scale = p.grad, dense(found.made).reshape(p.shape), found.scale
     assert grad is not None
     if grad.is_sparse:
         total = made.mul(scale) if before is None else before.to_dense() + made.mul(scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 from typing import TYPE_CHECKING
 
 from .rules import Layer, rule_named
@@ -10,10 +11,19 @@ from .rules import Layer, rule_named
 if TYPE_CHECKING:
     from .table import Parameters
 
-__all__ = ["explanation"]
+__all__ = ["Explanation", "explanation"]
 
 
-def explanation(layers: Sequence[Layer], parameters: Parameters) -> str:
+class Explanation(str):
+    """A text that notebooks show as it is."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self)}</pre>"
+
+
+def explanation(layers: Sequence[Layer], parameters: Parameters) -> Explanation:
     trainable = set(parameters.trainable())
     lines = []
     for layer in layers:
@@ -25,7 +35,7 @@ def explanation(layers: Sequence[Layer], parameters: Parameters) -> str:
         lines.append(f"{title}  [{', '.join(names) or 'frozen'}]")
         if names:
             lines += [f"  {line}" for line in _how(layer).splitlines()]
-    return "\n".join(lines)
+    return Explanation("\n".join(lines))
 
 
 def _how(layer: Layer) -> str:

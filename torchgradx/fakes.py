@@ -1,19 +1,29 @@
-"""Shapes of the element-wise and the table operators, for FakeTensor and the meta device."""
+"""Shapes of the operators' results, for FakeTensor and the meta device. Kernels check more."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from .reference.affine import AffineFused, empty_in_lines, is_by_row
 from .reference.chunks import accumulation_dtype
+from .reference.linear import Fused, Scaled
 
 __all__ = [
     "affine_fused",
     "affine_sq_norms",
+    "bias_sq_norms",
+    "conv2d_fused",
+    "conv2d_scaled",
+    "conv2d_sq_norms",
     "gather_dots",
     "gather_sq_norms",
+    "linear_fused",
+    "linear_scaled",
+    "linear_sq_norms",
     "moments",
     "prelu_fused",
     "prelu_sq_norms",
@@ -26,6 +36,76 @@ def _expect(dimensions: int | None, **operands: Any) -> None:
         if not isinstance(operand, Tensor) or dimensions not in (None, operand.dim()):
             shape = list(operand.shape) if isinstance(operand, Tensor) else operand
             raise ValueError(f"{name} must be {wanted}; got {shape}")
+
+
+def linear_sq_norms(activations: Tensor, grad_output: Tensor, bias: bool) -> Tensor:
+    _expect(3, activations=activations, grad_output=grad_output)
+    dtype = accumulation_dtype(activations.dtype)
+    return activations.new_empty((1 + bias, activations.shape[0]), dtype=dtype)
+
+
+def bias_sq_norms(grad_output: Tensor) -> Tensor:
+    _expect(3, grad_output=grad_output)
+    dtype = accumulation_dtype(grad_output.dtype)
+    return grad_output.new_empty(grad_output.shape[0], dtype=dtype)
+
+
+def linear_fused(
+    activations: Tensor, grad_output: Tensor, scale: Tensor | None, bias: bool
+) -> Fused:
+    sq_norms = linear_sq_norms(activations, grad_output, bias)
+    o = grad_output.shape[2]
+    grad_weight = activations.new_empty(o, activations.shape[2])
+    grad_bias = grad_output.new_empty(o if bias else 0)
+    return grad_weight, grad_bias, sq_norms
+
+
+def conv2d_sq_norms(
+    input: Tensor,
+    grad_output: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    bias: bool,
+) -> Tensor:
+    _expect(4, input=input, grad_output=grad_output)
+    if len(kernel_size) != 2 or groups < 1:
+        seen = f"{list(kernel_size)} and {groups}"
+        raise ValueError(f"kernel_size must be a pair and groups at least 1; got {seen}")
+    dtype = accumulation_dtype(input.dtype)
+    return input.new_empty((1 + bias, input.shape[0]), dtype=dtype)
+
+
+def conv2d_fused(
+    input: Tensor,
+    grad_output: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    scale: Tensor | None,
+    bias: bool,
+) -> Fused:
+    geometry = (kernel_size, stride, padding, dilation, groups)
+    sq_norms = conv2d_sq_norms(input, grad_output, *geometry, bias)
+    o = grad_output.shape[1]
+    grad_weight = input.new_empty(o, input.shape[1] // groups, *kernel_size)
+    if input.is_cuda and input.itemsize == 2 and kernel_size[0] * kernel_size[1] > 1:
+        # as csrc/cuda/bindings.cpp leaves it
+        grad_weight = grad_weight.to(memory_format=suggest_memory_format(input))
+    grad_bias = grad_output.new_empty(o if bias else 0)
+    return grad_weight, grad_bias, sq_norms
+
+
+def linear_scaled(activations: Tensor, grad_output: Tensor, scale: Tensor, bias: bool) -> Scaled:
+    return linear_fused(activations, grad_output, scale, bias)[:2]
+
+
+def conv2d_scaled(input: Tensor, grad_output: Tensor, *rest: Any) -> Scaled:
+    return conv2d_fused(input, grad_output, *rest)[:2]
 
 
 def affine_sq_norms(

@@ -7,6 +7,7 @@ the shares of them measured on an H200 (benchmarks/results); for the order of tw
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ class Gpu:
     clock: float  # Hz
     bandwidth: float  # bytes a second
     tf32: bool = False  # float32 products by tensor cores, as torch's flag has it
+    sm90: bool = False  # Hopper's own kernel serves halves: csrc/cuda/direct_sm90.cu
 
 
 def rates_of(capability: tuple[int, int]) -> Rates:
@@ -74,16 +76,25 @@ def gpu_of(device: torch.device) -> Gpu | None:
     index = torch.cuda.current_device() if device.index is None else device.index
     key = (index, _tf32())
     if key not in _known:
-        _known[key] = from_properties(torch.cuda.get_device_properties(index), key[1])
+        _known[key] = from_properties(torch.cuda.get_device_properties(index), key[1], _compiled())
     return _known[key]
 
 
 _known: dict[tuple[int, bool], Gpu] = {}  # no lru_cache, of which Dynamo warns
 
 
-def from_properties(properties: Any, tf32: bool) -> Gpu:
+def _compiled() -> str:
+    """Return the architectures that the CUDA kernels were compiled for, as "8.0+PTX;9.0a"."""
+    try:
+        return str(importlib.import_module("torchgradx._cuda").architectures)
+    except ImportError:
+        return ""
+
+
+def from_properties(properties: Any, tf32: bool, compiled: str = "") -> Gpu:
     """Clocks in kHz and a bus in bits, where the driver tells them; double data rate."""
-    rates = rates_of((properties.major, properties.minor))
+    capability = (properties.major, properties.minor)
+    rates = rates_of(capability)
     clock = 1e3 * getattr(properties, "clock_rate", 0)
     memory = 1e3 * getattr(properties, "memory_clock_rate", 0)
     bandwidth = 2 * memory * getattr(properties, "memory_bus_width", 0) / 8
@@ -94,6 +105,7 @@ def from_properties(properties: Any, tf32: bool) -> Gpu:
         clock=clock or rates.clock,
         bandwidth=bandwidth or rates.bandwidth,
         tf32=tf32,
+        sm90=capability == (9, 0) and "9.0a" in compiled,
     )
 
 
@@ -194,10 +206,33 @@ def _by_planes(p: Problem) -> bool:
     return p.layer == "conv2d" and p.groups >= 8 and p.i * p.o <= 16 * 9
 
 
+def _by_sm90(p: Problem) -> bool:
+    """Return True if Hopper's kernel serves: rows of whole 16 bytes, several positions."""
+    assert p.device is not None
+    return p.device.sm90 and p.itemsize == 2 and p.groups == 1 and p.i % 8 == 0 and p.t > 1
+
+
+def _sm90(p: Problem, with_gradient: bool) -> float:
+    """Return the time of csrc/cuda/direct_sm90.cu, fitted to 28 layers on an H200.
+
+    A tile of one sample takes clocks for every 16 positions and some for its end; the sums of
+    tiles that multiprocessors share take a fixed time.
+    """
+    gpu = p.device
+    assert gpu is not None
+    wide, end, fixed = (192, 960, 17e-6) if with_gradient else (256, 680, 8e-6)
+    tall = (_up(p.o, 128) // 128) * (_up(p.i, wide) // wide)
+    flat = (_up(p.o, 64) // 64) * (_up(p.i, 384) // 384)
+    items = _up(p.n * min(tall, flat), gpu.multiprocessors) // gpu.multiprocessors
+    return items * (_up(p.t, 16) // 16 * wide * 1.45 + end) / gpu.clock + fixed
+
+
 def _gradient(p: Problem, ends: int) -> float:
     """Tiles of every sample's gradient, and `ends` FLOP for each element"""
     if _by_planes(p):
         return _moved(p) + 2 * LAUNCH
+    if _by_sm90(p):
+        return max(_sm90(p, ends > 2), _moved(p))
     if p.layer == "linear" and p.t >= MANY:
         return _batched(p, 2 * p.n * p.t * p.i * p.o, p.n * p.i * p.o, 3)
     high, wide = TILE[p.itemsize]

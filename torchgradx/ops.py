@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from . import _check, fakes, reference
-from .reference.chunks import accumulation_dtype
 from .reference.linear import conv2d_sq_norms_of_rows
 
 __all__ = [
@@ -29,7 +28,6 @@ __all__ = [
 ]
 
 Operator = Callable[..., Any]
-Fused = tuple[Tensor, Tensor, Tensor]
 
 
 NOT_BUILT = "it was not built"
@@ -79,75 +77,6 @@ def kernels_on(device: torch.device) -> bool:
     return NATIVE and device.type == "cpu"
 
 
-# Shapes alone, for FakeTensor and the meta device. The kernels check more than these do.
-
-
-def _expect(dimensions: int, **operands: Tensor) -> None:
-    for name, operand in operands.items():
-        if not isinstance(operand, Tensor) or operand.dim() != dimensions:
-            shape = list(operand.shape) if isinstance(operand, Tensor) else operand
-            raise ValueError(f"{name} must be a tensor of {dimensions} dimensions; got {shape}")
-
-
-def _fake_sq_norms(activations: Tensor, grad_output: Tensor, bias: bool) -> Tensor:
-    _expect(3, activations=activations, grad_output=grad_output)
-    dtype = accumulation_dtype(activations.dtype)
-    return activations.new_empty((1 + bias, activations.shape[0]), dtype=dtype)
-
-
-def _fake_bias_sq_norms(grad_output: Tensor) -> Tensor:
-    _expect(3, grad_output=grad_output)
-    dtype = accumulation_dtype(grad_output.dtype)
-    return grad_output.new_empty(grad_output.shape[0], dtype=dtype)
-
-
-def _fake_linear_fused(
-    activations: Tensor, grad_output: Tensor, scale: Tensor | None, bias: bool
-) -> Fused:
-    sq_norms = _fake_sq_norms(activations, grad_output, bias)
-    o = grad_output.shape[2]
-    grad_weight = activations.new_empty(o, activations.shape[2])
-    grad_bias = grad_output.new_empty(o if bias else 0)
-    return grad_weight, grad_bias, sq_norms
-
-
-def _fake_conv2d_sq_norms(
-    input: Tensor,
-    grad_output: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    bias: bool,
-) -> Tensor:
-    _expect(4, input=input, grad_output=grad_output)
-    if len(kernel_size) != 2 or groups < 1:
-        seen = f"{list(kernel_size)} and {groups}"
-        raise ValueError(f"kernel_size must be a pair and groups at least 1; got {seen}")
-    dtype = accumulation_dtype(input.dtype)
-    return input.new_empty((1 + bias, input.shape[0]), dtype=dtype)
-
-
-def _fake_conv2d_fused(
-    input: Tensor,
-    grad_output: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    scale: Tensor | None,
-    bias: bool,
-) -> Fused:
-    geometry = (kernel_size, stride, padding, dilation, groups)
-    sq_norms = _fake_conv2d_sq_norms(input, grad_output, *geometry, bias)
-    o = grad_output.shape[1]
-    grad_weight = input.new_empty(o, input.shape[1] // groups, *kernel_size)
-    grad_bias = grad_output.new_empty(o if bias else 0)
-    return grad_weight, grad_bias, sq_norms
-
-
 def _operator(name: str, fake: Operator) -> Operator:
     """The overload, held once: a look-up through torch.ops costs more than a small kernel."""
     twin: Operator = getattr(reference, name)
@@ -170,14 +99,16 @@ def _operator(name: str, fake: Operator) -> Operator:
 if NATIVE:
     _library = torch.library.Library("torchgradx", "IMPL")
 
-rank1_sq_norms = _operator("rank1_sq_norms", _fake_sq_norms)
-gram_sq_norms = _operator("gram_sq_norms", _fake_sq_norms)
-direct_sq_norms = _operator("direct_sq_norms", _fake_sq_norms)
-bias_sq_norms = _operator("bias_sq_norms", _fake_bias_sq_norms)
-linear_fused = _operator("linear_fused", _fake_linear_fused)
-conv2d_gram_sq_norms = _operator("conv2d_gram_sq_norms", _fake_conv2d_sq_norms)
-conv2d_direct_sq_norms = _operator("conv2d_direct_sq_norms", _fake_conv2d_sq_norms)
-conv2d_fused = _operator("conv2d_fused", _fake_conv2d_fused)
+rank1_sq_norms = _operator("rank1_sq_norms", fakes.linear_sq_norms)
+gram_sq_norms = _operator("gram_sq_norms", fakes.linear_sq_norms)
+direct_sq_norms = _operator("direct_sq_norms", fakes.linear_sq_norms)
+bias_sq_norms = _operator("bias_sq_norms", fakes.bias_sq_norms)
+linear_fused = _operator("linear_fused", fakes.linear_fused)
+linear_scaled = _operator("linear_scaled", fakes.linear_scaled)
+conv2d_gram_sq_norms = _operator("conv2d_gram_sq_norms", fakes.conv2d_sq_norms)
+conv2d_direct_sq_norms = _operator("conv2d_direct_sq_norms", fakes.conv2d_sq_norms)
+conv2d_fused = _operator("conv2d_fused", fakes.conv2d_fused)
+conv2d_scaled = _operator("conv2d_scaled", fakes.conv2d_scaled)
 affine_sq_norms = _operator("affine_sq_norms", fakes.affine_sq_norms)
 affine_fused = _operator("affine_fused", fakes.affine_fused)
 prelu_sq_norms = _operator("prelu_sq_norms", fakes.prelu_sq_norms)

@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,23 @@ from .errors import CoverageError
 from .reference.chunks import accumulation_dtype
 from .sharding import flattened
 
-__all__ = ["check", "check_loss", "check_per", "check_scale", "fitting", "placed"]
+__all__ = [
+    "Model",
+    "Parts",
+    "Per",
+    "Scale",
+    "check",
+    "check_loss",
+    "check_per",
+    "check_scale",
+    "fitting",
+    "placed",
+]
 
+Scale = float | Tensor  # of a loss: a number, or a Tensor [N]
+Model = Literal["model"]  # per= of which a result is one Tensor,
+Parts = Literal["module", "parameter"]  # and of which it is a dict of them
+Per = Literal["model", "module", "parameter"]
 
 if TYPE_CHECKING:
     from .table import Parameters
@@ -103,8 +118,6 @@ def check(model: Any, options: dict[str, Any]) -> None:
         if options[name] not in choices:
             expected = ", ".join(map(repr, choices))
             raise ValueError(f"{name} must be one of {expected}; got {options[name]!r}")
-    if options["clip"] and not options["weight_grad"]:
-        raise ValueError("clip=True needs weight_grad=True: without it .grad stays as it was")
     if options["backend"] == "native" and not ops.NATIVE:
         raise RuntimeError(
             'backend="native" needs the compiled extension, which is not there: build it with '
@@ -121,8 +134,9 @@ def check(model: Any, options: dict[str, Any]) -> None:
         )
     if isinstance(size, int) and size < 1:
         raise ValueError(f"batch_size must be 1 or more; got {size}")
-    if not isinstance(options["loss_scale"], torch.amp.GradScaler):
-        check_scale(options["loss_scale"], " or a GradScaler")
+    scale = options["loss_scale"]
+    if not isinstance(scale, torch.amp.GradScaler) and not callable(scale):
+        check_scale(scale, ", a GradScaler or a callable")
     layout, modules = options["layout"] or {}, dict(model.named_modules())
     if not isinstance(layout, Mapping):
         raise TypeError(f'layout must be {{module name: "batch" or "sequence"}}; got {layout!r}')

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor, nn
 
 from .explain import explanation
-from .options import check_per, check_scale, placed
+from .options import Model, Parts, Per, Scale, check_per, check_scale, placed
 from .proof.accounts import require_all
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .proof.samples import Samples
     from .rules import Layer
     from .table import Parameters
+    from .tokens import TokenWatch
 
 __all__ = ["Reader"]
 
@@ -33,8 +34,21 @@ class Reader:
     _recorder: Any
     _parameters: Parameters
     _layers: list[Layer]
+    _attached: bool
+    _tokens: TokenWatch
     _directions: Mapping[str, Tensor]
     _directed: list[Tensor | None]  # by place; empty: no directions
+
+    @overload
+    def norms(self, per: Model = "model", loss_scale: Scale | None = None) -> Tensor: ...
+
+    @overload
+    def norms(self, per: Parts, loss_scale: Scale | None = None) -> dict[str, Tensor]: ...
+
+    @overload
+    def norms(
+        self, per: Per | str, loss_scale: Scale | None = None
+    ) -> Tensor | dict[str, Tensor]: ...
 
     def norms(
         self, per: str = "model", loss_scale: float | Tensor | None = None
@@ -53,6 +67,7 @@ class Reader:
         """
         if loss_scale is not None:
             check_scale(loss_scale)
+            self._tokens.on = False
         self._ready(per)
         return self._record.norms(per, loss_scale)
 
@@ -104,6 +119,23 @@ class Reader:
         return self._record.gradients(per)
 
     @property
+    def loss_scale(self) -> Any:
+        """What the loss is multiplied by: a number, a Tensor [N] or a callable; see `attach`.
+
+        Setting it holds for the passes to come and for all that reads them: `norms`, `dot`,
+        `clip_grad_norm_`, `NoiseScale`, `OutlierWatch`. If `attach` was given a GradScaler, its
+        scale is undone as well.
+        """
+        return self._record.scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: Scale | Callable[..., Scale]) -> None:
+        if not callable(scale):
+            check_scale(scale, " or a callable")
+        self._tokens.on = False
+        self._record.scale = scale
+
+    @property
     def directions(self) -> dict[str, Tensor]:
         """{parameter name: tensor of its shape}, for the passes to come."""
         return dict(self._directions)
@@ -113,12 +145,40 @@ class Reader:
         self._directed = placed(given, self._parameters)
         self._directions = dict(given)
 
+    @overload
+    def clip_grad_norm_(
+        self,
+        max_norm: float | Tensor | None = None,
+        per: Model = "model",
+        *,
+        factors: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def clip_grad_norm_(
+        self,
+        max_norm: float | Tensor | None = None,
+        *,
+        per: Parts,
+        factors: Callable[[Tensor], Tensor] | None = None,
+    ) -> dict[str, Tensor]: ...
+
+    @overload
+    def clip_grad_norm_(
+        self,
+        max_norm: float | Tensor | None,
+        per: Parts,
+        *,
+        factors: Callable[[Tensor], Tensor] | None = None,
+    ) -> dict[str, Tensor]: ...
+
     def clip_grad_norm_(
         self,
         max_norm: float | Tensor | None = None,
         per: str = "model",
         *,
         factors: Callable[[Tensor], Tensor] | None = None,
+        nonfinite: str = "keep",
     ) -> Tensor | dict[str, Tensor]:
         """Multiply each sample's contribution to `.grad` by min(1, max_norm / its norm).
 
@@ -130,19 +190,24 @@ class Reader:
                 for p, g in zip(parameters, gradients):
                     p.grad += g * min(1, max_norm / norm) / N
 
-        To be called once a step, after its backwards (and the scaler's `unscale_`), before
-        `step()`. Clips all passes of the record; what else is in `.grad` stays. No second backward
-        is run: the weight gradients are made once more from what the first one had (book-keeping,
-        Bu et al. 2023). Under DistributedDataParallel the result is averaged over its processes.
+        To be called once a step, after its backwards (and the scaler's `unscale_`, of all
+        optimizers), before `step()`. Clips all passes of the record; what else is in `.grad`
+        stays. No second backward is run: the weight gradients are made from what the first one had
+        (book-keeping, Bu et al. 2023). With attach(..., weight_grad=False) backward has left none
+        in `.grad`, and the clipped sum is added to it. Under DistributedDataParallel the result is
+        averaged over its processes.
 
         Args:
             max_norm: a number, or a Tensor [N].
             per: "model", "module" or "parameter": what each norm is of.
-            factors: norms [N] -> factors [N], in place of min(1, max_norm / norm).
+            factors: norms [N] -> factors [N], in place of min(1, max_norm / norm). A sample whose
+                factor is exactly 0 is left out, whatever its numbers.
+            nonfinite: what a sample whose norm is not finite does: "keep", it spoils `.grad`, as
+                without a probe; "drop", it is left out.
 
         Returns:
-            What `norms(per=per)` returns: the norms before clipping. Where one is not finite,
-            `.grad` becomes nan. A gradient of norm 0 is left alone.
+            What `norms(per=per)` returns: the norms before clipping. A gradient of norm 0 is left
+            alone.
 
         Raises:
             RuntimeError: without attach(..., clip=True), a second time, or before `unscale_`.
@@ -156,8 +221,24 @@ class Reader:
             raise TypeError(f"factors must be a function of the norms [N]; got {factors!r}")
         if max_norm is not None and not isinstance(max_norm, (int, float, Tensor)):
             raise TypeError(f"max_norm must be a number or a Tensor [N]; got {max_norm!r}")
+        if nonfinite not in ("keep", "drop"):
+            raise ValueError(f'nonfinite must be "keep" or "drop"; got {nonfinite!r}')
         self._ready(per)
-        return self._record.clip(per, max_norm, factors)
+        return self._record.clip(per, max_norm, factors, nonfinite == "drop")
+
+    def __repr__(self) -> str:
+        model = self._model()
+        state = type(model).__name__ if model is not None else "of a model that is gone"
+        samples = sum(run.n for run, _ in self._record.runs)
+        if not self._attached:
+            return f"Probe({state}, removed)"
+        return (
+            f"Probe({state}, {len(self._parameters.names)} parameters, {samples} samples recorded)"
+        )
+
+    def __dir__(self) -> list[str]:
+        """The public names."""
+        return [name for name in super().__dir__() if not name.startswith("_")]
 
     def explain(self) -> str:
         """Layer by layer: shapes, the algorithm chosen, its cost, what was refused and why."""
@@ -185,3 +266,5 @@ class Reader:
         self._settle()
         self._record.require(self._backwards.under_way())
         require_all(self._record, self._recorder, self._parameters, self._layers)
+        if self._tokens.on:
+            self._tokens.warn()

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from .attach import Probe, attach
+from .attach import Probe, attach, set_aside
 from .errors import CoverageError
-from .options import check_loss, check_per
+from .options import Model, Parts, check_loss, check_per
+from .proof.arguments import tensors_in
 
-__all__ = ["Loss", "call", "grad_norms", "gradients_put_by", "norms_alone", "sample_norms"]
+__all__ = [
+    "Loss", "call", "grad_norms", "gradients_put_by", "norms_alone", "one_sample", "sample_norms",
+]  # fmt: skip
 
 Loss = Callable[[Any, Any], Tensor]
 MEAN, SUM = 1, 2  # as the nodes of torch's losses number them
@@ -25,6 +29,18 @@ def call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def one_sample(tree: Any, sample: int, n: int, dim: int) -> Any:
+    """Tensors with n entries in dimension `dim` (or their only one) narrowed to one of them."""
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return leaf
+        d = dim if leaf.dim() > dim else 0
+        return leaf.narrow(d, sample, 1) if leaf.shape[d] == n else leaf
+
+    return tree_map(one, tree) if tensors_in(tree) else tree
 
 
 @contextlib.contextmanager
@@ -48,6 +64,7 @@ def sample_norms(
     per: str,
     loss_reduction: str,
     compare: bool = True,
+    retain_graph: bool = False,
 ) -> Tensor | dict[str, Tensor]:
     """One backward from the attached model's output: the norms of its samples, and of no others.
 
@@ -66,7 +83,7 @@ def sample_norms(
             "the loss detached?"
         )
     said = Said(loss) if compare else None
-    loss.backward()
+    loss.backward(retain_graph=retain_graph)
     if said is not None:
         said.compare(probe)
     return probe.norms(per)
@@ -116,10 +133,37 @@ class Said:
             raise CoverageError(
                 "loss_fn takes a mean over the targets that count (ignore_index, weight), of which "
                 "these samples have more or fewer: what a sample is weighted by depends on the "
-                'others. Say reduction="sum" and loss_reduction="sum", or average each sample\'s '
-                "own before the mean over samples",
+                "others. For the norm of each sample's own mean say "
+                'loss_reduction="sum" and loss_scale=torchgradx.token_weights(targets), in score() '
+                "as a callable; or average each sample's own before the mean over samples",
                 probe.gradients("parameter"),
             )
+
+
+@overload
+def grad_norms(
+    model: nn.Module,
+    loss_fn: Loss,
+    inputs: Any,
+    targets: Any,
+    *,
+    per: Model = "model",
+    loss_reduction: str = "mean",
+    **options: Any,
+) -> Tensor: ...
+
+
+@overload
+def grad_norms(
+    model: nn.Module,
+    loss_fn: Loss,
+    inputs: Any,
+    targets: Any,
+    *,
+    per: Parts,
+    loss_reduction: str = "mean",
+    **options: Any,
+) -> dict[str, Tensor]: ...
 
 
 def grad_norms(
@@ -177,6 +221,7 @@ def norms_alone(
     """See `grad_norms` and `sample_norms`."""
     check_loss(loss_fn)
     with (
+        set_aside(model),
         gradients_put_by(model),
         torch.inference_mode(False),
         torch.enable_grad(),

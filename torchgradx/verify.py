@@ -5,21 +5,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html import escape
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from .errors import CoverageError, VerificationError
-from .proof.arguments import tensors_in
-from .scoring import Loss, call, norms_alone
+from .scoring import Loss, call, norms_alone, one_sample
 
 __all__ = ["Report", "verify"]
 
+DROPOUT = nn.modules.dropout._DropoutNd
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Report:
     """What verify() compared: the norms by parameter, of the probe and of the loop."""
 
@@ -43,6 +44,21 @@ class Report:
     @property
     def agrees(self) -> bool:
         return all(error <= self.rtol for error in self.errors().values())
+
+    def __repr__(self) -> str:
+        worst = max(self.errors().values(), default=0.0)
+        said = "agrees" if self.agrees else "differs"
+        return f"Report({said}: {len(self.loop)} parameters, largest error {worst:.1e})"
+
+    def _repr_html_(self) -> str:
+        """As notebooks show it: the table of `print`."""
+        head = f"<tr><th>parameter</th><th>largest error (allowed {self.rtol:.1e})</th></tr>"
+        rows = (
+            f"<tr><td>{escape(name)}</td><td>{error:.2e}"
+            f"{'' if error <= self.rtol else ' differs'}</td></tr>"
+            for name, error in self.errors().items()
+        )
+        return f"<table>{head}{''.join(rows)}</table>"
 
     def __str__(self) -> str:
         errors = self.errors()
@@ -90,10 +106,9 @@ def verify(
         raise ValueError(f"rtol must be 0 or more; got {rtol}")
     common = {"batch_dim": batch_dim, "check": check, **options}
     state = torch.get_rng_state()
+    call = (model, loss_fn, inputs, targets, "parameter", loss_reduction, common)
     try:
-        norms = norms_alone(
-            model, loss_fn, inputs, targets, "parameter", loss_reduction, common, compare=False
-        )
+        norms = norms_alone(*call, compare=False)
     except CoverageError as error:
         raise VerificationError(str(error)) from error
     assert isinstance(norms, dict)
@@ -107,11 +122,23 @@ def verify(
         rtol = max((torch.finfo(d).eps for d in dtypes), default=0.0) ** 0.5
     report = Report(norms, loop, rtol)
     if not report.agrees:
+        why = f"does the model or the loss mix samples, or draw random numbers?{_random(model)}"
+        try:
+            norms_alone(*call)
+        except CoverageError as error:  # the loss itself shows it
+            why = str(error)
         raise VerificationError(
-            "the norms differ from those of each sample alone: does the model or the loss mix "
-            f"samples, or draw random numbers?\n{report}"
+            f"the norms differ from those of each sample alone: {why}\n{report}"
         )
     return report
+
+
+def _random(model: nn.Module) -> str:
+    """What draws random numbers as it is, by name."""
+    modules = model.named_modules()
+    named = [name for name, m in modules if m.training and isinstance(m, DROPOUT) and m.p > 0]
+    more = ", ..." if len(named) > 5 else ""
+    return f" Dropout is on in {', '.join(named[:5])}{more}: say model.eval()." if named else ""
 
 
 def _loop(
@@ -128,8 +155,8 @@ def _loop(
     held = dict(twin.named_parameters())
     found: dict[str, list[Tensor]] = {name: [] for name in names}
     for sample in range(n):
-        one_input = _sample(inputs, sample, n, batch_dim)
-        one_target = _sample(targets, sample, n, 0)
+        one_input = one_sample(inputs, sample, n, batch_dim)
+        one_target = one_sample(targets, sample, n, 0)
         twin.zero_grad()
         with torch.enable_grad():
             loss = loss_fn(call(twin, one_input), one_target)
@@ -149,13 +176,3 @@ def _computed_by(model: nn.Module) -> dict[int, Any]:
     """What a forward left in attributes, for a deepcopy that may not copy what has a graph."""
     held = (t for module in model.modules() for t in vars(module).values())
     return {id(t): t.detach() for t in held if isinstance(t, Tensor) and not t.is_leaf}
-
-
-def _sample(tree: Any, sample: int, n: int, dim: int) -> Any:
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim():
-            return leaf
-        d = dim if leaf.dim() > dim else 0
-        return leaf.narrow(d, sample, 1) if leaf.shape[d] == n else leaf
-
-    return tree_map(one, tree) if tensors_in(tree) else tree

@@ -42,11 +42,12 @@ void affine_pass(const AffineLayer<acc_t>& layer, const acc_t* scale, acc_t* wei
   for (int64_t k = 0; k < sq_norms.numel(); ++k) out[k] = acc_t(sums[k]);
 }
 
-// T = 1 by row: samples are as good as positions, and sums over them as good as their totals.
+// T = 1 by row: samples are as good as positions, and sums over them as good as their totals, unless some are left out.
 template <class acc_t>
 AffineLayer<acc_t> layer_of(const Tensor& input, const Tensor& grad_output, const std::optional<Tensor>& mean,
-                            const std::optional<Tensor>& rstd, Feature feature) {
-  if (feature != Feature::kByRow || input.size(1) != 1) return {input, grad_output, mean, rstd, feature};
+                            const std::optional<Tensor>& rstd, Feature feature, const acc_t* scale = nullptr) {
+  const bool all = !scale || std::find(scale, scale + input.size(0), acc_t(0)) == scale + input.size(0);
+  if (feature != Feature::kByRow || input.size(1) != 1 || !all) return {input, grad_output, mean, rstd, feature};
   const auto swapped = [](const Tensor& t) {
     at::DimVector sizes(t.sizes()), strides(t.strides());
     std::swap(sizes[0], sizes[1]), std::swap(strides[0], strides[1]);
@@ -82,11 +83,12 @@ AffineFused fused(const Tensor& input, const Tensor& grad_output, const Tensor& 
   const auto pass = [&](auto zero, const Tensor& sq_norms) {
     using acc_t = decltype(zero);
     const Tensor wide = as(weight, dtype).contiguous(), factors = scale ? as(*scale, dtype).contiguous() : Tensor();
-    auto layer = layer_of<acc_t>(input, grad_output, mean, rstd, feature);
+    const acc_t* const by_sample = scale ? factors.const_data_ptr<acc_t>() : nullptr;
+    auto layer = layer_of<acc_t>(input, grad_output, mean, rstd, feature, by_sample);
     layer.weight = wide.const_data_ptr<acc_t>(), layer.frozen = frozen, layer.centred = mean.has_value();
     layer.out = static_cast<char*>(grad_input.mutable_data_ptr()), layer.out_strides = affine_operand(grad_input);
     if (layer.rows_are_samples) std::swap(layer.out_strides.n, layer.out_strides.x);
-    affine_pass<acc_t>(layer, scale ? factors.const_data_ptr<acc_t>() : nullptr, grad_weight.mutable_data_ptr<acc_t>(),
+    affine_pass<acc_t>(layer, by_sample, grad_weight.mutable_data_ptr<acc_t>(),
                        bias ? grad_bias.mutable_data_ptr<acc_t>() : nullptr, sq_norms);
   };
   const Tensor sq_norms = norm_results(input, input.size(0), bias, empty, pass);

@@ -69,8 +69,8 @@ double settle(const acc_t* values, int64_t count, acc_t scale, acc_t* total) {
 template <class acc_t>
 void finish_sample(int64_t n, int64_t first, int64_t count, int64_t C, const acc_t* sums, const acc_t* products,
                    const AffineResults<acc_t>& results) {
-  acc_t* const total = results.totals ? results.totals + first : nullptr;
   const acc_t scale = results.scale ? results.scale[n] : acc_t(1);
+  acc_t* const total = results.totals && scale != 0 ? results.totals + first : nullptr;
   results.sq_sums[n] += settle(products, count, scale, total);
   results.sq_sums[results.N + n] += settle(sums, count, scale, total ? total + C : nullptr);
 }

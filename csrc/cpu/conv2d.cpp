@@ -35,6 +35,23 @@ bool gram_is_quicker(const Patches<acc_t>& layer, const ConvShape& s) {
          tile_end_nanoseconds<acc_t>(s.C * taps, s.O, std::min(layer.chunk().samples, s.N));
 }
 
+// The weight's gradient alone, as one sum over all pixels of all samples.
+template <class acc_t>
+void weight_pass(const Tensor& input, const Tensor& grad_output, const ConvShape& s, const acc_t* scale,
+                 const Tensor& weight) {
+  const auto kept = kept_samples(input, grad_output, scale);
+  if (!kept) {
+    const Patches<acc_t> layer(input, grad_output, s, true);
+    return fused_pass<acc_t>(layer, scale, s.outH * s.outW, weight, {}, {});
+  }
+  ConvShape fewer = s;
+  fewer.N = kept->scale.numel();
+  weight.zero_();
+  if (fewer.N == 0) return;
+  const acc_t* const factors = kept->scale.template const_data_ptr<acc_t>();
+  weight_pass<acc_t>(kept->activations, kept->grad_output, fewer, factors, weight);
+}
+
 bool is_empty(const ConvShape& s) {
   return s.N == 0 || s.O == 0 || s.outH == 0 || s.outW == 0;
 }
@@ -96,13 +113,36 @@ Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, IntArrayRef k
         if (suits_planes(s)) {
           planes_pass<acc_t>(layer, factors, weight, sq_norms);
         } else if (gram_is_quicker(layer, s)) {
-          fused_pass<acc_t>(layer, factors, s.outH * s.outW, weight, {}, {});
+          weight_pass<acc_t>(input, grad_output, s, factors, weight);
           gram_pass<acc_t>(PatchSource<acc_t>{layer}, layer, s.outH * s.outW, sq_norms);
         } else {
           return fused_pass<acc_t>(layer, factors, s.outH * s.outW, weight, grad_bias, sq_norms);
         }
         if (bias) bias_pass<acc_t>(layer, factors, grad_bias, sq_norms);
       });
+}
+
+Scaled conv2d_scaled(const Tensor& input, const Tensor& grad_output, IntArrayRef kernel_size, IntArrayRef stride,
+                     IntArrayRef padding, IntArrayRef dilation, int64_t groups, const Tensor& scale, bool bias) {
+  const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
+  check_scale(scale, s.N, input);
+  if (pointwise(s))
+    if (const auto a = as_rows(input), b = as_rows(grad_output); a && b) {
+      const auto [weight, grad_bias] = linear_scaled(*a, *b, scale, bias);
+      return {weight.view({s.O, s.C, 1, 1}), grad_bias};
+    }
+  const auto [weight, grad_bias, none] = fused_results(
+      input, {s.O, s.C / s.groups, s.kH, s.kW}, s.N, scale, bias, is_empty(s),
+      [&](auto zero, const auto* factors, const Tensor& weight, const Tensor& grad_bias, const Tensor& sq_norms) {
+        using acc_t = decltype(zero);
+        const Patches<acc_t> layer(input, grad_output, s, true);
+        if (suits_planes(s))
+          planes_pass<acc_t>(layer, factors, weight, sq_norms);
+        else
+          weight_pass<acc_t>(input, grad_output, s, factors, weight);
+        if (bias) bias_pass<acc_t>(layer, factors, grad_bias, {});
+      });
+  return {weight, grad_bias};
 }
 
 }  // namespace
@@ -112,4 +152,5 @@ TORCH_LIBRARY_IMPL(torchgradx, CPU, m) {
   m.impl("conv2d_direct_sq_norms", torchgradx::cpu::conv2d_direct_sq_norms);
   m.impl("conv2d_gram_sq_norms", torchgradx::cpu::conv2d_gram_sq_norms);
   m.impl("conv2d_fused", torchgradx::cpu::conv2d_fused);
+  m.impl("conv2d_scaled", torchgradx::cpu::conv2d_scaled);
 }

@@ -44,9 +44,16 @@ bool pair_pass(const Rows<acc_t>& first, const Tensor& grad_output, SharedGrads*
   return true;
 }
 
+// The weight's gradient alone, as one sum over all N T positions.
 template <class acc_t>
-void weight_pass(const Rows<acc_t>& layer, const Tensor& activations, const Tensor& grad_output, const acc_t* scale,
-                 const Tensor& weight) {
+void weight_pass(const Tensor& activations, const Tensor& grad_output, const acc_t* scale, const Tensor& weight) {
+  if (const auto kept = kept_samples(activations, grad_output, scale)) {
+    weight.zero_();
+    if (kept->scale.numel() > 0)
+      weight_pass<acc_t>(kept->activations, kept->grad_output, kept->scale.template const_data_ptr<acc_t>(), weight);
+    return;
+  }
+  const Rows<acc_t> layer(activations, grad_output, true);
   const Rows<acc_t> joined = layer.joined(/*in_any_order=*/!scale);
   if (mkl_at_home() && !scale && joined.N == 1 && activations.scalar_type() == weight.scalar_type()) {
     Tensor out = weight;
@@ -92,7 +99,7 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
           if (known || !pair_pass<acc_t>(layer, grad_output, shared, weight, of_bias, rows))
             fused_pass<acc_t>(layer, factors, s.T, weight, of_bias, rows);
         } else {
-          weight_pass<acc_t>(layer, activations, grad_output, factors, weight);
+          weight_pass<acc_t>(activations, grad_output, factors, weight);
           if (s.T > 1) {
             gram_pass<acc_t>(RowSource<acc_t>(activations, grad_output, shared), layer, s.T, rows);
             if (sums_bias) bias_pass<acc_t>(layer, factors, of_bias, rows);
@@ -108,10 +115,24 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
       });
 }
 
+Scaled linear_scaled(const Tensor& activations, const Tensor& grad_output, const Tensor& scale, bool bias) {
+  const RowShape s = check_rows(activations, grad_output);
+  check_scale(scale, s.N, activations);
+  const auto [weight, grad_bias, none] =
+      fused_results(activations, {s.O, s.I}, s.N, scale, bias, grad_output.numel() == 0,
+                    [&](auto zero, const auto* factors, const Tensor& weight, const Tensor& grad_bias, const Tensor&) {
+                      using acc_t = decltype(zero);
+                      weight_pass<acc_t>(activations, grad_output, factors, weight);
+                      if (bias) bias_pass<acc_t>(Rows<acc_t>(activations, grad_output, true), factors, grad_bias, {});
+                    });
+  return {weight, grad_bias};
+}
+
 }  // namespace torchgradx::cpu
 
 TORCH_LIBRARY_IMPL(torchgradx, CPU, m) {
   m.impl("direct_sq_norms", torchgradx::cpu::direct_sq_norms);
+  m.impl("linear_scaled", torchgradx::cpu::linear_scaled);
   m.impl("linear_fused",
          [](const at::Tensor& activations, const at::Tensor& grad_output, const std::optional<at::Tensor>& scale,
             bool bias) { return torchgradx::cpu::linear_fused(activations, grad_output, scale, bias); });

@@ -21,5 +21,6 @@ Tensor direct_sq_norms(const Tensor& activations, const Tensor& grad_output, boo
 Tensor gram_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias);
 Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const std::optional<Tensor>& scale, bool bias,
                    SharedGrads* shared = nullptr);  // `shared` goes without a scale
+Scaled linear_scaled(const Tensor& activations, const Tensor& grad_output, const Tensor& scale, bool bias);
 
 }  // namespace torchgradx::cpu

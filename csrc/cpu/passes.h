@@ -6,8 +6,11 @@
 #include "sweep.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/index_select.h>
 
+#include <algorithm>
 #include <array>
+#include <optional>
 
 namespace torchgradx::cpu {
 
@@ -236,6 +239,23 @@ void fused_pass(const Layer& layer, const acc_t* scale, int64_t scale_every, con
     Sweep<acc_t, Layer>(layer, grid.share(part, layer.N, layer.rows), sums).run();
   });
   parts.write();
+}
+// The operands of the samples whose factor is not 0, where some are 0: in one sum over all positions, 0 times nan is
+// nan.
+struct KeptSamples {
+  Tensor activations, grad_output, scale;
+};
+template <class acc_t>
+std::optional<KeptSamples> kept_samples(const Tensor& activations, const Tensor& grad_output, const acc_t* scale) {
+  const int64_t N = activations.size(0);
+  if (!scale || std::find(scale, scale + N, acc_t(0)) == scale + N) return std::nullopt;
+  const Tensor kept = at::detail::empty_cpu({N - std::count(scale, scale + N, acc_t(0))}, at::kLong);
+  const Tensor factors = at::detail::empty_cpu(kept.sizes(), c10::CppTypeToScalarType<acc_t>::value);
+  int64_t* index = kept.mutable_data_ptr<int64_t>();
+  acc_t* factor = factors.mutable_data_ptr<acc_t>();
+  for (int64_t n = 0; n < N; ++n)
+    if (scale[n] != 0) *index++ = n, *factor++ = scale[n];
+  return KeptSamples{at::index_select(activations, 0, kept), at::index_select(grad_output, 0, kept), factors};
 }
 
 // Of two weights with the same grads: `first` has the bias, if any. See Sweep for where both may go together.

@@ -44,8 +44,8 @@ class PlaneCorrelation {
         std::fill(sums.begin(), sums.end(), acc_t(0));
         for (int64_t y = 0; y < layer_.height; y += high_)
           for (int64_t x = 0; x < layer_.width; x += wide_) band(n, group, y, x, workspace, sums.data());
-        acc_t* const out = total ? total + group * pairs * taps : nullptr;
         const acc_t factor = scale ? scale[n] : acc_t(1);
+        acc_t* const out = total && factor != 0 ? total + group * pairs * taps : nullptr;
         for (int64_t k = 0; k < pairs * taps; ++k) {
           sq_sums[n] += double(sums[k]) * sums[k];
           if (out) out[k] += factor * sums[k];

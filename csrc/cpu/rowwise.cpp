@@ -10,7 +10,7 @@ namespace {
 
 Tensor rank1_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias) {
   const RowShape s = check_rows(activations, grad_output);
-  TORCH_CHECK(s.T <= 1, "rank1 needs activations [N, T, I] with T of 1 at most; got ", activations.sizes());
+  TORCHGRADX_CHECK(s.T <= 1, "rank1 needs activations [N, T, I] with T of 1 at most; got ", activations.sizes());
   return norm_results(activations, s.N, bias, grad_output.numel() == 0, [&](auto zero, const Tensor& sq_norms) {
     rank1_pass<decltype(zero)>(activations, grad_output, bias, sq_norms);
   });

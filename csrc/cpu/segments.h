@@ -4,8 +4,7 @@
 #pragma once
 
 #include "../ops.h"
-
-#include <c10/util/Exception.h>
+#include "../text.h"
 
 #include <array>
 #include <utility>
@@ -58,8 +57,9 @@ class Segments {
     ids += n * indices.stride(0);
     for (int64_t t = 0; t < indices.size(1); ++t) {
       const int64_t id = ids[t * indices.stride(1)];
-      TORCH_CHECK_INDEX(id >= 0 && (!V || id < *V), "indices must be from 0 ", V ? c10::str("to ", *V - 1) : "on",
-                        "; got ", id, " in sample ", n, ", position ", t);
+      if (id < 0 || (V && id >= *V))
+        C10_THROW_ERROR(IndexError, text("indices must be from 0 ", V ? text("to ", *V - 1) : "on", "; got ", id,
+                                         " in sample ", n, ", position ", t));
       if (padding_idx && id == *padding_idx) continue;
       entries_.push_back({id, t});
       largest_ |= uint64_t(id);

@@ -135,7 +135,9 @@ template <class acc_t>
 struct Sums {                    // where a share's results go
   double* sq_sums = nullptr;     // [N], or null: only the weight, all positions of a chunk as one sum
   acc_t* weight = nullptr;       // [O, patch], or null: only the norms
-  const acc_t* scale = nullptr;  // one for every `scale_every` positions, or null
+  // One for every `scale_every` positions, or null. A sample of factor 0 is left out, except where all positions are
+  // one sum: of those, see kept_samples.
+  const acc_t* scale = nullptr;
   int64_t scale_every = 1;
   bool wide = false;
   double* bias_sq_sums = nullptr;  // [N], or null
@@ -161,8 +163,9 @@ void add_grads(acc_t* sums, const Layer& layer, const Chunk& chunk, int64_t n, i
 template <class acc_t>
 void finish_bias(const Sums<acc_t>& to, const acc_t* sums, int64_t n, int64_t row, int64_t rows) {
   if (to.bias_sq_sums) to.bias_sq_sums[n] += kernels<acc_t>().native.sq_sum(sums, rows, 1);
-  if (to.bias)
-    for (int64_t r = 0; r < rows; ++r) to.bias[row + r] += double(sums[r]) * (to.scale ? to.scale[n] : acc_t(1));
+  const acc_t scale = to.scale ? to.scale[n] : acc_t(1);
+  if (to.bias && scale != 0)
+    for (int64_t r = 0; r < rows; ++r) to.bias[row + r] += double(sums[r]) * scale;
 }
 
 template <class acc_t, class Layer>

@@ -92,7 +92,10 @@ void tile(const Tile<T>& job) {
   } else if (job.sq_sum) {
     *job.sq_sum += sum_lanes<T, L>(squares_by_lane<T, L, R, V>(sum));
   }
-  if (!job.total) return;
+  if (!job.total || (job.scale == 0 && !job.fresh)) return;  // a sample of factor 0 adds nothing, nan included
+  if (job.scale == 0)
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) sum[r][v] = Vec{};
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
@@ -125,6 +128,7 @@ void series(const Series<T>& job) {
     if (tile.columns < V * L) drop_lanes<T, L, R, V>(sum, tile.columns);
     store<T, L>(squares + n * L, squares_by_lane<T, L, R, V>(sum));
     const T scale = job.scale ? job.scale[n] : T(1);
+    if (scale == 0) continue;
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2

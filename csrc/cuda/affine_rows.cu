@@ -111,6 +111,7 @@ __global__ void __launch_bounds__(kMostWarps* warp_threads) affine_rows_kernel(c
     for (int j = 0; j < kColumns; ++j) {
       if (active && first + j * step < D)
         out[int64_t(j) * step * p.to.k] = narrow<scalar_t>(rstd * (weight[j] * grads[j] - shift - features[j] * slope));
+      if (scale == acc_t(0)) continue;  // 0 times nan is nan
       sums[j] += scale * grads[j];
       products[j] += scale * (grads[j] * features[j]);
     }

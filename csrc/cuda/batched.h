@@ -6,10 +6,6 @@
 
 namespace torchgradx::cuda {
 
-struct Rows {
-  const Tensor activations, grad_output;  // [N, T, I], [N, T, O], however they lie
-};
-
 // Where they are the quicker way. In bfloat16 an H200 took 15 us for the Grams of T = 64 (N = 64, 768 x 768), where our
 // tiles took 64, and 34 us for gradient and norms of T = 1024 (N = 8), where they took 93.
 constexpr int64_t kManyPositions = 128, kSomePositions = 8;

@@ -2,6 +2,7 @@
 // on parameters that act element by element and on tables are in bindings_elementwise.cpp.
 // Under CUDA_EMULATION the same operators on CPU tensors, as torchgradx_emulated::*, for the tests.
 #include "batched.h"
+#include "operands.h"
 
 #ifdef CUDA_EMULATION
 #include "../schemas.h"
@@ -11,81 +12,6 @@
 
 namespace torchgradx::cuda {
 namespace {
-
-// Operands
-
-DenseOperand rows_of(const Tensor& t) {  // [N, T, features]
-  return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
-}
-
-ConvOperand planes_of(const Tensor& t) {  // [N, channels, height, width]
-  return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
-}
-
-// Pixels at one distance from each other, so that they are positions: a copy for the rare view in which they are not.
-Tensor evenly_spaced(const Tensor& t) {  // [N, O, H', W']
-  const bool even = t.size(2) <= 1 || t.size(3) <= 1 || t.stride(2) == t.size(3) * t.stride(3);
-  return even ? t : t.contiguous(t.suggest_memory_format());
-}
-
-struct Images {
-  const Tensor input, grads;  // [N, C, H, W], [N, O, H', W'], pixels of the latter evenly spaced
-};
-
-// Kernels go along the same dimension of both, and along channels where they copy whole patches of halves: what lies
-// otherwise is copied, as the framework does for its own.
-Images in_one_order(const ConvShape& s, const Tensor& input, const Tensor& grads) {
-  using at::MemoryFormat;
-  const auto last = [](const Tensor& t) { return t.suggest_memory_format() == MemoryFormat::ChannelsLast; };
-  const bool mixed = s.C > 1 && s.O > 1 && last(input) != last(grads);
-  const bool patches = s.groups == 1 && s.C % 8 == 0 && s.O % 8 == 0 && s.kH * s.kW > 1 && !last(input);
-  const auto copied = [&](MemoryFormat format) { return Images{input.contiguous(format), grads.contiguous(format)}; };
-  if (mixed || (patches && input.element_size() == 2))
-    return copied(s.groups == 1 ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
-  return {input, evenly_spaced(grads)};
-}
-
-Tensor rows_of_pixels(const Tensor& t) {  // [N, C, H, W] -> [N, HW, C]
-  const Tensor even = evenly_spaced(t);
-  return even.as_strided({t.size(0), t.size(2) * t.size(3), t.size(1)},
-                         {even.stride(0), even.stride(t.size(3) > 1 ? 3 : 2), even.stride(1)});
-}
-
-// A convolution of 1 x 1 as a Linear of its pixels
-std::optional<Rows> rows_of_images(const ConvShape& s, const Tensor& input, const Tensor& grads) {
-  if (s.kH * s.kW > 1 || s.padH + s.padW > 0 || s.groups > 1) return std::nullopt;
-  const Tensor met = s.strideH * s.strideW > 1
-                         ? input.slice(2, 0, std::nullopt, s.strideH).slice(3, 0, std::nullopt, s.strideW)
-                         : input;
-  return Rows{rows_of_pixels(met), rows_of_pixels(grads)};
-}
-
-LinearProblem problem_of(const RowShape& s, const Tensor& activations, const Tensor& grad_output, const Run& run) {
-  return {dtype_of(activations), s.N, s.T, s.I, s.O, rows_of(activations), rows_of(grad_output), run.device()};
-}
-
-Conv2dProblem problem_of(const ConvShape& s, const Tensor& input, const Tensor& grad_output, const Run& run) {
-  return {dtype_of(input),
-          s.N,
-          s.C,
-          s.H,
-          s.W,
-          s.O,
-          s.outH,
-          s.outW,
-          s.kH,
-          s.kW,
-          s.strideH,
-          s.strideW,
-          s.padH,
-          s.padW,
-          s.dilationH,
-          s.dilationW,
-          s.groups,
-          planes_of(input),
-          planes_of(grad_output),
-          run.device()};
-}
 
 // Results
 
@@ -131,6 +57,8 @@ Fused gradients_and_norms(const Tensor& like, IntArrayRef weight_sizes, int64_t 
 //   gram_sq_norms, conv2d's  batched Grams, of some positions; gram; the bias beside it
 //   direct_sq_norms          batched gradients, of many positions; direct
 //   conv2d_direct_sq_norms   planes, if it suits (many groups of few channels); direct
+//
+// On Hopper, direct and fused of halves go to direct_sm90 wherever it suits.
 //   linear_fused             T = 1: one sum over all samples, by fused without norms where they are scaled; rank1
 //                            few positions: one sum; Grams, and the bias beside them
 //                            many: batched gradients
@@ -174,9 +102,40 @@ void run_fused(const Run& run, const Problem& p, const Gradients& gradients, con
       [&](void* workspace, cudaStream_t stream) { return launch_fused(p, gradients, sq_norms, workspace, stream); });
 }
 
-LinearProblem problem_of(const Rows& rows, const Run& run) {
-  const Tensor &a = rows.activations, &b = rows.grad_output;
-  return problem_of(RowShape{a.size(0), a.size(1), a.size(2), b.size(2)}, a, b, run);
+// By Hopper's kernel, if it serves; gradients of null: norms alone.
+template <class Problem>
+bool run_sm90(const Run& run, const Problem& p, const Gradients* gradients, const SqNorms& sq_norms) {
+  if (!sm90_suits(p)) return false;
+  run("direct_sm90", sm90_workspace(p, gradients, sq_norms),
+      [&](void* workspace, cudaStream_t stream) { return launch_sm90(p, gradients, sq_norms, workspace, stream); });
+  return true;
+}
+
+bool rows_by_sm90(const Run& run, const Rows& rows, const Gradients* gradients, const SqNorms& sq_norms) {
+  if (!run.device().sm90 || rows.activations.size(2) % 8) return false;
+  const Rows aligned{aligned_rows(rows.activations), aligned_rows(rows.grad_output)};
+  return run_sm90(run, problem_of(aligned, run), gradients, sq_norms);
+}
+
+// A convolution by it, and how the weight's gradient lies: channels last; rows of pixels as a Linear where the kernel
+// is 1 x 1, rows of patches where it is as large as its step and channels are few.
+enum class Served { kNot, kChannelsLast, kContiguous };
+Served images_by_sm90(const Run& run, const ConvShape& s, const Tensor& input, const Tensor& grads,
+                      const Gradients* gradients, const SqNorms& sq_norms) {
+  if (!run.device().sm90 || s.groups > 1 || s.O % 8 || input.element_size() != 2) return Served::kNot;
+  const auto as_rows = [&](const Tensor& x, const Tensor& g) {
+    return rows_by_sm90(run, {x, rows_of_pixels(g)}, gradients, sq_norms) ? Served::kContiguous : Served::kNot;
+  };
+  const Tensor g = grads.contiguous(MemoryFormat::ChannelsLast);
+  const bool unpadded = s.padH + s.padW == 0;
+  if (s.C % 8) {
+    const bool apart = unpadded && s.strideH == s.kH && s.strideW == s.kW && s.dilationH * s.dilationW == 1 &&
+                       s.H == s.outH * s.kH && s.W == s.outW * s.kW && input.is_contiguous();
+    return apart ? as_rows(rows_of_patches(s, input), g) : Served::kNot;
+  }
+  const Tensor x = input.contiguous(MemoryFormat::ChannelsLast);
+  if (s.kH * s.kW == 1 && unpadded && s.strideH * s.strideW == 1) return as_rows(rows_of_pixels(x), g);
+  return run_sm90(run, problem_of(s, x, g, run), gradients, sq_norms) ? Served::kChannelsLast : Served::kNot;
 }
 
 void gram_of_rows(const Run& run, const Rows& rows, const SqNorms& sq_norms) {
@@ -187,6 +146,7 @@ void gram_of_rows(const Run& run, const Rows& rows, const SqNorms& sq_norms) {
 }
 
 void direct_of_rows(const Run& run, const Rows& rows, const SqNorms& sq_norms) {
+  if (rows_by_sm90(run, rows, nullptr, sq_norms)) return;
   const LinearProblem p = problem_of(rows, run);
   gradients_are_batched(p) ? run_gradients(run, p, rows, nullptr, sq_norms) : run_direct(run, p, sq_norms);
 }
@@ -202,6 +162,8 @@ void fused_of_rows(const Run& run, const Rows& rows, const Gradients& gradients,
   } else if (gram_is_quicker(p, gradients.scale)) {
     sum();
     gram_of_rows(run, rows, sq_norms);
+  } else if (rows_by_sm90(run, rows, &gradients, sq_norms)) {
+    return;
   } else if (gradients_are_batched(p)) {
     run_gradients(run, p, rows, &gradients, sq_norms);
   } else {
@@ -209,11 +171,18 @@ void fused_of_rows(const Run& run, const Rows& rows, const Gradients& gradients,
   }
 }
 
+// sum_n scale_n G_n alone
+void scaled_of_rows(const Run& run, const Rows& rows, const Gradients& gradients) {
+  const LinearProblem p = problem_of(rows, run);
+  if (p.T > 1 && rows_by_sm90(run, rows, &gradients, {nullptr, nullptr})) return;
+  run_fused(run, p, gradients, {nullptr, nullptr});
+}
+
 // Operators
 
 Tensor rank1_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias) {
   const RowShape s = check_rows(activations, grad_output);
-  TORCH_CHECK(s.T <= 1, "rank1 needs activations [N, T, I] with T of 1 at most; got ", activations.sizes());
+  TORCHGRADX_CHECK(s.T <= 1, "rank1 needs activations [N, T, I] with T of 1 at most; got ", activations.sizes());
   return norms(activations, s.N, bias, grad_output.numel() == 0, [&](const Run& run, const SqNorms& sq_norms) {
     run_rank1(run, problem_of(s, activations, grad_output, run), sq_norms);
   });
@@ -253,6 +222,25 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
                              });
 }
 
+// Whether the weight's gradient has come to be [O, kH, kW, C].
+bool fused_of_images(const Run& run, const ConvShape& s, const Tensor& input, const Tensor& grads,
+                     const Gradients& gradients, const SqNorms& sq_norms) {
+  const Served served = images_by_sm90(run, s, input, grads, &gradients, sq_norms);
+  if (served != Served::kNot) return served == Served::kChannelsLast;
+  if (const auto rows = rows_of_images(s, input, grads); rows && gradients_are_batched(problem_of(*rows, run))) {
+    fused_of_rows(run, *rows, gradients, sq_norms);
+    return false;
+  }
+  const Images images = in_one_order(s, input, grads);
+  const Conv2dProblem p = problem_of(s, images.input, images.grads, run);
+  if (planes_suit(p))
+    run("planes", planes_fused_workspace(p),
+        [&](void* workspace, cudaStream_t on) { return launch_planes_fused(p, gradients, sq_norms, workspace, on); });
+  else
+    run_fused(run, p, gradients, sq_norms);
+  return false;
+}
+
 bool is_empty(const ConvShape& s) {
   return s.N == 0 || s.O == 0 || s.outH == 0 || s.outW == 0;
 }
@@ -273,6 +261,7 @@ Tensor conv2d_direct_sq_norms(const Tensor& input, const Tensor& grad_output, In
                               bool bias) {
   const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
   return norms(input, s.N, bias, is_empty(s), [&](const Run& run, const SqNorms& sq_norms) {
+    if (images_by_sm90(run, s, input, grad_output, nullptr, sq_norms) != Served::kNot) return;
     if (const auto rows = rows_of_images(s, input, grad_output); rows && gradients_are_batched(problem_of(*rows, run)))
       return direct_of_rows(run, *rows, sq_norms);
     const Images images = in_one_order(s, input, grad_output);
@@ -283,23 +272,57 @@ Tensor conv2d_direct_sq_norms(const Tensor& input, const Tensor& grad_output, In
   });
 }
 
+// The weight's gradient of halves lies as the input does, as the framework's: fakes.py says the same.
+Tensor in_order_of(const Tensor& input, const ConvShape& s, const Tensor& weight, bool channels_last) {
+  if (s.kH * s.kW == 1 || input.element_size() != 2) return weight;
+  const Tensor made = channels_last ? weight.view({s.O, s.kH, s.kW, s.C}).permute({0, 3, 1, 2}) : weight;
+  return made.contiguous(input.suggest_memory_format());
+}
+
 Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, IntArrayRef kernel_size, IntArrayRef stride,
                    IntArrayRef padding, IntArrayRef dilation, int64_t groups, const std::optional<Tensor>& scale,
                    bool bias) {
   const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
   check_scale(scale, s.N, input);
-  return gradients_and_norms(input, {s.O, s.C / s.groups, s.kH, s.kW}, s.N, scale, bias, is_empty(s),
-                             [&](const Run& run, const Gradients& gradients, const SqNorms& sq_norms) {
-                               if (const auto rows = rows_of_images(s, input, grad_output);
-                                   rows && gradients_are_batched(problem_of(*rows, run)))
-                                 return fused_of_rows(run, *rows, gradients, sq_norms);
-                               const Images images = in_one_order(s, input, grad_output);
-                               const Conv2dProblem p = problem_of(s, images.input, images.grads, run);
-                               if (!planes_suit(p)) return run_fused(run, p, gradients, sq_norms);
-                               run("planes", planes_fused_workspace(p), [&](void* workspace, cudaStream_t on) {
-                                 return launch_planes_fused(p, gradients, sq_norms, workspace, on);
-                               });
-                             });
+  bool channels_last = false;  // as it was made
+  const auto [weight, grad_bias, sq_norms] =
+      gradients_and_norms(input, {s.O, s.C / s.groups, s.kH, s.kW}, s.N, scale, bias, is_empty(s),
+                          [&](const Run& run, const Gradients& gradients, const SqNorms& sq_norms) {
+                            channels_last = fused_of_images(run, s, input, grad_output, gradients, sq_norms);
+                          });
+  return {in_order_of(input, s, weight, channels_last), grad_bias, sq_norms};
+}
+
+Scaled linear_scaled(const Tensor& activations, const Tensor& grad_output, const Tensor& scale, bool bias) {
+  const RowShape s = check_rows(activations, grad_output);
+  check_scale(scale, s.N, activations);
+  const auto [weight, grad_bias, none] =
+      gradients_and_norms(activations, {s.O, s.I}, s.N, scale, bias, grad_output.numel() == 0,
+                          [&](const Run& run, const Gradients& gradients, const SqNorms&) {
+                            scaled_of_rows(run, {activations, grad_output}, gradients);
+                          });
+  return {weight, grad_bias};
+}
+
+Scaled conv2d_scaled(const Tensor& input, const Tensor& grad_output, IntArrayRef kernel_size, IntArrayRef stride,
+                     IntArrayRef padding, IntArrayRef dilation, int64_t groups, const Tensor& scale, bool bias) {
+  const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
+  check_scale(scale, s.N, input);
+  bool channels_last = false;
+  const auto [weight, grad_bias, none] = gradients_and_norms(
+      input, {s.O, s.C / s.groups, s.kH, s.kW}, s.N, scale, bias, is_empty(s),
+      [&](const Run& run, const Gradients& gradients, const SqNorms& scratch) {
+        const Served served = images_by_sm90(run, s, input, grad_output, &gradients, {nullptr, nullptr});
+        channels_last = served == Served::kChannelsLast;
+        if (served != Served::kNot) return;
+        const Images images = in_one_order(s, input, grad_output);
+        const Conv2dProblem p = problem_of(s, images.input, images.grads, run);
+        if (!planes_suit(p)) return run_fused(run, p, gradients, {nullptr, nullptr});
+        run("planes", planes_fused_workspace(p), [&](void* workspace, cudaStream_t on) {
+          return launch_planes_fused(p, gradients, scratch, workspace, on);
+        });
+      });
+  return {in_order_of(input, s, weight, channels_last), grad_bias};
 }
 
 }  // namespace
@@ -312,9 +335,11 @@ IMPLEMENT_OPERATORS(m) {
   m.impl("direct_sq_norms", direct_sq_norms);
   m.impl("bias_sq_norms", bias_sq_norms);
   m.impl("linear_fused", linear_fused);
+  m.impl("linear_scaled", linear_scaled);
   m.impl("conv2d_gram_sq_norms", conv2d_gram_sq_norms);
   m.impl("conv2d_direct_sq_norms", conv2d_direct_sq_norms);
   m.impl("conv2d_fused", conv2d_fused);
+  m.impl("conv2d_scaled", conv2d_scaled);
 }
 
 #ifdef CUDA_EMULATION

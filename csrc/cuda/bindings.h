@@ -14,6 +14,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
+#include <string_view>
+
 // Registers m.impl(...) for the backend: CUDA, or the tests' emulation of it on CPU tensors.
 #ifdef CUDA_EMULATION
 #define IMPLEMENT_OPERATORS(m) TORCH_LIBRARY_IMPL(torchgradx_emulated, CPU, m)
@@ -22,6 +24,22 @@
 #endif
 
 namespace torchgradx::cuda {
+
+// Whether Hopper's kernel serves: on its architecture alone, if compiled for that. The emulation turns it on and off.
+#ifdef CUDA_EMULATION
+extern "C" bool cuda_emulation_sm90;
+inline bool has_sm90(int) {
+  return cuda_emulation_sm90;
+}
+#else
+inline bool has_sm90(int device) {
+  static const bool compiled = std::string_view(TORCHGRADX_CUDA_ARCHITECTURES).find("9.0a") != std::string_view::npos;
+  int major = 0, minor = 0;
+  return compiled && cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9 &&
+         minor == 0;
+}
+#endif
 
 // Launches for one operator on its operands' device and torch's current stream of it.
 class Run {
@@ -42,7 +60,7 @@ class Run {
     // One flag for both layers: that of cuDNN is set unless someone clears it, and float32 is exact unless asked.
     // Read as cuBLAS does: the older getter refuses to answer once the newer setting has been used.
     const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
-    return {multiprocessors, precision == at::Float32Precision::TF32};
+    return {multiprocessors, precision == at::Float32Precision::TF32, has_sm90(index)};
   }
 
   // launch(workspace, stream), with the workspace until the stream has done with it: torch's allocator sees to that.
@@ -54,13 +72,17 @@ class Run {
 
  private:
   static void check(const char* what, cudaError_t error) {
-    TORCH_CHECK(error == cudaSuccess, "torchgradx could not launch ", what, ": ", cudaGetErrorName(error), ", ",
-                cudaGetErrorString(error));
+    TORCHGRADX_CHECK(error == cudaSuccess, "torchgradx could not launch ", what, ": ", cudaGetErrorName(error), ", ",
+                     cudaGetErrorString(error));
   }
 
   const c10::DeviceGuard guard_;
   const at::TensorOptions bytes_;
   const cudaStream_t stream_;
+};
+
+struct Rows {
+  const Tensor activations, grad_output;  // [N, T, I], [N, T, O], however they lie
 };
 
 inline DType dtype_of(const Tensor& t) {
@@ -74,7 +96,7 @@ inline DType dtype_of(const Tensor& t) {
     case at::kBFloat16:
       return DType::kBFloat16;
     default:
-      TORCH_CHECK(false, "expected float32, float64, bfloat16 or float16; got ", t.scalar_type());
+      TORCHGRADX_CHECK(false, "expected float32, float64, bfloat16 or float16; got ", t.scalar_type());
   }
 }
 

@@ -167,17 +167,19 @@ class DirectBlock {
       if (threadIdx.x % warp_threads == 0) a_.squares[(tile_row * a_.tiles_i + tile_i_) * kWarps + warp] = sum;
     }
     if constexpr (kFused) {
+      if (scale != acc_t(0)) {  // 0 times nan is nan
 #pragma unroll
-      for (int group = 0; group < Product::kGroups; ++group)
+        for (int group = 0; group < Product::kGroups; ++group)
 #pragma unroll
-        for (int r = 0; r < 4; ++r) total_[group][r] += scale * product_.acc[group][r];
+          for (int r = 0; r < 4; ++r) total_[group][r] += scale * product_.acc[group][r];
+      }
     }
     if (sums_rows_) {
       double sum = 0;
 #pragma unroll
       for (int i = 0; i < Product::kRowSums; ++i) {
         const acc_t row_sum = product_.row_sum(i);
-        if constexpr (kFused) row_total_[i] += scale * row_sum;
+        if constexpr (kFused) row_total_[i] += scale != acc_t(0) ? scale * row_sum : acc_t(0);
         if (Product::owns_row_sums()) sum += double(row_sum) * double(row_sum);
       }
       sum = warp_sum(sum);

@@ -26,6 +26,7 @@ struct ConvOperand {  // [N, channels, height, width]
 struct Device {
   int multiprocessors;  // work is cut to fill so many; results are deterministic for a given number
   bool tf32;            // float32 operands may be rounded to TF32: torch's own flag for the layer at hand
+  bool sm90;            // it has Hopper's instructions, and these kernels were compiled for them
 };
 
 struct LinearProblem {
@@ -85,7 +86,8 @@ struct SqNorms {  // null: not wanted
   void* bias;     // [N] acc
 };
 
-struct Gradients {    // weighted sums over the samples, in the operands' dtype, rounded once
+// Weighted sums over the samples, in the operands' dtype, rounded once. A sample of scale 0 is left out, nan included.
+struct Gradients {
   void* weight;       // [O, I] or [O, C / groups, kH, kW], contiguous
   void* bias;         // [O], or null
   const void* scale;  // [N] acc, contiguous; null: all ones
@@ -108,6 +110,17 @@ cudaError_t launch_fused(const LinearProblem& problem, const Gradients& gradient
                          void* workspace, cudaStream_t stream);
 cudaError_t launch_fused(const Conv2dProblem& problem, const Gradients& gradients, const SqNorms& sq_norms,
                          void* workspace, cudaStream_t stream);
+
+// direct_sm90.cu: direct (gradients of null) and fused by Hopper's wgmma, bias included, where they suit: halves whose
+// features lie side by side, in rows of whole 16 bytes. Norms of null are not taken. The weight's gradient of a convolution is [O, kH, kW, C].
+bool sm90_suits(const LinearProblem& problem);
+bool sm90_suits(const Conv2dProblem& problem);
+size_t sm90_workspace(const LinearProblem& problem, const Gradients* gradients, const SqNorms& sq_norms);
+size_t sm90_workspace(const Conv2dProblem& problem, const Gradients* gradients, const SqNorms& sq_norms);
+cudaError_t launch_sm90(const LinearProblem& problem, const Gradients* gradients, const SqNorms& sq_norms,
+                        void* workspace, cudaStream_t stream);
+cudaError_t launch_sm90(const Conv2dProblem& problem, const Gradients* gradients, const SqNorms& sq_norms,
+                        void* workspace, cudaStream_t stream);
 
 // gram.cu: |G_n|^2 = sum_{s,t} (a_s . a_t)(b_s . b_t), the weight's alone (the bias's is a row sum: rowwise.cu).
 // Samples whose terms cancel, or leave float32's range, are done again by direct, on the device.

@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of<scalar_t>(kTaps)) planes_k
       acc_t sum = 0;
       for (int w = 0; w < kWarps; ++w) sum += shared[w * kTaps * warp_threads + entry];
       square += double(sum) * double(sum);
-      total[k] += factor * sum;
+      total[k] += factor != acc_t(0) ? factor * sum : acc_t(0);  // 0 times nan is nan
     }
     square = block_sum(square);
     if (threadIdx.x == 0) p.partials[n * gridDim.x + blockIdx.x] = square;

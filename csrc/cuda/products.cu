@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kBlock) gradients_kernel(const GradientsOfRun 
 #pragma unroll
       for (int j = 0; j < kEach; ++j) {
         square += double(values[j]) * double(values[j]);
-        total[j] += weight * values[j];
+        total[j] += weight != acc_t(0) ? weight * values[j] : acc_t(0);  // 0 times nan is nan
       }
       square = warp_sum(square);
       if (threadIdx.x % warp_threads == 0) squares[sample][threadIdx.x / warp_threads] = square;

@@ -116,8 +116,10 @@ __global__ void __launch_bounds__(256)
   acc_t sum = 0;
   if (k < K) {
 #pragma unroll 4
-    for (int64_t r = warp % sharing; r < R; r += sharing)
-      sum += (weights ? weights[each.divide(int(r))] : acc_t(1)) * rows[r * K + k];
+    for (int64_t r = warp % sharing; r < R; r += sharing) {
+      const acc_t weight = weights ? weights[each.divide(int(r))] : acc_t(1), value = rows[r * K + k];
+      sum += weight != acc_t(0) ? weight * value : acc_t(0);  // 0 times nan is nan
+    }
   }
   tile[warp][lane] = sum;
   __syncthreads();

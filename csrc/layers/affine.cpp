@@ -40,6 +40,12 @@ class Affine : public Elementwise {
     return {{restored(input, o.shape), grad_weight, wanted.bias ? grad_bias : Tensor()}, sq};
   }
 
+  Gradients scaled(const Operands& o, const Tensor& weight, const Tensor& scale, const Wanted& wanted) const override {
+    const auto [input, grad_weight, grad_bias, sq] =
+        affine_fused(o.activations, o.grad_output, weight, given(o.mean), o.rstd, frozen(), scale, wanted.bias);
+    return {{}, grad_weight, wanted.bias ? grad_bias : Tensor()};
+  }
+
  protected:
   // [N K, T, G, K'], and whether the samples had to be brought to the front.
   virtual std::optional<std::pair<Tensor, bool>> by_sample(const Tensor& t, int64_t n, Layout layout) const = 0;
@@ -66,9 +72,6 @@ class LastDimensions final : public Affine {
 
   bool batched(const Tensor& input) const override {
     return input.dim() > static_cast<int64_t>(shape_.size());
-  }
-  int64_t row_dims() const override {
-    return static_cast<int64_t>(shape_.size());
   }
 
   bool biased() const override {

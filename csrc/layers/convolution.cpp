@@ -33,6 +33,15 @@ class Convolution final : public Layer {
   Tensor enter_grad(const Tensor& grad_output) const override {
     return lifted(grad_output);
   }
+  // cuDNN works channels last where the input or the weight lies so.
+  Tensor ordered(const Tensor& grad_output, const Saved& saved, const Tensor& weight) const override {
+    const auto last = [](const Tensor& t) {
+      return t.defined() && t.dim() == 4 && t.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
+    };
+    const bool converts =
+        grad_output.is_cuda() && grad_output.dim() == 4 && !o_.one_dimensional && (last(weight) || last(saved.input));
+    return converts ? grad_output.contiguous(at::MemoryFormat::ChannelsLast) : grad_output;
+  }
   Tensor leave(const Tensor& output) const override {
     return o_.one_dimensional ? output.squeeze(-2) : output;
   }
@@ -112,11 +121,20 @@ class Convolution final : public Layer {
     const bool together = wanted.bias && !o_.transposed;
     const auto [from, to] = ends(operands);
     auto [gradient, bias, sq] = conv2d_fused(from, to, geometry(), std::nullopt, together);
-    const Tensor weight = gradient.view(w.sizes());
+    const Tensor weight = gradient.reshape(w.sizes());
     if (!wanted.bias) return {{Tensor(), weight, Tensor()}, sq};
     if (together) return {{Tensor(), weight, bias}, sq};
     const Tensor of_bias = bias_sq_norms(bias_rows(operands)).unsqueeze(0);
     return {{Tensor(), weight, bias_rows(operands).sum(at::IntArrayRef({0, 1}))}, at::cat({sq, of_bias})};
+  }
+
+  Gradients scaled(const Operands& operands, const Tensor& w, const Tensor& scale,
+                   const Wanted& wanted) const override {
+    const bool together = wanted.bias && !o_.transposed;
+    const auto [from, to] = ends(operands);
+    auto [weight, bias] = conv2d_scaled(from, to, geometry(), scale, together);
+    if (!together) bias = wanted.bias ? scaled_bias(operands, scale) : Tensor();
+    return {Tensor(), weight.reshape(w.sizes()), bias};
   }
 
   Tensor weight_dots(const Operands& operands, const Tensor& direction) const override {

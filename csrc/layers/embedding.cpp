@@ -18,9 +18,6 @@ class Embedding final : public Layer {
   bool lowered() const override {
     return false;
   }
-  int64_t row_dims() const override {
-    return 1;
-  }
   bool fuses(const Operands&, const Tensor&) const override {
     return false;
   }
@@ -70,8 +67,12 @@ class Embedding final : public Layer {
     const Tensor kept = operands.activations.ne(padding_idx_).unsqueeze(-1);
     return (at::embedding(direction, operands.activations) * widened(operands.grad_output) * kept).sum({1, 2});
   }
+  Gradients scaled(const Operands& operands, const Tensor&, const Tensor& scale, const Wanted&) const override {
+    const Tensor rows = scaled_rows(operands.grad_output, scale);
+    return {{}, at::embedding_backward(rows, operands.activations, rows_, padding_idx_, false, sparse_), {}};
+  }
   std::pair<Gradients, Tensor> fused(const Operands&, const Tensor&, const Wanted&) const override {
-    TORCH_CHECK(false, "an embedding has no fused kernel");
+    TORCHGRADX_CHECK(false, "an embedding has no fused kernel");
   }
 
  private:

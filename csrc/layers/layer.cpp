@@ -87,18 +87,18 @@ std::optional<Tensor> rows_by_sample(const Tensor& t, int64_t n, Layout layout) 
   return viewed(t, {n, positions, features});
 }
 
-Tensor weighted(const Tensor& grad_output, const Tensor& factors, Layout layout, int64_t row_dims) {
-  const int64_t n = factors.numel(), leads = grad_output.dim() - row_dims;
-  if (n == 0 || grad_output.numel() == 0) return grad_output;
-  const bool second = row_dims > 0 && (layout == Layout::kSecond ||
-                                       (layout == Layout::kSequence && leads > 1 && grad_output.size(1) == n));
-  const int64_t each = grad_output.size(second) / n;
-  const bool minor = layout == Layout::kSequence && !second;
-  at::DimVector shape(grad_output.dim(), 1);
-  shape[second] = each * n;
-  const Tensor by_row = minor ? factors.repeat({each}) : factors.repeat_interleave(each);
-  const Tensor g = widened(grad_output);  // rounded once
-  return (g * by_row.to(g.scalar_type()).view(shape)).to(grad_output.scalar_type());
+Tensor scaled_rows(const Tensor& rows, const Tensor& scale) {
+  const Tensor wide = widened(rows);  // rounded once
+  at::DimVector shape(rows.dim(), 1);
+  shape[0] = scale.numel();
+  const Tensor by_row = scale.to(wide.scalar_type()).view(shape);
+  return (wide * by_row).masked_fill_(by_row == 0, 0).to(rows.scalar_type());
+}
+
+Tensor Layer::scaled_bias(const Operands& operands, const Tensor& scale) const {
+  const Tensor rows = bias_rows(operands);
+  const Tensor by_sample = at::sum(rows, at::IntArrayRef({1}), false, widened(rows.new_empty({0})).scalar_type());
+  return scaled_rows(by_sample, scale).sum(0).to(rows.scalar_type());
 }
 
 Tensor Images::by_sample(const Tensor& t) const {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../ops.h"
+#include "../text.h"
 
 #include <memory>
 
@@ -65,6 +66,10 @@ struct Layer {
   virtual Tensor enter_weight(const Tensor& weight) const {
     return weight;
   }
+  // grad_output in the memory order that the framework's backward will want, so that it is converted once.
+  virtual Tensor ordered(const Tensor& grad_output, const Saved&, const Tensor& /*weight*/) const {
+    return grad_output;
+  }
   virtual Tensor enter_grad(const Tensor& grad_output) const {
     return grad_output;
   }
@@ -79,7 +84,7 @@ struct Layer {
   }
   virtual Tensor whole_forward(const Tensor& /*input*/, const Tensor& /*weight*/,
                                const std::optional<Tensor>& /*bias*/) const {
-    TORCH_CHECK(false, "a module whose forward stays Python's");
+    TORCHGRADX_CHECK(false, "a module whose forward stays Python's");
   }
   virtual bool biased() const {  // a module of this kind may have a bias
     return true;
@@ -99,15 +104,16 @@ struct Layer {
                                            Layout layout) const = 0;
   virtual int64_t positions(const Operands& operands) const = 0;  // T, for the plan
   virtual Tensor bias_rows(const Operands& operands) const = 0;  // [N K, T, O], whose sum over T is the bias's gradient
-  virtual int64_t row_dims() const {  // how many last dimensions of grad_output make a row; 0: it has images
-    return 0;
-  }
   // How large a sample's gradient rounds: the norm of what grad_output is multiplied by.
   virtual double magnitude(const Operands& operands) const = 0;
   virtual Tensor sq_norms(const Operands& operands, Algorithm algorithm, bool bias) const = 0;  // [1 + bias, N]
   // Gradients and [1 + bias, N] from one pass.
   virtual std::pair<Gradients, Tensor> fused(const Operands& operands, const Tensor& weight,
                                              const Wanted& wanted) const = 0;
+  // The sum over the samples of scale [N K] times each one's gradient; a sample of scale 0 is left out, nan included.
+  virtual Gradients scaled(const Operands& operands, const Tensor& weight, const Tensor& scale,
+                           const Wanted& wanted) const = 0;
+  Tensor scaled_bias(const Operands& operands, const Tensor& scale) const;
   // [N K]: <gradient, direction>, which is shaped as the weight.
   virtual Tensor weight_dots(const Operands& operands, const Tensor& direction) const = 0;
   // [N K, size of the weight] where that is no larger than the operands, to be kept in their place.
@@ -119,8 +125,8 @@ struct Layer {
 // Rows [N, T, F] of [*, F], or nothing; see Layout.
 std::optional<Tensor> rows_by_sample(const Tensor& t, int64_t n, Layout layout);
 
-// grad_output with each sample's share times its factor [N], where rows_by_sample or images_of find the samples.
-Tensor weighted(const Tensor& grad_output, const Tensor& factors, Layout layout, int64_t row_dims);
+// [N, *], each sample's share times its scale [N]; 0 where that is 0.
+Tensor scaled_rows(const Tensor& rows, const Tensor& scale);
 
 struct Images {  // [N K, ...], K of each sample
   int64_t n, each;

@@ -34,9 +34,6 @@ class Linear final : public Layer {
   bool reads_input() const override {
     return false;
   }
-  int64_t row_dims() const override {
-    return 1;
-  }
 
   bool whole() const override {
     return !transposed_;
@@ -104,6 +101,12 @@ class Linear final : public Layer {
                                   ? cpu::linear_fused(a, b, std::nullopt, wanted.bias, operands.shared.get())
                                   : linear_fused(a, b, std::nullopt, wanted.bias);
     return {{Tensor(), transposed_ ? weight.t() : weight, wanted.bias ? bias : Tensor()}, sq};
+  }
+
+  Gradients scaled(const Operands& operands, const Tensor&, const Tensor& scale, const Wanted& wanted) const override {
+    const Tensor &a = operands.activations, &b = operands.grad_output;
+    const auto [weight, bias] = linear_scaled(a, b, scale, wanted.bias);
+    return {Tensor(), transposed_ ? weight.t() : weight, wanted.bias ? bias : Tensor()};
   }
 
   Tensor weight_dots(const Operands& operands, const Tensor& direction) const override {

@@ -57,6 +57,10 @@ class PReLU final : public Elementwise {
     return {{front.reshape(o.shape), grad_weight, {}}, sq};
   }
 
+  Gradients scaled(const Operands& o, const Tensor& weight, const Tensor& scale, const Wanted&) const override {
+    return {{}, std::get<1>(prelu_fused(o.activations, o.grad_output, weight, scale)), {}};
+  }
+
  protected:
   Tensor features(const Operands& o) const override {
     return o.activations.clamp_max(0);

@@ -5,8 +5,6 @@
 
 #include "../cpu/sweep.h"
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <cmath>
 

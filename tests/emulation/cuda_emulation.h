@@ -1,6 +1,7 @@
 // What csrc/cuda/*.cu see in place of CUDA when g++ compiles them for tests (-DCUDA_EMULATION). Types, vector types and
 // half conversions are NVIDIA's own host versions. Each thread of a block is a fiber that runs until its next
-// synchronisation; blocks run one after another. What is checked on the way: checker.h. Nothing here models time.
+// synchronisation; blocks run one after another, or together where they wait for each other. What is checked on the
+// way: checker.h. Nothing here models time.
 #pragma once
 
 #include <cmath>
@@ -37,6 +38,7 @@ struct Site {  // of a synchronisation in the kernel's source
 };
 
 void barrier(Site site);
+void grid_barrier(Site site);
 void warp_barrier(unsigned mask, Site site);
 
 // A rendezvous of the whole warp: every lane hands in `bytes` bytes, the last to arrive runs `combine`, if any, over
@@ -50,7 +52,13 @@ void* dynamic_shared();
 void* static_shared(const void* site, size_t bytes);  // one for each site and block
 
 cudaError_t run(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, void (*thread)(const void*),
-                const void* arguments, size_t argument_bytes);
+                const void* arguments, size_t argument_bytes, bool together);
+
+// Of the device that cuda_runtime.cpp describes.
+size_t most_shared_bytes();
+int64_t resident_blocks(size_t threads, size_t shared_bytes);
+
+void check_constant(const void* address, size_t bytes);  // by __ldg, which may miss what this launch has written
 
 void shuffle_bytes(void* value, size_t bytes, unsigned source, unsigned mask, Site site);
 
@@ -108,6 +116,11 @@ constexpr T max(T a, T b) {
 }
 template <class T>
 T __ldg(const T* address) {
+  cuda_emulation::check_constant(address, sizeof(T));
+  return *address;
+}
+template <class T>
+T __ldcg(const T* address) {
   return *address;
 }
 inline uint32_t __float_as_uint(float value) {
@@ -126,8 +139,8 @@ inline float __uint_as_float(uint32_t bits) {
 namespace torchgradx::cuda {
 
 template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,
-                   const Arguments&... arguments) {
+cudaError_t launch_emulated(bool together, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+                            const Arguments&... arguments) {
   struct Call {
     void (*kernel)(Parameters...);
     std::tuple<Parameters...> parameters;
@@ -137,7 +150,13 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
     std::apply(call.kernel, call.parameters);
   };
   return cuda_emulation::run(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, thread, &call,
-                             sizeof(call));
+                             sizeof(call), together);
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,
+                   const Arguments&... arguments) {
+  return launch_emulated(false, kernel, grid, block, shared_bytes, arguments...);
 }
 
 }  // namespace torchgradx::cuda

@@ -1,18 +1,38 @@
-// The functions of the CUDA runtime that launchers and the binding call, on a device that is this process.
+// The functions of the CUDA runtime that launchers and the binding call, on a device that is this process: an Ampere
+// processor, or where cuda_emulation_sm90 is set a Hopper one.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <string>
 
-namespace cuda_emulation {
-extern std::string message;
+extern "C" {
+bool cuda_emulation_sm90 = false;
 }
+
+namespace cuda_emulation {
+
+extern std::string message;
 
 namespace {
 // Few, so that the small problems of tests are split over blocks as large ones are on a GPU.
 int multiprocessors = 5;
 }  // namespace
+
+size_t most_shared_bytes() {
+  return (cuda_emulation_sm90 ? 227 : 163) * 1024;
+}
+
+int64_t resident_blocks(size_t threads, size_t shared_bytes) {
+  const size_t by_memory = (most_shared_bytes() + 1024) / (shared_bytes + 1024);
+  return int64_t(multiprocessors) * int64_t(std::min(by_memory, 2048 / threads));
+}
+
+}  // namespace cuda_emulation
+
+using cuda_emulation::multiprocessors;
 
 extern "C" {
 
@@ -49,13 +69,13 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
       *value = multiprocessors;
       return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = 163 * 1024;
+      *value = int(cuda_emulation::most_shared_bytes());
       return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-      *value = 164 * 1024;
+      *value = int(cuda_emulation::most_shared_bytes()) + 1024;
       return cudaSuccess;
     case cudaDevAttrComputeCapabilityMajor:
-      *value = 8;
+      *value = cuda_emulation_sm90 ? 9 : 8;
       return cudaSuccess;
     case cudaDevAttrComputeCapabilityMinor:
       *value = 0;

@@ -7,6 +7,7 @@ import ctypes
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from emulation import build
@@ -28,7 +29,8 @@ class Emulator:
         self.c.cuda_emulation_message.restype = ctypes.c_char_p
         self.c.cuda_emulation_register.argtypes = [pointer, size, ctypes.c_int]
         self.c.cuda_emulation_forget.argtypes = [pointer]
-        self.c.cuda_emulation_code.restype = size
+        self.c.cuda_emulation_code.restype = self.c.cuda_emulation_launches.restype = size
+        self.c.cuda_emulation_launches.argtypes = [pointer]
 
     @contextlib.contextmanager
     def buffers(self, *spans: tuple[int, int, bool]) -> Iterator[None]:
@@ -76,6 +78,26 @@ class Emulator:
         finally:
             self.c.cuda_emulation_multiprocessors(5)
 
+    @contextlib.contextmanager
+    def hopper(self) -> Iterator[None]:
+        """A Hopper processor: with its shared memory, and kernels that are for it alone."""
+        flag = ctypes.c_bool.in_dll(self.c, "cuda_emulation_sm90")
+        flag.value = True
+        try:
+            yield
+        finally:
+            flag.value = False
+
+    def launches(self, name: str = "") -> int:
+        """So far, of kernels whose names contain that."""
+        symbols, base = self.symbols(), self._base()
+        count: int = sum(
+            self.c.cuda_emulation_launches(base + kernel)
+            for kernel in self.launched()
+            if name in symbols[kernel]
+        )
+        return count
+
     def message(self) -> str:
         """What the emulator has to say of the last launch, with the place in the kernel."""
         text: str = self.c.cuda_emulation_message().decode()
@@ -107,6 +129,7 @@ class Emulator:
             rows[(kernel.value or 0) - base] = (threads.value, shared.value)
         return rows
 
+    @cache  # noqa: B019  # one for each library
     def symbols(self) -> dict[int, str]:
         """Names of the library's functions, mangled, by their offset."""
         command = ["nm", str(self.path)]

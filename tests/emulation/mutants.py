@@ -16,26 +16,14 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
-from emulation import build  # noqa: E402
-
-
-@dataclass(frozen=True)
-class Mutant:
-    name: str
-    file: str  # of csrc/cuda
-    via: str  # the .cu that is compiled with it
-    arithmetic: str  # bfloat16, float32, float64 or tf32
-    old: str
-    new: str
-    layer: str = "linear"  # or conv2d, batched, affine, gather: whose problems see it
-
+from emulation import build, mutants_sm90  # noqa: E402
+from emulation.mutant import Mutant  # noqa: E402
 
 BARRIER, DROPPED = "__syncthreads();", ";"
 MUTANTS = [
@@ -240,6 +228,8 @@ MUTANTS = [
            "begun = true, sum = 0;", "begun = true;", "gather"),
 ]  # fmt: skip
 
+MUTANTS += mutants_sm90.MUTANTS
+
 ZEROS = {"bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double", "tf32": "float"}
 
 
@@ -259,6 +249,8 @@ def planted(mutant: Mutant, folder: Path) -> Path:
     product = r"\1" if mutant.arithmetic == "tf32" else r"\2"
     for name in ("direct.cu", "gram.cu"):
         _rewrite(kernels / name, r"\bdevice\.tf32 \? (f\(.*\)) : (f\(.*\));", rf"{product};", 1)
+    if mutant.layer == "hopper":
+        _rewrite(kernels / "direct_sm90.cu", "start<__half>", "start<__nv_bfloat16>", 1)
     linear, patches = r"return f\(make_layer<.*?;", r"return is_pointwise.*: (f\(.*;)"
     if mutant.layer == "linear":
         _rewrite(kernels / "layer.cuh", patches, refused, 1)
@@ -315,6 +307,11 @@ def battery(arithmetic: str, layer: str) -> None:
     tf32 = arithmetic == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = tf32
     dtype = torch.float32 if tf32 else getattr(torch, arithmetic)
+    if layer == "hopper":
+        import test_emulated_sm90 as hopper
+
+        hopper.battery()
+        return
     if layer == "affine":
         import test_affine as moments
         import test_emulated_elementwise as elementwise

@@ -19,10 +19,10 @@ struct Copies {  // of one thread
   std::vector<Copy> open;
   std::vector<std::vector<Copy>> groups;  // committed, not waited for
 };
-std::vector<Copies> copies;
+std::vector<std::vector<Copies>> copies;  // of the blocks that run, by thread
 
 Copies& mine() {
-  return copies[size_t(running.thread)];
+  return copies[size_t(running.slot)][size_t(running.thread)];
 }
 
 void perform(const Copy& c) {
@@ -55,6 +55,8 @@ void multiply(const float (&a)[16][K], const float (&b)[K][8], unsigned char* ou
   deal(product, out);
 }
 
+}  // namespace
+
 float decode_bfloat16(uint32_t bits) {
   return __uint_as_float(bits << 16);
 }
@@ -71,6 +73,8 @@ float decode_float16(uint32_t bits) {
   }();
   return table[bits & 0xffff];
 }
+
+namespace {
 
 // Words 0..3 of a lane are its part of A, 4 and 5 its part of B.
 template <float (*decode)(uint32_t)>
@@ -147,9 +151,9 @@ void require_no_copies_left() {
   if (left) report("the thread ended with %zu asynchronous copies it never waited for", left);
 }
 
-void forget_copies(size_t threads) {
-  copies.resize(threads);
-  for (Copies& c : copies) c.open.clear(), c.groups.clear();
+void forget_copies(size_t slot, size_t threads) {
+  if (copies.size() <= slot) copies.resize(slot + 1);
+  copies[slot].assign(threads, {});
 }
 
 void load_matrices(uint32_t (&r)[4], const void* row, bool transposed, Site site) {

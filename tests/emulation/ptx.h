@@ -13,6 +13,8 @@ void load_matrices(uint32_t (&r)[4], const void* row, bool transposed, Site site
 void mma_bfloat16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site);
 void mma_float16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site);
 void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site);
+float decode_bfloat16(uint32_t bits);
+float decode_float16(uint32_t bits);
 
 }  // namespace cuda_emulation
 

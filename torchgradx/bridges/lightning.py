@@ -52,7 +52,11 @@ class GradNorms(StepNorms, Callback):
             its own, or optimizes by hand.)
         per: "model"; "module" or "parameter" make `norms` a dict, and log their means too.
         prefix: of the names logged: `<prefix>/mean`, `/median`, `/q90`, `/max`.
-        on_norms: called with (norms, global step) at each step, to feed an `OutlierWatch`, say.
+        on_norms: called with (norms, global step) at each step.
+        noise_scale: count each step into a `NoiseScale`, which the attribute of this name holds,
+            and log it.
+        outliers: feed an `OutlierWatch`, which the attribute of this name holds, and log how many
+            samples of the step it flags.
         options: of `attach`, but for those that the trainer decides.
     """
 
@@ -63,9 +67,11 @@ class GradNorms(StepNorms, Callback):
         per: str = "model",
         prefix: str = "grad_norms",
         on_norms: Callable[[Norms, int], object] | None = None,
+        noise_scale: bool = False,
+        outliers: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(per, prefix, on_norms, options)
+        super().__init__(per, prefix, on_norms, noise_scale, outliers, options)
         self._module = module
         self._unread = False  # a backward has come since the last read
         self._whole, self._undo = False, ExitStack()

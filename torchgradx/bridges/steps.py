@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attach import Probe, attach
+from ..jobs import NoiseScale, OutlierWatch
 from ..options import check_per
 
 __all__ = ["Norms", "StepNorms", "scale_of"]
@@ -32,6 +33,8 @@ class StepNorms:
         per: str,
         prefix: str,
         on_norms: Callable[[Norms, int], object] | None,
+        noise_scale: bool,
+        outliers: bool,
         options: dict[str, Any],
     ) -> None:
         check_per(per)
@@ -42,6 +45,8 @@ class StepNorms:
         self._pause = ExitStack()
         self.probe: Probe | None = None  # while a fit runs
         self.norms: Norms | None = None  # of the latest step
+        self.noise_scale = NoiseScale() if noise_scale else None
+        self.outliers = OutlierWatch() if outliers else None
 
     def begin(self, model: nn.Module) -> None:
         self.probe = attach(model, loss_reduction="sum", **self._options)
@@ -74,6 +79,17 @@ class StepNorms:
             self.norms = {name: of * factor for name, of in named.items()}
             for name, of in self.norms.items():
                 logged[f"{self._prefix}/mean/{name or 'root'}"] = of.mean()
+        if self.noise_scale is not None:
+            if scale != 1:
+                raise RuntimeError(
+                    "noise_scale=True needs a training without a GradScaler, as in bfloat16: the "
+                    "trainer unscales .grad before its callbacks see it"
+                )
+            self.noise_scale.update(self.probe)
+            logged[f"{self._prefix}/noise_scale"] = torch.tensor(self.noise_scale.noise_scale)
+        if self.outliers is not None:
+            flagged = self.outliers.update(norms, step=step)
+            logged[f"{self._prefix}/outliers"] = torch.tensor(float(len(flagged)))
         if self._on_norms is not None:
             self._on_norms(self.norms, step)
         return logged

@@ -30,20 +30,33 @@ class GradNorms(StepNorms, TrainerCallback):
         trainer: the one to listen to, and to log through.
         per: "model"; "module" or "parameter" make `norms` a dict, and log their means too.
         prefix: of the names logged: `<prefix>/mean`, `/median`, `/q90`, `/max`.
-        on_norms: called with (norms, global step) at each step, to feed an `OutlierWatch`, say.
+        on_norms: called with (norms, global step) at each step.
+        noise_scale: count each step into a `NoiseScale`, which the attribute of this name holds,
+            and log it.
+            Needs `max_grad_norm=0`: the trainer clips before it calls back.
+        outliers: feed an `OutlierWatch`, which the attribute of this name holds, and log how many
+            samples of the step it flags.
         options: of `attach`, but for those that the trainer decides.
     """
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: Trainer | None = None,
         *,
         per: str = "model",
         prefix: str = "grad_norms",
         on_norms: Callable[[Norms, int], object] | None = None,
+        noise_scale: bool = False,
+        outliers: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(per, prefix, on_norms, options)
+        if not isinstance(trainer, Trainer):
+            raise TypeError(
+                "GradNorms needs the trainer that it logs through, which callbacks=[...] does not "
+                "give it: trainer.add_callback(GradNorms(trainer)), or with GradNorms(trainer): "
+                f"trainer.train(). Got {type(trainer).__name__}"
+            )
+        super().__init__(per, prefix, on_norms, noise_scale, outliers, options)
         self._trainer = trainer
         self._waiting: dict[str, Tensor] = {}
 
@@ -58,6 +71,11 @@ class GradNorms(StepNorms, TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.end()  # of a training that ended in an exception
+        if self.noise_scale is not None and args.max_grad_norm:
+            raise ValueError(
+                "noise_scale=True needs TrainingArguments(max_grad_norm=0): the trainer clips "
+                f".grad before its callbacks see it; got {args.max_grad_norm}"
+            )
         self.begin(kwargs["model"])
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

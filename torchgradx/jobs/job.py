@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..attach import Probe, attach
+from ..attach import Probe, attach, set_aside
 from ..scoring import gradients_put_by
 from ..sharding import gathers
 from ..table import Parameters
@@ -22,7 +23,7 @@ from . import fingerprint
 from .partial import Gathered, Partial, ResumeError
 from .pool import Pool, Split, missed, moved, split_batch
 from .progress import bar
-from .quantities import Quantity
+from .quantities import Quantities
 from .ranks import Ranks
 
 __all__ = ["Job"]
@@ -36,14 +37,20 @@ class Job:
     def __init__(
         self,
         pool: Pool,
-        quantity: Quantity,
+        quantity: Quantities,
         wanted: NDArray[np.bool_],
         ranks: Ranks,
         options: Mapping[str, Any],
     ) -> None:
         self._pool, self._quantity, self._ranks = pool, quantity, ranks
         self._wanted, self._mine = wanted, wanted & ranks.mine(len(pool))
-        self._options = {"weight_grad": False, **options, "loss_reduction": quantity.loss_reduction}
+        self._options = {
+            "weight_grad": False,
+            "check": "samples",
+            **options,
+            "loss_reduction": quantity.loss_reduction,
+        }
+        self._batch_dim: int = options.get("batch_dim", 0)
         self._names: list[str] = []
         self._dtype: Any = np.float32
         self._gathered: Gathered | None = None
@@ -126,7 +133,7 @@ class Job:
         wide = any(table.tensor(place).dtype == torch.float64 for place in trainable)
         names = [table.names[place] for place in trainable]
         if self._quantity.per == "model":
-            names = [self._quantity.name]
+            names = list(self._quantity.kinds)
         elif self._quantity.per == "module":
             names = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
         return names, np.float64 if wide else np.float32
@@ -142,12 +149,17 @@ class Job:
             batches.repeated = self._ranks.largest(len(batches)) - len(batches)
         with _untouched(inner, self.eval_mode), self._attached(inner) as probe:
             total = int(self._mine.sum())
-            shown = bar(total, total - int(todo.sum()), self.shown)
+            before = total - int(todo.sum())
+            if before and self._file is not None and self.shown:
+                said = f"going on from {before:,} of {total:,} samples, in {self._file.path}"
+                print(said, file=sys.stderr, flush=True)
+            shown = bar(total, before, self.shown)
             try:
                 for place, (indices, batch) in enumerate(self._pool.read(batches)):
                     inputs, targets = (self.split or split_batch)(moved(batch, first.device))
-                    with missed(targets, self.split is None and self._quantity.needs_loss):
-                        rows = self._rows(self._quantity(inner, probe, inputs, targets), prefix)
+                    with missed(targets, self.split is None and self._quantity.needs_targets):
+                        found = self._quantity(inner, probe, inputs, targets, self._batch_dim)
+                        rows = self._rows(found, prefix)
                     if len(rows) != len(indices):
                         raise ValueError(
                             f"the loader made a batch of {len(rows)} of {len(indices)} samples, so "
@@ -165,6 +177,7 @@ class Job:
             yield None
             return
         with (
+            set_aside(model),
             gradients_put_by(model),
             torch.inference_mode(False),
             torch.enable_grad(),
@@ -172,17 +185,13 @@ class Job:
         ):
             yield probe
 
-    def _rows(self, found: Tensor | Mapping[str, Tensor], prefix: str) -> NDArray[np.float64]:
+    def _rows(self, found: Mapping[str, Tensor], prefix: str) -> NDArray[np.float64]:
         """[n, K]"""
-        if isinstance(found, Tensor):
-            columns = [found]
-        else:
-            if prefix:
-                found = {f"{prefix}.{name}".rstrip("."): v for name, v in found.items()}
-            columns = [found[name] for name in self._names]
-        if not columns:
+        if prefix and self._quantity.per != "model":
+            found = {f"{prefix}.{name}".rstrip("."): v for name, v in found.items()}
+        if not self._names:
             return np.zeros((0, 0))
-        return torch.stack(columns, 1).double().cpu().numpy()
+        return torch.stack([found[name].double() for name in self._names], 1).cpu().numpy()
 
 
 def _refuse_model(model: Any) -> NoReturn:

@@ -1,37 +1,31 @@
-"""The scores gathered so far, and the file that holds them against a kill.
+"""The scores gathered so far, and the SQLite file that holds them against a kill.
 
-The file only grows. A record is its kind, the length and checksum of its payload, and the payload;
-by these one whose writing was cut off is noticed, and cut away. HEADER: JSON, what the scores are
-of. MODEL: the fingerprint of the model that the VALUES after it are of. VALUES: count (int64),
-indices (int64) and scores (float64, row by row). A batch is written at once, so that a kill loses
-at most the batch in hand; it is on the disk, should the power fail, within SYNC seconds.
+Each batch is a transaction of its own, in a write-ahead log: a kill loses the batch in hand. The
+file belongs to one process while it is open.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import struct
-import time
+import sqlite3
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
-
 __all__ = ["Gathered", "Partial", "ResumeError"]
 
-MAGIC = b"torchgradx partial scores 1\n"
-FRAME = struct.Struct("<cQI")  # kind, length, checksum
-HEADER, MODEL, VALUES = b"H", b"M", b"V"
-SYNC = 5.0  # seconds
+SETTINGS = ("locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=NORMAL")
+TABLES = """
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS facts (json TEXT);  -- what the scores are of
+CREATE TABLE IF NOT EXISTS models (number INTEGER, mark TEXT);
+CREATE TABLE IF NOT EXISTS scores (model INTEGER, indices BLOB, float64 BLOB, checksum INTEGER);
+COMMIT;
+"""
 
 
 class ResumeError(ValueError):
@@ -66,56 +60,66 @@ class Gathered:
 
 
 class Partial:
-    """What is gathered, written to a file as it comes. Of this process alone while it is open."""
+    """What is gathered, written to a file as it comes."""
 
     def __init__(self, path: Path, facts: Mapping[str, Any], gathered: Gathered, resume: bool):
         self.path, self._gathered = path, gathered
-        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  closed by close()
-        self._synced = time.monotonic()
+        if not path.exists():
+            open(path, "ab").close()  # says what is wrong with a path, as SQLite does not
+        self._db = self._open()
         try:
-            self._lock()
-            with path.open("rb") as file:
-                if not MAGIC.startswith(file.read(len(MAGIC))):
-                    raise ResumeError(
-                        f"{path} is no partial result of torchgradx.score: move it out of the way, "
-                        "or write to another file"
-                    )
-            end = self._replay(facts) if resume else 0
-            self._file.truncate(end)
-            if not end:
-                self._file.write(MAGIC)
-                self._write(HEADER, json.dumps(facts).encode())
+            if not (resume and self._replay(json.loads(json.dumps(facts)))):
+                for table in ("facts", "models", "scores"):
+                    self._db.execute(f"DELETE FROM {table}")
+                self._db.execute("INSERT INTO facts VALUES (?)", [json.dumps(facts)])
         except BaseException:
-            self._file.close()
+            self._db.close()
             raise
 
-    def _lock(self) -> None:
-        if fcntl is None:
-            return
+    def _open(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, timeout=0, isolation_level=None)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            for setting in SETTINGS:
+                db.execute(f"PRAGMA {setting}")
+            db.executescript(TABLES)
+            if db.execute("PRAGMA quick_check").fetchone() != ("ok",):
+                raise sqlite3.DatabaseError("malformed")
+        except sqlite3.OperationalError as error:
+            db.close()
+            if "locked" not in str(error):
+                raise OSError(f"{self.path} cannot be written: {error}") from error
             raise BlockingIOError(f"{self.path} is being written by another process") from None
-        except OSError:
-            pass  # a file system without locks
+        except sqlite3.DatabaseError as error:
+            db.close()
+            if "malformed" in str(error):  # nothing of it can be relied on
+                self.path.unlink()
+                return self._open()
+            raise ResumeError(
+                f"{self.path} is no partial result of torchgradx.score: move it out of the way, "
+                "or write to another file"
+            ) from error
+        return db
 
-    def _replay(self, facts: Mapping[str, Any]) -> int:
-        """Gather what the file holds; where that ends. What no scores follow binds nobody."""
-        end, before, begun = 0, None, []
-        with self.path.open("rb") as file:
-            for kind, payload in _records(file):
-                if kind == HEADER:
-                    before = json.loads(payload)
-                elif kind == MODEL:
-                    begun.append(payload.decode())
-                elif kind == VALUES:
-                    if before is not None:
-                        self._check(before, json.loads(json.dumps(facts)))
-                    for model in begun:
-                        self._gathered.begin(model)
-                    self._gathered.add(*_unpacked(payload))
-                    end, before, begun = file.tell(), None, []
-        return end
+    def _replay(self, facts: dict[str, Any]) -> bool:
+        """Gather what the file holds; False if that is nothing, which binds nobody."""
+        marks = [mark for (mark,) in self._db.execute("SELECT mark FROM models ORDER BY number")]
+        found = False
+        for row, model, *blobs, checksum in self._db.execute(
+            "SELECT rowid, * FROM scores ORDER BY rowid"
+        ).fetchall():
+            if zlib.crc32(b"".join(blobs)) != checksum:
+                self._db.execute("DELETE FROM scores WHERE rowid >= ?", [row])
+                break
+            if not found:
+                (before,) = self._db.execute("SELECT json FROM facts").fetchone()
+                self._check(json.loads(before), facts)
+            while len(self._gathered.models) <= model:
+                self._gathered.begin(marks[len(self._gathered.models)])
+            indices, values = np.frombuffer(blobs[0], np.int64), np.frombuffer(blobs[1])
+            self._gathered.add(indices, values.reshape(len(indices), -1))
+            found = True
+        self._db.execute("DELETE FROM models WHERE number >= ?", [len(self._gathered.models)])
+        return found
 
     def _check(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         for name in {**now, **before}:  # those of its columns come last
@@ -127,45 +131,19 @@ class Partial:
                 )
 
     def begin(self, model: str) -> None:
+        number = len(self._gathered.models)
         self._gathered.begin(model)
-        self._write(MODEL, model.encode())
+        self._db.execute("INSERT INTO models VALUES (?, ?)", [number, model])
 
     def add(self, indices: NDArray[np.int64], values: NDArray[np.float64]) -> None:
         self._gathered.add(indices, values)
-        self._write(VALUES, struct.pack("<q", len(indices)) + indices.tobytes() + values.tobytes())
-
-    def _write(self, kind: bytes, payload: bytes) -> None:
-        record = memoryview(FRAME.pack(kind, len(payload), zlib.crc32(payload)) + payload)
-        while record:
-            record = record[self._file.write(record) :]
-        if time.monotonic() - self._synced > SYNC:
-            os.fsync(self._file.fileno())
-            self._synced = time.monotonic()
+        row = len(self._gathered.models) - 1, indices.tobytes(), values.tobytes()
+        checksum = zlib.crc32(row[1] + row[2])
+        self._db.execute("INSERT INTO scores VALUES (?, ?, ?, ?)", [*row, checksum])
 
     def close(self) -> None:
-        if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
+        self._db.close()
 
     def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
         self.close()
-
-
-def _records(file: IO[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    """(kind, payload) of each record from the first on, as long as they are whole."""
-    if file.read(len(MAGIC)) != MAGIC:
-        return
-    while len(frame := file.read(FRAME.size)) == FRAME.size:
-        kind, length, checksum = FRAME.unpack(frame)
-        payload = file.read(length)
-        if len(payload) < length or zlib.crc32(payload) != checksum:
-            return
-        yield kind, payload
-
-
-def _unpacked(payload: bytes) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    (count,) = struct.unpack_from("<q", payload)
-    indices = np.frombuffer(payload, np.int64, count, 8)
-    values = np.frombuffer(payload, np.float64, offset=8 + 8 * count)
-    return indices, values.reshape(count, -1)
+        self.path.unlink(missing_ok=True)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from .given import norms_of
+
 __all__ = ["ImportanceSampler", "IndexedDataset"]
 
 Indices = Any  # a Tensor, an array or a sequence of ints
@@ -25,6 +27,9 @@ class IndexedDataset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[int, Any]:
         return index, self.dataset[index]
+
+    def __repr__(self) -> str:
+        return f"IndexedDataset({self.dataset!r})"
 
 
 class ImportanceSampler(Sampler[int]):
@@ -118,6 +123,10 @@ class ImportanceSampler(Sampler[int]):
         even = torch.full_like(norms, 1 / self.size)
         self._p = torch.lerp(norms / total, even, self.smoothing) if total > 0 else even
 
+    def __repr__(self) -> str:
+        known = int(self._norms.isfinite().sum())
+        return f"ImportanceSampler(size={self.size}, known={known}, smoothing={self.smoothing})"
+
     def probabilities(self) -> Tensor:
         """[N] float64: of the draws of the iteration that goes on (before the first: its own)."""
         return self._p.clone()
@@ -134,11 +143,15 @@ class ImportanceSampler(Sampler[int]):
     def update(self, indices: Indices, norms: Any) -> None:
         """Note the norms [B] of a batch's own gradients, once a batch: state_dict counts by them.
 
+        `norms` may be the probe, if `probe.loss_scale` is set to the weights before the forward.
+
         Of a sample twice in a batch the last counts. A norm that is not finite leaves what was
         known of its sample.
         """
         where = self._places(indices)
-        values = torch.as_tensor(norms).detach().to("cpu", torch.float64)
+        found = norms_of(norms)
+        assert isinstance(found, Tensor)
+        values = found.to("cpu", torch.float64)
         if values.shape != where.shape:
             raise ValueError(
                 f"norms must be [{len(where)}], as many as indices; got {list(values.shape)}"

@@ -6,23 +6,91 @@ import inspect
 import os
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
 from ..attach import attach
-from ..options import check_loss, check_per
+from ..options import Model, Parts, check_loss, check_per
 from ..scoring import Loss
 from . import fingerprint
 from .job import Job
 from .pool import Pool, Split, random_state_kept
-from .quantities import KINDS, Logits, Quantity
+from .quantities import KINDS, OF_OUTPUT, Logits, Quantities
 from .ranks import Ranks
 from .tables import checked_path, save_scores
 
 __all__ = ["score"]
+
+Kind = Literal["norm", "egl", "el2n", "loss", "margin", "entropy"]
+
+
+@overload
+def score(
+    model: nn.Module | Iterable[nn.Module],
+    loss_fn: Loss | None,
+    loader: Any,
+    *,
+    per: Model = "model",
+    progress: bool = True,
+    kind: Kind = "norm",
+    top_classes: int | None = None,
+    out: str | os.PathLike[str] | None = None,
+    resume: bool = True,
+    split: Split | None = None,
+    logits: Logits | None = None,
+    indices: Sequence[int] | NDArray[np.integer[Any]] | None = None,
+    eval_mode: bool = True,
+    distributed: bool = True,
+    loss_reduction: str = "mean",
+    **options: Any,
+) -> NDArray[Any]: ...
+
+
+@overload
+def score(
+    model: nn.Module | Iterable[nn.Module],
+    loss_fn: Loss | None,
+    loader: Any,
+    *,
+    per: Parts,
+    progress: bool = True,
+    kind: Kind = "norm",
+    top_classes: int | None = None,
+    out: str | os.PathLike[str] | None = None,
+    resume: bool = True,
+    split: Split | None = None,
+    logits: Logits | None = None,
+    indices: Sequence[int] | NDArray[np.integer[Any]] | None = None,
+    eval_mode: bool = True,
+    distributed: bool = True,
+    loss_reduction: str = "mean",
+    **options: Any,
+) -> dict[str, NDArray[Any]]: ...
+
+
+@overload
+def score(
+    model: nn.Module | Iterable[nn.Module],
+    loss_fn: Loss | None,
+    loader: Any,
+    *,
+    per: Model = "model",
+    progress: bool = True,
+    kind: list[Kind] | tuple[Kind, ...],
+    top_classes: int | None = None,
+    out: str | os.PathLike[str] | None = None,
+    resume: bool = True,
+    split: Split | None = None,
+    logits: Logits | None = None,
+    indices: Sequence[int] | NDArray[np.integer[Any]] | None = None,
+    eval_mode: bool = True,
+    distributed: bool = True,
+    loss_reduction: str = "mean",
+    **options: Any,
+) -> dict[str, NDArray[Any]]: ...
 
 
 def score(
@@ -32,7 +100,7 @@ def score(
     *,
     per: str = "model",
     progress: bool = True,
-    kind: str = "norm",
+    kind: str | Sequence[str] = "norm",
     top_classes: int | None = None,
     out: str | os.PathLike[str] | None = None,
     resume: bool = True,
@@ -68,18 +136,28 @@ def score(
 
     * "norm": |g|, the GraNd of Paul et al. 2021 (arXiv:2107.07075) where `model` is several, whose
       scores are averaged. Costs a forward and the part of a backward that norms need.
-    * "el2n": |p - onehot(target)|, their EL2N. Costs a forward. Needs no `loss_fn`.
     * "egl": sum_c p_c |g_c| with g_c the gradient of the cross entropy were c the label, the
-      expected gradient length of Settles and Craven 2008: no targets. Costs C times a "norm";
-      with `top_classes=k`, of each sample's k most probable classes alone, a lower bound, k times.
+      expected gradient length of Settles and Craven 2008: no targets. Costs a forward and C
+      backwards; with `top_classes=k`, of each sample's k most probable classes alone (a lower
+      bound), k.
+    * "el2n": |p - onehot(target)|, their EL2N. Costs a forward, as the next three do, and needs no
+      `loss_fn`.
+    * "loss": the sample's own loss.
+    * "margin": p1 - p2 of the two largest probabilities; a small one is uncertain. No targets.
+    * "entropy": -sum_c p_c log p_c, in nats. No targets.
+
+    A list of kinds scores all of them in one pass. docs/which_score.md says which finds what.
 
     Args:
         model: a module, or an iterable of them (a generator makes one at a time): the mean of
             their scores.
-        loss_fn: (output, targets) -> the batch's loss, reduced as `loss_reduction` says.
+        loss_fn: (output, targets) -> the batch's loss, reduced as `loss_reduction` says. None: the
+            output's `.loss` (kind="loss" then calls the model once for each sample), or nothing
+            for kinds that need none.
         loader: a DataLoader over a map-style dataset; its workers and collate_fn are used. Batches
             are moved to the model's device.
-        per: "model", "module" or "parameter", as in `Probe.norms`; "el2n" knows "model" alone.
+        per: "model", "module" or "parameter", as in `Probe.norms`; the latter two for one of the
+            kinds "norm" and "egl".
         progress: a bar (tqdm's, if installed) on stderr.
         kind, top_classes: see above.
         out: a file to write, .npz, .csv or .parquet. Until it is whole, `<out>.partial` beside it
@@ -93,11 +171,12 @@ def score(
         indices: the samples to score; the others' scores are NaN.
         eval_mode: False scores in the mode that the model is in.
         distributed: False has this process score everything.
-        options: of `attach`: loss_scale, batch_dim, batch_size, layout, algorithm, backend.
+        options: of `attach`: loss_scale, batch_dim, batch_size, layout, algorithm, backend, check
+            ("samples" unless given: two samples are also run alone, once per structure).
 
     Returns:
         An array [len(dataset)], float32 (float64 for float64 models); a dict of them by name for
-        per="module" and "parameter".
+        per="module" and "parameter", by kind for a list of kinds.
 
     Raises:
         ValueError, TypeError: an argument is not as above; the text names it.
@@ -109,12 +188,13 @@ def score(
     ranks = Ranks(distributed)
     with ranks.together():
         check_per(per)
-        quantity = _quantity(kind, per, loss_fn, loss_reduction, logits, top_classes, options)
+        kinds = [kind] if isinstance(kind, str) else list(kind)
+        quantity = _quantity(kinds, per, loss_fn, loss_reduction, logits, top_classes, options)
         pool = Pool(loader)
         wanted = _wanted(indices, len(pool))
         path = None if out is None else checked_path(out)
         if ranks.world > 1:
-            _agree(ranks, pool, wanted, (kind, per, top_classes, eval_mode, path is None))
+            _agree(ranks, pool, wanted, (kinds, per, top_classes, eval_mode, path is None))
     job = Job(pool, quantity, wanted, ranks, options)
     job.split, job.eval_mode = split, eval_mode
     job.shown = progress and ranks.rank == 0
@@ -130,7 +210,7 @@ def score(
                 facts = {
                     "dataset": fingerprint.of_dataset(pool),
                     "indices": fingerprint.of_values(wanted),
-                    "kind": kind,
+                    "kind": kinds,
                     "per": per,
                     "top_classes": top_classes,
                     "eval_mode": eval_mode,
@@ -148,11 +228,11 @@ def score(
                 job.keep(ranks.beside(path), facts, resume)
             job.run(model)
         columns = job.columns()
-        scores = columns if per != "model" else columns[kind]
+        scores = columns[kind] if per == "model" and isinstance(kind, str) else columns
         if path is not None:
             with ranks.together():
                 if ranks.rank == 0:
-                    save_scores(path, scores, name=kind)
+                    save_scores(path, columns)
             job.forget()
         return scores
     finally:
@@ -160,33 +240,38 @@ def score(
 
 
 def _quantity(
-    kind: str,
+    kinds: Sequence[str],
     per: str,
     loss_fn: Loss | None,
     loss_reduction: str,
     logits: Logits | None,
     top_classes: int | None,
     options: dict[str, Any],
-) -> Quantity:
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}; got {kind!r}")
-    if kind == "el2n" and per != "model":
-        raise ValueError(f'kind="el2n" is of the output, so per must be "model"; got {per!r}')
-    if top_classes is not None and (kind != "egl" or top_classes < 1):
+) -> Quantities:
+    named = ", ".join(map(repr, kinds))
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown or not kinds or len(set(kinds)) < len(kinds):
+        raise ValueError(
+            f"kind must be one of {', '.join(map(repr, KINDS))}, or a list of different ones; got "
+            f"{', '.join(map(repr, unknown)) or named or 'none'}"
+        )
+    if per != "model" and (len(kinds) > 1 or kinds[0] in OF_OUTPUT):
+        raise ValueError(f'per must be "model" for kind {named}; got {per!r}')
+    if top_classes is not None and ("egl" not in kinds or top_classes < 1):
         raise ValueError(
             f'top_classes must be 1 or more, and goes with kind="egl"; got {top_classes!r} with '
-            f"{kind!r}"
+            f"{named}"
         )
-    if KINDS[kind].needs_loss:
+    if loss_fn is not None:
         check_loss(loss_fn)
-    if not KINDS[kind].needs_loss and "loss_scale" in options:
-        raise ValueError(f"loss_scale is of a loss_fn, which kind={kind!r} does not call")
-    unknown = options.keys() - inspect.signature(attach).parameters.keys()
+    if "loss_scale" in options and list(kinds) != ["norm"]:
+        raise ValueError(f'loss_scale goes with kind="norm" alone; got kind {named}')
+    unknown = [name for name in options if name not in inspect.signature(attach).parameters]
     if unknown:
         raise TypeError(f"score() knows no {', '.join(sorted(unknown))}, nor does attach()")
     if options.get("weight_grad"):
         raise ValueError("score leaves .grad as it is: weight_grad=True cannot be had")
-    return KINDS[kind](per, loss_fn, loss_reduction, logits, top_classes)
+    return Quantities(kinds, per, loss_fn, loss_reduction, logits, top_classes)
 
 
 def _agree(ranks: Ranks, pool: Pool, wanted: NDArray[np.bool_], arguments: tuple[Any, ...]) -> None:

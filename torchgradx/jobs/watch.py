@@ -13,6 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..attach import Probe
+from .given import norms_of
+
 __all__ = ["Outlier", "OutlierWatch"]
 
 MODEL = ""  # the name of norms that are of the whole model
@@ -79,15 +82,23 @@ class OutlierWatch:
         self._latest: dict[str, _Window] = {}
 
     def update(
-        self, norms: Tensor | Mapping[str, Tensor], indices: Any = None, step: int | None = None
+        self,
+        norms: Probe | Tensor | Mapping[str, Tensor],
+        indices: Any = None,
+        step: int | None = None,
     ) -> list[Outlier]:
         """Hold a batch's norms against those before it; returns what is flagged.
 
         Args:
-            norms: [N], or a dict of them by name, as `Probe.norms` returns them.
+            norms: a probe, or [N], or a dict of them by name, as `Probe.norms` returns them.
             indices: [N], of the samples in their dataset; None: their places in the batch.
             step: of the training; None: how many updates there were before.
+
+        Raises:
+            TypeError, ValueError: an argument is not as above.
+            CoverageError: as of `Probe.norms`.
         """
+        norms = norms_of(norms, named=True)
         step = self.steps if step is None else step
         groups = norms if isinstance(norms, Mapping) else {MODEL: norms}
         flagged: list[Outlier] = []
@@ -147,6 +158,10 @@ class OutlierWatch:
         if self.histogram_every and self.steps % self.histogram_every == 0 and len(held):
             self.writer.add_histogram(f"{tag}/window", held, step)
 
+    def __repr__(self) -> str:
+        found = len(self.outliers)
+        return f"OutlierWatch(steps={self.steps}, threshold={self.threshold}, outliers={found})"
+
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,9 +220,7 @@ def _quantile(held: NDArray[np.float64], q: float) -> NDArray[np.float64]:
 def _on_cpu(groups: Mapping[str, Tensor]) -> dict[str, NDArray[np.float64]]:
     if not groups:
         return {}
-    whole = torch.stack([torch.as_tensor(v).detach().double() for v in groups.values()])
-    if whole.dim() != 2:
-        raise ValueError(f"norms must be [N]; got {list(whole.shape[1:])}")
+    whole = torch.stack([norms.double() for norms in groups.values()])
     return dict(zip(groups, whole.cpu().numpy(), strict=True))
 
 

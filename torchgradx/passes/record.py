@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +12,12 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..clipping import Books, factors_of, group, is_unscaled, unscaled_by
+from ..clipping import Books
+from ..deferred import Deferred
 from ..errors import CoverageError
+from ..factors import Group, factors_of, is_unscaled, unscaled_by
 from ..norms import combine
+from ..options import Scale, check_scale
 from ..rules import Layer
 from .frames import NONE, Answer, Frames, Told
 
@@ -23,6 +28,12 @@ if TYPE_CHECKING:
     from ..table import Parameters
 
 __all__ = ["Record"]
+
+MANY = 1024  # scales of a loss: those of forwards that meet no backward must not add up
+UNASKED = (
+    "loss_scale(args, kwargs) cannot be called within a compiled graph: give a callable without "
+    "arguments, or set probe.loss_scale before the forward"
+)
 
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 UNTOLD = Told()
@@ -44,8 +55,14 @@ class Record:
         self._recorder, self._parameters, self._layers = recorder, parameters, layers
         self._options = options
         self.books = Books(recorder, parameters)
+        if not options["weight_grad"]:
+            self.books = Deferred(recorder, parameters, options["loss_scale"])
         self._frames = Frames()
         self._serial = 0  # of forwards
+        # What the user said that losses are scaled by, each from one forward on, in order.
+        scale = options["loss_scale"]
+        self._asked: Callable[..., Scale] | None = scale if callable(scale) else None
+        self._scales: list[tuple[int, Any]] = [(0, 1.0 if callable(scale) else scale)]
         self._read = False
         self._entry = threading.RLock()
         self._compares = False  # .grad with the samples' own gradients: somebody asked for it
@@ -81,17 +98,54 @@ class Record:
             self.books.begin(first=not self.runs)
             if self._compares and not self.runs:
                 self._there = self._sizes_of_grads(run.trainable)
-            scale = self._options["loss_scale"]
-            if isinstance(scale, torch.amp.GradScaler):
-                scale = scale.get_scale() if scale.is_enabled() else 1.0
-            elif isinstance(scale, Tensor):
-                scale = scale.detach().clone()
+            scale = self._scale_of(run.serial)
             if run.serial and any(other.serial == run.serial for other, _ in self.runs):
                 self._recorder.refuse(-1, TWICE)
             self.runs.append((run, scale))
             run.recorded = True
             for site, reason in run.refusals:
                 self._recorder.refuse(site, reason)
+
+    @property
+    def scale(self) -> Any:
+        """What losses are scaled by in the passes to come, as the user said it."""
+        return self._scales[-1][1] if self._asked is None else self._asked
+
+    @scale.setter
+    def scale(self, scale: Any) -> None:
+        self._asked = scale if callable(scale) else None
+        if self._asked is None:
+            self._scale_from(self._serial + 1, scale)
+
+    def ask_scale(self, run: Any, *call: Any) -> None:
+        """Let the user's callable, if there is one, say the scale of a pass; of its (args, kwargs),
+        where they are known."""
+        if self._asked is None:
+            return
+        wants = len(inspect.signature(self._asked).parameters) > 0
+        if wants and not call:
+            run.refuse(-1, UNASKED)
+            return
+        scale = self._asked(*call) if wants else self._asked()
+        check_scale(scale)
+        self._scale_from(run.serial, scale)
+
+    def _scale_from(self, serial: int, scale: Any) -> None:
+        scale = scale.detach().clone() if isinstance(scale, Tensor) else scale
+        entries = self._scales[-MANY:]
+        entries.insert(bisect_right(entries, serial, key=_first), (serial, scale))
+        self._scales = entries
+
+    def _scale_of(self, serial: int) -> Scale:
+        """What was said before a pass's forward, times a GradScaler's scale at its backward."""
+        said: Any = self._scales[max(1, bisect_right(self._scales, serial, key=_first)) - 1][1]
+        scaler, scale = self._options["loss_scale"], 1.0
+        if isinstance(scaler, torch.amp.GradScaler):
+            scale = scaler.get_scale() if scaler.is_enabled() else 1.0
+        if said is scaler:
+            said = scale if isinstance(scaler, torch.amp.GradScaler) else said
+            return said.detach().clone() if isinstance(said, Tensor) else said
+        return said * scale
 
     def clear(self) -> None:
         for run, _ in self.runs:
@@ -165,7 +219,8 @@ class Record:
                 ".grad was changed between or after this record's backwards, as by zero_grad() or "
                 "clipping: read it before that, and reset() where you zero it"
             )
-        return 1 / self.factors(self._in_order())
+        factors = self.factors(self._in_order())
+        return torch.where(factors == 0, 0.0, 1 / factors)
 
     def _sizes_of_grads(self, places: Sequence[int]) -> list[Tensor]:
         """On their devices: a set_to_none=False leaves zeros."""
@@ -194,6 +249,7 @@ class Record:
         per: str,
         max_norm: float | Tensor | None,
         factors: Callable[[Tensor], Tensor] | None,
+        drops: bool,
     ) -> Tensor | dict[str, Tensor]:
         """The norms before it."""
         unscaled = unscaled_by(self._options["loss_scale"])
@@ -205,8 +261,10 @@ class Record:
         groups = []
         for key, places in self._groups(per).items():
             norm = by_group[key]
-            groups.append(group(places, norm, factors_of(norm, max_norm, factors), sizes))
-        if factors is None and bool(torch.as_tensor(max_norm).isposinf().all()):
+            by_sample = factors_of(norm, max_norm, factors, drops)
+            groups.append(Group(places, norm, by_sample, sizes))
+        stays = self._options["weight_grad"] and factors is None and not drops
+        if stays and bool(torch.as_tensor(max_norm).isposinf().all()):
             groups = []  # of all processes alike: nothing is touched
         self.books.clip(runs, groups, unscaled)
         return norms
@@ -264,7 +322,7 @@ class Record:
                     f"loss_scale must be a number or a Tensor [{run.n}], one a sample of the pass; "
                     f"got shape {list(scale.shape)}"
                 )
-            yield reduction / scale
+            yield torch.where(scale == 0, 0.0, reduction / scale)  # of nothing the norm is 0
 
     def require(self, under_way: bool) -> None:
         """Raise a CoverageError where there is nothing to read; under_way: or not yet."""
@@ -282,6 +340,10 @@ class Record:
             "enabled, then loss.backward(), then norms()"
         )
         raise CoverageError(f"nothing is recorded: {why}. Without norms: {', '.join(names)}", names)
+
+
+def _first(entry: tuple[int, Any]) -> int:
+    return entry[0]
 
 
 def _norms(

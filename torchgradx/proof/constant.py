@@ -202,7 +202,7 @@ def _is_of_sizes(func: Any) -> bool:
     return bool(
         name.endswith("_like")
         or name.startswith("new_")
-        or (name == "bernoulli" and schema.overload_name == "p")
+        or (schema is not None and name == "bernoulli" and schema.overload_name == "p")
     )
 
 

@@ -61,5 +61,6 @@ def forget(where: Iterable[Tensor]) -> bool:
         if p.is_leaf and p._backward_hooks is not None and not p._backward_hooks:
             p._backward_hooks = None
         if p.is_leaf and p._post_accumulate_grad_hooks is not None:
-            p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks or None
+            emptied: Any = p._post_accumulate_grad_hooks or None
+            p._post_accumulate_grad_hooks = emptied
     return True

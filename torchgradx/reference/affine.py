@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from .chunks import accumulation_dtype, chunks, norms, precise_dtype
+from .chunks import accumulation_dtype, chunks, norms, precise_dtype, scaled_sum
 
 __all__ = ["affine_fused", "affine_sq_norms", "moments", "prelu_fused", "prelu_sq_norms"]
 
@@ -117,8 +117,8 @@ def affine_fused(
     n, totals = input.shape[0], input.new_zeros(2, *w.shape, dtype=wide)
     scales = input.new_ones(n, dtype=wide) if scale is None else scale.to(wide)
     for chunk, _, g, xhat in _chunks(input, grad_output, _xhat(mean, rstd)):
-        totals[0] += torch.tensordot(scales[chunk], (g * xhat).sum(1), dims=1)
-        totals[1] += torch.tensordot(scales[chunk], g.sum(1), dims=1)
+        totals[0] += scaled_sum(scales[chunk], (g * xhat).sum(1))
+        totals[1] += scaled_sum(scales[chunk], g.sum(1))
         inner = g * w
         if not frozen:
             slope = (inner * xhat).mean(dims, keepdim=True)
@@ -157,7 +157,7 @@ def prelu_fused(
     total = torch.zeros_like(w)
     scales = input.new_ones(len(input), dtype=wide) if scale is None else scale.to(wide)
     for chunk, x, g, f in _chunks(input, grad_output, _negative):
-        total += torch.tensordot(scales[chunk], (g * f).sum(1), dims=1)
+        total += scaled_sum(scales[chunk], (g * f).sum(1))
         grad_input[chunk] = torch.where(x > 0, g, g * w).to(input.dtype)
     total = total.to(weight.dtype).view(weight.shape)
     return grad_input, total, prelu_sq_norms(input, grad_output)

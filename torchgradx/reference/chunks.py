@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK", "accumulation_dtype", "along", "chunks", "norms", "precise_dtype"]
+__all__ = ["CHUNK", "accumulation_dtype", "along", "chunks", "norms", "precise_dtype", "scaled_sum"]
 
 CHUNK = 1 << 19  # elements of one chunk's largest intermediate: 2 MiB of float32
 
@@ -35,3 +35,11 @@ def chunks(count: int, elements: int) -> Iterator[slice]:
 def norms(rows: Tensor) -> Tensor:
     """[N, T, D] -> [N], in float64, since squares leave float32's range long before norms do"""
     return torch.linalg.vector_norm(rows, dim=(1, 2), dtype=precise_dtype(rows))
+
+
+def scaled_sum(scale: Tensor, grads: Tensor) -> Tensor:
+    """[n], [n, *] -> [*]: a sample of scale 0 is left out, whatever its numbers."""
+    kept = scale != 0
+    if not bool(kept.all()):
+        scale, grads = scale[kept], grads[kept]
+    return torch.tensordot(scale, grads, dims=1)

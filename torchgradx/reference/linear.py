@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .chunks import accumulation_dtype, chunks, norms
+from .chunks import accumulation_dtype, chunks, norms, scaled_sum
 
 __all__ = [
     "bias_sq_norms",
     "conv2d_direct_sq_norms",
     "conv2d_fused",
     "conv2d_gram_sq_norms",
+    "conv2d_scaled",
     "conv2d_sq_norms_of_rows",
     "direct_sq_norms",
     "gram_sq_norms",
     "linear_fused",
+    "linear_scaled",
     "rank1_sq_norms",
 ]
 
@@ -26,6 +28,7 @@ __all__ = [
 CANCELLED = 1e-4
 
 Fused = tuple[Tensor, Tensor, Tensor]  # grad_weight, grad_bias [O] (or [0]), sq_norms [1 + bias, N]
+Scaled = tuple[Tensor, Tensor]
 
 
 def _with_bias(sq_norms: Tensor, grad_output: Tensor, bias: bool) -> Tensor:
@@ -106,16 +109,22 @@ def linear_fused(
     sq_norms = activations.new_empty(n, dtype=wide)
     for chunk, gradients in _sample_gradients(activations, grad_output):
         sq_norms[chunk] = norms(gradients).square()
-        grad_weight += torch.tensordot(weights[chunk], gradients, dims=1)
+        grad_weight += scaled_sum(weights[chunk], gradients)
     grad_bias = _grad_bias(grad_output, weights, bias)
     return grad_weight.to(activations.dtype), grad_bias, _with_bias(sq_norms, grad_output, bias)
+
+
+def linear_scaled(activations: Tensor, grad_output: Tensor, scale: Tensor, bias: bool) -> Scaled:
+    """sum_n scale_n G_n and sum_nt scale_n b_nt, without norms."""
+    return linear_fused(activations, grad_output, scale, bias)[:2]
 
 
 def _grad_bias(grad_output: Tensor, weights: Tensor, bias: bool) -> Tensor:
     """[N, T, O], [N] -> [O], or [0] without a bias"""
     if not bias:
         return grad_output.new_empty(0)
-    return (weights @ grad_output.sum(1, dtype=weights.dtype)).to(grad_output.dtype)
+    by_sample = grad_output.sum(1, dtype=weights.dtype)
+    return scaled_sum(weights, by_sample).to(grad_output.dtype)
 
 
 def _rows(
@@ -227,3 +236,19 @@ def conv2d_fused(
     pixels = _pixels_last(grad_output)
     grad_bias = _grad_bias(pixels, weights, bias)
     return grad_weight.to(input.dtype), grad_bias, _with_bias(sq_norms, pixels, bias)
+
+
+def conv2d_scaled(
+    input: Tensor,
+    grad_output: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    scale: Tensor,
+    bias: bool,
+) -> Scaled:
+    """linear_scaled of the patches"""
+    geometry = (kernel_size, stride, padding, dilation, groups)
+    return conv2d_fused(input, grad_output, *geometry, scale, bias)[:2]

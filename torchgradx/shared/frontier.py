@@ -313,7 +313,7 @@ class Region:
                 layouts[node] = LAST if one or finding.layout == SECOND else None
         for (node, _), finding in zip(middles, rest[len(columns) :], strict=True):
             if layouts[node] in (None, LAST) and finding.layout in (SECOND, MINOR):
-                layouts[node] = finding.layout  # type: ignore[assignment]
+                layouts[node] = finding.layout
         return layouts
 
 

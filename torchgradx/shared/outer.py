@@ -105,12 +105,13 @@ def along(g: Gradients, direction: Tensor) -> Tensor:
 
 
 def weighted(g: Gradients, factors: Tensor) -> Tensor:
-    """[*]: the sum over the samples, each times its factor [N]."""
-    if isinstance(g, Outer):
-        wide = accumulation_dtype(g.left.dtype)
-        return total(Outer(g.left.to(wide) * factors.to(wide).view(-1, 1, 1), g.right.to(wide)))
+    """[*]: the sum over the samples, each times its factor [N]; those of factor 0 left out."""
     wide = accumulation_dtype(g.dtype)
-    return factors.to(wide) @ g.reshape(len(factors), -1).to(wide)
+    if isinstance(g, Outer):
+        g = g.to(wide)
+        grad: Tensor = ops.linear_scaled(g.right, g.left, factors, False)[0]
+        return grad
+    return chunks.scaled_sum(factors.to(wide), g.reshape(len(factors), -1).to(wide))
 
 
 class BySample:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from ..passes.versions import Versions
-from .fallback import Call, as_it_stands, weighted, whole_gradients
+from .fallback import Call, as_it_stands, weighted, whole_gradients, without
 
 __all__ = ["Booked"]
 
@@ -27,5 +28,10 @@ class Booked:
         return self._versions.stand()
 
     def weighted(self, factors: Tensor, places: list[int]) -> list[Tensor]:
-        found = whole_gradients(weighted(self._call, factors), self._silent)
+        call, left_out = weighted(self._call, factors), factors == 0
+        found = whole_gradients(call, self._silent)
+        if bool(left_out.all()):
+            found = [torch.zeros_like(g) for g in found]
+        elif bool(left_out.any()) and not all(bool(g.isfinite().all()) for g in found):
+            found = whole_gradients(without(call, left_out), self._silent)
         return [g for place, g in zip(self.parameters, found, strict=True) if place in places]

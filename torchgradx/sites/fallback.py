@@ -30,7 +30,7 @@ from .stand_in import held_besides, of_its_own, put, state_of_its_own
 
 __all__ = ["Call", "as_it_stands", "as_its_own", "by_sample", "dim_of",
            "per_sample_gradients", "run_again", "terms_of_bias", "weighted",
-           "whole_gradients"]  # fmt: skip
+           "whole_gradients", "without"]  # fmt: skip
 
 Chunks = Iterator[tuple[slice, list[Tensor]]]
 
@@ -267,22 +267,50 @@ def _held_against_the_whole(
 
 
 def weighted(call: Call, factors: Tensor) -> Call:
-    """With each sample's share of the gradients times its factor [N]."""
+    """With each sample's share of the gradients times its factor [N]; 0 where that is 0."""
 
     def times(g: Tensor | None) -> Tensor | None:
         if g is None or not g.numel():
             return g
         if call.samples is not None and g is call.grads[0]:
-            return (g * factors[call.samples, None]).to(g.dtype)
-        dim = dim_of(call, g)
-        each = g.shape[dim] // call.n
-        minor = each > 1 and call.layout != BATCH
-        rows = factors.repeat(each) if minor else factors.repeat_interleave(each)
-        shape = [1] * g.dim()
-        shape[dim] = -1
-        return (g * rows.view(shape)).to(g.dtype)
+            rows = factors[call.samples, None]
+        else:
+            by_row, dim = _by_row(call, g, factors)
+            rows = by_row.view([-1 if d == dim else 1 for d in range(g.dim())])
+        return (g * rows).masked_fill_(rows == 0, 0).to(g.dtype)
 
     return replace(call, grads=[times(g) for g in call.grads])
+
+
+def _by_row(call: Call, t: Tensor, by_sample: Tensor) -> tuple[Tensor, int]:
+    """[N] for each row of an argument or an output, and the dimension of these."""
+    dim = dim_of(call, t)
+    each = t.shape[dim] // call.n
+    minor = each > 1 and call.layout != BATCH
+    return by_sample.repeat(each) if minor else by_sample.repeat_interleave(each), dim
+
+
+def without(call: Call, left_out: Tensor) -> Call:
+    """With the input of a sample that stays in place of those that are left out [N]: their own
+    would make nan of their gradients of 0."""
+    stays = torch.arange(call.n, device=left_out.device)
+    stays = torch.where(left_out, stays[~left_out][0], stays)
+
+    def leaf(t: Any) -> Any:
+        if not isinstance(t, Tensor) or not t.is_floating_point():
+            return t
+        if call.samples is not None:
+            rows = t.dim() > 1 and len(t) == len(call.samples)
+            return t.masked_fill(left_out[call.samples][:, None], 0) if rows else t
+        if _pieces(call, t) is None:
+            return t
+        rows_of, dim = _by_row(call, t, torch.arange(call.n, device=t.device))
+        rows = rows_of.argsort(stable=True).unflatten(0, (call.n, -1))  # of each sample
+        source = torch.empty_like(rows_of)
+        source[rows] = rows[stays]
+        return t.index_select(dim, source)
+
+    return replace(call, arguments=tree_map(leaf, call.arguments), gave=())
 
 
 def run_again(call: Call) -> tuple[list[Tensor], list[Tensor]]:

@@ -104,7 +104,10 @@ class NativeSite:
         self.layer, self.declared = layer, declared_layout(layer, options)
         self.presumed = SEQUENCE if options["batch_dim"] or layer.role else BATCH
         self._rule = rule_named(layer.kind)
-        swaps = self._rule.swaps and owns_backward(options)
+        # A table's own gradient, as large as all its rows, is left out only in a node of ours.
+        table = self._rule.whole and not options["weight_grad"]
+        bounded = getattr(module, "max_norm", None) is not None  # its forward changes the weight
+        swaps = owns_backward(options) and (self._rule.swaps or (table and not bounded))
         declared = SECOND if layer.role and self.declared >= 0 else self.declared
         site = self.core = core(layer, index, context, declared, self.presumed, swaps)
         self._hooks = Hooks(module)

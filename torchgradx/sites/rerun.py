@@ -30,7 +30,7 @@ from ..reference.chunks import along
 from ..rules import Layer, rule_named
 from ..sharding import scattered
 from ..shared.frontier import coarsest, look_of
-from ..shared.outer import sq_norms
+from ..shared.outer import BySample, sq_norms
 from ..table import COMPUTED, Context, declared_layout
 from .booked import Booked
 from .copies import stock_of, untraced
@@ -303,8 +303,11 @@ class FallbackSite:
             return
         if any(grads[k] is not None for k in use.inner):
             call = of_the_loss(call, use.inner, self._silent)
-        if self._recorder.books:
-            self._recorder.book(run, Booked(call, places, self._silent))
+        # For clipping: gradients by sample where they are smaller than what they were made from.
+        books = bool(self._recorder.books)
+        held = (parameter_of(use.module, name) for name in names)
+        elements = sum(p.numel() for p in held if p is not None) * run.n
+        small = books and elements <= sum(g.numel() for g in grads if g is not None)
         waits = [run.waits(place) for place in places]
         directions = {k: run.directions[place] for k, place in enumerate(places) if run.directions}
         direct = any(v is not None for v in directions.values())
@@ -318,8 +321,12 @@ class FallbackSite:
                     self._recorder.add_recorded(place, total, rounding)
             for place, name in zip(places, names, strict=True):
                 run.finish(place, norms[name])
+            if books:
+                self._recorder.book(run, Booked(call, places, self._silent))
             return
-        way, chunks = per_sample_gradients(call, self._silent, bool(self._recorder.books))
+        if books and not small:
+            self._recorder.book(run, Booked(call, places, self._silent))
+        way, chunks = per_sample_gradients(call, self._silent, books and not small)
         self.layer.notes[way] = None
         kept: list[list[Tensor]] = [[] for _ in places]
         dots: list[Tensor] = []
@@ -337,11 +344,15 @@ class FallbackSite:
                     size = every + terms_of_bias(call, names[k]) * len(g) / run.n
                     rounding = _rounding(use, call, g, size, alone)
                     self._recorder.add_recorded(place, g.sum(0), rounding)
-                kept[k].append(g if waits[k] else sq_norms(g))
+                kept[k].append(g if waits[k] or small else sq_norms(g))
         for k, place in enumerate(places):
             joined = torch.cat(kept[k]) if kept[k] else torch.zeros(0)
+            if small and kept[k]:
+                self._recorder.book(run, BySample(place, joined))
             if waits[k]:
                 run.add(place, joined)
+            elif small and kept[k]:
+                run.finish(place, sq_norms(joined))
             else:
                 run.finish(place, joined)
         if dots:

@@ -32,7 +32,6 @@ class Standing:
     def __init__(self, model: nn.Module) -> None:
         """Raises RuntimeError where another probe is on."""
         self.on = True  # False from remove() on
-        self.probe: Callable[[], Any] = _nobody
         self.formers = _removed_from(model)
         if len(self.formers) > MANY:
             gc.collect()  # a checkpoint's graph is a cycle
@@ -41,12 +40,6 @@ class Standing:
         self._recorder: Any = None
         self._classes: dict[type, tuple[type, dict[int, Any]]] = {}
         self._kinds: dict[int, type] = {}  # by module's id
-
-    @staticmethod
-    def of(model: nn.Module) -> Any:
-        """The probe that is on, of a model as a whole; or None."""
-        found = [one.probe() for one in _those_of(model) if one.on]
-        return next((probe for probe in found if probe and probe._model() is model), None)
 
     def enter(self, recorder: Any) -> None:
         self._recorder = recorder
@@ -111,10 +104,6 @@ class Standing:
         if former in self.formers:
             self.formers.remove(former)
             self._recorder.follow([one._recorder for one in self.formers])
-
-
-def _nobody() -> None:
-    pass
 
 
 def _those_of(module: nn.Module) -> list[Standing]:

@@ -1,0 +1,111 @@
+// Tensors as the launchers' operands: strides, and a copy or a view where a kernel wants another memory order.
+#pragma once
+
+#include "bindings.h"
+
+#include <ATen/ops/empty.h>
+
+#include <optional>
+
+namespace torchgradx::cuda {
+
+using at::MemoryFormat;
+
+inline DenseOperand rows_of(const Tensor& t) {  // [N, T, features]
+  return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+}
+
+inline ConvOperand planes_of(const Tensor& t) {  // [N, channels, height, width]
+  return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+}
+
+// Pixels at one distance from each other, so that they are positions: a copy for the rare view in which they are not.
+inline Tensor evenly_spaced(const Tensor& t) {  // [N, O, H', W']
+  const bool even = t.size(2) <= 1 || t.size(3) <= 1 || t.stride(2) == t.size(3) * t.stride(3);
+  return even ? t : t.contiguous(t.suggest_memory_format());
+}
+
+struct Images {
+  const Tensor input, grads;  // [N, C, H, W], [N, O, H', W'], pixels of the latter evenly spaced
+};
+
+// Kernels go along the same dimension of both, and along channels where they copy whole patches of halves: what lies
+// otherwise is copied, as the framework does for its own.
+inline Images in_one_order(const ConvShape& s, const Tensor& input, const Tensor& grads) {
+  const auto last = [](const Tensor& t) { return t.suggest_memory_format() == MemoryFormat::ChannelsLast; };
+  const bool mixed = s.C > 1 && s.O > 1 && last(input) != last(grads);
+  const bool patches = s.groups == 1 && s.C % 8 == 0 && s.O % 8 == 0 && s.kH * s.kW > 1 && !last(input);
+  const auto copied = [&](MemoryFormat format) { return Images{input.contiguous(format), grads.contiguous(format)}; };
+  if (mixed || (patches && input.element_size() == 2))
+    return copied(s.groups == 1 ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
+  return {input, evenly_spaced(grads)};
+}
+
+inline Tensor rows_of_pixels(const Tensor& t) {  // [N, C, H, W] -> [N, HW, C]
+  const Tensor even = evenly_spaced(t);
+  return even.as_strided({t.size(0), t.size(2) * t.size(3), t.size(1)},
+                         {even.stride(0), even.stride(t.size(3) > 1 ? 3 : 2), even.stride(1)});
+}
+
+// A convolution of 1 x 1 as a Linear of its pixels
+inline std::optional<Rows> rows_of_images(const ConvShape& s, const Tensor& input, const Tensor& grads) {
+  if (s.kH * s.kW > 1 || s.padH + s.padW > 0 || s.groups > 1) return std::nullopt;
+  const Tensor met = s.strideH * s.strideW > 1
+                         ? input.slice(2, 0, std::nullopt, s.strideH).slice(3, 0, std::nullopt, s.strideW)
+                         : input;
+  return Rows{rows_of_pixels(met), rows_of_pixels(grads)};
+}
+
+inline LinearProblem problem_of(const RowShape& s, const Tensor& activations, const Tensor& grad_output,
+                                const Run& run) {
+  return {dtype_of(activations), s.N, s.T, s.I, s.O, rows_of(activations), rows_of(grad_output), run.device()};
+}
+
+inline Conv2dProblem problem_of(const ConvShape& s, const Tensor& input, const Tensor& grad_output, const Run& run) {
+  return {dtype_of(input),
+          s.N,
+          s.C,
+          s.H,
+          s.W,
+          s.O,
+          s.outH,
+          s.outW,
+          s.kH,
+          s.kW,
+          s.strideH,
+          s.strideW,
+          s.padH,
+          s.padW,
+          s.dilationH,
+          s.dilationW,
+          s.groups,
+          planes_of(input),
+          planes_of(grad_output),
+          run.device()};
+}
+
+inline LinearProblem problem_of(const Rows& rows, const Run& run) {
+  const Tensor &a = rows.activations, &b = rows.grad_output;
+  return problem_of(RowShape{a.size(0), a.size(1), a.size(2), b.size(2)}, a, b, run);
+}
+
+// Rows that begin at multiples of 16 bytes, as Hopper's copies want them: a copy where they do not.
+inline Tensor aligned_rows(const Tensor& t) {  // [N, T, features]
+  constexpr int64_t kPiece = 8;
+  const bool aligned = t.stride(2) == 1 && t.stride(1) % kPiece == 0 && t.stride(0) % kPiece == 0 &&
+                       reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+  if (aligned || t.element_size() != 2) return t;
+  const int64_t pitch = (t.size(2) + kPiece - 1) / kPiece * kPiece;
+  Tensor copy = at::empty({t.size(0), t.size(1), pitch}, t.options()).narrow(2, 0, t.size(2));
+  copy.copy_(t);
+  return copy;
+}
+
+// Patches that neither overlap nor leave pixels out, as rows of a Linear: [N, H'W', C kH kW].
+inline Tensor rows_of_patches(const ConvShape& s, const Tensor& input) {
+  return input.view({s.N, s.C, s.outH, s.kH, s.outW, s.kW})
+      .permute({0, 2, 4, 1, 3, 5})
+      .reshape({s.N, s.outH * s.outW, s.C * s.kH * s.kW});
+}
+
+}  // namespace torchgradx::cuda

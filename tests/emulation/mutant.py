@@ -1,0 +1,16 @@
+"""One bug to plant in the CUDA kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str  # of csrc/cuda
+    via: str  # the .cu that is compiled with it
+    arithmetic: str  # bfloat16, float32, float64 or tf32
+    old: str
+    new: str
+    layer: str = "linear"  # or conv2d, batched, affine, gather, hopper: whose problems see it

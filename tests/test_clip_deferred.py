@@ -1,0 +1,477 @@
+"""Deferred clipping, attach(clip=True, weight_grad=False): backward makes norms alone and leaves
+`.grad`, clip_grad_norm_ adds the clipped sum: one weight gradient for each layer and pass."""
+
+import collections
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import Model, mlp, seeded, square  # noqa: F401
+from clip_oracle import bounded, check_clip, gradients, norms_of, refuses, same, weighted
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import torchgradx
+from torchgradx import ops
+
+N, BOUND = 6, 0.5
+DEFERRED = {"clip": True, "weight_grad": False}
+needs_kernels = pytest.mark.skipif(not ops.NATIVE, reason="is of the kernels")
+
+
+class Counter(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().partition(".")[0]
+        self.counts[name.replace("torchgradx::", "")] += 1
+        return func(*args, **(kwargs or {}))
+
+    def of(self, *names):
+        return {name: self.counts[name] for name in names if self.counts[name]}
+
+
+OURS = ("rank1_sq_norms", "gram_sq_norms", "direct_sq_norms", "bias_sq_norms", "linear_fused",
+        "linear_scaled", "conv2d_gram_sq_norms", "conv2d_direct_sq_norms", "conv2d_fused",
+        "conv2d_scaled", "affine_sq_norms", "affine_fused", "prelu_fused", "gather_sq_norms",
+        "aten::embedding_dense_backward", "aten::convolution_backward",
+        "aten::native_layer_norm_backward", "aten::native_group_norm_backward")  # fmt: skip
+
+
+def clipped(model, *batches, bound=BOUND, loss=square, share=1.0):
+    """{parameter: the sum of the means of each batch's clipped gradients, times share}"""
+    found = {}
+    for x in batches:
+        rows = gradients(model, loss, x)
+        part = weighted(rows, bounded(norms_of(rows, "model"), bound), "model")
+        found = {n: found.get(n, 0) + g * share / len(x) for n, g in part.items()}
+    return found
+
+
+def is_sum(model, want, rtol=1e-9):
+    same(model, want, rtol, {name: g.norm() + 1 for name, g in want.items()})
+
+
+def flat(*layers):
+    return nn.Sequential(*layers, nn.Flatten())
+
+
+COUNTED = {  # model, input, calls in backward, calls in clip_grad_norm_
+    "rank1": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), (N, 8),
+              {"rank1_sq_norms": 2}, {"linear_scaled": 2}),
+    "gram": (lambda: nn.Linear(64, 64), (N, 2, 64), {"gram_sq_norms": 1}, {"linear_scaled": 1}),
+    "direct": (lambda: nn.Linear(4, 4), (N, 50, 4), {"direct_sq_norms": 1}, {"linear_scaled": 1}),
+    "conv": (lambda: flat(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3)), (N, 3, 12, 12),
+             {"conv2d_direct_sq_norms": 2, "aten::convolution_backward": 1}, {"conv2d_scaled": 2}),
+    "layer norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), (N, 9, 4),
+                   {"direct_sq_norms": 1, "affine_fused": 1},
+                   {"linear_scaled": 1, "affine_fused": 1}),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (N, 4, 5), {"affine_fused": 1}, {"affine_fused": 1}),
+    "embedding": (lambda: nn.Embedding(7, 4), None, {"gather_sq_norms": 1},
+                  {"aten::embedding_dense_backward": 1}),
+    "a layer called twice": (lambda: nn.Sequential(*[nn.Linear(4, 4)] * 2), (N, 5, 4),
+                             None, {"linear_scaled": 2}),
+}  # fmt: skip
+
+
+@needs_kernels
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("kind", COUNTED)
+def test_one_norm_and_one_weight_gradient_for_each_layer_and_pass(kind, passes):
+    make, shape, in_backward, in_clip = COUNTED[kind]
+    model = make().double()
+    model.requires_grad_(True)
+    made = [torch.randint(7, (N, 5)) if shape is None else torch.randn(shape).double()
+            for _ in range(passes)]  # fmt: skip
+    backwards = []
+    with torchgradx.attach(model, **DEFERRED) as probe:
+        for counted in (False, True):  # the first step proves where the samples are
+            model.zero_grad()
+            with Counter() as backward:
+                for x in made:
+                    loss = square(model, x)
+                    if counted:
+                        loss.grad_fn.register_prehook(backwards.append)
+                    loss.backward()
+            assert all(p.grad is None for p in model.parameters())
+            with Counter() as clip:
+                probe.clip_grad_norm_(BOUND)
+        if in_backward is not None:
+            assert backward.of(*OURS) == {k: c * passes for k, c in in_backward.items()}
+        assert not backward.of("linear_fused", "linear_scaled", "conv2d_scaled", "conv2d_fused")
+        assert clip.of(*OURS) == {k: c * passes for k, c in in_clip.items()}
+        assert len(backwards) == passes
+        with pytest.raises(RuntimeError, match="second time"):  # no graph was retained
+            loss.backward()
+    is_sum(model, clipped(model, *made))
+
+
+@needs_kernels
+def test_products_of_a_step_are_those_of_the_inputs_gradient_and_one_sum():
+    """What is counted above are our operators: of the framework's there are none besides."""
+    model, x = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)), torch.randn(N, 5)
+    with torchgradx.attach(model, **DEFERRED) as probe:
+        for _ in range(2):
+            loss = square(model, x)
+            with Counter() as counter:
+                loss.backward()
+                probe.clip_grad_norm_(BOUND)
+    assert counter.of("aten::mm", "aten::addmm", "aten::bmm", "aten::matmul") == {"aten::mm": 1}
+
+
+class Scale(nn.Module):
+    """A module that has no kernel."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.gain, self.calls = nn.Parameter(torch.rand(d)), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.sin(x * self.gain)
+
+
+def test_a_module_without_a_kernel_is_not_called_by_clipping_where_its_parameters_are_small():
+    model = nn.Sequential(nn.Linear(3, 4), Scale(4), nn.Linear(4, 2)).double()
+    x = torch.randn(N, 5, 3, dtype=torch.float64)
+    with torchgradx.attach(model, **DEFERRED) as probe:
+        for _ in range(2):
+            model.zero_grad()
+            square(model, x).backward()
+            calls = model[1].calls
+            probe.clip_grad_norm_(BOUND)
+        assert model[1].calls == calls
+        is_sum(model, clipped(model, x))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.inner = nn.Embedding(7, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.inner(self.inner(self.table(ids)))))
+
+
+@pytest.mark.parametrize("backend", ["auto", "vmap"])
+@pytest.mark.parametrize("per", ["model", "module", "parameter"])
+def test_tied_weights_and_shared_modules(backend, per):
+    model, ids = Tied().double(), torch.randint(7, (N, 5))
+    rows = gradients(model, square, ids)
+    groups = norms_of(rows, per)
+    bound = float(torch.cat(list(groups.values())).median())
+    with torchgradx.attach(model, **DEFERRED, backend=backend) as probe:
+        for _ in range(2):
+            model.zero_grad()
+            square(model, ids).backward()
+            probe.clip_grad_norm_(bound, per=per)
+            want = weighted(rows, {k: f / N for k, f in bounded(groups, bound).items()}, per)
+            is_sum(model, want)
+
+
+@pytest.mark.parametrize("backend", ["auto", "vmap"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulation_over_unequal_batches(set_to_none, backend):
+    model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2)).double()
+    batches = [torch.randn(n, 3, dtype=torch.float64) for n in (4, 1, 3)]
+    with torchgradx.attach(model, **DEFERRED, loss_scale=1 / 3, backend=backend) as probe:
+        for _ in range(2):
+            model.zero_grad(set_to_none=set_to_none)
+            for x in batches:
+                (square(model, x) / 3).backward()
+            assert probe.clip_grad_norm_(BOUND).shape == (8,)
+            is_sum(model, clipped(model, *batches, share=1 / 3))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers(reentrant):
+    model = Model(
+        lambda m, x: m.c(checkpoint(m.b, m.a(x), use_reentrant=reentrant)),
+        a=nn.Linear(3, 4),
+        b=nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)),
+        c=nn.Linear(4, 2),
+    )
+    check_clip(model, square, torch.randn(N, 3), weight_grad=False)
+
+
+def test_a_training_run_is_the_loops():
+    """An optimizer sees nothing but the clipped sums."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    twin, x = copy.deepcopy(model), torch.randn(N, 3, dtype=torch.float64)
+    ours, theirs = (torch.optim.Adam(m.parameters(), lr=0.05) for m in (model, twin))
+    with torchgradx.attach(model, **DEFERRED) as probe:
+        for _ in range(3):
+            ours.zero_grad()
+            square(model, x).backward()
+            probe.clip_grad_norm_(BOUND)
+            ours.step()
+            for p, g in zip(twin.parameters(), clipped(twin, x).values(), strict=True):
+                p.grad = g
+            theirs.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-9)
+
+
+def test_other_backwards_accumulate_as_ever():
+    """A penalty's own backward and a paused pass are in .grad already: the sum is added."""
+    model, x, y = mlp().double(), *torch.randn(2, N, 3, dtype=torch.float64)
+    with torchgradx.attach(model, **DEFERRED) as probe:
+        square(model, x).backward()
+        sum(p.square().sum() for p in model.parameters()).backward()
+        with probe.paused():
+            square(model, y).backward()
+        probe.clip_grad_norm_(BOUND)
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    (sum(p.square().sum() for p in twin.parameters()) + square(twin, y)).backward()
+    want = clipped(model, x)
+    is_sum(model, {name: want[name] + p.grad for name, p in twin.named_parameters()})
+
+
+def test_without_clipping_nothing_comes_to_grad():
+    model, x = mlp(), torch.randn(N, 3)
+    with torchgradx.attach(model, **DEFERRED) as probe:
+        square(model, x).backward()
+        probe.norms()
+        assert all(p.grad is None for p in model.parameters())
+        probe.clip_grad_norm_(BOUND)  # reading is no end
+        refuses(RuntimeError, "clipped already", probe, model, BOUND)
+        square(model, x).backward()
+        probe.reset()
+        refuses(torchgradx.CoverageError, "nothing is recorded", probe, model, BOUND)
+
+
+def test_memory_of_gradients_is_as_autograd_lays_it_out():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).to(memory_format=torch.channels_last)
+    x = torch.randn(N, 3, 5, 5)
+    with torchgradx.attach(model, **DEFERRED) as probe:
+        square(model, x).backward()
+        probe.clip_grad_norm_(BOUND)
+    weight = model[0].weight
+    assert weight.grad.stride() == weight.stride()
+    is_sum(model, clipped(model, x), 1e-5)
+
+
+@needs_kernels
+def test_a_sparse_tables_gradient_is_sparse():
+    model, ids = nn.Embedding(9, 4, sparse=True).double(), torch.randint(5, (N, 3))
+    with torchgradx.attach(model, **DEFERRED) as probe:
+        for _ in range(2):
+            square(model, ids).backward()
+            probe.clip_grad_norm_(BOUND)
+            assert model.weight.grad.is_sparse
+        want = clipped(copy.deepcopy(model).requires_grad_(), ids)
+        is_sum(model, {name: 2 * g for name, g in want.items()})
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize("backend", ["auto", "vmap"])
+def test_a_parameter_that_is_not_used_gets_no_gradient(backend):
+    model, x = Unused().double(), torch.randn(N, 3, dtype=torch.float64)
+    with torchgradx.attach(model, **DEFERRED, backend=backend) as probe:
+        square(model, x).backward()
+        probe.clip_grad_norm_(BOUND)
+    assert model.unused.weight.grad is None
+    is_sum(model.used, clipped(model.used, x))
+
+
+def test_a_frozen_weight_with_a_live_bias():
+    model, x = mlp().double(), torch.randn(N, 3, dtype=torch.float64)
+    model[0].weight.requires_grad_(False)
+    with torchgradx.attach(model, **DEFERRED) as probe:
+        square(model, x).backward()
+        probe.clip_grad_norm_(BOUND)
+    assert model[0].weight.grad is None
+    is_sum(model, clipped(model, x))
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_hooks_on_parameters_are_refused(where):
+    """They see the gradient that is not clipped, or none: what they do to it would be lost."""
+    model, x, seen = mlp(), torch.randn(N, 3), []
+    p = model[2].weight
+    with torchgradx.attach(model, **DEFERRED) as probe:
+        if where == "before":
+            handle = p.register_hook(lambda g: seen.append(g.clone()))
+        else:
+            handle = p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+        square(model, x).backward()
+        refuses(torchgradx.CoverageError, r"Concerned: 2\.weight$", probe, model, BOUND)
+        assert len(seen) == (where == "before")
+        handle.remove()
+        probe.reset()
+        square(model, x).backward()
+        probe.clip_grad_norm_(BOUND)
+    is_sum(model, clipped(model, x), 1e-5)
+
+
+def test_a_step_between_the_passes_of_a_record_is_refused():
+    model, x = mlp(), torch.randn(N, 3)
+    with torchgradx.attach(model, **DEFERRED) as probe:
+        square(model, x).backward()
+        with torch.no_grad():
+            model[0].weight.add_(1)
+        square(model, x).backward()
+        refuses(torchgradx.CoverageError, "once a step", probe, model, BOUND)
+
+
+@pytest.mark.parametrize("backend", ["auto", "vmap"])
+def test_inputs_that_have_changed_are_refused(backend):
+    model, x = mlp(), torch.randn(N, 3)
+    with torchgradx.attach(model, **DEFERRED, backend=backend) as probe:
+        square(model, x).backward()
+        x.zero_()
+        refuses(torchgradx.CoverageError, "changed in place", probe, model, BOUND)
+
+
+def scaled_step(model, optimizer, scaler, probe, x, **clip):
+    optimizer.zero_grad()
+    scaler.scale(square(model, x)).backward()
+    with pytest.raises(RuntimeError, match="unscale_"):
+        probe.clip_grad_norm_(BOUND)
+    scaler.unscale_(optimizer)
+    probe.clip_grad_norm_(BOUND, **clip)
+    want = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    scaler.step(optimizer)
+    scaler.update()
+    return want
+
+
+def test_a_grad_scaler():
+    """unscale_ found no .grad: what is added after it is told to the scaler, infinities too."""
+    model, x = mlp(), torch.randn(N, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    bad = x.clone()
+    bad[2] = float("nan")
+    with torchgradx.attach(model, **DEFERRED, loss_scale=scaler) as probe:
+        for _ in range(2):
+            before = copy.deepcopy(model)
+            scaled_step(model, optimizer, scaler, probe, x)
+            is_sum(model, clipped(before, x), 1e-5)
+            for p, q in zip(model.parameters(), before.parameters(), strict=True):
+                assert torch.allclose(p, q - p.grad)
+        before, scale = copy.deepcopy(model), scaler.get_scale()
+        scaled_step(model, optimizer, scaler, probe, bad)
+        for p, q in zip(model.parameters(), before.parameters(), strict=True):
+            assert torch.equal(p, q)  # the step was skipped
+        assert scaler.get_scale() == scale / 2
+        scaled_step(model, optimizer, scaler, probe, bad, nonfinite="drop")
+        rest = clipped(before, x[torch.arange(N) != 2])
+        is_sum(model, {name: g * (N - 1) / N for name, g in rest.items()}, 1e-5)
+        assert not torch.equal(model[0].weight, before[0].weight)
+
+
+def test_it_changes_no_other_option():
+    model = mlp()
+    with torchgradx.attach(model, weight_grad=False) as probe:
+        square(model, torch.randn(N, 3)).backward()
+        refuses(RuntimeError, "clip=True", probe, model, 1.0)
+
+
+# ---- samples that are not finite ---------------------------------------------------------------
+
+
+class Image(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.act, self.gain, self.head = nn.PReLU(4), Scale(4), nn.Linear(4, 2)
+
+    def forward(self, x):  # [N, 3, 5, 5]
+        x = self.act(self.norm(self.conv(x))).flatten(2).transpose(1, 2)
+        return self.head(self.gain(x))
+
+
+class Sequence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into, self.norm = nn.Linear(3, 4), nn.LayerNorm(4)
+        self.lstm, self.place = nn.LSTM(4, 4, batch_first=True), nn.Parameter(torch.rand(5, 4))
+
+    def forward(self, x):  # [N, 5, 3]
+        return self.lstm(self.norm(self.into(x)) + self.place)[0]
+
+
+SPOILED = {
+    "one position": (mlp, (N, 3)),
+    "positions": (mlp, (N, 4, 3)),
+    "images": (Image, (N, 3, 5, 5)),
+    "sequences": (Sequence, (N, 5, 3)),
+}
+every_way = pytest.mark.parametrize(
+    "options", [{}, {"weight_grad": False}, {"fused": False}], ids=str
+)
+
+
+def left_out(model, x, bad, bound):
+    """The loop's clipped sum over the others, divided by N."""
+    rest = clipped(model, x[[n for n in range(N) if n != bad]], bound=bound)
+    return {name: g * (N - 1) / N for name, g in rest.items()}
+
+
+@every_way
+@pytest.mark.parametrize(  # an LSTM without a kernel is replayed: docs/limits.md
+    "kind", [pytest.param(k, marks=needs_kernels) if k == "sequences" else k for k in SPOILED]
+)
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_a_sample_that_is_not_finite_is_dropped(kind, options, number):
+    make, shape = SPOILED[kind]
+    model, x = make().double(), torch.randn(shape, dtype=torch.float64)
+    x[2] = float(number)
+    finite = [n != 2 for n in range(N)]
+    with torchgradx.attach(model, clip=True, **options) as probe:
+        for bound in (BOUND, float("inf")):
+            model.zero_grad()
+            square(model, x).backward()
+            norms = probe.clip_grad_norm_(bound, nonfinite="drop")
+            assert norms.isfinite().tolist() == finite
+            is_sum(model, left_out(model, x, 2, bound))
+        model.zero_grad()
+        square(model, x).backward()
+        keep = lambda norms: torch.isfinite(norms).to(norms.dtype)  # noqa: E731
+        probe.clip_grad_norm_(factors=keep)
+        is_sum(model, left_out(model, x, 2, float("inf")))
+        model.zero_grad()
+        square(model, x).backward()
+        probe.clip_grad_norm_(BOUND)  # "keep": it spoils .grad, as without a probe
+        assert not any(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_grad": False}], ids=str)
+def test_a_module_that_is_run_again_leaves_it_out_too(options):
+    model = mlp().double()
+    x = torch.randn(N, 3, dtype=torch.float64)
+    x[2] = float("nan")
+    with torchgradx.attach(model, clip=True, backend="vmap", **options) as probe:
+        square(model, x).backward()
+        probe.clip_grad_norm_(BOUND, nonfinite="drop")
+    is_sum(model, left_out(model, x, 2, BOUND))
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_grad": False}], ids=str)
+def test_case_b4(options):
+    model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.randint(0, 3, (5,))
+    x[2] = float("nan")
+    with torchgradx.attach(model, clip=True, **options) as probe:
+        F.cross_entropy(model(x), y).backward()
+        probe.clip_grad_norm_(factors=lambda n: torch.isfinite(n).to(n.dtype))
+    assert model.weight.grad.isfinite().all()
+    with torchgradx.attach(model, clip=True, **options) as probe:
+        F.cross_entropy(model(x), y).backward()
+        with pytest.raises(ValueError, match="nonfinite must be"):
+            probe.clip_grad_norm_(1.0, nonfinite="skip")

@@ -1,0 +1,279 @@
+"""Hopper's kernel (csrc/cuda/direct_sm90.cuh) under emulation, through the operators, against the
+float64 oracle. Ragged shapes as they ran on an H200; every order of threads; one launch each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from backends import BACKENDS
+from emulation import build
+from emulation.operators import operator, operators
+from oracle import (
+    Conv2d,
+    Kind,
+    Linear,
+    Truth,
+    assert_gradient,
+    assert_sq_norms,
+    case,
+    conv2d_truth,
+    linear_truth,
+)
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
+EMULATED = BACKENDS["emulated"]
+HALVES = (torch.bfloat16, torch.float16)
+
+LINEAR = (
+    Linear(3, 7, 8, 8),  # less than a step
+    Linear(3, 7, 64, 72),
+    Linear(8, 63, 72, 64),  # a step that is not whole, at the end
+    Linear(3, 64, 192, 128),  # whole tiles, whole steps
+    Linear(1, 65, 200, 200),
+    Linear(3, 130, 200, 136),  # rectangles of a sample that differ
+    Linear(1, 197, 192, 8),  # one box of outputs
+    Linear(3, 48, 8, 392),  # and of inputs
+    Linear(21, 33, 72, 200),
+    Linear(5, 16, 136, 264),
+    Linear(2, 400, 64, 64),  # more rectangles than stages
+    Linear(2, 40, 200, 133),  # rows that begin at no multiple of 16 bytes: copied first
+)
+CONV2D = (
+    Conv2d(3, 8, 8, (5, 7), (3, 3), padding=(1, 1)),
+    Conv2d(2, 64, 64, (7, 7), (3, 3), padding=(1, 1)),
+    Conv2d(2, 72, 128, (13, 14), (3, 3)),
+    Conv2d(2, 128, 72, (8, 13), (3, 3), padding=(2, 2)),
+    Conv2d(3, 64, 128, (14, 14), (3, 3), (2, 2), (1, 1)),
+    Conv2d(2, 72, 8, (13, 7), (3, 3), (2, 2)),
+    Conv2d(3, 8, 72, (7, 5), (5, 5), padding=(2, 2)),
+    Conv2d(2, 64, 64, (14, 14), (5, 5), (2, 2), (2, 2)),
+    Conv2d(2, 128, 64, (13, 14), (1, 1), (2, 2)),
+    Conv2d(3, 72, 72, (9, 8), (1, 1)),  # rows of pixels
+    Conv2d(2, 64, 8, (7, 14), (3, 3), (2, 2), (2, 2)),
+    Conv2d(2, 16, 64, (20, 20), (3, 3), padding=(1, 1)),  # several rectangles each way
+    Conv2d(2, 8, 16, (9, 11), (3, 2), (2, 1), (1, 0), (2, 3)),  # nothing square, dilated
+    Conv2d(2, 8, 16, (1, 40), (1, 3), padding=(0, 1)),  # of one dimension
+    Conv2d(2, 8, 8, (7, 301), (1, 3), (2, 2)),  # several rectangles each way, apart by the stride
+)
+each_problem = pytest.mark.parametrize("problem", LINEAR + CONV2D)
+
+
+@pytest.fixture(autouse=True)
+def _hopper() -> Iterator[None]:
+    with operators().hopper():
+        yield
+
+
+def operands(problem: Linear | Conv2d, dtype: torch.dtype, kind: Kind) -> tuple[Tensor, ...]:
+    """As the kernel takes them without a copy."""
+    given = problem.operands(dtype, kind)
+    if isinstance(problem, Conv2d):
+        return tuple(x.to(memory_format=torch.channels_last) for x in given)
+    return given
+
+
+def scales(problem: Linear | Conv2d) -> Tensor:
+    return torch.arange(problem.n, dtype=torch.float32) - 1  # -1, 0, 1, ...
+
+
+def norms(problem: Linear | Conv2d, a: Tensor, b: Tensor, bias: bool = True) -> Tensor:
+    if isinstance(problem, Linear):
+        return EMULATED.linear("direct", a, b, bias)
+    return EMULATED.conv2d("direct", a, b, problem, bias)
+
+
+def fused(
+    problem: Linear | Conv2d, a: Tensor, b: Tensor, scale: Tensor | None, bias: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    if isinstance(problem, Linear):
+        return EMULATED.linear_fused(a, b, scale, bias)
+    return EMULATED.conv2d_fused(a, b, problem, scale, bias)
+
+
+def results(problem: Linear | Conv2d, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+    weight, bias, scaled = fused(problem, a, b, scales(problem))
+    alone = norms(problem, a, b)
+    return {"norms": alone, "weight": weight, "bias": bias, "with gradients": scaled}
+
+
+def assert_right(problem: Linear | Conv2d, a: Tensor, b: Tensor, truth: Truth, kind: Kind) -> None:
+    given = results(problem, a, b)
+    for name in ("norms", "with gradients"):
+        assert_sq_norms(given[name], truth, "direct", a.dtype, kind)
+    assert_gradients(problem, given["weight"], given["bias"], truth, scales(problem))
+
+
+def assert_gradients(
+    problem: Linear | Conv2d, weight: Tensor, bias: Tensor, truth: Truth, scale: Tensor
+) -> None:
+    for actual, each, magnitude in (
+        (weight, truth.weight, truth.weight_magnitude),
+        (bias, truth.bias, truth.bias_magnitude),
+    ):
+        weights = scale.double()
+        sums = (
+            torch.tensordot(w, x, dims=1) for w, x in ((weights, each), (weights.abs(), magnitude))
+        )
+        assert_gradient(actual, *sums, truth.terms[0] * problem.n)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@each_problem
+def test_it_is_right(problem: Linear | Conv2d, dtype: torch.dtype) -> None:
+    a, b = operands(problem, dtype, "gaussians")
+    assert_right(problem, a, b, case(problem, dtype, "gaussians")[2], "gaussians")
+
+
+@pytest.mark.parametrize("problem", [*LINEAR[:3], *LINEAR[6:10], *CONV2D[:2], *CONV2D[5:7]])
+def test_it_is_exact(problem: Linear | Conv2d) -> None:
+    """Where every sum of integers is one that float32 holds."""
+    a, b = operands(problem, torch.bfloat16, "integers")
+    assert_right(problem, a, b, case(problem, torch.bfloat16, "integers")[2], "integers")
+
+
+@each_problem
+def test_one_launch_each(problem: Linear | Conv2d) -> None:
+    a, b = operands(problem, torch.bfloat16, "integers")
+    library = operators()
+    calls = {
+        "norms": lambda: norms(problem, a, b),
+        "norms of the weight": lambda: norms(problem, a, b, False),
+        "fused": lambda: fused(problem, a, b, None),
+        "scaled": lambda: fused(problem, a, b, scales(problem)),
+    }
+    took = {}
+    for name, call in calls.items():
+        before = library.launches(), library.launches("direct_sm90")
+        with library.dry():
+            call()
+        took[name] = library.launches() - before[0], library.launches("direct_sm90") - before[1]
+    assert took == dict.fromkeys(calls, (1, 1))
+
+
+ORDERED = (LINEAR[5], LINEAR[8], LINEAR[10], CONV2D[2], CONV2D[4], CONV2D[11])
+
+
+@pytest.mark.parametrize("problem", ORDERED)
+def test_the_order_of_threads_does_not_matter(problem: Linear | Conv2d) -> None:
+    """Nor does a second launch change a bit."""
+    a, b = operands(problem, torch.bfloat16, "gaussians")
+    first = results(problem, a, b)
+    for order in ("forward", "reverse", "shuffled"):
+        with operators().order(order):
+            other = results(problem, a, b)
+        assert [name for name in first if not torch.equal(first[name], other[name])] == []
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 13])
+@pytest.mark.parametrize("problem", [LINEAR[8], LINEAR[5], CONV2D[2]])
+def test_any_number_of_multiprocessors_is_right(problem: Linear | Conv2d, count: int) -> None:
+    """From all tiles whole to every tile shared."""
+    a, b = operands(problem, torch.float16, "gaussians")
+    with operators().multiprocessors(count):
+        assert_right(problem, a, b, case(problem, torch.float16, "gaussians")[2], "gaussians")
+
+
+@pytest.mark.parametrize("problem", [LINEAR[5], LINEAR[8], CONV2D[4]])
+def test_without_a_bias(problem: Linear | Conv2d) -> None:
+    a, b = operands(problem, torch.bfloat16, "gaussians")
+    truth = case(problem, torch.bfloat16, "gaussians")[2]
+    assert_sq_norms(norms(problem, a, b, False), truth, "direct", a.dtype, "gaussians")
+    weight, bias, sq_norms = fused(problem, a, b, None, False)
+    assert bias.numel() == 0
+    assert_sq_norms(sq_norms, truth, "direct", a.dtype, "gaussians")
+    full = torch.ones(problem.n)
+    assert_gradients(problem, weight, truth.bias.sum(0).to(a.dtype), truth, full)
+
+
+@pytest.mark.parametrize("problem", [LINEAR[5], LINEAR[8], CONV2D[1], CONV2D[4]])
+def test_gradients_alone(problem: Linear | Conv2d) -> None:
+    """As deferred clipping wants them, once norms are known: the bits of both together."""
+    a, b = operands(problem, torch.bfloat16, "gaussians")
+    scale, before = scales(problem), operators().launches()
+    if isinstance(problem, Linear):
+        weight, bias = operator("linear_scaled")(a, b, scale, True)
+    else:
+        weight, bias = operator("conv2d_scaled")(a, b, *problem.geometry, scale, True)
+    assert operators().launches() == before + 1
+    both = fused(problem, a, b, scale)
+    assert torch.equal(weight, both[0])
+    assert torch.equal(bias, both[1])
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("problem", [LINEAR[5], LINEAR[8], CONV2D[2], CONV2D[11]])
+def test_a_sample_of_factor_zero_is_left_out(problem: Linear | Conv2d, poison: float) -> None:
+    """Whatever it holds, of the sums; its norm is its own, and no other's."""
+    a, b = operands(problem, torch.bfloat16, "integers")
+    truth = case(problem, torch.bfloat16, "integers")[2]
+    a, b = a.clone(), b.clone()
+    a[1, ..., -1], b[1, ..., -1] = poison, poison
+    weight, bias, sq_norms = fused(problem, a, b, scales(problem))
+    assert_gradients(problem, weight, bias, truth, scales(problem))
+    others = torch.arange(problem.n) != 1
+    assert not sq_norms[:, 1].isfinite().any()
+    expected = truth.sq_norms()[:, others]
+    assert torch.allclose(sq_norms[:, others].double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("problem", [LINEAR[0], LINEAR[5], CONV2D[0], CONV2D[2]])
+def test_operands_as_they_lie(problem: Linear | Conv2d) -> None:
+    """Rows with gaps, samples out of order, and NCHW: the same numbers."""
+    a, b = operands(problem, torch.float16, "integers")
+    if isinstance(problem, Conv2d):
+        views = a.contiguous(), b.contiguous()
+    else:
+        views = _turned(a), _turned(b)
+    first, other = results(problem, a, b), results(problem, *views)
+    assert [name for name in first if not torch.equal(first[name], other[name])] == []
+
+
+def _turned(x: Tensor) -> Tensor:
+    """[N, T, features] as [T, N, features] lies, with gaps between rows."""
+    wide = torch.full((x.shape[1], x.shape[0], x.shape[2] + 8), 7.0, dtype=x.dtype)
+    return wide.transpose(0, 1)[..., : x.shape[2]].copy_(x)
+
+
+def test_only_where_it_serves() -> None:
+    """Other numbers, groups, and channels that are no multiple of eight go elsewhere."""
+    library = operators()
+    before = library.launches("direct_sm90")
+    for problem, dtype in (
+        (Linear(2, 40, 200, 136), torch.float32),
+        (Linear(2, 40, 201, 136), torch.bfloat16),
+        (Conv2d(2, 12, 16, (6, 6), (3, 3)), torch.bfloat16),
+        (Conv2d(2, 16, 16, (6, 6), (3, 3), groups=2), torch.bfloat16),
+    ):
+        a, b = operands(problem, dtype, "integers")
+        linear = isinstance(problem, Linear)
+        truth = linear_truth(a, b) if linear else conv2d_truth(a, b, problem)
+        assert_right(problem, a, b, truth, "integers")
+    assert library.launches("direct_sm90") == before
+
+
+def test_no_samples_and_no_positions() -> None:
+    for problem in (Linear(0, 16, 64, 64), Linear(2, 0, 64, 64)):
+        a, b = problem.operands(torch.bfloat16, "integers")
+        assert EMULATED.linear("direct", a, b).tolist() == [[0.0] * problem.n] * 2
+        weight, bias, _ = operator("linear_fused")(a, b, None, True)
+        assert not weight.any()
+        assert not bias.any()
+
+
+def battery() -> None:
+    """What planted bugs are held to: every variant of the kernel, tiles whole and shared."""
+    with operators().hopper():
+        linear, conv2d = (0, 4, 5, 6, 8, 9, 10), (0, 1, 2, 4, 5, 6, 7, 11, 12, 13, 14)
+        for problem in (*(LINEAR[i] for i in linear), *(CONV2D[i] for i in conv2d)):
+            for count in (5, 2):
+                with operators().multiprocessors(count):
+                    a, b = operands(problem, torch.bfloat16, "gaussians")
+                    truth = case(problem, torch.bfloat16, "gaussians")[2]
+                    assert_right(problem, a, b, truth, "gaussians")
+        for problem in (LINEAR[5], CONV2D[2]):
+            test_a_sample_of_factor_zero_is_left_out(problem, float("nan"))
+            with operators().order("shuffled"):
+                test_without_a_bias(problem)

@@ -1,0 +1,85 @@
+"""Deferred clipping, attach(clip=True, weight_grad=False): backward makes norms alone, and the
+clipped sums are added to .grad. One weight gradient for each use in place of two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .clipping import Books, Sum, dense, runs_again
+from .factors import Group, report_overflow
+from .sharding import mean_over
+
+if TYPE_CHECKING:
+    from .table import Parameters
+
+__all__ = ["Deferred"]
+
+
+class Deferred(Books):
+    """What the passes of a record keep. Nothing of .grad needs watching: backward leaves it."""
+
+    disturbed = False
+
+    def __init__(self, recorder: Any, parameters: Parameters, loss_scale: Any) -> None:
+        super().__init__(recorder, parameters)
+        self._loss_scale = loss_scale
+
+    def begin(self, first: bool) -> None:
+        if self._recorder.books and first:
+            self.clear()
+            self._versions = [p._version for p in self._parameters.tensors()]
+
+    def _unsure(self, kept: set[int]) -> set[int]:
+        again = (use for _, use, _ in self._kept if runs_again(use))
+        return {place for use in again for place in use.parameters}
+
+    def _check_grads(self, kept: set[int], unscaled: float) -> None:
+        pass
+
+    def clip(self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float) -> None:
+        """Add the weighted sums to .grad, under DistributedDataParallel their mean."""
+        tensors, ddp = self._parameters.tensors(), self._ddp()
+        sums: Iterable[Sum] = self._sums(runs, groups, unscaled, corrects=False)
+        if ddp is not None:
+            sums = _averaged(ddp, tensors, sums)
+        met = set()
+        for found in sums:
+            _add(tensors[found.place], found)
+            met.add(found.place)
+        self.closed = True
+        if isinstance(self._loss_scale, torch.amp.GradScaler):
+            grads = (tensors[place].grad for place in met)
+            report_overflow(self._loss_scale, [g for g in grads if g is not None])
+
+
+def _add(p: Tensor, found: Sum) -> None:
+    grad, scale = p.grad, found.scale
+    if grad is None and found.made.is_sparse:
+        p.grad = found.made * scale
+    elif grad is None:
+        made = found.made.detach().reshape(p.shape)
+        made = made if scale == 1 else made * scale
+        alike = made.dtype == p.dtype and made.stride() == p.stride()
+        p.grad = made if alike else torch.empty_like(p).copy_(made)
+    elif grad.is_sparse:
+        made = found.made if found.made.is_sparse else found.made.reshape(p.shape).to_sparse(1)
+        p.grad = grad + made * scale
+    else:
+        grad.add_(dense(found.made).reshape(p.shape), alpha=scale)
+
+
+def _averaged(ddp: Any, tensors: Sequence[Tensor], sums: Iterable[Sum]) -> list[Sum]:
+    """The means over the processes, of what any of them has: all communicate alike."""
+    live = [place for place, p in enumerate(tensors) if p.requires_grad]
+    parts = {place: torch.zeros_like(tensors[place]) for place in live}
+    has = parts[live[0]].new_zeros(len(tensors))
+    for place, made, scale, _ in sums:
+        parts[place].add_(dense(made).reshape(parts[place].shape), alpha=scale)
+        has[place] = 1
+    mean_over(ddp, [has, *parts.values()])
+    met = has.tolist()
+    return [Sum(place, part, 1.0, False) for place, part in parts.items() if met[place]]

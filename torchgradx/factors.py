@@ -1,0 +1,116 @@
+"""What clipping multiplies each sample's gradient by, and what a GradScaler has done to .grad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from .reference.chunks import accumulation_dtype
+
+__all__ = ["Group", "factors_of", "is_unscaled", "report_overflow", "unscaled_by"]
+
+
+class Group:
+    """Parameters that are clipped together, and the samples' factors [N1 + N2 + ...]."""
+
+    def __init__(
+        self, places: Sequence[int], norms: Tensor, factors: Tensor, sizes: list[int]
+    ) -> None:
+        self.places, self._norms, self._factors, self._sizes = places, norms, factors, sizes
+        self._made: dict[Any, tuple[Tensor, float]] = {}
+
+    @cached_property
+    def clips(self) -> bool:
+        """Some factor is not 1."""
+        return bool((self._factors != 1).any())
+
+    @cached_property
+    def few(self) -> bool:
+        """Where half of the samples or more keep a factor of 1, what the others' factors take away
+        is taken from .grad: unless its rounding, that of what is taken away, would cost over two
+        bits."""
+        kept = (self._norms * self._factors.abs()).sum()
+        clipped = (self._factors != 1).sum()
+        return bool(clipped * 2 <= len(self._factors)) and bool(self._norms.sum() <= 4 * kept)
+
+    def factors(self, k: int, p: Tensor, unscaled: float, less_1: bool) -> tuple[Tensor, float]:
+        """[N] of pass k, and what is left to multiply the sums by: float16 keeps small factors
+        apart from gradients that would not hold the product."""
+        narrow, wide = p.dtype == torch.float16, accumulation_dtype(p.dtype)
+        key = k, p.device, narrow, wide, less_1
+        if key not in self._made:
+            factors = self._factors.split(self._sizes)[k].to(p.device)
+            factors = (factors - 1 if less_1 else factors) * unscaled
+            largest = float(factors.abs().amax()) if narrow and len(factors) else 1.0
+            scale = largest if 0 < largest < float("inf") else 1.0
+            self._made[key] = (factors / scale).to(wide), scale
+        return self._made[key]
+
+
+def factors_of(
+    norms: Tensor,
+    max_norm: float | Tensor | None,
+    factors: Callable[[Tensor], Tensor] | None,
+    drops: bool,
+) -> Tensor:
+    """[N] float64: what each sample's gradient is multiplied by.
+
+    Where a norm is not finite the factor is nan, as .grad is to be; or 0, if `drops` or `factors`
+    says so.
+    """
+    exact = norms.double()
+    spoiled = 0.0 if drops else float("nan")
+    if factors is None:
+        bound = torch.as_tensor(max_norm, dtype=torch.float64, device=norms.device)
+        if bound.shape not in ((), norms.shape) or not bool((bound >= 0).all()):
+            raise ValueError(
+                f"max_norm must be a number, or a Tensor [{len(norms)}], of 0 or more; got "
+                f"{max_norm!r}"
+            )
+        found = torch.where(exact <= bound, 1.0, bound / exact)
+        return found.masked_fill(~exact.isfinite(), spoiled)
+    found = factors(norms.clone())
+    if not isinstance(found, Tensor) or found.shape != norms.shape:
+        got = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+        raise ValueError(f"factors must turn norms [{len(norms)}] into as many factors; got {got}")
+    found = found.detach().double().masked_fill(norms == 0, 0.0)  # of a gradient of zeros
+    if not bool((found.isfinite() | ~norms.isfinite()).all()):
+        raise ValueError(f"factors must be finite where the norms are; got {found}")
+    return found.masked_fill(~exact.isfinite() & (found != 0), spoiled)
+
+
+def is_unscaled(loss_scale: Any) -> bool:
+    """Whether a GradScaler has unscaled the gradients of an optimizer that has not stepped yet."""
+    states = getattr(loss_scale, "_per_optimizer_states", {}).values()
+    return any(state["stage"] == OptState.UNSCALED for state in states)
+
+
+def unscaled_by(loss_scale: Any) -> float:
+    """What a GradScaler has multiplied .grad by since the backward."""
+    if not isinstance(loss_scale, torch.amp.GradScaler) or not loss_scale.is_enabled():
+        return 1.0
+    if not is_unscaled(loss_scale):
+        raise RuntimeError(
+            "clip_grad_norm_ goes between scaler.unscale_(optimizer) and scaler.step(optimizer)"
+        )
+    return 1.0 / loss_scale.get_scale()
+
+
+def report_overflow(scaler: Any, grads: Sequence[Tensor]) -> None:
+    """Tell a GradScaler of infinities in what came after unscale_, which looked for them."""
+    states = scaler._per_optimizer_states.values()
+    found = [s["found_inf_per_device"] for s in states if s["stage"] is OptState.UNSCALED]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for g in grads if found else ():
+        by_device.setdefault(g.device, []).append(g._values() if g.is_sparse else g)
+    for device, those in by_device.items():
+        largest = torch.stack([t.float() for t in torch._foreach_norm(those, float("inf"))])
+        bad = (~largest.isfinite().all()).float()
+        for per_device in found:
+            before = per_device.get(device)
+            per_device[device] = bad if before is None else torch.maximum(before, bad)

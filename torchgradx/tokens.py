@@ -1,0 +1,142 @@
+"""Token means: the weights of samples in a mean over all tokens, and the warning where they lack.
+
+A mean over the tokens of a batch gives each sample the weight of its share of them. attach() cannot
+know that from its options; what it can see is that some rows of the outputs' gradient are zero,
+more of them in some samples than in others. Counts are rows [N, T]; a row is one token's features.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .passes.modes import unheard
+from .proof.arguments import tensors_in
+
+__all__ = ["MEAN", "ONE", "TokenWatch", "token_weights"]
+
+# The defaults of attach(loss_reduction=, loss_scale=), objects that no caller can pass by value.
+MEAN = "".join(["me", "an"])
+ONE = float("1.0")
+
+RECTIFIERS = ("Relu", "Threshold", "Clamp", "Hardtanh")  # whose gradient is zero here and there
+LOOKS = 64  # passes that are looked at on a GPU, where each costs a sweep over the outputs
+WARNING = (
+    "token mean? Some tokens of the outputs received no gradient (padding, ignore_index), more of "
+    "them in some samples than in others. Under a loss that is a mean over all tokens of the "
+    "batch, norms are then those of a sample's share in it. For the norm of each sample's own "
+    'token mean say attach(..., loss_reduction="sum") and, before each forward, '
+    "probe.loss_scale = torchgradx.token_weights(targets), or read "
+    "norms(loss_scale=token_weights(targets)). If the loss averages each sample's own tokens "
+    'first, say attach(..., loss_reduction="mean")'
+)
+
+
+def token_weights(
+    targets: Tensor, ignore_index: int = -100, sample_ids: Tensor | None = None
+) -> Tensor:
+    """Return each sample's share of the counted targets, [N] float64 that sums to 1.
+
+    For a loss that is a mean over all tokens of a batch::
+
+        probe = torchgradx.attach(model, loss_reduction="sum")
+        probe.loss_scale = torchgradx.token_weights(y)
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        probe.norms()  # of each sample's own token mean; 0 for a sample without tokens
+
+    For a causal language model's own `.loss`, whose targets are its labels shifted by one, pass
+    `labels[:, 1:]`. For micro-batches that are divided by the tokens of a whole step, multiply by
+    the micro-batch's part of these.
+
+    Args:
+        targets: [N, ...], of any dtype; samples first.
+        ignore_index: the target that does not count.
+        sample_ids: of the shape of `targets`: the sample of each target, for packed documents;
+            a negative one is padding. N is then the highest id + 1.
+
+    Returns:
+        Zeros if nothing counts.
+
+    Raises:
+        TypeError, ValueError: targets have no first dimension, or sample_ids another shape.
+    """
+    if not isinstance(targets, Tensor) or not targets.dim():
+        got = "a Tensor []" if isinstance(targets, Tensor) else type(targets).__name__
+        raise TypeError(f"targets must be a Tensor [N, ...]; got {got}")
+    counted = targets.detach() != ignore_index
+    if sample_ids is None:
+        counts = counted.reshape(len(counted), -1).sum(1) if len(counted) else counted.sum(0)
+    else:
+        if sample_ids.shape != targets.shape:
+            raise ValueError(
+                f"sample_ids must be of the shape of targets, {list(targets.shape)}; got "
+                f"{list(sample_ids.shape)}"
+            )
+        ids = sample_ids.detach().flatten()
+        size = int(ids.max()) + 1 if ids.numel() else 0
+        within = counted.flatten() & (ids >= 0)
+        counts = torch.bincount(ids[within], minlength=max(size, 0))
+    return counts.double() / counts.sum().clamp_min(1)
+
+
+class TokenWatch:
+    """Looks at the gradients of a model's outputs until it has warned of a token mean."""
+
+    def __init__(self, options: Any) -> None:
+        """Looks only if neither option was given, not even as its default."""
+        self.on = options["loss_reduction"] is MEAN and options["loss_scale"] is ONE
+        self._batch_dim: int = options["batch_dim"]
+        self._looks = LOOKS
+        self._found: list[Tensor] = []  # bool [], on the outputs' device
+
+    def watch(self, output: Any, n: int) -> None:
+        """Look at the gradients that a forward's outputs will receive."""
+        for tensor in tensors_in(output) if n > 1 else ():
+            node = tensor.grad_fn
+            at = self._samples(tensor, n)
+            if node is None or at is None or node.name().startswith(RECTIFIERS):
+                continue
+            look = partial(self._look, tensor.output_nr, n, at)
+            node.register_prehook(look)  # a hook on the tensor would be seen by its user
+
+    def _samples(self, tensor: Tensor, n: int) -> int | None:
+        """The dimension of the samples: [N, T, F], [T, N, F], [N, F, H, W] or [N * T, F]."""
+        if tensor.dim() > 2:
+            found = [d for d in (self._batch_dim, 0) if tensor.shape[d] == n]
+            return found[0] if found else None
+        rows = len(tensor) if tensor.dim() == 2 else 0
+        return -1 if rows > n and rows % n == 0 and not self._batch_dim else None
+
+    def _look(self, number: int, n: int, at: int, grads: tuple[Tensor | None, ...]) -> None:
+        grad = grads[number]
+        if grad is None or not self.on or torch._C._are_functorch_transforms_active():
+            return
+        with torch.no_grad(), unheard():
+            grad = grad.detach()
+            if at < 0:
+                grad, at = grad.view(n, -1, grad.shape[1]), 0
+            elif grad.dim() > 3:
+                grad = grad.movedim(1, -1)
+            zero = grad.select(-1, 0) == 0
+            if zero.device.type == "cpu":  # the first feature rules most rows out
+                if not bool(zero.any()):
+                    return
+                zero[zero.clone()] = (grad[zero] == 0).all(-1)
+            elif self._looks > 0:
+                self._looks -= 1
+                zero = (grad == 0).all(-1)
+            else:
+                return
+            counts = zero.movedim(at, 0).flatten(1).sum(1)
+            self._found = [*self._found[-LOOKS:], (counts != counts[0]).any()]
+
+    def warn(self) -> None:
+        """Warn, once, if a pass since the last call was of samples of unequal lengths."""
+        found, self._found = self._found, []
+        if self.on and any(map(bool, found)):
+            self.on = False
+            warnings.warn(WARNING, stacklevel=4)
