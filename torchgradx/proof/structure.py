@@ -281,7 +281,7 @@ class Examiner:
             shown = [
                 found[k].layout == (sites[site].presumed if sites[site].fixed else expected)
                 for k, (site, *_) in enumerate(uses)
-                if ((site in anchors and isinstance(sites[site], NativeSite)) or sites[site].fixed)
+                if ((site in anchors and self._in_order(sites[site], site)) or sites[site].fixed)
                 and found[k].sure
                 and found[k].layout in (BATCH, SEQUENCE)
             ]
@@ -310,6 +310,10 @@ class Examiner:
                 place = next(k for k, other in enumerate(outputs) if other is t)
                 dims[place, t.dim()] = dim
         return found, doubt
+
+    def _in_order(self, site: Site, index: int) -> bool:
+        """Whether a layer has the samples where its input has them, as nobody knows of others."""
+        return isinstance(site, NativeSite) or self._layers[index].ruled
 
     def _heads(
         self, outputs: Sequence[Tensor], n: int, dims: dict[tuple[int, int], int]
