@@ -118,7 +118,7 @@ class Reader:
 
     @property
     def loss_scale(self) -> Any:
-        """What the loss is multiplied by: a number, a Tensor [N] or a callable; see `attach`.
+        """Scale of the loss: a number, a Tensor [N] or a callable; see `attach`.
 
         Setting it holds for the passes to come and for all that reads them: `norms`, `dot`,
         `clip_grad_norm_`, `NoiseScale`, `OutlierWatch`. If `attach` was given a GradScaler, its
