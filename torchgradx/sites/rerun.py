@@ -122,10 +122,12 @@ class FallbackSite:
         return stock_of(type(self._module)).__module__.startswith("torch.nn.")
 
     @property
-    def calls_others(self) -> bool:
-        """Whether to run it again is to run other modules again."""
+    def by_nodes(self) -> bool:
+        """Whether its parameters' gradients may be taken at the graph's nodes, rather than by
+        running it again: a module of the user's own, or one that calls others."""
         children = (c for c in self._module.children() if not isinstance(c, CONTAINERS))
-        return self.declared < 0 and not opaque(self._module) and any(children)
+        others = not self.keeps_rows or any(children)
+        return self.declared < 0 and not opaque(self._module) and others
 
     def _before(self, module: nn.Module, args: Any) -> None:
         stock = type(module).__module__.startswith("torch.nn.modules.")
