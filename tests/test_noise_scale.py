@@ -397,15 +397,19 @@ def test_the_default_follows_training(name):
 
 
 def test_the_default_is_near_at_a_batch_near_the_truth():
-    torch.manual_seed(2)
-    noise = NoiseScale()
-    looks = train(
-        "perceptron", noise, range(180, 201, 2), 200
-    )  # at a step alone it goes up and down
-    traces, signals = zip(*(true for _, true in looks), strict=True)
-    assert 1 / 1.4 < noise.critical_batch_size / (sum(traces) / sum(signals)) < 1.4
-    low, high = noise.spread
-    assert low < noise.critical_batch_size < high < 2 * low
+    """Of four trainings half within 1.4, and each within 1.5."""
+    off = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        noise = NoiseScale()
+        looks = train("perceptron", noise, range(180, 201, 2), 200)  # a step alone goes up and down
+        traces, signals = zip(*(true for _, true in looks), strict=True)
+        off.append(noise.critical_batch_size / (sum(traces) / sum(signals)))
+        low, high = noise.spread
+        assert low < noise.critical_batch_size < high < 2 * low
+    near = [1 / 1.4 < ratio < 1.4 for ratio in off]
+    assert sum(near) >= 2
+    assert all(1 / 1.5 < ratio < 1.5 for ratio in off)
 
 
 def falling(noise, steps, rate=14.5, size=16, width=200):
