@@ -241,9 +241,12 @@ class Reader:
         """The public names."""
         return [name for name in super().__dir__() if not name.startswith("_")]
 
-    def explain(self) -> str:
-        """Layer by layer: shapes, the algorithm chosen, its cost, what was refused and why."""
-        return explanation(self._layers, self._parameters)
+    def explain(self, verbose: bool = False) -> str:
+        """A summary; for each layer shapes, algorithm, cost, and what was refused and why.
+
+        verbose: with the cost of each algorithm that was weighed.
+        """
+        return explanation(self._layers, self._parameters, verbose)
 
     def reset(self) -> None:
         """Begin a new record at once."""
