@@ -200,7 +200,7 @@ def test_explain_begins_with_a_summary_and_has_a_line_for_each_layer():
         verbose = probe.explain(verbose=True).splitlines()
     assert summary.startswith("4 layers: ")
     assert "1 frozen" in summary
-    assert "(1 Power" in summary
+    assert "1 Power" in summary
     assert len(lines) == 4
     assert verbose[0] == summary
     assert len(verbose) > 5

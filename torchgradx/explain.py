@@ -1,4 +1,4 @@
-"""What Probe.explain() prints: a summary, and what serves each layer, its cost, what was refused."""
+"""What Probe.explain() prints: a summary, and for each layer what serves it and what it costs."""
 
 from __future__ import annotations
 
