@@ -206,10 +206,9 @@ Gradients Use::gradients(const Saved& saved, const Tensor& weight, const Tensor&
 }
 
 // Without weight_grad nothing but the input's gradient is asked for.
-Gradients Use::record_fused(const Saved& saved, const Tensor& weight, const Tensor& from, bool wants_input) {
+Gradients Use::record_fused(const Saved& saved, const Tensor& weight, const Tensor& grad_output, bool wants_input) {
   const Layer& layer = *site->layer;
   const bool received = receives();
-  const Tensor grad_output = layer.ordered(from, saved, weight);
   std::optional<at::AutoDispatchBelowADInplaceOrView> below(std::in_place);  // nothing fused is differentiated
   const auto operands = wants_weight && !waits_for_weight() && !waits_for_bias()
                             ? site->operands(*pass, index, saved, grad_output)

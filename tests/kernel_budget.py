@@ -30,6 +30,7 @@ HALF = {"HMMA": 48, "LDSM": 14, "LDGSTS": 32}
 TF32 = {"HMMA": 32, "LDGSTS": 32}
 FLOAT = {"FFMA": 256, "LDGSTS": 32}
 DOUBLE = {"DFMA": 64, "LDGSTS": 32}
+WGMMA = {"HGMMA": 36, "UTMALDG": 4, "SYNCS": 8}
 
 BUDGETS = [
     # Norms alone: one set of accumulators. One block, and registers to spare for the pipeline.
@@ -52,16 +53,9 @@ BUDGETS = [
     Budget("gram_kernel<Tf32Product<*>, *>", 256, 224, TF32),
     Budget("gram_kernel<SimtProduct<float, *>, *>", 256, 224, FLOAT),
     Budget("verdict_kernel<*>", 128, 32),
-    # wgmma. 168 at the launch, which the roles deal out anew: 224 to those that multiply. The
-    # atomic is the grid's barrier, whose order nobody sees.
-    Budget(
-        "sm90::direct_sm90_kernel<*>",
-        384,
-        168,
-        {"HGMMA": 36, "UTMALDG": 4, "SYNCS": 8},
-        "90a",
-        ("ATOMG",),
-    ),
+    # wgmma. 168 at the launch, dealt out anew: 224 to those that multiply. The atomic
+    # is the grid's barrier, whose order nobody sees.
+    Budget("sm90::direct_sm90_kernel<*>", 384, 168, WGMMA, architecture="90a", allows=("ATOM",)),
     # A filter's taps in registers, 25 of them or 9. Bound by memory: warps matter more.
     Budget("planes_kernel<double, 25>", 256, 168, {"DFMA": 25}),
     Budget("planes_kernel<double, 9>", 256, 128, {"DFMA": 9}),

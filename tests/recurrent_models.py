@@ -1,5 +1,7 @@
 """Recurrent modules under test, by kind and option, and models around them."""
 
+from functools import cache
+
 import pytest
 import torch
 from attach_oracle import ANY, NATIVE, Model, title
@@ -67,3 +69,19 @@ def made(kind, option):
     if "proj_size" in OPTIONS[option] and kind != "lstm":
         pytest.skip("only an LSTM projects")
     return KINDS[kind](I, H, **OPTIONS[option]).train(option != "dropout in eval")
+
+
+@cache
+def computes_halves() -> bool:
+    """Return False where the framework's own LSTM cannot run in bfloat16 (oneDNN below AVX-512)."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(3, 4)(torch.randn(5, 2, 3))
+    except RuntimeError:
+        return False
+    return True
+
+
+needs_half_lstm = pytest.mark.skipif(
+    not computes_halves(), reason="torch has no bfloat16 LSTM on this processor"
+)

@@ -125,6 +125,10 @@ def test_clipping_alone_and_products_alone():
 
 
 @served
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512",
+    reason="elsewhere oneDNN's output is not laid out as the states are read",
+)
 @pytest.mark.parametrize("bias", [True, False])
 def test_states_are_there_once(bias):
     """Neither is a tensor put together in the forward, nor one with zeros before it later."""

@@ -264,18 +264,21 @@ class Stateful(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.scale, self.state = nn.Parameter(torch.randn(4)), None
+        self.scale, self.state = nn.Parameter(torch.randn(2, 4)), None
 
     def forward(self, x):
         state = self.state if self.state is not None and len(self.state) == len(x) else 0
-        y = torch.sinh(x * self.scale + 0.5 * state)
+        y = torch.sinh(x * self.scale.sum(0) + 0.5 * state)
         self.state = y.detach()
         return y
 
 
 @fallback_mode
 def test_what_is_clipped_had_the_forwards_state(options):
-    """Sample by sample it runs without one, as in the first pass, and as a batch with another."""
+    """Sample by sample it runs without one, as in the first pass, and as a batch with another.
+
+    It runs again where its gradients by sample would take more memory than its input.
+    """
     if options.get("weight_grad") is False:
         pytest.skip("nothing is clipped")
     model = nn.Sequential(nn.Linear(3, 4), Stateful(), nn.Linear(4, 2)).double()

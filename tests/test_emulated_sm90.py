@@ -58,6 +58,7 @@ CONV2D = (
     Conv2d(2, 8, 16, (1, 40), (1, 3), padding=(0, 1)),  # of one dimension
     Conv2d(2, 8, 8, (7, 301), (1, 3), (2, 2)),  # several rectangles each way, apart by the stride
 )
+LONG = Linear(5, 2000, 8, 72)
 each_problem = pytest.mark.parametrize("problem", LINEAR + CONV2D)
 
 
@@ -273,6 +274,9 @@ def battery() -> None:
                     a, b = operands(problem, torch.bfloat16, "gaussians")
                     truth = case(problem, torch.bfloat16, "gaussians")[2]
                     assert_right(problem, a, b, truth, "gaussians")
+        with operators().multiprocessors(1):  # one block: every stage is filled again and again
+            a, b = operands(LONG, torch.bfloat16, "gaussians")
+            assert_right(LONG, a, b, case(LONG, torch.bfloat16, "gaussians")[2], "gaussians")
         for problem in (LINEAR[5], CONV2D[2]):
             test_a_sample_of_factor_zero_is_left_out(problem, float("nan"))
             with operators().order("shuffled"):

@@ -1,4 +1,4 @@
-"""What a type checker and a notebook see of the public names."""
+"""Views that a type checker and a notebook see of the public names."""
 
 import os
 import re

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from . import ops
+from .gpu import compiled_for
 
 __all__ = ["facts", "table"]
 
@@ -21,7 +21,7 @@ def cuda_kernels() -> str:
     """The architectures compiled in, or why there are none."""
     if not ops.CUDA:
         return f"none: {ops.WHY_NOT_CUDA}"
-    return f"compiled for {importlib.import_module('torchgradx._cuda').architectures}"
+    return f"compiled for {compiled_for()}"
 
 
 def auto(devices: list[torch.device]) -> str:

@@ -76,14 +76,16 @@ def gpu_of(device: torch.device) -> Gpu | None:
     index = torch.cuda.current_device() if device.index is None else device.index
     key = (index, _tf32())
     if key not in _known:
-        _known[key] = from_properties(torch.cuda.get_device_properties(index), key[1], _compiled())
+        _known[key] = from_properties(
+            torch.cuda.get_device_properties(index), key[1], compiled_for()
+        )
     return _known[key]
 
 
 _known: dict[tuple[int, bool], Gpu] = {}  # no lru_cache, of which Dynamo warns
 
 
-def _compiled() -> str:
+def compiled_for() -> str:
     """Return the architectures that the CUDA kernels were compiled for, as "8.0+PTX;9.0a"."""
     try:
         return str(importlib.import_module("torchgradx._cuda").architectures)

@@ -34,6 +34,7 @@ Scale = float | Tensor  # of a loss: a number, or a Tensor [N]
 Model = Literal["model"]  # per= of which a result is one Tensor,
 Parts = Literal["module", "parameter"]  # and of which it is a dict of them
 Per = Literal["model", "module", "parameter"]
+NonFinite = Literal["keep", "drop"]
 
 if TYPE_CHECKING:
     from .table import Parameters

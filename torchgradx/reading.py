@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import Tensor, nn
 
 from .explain import explanation
-from .options import Model, Parts, Per, Scale, check_per, check_scale, placed
+from .options import Model, NonFinite, Parts, Per, Scale, check_per, check_scale, placed
 from .proof.accounts import require_all
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Reader:
 
     @property
     def loss_scale(self) -> Any:
-        """What the loss is multiplied by: a number, a Tensor [N] or a callable; see `attach`.
+        """Scale of the loss: a number, a Tensor [N] or a callable; see `attach`.
 
         Setting it holds for the passes to come and for all that reads them: `norms`, `dot`,
         `clip_grad_norm_`, `NoiseScale`, `OutlierWatch`. If `attach` was given a GradScaler, its
@@ -152,6 +152,7 @@ class Reader:
         per: Model = "model",
         *,
         factors: Callable[[Tensor], Tensor] | None = None,
+        nonfinite: NonFinite = "keep",
     ) -> Tensor: ...
 
     @overload
@@ -161,6 +162,7 @@ class Reader:
         *,
         per: Parts,
         factors: Callable[[Tensor], Tensor] | None = None,
+        nonfinite: NonFinite = "keep",
     ) -> dict[str, Tensor]: ...
 
     @overload
@@ -170,6 +172,7 @@ class Reader:
         per: Parts,
         *,
         factors: Callable[[Tensor], Tensor] | None = None,
+        nonfinite: NonFinite = "keep",
     ) -> dict[str, Tensor]: ...
 
     def clip_grad_norm_(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .passes.modes import unheard
+from .passes.modes import several_at_once, unheard
 from .proof.arguments import tensors_in
 
 __all__ = ["MEAN", "ONE", "TokenWatch", "token_weights"]
@@ -113,7 +113,9 @@ class TokenWatch:
 
     def _look(self, number: int, n: int, at: int, grads: tuple[Tensor | None, ...]) -> None:
         grad = grads[number]
-        if grad is None or not self.on or torch._C._are_functorch_transforms_active():
+        if grad is None or not self.on:
+            return
+        if several_at_once() or torch._C._are_functorch_transforms_active():
             return
         with torch.no_grad(), unheard():
             grad = grad.detach()

@@ -132,9 +132,9 @@ struct Panels {  // rows cut into register tiles, as even as can be
 };
 
 template <class acc_t>
-struct Sums {                    // where a share's results go
-  double* sq_sums = nullptr;     // [N], or null: only the weight, all positions of a chunk as one sum
-  acc_t* weight = nullptr;       // [O, patch], or null: only the norms
+struct Sums {                 // where a share's results go
+  double* sq_sums = nullptr;  // [N], or null: only the weight, all positions of a chunk as one sum
+  acc_t* weight = nullptr;    // [O, patch], or null: only the norms
   // One for every `scale_every` positions, or null. A sample of factor 0 is left out, except where all positions are
   // one sum: of those, see kept_samples.
   const acc_t* scale = nullptr;

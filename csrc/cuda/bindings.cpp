@@ -222,7 +222,7 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
                              });
 }
 
-// Whether the weight's gradient has come to be [O, kH, kW, C].
+// Returns true if the weight's gradient has come to be [O, kH, kW, C].
 bool fused_of_images(const Run& run, const ConvShape& s, const Tensor& input, const Tensor& grads,
                      const Gradients& gradients, const SqNorms& sq_norms) {
   const Served served = images_by_sm90(run, s, input, grads, &gradients, sq_norms);

@@ -25,7 +25,7 @@
 
 namespace torchgradx::cuda {
 
-// Whether Hopper's kernel serves: on its architecture alone, if compiled for that. The emulation turns it on and off.
+// True if Hopper's kernel serves: on its architecture alone, if compiled for that. The emulation turns it on and off.
 #ifdef CUDA_EMULATION
 extern "C" bool cuda_emulation_sm90;
 inline bool has_sm90(int) {
@@ -53,14 +53,8 @@ class Run {
                           c10::impl::VirtualGuardImpl(like.device().type()).getStream(like.device()).native_handle())) {
   }
 
-  Device device() const {
-    int index = 0, multiprocessors = 0;
-    check("cudaGetDevice", cudaGetDevice(&index));
-    check("cudaDeviceGetAttribute", cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, index));
-    // One flag for both layers: that of cuDNN is set unless someone clears it, and float32 is exact unless asked.
-    // Read as cuBLAS does: the older getter refuses to answer once the newer setting has been used.
-    const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
-    return {multiprocessors, precision == at::Float32Precision::TF32, has_sm90(index)};
+  const Device& device() const {
+    return device_;
   }
 
   // launch(workspace, stream), with the workspace until the stream has done with it: torch's allocator sees to that.
@@ -71,6 +65,16 @@ class Run {
   }
 
  private:
+  static Device current_device() {
+    int index = 0, multiprocessors = 0;
+    check("cudaGetDevice", cudaGetDevice(&index));
+    check("cudaDeviceGetAttribute", cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, index));
+    // One flag for both layers: that of cuDNN is set unless someone clears it, and float32 is exact unless asked.
+    // Read as cuBLAS does: the older getter refuses to answer once the newer setting has been used.
+    const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
+    return {multiprocessors, precision == at::Float32Precision::TF32, has_sm90(index)};
+  }
+
   static void check(const char* what, cudaError_t error) {
     TORCHGRADX_CHECK(error == cudaSuccess, "torchgradx could not launch ", what, ": ", cudaGetErrorName(error), ", ",
                      cudaGetErrorString(error));
@@ -79,6 +83,7 @@ class Run {
   const c10::DeviceGuard guard_;
   const at::TensorOptions bytes_;
   const cudaStream_t stream_;
+  const Device device_ = current_device();  // behind the guard
 };
 
 struct Rows {

@@ -182,7 +182,7 @@ __device__ __forceinline__ void take_registers() {
 
 namespace torchgradx::cuda {
 
-// How wgmma finds an operand that copy_box has stored: rows of 64 elements (128 bytes), eight to a group.
+// Address of an operand of wgmma, as copy_box has stored it: rows of 64 elements (128 bytes), eight to a group.
 struct Descriptor {
   uint32_t low, high;
 

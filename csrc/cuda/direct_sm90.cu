@@ -53,7 +53,7 @@ Layer layer_of(const Conv2dProblem& p) {
           int(p.padH)};
 }
 
-// What a tensor map can describe: rows that begin at multiples of 16 bytes.
+// True if a tensor map can describe the image: its rows begin at multiples of 16 bytes.
 constexpr int64_t kPiece = 8;
 bool fits_a_map(const Image& image) {
   constexpr int64_t kMost = int64_t(1) << 38;

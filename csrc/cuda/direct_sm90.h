@@ -1,5 +1,5 @@
-// How direct and fused by wgmma (direct_sm90.cuh) cut a problem, for host and device: rectangles of positions, tiles of
-// the gradient, and which block adds up which samples of which tile. Integers in, integers out.
+// Cutting a problem for direct and fused by wgmma (direct_sm90.cuh), for host and device: rectangles of positions,
+// tiles of the gradient, and which block adds up which samples of which tile. Integers in, integers out.
 //
 // One sample's gradient is sum_t b_nt a_nt^T. A step of it is a rectangle of `width` x `height` output pixels (of a
 // Linear: `width` positions): one box of grad_output for each 64 of its features, and one box of the input for each 64
@@ -23,7 +23,7 @@ constexpr int kMostStages = 8;
 constexpr int kRows = 64;                    // of the gradient, of one warpgroup
 constexpr int kSharedBytes = 232448 - 1024;  // what a block may have, less its barriers and totals
 
-// Who does what: each of G blocks first takes `whole` tiles with all their samples, then its share of the (tile,
+// Division of the work: each of G blocks first takes `whole` tiles with all their samples, then its share of the (tile,
 // sample) items of the tiles that are left, in this order. A share touches two tiles at most, since it is shorter than
 // a tile.
 struct Schedule {
@@ -97,7 +97,7 @@ struct Boxes {
   int stride_x, stride_y, dilation_x, dilation_y, pad_x, pad_y;
 };
 
-// Where a tile's block of 64 columns stands in the gradient: tap -1 if outside.
+// Place of a tile's block of 64 columns in the gradient: tap -1 if outside.
 struct Column {
   int tap, channel;
 };

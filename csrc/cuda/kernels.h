@@ -112,7 +112,8 @@ cudaError_t launch_fused(const Conv2dProblem& problem, const Gradients& gradient
                          void* workspace, cudaStream_t stream);
 
 // direct_sm90.cu: direct (gradients of null) and fused by Hopper's wgmma, bias included, where they suit: halves whose
-// features lie side by side, in rows of whole 16 bytes. Norms of null are not taken. The weight's gradient of a convolution is [O, kH, kW, C].
+// features lie side by side, in rows of whole 16 bytes. Norms of null are not taken. The weight's gradient of a
+// convolution is [O, kH, kW, C].
 bool sm90_suits(const LinearProblem& problem);
 bool sm90_suits(const Conv2dProblem& problem);
 size_t sm90_workspace(const LinearProblem& problem, const Gradients* gradients, const SqNorms& sq_norms);

@@ -1,4 +1,4 @@
-// What the roles of direct_sm90.cuh share: the launch's arguments, the ring of stages, a tile's place in the gradient
+// Shared by the roles of direct_sm90.cuh: the launch's arguments, the ring of stages, a tile's place in the gradient
 // and how it is written, and who has left sums of one.
 #pragma once
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ void add_halves(float& low, float& high, uint32_t wor
   }
 }
 
-// Of four lanes with four words each: lane c gets word c of all four, in the order of lanes.
+// Transposes four lanes of four words each: lane c gets word c of all four, in the order of lanes.
 __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&w)[4], int lane) {
   const bool odd = lane & 1, high = lane & 2;
   uint32_t x = __shfl_xor_sync(full_warp, odd ? w[0] : w[1], 1);

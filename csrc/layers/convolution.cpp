@@ -33,15 +33,6 @@ class Convolution final : public Layer {
   Tensor enter_grad(const Tensor& grad_output) const override {
     return lifted(grad_output);
   }
-  // cuDNN works channels last where the input or the weight lies so.
-  Tensor ordered(const Tensor& grad_output, const Saved& saved, const Tensor& weight) const override {
-    const auto last = [](const Tensor& t) {
-      return t.defined() && t.dim() == 4 && t.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
-    };
-    const bool converts =
-        grad_output.is_cuda() && grad_output.dim() == 4 && !o_.one_dimensional && (last(weight) || last(saved.input));
-    return converts ? grad_output.contiguous(at::MemoryFormat::ChannelsLast) : grad_output;
-  }
   Tensor leave(const Tensor& output) const override {
     return o_.one_dimensional ? output.squeeze(-2) : output;
   }

@@ -66,10 +66,6 @@ struct Layer {
   virtual Tensor enter_weight(const Tensor& weight) const {
     return weight;
   }
-  // grad_output in the memory order that the framework's backward will want, so that it is converted once.
-  virtual Tensor ordered(const Tensor& grad_output, const Saved&, const Tensor& /*weight*/) const {
-    return grad_output;
-  }
   virtual Tensor enter_grad(const Tensor& grad_output) const {
     return grad_output;
   }

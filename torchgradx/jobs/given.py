@@ -1,4 +1,4 @@
-"""What a job's update() takes: a probe, or norms that were read from one."""
+"""Arguments of a job's update(): a probe, or norms that were read from one."""
 
 from __future__ import annotations
 

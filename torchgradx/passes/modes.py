@@ -12,9 +12,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, 
 
 from ..proof.constant import Mode
 
-__all__ = ["unheard"]
+__all__ = ["several_at_once", "unheard"]
+
+SEVERAL = torch._C._dispatch_key_parse("VmapMode")  # by name at each call it takes longer
 
 NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def several_at_once() -> bool:
+    """Return True inside a backward of is_grads_batched=True: its gradients are nobody's .grad."""
+    return bool(torch._C._dispatch_tls_is_dispatch_key_included(SEVERAL))
 
 
 def unheard() -> AbstractContextManager[None]:

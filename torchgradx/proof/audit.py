@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import ops
+from ..passes.modes import several_at_once
 from ..rules import Layer
 from ..sharding import scattered
 from ..shared.lift import Lift, Met
@@ -36,7 +37,6 @@ __all__ = ["Audit"]
 
 MANY, VARIANTS = 4096, 8  # structures: sizes that never repeat must not add up; ways through each
 PART = 1 << 18  # elements compared at a time, in float64
-SEVERAL = torch._C._dispatch_key_parse("VmapMode")  # backwards at once; by name it takes longer
 UNPROVEN = "where its samples are could not be looked for: {error}"
 
 
@@ -257,8 +257,8 @@ class Audit:
 
     @untraced
     def _received(self, place: int, gradient: Tensor | None) -> Tensor | None:
-        if torch._C._dispatch_tls_is_dispatch_key_included(SEVERAL):
-            return None  # is_grads_batched=True: those of several backwards, for nobody's .grad
+        if several_at_once():
+            return None
         task = torch._C._current_graph_task_id()
         compared = gradient if self._recorder.auditing or place in self.always else None
         if not self._recorder.audited(task):  # this backward met no pass, as yet
