@@ -150,8 +150,12 @@ class Watch {
       self->consume(t, constant);
       if (t.is_view()) self->consume(Tensor(t._base()), constant);  // of one that was written into, the graph has the base
       operation->views.push_back(view_of(t));
-      if (operation->pointwise && self->stands(t)) operation->like.push_back(t.sizes().vec());
+      if (self->stands(t))
+        operation->like.push_back(t.sizes().vec());
+      else
+        operation->pointwise = operation->pointwise && constant;
     }
+    if (!operation->pointwise) operation->like.clear();
     if (operation->picks && !operation->constant) self->picks = true;
     return operation;
   }

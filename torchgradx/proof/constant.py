@@ -41,8 +41,9 @@ class Watch:
         self, held: Iterable[Tensor], arguments: Sequence[Tensor], n: int, batch_dim: int
     ) -> None:
         """held: parameters and buffers."""
-        self.inputs: dict[int, list[bool]] = {}  # of each call of a site: given constants alone
-        self.anchors: set[int] = set()  # sites given an argument, or its like made pointwise
+        # Of each call of a site: is it given constants alone; an argument, or its like by element?
+        self.inputs: dict[int, list[bool]] = {}
+        self.anchored: dict[int, list[bool]] = {}
         whole = (t for t in arguments if t.shape[batch_dim : batch_dim + 1] == (n,))
         first = next(whole, None)
         shared = [t for t in arguments if first is not None and _is_shared(t, first, n, batch_dim)]
@@ -67,8 +68,8 @@ class Watch:
         """A site is called with these."""
         constant = all(map(self._seen.knows_constant, given))
         self.inputs.setdefault(site, []).append(constant)
-        if given and self._seen.stands(given[0]):
-            self.anchors.add(site)
+        stands = bool(given) and bool(self._seen.stands(given[0]))
+        self.anchored.setdefault(site, []).append(stands)
 
 
 class Mode(TorchDispatchMode):
@@ -137,8 +138,9 @@ class Mode(TorchDispatchMode):
             self.picks = True
         pointwise = torch.Tag.pointwise in getattr(func, "tags", ())
         before = [_view_of(t) for t in operands]
-        like = [t.shape for t, view in zip(operands, before, strict=True)
-                if pointwise and view in self._views]  # fmt: skip
+        stand = [view in self._views for view in before]
+        pointwise = pointwise and all(a or b for a, b in zip(stand, bits, strict=True))
+        like = [t.shape for t, stands in zip(operands, stand, strict=True) if pointwise and stands]
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 self._mark(t, constant or _is_of_sizes(func))

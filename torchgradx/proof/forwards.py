@@ -34,32 +34,41 @@ class Memory:
     watches: int = 1  # so many of the next forwards are watched
     # Of what a site was given in each of its calls, by its place and the number of these.
     constant: dict[tuple[int, int], list[bool]] = field(default_factory=dict)
+    anchored: dict[tuple[int, int], list[bool]] = field(default_factory=dict)
     picks: bool = False  # how many rows layers are given was up to data
     # Of the samples in the outputs, by their place and number of dimensions.
     dims: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def tables(self, uses: Sequence[Any]) -> set[int]:
         """The uses that were given the same for any batch, as far as that was seen."""
-        calls: dict[int, list[int]] = {}
-        for k, (site, *_) in enumerate(uses):
-            calls.setdefault(site, []).append(k)
-        found: set[int] = set()
-        for site, those in calls.items():
-            bits = self.constant.get((site, len(those)))
-            if bits is not None:
-                found.update(k for k, bit in zip(those, bits, strict=True) if bit)
-                continue
-            others = [bit for (other, _), bits in self.constant.items() if other == site
-                      for bit in bits]  # fmt: skip
-            found.update(those if others and all(others) else ())
-        return found
+        return _where(self.constant, uses)
+
+    def anchors(self, uses: Sequence[Any]) -> set[int]:
+        """The uses that were given an argument of the model's, or its like by element."""
+        return _where(self.anchored, uses)
 
     def learn(self, watch: Watch) -> None:
         self.watches = max(0, self.watches - 1)
         self.picks = self.picks or watch.picks
-        for site, bits in watch.inputs.items():
-            before = self.constant.setdefault((site, len(bits)), [True] * len(bits))
-            before[:] = [a and b for a, b in zip(before, bits, strict=True)]
+        for seen, inputs in (self.constant, watch.inputs), (self.anchored, watch.anchored):
+            for site, bits in inputs.items():
+                before = seen.setdefault((site, len(bits)), [True] * len(bits))
+                before[:] = [a and b for a, b in zip(before, bits, strict=True)]
+
+
+def _where(seen: dict[tuple[int, int], list[bool]], uses: Sequence[Any]) -> set[int]:
+    """The uses whose bit is set. Where their site was not seen called so often: if all others' are."""
+    calls: dict[int, list[int]] = {}
+    for k, (site, *_) in enumerate(uses):
+        calls.setdefault(site, []).append(k)
+    found: set[int] = set()
+    for site, those in calls.items():
+        bits = seen.get((site, len(those)))
+        if bits is None:
+            others = [bit for (other, _), bits in seen.items() if other == site for bit in bits]
+            bits = [bool(others) and all(others)] * len(those)
+        found.update(k for k, bit in zip(those, bits, strict=True) if bit)
+    return found
 
 
 class Looked(NamedTuple):

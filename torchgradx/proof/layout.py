@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from math import inf, prod, sqrt
 from typing import Any
 
@@ -94,6 +94,7 @@ class Seeding:
         self._last = [k for k in self._known if uses[k].node not in above]
         self._half = any(map(_is_half, nodes))  # under autocast, its ends may be wider
         self._loud = 0
+        self._plain: dict[int, Rows] = {}  # what prove() found of the unscaled backward
 
     def prove(self) -> list[Finding] | None:
         """1 + ceil(log16 N) backwards; in float16, and where a GPU adds in any order, some more.
@@ -104,7 +105,7 @@ class Seeding:
         try:
             if self._half:
                 self._loud = self._loudest()
-            plain = self._plain
+            plain = self._plain = self._gradients(torch.full((self._n,), self._loud))
             scaled = [self._gradients(self._loud + digit) for digit in digits]
             found = self._findings(plain, scaled, digits)
             noise = 0.0
@@ -157,10 +158,6 @@ class Seeding:
                 if isinstance(one.layout, int) and one.layout != NOWHERE]  # fmt: skip
         mixes = any(isinstance(two.layout, str) for _, two in live)
         return not mixes and any(one.layout != two.layout for one, two in live)
-
-    @cached_property
-    def _plain(self) -> dict[int, Rows]:
-        return self._gradients(torch.full((self._n,), self._loud))
 
     def _gradients(
         self, exponents: Tensor, heads: Sequence[tuple[Tensor, int]] | None = None

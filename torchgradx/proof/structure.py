@@ -144,7 +144,7 @@ class Examiner:
         start = self._lift.start(n, uses, sites, outputs, tables, constant)
         region = start.region.watched
         every = [*watched, *(end.watched for _, end in ends), *region]
-        findings, doubt = self._findings(n, outputs, every, uses, sites, looked, memory.dims)
+        findings, doubt = self._findings(n, outputs, every, uses, sites, memory.dims)
         proven = findings is not None
         findings = findings or [Finding(None)] * len(every)
         of_region = findings[len(findings) - len(region) :]
@@ -249,6 +249,10 @@ class Examiner:
             return False
         beside = [end for j, end in ends if j == k]
         fits = site.fixed or all(end.clear(use, site.presumed, n) for end in beside)
+        if k in self._forwards.memory.anchors(uses) and self._in_order(site, index):
+            at = self._options["batch_dim"]
+            if list(use.leads[at : at + 1]) == [n] and site.presumed == self._expected:
+                return False  # its rows are where the argument has them
         again = list(sizes).count(n) > 1  # another dimension may hold them
         return again or not fits or from_sizes(use.leads, n) != site.presumed
 
@@ -259,7 +263,6 @@ class Examiner:
         watched: Sequence[Watched],
         uses: Sequence[Any],
         sites: Sequence[Site],
-        looked: Looked,
         dims: dict[tuple[int, int], int],
     ) -> tuple[list[Finding] | None, bool]:
         """Of each output of a node, None where no backward can run; and whether the samples may as
@@ -269,9 +272,7 @@ class Examiner:
         if not self._proves or self._parameters.gathered():
             return None, False
         heads, others = self._heads(outputs, n, dims)
-        anchors = set() if looked.watch is None else looked.watch.anchors
-        tables = self._forwards.memory.tables(uses)
-        expected = SEQUENCE if self._options["batch_dim"] else BATCH
+        anchors, tables = self._forwards.memory.anchors(uses), self._forwards.memory.tables(uses)
 
         def agrees(found: Sequence[Finding]) -> bool | None:
             """Whether layers that are given an argument have the samples where that has them; None:
@@ -279,9 +280,9 @@ class Examiner:
             mixes = any(isinstance(f.layout, str) and k not in tables
                         for k, f in enumerate(found[: len(uses)]))  # fmt: skip
             shown = [
-                found[k].layout == (sites[site].presumed if sites[site].fixed else expected)
+                found[k].layout == (sites[site].presumed if sites[site].fixed else self._expected)
                 for k, (site, *_) in enumerate(uses)
-                if ((site in anchors and self._in_order(sites[site], site)) or sites[site].fixed)
+                if ((k in anchors and self._in_order(sites[site], site)) or sites[site].fixed)
                 and found[k].sure
                 and found[k].layout in (BATCH, SEQUENCE)
             ]
@@ -310,6 +311,11 @@ class Examiner:
                 place = next(k for k, other in enumerate(outputs) if other is t)
                 dims[place, t.dim()] = dim
         return found, doubt
+
+    @property
+    def _expected(self) -> int:
+        """Where the model's arguments have the samples."""
+        return SEQUENCE if self._options["batch_dim"] else BATCH
 
     def _in_order(self, site: Site, index: int) -> bool:
         """Whether a layer has the samples where its input has them, as nobody knows of others."""
