@@ -46,6 +46,7 @@ else:
 __all__ = ["Probe", "attach", "attached", "set_aside"]
 
 _probes: weakref.WeakSet[Probe] = weakref.WeakSet()  # those that are attached
+_leaving: set[Probe] = set()  # removed, and a graph in flight may run their layers again
 
 UNSHOWN = "the model was called without a tensor that shows N: say batch_size="
 MIXED = "same_samples() met forwards of a whole compiled graph and others"
@@ -224,8 +225,13 @@ class Probe(Reader):
     def _drained(self) -> None:
         self._unwind(self._model())
         busy = self._asides or self._recorder.held > 0 or self._recorder.depth()
-        if not (self._standing.on or busy):
-            self._leave_model()  # else a forward under way does it at its end
+        if self._standing.on:
+            return
+        if busy:
+            _leaving.add(self)  # a forward under way leaves at its end
+        else:
+            self._leave_model()
+            _leaving.discard(self)
 
     def _leave_model(self) -> None:
         for part in (self._hooks, *self._sites):

@@ -249,12 +249,7 @@ class Examiner:
             return False
         beside = [end for j, end in ends if j == k]
         fits = site.fixed or all(end.clear(use, site.presumed, n) for end in beside)
-        if k in self._forwards.memory.anchors(uses) and self._in_order(site, index):
-            at = self._options["batch_dim"]
-            if list(use.leads[at : at + 1]) == [n] and site.presumed == self._expected:
-                return False  # its rows are where the argument has them
-        again = list(sizes).count(n) > 1  # another dimension may hold them
-        return again or not fits or from_sizes(use.leads, n) != site.presumed
+        return not fits or from_sizes(use.leads, n) != site.presumed
 
     def _findings(
         self,
