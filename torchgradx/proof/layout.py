@@ -137,10 +137,10 @@ class Seeding:
         flags = [torch.zeros((), dtype=torch.bool, device=self._heads[0][0].device)]
         for k, rows in found.items():
             use, layout = self._uses[k], layouts[k]
-            owner = None if layout is None else _owners(use, self._n).get(layout)
-            if owner is None or not rows.elements:
+            if layout is None or not rows.elements:
                 continue
-            if rows.sizes.numel() != len(owner):
+            owner = _owners(use, self._n).get(layout)
+            if owner is None or rows.sizes.numel() != len(owner):
                 return False
             flags.append((rows.sizes.flatten()[~kept[owner]] != 0).any())
         return not bool(torch.stack(flags).any())

@@ -269,18 +269,21 @@ class Examiner:
         heads, others = self._heads(outputs, n, dims)
         anchors, tables = self._forwards.memory.anchors(uses), self._forwards.memory.tables(uses)
 
+        def wanted(k: int, site: int) -> set[int]:
+            """Where a use must have the samples: as its argument does, as its layer says."""
+            given = k in anchors and self._in_order(sites[site], site)
+            said = {sites[site].presumed} if sites[site].fixed else set()
+            return {*said, self._expected} if given else said
+
+        wants = [wanted(k, site) for k, (site, *_) in enumerate(uses)]
+
         def agrees(found: Sequence[Finding]) -> bool | None:
-            """Whether layers that are given an argument have the samples where that has them; None:
-            there is none that shows it. False where rows mix, too."""
+            """Whether these uses have the samples there; None: there is none that shows it. False
+            where rows mix, too."""
             mixes = any(isinstance(f.layout, str) and k not in tables
                         for k, f in enumerate(found[: len(uses)]))  # fmt: skip
-            shown = [
-                found[k].layout == (sites[site].presumed if sites[site].fixed else self._expected)
-                for k, (site, *_) in enumerate(uses)
-                if ((k in anchors and self._in_order(sites[site], site)) or sites[site].fixed)
-                and found[k].sure
-                and found[k].layout in (BATCH, SEQUENCE)
-            ]
+            shown = [want == {f.layout} for f, want in zip(found, wants, strict=False)
+                     if want and f.sure and f.layout in (BATCH, SEQUENCE)]  # fmt: skip
             if mixes or not all(shown):
                 return False
             return True if shown else None

@@ -236,9 +236,11 @@ class Plan:
         ):
             if layout is not None:
                 number = graph.last(node)
-                use = Watched(node, number, rows_of(shape_of(node, number), n))
+                shape = shape_of(node, number)
+                use = Watched(node, number, rows_of(shape, n))
                 ends.append((use, layout))
-                same = same and (mine == before or from_sizes(use.leads, n) == layout)
+                told = shape.count(n) == 1 and from_sizes(use.leads, n) == layout
+                same = same and (mine == before or told)
         return same, looks, ends
 
 
