@@ -9,22 +9,20 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
-#include <set>
 
 namespace torchgradx {
 namespace {
 
-using Memory = c10::weak_intrusive_ptr<c10::StorageImpl>;
-using View = std::tuple<const c10::StorageImpl*, int64_t, std::vector<int64_t>, std::vector<int64_t>>;
+// Of a tensor's memory, which views and in-place writes share: is it constant, and how many elements are samples apart,
+// 0 where that is not known. A weak reference keeps the address of what is gone.
+struct Known {
+  c10::weak_intrusive_ptr<c10::StorageImpl> memory;
+  bool constant;
+  int64_t apart;
+};
 
 bool has_storage(const Tensor& t) {
   return t.defined() && t.unsafeGetTensorImpl()->has_storage();
-}
-
-std::optional<View> view_of(const Tensor& t) {
-  if (!has_storage(t) || t.layout() != at::kStrided || t.unsafeGetTensorImpl()->has_symbolic_sizes_strides())
-    return std::nullopt;
-  return View(t.storage().unsafeGetStorageImpl(), t.storage_offset(), t.sizes().vec(), t.strides().vec());
 }
 
 void tensors_in(const c10::IValue& value, std::vector<Tensor>& found) {
@@ -41,8 +39,7 @@ void tensors_in(const c10::IValue& value, std::vector<Tensor>& found) {
 // Of an operator, which is observed around all that it calls.
 struct Operation : at::ObserverContext {
   bool constant = true, pointwise = false, picks = false, of_sizes = false;
-  std::vector<std::optional<View>> views;  // of its operands
-  std::vector<std::vector<int64_t>> like;  // sizes of those that stand as an argument does
+  std::vector<std::vector<int64_t>> like;  // sizes of its operands that stand as an argument does
   std::vector<Tensor> written;
 };
 
@@ -50,12 +47,10 @@ struct Operation : at::ObserverContext {
 
 class Watch {
  public:
-  Watch(const std::vector<Tensor>& constants, const std::vector<Tensor>& data) {
-    for (const Tensor& t : constants) mark(t, true);
-    for (const Tensor& t : data) {
-      mark(t, false);
-      if (auto view = view_of(t)) views_.insert(*view);
-    }
+  Watch(const std::vector<Tensor>& constants, const std::vector<Tensor>& data, int64_t n, int64_t batch_dim)
+      : n_(n), batch_dim_(batch_dim) {
+    for (const Tensor& t : constants) mark(t, true, 0);
+    for (const Tensor& t : data) mark(t, false, apart(t));
     before_ = watching;
     watching = this;
     auto callback = at::RecordFunctionCallback(&Watch::begin, &Watch::end).needsInputs(true).needsOutputs(true);
@@ -79,19 +74,20 @@ class Watch {
   bool is_constant(const Tensor& t) const {
     if (!has_storage(t)) return false;
     const auto found = known_.find(t.storage().unsafeGetStorageImpl());
-    if (found != known_.end()) return found->second.second;
+    if (found != known_.end()) return found->second.constant;
     // A number that Python made; and parameters that fully_shard brings together.
     return t.dim() == 0 || (t.requires_grad() && t.is_leaf());
   }
-  bool stands(const Tensor& t) const {  // as an argument does, or made of one element by element
-    const auto view = view_of(t);
-    return view && views_.count(*view) > 0;
+  // Whether it has the samples where an argument has them: a view of one along its other dimensions, or made of such
+  // element by element.
+  bool stands(const Tensor& t) const {
+    const int64_t known = known_apart(t);
+    return known > 0 && known == apart(t);
   }
-  void mark(const Tensor& t, bool constant) {
+  void mark(const Tensor& t, bool constant, int64_t apart) {
     if (!has_storage(t)) return;
-    // A weak reference keeps the address of what is gone.
     const auto key = t.storage().unsafeGetStorageImpl();
-    known_.insert_or_assign(key, std::make_pair(Memory(t.storage().getWeakStorageImpl()), constant));
+    known_.insert_or_assign(key, Known{t.storage().getWeakStorageImpl(), constant, apart});
   }
   bool consumed(const py::object& node, uint32_t number) const {
     using torch::autograd::THPCppFunction;
@@ -110,10 +106,23 @@ class Watch {
   static thread_local Watch* watching;
   Watch* before_ = nullptr;
   std::optional<at::CallbackHandle> handle_;
-  std::unordered_map<const c10::StorageImpl*, std::pair<Memory, bool>> known_;
+  const int64_t n_, batch_dim_;
+  std::unordered_map<const c10::StorageImpl*, Known> known_;
   std::map<std::pair<const Node*, uint32_t>, bool> bits_;  // as consumed, by node and output
-  std::vector<NodePtr> kept_;                               // so that no address serves again
-  std::set<View> views_;
+  std::vector<NodePtr> kept_;                              // so that no address serves again
+
+  // From one sample to the next, in elements, if they are in batch_dim, n*T+t.
+  int64_t apart(const Tensor& t) const {
+    if (!has_storage(t) || t.layout() != at::kStrided || t.unsafeGetTensorImpl()->has_symbolic_sizes_strides())
+      return 0;
+    if (t.dim() <= batch_dim_ || t.size(batch_dim_) % n_) return 0;
+    return t.stride(batch_dim_) * (t.size(batch_dim_) / n_);
+  }
+  int64_t known_apart(const Tensor& t) const {
+    if (!has_storage(t)) return 0;
+    const auto found = known_.find(t.storage().unsafeGetStorageImpl());
+    return found == known_.end() ? 0 : found->second.apart;
+  }
 
   void consume(const Tensor& t, bool constant) {
     if (!t.grad_fn()) return;
@@ -148,8 +157,8 @@ class Watch {
       const bool constant = self->is_constant(t);
       operation->constant = operation->constant && constant;
       self->consume(t, constant);
-      if (t.is_view()) self->consume(Tensor(t._base()), constant);  // of one that was written into, the graph has the base
-      operation->views.push_back(view_of(t));
+      if (t.is_view())
+        self->consume(Tensor(t._base()), constant);  // of one that was written into, the graph has the base
       if (self->stands(t))
         operation->like.push_back(t.sizes().vec());
       else
@@ -166,21 +175,14 @@ class Watch {
     if (!self || !operation) return;
     std::vector<Tensor> made;
     for (const c10::IValue& value : function.outputs()) tensors_in(value, made);
-    const auto contains = [](const auto& all, const auto& one) {
-      return std::find(all.begin(), all.end(), one) != all.end();
-    };
+    if (!operation->constant)
+      for (const Tensor& t : operation->written) self->mark(t, false, 0);
+    const auto& like = operation->like;
     for (const Tensor& t : made) {
       if (!t.defined()) continue;
-      self->mark(t, operation->constant || operation->of_sizes);
-      const auto view = view_of(t);
-      if (!view) continue;
-      if (contains(operation->like, t.sizes().vec()))
-        self->views_.insert(*view);
-      else if (!contains(operation->views, view))  // memory that serves again
-        self->views_.erase(*view);
+      const bool alike = std::find(like.begin(), like.end(), t.sizes().vec()) != like.end();
+      self->mark(t, operation->constant || operation->of_sizes, alike ? self->apart(t) : self->known_apart(t));
     }
-    if (!operation->constant)
-      for (const Tensor& t : operation->written) self->mark(t, false);
   }
 };
 
@@ -188,9 +190,9 @@ thread_local Watch* Watch::watching = nullptr;
 
 void bind_watch(py::module_& m) {
   py::class_<Watch, std::shared_ptr<Watch>>(m, "Watch")
-      .def(py::init<const std::vector<Tensor>&, const std::vector<Tensor>&>(), py::arg("constants"), py::arg("data"))
+      .def(py::init<const std::vector<Tensor>&, const std::vector<Tensor>&, int64_t, int64_t>(), py::arg("constants"),
+           py::arg("data"), py::arg("n"), py::arg("batch_dim"))
       .def("stop", &Watch::stop)
-      .def("mark", &Watch::mark)
       .def("stands", &Watch::stands)
       .def("knows_constant", &Watch::is_constant)
       .def("is_constant", &Watch::consumed)

@@ -41,7 +41,7 @@ class Watch:
         self, held: Iterable[Tensor], arguments: Sequence[Tensor], n: int, batch_dim: int
     ) -> None:
         """held: parameters and buffers."""
-        # Of each call of a site: is it given constants alone; an argument, or its like by element?
+        # Of each call of a site: is it given constants alone; the samples as an argument has them?
         self.inputs: dict[int, list[bool]] = {}
         self.anchored: dict[int, list[bool]] = {}
         whole = (t for t in arguments if t.shape[batch_dim : batch_dim + 1] == (n,))
@@ -50,7 +50,7 @@ class Watch:
         # Data comes after them: one of it may be a view of what holds samples.
         data = [t for t in arguments if all(t is not other for other in shared)]
         kind = _C.Watch if ops.NATIVE else _mode()
-        self._seen = kind([*held, *shared], data)
+        self._seen = kind([*held, *shared], data, n, batch_dim)
 
     def stop(self) -> None:
         self._seen.stop()
@@ -81,18 +81,19 @@ class Mode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # torch would import the whole compiler, 70 MiB and two seconds
 
-    def __init__(self, constants: Iterable[Tensor], data: Iterable[Tensor]) -> None:
+    def __init__(
+        self, constants: Iterable[Tensor], data: Iterable[Tensor], n: int, batch_dim: int
+    ) -> None:
         super().__init__()
-        self._on, self.picks = True, False
-        # By storage, which views and in-place writes share; a weak reference keeps its address.
-        self._known: dict[int, tuple[StorageWeakRef, bool]] = {}
+        self._on, self.picks, self._n, self._batch_dim = True, False, n, batch_dim
+        # By storage, which views and in-place writes share: is it constant, and how far apart are
+        # samples, 0 where that is not known. A weak reference keeps its address.
+        self._known: dict[int, tuple[StorageWeakRef, bool, int]] = {}
         self._bits: dict[tuple[Any, int], bool] = {}  # as consumed, by node and output
         for t in constants:
             self._mark(t, True)
-        self._views = set()
         for t in data:
-            self._mark(t, False)
-            self._views.add(_view_of(t))
+            self._mark(t, False, self._apart(t))
         self.__enter__()
 
     def stop(self) -> None:
@@ -117,8 +118,21 @@ class Mode(TorchDispatchMode):
         return self._bits.get((node, number), False)
 
     def stands(self, t: Tensor) -> bool:
-        """As an argument does, or made of one element by element."""
-        return _view_of(t) in self._views
+        """Whether it has the samples where an argument has them: a view of one along its other
+        dimensions, or made of such element by element."""
+        return self._known_apart(t) > 0 and self._known_apart(t) == self._apart(t)
+
+    def _known_apart(self, t: Tensor) -> int:
+        storage = _storage_of(t)
+        known = None if storage is None else self._known.get(storage._cdata)
+        return 0 if known is None else known[2]
+
+    def _apart(self, t: Tensor) -> int:
+        """From one sample to the next, in elements, if they are in batch_dim, n*T+t."""
+        d = self._batch_dim
+        if t.dim() <= d or t.layout is not torch.strided or t.shape[d] % self._n:
+            return 0
+        return t.stride(d) * (t.shape[d] // self._n)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -131,26 +145,21 @@ class Mode(TorchDispatchMode):
                 if one is not None and one.grad_fn is not None:
                     key = one.grad_fn, one.output_nr
                     self._bits[key] = self._bits.get(key, True) and constant
+        stand = [self.stands(t) for t in operands]
+        pointwise = torch.Tag.pointwise in getattr(func, "tags", ())
+        pointwise = pointwise and all(a or b for a, b in zip(stand, bits, strict=True))
+        shapes = [t.shape for t, stands in zip(operands, stand, strict=True) if pointwise and stands]
         with torch._C._DisableAutocast():  # it has done its part, above
             out = func(*args, **kwargs)
         constant = all(bits)
         if not constant and torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
             self.picks = True
-        pointwise = torch.Tag.pointwise in getattr(func, "tags", ())
-        before = [_view_of(t) for t in operands]
-        stand = [view in self._views for view in before]
-        pointwise = pointwise and all(a or b for a, b in zip(stand, bits, strict=True))
-        like = [t.shape for t, stands in zip(operands, stand, strict=True) if pointwise and stands]
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor):
-                self._mark(t, constant or _is_of_sizes(func))
-                view = _view_of(t)
-                if t.shape in like:
-                    self._views.add(view)
-                elif view not in before:  # memory that serves again
-                    self._views.discard(view)
         for t in () if constant else _written(func, args, kwargs):
             self._mark(t, False)
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                apart = self._apart(t) if t.shape in shapes else self._known_apart(t)
+                self._mark(t, constant or _is_of_sizes(func), apart)
         return out
 
     def knows_constant(self, t: Tensor) -> bool:
@@ -163,10 +172,10 @@ class Mode(TorchDispatchMode):
         # A number that Python made; and parameters that fully_shard brings together.
         return not t.dim() or (t.is_leaf and t.requires_grad)
 
-    def _mark(self, t: Tensor, constant: bool) -> None:
+    def _mark(self, t: Tensor, constant: bool, apart: int = 0) -> None:
         storage = _storage_of(t)
         if storage is not None:
-            self._known[storage._cdata] = StorageWeakRef(storage), constant
+            self._known[storage._cdata] = StorageWeakRef(storage), constant, apart
 
 
 class _Untraced(Mode):
@@ -187,13 +196,6 @@ def _storage_of(t: Tensor) -> torch.UntypedStorage | None:
     try:
         return t.untyped_storage()
     except Exception:  # sparse and nested tensors have none
-        return None
-
-
-def _view_of(t: Tensor) -> Any:
-    try:
-        return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()
-    except Exception:
         return None
 
 

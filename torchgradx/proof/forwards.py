@@ -57,7 +57,7 @@ class Memory:
 
 
 def _where(seen: dict[tuple[int, int], list[bool]], uses: Sequence[Any]) -> set[int]:
-    """The uses whose bit is set. Where their site was not seen called so often: if all others' are."""
+    """The uses whose bit is set; those of a site that was not seen called so often, if all are."""
     calls: dict[int, list[int]] = {}
     for k, (site, *_) in enumerate(uses):
         calls.setdefault(site, []).append(k)

@@ -235,7 +235,7 @@ class Examiner:
         n: int,
     ) -> bool:
         """Of a use of which nothing was proven: whether sizes leave a doubt."""
-        index, sizes, node, _ = uses[k]
+        index, _, node, _ = uses[k]
         if layout == SHARED or n == 1:
             return False
         runs = node is not None and self._layers[index].kind == "vmap"
@@ -271,8 +271,9 @@ class Examiner:
 
         def wanted(k: int, site: int) -> set[int]:
             """Where a use must have the samples: as its argument does, as its layer says."""
-            given = k in anchors and self._in_order(sites[site], site)
-            said = {sites[site].presumed} if sites[site].fixed else set()
+            fixed = sites[site].fixed
+            given = k in anchors and (fixed or self._in_order(sites[site], site))
+            said = {sites[site].presumed} if fixed else set()
             return {*said, self._expected} if given else said
 
         wants = [wanted(k, site) for k, (site, *_) in enumerate(uses)]
