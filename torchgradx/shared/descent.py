@@ -174,7 +174,8 @@ class Descent:
         g, layout, n = incoming[station.output], station.layout, self._run.n
         if g is None or layout is None:
             return
-        self._measure(g)
+        if station.inward or any(self._hears(leaf.place) for leaf in station.leaves.values()):
+            self._measure(g)  # for what will be compared
         masked: list[int] = []
         for operand in (*station.inward, *station.leaves):
             product = closed(node, operand, g, layout, n)

@@ -134,8 +134,8 @@ class Lift:
         return plan if plan.starts else None
 
     def _beside(self, uses: Sequence[Use], sites: Sequence[Site]) -> list[int]:
-        """Uses of modules that have parameters and children, and share those with no other."""
-        able = {k: isinstance(s, FallbackSite) and s.calls_others for k, s in enumerate(sites)}
+        """Uses of modules that would run again, and share their parameters with no other."""
+        able = {k: isinstance(s, FallbackSite) and s.by_nodes for k, s in enumerate(sites)}
         others = {place for site, *_ in uses if not able[site]
                   for place in self._layers[site].parameters}  # fmt: skip
         return [k for k, (site, _, node, _) in enumerate(uses)

@@ -34,6 +34,9 @@ ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
     "AddBackward0": lambda node, k, g: g * node._saved_alpha if k and node._saved_alpha != 1 else g,
     "SubBackward0": lambda node, k, g: g * -node._saved_alpha if k else g,
     "MulBackward0": lambda node, k, g: g * (node._saved_self if k else node._saved_other),
+    "AddcmulBackward0": lambda node, k, g: (
+        g * (node._saved_tensor2 if k == 1 else node._saved_tensor1) * node._saved_value if k else g
+    ),
     "ExpandBackward0": lambda node, k, g: g,
     "RepeatBackward0": lambda node, k, g: g,
 }
@@ -44,10 +47,51 @@ ROWS = {
     "AddmmBackward0": ("_saved_mat1", 2),
 }
 COLUMNS = {"MmBackward0", "BmmBackward0"}  # a @ columns: likewise, looked at from a
+# What a normalisation multiplies by its weight, operand 1, before it adds its bias, operand 2.
+NORMALISED: dict[str, Callable[[Node], Tensor | None]] = {
+    "NativeLayerNormBackward0": lambda node: (
+        (node._saved_input - node._saved_result1) * node._saved_result2
+    ),
+    "NativeGroupNormBackward0": lambda node: _of_groups(node),
+    "NativeBatchNormBackward0": lambda node: _of_running(node),
+}
+CHANNELS_FIRST = {"NativeGroupNormBackward0", "NativeBatchNormBackward0"}
 
 
 def in_closed_form(node: Node) -> bool:
-    return node.name() in ELEMENTWISE or node.name() in ROWS
+    name = node.name()
+    return name in ELEMENTWISE or name in ROWS or name in NORMALISED
+
+
+def _of_groups(node: Node) -> Tensor:
+    x, mean, rstd = node._saved_input, node._saved_result1, node._saved_result2
+    groups = x.reshape(*mean.shape, -1)
+    return ((groups - mean[..., None]) * rstd[..., None]).view(x.shape)
+
+
+def _of_running(node: Node) -> Tensor | None:
+    """By running statistics; None where those are the batch's."""
+    if node._saved_training:
+        return None
+    x = node._saved_input
+    shape = [-1 if d == 1 else 1 for d in range(x.dim())]
+    rstd = (node._saved_running_var + node._saved_eps).rsqrt()
+    return (x - node._saved_running_mean.view(shape)) * rstd.view(shape)
+
+
+def _normalisation(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Tensor | None:
+    """Of its weight and bias; None: of its input."""
+    if operand not in (1, 2):
+        return None
+    if operand == 1:
+        normalised = NORMALISED[node.name()](node)
+        if normalised is None:
+            return None
+        g = g * normalised
+    edge = node.next_functions[operand]
+    if node.name() in CHANNELS_FIRST:
+        g = g.movedim(1, -1)
+    return _summed(by_sample(g, layout, n).to(dtype_of(*edge)), shape_of(*edge))
 
 
 def fitted(product: Tensor | None, edge: tuple[Node, int]) -> Tensor | None:
@@ -89,6 +133,8 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradient
     if name in ELEMENTWISE:
         pieces = by_sample(ELEMENTWISE[name](node, operand, g), layout, n)
         return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
+    if name in NORMALISED:
+        return _normalisation(node, operand, g, layout, n)
     if name in COLUMNS and operand == 0 and layout == LAST:
         grads, columns = (by_sample(t, layout, n) for t in (g, node._saved_mat2))
         return grads @ columns.mT

@@ -117,10 +117,12 @@ class FallbackSite:
         return 1 if isinstance(self._module, CHANNELS_FIRST) else min(2, max(1, dims - 1))
 
     @property
-    def calls_others(self) -> bool:
-        """Whether to run it again is to run other modules again."""
+    def by_nodes(self) -> bool:
+        """Whether its parameters' gradients may be taken at the graph's nodes, rather than by
+        running it again: a module of the user's own, or one that calls others."""
         children = (c for c in self._module.children() if not isinstance(c, CONTAINERS))
-        return self.declared < 0 and not opaque(self._module) and any(children)
+        own = not stock_of(type(self._module)).__module__.startswith("torch.nn.")
+        return self.declared < 0 and not opaque(self._module) and (own or any(children))
 
     def _before(self, module: nn.Module, args: Any) -> None:
         stock = type(module).__module__.startswith("torch.nn.modules.")

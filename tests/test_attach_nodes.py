@@ -1,0 +1,218 @@
+"""Modules of users' own that scale, shift and normalise are served at the graph's nodes, and do not
+run again."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import (
+    Model,
+    a_few_modes,
+    check,
+    close_named,
+    loop,
+    per_model,
+    same_gradients,
+    seeded,  # noqa: F401
+    square,
+    title,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torchgradx
+
+N, T, C = 4, 5, 6
+
+
+class RMSNorm(nn.Module):
+    """As transformers has it."""
+
+    def __init__(self, offset=0):
+        super().__init__()
+        self.weight, self.offset = nn.Parameter(torch.randn(C)), offset
+
+    def forward(self, x):
+        dtype = x.dtype
+        wide = x.to(torch.promote_types(dtype, torch.float32))
+        normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        weight = self.weight + self.offset if self.offset else self.weight
+        return weight * normalised.to(dtype)
+
+
+class LayerScale(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.randn(shape))
+
+    def forward(self, x):
+        return x * self.gamma
+
+
+class Shift(nn.Module):
+    """Positions, or a bias of attention."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(shape))
+
+    def forward(self, x):
+        return x + self.places
+
+
+class ResponseNorm(nn.Module):
+    """ConvNeXt V2's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(C)), nn.Parameter(torch.randn(C))
+
+    def forward(self, x):
+        size = x.norm(dim=(2, 3), keepdim=True)
+        weight, bias = (p.view(1, -1, 1, 1) for p in (self.weight, self.bias))
+        return x + torch.addcmul(bias, weight, x * size / (size.mean(1, keepdim=True) + 1e-6))
+
+
+class LayerNorm(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class LayerNorm2d(LayerNorm):
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class GroupNormAct(nn.GroupNorm):
+    def __init__(self):
+        super().__init__(2, C)
+        self.act = nn.SiLU()
+
+    def forward(self, x):
+        return self.act(F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps))
+
+
+class BatchNormAct(nn.BatchNorm2d):
+    """By running statistics."""
+
+    def __init__(self):
+        super().__init__(C)
+        self.running_mean.normal_()
+        self.running_var.uniform_(0.5, 2)
+        self.eval()
+
+    def forward(self, x):
+        statistics = self.running_mean, self.running_var
+        return torch.relu(F.batch_norm(x, *statistics, self.weight, self.bias, False))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner, reentrant):
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def rows(middle):
+    def forward(m, x):
+        return m.o(torch.tanh(m.s(m.i(x))))
+
+    return Model(forward, i=nn.Linear(3, C), s=middle, o=nn.Linear(C, 2)), torch.randn(N, T, 3)
+
+
+def images(middle):
+    def forward(m, x):
+        return m.o(torch.tanh(m.s(m.i(x))))
+
+    model = Model(forward, i=nn.Conv2d(3, C, 1), s=middle, o=nn.Conv2d(C, 2, 1))
+    return model, torch.randn(N, 3, 5, 7)
+
+
+MODELS = {
+    "RMSNorm": lambda: rows(RMSNorm()),
+    "1 + w": lambda: rows(RMSNorm(1)),
+    "LayerScale": lambda: rows(LayerScale(C)),
+    "a gate by position": lambda: rows(LayerScale((T, 1))),
+    "one number": lambda: rows(LayerScale(())),
+    "positions": lambda: rows(Shift((1, T, C))),
+    "LayerNorm": lambda: rows(LayerNorm(C)),
+    "LayerNorm without bias": lambda: rows(LayerNorm(C, bias=False)),
+    "LayerNorm of positions too": lambda: rows(LayerNorm((T, C))),
+    "gamma": lambda: images(LayerScale((C, 1, 1))),
+    "LayerNorm2d": lambda: images(LayerNorm2d(C)),
+    "GroupNormAct": lambda: images(GroupNormAct()),
+    "BatchNormAct": lambda: images(BatchNormAct()),
+    "GRN": lambda: images(ResponseNorm()),
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+def example(name):
+    model, x = MODELS[name]()
+    for key, p in model.s.named_parameters():
+        nn.init.normal_(p, 1.0 if key == "weight" else 0.0)
+    return model.double(), x.double()
+
+
+@each_model
+@a_few_modes
+def test_norms_and_gradients_are_exact(name, options):
+    model, x = example(name)
+    check(model, square, x, input_grad=True, **options)
+
+
+@each_model
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_are_exact_in_other_precisions(name, dtype):
+    model, x = example(name)
+    check(model, square, x, dtype=dtype)
+
+
+@each_model
+@pytest.mark.parametrize("options", [{}, {"weight_grad": False}], ids=title)
+def test_no_module_runs_again(name, options):
+    model, x = example(name)
+    calls, forward = [], type(model.s).forward
+
+    def counted(self, *args):
+        calls.append(self)
+        return forward(self, *args)
+
+    model.s.__class__ = type("Counted", (type(model.s),), {"forward": counted})
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        assert "vmap" not in probe.explain()
+        for step in (2, 3):
+            square(model, x).backward()
+            probe.norms()
+            assert len(calls) == step
+
+
+@each_model
+def test_what_is_clipped_is_exact(name):
+    model, x = example(name)
+    norms = per_model(loop(model, square, x))
+    bound = float(norms.median())
+    factors = (bound / norms).clamp(max=1)
+    twin = copy.deepcopy(model)
+    sum(f * square(twin, row[None]) for f, row in zip(factors, x, strict=True)).div(N).backward()
+    with torchgradx.attach(model, clip=True) as probe:
+        square(model, x).backward()
+        probe.clip_grad_norm_(bound)
+    same_gradients(model, twin, 1e-9)
+
+
+@each_model
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
+def test_checkpointed_it_is_exact(name, reentrant):
+    model, x = example(name)
+    model.s = Checkpointed(model.s, reentrant)
+    want = loop(model, square, x)
+    model.zero_grad()
+    with torchgradx.attach(model) as probe:
+        for _ in range(2):
+            square(model, x).backward()
+            close_named(probe.norms(per="parameter"), want)
