@@ -128,7 +128,7 @@ def images(middle):
         return m.o(torch.tanh(m.s(m.i(x))))
 
     model = Model(forward, i=nn.Conv2d(3, C, 1), s=middle, o=nn.Conv2d(C, 2, 1))
-    return model, torch.randn(N, 3, 5, 7)
+    return model, torch.randn(N, 3, 5, C)  # a dimension as long as the channels
 
 
 MODELS = {

@@ -40,7 +40,7 @@ def explanation(layers: Sequence[Layer], parameters: Parameters) -> Explanation:
 
 def _how(layer: Layer) -> str:
     if "lifted" in layer.notes:
-        return "lifted: no samples enter it; its gradients by sample are taken where they come in"
+        return "lifted: its gradients by sample are taken at the graph's nodes, where samples come in"
     if layer.kind in ("vmap", "recurrent"):
         ways = " and ".join(layer.notes) or "vmap"
         beside = "through time" in layer.notes
