@@ -370,7 +370,7 @@ class Audit:
                 continue
             if run.recorded and not self._record.mismatched and _finite(run):
                 self._keep(self._proven, key, verdict)
-                if calls is not None:
+                if calls is not None and run.n > 1:  # one sample tells nothing of several
                     self._keep(self._alike, calls, verdict)
             if entry in self._pending:  # another thread may settle, too
                 self._pending.remove(entry)
