@@ -1,4 +1,4 @@
-"""What Probe.explain() prints: a summary, and for each layer what serves it and what it costs."""
+"""Text of Probe.explain(): a summary, and for each layer what serves it and what it costs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Explanation(str):
 def explanation(
     layers: Sequence[Layer], parameters: Parameters, verbose: bool = False
 ) -> Explanation:
-    """A summary, and what serves each layer: a line each, or all that was weighed (verbose)."""
+    """Return a summary, and a line for each layer; or all that was weighed (verbose)."""
     trainable = set(parameters.trainable())
     lines: list[str] = []
     ways: Counter[str] = Counter()
@@ -43,23 +43,26 @@ def explanation(
         title = f"{title}  [{', '.join(names) or 'frozen'}]"
         way = _way(layer) if names else "frozen"
         ways[way] += 1
-        again[layer.type_name] += way == AGAIN
-        if names and verbose:
+        if way == AGAIN:
+            again[layer.type_name] += 1
+        if not names:
+            lines.append(title)
+        elif verbose:
             lines += [title, *(f"  {line}" for line in _how(layer).splitlines())]
         else:
-            lines.append(f"{title}: {_brief(layer)}" if names else title)
+            lines.append(f"{title}: {_brief(layer)}")
     return Explanation("\n".join([_summary(ways, again), *lines]))
 
 
 def _summary(ways: Counter[str], again: Counter[str]) -> str:
     total = ways.total()
     text = ", ".join(f"{count} {way}" for way, count in ways.most_common())
-    types = ", ".join(f"{count} {name}" for name, count in again.most_common() if count)
+    types = ", ".join(f"{count} {name}" for name, count in again.most_common())
     return f"{total} layer{'s' * (total != 1)}: {text}" + (f" ({types})" if types else "")
 
 
 def _way(layer: Layer) -> str:
-    """In a word."""
+    """Return it in a word or two, to be counted."""
     if "lifted" in layer.notes:
         return "at the graph's nodes"
     if layer.kind in ("vmap", "recurrent"):
@@ -70,7 +73,7 @@ def _way(layer: Layer) -> str:
 
 
 def _brief(layer: Layer) -> str:
-    if layer.plans and not layer.notes.keys() & {"lifted"}:
+    if layer.plans and "lifted" not in layer.notes:
         return "; ".join(plan.brief() for plan in layer.plans.values())
     return _how(layer)
 

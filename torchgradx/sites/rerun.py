@@ -123,11 +123,12 @@ class FallbackSite:
 
     @property
     def by_nodes(self) -> bool:
-        """Whether its parameters' gradients may be taken at the graph's nodes, rather than by
-        running it again: a module of the user's own, or one that calls others."""
+        """Return True if its parameters' gradients may be taken at the graph's nodes, rather than
+        by running it again: a module of the user's own, or one that calls others."""
+        if self.declared >= 0 or opaque(self._module):
+            return False
         children = (c for c in self._module.children() if not isinstance(c, CONTAINERS))
-        others = not self.keeps_rows or any(children)
-        return self.declared < 0 and not opaque(self._module) and others
+        return not self.keeps_rows or any(children)
 
     def _before(self, module: nn.Module, args: Any) -> None:
         stock = type(module).__module__.startswith("torch.nn.modules.")
