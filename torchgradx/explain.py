@@ -66,7 +66,7 @@ def _way(layer: Layer) -> str:
     if "lifted" in layer.notes:
         return "at the graph's nodes"
     if layer.kind in ("vmap", "recurrent"):
-        return AGAIN
+        return "through time" if set(layer.notes) == {"through time"} else AGAIN
     if layer.plans:
         return next(reversed(layer.plans.values())).algorithm
     return _how(layer).partition(":")[0]
