@@ -269,8 +269,9 @@ def scenarios(rank, folder):
                 exact, lambda: Chain(Uncalled(True)), by_block, order, options
             )
             table[f"another run, {order}, {mode}"] = functools.partial(
-                refused, lambda: Chain(Counts()), by_block, order, options, ["blocks.0.scale"]
-            )
+                refused, lambda: Chain(Counts()), by_block, order,
+                {**options, "layout": {"blocks.0": "batch"}}, ["blocks.0.scale"],
+            )  # fmt: skip
             for name in ("into.weight", "blocks.0.scale"):
                 table[f"a penalty on {name}, {order}, {mode}"] = functools.partial(
                     refused, lambda: Chain(Scale()), freed, order, options, [name], name

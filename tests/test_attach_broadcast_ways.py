@@ -142,7 +142,7 @@ def test_a_bare_parameter_is_exact_without_running_its_owner_again(way, options)
     with torchgradx.attach(model, **options) as probe:
         square(model, x).backward()
         probe.norms()
-        assert "(root): Model  [w]\n  lifted" in probe.explain()
+        assert "(root): Model  [w]: lifted" in probe.explain()
 
 
 @a_few_modes

@@ -152,7 +152,8 @@ def test_a_forced_algorithm_is_used_and_gives_the_same_norms(algorithm, fused):
         square(net, x).backward()
         close_named(probe.norms(per="parameter"), loop(net, square, x))
         if not native_missing():  # vmap has no algorithms to choose from
-            assert algorithm in str(probe.explain())
+            chosen = "fused" if fused and algorithm == "direct" else algorithm  # both at once
+            assert f": {chosen}, " in probe.explain()
 
 
 def test_a_forced_algorithm_that_refuses_says_why(model):
@@ -180,6 +181,30 @@ def test_explain_names_each_layer_and_the_path_it_takes():
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
         text = " ".join(lines[start:end])
         assert any(word in text for word in paths), text
+
+
+class Power(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.exponent = nn.Parameter(torch.rand(5))
+
+    def forward(self, x):
+        return x.abs().pow(self.exponent)
+
+
+def test_explain_begins_with_a_summary_and_has_a_line_for_each_layer():
+    net = nn.Sequential(nn.Linear(3, 5), Power(), nn.LayerNorm(5), nn.Linear(5, 2))
+    net[0].requires_grad_(False)
+    with torchgradx.attach(net) as probe:
+        square(net, torch.randn(N, 6, 3)).backward()
+        summary, *lines = probe.explain().splitlines()
+        verbose = probe.explain(verbose=True).splitlines()
+    assert summary.startswith("4 layers: ")
+    assert "1 frozen" in summary
+    assert "1 Power" in summary
+    assert len(lines) == 4
+    assert verbose[0] == summary
+    assert len(verbose) > 5
 
 
 def test_explain_shows_the_latest_plans_and_nothing_grows_with_lengths_that_never_repeat():

@@ -15,6 +15,7 @@ import torchgradx
 from torchgradx.sites.outcome import Outcome
 
 N, WIDE = 6, 16
+SAID = {"*": "batch"}  # a module whose layout is said is run again, and not asked at its nodes
 HALVES = {
     "bfloat16": (torch.bfloat16, None),
     "float16": (torch.float16, None),
@@ -84,7 +85,7 @@ def test_halves_show_another_way_too(kind, dtype, autocast, options):
     need_native(options)
     model = nn.Sequential(nn.Linear(WIDE, WIDE), kind(), nn.Linear(WIDE, 4)).to(dtype)
     x = torch.randn(N, WIDE).to(dtype)
-    with torchgradx.attach(model, **options) as probe:
+    with torchgradx.attach(model, layout=SAID, **options) as probe:
         ahead(model, x, autocast).backward()
         with pytest.raises(torchgradx.CoverageError, match="other outputs"):
             probe.norms()
@@ -101,7 +102,7 @@ def test_halves_that_go_the_same_way_are_read(dtype, autocast, options):
         found = torch.autograd.grad(ahead(twin, row), list(twin.parameters()))
         want[n] = torch.stack([g.norm() for g in found]).norm()
     eps = torch.finfo(autocast or dtype).eps
-    with torchgradx.attach(model, **options) as probe:
+    with torchgradx.attach(model, layout=SAID, **options) as probe:
         for _ in range(2):
             ahead(model, x, autocast).backward()
             # some 16 roundings one after the other, of each way
@@ -120,7 +121,7 @@ class Drifts(Way):
 def test_a_small_drift_shows_at_any_number_of_samples(n, options):
     need_native(options)
     model = nn.Sequential(nn.Linear(WIDE, WIDE), Drifts(), nn.Linear(WIDE, 4))
-    with torchgradx.attach(model, **options) as probe:
+    with torchgradx.attach(model, layout=SAID, **options) as probe:
         ahead(model, torch.randn(n, WIDE)).backward()
         with pytest.raises(torchgradx.CoverageError, match="other outputs"):
             probe.norms()
@@ -140,7 +141,7 @@ def test_halves_that_are_rounded_otherwise_in_a_batch_have_the_batchs_gradients(
     need_native(options)
     model = nn.Sequential(nn.Linear(WIDE, WIDE), Rounds(), nn.Linear(WIDE, 4)).bfloat16()
     x = torch.randn(N, WIDE).bfloat16()
-    with torchgradx.attach(model, **options) as probe:
+    with torchgradx.attach(model, layout=SAID, **options) as probe:
         for _ in range(2):
             parts = model(x).float().square().sum(1)
             parts.mean().backward()
@@ -156,7 +157,7 @@ def test_in_float32_a_batch_that_gives_something_else_is_refused(options):
     need_native(options)
     model = nn.Sequential(nn.Linear(WIDE, WIDE), Rounds(), nn.Linear(WIDE, 4))
     x = torch.randn(N, WIDE)
-    with torchgradx.attach(model, **options) as probe:
+    with torchgradx.attach(model, layout=SAID, **options) as probe:
         square(model, x).backward()
         with pytest.raises(torchgradx.CoverageError, match="other outputs"):
             probe.norms()
@@ -181,7 +182,7 @@ def test_terms_that_cancel_have_the_batchs_gradients(dtype, options):
     x = torch.randn(33, 256).to(dtype)
     parts, w = model(x).float().square().sum(1), model[0].w
     want = [torch.autograd.grad(part, w, retain_graph=True)[0].float().norm() for part in parts]
-    with torchgradx.attach(model, **options) as probe:
+    with torchgradx.attach(model, layout=SAID, **options) as probe:
         model(x).float().square().sum(1).mean().backward()
         got = probe.norms(per="parameter")["0.w"]
     eps = torch.finfo(dtype).eps
@@ -216,7 +217,7 @@ def test_what_hides_another_way_does_not(made, dtype, autocast, options):
     need_native(options)
     model = nn.Sequential(nn.Linear(WIDE, WIDE), made(), nn.Softmax(1), nn.Linear(WIDE, 4))
     model, x = model.to(dtype), torch.randn(N, WIDE).to(dtype)
-    with torchgradx.attach(model, **options) as probe:
+    with torchgradx.attach(model, layout=SAID, **options) as probe:
         ahead(model, x, autocast).backward()
         with pytest.raises(torchgradx.CoverageError, match="other outputs"):
             probe.norms()
@@ -233,7 +234,7 @@ class Outside(Way):
 @pytest.mark.parametrize("options", [{}, {"fused": False}], ids=["default", "fused=False"])
 def test_clipping_after_a_switch_is_refused_and_leaves_grad(options):
     model = nn.Sequential(nn.Linear(WIDE, WIDE), Outside(), nn.Linear(WIDE, 4))
-    with torchgradx.attach(model, clip=True, **options) as probe:
+    with torchgradx.attach(model, layout=SAID, clip=True, **options) as probe:
         square(model, torch.randn(N, WIDE)).backward()
         before = {name: p.grad.clone() for name, p in model.named_parameters()}
         FACTOR[0] = 3.0
@@ -304,7 +305,7 @@ def test_one_that_is_held_elsewhere_is_not_counted_as_zero(dtype, options):
     need_native(options)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).to(dtype)
     model.append(Held().to(dtype))
-    with torchgradx.attach(model, **options) as probe:
+    with torchgradx.attach(model, layout=SAID, **options) as probe:
         square(model, torch.randn(N, 3).to(dtype)).backward()
         with pytest.raises(torchgradx.CoverageError, match=r"2\.w"):
             probe.norms()

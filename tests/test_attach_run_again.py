@@ -150,7 +150,8 @@ def test_an_adapter_that_is_on_again_by_the_backward_is_not_counted(options):
         return value
 
     names = [f"0.{name}" for name in ("weight", "bias", "a", "b")]
-    refused(model, loss, torch.randn(N, 3), names=names, match="other outputs", **options)
+    said = {"match": "other outputs", "layout": {"0": "batch"}}  # so that it runs again
+    refused(model, loss, torch.randn(N, 3), names=names, **said, **options)
 
 
 @fallback_mode
@@ -277,13 +278,14 @@ class Stateful(nn.Module):
 def test_what_is_clipped_had_the_forwards_state(options):
     """Sample by sample it runs without one, as in the first pass, and as a batch with another.
 
-    It runs again where its gradients by sample would take more memory than its input.
+    It runs again where its layout is said, and its gradients by sample would take more memory than
+    its input.
     """
     if options.get("weight_grad") is False:
         pytest.skip("nothing is clipped")
     model = nn.Sequential(nn.Linear(3, 4), Stateful(), nn.Linear(4, 2)).double()
     x = torch.randn(N, 3).double()
-    with torchgradx.attach(model, clip=True, **options) as probe:
+    with torchgradx.attach(model, clip=True, layout={"1": "batch"}, **options) as probe:
         square(model, x).backward()
         with pytest.raises(torchgradx.CoverageError, match=r"1\.scale"):
             probe.clip_grad_norm_(0.1)

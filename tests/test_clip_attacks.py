@@ -151,7 +151,7 @@ def test_what_cannot_run_again_leaves_all_as_it_was():
             return x * self.w.sum(0)
 
     model = nn.Sequential(nn.Linear(3, 3), Once(), nn.Linear(3, 2))
-    with torchgradx.attach(model, clip=True) as probe:
+    with torchgradx.attach(model, clip=True, layout={"1": "batch"}) as probe:  # it runs again
         square(model, batch().float()).backward()
         fails.append(True)
         refuses(ValueError, "not again", probe, model, BOUND)

@@ -126,7 +126,7 @@ a, ones = torch.full((2, 64, 128), 1 + 2.0**-12), torch.ones(2, 64, 128)  # TF32
 grad = operator("linear_fused")(a, ones, None, False)[0]
 from torchgradx import gpu
 torch.cuda.get_device_properties = lambda index: None
-gpu.from_properties = lambda properties, tf32: tf32
+gpu.from_properties = lambda properties, tf32, compiled: tf32
 print(float(grad.unique()), gpu.gpu_of(torch.device("cuda", 0)))
 """
 

@@ -83,7 +83,7 @@ def test_explain_is_a_string_that_notebooks_show_as_it_is():
     _, probe = recorded()
     text = probe.explain()
     assert isinstance(text, str)
-    assert text._repr_html_().startswith("<pre>0: Linear")
+    assert text._repr_html_().startswith("<pre>2 layers: 2 ")
     probe.remove()
 
 

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from attach_oracle import seeded  # noqa: F401
+from attach_oracle import mlp, seeded, square  # noqa: F401
 
+import torchgradx
 from torchgradx import Outlier, OutlierWatch
 
 
@@ -157,3 +158,17 @@ def test_arguments_are_refused_by_name():
     with pytest.raises(ValueError, match=r"norms must be \[N\]"):
         watch.update(torch.rand(3, 2))
     assert watch.update({}) == []
+
+
+def test_watch_and_sampler_read_a_probe():
+    model, x = mlp().double(), torch.randn(4, 3).double()
+    watch, sampler = OutlierWatch(warmup=2), torchgradx.ImportanceSampler(4)
+    with torchgradx.attach(model) as probe:
+        square(model, x).backward()
+        watch.update(probe)
+        sampler.update(range(4), probe)
+        norms = probe.norms()
+    assert watch.threshold == pytest.approx(3 * norms.quantile(0.99).item())
+    iter(sampler).__next__()
+    want = 0.9 * norms / norms.sum() + 0.1 / 4
+    torch.testing.assert_close(sampler.probabilities(), want)

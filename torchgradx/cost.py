@@ -189,12 +189,25 @@ class Plan:
     alternatives: dict[str, float]  # algorithm -> seconds
     problem: Problem
 
-    def __repr__(self) -> str:
+    @property
+    def _sizes(self) -> str:
         p = self.problem
         groups = f" groups={p.groups}" if p.groups > 1 else ""
+        return f"{p.layer} N={p.n} T={p.t} I={p.i} O={p.o}{groups}"
+
+    @property
+    def _where(self) -> str:
+        return f" on {self.problem.device.name}" if self.problem.device else ""
+
+    def brief(self) -> str:
+        """Return one line: sizes, what was chosen, its time, and what was refused."""
+        refused = "".join(f"; {name} refused: {why}" for name, why in self.refused.items())
+        return f"{self._sizes}: {self.algorithm}, {self.seconds * 1e6:.1f} us{self._where}{refused}"
+
+    def __repr__(self) -> str:
+        p = self.problem
         wanted = "weight gradient and norms" if p.weight_grad else "norms"
-        where = f" on {p.device.name}" if p.device else ""
-        lines = [f"{p.layer} N={p.n} T={p.t} I={p.i} O={p.o}{groups}: {wanted}{where}"]
+        lines = [f"{self._sizes}: {wanted}{self._where}"]
         times = {self.algorithm: self.seconds, **self.alternatives}
         for name, seconds in times.items():
             cost = ALGORITHMS[name].cost(p)

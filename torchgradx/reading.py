@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor, nn
 
-from .explain import explanation
+from .explain import Explanation, explanation
 from .options import Model, NonFinite, Parts, Per, Scale, check_per, check_scale, placed
 from .proof.accounts import require_all
 
@@ -243,9 +243,13 @@ class Reader:
         """The public names."""
         return [name for name in super().__dir__() if not name.startswith("_")]
 
-    def explain(self) -> str:
-        """Layer by layer: shapes, the algorithm chosen, its cost, what was refused and why."""
-        return "\n".join([explanation(self._layers, self._parameters), *self._samples.notes])
+    def explain(self, verbose: bool = False) -> str:
+        """A summary; for each layer shapes, algorithm, cost, and what was refused and why.
+
+        verbose: with the cost of each algorithm that was weighed.
+        """
+        text = explanation(self._layers, self._parameters, verbose)
+        return Explanation("\n".join([text, *self._samples.notes]))
 
     def reset(self) -> None:
         """Begin a new record at once."""

@@ -47,13 +47,34 @@ ROWS = {
     "AddmmBackward0": ("_saved_mat1", 2),
 }
 COLUMNS = {"MmBackward0", "BmmBackward0"}  # a @ columns: likewise, looked at from a
-# What a normalisation multiplies by its weight, operand 1, before it adds its bias, operand 2.
+
+
+def _over_features(node: Node) -> Tensor:
+    normalised: Tensor = (node._saved_input - node._saved_result1) * node._saved_result2
+    return normalised
+
+
+def _over_groups(node: Node) -> Tensor:
+    x, mean, rstd = node._saved_input, node._saved_result1, node._saved_result2
+    groups = x.reshape(*mean.shape, -1)
+    return ((groups - mean[..., None]) * rstd[..., None]).view(x.shape)
+
+
+def _by_running_statistics(node: Node) -> Tensor | None:
+    """Return None where the statistics are the batch's."""
+    if node._saved_training:
+        return None
+    x = node._saved_input
+    shape = [-1 if d == 1 else 1 for d in range(x.dim())]
+    rstd = (node._saved_running_var + node._saved_eps).rsqrt()
+    return (x - node._saved_running_mean.view(shape)) * rstd.view(shape)
+
+
+# Inputs, normalised: a node multiplies them by its weight, operand 1, and adds its bias, operand 2.
 NORMALISED: dict[str, Callable[[Node], Tensor | None]] = {
-    "NativeLayerNormBackward0": lambda node: (
-        (node._saved_input - node._saved_result1) * node._saved_result2
-    ),
-    "NativeGroupNormBackward0": lambda node: _of_groups(node),
-    "NativeBatchNormBackward0": lambda node: _of_running(node),
+    "NativeLayerNormBackward0": _over_features,
+    "NativeGroupNormBackward0": _over_groups,
+    "NativeBatchNormBackward0": _by_running_statistics,
 }
 CHANNELS_FIRST = {"NativeGroupNormBackward0", "NativeBatchNormBackward0"}
 
@@ -63,35 +84,16 @@ def in_closed_form(node: Node) -> bool:
     return name in ELEMENTWISE or name in ROWS or name in NORMALISED
 
 
-def _of_groups(node: Node) -> Tensor:
-    x, mean, rstd = node._saved_input, node._saved_result1, node._saved_result2
-    groups = x.reshape(*mean.shape, -1)
-    return ((groups - mean[..., None]) * rstd[..., None]).view(x.shape)
-
-
-def _of_running(node: Node) -> Tensor | None:
-    """By running statistics; None where those are the batch's."""
-    if node._saved_training:
-        return None
-    x = node._saved_input
-    shape = [-1 if d == 1 else 1 for d in range(x.dim())]
-    rstd = (node._saved_running_var + node._saved_eps).rsqrt()
-    return (x - node._saved_running_mean.view(shape)) * rstd.view(shape)
-
-
-def _normalisation(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Tensor | None:
-    """Of its weight and bias; None: of its input."""
-    if operand not in (1, 2):
+def _normalisation(node: Node, operand: int, g: Tensor) -> Tensor | None:
+    """Return the product elementwise, features last; None: it has no closed form."""
+    if operand == 0:  # its input
         return None
     if operand == 1:
         normalised = NORMALISED[node.name()](node)
         if normalised is None:
             return None
         g = g * normalised
-    edge = node.next_functions[operand]
-    if node.name() in CHANNELS_FIRST:
-        g = g.movedim(1, -1)
-    return _summed(by_sample(g, layout, n).to(dtype_of(*edge)), shape_of(*edge))
+    return g.movedim(1, -1) if node.name() in CHANNELS_FIRST else g
 
 
 def fitted(product: Tensor | None, edge: tuple[Node, int]) -> Tensor | None:
@@ -130,11 +132,12 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradient
     name, edge = node.name(), node.next_functions[operand]
     if g.is_complex():  # what is saved would have to be conjugated
         return None
-    if name in ELEMENTWISE:
-        pieces = by_sample(ELEMENTWISE[name](node, operand, g), layout, n)
+    if name in ELEMENTWISE or name in NORMALISED:
+        product = (ELEMENTWISE.get(name) or _normalisation)(node, operand, g)
+        if product is None:
+            return None
+        pieces = by_sample(product, layout, n)
         return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
-    if name in NORMALISED:
-        return _normalisation(node, operand, g, layout, n)
     if name in COLUMNS and operand == 0 and layout == LAST:
         grads, columns = (by_sample(t, layout, n) for t in (g, node._saved_mat2))
         return grads @ columns.mT

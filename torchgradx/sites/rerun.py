@@ -118,11 +118,13 @@ class FallbackSite:
 
     @property
     def by_nodes(self) -> bool:
-        """Whether its parameters' gradients may be taken at the graph's nodes, rather than by
-        running it again: a module of the user's own, or one that calls others."""
+        """Return True if its parameters' gradients may be taken at the graph's nodes, rather than
+        by running it again: a module of the user's own, or one that calls others."""
+        if self.declared >= 0 or opaque(self._module):
+            return False
         children = (c for c in self._module.children() if not isinstance(c, CONTAINERS))
         own = not stock_of(type(self._module)).__module__.startswith("torch.nn.")
-        return self.declared < 0 and not opaque(self._module) and (own or any(children))
+        return own or any(children)
 
     def _before(self, module: nn.Module, args: Any) -> None:
         stock = type(module).__module__.startswith("torch.nn.modules.")

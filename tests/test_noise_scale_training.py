@@ -1,0 +1,130 @@
+"""NoiseScale's default while a model is trained, against the truth of its whole pool."""
+
+import statistics
+
+import pytest
+import torch
+from attach_oracle import Model, mlp, seeded, square  # noqa: F401
+from torch import nn
+
+import torchgradx
+from torchgradx import NoiseScale
+
+
+class Attention(nn.Module):
+    """Two transformer layers that read characters."""
+
+    def __init__(self, symbols, width=32, length=16):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(symbols, width), nn.Linear(width, symbols)
+        self.places = nn.Parameter(0.02 * torch.randn(length, width))
+        layer = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 64, **layer) for _ in range(2)
+        )
+        self.mask = nn.Transformer.generate_square_subsequent_mask(length)
+
+    def forward(self, x):
+        h = self.embedding(x) + self.places
+        for layer in self.layers:
+            h = layer(h, src_mask=self.mask)
+        return self.head(h)
+
+
+def sentences(symbols=61, length=16):
+    """A pool of sequences [1024, length + 1] of a Markov chain."""
+    moves = (3 * torch.randn(symbols, symbols)).softmax(1)
+    columns = [torch.randint(0, symbols, (1024,))]
+    for _ in range(length):
+        columns.append(torch.multinomial(moves[columns[-1]], 1)[:, 0])
+    whole = torch.stack(columns, 1)
+    return whole[:, :-1], whole[:, 1:]
+
+
+def digits():
+    """Of which a tenth are labelled at random."""
+    x, y = (torch.as_tensor(t) for t in pytest.importorskip("sklearn.datasets").load_digits(
+        return_X_y=True))  # fmt: skip
+    wrong = torch.rand(len(y)) < 0.1
+    return x.float() / 16, torch.where(wrong, torch.randint(0, 10, y.shape), y)
+
+
+def cross_entropy(output, y):
+    return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), y.reshape(-1))
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+TRAININGS = {  # model, pool, batch, optimizer, learning rate
+    "transformer": lambda: (Attention(61), sentences(), 16, torch.optim.Adam, 1e-3),
+    "perceptron": lambda: (perceptron(), digits(), 64, torch.optim.SGD, 0.05),
+    "linear": lambda: (nn.Linear(64, 10), digits(), 128, torch.optim.SGD, 0.1),
+}
+
+
+def truth(model, x, y):
+    """tr(Sigma) and |G|^2 of a whole pool, from its norms and its gradient."""
+    norms = torchgradx.grad_norms(model, cross_entropy, x, y).double()
+    gradients = torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
+    whole = float(sum(g.double().square().sum() for g in gradients))
+    mean, size = float(norms.square().mean()), len(x)
+    return mean - whole, whole - (mean - whole) / (size - 1)
+
+
+def train(name, noise, looks, steps):
+    """The estimate, and the truth as (tr(Sigma), |G|^2), at each look."""
+    model, (x, y), size, optimizer, rate = TRAININGS[name]()
+    optimizer = optimizer(model.parameters(), lr=rate)
+    found = []
+    for step in range(1, steps + 1):
+        batch = torch.randint(0, len(x), (size,))
+        model.zero_grad()
+        with torchgradx.attach(model) as probe:
+            cross_entropy(model(x[batch]), y[batch]).backward()
+            noise.update(probe)
+        if step in looks:
+            found.append((noise.critical_batch_size, truth(model, x, y)))
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_the_default_follows_training(name):
+    torch.manual_seed(2)
+    noise = NoiseScale()
+    for estimate, (trace, signal) in train(name, noise, range(50, 201, 10), 200):
+        assert 1 / 3 < estimate / (trace / signal) < 3
+
+
+def test_the_default_is_near_at_a_batch_near_the_truth():
+    """The median of four trainings."""
+    off = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        noise = NoiseScale()
+        looks = train("perceptron", noise, range(180, 201, 2), 200)  # a step alone goes up and down
+        traces, signals = zip(*(true for _, true in looks), strict=True)
+        off.append(noise.critical_batch_size / (sum(traces) / sum(signals)))
+        low, high = noise.spread
+        assert low < noise.critical_batch_size < high < 2 * low
+    assert 1 / 1.4 < statistics.median(off) < 1.4
+
+
+def falling(noise, steps, rate=14.5, size=16, width=200):
+    """Of gradients whose mean falls e-fold in `rate` steps, and their noise not at all."""
+    model = Model(lambda m, x: (m.w * x).sum(1), w=torch.zeros(width, dtype=torch.float64))
+    mean = torch.ones(width, dtype=torch.float64) / width**0.5
+    with torchgradx.attach(model) as probe:
+        for step in range(steps):
+            x = torch.randn(size, width, dtype=torch.float64) / width**0.5
+            model.zero_grad()
+            model(x + mean * torch.tensor((100 - step) / rate / 2).exp()).mean().backward()
+            noise.update(probe)
+    return noise.critical_batch_size / torch.tensor((steps - 1 - 100) / rate).exp().item()
+
+
+def test_where_the_noise_scale_moves_fast_shorter_averages_count():
+    assert 1 / 3 < falling(NoiseScale(), 100) < 1.5
+    assert falling(NoiseScale(decay=0.99), 100) < 0.1
