@@ -96,7 +96,7 @@ class Watch {
     const auto found = bits_.find({of, number});
     return found != bits_.end() && found->second;
   }
-  bool picks = false;  // how many rows there are was up to data, as of x[mask]
+  bool picks = false;  // how many rows of data there are was up to data, as of x[mask]
 
   static Watch* current() {
     return watching;
@@ -141,9 +141,10 @@ class Watch {
     const auto handle = c10::Dispatcher::singleton().findOp(name_of);
     if (handle) {
       operation->pointwise = handle->hasTag(at::Tag::pointwise);
-      operation->picks = handle->hasTag(at::Tag::dynamic_output_shape);
       const std::string& name = handle->schema().name();
       const auto is = [&](const char* start) { return name.rfind(start, 0) == 0; };
+      // Places alone are no rows, and what has a gradient is in the graph (routes.py).
+      operation->picks = handle->hasTag(at::Tag::dynamic_output_shape) && !is("aten::nonzero");
       const bool likes = name.size() > 5 && name.compare(name.size() - 5, 5, "_like") == 0;
       const bool drawn = name == "aten::bernoulli" && handle->schema().overload_name() == "p";
       operation->of_sizes = likes || drawn || is("aten::new_");
@@ -156,6 +157,7 @@ class Watch {
       if (!t.defined()) continue;
       const bool constant = self->is_constant(t);
       operation->constant = operation->constant && constant;
+      operation->picks = operation->picks && !t.requires_grad();
       self->consume(t, constant);
       if (t.is_view())
         self->consume(Tensor(t._base()), constant);  // of one that was written into, the graph has the base

@@ -171,8 +171,9 @@ class Audit:
         more, without the compiler."""
         key = run.structure, run.n
         held = [v for k, _, v, _ in self._pending if k == key] + self._proven.get(key, [])
-        verdict = held[0] if held else from_outside(run)
-        if not held and verdict.complete:
+        known = next((v for v in held if not v.routes), None)  # what batches choose does not show
+        verdict = known or from_outside(run)
+        if known is None and verdict.complete:
             self._pending.append((key, None, verdict, run))
         self._tell(run, verdict)
         if verdict.plan is not None:

@@ -57,7 +57,8 @@ class Watch:
 
     @property
     def picks(self) -> bool:
-        """Whether how many rows there are was up to data, as of x[mask]."""
+        """Whether how many rows there are was up to data, as of x[mask], where no node of the graph
+        shows which (routes.py)."""
         return bool(self._seen.picks)
 
     def is_constant(self, node: Any, number: int) -> bool:
@@ -153,7 +154,7 @@ class Mode(TorchDispatchMode):
             out = func(*args, **kwargs)
         constant = all(bits)
         if not constant and torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
-            self.picks = True
+            self.picks = self.picks or _picks(func, operands)
         for t in () if constant else _written(func, args, kwargs):
             self._mark(t, False)
         for t in tree_leaves(out):
@@ -208,6 +209,12 @@ def _is_of_sizes(func: Any) -> bool:
         or name.startswith("new_")
         or (schema is not None and name == "bernoulli" and schema.overload_name == "p")
     )
+
+
+def _picks(func: Any, operands: Sequence[Tensor]) -> bool:
+    """Whether it takes rows of data: places alone are none, and a gradient's way is in the graph."""
+    name = func._schema.name.removeprefix("aten::")
+    return not name.startswith("nonzero") and not any(t.requires_grad for t in operands)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

@@ -199,15 +199,22 @@ class Examiner:
             sure.append(True)
         if doubt and (plan or any(v in (BATCH, SEQUENCE) for v in layouts)):
             refusals.append((-1, EITHER.format(n=n)))
-        chosen = routes(outputs, n)
-        cut = memory.picks and any(from_sizes(use.leads, n) is None for use in watched)
-        if n > 1 and (looked.flat or cut or any(0 in use.leads for use in watched)):
-            chosen.append(None)  # of rows to come nothing was shown
+        chosen = self._chosen(n, outputs, watched, looked)
         called = [site for site, *_ in uses]
         reach = self.reach(uses, outputs, looked)
         blind = n > 1 and bool(zeros)
         now = _versions(self._parameters.tensors()) if blind or self._has_zeros(n) else None
         return Verdict(layouts, refusals, plan, complete, called, chosen, reach, sure, now, blind)
+
+    def _chosen(
+        self, n: int, outputs: Sequence[Tensor], watched: Sequence[Watched], looked: Looked
+    ) -> list[Any]:
+        """Return what the batch's own values chose; None in it: of rows to come nothing shows."""
+        chosen = routes(outputs, n)
+        cut = self._forwards.memory.picks and any(from_sizes(u.leads, n) is None for u in watched)
+        if n > 1 and (looked.flat or cut or any(0 in use.leads for use in watched)):
+            chosen.append(None)
+        return chosen
 
     def _has_zeros(self, n: int) -> bool:
         """Whether weights are all zeros; biases often are, and hide nothing."""
@@ -358,7 +365,7 @@ class Examiner:
         if verdict.refusals or verdict.routes or verdict.zeros is not None or n == 1:
             return None
         watched, ends = self._watched(n, uses, outputs, sites, looked, graph)
-        if ends or not verdict.complete:
+        if ends or not verdict.complete or self._chosen(n, outputs, watched, looked):
             return None
         doubtful = False
         for k, (use, layout) in enumerate(zip(watched, verdict.layouts, strict=True)):
