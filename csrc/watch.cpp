@@ -39,6 +39,7 @@ void tensors_in(const c10::IValue& value, std::vector<Tensor>& found) {
 // Of an operator, which is observed around all that it calls.
 struct Operation : at::ObserverContext {
   bool constant = true, pointwise = false, picks = false, of_sizes = false;
+  bool of_python = false;  // torch.tensor(list): nobody knows of what data
   std::vector<std::vector<int64_t>> like;  // sizes of its operands that stand as an argument does
   std::vector<Tensor> written;
 };
@@ -50,7 +51,7 @@ class Watch {
   Watch(const std::vector<Tensor>& constants, const std::vector<Tensor>& data, int64_t n, int64_t batch_dim)
       : n_(n), batch_dim_(batch_dim) {
     for (const Tensor& t : constants) mark(t, true, 0);
-    for (const Tensor& t : data) mark(t, false, apart(t));
+    for (const Tensor& t : data) mark(t, false, apart(t, batch_dim_));
     before_ = watching;
     watching = this;
     auto callback = at::RecordFunctionCallback(&Watch::begin, &Watch::end).needsInputs(true).needsOutputs(true);
@@ -82,7 +83,14 @@ class Watch {
   // element by element.
   bool stands(const Tensor& t) const {
     const int64_t known = known_apart(t);
-    return known > 0 && known == apart(t);
+    return known > 0 && known == apart(t, batch_dim_);
+  }
+  // In which of the first two dimensions it is seen to have them; -1: in none.
+  int64_t holds(const Tensor& t) const {
+    const int64_t known = known_apart(t);
+    for (int64_t dim = 0; known > 0 && dim < 2; ++dim)
+      if (known == apart(t, dim)) return dim;
+    return -1;
   }
   void mark(const Tensor& t, bool constant, int64_t apart) {
     if (!has_storage(t)) return;
@@ -111,12 +119,12 @@ class Watch {
   std::map<std::pair<const Node*, uint32_t>, bool> bits_;  // as consumed, by node and output
   std::vector<NodePtr> kept_;                              // so that no address serves again
 
-  // From one sample to the next, in elements, if they are in batch_dim, n*T+t.
-  int64_t apart(const Tensor& t) const {
+  // From one sample to the next, in elements, if they are in this dimension, n*T+t.
+  int64_t apart(const Tensor& t, int64_t dim) const {
     if (!has_storage(t) || t.layout() != at::kStrided || t.unsafeGetTensorImpl()->has_symbolic_sizes_strides())
       return 0;
-    if (t.dim() <= batch_dim_ || t.size(batch_dim_) % n_) return 0;
-    return t.stride(batch_dim_) * (t.size(batch_dim_) / n_);
+    if (t.dim() <= dim || t.size(dim) % n_) return 0;
+    return t.stride(dim) * (t.size(dim) / n_);
   }
   int64_t known_apart(const Tensor& t) const {
     if (!has_storage(t)) return 0;
@@ -148,6 +156,7 @@ class Watch {
       const bool likes = name.size() > 5 && name.compare(name.size() - 5, 5, "_like") == 0;
       const bool drawn = name == "aten::bernoulli" && handle->schema().overload_name() == "p";
       operation->of_sizes = likes || drawn || is("aten::new_");
+      operation->of_python = name == "aten::lift_fresh";
       const auto& arguments = handle->schema().arguments();
       for (size_t k = 0; k < arguments.size() && k < function.inputs().size(); ++k)
         if (arguments[k].alias_info() && arguments[k].alias_info()->isWrite())
@@ -183,7 +192,8 @@ class Watch {
     for (const Tensor& t : made) {
       if (!t.defined()) continue;
       const bool alike = std::find(like.begin(), like.end(), t.sizes().vec()) != like.end();
-      self->mark(t, operation->constant || operation->of_sizes, alike ? self->apart(t) : self->known_apart(t));
+      const bool constant = (operation->constant && !(operation->of_python && t.dim() > 0)) || operation->of_sizes;
+      self->mark(t, constant, alike ? self->apart(t, self->batch_dim_) : self->known_apart(t));
     }
   }
 };
@@ -195,7 +205,7 @@ void bind_watch(py::module_& m) {
       .def(py::init<const std::vector<Tensor>&, const std::vector<Tensor>&, int64_t, int64_t>(), py::arg("constants"),
            py::arg("data"), py::arg("n"), py::arg("batch_dim"))
       .def("stop", &Watch::stop)
-      .def("stands", &Watch::stands)
+      .def("holds", &Watch::holds)
       .def("knows_constant", &Watch::is_constant)
       .def("is_constant", &Watch::consumed)
       .def_readonly("picks", &Watch::picks);

@@ -97,7 +97,8 @@ def test_a_table_of_n_rows_is_exact_or_refused(name, where, options):
     use, rows = TABLES[name]
     parts = {"c": nn.Linear(N, 2), "e": nn.Embedding(N, 3), "kept": [torch.randn(N, 3)]}
     parts |= {} if rows is None else {"rows": rows}
-    exact_or_refused(model(use, where, **parts), square, torch.randn(N, 3), **options)
+    x = torch.randn(N, 3)
+    exact_or_refused(model(use, where, **parts), square, x, check="samples", **options)
 
 
 LED = {  # by features or heads, as many as there are samples
@@ -121,4 +122,4 @@ def test_rows_led_by_as_many_features_or_heads_as_samples(name, layer, where, op
     own = Model(lambda m, h: m.l(to(h * m.w)), w=torch.randn(4), l=copy.deepcopy(layer))
     net = Model(lambda m, x: m.o(fro(UNPROVEN[where](m.own, m.i(x)), len(x))),
                 i=nn.Linear(3, 4), own=own, o=nn.Linear(4, 2))  # fmt: skip
-    exact_or_refused(net, square, torch.randn(n, 5, 3), **options)
+    exact_or_refused(net, square, torch.randn(n, 5, 3), check="samples", **options)

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from .. import ops
+from .layout import BATCH, SEQUENCE
 
 if ops.NATIVE:
     from .. import _C
@@ -41,9 +42,10 @@ class Watch:
         self, held: Iterable[Tensor], arguments: Sequence[Tensor], n: int, batch_dim: int
     ) -> None:
         """held: parameters and buffers."""
-        # Of each call of a site: is it given constants alone; the samples as an argument has them?
-        self.inputs: dict[int, list[bool]] = {}
-        self.anchored: dict[int, list[bool]] = {}
+        # Of each call of a site: 1 if it is given constants alone; the layout of the samples in
+        # what it is given. None: that does not show.
+        self.inputs: dict[int, list[int | None]] = {}
+        self.anchored: dict[int, list[int | None]] = {}
         whole = (t for t in arguments if t.shape[batch_dim : batch_dim + 1] == (n,))
         first = next(whole, None)
         shared = [t for t in arguments if first is not None and _is_shared(t, first, n, batch_dim)]
@@ -68,9 +70,9 @@ class Watch:
     def meet(self, site: int, given: Sequence[Tensor]) -> None:
         """A site is called with these."""
         constant = all(map(self._seen.knows_constant, given))
-        self.inputs.setdefault(site, []).append(constant)
-        stands = bool(given) and bool(self._seen.stands(given[0]))
-        self.anchored.setdefault(site, []).append(stands)
+        self.inputs.setdefault(site, []).append(1 if constant else None)
+        dim = self._seen.holds(given[0]) if given else -1
+        self.anchored.setdefault(site, []).append((BATCH, SEQUENCE, None)[dim])
 
 
 class Mode(TorchDispatchMode):
@@ -94,7 +96,7 @@ class Mode(TorchDispatchMode):
         for t in constants:
             self._mark(t, True)
         for t in data:
-            self._mark(t, False, self._apart(t))
+            self._mark(t, False, self._apart(t, batch_dim))
         self.__enter__()
 
     def stop(self) -> None:
@@ -121,16 +123,20 @@ class Mode(TorchDispatchMode):
     def stands(self, t: Tensor) -> bool:
         """Whether it has the samples where an argument has them: a view of one along its other
         dimensions, or made of such element by element."""
-        return self._known_apart(t) > 0 and self._known_apart(t) == self._apart(t)
+        return self._known_apart(t) > 0 and self._known_apart(t) == self._apart(t, self._batch_dim)
+
+    def holds(self, t: Tensor) -> int:
+        """In which of the first two dimensions it is seen to have them; -1: in none."""
+        known = self._known_apart(t)
+        return next((dim for dim in (0, 1) if known > 0 and known == self._apart(t, dim)), -1)
 
     def _known_apart(self, t: Tensor) -> int:
         storage = _storage_of(t)
         known = None if storage is None else self._known.get(storage._cdata)
         return 0 if known is None else known[2]
 
-    def _apart(self, t: Tensor) -> int:
-        """From one sample to the next, in elements, if they are in batch_dim, n*T+t."""
-        d = self._batch_dim
+    def _apart(self, t: Tensor, d: int) -> int:
+        """From one sample to the next, in elements, if they are in this dimension, n*T+t."""
         if t.dim() <= d or t.layout is not torch.strided or t.shape[d] % self._n:
             return 0
         return t.stride(d) * (t.shape[d] // self._n)
@@ -159,7 +165,7 @@ class Mode(TorchDispatchMode):
             self._mark(t, False)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
-                apart = self._apart(t) if t.shape in shapes else self._known_apart(t)
+                apart = self._apart(t, self._batch_dim) if t.shape in shapes else self._known_apart(t)
                 self._mark(t, constant or _is_of_sizes(func), apart)
         return out
 

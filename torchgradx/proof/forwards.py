@@ -33,41 +33,45 @@ class Memory:
 
     watches: int = 1  # so many of the next forwards are watched
     # Of what a site was given in each of its calls, by its place and the number of these.
-    constant: dict[tuple[int, int], list[bool]] = field(default_factory=dict)
-    anchored: dict[tuple[int, int], list[bool]] = field(default_factory=dict)
+    constant: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
+    anchored: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
     picks: bool = False  # how many rows layers are given was up to data
     # Of the samples in the outputs, by their place and number of dimensions.
     dims: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def tables(self, uses: Sequence[Any]) -> set[int]:
         """The uses that were given the same for any batch, as far as that was seen."""
-        return _where(self.constant, uses)
+        return set(_where(self.constant, uses))
 
-    def anchors(self, uses: Sequence[Any]) -> set[int]:
-        """The uses that were given an argument of the model's, or its like by element."""
+    def anchors(self, uses: Sequence[Any]) -> dict[int, int]:
+        """The layouts of uses that were given a view of the model's argument, or its like by
+        element."""
         return _where(self.anchored, uses)
 
     def learn(self, watch: Watch) -> None:
         self.watches = max(0, self.watches - 1)
         self.picks = self.picks or watch.picks
         for seen, inputs in (self.constant, watch.inputs), (self.anchored, watch.anchored):
-            for site, bits in inputs.items():
-                before = seen.setdefault((site, len(bits)), [True] * len(bits))
-                before[:] = [a and b for a, b in zip(before, bits, strict=True)]
+            for site, given in inputs.items():
+                before = seen.setdefault((site, len(given)), list(given))
+                before[:] = [a if a == b else None for a, b in zip(before, given, strict=True)]
 
 
-def _where(seen: dict[tuple[int, int], list[bool]], uses: Sequence[Any]) -> set[int]:
-    """The uses whose bit is set; those of a site that was not seen called so often, if all are."""
+def _where(
+    seen: dict[tuple[int, int], list[int | None]], uses: Sequence[Any]
+) -> dict[int, int]:
+    """What was seen of these uses; of a site that was not seen called so often, if all its calls
+    were alike."""
     calls: dict[int, list[int]] = {}
     for k, (site, *_) in enumerate(uses):
         calls.setdefault(site, []).append(k)
-    found: set[int] = set()
+    found: dict[int, int] = {}
     for site, those in calls.items():
-        bits = seen.get((site, len(those)))
-        if bits is None:
-            others = [bit for (other, _), bits in seen.items() if other == site for bit in bits]
-            bits = [bool(others) and all(others)] * len(those)
-        found.update(k for k, bit in zip(those, bits, strict=True) if bit)
+        given = seen.get((site, len(those)))
+        if given is None:
+            others = {one for (other, _), each in seen.items() if other == site for one in each}
+            given = [others.pop() if len(others) == 1 else None] * len(those)
+        found.update((k, one) for k, one in zip(those, given, strict=True) if one is not None)
     return found
 
 
@@ -129,7 +133,8 @@ class Forwards:
         local.watch, local.ends = None, {}
         if watch is not None:
             watch.stop()
-            self.memory.learn(watch)
+            if outputs is not None:  # else it failed, or was left by an interrupt
+                self.memory.learn(watch)
         return Looked(watch, ends, nodes, _kind(outputs), local.flat)
 
     def several(self, site: int, first: Tensor, ends: list[End]) -> None:

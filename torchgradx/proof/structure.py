@@ -144,19 +144,11 @@ class Examiner:
         start = self._lift.start(n, uses, sites, outputs, tables, constant)
         region = start.region.watched
         every = [*watched, *(end.watched for _, end in ends), *region]
-        findings, doubt = self._findings(n, outputs, every, uses, sites, memory.dims)
+        findings, doubt = self._findings(n, outputs, every, uses, ends, sites, memory.dims)
         proven = findings is not None
         findings = findings or [Finding(None)] * len(every)
         of_region = findings[len(findings) - len(region) :]
-        of_ends = findings[len(uses) : len(uses) + len(ends)]
-        found = list(findings[: len(uses)])
-        zeros = {k for k, f in enumerate(found) if f.layout == NOWHERE}
-        zeros.update(k for (k, _), f in zip(ends, of_ends, strict=True) if f.layout == NOWHERE)
-        found = [replace(f, layout=None) if f.layout == NOWHERE else f for f in found]
-        for (k, end), f in zip(ends, of_ends, strict=True):
-            layout = None if f.layout == NOWHERE else f.layout
-            joined = end.joined(found[k].layout, layout, sites[uses[k][0]].presumed, n)
-            found[k] = replace(found[k], layout=joined)
+        found, zeros = _joined(findings, uses, ends, sites, n)
         plan = self._lift.plan(n, uses, sites, outputs, start, found, of_region, proven)
         for k, _ in plan.starts if plan else ():
             if k >= 0:
@@ -264,6 +256,7 @@ class Examiner:
         outputs: Sequence[Tensor],
         watched: Sequence[Watched],
         uses: Sequence[Any],
+        ends: Sequence[tuple[int, End]],
         sites: Sequence[Site],
         dims: dict[tuple[int, int], int],
     ) -> tuple[list[Finding] | None, bool]:
@@ -278,19 +271,19 @@ class Examiner:
 
         def wanted(k: int, site: int) -> set[int]:
             """Where a use must have the samples: as its argument does, as its layer says."""
-            fixed = sites[site].fixed
+            fixed = sites[site].fixed or self._layers[site].inside
             given = k in anchors and (fixed or self._in_order(sites[site], site))
             said = {sites[site].presumed} if fixed else set()
-            return {*said, self._expected} if given else said
+            return {*said, anchors[k]} if given else said
 
         wants = [wanted(k, site) for k, (site, *_) in enumerate(uses)]
 
         def agrees(found: Sequence[Finding]) -> bool | None:
             """Whether these uses have the samples there; None: there is none that shows it. False
             where rows mix, too."""
-            mixes = any(isinstance(f.layout, str) and k not in tables
-                        for k, f in enumerate(found[: len(uses)]))  # fmt: skip
-            shown = [want == {f.layout} for f, want in zip(found, wants, strict=False)
+            joined, _ = _joined(found, uses, ends, sites, n)
+            mixes = any(isinstance(f.layout, str) and k not in tables for k, f in enumerate(joined))
+            shown = [want == {f.layout} for f, want in zip(joined, wants, strict=True)
                      if want and f.sure and f.layout in (BATCH, SEQUENCE)]  # fmt: skip
             if mixes or not all(shown):
                 return False
@@ -317,11 +310,6 @@ class Examiner:
                 place = next(k for k, other in enumerate(outputs) if other is t)
                 dims[place, t.dim()] = dim
         return found, doubt
-
-    @property
-    def _expected(self) -> int:
-        """Where the model's arguments have the samples."""
-        return SEQUENCE if self._options["batch_dim"] else BATCH
 
     def _in_order(self, site: Site, index: int) -> bool:
         """Whether a layer has the samples where its input has them, as nobody knows of others."""
@@ -437,6 +425,27 @@ class Examiner:
             elif not trusted:
                 ends += [(k, end) for end in others]
         return watched, ends
+
+
+def _joined(
+    findings: Sequence[Finding],
+    uses: Sequence[Any],
+    ends: Sequence[tuple[int, End]],
+    sites: Sequence[Site],
+    n: int,
+) -> tuple[list[Finding], set[int]]:
+    """Of each use by all of its outputs; and those that received zeros only, at one of them."""
+    found = list(findings[: len(uses)])
+    of_ends = findings[len(uses) : len(uses) + len(ends)]
+    zeros = {k for k, f in enumerate(found) if f.layout == NOWHERE}
+    zeros.update(k for (k, _), f in zip(ends, of_ends, strict=True) if f.layout == NOWHERE)
+    found = [replace(f, layout=None) if f.layout == NOWHERE else f for f in found]
+    for (k, end), f in zip(ends, of_ends, strict=True):
+        layout = None if f.layout == NOWHERE else f.layout
+        joined = end.joined(found[k].layout, layout, sites[uses[k][0]].presumed, n)
+        sure = f.sure if found[k].layout is None else found[k].sure
+        found[k] = replace(found[k], layout=joined, sure=sure)
+    return found, zeros
 
 
 def from_outside(run: Any) -> Verdict:

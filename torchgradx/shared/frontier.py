@@ -307,7 +307,8 @@ class Region:
             if not proven and self._n > 1 and shape.count(self._n) > 1:
                 layout = None
             shown = isinstance(layout, int) and layout != NOWHERE
-            shown = shown and (proven or node not in self._starts)  # sizes say nothing of tables
+            table = node in self._starts or (self._constant is not None and self.shared(node))
+            shown = shown and (proven or not table)  # of which sizes say nothing
             layouts[node] = layout if single and shown else None  # type: ignore[assignment]
         for (node, use), finding in zip(columns, rest[: len(columns)], strict=True):
             one = finding.layout == SEQUENCE and use.leads[1] == self._n  # a column each
