@@ -115,6 +115,7 @@ class Watch {
   Watch* before_ = nullptr;
   std::optional<at::CallbackHandle> handle_;
   const int64_t n_, batch_dim_;
+  int64_t depth_ = 0;  // of the operations that run
   std::unordered_map<const c10::StorageImpl*, Known> known_;
   std::map<std::pair<const Node*, uint32_t>, bool> bits_;  // as consumed, by node and output
   std::vector<NodePtr> kept_;                              // so that no address serves again
@@ -134,6 +135,8 @@ class Watch {
 
   void consume(const Tensor& t, bool constant) {
     if (!t.grad_fn()) return;
+    // What an operation saves of its own result, hooks may copy before it has ended.
+    if (depth_ > 0 && has_storage(t) && !known_.count(t.storage().unsafeGetStorageImpl())) return;
     const auto [entry, fresh] = bits_.emplace(std::make_pair(&*t.grad_fn(), t.output_nr()), constant);
     if (fresh) kept_.push_back(t.grad_fn());
     entry->second = entry->second && constant;
@@ -175,6 +178,7 @@ class Watch {
       else
         operation->pointwise = operation->pointwise && constant;
     }
+    ++self->depth_;
     if (!operation->pointwise) operation->like.clear();
     if (operation->picks && !operation->constant) self->picks = true;
     return operation;
@@ -184,6 +188,7 @@ class Watch {
     Watch* self = watching;
     auto* operation = static_cast<Operation*>(context);
     if (!self || !operation) return;
+    self->depth_ = std::max<int64_t>(0, self->depth_ - 1);
     std::vector<Tensor> made;
     for (const c10::IValue& value : function.outputs()) tensors_in(value, made);
     if (!operation->constant)

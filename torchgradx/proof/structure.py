@@ -262,8 +262,9 @@ class Examiner:
     ) -> tuple[list[Finding] | None, bool]:
         """Of each output of a node, None where no backward can run; and whether the samples may as
         well be in other dimensions of the model's outputs."""
-        if n == 1:
-            return [Finding(BATCH)] * len(watched), False
+        if n < 2:  # of no samples, no rows
+            first = (n == 1 or 0 in use.leads[:1] for use in watched)
+            return [Finding(BATCH if is_first else SEQUENCE) for is_first in first], False
         if not self._proves or self._parameters.gathered():
             return None, False
         heads, others = self._heads(outputs, n, dims)

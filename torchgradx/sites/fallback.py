@@ -234,7 +234,7 @@ def terms_of_bias(call: Call, name: str) -> float:
 
     def size(g: Tensor) -> float:
         """The framework may add one term after the other: rounding grows with their number."""
-        length = max(1.0, g.numel() / bias.numel() / 1024)
+        length = max(1.0, g.numel() / max(1, bias.numel()) / 1024)
         return float(g.double().norm()) * g.numel() ** 0.5 * length
 
     return sum(size(g) for g in call.grads if g is not None)

@@ -41,7 +41,7 @@ class RecurrentSite(FallbackSite):
         trained = any(p is not None and p.requires_grad for p in module._parameters.values())
         if run is not None and trained and through_time.served(module, input, hx):
             return through_time.run(self._layer, module, input, hx)
-        if run is not None and self._strict:
+        if run is not None and trained and self._strict:
             run.refuse(self._index, 'backend="native" has no kernel for how it was called')
         self._before(module, ())
         out = self._stock.forward(module, input, hx)
