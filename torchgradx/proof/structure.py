@@ -140,6 +140,7 @@ class Examiner:
         n, graph, memory = run.n, Graph(outputs), self._forwards.memory
         watched, ends = self._watched(n, uses, outputs, sites, looked, graph)
         tables = memory.tables(uses) if n > 1 else set()
+        tables = {k for k in tables if sites[uses[k][0]].declared < 0}
         constant = None if looked.watch is None else looked.watch.is_constant
         start = self._lift.start(n, uses, sites, outputs, tables, constant)
         region = start.region.watched
