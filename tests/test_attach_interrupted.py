@@ -255,19 +255,21 @@ def test_norms_alone_put_back_what_stood_in_grad_and_the_hooks_that_follow_it(op
 def test_a_failed_backward_keeps_no_activation_alive(options):
     model, x = made()
     with torchgradx.attach(model, **options) as probe:
-        hidden = []
+        made_of, handles = [], []
 
         def keep(module, args, out):
-            hidden.append(StorageWeakRef(out.untyped_storage()))
+            made_of.extend(StorageWeakRef(t.untyped_storage()) for t in (*args, out))
 
-        handle = model.a.register_forward_hook(keep)
-        loss = square(model, x.requires_grad_())
+        for module in model.children():
+            handles.append(module.register_forward_hook(keep))
+        loss = square(model, x.requires_grad_() * 1)
         fails(loss)
-        assert not any(ref.expired() for ref in hidden)
         del loss
-        assert all(ref.expired() for ref in hidden)
+        assert made_of
+        assert all(ref.expired() for ref in made_of)
         nothing_recorded(probe)
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 @modes
