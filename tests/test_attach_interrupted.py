@@ -265,6 +265,7 @@ def test_a_failed_backward_keeps_no_activation_alive(options):
         loss = square(model, x.requires_grad_() * 1)
         fails(loss)
         del loss
+        gc.collect()  # the traceback holds it
         assert made_of
         assert all(ref.expired() for ref in made_of)
         nothing_recorded(probe)
