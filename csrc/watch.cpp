@@ -39,7 +39,7 @@ void tensors_in(const c10::IValue& value, std::vector<Tensor>& found) {
 // Of an operator, which is observed around all that it calls.
 struct Operation : at::ObserverContext {
   bool constant = true, pointwise = false, picks = false, of_sizes = false;
-  bool of_python = false;  // torch.tensor(list): nobody knows of what data
+  bool of_python = false;                  // torch.tensor(list): nobody knows of what data
   std::vector<std::vector<int64_t>> like;  // sizes of its operands that stand as an argument does
   std::vector<Tensor> written;
 };

@@ -53,14 +53,6 @@ def nothing_compiled():
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def backwards(monkeypatch):
-    """How many were run beside the user's own."""
-    count, plain = [], torch.autograd.grad
-    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: count.append(1) or plain(*a, **k))
-    return count
-
-
 class Same(torch.autograd.Function):
     """A user's own: nothing sees through it."""
 

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from attach_oracle import (
     Model,
     a_few_modes,
-    backwards,  # noqa: F401
     close_named,
     exact_or,
     loop,

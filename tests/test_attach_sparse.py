@@ -121,9 +121,7 @@ MESSAGES = {
 @pytest.mark.parametrize("way", MESSAGES)
 def test_messages_between_nodes_are_refused(way):
     model = Model(lambda m, x, e: m.l(MESSAGES[way](x, e)), l=nn.Linear(3, 2)).double()
-    refused(
-        model, square, words(), edges_of(N), names=["l.weight"], match="alone", check="samples"
-    )
+    refused(model, square, words(), edges_of(N), names=["l.weight"], match="alone", check="samples")
 
 
 def from_others(x, rows):

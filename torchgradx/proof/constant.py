@@ -155,7 +155,9 @@ class Mode(TorchDispatchMode):
         stand = [self.stands(t) for t in operands]
         pointwise = torch.Tag.pointwise in getattr(func, "tags", ())
         pointwise = pointwise and all(a or b for a, b in zip(stand, bits, strict=True))
-        shapes = [t.shape for t, stands in zip(operands, stand, strict=True) if pointwise and stands]
+        shapes = [
+            t.shape for t, stands in zip(operands, stand, strict=True) if pointwise and stands
+        ]
         with torch._C._DisableAutocast():  # it has done its part, above
             out = func(*args, **kwargs)
         constant = all(bits)
@@ -165,7 +167,8 @@ class Mode(TorchDispatchMode):
             self._mark(t, False)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
-                apart = self._apart(t, self._batch_dim) if t.shape in shapes else self._known_apart(t)
+                alike = t.shape in shapes
+                apart = self._apart(t, self._batch_dim) if alike else self._known_apart(t)
                 self._mark(t, constant or _is_of_sizes(func), apart)
         return out
 
@@ -218,7 +221,7 @@ def _is_of_sizes(func: Any) -> bool:
 
 
 def _picks(func: Any, operands: Sequence[Tensor]) -> bool:
-    """Whether it takes rows of data: places alone are none, and a gradient's way is in the graph."""
+    """Whether it takes rows of data; what has a gradient is seen in the graph."""
     name = func._schema.name.removeprefix("aten::")
     return not name.startswith("nonzero") and not any(t.requires_grad for t in operands)
 

@@ -58,9 +58,7 @@ class Memory:
                 before[:] = [a if a == b else None for a, b in zip(before, given, strict=True)]
 
 
-def _where(
-    seen: dict[tuple[int, int], list[int | None]], uses: Sequence[Any]
-) -> dict[int, int]:
+def _where(seen: dict[tuple[int, int], list[int | None]], uses: Sequence[Any]) -> dict[int, int]:
     """What was seen of these uses; of a site that was not seen called so often, if all its calls
     were alike."""
     calls: dict[int, list[int]] = {}

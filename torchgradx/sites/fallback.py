@@ -230,7 +230,7 @@ def terms_of_bias(call: Call, name: str) -> float:
     """How large the terms are that a bias's gradient sums: those of a normalisation cancel."""
     if name != "bias" or not type(call.module).__module__.startswith("torch.nn.modules."):
         return 0.0
-    bias: Tensor = call.module.bias
+    bias: Any = call.module.bias
 
     def size(g: Tensor) -> float:
         """The framework may add one term after the other: rounding grows with their number."""
