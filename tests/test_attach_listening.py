@@ -10,6 +10,7 @@ from torch import nn
 
 import torchgradx
 
+pytestmark = pytest.mark.skipif(not torchgradx.ops.NATIVE, reason="there every pass is listened to")
 DICTIONARIES = "_backward_hooks", "_post_accumulate_grad_hooks"
 OPTIONS = {
     "fused": {},

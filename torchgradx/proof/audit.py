@@ -252,7 +252,9 @@ class Audit:
 
     def _listen(self) -> None:
         """Hold what each parameter receives against what is recorded, until settled."""
-        if not self._recorder.auditing:
+        if not ops.NATIVE:
+            self._listening.stop()  # what is trained may be another
+        if not self._recorder.auditing or not ops.NATIVE:
             self._recorder.auditing = True
             list(self._heard(set(range(len(self._parameters.names))) - self.always))
 
@@ -365,8 +367,6 @@ class Audit:
         """A structure whose first backward has come and agreed is known from now on."""
         for entry in list(self._pending):
             key, calls, verdict, run = entry
-            if not ops.NATIVE and not (run.recorded and not _finite(run)):
-                continue  # every pass is compared
             if not run.recorded and len(self._pending) < 8:
                 continue
             if run.recorded and not self._record.mismatched and _finite(run):
@@ -375,8 +375,8 @@ class Audit:
                     self._keep(self._alike, calls, verdict)
             if entry in self._pending:  # another thread may settle, too
                 self._pending.remove(entry)
-        if not self._pending and (self._recorder.auditing or self.always):
-            self._stop_listening()
+        if ops.NATIVE and not self._pending and (self._recorder.auditing or self.always):
+            self._stop_listening()  # without the extension, which counts edges, it goes on
         self._listening.leave()  # if a backward kept it from that
 
     def _stop_listening(self) -> None:

@@ -167,7 +167,7 @@ class Mode(TorchDispatchMode):
             self._mark(t, False)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
-                alike = t.shape in shapes
+                alike = bool(shapes) and not t.is_nested and t.shape in shapes
                 apart = self._apart(t, self._batch_dim) if alike else self._known_apart(t)
                 self._mark(t, constant or _is_of_sizes(func), apart)
         return out

@@ -392,7 +392,7 @@ class Examiner:
             if not met.same:
                 if any(layout not in (BATCH, SEQUENCE) for _, layout in met.ends):
                     return None
-                doubtful, moved.plan = True, replace(verdict.plan, looks=met.looks)
+                doubtful, moved.plan = True, replace(verdict.plan, n=n, shapes=met.shapes)
                 watched += [use for use, _ in met.ends]
                 held += [layout for _, layout in met.ends]
         if not doubtful:

@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 Node = Any
+Shape = tuple[int, ...]
 VIEWS = {f"{name}Backward0" for name in (
     "Alias", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "T", "ToCopy",
     "Transpose", "UnsafeView", "Unsqueeze", "View",
@@ -239,7 +240,8 @@ class Plan:
     names: tuple[str, ...]
     edges: tuple[tuple[int, int, int], ...]  # among them: consumer, operand, what is consumed
     layouts: tuple[int | None, ...]  # of the frontier's outputs; None: no rows by sample yet
-    looks: tuple[Any, ...]  # likewise, see look_of()
+    n: int  # in the pass that showed it
+    shapes: tuple[Shape | None, ...]  # of these outputs, in that pass
 
     def climb(self, graph: Graph, starts: Iterable[Node]) -> list[Node] | None:
         """The same nodes in another pass, if they are there."""
@@ -254,22 +256,26 @@ class Plan:
 
     def fits(
         self, graph: Graph, climbed: Sequence[Node], n: int
-    ) -> tuple[bool, tuple[Any, ...], list[tuple[Watched, int]]]:
+    ) -> tuple[bool, tuple[Shape | None, ...], list[tuple[Watched, int]]]:
         """Whether the layouts hold for the same nodes in another pass: they look as they did, or
-        their sizes leave no doubt. How they look now; and the frontier's, with their layouts."""
-        looks = _looks(graph, zip(climbed, self.layouts, strict=True), n)
+        their sizes leave no doubt. Their shapes now; and the frontier's, with their layouts."""
+        shapes = _shapes(graph, zip(climbed, self.layouts, strict=True))
         ends: list[tuple[Watched, int]] = []
         same = True
-        for node, layout, mine, before in zip(
-            climbed, self.layouts, looks, self.looks, strict=True
+        for node, layout, shape, before in zip(
+            climbed, self.layouts, shapes, self.shapes, strict=True
         ):
-            if layout is not None:
-                number = graph.last(node)
-                shape = shape_of(node, number)
-                use = Watched(node, number, rows_of(shape, n))
-                ends.append((use, layout))
-                same = same and (mine == before or of_sizes(graph, use, n) == layout)
-        return same, looks, ends
+            if layout is None or shape is None or before is None:
+                continue
+            use = Watched(node, graph.last(node), rows_of(shape, n))
+            ends.append((use, layout))
+            alike = look_of(shape, n) == look_of(before, self.n)
+            if not alike and n != self.n and len(shape) == len(before):
+                # What kept its size while N changed is of no samples.
+                rest = tuple(0 if a == b == n else b for a, b in zip(before, shape, strict=True))
+                alike = rest.count(n) == 1 and from_sizes(rows_of(rest, n), n) == layout
+            same = same and (alike or of_sizes(graph, use, n) == layout)
+        return same, shapes, ends
 
 
 @dataclass(frozen=True)
@@ -381,14 +387,14 @@ def survey(
         tuple(map(name_of, found)),
         edges_among(found),
         tuple(layouts.get(node) for node in found),
-        _looks(graph, ((node, layouts.get(node)) for node in found), n),
+        n,
+        _shapes(graph, ((node, layouts.get(node)) for node in found)),
     )
 
 
-def _looks(graph: Graph, ends: Iterable[tuple[Node, int | None]], n: int) -> tuple[Any, ...]:
+def _shapes(graph: Graph, ends: Iterable[tuple[Node, int | None]]) -> tuple[Shape | None, ...]:
     return tuple(
-        None if layout is None else look_of(shape_of(node, graph.last(node)), n)
-        for node, layout in ends
+        None if layout is None else shape_of(node, graph.last(node)) for node, layout in ends
     )
 
 

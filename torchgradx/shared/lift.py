@@ -20,7 +20,7 @@ from ..sites.native import NativeSite
 from ..sites.recurrent import Site
 from ..sites.rerun import FallbackSite
 from .descent import Descent, Leaf, Station, stations
-from .frontier import Graph, Group, Node, Plan, Region, survey
+from .frontier import Graph, Group, Node, Plan, Region, Shape, survey
 from .products import in_closed_form
 
 __all__ = ["Lift", "Met", "Start", "Use"]
@@ -37,7 +37,7 @@ class Met(NamedTuple):
     way: dict[Node, Station] | None  # None: consumed otherwise than when it was proven
     same: bool  # its nodes look as they did, or their sizes leave no doubt
     ends: list[tuple[Watched, int]]  # of the frontier, with the layouts that were proven
-    looks: tuple[Any, ...]  # of the nodes now
+    shapes: tuple[Shape | None, ...]  # of the nodes now
     mute: tuple[str, ...]  # nodes that saved in a way in which they cannot be asked, by name
 
 
@@ -220,8 +220,8 @@ class Lift:
             station.packed = saves_through_hooks(node)
         mute = [node.name() for node in way
                 if not answers_twice(node) or (hides(node) and hidden is None)]  # fmt: skip
-        same, looks, ends = plan.fits(graph, climbed, n)
-        return Met(plan, read, called, way, same, ends, looks, tuple(mute))
+        same, shapes, ends = plan.fits(graph, climbed, n)
+        return Met(plan, read, called, way, same, ends, shapes, tuple(mute))
 
     def begin(self, run: Any, met: Met, uses: Sequence[Use], first: int) -> None:
         """Listen at the frontier, and below it. first: of the nodes that the forward made."""
