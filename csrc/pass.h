@@ -288,9 +288,11 @@ class Pass : public std::enable_shared_from_this<Pass> {
   std::shared_ptr<const Owners> owners_;
 };
 
+bool watching();  // whether the operators of this thread are observed: watch.cpp
+
 void bind_pass(py::module_& m);
 void bind_capture(py::module_& m);
-void bind_hooks(py::module_& m);
+void bind_watch(py::module_& m);
 void bind_trace(py::module_& m);
 
 }  // namespace torchgradx

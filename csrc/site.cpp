@@ -7,6 +7,8 @@
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+
 namespace torchgradx {
 namespace {
 
@@ -134,9 +136,12 @@ void Use::audit(const Operands& operands, const Gradients& gradients, const Tens
   if (wants_weight)
     site->recorder->add_recorded(site->weight, kept(gradients.weight, site->weight_rows),
                                  size * site->layer->magnitude(operands));
-  if (wants_bias)
-    site->recorder->add_recorded(site->bias, kept(gradients.bias, site->bias_rows),
-                                 size * std::sqrt(static_cast<double>(grad_output.numel())));
+  if (!wants_bias) return;
+  // The framework may add up a bias gradient one term after the other: its rounding grows with their number.
+  const auto terms = static_cast<double>(grad_output.numel()) / static_cast<double>(gradients.bias.numel());
+  const double length = std::max(1.0, terms / 1024);
+  site->recorder->add_recorded(site->bias, kept(gradients.bias, site->bias_rows),
+                               size * std::sqrt(static_cast<double>(grad_output.numel())) * length);
 }
 
 void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, bool received) {

@@ -34,3 +34,11 @@ def threads() -> Iterator[object]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def backwards(monkeypatch):
+    """How many were run beside the user's own."""
+    count, plain = [], torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: count.append(1) or plain(*a, **k))
+    return count

@@ -49,6 +49,7 @@ class Row:
     equal: int | None = None  # an N that another dimension has too; None: the T of a text
     evaluates: bool = False  # batch statistics: in eval mode only
     reentrant: bool = True  # False: torch itself cannot backward it, reentrantly checkpointed
+    flat: bool = False  # layers work on flattened rows or windows, of which sizes leave a doubt
 
     def build(self, dropout: float = 0.0) -> nn.Module:
         torch.manual_seed(0)
@@ -121,10 +122,10 @@ ROWS = [
         ("resid_pdrop", "embd_pdrop", "attn_pdrop"), tables=("transformer.wpe.weight",)),
     Row("llama", "next", "LlamaForCausalLM", GROUPED, ("attention_dropout",), samples=(4, 2)),
     Row("opt", "next", "OPTForCausalLM", OPT | {"word_embed_proj_dim": 32},
-        ("dropout", "attention_dropout")),
+        ("dropout", "attention_dropout"), flat=True),
     Row("opt, embeddings projected", "next", "OPTForCausalLM",
         OPT | {"word_embed_proj_dim": 16, "do_layer_norm_before": False},
-        ("dropout", "attention_dropout")),
+        ("dropout", "attention_dropout"), flat=True),
     Row("gpt-neox", "next", "GPTNeoXForCausalLM", BERT, ("hidden_dropout", "attention_dropout")),
     Row("mistral", "next", "MistralForCausalLM", GROUPED | {"sliding_window": 3},
         ("attention_dropout",), samples=(4, 2)),
@@ -160,7 +161,7 @@ ROWS = [
         IMAGE | {"patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4],
                  "window_size": 4},
         (*DROPOUT, "drop_path_rate"), equal=4,  # windows
-        reentrantly=("*.relative_position_bias_table",)),  # read, and not a module's
+        flat=True, reentrantly=("*.relative_position_bias_table",)),  # read, and not a module's
     Row("convnext", "image", "ConvNextForImageClassification",
         IMAGE | {"patch_size": 2, "num_stages": 2, "hidden_sizes": [16, 32], "depths": [1, 1],
                  "layer_scale_init_value": 0.5},

@@ -190,7 +190,10 @@ def test_a_weight_made_by_modules_is_exact(how, shape, options):
     model = made(how)
     if how == "matmul":
         del model.h
-    check(model, square, torch.randn(shape), **options)
+    if shape == (N, N, D):  # outputs [N, N, ...] may have the samples in either
+        exact_or_refused(model, square, torch.randn(shape), **options)
+    else:
+        check(model, square, torch.randn(shape), **options)
 
 
 @a_few_modes

@@ -10,7 +10,6 @@ from attach_oracle import (
     Model,
     a_few_modes,
     check,
-    refused,
     seeded,  # noqa: F401
     square,
 )
@@ -19,156 +18,11 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 N, T = 6, 4
 LENGTHS = torch.tensor([4, 2, 3, 1, 2, 4])
-CLASSES = torch.tensor([3, 1, 1, 2, 3, 3])
 
 
 def to_the_right(lengths):
     """Of each position, whether it is a sample's; those before are padding."""
     return torch.arange(T) >= T - lengths[:, None]
-
-
-MADE = {  # of ids [N], a number for each sample
-    "over the largest": lambda k: k / k.max(),
-    "less the least": lambda k: (k - k.min()).float(),
-    "over the sum": lambda k: k / k.sum(),
-    "how many of its class": lambda k: 1 / k.bincount()[k],
-    "its class's share": lambda k: (k.bincount() / len(k))[k],
-    "counted by others": lambda k: 1 / F.one_hot(k).sum(0)[k],
-    "how many are alike": lambda k: 1 / (k[:, None] == k).sum(1),
-    "of distinct ones": lambda k: k.unique(return_inverse=True)[1].sqrt(),
-    "rank": lambda k: k.argsort().argsort().sqrt(),
-    "rank by all": lambda k: (k[:, None] > k).sum(1).sqrt(),
-    "place among all": lambda k: torch.searchsorted(k.sort().values, k).sqrt(),
-    "summed up": lambda k: k.cumsum(0).sqrt(),
-}
-
-
-@a_few_modes
-@pytest.mark.parametrize("name", MADE)
-def test_data_that_are_scaled_by_one_are_refused(name, options):
-    model = Model(lambda m, x, k: m.l(x * MADE[name](k)[:, None]), l=nn.Linear(3, 2))
-    x = torch.randn(N, 3)
-    refused(model, square, x, CLASSES, names=["l.weight"], match="mixes", **options)
-
-
-CHOSEN = {  # of ids [N], others
-    "less the least": lambda k: k - k.min(),
-    "of distinct ones": lambda k: k.unique(return_inverse=True)[1],
-    "rank": lambda k: k.argsort().argsort(),
-    "summed up": lambda k: k.cumsum(0) % 9,
-    "padded and cut": lambda k: F.pad(k, (1, 0))[:-1],
-    "twice and cut": lambda k: torch.cat([k, k])[1 : len(k) + 1],
-}
-
-
-@a_few_modes
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("name", CHOSEN)
-def test_so_are_rows_that_one_chooses_of_a_table(name, frozen, options):
-    model = Model(lambda m, x, k: m.l(x + m.e(CHOSEN[name](k))), e=nn.Embedding(9, 3),
-                  l=nn.Linear(3, 2))  # fmt: skip
-    model.e.requires_grad_(not frozen)
-    x = torch.randn(N, 3)
-    refused(model, square, x, CLASSES, names=["l.weight"], match="mixes", **options)
-
-
-TABLE = torch.linspace(-1, 1, 27).view(9, 3)
-READ = {  # a table, by ids [N]
-    "indexed": lambda t, i: t[i],
-    "index_select": lambda t, i: t.index_select(0, i),
-    "gathered": lambda t, i: t.gather(0, i[:, None].expand(-1, 3)),
-    "looked up": lambda t, i: F.embedding(i, t),
-}
-
-
-@a_few_modes
-@pytest.mark.parametrize("read", READ)
-@pytest.mark.parametrize("name", ["less the least", "rank"])
-def test_so_are_rows_of_a_constant(name, read, options):
-    model = Model(lambda m, x, k: m.l(x + READ[read](TABLE.to(x), CHOSEN[name](k))),
-                  l=nn.Linear(3, 2))  # fmt: skip
-    refused(model, square, torch.randn(N, 3), CLASSES, names=["l.weight"], match="mixes", **options)
-
-
-WHOLE = {  # a number that is made whole
-    "rounded": lambda x, k: 1 + x.amax().round().int(),
-    "the exponent of the largest": lambda x, k: 2.0 ** x.abs().amax().log2().ceil().int(),
-    "frexp": lambda x, k: 2.0 ** torch.frexp(x.abs().amax()).exponent,
-    "a whole mean": lambda x, k: k.double().mean().long(),
-}
-
-
-@a_few_modes
-@pytest.mark.parametrize("name", WHOLE)
-def test_so_are_data_over_a_statistic_that_is_made_whole(name, options):
-    model = Model(lambda m, x, k: m.l(x / WHOLE[name](x, k)), l=nn.Linear(3, 2))
-    refused(model, square, torch.randn(N, 3), LENGTHS, names=["l.weight"], match="mixes", **options)
-
-
-TOGETHER = {
-    "time over the longest": lambda m, x, k: m.l(x + (torch.arange(T) / k.max())[:, None]),
-    "tokens": lambda m, x, k: m.l(x * to_the_right(k)[..., None] / to_the_right(k).sum()),
-    "tokens, between layers": lambda m, x, k: m.l(torch.tanh(m.r(x)) / k.sum()),
-    "classes of a loss": lambda m, x, k: m.l(x) / k.bincount()[k][:, None, None],
-}
-
-
-@a_few_modes
-@pytest.mark.parametrize("name", TOGETHER)
-def test_so_are_sequences(name, options):
-    model = Model(TOGETHER[name], l=nn.Linear(3, 2), r=nn.Linear(3, 3))
-    refused(model, square, torch.randn(N, T, 3), LENGTHS, names=["l.weight"], match="mixes",
-            **options)  # fmt: skip
-
-
-def written(k, where):
-    flags = torch.zeros(N, 1)
-    flags[where] = 1.0
-    return flags
-
-
-FLAGS = {  # of ids [N], T
-    "among the longest": lambda k: torch.isin(k, k.max())[:, None],
-    "one of the two longest": lambda k: torch.isin(torch.arange(N), k.topk(2).indices)[:, None],
-    "written where": lambda k: written(k, k == k.max()),
-    "written at": lambda k: written(k, (k == k.max()).nonzero()[:, 0]),
-    "filled at": lambda k: torch.zeros(N, 1).index_fill(0, k.argmax(0, True), 1.0),
-    "copied to": lambda k: torch.zeros(N, 1).index_copy(0, k.argmax(0, True), torch.ones(1, 1)),
-    "looked up": lambda k: torch.tensor([0.0, 1.0])[(k == k.max()).long()][:, None],
-    "as long as the longest": lambda k: (k == k.max())[:, None],
-    "longer than the least": lambda k: (k - k.min() > 0)[:, None],
-    "of the longest, and there": lambda k: to_the_right(k) & (k == k.max())[:, None],
-    "not there in any": lambda k: ~to_the_right(k).any(0)[None],
-    "there in all": lambda k: to_the_right(k).all(0)[None],
-    "there in three": lambda k: (to_the_right(k).sum(0) > 2)[None],
-    "the first of the longest": lambda k: F.one_hot(k.argmax(0), N)[:, None],
-    "set at the longest": lambda k: torch.zeros(N).scatter(0, k.argmax(0, True), 1.0)[:, None],
-}
-
-
-@a_few_modes
-@pytest.mark.parametrize("how", ["factor", "fill", "where"])
-@pytest.mark.parametrize("name", FLAGS)
-def test_so_are_samples_that_meet_flags_of_the_batch(name, how, options):
-    def meet(h, flags):
-        if how == "factor":
-            return h * flags[..., None]
-        flags = flags.bool()[..., None]
-        return h.masked_fill(flags, 0) if how == "fill" else torch.where(flags, h, 1.0)
-
-    model = Model(lambda m, x, k: m.l(meet(torch.tanh(m.r(x)), FLAGS[name](k))), l=nn.Linear(3, 2),
-                  r=nn.Linear(3, 3))  # fmt: skip
-    refused(model, square, torch.randn(N, T, 3), LENGTHS, names=["l.weight"], match="mixes",
-            **options)  # fmt: skip
-
-
-def test_so_are_the_features_of_one_that_has_the_largest():
-    def forward(m, x):
-        h = torch.tanh(m.r(x))
-        return m.l(h * F.one_hot(h.argmax(0), N).T)
-
-    model = Model(forward, l=nn.Linear(3, 2), r=nn.Linear(3, 3))
-    refused(model, square, torch.randn(N, 3), names=["l.weight"], match="mixes")
 
 
 def trimmed(m, x, k):

@@ -168,7 +168,10 @@ UNCALLED = {
 def test_a_module_that_is_not_called_itself(name, options):
     forward, make, batch = UNCALLED[name]
     model = Model(lambda m, x: m.o(torch.tanh(forward(m, x))), l=make(), o=linear())
-    check(model, square, batch(), **options)
+    if "T = N" in name:  # outputs [N, N, ...] may have the samples in either
+        exact_or_refused(model, square, batch(), **options)
+    else:
+        check(model, square, batch(), **options)
 
 
 @models

@@ -185,8 +185,8 @@ def test_a_deepcopy_of_an_attached_model_is_unattached_and_runs_its_own_weights(
         close(probe.norms(), want)
     assert fingerprint(copied) == plain
     with torchgradx.attach(copied) as probe:
-        square(copied, x).backward()
-        close(probe.norms(), loop_model(copied, square, x))
+        square(copied, x[:3]).backward()  # weights of zeros prove nothing of outputs [4, 4, 4]
+        close(probe.norms(), loop_model(copied, square, x[:3]))
 
 
 @a_few_modes

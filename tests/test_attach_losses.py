@@ -8,7 +8,6 @@ from attach_oracle import (
     a_few_modes,
     check,
     exact_or_refused,
-    refused,
     seeded,  # noqa: F401
 )
 from torch import nn
@@ -145,71 +144,3 @@ def test_a_loss_of_tokens_is_exact(name, options):
 def test_of_as_many_tokens_as_samples_nothing_is_guessed(name, options):
     y = labels(N).index_fill(1, torch.tensor([0]), 1)
     exact_or_refused(of_its_loss(TOKENS[name]), whole, torch.randn(N, N, 4), y, **options)
-
-
-MIXED = {
-    "others' labels": lambda o, y: each(o, y[y.argsort()]).mean(),
-    "labels of all, in turn": lambda o, y: (each(o, y) * each(o.flip(0), y)).mean(),
-    "each against the mean": lambda o, y: (each(o, y) - each(o, y).mean()).square().mean(),
-}
-
-
-@a_few_modes
-@pytest.mark.parametrize("name", MIXED)
-def test_a_loss_that_mixes_them_is_refused(name, options):
-    refused(of_its_loss(MIXED[name]), whole, torch.randn(N, 4), labels(), names=["a.weight"],
-            **options)  # fmt: skip
-
-
-@a_few_modes
-def test_tokens_that_meet_others_labels_are_refused(options):
-    model = of_its_loss(lambda o, y: each(o.flatten(0, 1), y.mT.flatten()).mean())
-    refused(model, whole, torch.randn(N, T, 4), labels(T), names=["a.weight"], **options)
-
-
-def weighted(logits):
-    return logits[:, 0].exp()
-
-
-def total(logits, labels):
-    return (each(logits, labels) * weighted(logits)).sum()
-
-
-BY_ALL = {
-    "a weighted mean": lambda o, y: (each(o, y) * o[:, 0].exp()).sum() / o[:, 0].exp().sum(),
-    "the largest": lambda o, y: each(o, y).max(),
-    "a norm": lambda o, y: each(o, y).norm(),
-    "a distance": lambda o, y: torch.dist(o, F.one_hot(y, CLASSES).to(o)),
-    "times a reciprocal": lambda o, y: total(o, y) * weighted(o).sum().reciprocal(),
-    "times a power of -1": lambda o, y: total(o, y) * weighted(o).sum() ** -1,
-    "rows, by a power": lambda o, y: (each(o, y) * weighted(o).sum() ** -0.5).sum(),
-    "addcdiv": lambda o, y: torch.addcdiv(o.new_zeros(()), total(o, y), weighted(o).sum()),
-    "true_divide": lambda o, y: torch.true_divide(total(o, y), weighted(o).sum()),
-    "one over it": lambda o, y: 1 / total(o, y),
-    "over itself": lambda o, y: total(o, y) / total(o, y).detach(),
-    "a mean by weights of classes": lambda o, y: F.cross_entropy(
-        o, y, weight=torch.arange(1.0, 4).to(o)
-    ),
-    "of maps, by weights of classes": lambda o, y: F.cross_entropy(
-        o[..., None, None], y[:, None, None], weight=torch.arange(1.0, 4).to(o)
-    ),
-    "a root": lambda o, y: each(o, y).mean().sqrt(),
-    "a logarithm": lambda o, y: each(o, y).sum().log(),
-    "a perplexity": lambda o, y: each(o, y).mean().exp(),
-    "a square": lambda o, y: each(o, y).mean() ** 2,
-    "tanh": lambda o, y: each(o, y).mean().tanh(),
-    "a product of two": lambda o, y: each(o, y).mean() * o.square().mean(),
-    "a product of a stack": lambda o, y: torch.stack([each(o, y).mean(), o.square().mean()]).prod(),
-    "where it is large": lambda o, y: (each(o, y).mean() - 0.5).relu(),
-    "an error of its own": lambda o, y: F.mse_loss(each(o, y).mean(), o.new_tensor(1.0)),
-    "squares of means": lambda o, y: o.mean(0).square().sum(),
-    "means against rows": lambda o, y: (o.mean(0) * o).sum(),
-}
-
-
-@a_few_modes
-@pytest.mark.parametrize("name", BY_ALL)
-def test_a_loss_in_which_a_samples_part_is_by_all_is_refused(name, options):
-    """What it is divided by, or chosen among."""
-    refused(of_its_loss(BY_ALL[name]), whole, torch.randn(N, 4), labels(),
-            names=["a.weight", "b.bias"], **options)  # fmt: skip

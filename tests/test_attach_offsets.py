@@ -8,7 +8,6 @@ from attach_oracle import (
     close_named,
     loop,
     need_native,
-    refused,
     seeded,  # noqa: F401
     square,
 )
@@ -69,20 +68,3 @@ def test_as_many_samples_as_features(mode, options):
     with torchgradx.attach(model, **options) as probe:
         square(model, ids).backward()
         close_named(probe.norms(per="parameter"), want)
-
-
-class Across(nn.Module):
-    """Bags that its own offsets part, across samples."""
-
-    def __init__(self):
-        super().__init__()
-        self.bag = nn.EmbeddingBag(9, 4, mode="sum")
-        self.register_buffer("offsets", torch.tensor([0, 1, 5, 9]))
-
-    def forward(self, ids):
-        return self.bag(ids.flatten(), self.offsets)
-
-
-@a_few_modes
-def test_bags_across_samples_are_refused(options):
-    refused(Across(), square, torch.randint(0, 9, (4, 3)), names=["bag.weight"], **options)

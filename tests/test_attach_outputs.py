@@ -180,8 +180,8 @@ EXACT = {
     "a view that the root gives of a part's first": (
         lambda: Model(lambda m, x: m.r((x * m.w).transpose(0, 1))[0].transpose(0, 1),
                       r=nn.LSTM(3, 2), w=torch.randn(3)), (N, 1, 3)),
-    "one output": (lambda: Model(lambda m, x: m.t(x)[1], t=Two()), (N, N, 3)),
-    "both": (lambda: Model(lambda m, x: m.t(x)[0] + m.t(x)[1], t=Two()), (N, N, 3)),
+    "one output": (lambda: Model(lambda m, x: m.t(x)[1], t=Two()), (N, T, 3)),
+    "both": (lambda: Model(lambda m, x: m.t(x)[0] + m.t(x)[1], t=Two()), (N, T, 3)),
 }  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def test_a_part_that_turns_its_samples_inside_is_exact_or_refused(turn, where, o
     part = Model(lambda m, x: TURNED[turn](torch.tanh(x * m.w)), w=torch.randn(5))
     model = Model(lambda m, x: BACK[turn](WHERE[where](lambda y: (m.t(y),), m.i(x))[0], len(x)),
                   i=nn.Linear(3, 5), t=part).double()  # fmt: skip
-    with torchgradx.attach(model, **options) as probe:
+    with torchgradx.attach(model, check="samples", **options) as probe:
         for t in (6, 1, 8, N, 2):
             x = torch.randn(N, t, 3, dtype=torch.float64)
             square(model, x).backward()

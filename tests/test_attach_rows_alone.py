@@ -28,15 +28,6 @@ def summed_by_edge(m, x, k):
     return x + torch.zeros_like(x).index_add(0, to, x[of])
 
 
-def written(m, x, k):
-    """Row by row, and then in place."""
-    y = torch.zeros_like(x)
-    for i in range(len(x)):
-        y[i] = x[i].exp()
-    y -= y.mean(0)
-    return y
-
-
 def of_its_own_written(m, x, k):
     y = torch.zeros_like(x)
     for rows in torch.arange(len(x)).split(k.tolist()):
@@ -49,33 +40,6 @@ def nearest(m, x, k):
     return x[distances.topk(2, largest=False).indices].sum(1)
 
 
-OVER_ALL = {  # rows [rows, 3]
-    "the mean": lambda m, x, k: x - x.mean(0),
-    "the deviation": lambda m, x, k: x / x.std(0, keepdim=True),
-    "the largest": lambda m, x, k: x / x.abs().max(),
-    "a norm": lambda m, x, k: F.normalize(x, dim=0),
-    "above the mean": lambda m, x, k: (x > x.mean(0)).to(x),
-    "a column's mean": lambda m, x, k: torch.cat([x[:, 1:], x[:, :1].mean(0).expand(len(x), 1)], 1),
-    "a softmax": lambda m, x, k: x.softmax(0),
-    "a running sum": lambda m, x, k: x.cumsum(0),
-    "ranks": lambda m, x, k: x - x.quantile(0.5, 0),
-    "a frozen BatchNorm": lambda m, x, k: F.batch_norm(x, None, None, training=True),
-    "a product with ones": lambda m, x, k: x - torch.ones(1, len(x)).to(x) @ x,
-    "added into one": lambda m, x, k: x - torch.zeros(1, 3).to(x).index_add(
-        0, torch.zeros(len(x), dtype=torch.long), x),
-    "distances": lambda m, x, k: x / torch.cdist(x, x).max(),
-    "whitened": lambda m, x, k: x @ (x.T @ x),
-    "attention": lambda m, x, k: F.scaled_dot_product_attention(x[None], x[None], x[None])[0],
-    "a vector's ranks": lambda m, x, k: x * x[:, 0].argsort().argsort()[:, None],
-    "written": written,
-    "the first row": lambda m, x, k: x - x[0],
-    "turned over": lambda m, x, k: x.flip(0),
-    "shifted": lambda m, x, k: x.roll(1, 0),
-    "with noise": lambda m, x, k: torch.randn_like(x) + x - x.mean(0),
-    "a layer of the mean": lambda m, x, k: x + m.into(x.mean(0)),
-    "a detached mean": lambda m, x, k: m.into(x) - m.into(x).mean(0).detach(),
-    "a detached softmax": lambda m, x, k: m.into(x) * m.into(x).detach().softmax(0),
-}  # fmt: skip
 OF_ITS_OWN = {
     "neighbours": summed_by_edge,
     "a matrix": lambda m, x, k: near(k) @ x,
@@ -114,23 +78,6 @@ EVEN = [4, 4, 4]
 
 
 @a_few_modes
-@pytest.mark.parametrize("before", [None, [3, 5, 4], [1, 3, 2], [3, 5, 5]])
-@pytest.mark.parametrize("name", OVER_ALL)
-def test_what_all_rows_make_is_of_no_sample(name, before, options):
-    """Also where samples that have not as many each came first."""
-    model = of_rows(OVER_ALL[name])
-    with torchgradx.attach(model, batch_size=3, **options) as probe:
-        if before:
-            step(model, torch.randn(sum(before), 3).double(), before)
-            with pytest.raises(torchgradx.CoverageError, match=r"l\.weight"):
-                probe.norms()
-        step(model, torch.randn(12, 3).double(), EVEN)
-        words = r"l\.weight" if before else r"l\.weight: the model puts its samples"
-        with pytest.raises(torchgradx.CoverageError, match=words):
-            probe.norms()
-
-
-@a_few_modes
 @pytest.mark.parametrize("name", OF_ITS_OWN)
 def test_what_rows_of_one_sample_make_is_its_own(name, options):
     model = of_rows(OF_ITS_OWN[name])
@@ -155,83 +102,6 @@ def test_numbers_of_segments_stay_what_they_are(options):
     with torchgradx.attach(model, batch_size=3, **options) as probe:
         step(model, x, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2])
         close_named(probe.norms(per="parameter"), of_each(twin, x, even))
-
-
-@a_few_modes
-@pytest.mark.parametrize("name", ["the mean", "shifted", "a detached mean", "a view's mean"])
-def test_rows_behind_a_tensor_that_shows_how_many_samples_there_are(name, options):
-    made = (OVER_ALL | OF_ITS_OWN)[name]
-    model, x, k = of_rows(made), torch.randn(12, 3).double(), torch.tensor([3, 3, 3, 3])
-    twin, behind = copy.deepcopy(model), of_rows(made)
-    behind.load_state_dict(model.state_dict())
-    behind.function = lambda m, k, x: model.function(m, x, k)
-    with torchgradx.attach(behind, **options) as probe:
-        behind(k, x).square().sum(1).mean().backward()
-        if name in OF_ITS_OWN:
-            close_named(probe.norms(per="parameter"), of_each(twin, x, k))
-            return
-        with pytest.raises(
-            torchgradx.CoverageError, match=r"l\.weight: the model puts its samples"
-        ):
-            probe.norms()
-
-
-KINDS = {  # what is done with [rows] numbers of kinds, and whether they are mixed
-    "looked up": (lambda m, z: m.e(z), False),
-    "another row's": (lambda m, z: m.e(z.roll(1, 0)), True),
-    "how often they are there": (lambda m, z: m.e(z) / z.bincount(minlength=20)[z][:, None], True),
-}
-
-
-@a_few_modes
-@pytest.mark.parametrize("name", KINDS)
-def test_whole_numbers_beside_them_are_asked_too(name, options):
-    made, mixed = KINDS[name]
-
-    def forward(m, x, z):
-        return m.o(torch.tanh(m.l(x) + made(m, z)).view(-1, 4, 4).sum(1))
-
-    model = Model(forward, l=nn.Linear(3, 4), e=nn.Embedding(20, 4), o=nn.Linear(4, 2)).double()
-    twin, x, z = copy.deepcopy(model), torch.randn(12, 3).double(), torch.randint(9, 20, (12,))
-    want = [torch.stack([g.norm() for g in torch.autograd.grad(
-        twin(rows, kinds).square().sum(), list(twin.parameters()))])
-        for rows, kinds in zip(x.split(4), z.split(4), strict=True)]  # fmt: skip
-    with torchgradx.attach(model, batch_size=3, **options) as probe:
-        model(x, z).square().sum(1).mean().backward()
-        if not mixed:
-            names = [name for name, _ in model.named_parameters()]
-            norms = torch.stack(want).T
-            close_named(probe.norms(per="parameter"), dict(zip(names, norms, strict=True)))
-            return
-        with pytest.raises(
-            torchgradx.CoverageError, match=r"l\.weight: the model puts its samples"
-        ):
-            probe.norms()
-
-
-TOKENS = {
-    "their rows": (lambda m, h: h - h.square().sum(1, keepdim=True).detach(), False),
-    "their mean": (lambda m, h: h - h.mean(0).detach(), True),
-    "their deviation": (lambda m, h: h / h.detach().std(0), True),
-}
-
-
-@a_few_modes
-@pytest.mark.parametrize("name", TOKENS)
-def test_so_are_ids(name, options):
-    made, mixed = TOKENS[name]
-    model = Model(lambda m, x, k: m.o(owned(k) @ torch.tanh(made(m, m.e(x)))),
-                  e=nn.Embedding(50, 4), o=nn.Linear(4, 2)).double()  # fmt: skip
-    twin, ids = copy.deepcopy(model), torch.randperm(50)[:12]
-    with torchgradx.attach(model, batch_size=3, **options) as probe:
-        step(model, ids, EVEN)
-        if not mixed:
-            close_named(probe.norms(per="parameter"), of_each(twin, ids, torch.tensor(EVEN)))
-            return
-        with pytest.raises(
-            torchgradx.CoverageError, match=r"e\.weight: the model puts its samples"
-        ):
-            probe.norms()
 
 
 @a_few_modes

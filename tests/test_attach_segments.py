@@ -13,9 +13,7 @@ from attach_oracle import (
     check,
     close_named,
     exact_or,
-    loop,
     seeded,  # noqa: F401
-    square,
     square_second,
 )
 from flat_rows import of_each, owned
@@ -175,60 +173,6 @@ def test_so_are_those_of(name, fused):
 
 
 N, T = 3, 6
-
-
-def turned(m, x):
-    h = m.l(x).permute(2, 0, 1)  # [4, N, T]
-    return m.o(h.transpose(-1, -2).sum(1).T)
-
-
-def looked_at(m, x):
-    h = m.l(x)
-    return m.o(((h @ h.mT).softmax(-1) @ h).amax(1))
-
-
-def beside(m, x):
-    h = m.l(x)
-    return m.o(h.mean(1)), h.sum(0)[:N]
-
-
-def loss(model, x):
-    out = model(x)
-    return square(lambda _: out[0] if isinstance(out, tuple) else out, x)
-
-
-STRUCTURE = {  # of x [N, T, 3]: sizes alone say which rows are a sample's
-    "means": lambda m, x: m.o(m.l(x).mean(1)),
-    "flattened": lambda m, x: m.o(m.l(x.view(-1, 3)).view(-1, T, 4).sum(1)),
-    "flattened, positions first": lambda m, x: m.o(
-        m.l(x.transpose(0, 1).reshape(-1, 3)).view(T, -1, 4).sum(0)),
-    "halves": lambda m, x: m.o(m.l(x).view(-1, T // 2, 4).logsumexp(1).view(-1, 2, 4).sum(1)),
-    "turned": turned,
-    "attention": looked_at,
-    "features": lambda m, x: m.o((m.l(x).flatten(0, 1) @ torch.eye(4).to(x)).view(-1, T, 4).sum(1)),
-    "over features": lambda m, x: m.o(
-        m.l(x).flatten(0, 1).sum(1, keepdim=True).expand(-1, 4)).view(-1, T, 2),
-    "stacked": lambda m, x: m.o(torch.stack([m.l(x), m.l(x)]).unsqueeze(-1).squeeze(4).sum((0, 2))),
-    "selected": lambda m, x: m.o(m.l(x).transpose(0, 1)[0]),
-    "broadcast": lambda m, x: m.o((m.l(x)[:, 0] * x.new_ones(5, len(x), 4)).sum(0)),
-    "a sum beside it": lambda m, x: beside(m, x),
-}  # fmt: skip
-
-
-@a_few_modes
-@pytest.mark.parametrize("name", STRUCTURE)
-def test_what_sizes_say_is_proven_once(name, options, monkeypatch):
-    proofs = []
-    prove = torchgradx.proof.examine.prove
-    monkeypatch.setattr(torchgradx.proof.examine, "prove", lambda *a: proofs.append(1) or prove(*a))
-    model = Model(STRUCTURE[name], l=nn.Linear(3, 4), o=nn.Linear(4, 2))
-    with torchgradx.attach(model, **options) as probe:
-        for _ in range(3):
-            x = torch.randn(N, T, 3)
-            want = loop(model, loss, x)
-            loss(model, x).backward()
-            close_named(probe.norms(per="parameter"), want, 1e-4)
-    assert len(proofs) == 1
 
 
 def sample_major(m, x):

@@ -39,7 +39,7 @@ def normed(layer, name="weight"):
 def checkpointed(reentrant):
     return Model(
         lambda m, x: checkpoint(m.b, m.i(x), use_reentrant=reentrant),
-        i=nn.Linear(3, 3), b=nn.Sequential(normed(nn.Linear(3, 4)), nn.Tanh()),
+        i=nn.Linear(3, 3), b=nn.Sequential(normed(nn.Linear(3, 5)), nn.Tanh()),
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from importlib.metadata import version as _version
 
 from . import ops
-from .attach import Probe, attach
+from .attach import Probe, attach, attached
 from .errors import CoverageError, VerificationError
 from .jobs import (
     ImportanceSampler,
@@ -33,6 +33,7 @@ __all__ = [
     "ResumeError",
     "VerificationError",
     "attach",
+    "attached",
     "grad_norms",
     "ops",
     "save_scores",

@@ -12,24 +12,27 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import ops
-from .options import Scale, check, fitting
+from .options import Scale, fitting
+from .options import check as check_options
 from .passes import plain
 from .passes.backwards import Backwards, weakly
 from .passes.frames import Told, enclosing
 from .passes.modes import unheard
 from .passes.record import Record
-from .proof.arguments import batch_size, tensors_in
+from .proof.arguments import batch_size, one_of_several, tensors_in
 from .proof.audit import Audit
-from .proof.verdict import Verdict, known
+from .proof.samples import Samples
+from .proof.structure import Verdict, known
 from .reading import Reader
 from .sharding import uncovered
-from .sites.native import Hooks, unwound
+from .sites.native import Hooks, call_of_hook, is_running
 from .sites.recurrent import Site, site_of
 from .sites.standing import Standing
 from .sites.trace import Call, Trace, outside, root_of
@@ -41,9 +44,10 @@ if ops.NATIVE:
 else:
     Pass, Recorder = plain.Pass, plain.Recorder
 
-__all__ = ["Probe", "attach", "set_aside"]
+__all__ = ["Probe", "attach", "attached", "set_aside"]
 
 _probes: weakref.WeakSet[Probe] = weakref.WeakSet()  # those that are attached
+_leaving: set[Probe] = set()  # removed, and a graph in flight may run their layers again
 
 UNSHOWN = "the model was called without a tensor that shows N: say batch_size="
 MIXED = "same_samples() met forwards of a whole compiled graph and others"
@@ -63,6 +67,7 @@ def attach(
     directions: Mapping[str, Tensor] | None = None,
     algorithm: str | None = None,
     backend: str = "auto",
+    check: str = "graph",
 ) -> Probe:
     """Attach to a model: its next training steps leave the norm of each sample's gradient.
 
@@ -97,6 +102,9 @@ def attach(
         directions: {parameter name: tensor of its shape} for `dot`.
         algorithm: None lets the cost model choose; "rank1", "gram" or "direct" forces.
         backend: "auto", "native" (kernels or an error) or "vmap" (the pure-Python fallback).
+        check: how the place of the samples is proven. "graph": by the graph of the forward, once
+            per structure. "samples": two samples are also run through the model alone and their
+            norms compared, once per structure. "off": `batch_dim`, `layout` and sizes are believed.
 
     Returns:
         The probe. `norms()` after `loss.backward()` gives a Tensor [N].
@@ -119,12 +127,21 @@ def attach(
         directions=directions,
         algorithm=algorithm,
         backend=backend,
+        check=check,
     )
 
 
+def attached(model: nn.Module) -> Probe | None:
+    """The probe that is attached to a model, or None."""
+    on = (probe for probe in list(_probes) if probe._standing.on)  # and does not stand aside
+    return next((probe for probe in on if probe._model() is model), None)
+
+
 class _Seen(threading.local):
-    last: list[Any] | None = None  # looking from outside at the model of a compiled graph
-    inner: Sequence[Any] = ()  # uses of a forward under way, up to the end of one inside it
+    def __init__(self) -> None:
+        self.calls: list[FrameType] = []  # of the model, under way; an interrupt leaves them here
+        self.last: list[Any] | None = None  # looking from outside at the model of a compiled graph
+        self.inner: Sequence[Any] = ()  # uses of a forward under way, up to the end of an inner one
 
 
 def _unattached() -> Probe:
@@ -137,7 +154,7 @@ class Probe(Reader):
     """The handle of an attachment; see `attach`. Also a context manager that removes itself."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        check(model, options)
+        check_options(model, options)
         self._standing = Standing(model)
         self._model = weakref.ref(model)
         self._options = options
@@ -151,8 +168,12 @@ class Probe(Reader):
         self._recorder = Recorder(count, *map(forward_to, methods), enclosing)
         shared = (self._recorder, self._parameters, self._layers, options)
         self._record = Record(*shared)
+        checked = verdicts.setdefault("samples", {})
+        norms = self._record.sq_norms
+        self._samples = Samples(self._recorder, self._parameters, options, norms, checked)
+        self._record.refused = self._samples.refused
         self._audit = Audit(*shared, self._record, verdicts, forward_to("_began"))
-        self._backwards = Backwards(self._recorder, forward_to("_over"))
+        self._backwards = Backwards(self._recorder, forward_to("_over"), forward_to("_finished"))
         given = options["directions"]
         self.directions = {} if given is None else given
         self._tokens = TokenWatch(options)
@@ -170,7 +191,9 @@ class Probe(Reader):
     def _listen(self, model: nn.Module) -> None:
         modules = dict(model.named_modules())
         try:
-            self._trace = Trace(self._options, self._open_in_graph)
+            # The model holds none of what calls the probe: one that is lost lets go.
+            call = partial(weakly, weakref.ref(self))
+            self._trace = Trace(self._options, call("_open_in_graph"))
             shared = (self._recorder, self._audit, self._parameters, self._options, self._trace)
             context = Context(*shared, self._standing)
             self._standing.enter(self._recorder)
@@ -188,8 +211,8 @@ class Probe(Reader):
             self._hooks = Hooks(root)
             add, told = self._hooks.add, {"with_kwargs": True}
             enter, leave = self._trace.enter, self._trace.leave
-            add(root.register_forward_pre_hook, self._enter, enter, prepend=True, **told)
-            add(root.register_forward_hook, self._leave, leave, always_call=True, **told)
+            add(root.register_forward_pre_hook, call("_enter"), enter, prepend=True, **told)
+            add(root.register_forward_hook, call("_leave"), leave, always_call=True, **told)
         except BaseException:
             self.remove()
             raise
@@ -203,10 +226,15 @@ class Probe(Reader):
         self._drained()
 
     def _drained(self) -> None:
-        self._unwind(self._model())
+        self._unwind()
         busy = self._asides or self._recorder.held > 0 or self._recorder.depth()
-        if not (self._standing.on or busy):
-            self._leave_model()  # else a forward under way does it at its end
+        if self._standing.on:
+            return
+        if busy:
+            _leaving.add(self)  # a forward under way leaves at its end
+        else:
+            self._leave_model()
+            _leaving.discard(self)
 
     def _leave_model(self) -> None:
         for part in (self._hooks, *self._sites):
@@ -223,6 +251,12 @@ class Probe(Reader):
         """A copy or a pickle, as of a trainer that holds the probe, is attached to nothing."""
         return _unattached, ()
 
+    def __del__(self) -> None:
+        """A probe that nobody holds any more leaves its model."""
+        with contextlib.suppress(Exception):  # it may be half made, or the interpreter at its end
+            if self._standing.on:
+                self.remove()
+
     def __enter__(self) -> Probe:
         return self
 
@@ -232,19 +266,24 @@ class Probe(Reader):
     # Forward
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if self._hooks is None:  # left since torch listed the hooks of this call
-            return
+        if self._hooks is None or self._samples.silent:
+            return  # left since torch listed the hooks of this call; or a sample runs alone
         with unheard():
-            self._unwind(module, 1)
+            self._unwind()
             if not self._standing.on:
                 self._drained()
             if self._hooks is not None:
                 outer = self._recorder.depth() and self._recorder.current()
                 self._recorder.push(outer or self._begin(module, args, kwargs))
+                self._seen.calls.append(call_of_hook())
 
-    def _unwind(self, root: nn.Module | None, calls: int = 0) -> None:
-        if self._recorder.depth() and unwound(self._recorder, root, calls):
-            self._audit.witness.stop()
+    def _unwind(self) -> None:
+        """End the forwards that an interrupt ended, which runs no hooks."""
+        calls = self._seen.calls
+        while calls and not is_running(calls[-1]):
+            calls.pop()
+            self._recorder.pop()
+            self._audit.forwards.stop()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
         self._settle()
@@ -259,9 +298,10 @@ class Probe(Reader):
         run, new = self._open(module, n, serial, told)
         if run is not None and new:
             self._record.ask_scale(run, args, kwargs)
+        self._samples.begin()
         if new or told.joint:
             batch_dim = self._options["batch_dim"]
-            self._audit.witness.start(n, module, (args, kwargs), batch_dim, not new)
+            self._audit.forwards.start(n, module, (args, kwargs), batch_dim)
         return run
 
     def _astray(self) -> Pass | None:
@@ -329,19 +369,23 @@ class Probe(Reader):
             self._joint, self._seen.last = joint, None
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
-        if self._hooks is not None:
+        if self._hooks is None or self._samples.silent:
+            return
+        self._unwind()
+        if self._seen.calls[-1:] == [call_of_hook()]:  # else it failed before _enter
             with unheard():
                 self._end(module, args, kwargs, out)
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         run = self._recorder.current()
         whole = self._recorder.depth() == 1
-        looked = self._audit.witness.stop(whole, out)
-        key = None if run is None else self._audit.key(run, looked.way)
+        looked = self._audit.forwards.stop(whole, out)
+        key: Any = None if run is None else self._audit.key(run, looked)
         seen = self._seen.last
-        known = whole and seen is None and looked.taint is None and self._audit.knows(key)
+        known = whole and seen is None and self._audit.knows(key)
         uses = [] if run is None or known else [*self._seen.inner, *run.uses()]
         self._recorder.pop()
+        self._seen.calls.pop()
         inner = run and self._recorder.depth() and self._recorder.current() is run
         self._seen.inner = uses if inner else []  # a root called itself: the outer outputs tell
         if not self._standing.on and sys.exc_info()[0] is None:  # else torch walks the hooks
@@ -350,10 +394,6 @@ class Probe(Reader):
             return
         if self._tokens.on:
             self._tokens.watch(out, run.n)
-        if not known:
-            looked = looked.beside(self._options, (args, kwargs), out, run.n)
-        if looked.taint is not None:
-            self._audit.witness.keep(looked.taint, uses, (run.structure, looked.way))
         if run.silent:  # a reentrant checkpoint's graph holds no use until it runs again
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 metadata: Any = node.metadata
@@ -362,16 +402,20 @@ class Probe(Reader):
         if run.in_graph:
             run.refuse(-1, MIXED)
         elif seen is None:
-            self._audit.examine(run, key, looked, uses, outputs, self._sites)
+            alone = run.n == 1 and one_of_several(self._options, (args, kwargs), out)
+            with self._samples.quiet():
+                self._audit.examine(run, key, looked, alone, uses, outputs, self._sites)
         else:
             verdict = self._audit.examiner.verdict(run, uses, outputs, self._sites, looked)
             seen.append((verdict, [(site, sizes) for site, sizes, *_ in uses]))
+        if seen is None and not run.in_graph:
+            self._samples.listen(run, (key[0], *key[2:]), module, (args, kwargs or {}), out)
         if not uses and not known and run.refusals:  # nothing else would tell of its backward
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 node.register_prehook(lambda _: run.arrive(run.trainable, True) and None)
 
     def _met(self, site: int, given: Tensor) -> None:
-        self._audit.witness.met(site, [given], given)
+        self._audit.forwards.meet(site, [given])
 
     # Backward
 
@@ -379,12 +423,15 @@ class Probe(Reader):
         self._backwards.meet(run)
         if not run or run.recorded:
             return
-        self._unwind(self._model())
+        self._unwind()
         if run.in_graph and run.outside:
             self._audit.look(run)
             run.outside = None
         self._record.begin(run)
         run.hooked = self._audit.hooked()
+
+    def _finished(self, runs: list[Pass]) -> None:
+        self._samples.check(runs)
 
     def _over(self, tasks: list[int], done: bool) -> None:
         self._audit.over(tasks, done)
@@ -446,7 +493,7 @@ def set_aside(model: nn.Module) -> Iterator[None]:
     modules = set(model.modules())
     with contextlib.ExitStack() as stack:
         for probe in list(_probes):
-            attached = probe._model()
-            if attached is not None and not modules.isdisjoint(attached.modules()):
+            held = probe._model()
+            if held is not None and not modules.isdisjoint(held.modules()):
                 stack.enter_context(probe._aside())
         yield

@@ -114,6 +114,7 @@ def check(model: Any, options: dict[str, Any]) -> None:
         ("fused", (True, False)),
         ("weight_grad", (True, False)),
         ("clip", (True, False)),
+        ("check", ("graph", "samples", "off")),
     ):
         if options[name] not in choices:
             expected = ", ".join(map(repr, choices))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor, nn
 
-from .explain import explanation
+from .explain import Explanation, explanation
 from .options import Model, NonFinite, Parts, Per, Scale, check_per, check_scale, placed
 from .proof.accounts import require_all
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .passes.backwards import Backwards
     from .passes.record import Record
     from .proof.audit import Audit
+    from .proof.samples import Samples
     from .rules import Layer
     from .table import Parameters
     from .tokens import TokenWatch
@@ -24,9 +25,10 @@ __all__ = ["Reader"]
 
 class Reader:
     _audit: Audit
+    _samples: Samples
     _seen: Any  # .last: at the model of a compiled graph, from outside
     _model: Callable[[], nn.Module | None]
-    _unwind: Callable[[nn.Module | None], None]
+    _unwind: Callable[[], None]
     _backwards: Backwards
     _record: Record
     _recorder: Any
@@ -246,7 +248,8 @@ class Reader:
 
         verbose: with the cost of each algorithm that was weighed.
         """
-        return explanation(self._layers, self._parameters, verbose)
+        text = explanation(self._layers, self._parameters, verbose)
+        return Explanation("\n".join([text, *self._samples.notes]))
 
     def reset(self) -> None:
         """Begin a new record at once."""
@@ -266,7 +269,7 @@ class Reader:
     def _ready(self, per: str = "model") -> None:
         """Raise unless the record can be read."""
         check_per(per)
-        self._unwind(self._model())
+        self._unwind()
         self._settle()
         self._record.require(self._backwards.under_way())
         require_all(self._record, self._recorder, self._parameters, self._layers)

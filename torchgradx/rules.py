@@ -42,6 +42,7 @@ class Layer:
     weight: int = -1  # places in the probe's table of parameters; -1: none
     bias: int = -1
     parameters: tuple[int, ...] = ()
+    ruled: bool = False  # a rule is of it, also where vmap serves: rows go through in order
     inside: bool = False  # one weight of a recurrent module, which has a Layer of its own before
     in_features: int = 0
     out_features: int = 0  # of one group, as in_features

@@ -174,6 +174,7 @@ def grad_norms(
     *,
     per: str = "model",
     loss_reduction: str = "mean",
+    check: str = "samples",
     **options: Any,
 ) -> Tensor | dict[str, Tensor]:
     """Norms of the gradient of each sample's own loss; `.grad` and the model stay as they are.
@@ -191,6 +192,7 @@ def grad_norms(
         targets: handed to `loss_fn`.
         per: "model", "module" or "parameter", as in `Probe.norms`.
         loss_reduction: "mean" or "sum".
+        check: as of `attach`; here two samples are also run alone, once per structure of the model.
         options: of `attach`: batch_dim, batch_size, layout, algorithm, backend, loss_scale.
 
     Returns:
@@ -202,6 +204,7 @@ def grad_norms(
         ValueError, TypeError: an argument is not as above.
     """
     check_per(per)
+    options["check"] = check
     return norms_alone(model, loss_fn, inputs, targets, per, loss_reduction, options)
 
 

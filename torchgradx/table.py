@@ -162,6 +162,7 @@ def find_layers(
             weight=own.get("weight", -1),
             bias=own.get("bias", -1),
             parameters=tuple(dict.fromkeys(own.values())),
+            ruled=bool(rule and not rule.parts and not rule.closed),
             **(rule.describe(module) if rule and native else {}),
         )
         layers.append(layer)

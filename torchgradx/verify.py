@@ -79,6 +79,7 @@ def verify(
     *,
     loss_reduction: str = "mean",
     batch_dim: int = 0,
+    check: str = "samples",
     **options: Any,
 ) -> Report:
     """Compare a model's norms with a loop over single samples; `.grad` and the model are untouched.
@@ -91,7 +92,7 @@ def verify(
             first dimension (`batch_dim` for inputs) are split; others are given whole.
         rtol: the largest error allowed, relative to the sample's norm over the model; None derives
             it from the dtype.
-        options: of `attach`.
+        check, options: of `attach`.
 
     Returns:
         A Report; print it for a table.
@@ -103,7 +104,7 @@ def verify(
         raise TypeError(f"rtol must be a number or None; got {rtol!r}")
     if rtol is not None and not rtol >= 0:
         raise ValueError(f"rtol must be 0 or more; got {rtol}")
-    common = {"batch_dim": batch_dim, **options}
+    common = {"batch_dim": batch_dim, "check": check, **options}
     state = torch.get_rng_state()
     call = (model, loss_fn, inputs, targets, "parameter", loss_reduction, common)
     try:

@@ -44,7 +44,12 @@ class Job:
     ) -> None:
         self._pool, self._quantity, self._ranks = pool, quantity, ranks
         self._wanted, self._mine = wanted, wanted & ranks.mine(len(pool))
-        self._options = {"weight_grad": False, **options, "loss_reduction": quantity.loss_reduction}
+        self._options = {
+            "weight_grad": False,
+            "check": "samples",
+            **options,
+            "loss_reduction": quantity.loss_reduction,
+        }
         self._batch_dim: int = options.get("batch_dim", 0)
         self._names: list[str] = []
         self._dtype: Any = np.float32

@@ -164,14 +164,19 @@ def score(
             holds every batch that is done (of rank r: `<out>.rank<r>.partial`).
         resume: go on from the partial file, if there is one; False begins anew. It need not be of
             the same batch size, but of the same model, dataset and options. A dataset is told by
-            its length, eight of its samples, and all that a TensorDataset or a Subset holds.
+            its length, eight of its samples, and all that a TensorDataset or a Subset holds; a
+            function (loss_fn, split, logits, collate_fn, an option) by its name, its source text
+            and, of a functools.partial, its arguments; an object by its class and the numbers
+            and words among its attributes. What a function closes over, its globals and what it
+            calls are not looked at: pass such values by functools.partial.
         split: batch -> (inputs, targets), both as of `grad_norms`. Unless given, the last of a
             sequence is the targets, and a dict is the inputs, its "labels" the targets.
         logits: the model's output -> [N, C]. Unless given, the output or its `.logits`.
         indices: the samples to score; the others' scores are NaN.
         eval_mode: False scores in the mode that the model is in.
         distributed: False has this process score everything.
-        options: of `attach`: loss_scale, batch_dim, batch_size, layout, algorithm, backend.
+        options: of `attach`: loss_scale, batch_dim, batch_size, layout, algorithm, backend, check
+            ("samples" unless given: two samples are also run alone, once per structure).
 
     Returns:
         An array [len(dataset)], float32 (float64 for float64 models); a dict of them by name for

@@ -35,8 +35,15 @@ def weakly(owner: Callable[[], Any], method: str) -> Callable[..., Any]:
 class Backwards:
     """Those under way that met passes of one probe."""
 
-    def __init__(self, recorder: Any, over: Callable[[list[int], bool], None]) -> None:
-        self._recorder, self._over = recorder, over
+    def __init__(
+        self,
+        recorder: Any,
+        over: Callable[[list[int], bool], None],
+        finished: Callable[[list[Any]], None],
+    ) -> None:
+        """finished: called within the outermost backward, when all else is done, with the passes
+        that it was the first to come to. over: called after each."""
+        self._recorder, self._over, self._finished = recorder, over, finished
         self.open: dict[int, weakref.ref[_Backward]] = {}  # by graph task
 
     def meet(self, run: Any) -> None:
@@ -53,7 +60,7 @@ class Backwards:
         known = self.open.get(task)
         found = known() if known else None
         if found is None:
-            found = _Backward(task, self._ended)
+            found = _Backward(task, self._ended, self._finished)
             self.open[task] = weakref.ref(found)
             self._recorder.open(task)
             at_the_end(found)
@@ -98,13 +105,18 @@ class Backwards:
 class _Backward:
     """Owned by the engine, as a callback for the end."""
 
-    def __init__(self, task: int, ended: Callable[[_Backward], None]) -> None:
+    def __init__(
+        self,
+        task: int,
+        ended: Callable[[_Backward], None],
+        finished: Callable[[list[Any]], None],
+    ) -> None:
         self.tasks = [task]  # and those inside of it, which have ended
         self.begun: list[Any] = []  # passes
         self.before: dict[Any, Any] = {}  # passes that others brought gradients, as they were then
         self.thread = threading.get_ident()
         self.done = self.over = False
-        self._calls, self._end = 0, ended
+        self._calls, self._end, self._finished = 0, ended, finished
 
     def knows(self, run: Any) -> bool:
         return run in self.begun or run in self.before
@@ -133,6 +145,8 @@ class _Backward:
             at_the_end(self)
         else:
             self.done = self.over = True
+            if torch._C._current_autograd_node() is None:  # no backward runs around this one
+                self._finished(self.begun)
 
     def end(self) -> None:
         """Once."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
-from ..proof.taint import Taint
+from ..proof.constant import Mode
 
 __all__ = ["several_at_once", "unheard"]
 
@@ -25,14 +25,14 @@ def several_at_once() -> bool:
 
 
 def unheard() -> AbstractContextManager[None]:
-    """The modes above the latest Taint are off inside; one that is entered here is below them."""
+    """Modes above our own are off inside; one that is entered here is below them."""
     return _off() if torch._C._len_torch_dispatch_stack() else NOTHING
 
 
 @contextmanager
 def _off() -> Iterator[None]:
     taken: list[Any] = []
-    while not isinstance(mode := _get_current_dispatch_mode(), (Taint, type(None))):
+    while not isinstance(mode := _get_current_dispatch_mode(), (Mode, type(None))):
         if hasattr(mode, "_mode_key"):  # fake tensors, tracing: nothing runs without
             break
         taken.append(_pop_mode())

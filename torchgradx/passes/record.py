@@ -68,6 +68,7 @@ class Record:
         self._compares = False  # .grad with the samples' own gradients: somebody asked for it
         self._there: list[Tensor] = []  # how large .grad was before the record's first gradient
         self.mismatched: set[tuple[int, int]] = set()  # backwards, parameters that received else
+        self.refused: dict[int, str] = {}  # by parameter: a sample alone has another norm
         self.runs: list[tuple[Any, float | Tensor]] = []  # with the loss scale in force at each
 
     def takes(self, on: bool, told: Told = UNTOLD, outside: bool = False) -> Answer:
@@ -152,6 +153,7 @@ class Record:
         self.runs, self._there = [], []
         self.books.clear()
         self.mismatched = set()
+        self.refused.clear()
         self._recorder.clear()
         self._read = False
 
@@ -171,6 +173,11 @@ class Record:
         ]
         with torch.no_grad():
             return combine(run.n, terms)
+
+    def sq_norms(self, run: Any, place: int) -> Tensor:
+        """[N] of one parameter, of the gradients as they came to it so far."""
+        total: Tensor = run.total([place])
+        return total if place not in run.waiting() else total + self._combined(run, place).to(total)
 
     def norms(self, per: str, loss_scale: float | Tensor | None) -> Tensor | dict[str, Tensor]:
         runs = self._in_order()

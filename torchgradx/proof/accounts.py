@@ -47,7 +47,8 @@ REENTRANT = (
 def require_all(record: Record, recorder: Any, parameters: Parameters, layers: list[Layer]) -> None:
     """Raise a CoverageError if anything in the record is not accounted for."""
     runs = [run for run, _ in record.runs]
-    if recorder.sound and not record.mismatched and all(run.sound for run in runs):
+    sound = recorder.sound and all(run.sound for run in runs)
+    if sound and not record.mismatched and not record.refused:
         return
     created = any(run.create_graph for run in runs)
     late = {place for run in runs for place in run.late()}
@@ -58,8 +59,10 @@ def require_all(record: Record, recorder: Any, parameters: Parameters, layers: l
     for site, reason in recorder.refusals:
         if any(words in reason for words in LOST):
             reason = f"{reason.partition(';')[0]}: {advice}"
-        concerned = layers[site].parameters if site >= 0 else ()
-        reasons.update((place, reason) for place in concerned or places if place in places)
+        own = layers[site].parameters if site >= 0 else ()
+        concerned = [place for place in own if place in places]  # none: frozen, as a BatchNorm
+        reasons.update(dict.fromkeys(concerned or places, reason))
+    reasons.update((place, why) for place, why in record.refused.items() if place not in reasons)
     mismatched = {place for _, place in record.mismatched}
     doubtful: Mapping[str, set[int]] = {MISMATCHED: mismatched, CHANGED: changed, LATE: late}
     for place, beyond in enumerate(recorder.balance):

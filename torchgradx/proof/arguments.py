@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["batch_size", "begins", "flattened", "of_each", "one_of_several", "plain", "rows_alone",
-           "sized", "tensors_in"]  # fmt: skip
+__all__ = ["batch_size", "flattened", "of_each", "one_of_several", "sized", "tensors_in"]
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -87,35 +86,6 @@ def flattened(arguments: Any, n: int, batch_dim: int) -> bool:
         return False
     first = next((t for t in sized(arguments) if t.dim()), None)
     return first is not None and _size(first, batch_dim) != n
-
-
-def rows_alone(arguments: Any, n: int, batch_dim: int) -> tuple[bool, int | None]:
-    """Whether rows of numbers are given that show no N, and how many, if all samples may have as
-    many: the first tensor's, or, as nodes beside the sizes of graphs, another's."""
-    given = [t for t in sized(arguments) if t.dim()]
-    flat = bool(given) and flattened(arguments, n, batch_dim)
-    numbers = [t for t in given if plain(t) and t.is_floating_point() and t.dim() > 1]
-    rows = [t for t in numbers if len(t) != n and (flat or n not in t.shape)]
-    found = given[0] if flat and not rows and plain(given[0]) else next(iter(rows), None)
-    if found is None:
-        return False, None
-    return True, len(found) if len(found) and len(found) % n == 0 else None
-
-
-def begins(arguments: Any) -> bool:
-    """Whether a tensor says where each sample begins in another, as an EmbeddingBag's offsets: one
-    sample in the place of all has none there."""
-    wholes = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-    listed = [t for t in sized(arguments) if t.dim() == 1 and t.dtype in wholes and len(t) > 1]
-    longest = max(map(len, listed), default=0)
-    return len(listed) > 1 and any(
-        int(t[0]) == 0 < int(t[-1]) <= longest and bool((t.diff() >= 0).all()) for t in listed
-    )
-
-
-def plain(t: Tensor) -> bool:
-    """Whether it has rows of numbers."""
-    return t.layout is torch.strided and not t.is_nested and t.dim() > 0
 
 
 def _has_sizes(t: Tensor) -> bool:

@@ -23,10 +23,10 @@ from ..rules import Layer
 from ..sharding import scattered
 from ..shared.lift import Lift, Met
 from ..sites.copies import untraced
-from .examine import Examiner
+from .forwards import Forwards, Looked
+from .layout import NOWHERE
 from .listening import Listening
-from .verdict import OTHERWISE, OUTSIDE, Verdict, from_outside
-from .witness import Looked, Witness
+from .structure import BROADCAST, OTHERWISE, OUTSIDE, Examiner, Verdict, from_outside
 
 if TYPE_CHECKING:
     from ..passes.record import Record
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Audit"]
 
-MANY = 4096  # structures: sizes that never repeat must not add up
+MANY, VARIANTS = 4096, 8  # structures: sizes that never repeat must not add up; ways through each
 PART = 1 << 18  # elements compared at a time, in float64
 UNPROVEN = "where its samples are could not be looked for: {error}"
 
@@ -53,13 +53,13 @@ class Audit:
     ) -> None:
         self._record, self._began = record, began
         self._recorder, self._parameters, self._layers = recorder, parameters, layers
-        self._proven: dict[Any, Verdict] = known.setdefault("structures", {})
-        self.witness = Witness(parameters, known.setdefault("seen", {}))
-        self._lift = Lift(
-            recorder, parameters, layers, self.witness, self._hears, not options["weight_grad"]
-        )
-        self.examiner = Examiner(parameters, layers, options, self.witness, self._lift)
-        self._pending: dict[Any, tuple[Verdict, Any]] = {}  # structure -> (verdict, its first pass)
+        self._proven: dict[Any, list[Verdict]] = known.setdefault("structures", {})
+        self._alike: dict[Any, list[Verdict]] = known.setdefault("sizes", {})  # whatever the sizes
+        self.forwards = Forwards(parameters, known.setdefault("memories", {}))
+        self._lift = Lift(recorder, parameters, layers, self._hears, not options["weight_grad"])
+        self.examiner = Examiner(parameters, layers, options, self.forwards, self._lift)
+        # What their first pass has yet to agree with: (key, key whatever the sizes, verdict, pass).
+        self._pending: list[tuple[Any, Any, Verdict, Any]] = []
         self._listening, self._always_listening = Listening(), Listening()
         self._shielded: dict[int, tuple[int, int]] = {}  # by place: the keys of our two hooks
         self._heard_at = WeakIdKeyDictionary()  # tensors that we listen at in every backward
@@ -74,31 +74,23 @@ class Audit:
 
     # Forward
 
-    def key(self, run: Any, way: Any) -> Any:
+    def key(self, run: Any, looked: Looked) -> Any:
         """What a verdict on a structure holds for: where a checkpoint runs the model again, less
         can be proven."""
         again = torch._C._current_graph_task_id() != -1
-        return run.structure, run.n, again, *self.witness.counts(way)
+        return run.structure, run.n, again, looked.nodes, looked.kind, self._parameters.regime()
 
     def knows(self, key: Any) -> bool:
-        verdict = self._proven.get(key)
-        return verdict is not None and verdict.lasting
+        verdicts = self._proven.get(key)
+        return verdicts is not None and len(verdicts) == 1 and verdicts[0].lasting
 
-    def _held(self, key: Any) -> Verdict | None:
-        pending = self._pending.get(key)
-        return self._proven.get(key) or (pending[0] if pending else None)
-
-    def examine(self, run: Any, key: Any, looked: Looked, *shown: Any) -> None:
+    def examine(self, run: Any, key: Any, looked: Looked, broadcast: bool, *shown: Any) -> None:
         """At the end of a forward: what is known of its structure, or a first look at it. The
         forward is whole whatever comes of that, as of tensors that have no sizes."""
-        if looked.taint is not None:
-            held = self._held(key)
-            if held is not None and not held.watched:
-                self._proven.pop(key, None)  # it is looked at once more, and closer
-                self._pending.pop(key, None)
-        known = self._proven.get(key)
-        if known is not None and known.lasting and not self._parameters.gathered():
-            self._tell(run, known)
+        if broadcast:
+            run.refuse(-1, BROADCAST)
+        if self.knows(key) and not self._parameters.gathered():
+            self._tell(run, self._proven[key][0])
             return
         try:
             self._examine(run, key, looked, *shown)
@@ -114,63 +106,81 @@ class Audit:
         outputs: Sequence[Tensor],
         sites: Sequence[Site],
     ) -> None:
-        prove = partial(self.examiner.verdict, run, uses, outputs, sites, looked)
-        key = self.examiner.variant(key, self._held(key), uses, outputs, looked)
-        met = self._met(run, self._held(key), uses, outputs, sites)
-        asked = False
-        while met:
-            if met.looks not in (None, met.plan.looks):  # another T: proven by itself
-                key = key, met.looks
-            elif met.mute and not asked:  # proven where its nodes saved in another way
-                asked, key = True, (key, met.mute)
-            else:
-                break
-            met = self._met(run, self._held(key), uses, outputs, sites)
-        verdict = self._applied(run, key, prove, outputs)
+        def meet(verdict: Verdict) -> Met | None:
+            if verdict.plan is None:
+                return None
+            return self._lift.meet(run.n, verdict.plan, uses, sites, outputs)
+
+        def fits(verdict: Verdict) -> bool:
+            """Whether this pass goes the way that was proven."""
+            if not verdict.holds(self._parameters.tensors(), outputs, run.n):
+                return False
+            if verdict.reach != self.examiner.reach(uses, outputs, looked):
+                return False
+            met = meet(verdict)
+            return met is None or (met.way is not None and not met.mute and met.same)
+
+        held = [v for k, _, v, _ in self._pending if k == key] + self._proven.get(key, [])
+        verdict = next(filter(fits, held), None)
+        calls = self._calls(key, uses)
+        if verdict is None:
+            for other in self._alike.get(calls, ()):
+                moved = self.examiner.transferred(other, run, uses, outputs, sites, looked)
+                if moved is not None and fits(moved):
+                    verdict = moved
+                    self._keep(self._proven, key, moved)
+                    break
+        if verdict is None:
+            verdict = self.examiner.verdict(run, uses, outputs, sites, looked)
+            tired = [v for v in held if v.zeros is not None]
+            if tired and verdict.zeros is not None:  # zeros still: look less often
+                looks = 1 + max(v.looks for v in tired)
+                sure = NOWHERE not in verdict.layouts
+                verdict.looks, verdict.patience = looks, 2 ** max(0, looks - 4) if sure else 1
+            for old in tired:
+                self._drop(key, old)
+            if verdict.complete:
+                self._pending.append((key, calls, verdict, run))
+                self._listen()
+        self._tell(run, verdict)
         if self._parameters.gathered():
             self._follow(run, verdict.sites)
-        if not met or met.plan is not verdict.plan:
-            met = self._met(run, verdict, uses, outputs, sites)
+        met = meet(verdict)
         if met:
-            self._lift.begin(run, met, uses)
+            self._lift.begin(run, met, uses, self.forwards.first)
 
-    def _met(
-        self,
-        run: Any,
-        verdict: Verdict | None,
-        uses: Sequence[Any],
-        outputs: Sequence[Tensor],
-        sites: Sequence[Site],
-    ) -> Met | None:
-        if verdict is None or verdict.plan is None:
-            return None
-        return self._lift.meet(run.n, verdict.plan, uses, sites, outputs)
+    def _calls(self, key: Any, uses: Sequence[Any]) -> Any:
+        """What a verdict holds for whatever the sizes of a batch."""
+        called = tuple((site, len(sizes), node is None) for site, sizes, node, _ in uses)
+        return called, *key[2:]
+
+    def _keep(self, verdicts: dict[Any, list[Verdict]], key: Any, verdict: Verdict) -> None:
+        kept = verdicts.setdefault(key, [])
+        kept.append(verdict)
+        del kept[:-VARIANTS]
+        if len(verdicts) > MANY:
+            verdicts.pop(next(iter(verdicts)), None)
+
+    def _drop(self, key: Any, verdict: Verdict) -> None:
+        self._pending = [entry for entry in self._pending if entry[2] is not verdict]
+        kept = self._proven.get(key, [])
+        kept[:] = [other for other in kept if other is not verdict]
 
     def look(self, run: Any) -> None:
         """The same for a pass of compiled graphs, at its first gradient: each forward is done once
         more, without the compiler."""
-        verdict = self._applied(run, self.key(run, ((0, 0), None)), partial(from_outside, run))
+        key = run.structure, run.n
+        held = [v for k, _, v, _ in self._pending if k == key] + self._proven.get(key, [])
+        known = next((v for v in held if not v.routes), None)  # what batches choose does not show
+        verdict = known or from_outside(run)
+        if known is None and verdict.complete:
+            self._pending.append((key, None, verdict, run))
+        self._tell(run, verdict)
         if verdict.plan is not None:
             run.refuse(-1, OUTSIDE)
         elif not verdict.refusals and verdict.sites != [site for site, *_ in run.uses()]:
             run.refuse(-1, OTHERWISE)
         self._listen()  # each time: its edges into parameters say nothing of what uses them
-
-    def _applied(
-        self, run: Any, key: Any, prove: Callable[[], Verdict], outputs: Sequence[Tensor] = ()
-    ) -> Verdict:
-        verdict, held = self._proven.get(key), self._held(key)
-        pending = self._pending.get(key)
-        if held and not held.holds(self._parameters.tensors(), outputs, run.n):
-            self._proven.pop(key, None)
-            verdict = pending = None
-        if verdict is None:
-            verdict = pending[0] if pending else prove()
-            if verdict.complete:
-                self._pending[key] = verdict, run
-                self._listen()
-        self._tell(run, verdict)
-        return verdict
 
     def _tell(self, run: Any, verdict: Verdict) -> None:
         run.layouts = run.layouts + verdict.layouts
@@ -242,7 +252,9 @@ class Audit:
 
     def _listen(self) -> None:
         """Hold what each parameter receives against what is recorded, until settled."""
-        if not self._recorder.auditing:
+        if not ops.NATIVE:
+            self._listening.stop()  # what is trained may be another
+        if not self._recorder.auditing or not ops.NATIVE:
             self._recorder.auditing = True
             list(self._heard(set(range(len(self._parameters.names))) - self.always))
 
@@ -353,18 +365,18 @@ class Audit:
 
     def settle(self) -> None:
         """A structure whose first backward has come and agreed is known from now on."""
-        for key, (verdict, run) in list(self._pending.items()):
-            if not ops.NATIVE and not (run.recorded and not _finite(run)):
-                continue  # every pass is compared
+        for entry in list(self._pending):
+            key, calls, verdict, run = entry
             if not run.recorded and len(self._pending) < 8:
                 continue
             if run.recorded and not self._record.mismatched and _finite(run):
-                self._proven[key] = verdict
-                if len(self._proven) > MANY:
-                    self._proven.pop(next(iter(self._proven)), None)
-            self._pending.pop(key, None)  # another thread may settle, too
-        if not self._pending and (self._recorder.auditing or self.always):
-            self._stop_listening()
+                self._keep(self._proven, key, verdict)
+                if calls is not None and run.n > 1:  # one sample tells nothing of several
+                    self._keep(self._alike, calls, verdict)
+            if entry in self._pending:  # another thread may settle, too
+                self._pending.remove(entry)
+        if ops.NATIVE and not self._pending and (self._recorder.auditing or self.always):
+            self._stop_listening()  # without the extension, which counts edges, it goes on
         self._listening.leave()  # if a backward kept it from that
 
     def _stop_listening(self) -> None:
@@ -372,8 +384,8 @@ class Audit:
         self._listening.stop()
 
     def stop(self) -> None:
-        self._pending = {}
-        self.witness.stop()
+        self._pending = []
+        self.forwards.stop()
         self._stop_listening()
         self._always_listening.stop()
 

@@ -1,18 +1,18 @@
-"""Where the samples are in a layer's rows: proven once a structure, never guessed from sizes.
+"""Where the samples are in a layer's rows: proven once per structure, never guessed from sizes.
 
-Vector-Jacobian products from the model's outputs, the same random seeds each time, sample n
-weighted by a power of two that a digit of n picks. Scaling by a power of two is exact, so each row
-of a layer's output gradient comes back scaled by the weight of the sample it belongs to, or it
-mixes samples.
+Backwards from the model's outputs, with the same random seeds each time, sample n scaled by a power
+of two that a digit of n picks. Scaling by a power of two is exact, so each row of a layer's output
+gradient comes back scaled by the weight of the sample it belongs to, or it mixes samples. That is
+1 + ceil(log16 N) backwards, whatever the number of layers; they go down to the layers' outputs
+only and compute no weight gradient. All comparisons stay on the device until one read at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from math import inf, prod, sqrt
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..passes.unpacking import answers_again
-from .sample_dims import GONE, Place
 
 __all__ = [
     "BATCH",
@@ -31,172 +30,269 @@ __all__ = [
     "SECOND",
     "SEQUENCE",
     "SHARED",
+    "Finding",
+    "Seeding",
     "Watched",
-    "prove",
+    "from_sizes",
+    "owners",
 ]
 
 # rows n*T+t | rows t*N+n | of no sample, see shared | no gradient comes from the outputs, and if
 # one does come it is refused | [T, N K, *] | [*, N K] | [*, K N, *]
 BATCH, SEQUENCE, SHARED, NOWHERE, SECOND, LAST, MINOR = range(7)
-WAYS = 16  # that are tried; a backward each, and more
-# Where backwards may add up in another order each time: those of attention do. What mixes samples
-# does so each time, by more than so many times what two answers to one question differ by.
+# On a GPU backwards may add up in another order each time: those of attention do. What mixes
+# samples is off by more than so many times what two answers to one question differ by.
 ANEW, AGAIN, NOISY, LOOSE = ("cuda",), 4, 8.0, 1e-2
-EITHER = (
-    "the model's outputs have {n}, the number of samples, in two dimensions or more, and which of "
-    "them holds the samples could not be followed"
-)
 MIXED = (
-    "its rows mix the {n} samples, or stand in another order than n*T+t or t*N+n. If what it is "
-    "given is of no sample, hold that in a buffer, or make it in the forward from sizes alone, by "
-    "operations of torch"
+    "its rows mix the {n} samples, or stand in another order than n*T+t or t*N+n, so it has no "
+    "per-sample gradient. If its input is the same for all samples (position ids), register it as "
+    "a buffer or build it in forward with torch.arange"
 )
 
 
 @dataclass(frozen=True)
 class Watched:
-    """One use of a layer in a forward."""
+    """One output of a graph node, whose rows are looked at."""
 
     node: Any  # that made the output; None where it needs no gradient
     output_nr: int
-    leads: Sequence[int]  # the leading dimensions of the layer's output, which count its rows
+    leads: Sequence[int]  # the leading dimensions of the output, which count its rows
     second: bool = False  # it can find samples of several rows in the second dimension
-    own: int | None = None  # where its module works on samples apart, and was seen to be given them
     samples: Tensor | None = None  # of each row, where they are packed: neither n*T+t nor t*N+n
-    free: bool | None = False  # no sample enters it: its rows may well mix them; None: maybe
     minor: bool = False  # samples may be in its second dimension one after the other
 
 
-def prove(
-    outputs: Sequence[Tensor],
-    places: Sequence[Place | None],
-    uses: Sequence[Watched],
-    n: int,
-    batch_dim: int,
-    unspent: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> list[int | str | None]:
-    """For each use BATCH or SEQUENCE; a str says why neither; None: no proof could be had. NOWHERE:
-    what comes from the outputs is zeros, of which nothing shows.
+@dataclass(frozen=True)
+class Finding:
+    """What weighted backwards showed of one output."""
 
-    `places`: where the samples are in the outputs, as far as that is known. `unspent`: what each
-    backward of the graph runs under.
-    """
-    known = [k for k, use in enumerate(uses) if use.node is not None]
-    if n <= 1 or not known:
-        return [BATCH] * len(uses)
-    heads = [(t, d) for t, d in zip(outputs, places, strict=True) if t.requires_grad]
-    dims = [_sample_dims(t, n, batch_dim, d) for t, d in heads]
+    layout: int | str | None  # a str says why there is none; None: nothing was shown
+    sure: bool = False  # no other layout that the sizes allow has the same rows
 
-    def verdicts(way: Sequence[int | None]) -> list[int | str | None]:
-        return _by_seeds([(t, d) for (t, _), d in zip(heads, way, strict=True)], uses, n, unspent)
 
-    def mixes(found: Sequence[int | str | None], those: Sequence[bool | None]) -> bool:
-        both = zip(found, uses, strict=True)
-        return any(isinstance(v, str) and use.free in those for v, use in both)
+class Seeding:
+    """Weighted backwards of one forward, from outputs that have the samples in these dimensions."""
 
-    found = verdicts([first for first, *_ in dims])
-    doubtful = [k for k, fits in enumerate(dims) if len(fits) > 1]
-    if not doubtful or mixes(found, (False, None)):
+    def __init__(
+        self,
+        heads: Sequence[tuple[Tensor, int]],
+        uses: Sequence[Watched],
+        n: int,
+        unspent: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """unspent: what each backward of the graph runs under."""
+        self._heads, self._uses, self._n, self._unspent = heads, uses, n, unspent
+        self._known = [k for k, use in enumerate(uses) if use.node is not None]
+        nodes = below([t for t, _ in heads])
+        self.able = bool(heads) and not any(is_python(v) or not answers_again(v) for v in nodes)
+        wanted = {uses[k].node for k in self._known}
+        above: set[Any] = set()  # those that lead to another one that is wanted
+        for node in reversed(nodes):
+            if any(child in above or child in wanted for child, _ in node.next_functions):
+                above.add(node)
+        # The engine is asked for those alone below which no other is wanted.
+        self._last = [k for k in self._known if uses[k].node not in above]
+        self._half = any(map(_is_half, nodes))  # under autocast, its ends may be wider
+        self._loud = 0
+        self._plain: dict[int, Rows] = {}  # what prove() found of the unscaled backward
+
+    def prove(self) -> list[Finding] | None:
+        """1 + ceil(log16 N) backwards; in float16, and where a GPU adds in any order, some more.
+        None where they cannot run."""
+        if not self.able:
+            return None
+        digits = _digits(self._n, 4 if self._half else 16)
+        try:
+            if self._half:
+                self._loud = self._loudest()
+            plain = self._plain = self._gradients(torch.full((self._n,), self._loud))
+            scaled = [self._gradients(self._loud + digit) for digit in digits]
+            found = self._findings(plain, scaled, digits)
+            noise = 0.0
+            for _ in range(AGAIN if self._heads[0][0].device.type in ANEW else 0):
+                if not any(isinstance(f.layout, str) for f in found):
+                    break
+                other = self._gradients(torch.full((self._n,), self._loud))
+                noise = max(noise, *(r.off(plain[k]) for k, r in other.items() if k in plain))
+                scaled = [self._gradients(self._loud + digit) for digit in digits]
+                again = self._findings(other, scaled, digits, min(NOISY * noise, LOOSE))
+                pairs = zip(found, again, strict=True)
+                found = [two if isinstance(one.layout, str) else one for one, two in pairs]
+                plain = other
+        except Exception:  # reentrant checkpointing forbids it; hooks may raise what they like
+            return None
         return found
-    for k in doubtful if len(doubtful) > 1 else ():  # what one of them mixes, all of them do
-        first, *others = dims[k]
-        apart = [[d if j == k else None for j in range(len(dims))] for d in others]
-        dims[k] = [first, *(way[k] for way in apart if not mixes(verdicts(way), (False,)))]
-    either: list[int | str | None] = [EITHER.format(n=n)] * len(uses)
-    for count, way in enumerate(product(*dims)):
-        instead = verdicts(way) if count else found
-        denied = any(v in {BATCH, SEQUENCE} - {use.own} and use.own is not None
-                     for v, use in zip(instead, uses, strict=True))  # fmt: skip
-        if count == WAYS or (instead != found and not denied and not mixes(instead, (False,))):
-            return either
-    return found
 
+    def confirms(self, layouts: Sequence[int | None]) -> bool:
+        """One backward with some samples' seeds zero: the rows that these layouts give to them
+        must be zero, and no others need be."""
+        if not self.able:
+            return False
+        kept = torch.rand(self._n, generator=torch.Generator().manual_seed(self._n)) < 0.5
+        kept[0], kept[-1] = True, False
+        try:
+            found = self._gradients(torch.where(kept, 0, -10000))
+        except Exception:
+            return False
+        flags = [torch.zeros((), dtype=torch.bool, device=self._heads[0][0].device)]
+        for k, rows in found.items():
+            use, layout = self._uses[k], layouts[k]
+            if layout is None or not rows.elements:
+                continue
+            owner = _owners(use, self._n).get(layout)
+            if owner is None or rows.sizes.numel() != len(owner):
+                return False
+            flags.append((rows.sizes.flatten()[~kept[owner]] != 0).any())
+        return not bool(torch.stack(flags).any())
 
-def _by_seeds(
-    heads: Sequence[tuple[Tensor, int | None]],
-    uses: Sequence[Watched],
-    n: int,
-    unspent: Callable[[], AbstractContextManager[None]],
-) -> list[int | str | None]:
-    """Verdicts, where the samples are in these dimensions of the outputs."""
-    known = [k for k, use in enumerate(uses) if use.node is not None]
-    seeded = [(t, d) for t, d in heads if d is not None]
-    if not seeded:
-        return [None] * len(uses)
-    nodes = _below(seeded)
-    if any(_is_python(node) or not answers_again(node) for node in nodes):
-        return [None] * len(uses)  # a backward of the user's own may change things when it runs
-    above = _above(nodes, {uses[k].node for k in known})
-    half = any(_is_half(node) for node in nodes)  # under autocast, its ends may be wider
-    digits = _digits(n, 4 if half else 16)
+    def differs(self, heads: Sequence[tuple[Tensor, int]], found: Sequence[Finding]) -> bool:
+        """One backward, with the samples in other dimensions of the outputs: whether all rows
+        could be of one sample each there, too, and of others than was found."""
+        digit = torch.arange(self._n) % (4 if self._half else 16)
+        try:
+            other = self._gradients(self._loud + digit, heads)
+        except Exception:
+            return True
+        instead = self._findings(self._plain, [other], [digit])
+        live = [(one, two) for one, two in zip(found, instead, strict=True)
+                if isinstance(one.layout, int) and one.layout != NOWHERE]  # fmt: skip
+        mixes = any(isinstance(two.layout, str) for _, two in live)
+        return not mixes and any(one.layout != two.layout for one, two in live)
 
-    def gradients(exponents: Tensor) -> dict[int, Rows]:
+    def _gradients(
+        self, exponents: Tensor, heads: Sequence[tuple[Tensor, int]] | None = None
+    ) -> dict[int, Rows]:
         """By use. What is kept of each is small: a copy of every gradient would double a step's
-        memory, so the engine is asked for those alone below which no other is wanted."""
+        memory."""
         found: dict[int, Rows] = {}
 
         def keep(k: int, g: Tensor | None) -> None:
             if g is not None:
-                found[k] = Rows.of(g, prod(uses[k].leads), half)
+                found[k] = Rows.of(g, prod(self._uses[k].leads), self._half)
 
         def arrive(k: int, grads: Sequence[Tensor | None]) -> None:
-            keep(k, grads[uses[k].output_nr])
+            keep(k, grads[self._uses[k].output_nr])
 
-        last = [k for k in known if uses[k].node not in above]
-        handles = [uses[k].node.register_prehook(partial(arrive, k)) for k in {*known} - {*last}]
-        generator = torch.Generator().manual_seed(n)
+        between = {*self._known} - {*self._last}
+        handles = [self._uses[k].node.register_prehook(partial(arrive, k)) for k in between]
         try:
-            roots = [_weighted(t, exponents, d, generator) for t, d in seeded]
-            edges = [GradientEdge(uses[k].node, uses[k].output_nr) for k in last]
-            with unspent():
+            roots = [_weighted(t, exponents, d) for t, d in heads or self._heads]
+            edges = [GradientEdge(self._uses[k].node, self._uses[k].output_nr) for k in self._last]
+            if not edges:
+                return found
+            with self._unspent():
                 ends = torch.autograd.grad(roots, edges, retain_graph=True, allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
-        for k, g in zip(last, ends, strict=True):
+        for k, g in zip(self._last, ends, strict=True):
             keep(k, g)
         return found
 
-    def loudest() -> int:
+    def _loudest(self) -> int:
         """The exponent up to which all stays finite: float16 has few numbers below 1e-4."""
         for exponent in (12, 9, 6, 3):
-            found = gradients(torch.full((n,), exponent + 3, dtype=torch.int32))
+            found = self._gradients(torch.full((self._n,), exponent + 3))
             if all(bool(rows.sizes.isfinite().all()) for rows in found.values()):
                 return exponent
         return 0
 
-    def verdicts(close: float = 0.0) -> tuple[list[int | str | None], dict[int, Rows]]:
-        plain = {k: replace(r, close=max(r.close, close)) for k, r in gradients(loud).items()}
-        scaled = [gradients(loud + digit) for digit in digits]
-        return [
-            BATCH
-            if use.node is None
-            else _verdict(use, plain.get(k), [s.get(k) for s in scaled], digits, n)
-            for k, use in enumerate(uses)
-        ], plain
+    def _findings(
+        self,
+        plain: dict[int, Rows],
+        scaled: Sequence[dict[int, Rows]],
+        digits: Sequence[Tensor],
+        close: float = 0.0,
+    ) -> list[Finding]:
+        """Of each use; one read from the device for all."""
+        found = [Finding(BATCH if use.node is None else None) for use in self._uses]
+        groups: dict[Any, list[int]] = {}
+        for k in self._known:
+            if k not in plain or any(k not in one for one in scaled):
+                continue
+            use, rows = self._uses[k], plain[k]
+            if not rows.elements:
+                found[k] = Finding(BATCH)
+            elif rows.elements % prod(use.leads):
+                found[k] = Finding(MIXED.format(n=self._n))
+            else:
+                key = *use.leads, use.second, use.minor, rows.key, id(use.samples)
+                groups.setdefault(key, []).append(k)
+        asked = [_asked(plain, scaled, digits, group, _owners(self._uses[group[0]], self._n), close)
+                 for group in groups.values()]  # fmt: skip
+        if asked:
+            answers = torch.cat([flags.flatten() for flags in asked]).tolist()
+        for group, flags in zip(groups.values(), asked, strict=True):
+            owned = _owners(self._uses[group[0]], self._n)
+            for k in group:
+                size = flags[0].numel()
+                mine, answers = answers[:size], answers[size:]
+                finding = self._finding(owned, mine[0], mine[1:], plain[k].half)
+                fixed = from_sizes(self._uses[k].leads, self._n) == finding.layout is not None
+                found[k] = replace(finding, sure=finding.sure or fixed)
+        return found
 
-    try:
-        loud = torch.full((n,), loudest() if half else 0, dtype=torch.int32)
-        found, plain = verdicts()
-        noise = 0.0
-        for _ in range(AGAIN if seeded[0][0].device.type in ANEW else 0):
-            if not any(isinstance(v, str) for v in found):
-                break
-            noise = max(noise, *(r.off(plain[k]) for k, r in gradients(loud).items() if k in plain))
-            again, plain = verdicts(min(NOISY * noise, LOOSE))
-            found = [w if isinstance(v, str) else v for v, w in zip(found, again, strict=True)]
-    except (
-        Exception
-    ):  # reentrant checkpointing forbids autograd.grad; hooks may raise what they like
-        return [None] * len(uses)
-    return found
+    def _finding(
+        self, owned: dict[int, Tensor], live: bool, flags: Sequence[bool], half: bool
+    ) -> Finding:
+        """flags: for each layout whether all rows fit, all but faint ones, and whether what fits
+        is of every sample."""
+        if not live:
+            return Finding(NOWHERE)
+        by_layout = dict(zip(owned, zip(*[iter(flags)] * 3, strict=True), strict=True))
+        fits = [layout for layout, (all_fit, *_) in by_layout.items() if all_fit]
+        if not fits:
+            most = [layout for layout, (_, loud_fit, _) in by_layout.items() if loud_fit]
+            fits = [layout for layout in most if half and by_layout[layout][2]]
+            if not fits:
+                return Finding(None if most else MIXED.format(n=self._n))
+        alike = all(torch.equal(owned[fits[0]], owned[layout]) for layout in fits)
+        if not alike:  # neither zeros nor nan are evidence
+            return Finding(None)
+        usual = [layout for layout in fits if layout in (BATCH, SEQUENCE)]
+        return Finding(fits[0], len(usual or fits) == 1)
 
 
-def _weighted(t: Tensor, exponents: Tensor, dim: int, generator: torch.Generator) -> Tensor:
+def _asked(
+    plain: dict[int, Rows],
+    scaled: Sequence[dict[int, Rows]],
+    digits: Sequence[Tensor],
+    group: Sequence[int],
+    owned: dict[int, Tensor],
+    close: float,
+) -> Tensor:
+    """[uses, 1 + 3 layouts] of flags, for uses whose rows are counted alike."""
+    first = plain[group[0]]
+    device, n = first.sizes.device, len(digits[0])
+    sizes = torch.stack([plain[k].sizes for k in group])  # [U, rows, 1]
+    projections = torch.stack([plain[k].projections for k in group])
+    live = (sizes != 0).flatten(1).any(1)
+    for one in scaled:
+        live |= torch.stack([one[k].sizes for k in group]).ne(0).flatten(1).any(1)
+    nan = ~sizes.isfinite()
+    faint = nan | (sizes < first.floor)
+    loud = ((sizes > 0) & ~faint).flatten(1)
+    columns = [live]
+    for owner in owned.values():
+        fits = torch.ones_like(nan)
+        for one, digit in zip(scaled, digits, strict=True):
+            exponents = digit[owner].to(device)[:, None]
+            wanted, size = torch.ldexp(projections, exponents), torch.ldexp(sizes, exponents)
+            got = torch.stack([one[k].projections for k in group])
+            fits = fits & (got - wanted).abs().le(max(first.close, close) * size).all(-1, True)
+        of_each = torch.zeros(len(group), n, dtype=torch.int32, device=device)
+        of_each.index_add_(1, owner.to(device), loud.int())
+        columns += [(fits | nan).flatten(1).all(1), (fits | faint).flatten(1).all(1),
+                    (of_each > 0).all(1)]  # fmt: skip
+    return torch.stack(columns, 1)
+
+
+def _weighted(t: Tensor, exponents: Tensor, dim: int) -> Tensor:
     """A number whose gradient by `t` is random, that of sample n times 2^exponents[n]."""
-    gradient = torch.randn(t.shape, generator=generator).to(t)
+    generator = torch.Generator(t.device).manual_seed(t.numel())
+    gradient = torch.randn(t.shape, generator=generator, device=t.device).to(t.dtype)
     shape = [-1 if k == dim else 1 for k in range(t.dim())]
-    gradient.ldexp_(exponents.to(t.device).view(shape))
+    gradient.ldexp_(exponents.to(t.device, torch.int32).view(shape))
     with torch.enable_grad():
         root = t.sum()  # autograd.grad given a gradient imports sympy, 35 MiB
     assert root.grad_fn
@@ -204,10 +300,10 @@ def _weighted(t: Tensor, exponents: Tensor, dim: int, generator: torch.Generator
     return root
 
 
-def _below(seeded: Sequence[tuple[Tensor, int]]) -> list[Any]:
-    """The graph's nodes below the outputs, each before those it is made of."""
+def below(outputs: Iterable[Tensor]) -> list[Any]:
+    """The graph's nodes below these, each before those it is made of."""
     order: list[Any] = []
-    todo: list[tuple[Any, bool]] = [(t.grad_fn, False) for t, _ in seeded]
+    todo: list[tuple[Any, bool]] = [(t.grad_fn, False) for t in outputs]
     seen = set()
     while todo:
         node, left = todo.pop()
@@ -220,75 +316,27 @@ def _below(seeded: Sequence[tuple[Tensor, int]]) -> list[Any]:
     return order[::-1]
 
 
+def is_python(node: Any) -> bool:
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
 def _is_half(node: Any) -> bool:
     return any(m.dtype == torch.float16 for m in getattr(node, "_input_metadata", ()))
 
 
-def _above(nodes: Sequence[Any], wanted: set[Any]) -> set[Any]:
-    """Those that lead to another one that is wanted."""
-    above: set[Any] = set()
-    for node in reversed(nodes):
-        if any(child in above or child in wanted for child, _ in node.next_functions):
-            above.add(node)
-    return above
-
-
-def _is_python(node: Any) -> bool:
-    return isinstance(node, torch.autograd.function.BackwardCFunction)
-
-
-def _sample_dims(t: Tensor, n: int, batch_dim: int, place: Place | None) -> list[int | None]:
-    """Where samples may be, the likeliest first."""
-    if not t.is_floating_point() or place == GONE:
-        return [None]
-    if place is not None and place.dim < t.dim():
-        return [place.dim if t.shape[place.dim] == n else None]
-    fits = [d for d, size in enumerate(t.shape) if size == n]
-    first = batch_dim if batch_dim in fits else 0
-    return [first, *(d for d in fits if d != first)] if first in fits else [None]
-
-
 def _digits(n: int, base: int) -> list[Tensor]:
     """Exponents [N] below `base`, whose combination is another for each sample."""
-    samples = torch.arange(n, dtype=torch.int32)
+    samples = torch.arange(n)
     digits: list[Tensor] = []
     while not digits or base ** len(digits) < n:
         digits.append(samples // base ** len(digits) % base)
     return digits
 
 
-def _verdict(
-    use: Watched, plain: Rows | None, scaled: list[Rows | None], digits: list[Tensor], n: int
-) -> int | str | None:
-    if plain is None or any(s is None for s in scaled):
-        return None
-    if not plain.elements:
-        return BATCH
-    if plain.elements % prod(use.leads):
-        return MIXED.format(n=n)
-    held = [s for s in scaled if s is not None]
-    owned = owners(use.leads, n, use.second, use.minor)
+def _owners(use: Watched, n: int) -> dict[int, Tensor]:
     if use.samples is not None:
-        owned = {BATCH: use.samples.cpu()}
-
-    def fitting(but: Tensor) -> list[int]:
-        """The layouts under which all rows but these came back as their samples were scaled."""
-        return [layout for layout, owner in owned.items()
-                if all(plain.scaled_to(rows, digit[owner], but)
-                       for rows, digit in zip(held, digits, strict=True))]  # fmt: skip
-
-    if not any(rows.sizes.any() for rows in (plain, *held)):
-        return NOWHERE
-    nan, faint = ~plain.sizes.isfinite(), plain.faint()
-    fits = fitting(nan)
-    if not fits:
-        most = fitting(nan | faint)
-        loud = (plain.sizes.cpu() > 0).logical_and(~(nan | faint).cpu()).flatten()
-        fits = [k for k in most if plain.half and len(owned[k][loud].unique()) == n]
-        if not fits:
-            return None if most else MIXED.format(n=n)
-    alike = all(torch.equal(owned[fits[0]], owned[layout]) for layout in fits)
-    return fits[0] if alike else None  # neither zeros nor nan are evidence
+        return {BATCH: use.samples.cpu()}
+    return owners(use.leads, n, use.second, use.minor)
 
 
 def owners(
@@ -309,6 +357,18 @@ def owners(
     return found
 
 
+def from_sizes(leads: Sequence[int], n: int) -> int | None:
+    """The layout, where one dimension alone is of the samples' number and no other hides them."""
+    first, *rest = leads or [1]
+    if n == 1:
+        return BATCH
+    if first == n and n not in rest:
+        return BATCH
+    if rest[:1] == [n] and first % n and n not in rest[1:]:
+        return SEQUENCE
+    return None
+
+
 @dataclass(frozen=True)
 class Rows:
     """What is kept of an output gradient: projections of its rows, which are scaled as they are.
@@ -321,8 +381,13 @@ class Rows:
     projections: Tensor  # [rows, up to 4]
     sizes: Tensor  # [rows, 1]
     close: float  # how near a projection comes, over its row's size
-    floor: float  # of sizes
+    floor: float  # of sizes: below it subnormal numbers may have made the difference
     half: bool  # something on the way here had float16
+
+    @property
+    def key(self) -> Any:
+        kept = self.projections
+        return kept.shape, kept.dtype, kept.device, self.close, self.floor, self.half
 
     @staticmethod
     def of(g: Tensor, count: int, half: bool) -> Rows:
@@ -336,32 +401,24 @@ class Rows:
         rows = g.detach().reshape(count, -1 if g.numel() else 0).to(wide)
         if not elements:
             return Rows(0, rows, rows, close, 0.0, half)
-        generator = torch.Generator().manual_seed(count)  # the same each time
-        onto = torch.randn(rows.shape[1], 4, generator=generator, dtype=wide).to(rows.device)
-        short = rows.shape[1] <= 4  # and no larger for being projected
+        columns = rows.shape[1]
         sizes, most = (torch.linalg.vector_norm(rows, p, 1, True) for p in (2, inf))
-        sizes = sizes.minimum(most * sqrt(rows.shape[1]))  # where squares overflow
-        with torch.autocast(g.device.type, enabled=False):
-            kept = rows.clone() if short else rows @ onto
+        sizes = sizes.minimum(most * sqrt(columns))  # where squares overflow
+        if columns <= 4:  # no larger for being projected
+            kept = rows.clone()
+        else:
+            generator = torch.Generator(rows.device).manual_seed(columns)  # the same each time
+            onto = torch.randn(columns, 4, generator=generator, dtype=wide, device=rows.device)
+            with torch.autocast(g.device.type, enabled=False):
+                kept = rows @ onto
         tiny = torch.finfo(torch.float16 if half else torch.float32).tiny
-        floor = tiny * sqrt(rows.shape[1]) if half else tiny / close
+        floor = tiny * sqrt(columns) if half else tiny / close
         return Rows(elements, kept, sizes, close, floor, half)
-
-    def scaled_to(self, scaled: Rows, exponents: Tensor, but: Tensor) -> bool:
-        """Whether rows came back scaled by 2^exponent, all `but` some; another's is off by 2."""
-        exponents = exponents.to(self.sizes.device)[:, None]
-        wanted, size = (torch.ldexp(t, exponents) for t in (self.projections, self.sizes))
-        close = (scaled.projections - wanted).abs() <= self.close * size
-        return bool((close | but).all())
 
     def off(self, other: Rows) -> float:
         """How far another answer is, over a row's size."""
         if not self.elements:
             return 0.0
         off = (self.projections - other.projections).abs() / self.sizes
-        return float(off.where(off.isfinite() & ~self.faint(), 0.0).max())
-
-    def faint(self) -> Tensor:
-        """Rows so small that subnormal numbers may have made the difference, as where a mask of
-        -100 leaves a softmax 4e-44; in float16, where most of their numbers are."""
-        return self.sizes < self.floor
+        faint = self.sizes < self.floor
+        return float(off.where(off.isfinite() & ~faint, 0.0).max())

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import ops
-
-if ops.NATIVE:
-    from .. import _C
 
 __all__ = ["Listening", "forget"]
 
@@ -52,8 +51,16 @@ class Listening:
 
 
 def forget(where: Iterable[Tensor]) -> bool:
-    """What hooks that were taken away have left at these: each backward would ask it. False: one
-    runs, and may be asking."""
+    """Remove the emptied tables of hooks that were taken away: each backward would take Python's
+    lock to look into them. False: a backward of some other thread may be looking, now."""
     if not ops.NATIVE:
         return True  # there it stays: every pass is listened to
-    return _C.drop_emptied_hooks([p for p in where if p.is_leaf])
+    if torch._C._current_graph_task_id() != -1 or threading.active_count() > 1:
+        return False
+    for p in where:
+        if p.is_leaf and p._backward_hooks is not None and not p._backward_hooks:
+            p._backward_hooks = None
+        if p.is_leaf and p._post_accumulate_grad_hooks is not None:
+            emptied: Any = p._post_accumulate_grad_hooks or None
+            p._post_accumulate_grad_hooks = emptied
+    return True

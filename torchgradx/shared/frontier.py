@@ -15,29 +15,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..proof.layout import LAST, MINOR, SECOND, SEQUENCE, Watched
+from ..proof.layout import LAST, MINOR, NOWHERE, SECOND, SEQUENCE, Finding, Watched, from_sizes
+from ..sharding import shards
 
 __all__ = [
     "Graph",
     "Group",
     "Node",
     "Plan",
+    "Region",
     "below",
     "coarsest",
     "dtype_of",
+    "from_views",
     "is_leaf",
     "look_of",
+    "rows_of",
     "shape_of",
     "survey",
 ]
 
 Node = Any
+Shape = tuple[int, ...]
 VIEWS = {f"{name}Backward0" for name in (
     "Alias", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "T", "ToCopy",
     "Transpose", "UnsafeView", "Unsqueeze", "View",
 )}  # fmt: skip
 OUTPUTS = {*VIEWS, "AddBackward0"}
+RESHAPES = {"ReshapeAliasBackward0", "UnsafeViewBackward0", "ViewBackward0"}
 PRODUCTS = {"BmmBackward0", "MmBackward0"}
+MANY, FEW = 1024, 64  # nodes that are looked at where no forward was watched; products among them
 SAME = {"ReshapeAliasBackward0": "ViewBackward0", "AliasBackward0": "SliceBackward0"}
 
 
@@ -171,6 +178,38 @@ def shape_of(node: Node, number: int) -> tuple[int, ...]:
     return tuple(node._input_metadata[number].shape)
 
 
+def from_views(graph: Graph, node: Node, number: int, leads: Sequence[int], n: int) -> int | None:
+    """The layout of an output's rows, where sizes leave no doubt: its own and those of its views,
+    in which the same rows come in the same order along more dimensions."""
+    rows = [tuple(leads)]
+    for shape in _views(graph, node, number) if n > 1 else ():
+        cuts = (shape[:k] for k in range(1, len(shape)) if shape[0] > 1)
+        rows.append(next((cut for cut in cuts if prod(cut) == prod(leads)), ()))
+    if n > 1 and any(sizes.count(n) > 1 for sizes in rows):
+        return None
+    found = {from_sizes(sizes, n) for sizes in rows} - {None}
+    return found.pop() if len(found) == 1 else None
+
+
+def of_sizes(graph: Graph, use: Watched, n: int) -> int | None:
+    """The same of any node's output, whose last dimensions may be as many by themselves."""
+    shape = shape_of(use.node, use.output_nr)
+    if shape.count(n) > (from_sizes(use.leads, n) is not None):
+        return None
+    if any(view.count(n) > 1 for view in _views(graph, use.node, use.output_nr)):
+        return None
+    return from_views(graph, use.node, use.output_nr, use.leads, n)
+
+
+def _views(graph: Graph, node: Node, number: int) -> list[tuple[int, ...]]:
+    """The sizes of what an output is reshaped to, as it stands in memory."""
+    found = [(node, number)]
+    for view, output in found:  # grows as it goes
+        found += [(parent, 0) for parent, of in graph.parents.get(view, ())
+                  if of == output and parent.name() in RESHAPES]  # fmt: skip
+    return [shape_of(view, 0) for view, _ in found[1:]]
+
+
 def rows_of(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
     """The dimensions that may hold samples: the first two that are not a leading 1."""
     while len(shape) > 1 and shape[0] == 1:
@@ -207,7 +246,8 @@ class Plan:
     names: tuple[str, ...]
     edges: tuple[tuple[int, int, int], ...]  # among them: consumer, operand, what is consumed
     layouts: tuple[int | None, ...]  # of the frontier's outputs; None: no rows by sample yet
-    looks: tuple[Any, ...]  # likewise, see look_of()
+    n: int  # in the pass that showed it
+    shapes: tuple[Shape | None, ...]  # of these outputs, in that pass
 
     def climb(self, graph: Graph, starts: Iterable[Node]) -> list[Node] | None:
         """The same nodes in another pass, if they are there."""
@@ -220,24 +260,28 @@ class Plan:
         same = tuple(map(name_of, found)) == self.names and edges_among(found) == self.edges
         return found if same else None
 
-    def looks_in(self, graph: Graph, climbed: Iterable[Node], n: int) -> tuple[Any, ...]:
-        """How the same nodes look in another pass."""
-        return _looks(graph, zip(climbed, self.layouts, strict=True), n)
-
-    def clean(self, graph: Graph, starts: Iterable[Node]) -> Callable[[Node, int], bool]:
-        """For a pass that was not watched: what was shared where it was."""
-        found = self.climb(graph, starts) or []
-        shared = {n for n, layout in zip(found, self.layouts, strict=False) if layout is None}
-        return lambda node, number: node in shared
-
-    def frontier(
-        self, graph: Graph, starts: Iterable[Node], n: int
-    ) -> Callable[[Node, int], int | None]:
-        """Likewise which rows were of which sample."""
-        found = self.climb(graph, starts) or []
-        same = bool(found) and self.looks_in(graph, found, n) == self.looks
-        ends = dict(zip(found, self.layouts, strict=True)) if same else {}
-        return lambda node, number: ends.get(node)
+    def fits(
+        self, graph: Graph, climbed: Sequence[Node], n: int
+    ) -> tuple[bool, tuple[Shape | None, ...], list[tuple[Watched, int]]]:
+        """Whether the layouts hold for the same nodes in another pass: they look as they did, or
+        their sizes leave no doubt. Their shapes now; and the frontier's, with their layouts."""
+        shapes = _shapes(graph, zip(climbed, self.layouts, strict=True))
+        ends: list[tuple[Watched, int]] = []
+        same = True
+        for node, layout, shape, before in zip(
+            climbed, self.layouts, shapes, self.shapes, strict=True
+        ):
+            if layout is None or shape is None or before is None:
+                continue
+            use = Watched(node, graph.last(node), rows_of(shape, n))
+            ends.append((use, layout))
+            alike = look_of(shape, n) == look_of(before, self.n)
+            if not alike and n != self.n and len(shape) == len(before):
+                # What kept its size while N changed is of no samples.
+                rest = tuple(0 if a == b == n else b for a, b in zip(before, shape, strict=True))
+                alike = rest.count(n) == 1 and from_sizes(rows_of(rest, n), n) == layout
+            same = same and (alike or of_sizes(graph, use, n) == layout)
+        return same, shapes, ends
 
 
 @dataclass(frozen=True)
@@ -249,48 +293,93 @@ class Group:
     accepts: Callable[[Node, bool], bool]  # a node above, and whether it is of the frontier
 
 
+class Region:
+    """The nodes above some starts, up to where the samples come in: what weighted backwards have to
+    look at, beside the uses, for a plan to be made."""
+
+    def __init__(
+        self,
+        n: int,
+        graph: Graph,
+        starts: Iterable[Node],
+        constant: Callable[[Node, int], bool] | None,
+    ) -> None:
+        """constant: of an output of a node; None: nobody watched, and any node may be."""
+        self._n, self._graph, self._constant = n, graph, constant
+        starts = list(starts)
+        most = None if constant is not None else MANY
+
+        def on(k: int, node: Node) -> bool:
+            return self.shared(node) and (most is None or k < most)
+
+        self._nodes = graph.climb(starts, on)
+        rows = [(node, Watched(node, k, rows_of(shape_of(node, k), n)))
+                for node in self._nodes if not is_leaf(node)
+                for k in graph.numbers(node) or [0]]  # fmt: skip
+        few = self._nodes if most is None else self._nodes[:FEW]
+        products = [(node, shape_of(node, 0)) for node in few if node.name() in PRODUCTS]
+        columns = [(node, Watched(node, 0, columns_of(shape), second=True))
+                   for node, shape in products]  # fmt: skip
+        middles = [(node, Watched(node, 0, shape[:2], second=True, minor=True))
+                   for node, shape in products if len(shape) > 2 and shape[1] % n == 0]  # fmt: skip
+        self._parts = rows, columns, middles
+
+    @property
+    def watched(self) -> list[Watched]:
+        return [use for part in self._parts for _, use in part]
+
+    def shared(self, node: Node) -> bool:
+        """Whether what it makes may be the same for any batch."""
+        numbers = self._graph.numbers(node)
+        if not numbers or is_leaf(node) or self._constant is None:
+            return bool(numbers)
+        if shards(node):  # a Function, of which the bit is not known; it gives what it is given
+            return all(self.shared(child) for child, _ in node.next_functions if child)
+        return all(self._constant(node, k) for k in numbers)
+
+    def layouts(self, found: Sequence[Finding], proven: bool) -> dict[Node, int | None]:
+        """By node, from what was found of `watched`. proven: weighted backwards could run."""
+        rows, columns, middles = self._parts
+        of_rows, rest = found[: len(rows)], found[len(rows) :]
+        layouts: dict[Node, int | None] = dict.fromkeys(self._nodes)
+        for (node, use), finding in zip(rows, of_rows, strict=True):
+            single = len(self._graph.numbers(node)) < 2
+            layout = finding.layout
+            if not proven:  # sizes say nothing of tables, nor of what may be one
+                layout = None if self.shared(node) else of_sizes(self._graph, use, self._n)
+            shown = isinstance(layout, int) and layout != NOWHERE
+            layouts[node] = layout if single and shown else None  # type: ignore[assignment]
+        for (node, use), finding in zip(columns, rest[: len(columns)], strict=True):
+            one = finding.layout == SEQUENCE and use.leads[1] == self._n  # a column each
+            if layouts[node] is None:
+                layouts[node] = LAST if one or finding.layout == SECOND else None
+        for (node, _), finding in zip(middles, rest[len(columns) :], strict=True):
+            if layouts[node] in (None, LAST) and finding.layout in (SECOND, MINOR):
+                layouts[node] = finding.layout
+        return layouts
+
+
 def survey(
     n: int,
     graph: Graph,
     groups: Sequence[Group],
-    clean: Callable[[Node, int], bool],
-    prove: Callable[[Sequence[Watched]], Sequence[Any]],
+    region: Region,
+    layouts: dict[Node, int | None],
 ) -> Plan:
     """For those groups of which all consumers are shared, up to nodes that are proven to have rows
     by sample."""
 
     def shared(node: Node) -> bool:
-        numbers = graph.numbers(node)
-        return bool(numbers) and (is_leaf(node) or all(clean(node, k) for k in numbers))
+        return node in layouts and region.shared(node)
 
     groups = [group for group in groups if group.starts and all(map(shared, group.starts))]
-    found = graph.climb(_starts(groups), lambda k, node: shared(node))
-    watched = [Watched(node, k, rows_of(shape_of(node, k), n))
-               for node in found if not is_leaf(node)
-               for k in graph.numbers(node) or [0]]  # fmt: skip
-    layouts: dict[Node, int | None] = dict.fromkeys(found)
-    for use, verdict in zip(watched, prove(watched), strict=True):
-        single = len(graph.numbers(use.node)) < 2
-        layouts[use.node] = verdict if single and isinstance(verdict, int) else None
-    # Apart, since a proof of columns keeps a number of each entry.
-    products = [node for node in found if node.name() in PRODUCTS and layouts[node] is None]
-    shapes = {node: shape_of(node, 0) for node in products}
-    columns = [Watched(node, 0, columns_of(shapes[node]), second=True) for node in products]
-    middles = [Watched(node, 0, shapes[node][:2], second=True, minor=True) for node in products
-               if len(shapes[node]) > 2 and shapes[node][1] % n == 0]  # fmt: skip
-    verdicts = prove([*columns, *middles]) if products else ()
-    for use, verdict in zip(columns, verdicts, strict=False):
-        one = verdict == SEQUENCE and use.leads[1] == n  # a column each
-        layouts[use.node] = LAST if one or verdict == SECOND else None
-    for use, verdict in zip(middles, verdicts[len(columns) :], strict=True):
-        layouts[use.node] = verdict if verdict in (SECOND, MINOR) else layouts[use.node]
 
     def climb(starts: Iterable[Node]) -> list[Node]:
-        return graph.climb(starts, lambda k, node: layouts[node] is None and shared(node))
+        return graph.climb(starts, lambda k, node: shared(node) and layouts[node] is None)
 
     def served(group: Group) -> bool:
         for node in climb(group.starts):
-            ends = layouts[node] is not None
+            ends = layouts.get(node) is not None
             if not group.accepts(node, ends):
                 return False
             if not ends and (not shared(node) or node in graph.roots):
@@ -303,15 +392,15 @@ def survey(
         tuple((group.use, all(map(is_leaf, group.starts))) for group in groups),
         tuple(map(name_of, found)),
         edges_among(found),
-        tuple(layouts[node] for node in found),
-        _looks(graph, ((node, layouts[node]) for node in found), n),
+        tuple(layouts.get(node) for node in found),
+        n,
+        _shapes(graph, ((node, layouts.get(node)) for node in found)),
     )
 
 
-def _looks(graph: Graph, ends: Iterable[tuple[Node, int | None]], n: int) -> tuple[Any, ...]:
+def _shapes(graph: Graph, ends: Iterable[tuple[Node, int | None]]) -> tuple[Shape | None, ...]:
     return tuple(
-        None if layout is None else look_of(shape_of(node, graph.last(node)), n)
-        for node, layout in ends
+        None if layout is None else shape_of(node, graph.last(node)) for node, layout in ends
     )
 
 

@@ -14,19 +14,18 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ..passes.unpacking import answers_twice, hides, saves_through_hooks, unpacking
-from ..proof.layout import Watched
-from ..proof.taint import Taint
-from ..proof.unproven import Use, presumed, rows_at
-from ..proof.witness import Way, Witness
+from ..proof.layout import Finding, Watched
 from ..rules import Layer
 from ..sites.native import NativeSite
 from ..sites.recurrent import Site
 from ..sites.rerun import FallbackSite
 from .descent import Descent, Leaf, Station, stations
-from .frontier import Graph, Group, Node, Plan, survey
+from .frontier import Graph, Group, Node, Plan, Region, Shape, survey
 from .products import in_closed_form
 
-__all__ = ["Lift", "Met"]
+__all__ = ["Lift", "Met", "Start", "Use"]
+
+Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, output of the node)
 
 
 class Met(NamedTuple):
@@ -36,8 +35,21 @@ class Met(NamedTuple):
     read: set[int]
     called: set[int]
     way: dict[Node, Station] | None  # None: consumed otherwise than when it was proven
-    looks: tuple[Any, ...] | None
+    same: bool  # its nodes look as they did, or their sizes leave no doubt
+    ends: list[tuple[Watched, int]]  # of the frontier, with the layouts that were proven
+    shapes: tuple[Shape | None, ...]  # of the nodes now
     mute: tuple[str, ...]  # nodes that saved in a way in which they cannot be asked, by name
+
+
+class Start(NamedTuple):
+    """What may have to be lifted, before a proof."""
+
+    graph: Graph  # without the edges by which modules use their own parameters
+    called: set[int]
+    tables: set[int]  # uses that are given the same for any batch
+    beside: list[int]
+    read: list[int]
+    region: Region
 
 
 class Lift:
@@ -48,39 +60,55 @@ class Lift:
         recorder: Any,
         parameters: Any,
         layers: Sequence[Layer],
-        witness: Witness,
         hears: Callable[[int], bool],
         norms_only: bool,
     ) -> None:
         self._recorder, self._parameters, self._layers = recorder, parameters, layers
-        self._witness, self._hears, self._norms_only = witness, hears, norms_only
+        self._hears, self._norms_only = hears, norms_only
+
+    def start(
+        self,
+        n: int,
+        uses: Sequence[Use],
+        sites: Sequence[Site],
+        outputs: Sequence[Tensor],
+        tables: set[int],
+        constant: Callable[[Node, int], bool] | None,
+    ) -> Start:
+        """tables: uses that are given the same for any batch. constant: see Region."""
+        beside = self._beside(uses, sites)
+        every = {place for layer in self._layers for place in layer.parameters}
+        graph, called = self._graph(every, uses, {*tables, *beside}, sites, outputs)
+        read = self._read(every, uses, graph, called)
+        starts = [uses[k][2] for k in sorted(tables) if uses[k][2] in graph.parents]
+        starts += [node for k in (*beside, *read) for node in self.own(k, uses, graph)]
+        return Start(graph, called, tables, beside, read, Region(n, graph, starts, constant))
 
     def plan(
         self,
         n: int,
         uses: Sequence[Use],
         sites: Sequence[Site],
-        verdicts: Sequence[Any],
-        went: Way,
         outputs: Sequence[Tensor],
-        taint: Taint | None,
-        prove: Callable[[Sequence[Watched]], Sequence[Any]],
+        start: Start,
+        found: Sequence[Finding],
+        of_region: Sequence[Finding],
+        proven: bool,
     ) -> Plan | None:
-        """Which uses are lifted, and how; the first time that a structure is met."""
-        seen = self._witness.seen
-        mixing = [k for k, verdict in enumerate(verdicts) if isinstance(verdict, str)]
-        orderly = n > 1 and went.orderly
-        if None in verdicts:
-            self._witness.believed()
-        for k, use in enumerate(uses):
-            known = went.given_to(use) if verdicts[k] is None else None
-            if known and not known.fed and use[2] and orderly:
-                mixing.append(k)
-        proven = [isinstance(v, int) or (orderly and v is None) for v in verdicts]
-        beside = [k for k in self._beside(uses, sites) if proven[k]]
-        every = {place for layer in self._layers for place in layer.parameters}
-        graph, called = self._graph(every, uses, {*mixing, *beside}, sites, outputs)
-        read = self._read(every, uses, graph, called)
+        """Which uses are lifted, and how; the first time that a structure is met. proven: weighted
+        backwards could run."""
+        mixing = {
+            k
+            for k in start.tables
+            if uses[k][2] is not None
+            and (isinstance(found[k].layout, str) or (not proven and found[k].layout is None))
+        }
+        beside = [k for k in start.beside if not isinstance(found[k].layout, str)]
+        graph, read = start.graph, start.read
+        if mixing != start.tables or beside != start.beside:
+            every = {place for layer in self._layers for place in layer.parameters}
+            graph, called = self._graph(every, uses, {*mixing, *beside}, sites, outputs)
+            read = self._read(every, uses, graph, called)
         if not mixing and not beside and not read:
             return None
 
@@ -95,34 +123,14 @@ class Lift:
             """Whether asking a node costs less than to run its module again."""
             return able(node, ends) and (not ends or n == 1 or in_closed_form(node))
 
-        groups = [Group(k, (uses[k][2],), lambda node, ends: True) for k in mixing]
+        groups = [Group(k, (uses[k][2],), lambda node, ends: True) for k in sorted(mixing)]
         # What is sharded apart, or checkpointed reentrantly inside, cannot be run again.
         once = self._parameters.gathered() or any(node is None for _, _, node, _ in uses)
         way = able if once else cheap
         groups += [Group(k, self.own(k, uses, graph), way) for k in beside]
         groups += [Group(k, self.own(k, uses, graph), able) for k in read]
-        key = tuple(self._served(group.use, uses) for group in groups)
-        before = seen.plans.get((key, n)) or seen.plans.get(key)
-        clean: Callable[[Node, int], bool]
-        rows: Callable[[Node, int], int | None]
-        if taint is not None:
-            clean, rows = taint.clean, partial(rows_at, taint, n)
-        elif before is not None:
-            earlier, served = before
-            starts = [node for k in served for node in groups[k].starts]
-            clean, rows = earlier.clean(graph, starts), earlier.frontier(graph, starts, n)
-        else:
-            clean, rows = lambda node, number: False, lambda node, number: None
-        if orderly:
-            prove = partial(presumed, prove, n, rows)
-        plan = survey(n, graph, groups, clean, prove)
-        lifted = {use for use, _ in plan.starts}
-        served = [k for k, group in enumerate(groups) if group.use in lifted]
-        if n > 1 and plan.starts:
-            seen.planned((key, n), plan, served)
-            seen.planned(key, plan, served)
-        if n > 1 and taint is None and not lifted.issuperset((*mixing, *read)):
-            self._witness.watch()
+        layouts = start.region.layouts(of_region, proven)
+        plan = survey(n, graph, groups, start.region, layouts)
         return plan if plan.starts else None
 
     def _beside(self, uses: Sequence[Use], sites: Sequence[Site]) -> list[int]:
@@ -204,7 +212,7 @@ class Lift:
             starts += self.own(k, uses, graph) if own else [uses[k][2]]
         climbed = plan.climb(graph, starts)
         if climbed is None:
-            return Met(plan, read, called, None, None, ())
+            return Met(plan, read, called, None, False, [], (), ())
         way = stations(graph, plan, climbed, self._leaves(plan, uses, called).get)
         hidden = unpacking(graph.parents) if any(map(hides, way)) else []
         for node, station in way.items():
@@ -212,19 +220,19 @@ class Lift:
             station.packed = saves_through_hooks(node)
         mute = [node.name() for node in way
                 if not answers_twice(node) or (hides(node) and hidden is None)]  # fmt: skip
-        looks = plan.looks_in(graph, climbed, n)
-        return Met(plan, read, called, way, looks, tuple(mute))
+        same, shapes, ends = plan.fits(graph, climbed, n)
+        return Met(plan, read, called, way, same, ends, shapes, tuple(mute))
 
-    def begin(self, run: Any, met: Met, uses: Sequence[Use]) -> None:
-        """Listen at the frontier, and below it."""
-        plan, read, called, way, _, mute = met
+    def begin(self, run: Any, met: Met, uses: Sequence[Use], first: int) -> None:
+        """Listen at the frontier, and below it. first: of the nodes that the forward made."""
+        plan, read, called, way, *_, mute = met
         lifted = {self._served(k, uses)[0] for k, _ in plan.starts}
 
         def refuse(where: Any, reason: str) -> None:
             for site in lifted:
                 where.refuse(site, reason)
 
-        run.enclose(sorted(read - called), self._witness.first)
+        run.enclose(sorted(read - called), first)
         if way is None:
             refuse(run, "what no sample enters is consumed otherwise than when it was proven")
             return

@@ -230,8 +230,14 @@ def terms_of_bias(call: Call, name: str) -> float:
     """How large the terms are that a bias's gradient sums: those of a normalisation cancel."""
     if name != "bias" or not type(call.module).__module__.startswith("torch.nn.modules."):
         return 0.0
-    grads = (g.double() for g in call.grads if g is not None)
-    return sum(float(g.norm()) * g.numel() ** 0.5 for g in grads)
+    bias: Any = call.module.bias
+
+    def size(g: Tensor) -> float:
+        """The framework may add one term after the other: rounding grows with their number."""
+        length = max(1.0, g.numel() / max(1, bias.numel()) / 1024)
+        return float(g.double().norm()) * g.numel() ** 0.5 * length
+
+    return sum(size(g) for g in call.grads if g is not None)
 
 
 def by_sample(call: Call, t: Tensor) -> Tensor | None:

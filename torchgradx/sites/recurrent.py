@@ -41,7 +41,7 @@ class RecurrentSite(FallbackSite):
         trained = any(p is not None and p.requires_grad for p in module._parameters.values())
         if run is not None and trained and through_time.served(module, input, hx):
             return through_time.run(self._layer, module, input, hx)
-        if run is not None and self._strict:
+        if run is not None and trained and self._strict:
             run.refuse(self._index, 'backend="native" has no kernel for how it was called')
         self._before(module, ())
         out = self._stock.forward(module, input, hx)
@@ -64,7 +64,7 @@ class BesideSite(FallbackSite):
 class Product:
     """One weight of a recurrent module, which is a Linear over all steps."""
 
-    fixed, keeps_rows = False, True
+    fixed = False
 
     def __init__(self, module: nn.Module, layer: Layer, index: int, context: Context) -> None:
         self.layer, self.declared = layer, declared_layout(layer, context.options)

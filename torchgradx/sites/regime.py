@@ -35,14 +35,6 @@ class Regime:
         rng = torch.get_rng_state(), own, random.getstate(), np.random.get_state()
         return Regime(device.type, autocast, rng)
 
-    def same_numbers(self, other: Regime) -> bool:
-        """Whether the same random numbers would come."""
-        if self.rng is None or other.rng is None:
-            return self.rng is other.rng
-        (cpu, device, python, numpy), others = self.rng, other.rng
-        arrays = [(cpu, others[0]), (device, others[1]), *zip(numpy, others[3], strict=True)]
-        return python == others[2] and all(np.array_equal(a, b) for a, b in arrays)
-
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         devices = [torch.cuda.current_device()] if self.device == "cuda" else []

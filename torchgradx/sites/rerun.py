@@ -117,18 +117,14 @@ class FallbackSite:
         return 1 if isinstance(self._module, CHANNELS_FIRST) else min(2, max(1, dims - 1))
 
     @property
-    def keeps_rows(self) -> bool:
-        """Whether its output's rows are in its input's order; of a user's own nobody knows."""
-        return stock_of(type(self._module)).__module__.startswith("torch.nn.")
-
-    @property
     def by_nodes(self) -> bool:
         """Return True if its parameters' gradients may be taken at the graph's nodes, rather than
         by running it again: a module of the user's own, or one that calls others."""
         if self.declared >= 0 or opaque(self._module):
             return False
         children = (c for c in self._module.children() if not isinstance(c, CONTAINERS))
-        return not self.keeps_rows or any(children)
+        own = not stock_of(type(self._module)).__module__.startswith("torch.nn.")
+        return own or any(children)
 
     def _before(self, module: nn.Module, args: Any) -> None:
         stock = type(module).__module__.startswith("torch.nn.modules.")
@@ -175,8 +171,9 @@ class FallbackSite:
             run.refuse(self._index, NESTED)
             return None
         first = next((t for t in live if t.dim()), (live or outputs)[0])
-        if torch._C._len_torch_dispatch_stack() and self._recorder.depth():
-            self._audit.witness.met(self._index, given, first)
+        heard = self._audit.forwards.watching or torch._C._len_torch_dispatch_stack()
+        if heard and self._recorder.depth():
+            self._audit.forwards.meet(self._index, given)
         use = run.call(self._index, list(held.items()), list(first.shape))
         for t in given:  # which of them hold samples depends on their sizes
             run.note(sum(2**k for k, size in enumerate(t.shape[:8]) if size == run.n))
@@ -188,7 +185,7 @@ class FallbackSite:
         run.watch(use, end_of(first) if len(outputs) == 1 else first)
         if len(outputs) > 1 and run.n > 1 and self._recorder.depth():
             ends = ends_of_module(module, outputs, first, given, self.leads, run.n, samples)
-            self._audit.witness.several(self._index, first, ends)
+            self._audit.forwards.several(self._index, first, ends)
         self._listen(run, use, held, (args, kwargs), outputs, first, samples)
         return changed
 

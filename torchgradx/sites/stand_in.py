@@ -20,8 +20,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .copies import stock_of
 
-__all__ = ["DEPTH", "DRAW", "SAID", "as_it_is_now", "attributes", "held_besides", "held_in",
-           "is_memory", "makes_weight", "of_its_own", "of_the_user", "put",
+__all__ = ["as_it_is_now", "held_besides", "makes_weight", "of_its_own", "of_the_user", "put",
            "state_of_its_own"]  # fmt: skip
 
 DRAW = (np.random.Generator, np.random.RandomState, random.Random)
@@ -103,19 +102,6 @@ def held_besides(module: nn.Module, ids: Collection[int]) -> Iterator[tuple[nn.M
         for name in set(vars(m)) - OF_TORCH:
             if any(id(t) in ids for t in _tensors_of(vars(m)[name], 0)):
                 yield m, name
-
-
-def attributes(module: nn.Module) -> Iterator[Any]:
-    """Of all its parts, beside what torch has in each."""
-    for m in module.modules():
-        own = (vars(m)[name] for name in set(vars(m)) - OF_TORCH)
-        yield from (value for value in own if not _is_method(value, m))
-
-
-def held_in(module: nn.Module) -> Iterator[Tensor]:
-    """Tensors that it has otherwise than as parameters and buffers."""
-    for value in attributes(module):
-        yield from _tensors_of(value, 0)
 
 
 def _tensors_of(value: Any, depth: int) -> Iterator[Tensor]:

@@ -118,6 +118,9 @@ def _removed_from(model: nn.Module) -> list[Standing]:
         for one in _those_of(module):
             if one.on:
                 where = f"its module {name!r}" if name else "the model"
-                raise RuntimeError(f"{where} is attached already: remove() the other probe first")
+                raise RuntimeError(
+                    f"{where} is attached already: remove() the other probe first, which "
+                    "torchgradx.attached(model) returns"
+                )
             found[one] = None
     return list(found)

@@ -1,0 +1,223 @@
+// One bit per tensor of a forward: is it the same for any batch, computed from parameters and constants alone? See
+// torchgradx/proof/constant.py, which says what for. Operators are observed as a profiler observes them: nothing is
+// dispatched otherwise for it, so no number changes, whatever autocast or a compiler does.
+#include "pass.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+
+namespace torchgradx {
+namespace {
+
+// Of a tensor's memory, which views and in-place writes share: is it constant, and how many elements are samples apart,
+// 0 where that is not known. A weak reference keeps the address of what is gone.
+struct Known {
+  c10::weak_intrusive_ptr<c10::StorageImpl> memory;
+  bool constant;
+  int64_t apart;
+};
+
+bool has_storage(const Tensor& t) {
+  return t.defined() && t.unsafeGetTensorImpl()->has_storage();
+}
+
+void tensors_in(const c10::IValue& value, std::vector<Tensor>& found) {
+  if (value.isTensor())
+    found.push_back(value.toTensor());
+  else if (value.isTensorList())
+    for (const Tensor& t : value.toTensorVector()) found.push_back(t);
+  else if (value.isList())
+    for (const c10::IValue& part : value.toListRef()) tensors_in(part, found);
+  else if (value.isTuple())
+    for (const c10::IValue& part : value.toTupleRef().elements()) tensors_in(part, found);
+}
+
+// Of an operator, which is observed around all that it calls.
+struct Operation : at::ObserverContext {
+  bool constant = true, pointwise = false, picks = false, of_sizes = false;
+  bool of_python = false;                  // torch.tensor(list): nobody knows of what data
+  std::vector<std::vector<int64_t>> like;  // sizes of its operands that stand as an argument does
+  std::vector<Tensor> written;
+};
+
+}  // namespace
+
+class Watch {
+ public:
+  Watch(const std::vector<Tensor>& constants, const std::vector<Tensor>& data, int64_t n, int64_t batch_dim)
+      : n_(n), batch_dim_(batch_dim) {
+    for (const Tensor& t : constants) mark(t, true, 0);
+    for (const Tensor& t : data) mark(t, false, apart(t, batch_dim_));
+    before_ = watching;
+    watching = this;
+    auto callback = at::RecordFunctionCallback(&Watch::begin, &Watch::end).needsInputs(true).needsOutputs(true);
+    handle_ = at::addThreadLocalCallback(callback.scopes({at::RecordScope::FUNCTION}));
+  }
+  ~Watch() {
+    stop();
+  }
+  void stop() {
+    if (!handle_) return;
+    at::removeCallback(*handle_);
+    handle_.reset();
+    for (Watch** at = &watching; *at; at = &(*at)->before_)
+      if (*at == this) {
+        *at = before_;
+        break;
+      }
+    known_.clear();
+  }
+
+  bool is_constant(const Tensor& t) const {
+    if (!has_storage(t)) return false;
+    const auto found = known_.find(t.storage().unsafeGetStorageImpl());
+    if (found != known_.end()) return found->second.constant;
+    // A number that Python made; and parameters that fully_shard brings together.
+    return t.dim() == 0 || (t.requires_grad() && t.is_leaf());
+  }
+  // Whether it has the samples where an argument has them: a view of one along its other dimensions, or made of such
+  // element by element.
+  bool stands(const Tensor& t) const {
+    const int64_t known = known_apart(t);
+    return known > 0 && known == apart(t, batch_dim_);
+  }
+  // In which of the first two dimensions it is seen to have them; -1: in none.
+  int64_t holds(const Tensor& t) const {
+    const int64_t known = known_apart(t);
+    for (int64_t dim = 0; known > 0 && dim < 2; ++dim)
+      if (known == apart(t, dim)) return dim;
+    return -1;
+  }
+  void mark(const Tensor& t, bool constant, int64_t apart) {
+    if (!has_storage(t)) return;
+    const auto key = t.storage().unsafeGetStorageImpl();
+    known_.insert_or_assign(key, Known{t.storage().getWeakStorageImpl(), constant, apart});
+  }
+  bool consumed(const py::object& node, uint32_t number) const {
+    using torch::autograd::THPCppFunction;
+    if (!py::hasattr(node, "_input_metadata") || !torch::autograd::THPCppFunction_Check(node.ptr())) return false;
+    const Node* of = &*reinterpret_cast<THPCppFunction*>(node.ptr())->cdata;
+    const auto found = bits_.find({of, number});
+    return found != bits_.end() && found->second;
+  }
+  bool picks = false;  // how many rows of data there are was up to data, as of x[mask]
+
+  static Watch* current() {
+    return watching;
+  }
+
+ private:
+  static thread_local Watch* watching;
+  Watch* before_ = nullptr;
+  std::optional<at::CallbackHandle> handle_;
+  const int64_t n_, batch_dim_;
+  int64_t depth_ = 0;  // of the operations that run
+  std::unordered_map<const c10::StorageImpl*, Known> known_;
+  std::map<std::pair<const Node*, uint32_t>, bool> bits_;  // as consumed, by node and output
+  std::vector<NodePtr> kept_;                              // so that no address serves again
+
+  // From one sample to the next, in elements, if they are in this dimension, n*T+t.
+  int64_t apart(const Tensor& t, int64_t dim) const {
+    if (!has_storage(t) || t.layout() != at::kStrided || t.unsafeGetTensorImpl()->has_symbolic_sizes_strides())
+      return 0;
+    if (t.dim() <= dim || t.size(dim) % n_) return 0;
+    return t.stride(dim) * (t.size(dim) / n_);
+  }
+  int64_t known_apart(const Tensor& t) const {
+    if (!has_storage(t)) return 0;
+    const auto found = known_.find(t.storage().unsafeGetStorageImpl());
+    return found == known_.end() ? 0 : found->second.apart;
+  }
+
+  void consume(const Tensor& t, bool constant) {
+    if (!t.grad_fn()) return;
+    // What an operation saves of its own result, hooks may copy before it has ended.
+    if (depth_ > 0 && has_storage(t) && !known_.count(t.storage().unsafeGetStorageImpl())) return;
+    const auto [entry, fresh] = bits_.emplace(std::make_pair(&*t.grad_fn(), t.output_nr()), constant);
+    if (fresh) kept_.push_back(t.grad_fn());
+    entry->second = entry->second && constant;
+  }
+
+  static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
+    auto operation = std::make_unique<Operation>();
+    Watch* self = watching;
+    if (!self) return operation;
+    std::vector<Tensor> operands;
+    for (const c10::IValue& value : function.inputs()) tensors_in(value, operands);
+    const auto name_of = function.operator_name().value_or(c10::OperatorName("", ""));
+    const auto handle = c10::Dispatcher::singleton().findOp(name_of);
+    if (handle) {
+      operation->pointwise = handle->hasTag(at::Tag::pointwise);
+      const std::string& name = handle->schema().name();
+      const auto is = [&](const char* start) { return name.rfind(start, 0) == 0; };
+      // Places alone are no rows, and what has a gradient is in the graph (routes.py).
+      operation->picks = handle->hasTag(at::Tag::dynamic_output_shape) && !is("aten::nonzero");
+      const bool likes = name.size() > 5 && name.compare(name.size() - 5, 5, "_like") == 0;
+      const bool drawn = name == "aten::bernoulli" && handle->schema().overload_name() == "p";
+      operation->of_sizes = likes || drawn || is("aten::new_");
+      operation->of_python = name == "aten::lift_fresh";
+      const auto& arguments = handle->schema().arguments();
+      for (size_t k = 0; k < arguments.size() && k < function.inputs().size(); ++k)
+        if (arguments[k].alias_info() && arguments[k].alias_info()->isWrite())
+          tensors_in(function.inputs()[k], operation->written);
+    }
+    for (const Tensor& t : operands) {
+      if (!t.defined()) continue;
+      const bool constant = self->is_constant(t);
+      operation->constant = operation->constant && constant;
+      operation->picks = operation->picks && !t.requires_grad();
+      self->consume(t, constant);
+      if (t.is_view())
+        self->consume(Tensor(t._base()), constant);  // of one that was written into, the graph has the base
+      if (self->stands(t))
+        operation->like.push_back(t.sizes().vec());
+      else
+        operation->pointwise = operation->pointwise && constant;
+    }
+    ++self->depth_;
+    if (!operation->pointwise) operation->like.clear();
+    if (operation->picks && !operation->constant) self->picks = true;
+    return operation;
+  }
+
+  static void end(const at::RecordFunction& function, at::ObserverContext* context) {
+    Watch* self = watching;
+    auto* operation = static_cast<Operation*>(context);
+    if (!self || !operation) return;
+    self->depth_ = std::max<int64_t>(0, self->depth_ - 1);
+    std::vector<Tensor> made;
+    for (const c10::IValue& value : function.outputs()) tensors_in(value, made);
+    if (!operation->constant)
+      for (const Tensor& t : operation->written) self->mark(t, false, 0);
+    const auto& like = operation->like;
+    for (const Tensor& t : made) {
+      if (!t.defined()) continue;
+      const bool alike = std::find(like.begin(), like.end(), t.sizes().vec()) != like.end();
+      const bool constant = (operation->constant && !(operation->of_python && t.dim() > 0)) || operation->of_sizes;
+      self->mark(t, constant, alike ? self->apart(t, self->batch_dim_) : self->known_apart(t));
+    }
+  }
+};
+
+thread_local Watch* Watch::watching = nullptr;
+
+void bind_watch(py::module_& m) {
+  py::class_<Watch, std::shared_ptr<Watch>>(m, "Watch")
+      .def(py::init<const std::vector<Tensor>&, const std::vector<Tensor>&, int64_t, int64_t>(), py::arg("constants"),
+           py::arg("data"), py::arg("n"), py::arg("batch_dim"))
+      .def("stop", &Watch::stop)
+      .def("holds", &Watch::holds)
+      .def("knows_constant", &Watch::is_constant)
+      .def("is_constant", &Watch::consumed)
+      .def_readonly("picks", &Watch::picks);
+}
+
+bool watching() {
+  return Watch::current() != nullptr;
+}
+
+}  // namespace torchgradx

@@ -1,0 +1,106 @@
+"""What a first pass costs: extra backwards, whatever the number of layers and outputs."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import Model, close_named, loop, seeded, square  # noqa: F401
+from torch import nn
+
+import torchgradx
+
+
+def bound(n):
+    return 2 + math.ceil(math.log(n, 16))
+
+
+class Deep(nn.Module):
+    """300 layers: LayerNorm and Linear in turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            part for _ in range(150) for part in (nn.LayerNorm(8), nn.Linear(8, 8))
+        )
+
+    def forward(self, x):
+        for norm, layer in zip(self.layers[::2], self.layers[1::2], strict=True):
+            x = x + torch.tanh(layer(norm(x)))
+        return x
+
+
+@pytest.mark.parametrize("n", [4, 17])
+def test_a_net_of_300_layers(n, backwards):
+    model, x = Deep(), torch.randn(n, 3, 8)
+    with torchgradx.attach(model) as probe:
+        square(model, x).backward()
+        probe.norms()
+    assert 0 < len(backwards) <= bound(n)
+
+
+def bert():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=61, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config), lambda ids: {"input_ids": ids}
+
+
+def t5():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=61, dropout_rate=0.0
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    model.config.use_cache = False
+    return model, lambda ids: {"input_ids": ids, "decoder_input_ids": ids}
+
+
+def token_loss(model, keywords, ids):
+    logits = model(**keywords(ids)).logits
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("make", [bert, t5])
+def test_language_models(make, backwards):
+    """A first pass, others of new sizes, of which one has T = N, and a change of mode."""
+    model, keywords = make()
+    model.train()
+    allowed = [bound(5), 1, 1, 1]
+    with torchgradx.attach(model) as probe:
+        for (n, t), most in zip([(5, 8), (5, 6), (3, 7), (4, 4)], allowed, strict=True):
+            backwards.clear()
+            loss = token_loss(model, keywords, torch.randint(3, 61, (n, t)))
+            assert len(backwards) <= most, (n, t)
+            loss.backward()
+            assert len(probe.norms()) == n
+
+
+def test_sizes_that_leave_no_doubt_cost_nothing(backwards):
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    with torchgradx.attach(model) as probe:
+        for n, t in [(4, 6), (4, 7), (5, 6), (3, 8)]:
+            backwards.clear()
+            x = torch.randn(n, t, 3).double()
+            square(model, x).backward()
+            first = (n, t) == (4, 6)
+            assert bool(backwards) == first
+            close_named(probe.norms(per="parameter"), loop(model, square, x))
+
+
+def test_flattened_rows_of_a_new_size_cost_one(backwards):
+    def forward(m, x):
+        rows = torch.tanh(m.a(x.flatten(0, 1)))
+        return m.b(rows).view(*x.shape[:2], -1)
+
+    model = Model(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2)).double()
+    with torchgradx.attach(model) as probe:
+        for n, t in [(4, 6), (5, 7), (5, 5)]:
+            backwards.clear()
+            x = torch.randn(n, t, 3).double()
+            want = loop(model, square, x)
+            square(model, x).backward()
+            assert len(backwards) <= (bound(4) if (n, t) == (4, 6) else 1)
+            close_named(probe.norms(per="parameter"), want)

@@ -1,0 +1,181 @@
+"""What is noted while forwards run, on each thread: which tensors are constant (constant.py) in the
+first forward of a regime, and the further outputs of modules that have several.
+
+A regime is the modes of the modules and what is trained. What is constant is a matter of the
+model's code: seen once, it holds for batches of other sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map
+
+from ..passes.modes import unheard
+from ..sharding import part_here
+from .arguments import flattened, sized
+from .constant import Watch
+from .several import End
+
+__all__ = ["Forwards", "Looked", "Memory"]
+
+
+@dataclass
+class Memory:
+    """What forwards of one regime have shown; outlives the probe."""
+
+    watches: int = 1  # so many of the next forwards are watched
+    # Of what a site was given in each of its calls, by its place and the number of these.
+    constant: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
+    anchored: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
+    picks: bool = False  # how many rows layers are given was up to data
+    # Of the samples in the outputs, by their place and number of dimensions.
+    dims: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def tables(self, uses: Sequence[Any]) -> set[int]:
+        """The uses that were given the same for any batch, as far as that was seen."""
+        return set(_where(self.constant, uses))
+
+    def anchors(self, uses: Sequence[Any]) -> dict[int, int]:
+        """The layouts of uses that were given a view of the model's argument, or its like by
+        element."""
+        return _where(self.anchored, uses)
+
+    def learn(self, watch: Watch) -> None:
+        self.watches = max(0, self.watches - 1)
+        self.picks = self.picks or watch.picks
+        for seen, inputs in (self.constant, watch.inputs), (self.anchored, watch.anchored):
+            for site, given in inputs.items():
+                before = seen.setdefault((site, len(given)), list(given))
+                before[:] = [a if a == b else None for a, b in zip(before, given, strict=True)]
+
+
+def _where(seen: dict[tuple[int, int], list[int | None]], uses: Sequence[Any]) -> dict[int, int]:
+    """What was seen of these uses; of a site that was not seen called so often, if all its calls
+    were alike."""
+    calls: dict[int, list[int]] = {}
+    for k, (site, *_) in enumerate(uses):
+        calls.setdefault(site, []).append(k)
+    found: dict[int, int] = {}
+    for site, those in calls.items():
+        given = seen.get((site, len(those)))
+        if given is None:
+            others = {one for (other, _), each in seen.items() if other == site for one in each}
+            given = [others.pop() if len(others) == 1 else None] * len(those)
+        found.update((k, one) for k, one in zip(those, given, strict=True) if one is not None)
+    return found
+
+
+class Looked(NamedTuple):
+    """What a forward showed while it ran."""
+
+    watch: Watch | None
+    ends: dict[tuple[int, Any], list[End]]  # of several outputs, by site and the first's node
+    nodes: int  # of the graph that it made
+    kind: Any  # of outputs
+    flat: bool  # the first argument shows no N: its rows may be of any sample
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.watch: Watch | None = None
+        self.caches: list[dict[Any, Any]] = []  # of selective checkpoints
+        self.first = 0  # of the graph's nodes that this forward made
+        self.ends: dict[tuple[int, Any], list[End]] = {}
+        self.flat = False
+
+
+class Forwards:
+    """Of one probe."""
+
+    def __init__(self, parameters: Any, memories: dict[Any, Memory]) -> None:
+        self._parameters, self._memories = parameters, memories
+        self._local = _OfThread()
+
+    @property
+    def memory(self) -> Memory:
+        """Of the regime that the modules are in."""
+        regime = self._parameters.regime()
+        return self._memories.get(regime) or self._memories.setdefault(regime, Memory())
+
+    @property
+    def first(self) -> int:
+        return self._local.first
+
+    @property
+    def watching(self) -> bool:
+        return self._local.watch is not None
+
+    def start(self, n: int, model: nn.Module, arguments: Any, batch_dim: int) -> None:
+        local = self._local
+        local.caches, local.first = [], torch.autograd._get_sequence_nr()
+        local.flat = n > 1 and flattened(arguments, n, batch_dim)
+        if n > 1 and self.memory.watches:
+            held = [*map(part_here, model.parameters()), *model.buffers()]
+            local.watch = Watch(held, sized(arguments), n, batch_dim)
+
+    def stop(self, whole: bool = True, outputs: Any = None) -> Looked:
+        """At the end of a forward (whole), or of a call of the model by itself."""
+        local = self._local
+        nodes = torch.autograd._get_sequence_nr() - local.first
+        if not whole:
+            return Looked(None, local.ends, nodes, _kind(outputs), local.flat)
+        watch, ends = local.watch, local.ends
+        local.watch, local.ends = None, {}
+        if watch is not None:
+            watch.stop()
+            if outputs is not None:  # else it failed, or was left by an interrupt
+                self.memory.learn(watch)
+        return Looked(watch, ends, nodes, _kind(outputs), local.flat)
+
+    def several(self, site: int, first: Tensor, ends: list[End]) -> None:
+        """A use has outputs beside its first."""
+        if first.grad_fn is not None:
+            self._local.ends.setdefault((site, first.grad_fn), []).extend(ends)
+
+    def meet(self, site: int, given: Sequence[Tensor]) -> None:
+        """A use of a site where operators are watched, or under a selective checkpoint."""
+        if self._local.watch is not None:
+            with unheard():
+                self._local.watch.meet(site, given)
+        for mode in _get_current_dispatch_mode_stack():
+            cache = getattr(mode, "storage", None)
+            if isinstance(cache, dict) and all(cache is not known for known in self._local.caches):
+                self._local.caches.append(cache)
+
+    @contextlib.contextmanager
+    def unspent(self) -> Iterator[None]:
+        """A backward inside leaves selective checkpoints theirs: they serve one, and no second."""
+        caches = self._local.caches
+        before = [{key: tree_map(_detached, kept) for key, kept in c.items()} for c in caches]
+        try:
+            yield
+        finally:
+            self._local.caches = caches  # and not those of forwards that ran again
+            for cache, kept in zip(caches, before, strict=True):
+                cache.update(kept)
+
+
+def _kind(outputs: Any) -> Any:
+    """Of a model's outputs, at a glance: each forward is asked."""
+    if isinstance(outputs, dict):
+        return tuple(outputs)
+    return len(outputs) if isinstance(outputs, (tuple, list)) else 1
+
+
+def _detached(entry: Any) -> Any:
+    """What a selective checkpoint keeps, as a tensor of its own: what runs again makes that a view
+    of others, once."""
+    if not isinstance(getattr(entry, "val", None), Tensor):
+        return entry
+    twin = copy.copy(entry)
+    twin.val = entry.val.detach()
+    return twin

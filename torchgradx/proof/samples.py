@@ -1,0 +1,367 @@
+"""check="samples": two samples run through the model alone, and their norms compared.
+
+A gradient does not show what a model does to its data before the first layer, or to frozen and
+detached tensors. So the first and the last sample of a batch are run by themselves, once per
+structure: the gradient that arrived at the outputs for that sample is pulled back, and the norm of
+each parameter must be the recorded one. The model is called on a batch of one, not copied. Buffers,
+modes and random generators are put back. This happens when the first backward of a pass ends,
+before an optimizer can change the weights.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ..sharding import data_parallel
+from ..sites.regime import Regime
+from .arguments import sized, tensors_in
+
+__all__ = ["Samples"]
+
+HALF = (torch.float16, torch.bfloat16)
+TOLERANCE, TOLERANCE_OF_HALF = 1e-3, 5e-2  # relative to the norm over all parameters
+RANDOM = "the forward draws random numbers"
+DISTRIBUTED = "the model is distributed"
+SAMPLE_IDS = "sample_ids="
+NO_BATCH = "no batch of one can be taken from its arguments"
+MISMATCH = (
+    "sample {sample} alone has a gradient norm of {alone:.4g} where it had {batched:.4g} in its "
+    "batch: the model sorts or mixes its samples where no gradient shows it (data statistics, a "
+    "queue, a detached or frozen part). Do that before the model is called, or set it to eval()"
+)
+OTHER = (
+    "sample {sample} alone has another output than in its batch: the model sorts or mixes its "
+    "samples where no gradient shows it (data statistics, a queue, a detached or frozen part). Do "
+    "that before the model is called, or set it to eval()"
+)
+FAILED = "the model could not be run on sample {sample} alone: {error}"
+
+
+@dataclass
+class Call:
+    """One forward of a pass, kept until its gradients have arrived."""
+
+    module: nn.Module
+    arguments: tuple[Any, Any]
+    regime: Regime
+    key: Any
+    sharing: bool  # whether the shapes leave open which arguments all samples share
+    grads: dict[int, Tensor] = field(default_factory=dict)  # by output
+    outputs: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # with their versions
+
+
+class _OfThread(threading.local):
+    silent = False
+
+
+class Samples:
+    """Checks the passes of one probe."""
+
+    def __init__(
+        self,
+        recorder: Any,
+        parameters: Any,
+        options: Mapping[str, Any],
+        sq_norms: Callable[[Any, int], Tensor],
+        checked: dict[Any, str | None],
+    ) -> None:
+        self.on = options["check"] == "samples"
+        self._local = _OfThread()
+        self.refused: dict[int, str] = {}  # by parameter
+        self._recorder, self._parameters, self._options = recorder, parameters, options
+        self._sq_norms = sq_norms
+        self._checked = checked  # structure -> why it was skipped, or None
+        self._generators: Any = None
+        self._arrived: dict[int, list[Call]] = {}  # by serial number of the pass
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for explain()."""
+        reasons = dict.fromkeys(filter(None, self._checked.values()))
+        return [f"samples not checked alone: {reason}" for reason in reasons]
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Backwards inside are not the user's."""
+        before, self._local.silent = self._local.silent, True
+        try:
+            yield
+        finally:
+            self._local.silent = before
+
+    @property
+    def silent(self) -> bool:
+        """Whether one of our own forwards or backwards runs on this thread."""
+        return self._local.silent
+
+    # Forward
+
+    def begin(self) -> None:
+        if self.on:
+            self._generators = _generators(self._parameters.tensors())
+
+    def listen(
+        self, run: Any, key: Any, module: nn.Module, arguments: tuple[Any, Any], out: Any
+    ) -> None:
+        """At the end of a forward: keep what the check needs, if its structure is new."""
+        if not self.on or run.n < 2 or key in self._checked:
+            return
+        reason = self._skipped(run.n, module, arguments)
+        if reason:
+            self._checked[key] = reason
+            return
+        device = next((p.device.type for p in module.parameters()), "cpu")
+        there = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        regime = Regime(device, torch.get_autocast_dtype(device) if there else None, None)
+        sharing = _sharing(arguments, run.n, self._options["batch_dim"])
+        call = Call(module, arguments, regime, key, sharing)
+        for k, t in enumerate(tensors_in(out)):
+            if t.requires_grad and t.grad_fn is not None:
+                call.outputs[k] = t.detach(), t._version
+                t.register_hook(partial(self._arrive, run.serial, call, k))
+
+    def _skipped(self, n: int, module: nn.Module, arguments: tuple[Any, Any]) -> str | None:
+        if not _same(self._generators, _generators(self._parameters.tensors())):
+            return RANDOM
+        if data_parallel(module) is not None or self._parameters.gathered():
+            return DISTRIBUTED
+        if self._options.get("sample_ids") is not None:
+            return SAMPLE_IDS
+        first = next((t for t in sized(arguments) if t.dim()), None)
+        dim = self._options["batch_dim"]
+        if first is None or first.shape[dim if first.dim() > dim else 0] != n:
+            return NO_BATCH
+        return None
+
+    # Backward
+
+    def _arrive(self, serial: int, call: Call, output: int, g: Tensor) -> None:
+        if self.silent or torch._C._current_graph_task_id() == -1:
+            return
+        before = call.grads.get(output)
+        call.grads[output] = g.detach() if before is None else before + g.detach()
+        calls = self._arrived.setdefault(serial, [])
+        if all(call is not other for other in calls):
+            calls.append(call)
+
+    def check(self, runs: Sequence[Any]) -> None:
+        """At the end of the first backward of these passes. Never raises."""
+        for run in runs:
+            calls = self._arrived.pop(run.serial, [])
+            if calls and not any(call.key in self._checked or call.sharing for call in calls):
+                self._check(run, calls)
+        self._arrived.clear()
+
+    def _check(self, run: Any, calls: Sequence[Call]) -> None:
+        sample = 0
+        try:
+            for sample in (0, run.n - 1):
+                mismatches = self._compare(run, calls, sample)
+                if mismatches:
+                    self.refused.update(mismatches)
+                    return
+        except _OtherError as error:
+            self.refused.update(dict.fromkeys(run.trainable, str(error)))
+            return
+        except Exception as error:
+            why = FAILED.format(sample=sample, error=f"{type(error).__name__}: {error}")
+            self.refused.update(dict.fromkeys(run.trainable, why))
+            return
+        self._checked.update({call.key: None for call in calls})
+
+    def _compare(self, run: Any, calls: Sequence[Call], sample: int) -> dict[int, str]:
+        """What to say of each parameter whose norm differs."""
+        tensors = self._parameters.tensors()
+        live = {place: tensors[place] for place in run.trainable}
+        totals: dict[int, Tensor] = {}
+        for call in calls:
+            found = self._gradients(call, run.n, sample, list(live.values()))
+            for place, g in zip(live, found, strict=True):
+                if g is not None:
+                    totals[place] = g + totals[place] if place in totals else g
+        alone = {place: float(g.double().norm()) for place, g in totals.items()}
+        batched = {place: float(self._sq_norms(run, place)[sample]) ** 0.5 for place in live}
+        if not all(map(np.isfinite, (*alone.values(), *batched.values()))):
+            return {}  # a scaler's to report
+        whole = max(float(np.hypot.reduce([*norms.values(), 0.0])) for norms in (alone, batched))
+        kinds = {p.dtype for p in live.values()} | {call.regime.autocast for call in calls}
+        allowed = TOLERANCE_OF_HALF if kinds.intersection(HALF) else TOLERANCE
+        return {
+            place: MISMATCH.format(sample=sample, alone=alone.get(place, 0.0), batched=norm)
+            for place, norm in batched.items()
+            if abs(norm - alone.get(place, 0.0)) > allowed * whole
+        }
+
+    def _gradients(
+        self, call: Call, n: int, sample: int, live: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """The model on one sample, and the gradients by its parameters."""
+        dim, mean = self._options["batch_dim"], self._options["loss_reduction"] == "mean"
+        args, kwargs = _of_one(call.arguments, n, sample, dim)
+        with self.quiet(), _kept(call.module), call.regime.again(), torch.enable_grad():
+            self._recorder.push(None)
+            try:
+                with _eager():
+                    outputs = tensors_in(call.module._call_impl(*args, **kwargs))
+            finally:
+                self._recorder.pop()
+            roots = {k: outputs[k] for k in call.grads if outputs[k].requires_grad}
+            for k, alone in roots.items():
+                self._differs(call, k, alone, n, sample)
+            seeds = [_seed(call.grads[k], t, n, sample, dim, mean) for k, t in roots.items()]
+            return _pulled_back(list(roots.values()), seeds, live) if roots else [None] * len(live)
+
+    def _differs(self, call: Call, k: int, alone: Tensor, n: int, sample: int) -> None:
+        """Raise where the output of the sample is another than it was in its batch."""
+        whole, version = call.outputs[k]
+        if alone.shape == whole.shape or whole._version != version:
+            return  # the model's own loss; or it was written into since
+        batched = _part(whole, alone, n, sample, self._options["batch_dim"])
+        half = {alone.dtype, call.regime.autocast}.intersection(HALF)
+        off, size = ((t.double()).norm() for t in (alone.detach() - batched, batched))
+        if off > (TOLERANCE_OF_HALF if half else TOLERANCE) * size:
+            raise _OtherError(OTHER.format(sample=sample))
+
+
+class _OtherError(Exception):
+    """A sample alone has another output."""
+
+
+def _pulled_back(
+    roots: Sequence[Tensor], seeds: Sequence[Tensor], live: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """Gradients of the live tensors, without the hooks of the user's on them."""
+    kinds = [h for p in live for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]
+    hooks = [(held, dict(held)) for held in kinds]
+    grads = [p.grad for p in live]
+    try:
+        for held, _ in hooks:
+            held.clear()
+        if not any(map(_is_reentrant, _nodes(roots))):
+            return torch.autograd.grad(roots, live, seeds, allow_unused=True)
+        for p in live:  # a reentrant checkpoint allows backward() alone
+            p.grad = None
+        torch.autograd.backward(roots, seeds)
+        return [p.grad for p in live]
+    finally:
+        for held, before in hooks:
+            held.update(before)
+        for p, g in zip(live, grads, strict=True):
+            p.grad = g
+
+
+def _nodes(roots: Sequence[Tensor]) -> Iterator[Any]:
+    todo = [t.grad_fn for t in roots]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if node is not None:
+            yield node
+            fresh = {child for child, _ in node.next_functions} - seen
+            seen |= fresh
+            todo += fresh
+
+
+def _is_reentrant(node: Any) -> bool:
+    return isinstance(node, torch.utils.checkpoint.CheckpointFunction._backward_cls)
+
+
+def _seed(g: Tensor, alone: Tensor, n: int, sample: int, dim: int, mean: bool) -> Tensor:
+    """The part of an output's gradient that is the sample's, in the shape of its output alone."""
+    if g.shape == alone.shape:  # the model's own loss, or what all samples share
+        return g / n if mean else g
+    return _part(g, alone, n, sample, dim)
+
+
+def _part(g: Tensor, alone: Tensor, n: int, sample: int, dim: int) -> Tensor:
+    """The rows of one sample, in the shape of its output alone."""
+    fits = [
+        d
+        for d, size in enumerate(g.shape)
+        if alone.dim() == g.dim() and _but(g, d) == _but(alone, d) and size == n * alone.shape[d]
+    ]
+    if not fits:
+        shapes = f"{list(alone.shape)} and, in its batch, {list(g.shape)}"
+        raise ValueError(f"an output has the shape {shapes}")
+    d = dim if dim in fits else fits[0]
+    if alone.shape[d] > 1 and dim == 1:  # rows t*N+n
+        return g.unflatten(d, (-1, n)).select(d + 1, sample)
+    return g.narrow(d, sample * alone.shape[d], alone.shape[d])
+
+
+def _but(t: Tensor, dim: int) -> list[int]:
+    return [size for d, size in enumerate(t.shape) if d != dim]
+
+
+def _of_one(arguments: tuple[Any, Any], n: int, sample: int, dim: int) -> tuple[Any, Any]:
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return leaf
+        d = dim if leaf.dim() > dim else 0
+        return leaf.detach().narrow(d, sample, 1) if leaf.shape[d] == n else leaf
+
+    found: tuple[Any, Any] = tree_map(one, arguments)
+    return found
+
+
+def _sharing(arguments: Any, n: int, dim: int) -> bool:
+    """Whether an argument beside the first may be one that all samples share, as a mask [T, T] is
+    where T = N: a batch of another size will tell."""
+    first, *others = [t for t in sized(arguments) if t.dim()]
+    return n in _but(first, dim)[:1] and any(
+        t.dim() < 3 and t.shape != first.shape and t.shape[dim if t.dim() > dim else 0] == n
+        for t in others
+    )
+
+
+def _generators(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    devices = {p.device for p in tensors if p.device.type == "cuda"}
+    own = [torch.cuda.get_rng_state(device) for device in devices]
+    return torch.get_rng_state(), random.getstate(), np.random.get_state(), own
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    (torch_, python, numpy, devices), others = one, other
+    return (
+        torch.equal(torch_, others[0])
+        and python == others[1]
+        and all(np.array_equal(a, b) for a, b in zip(numpy, others[2], strict=True))
+        and all(map(torch.equal, devices, others[3]))
+    )
+
+
+@contextmanager
+def _kept(module: nn.Module) -> Iterator[None]:
+    """Buffers, modes and random generators are afterwards as they were."""
+    buffers = [(b, b.clone()) for b in module.buffers()]
+    modes = [(m, m.training) for m in module.modules()]
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng({p.device for p in module.parameters() if p.is_cuda}):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        for m, training in modes:
+            m.training = training
+        with torch.no_grad():
+            for b, value in buffers:
+                if not torch.equal(b, value):
+                    b.copy_(value)
+
+
+def _eager() -> Any:
+    compiled = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
