@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -60,8 +61,12 @@ def of_dataset(pool: Pool, samples: int = SAMPLES) -> str:
 
 
 def of_function(function: Callable[..., Any] | None) -> str:
-    """Of its code, that of functions beside it which it calls, and the values that it closes over,
-    is bound to, has as attributes or reads as plain globals."""
+    """Identify a function by its qualified name and its source text, where inspect finds it.
+
+    Of a functools.partial the arguments count too; of an object, or of one whose method it is, the
+    class and those attributes that are numbers or words; of a module all that `of_model` looks at.
+    What a function closes over, its globals and what it calls are not looked at.
+    """
     if function is None:
         return ""
     seen = blake2b(digest_size=8)
@@ -83,7 +88,7 @@ def _text(text: str) -> bytes:
     return re.sub(r"\bat 0x[0-9a-f]+", "", text).encode()
 
 
-def _add(seen: Any, value: Any, within: tuple[Any, ...] = ()) -> None:
+def _add(seen: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         value = getattr(value, "_local_tensor", value)  # of a DTensor: what is here
         seen.update(f"{value.dtype}{list(value.shape)}".encode())
@@ -96,55 +101,34 @@ def _add(seen: Any, value: Any, within: tuple[Any, ...] = ()) -> None:
         seen.update(repr(value).encode())
     elif isinstance(value, nn.Module):
         seen.update(of_model(value).encode())
-    elif any(value is other for other in within):
-        seen.update(b"itself")
+    elif hasattr(value, "__qualname__") and not isinstance(value, MethodType):
+        seen.update(f"{value.__qualname__} {_source(value)}".encode())
     else:
-        seen.update(type(value).__qualname__.encode())
-        for part in _parts(value, within):
-            _add(seen, part, (*within, value))
+        parts = _parts(value)
+        seen.update(f"{type(value).__qualname__} {len(parts)}".encode())
+        for part in parts:
+            _add(seen, part)
 
 
-def _parts(value: Any, within: tuple[Any, ...]) -> Iterable[Any]:
+def _parts(value: Any) -> Sequence[Any]:
     if isinstance(value, Mapping):
-        return itertools.chain.from_iterable(value.items())
+        return list(itertools.chain.from_iterable(value.items()))
     if isinstance(value, (list, tuple)):
         return value
     if isinstance(value, (set, frozenset)):  # whose order is another in each process
         return sorted(map(repr, value))
     if isinstance(value, functools.partial):
         return value.func, value.args, value.keywords
-    if isinstance(value, CodeType):
-        return value.co_code, value.co_names, value.co_consts
-    if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return value.__code__, cells, value.__defaults__, value.__kwdefaults__, _read(value)
     if isinstance(value, MethodType):
         return value.__func__, value.__self__
-    if any(map(_is_object, within)):  # what an object holds, but not what that holds in turn
-        return ()
-    if _is_object(value):
-        return vars(type(value)).get("__call__"), vars(value)
-    return (getattr(value, "__qualname__", ""),)
+    held = getattr(value, "__dict__", {})
+    plain = {name: held[name] for name in sorted(held) if isinstance(held[name], PLAIN)}
+    return type(value), plain
 
 
-def _read(function: FunctionType) -> dict[str, Any]:
-    """The globals that it may read: plain values, and functions beside it."""
-    found = {name: function.__globals__.get(name) for name in _names(function.__code__)}
-    return {
-        name: value
-        for name, value in found.items()
-        if isinstance(value, PLAIN)
-        or (isinstance(value, FunctionType) and value.__module__ == function.__module__)
-    }
-
-
-def _names(code: CodeType) -> list[str]:
-    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in _names(part)]
-    return sorted({*code.co_names, *inner})
-
-
-def _is_object(value: Any) -> bool:
-    """Of a class that is no container's and no function's."""
-    functions = (FunctionType, MethodType, functools.partial)
-    others = (type, ModuleType, Mapping, list, tuple, set, frozenset, *functions)
-    return hasattr(value, "__dict__") and not isinstance(value, others)
+def _source(named: Any) -> str:
+    """Return the source text of a function or class; "" for one in C or typed at a prompt."""
+    try:
+        return inspect.getsource(named)
+    except (OSError, TypeError, SyntaxError):
+        return ""

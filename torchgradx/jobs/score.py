@@ -164,7 +164,11 @@ def score(
             holds every batch that is done (of rank r: `<out>.rank<r>.partial`).
         resume: go on from the partial file, if there is one; False begins anew. It need not be of
             the same batch size, but of the same model, dataset and options. A dataset is told by
-            its length, eight of its samples, and all that a TensorDataset or a Subset holds.
+            its length, eight of its samples, and all that a TensorDataset or a Subset holds; a
+            function (loss_fn, split, logits, collate_fn, an option) by its name, its source text
+            and, of a functools.partial, its arguments; an object by its class and the numbers
+            and words among its attributes. What a function closes over, its globals and what it
+            calls are not looked at: pass such values by functools.partial.
         split: batch -> (inputs, targets), both as of `grad_norms`. Unless given, the last of a
             sequence is the targets, and a dict is the inputs, its "labels" the targets.
         logits: the model's output -> [N, C]. Unless given, the output or its `.logits`.
