@@ -1,5 +1,6 @@
 """A step that an exception interrupts leaves nothing behind: the next one is exact."""
 
+import contextlib
 import copy
 
 import pytest
@@ -375,6 +376,48 @@ def test_a_forward_that_fails_leaves_nothing(net, error, options):
             assert not probe._recorder.depth()
             assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
             step_is_exact(probe, model, x, options)
+
+
+@modes
+@pytest.mark.parametrize("deeper", [False, True])
+def test_a_forward_after_an_interrupted_one_is_another_wherever_it_is_called(deeper, options):
+    """Of the same batch size, from as deep as the one before or from within another module."""
+    model, x = made()
+    outer = Model(lambda m, x: m.inner(x) if deeper else model(x), inner=model)
+
+    def boom(*_):
+        raise KeyboardInterrupt
+
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(2):
+            handle = model.b.register_forward_hook(boom)
+            with pytest.raises(KeyboardInterrupt):
+                model(x)
+            handle.remove()
+            square(outer, x).backward()
+            close_named(probe.norms(per="parameter"), loop(model, square, x))
+
+
+@modes
+def test_a_model_that_survives_an_interrupt_of_its_own_call_of_itself(options):
+    armed = []
+
+    def forward(m, x):
+        h = m.a(x)
+        if armed.pop():
+            with contextlib.suppress(KeyboardInterrupt):
+                m(h)
+            return m.b(h.tanh())
+        raise KeyboardInterrupt
+
+    model, x = Model(forward, a=linear(), b=linear()).double(), torch.randn(N, 3).double()
+    plain = Model(lambda m, x: m.b(m.a(x).tanh()), a=model.a, b=model.b)
+    want = loop(copy.deepcopy(plain), square, x)
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(3):
+            armed[:] = [False, True]
+            square(model, x).backward()
+            close_named(probe.norms(per="parameter"), want)
 
 
 @modes

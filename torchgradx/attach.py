@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from .proof.samples import Samples
 from .proof.structure import Verdict, known
 from .reading import Reader
 from .sharding import uncovered
-from .sites.native import Hooks, unwound
+from .sites.native import Hooks, call_of_hook, is_running
 from .sites.recurrent import Site, site_of
 from .sites.standing import Standing
 from .sites.trace import Call, Trace, outside, root_of
@@ -137,8 +138,10 @@ def attached(model: nn.Module) -> Probe | None:
 
 
 class _Seen(threading.local):
-    last: list[Any] | None = None  # looking from outside at the model of a compiled graph
-    inner: Sequence[Any] = ()  # uses of a forward under way, up to the end of one inside it
+    def __init__(self) -> None:
+        self.calls: list[FrameType] = []  # of the model, under way; an interrupt leaves them here
+        self.last: list[Any] | None = None  # looking from outside at the model of a compiled graph
+        self.inner: Sequence[Any] = ()  # uses of a forward under way, up to the end of an inner one
 
 
 def _unattached() -> Probe:
@@ -223,7 +226,7 @@ class Probe(Reader):
         self._drained()
 
     def _drained(self) -> None:
-        self._unwind(self._model())
+        self._unwind()
         busy = self._asides or self._recorder.held > 0 or self._recorder.depth()
         if self._standing.on:
             return
@@ -266,15 +269,20 @@ class Probe(Reader):
         if self._hooks is None or self._samples.silent:
             return  # left since torch listed the hooks of this call; or a sample runs alone
         with unheard():
-            self._unwind(module, 1)
+            self._unwind()
             if not self._standing.on:
                 self._drained()
             if self._hooks is not None:
                 outer = self._recorder.depth() and self._recorder.current()
                 self._recorder.push(outer or self._begin(module, args, kwargs))
+                self._seen.calls.append(call_of_hook())
 
-    def _unwind(self, root: nn.Module | None, calls: int = 0) -> None:
-        if self._recorder.depth() and unwound(self._recorder, root, calls):
+    def _unwind(self) -> None:
+        """End the forwards that an interrupt ended, which runs no hooks."""
+        calls = self._seen.calls
+        while calls and not is_running(calls[-1]):
+            calls.pop()
+            self._recorder.pop()
             self._audit.forwards.stop()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
@@ -361,7 +369,10 @@ class Probe(Reader):
             self._joint, self._seen.last = joint, None
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
-        if self._hooks is not None and not self._samples.silent:
+        if self._hooks is None or self._samples.silent:
+            return
+        self._unwind()
+        if self._seen.calls[-1:] == [call_of_hook()]:  # else it failed before _enter
             with unheard():
                 self._end(module, args, kwargs, out)
 
@@ -374,6 +385,7 @@ class Probe(Reader):
         known = whole and seen is None and self._audit.knows(key)
         uses = [] if run is None or known else [*self._seen.inner, *run.uses()]
         self._recorder.pop()
+        self._seen.calls.pop()
         inner = run and self._recorder.depth() and self._recorder.current() is run
         self._seen.inner = uses if inner else []  # a root called itself: the outer outputs tell
         if not self._standing.on and sys.exc_info()[0] is None:  # else torch walks the hooks
@@ -411,7 +423,7 @@ class Probe(Reader):
         self._backwards.meet(run)
         if not run or run.recorded:
             return
-        self._unwind(self._model())
+        self._unwind()
         if run.in_graph and run.outside:
             self._audit.look(run)
             run.outside = None

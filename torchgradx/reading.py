@@ -28,7 +28,7 @@ class Reader:
     _samples: Samples
     _seen: Any  # .last: at the model of a compiled graph, from outside
     _model: Callable[[], nn.Module | None]
-    _unwind: Callable[[nn.Module | None], None]
+    _unwind: Callable[[], None]
     _backwards: Backwards
     _record: Record
     _recorder: Any
@@ -269,7 +269,7 @@ class Reader:
     def _ready(self, per: str = "model") -> None:
         """Raise unless the record can be read."""
         check_per(per)
-        self._unwind(self._model())
+        self._unwind()
         self._settle()
         self._record.require(self._backwards.under_way())
         require_all(self._record, self._recorder, self._parameters, self._layers)

@@ -7,8 +7,9 @@ three parts, each used once.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -182,9 +183,13 @@ class _Functional:
 def _with(function: Any, names: Mapping[str, Any]) -> Callable[..., Any]:
     """A function of the framework's, that finds other things under these names."""
     scope = {**function.__globals__, **names}
-    made = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    return FunctionType(function.__code__, scope, function.__name__, _defaults(function))
+
+
+@cache
+def _defaults(function: Callable[..., Any]) -> tuple[Any, ...]:
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(p.default for p in parameters if p.default is not p.empty)
 
 
 def attending(recorder: Any) -> Callable[..., Callable[..., Any]]:

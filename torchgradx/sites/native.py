@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ from ..rules import Layer, rule_named
 from ..table import Context, declared_layout, owns_backward
 from .attention import Part, attending
 from .copies import Hook, keep_out, let_in, stock_of, untraced
-from .trace import Trace, root_of
+from .trace import Trace
 
 if ops.NATIVE:
     from .. import _C
 
-__all__ = ["Hooks", "NativeSite", "core", "unwound", "why_mixed"]
+__all__ = ["Hooks", "NativeSite", "call_of_hook", "core", "is_running", "why_mixed"]
 
 MIXING = ("batchnorm1d", "batchnorm2d", "batchnorm3d")
 MIXES = (
@@ -31,6 +32,7 @@ MIXES = (
     "GroupNorm"
 )
 UNBATCHED = "it is called without a batch, so that it works along the {n} samples"
+CALL = nn.Module._call_impl.__code__
 CODES = {"rank1": 0, "gram": 1, "direct": 2, "fused": 3}  # Algorithm in csrc/site.h
 
 
@@ -44,24 +46,21 @@ def why_mixed(module: nn.Module, given: Sequence[Any], n: int) -> str | None:
     return UNBATCHED.format(n=n) if unbatched else None
 
 
-def unwound(recorder: Any, root: nn.Module | None, calls: int) -> bool:
-    """Leave the forwards that an interrupt has left, which runs no hooks; whether there were any.
-
-    calls: how many of the root's stand on the stack, if it is so.
-    """
-    if root is not None and _calls_of(root_of(root)) > calls:
-        return False
-    while recorder.depth():
-        recorder.pop()
-    return True
-
-
-def _calls_of(module: nn.Module) -> int:
-    frame, calls = inspect.currentframe(), 0
-    while frame is not None:
-        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module
+def call_of_hook() -> FrameType:
+    """Return the frame of the module call that this hook belongs to; it lasts to the last hook."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not CALL and frame.f_back is not None:
         frame = frame.f_back
-    return calls
+    assert frame is not None
+    return frame
+
+
+def is_running(call: FrameType) -> bool:
+    """Return whether a frame is on the stack of this thread: an exception may have ended it."""
+    frame = inspect.currentframe()
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is not None
 
 
 class Hooks:

@@ -245,7 +245,7 @@ def _new_use(site: str) -> str:
 
     # The compiler bounds how often it compiles one code, but for each module anew that it is told.
     tx = InstructionTranslator.current_tx()
-    for name in [name for name, v in tx.f_locals.items() if isinstance(v, nn.Module)]:
+    for name in [name for name, v in tx.output.local_scope.items() if isinstance(v, nn.Module)]:
         install_guard(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
     _codes[id(tx.f_code)] = weakref.ref(tx.f_code)
     return f"{site}/{next(_numbers)}"
