@@ -117,27 +117,6 @@ def reshaped(into, back):
     return Chain(Rows(into, back), Scale())
 
 
-def mixed_beside_positions(x):
-    """Softmax over a dimension that holds the samples, and is not as long as there are samples."""
-    x = x.transpose(0, 1)
-    return x.flatten(1).softmax(1).view(x.shape).transpose(0, 1)
-
-
-def regrouped(x):
-    return x.transpose(0, 1).reshape(x.shape)
-
-
-class Turned(nn.Module):
-    """Its first sample is given the last one's rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.layer(x.flip(0).transpose(0, 1)).transpose(0, 1)
-
-
 class Types(nn.Module):
     """A table that all samples read alike, each on its own rows."""
 
@@ -164,12 +143,12 @@ class Token(nn.Module):
 
 
 class Scale(nn.Module):
-    def __init__(self):
+    def __init__(self, shape=(WIDTH,)):
         super().__init__()
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.scale, self.shape = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), shape
 
     def forward(self, x):
-        return x * self.scale
+        return x * self.scale.view(self.shape)
 
 
 # ---- Ways of sharding ----------------------------------------------------------------------------
@@ -284,23 +263,15 @@ def scenarios(rank, folder):
                 )
             flattened = makes["flattened"]
             every = [name for name, _ in flattened().named_parameters()]
-            # But for its rows that were followed, of which there are no N.
-            doubtful = [name for name in every if not name.startswith("blocks.0.")]
             table[f"equal sizes, {order}, {mode}"] = functools.partial(
-                refused, flattened, by_block, order, options, doubtful, n=T
+                refused, flattened, by_block, order, options, every, n=T
             )
-            table[f"mixed beside positions, {order}, {mode}"] = functools.partial(
-                refused, functools.partial(reshaped, mixed_beside_positions, nn.Identity()),
-                by_block, order, options, every,
-            )  # fmt: skip
-            after = [name for name in every if not name.startswith("into")]
-            table[f"regrouped, {order}, {mode}"] = functools.partial(
-                refused, functools.partial(reshaped, regrouped, nn.Identity()),
-                by_block, order, options, after, n=2,
-            )  # fmt: skip
-            every = [name for name, _ in Chain(Turned()).named_parameters()]
-            table[f"turned, {order}, {mode}"] = functools.partial(
-                refused, lambda: Chain(Turned()), by_block, order, options, every
+            table[f"equal sizes that are told, {order}, {mode}"] = functools.partial(
+                exact, flattened, by_block, order, {**options, "layout": {"*": "batch"}}, n=T
+            )
+            # What is viewed in more dimensions is as wide as there are samples.
+            table[f"as many features, {order}, {mode}"] = functools.partial(
+                exact, lambda: Chain(Scale((1, 1, -1))), by_block, order, options, n=WIDTH
             )
         table[f"gradients are left, {order}"] = functools.partial(gradients_are_left, order)
     return table

@@ -19,6 +19,7 @@ __all__ = [
     "gathers",
     "mean_over",
     "pairs",
+    "part_here",
     "scattered",
     "shards",
     "uncovered",
@@ -74,6 +75,11 @@ def scattered(parameters: Iterable[Tensor]) -> bool:
     """Whether of any of them only a part is here now."""
     kinds = _known(TENSOR, "DTensor")
     return bool(kinds) and any(isinstance(p, kinds) for p in parameters)
+
+
+def part_here(p: Tensor) -> Tensor:
+    """What is here of a parameter, from which fully_shard brings the whole together."""
+    return p._local_tensor if scattered([p]) else p  # type: ignore[attr-defined]
 
 
 def pairs(modules: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
 from ..passes.modes import unheard
+from ..sharding import part_here
 from .arguments import flattened, sized
 from .constant import Watch
 from .several import End
@@ -116,7 +117,7 @@ class Forwards:
         local.caches, local.first = [], torch.autograd._get_sequence_nr()
         local.flat = n > 1 and flattened(arguments, n, batch_dim)
         if n > 1 and self.memory.watches:
-            held = [*model.parameters(), *model.buffers()]
+            held = [*map(part_here, model.parameters()), *model.buffers()]
             local.watch = Watch(held, sized(arguments), n, batch_dim)
 
     def stop(self, whole: bool = True, outputs: Any = None) -> Looked:

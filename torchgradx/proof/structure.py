@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..rules import Layer
-from ..shared.frontier import Graph, Plan
+from ..shared.frontier import Graph, Plan, from_views
 from ..shared.lift import Lift
 from ..sites.modules import build_of
 from ..sites.native import NativeSite
@@ -157,12 +157,15 @@ class Examiner:
             layout = None if f.layout == NOWHERE else f.layout
             joined = end.joined(found[k].layout, layout, sites[uses[k][0]].presumed, n)
             found[k] = replace(found[k], layout=joined)
-        plan = self._lift.plan(n, uses, sites, outputs, start, found, of_region, proven)
+        plan, complete = None, True
+        if proven or constant is not None:
+            plan = self._lift.plan(n, uses, sites, outputs, start, found, of_region, proven)
+        elif start.tables or start.beside or start.read:  # sizes tell no table from activations
+            memory.watches, complete = max(memory.watches, 1), False
         for k, _ in plan.starts if plan else ():
             if k >= 0:
                 found[k] = Finding(SHARED)
         layouts, refusals, sure = [], [], []
-        complete = True
         again = any(map(is_python, graph.parents))  # may run what has left no node
         seeded = any(n in t.shape for t in outputs)
         for k, ((site, sizes, node, _), use, finding) in enumerate(
@@ -181,7 +184,9 @@ class Examiner:
             if trusted or not self._doubts(
                 k, uses, use, layout, sites[site], again, k in tables, graph, ends, watched, n
             ):
-                layouts.append(SHARED if layout == SHARED else presumed)
+                sized = None if trusted else self._from_sizes(use, graph, n)
+                said = presumed if sized is None else sized
+                layouts.append(SHARED if layout == SHARED else said)
             elif apart or (k in zeros and not isinstance(layout, str)):
                 likely = k in zeros and from_sizes(use.leads, n) == presumed
                 # NOWHERE, as where it was detached: if a gradient comes, it is refused.
@@ -191,7 +196,7 @@ class Examiner:
                 complete = complete and (isinstance(layout, str) or not seeded)
                 name = self._layers[site].name
                 why = layout if isinstance(layout, str) else UNPROVEN.format(n=n, name=name)
-                if not isinstance(layout, str) and n > 1:
+                if not isinstance(layout, str) and n > 1 and not self._parameters.gathered():
                     why += REENTRANT if again else "" if seeded else ALONE
                 refusals.append((site, f"of shape {list(sizes)}, {why}"))
                 if constant is None and k not in tables:
@@ -217,13 +222,16 @@ class Examiner:
         return chosen
 
     def _has_zeros(self, n: int) -> bool:
-        """Whether weights are all zeros; biases often are, and hide nothing."""
+        """Whether weights are all zeros; biases often are, and hide nothing. Nor do they where no
+        backward runs, and to look at parts of what fully_shard split would communicate."""
+        if n == 1 or not self._proves or self._parameters.gathered():
+            return False
         biases = {layer.bias for layer in self._layers}
         weights = {place for layer in self._layers for place in layer.parameters} - biases
         tensors = self._parameters.tensors()
         live = [tensors[place].detach().any() for place in weights if tensors[place].numel()]
         by_device: dict[Any, list[Tensor]] = {}
-        for flag in live if n > 1 and self._proves else ():
+        for flag in live:
             by_device.setdefault(flag.device, []).append(flag)
         return not all(bool(torch.stack(flags).all()) for flags in by_device.values())
 
@@ -255,8 +263,16 @@ class Examiner:
         if use.samples is not None:
             return False
         beside = [end for j, end in ends if j == k]
-        fits = site.fixed or all(end.clear(use, site.presumed, n) for end in beside)
-        return not fits or from_sizes(use.leads, n) != site.presumed
+        sized = self._from_sizes(use, graph, n)
+        if sized is None or (site.fixed and sized != site.presumed):
+            return True
+        return not site.fixed and not all(end.clear(use, sized, n) for end in beside)
+
+    def _from_sizes(self, use: Watched, graph: Graph, n: int) -> int | None:
+        """Where sizes leave no doubt; but those of [1, N] may be positions [1, T]."""
+        if use.samples is not None or list(use.leads)[:1] == [1] != [n]:
+            return None
+        return from_views(graph, use.node, use.output_nr, use.leads, n)
 
     def _findings(
         self,
@@ -371,7 +387,7 @@ class Examiner:
         for k, (use, layout) in enumerate(zip(watched, verdict.layouts, strict=True)):
             if layout in (SHARED, NOWHERE) or use.node is None or use.samples is not None:
                 continue
-            fits = from_sizes(use.leads, n)
+            fits = from_views(graph, use.node, use.output_nr, use.leads, n)
             if fits is not None and fits != layout:
                 return None
             if fits is None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..proof.layout import LAST, MINOR, NOWHERE, SECOND, SEQUENCE, Finding, Watched, from_sizes
+from ..sharding import shards
 
 __all__ = [
     "Graph",
@@ -26,6 +27,7 @@ __all__ = [
     "below",
     "coarsest",
     "dtype_of",
+    "from_views",
     "is_leaf",
     "look_of",
     "rows_of",
@@ -39,6 +41,7 @@ VIEWS = {f"{name}Backward0" for name in (
     "Transpose", "UnsafeView", "Unsqueeze", "View",
 )}  # fmt: skip
 OUTPUTS = {*VIEWS, "AddBackward0"}
+RESHAPES = {"ReshapeAliasBackward0", "UnsafeViewBackward0", "ViewBackward0"}
 PRODUCTS = {"BmmBackward0", "MmBackward0"}
 MANY, FEW = 1024, 64  # nodes that are looked at where no forward was watched; products among them
 SAME = {"ReshapeAliasBackward0": "ViewBackward0", "AliasBackward0": "SliceBackward0"}
@@ -174,6 +177,32 @@ def shape_of(node: Node, number: int) -> tuple[int, ...]:
     return tuple(node._input_metadata[number].shape)
 
 
+def from_views(graph: Graph, node: Node, number: int, leads: Sequence[int], n: int) -> int | None:
+    """The layout of an output's rows, where sizes leave no doubt: its own, or those of a view of
+    it, in which the same rows come in the same order along more dimensions."""
+    layout = from_sizes(leads, n)
+    seen = {layout}
+    views = [(node, number)] if layout is None else []
+    for view, output in views:  # grows as it goes
+        for parent, of in graph.parents.get(view, ()):
+            if of == output and parent.name() in RESHAPES:
+                views.append((parent, 0))
+                shape = shape_of(parent, 0)
+                cuts = (shape[:k] for k in range(1, len(shape)) if shape[0] > 1)
+                rows = next((cut for cut in cuts if prod(cut) == prod(leads)), ())
+                seen.add(from_sizes(rows, n))
+    seen.discard(None)
+    return seen.pop() if len(seen) == 1 else None
+
+
+def of_sizes(graph: Graph, use: Watched, n: int) -> int | None:
+    """The same of any node's output, whose last dimensions may be as many by themselves."""
+    shape = shape_of(use.node, use.output_nr)
+    if shape.count(n) > (from_sizes(use.leads, n) is not None):
+        return None
+    return from_views(graph, use.node, use.output_nr, use.leads, n)
+
+
 def rows_of(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
     """The dimensions that may hold samples: the first two that are not a leading 1."""
     while len(shape) > 1 and shape[0] == 1:
@@ -239,8 +268,7 @@ class Plan:
                 shape = shape_of(node, number)
                 use = Watched(node, number, rows_of(shape, n))
                 ends.append((use, layout))
-                told = shape.count(n) == 1 and from_sizes(use.leads, n) == layout
-                same = same and (mine == before or told)
+                same = same and (mine == before or of_sizes(graph, use, n) == layout)
         return same, looks, ends
 
 
@@ -266,7 +294,7 @@ class Region:
     ) -> None:
         """constant: of an output of a node; None: nobody watched, and any node may be."""
         self._n, self._graph, self._constant = n, graph, constant
-        self._starts = set(starts := list(starts))
+        starts = list(starts)
         most = None if constant is not None else MANY
 
         def on(k: int, node: Node) -> bool:
@@ -293,6 +321,8 @@ class Region:
         numbers = self._graph.numbers(node)
         if not numbers or is_leaf(node) or self._constant is None:
             return bool(numbers)
+        if shards(node):  # a Function, of which the bit is not known; it gives what it is given
+            return all(self.shared(child) for child, _ in node.next_functions if child)
         return all(self._constant(node, k) for k in numbers)
 
     def layouts(self, found: Sequence[Finding], proven: bool) -> dict[Node, int | None]:
@@ -302,12 +332,10 @@ class Region:
         layouts: dict[Node, int | None] = dict.fromkeys(self._nodes)
         for (node, use), finding in zip(rows, of_rows, strict=True):
             single = len(self._graph.numbers(node)) < 2
-            shape = shape_of(node, use.output_nr)
-            layout = finding.layout if proven else from_sizes(use.leads, self._n)
-            if not proven and self._n > 1 and shape.count(self._n) > 1:
-                layout = None
+            layout = finding.layout
+            if not proven:  # sizes say nothing of tables, nor of what may be one
+                layout = None if self.shared(node) else of_sizes(self._graph, use, self._n)
             shown = isinstance(layout, int) and layout != NOWHERE
-            shown = shown and (proven or node not in self._starts)  # sizes say nothing of tables
             layouts[node] = layout if single and shown else None  # type: ignore[assignment]
         for (node, use), finding in zip(columns, rest[: len(columns)], strict=True):
             one = finding.layout == SEQUENCE and use.leads[1] == self._n  # a column each
