@@ -271,7 +271,8 @@ def scenarios(rank, folder):
             )
             # What is viewed in more dimensions is as wide as there are samples.
             table[f"as many features, {order}, {mode}"] = functools.partial(
-                exact, lambda: Chain(Scale((1, 1, -1))), by_block, order, options, n=WIDTH
-            )
+                exact, lambda: Chain(Scale((1, 1, -1))), by_block, order,
+                {**options, "layout": {"blocks.0": "batch"}}, n=WIDTH,
+            )  # fmt: skip
         table[f"gradients are left, {order}"] = functools.partial(gradients_are_left, order)
     return table

@@ -184,7 +184,8 @@ class Examiner:
             if trusted or not self._doubts(
                 k, uses, use, layout, sites[site], again, k in tables, graph, ends, watched, n
             ):
-                sized = None if trusted else self._from_sizes(use, graph, n)
+                asked = not trusted and use.samples is None
+                sized = self._from_sizes(use, uses[k], sites[site], graph, n) if asked else None
                 said = presumed if sized is None else sized
                 layouts.append(SHARED if layout == SHARED else said)
             elif apart or (k in zeros and not isinstance(layout, str)):
@@ -263,16 +264,21 @@ class Examiner:
         if use.samples is not None:
             return False
         beside = [end for j, end in ends if j == k]
-        sized = self._from_sizes(use, graph, n)
+        sized = self._from_sizes(use, uses[k], site, graph, n)
         if sized is None or (site.fixed and sized != site.presumed):
             return True
         return not site.fixed and not all(end.clear(use, sized, n) for end in beside)
 
-    def _from_sizes(self, use: Watched, graph: Graph, n: int) -> int | None:
-        """Where sizes leave no doubt; but those of [1, N] may be positions [1, T]."""
-        if use.samples is not None or list(use.leads)[:1] == [1] != [n]:
+    def _from_sizes(
+        self, watched: Watched, use: Any, site: Site, graph: Graph, n: int
+    ) -> int | None:
+        """Where sizes leave no doubt. Those of [1, N] may be positions [1, T]; and of a module of
+        the user's the last dimensions may be any."""
+        index, sizes, *_ = use
+        own = not site.fixed and not self._in_order(site, index)
+        if n > 1 and (watched.leads[:1] in ([1], (1,)) or (own and list(sizes).count(n) > 1)):
             return None
-        return from_views(graph, use.node, use.output_nr, use.leads, n)
+        return from_views(graph, watched.node, watched.output_nr, watched.leads, n)
 
     def _findings(
         self,

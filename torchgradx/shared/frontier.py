@@ -178,21 +178,16 @@ def shape_of(node: Node, number: int) -> tuple[int, ...]:
 
 
 def from_views(graph: Graph, node: Node, number: int, leads: Sequence[int], n: int) -> int | None:
-    """The layout of an output's rows, where sizes leave no doubt: its own, or those of a view of
-    it, in which the same rows come in the same order along more dimensions."""
-    layout = from_sizes(leads, n)
-    seen = {layout}
-    views = [(node, number)] if layout is None else []
-    for view, output in views:  # grows as it goes
-        for parent, of in graph.parents.get(view, ()):
-            if of == output and parent.name() in RESHAPES:
-                views.append((parent, 0))
-                shape = shape_of(parent, 0)
-                cuts = (shape[:k] for k in range(1, len(shape)) if shape[0] > 1)
-                rows = next((cut for cut in cuts if prod(cut) == prod(leads)), ())
-                seen.add(from_sizes(rows, n))
-    seen.discard(None)
-    return seen.pop() if len(seen) == 1 else None
+    """The layout of an output's rows, where sizes leave no doubt: its own and those of its views,
+    in which the same rows come in the same order along more dimensions."""
+    rows = [tuple(leads)]
+    for shape in _views(graph, node, number) if n > 1 else ():
+        cuts = (shape[:k] for k in range(1, len(shape)) if shape[0] > 1)
+        rows.append(next((cut for cut in cuts if prod(cut) == prod(leads)), ()))
+    if n > 1 and any(sizes.count(n) > 1 for sizes in rows):
+        return None
+    found = {from_sizes(sizes, n) for sizes in rows} - {None}
+    return found.pop() if len(found) == 1 else None
 
 
 def of_sizes(graph: Graph, use: Watched, n: int) -> int | None:
@@ -200,7 +195,18 @@ def of_sizes(graph: Graph, use: Watched, n: int) -> int | None:
     shape = shape_of(use.node, use.output_nr)
     if shape.count(n) > (from_sizes(use.leads, n) is not None):
         return None
+    if any(view.count(n) > 1 for view in _views(graph, use.node, use.output_nr)):
+        return None
     return from_views(graph, use.node, use.output_nr, use.leads, n)
+
+
+def _views(graph: Graph, node: Node, number: int) -> list[tuple[int, ...]]:
+    """The sizes of what an output is reshaped to, as it stands in memory."""
+    found = [(node, number)]
+    for view, output in found:  # grows as it goes
+        found += [(parent, 0) for parent, of in graph.parents.get(view, ())
+                  if of == output and parent.name() in RESHAPES]  # fmt: skip
+    return [shape_of(view, 0) for view, _ in found[1:]]
 
 
 def rows_of(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
