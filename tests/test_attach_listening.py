@@ -1,6 +1,7 @@
 """A probe's hooks on parameters go where they are done with, and with them what torch would ask in
 every backward; not while another thread's backward may be asking it."""
 
+import sys
 import threading
 
 import pytest
@@ -18,6 +19,16 @@ OPTIONS = {
     "norms only": {"weight_grad": False},
     "clipping": {"clip": True},
 }
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """A progress bar that another test showed has left a thread, beside which all hooks stay."""
+    bar = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if bar is not None and bar.monitor is not None:
+        bar.monitor.exit()
+        bar.monitor = None
+    assert threading.active_count() == 1, threading.enumerate()
 
 
 def step(model, probe):
