@@ -275,8 +275,8 @@ class Examiner:
         """Where sizes leave no doubt. Those of [1, N] may be positions [1, T]; and of a module of
         the user's the last dimensions may be any."""
         index, sizes, *_ = use
-        own = not site.fixed and not self._in_order(site, index)
-        if n > 1 and (watched.leads[:1] in ([1], (1,)) or (own and list(sizes).count(n) > 1)):
+        known = site.fixed or self._in_order(site, index) or self._layers[index].inside
+        if n > 1 and (watched.leads[:1] in ([1], (1,)) or (not known and list(sizes).count(n) > 1)):
             return None
         return from_views(graph, watched.node, watched.output_nr, watched.leads, n)
 
