@@ -320,7 +320,7 @@ def scenarios(rank):
         shapes=((5, T),) * 2)  # fmt: skip
     # What the root multiplies is as wide as there are samples, and it cannot be run again.
     add("FSDP, recurrent, as many features", sharded(), ("before", "inside"), few, kind(extra=True),
-        refused=["scale"])  # fmt: skip
+        shapes=((N, T),), refused=["scale"])  # fmt: skip
     unequal = [[(4, 5), (1, 5)], [(3, 5), (4, 5)], [(5, 5), (4, 3)]]
     shapes = [by_rank[rank] for by_rank in unequal]
     add("DDP, unequal batches", ddp(), ("inside", "outside"), few, shapes=shapes)

@@ -21,6 +21,7 @@ from ..shared.frontier import Graph, Plan, from_views
 from ..shared.lift import Lift
 from ..sites.modules import build_of
 from ..sites.native import NativeSite
+from ..sites.rerun import FallbackSite
 from .forwards import Forwards, Looked
 from .layout import (
     BATCH,
@@ -157,15 +158,12 @@ class Examiner:
             layout = None if f.layout == NOWHERE else f.layout
             joined = end.joined(found[k].layout, layout, sites[uses[k][0]].presumed, n)
             found[k] = replace(found[k], layout=joined)
-        plan, complete = None, True
-        if proven or constant is not None:
-            plan = self._lift.plan(n, uses, sites, outputs, start, found, of_region, proven)
-        elif start.tables or start.beside or start.read:  # sizes tell no table from activations
-            memory.watches, complete = max(memory.watches, 1), False
+        plan = self._lift.plan(n, uses, sites, outputs, start, found, of_region, proven)
         for k, _ in plan.starts if plan else ():
             if k >= 0:
                 found[k] = Finding(SHARED)
         layouts, refusals, sure = [], [], []
+        complete = True
         again = any(map(is_python, graph.parents))  # may run what has left no node
         seeded = any(n in t.shape for t in outputs)
         for k, ((site, sizes, node, _), use, finding) in enumerate(
@@ -274,9 +272,8 @@ class Examiner:
     ) -> int | None:
         """Where sizes leave no doubt. Those of [1, N] may be positions [1, T]; and of a module of
         the user's the last dimensions may be any."""
-        index, sizes, *_ = use
-        known = site.fixed or self._in_order(site, index) or self._layers[index].inside
-        if n > 1 and (watched.leads[:1] in ([1], (1,)) or (not known and list(sizes).count(n) > 1)):
+        own = isinstance(site, FallbackSite) and site.by_nodes and not site.fixed
+        if n > 1 and (watched.leads[:1] in ([1], (1,)) or (own and [*use[1]].count(n) > 1)):
             return None
         return from_views(graph, watched.node, watched.output_nr, watched.leads, n)
 

@@ -300,7 +300,7 @@ class Region:
     ) -> None:
         """constant: of an output of a node; None: nobody watched, and any node may be."""
         self._n, self._graph, self._constant = n, graph, constant
-        starts = list(starts)
+        self._starts = starts = list(starts)
         most = None if constant is not None else MANY
 
         def on(k: int, node: Node) -> bool:
@@ -331,16 +331,32 @@ class Region:
             return all(self.shared(child) for child, _ in node.next_functions if child)
         return all(self._constant(node, k) for k in numbers)
 
+    def _tables(self) -> set[Node]:
+        """What is the same for any batch; where nobody watched, what is made of nothing else."""
+        if self._constant is not None:
+            return set(filter(self.shared, self._nodes))
+        tables, before = set(self._starts), 0
+        while len(tables) > before:
+            before = len(tables)
+            tables.update(
+                node
+                for node in self._nodes
+                if not is_leaf(node)
+                and all(child in tables for child, _ in node.next_functions if child)
+            )
+        return tables
+
     def layouts(self, found: Sequence[Finding], proven: bool) -> dict[Node, int | None]:
         """By node, from what was found of `watched`. proven: weighted backwards could run."""
         rows, columns, middles = self._parts
         of_rows, rest = found[: len(rows)], found[len(rows) :]
         layouts: dict[Node, int | None] = dict.fromkeys(self._nodes)
+        tables = set() if proven else self._tables()
         for (node, use), finding in zip(rows, of_rows, strict=True):
             single = len(self._graph.numbers(node)) < 2
             layout = finding.layout
-            if not proven:  # sizes say nothing of tables, nor of what may be one
-                layout = None if self.shared(node) else of_sizes(self._graph, use, self._n)
+            if not proven:  # sizes say nothing of tables
+                layout = None if node in tables else of_sizes(self._graph, use, self._n)
             shown = isinstance(layout, int) and layout != NOWHERE
             layouts[node] = layout if single and shown else None  # type: ignore[assignment]
         for (node, use), finding in zip(columns, rest[: len(columns)], strict=True):
