@@ -29,7 +29,7 @@ from .passes.record import Record
 from .proof.arguments import batch_size, one_of_several, tensors_in
 from .proof.audit import Audit
 from .proof.samples import Samples
-from .proof.structure import Verdict, known
+from .proof.verdict import Verdict, known
 from .reading import Reader
 from .sharding import uncovered
 from .sites.native import Hooks, call_of_hook, is_running
@@ -252,7 +252,7 @@ class Probe(Reader):
         return _unattached, ()
 
     def __del__(self) -> None:
-        """A probe that nobody holds any more leaves its model."""
+        """Leave the model, as nobody holds the probe any more."""
         with contextlib.suppress(Exception):  # it may be half made, or the interpreter at its end
             if self._standing.on:
                 self.remove()

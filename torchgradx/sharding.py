@@ -78,7 +78,7 @@ def scattered(parameters: Iterable[Tensor]) -> bool:
 
 
 def part_here(p: Tensor) -> Tensor:
-    """What is here of a parameter, from which fully_shard brings the whole together."""
+    """Return what is here of a parameter, from which fully_shard brings the whole together."""
     return p._local_tensor if scattered([p]) else p  # type: ignore[attr-defined]
 
 

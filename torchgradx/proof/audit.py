@@ -9,7 +9,7 @@ it is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from math import hypot
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,9 @@ from ..sites.copies import untraced
 from .forwards import Forwards, Looked
 from .layout import NOWHERE
 from .listening import Listening
-from .structure import BROADCAST, OTHERWISE, OUTSIDE, Examiner, Verdict, from_outside
+from .routes import routes
+from .structure import BROADCAST, OUTSIDE, Examiner
+from .verdict import OTHERWISE, Verdict, from_outside
 
 if TYPE_CHECKING:
     from ..passes.record import Record
@@ -75,8 +77,8 @@ class Audit:
     # Forward
 
     def key(self, run: Any, looked: Looked) -> Any:
-        """What a verdict on a structure holds for: where a checkpoint runs the model again, less
-        can be proven."""
+        """Return what a verdict on a structure holds for: where a checkpoint runs the model again,
+        less can be proven."""
         again = torch._C._current_graph_task_id() != -1
         return run.structure, run.n, again, looked.nodes, looked.kind, self._parameters.regime()
 
@@ -85,7 +87,7 @@ class Audit:
         return verdicts is not None and len(verdicts) == 1 and verdicts[0].lasting
 
     def examine(self, run: Any, key: Any, looked: Looked, broadcast: bool, *shown: Any) -> None:
-        """At the end of a forward: what is known of its structure, or a first look at it. The
+        """Tell a forward, at its end, what is known of its structure, or look at it first. The
         forward is whole whatever comes of that, as of tensors that have no sizes."""
         if broadcast:
             run.refuse(-1, BROADCAST)
@@ -106,14 +108,19 @@ class Audit:
         outputs: Sequence[Tensor],
         sites: Sequence[Site],
     ) -> None:
+        mets: dict[int, Met] = {}  # by plan: each walks the graph
+
         def meet(verdict: Verdict) -> Met | None:
-            if verdict.plan is None:
-                return None
-            return self._lift.meet(run.n, verdict.plan, uses, sites, outputs)
+            plan = verdict.plan
+            if plan is not None and id(plan) not in mets:
+                mets[id(plan)] = self._lift.meet(run.n, plan, uses, sites, outputs)
+            return mets.get(id(plan))
+
+        chosen = cache(partial(routes, outputs, run.n))
 
         def fits(verdict: Verdict) -> bool:
-            """Whether this pass goes the way that was proven."""
-            if not verdict.holds(self._parameters.tensors(), outputs, run.n):
+            """Return whether this pass goes the way that was proven."""
+            if not verdict.holds(self._parameters.tensors(), chosen):
                 return False
             if verdict.reach != self.examiner.reach(uses, outputs, looked):
                 return False
@@ -150,7 +157,7 @@ class Audit:
             self._lift.begin(run, met, uses, self.forwards.first)
 
     def _calls(self, key: Any, uses: Sequence[Any]) -> Any:
-        """What a verdict holds for whatever the sizes of a batch."""
+        """Return what a verdict holds for, whatever the sizes of a batch."""
         called = tuple((site, len(sizes), node is None) for site, sizes, node, _ in uses)
         return called, *key[2:]
 
@@ -204,7 +211,7 @@ class Audit:
         self._heard_at[p] = place
 
     def _hears(self, place: int) -> bool:
-        """Whether what is recorded of a parameter will be held against what it receives."""
+        """Return whether what is recorded of a parameter will be held against what it receives."""
         return place in self.always or self._recorder.auditing
 
     def attend(self) -> None:
@@ -391,6 +398,7 @@ class Audit:
 
 
 def _finite(run: Any) -> bool:
-    """Whether a pass shows anything: sums that are inf or nan agree with whatever was received."""
+    """Return whether a pass shows anything: sums that are inf or nan agree with whatever was
+    received."""
     waiting = [g for place in run.waiting() for _, _, g in run.terms(place)]
     return all(bool(t.isfinite().all()) for t in (run.total(None), *waiting))

@@ -59,12 +59,12 @@ class Watch:
 
     @property
     def picks(self) -> bool:
-        """Whether how many rows there are was up to data, as of x[mask], where no node of the graph
-        shows which (routes.py)."""
+        """Return whether data decided how many rows there are, as of x[mask], where no node of the
+        graph shows which (routes.py)."""
         return bool(self._seen.picks)
 
     def is_constant(self, node: Any, number: int) -> bool:
-        """Whether this output of a graph node is known to be the same for any batch."""
+        """Return whether this output of a graph node is known to be the same for any batch."""
         return bool(self._seen.is_constant(node, number))
 
     def meet(self, site: int, given: Sequence[Tensor]) -> None:
@@ -121,12 +121,12 @@ class Mode(TorchDispatchMode):
         return self._bits.get((node, number), False)
 
     def stands(self, t: Tensor) -> bool:
-        """Whether it has the samples where an argument has them: a view of one along its other
-        dimensions, or made of such element by element."""
+        """Return whether it has the samples where an argument has them: a view of one along its
+        other dimensions, or made of such element by element."""
         return self._known_apart(t) > 0 and self._known_apart(t) == self._apart(t, self._batch_dim)
 
     def holds(self, t: Tensor) -> int:
-        """In which of the first two dimensions it is seen to have them; -1: in none."""
+        """Return which of the first two dimensions it is seen to have them in; -1: neither."""
         known = self._known_apart(t)
         return next((dim for dim in (0, 1) if known > 0 and known == self._apart(t, dim)), -1)
 
@@ -189,7 +189,7 @@ class Mode(TorchDispatchMode):
 
 
 class _Untraced(Mode):
-    """Where the compiler is loaded already, it must not trace what watches."""
+    """The mode where the compiler is loaded already, which must not trace it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -221,7 +221,7 @@ def _is_of_sizes(func: Any) -> bool:
 
 
 def _picks(func: Any, operands: Sequence[Tensor]) -> bool:
-    """Whether it takes rows of data; what has a gradient is seen in the graph."""
+    """Return whether it takes rows of data; what has a gradient is seen in the graph."""
     name = func._schema.name.removeprefix("aten::")
     return not name.startswith("nonzero") and not any(t.requires_grad for t in operands)
 

@@ -1,4 +1,4 @@
-"""What is noted while forwards run, on each thread: which tensors are constant (constant.py) in the
+"""Notes taken while forwards run, on each thread: which tensors are constant (constant.py) in the
 first forward of a regime, and the further outputs of modules that have several.
 
 A regime is the modes of the modules and what is trained. What is constant is a matter of the
@@ -30,7 +30,7 @@ __all__ = ["Forwards", "Looked", "Memory"]
 
 @dataclass
 class Memory:
-    """What forwards of one regime have shown; outlives the probe."""
+    """Facts that forwards of one regime have shown; outlives the probe."""
 
     watches: int = 1  # so many of the next forwards are watched
     # Of what a site was given in each of its calls, by its place and the number of these.
@@ -59,8 +59,8 @@ class Memory:
 
 
 def _where(seen: dict[tuple[int, int], list[int | None]], uses: Sequence[Any]) -> dict[int, int]:
-    """What was seen of these uses; of a site that was not seen called so often, if all its calls
-    were alike."""
+    """Return what was seen of these uses; of a site that was not seen called so often, if all its
+    calls were alike."""
     calls: dict[int, list[int]] = {}
     for k, (site, *_) in enumerate(uses):
         calls.setdefault(site, []).append(k)
@@ -75,7 +75,7 @@ def _where(seen: dict[tuple[int, int], list[int | None]], uses: Sequence[Any]) -
 
 
 class Looked(NamedTuple):
-    """What a forward showed while it ran."""
+    """Facts that one forward showed while it ran."""
 
     watch: Watch | None
     ends: dict[tuple[int, Any], list[End]]  # of several outputs, by site and the first's node
@@ -94,7 +94,7 @@ class _OfThread(threading.local):
 
 
 class Forwards:
-    """Of one probe."""
+    """The forwards of one probe."""
 
     def __init__(self, parameters: Any, memories: dict[Any, Memory]) -> None:
         self._parameters, self._memories = parameters, memories
@@ -102,7 +102,7 @@ class Forwards:
 
     @property
     def memory(self) -> Memory:
-        """Of the regime that the modules are in."""
+        """The memory of the regime that the modules are in."""
         regime = self._parameters.regime()
         return self._memories.get(regime) or self._memories.setdefault(regime, Memory())
 
@@ -123,7 +123,7 @@ class Forwards:
             local.watch = Watch(held, sized(arguments), n, batch_dim)
 
     def stop(self, whole: bool = True, outputs: Any = None) -> Looked:
-        """At the end of a forward (whole), or of a call of the model by itself."""
+        """Stop watching at the end of a forward (whole), or of a call of the model by itself."""
         local = self._local
         nodes = torch.autograd._get_sequence_nr() - local.first
         if not whole:
@@ -165,15 +165,15 @@ class Forwards:
 
 
 def _kind(outputs: Any) -> Any:
-    """Of a model's outputs, at a glance: each forward is asked."""
+    """Return the kind of a model's outputs, at a glance: each forward is asked."""
     if isinstance(outputs, dict):
         return tuple(outputs)
     return len(outputs) if isinstance(outputs, (tuple, list)) else 1
 
 
 def _detached(entry: Any) -> Any:
-    """What a selective checkpoint keeps, as a tensor of its own: what runs again makes that a view
-    of others, once."""
+    """Return what a selective checkpoint keeps, as a tensor of its own: what runs again makes that
+    a view of others, once."""
     if not isinstance(getattr(entry, "val", None), Tensor):
         return entry
     twin = copy.copy(entry)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf, prod, sqrt
+from math import prod
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..passes.unpacking import answers_again
+from .rows import Rows
 
 __all__ = [
     "BATCH",
@@ -34,6 +35,7 @@ __all__ = [
     "Seeding",
     "Watched",
     "from_sizes",
+    "heads_of",
     "owners",
 ]
 
@@ -64,7 +66,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Finding:
-    """What weighted backwards showed of one output."""
+    """The answer of weighted backwards on one output."""
 
     layout: int | str | None  # a str says why there is none; None: nothing was shown
     sure: bool = False  # no other layout that the sizes allow has the same rows
@@ -83,7 +85,7 @@ class Seeding:
         """unspent: what each backward of the graph runs under."""
         self._heads, self._uses, self._n, self._unspent = heads, uses, n, unspent
         self._known = [k for k, use in enumerate(uses) if use.node is not None]
-        nodes = below([t for t, _ in heads])
+        nodes = _in_order(t for t, _ in heads)
         self.able = bool(heads) and not any(is_python(v) or not answers_again(v) for v in nodes)
         wanted = {uses[k].node for k in self._known}
         above: set[Any] = set()  # those that lead to another one that is wanted
@@ -162,8 +164,8 @@ class Seeding:
     def _gradients(
         self, exponents: Tensor, heads: Sequence[tuple[Tensor, int]] | None = None
     ) -> dict[int, Rows]:
-        """By use. What is kept of each is small: a copy of every gradient would double a step's
-        memory."""
+        """Return rows by use. What is kept of each is small: a copy of every gradient would double
+        a step's memory."""
         found: dict[int, Rows] = {}
 
         def keep(k: int, g: Tensor | None) -> None:
@@ -204,7 +206,7 @@ class Seeding:
         digits: Sequence[Tensor],
         close: float = 0.0,
     ) -> list[Finding]:
-        """Of each use; one read from the device for all."""
+        """Return a finding for each use, by one read from the device for all."""
         found = [Finding(BATCH if use.node is None else None) for use in self._uses]
         groups: dict[Any, list[int]] = {}
         for k in self._known:
@@ -287,6 +289,30 @@ def _asked(
     return torch.stack(columns, 1)
 
 
+def heads_of(
+    outputs: Sequence[Tensor], n: int, dims: dict[tuple[int, int], int], batch_dim: int
+) -> tuple[list[tuple[Tensor, int]], list[list[tuple[Tensor, int]]]]:
+    """Return outputs with the dimension that holds the samples; and the same with each other
+    dimension of that size, if nothing tells these apart."""
+    heads, rests = [], []
+    for k, t in enumerate(outputs):
+        fits = [d for d, size in enumerate(t.shape) if size == n]
+        if not fits or not t.requires_grad or not t.is_floating_point():
+            continue
+        remembered = dims.get((k, t.dim()))
+        first = batch_dim if batch_dim in fits else fits[0]
+        if remembered in fits:
+            first, fits = remembered, [remembered]
+        heads.append((t, first))
+        rests.append([d for d in fits if d != first])
+    others = [
+        [(t, rest[min(j, len(rest) - 1)] if rest else first)
+         for (t, first), rest in zip(heads, rests, strict=True)]
+        for j in range(max(map(len, rests), default=0))
+    ]  # fmt: skip
+    return heads, others
+
+
 def _weighted(t: Tensor, exponents: Tensor, dim: int) -> Tensor:
     """A number whose gradient by `t` is random, that of sample n times 2^exponents[n]."""
     generator = torch.Generator(t.device).manual_seed(t.numel())
@@ -300,8 +326,8 @@ def _weighted(t: Tensor, exponents: Tensor, dim: int) -> Tensor:
     return root
 
 
-def below(outputs: Iterable[Tensor]) -> list[Any]:
-    """The graph's nodes below these, each before those it is made of."""
+def _in_order(outputs: Iterable[Tensor]) -> list[Any]:
+    """Return the graph's nodes below these, each before those it is made of."""
     order: list[Any] = []
     todo: list[tuple[Any, bool]] = [(t.grad_fn, False) for t in outputs]
     seen = set()
@@ -367,58 +393,3 @@ def from_sizes(leads: Sequence[int], n: int) -> int | None:
     if rest[:1] == [n] and first % n and n not in rest[1:]:
         return SEQUENCE
     return None
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What is kept of an output gradient: projections of its rows, which are scaled as they are.
-
-    Each projection of what another sample added is a random number of that one's size, so that four
-    of them miss nothing that is not as small as rounding.
-    """
-
-    elements: int
-    projections: Tensor  # [rows, up to 4]
-    sizes: Tensor  # [rows, 1]
-    close: float  # how near a projection comes, over its row's size
-    floor: float  # of sizes: below it subnormal numbers may have made the difference
-    half: bool  # something on the way here had float16
-
-    @property
-    def key(self) -> Any:
-        kept = self.projections
-        return kept.shape, kept.dtype, kept.device, self.close, self.floor, self.half
-
-    @staticmethod
-    def of(g: Tensor, count: int, half: bool) -> Rows:
-        # Scaling by powers of two rounds nothing, but for numbers that became subnormal: many do
-        # in float16.
-        close = 1e-2 if half else 1e-5
-        count = count if count and g.numel() % count == 0 else 1
-        elements = g.numel()
-        g = torch.view_as_real(g.detach().resolve_conj()) if g.is_complex() else g
-        wide = torch.float64 if g.dtype == torch.float64 else torch.float32
-        rows = g.detach().reshape(count, -1 if g.numel() else 0).to(wide)
-        if not elements:
-            return Rows(0, rows, rows, close, 0.0, half)
-        columns = rows.shape[1]
-        sizes, most = (torch.linalg.vector_norm(rows, p, 1, True) for p in (2, inf))
-        sizes = sizes.minimum(most * sqrt(columns))  # where squares overflow
-        if columns <= 4:  # no larger for being projected
-            kept = rows.clone()
-        else:
-            generator = torch.Generator(rows.device).manual_seed(columns)  # the same each time
-            onto = torch.randn(columns, 4, generator=generator, dtype=wide, device=rows.device)
-            with torch.autocast(g.device.type, enabled=False):
-                kept = rows @ onto
-        tiny = torch.finfo(torch.float16 if half else torch.float32).tiny
-        floor = tiny * sqrt(columns) if half else tiny / close
-        return Rows(elements, kept, sizes, close, floor, half)
-
-    def off(self, other: Rows) -> float:
-        """How far another answer is, over a row's size."""
-        if not self.elements:
-            return 0.0
-        off = (self.projections - other.projections).abs() / self.sizes
-        faint = self.sizes < self.floor
-        return float(off.where(off.isfinite() & ~faint, 0.0).max())

@@ -64,7 +64,8 @@ ALL = {"MaskedScatterBackward0", "MaskedSelectBackward0", "PackPaddedSequenceBac
 
 
 def routes(outputs: Iterable[Tensor], n: int) -> list[Any]:
-    """What this graph's batch chose; empty where none is chosen. None in it: it was not seen."""
+    """Return what this graph's batch chose; empty where none is chosen. None in it: it was not
+    seen."""
     found: list[Any] = []
     chosen = False
     for node in below(t.grad_fn for t in outputs if t.grad_fn is not None) if n > 1 else ():
@@ -111,13 +112,13 @@ def _joins_samples(node: Node, n: int) -> bool:
 
 
 def _dim(node: Node) -> int:
-    """Which graph nodes show as unsigned."""
+    """Return the dimension that a node works along; graph nodes show it as unsigned."""
     return int((getattr(node, "_saved_dim", 0) + (1 << 63)) % (1 << 64) - (1 << 63))
 
 
 def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:
-    """What a node saved of dimensions that may hold samples; None where hooks keep it, as those of
-    a checkpoint, which would compute all of it again."""
+    """Return what a node saved of dimensions that may hold samples; None where hooks keep it, as
+    those of a checkpoint, which would compute all of it again."""
     operand = node.next_functions[0]
     if name in TAKES and operand[0] is not None:
         if _is_table(operand[0]):

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..sharding import data_parallel
+from ..shared.frontier import Graph
 from ..sites.regime import Regime
 from .arguments import sized, tensors_in
 
@@ -103,7 +104,7 @@ class Samples:
 
     @property
     def silent(self) -> bool:
-        """Whether one of our own forwards or backwards runs on this thread."""
+        """Return whether one of our own forwards or backwards runs on this thread."""
         return self._local.silent
 
     # Forward
@@ -115,7 +116,7 @@ class Samples:
     def listen(
         self, run: Any, key: Any, module: nn.Module, arguments: tuple[Any, Any], out: Any
     ) -> None:
-        """At the end of a forward: keep what the check needs, if its structure is new."""
+        """Keep what the check needs at the end of a forward, if its structure is new."""
         if not self.on or run.n < 2 or key in self._checked:
             return
         reason = self._skipped(run.n, module, arguments)
@@ -157,7 +158,7 @@ class Samples:
             calls.append(call)
 
     def check(self, runs: Sequence[Any]) -> None:
-        """At the end of the first backward of these passes. Never raises."""
+        """Check these passes at the end of their first backward. Never raises."""
         for run in runs:
             calls = self._arrived.pop(run.serial, [])
             if calls and not any(call.key in self._checked or call.sharing for call in calls):
@@ -182,7 +183,7 @@ class Samples:
         self._checked.update({call.key: None for call in calls})
 
     def _compare(self, run: Any, calls: Sequence[Call], sample: int) -> dict[int, str]:
-        """What to say of each parameter whose norm differs."""
+        """Return what to say of each parameter whose norm differs."""
         tensors = self._parameters.tensors()
         live = {place: tensors[place] for place in run.trainable}
         totals: dict[int, Tensor] = {}
@@ -249,7 +250,7 @@ def _pulled_back(
     try:
         for held, _ in hooks:
             held.clear()
-        if not any(map(_is_reentrant, _nodes(roots))):
+        if not any(map(_is_reentrant, Graph(roots).parents)):
             return torch.autograd.grad(roots, live, seeds, allow_unused=True)
         for p in live:  # a reentrant checkpoint allows backward() alone
             p.grad = None
@@ -260,18 +261,6 @@ def _pulled_back(
             held.update(before)
         for p, g in zip(live, grads, strict=True):
             p.grad = g
-
-
-def _nodes(roots: Sequence[Tensor]) -> Iterator[Any]:
-    todo = [t.grad_fn for t in roots]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        if node is not None:
-            yield node
-            fresh = {child for child, _ in node.next_functions} - seen
-            seen |= fresh
-            todo += fresh
 
 
 def _is_reentrant(node: Any) -> bool:
@@ -317,8 +306,8 @@ def _of_one(arguments: tuple[Any, Any], n: int, sample: int, dim: int) -> tuple[
 
 
 def _sharing(arguments: Any, n: int, dim: int) -> bool:
-    """Whether an argument beside the first may be one that all samples share, as a mask [T, T] is
-    where T = N: a batch of another size will tell."""
+    """Return whether an argument beside the first may be one that all samples share, as a mask [T,
+    T] is where T = N: a batch of another size will tell."""
     first, *others = [t for t in sized(arguments) if t.dim()]
     return n in _but(first, dim)[:1] and any(
         t.dim() < 3 and t.shape != first.shape and t.shape[dim if t.dim() > dim else 0] == n

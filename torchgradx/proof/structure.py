@@ -8,18 +8,16 @@ calls: for nothing where its sizes leave no doubt, else by one backward.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..rules import Layer
-from ..shared.frontier import Graph, Plan, from_views
+from ..shared.frontier import Graph, from_views
 from ..shared.lift import Lift
-from ..sites.modules import build_of
 from ..sites.native import NativeSite
 from .forwards import Forwards, Looked
 from .layout import (
@@ -31,16 +29,18 @@ from .layout import (
     Seeding,
     Watched,
     from_sizes,
+    heads_of,
     is_python,
 )
-from .routes import alike, routes
+from .routes import routes
 from .several import End, ends_of_node
+from .verdict import Verdict, versions
 
 if TYPE_CHECKING:
     from ..sites.recurrent import Site
     from ..table import Parameters
 
-__all__ = ["BROADCAST", "OTHERWISE", "OUTSIDE", "Examiner", "Verdict", "from_outside", "known"]
+__all__ = ["BROADCAST", "OUTSIDE", "Examiner"]
 
 EITHER = (
     "the model's outputs have {n}, the number of samples, in two dimensions or more, and each may "
@@ -58,63 +58,10 @@ OUTSIDE = (
     "what it computes before samples enter, as from a position table, is followed outside of "
     "graphs: compile it without fullgraph=True"
 )
-OTHERWISE = "its compiled graph calls other layers than the model does without the compiler"
-CHOICES = ("layout", "batch_dim", "backend", "fused", "weight_grad", "check")
-_known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, dict[str, dict[Any, Any]]]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def known(model: nn.Module, options: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
-    """What was found of a model's structures under such options. It outlives a probe, as scoring
-    attaches anew for each batch, for as long as the model is built as it was."""
-    build, choices = build_of(model), tuple(repr(options[choice]) for choice in CHOICES)
-    if model not in _known or _known[model][0] != build:
-        _known[model] = build, {}
-    return _known[model][1].setdefault(choices, {})
-
-
-@dataclass
-class Verdict:
-    """What holds for a structure."""
-
-    layouts: list[int]  # of each use
-    refusals: list[tuple[int, str]]  # (site, why)
-    plan: Plan | None  # for the uses of layout SHARED
-    complete: bool  # False: another forward must be looked at
-    sites: list[int]  # of each use
-    routes: list[Any]  # what its batch chose, see routes.py
-    reach: tuple[bool, ...] = ()  # which outputs of parts with several it saw; empty: all
-    sure: Sequence[bool] = ()  # of each use: no other layout has the same rows
-    # Versions of the parameters, where weights are all zeros, as of adapters that are yet to be
-    # trained: what is behind them does not show.
-    zeros: int | None = None
-    blind: bool = False  # some uses received zeros only, as of a branch that was dropped
-    looks: int = 1  # at either
-    patience: int = 1  # so many passes until the next one
-
-    @property
-    def lasting(self) -> bool:
-        """Whether passes of this structure need not be looked at."""
-        return not (self.plan or self.routes or self.reach or self.zeros is not None)
-
-    def holds(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor], n: int) -> bool:
-        """Whether another pass would be shown no more than this was proven by."""
-        if self.zeros is not None:
-            versions = _versions(tensors)
-            self.patience -= self.blind or versions != self.zeros
-            if self.patience <= 0:
-                return False
-            self.zeros = versions
-        return not self.routes or alike(self.routes, routes(outputs, n))
-
-
-def _versions(tensors: Sequence[Tensor]) -> int:
-    return sum(p._version for p in tensors)
 
 
 class Examiner:
-    """Of one probe."""
+    """Examines the structures that one probe meets."""
 
     def __init__(
         self,
@@ -136,7 +83,7 @@ class Examiner:
         sites: Sequence[Site],
         looked: Looked,
     ) -> Verdict:
-        """What a forward shows."""
+        """Return what a forward shows of its structure."""
         n, graph, memory = run.n, Graph(outputs), self._forwards.memory
         watched, ends = self._watched(n, uses, outputs, sites, looked, graph)
         tables = memory.tables(uses) if n > 1 else set()
@@ -174,11 +121,12 @@ class Examiner:
                 sure.append(finding.sure)
                 continue
             apart = bool(outputs) and node is not None and node not in graph.parents
+            asked = not trusted and use.samples is None and layout != SHARED
+            sized = self._from_sizes(use, uses[k], sites[site], graph, n) if asked else None
+            beside = [end for j, end in ends if j == k]
             if trusted or not self._doubts(
-                k, uses, use, layout, sites[site], again, k in tables, graph, ends, watched, n
+                k, uses, use, layout, sites[site], again, k in tables, graph, beside, sized, n
             ):
-                asked = not trusted and use.samples is None
-                sized = self._from_sizes(use, uses[k], sites[site], graph, n) if asked else None
                 said = presumed if sized is None else sized
                 layouts.append(SHARED if layout == SHARED else said)
             elif apart or (k in zeros and not isinstance(layout, str)):
@@ -202,7 +150,7 @@ class Examiner:
         called = [site for site, *_ in uses]
         reach = self.reach(uses, outputs, looked)
         blind = n > 1 and bool(zeros)
-        now = _versions(self._parameters.tensors()) if blind or self._has_zeros(n) else None
+        now = versions(self._parameters.tensors()) if blind or self._has_zeros(n) else None
         return Verdict(layouts, refusals, plan, complete, called, chosen, reach, sure, now, blind)
 
     def _chosen(
@@ -216,8 +164,8 @@ class Examiner:
         return chosen
 
     def _has_zeros(self, n: int) -> bool:
-        """Whether weights are all zeros; biases often are, and hide nothing. Nor do they where no
-        backward runs, and to look at parts of what fully_shard split would communicate."""
+        """Return whether weights are all zeros; biases often are, and hide nothing. Nor do they
+        where no backward runs, and to look at parts of what fully_shard split would communicate."""
         if n == 1 or not self._proves or self._parameters.gathered():
             return False
         biases = {layer.bias for layer in self._layers}
@@ -239,11 +187,11 @@ class Examiner:
         again: bool,
         table: bool,
         graph: Graph,
-        ends: Sequence[tuple[int, End]],
-        watched: Sequence[Watched],
+        beside: Sequence[End],
+        sized: int | None,
         n: int,
     ) -> bool:
-        """Of a use of which nothing was proven: whether sizes leave a doubt."""
+        """Return whether sizes, which say `sized`, leave a doubt of a use that is not proven."""
         index, _, node, _ = uses[k]
         if layout == SHARED or n == 1:
             return False
@@ -256,8 +204,6 @@ class Examiner:
             return False  # it has left no graph, and nothing runs it again
         if use.samples is not None:
             return False
-        beside = [end for j, end in ends if j == k]
-        sized = self._from_sizes(use, uses[k], site, graph, n)
         if sized is None or (site.fixed and sized != site.presumed):
             return True
         return not site.fixed and not all(end.clear(use, sized, n) for end in beside)
@@ -265,8 +211,8 @@ class Examiner:
     def _from_sizes(
         self, watched: Watched, use: Any, site: Site, graph: Graph, n: int
     ) -> int | None:
-        """Where sizes leave no doubt. Those of [1, N] may be positions [1, T]; and of a module of
-        the user's the last dimensions may be any."""
+        """Return the layout, where sizes leave no doubt. Those of [1, N] may be positions [1, T];
+        and of a module of the user's the last dimensions may be any."""
         index, sizes, *_ = use
         known = site.fixed or self._in_order(site, index) or self._layers[index].inside
         if n > 1 and (watched.leads[:1] in ([1], (1,)) or (not known and list(sizes).count(n) > 1)):
@@ -283,18 +229,18 @@ class Examiner:
         sites: Sequence[Site],
         dims: dict[tuple[int, int], int],
     ) -> tuple[list[Finding] | None, bool]:
-        """Of each output of a node, None where no backward can run; and whether the samples may as
-        well be in other dimensions of the model's outputs."""
+        """Return a finding for each output of a node, None where no backward can run; and whether
+        the samples may as well be in other dimensions of the model's outputs."""
         if n < 2:  # of no samples, no rows
             first = (n == 1 or 0 in use.leads[:1] for use in watched)
             return [Finding(BATCH if is_first else SEQUENCE) for is_first in first], False
         if not self._proves or self._parameters.gathered():
             return None, False
-        heads, others = self._heads(outputs, n, dims)
+        heads, others = heads_of(outputs, n, dims, self._options["batch_dim"])
         anchors, tables = self._forwards.memory.anchors(uses), self._forwards.memory.tables(uses)
 
         def wanted(k: int, site: int) -> set[int]:
-            """Where a use must have the samples: as its argument does, as its layer says."""
+            """Return where a use must have the samples: as its argument does, as its layer says."""
             fixed = sites[site].fixed or self._layers[site].inside
             given = k in anchors and (fixed or self._in_order(sites[site], site))
             said = {sites[site].presumed} if fixed else set()
@@ -303,8 +249,8 @@ class Examiner:
         wants = [wanted(k, site) for k, (site, *_) in enumerate(uses)]
 
         def agrees(found: Sequence[Finding]) -> bool | None:
-            """Whether these uses have the samples there; None: there is none that shows it. False
-            where rows mix, too."""
+            """Return whether these uses have the samples there; None: there is none that shows it.
+            False where rows mix, too."""
             joined, _ = _joined(found, uses, ends, sites, n)
             mixes = any(isinstance(f.layout, str) and k not in tables for k, f in enumerate(joined))
             shown = [want == {f.layout} for f, want in zip(joined, wants, strict=True)
@@ -336,32 +282,9 @@ class Examiner:
         return found, doubt
 
     def _in_order(self, site: Site, index: int) -> bool:
-        """Whether a layer has the samples where its input has them, as nobody knows of others."""
+        """Return whether a layer has the samples where its input has them, as nobody knows of
+        others."""
         return isinstance(site, NativeSite) or self._layers[index].ruled
-
-    def _heads(
-        self, outputs: Sequence[Tensor], n: int, dims: dict[tuple[int, int], int]
-    ) -> tuple[list[tuple[Tensor, int]], list[list[tuple[Tensor, int]]]]:
-        """Outputs with the dimension that holds the samples; and, if nothing tells it from others
-        of the same size, the same with those."""
-        heads, rests = [], []
-        batch_dim = self._options["batch_dim"]
-        for k, t in enumerate(outputs):
-            fits = [d for d, size in enumerate(t.shape) if size == n]
-            if not fits or not t.requires_grad or not t.is_floating_point():
-                continue
-            remembered = dims.get((k, t.dim()))
-            first = batch_dim if batch_dim in fits else fits[0]
-            if remembered in fits:
-                first, fits = remembered, [remembered]
-            heads.append((t, first))
-            rests.append([d for d in fits if d != first])
-        others = [
-            [(t, rest[min(j, len(rest) - 1)] if rest else first)
-             for (t, first), rest in zip(heads, rests, strict=True)]
-            for j in range(max(map(len, rests), default=0))
-        ]  # fmt: skip
-        return heads, others
 
     def transferred(
         self,
@@ -372,7 +295,7 @@ class Examiner:
         sites: Sequence[Site],
         looked: Looked,
     ) -> Verdict | None:
-        """For a batch of another size: what was proven of the same calls, if it holds."""
+        """Return what was proven of the same calls, if it holds for a batch of another size."""
         n, graph = run.n, Graph(outputs)
         if verdict.refusals or verdict.routes or verdict.zeros is not None or n == 1:
             return None
@@ -403,7 +326,7 @@ class Examiner:
                 held += [layout for _, layout in met.ends]
         if not doubtful:
             return moved
-        heads, others = self._heads(outputs, n, self._forwards.memory.dims)
+        heads, others = heads_of(outputs, n, self._forwards.memory.dims, self._options["batch_dim"])
         if others or self._parameters.gathered() or not self._proves:
             return None
         seeding = Seeding(heads, watched, n, self._forwards.unspent)
@@ -413,7 +336,7 @@ class Examiner:
     def reach(
         self, uses: Sequence[Any], outputs: Sequence[Tensor], looked: Looked
     ) -> tuple[bool, ...]:
-        """Which outputs, of parts with several, come into the model's; empty: all."""
+        """Tell which outputs, of parts with several, come into the model's; empty: all."""
         if not looked.ends:
             return ()
         graph, whole = Graph(outputs), {(t.grad_fn, t.output_nr) for t in outputs}
@@ -458,7 +381,8 @@ def _joined(
     sites: Sequence[Site],
     n: int,
 ) -> tuple[list[Finding], set[int]]:
-    """Of each use by all of its outputs; and those that received zeros only, at one of them."""
+    """Return a finding for each use, by all of its outputs; and those that received zeros only, at
+    one of them."""
     found = list(findings[: len(uses)])
     of_ends = findings[len(uses) : len(uses) + len(ends)]
     zeros = {k for k, f in enumerate(found) if f.layout == NOWHERE}
@@ -470,30 +394,3 @@ def _joined(
         sure = f.sure if found[k].layout is None else found[k].sure
         found[k] = replace(found[k], layout=joined, sure=sure)
     return found, zeros
-
-
-def from_outside(run: Any) -> Verdict:
-    """On a pass of compiled graphs: its forwards are done once more, without the compiler."""
-    seen: list[tuple[Verdict, list[Any]]] = []
-    try:
-        for forward in run.outside:
-            first = forward()
-            seen.append(first if first[0].complete else forward())  # watched in the first
-    except Exception as error:  # no reason to end a training step
-        return _nothing(f"a call of the model without the compiler failed: {error}")
-    sizes = [(site, list(sizes)) for site, sizes, *_ in run.uses()]
-    if [use for _, uses in seen for use in uses] != sizes:
-        return _nothing(OTHERWISE)
-    verdicts = [verdict for verdict, _ in seen]
-    return Verdict(
-        [how for verdict in verdicts for how in verdict.layouts],
-        [refusal for verdict in verdicts for refusal in verdict.refusals],
-        next((verdict.plan for verdict in verdicts if verdict.plan), None),
-        all(verdict.complete for verdict in verdicts),
-        [site for verdict in verdicts for site in verdict.sites],
-        [part for verdict in verdicts for part in verdict.routes],
-    )
-
-
-def _nothing(why: str) -> Verdict:
-    return Verdict([], [(-1, why)], None, True, [], [])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..proof.layout import LAST, MINOR, NOWHERE, SECOND, SEQUENCE, Finding, Watched, from_sizes
 from ..sharding import shards
+from .sizes import columns_of, look_of, rows_of
 
 __all__ = [
     "Graph",
@@ -29,8 +30,6 @@ __all__ = [
     "dtype_of",
     "from_views",
     "is_leaf",
-    "look_of",
-    "rows_of",
     "shape_of",
     "survey",
 ]
@@ -181,24 +180,26 @@ def shape_of(node: Node, number: int) -> tuple[int, ...]:
 def from_views(graph: Graph, node: Node, number: int, leads: Sequence[int], n: int) -> int | None:
     """The layout of an output's rows, where sizes leave no doubt: its own and those of its views,
     in which the same rows come in the same order along more dimensions."""
+    return _told(leads, _views(graph, node, number) if n > 1 else [], n)
+
+
+def of_sizes(graph: Graph, use: Watched, n: int) -> int | None:
+    """The same of any node's output, whose last dimensions may be as many by themselves."""
+    views, shape = _views(graph, use.node, use.output_nr), shape_of(use.node, use.output_nr)
+    if shape.count(n) > (from_sizes(use.leads, n) is not None):
+        return None
+    return None if any(view.count(n) > 1 for view in views) else _told(use.leads, views, n)
+
+
+def _told(leads: Sequence[int], views: Sequence[Shape], n: int) -> int | None:
     rows = [tuple(leads)]
-    for shape in _views(graph, node, number) if n > 1 else ():
+    for shape in views:
         cuts = (shape[:k] for k in range(1, len(shape)) if shape[0] > 1)
         rows.append(next((cut for cut in cuts if prod(cut) == prod(leads)), ()))
     if n > 1 and any(sizes.count(n) > 1 for sizes in rows):
         return None
     found = {from_sizes(sizes, n) for sizes in rows} - {None}
     return found.pop() if len(found) == 1 else None
-
-
-def of_sizes(graph: Graph, use: Watched, n: int) -> int | None:
-    """The same of any node's output, whose last dimensions may be as many by themselves."""
-    shape = shape_of(use.node, use.output_nr)
-    if shape.count(n) > (from_sizes(use.leads, n) is not None):
-        return None
-    if any(view.count(n) > 1 for view in _views(graph, use.node, use.output_nr)):
-        return None
-    return from_views(graph, use.node, use.output_nr, use.leads, n)
 
 
 def _views(graph: Graph, node: Node, number: int) -> list[tuple[int, ...]]:
@@ -210,28 +211,6 @@ def _views(graph: Graph, node: Node, number: int) -> list[tuple[int, ...]]:
     return [shape_of(view, 0) for view, _ in found[1:]]
 
 
-def rows_of(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-    """The dimensions that may hold samples: the first two that are not a leading 1."""
-    while len(shape) > 1 and shape[0] == 1:
-        shape = shape[1:]
-    several = len(shape) > 2 or shape[1:] == (n,)  # else the second is of features
-    return shape[: 1 + several] or (1,)
-
-
-def columns_of(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Of a matrix, or of several, the last dimension of which may hold samples: einsum has what
-    leads its result on the left."""
-    return prod(shape[:-1]), shape[-1]
-
-
-def look_of(shape: Sequence[int], n: int) -> tuple[Any, ...]:
-    """What sizes say of where samples may be: a layout proven in one shape holds in another that
-    looks the same. At T = 1 rows t*N+n and n*T+t are the same, and a leading 1 may be T."""
-    ones = next((d for d, size in enumerate(shape) if size != 1), len(shape))
-    whole = n > 0 and ones < len(shape) and shape[ones] % n == 0
-    return ones, whole, *(size == n for size in shape)
-
-
 def dtype_of(node: Node, number: int) -> torch.dtype:
     found = node.variable if is_leaf(node) else node._input_metadata[number]
     dtype: torch.dtype = found.dtype
@@ -240,7 +219,7 @@ def dtype_of(node: Node, number: int) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is above the shared nodes, in the order of the climb; holds for a structure."""
+    """The nodes above the shared ones, in the order of the climb; holds for a structure."""
 
     starts: tuple[tuple[int, bool], ...]  # (use, whether from its own parameters), see lift.py
     names: tuple[str, ...]
@@ -263,8 +242,9 @@ class Plan:
     def fits(
         self, graph: Graph, climbed: Sequence[Node], n: int
     ) -> tuple[bool, tuple[Shape | None, ...], list[tuple[Watched, int]]]:
-        """Whether the layouts hold for the same nodes in another pass: they look as they did, or
-        their sizes leave no doubt. Their shapes now; and the frontier's, with their layouts."""
+        """Return whether the layouts hold for the same nodes in another pass: they look as they
+        did, or their sizes leave no doubt. Their shapes now; and the frontier's, with their
+        layouts."""
         shapes = _shapes(graph, zip(climbed, self.layouts, strict=True))
         ends: list[tuple[Watched, int]] = []
         same = True
@@ -329,7 +309,7 @@ class Region:
         return [use for part in self._parts for _, use in part]
 
     def shared(self, node: Node) -> bool:
-        """Whether what it makes may be the same for any batch."""
+        """Return whether what it makes may be the same for any batch."""
         numbers = self._graph.numbers(node)
         if not numbers or is_leaf(node) or self._constant is None:
             return bool(numbers)
@@ -338,7 +318,8 @@ class Region:
         return all(self._constant(node, k) for k in numbers)
 
     def layouts(self, found: Sequence[Finding], proven: bool) -> dict[Node, int | None]:
-        """By node, from what was found of `watched`. proven: weighted backwards could run."""
+        """Return layouts by node, from what was found of `watched`. proven: weighted backwards
+        could run."""
         rows, columns, middles = self._parts
         of_rows, rest = found[: len(rows)], found[len(rows) :]
         layouts: dict[Node, int | None] = dict.fromkeys(self._nodes)

@@ -42,7 +42,7 @@ class Met(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What may have to be lifted, before a proof."""
+    """Uses that may have to be lifted, before a proof."""
 
     graph: Graph  # without the edges by which modules use their own parameters
     called: set[int]
@@ -95,8 +95,8 @@ class Lift:
         of_region: Sequence[Finding],
         proven: bool,
     ) -> Plan | None:
-        """Which uses are lifted, and how; the first time that a structure is met. proven: weighted
-        backwards could run."""
+        """Tell which uses are lifted, and how; the first time that a structure is met. proven:
+        weighted backwards could run."""
         mixing = {
             k
             for k in start.tables
@@ -203,7 +203,7 @@ class Lift:
         sites: Sequence[Site],
         outputs: Sequence[Tensor],
     ) -> Met:
-        """What a plan is of, in the graph of this pass."""
+        """Find a plan's nodes in the graph of this pass."""
         served = {k for k, _ in plan.starts}
         read = {-1 - k for k in served if k < 0}
         graph, called = self._graph(read, uses, served, sites, outputs)

@@ -29,8 +29,9 @@ from ..proof.several import (
 from ..reference.chunks import along
 from ..rules import Layer, rule_named
 from ..sharding import scattered
-from ..shared.frontier import coarsest, look_of
+from ..shared.frontier import coarsest
 from ..shared.outer import BySample, sq_norms
+from ..shared.sizes import look_of
 from ..table import COMPUTED, Context, declared_layout
 from .booked import Booked
 from .copies import stock_of, untraced

@@ -1,0 +1,97 @@
+"""The verdict on a structure, kept by model and options for as long as the model lives."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..shared.frontier import Plan
+from ..sites.modules import build_of
+from .routes import alike
+
+__all__ = ["OTHERWISE", "Verdict", "from_outside", "known", "versions"]
+
+OTHERWISE = "its compiled graph calls other layers than the model does without the compiler"
+CHOICES = ("layout", "batch_dim", "backend", "fused", "weight_grad", "check")
+_known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, dict[str, dict[Any, Any]]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def known(model: nn.Module, options: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
+    """Return what was found of a model's structures under such options. It outlives a probe, as
+    scoring attaches anew for each batch, for as long as the model is built as it was."""
+    build, choices = build_of(model), tuple(repr(options[choice]) for choice in CHOICES)
+    if model not in _known or _known[model][0] != build:
+        _known[model] = build, {}
+    return _known[model][1].setdefault(choices, {})
+
+
+@dataclass
+class Verdict:
+    """The layouts that hold for a structure, and what is refused."""
+
+    layouts: list[int]  # of each use
+    refusals: list[tuple[int, str]]  # (site, why)
+    plan: Plan | None  # for the uses of layout SHARED
+    complete: bool  # False: another forward must be looked at
+    sites: list[int]  # of each use
+    routes: list[Any]  # what its batch chose, see routes.py
+    reach: tuple[bool, ...] = ()  # which outputs of parts with several it saw; empty: all
+    sure: Sequence[bool] = ()  # of each use: no other layout has the same rows
+    # Versions of the parameters, where weights are all zeros, as of adapters that are yet to be
+    # trained: what is behind them does not show.
+    zeros: int | None = None
+    blind: bool = False  # some uses received zeros only, as of a branch that was dropped
+    looks: int = 1  # at either
+    patience: int = 1  # so many passes until the next one
+
+    @property
+    def lasting(self) -> bool:
+        """Return whether passes of this structure need not be looked at."""
+        return not (self.plan or self.routes or self.reach or self.zeros is not None)
+
+    def holds(self, tensors: Sequence[Tensor], chosen: Callable[[], list[Any]]) -> bool:
+        """Return whether another pass, whose batch chose so, would be shown no more than this."""
+        if self.zeros is not None:
+            now = versions(tensors)
+            self.patience -= self.blind or now != self.zeros
+            if self.patience <= 0:
+                return False
+            self.zeros = now
+        return not self.routes or alike(self.routes, chosen())
+
+
+def versions(tensors: Sequence[Tensor]) -> int:
+    return sum(p._version for p in tensors)
+
+
+def from_outside(run: Any) -> Verdict:
+    """Do the forwards of a pass of compiled graphs once more, without the compiler."""
+    seen: list[tuple[Verdict, list[Any]]] = []
+    try:
+        for forward in run.outside:
+            first = forward()
+            seen.append(first if first[0].complete else forward())  # watched in the first
+    except Exception as error:  # no reason to end a training step
+        return _nothing(f"a call of the model without the compiler failed: {error}")
+    sizes = [(site, list(sizes)) for site, sizes, *_ in run.uses()]
+    if [use for _, uses in seen for use in uses] != sizes:
+        return _nothing(OTHERWISE)
+    verdicts = [verdict for verdict, _ in seen]
+    return Verdict(
+        [how for verdict in verdicts for how in verdict.layouts],
+        [refusal for verdict in verdicts for refusal in verdict.refusals],
+        next((verdict.plan for verdict in verdicts if verdict.plan), None),
+        all(verdict.complete for verdict in verdicts),
+        [site for verdict in verdicts for site in verdict.sites],
+        [part for verdict in verdicts for part in verdict.routes],
+    )
+
+
+def _nothing(why: str) -> Verdict:
+    return Verdict([], [(-1, why)], None, True, [], [])
