@@ -5,7 +5,10 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -66,17 +69,20 @@ const NodePtr& node_of(const py::object& python) {
 
 void bind_pass(py::module_& m) {
   py::class_<Recorder, std::shared_ptr<Recorder>>(m, "Recorder")
-      .def(py::init<int64_t, py::object, py::object, py::object, py::object, py::object, py::object, py::object>())
+      .def(py::init<int64_t, py::object, py::object, py::object, py::object, py::object, py::object>())
       .def("push", &Recorder::push, py::arg("run").none(true))
       .def("enlist", &Recorder::enlist)
       .def("pop", &Recorder::pop)
       .def("depth", &Recorder::depth)
       .def("current", &Recorder::current)
-      .def("records_again",  // None: not known
-           [](const Recorder& self) -> std::optional<bool> {
-             const auto known = self.original();
-             return known ? std::optional<bool>(*known != nullptr) : std::nullopt;
-           })
+      .def_static("next_node",  // that is made on this thread: the thread, and its number there
+                  [] { return std::pair(at::RecordFunction::currentThreadId(), at::sequence_number::peek()); })
+      .def_static("running_node",  // of a backward, on this thread
+                  []() -> std::optional<std::pair<uint64_t, uint64_t>> {
+                    const NodePtr node = torch::autograd::get_current_node();
+                    if (!node) return std::nullopt;
+                    return std::pair(node->thread_id(), node->sequence_nr());
+                  })
       .def("refuse", &Recorder::refuse)
       .def("clear", &Recorder::clear)
       .def("hold", &Recorder::hold)

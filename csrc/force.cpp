@@ -4,7 +4,7 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
-#include <torch/csrc/autograd/python_function.h>
+#include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
 
@@ -23,15 +23,16 @@ thread_local std::vector<InForce> in_force;  // of each probe: replicas and othe
 
 constexpr size_t kUnrecorded = 64;
 
-// What a Function of Python's holds: torch changed that too.
-NodePtr node_in(const NodePtr& node) {
-  return node;
-}
+// A recomputation that asked for its pass. The nodes that it makes are of that pass too, and are run by backwards
+// inside of this one.
+struct Asked {
+  const Recorder* recorder;
+  int64_t task;
+  std::weak_ptr<void> running;  // gone when that backward ends
+  std::weak_ptr<Pass> pass;     // empty: none was recorded
+};
 
-template <typename Weak>
-NodePtr node_in(const Weak& node) {
-  return node.lock();
-}
+thread_local std::vector<Asked> asked;
 
 }  // namespace
 
@@ -89,7 +90,30 @@ std::optional<std::shared_ptr<Pass>> Recorder::own(const Node& node) const {
   for (auto pass = passes.rbegin(); pass != passes.rend(); ++pass)
     if (std::any_of((*pass)->made.begin(), (*pass)->made.end(), holds)) return *pass;
   if (std::any_of(unrecorded_.begin(), unrecorded_.end(), holds)) return nullptr;
+  const int64_t task = get_current_graph_task_id();
+  for (auto outer = asked.rbegin(); outer != asked.rend(); ++outer)
+    if (outer->recorder == this && outer->task < task && !outer->running.expired()) return outer->pass.lock();
   return std::nullopt;
+}
+
+void Recorder::remember(const std::shared_ptr<Pass>& pass) const {
+  const int64_t task = get_current_graph_task_id();
+  std::shared_ptr<void> running;
+  const auto related = [&](const Recorder* other) {  // may serve the same modules
+    const auto is = [&](const auto& held) { return held.get() == other; };
+    return other == this || std::any_of(formers_.begin(), formers_.end(), is) ||
+           std::any_of(followers_.begin(), followers_.end(), [&](const auto& weak) { return weak.lock().get() == other; });
+  };
+  const auto over = [&](const Asked& before) {
+    if (before.task == task) running = before.running.lock();
+    return before.running.expired() || (before.task == task && related(before.recorder));
+  };
+  asked.erase(std::remove_if(asked.begin(), asked.end(), over), asked.end());
+  if (!running) {
+    running = std::make_shared<int>();
+    torch::autograd::Engine::get_default_engine().queue_callback([running] {});
+  }
+  asked.push_back({this, task, running, pass});
 }
 
 std::optional<std::shared_ptr<Pass>> Recorder::original(const Node& node) const {
@@ -102,23 +126,9 @@ std::optional<std::shared_ptr<Pass>> Recorder::original(const Node& node) const 
   return std::nullopt;
 }
 
-// The node that runs now; where it was made in a backward, those too whose backwards run around its own.
-std::vector<NodePtr> Recorder::running() const {
-  const NodePtr node = torch::autograd::get_current_node();
-  if (!node) return {};
-  std::vector<NodePtr> nodes{node};
-  if (original(*node)) return nodes;
-  py::gil_scoped_acquire gil;
-  for (const py::handle function : enclosing_->function())
-    if (NodePtr outer = node_in(reinterpret_cast<THPFunction*>(function.ptr())->cdata))
-      nodes.push_back(std::move(outer));
-  return nodes;
-}
-
 std::optional<std::shared_ptr<Pass>> Recorder::original() const {
-  for (const NodePtr& node : running())
-    if (auto known = original(*node)) return known;
-  return std::nullopt;
+  const NodePtr node = torch::autograd::get_current_node();
+  return node ? original(*node) : std::nullopt;
 }
 
 void Recorder::follow(const std::vector<std::shared_ptr<Recorder>>& formers) {
@@ -133,7 +143,7 @@ void Recorder::follow(const std::vector<std::shared_ptr<Recorder>>& formers) {
 
 int64_t Recorder::former() const {
   if (formers_.empty() || get_current_graph_task_id() == -1) return -1;
-  for (const NodePtr& node : running()) {
+  if (const NodePtr node = torch::autograd::get_current_node()) {
     const auto mine = own(*node);
     bool known = mine.has_value();
     if (mine.value_or(nullptr)) return -1;
@@ -158,7 +168,10 @@ std::shared_ptr<Pass> Recorder::current() const {
     py::gil_scoped_acquire gil;
     return astray_->function().cast<std::shared_ptr<Pass>>();
   }
-  if (auto known = original()) return *known;
+  if (auto known = original()) {
+    remember(*known);
+    return *known;
+  }
   const auto passes = living();  // of what is called outside of the model no stretch is known
   const bool astray = std::any_of(passes.begin(), passes.end(), [](const auto& pass) { return pass->astray; });
   if (!astray || held_ <= 0) return nullptr;

@@ -73,7 +73,7 @@ std::vector<const Node*> roots_beside(const std::unordered_set<Node*>& reached) 
 }  // namespace
 
 Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object met,
-                   py::object booked, py::object astray, py::object enclosing)
+                   py::object booked, py::object astray)
     : parameters(parameters),
       began_(new Callback{std::move(began)}),
       finish_(new Callback{std::move(finish)}),
@@ -81,7 +81,6 @@ Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::
       met_(new Callback{std::move(met)}),
       booked_(new Callback{std::move(booked)}),
       astray_(new Callback{std::move(astray)}),
-      enclosing_(new Callback{std::move(enclosing)}),
       before_{at::RecordFunction::currentThreadId(), 0, at::sequence_number::peek()} {}
 
 std::shared_ptr<const Owners> Recorder::owners() const {

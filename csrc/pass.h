@@ -101,7 +101,7 @@ struct Stretch {  // of the graph nodes made on a thread, by sequence number
 class Recorder : public std::enable_shared_from_this<Recorder> {
  public:
   Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object met,
-           py::object booked, py::object astray, py::object enclosing);
+           py::object booked, py::object astray);
 
   void enlist(const std::shared_ptr<Pass>& pass);
   void push(std::shared_ptr<Pass> pass);  // enlisted; nullptr: record nothing on this thread until pop()
@@ -170,7 +170,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   }
 
  private:
-  std::unique_ptr<Callback> began_, finish_, drained_, met_, booked_, astray_, enclosing_;
+  std::unique_ptr<Callback> began_, finish_, drained_, met_, booked_, astray_;
   // The sum, how large its terms were, and whether somebody wrote into it: a single term is on its way to be .grad.
   struct Recorded {
     Tensor sum;
@@ -190,9 +190,10 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   std::vector<Stretch> unrecorded_;  // by the latest forwards of the root that made nodes and no pass
   std::vector<std::shared_ptr<Recorder>> formers_;
   std::vector<std::weak_ptr<Recorder>> followers_;
-  std::optional<std::shared_ptr<Pass>> own(const Node& node) const;  // as original, of what was made by its forwards
+  // As original, of a node that was made by its forwards, or within a backward that has asked for one of these.
+  std::optional<std::shared_ptr<Pass>> own(const Node& node) const;
   std::optional<std::shared_ptr<Pass>> original(const Node& node) const;
-  std::vector<NodePtr> running() const;
+  void remember(const std::shared_ptr<Pass>& pass) const;
   std::map<int64_t, Tally> tallies_;  // by backward
   Tally& tally(int64_t task);
 };

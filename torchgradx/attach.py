@@ -23,7 +23,7 @@ from .options import Scale, fitting
 from .options import check as check_options
 from .passes import plain
 from .passes.backwards import Backwards, weakly
-from .passes.frames import Told, enclosing
+from .passes.frames import Told, runs
 from .passes.modes import unheard
 from .passes.record import Record
 from .proof.arguments import batch_size, one_of_several, tensors_in
@@ -50,6 +50,10 @@ _probes: weakref.WeakSet[Probe] = weakref.WeakSet()  # those that are attached
 _leaving: set[Probe] = set()  # removed, and a graph in flight may run their layers again
 
 UNSHOWN = "the model was called without a tensor that shows N: say batch_size="
+INSIDE = (
+    "paused() was called within what torch.utils.checkpoint runs, and will run again: pause around "
+    "the checkpoint"
+)
 MIXED = "same_samples() met forwards of a whole compiled graph and others"
 
 
@@ -165,7 +169,7 @@ class Probe(Reader):
         forward_to = partial(weakly, weakref.ref(self))  # the graph owns what it calls
         methods = ("_began", "_finish", "_drained", "_met", "_booked", "_astray")
         count = len(self._parameters.names)
-        self._recorder = Recorder(count, *map(forward_to, methods), enclosing)
+        self._recorder = Recorder(count, *map(forward_to, methods))
         shared = (self._recorder, self._parameters, self._layers, options)
         self._record = Record(*shared)
         checked = verdicts.setdefault("samples", {})
@@ -448,7 +452,13 @@ class Probe(Reader):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Record nothing inside."""
+        """Record nothing inside.
+
+        Raises:
+            RuntimeError: within what a checkpoint runs, of which all is recorded or nothing.
+        """
+        if runs("_checkpoint_hook"):
+            raise RuntimeError(INSIDE)
         self._paused += 1
         self._trace.on = False
         try:

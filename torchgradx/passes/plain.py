@@ -51,6 +51,14 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[Pass | None, int]] = []
         self.asking = False
+        self.asked: list[tuple[int, Any, Any]] = []  # backward, whether it runs, pass
+
+
+class _Until:
+    """Owned by a backward, as a callback for its end, for as long as it runs."""
+
+    def __call__(self) -> None:
+        pass
 
 
 class Recorder:
@@ -65,9 +73,8 @@ class Recorder:
         met: Callable[[int, Tensor], None],
         booked: Callable[[Pass, Any], None],
         astray: Callable[[], Pass | None],
-        enclosing: Callable[[], list[Any]],
     ) -> None:
-        self._astray, self._enclosing = astray, enclosing
+        self._astray = astray
         self.book, self.books = booked, False
         self.began, self.finish = began, finish
         self.balance = [0] * parameters
@@ -115,18 +122,43 @@ class Recorder:
     def _original(self) -> tuple[Pass | None, bool]:
         """The pass whose forward made the node that runs now, if any, and whether it is known."""
         node = torch._C._current_autograd_node()
-        numbers = [] if node is None else [n._sequence_nr() for n in (node, *self._enclosing())]
-        for number in numbers:  # of its thread, which is taken to be the only one
-            for run in (ref() for ref in reversed(self.alive)):
-                if run is not None and any(number in made for made in run.made):
-                    return run, True
-            if any(number in made for made in self._unrecorded):
-                return None, True
+        if node is None:
+            return None, False
+        number = node._sequence_nr()  # of its thread, which is taken to be the only one
+        for run in (ref() for ref in reversed(self.alive)):
+            if run is not None and any(number in made for made in run.made):
+                return run, True
+        if any(number in made for made in self._unrecorded):
+            return None, True
+        task = torch._C._current_graph_task_id()
+        for outer, running, ref in reversed(self._local.asked):
+            if outer < task and running() is not None:
+                return ref and ref(), True
         return None, False
 
-    def records_again(self) -> bool | None:
-        run, known = self._original()
-        return run is not None if known else None
+    def _remember(self, run: Pass | None) -> None:
+        """A recomputation asked for its pass: the nodes that it makes are of that pass too, and are
+        run by backwards inside of this one."""
+        task = torch._C._current_graph_task_id()
+        asked = [entry for entry in self._local.asked if entry[1]() is not None]
+        running = next((entry[1] for entry in asked if entry[0] == task), None)
+        if running is None:
+            until = _Until()
+            torch.autograd.Variable._execution_engine.queue_callback(until)
+            running = weakref.ref(until)
+        ours = (task, running, run and weakref.ref(run))
+        self._local.asked = [*(entry for entry in asked if entry[0] != task), ours]
+
+    @staticmethod
+    def next_node() -> tuple[int, int]:
+        """The thread, taken to be the only one, and the number there of the node made next."""
+        return 0, torch.autograd._get_sequence_nr()
+
+    @staticmethod
+    def running_node() -> tuple[int, int] | None:
+        """Of a backward, on this thread."""
+        node = torch._C._current_autograd_node()
+        return None if node is None else (0, node._sequence_nr())
 
     @property
     def sound(self) -> bool:
@@ -140,7 +172,10 @@ class Recorder:
             return self._in_force()[-1][0]
         if not _in_backward():
             return self._astray() if torch.is_grad_enabled() else None
-        return self._original()[0]
+        run, known = self._original()
+        if known:
+            self._remember(run)
+        return run
 
     def audited(self, task: int) -> bool:
         return task in self._audited

@@ -1,15 +1,13 @@
 """What nodes saved through hooks, where one is asked before the engine runs it.
 
-A checkpoint that is not reentrant gives each saved tensor out once in a backward, and not in two if
-it runs its layers in a generator's context; offloading, as often as it is asked; of other hooks
-nobody knows.
+A checkpoint that is not reentrant gives each saved tensor out once in a backward; offloading, as
+often as it is asked; of other hooks nobody knows.
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +16,6 @@ from torch.utils import checkpoint
 
 from ..ops import NATIVE
 from ..sharding import shards
-from .frames import holders, runs_again_once
 
 if NATIVE:
     from .._C import Saved, packed
@@ -26,12 +23,12 @@ if NATIVE:
 __all__ = [
     "answers_again",
     "answers_twice",
+    "are_offloaded",
     "hides",
     "saved",
     "saves_through_hooks",
     "spared",
     "unpacked",
-    "unpacking",
 ]
 
 Unpack = Callable[[Any], Tensor]
@@ -62,20 +59,17 @@ def hides(node: Any) -> bool:
     return type(node).__name__ == "CopySlices"
 
 
-def unpacking(nodes: Iterable[Any]) -> list[weakref.ref[Unpack]] | None:
-    """The hooks of the checkpoints around these, and around what is hidden among them. None: of
-    others nobody knows how often they may be asked."""
-    found = [packed for node in nodes for packed in _packed(node) or ()]
-    hooks = {id(hook): hook for hook, data in found if isinstance(data, Holder)}
-    return list(map(weakref.ref, hooks.values())) if all(map(_known, found)) else None
+def are_offloaded(nodes: Iterable[Any]) -> bool:
+    """Return whether all hooks around these, and so around what is hidden among them, give a tensor
+    as often as it is asked."""
+    return all(_offloads(hook) for node in nodes for hook, _ in _packed(node) or ())
 
 
 @contextlib.contextmanager
-def spared(node: Any, hidden: Sequence[weakref.ref[Unpack]] = ()) -> Iterator[None]:
+def spared(node: Any) -> Iterator[None]:
     """What the node asks checkpoints for inside stays there for the engine."""
     found = [(hook, data) for hook, data in _packed(node) or () if isinstance(data, Holder)]
-    others = [holder for hook in hidden for holder in holders(hook())]
-    before = [(holder, holder.handles) for holder in (*others, *(data for _, data in found))]
+    before = [(holder, holder.handles) for _, holder in found]
     try:
         for holder, handles in before:
             holder.handles = _Handles(handles)
@@ -112,8 +106,11 @@ def _packed(node: Any) -> list[Packed] | None:
 
 def _known(packed: Packed) -> bool:
     hook, data = packed
-    offloads = getattr(hook, "__qualname__", "").startswith("save_on_cpu.")
-    return (isinstance(data, Holder) and not runs_again_once(hook)) or offloads
+    return isinstance(data, Holder) or _offloads(hook)
+
+
+def _offloads(hook: Unpack) -> bool:
+    return getattr(hook, "__qualname__", "").startswith("save_on_cpu.")
 
 
 def saved(leaf: Any) -> Any:

@@ -22,7 +22,7 @@ from ..sharding import shards
 from ..sites.copies import untraced
 from .frontier import Graph, Node, Plan, below, dtype_of, is_leaf, shape_of
 from .outer import BySample, Gradients, Outer, added, along, in_full, size, sq_norms, total
-from .products import CAST, apart, by_sample, closed, dense, fitted, mapped, through
+from .products import CAST, by_sample, closed, dense, fitted, mapped, through
 
 __all__ = ["Descent", "Leaf", "stations"]
 
@@ -48,7 +48,6 @@ class Station:
     inward: dict[int, tuple[int, int]] = field(default_factory=dict)  # to a node's key and output
     leaves: dict[int, Leaf] = field(default_factory=dict)
     packed: bool = False  # it saved through hooks
-    hidden: Sequence[Any] = ()  # or what it wraps may have, through these
 
 
 def stations(
@@ -123,8 +122,7 @@ class Descent:
         # Norms only: a fused layer gives its parameters nothing to compare with.
         self._withholds = self._norms_only and node.name().startswith("torchgradx")
         try:
-            hooked = station.packed or station.hidden
-            with spared(node, station.hidden) if hooked else nullcontext():
+            with spared(node) if station.packed else nullcontext():
                 if not self._run.n:
                     self._nothing(station, node, incoming)
                 elif station.layout is not None:
@@ -229,9 +227,7 @@ class Descent:
             return tuple(out[operand] for operand in columns)
 
         for part in _chunks(live.values(), self._run.n, max(1, CHUNK // max(1, most))):
-            # A forward that ran again within vmap would be another one.
-            products = apart(ask, part) if station.hidden else mapped(ask, part)
-            for operand, product in zip(columns, products, strict=True):
+            for operand, product in zip(columns, mapped(ask, part), strict=True):
                 if product is not None:
                     columns[operand].append(self._reduced(station, operand, product))
         for operand, column in columns.items():

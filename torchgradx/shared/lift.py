@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ..passes.unpacking import answers_twice, hides, saves_through_hooks, unpacking
+from ..passes.unpacking import answers_twice, are_offloaded, hides, saves_through_hooks
 from ..proof.layout import Finding, Watched
 from ..rules import Layer
 from ..sites.native import NativeSite
@@ -113,11 +113,11 @@ class Lift:
             return None
 
         @cache
-        def hidden() -> Any:
-            return unpacking(graph.parents)
+        def shown() -> bool:
+            return are_offloaded(graph.parents)
 
         def able(node: Node, ends: bool) -> bool:
-            return answers_twice(node) and not (hides(node) and hidden() is None)
+            return answers_twice(node) and (not hides(node) or shown())
 
         def cheap(node: Node, ends: bool) -> bool:
             """Whether asking a node costs less than to run its module again."""
@@ -214,12 +214,11 @@ class Lift:
         if climbed is None:
             return Met(plan, read, called, None, False, [], (), ())
         way = stations(graph, plan, climbed, self._leaves(plan, uses, called).get)
-        hidden = unpacking(graph.parents) if any(map(hides, way)) else []
+        shown = not any(map(hides, way)) or are_offloaded(graph.parents)
         for node, station in way.items():
-            station.hidden = (hidden or ()) if hides(node) else ()
             station.packed = saves_through_hooks(node)
         mute = [node.name() for node in way
-                if not answers_twice(node) or (hides(node) and hidden is None)]  # fmt: skip
+                if not answers_twice(node) or (hides(node) and not shown)]  # fmt: skip
         same, shapes, ends = plan.fits(graph, climbed, n)
         return Met(plan, read, called, way, same, ends, shapes, tuple(mute))
 
