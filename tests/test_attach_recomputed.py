@@ -313,13 +313,27 @@ def test_in_a_reentrant_checkpoint_around_the_model(before, inside, options):
         same_gradients(model, twin, 1e-9)
 
 
+def test_paused_within_a_checkpoint_that_is_not_reentrant_is_refused():
+    model, x = nn.Linear(4, 4).double(), torch.randn(3, 2, 4).double()
+    probe = torchgradx.attach(model)
+
+    def part(x):
+        with probe.paused():
+            return model(x)
+
+    with pytest.raises(RuntimeError, match=r"paused\(\) was called within what"):
+        checkpoint(part, x, use_reentrant=False)
+    square(model, x).backward()
+    close_named(probe.norms(per="parameter"), loop(model, square, x))
+
+
 @a_few_modes
 @pytest.mark.parametrize("since", ["nothing", "removed", "attached anew", "paused"])
 @pytest.mark.parametrize("calls", ["fp", "pf", "fpf"])
-def test_paused_within_a_checkpoint(calls, since, options):
+def test_paused_within_a_reentrant_checkpoint(calls, since, options):
     """Each call of what runs again is as it was."""
     model = nn.Linear(4, 4).double()
-    twin, x = copy.deepcopy(model), torch.randn(3, 2, 4).double()
+    twin, x = copy.deepcopy(model), torch.randn(3, 2, 4).double().requires_grad_()
     probe = torchgradx.attach(model, **options)
 
     def part(model, x):
@@ -328,7 +342,7 @@ def test_paused_within_a_checkpoint(calls, since, options):
                 x = torch.tanh(model(x))
         return x.sin()
 
-    losses = [checkpoint(part, m, x, use_reentrant=False).sum() for m in (model, twin)]
+    losses = [checkpoint(part, m, x, use_reentrant=True).sum() for m in (model, twin)]
     if since in ("removed", "attached anew"):
         probe.remove()
     if since == "attached anew":
@@ -338,6 +352,30 @@ def test_paused_within_a_checkpoint(calls, since, options):
     losses[1].backward()
     if options.get("weight_grad", True):
         same_gradients(model, twin, 1e-9)
+
+
+@a_few_modes
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_each_call_within_a_reentrant_checkpoint_is_of_its_own_samples(order, options):
+    """In the order of their first forwards, with calls under no_grad around them."""
+    model = nn.Linear(4, 4).double()
+    twin = copy.deepcopy(model)
+    probe = torchgradx.attach(model, loss_reduction="sum", **options)
+    batches, losses = [torch.randn(n, 2, 4).double().requires_grad_() for n in (3, 5)], []
+
+    def part(x):
+        return torch.tanh(torch.cat([model(x[:2]), model(x[2:])]))
+
+    for x in batches:
+        with torch.no_grad():
+            model(x)
+        losses.append(checkpoint(part, x, use_reentrant=True).square().sum())
+        with torch.no_grad(), probe.paused():
+            model(x)
+    for k in order:
+        losses[k].backward()
+    want = [loop(twin, lambda m, x: torch.tanh(m(x)).square().sum(), x) for x in batches]
+    close_named(probe.norms(per="parameter"), {k: torch.cat([w[k] for w in want]) for k in want[0]})
 
 
 @a_few_modes

@@ -146,8 +146,10 @@ def timed():
 @a_few_modes
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("once", ["composable", "a generator's"])
-def test_a_context_that_serves_one_backward(once, whole, options):
-    """Left to the user's: no proof's backward uses it up."""
+@pytest.mark.parametrize("check", ["graph", "off"])
+def test_a_context_that_serves_one_backward(check, once, whole, options):
+    """Refused in the forward, as the proof uses it up; left to the user's where nothing is
+    proven."""
     model = Model(plain, **parts()).double()
     twin, reference = copy.deepcopy(model), copy.deepcopy(model)
 
@@ -165,4 +167,9 @@ def test_a_context_that_serves_one_backward(once, whole, options):
             net.function = lambda m, x: m.last(around(m.inner, m.first(x).tanh()))
         reference.function = lambda m, x: m.last(m.inner(m.first(x).tanh()))
         loss = square
-    stepped(model, twin, torchgradx.attach(model, **options), options, loss, reference)
+    probe = torchgradx.attach(model, check=check, **options)
+    if check == "graph":
+        with pytest.raises(torchgradx.CoverageError, match="serves one backward"):
+            loss(model, torch.randn(N, 3).double())
+    else:
+        stepped(model, twin, probe, options, loss, reference)

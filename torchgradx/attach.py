@@ -226,6 +226,7 @@ class Probe(Reader):
         self._standing.on = self._trace.on = False
         _probes.discard(self)
         self._audit.stop()
+        self._record.frames.turn(False)
         self._record.books.close()
         self._drained()
 

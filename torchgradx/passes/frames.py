@@ -22,8 +22,8 @@ __all__ = ["NONE", "Answer", "Frames", "Told", "runs"]
 _C = torch._C._autograd
 MANY = 1024  # calls under no_grad that are kept
 LOST = (
-    f"more than {MANY} calls of the model under no_grad lie between a reentrant checkpoint's forward "
-    "and its backward, and what was noted of it is gone: call backward() earlier"
+    f"more than {MANY} calls of the model under no_grad lie between a reentrant checkpoint's "
+    "forward and its backward, and what was noted of it is gone: call backward() earlier"
 )
 Reentrant: Any = checkpoint.CheckpointFunction._backward_cls
 
@@ -71,16 +71,22 @@ class Frames:
         found = now if on else Answer(0, now.told)
         node = self._recorder.running_node()
         if node is not None:
-            found = self._again(*node, on, now, outside)
-        thread, number = self._recorder.next_node()
-        notes = self._notes.setdefault(thread, _Notes())
-        if not notes.turns or notes.turns[-1][1] != bool(found.serial):
-            notes.turns = [*notes.turns[-MANY:], (number, bool(found.serial))]
+            thread, number = node
+            found = self._again(thread, number, on, now, outside)
+        notes, first = self.turn(bool(found.serial))
         if not outside and not torch.is_grad_enabled():  # perhaps in a reentrant checkpoint
-            notes.calls.append((number, found))
+            notes.calls.append((first, found))
             if len(notes.calls) > MANY:
                 notes.lost = notes.calls.pop(0)[0]
         return found
+
+    def turn(self, on: bool) -> tuple[_Notes, int]:
+        """Note whether this thread's forwards are recorded from its next node on."""
+        thread, number = self._recorder.next_node()
+        notes = self._notes.setdefault(thread, _Notes())
+        if not notes.turns or notes.turns[-1][1] != on:
+            notes.turns = [*notes.turns[-MANY:], (number, on)]
+        return notes, number
 
     def _again(self, thread: int, number: int, on: bool, now: Answer, outside: bool) -> Answer:
         """As `answer`, in the backward of a node: its thread, and its number there."""

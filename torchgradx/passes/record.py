@@ -57,7 +57,7 @@ class Record:
         self.books = Books(recorder, parameters)
         if not options["weight_grad"]:
             self.books = Deferred(recorder, parameters, options["loss_scale"])
-        self._frames = Frames(recorder)
+        self.frames = Frames(recorder)
         self._serial = 0  # of forwards
         # What the user said that losses are scaled by, each from one forward on, in order.
         scale = options["loss_scale"]
@@ -77,7 +77,7 @@ class Record:
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing() or self.unreal():
             return NONE
         now = Answer(self.next(), told)
-        found = self._frames.answer(on, now, outside)
+        found = self.frames.answer(on, now, outside)
         return found if torch.is_grad_enabled() else NONE
 
     def unreal(self) -> bool:

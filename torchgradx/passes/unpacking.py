@@ -24,6 +24,7 @@ __all__ = [
     "answers_again",
     "answers_twice",
     "are_offloaded",
+    "checkpointed",
     "hides",
     "saved",
     "saves_through_hooks",
@@ -63,6 +64,10 @@ def are_offloaded(nodes: Iterable[Any]) -> bool:
     """Return whether all hooks around these, and so around what is hidden among them, give a tensor
     as often as it is asked."""
     return all(_offloads(hook) for node in nodes for hook, _ in _packed(node) or ())
+
+
+def checkpointed(nodes: Iterable[Any]) -> bool:
+    return any(isinstance(data, Holder) for node in nodes for _, data in _packed(node) or ())
 
 
 @contextlib.contextmanager

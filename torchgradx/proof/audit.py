@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import ops
+from ..errors import CoverageError
 from ..passes.modes import several_at_once
 from ..rules import Layer
 from ..sharding import scattered
@@ -96,6 +97,8 @@ class Audit:
             return
         try:
             self._examine(run, key, looked, *shown)
+        except CoverageError:  # the user's backward would fail
+            raise
         except Exception as error:
             run.refuse(-1, UNPROVEN.format(error=f"{type(error).__name__}: {error}"))
 

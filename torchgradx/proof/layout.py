@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ..passes.unpacking import answers_again
+from ..errors import CoverageError
+from ..passes.unpacking import answers_again, checkpointed
 from .rows import Rows
 
 __all__ = [
@@ -49,6 +50,11 @@ MIXED = (
     "its rows mix the {n} samples, or stand in another order than n*T+t or t*N+n, so it has no "
     "per-sample gradient. If its input is the same for all samples (position ids), register it as "
     "a buffer or build it in forward with torch.arange"
+)
+ONCE = (
+    "a checkpoint in the model serves one backward, as where its context_fn makes a context by "
+    "@contextmanager, and the proof of the first pass runs more: give contexts of a class that can "
+    'be entered again, or say check="off"'
 )
 
 
@@ -85,7 +91,7 @@ class Seeding:
         """unspent: what each backward of the graph runs under."""
         self._heads, self._uses, self._n, self._unspent = heads, uses, n, unspent
         self._known = [k for k, use in enumerate(uses) if use.node is not None]
-        nodes = _in_order(t for t, _ in heads)
+        self._nodes = nodes = _in_order(t for t, _ in heads)
         self.able = bool(heads) and not any(is_python(v) or not answers_again(v) for v in nodes)
         wanted = {uses[k].node for k in self._known}
         above: set[Any] = set()  # those that lead to another one that is wanted
@@ -95,7 +101,7 @@ class Seeding:
         # The engine is asked for those alone below which no other is wanted.
         self._last = [k for k in self._known if uses[k].node not in above]
         self._half = any(map(_is_half, nodes))  # under autocast, its ends may be wider
-        self._loud = 0
+        self._loud, self._ran = 0, False
         self._plain: dict[int, Rows] = {}  # what prove() found of the unscaled backward
 
     def prove(self) -> list[Finding] | None:
@@ -121,7 +127,9 @@ class Seeding:
                 pairs = zip(found, again, strict=True)
                 found = [two if isinstance(one.layout, str) else one for one, two in pairs]
                 plain = other
-        except Exception:  # reentrant checkpointing forbids it; hooks may raise what they like
+        except Exception as error:  # reentrant checkpointing forbids it; hooks raise what they like
+            if self._ran and checkpointed(self._nodes):  # the user's backward would fail as well
+                raise CoverageError(ONCE) from error
             return None
         return found
 
@@ -187,6 +195,7 @@ class Seeding:
         finally:
             for handle in handles:
                 handle.remove()
+        self._ran = True
         for k, g in zip(self._last, ends, strict=True):
             keep(k, g)
         return found

@@ -18,7 +18,6 @@ from .outer import Gradients, Outer
 
 __all__ = [
     "CAST",
-    "apart",
     "by_sample",
     "closed",
     "dense",
