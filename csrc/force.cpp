@@ -101,8 +101,9 @@ void Recorder::remember(const std::shared_ptr<Pass>& pass) const {
   std::shared_ptr<void> running;
   const auto related = [&](const Recorder* other) {  // may serve the same modules
     const auto is = [&](const auto& held) { return held.get() == other; };
+    const auto follows = [&](const auto& weak) { return weak.lock().get() == other; };
     return other == this || std::any_of(formers_.begin(), formers_.end(), is) ||
-           std::any_of(followers_.begin(), followers_.end(), [&](const auto& weak) { return weak.lock().get() == other; });
+           std::any_of(followers_.begin(), followers_.end(), follows);
   };
   const auto over = [&](const Asked& before) {
     if (before.task == task) running = before.running.lock();
