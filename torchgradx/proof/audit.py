@@ -145,7 +145,8 @@ class Audit:
             tired = [v for v in held if v.zeros is not None]
             if tired and verdict.zeros is not None:  # zeros still: look less often
                 looks = 1 + max(v.looks for v in tired)
-                sure = NOWHERE not in verdict.layouts
+                planned = verdict.plan.layouts if verdict.plan else ()
+                sure = NOWHERE not in (*verdict.layouts, *planned)
                 verdict.looks, verdict.patience = looks, 2 ** max(0, looks - 4) if sure else 1
             for old in tired:
                 self._drop(key, old)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..passes.plain import receives
 from ..passes.unpacking import spared
+from ..proof.layout import NOWHERE
 from ..sharding import shards
 from ..sites.copies import untraced
 from .frontier import Graph, Node, Plan, below, dtype_of, is_leaf, shape_of
@@ -27,6 +28,10 @@ from .products import CAST, by_sample, closed, dense, fitted, mapped, through
 __all__ = ["Descent", "Leaf", "stations"]
 
 G = TypeVar("G", bound=Tensor | Outer)
+LATER = (
+    "the model's outputs gave it zeros, as behind weights that begin as zeros, and now a gradient "
+    "came by a way that no output shows"
+)
 CHUNK = 1 << 23  # elements of parameters' gradients at a time: 32 MiB of float32
 
 
@@ -172,6 +177,11 @@ class Descent:
         g, layout, n = incoming[station.output], station.layout, self._run.n
         if g is None or layout is None:
             return
+        if layout == NOWHERE:
+            if g.any():
+                self._refuse(LATER)
+            self._nothing(station, node, incoming)
+            return
         if station.inward or any(self._hears(leaf.place) for leaf in station.leaves.values()):
             self._measure(g)  # for what will be compared
         masked: list[int] = []
@@ -197,11 +207,12 @@ class Descent:
             self._send(station, operand, torch.cat(column))
 
     def _nothing(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
-        """Of no samples."""
+        """Send zeros: of no samples, or behind weights that are zeros."""
         device = next((g.device for g in incoming if g is not None), None)
         for operand in (*station.inward, *station.leaves):
             edge = node.next_functions[operand]
-            zeros = torch.zeros(0, *shape_of(*edge), dtype=dtype_of(*edge), device=device)
+            zeros = torch.zeros((), dtype=dtype_of(*edge), device=device)
+            zeros = zeros.expand(self._run.n, *shape_of(*edge))
             self._send(station, operand, self._reduced(station, operand, zeros))
 
     def _pass(self, station: Station, node: Node, held: list[Gradients | None]) -> None:
