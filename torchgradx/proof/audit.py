@@ -274,7 +274,8 @@ class Audit:
         if several_at_once():
             return None
         task = torch._C._current_graph_task_id()
-        compared = gradient if self._recorder.auditing or place in self.always else None
+        always = place in self.always and (task, place) not in self._lift.delivered
+        compared = gradient if self._recorder.auditing or always else None
         if not self._recorder.audited(task):  # this backward met no pass, as yet
             if compared is not None:
                 self._began(None)
@@ -315,6 +316,7 @@ class Audit:
             tensors = self._parameters.wholes() if left else []
             heard = (key for key in left if tensors[key[1]] in self._heard_at)  # in every backward
             self._record.mismatched |= set(heard)
+        self._lift.delivered = {key for key in self._lift.delivered if key[0] not in tasks}
         if not (self._unmet or self._before or self._awaiting):
             return
         if torch._C._current_graph_task_id() == -1:
