@@ -23,7 +23,18 @@ from ..sharding import shards
 from ..sites.copies import untraced
 from .affine import at_node
 from .frontier import Graph, Node, Plan, below, dtype_of, is_leaf, shape_of
-from .outer import BySample, Gradients, Outer, added, along, in_full, size, sq_norms, total
+from .outer import (
+    BySample,
+    Gradients,
+    Outer,
+    added,
+    along,
+    difference,
+    in_full,
+    size,
+    sq_norms,
+    total,
+)
 from .products import CAST, by_sample, closed, dense, fitted, mapped, through
 
 __all__ = ["Descent", "Leaf", "stations"]
@@ -120,12 +131,10 @@ class Descent:
 
     @untraced
     def _arrive(self, station: Station, incoming: Sequence[Tensor | None]) -> None:
-        if torch.is_grad_enabled():
-            return  # create_graph, which is refused when it is read
         if self._task != torch._C._current_graph_task_id():
             self._begin()
-        if not self._counts:
-            return
+        if torch.is_grad_enabled() or not self._counts:
+            return  # create_graph, which is refused when it is read
         node = torch._C._current_autograd_node()
         self._gives = any(g is not None for g in incoming)  # else a cast under norms only
         # Norms only: a fused layer gives its parameters nothing to compare with.
@@ -147,7 +156,8 @@ class Descent:
         self._task, self._rounding = torch._C._current_graph_task_id(), 0.0
         self._held.clear()
         self._ready.clear()
-        self._counts = any(receives(leaf.parameter) for leaf in self._leaves)
+        arrives = [self._run.arrive([leaf.place], True) for leaf in self._leaves]
+        self._counts = any(arrives) and any(receives(leaf.parameter) for leaf in self._leaves)
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         whole = self._recorder.books or bool(self._run.directions)  # what norms alone do not need
         self._final = not (self._run.keep or self._run.retained or keeps or whole)
@@ -169,7 +179,8 @@ class Descent:
                 self._measure(mine)
             if g is None or casts:
                 continue
-            off, own = size(g if mine is None else g - total(mine)), size(g)
+            own = size(g)
+            off = own if mine is None else difference(g, mine)
             if off > 64 * (self._rounding + own * torch.finfo(g.dtype).eps):
                 self._refuse(
                     "the gradient it received is not the sum of its gradients by sample: a hook, "

@@ -6,7 +6,7 @@ that a module uses beside its children: running such a module again would run al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -194,8 +194,11 @@ class Lift:
 
     def own(self, k: int, uses: Sequence[Use], graph: Graph) -> tuple[Node, ...]:
         """The ends of the graph that are parameters of a use, or of what -1 - place stands for."""
-        every = self._parameters.wholes()
-        tensors = [every[place] for place in self._served(k, uses)[1]]
+        return self._own(self._served(k, uses)[1], graph, self._parameters.wholes())
+
+    @staticmethod
+    def _own(places: Iterable[int], graph: Graph, every: Sequence[Tensor]) -> tuple[Node, ...]:
+        tensors = (every[place] for place in places)
         nodes = [get_gradient_edge(p).node for p in tensors if p.requires_grad]
         return tuple(node for node in nodes if node in graph.parents)
 
@@ -212,8 +215,10 @@ class Lift:
         read = {-1 - k for k in served if k < 0}
         graph, called = self._graph(read, uses, served, sites, outputs)
         starts: list[Node] = []
+        every = self._parameters.wholes()
         for k, own in plan.starts:
-            starts += self.own(k, uses, graph) if own else [uses[k][2]]
+            places = self._served(k, uses)[1]
+            starts += self._own(places, graph, every) if own else [uses[k][2]]
         climbed = plan.climb(graph, starts)
         if climbed is None:
             return Met(plan, read, called, None, False, [], (), ())

@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 CAST = "ToCopyBackward0"  # autocast's
+FEW = 8  # samples
 # A node's product elementwise, before it is summed over what the operand was broadcast along.
 ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
     "AddBackward0": lambda node, k, g: g * node._saved_alpha if k and node._saved_alpha != 1 else g,
@@ -112,6 +113,8 @@ def mapped(
     ask: Callable[..., tuple[Tensor, ...]], part: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
     """For each sample; None: an operand that this backward leaves out."""
+    if len(part[0]) <= FEW:  # to set up a map takes longer
+        return apart(ask, part)
     try:
         return vmap(ask)(*part)
     except Exception:  # no rule for it
@@ -140,6 +143,9 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradient
     if name in COLUMNS and operand == 0 and layout == LAST:
         grads, columns = (by_sample(t, layout, n) for t in (g, node._saved_mat2))
         return grads @ columns.mT
+    if name == "AddmmBackward0" and operand == 0:
+        pieces = by_sample(g if node._saved_beta == 1 else g * node._saved_beta, layout, n)
+        return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
     saved, place = ROWS.get(name, ("", -1))
     if operand == place and layout in (BATCH, SECOND, MINOR):
         rows, grads = (by_sample(t, layout, n) for t in (getattr(node, saved), g))
