@@ -18,6 +18,7 @@ from attach_oracle import (
     seeded,  # noqa: F401
     square,
     title,
+    tolerance,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -216,3 +217,40 @@ def test_checkpointed_it_is_exact(name, reentrant):
         for _ in range(2):
             square(model, x).backward()
             close_named(probe.norms(per="parameter"), want)
+
+
+@each_model
+@a_few_modes
+def test_later_steps_are_exact(name, options):
+    """Their structure is known, and kernels take the norms at the nodes."""
+    model, first = example(name)
+    with torchgradx.attach(model, **options) as probe:
+        for n in (N, N, N + 1, N + 1):
+            x = torch.randn(n, *first.shape[1:], dtype=torch.float64)
+            square(model, x).backward()
+            close_named(probe.norms(per="parameter"), loop(model, square, x))
+
+
+@each_model
+def test_later_steps_are_exact_in_bfloat16(name):
+    model, x = example(name)
+    want = loop(model, square, x)
+    model, x = model.bfloat16(), x.bfloat16()
+    with torchgradx.attach(model) as probe:
+        for _ in range(3):
+            square(model, x).backward()
+            got = probe.norms(per="parameter")
+    close_named(got, want, tolerance(model, torch.bfloat16))
+
+
+@each_model
+def test_a_penalty_that_comes_later_is_refused(name):
+    model, x = example(name)
+    with torchgradx.attach(model) as probe:
+        for _ in range(3):
+            square(model, x).backward()
+            probe.norms()
+        (square(model, x) + sum(p.square().sum() for p in model.s.parameters())).backward()
+        with pytest.raises(torchgradx.CoverageError) as refusal:
+            probe.norms()
+    assert set(refusal.value.parameters) == {f"s.{key}" for key, _ in model.s.named_parameters()}

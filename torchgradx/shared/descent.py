@@ -35,7 +35,17 @@ from .outer import (
     sq_norms,
     total,
 )
-from .products import CAST, by_sample, closed, dense, fitted, mapped, through
+from .products import (
+    CAST,
+    by_sample,
+    closed,
+    dense,
+    fitted,
+    gives_on,
+    is_elementwise,
+    mapped,
+    through,
+)
 
 __all__ = ["Descent", "Leaf", "stations"]
 
@@ -99,7 +109,29 @@ def stations(
         for operand, (child, output) in enumerate(node.next_functions):
             if child in inside and child in useful:
                 way[node].inward[operand] = numbers[child], output
+    for node, station in way.items():
+        if station.layout is not None and is_elementwise(node):
+            for operand in list(station.inward):
+                _shorten(graph, way, node, operand)
     return {node: s for node, s in way.items() if s.inward or s.leaves}
+
+
+def _shorten(graph: Graph, way: dict[Node, Station], node: Node, operand: int) -> None:
+    """Serve a parameter at a frontier's node where what lies between, as in 1 + weight, gives on
+    the gradient that it receives."""
+    links: list[Node] = []
+    child = node.next_functions[operand][0]
+    while way[child].inward and not way[child].leaves and gives_on(child):
+        links.append(child)
+        child = child.next_functions[next(iter(way[child].inward))][0]
+    links.append(child)
+    leaves = way[child].leaves
+    if len(leaves) == 1 and gives_on(child) and all(len(graph.parents[c]) == 1 for c in links):
+        way[node].leaves[operand] = next(iter(leaves.values()))
+        del way[node].inward[operand]
+        for link in links:
+            way[link].inward.clear()
+            way[link].leaves.clear()
 
 
 class Descent:
@@ -295,6 +327,7 @@ class Descent:
         leaf = station.leaves.get(operand)
         if leaf is None:
             return product
+        product = _like(product, leaf.parameter)
         if self._hears(leaf) and self._gives and not (self._withholds and operand):
             self._measure(product)
             self._recorder.add_recorded(leaf.place, total(product), self._rounding)
@@ -349,6 +382,14 @@ class Descent:
             v = self._run.directions[leaf.place] if self._run.directions else None
             if v is not None:
                 self._run.add_dots(along(whole, v))
+
+
+def _like(product: G, parameter: Tensor) -> G:
+    """Return gradients [N, *] in the parameter's shape and dtype: what lies between, as a view or
+    a cast, may have had others."""
+    if isinstance(product, Tensor):
+        return product.reshape(len(product), *parameter.shape).to(parameter.dtype)  # type: ignore[return-value]
+    return product
 
 
 def _chunks(grads: Iterable[Tensor], n: int, step: int) -> Iterator[list[Tensor]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ..ops import NATIVE
-from ..passes.unpacking import answers_twice, are_offloaded, hides, saves_through_hooks
+from ..passes.unpacking import answers_twice, are_offloaded, asked, hides
 from ..proof.layout import Finding, Watched
 from ..rules import Layer
 from ..sites.native import NativeSite
@@ -224,10 +224,11 @@ class Lift:
             return Met(plan, read, called, None, False, [], (), ())
         way = stations(graph, plan, climbed, self._leaves(plan, uses, called).get)
         shown = not any(map(hides, way)) or are_offloaded(graph.parents)
+        mute: list[str] = []
         for node, station in way.items():
-            station.packed = saves_through_hooks(node)
-        mute = [node.name() for node in way
-                if not answers_twice(node) or (hides(node) and not shown)]  # fmt: skip
+            answers, station.packed = asked(node)
+            if not answers or (hides(node) and not shown):
+                mute.append(node.name())
         same, shapes, ends = plan.fits(graph, climbed, n)
         return Met(plan, read, called, way, same, ends, shapes, tuple(mute))
 

@@ -22,7 +22,9 @@ __all__ = [
     "closed",
     "dense",
     "fitted",
+    "gives_on",
     "in_closed_form",
+    "is_elementwise",
     "mapped",
     "through",
 ]
@@ -40,6 +42,9 @@ ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
     "ExpandBackward0": lambda node, k, g: g,
     "RepeatBackward0": lambda node, k, g: g,
 }
+LINKS = {CAST, *(f"{name}Backward0" for name in (
+    "Alias", "ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View",
+))}  # fmt: skip
 # rows @ b: the saved rows, and which operand b is
 ROWS = {
     "MmBackward0": ("_saved_self", 1),
@@ -80,8 +85,22 @@ CHANNELS_FIRST = {"NativeGroupNormBackward0", "NativeBatchNormBackward0"}
 
 
 def in_closed_form(node: Node) -> bool:
-    name = node.name()
-    return name in ELEMENTWISE or name in ROWS or name in NORMALISED
+    return is_elementwise(node) or node.name() in ROWS
+
+
+def is_elementwise(node: Node) -> bool:
+    return node.name() in ELEMENTWISE or node.name() in NORMALISED
+
+
+def gives_on(node: Node) -> bool:
+    """Return whether its one operand receives the gradient as it is, in another shape or dtype."""
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    if len(edges) != 1:
+        return False
+    if node.name() == "AddBackward0":  # to a constant
+        plain = edges[0] == node.next_functions[0] or node._saved_alpha == 1
+        return plain and shape_of(*edges[0]) == shape_of(node, 0)
+    return node.name() in LINKS
 
 
 def _normalisation(node: Node, operand: int, g: Tensor) -> Tensor | None:

@@ -148,7 +148,11 @@ class FallbackSite:
         run = self._recorder.current()
         if run is None or torch._C._are_functorch_transforms_active():
             return None
-        given, samples = tensors_in((args, kwargs)), samples_of(out, run.n)
+        # Known, and of tensors alone: there is less to ask.
+        plain = self._lifted and not kwargs and isinstance(out, Tensor)
+        plain = plain and all(isinstance(t, Tensor) for t in args)
+        given = list(args) if plain else tensors_in((args, kwargs))
+        samples = None if plain else samples_of(out, run.n)
         mixes = why_mixed(module, [*args, *kwargs.values()], run.n)
         if mixes:
             run.refuse(self._index, mixes)
@@ -159,12 +163,12 @@ class FallbackSite:
             return None
         made = not all(p.is_leaf for p in held.values())
         told = (args, kwargs), samples is not None, run.n
-        unsaid = COMPUTED if made else why_not(held.values(), *told)
+        unsaid = COMPUTED if made else None if plain else why_not(held.values(), *told)
         if unsaid:
             run.refuse(self._index, unsaid)
             return None
-        changed = _apart(module, out) if torch.is_grad_enabled() else None
-        outputs = tensors_in(changed or out)
+        changed = _apart(module, out) if torch.is_grad_enabled() and not plain else None
+        outputs = [out] if plain else tensors_in(changed or out)
         if not outputs:
             return None  # what it gives is not seen: where gradients come of it, they are refused
         live = [t for t in outputs if t.requires_grad]
