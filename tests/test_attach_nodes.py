@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import (
+    ANY,
     Model,
     a_few_modes,
     check,
@@ -254,3 +255,39 @@ def test_a_penalty_that_comes_later_is_refused(name):
         with pytest.raises(torchgradx.CoverageError) as refusal:
             probe.norms()
     assert set(refusal.value.parameters) == {f"s.{key}" for key, _ in model.s.named_parameters()}
+
+
+class Scaled(nn.Embedding):
+    """As Gemma's and BART's."""
+
+    def forward(self, ids):
+        return 3.0 * super().forward(ids)
+
+
+@pytest.mark.parametrize("options", [*ANY, {"clip": True}], ids=title)
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_of_the_users_is_looked_up_as_a_stock_one(tied, padding, options):
+    parts = {"e": Scaled(11, C, padding_idx=padding), "o": nn.Linear(C, 11, bias=False)}
+    model = Model(lambda m, ids: m.o(torch.tanh(m.e(ids))), **parts).double()
+    if tied:
+        model.o.weight = model.e.weight
+    with torchgradx.attach(model, **options) as probe:
+        for n in (N, N, N + 1):
+            ids = torch.randint(0, 11, (n, T))
+            model.zero_grad()
+            square(model, ids).backward()
+            close_named(probe.norms(per="parameter"), loop(model, square, ids))
+        assert "e: Scaled  [e.weight]: lifted" in probe.explain()
+    if options.get("clip"):
+        twin = copy.deepcopy(model)
+        norms = per_model(loop(model, square, ids))
+        factors = (float(norms.median()) / norms).clamp(max=1)
+        each = (f * square(twin, row[None]) for f, row in zip(factors, ids, strict=True))
+        twin.zero_grad()
+        (sum(each) / len(ids)).backward()
+        with torchgradx.attach(model, **options) as probe:
+            model.zero_grad()
+            square(model, ids).backward()
+            probe.clip_grad_norm_(float(norms.median()))
+        same_gradients(model, twin, 1e-9)

@@ -14,10 +14,11 @@ from torch.func import vmap
 
 from ..proof.layout import BATCH, LAST, MINOR, SECOND
 from .frontier import Node, dtype_of, shape_of
-from .outer import Gradients, Outer
+from .outer import Gradients, LookedUp, Outer
 
 __all__ = [
     "CAST",
+    "TABLE",
     "by_sample",
     "closed",
     "dense",
@@ -31,6 +32,7 @@ __all__ = [
 
 CAST = "ToCopyBackward0"  # autocast's
 FEW = 8  # samples
+TABLE = "EmbeddingBackward0"
 # A node's product elementwise, before it is summed over what the operand was broadcast along.
 ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
     "AddBackward0": lambda node, k, g: g * node._saved_alpha if k and node._saved_alpha != 1 else g,
@@ -85,7 +87,7 @@ CHANNELS_FIRST = {"NativeGroupNormBackward0", "NativeBatchNormBackward0"}
 
 
 def in_closed_form(node: Node) -> bool:
-    return is_elementwise(node) or node.name() in ROWS
+    return is_elementwise(node) or node.name() in ROWS or node.name() == TABLE
 
 
 def is_elementwise(node: Node) -> bool:
@@ -165,6 +167,8 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradient
     if name == "AddmmBackward0" and operand == 0:
         pieces = by_sample(g if node._saved_beta == 1 else g * node._saved_beta, layout, n)
         return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
+    if name == TABLE:
+        return _looked_up(node, g, layout, n)
     saved, place = ROWS.get(name, ("", -1))
     if operand == place and layout in (BATCH, SECOND, MINOR):
         rows, grads = (by_sample(t, layout, n) for t in (getattr(node, saved), g))
@@ -174,6 +178,17 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradient
         if rows.dim() == 3 and (rows.shape[2], grads.shape[2]) == tuple(shape_of(*edge)):
             return Outer(rows, grads if alpha == 1 else grads * alpha)
     return None
+
+
+def _looked_up(node: Node, g: Tensor, layout: int, n: int) -> LookedUp | None:
+    if node._saved_scale_grad_by_freq:
+        return None
+    ids = by_sample(node._saved_indices, layout, n).reshape(n, -1)
+    rows = by_sample(g, layout, n).reshape(n, -1, g.shape[-1])
+    count, padding = node._saved_weight_sym_argsize_0, node._saved_padding_idx
+    if padding < count:  # else it is the largest number there is: none was said
+        rows = rows * (ids != padding).unsqueeze(2)
+    return LookedUp(ids, rows, count)
 
 
 def through(node: Node, g: Outer) -> Outer | None:
