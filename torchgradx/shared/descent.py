@@ -254,9 +254,11 @@ class Descent:
         leaf = station.leaves.get(operand)
         if leaf is None:
             return product
-        product = _like(product, leaf.parameter)
-        if self._hears(leaf) and self._gives and not (self._withholds and operand):
+        heard = self._hears(leaf) and self._gives and not (self._withholds and operand)
+        if heard:
             self._measure(product)
+        product = _like(product, leaf.parameter)
+        if heard:
             self._recorder.add_recorded(leaf.place, total(product), self._rounding)
         return sq_norms(product) if leaf.alone and self._final else product
 

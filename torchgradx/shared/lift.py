@@ -167,8 +167,11 @@ class Lift:
         if not places:
             return graph, set()
         for k, (site, _, node, _) in enumerate(uses):
+            those = places.intersection(self._layers[site].parameters)
+            if not those:
+                continue
             plain = self._plain(site, sites) and node in graph.parents and k not in mixing
-            for place in self._layers[site].parameters:
+            for place in those:
                 if plain:
                     seen.setdefault(place, set()).add(node)
                 elif k not in beside:

@@ -58,7 +58,8 @@ def stations(
     edges = Counter(leaf.place for s in way.values() for leaf in s.leaves.values())
     for station in way.values():
         for operand, leaf in station.leaves.items():
-            station.leaves[operand] = replace(leaf, alone=leaf.alone and edges[leaf.place] == 1)
+            if leaf.alone and edges[leaf.place] > 1:
+                station.leaves[operand] = replace(leaf, alone=False)
     ends = [node for node, station in way.items() if station.leaves]
     useful = way.keys() & graph.climb(ends, lambda _, node: node in inside)
     for node in useful:
