@@ -24,7 +24,7 @@ from ..sites.recurrent import Site
 from ..sites.rerun import FallbackSite
 from .descent import Descent
 from .frontier import Graph, Group, Node, Plan, Region, Shape, survey
-from .products import in_closed_form
+from .products import counts_ids, in_closed_form
 from .stations import Leaf, Station, stations
 
 __all__ = ["Lift", "Met", "Start", "Use"]
@@ -123,7 +123,7 @@ class Lift:
             return are_offloaded(graph.parents)
 
         def able(node: Node, ends: bool) -> bool:
-            return answers_twice(node) and (not hides(node) or shown())
+            return answers_twice(node) and not counts_ids(node) and (not hides(node) or shown())
 
         def cheap(node: Node, ends: bool) -> bool:
             """Whether asking a node costs less than to run its module again."""

@@ -21,6 +21,7 @@ __all__ = [
     "TABLE",
     "by_sample",
     "closed",
+    "counts_ids",
     "dense",
     "fitted",
     "gives_on",
@@ -88,6 +89,11 @@ CHANNELS_FIRST = {"NativeGroupNormBackward0", "NativeBatchNormBackward0"}
 
 def in_closed_form(node: Node) -> bool:
     return is_elementwise(node) or node.name() in ROWS or node.name() == TABLE
+
+
+def counts_ids(node: Node) -> bool:
+    """Return whether a sample's gradient is divided by how often the batch has its ids."""
+    return bool(getattr(node, "_saved_scale_grad_by_freq", False))
 
 
 def is_elementwise(node: Node) -> bool:
@@ -180,9 +186,7 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradient
     return None
 
 
-def _looked_up(node: Node, g: Tensor, layout: int, n: int) -> LookedUp | None:
-    if node._saved_scale_grad_by_freq:
-        return None
+def _looked_up(node: Node, g: Tensor, layout: int, n: int) -> LookedUp:
     ids = by_sample(node._saved_indices, layout, n).reshape(n, -1)
     rows = by_sample(g, layout, n).reshape(n, -1, g.shape[-1])
     count, padding = node._saved_weight_sym_argsize_0, node._saved_padding_idx
