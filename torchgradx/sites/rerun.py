@@ -297,7 +297,7 @@ class FallbackSite:
         proven = self.declared < 0 and 0 <= use.number < len(run.layouts)
         layout = run.layouts[use.number] if proven else self.presumed
         if layout == SHARED:
-            self._lifted = not use.drew
+            self._lifted = ops.NATIVE and not use.drew  # else listening makes nodes, and is missed
             return  # lift.py brings its gradients by sample
         if layout == NOWHERE:
             if any(g is not None and bool(g.any()) for g in grads):
