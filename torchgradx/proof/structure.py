@@ -149,8 +149,10 @@ class Examiner:
         chosen = self._chosen(n, outputs, watched, looked)
         called = [site for site, *_ in uses]
         reach = self.reach(uses, outputs, looked)
-        blind = n > 1 and bool(zeros)
-        now = versions(self._parameters.tensors()) if blind or self._has_zeros(n) else None
+        # Zeros come of weights that are zeros, or of a branch that this batch dropped.
+        blind, has_zeros = n > 1 and bool(zeros), self._has_zeros(n)
+        now = versions(self._parameters.tensors()) if blind or has_zeros else None
+        blind = blind and not has_zeros
         return Verdict(layouts, refusals, plan, complete, called, chosen, reach, sure, now, blind)
 
     def _chosen(

@@ -46,7 +46,7 @@ class Verdict:
     # Versions of the parameters, where weights are all zeros, as of adapters that are yet to be
     # trained: what is behind them does not show.
     zeros: int | None = None
-    blind: bool = False  # some uses received zeros only, as of a branch that was dropped
+    blind: bool = False  # some uses received zeros only, and no weights are: a dropped branch
     looks: int = 1  # at either
     patience: int = 1  # so many passes until the next one
 
