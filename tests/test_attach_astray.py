@@ -13,7 +13,6 @@ from attach_oracle import (
     loop_model,
     need_native,
     same_gradients,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

@@ -14,7 +14,6 @@ from attach_oracle import (
     fallback_mode,
     loop,
     mlp,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

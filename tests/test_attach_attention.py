@@ -16,7 +16,6 @@ from attach_oracle import (
     need_native,
     per_model,
     same_gradients,
-    seeded,  # noqa: F401
     square,
     square_second,
 )

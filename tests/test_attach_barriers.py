@@ -3,7 +3,7 @@ where samples are, until the first step of the optimizer lets one pass."""
 
 import pytest
 import torch
-from attach_oracle import Model, close_named, every_mode, loop, need_native, seeded  # noqa: F401
+from attach_oracle import Model, close_named, every_mode, loop, need_native
 from torch import nn
 
 import torchgradx

@@ -11,7 +11,6 @@ from attach_oracle import (
     exact_or_refused,
     fallback_mode,
     refused,
-    seeded,  # noqa: F401
     square,
     square_second,
 )

@@ -16,7 +16,6 @@ from attach_oracle import (
     loop,
     loop_model,
     same_gradients,
-    seeded,  # noqa: F401
     square,
     title,
 )

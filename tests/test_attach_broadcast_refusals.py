@@ -12,7 +12,6 @@ from attach_oracle import (
     fallback_mode,
     loop,
     refused,
-    seeded,  # noqa: F401
     square,
     square_second,
 )

@@ -10,7 +10,6 @@ from attach_oracle import (
     check,
     close_named,
     loop,
-    seeded,  # noqa: F401
     square,
 )
 from broadcast_models import D, N, Patches, T, against_all, constant, positional, relative, tokens

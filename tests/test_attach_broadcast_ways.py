@@ -13,7 +13,6 @@ from attach_oracle import (
     exact_or_refused,
     loop,
     refused,
-    seeded,  # noqa: F401
     square,
 )
 from broadcast_models import WAYS, D, N, T, constant

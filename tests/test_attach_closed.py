@@ -9,7 +9,6 @@ from attach_oracle import (
     check,
     every_mode,
     need_native,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

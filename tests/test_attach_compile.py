@@ -10,9 +10,7 @@ from attach_oracle import (
     close_named,
     loop,
     mlp,
-    nothing_compiled,  # noqa: F401
     same_gradients,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

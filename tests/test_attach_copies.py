@@ -8,7 +8,6 @@ import torch
 from attach_oracle import (
     a_few_modes,
     mlp,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

@@ -10,7 +10,6 @@ from attach_oracle import (
     Model,
     a_few_modes,
     check,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

@@ -12,7 +12,6 @@ from attach_oracle import (
     exact_or,
     loop,
     need_native,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

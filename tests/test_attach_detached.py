@@ -11,7 +11,6 @@ from attach_oracle import (
     a_few_modes,
     check,
     close_named,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

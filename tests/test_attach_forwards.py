@@ -9,7 +9,6 @@ from attach_oracle import (
     check,
     close_named,
     loop,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

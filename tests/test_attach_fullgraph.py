@@ -11,9 +11,7 @@ from attach_oracle import (
     close_named,
     loop,
     mlp,
-    nothing_compiled,  # noqa: F401
     same_gradients,
-    seeded,  # noqa: F401
     square,
 )
 from fullgraph_models import (

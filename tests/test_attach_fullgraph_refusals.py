@@ -11,10 +11,8 @@ from attach_oracle import (
     close_named,
     loop,
     mlp,
-    nothing_compiled,  # noqa: F401
     penalised,
     same_gradients,
-    seeded,  # noqa: F401
     square,
     square_sum,
 )

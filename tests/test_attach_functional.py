@@ -14,7 +14,6 @@ from attach_oracle import (
     need_native,
     per_model,
     refused,
-    seeded,  # noqa: F401
     square,
     square_second,
     title,

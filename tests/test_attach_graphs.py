@@ -13,7 +13,6 @@ from attach_oracle import (
     exact_or_refused,
     loop,
     mlp,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

@@ -14,7 +14,6 @@ from attach_oracle import (
     loop,
     loop_model,
     same_gradients,
-    seeded,  # noqa: F401
     square,
     title,
 )

@@ -13,7 +13,6 @@ from attach_oracle import (
     loop,
     loop_model,
     mlp,
-    seeded,  # noqa: F401
     square,
 )
 from test_attach_unpacking import KINDS, D, N, Once, T, model, plain

@@ -8,7 +8,6 @@ from attach_oracle import (
     check,
     every_mode,
     fallback_mode,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

@@ -16,7 +16,6 @@ from attach_oracle import (
     loop,
     mlp,
     refused,
-    seeded,  # noqa: F401
     square,
     square_second,
 )

@@ -13,7 +13,6 @@ from attach_oracle import (
     close_named,
     loop,
     loop_model,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

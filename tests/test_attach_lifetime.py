@@ -25,7 +25,6 @@ from attach_oracle import (
     native_missing,
     need_native,
     same_gradients,
-    seeded,  # noqa: F401
     square,
     title,
 )

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from attach_oracle import close, loop_model, mlp, seeded, square  # noqa: F401
+from attach_oracle import close, loop_model, mlp, square
 from torch import nn
 
 import torchgradx

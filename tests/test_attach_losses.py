@@ -8,7 +8,6 @@ from attach_oracle import (
     a_few_modes,
     check,
     exact_or_refused,
-    seeded,  # noqa: F401
 )
 from torch import nn
 

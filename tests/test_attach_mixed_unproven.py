@@ -7,7 +7,6 @@ from attach_oracle import (
     Model,
     Same,
     check,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

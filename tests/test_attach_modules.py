@@ -15,7 +15,6 @@ from attach_oracle import (
     fallback_mode,
     loop,
     refused,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

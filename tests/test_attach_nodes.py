@@ -15,7 +15,6 @@ from attach_oracle import (
     loop,
     per_model,
     same_gradients,
-    seeded,  # noqa: F401
     square,
     title,
 )

@@ -8,7 +8,6 @@ from attach_oracle import (
     close_named,
     loop,
     need_native,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

@@ -16,7 +16,6 @@ from attach_oracle import (
     mlp,
     native_missing,
     need_native,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

@@ -10,7 +10,6 @@ from attach_oracle import (
     close_named,
     exact_or_refused,
     loop,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

@@ -8,7 +8,7 @@ from types import MethodType
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import check, fallback_mode, need_native, seeded, square  # noqa: F401
+from attach_oracle import check, fallback_mode, need_native, square
 from torch import nn
 
 import torchgradx

@@ -12,7 +12,6 @@ from attach_oracle import (
     close_named,
     loop,
     refused,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

@@ -3,7 +3,7 @@ graph in its node's place, and what was listened at never comes."""
 
 import pytest
 import torch
-from attach_oracle import ANY, Model, check, close_named, loop, seeded, square, title  # noqa: F401
+from attach_oracle import ANY, Model, check, close_named, loop, square, title
 from torch import nn
 
 import torchgradx

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from attach_oracle import ANY, Model, close_named, loop, same_gradients, seeded, title  # noqa: F401
+from attach_oracle import ANY, Model, close_named, loop, same_gradients, title
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint

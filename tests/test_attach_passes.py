@@ -15,7 +15,6 @@ from attach_oracle import (
     need_native,
     per_model,
     per_module,
-    seeded,  # noqa: F401
     square,
     square_sum,
 )

@@ -11,7 +11,6 @@ from attach_oracle import (
     exact_or_refused,
     loop,
     need_native,
-    seeded,  # noqa: F401
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -16,7 +16,6 @@ from attach_oracle import (
     loop,
     loop_model,
     mlp,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from attach_oracle import ANY, VMAP, close_named, loop, seeded, title  # noqa: F401
+from attach_oracle import ANY, VMAP, close_named, loop, title
 from random_models import LONGEST, I, Outputs, Shared
 from torch.utils._pytree import tree_leaves
 

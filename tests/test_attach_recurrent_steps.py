@@ -5,14 +5,13 @@ import copy
 
 import pytest
 import torch
-from attach_oracle import (  # noqa: F401
+from attach_oracle import (
     Model,
     check,
     close_named,
     loop,
     need_native,
     same_gradients,
-    seeded,
     square,
     tolerance,
 )

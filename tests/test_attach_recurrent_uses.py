@@ -14,7 +14,6 @@ from attach_oracle import (
     loop,
     need_native,
     refused,
-    seeded,  # noqa: F401
     square,
 )
 from recurrent_models import (

@@ -12,7 +12,6 @@ from attach_oracle import (
     exact_or_refused,
     loop,
     refused,
-    seeded,  # noqa: F401
     square,
     title,
 )

@@ -14,7 +14,6 @@ from attach_oracle import (
     loop,
     need_native,
     per_model,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

@@ -19,7 +19,6 @@ from attach_oracle import (
     need_native,
     penalised,
     refused,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

@@ -10,8 +10,6 @@ from attach_oracle import (
     close_named,
     exact_or,
     loop,
-    nothing_compiled,  # noqa: F401
-    seeded,  # noqa: F401
 )
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence

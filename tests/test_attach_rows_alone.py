@@ -10,7 +10,6 @@ from attach_oracle import (
     Model,
     a_few_modes,
     close_named,
-    seeded,  # noqa: F401
 )
 from flat_rows import of_each, owned
 from torch import nn

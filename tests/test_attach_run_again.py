@@ -20,7 +20,6 @@ from attach_oracle import (
     loop,
     need_native,
     refused,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

@@ -13,7 +13,6 @@ from attach_oracle import (
     check,
     close_named,
     exact_or,
-    seeded,  # noqa: F401
     square_second,
 )
 from flat_rows import of_each, owned

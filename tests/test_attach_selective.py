@@ -14,7 +14,6 @@ from attach_oracle import (
     close_named,
     loop,
     same_gradients,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

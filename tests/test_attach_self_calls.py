@@ -8,7 +8,6 @@ from attach_oracle import (
     close,
     exact_or_refused,
     loop_model,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import close, seeded  # noqa: F401
+from attach_oracle import close
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -12,7 +12,6 @@ from attach_oracle import (
     exact_or_refused,
     loop,
     loop_model,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

@@ -11,7 +11,6 @@ from attach_oracle import (
     a_few_modes,
     close_named,
     loop,
-    seeded,  # noqa: F401
 )
 from torch import nn
 

@@ -14,7 +14,6 @@ from attach_oracle import (
     mlp,
     refused,
     same_gradients,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

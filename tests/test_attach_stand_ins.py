@@ -17,7 +17,6 @@ from attach_oracle import (
     mlp,
     need_native,
     refused,
-    seeded,  # noqa: F401
     square,
     square_sum,
 )

@@ -12,7 +12,6 @@ from attach_oracle import (
     a_few_modes,
     close_named,
     loop,
-    seeded,  # noqa: F401
     square,
     title,
 )

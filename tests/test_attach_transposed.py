@@ -7,7 +7,6 @@ from attach_oracle import (
     both_dtypes,
     check,
     every_mode,
-    seeded,  # noqa: F401
     square,
 )
 from test_attach_layers import conv, conv3d

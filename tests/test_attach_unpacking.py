@@ -12,7 +12,6 @@ from attach_oracle import (
     close,
     loop_model,
     same_gradients,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

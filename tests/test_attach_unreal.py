@@ -10,7 +10,6 @@ from attach_oracle import (
     close_named,
     loop,
     mlp,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

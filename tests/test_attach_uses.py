@@ -16,7 +16,6 @@ from attach_oracle import (
     loop_model,
     mlp,
     need_native,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

@@ -7,7 +7,6 @@ from attach_oracle import (
     a_few_modes,
     close_named,
     loop,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

@@ -11,7 +11,6 @@ from attach_oracle import (
     close_named,
     exact_or,
     loop,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from attach_oracle import a_few_modes, seeded  # noqa: F401
+from attach_oracle import a_few_modes
 from test_attach_precision import MODELS, exact_under_autocast, halves
 from torch.utils._pytree import tree_map_only
 

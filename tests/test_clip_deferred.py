@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, mlp, seeded, square  # noqa: F401
+from attach_oracle import Model, mlp, square
 from clip_oracle import bounded, check_clip, gradients, norms_of, refuses, same, weighted
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, seeded, square, square_second, title  # noqa: F401
+from attach_oracle import Model, square, square_second, title
 from broadcast_models import WAYS, D, N, Patches, T, positional, tokens
 from clip_oracle import check_clip
 from recurrent_models import I, every_kind, every_option, made, net

@@ -12,9 +12,7 @@ from attach_oracle import (
     DEVICE,
     Model,
     mlp,
-    nothing_compiled,  # noqa: F401
     same_gradients,
-    seeded,  # noqa: F401
     square,
 )
 from broadcast_models import Patches, T
@@ -210,7 +208,7 @@ def test_checkpointed_layers(reentrant, fused):
 
 
 @pytest.mark.skipif(not ops.NATIVE, reason="refused without the extension")
-def test_compiled_as_one_graph(nothing_compiled):  # noqa: F811
+def test_compiled_as_one_graph(nothing_compiled):
     """Whose memory is used again: what is kept is a copy."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(),
                           nn.Linear(36, 5)).double()  # fmt: skip

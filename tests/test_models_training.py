@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from attach_oracle import (
     close_named,
     loop,
-    seeded,  # noqa: F401
 )
 from model_zoo import IGNORED, ROWS, transformers
 from torch.utils.data import DataLoader

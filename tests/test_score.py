@@ -17,7 +17,6 @@ from attach_oracle import (
     loop,
     per_model,
     per_module,
-    seeded,  # noqa: F401
 )
 from torch import nn
 from torch.utils.data import (

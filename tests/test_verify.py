@@ -14,7 +14,6 @@ from attach_oracle import (
     mlp,
     per_model,
     per_module,
-    seeded,  # noqa: F401
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
