@@ -3,7 +3,8 @@
 A test marked `grid` has several parameters. `make test` runs enough of its cases for each value of
 each parameter to occur with each value of every other one; `make test-all` runs all (--all-cases).
 `grid("backend", "algorithm")` also has each combination of these two occur with each value of every
-other parameter. The choice is the same in every run.
+other parameter. Of slow tests, `grid(pairs=False)` takes each value of each parameter once. The
+choice is the same in every run.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ def _cover(cases: list[pytest.Item]) -> set[pytest.Item]:
 def _combinations(case: pytest.Item) -> Iterator[tuple[tuple[str, int], ...]]:
     # By identity, for a dict has no hash: the cases of a test share the values of its lists.
     values = sorted((name, id(value)) for name, value in case.callspec.params.items())
-    yield from combinations(values, min(2, len(values)))
-    together = case.get_closest_marker("grid").args
+    mark = case.get_closest_marker("grid")
+    yield from combinations(values, min(2 if mark.kwargs.get("pairs", True) else 1, len(values)))
+    together = mark.args
+    if not together:
+        return
     whole = tuple(v for v in values if v[0] in together)
     yield from ((*whole, v) for v in values if v[0] not in together)

@@ -231,15 +231,6 @@ def test_a_copy_of_an_attached_module_is_stock():
     assert torch.equal(twin(x), model(x))
 
 
-@native_mode
-@every_kind
-def test_weights_tied_inside_of_a_module(kind, options):
-    rnn = KINDS[kind](I, I, num_layers=2, batch_first=True)
-    rnn.weight_ih_l1, rnn.bias_hh_l1 = rnn.weight_ih_l0, rnn.bias_hh_l0
-    model = Model(lambda m, x: m.r(x)[0], r=rnn)
-    check(model, square, torch.randn(N, T, I), **options)
-
-
 @pytest.mark.skipif(not ops.NATIVE, reason="replayed without the extension")
 @pytest.mark.parametrize("kind", [*KINDS, *(f"{kind} cell" for kind in CELLS)])
 def test_with_gradients_of_the_framework_a_module_runs_once_more_and_not_for_each_sample(kind):

@@ -8,7 +8,7 @@ from broadcast_models import WAYS, D, N, Patches, T, positional, tokens
 from clip_oracle import check_clip
 from recurrent_models import I, every_kind, every_option, made, net
 from test_attach_attention import E, S, attention
-from test_attach_closed import BAGS
+from test_attach_bags import BAGS
 from test_attach_layers import ELEMENTWISE_LAYERS, FALLBACK_LAYERS, KERNEL_LAYERS
 from torch import nn
 

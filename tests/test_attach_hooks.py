@@ -1,5 +1,4 @@
-"""A probe's hooks on parameters go where they are done with, and with them what torch would ask in
-every backward; not while another thread's backward may be asking it."""
+"""A probe's hooks on parameters go where they are done with, and the user's stay."""
 
 import sys
 import threading
