@@ -317,6 +317,7 @@ def resident():
 STEPS = ["read", "unread", "no backward", "retained"]
 
 
+@pytest.mark.grid(pairs=False)
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
 @pytest.mark.parametrize("options", [*ANY, {"backend": "vmap"}], ids=title)
 @pytest.mark.parametrize("kind", STEPS)

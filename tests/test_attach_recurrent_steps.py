@@ -96,6 +96,7 @@ def test_every_option_has_the_norms_of_the_loop(kind, option, options):
 
 
 @served
+@pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("option", ["both ways", "projected"])
 @every_kind
 def test_threads_that_share_the_rows(kind, option):
