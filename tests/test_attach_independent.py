@@ -195,37 +195,15 @@ def balanced(m, x):
     return m.l(x) * gates
 
 
-def neighbours(m, x):
-    """As graph networks of points: rows of flattened samples, which values choose."""
-    nearest = torch.cdist(x, x).topk(2, largest=False).indices
-    rows = (nearest + torch.arange(len(x))[:, None, None] * STEPS).flatten()
-    return m.l(x.flatten(0, 1)[rows].view(len(x), STEPS, 2, 3).amax(2) - x)
-
-
 def both_views(m, x):
     first, second = torch.cat([x, x.flip(1)]).tanh().chunk(2)
     return m.l(first) * m.l(second)
 
 
-def statistics_of_each(m, x):
-    x = (x - x.mean((1, 2), keepdim=True)) / x.std((1, 2), keepdim=True)
-    return m.l(F.instance_norm(x.mT).mT.cumsum(1))
-
-
-def unknown_to_us(m, x):
-    """Operations that are not followed by name."""
-    x = torch.linalg.solve(x[:, :3, :3] + 4 * torch.eye(3).to(x), x.mT).mT
-    x = torch.fft.irfft(torch.fft.rfft(x, dim=1), STEPS, dim=1).unfold(1, 2, 1).flatten(2)
-    return m.k(F.pad(x, (0, 0, 1, 1)).renorm(2, 0, 3.0))
-
-
 APART = {
     "a count": a_count,
     "balanced": balanced,
-    "neighbours": neighbours,
     "both views": both_views,
-    "statistics of each": statistics_of_each,
-    "unknown to us": unknown_to_us,
 }
 
 

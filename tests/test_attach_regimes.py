@@ -237,32 +237,6 @@ def test_backward_may_run_in_another_thread(kind, options):
         close_named(probe.norms(per="parameter"), loop(model, square, x))
 
 
-def test_two_threads_with_a_pass_each_give_both_passes():
-    model = mlp().double()
-    batches = [torch.randn(n, 3).double() for n in (N, N + 2)]
-    want = [loop_model(model, square, x) for x in batches]
-    for _ in range(10):
-        with torchgradx.attach(model) as probe:
-            barrier = threading.Barrier(2)
-
-            def run(x, barrier=barrier):
-                barrier.wait()
-                loss = square(model, x)
-                barrier.wait()
-                loss.backward()
-
-            threads = [threading.Thread(target=run, args=(x,)) for x in batches]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            norms = probe.norms()
-        orders = (want, want[::-1])  # whichever forward was first
-        first = norms[: len(orders[0][0])]
-        order = orders[0] if torch.allclose(first, orders[0][0]) else orders[1]
-        close(norms, torch.cat(order))
-
-
 def test_functorch_transforms_of_an_attached_model_work_and_record_nothing():
     model, x = mlp().double(), torch.randn(N, 3).double()
     want = loop(model, square, x)

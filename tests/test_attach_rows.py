@@ -2,7 +2,6 @@
 little."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -37,34 +36,10 @@ def summed_by_edge(m, x, k):
     return x + torch.zeros_like(x).index_add(0, to, x[of])
 
 
-def of_its_own_written(m, x, k):
-    y = torch.zeros_like(x)
-    for rows in torch.arange(len(x)).split(k.tolist()):
-        y[rows] = x[rows] - x[rows].amax(0)
-    return y.mul_(2)
-
-
-def nearest(m, x, k):
-    distances = torch.cdist(x, x).masked_fill(owned(k).T @ owned(k) == 0, math.inf)
-    return x[distances.topk(2, largest=False).indices].sum(1)
-
-
 OF_ITS_OWN = {
     "neighbours": summed_by_edge,
     "a matrix": lambda m, x, k: near(k) @ x,
-    "a sparse matrix": lambda m, x, k: x + torch.sparse.mm(near(k).to_sparse(), x),
-    "a softmax of a matrix": lambda m, x, k: (
-        (x @ x.T).masked_fill(owned(k).T @ owned(k) == 0, -math.inf).softmax(1) @ x),
-    "the mean": lambda m, x, k: x - ((owned(k) @ x) / k[:, None])[owned(k).argmax(0)],
-    "a weighed mean": lambda m, x, k: (
-        x - (owned(k).T * x.exp()[:, :1]) @ ((owned(k) * x.exp()[:, 0]) @ x)),
-    "a view's mean": lambda m, x, k: (
-        x.view(len(k), -1, 3) - x.view(len(k), -1, 3).mean(1, keepdim=True)).flatten(0, 1),
-    "the mean of a piece": lambda m, x, k: torch.cat([r - r.mean(0) for r in x.split(k.tolist())]),
-    "a row": lambda m, x, k: x.log_softmax(1) - x.mean(1, keepdim=True),
     "its mean with a gradient": lambda m, x, k: m.into(x) - (near(k) @ m.into(x)).relu(),
-    "written": of_its_own_written,
-    "the nearest": nearest,
     "noise": lambda m, x, k: x + 0 * torch.randn_like(x),
     "a sum that is kept": lambda m, x, k: setattr(m, "kept", x.sum(0) / len(x)) or x,
 }  # fmt: skip

@@ -7,7 +7,6 @@ from attach_oracle import (
     Model,
     a_few_modes,
     close_named,
-    exact_or,
     exact_or_refused,
     fallback_mode,
     loop,
@@ -90,19 +89,6 @@ def test_packed_ids_of_one_row_are_of_samples(mix, options):
     lengths = torch.tensor([2, 3, 1, 4])
     refused(model, square, lengths, torch.randint(0, TOKENS, (1, 10)),
             names={"e.weight", "l.weight"}, **options)  # fmt: skip
-
-
-@fallback_mode
-@pytest.mark.parametrize("shape", [(10,), (1, 10)])
-def test_so_are_ids_beside_a_matrix_that_says_whose_each_is(shape, options):
-    def forward(m, owned, ids):
-        h = m.e(ids).view(-1, D)
-        return m.o(owned @ torch.tanh(m.l(h - h.mean(0))))
-
-    model = Model(forward, e=nn.Embedding(TOKENS, D), l=nn.Linear(D, D), o=nn.Linear(D, 2))
-    owned = F.one_hot(torch.arange(N).repeat_interleave(torch.tensor([2, 3, 1, 4])), N).T.float()
-    refused(model, square, owned, torch.randint(0, TOKENS, shape), names={"e.weight", "l.weight"},
-            **options)  # fmt: skip
 
 
 @fallback_mode
@@ -219,30 +205,6 @@ def test_outputs_with_n_in_two_places_beside_what_samples_share(beside, options)
 
     model = Model(forward, first=nn.Linear(D, D), last=nn.Linear(D, D), **parts)
     exact_or_refused(model, square_second, torch.randn(N, N, D), **options)
-
-
-@a_few_modes
-@pytest.mark.parametrize("ids", ["made", "given"])
-def test_outputs_with_n_in_two_places_in_later_steps(ids, options):
-    """Nothing is watched then; and ids [1, T] at T = N may be one sample's each."""
-
-    def forward(m, x, mask, places):
-        rows = m.table(places if ids == "given" else torch.arange(N))
-        return (m.last(torch.tanh(m.first(x) + rows)) * mask[..., None]).transpose(0, 1)
-
-    parts = {"first": nn.Linear(D, D), "table": nn.Embedding(N, D), "last": nn.Linear(D, D)}
-    model = Model(forward, **parts).double()
-    with torchgradx.attach(model, **options) as probe:
-        for _ in range(3):
-            mask, places = (torch.rand(N, N) > 0.3).double(), torch.arange(N)[None]
-
-            def loss(model, x, mask, places=places):
-                return square_second(model, x, mask, places)
-
-            x = torch.randn(N, N, D).double()
-            want = loop(model, loss, x, mask)
-            loss(model, x, mask).backward()
-            exact_or(torchgradx.CoverageError, "", probe, want)
 
 
 modes = pytest.mark.parametrize(
