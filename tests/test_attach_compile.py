@@ -1,6 +1,5 @@
 """torch.compile: exact through graph breaks whichever came first, or refused; never another graph's
 business. `eager` and `aot_eager` trace as the others do, and need no compiler."""
-graph's norms."""
 
 import copy
 
