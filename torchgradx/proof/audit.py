@@ -145,7 +145,8 @@ class Audit:
             tired = [v for v in held if v.zeros is not None]
             if tired and verdict.zeros is not None:  # zeros still: look less often
                 looks = 1 + max(v.looks for v in tired)
-                sure = NOWHERE not in verdict.layouts
+                planned = verdict.plan.layouts if verdict.plan else ()
+                sure = NOWHERE not in (*verdict.layouts, *planned)
                 verdict.looks, verdict.patience = looks, 2 ** max(0, looks - 4) if sure else 1
             for old in tired:
                 self._drop(key, old)
@@ -273,7 +274,8 @@ class Audit:
         if several_at_once():
             return None
         task = torch._C._current_graph_task_id()
-        compared = gradient if self._recorder.auditing or place in self.always else None
+        always = place in self.always and (task, place) not in self._lift.delivered
+        compared = gradient if self._recorder.auditing or always else None
         if not self._recorder.audited(task):  # this backward met no pass, as yet
             if compared is not None:
                 self._began(None)
@@ -309,13 +311,16 @@ class Audit:
 
         One inside of another, as of a reentrant checkpoint, has to meet a pass if that other did.
         """
+        self._lift.delivered = {key for key in self._lift.delivered if key[0] not in tasks}
+        if self._unmet or self._before or self._awaiting:
+            self._clear(tasks, done)
         if done and self.always:  # what runs again may use other weights than its forward did
             left = self._recorder.untaken(tasks)
             tensors = self._parameters.wholes() if left else []
             heard = (key for key in left if tensors[key[1]] in self._heard_at)  # in every backward
             self._record.mismatched |= set(heard)
-        if not (self._unmet or self._before or self._awaiting):
-            return
+
+    def _clear(self, tasks: Sequence[int], done: bool) -> None:
         if torch._C._current_graph_task_id() == -1:
             unmet = {key for key in self._unmet if key[0] in tasks}
             self._unmet -= unmet

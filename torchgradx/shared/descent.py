@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,69 +17,44 @@ from torch import Tensor
 
 from ..passes.plain import receives
 from ..passes.unpacking import spared
+from ..proof.layout import NOWHERE
 from ..sharding import shards
 from ..sites.copies import untraced
-from .frontier import Graph, Node, Plan, below, dtype_of, is_leaf, shape_of
-from .outer import BySample, Gradients, Outer, added, along, in_full, size, sq_norms, total
-from .products import CAST, by_sample, closed, dense, fitted, mapped, through
+from .affine import at_node
+from .frontier import Node, dtype_of, shape_of
+from .outer import (
+    BySample,
+    Gradients,
+    LookedUp,
+    Outer,
+    added,
+    along,
+    difference,
+    in_full,
+    size,
+    sq_norms,
+    total,
+)
+from .products import (
+    CAST,
+    TABLE,
+    by_sample,
+    closed,
+    dense,
+    fitted,
+    mapped,
+    through,
+)
+from .stations import Leaf, Station
 
-__all__ = ["Descent", "Leaf", "stations"]
+__all__ = ["Descent"]
 
-G = TypeVar("G", bound=Tensor | Outer)
+G = TypeVar("G", bound=Gradients)
+LATER = (
+    "the model's outputs gave it zeros, as behind weights that begin as zeros, and now a gradient "
+    "came by a way that no output shows"
+)
 CHUNK = 1 << 23  # elements of parameters' gradients at a time: 32 MiB of float32
-
-
-@dataclass(frozen=True)
-class Leaf:
-    place: int  # in the table of parameters
-    parameter: Tensor
-    alone: bool  # nothing else brings it a gradient
-    counted: int = 0  # how many of its edges end here, where its module is called too
-
-
-@dataclass
-class Station:
-    """One node, and by operand where the gradients go on."""
-
-    key: int
-    layout: int | None  # of the output of a frontier node
-    output: int
-    inward: dict[int, tuple[int, int]] = field(default_factory=dict)  # to a node's key and output
-    leaves: dict[int, Leaf] = field(default_factory=dict)
-    packed: bool = False  # it saved through hooks
-
-
-def stations(
-    graph: Graph, plan: Plan, climbed: Sequence[Node], leaf_of: Callable[[int], Leaf | None]
-) -> dict[Node, Station]:
-    """What lies between the frontier and the parameters to serve."""
-    layouts = dict(zip(climbed, plan.layouts, strict=True))
-    inside = dict.fromkeys(below(node for node in climbed if layouts[node] is None))
-    numbers = {node: k for k, node in enumerate({**dict.fromkeys(climbed), **inside})}
-    way = {node: Station(key, layouts.get(node), graph.last(node))
-           for node, key in numbers.items()}  # fmt: skip
-    for node, station in way.items():
-        for operand, (child, _) in enumerate(node.next_functions):
-            if child and is_leaf(child) and (node in inside or child in inside):
-                leaf = leaf_of(id(child.variable))
-                if leaf and leaf.counted:  # and the module's own edges are no matter here
-                    if node not in {parent for parent, _ in graph.parents[child]}:
-                        continue
-                    if node.name() == CAST:  # one for all uses
-                        leaf = replace(leaf, counted=len(graph.parents[node]))
-                if leaf:
-                    station.leaves[operand] = leaf
-    edges = Counter(leaf.place for s in way.values() for leaf in s.leaves.values())
-    for station in way.values():
-        for operand, leaf in station.leaves.items():
-            station.leaves[operand] = replace(leaf, alone=leaf.alone and edges[leaf.place] == 1)
-    ends = [node for node, station in way.items() if station.leaves]
-    useful = way.keys() & graph.climb(ends, lambda _, node: node in inside)
-    for node in useful:
-        for operand, (child, output) in enumerate(node.next_functions):
-            if child in inside and child in useful:
-                way[node].inward[operand] = numbers[child], output
-    return {node: s for node, s in way.items() if s.inward or s.leaves}
 
 
 class Descent:
@@ -91,18 +65,23 @@ class Descent:
         run: Any,
         recorder: Any,
         way: dict[Node, Station],
-        hears: Callable[[int], bool],
+        hears: Callable[[Leaf], bool],
+        delivered: Callable[[int], None],
         refuse: Callable[[str], None],
         norms_only: bool,
     ) -> None:
         self._run, self._recorder, self._norms_only = run, recorder, norms_only
-        self._hears, self._refuse = hears, refuse
+        self._hears, self._delivered, self._refuse = hears, delivered, refuse
         self._task, self._final, self._rounding = -1, True, 0.0
         self._held: dict[tuple[int, int], Gradients] = {}  # on their way, by node and output
         self._ready: list[tuple[Leaf, Gradients, bool]] = []
         self._leaves = [leaf for station in way.values() for leaf in station.leaves.values()]
+        known: Counter[int] = Counter()
         for leaf in self._leaves:
-            if not leaf.alone:  # the sum over its uses waits for this one too
+            if leaf.alone:
+                continue
+            known[leaf.place] += 1
+            if known[leaf.place] > leaf.calls:  # the sum over its uses waits for this one too
                 run.expect(leaf.place, leaf.parameter)
         for node, station in way.items():
             node.register_prehook(partial(self._arrive, station))
@@ -111,12 +90,10 @@ class Descent:
 
     @untraced
     def _arrive(self, station: Station, incoming: Sequence[Tensor | None]) -> None:
-        if torch.is_grad_enabled():
-            return  # create_graph, which is refused when it is read
         if self._task != torch._C._current_graph_task_id():
             self._begin()
-        if not self._counts:
-            return
+        if torch.is_grad_enabled() or not self._counts:
+            return  # create_graph, which is refused when it is read
         node = torch._C._current_autograd_node()
         self._gives = any(g is not None for g in incoming)  # else a cast under norms only
         # Norms only: a fused layer gives its parameters nothing to compare with.
@@ -138,7 +115,8 @@ class Descent:
         self._task, self._rounding = torch._C._current_graph_task_id(), 0.0
         self._held.clear()
         self._ready.clear()
-        self._counts = any(receives(leaf.parameter) for leaf in self._leaves)
+        arrives = [self._run.arrive([leaf.place], True) for leaf in self._leaves]
+        self._counts = any(arrives) and any(receives(leaf.parameter) for leaf in self._leaves)
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         whole = self._recorder.books or bool(self._run.directions)  # what norms alone do not need
         self._final = not (self._run.keep or self._run.retained or keeps or whole)
@@ -160,7 +138,8 @@ class Descent:
                 self._measure(mine)
             if g is None or casts:
                 continue
-            off, own = size(g if mine is None else g - total(mine)), size(g)
+            own = size(g)
+            off = own if mine is None else difference(g, mine)
             if off > 64 * (self._rounding + own * torch.finfo(g.dtype).eps):
                 self._refuse(
                     "the gradient it received is not the sum of its gradients by sample: a hook, "
@@ -172,10 +151,18 @@ class Descent:
         g, layout, n = incoming[station.output], station.layout, self._run.n
         if g is None or layout is None:
             return
-        if station.inward or any(self._hears(leaf.place) for leaf in station.leaves.values()):
+        if layout == NOWHERE:
+            if g.any():
+                self._refuse(LATER)
+            self._nothing(station, node, incoming)
+            return
+        if station.inward or any(self._hears(leaf) for leaf in station.leaves.values()):
             self._measure(g)  # for what will be compared
         masked: list[int] = []
-        for operand in (*station.inward, *station.leaves):
+        squares = self._squares(station, node, g, layout)
+        for operand, sq in squares.items():
+            self._ready.append((station.leaves[operand], sq, True))
+        for operand in (*station.inward, *(k for k in station.leaves if k not in squares)):
             product = closed(node, operand, g, layout, n)
             if product is None:
                 masked.append(operand)
@@ -196,12 +183,18 @@ class Descent:
         for operand, column in columns.items():
             self._send(station, operand, torch.cat(column))
 
+    def _squares(self, station: Station, node: Node, g: Tensor, layout: int) -> dict[int, Tensor]:
+        """Return squared norms by operand, where norms are all that is wanted of these."""
+        alone = [k for k, leaf in station.leaves.items() if leaf.alone and not self._hears(leaf)]
+        return at_node(node, alone, g, layout, self._run.n) if alone and self._final else {}
+
     def _nothing(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
-        """Of no samples."""
+        """Send zeros: of no samples, or behind weights that are zeros."""
         device = next((g.device for g in incoming if g is not None), None)
         for operand in (*station.inward, *station.leaves):
             edge = node.next_functions[operand]
-            zeros = torch.zeros(0, *shape_of(*edge), dtype=dtype_of(*edge), device=device)
+            zeros = torch.zeros((), dtype=dtype_of(*edge), device=device)
+            zeros = zeros.expand(self._run.n, *shape_of(*edge))
             self._send(station, operand, self._reduced(station, operand, zeros))
 
     def _pass(self, station: Station, node: Node, held: list[Gradients | None]) -> None:
@@ -216,7 +209,7 @@ class Descent:
                 live[k] = in_full(g)
         if not live:
             return
-        if node.name() == "EmbeddingBackward0" and self._look_up(station, node, live[0]):
+        if node.name() == TABLE and self._look_up(station, node, live[0]):
             return
         columns: dict[int, list[Tensor]] = {k: [] for k in (*station.inward, *station.leaves)}
         most = max((leaf.parameter.numel() for leaf in station.leaves.values()), default=1)
@@ -250,7 +243,7 @@ class Descent:
         padding = node._saved_padding_idx  # the largest number there is, if none was said
         if padding < node._saved_weight_sym_argsize_0:
             rows = rows[:, found != padding]
-        if self._hears(leaf.place):
+        if self._hears(leaf):
             total = dense(self._ask(node, [g.sum(0)])[0])
             self._recorder.add_recorded(leaf.place, total, self._rounding)
         self._ready.append((leaf, sq_norms(rows), True))
@@ -261,7 +254,8 @@ class Descent:
         leaf = station.leaves.get(operand)
         if leaf is None:
             return product
-        if self._hears(leaf.place) and self._gives and not (self._withholds and operand):
+        product = _like(product, leaf.parameter)
+        if self._hears(leaf) and self._gives and not (self._withholds and operand):
             self._measure(product)
             self._recorder.add_recorded(leaf.place, total(product), self._rounding)
         return sq_norms(product) if leaf.alone and self._final else product
@@ -300,10 +294,14 @@ class Descent:
                 continue
             for _more in range(1, leaf.counted):
                 self._run.arrive([leaf.place])
+            if leaf.counted:
+                self._delivered(leaf.place)
             if squared:
                 self._run.finish(leaf.place, whole)
             elif isinstance(whole, Outer):
                 self._run.add(leaf.place, whole.left, whole.right)
+            elif isinstance(whole, LookedUp):
+                self._run.add(leaf.place, whole.rows, whole.ids)
             else:
                 self._run.add(leaf.place, whole)
             if self._recorder.books:
@@ -313,6 +311,14 @@ class Descent:
             v = self._run.directions[leaf.place] if self._run.directions else None
             if v is not None:
                 self._run.add_dots(along(whole, v))
+
+
+def _like(product: G, parameter: Tensor) -> G:
+    """Return gradients [N, *] in the parameter's shape and dtype: what lies between, as a view or
+    a cast, may have had others."""
+    if isinstance(product, Tensor):
+        return product.reshape(len(product), *parameter.shape).to(parameter.dtype)  # type: ignore[return-value]
+    return product
 
 
 def _chunks(grads: Iterable[Tensor], n: int, step: int) -> Iterator[list[Tensor]]:
