@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from backends import parameters
-from grids import thin
+from grids import in_default_mode, thin
 
 # Here, before any test module is imported: many make tensors while they are.
 if "TORCHGRADX_TEST_DEVICE" in os.environ:
@@ -20,6 +20,7 @@ if "TORCHGRADX_TEST_DEVICE" in os.environ:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="run every case of each grid")
+    parser.addoption("--default-mode", action="store_true", help="run no other options of attach()")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,10 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Thin the grids, unless all of their cases are asked for or single ones are named."""
-    if config.getoption("--all-cases") or any("[" in arg for arg in config.args):
-        return
-    items[:], left_out = thin(items)
-    config.hook.pytest_deselected(items=left_out)
+    if config.getoption("--default-mode"):
+        items[:], left_out = in_default_mode(items)
+        config.hook.pytest_deselected(items=left_out)
+    if not config.getoption("--all-cases") and not any("[" in arg for arg in config.args):
+        items[:], left_out = thin(items)
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import combinations
 
 import pytest
@@ -20,14 +20,33 @@ import pytest
 
 def thin(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Split collected tests into those to run and those to leave out, both in their order."""
-    grids = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("grid") and hasattr(item, "callspec"):
-            grids[item.nodeid.partition("[")[0]].append(item)
     left_out = set()
-    for cases in grids.values():
+    for cases in _by_test(i for i in items if i.get_closest_marker("grid")):
         left_out.update(set(cases) - _cover(cases))
+    return _parted(items, left_out)
+
+
+def in_default_mode(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Split off the cases with other `options` of attach(), where a test has one without any."""
+    left_out = set()
+    for cases in _by_test(items):
+        default = [c for c in cases if c.callspec.params.get("options") == {}]
+        left_out.update(set(cases) - set(default) if default else ())
+    return _parted(items, left_out)
+
+
+def _parted(
+    items: list[pytest.Item], left_out: set[pytest.Item]
+) -> tuple[list[pytest.Item], list[pytest.Item]]:
     return [i for i in items if i not in left_out], [i for i in items if i in left_out]
+
+
+def _by_test(items: Iterable[pytest.Item]) -> Iterable[list[pytest.Item]]:
+    tests = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    return tests.values()
 
 
 def _cover(cases: list[pytest.Item]) -> set[pytest.Item]:
