@@ -24,7 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "grid(*together): see tests/grids.py")
+    config.addinivalue_line("markers", "grid(*together, pairs=True): see tests/grids.py")
+    config.addinivalue_line("markers", "long: runs with --all-cases only")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

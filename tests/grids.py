@@ -20,7 +20,7 @@ import pytest
 
 def thin(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Split collected tests into those to run and those to leave out, both in their order."""
-    left_out = set()
+    left_out = {i for i in items if i.get_closest_marker("long")}
     for cases in _by_test(i for i in items if i.get_closest_marker("grid")):
         left_out.update(set(cases) - _cover(cases))
     return _parted(items, left_out)

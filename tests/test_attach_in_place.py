@@ -13,6 +13,7 @@ from attach_oracle import (
     check,
     close,
     close_named,
+    each_of,
     every_mode,
     exact_or,
     loop,
@@ -20,7 +21,6 @@ from attach_oracle import (
     per_model,
     same_gradients,
     square,
-    title,
 )
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -143,7 +143,7 @@ def test_an_input_before_clipping(name, options):
             assert all(map(torch.equal, clipped(True), want))
 
 
-every_option = pytest.mark.parametrize("options", [*ANY, {"backend": "vmap"}], ids=title)
+every_option = each_of([*ANY, {"backend": "vmap"}])
 
 
 class Views(nn.Module):
@@ -264,7 +264,7 @@ def test_halves_cannot_be_changed_in_place_with_a_probe_or_without(options):
         square(model, x)
 
 
-any_option = pytest.mark.parametrize("options", ANY, ids=title)
+any_option = each_of(ANY)
 RECURRENT = {
     f"{kind.__name__} {name}": (kind, options, (T, N, D))
     for kind in (nn.LSTM, nn.GRU, nn.RNN)

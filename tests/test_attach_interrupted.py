@@ -11,6 +11,7 @@ from attach_oracle import (
     Model,
     close,
     close_named,
+    each_of,
     loop,
     loop_model,
     same_gradients,
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import torchgradx
 
 N = 4
-modes = pytest.mark.parametrize("options", [*ANY, *VMAP, {"clip": True}], ids=title)
+modes = each_of([*ANY, *VMAP, {"clip": True}])
 
 
 class Trap(torch.autograd.Function):

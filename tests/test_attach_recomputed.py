@@ -152,7 +152,7 @@ def as_found(model):
     return [(type(m), list(m._forward_hooks), list(m._forward_pre_hooks)) for m in model.modules()]
 
 
-@pytest.mark.grid
+@pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -106,6 +106,7 @@ def test_output_gates_that_are_shut(option, options):
     check(model, square, torch.randn(N, T, I), dtype=torch.float32, **options)
 
 
+@pytest.mark.grid(pairs=False)
 @served
 @pytest.mark.parametrize("option", ["both ways", "projected"])
 @every_kind

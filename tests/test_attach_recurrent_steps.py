@@ -15,6 +15,7 @@ from attach_oracle import (
     a_few_modes,
     check,
     close_named,
+    each_of,
     exact_or_refused,
     fallback_mode,
     loop,
@@ -22,7 +23,6 @@ from attach_oracle import (
     refused,
     same_gradients,
     square,
-    title,
     tolerance,
 )
 from clip_oracle import bounded, check_clip, gradients, norms_of, same, weighted
@@ -44,7 +44,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import torchgradx
 
-any_mode = pytest.mark.parametrize("options", [*ANY, *VMAP, NATIVE[0]], ids=title)
+any_mode = each_of([*ANY, *VMAP, NATIVE[0]])
 LENGTHS = torch.tensor([3, 5, 1, 3])
 
 

@@ -8,13 +8,13 @@ from attach_oracle import (
     a_few_modes,
     check,
     close_named,
+    each_of,
     exact_or_refused,
     fallback_mode,
     loop,
     refused,
     square,
     square_second,
-    title,
 )
 from broadcast_models import (
     TOKENS,
@@ -270,9 +270,7 @@ def test_a_vision_transformers_own_parameters_are_exact_and_it_runs_once(options
         assert "vmap: no kernel for Patches" not in probe.explain()
 
 
-any_mode = pytest.mark.parametrize(
-    "options", [{}, {"fused": False}, {"weight_grad": False}], ids=title
-)
+any_mode = each_of([{}, {"fused": False}, {"weight_grad": False}])
 
 
 def language(m, ids):

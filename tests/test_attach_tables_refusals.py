@@ -7,13 +7,13 @@ from attach_oracle import (
     Model,
     a_few_modes,
     close_named,
+    each_of,
     exact_or_refused,
     fallback_mode,
     loop,
     refused,
     square,
     square_second,
-    title,
 )
 from broadcast_models import TOKENS, D, N, T, constant, in_place, positional, tokens
 from torch import nn
@@ -207,9 +207,7 @@ def test_outputs_with_n_in_two_places_beside_what_samples_share(beside, options)
     exact_or_refused(model, square_second, torch.randn(N, N, D), **options)
 
 
-modes = pytest.mark.parametrize(
-    "options", [{}, {"fused": False}, {"weight_grad": False}], ids=title
-)
+modes = each_of([{}, {"fused": False}, {"weight_grad": False}])
 
 
 def text(m, ids):

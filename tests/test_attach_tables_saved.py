@@ -13,6 +13,7 @@ from attach_oracle import (
     check,
     close,
     close_named,
+    each_of,
     exact_or,
     exact_or_refused,
     loop,
@@ -20,7 +21,6 @@ from attach_oracle import (
     mlp,
     same_gradients,
     square,
-    title,
 )
 from broadcast_models import D, N, T, constant
 from torch import nn
@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import torchgradx
 
 MODES = [*ANY, *VMAP, {"clip": True}, {"clip": True, "fused": False}]
-modes = pytest.mark.parametrize("options", MODES, ids=title)
+modes = each_of(MODES)
 
 
 def heads(b):

@@ -29,6 +29,7 @@ def batched() -> Iterator[None]:
         yield
 
 
+@pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("kind", ["integers", "gaussians"])
 @pytest.mark.parametrize("problem", [*LINEAR, *POINTWISE])
 def test_batched_ways_are_right(problem: Linear | Conv2d, kind: Kind) -> None:
