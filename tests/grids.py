@@ -71,10 +71,10 @@ def _cover(cases: list[pytest.Item]) -> set[pytest.Item]:
 def _combinations(case: pytest.Item) -> Iterator[tuple[tuple[str, int], ...]]:
     # By identity, for a dict has no hash: the cases of a test share the values of its lists.
     values = sorted((name, id(value)) for name, value in case.callspec.params.items())
-    mark = case.get_closest_marker("grid")
-    yield from combinations(values, min(2 if mark.kwargs.get("pairs", True) else 1, len(values)))
-    together = mark.args
-    if not together:
-        return
+    marks = list(case.iter_markers("grid"))
+    pairs = all(mark.kwargs.get("pairs", True) for mark in marks)
+    yield from combinations(values, min(2 if pairs else 1, len(values)))
+    together = {name for mark in marks for name in mark.args}
     whole = tuple(v for v in values if v[0] in together)
-    yield from ((*whole, v) for v in values if v[0] not in together)
+    if whole:
+        yield from ((*whole, v) for v in values if v[0] not in together)

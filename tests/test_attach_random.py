@@ -27,6 +27,7 @@ def weighted_loss(model, x):
     return sum(k * y.sin().square().flatten(1).mean(1) for k, y in enumerate(outputs, 1)).mean()
 
 
+@pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("options", ANY + VMAP[:1], ids=title)
 @pytest.mark.parametrize("kind", [Shared, Outputs])
 def test_every_step_is_exact_or_refused(kind, options):

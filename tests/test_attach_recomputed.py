@@ -239,6 +239,7 @@ def test_a_module_called_outside_of_the_model_is_of_its_own_call(story, options)
     same_gradients(model, twin, 1e-9)
 
 
+@pytest.mark.grid(pairs=False)
 @a_few_modes
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_a_record_that_waits_for_other_uses_holds_no_graph(make, options):
