@@ -16,10 +16,10 @@ CXX_CODE := $(shell find csrc tests/emulation -name '*.cpp' -o -name '*.h' -o -n
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test bench zoo calibrate gpu lint format sanitize mutants clean
+.PHONY: help demo docs test test-all bench zoo calibrate gpu lint format sanitize mutants clean
 
 help:
-	@sed -n 's/^\([a-z]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 demo: $(DONE)/examples  ## build, then find mislabelled digits by their gradient norms; writes out/
 	$(BIN)/python examples/rank_digits.py --out out
@@ -27,8 +27,11 @@ demo: $(DONE)/examples  ## build, then find mislabelled digits by their gradient
 docs: $(DONE)/docs  ## the documentation as a site, strictly; writes site/
 	$(BIN)/mkdocs build --strict
 
-test: $(DONE)/test  ## build, then the whole test suite against the installed package
+test: $(DONE)/test  ## build, then the test suite against the installed package
 	$(PYTEST) tests $(PYTEST_ARGS)
+
+test-all: $(DONE)/test  ## the same with every case of each grid of parameters (tests/grids.py)
+	$(PYTEST) --all-cases tests $(PYTEST_ARGS)
 
 bench: $(DONE)/bench  ## build, then time it against the plain step and the rivals; results, plots, README
 	$(BIN)/python -W ignore benchmarks/run.py
@@ -67,8 +70,8 @@ sanitize: $(DONE)/test  ## operator tests and fuzz under AddressSanitizer and Un
 	  PYTHONMALLOC=malloc PYTHONPATH=$(CURDIR)/$(SANITIZED) \
 	  $(PYTEST) --capture=sys -k "not emulated and not reference" $(wildcard tests/test_ops*.py tests/test_fuzz*.py tests/test_affine*.py tests/test_gather*.py)
 
-mutants: $(DONE)/test  ## plant bugs in the CUDA kernels: their emulation must catch every one; without a GPU
-	$(BIN)/python tests/emulation/mutants.py
+mutants: $(DONE)/test  ## plant bugs in the CUDA kernels, all or PART=: the emulation must catch each; without a GPU
+	$(BIN)/python tests/emulation/mutants.py $(PART)
 
 clean:  ## remove all that make has made, .venv included (an environment named by VENV= stays)
 	rm -rf .venv build dist out site *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -30,27 +30,16 @@ def title(options):
     return ",".join(f"{key}={value}" for key, value in options.items()) or "default"
 
 
-every_mode = pytest.mark.parametrize("options", ANY + VMAP + NATIVE, ids=title)
-fallback_mode = pytest.mark.parametrize("options", ANY + VMAP, ids=title)
-a_few_modes = pytest.mark.parametrize("options", ANY + VMAP[:1], ids=title)
+def each_of(modes):
+    """Parametrise a test over options of attach(); with other parameters they are a grid."""
+    parametrize = pytest.mark.parametrize("options", modes, ids=title)
+    return lambda test: pytest.mark.grid(parametrize(test))
+
+
+every_mode = each_of(ANY + VMAP + NATIVE)
+fallback_mode = each_of(ANY + VMAP)
+a_few_modes = each_of(ANY + VMAP[:1])
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    """Small problems: one thread, or a busy machine spends its time waking the others."""
-    before = torch.get_num_threads()
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def nothing_compiled():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Same(torch.autograd.Function):

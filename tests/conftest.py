@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from backends import parameters
+from grids import in_default_mode, thin
 
 # Here, before any test module is imported: many make tensors while they are.
 if "TORCHGRADX_TEST_DEVICE" in os.environ:
@@ -17,10 +18,47 @@ if "TORCHGRADX_TEST_DEVICE" in os.environ:
     make_all_tensors_on(os.environ["TORCHGRADX_TEST_DEVICE"])
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-cases", action="store_true", help="run every case of each grid")
+    parser.addoption("--default-mode", action="store_true", help="run no other options of attach()")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "grid(*together, pairs=True): see tests/grids.py")
+    config.addinivalue_line("markers", "long: runs with --all-cases only")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Thin the grids, unless all of their cases are asked for or single ones are named."""
+    if config.getoption("--default-mode"):
+        items[:], left_out = in_default_mode(items)
+        config.hook.pytest_deselected(items=left_out)
+    if not config.getoption("--all-cases") and not any("[" in arg for arg in config.args):
+        items[:], left_out = thin(items)
+        config.hook.pytest_deselected(items=left_out)
+
+
 def pytest_collection_finish() -> None:
     """Tests that collect garbage need not walk the tens of thousands that are to run."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    """Small problems: one thread, or a busy machine spends its time waking the others."""
+    before = torch.get_num_threads()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(params=parameters())

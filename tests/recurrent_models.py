@@ -4,15 +4,15 @@ from functools import cache
 
 import pytest
 import torch
-from attach_oracle import ANY, NATIVE, Model, title
+from attach_oracle import ANY, NATIVE, Model, each_of
 from torch import nn
 
 from torchgradx import ops
 
 N, T, I, H = 4, 5, 3, 6
 served = pytest.mark.skipif(not ops.NATIVE, reason="a replay refuses it")
-native_mode = pytest.mark.parametrize("options", [*ANY, NATIVE[0]], ids=title)
-served_mode = pytest.mark.parametrize("options", [{}, {"weight_grad": False}], ids=title)
+native_mode = each_of([*ANY, NATIVE[0]])
+served_mode = each_of([{}, {"weight_grad": False}])
 dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 
 KINDS = {

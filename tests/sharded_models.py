@@ -1,5 +1,5 @@
 """Models with parameters beside sharded blocks, in two gloo processes: run by
-test_attach_sharded.py, once for all."""
+test_attach_distributed.py, once for all."""
 
 import functools
 

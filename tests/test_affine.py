@@ -102,6 +102,7 @@ def _assert_grad_input(actual: Tensor, expected: Tensor, magnitude: Tensor, term
     assert bool((off <= allowance).all()), f"off by {(off - allowance).max():.3g} too much"
 
 
+@pytest.mark.grid("backend")
 @each_dtype
 @each_kind
 @each_problem
@@ -114,6 +115,7 @@ def test_norms_agree_with_the_oracle(
     assert torch.equal(norms(backend, problem.layer, o, False), sq_norms[:1])
 
 
+@pytest.mark.grid("backend")
 @each_dtype
 @pytest.mark.parametrize("weights", [None, (-2.0, 3.0), (0.0, 0.0)])
 @each_problem
@@ -145,6 +147,7 @@ def test_fused_makes_every_gradient(
     _assert_grad_input(x, expected.input, expected.input_magnitude, count)
 
 
+@pytest.mark.grid("backend")
 @each_dtype
 @pytest.mark.parametrize("centred", [True, False])
 @each_problem
@@ -209,6 +212,7 @@ OF_LAYOUTS = [
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
+@pytest.mark.grid("backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("float32", "bfloat16"))
 @pytest.mark.parametrize("problem", OF_LAYOUTS, ids=lambda p: "-".join(map(str, p)))
 @each_layout

@@ -83,6 +83,7 @@ def test_a_samples_norms_do_not_depend_on_its_batch(backend: Backend, way: tuple
     assert torch.equal(torch.cat(alone, 1), norms(backend, way, o))
 
 
+@pytest.mark.grid("backend")
 @each_way
 @pytest.mark.parametrize("factor", [2.0**-20, -2.0, 2.0**20])
 def test_scaling_by_c_scales_sq_norms_by_c_squared(
@@ -161,6 +162,7 @@ SHARED_OUT = [  # enough work for several threads: by samples, or with few of th
 ]
 
 
+@pytest.mark.grid("backend")
 @pytest.mark.parametrize("planes", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("problem", SHARED_OUT)

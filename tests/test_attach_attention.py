@@ -16,7 +16,6 @@ from attach_oracle import (
     need_native,
     per_model,
     same_gradients,
-    seeded,  # noqa: F401
     square,
     square_second,
 )
@@ -207,25 +206,6 @@ def test_attention_in_a_checkpoint(way, training, reentrant, options):
     if options.get("weight_grad", True):
         square(twin, *batch).backward()
         same_gradients(model, twin, 1e-9)
-
-
-@a_few_modes
-@pytest.mark.parametrize("way", ["to itself", "across", "of three sizes"])
-def test_projections_alone_in_a_reentrant_checkpoint(way, options):
-    inner = WAYS[way]()
-    for p in inner.a.out_proj.parameters():
-        p.requires_grad_(False)
-
-    def how(m, x, y, z):
-        return checkpoint(m.inner, m.i(x), y, z, use_reentrant=True)
-
-    batch = [t.double() for t in three()]
-    model = Model(how, i=nn.Linear(E, E), inner=inner)
-    want = loop(model, square, *batch)
-    model = model.double()
-    with torchgradx.attach(model, **options) as probe:
-        square(model, *batch).backward()
-        close_named(probe.norms(per="parameter"), want)
 
 
 @a_few_modes

@@ -6,16 +6,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    close_named,
-    loop,
-    mlp,
-    nothing_compiled,  # noqa: F401
-    same_gradients,
-    seeded,  # noqa: F401
-    square,
-)
+from attach_oracle import Model, close_named, loop, mlp, same_gradients, square
 from fullgraph_models import (
     MODELS,
     N,
@@ -36,6 +27,7 @@ import torchgradx
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
+@pytest.mark.grid
 @every_model
 @backends
 @pytest.mark.parametrize("fused", [True, False])

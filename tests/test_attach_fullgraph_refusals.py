@@ -11,28 +11,17 @@ from attach_oracle import (
     close_named,
     loop,
     mlp,
-    nothing_compiled,  # noqa: F401
     penalised,
     same_gradients,
-    seeded,  # noqa: F401
     square,
     square_sum,
 )
-from fullgraph_models import (
-    N,
-    attached,
-    backends,
-    held_against_a_loop,
-    rows,
-)
+from fullgraph_models import N, attached, backends, held_against_a_loop, rows
 from torch import nn
 
 import torchgradx
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
-
-
-# Refusals
 
 
 def functional(m, x):
@@ -117,9 +106,6 @@ def test_a_thousand_steps_leave_nothing_behind():
         step()
         compiled(x)  # meets no backward
     assert torchgradx._C.links() == alive
-
-
-# What comes later, and what nobody must notice
 
 
 def warming_up(m, x, weight):

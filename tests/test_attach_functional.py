@@ -8,13 +8,13 @@ from attach_oracle import (
     Model,
     check,
     close,
+    each_of,
     exact_or_refused,
     fallback_mode,
     loop,
     need_native,
     per_model,
     refused,
-    seeded,  # noqa: F401
     square,
     square_second,
     title,
@@ -28,9 +28,7 @@ import torchgradx
 
 N, T, D, V = 4, 3, 5, 7
 NATIVE = {"backend": "native"}
-modes = pytest.mark.parametrize(
-    "options", [NATIVE, NATIVE | {"fused": False}, NATIVE | {"weight_grad": False}], ids=title
-)
+modes = each_of([NATIVE, NATIVE | {"fused": False}, NATIVE | {"weight_grad": False}])
 
 
 def rows():

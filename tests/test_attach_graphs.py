@@ -1,19 +1,24 @@
-"""Several models and probes in one graph, replicas, steps within backward, shapes in and out."""
+"""Several models and probes in one graph, replicas, steps within backward; other derivatives than
+a loss's."""
 
+import copy
 import threading
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from attach_oracle import (
     Model,
     a_few_modes,
     check,
     close_named,
+    every_mode,
+    exact_or,
     exact_or_refused,
     loop,
     mlp,
-    seeded,  # noqa: F401
+    need_native,
     square,
 )
 from torch import nn
@@ -28,7 +33,6 @@ def joined(first, second):
     return {name: torch.cat([first[name], second[name]]) for name in first}
 
 
-# ---- Several models ------------------------------------------------------------------------------
 @a_few_modes
 def test_two_models_of_an_adversarial_game_are_exact_in_either_ones_step(options):
     maker = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)).double()
@@ -69,7 +73,6 @@ def test_two_models_that_share_a_module_cannot_both_be_attached():
         torchgradx.attach(other)
 
 
-# ---- Replicas and steps --------------------------------------------------------------------------
 class Replicated(nn.Module):
     """What nn.DataParallel does, on the CPU: replicas whose weights are copies, in threads."""
 
@@ -118,18 +121,6 @@ def test_replicas_in_threads_are_refused_and_train_as_before(where, options):
     assert where == "outside" or "DistributedDataParallel" in str(refusal.value)
     for p, gradient in zip(model.parameters(), want, strict=True):
         assert torch.allclose(p.grad, gradient, rtol=1e-12)
-
-
-def test_a_backward_is_recorded_while_another_thread_asks_a_node_for_its_products():
-    model, x = mlp().double(), torch.randn(N, 3).double()
-    with torchgradx.attach(model) as probe:
-        loss = square(model, x)
-        probe._recorder.asking = True  # as on the way down from a functional use
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
-        probe._recorder.asking = False
-        close_named(probe.norms(per="parameter"), loop(model, square, x))
 
 
 @a_few_modes
@@ -192,11 +183,6 @@ def test_weights_may_be_stepped_within_the_backward(options):
                 handle.remove()
 
 
-def test_a_recurrent_layer_called_twice_counts_its_cross_terms():
-    model = recurrent(lambda m, x: both_outputs(m, x) + both_outputs(m, 2 * x))
-    check(model, square, torch.randn(N, 5, 3))
-
-
 @pytest.mark.parametrize("options", [{}, {"backend": "vmap"}], ids=str)
 @pytest.mark.parametrize("first", ["hook", "probe"])
 def test_hooks_on_a_parameter_under_norms_alone(first, options):
@@ -227,7 +213,6 @@ def test_hooks_on_a_parameter_under_norms_alone(first, options):
     assert len(stepped) == 1
 
 
-# ---- What goes in and comes out ------------------------------------------------------------------
 @dataclass
 class Output:
     logits: torch.Tensor
@@ -264,40 +249,6 @@ def test_models_may_return_anything(name, flat, options):
         check(model, loss, x, **options)
 
 
-@a_few_modes
-@pytest.mark.parametrize("windows_first", [False, True])
-def test_windows_of_an_image_are_exact_or_refused(windows_first, options):
-    """Shifted windows [N * windows, positions, channels], as in a Swin transformer."""
-
-    def forward(m, x):
-        n, h, w, c = x.shape
-        tiles = torch.roll(x, (1, 1), (1, 2)).view(n, h // 2, 2, w // 2, 2, c)
-        order = (1, 3, 0, 2, 4, 5) if windows_first else (0, 1, 3, 2, 4, 5)
-        rows = tiles.permute(order).reshape(-1, 4, c)
-        query = m.q(rows)
-        mixed = m.p(torch.softmax(query @ rows.mT, -1) @ rows)
-        lead = (h // 2, w // 2, n) if windows_first else (n, h // 2, w // 2)
-        mixed = mixed.view(*lead, 2, 2, -1)
-        return mixed.permute(2, 0, 3, 1, 4, 5) if windows_first else mixed.transpose(2, 3)
-
-    model = Model(forward, q=nn.Linear(3, 3), p=nn.Linear(3, 2))
-    refusal = exact_or_refused(model, square, torch.randn(N, 4, 4, 3), **options)
-    assert (refusal is not None) == windows_first
-
-
-@a_few_modes
-def test_lengths_that_vary_under_a_mask_are_exact(options):
-    lengths = torch.tensor([2, 5, 3, 4])
-    mask = torch.arange(5) < lengths[:, None]
-
-    def forward(m, x, mask):
-        return m.o(m.e(x, src_key_padding_mask=~mask)) * mask[..., None]
-
-    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-    model = Model(forward, e=layer, o=nn.Linear(4, 2))
-    check(model, square, torch.randn(N, 5, 4), mask, **options)
-
-
 def test_a_backward_that_begins_in_several_places():
     """In the outputs themselves, one of which is reached from the other, and comes twice."""
 
@@ -317,3 +268,121 @@ def test_a_backward_that_begins_in_several_places():
             y, h = model(x)
             torch.autograd.backward([y, h, h], [2 * t.detach() / 5 for t in (y, h, h)])
             close_named(probe.norms(per="parameter"), want)
+
+
+SAMPLES, T, C = 3, 5, 4
+
+
+def first(rnn):
+    return Model(lambda m, x: m.r(x)[0], r=rnn)
+
+
+def looked_up():
+    return Model(
+        lambda m, x: m.l(x * m.e(torch.arange(T))), e=nn.Embedding(T, C), l=nn.Linear(C, 2)
+    )
+
+
+ROWS, IMAGES = (SAMPLES, T, C), (SAMPLES, C, 6, 6)
+MODELS = {
+    "linear": (lambda: nn.Linear(C, 6), ROWS),
+    "a linear of vectors": (lambda: nn.Linear(C, 6), (SAMPLES, C)),
+    "one without bias": (lambda: nn.Linear(C, 6, bias=False), ROWS),
+    "conv1d": (lambda: nn.Conv1d(T, 6, 3), ROWS),
+    "conv2d": (lambda: nn.Conv2d(C, 6, 3, groups=2), IMAGES),
+    "transposed": (lambda: nn.ConvTranspose2d(C, 6, 3), IMAGES),
+    "layer norm": (lambda: nn.LayerNorm(C), ROWS),
+    "rms norm": (lambda: nn.RMSNorm(C), ROWS),
+    "group norm": (lambda: nn.GroupNorm(2, C), IMAGES),
+    "instance norm": (lambda: nn.InstanceNorm2d(C, affine=True), IMAGES),
+    "batch norm": (lambda: nn.BatchNorm2d(C).eval(), IMAGES),
+    "prelu": (lambda: nn.PReLU(C), IMAGES),
+    "embedding": (looked_up, ROWS),
+    "lstm": (lambda: first(nn.LSTM(C, 6, batch_first=True)), ROWS),
+    "gru": (lambda: first(nn.GRU(C, 6, batch_first=True, bidirectional=True)), ROWS),
+    "rnn": (lambda: first(nn.RNN(C, 6, batch_first=True)), ROWS),
+    "mlp": (lambda: nn.Sequential(nn.Linear(C, 8), nn.Tanh(), nn.Linear(8, 2)), ROWS),
+    "encoder": (lambda: nn.TransformerEncoderLayer(C, 2, 8, 0.0, batch_first=True), ROWS),
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+forwards = pytest.mark.parametrize(
+    "name", [m for m in MODELS if m != "encoder"]
+)  # attention has no tangents
+
+
+def example(name):
+    make, sizes = MODELS[name]
+    model = make().double()
+    return model, copy.deepcopy(model), torch.randn(sizes, dtype=torch.float64)
+
+
+def near(got, want):
+    """Sums of fewer than a thousand terms each, none much larger than what comes of them."""
+    assert got.shape == want.shape
+    assert (got - want).abs().max() <= 1e3 * torch.finfo(got.dtype).eps * want.abs().max()
+
+
+def exact_afterwards(probe, model, x):
+    want = loop(model, square, x)
+    for _ in range(2):
+        model.zero_grad()
+        square(model, x).backward()
+        close_named(probe.norms(per="parameter"), want)
+
+
+@every_mode
+@forwards
+def test_tangents_go_through(name, options):
+    """Forward-mode differentiation."""
+    need_native(options)
+    model, twin, x = example(name)
+    v = torch.randn_like(x)
+
+    def tangent(m):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(m(forward_ad.make_dual(x, v))).tangent
+
+    want = tangent(twin)
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(2):
+            near(tangent(model), want)
+            exact_afterwards(probe, model, x)
+
+
+@every_mode
+@forwards
+def test_a_backward_beside_tangents_is_exact_or_refused(name, options):
+    need_native(options)
+    model, _, x = example(name)
+    want = loop(model, square, x)
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(2):
+            with forward_ad.dual_level():
+                y = model(forward_ad.make_dual(x, torch.randn_like(x)))
+                loss = forward_ad.unpack_dual(y).primal.square().flatten(1).sum(1).mean()
+            loss.backward()
+            exact_or(torchgradx.CoverageError, "tangents", probe, want)
+            exact_afterwards(probe, model, x)
+
+
+@every_mode
+@each_model
+def test_several_gradients_at_once_come_back(name, options):
+    """is_grads_batched, as of a Jacobian: by the input, and by parameters."""
+    need_native(options)
+    model, twin, x = example(name)
+    x.requires_grad_()
+
+    def several(m):
+        out = m(x)
+        given = torch.stack([torch.ones_like(out), out.detach()])
+        sources = [x, *m.parameters()]
+        by_input = torch.autograd.grad(out, x, given, retain_graph=True, is_grads_batched=True)
+        return by_input + torch.autograd.grad(out, sources, given, is_grads_batched=True)
+
+    want = several(twin)
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(2):
+            for a, b in zip(several(model), want, strict=True):
+                near(a, b)
+            exact_afterwards(probe, model, x.detach())

@@ -1,5 +1,5 @@
-"""Whose a recomputation is, where little says so: beside others in flight, behind the user's own
-hooks on saved tensors, from other threads, a second time; and a probe that leaves in a forward."""
+"""Whose a recomputation is, where little says so: behind hooks of the user's, from other threads,
+a second time; and a probe that leaves in a forward."""
 
 import contextlib
 import copy
@@ -17,7 +17,6 @@ from attach_oracle import (
     loop,
     mlp,
     same_gradients,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn
@@ -84,26 +83,6 @@ def test_behind_hooks_of_the_users(ways, hooks, options):
         one.backward()
         loss(twin, x).backward()
     close_named(probe.norms(per="parameter"), loop(twin, square, batches[1]))
-    if options.get("weight_grad", True):
-        same_gradients(model, twin, 1e-9)
-
-
-@a_few_modes
-@pytest.mark.parametrize("inside", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("outside", WAYS.values(), ids=WAYS)
-def test_a_module_outside_of_the_model_while_paused(outside, inside, options):
-    """Beside a forward in flight that has a checkpoint inside."""
-    block = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
-    model = Model(lambda m, x: within(inside, m.block, torch.tanh(m.first(x))),
-                  first=nn.Linear(3, 5), block=block).double()  # fmt: skip
-    twin, x = copy.deepcopy(model), torch.randn(4, 3).double().requires_grad_()
-    probe = torchgradx.attach(model, **options)
-    losses = [square(model, x), square(twin, x)]
-    with probe.paused():
-        others = [square(lambda x, m=m: within(outside, m.first, x), x) for m in (model, twin)]
-    for one in (*others, *losses):
-        one.backward()
-    close_named(probe.norms(per="parameter"), loop(twin, square, x))
     if options.get("weight_grad", True):
         same_gradients(model, twin, 1e-9)
 

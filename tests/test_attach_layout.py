@@ -1,7 +1,5 @@
 """Where the samples are: said, proven, or refused; never guessed from equal sizes."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from attach_oracle import (
@@ -14,9 +12,7 @@ from attach_oracle import (
     exact_or_refused,
     fallback_mode,
     loop,
-    mlp,
     refused,
-    seeded,  # noqa: F401
     square,
     square_second,
 )
@@ -24,7 +20,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
-from torchgradx.proof import layout
 
 N = 4
 
@@ -139,7 +134,6 @@ def test_a_recurrent_layers_own_batch_first_needs_no_saying(kind, batch_first, o
         check(model, square, torch.randn(N, positions, 3), **options)
 
 
-# ---- Not said ------------------------------------------------------------------------------------
 def table(rows, use):
     """A table of rows that no sample owns goes through a Linear and meets every sample."""
     model = Model(use, l=nn.Linear(3, 3), head=nn.Linear(3, 2))
@@ -261,7 +255,6 @@ def test_a_model_of_which_every_size_is_the_batch_size_needs_no_layout(options):
     check(images, square, torch.randn(N, N, N, N), **options)
 
 
-# ---- N that cannot be read off the first tensor --------------------------------------------------
 def test_the_batch_size_is_read_off_the_first_tensor_positional_or_keyword():
     model = Model(lambda m, flag=None, *, x, y=None: m.l(x), l=nn.Linear(3, 2))
     check(model, lambda m, x: square(lambda t: m(None, x=t, y=torch.ones(9)), x),
@@ -368,32 +361,3 @@ def test_a_layout_inside_a_reentrant_checkpoint_is_said_or_refused(inside, T, op
     x = torch.randn(N, T, 3)
     assert exact_or_refused(model, square, x, **options) is not None
     check(model, square, x, layout={"*": "sequence"}, **options)
-
-
-# ---- Backwards that add up in another order each time ------------------------------------------
-
-
-@pytest.fixture(params=[(1e-4, 1.0), (1e-3, 0.4)], ids=["always a little", "now and then"])
-def trembling(request, monkeypatch):
-    """As of attention on a GPU: no two backwards give the same bits."""
-    (much, often), stock = request.param, layout.Rows.of
-
-    def rows(g, count, half):
-        found = stock(g, count, half)
-        apart = torch.randn_like(found.projections) * (torch.rand(()) < often)
-        return replace(found, projections=found.projections + much * found.sizes * apart)
-
-    monkeypatch.setattr(layout, "ANEW", ("cpu",))
-    monkeypatch.setattr(layout.Rows, "of", rows)
-
-
-@a_few_modes
-def test_backwards_that_tremble_prove_samples_apart(trembling, options):
-    check(mlp(), square, torch.randn(N, 7, 3), **options)
-
-
-@a_few_modes
-def test_backwards_that_tremble_prove_nothing_of_what_mixes(trembling, options):
-    model = Model(lambda m, x: m.b(torch.tanh(m.a(x)) + 0.1 * m.a(x).roll(1, 0)),
-                  a=nn.Linear(3, 4), b=nn.Linear(4, 2))  # fmt: skip
-    refused(model, square, torch.randn(N, 7, 3), names=["a.weight"], match="mix", **options)

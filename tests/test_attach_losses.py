@@ -1,16 +1,12 @@
-"""Models that return their loss alone: no proof begins there, and samples are followed to it."""
+"""Models that return their loss alone, of samples that may be put in another order."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    check,
-    exact_or_refused,
-    seeded,  # noqa: F401
-)
+from attach_oracle import Model, a_few_modes, check, close_named, exact_or_refused, loop, square
 from torch import nn
+
+import torchgradx
 
 N, T, CLASSES = 5, 7, 3
 
@@ -144,3 +140,93 @@ def test_a_loss_of_tokens_is_exact(name, options):
 def test_of_as_many_tokens_as_samples_nothing_is_guessed(name, options):
     y = labels(N).index_fill(1, torch.tensor([0]), 1)
     exact_or_refused(of_its_loss(TOKENS[name]), whole, torch.randn(N, N, 4), y, **options)
+
+
+SAMPLES, STEPS = 4, 6
+LENGTHS = torch.tensor([3, 6, 2, 4])
+
+
+def as_deberta(logits, labels):
+    i = (labels >= 0).nonzero()
+    return logits.gather(0, i.expand(len(i), logits.shape[1])), labels.gather(0, i.view(-1))
+
+
+def labelled(logits, labels):
+    i = (labels >= 0).nonzero().view(-1)
+    return logits[i], labels.index_select(0, i)
+
+
+def by_label(logits, labels):
+    i = labels.argsort(stable=True)
+    return F.log_softmax(logits[i], 1), labels[i].clamp(min=0)
+
+
+def classified(m, x, labels):
+    logits = m.o(torch.tanh(m.l(x)))
+    return F.cross_entropy(*m.put(logits, labels)), logits
+
+
+def first(model, *batch):
+    return model(*batch)[0]
+
+
+def classifier(put):
+    model = Model(classified, l=nn.Linear(3, 5), o=nn.Linear(5, 2))
+    model.put = put
+    return model
+
+
+ONE, OTHER = torch.tensor([1, 0, 1, 0]), torch.tensor([0, 0, 1, 1])
+
+
+@a_few_modes
+@pytest.mark.parametrize("labels", [ONE, OTHER], ids=["", "in order"])
+@pytest.mark.parametrize("put", [as_deberta, labelled, by_label])
+def test_a_loss_of_logits_and_labels_in_one_order_is_exact(put, labels, options):
+    """No layer is given them, and the loss has no rows."""
+    check(classifier(put), first, torch.randn(SAMPLES, 3), labels, **options)
+
+
+@a_few_modes
+@pytest.mark.parametrize("put", [as_deberta, labelled])
+def test_a_loss_of_those_that_have_a_label_is_never_wrong(put, options):
+    """Norms are as the loss has them: a mean over two of four samples, where it is accepted."""
+    x, labels = torch.randn(SAMPLES, 3), torch.tensor([1, -100, 0, -100])
+    model = classifier(put).double()
+    twin = classifier(labelled).double()
+    twin.load_state_dict(model.state_dict())
+    with torchgradx.attach(model, **options) as probe:
+        first(model, x.double(), labels).backward()
+        try:
+            got = probe.norms()
+        except torchgradx.CoverageError:
+            return
+    for k in range(SAMPLES):
+        twin.zero_grad()
+        if labels[k] >= 0:
+            (first(twin, x[k : k + 1].double(), labels[k : k + 1]) * SAMPLES / 2).backward()
+        grads = [p.grad.flatten() for p in twin.parameters() if p.grad is not None]
+        assert torch.isclose(got[k], torch.cat([*grads, x.new_zeros(1).double()]).norm())
+
+
+@a_few_modes
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS.sort(descending=True).values])
+def test_an_order_after_the_layers_shows_in_the_outputs(lengths, options):
+    model = Model(lambda m, x, lengths: m.l(x)[lengths.argsort()].flatten(1), l=nn.Linear(3, 2))
+    exact_or_refused(model, square, torch.randn(SAMPLES, STEPS, 3), lengths, **options)
+    put = Model(
+        lambda m, x, lengths: (i := lengths.argsort(), m.l(x[i])[i.argsort()].flatten(1))[1],
+        l=nn.Linear(3, 2),
+    )
+    exact_or_refused(put, square, torch.randn(SAMPLES, STEPS, 3), lengths, **options)
+
+
+@a_few_modes
+def test_batches_in_other_orders_are_exact(options):
+    model = classifier(by_label).double()
+    with torchgradx.attach(model, **options) as probe:
+        for labels in (OTHER, ONE, OTHER, 1 - ONE):
+            x = torch.randn(SAMPLES, 3, dtype=torch.float64)
+            first(model, x, labels).backward()
+            got = probe.norms(per="parameter")
+            close_named(got, loop(model, first, x, labels))

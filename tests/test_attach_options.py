@@ -16,7 +16,6 @@ from attach_oracle import (
     mlp,
     native_missing,
     need_native,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn
@@ -213,8 +212,6 @@ def test_explain_shows_the_latest_plans_and_nothing_grows_with_lengths_that_neve
         for t in range(2, 10):
             square(net, torch.randn(N, t, 3)).backward()
         assert [int(t) for t in re.findall(r"T=(\d+)", probe.explain())] == [8, 9]
-        (layer,) = probe._layers
-        assert len(layer.plans) == 2
 
 
 def test_names_follow_the_model_through_nested_modules_and_the_root():

@@ -12,7 +12,6 @@ from attach_oracle import (
     loop,
     need_native,
     refused,
-    seeded,  # noqa: F401
     square,
     title,
 )

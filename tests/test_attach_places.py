@@ -1,19 +1,26 @@
-"""Where the samples are in a model's outputs: followed through its forward, not read off sizes."""
+"""Where the samples are in what a model gives and takes: in other dimensions, in several outputs,
+in lists."""
+
+import contextlib
 
 import pytest
 import torch
 from attach_oracle import (
     Model,
+    Same,
     a_few_modes,
     check,
+    close_named,
     every_mode,
     exact_or,
     exact_or_refused,
     loop,
     need_native,
-    seeded,  # noqa: F401
+    refused,
+    square,
 )
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
@@ -197,3 +204,195 @@ def test_one_that_all_share_is_not_taken_for_theirs(name, turned, reentrant, opt
         return m(x, beside.to(x.dtype)).square().sum() / len(x)
 
     exact_or_refused(Model(whole, **parts), loss, make(N, N), **options)
+
+
+class Elsewhere(nn.Module):
+    """Two outputs with their samples in different places, of x [N, T, D]."""
+
+    def __init__(self, places):
+        super().__init__()
+        self.places = places
+        self.v, self.w = (nn.Parameter(torch.randn(5)) for _ in range(2))
+
+    def forward(self, x):
+        return ELSEWHERE[self.places](x * self.w, torch.tanh(x * self.v))
+
+
+# at_home() undoes each, by its name.
+ELSEWHERE = {
+    "[T, N, D] and [N, 1, T, D]": lambda a, b: (a.transpose(0, 1), b[:, None]),
+    "[N, 1, T, D] and [T, N, D]": lambda a, b: (b[:, None], a.transpose(0, 1)),
+    "[T, N, D] and [N, T, D]": lambda a, b: (a.transpose(0, 1), b),
+    "[N, T, D] and [T, N, D]": lambda a, b: (b, a.transpose(0, 1)),
+    "rows t*N+n and [T, N, D]": lambda a, b: (a.transpose(0, 1).flatten(0, 1), b.transpose(0, 1)),
+    "rows t*N+n and [N, T, D]": lambda a, b: (a.transpose(0, 1).flatten(0, 1), b),
+    "[T, N, D] and rows n*T+t": lambda a, b: (a.transpose(0, 1), b.flatten(0, 1)),
+    "[N, T, D] and rows t*N+n": lambda a, b: (b, a.transpose(0, 1).flatten(0, 1)),
+}
+
+
+def at_home(name, output, n):
+    """[N, T, D] of an output, by what its part of the name says."""
+    if output.dim() == 2:
+        rows = (n, -1) if name.endswith("n*T+t") else (-1, n)
+        output = output.unflatten(0, rows)
+        return output if name.endswith("n*T+t") else output.transpose(0, 1)
+    if output.dim() == 4:
+        return output[:, 0]
+    return output.transpose(0, 1) if name == "[T, N, D]" else output
+
+
+WHERE = {
+    "plain": lambda use, x: use(x),
+    "a checkpoint": lambda use, x: checkpoint(use, x, use_reentrant=False),
+    "a reentrant checkpoint": lambda use, x: checkpoint(use, x, use_reentrant=True),
+    "below a Function of the user's": lambda use, x: tuple(map(Same.apply, use(x))),
+}
+
+
+def elsewhere(places, where="plain"):
+    names = places.split(" and ")
+
+    def outputs(m, x):
+        each = zip(names, WHERE[where](m.t, m.i(x)), strict=True)
+        return tuple(at_home(name, output, len(x)) for name, output in each)
+
+    return Model(outputs, t=Elsewhere(places), i=nn.Linear(3, 5))
+
+
+@a_few_modes
+@pytest.mark.parametrize("first", ["samples", "positions"])
+def test_a_layout_that_one_of_several_outputs_cannot_have_is_refused(first, options):
+    def outputs(m, x):
+        x = m.i(x)
+        return m.t(x if first == "samples" else x.transpose(0, 1))
+
+    def pair(m, x):
+        a, b = (y if first == "positions" else y.transpose(0, 1) for y in (x * m.v, x * m.w))
+        return a, torch.tanh(b)[:, None]  # [T, N, D] and [T, 1, N, D]
+
+    part = Model(pair, v=torch.randn(5), w=torch.randn(5))
+    loss = lambda m, x: sum(y.square().sum() / len(x) for y in m(x))  # noqa: E731
+    refused(Model(outputs, t=part, i=nn.Linear(3, 5)), loss, torch.randn(N, 6, 3), names=["t.w"],
+            match="no rows of 4 samples", layout={"t": "sequence"}, **options)  # fmt: skip
+
+
+@a_few_modes
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("places", ELSEWHERE)
+def test_samples_in_different_places_of_several_outputs_are_exact_or_refused(
+    places, where, options
+):
+    """In each step, whichever of the outputs the losses before used, of whatever sizes."""
+    model = elsewhere(places, where).double()
+    with torchgradx.attach(model, **options) as probe:
+        for t, used in [(6, 3), (1, 3), (8, 3), (N, 2), (1, 2), (8, 1), (6, 2)]:
+
+            def loss(model, x, used=used):
+                each = [y for k, y in enumerate(model(x)) if used & (k + 1)]
+                return sum(y.sin().square().flatten(1).sum(1).mean() for y in each)
+
+            x = torch.randn(N, t, 3, dtype=torch.float64)
+            loss(model, x).backward()
+            with contextlib.suppress(torchgradx.CoverageError):
+                close_named(probe.norms(per="parameter"), loop(model, loss, x))
+
+
+T = 5
+
+
+def resized(x):
+    return nn.functional.interpolate(x[None], (4, 4))[0]
+
+
+def padded(m, xs):
+    lengths = torch.tensor([len(x) for x in xs])
+    h = m.l(pad_sequence(xs, batch_first=True))
+    mask = torch.arange(h.shape[1]) < lengths[:, None]
+    return (h * mask[..., None]).sum(1) / lengths[:, None]
+
+
+FORWARDS = {
+    "stacked": (lambda m, xs: torch.tanh(m.l(torch.stack(xs))).sum(1), lambda n: [(T, 3)] * n),
+    "stacked tokens": (lambda m, xs: torch.tanh(m.l(torch.stack(xs))), lambda n: [(T, 3)] * n),
+    "padded": (padded, lambda n: [(2 + k, 3) for k in range(n)]),
+    "images": (lambda m, xs: m.c(torch.stack([resized(x) for x in xs])).flatten(1),
+               lambda n: [(3, 5 + k, 6) for k in range(n)]),
+    "centred": (lambda m, xs: m.l(torch.stack([x - x.mean(0) for x in xs])).sum(1),
+                lambda n: [(T, 3)] * n),
+}  # fmt: skip
+
+
+@a_few_modes
+@pytest.mark.parametrize("n", [2, 3, 4, T])
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_list_of_samples_is_exact(name, n, options):
+    """Also where a sample has as many rows, or channels, as there are samples: or refused."""
+    forward, sizes = FORWARDS[name]
+    model = Model(forward, l=nn.Linear(3, 2), c=nn.Conv2d(3, 2, 3)).double()
+    xs = [torch.randn(size).double() for size in sizes(n)]
+    with torchgradx.attach(model, batch_size=lambda args, kwargs: len(args[0]), **options) as probe:
+        square(model, xs).backward()
+        if name == "stacked tokens" and n == T:
+            with pytest.raises(torchgradx.CoverageError, match="two dimensions"):
+                probe.norms()
+            return
+        got = probe.norms(per="parameter")
+    for k, x in enumerate(xs):
+        model.zero_grad()
+        square(model, [x]).backward()
+        want = {p: q.grad.norm()[None] for p, q in model.named_parameters() if q.grad is not None}
+        close_named({p: norms[k : k + 1] for p, norms in got.items() if p in want}, want)
+
+
+@a_few_modes
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_list_of_arguments_is_exact(n, options):
+    """Of as many as there are samples, or of others."""
+    model = Model(lambda m, a, b, c: m.l(torch.tanh(a * b)) + m.l(c), l=nn.Linear(3, 2)).double()
+    whole = Model(lambda m, xs: model(*xs), inner=model)
+    batch = [torch.randn(n, 3).double() for _ in range(3)]
+    with torchgradx.attach(whole, **options) as probe:
+        square(whole, batch).backward()
+        got = probe.norms(per="parameter")
+    close_named({name[6:]: norms for name, norms in got.items()}, loop(model, square, *batch))
+
+
+@a_few_modes
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_dictionary_of_arguments_is_none_of_samples(n, options):
+    """Of as many as there are samples."""
+    model = Model(lambda m, given: torch.tanh(m.l(given["a"])) * given["b"] + given["c"],
+                  l=nn.Linear(n, 5)).double()  # fmt: skip
+    sizes = {"a": n, "b": 5, "c": 5, "d": 5}
+    given = {name: torch.randn(n, sizes[name]).double() for name in "abcd"[: max(3, n)]}
+    with torchgradx.attach(model, **options) as probe:
+        square(model, given).backward()
+        got = probe.norms(per="parameter")
+    each = Model(lambda m, *batch: m.inner(dict(zip("abcd", batch, strict=False))), inner=model)
+    want = loop(each, square, *given.values())
+    close_named({f"inner.{name}": norms for name, norms in got.items()}, want)
+
+
+@a_few_modes
+@pytest.mark.parametrize("own", [False, True], ids=["", "parameters of its own"])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_layers_that_are_given_nested_tensors_are_refused(layout, own, options):
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    def forward(m, x):
+        rows = torch.nested.nested_tensor([v[: k + 1] for k, v in enumerate(x)], layout=layout)
+        return m.o(torch.relu(m.l(rows)).to_padded_tensor(0.0).sum(1))
+
+    kind = Scaled if own else nn.Linear
+    model = Model(forward, l=kind(3, 4), o=nn.Linear(4, 2))
+    with torchgradx.attach(model, **options) as probe:
+        square(model, torch.randn(4, T, 3)).backward()
+        assert model.o.weight.grad is not None or not options.get("weight_grad", True)
+        with pytest.raises(
+            torchgradx.CoverageError, match=r"l\.weight: .*(nested tensor|could not be looked for)"
+        ):
+            probe.norms()

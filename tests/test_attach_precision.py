@@ -1,6 +1,7 @@
 """Half precision, mixed dtypes, GradScaler; steps of inf and nan are shown, and prove nothing."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ from attach_oracle import (
     loop,
     loop_model,
     mlp,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
@@ -28,7 +29,6 @@ N = 4
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
-# ---- Half precision ------------------------------------------------------------------------------
 def twice(m, x):
     return m.out(torch.tanh(m.l(torch.tanh(m.l(x)))))
 
@@ -223,7 +223,6 @@ def test_the_default_dtype_does_not_matter(default_dtype, options):
     check(net, square, torch.randn(N, 3), dtype=torch.float32, **options)
 
 
-# ---- GradScaler, inf and nan ---------------------------------------------------------------------
 @a_few_modes
 def test_a_step_that_overflows_is_shown_and_the_next_are_exact(options):
     net, x = mlp(), torch.randn(N, 3)
@@ -247,21 +246,6 @@ def test_a_step_that_overflows_is_shown_and_the_next_are_exact(options):
             else:
                 scaler.update(1024.0)
             optimizer.zero_grad()
-
-
-@a_few_modes
-def test_norms_are_the_same_before_and_after_unscaling(options):
-    net, x = mlp(), torch.randn(N, 3)
-    want = loop_model(net, square, x)
-    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**9)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    with torchgradx.attach(net, loss_scale=scaler, **options) as probe:
-        scaler.scale(square(net, x)).backward()
-        before = probe.norms()
-        if options.get("weight_grad", True):
-            scaler.unscale_(optimizer)
-        assert torch.equal(probe.norms(), before)
-        assert torch.allclose(before.double(), want, rtol=1e-5)
 
 
 POISONED = {
@@ -377,3 +361,31 @@ def test_rows_that_a_mask_left_almost_nothing_are_exact(dtype, options):
 @a_few_modes
 def test_rows_that_a_mask_left_almost_nothing_and_are_anothers_change_no_norm(options):
     exact_or_refused(attends(lambda y: y.roll(1, 0)), square, torch.randn(9, 5, 3), **options)
+
+
+WIDENED = ("layer_norm", "native_layer_norm", "group_norm", "_softmax", "tanh")
+
+
+@pytest.fixture
+def as_on_a_gpu():
+    """A GPU's autocast computes some operators in float32, which the CPU's leaves as they are."""
+    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+
+    def wide(t):
+        return t.float() if t.is_floating_point() else t
+
+    def widened(stock, *args, **kwargs):
+        with torch.autocast("cpu", enabled=False):
+            return stock(*tree_map_only(torch.Tensor, wide, args), **kwargs)
+
+    for name in WIDENED:
+        library.impl(name, partial(widened, getattr(torch.ops.aten, name).default))
+    yield
+    library._destroy()
+
+
+@a_few_modes
+@halves
+@pytest.mark.parametrize("name", MODELS)
+def test_autocast_is_exact_where_it_widens_normalisations(name, dtype, options, as_on_a_gpu):
+    exact_under_autocast(name, dtype, options)

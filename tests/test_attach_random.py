@@ -1,26 +1,33 @@
-"""Models drawn at random, in many steps on one probe: N and T change, and what an early step has
-proven is used in the later ones, whose graphs are made of other nodes."""
+"""Models drawn at random over many steps, and all that may happen to one model in random orders;
+each read is exact or refused."""
 
+import contextlib
+import copy
 import random
 
 import pytest
 import torch
-from attach_oracle import ANY, VMAP, close_named, loop, seeded, title  # noqa: F401
+import torch.nn.functional as F
+from attach_oracle import ANY, VMAP, close, close_named, loop, title
 from random_models import LONGEST, I, Outputs, Shared
+from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import torchgradx
+from torchgradx import ops
 
 STEPS, SEEDS = 8, 24
 SIZES = [(4, 5), (5, 5), (3, 6), (1, 4), (6, 3), (2, 4), (4, 4), (4, LONGEST), (3, 3)]
 
 
-def loss(model, x):
+def weighted_loss(model, x):
     """Every output counts, and each by another factor."""
     outputs = tree_leaves(model(x))
     return sum(k * y.sin().square().flatten(1).mean(1) for k, y in enumerate(outputs, 1)).mean()
 
 
+@pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("options", ANY + VMAP[:1], ids=title)
 @pytest.mark.parametrize("kind", [Shared, Outputs])
 def test_every_step_is_exact_or_refused(kind, options):
@@ -32,7 +39,7 @@ def test_every_step_is_exact_or_refused(kind, options):
         with torchgradx.attach(model, **options) as probe:
             for step in range(STEPS):
                 x = torch.randn(*rng.choice(SIZES), I, dtype=torch.float64)
-                graphs.append(loss(model, x))
+                graphs.append(weighted_loss(model, x))
                 model.zero_grad()
                 graphs[-1].backward()
                 try:
@@ -40,5 +47,231 @@ def test_every_step_is_exact_or_refused(kind, options):
                 except torchgradx.CoverageError as error:
                     refusals.append(f"seed {seed}, step {step}: {error}")
                 else:
-                    close_named(got, loop(model, loss, x))
+                    close_named(got, loop(model, weighted_loss, x))
     assert len(refusals) <= STEPS * SEEDS // 20, "\n".join(refusals)
+
+
+WIDTH, IDS = 5, 7
+OPTIONS = [{}, {"fused": False}, {"weight_grad": False}, {"backend": "vmap"}, {"clip": True}]
+
+
+class Net(nn.Module):
+    """An embedding, some blocks in any order, a Linear, and perhaps a head, which may be tied."""
+
+    def __init__(self, rng):
+        super().__init__()
+        self.table, self.head = nn.Embedding(IDS, WIDTH), nn.Linear(WIDTH, IDS, bias=False)
+        self.linear, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.gru = nn.LayerNorm(WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=rng.choice([1, WIDTH]))
+        self.places, self.scale = nn.Embedding(6, WIDTH), nn.Parameter(torch.randn(WIDTH))
+        if rng.random() < 0.3:
+            self.head.weight = self.table.weight
+        self.order = [rng.choice(list(BLOCKS)) for _ in range(rng.randint(1, 4))]
+        self.ending = rng.choice(list(ENDINGS))
+        self.checkpoints = rng.choice(
+            [None, None, {"use_reentrant": True}, {"use_reentrant": False}]
+        )
+
+    def body(self, x):
+        for name in self.order:
+            x = BLOCKS[name](self, x)
+        return x
+
+    def forward(self, ids):
+        x = self.table(ids)
+        x = checkpoint(self.body, x, **self.checkpoints) if self.checkpoints else self.body(x)
+        return ENDINGS[self.ending](self, self.last(x))
+
+
+BLOCKS = {
+    "linear": lambda m, x: m.linear(x).tanh(),
+    "linear twice": lambda m, x: m.linear(m.linear(x).tanh()).sin(),
+    "norm": lambda m, x: m.norm(x),
+    "conv": lambda m, x: x + m.conv(x.transpose(1, 2)).transpose(1, 2),
+    "gru": lambda m, x: m.gru(x)[0],
+    "places": lambda m, x: x + m.places(torch.arange(x.shape[1])),
+    "scale": lambda m, x: x * m.scale,
+    "functional": lambda m, x: F.linear(x, m.last.weight, m.last.bias).tanh(),
+    "product": lambda m, x: x + x @ m.linear.weight.t(),
+}
+CALLS_MODULES = {"linear", "linear twice", "norm", "conv", "gru", "places"}
+ENDINGS = {
+    "head": lambda m, x: m.head(x),
+    "table": lambda m, x: F.linear(x, m.table.weight),
+    "none": lambda m, x: x,
+}
+
+
+def losses(out):
+    return (out.square() + out.sin()).flatten(1).sum(1)
+
+
+class Sequence:
+    """An attached model, and what its record has to hold."""
+
+    def __init__(self, seed):
+        self.rng = random.Random(seed)
+        torch.manual_seed(seed)
+        self.model = Net(self.rng).double()
+        for p in self.model.parameters():
+            p.requires_grad_(p is self.model.table.weight or self.rng.random() > 0.08)
+        self.twin = copy.deepcopy(self.model)
+        self.twin.checkpoints = None
+        self.options = self.rng.choice(OPTIONS)
+        self.probe = torchgradx.attach(self.model, **self.options)
+        self.forwards = 0
+        self.reset()
+
+    def ids(self):
+        return torch.randint(0, IDS, (self.rng.choice([2, 3, 4]), self.rng.choice([3, 4, 5])))
+
+    def forward(self, ids):
+        self.forwards += 1
+        return losses(self.model(ids)).mean()
+
+    def began(self, *passes):
+        """A backward has come, of passes (number, ids, ...) whose samples are the same."""
+        if self.read_already:
+            self.reset()
+        self.failed = False
+        self.record += [(number, self.norms(*batches)) for number, *batches in passes]
+
+    def norms(self, *batches):
+        live = [p for p in self.twin.parameters() if p.requires_grad]
+        found = []
+        for n in range(len(batches[0])):
+            loss = sum(losses(self.twin(ids[n : n + 1])).sum() for ids in batches)
+            grads = torch.autograd.grad(loss, live, allow_unused=True)
+            found.append(torch.cat([g.flatten() for g in grads if g is not None]).norm())
+        return torch.stack(found)
+
+    def reset(self):
+        self.record = []  # (number of its forward, norms)
+        self.read_already = self.strays = self.failed = False
+
+    def read(self, certain):
+        """certain: nothing may be refused but for a good reason."""
+        ends = self.read_already and self.failed  # the record read, whether or not it got to it
+        try:
+            got = self.probe.norms()
+        except torchgradx.CoverageError:
+            assert self.strays or ends or not (certain and self.record)
+        else:
+            assert not self.strays
+            close(got, torch.cat([norms for _, norms in sorted(self.record, key=lambda e: e[0])]))
+        self.read_already = True
+
+
+def step(s):
+    ids = s.ids()
+    s.forward(ids).backward()
+    s.began((s.forwards, ids))
+
+
+def input_filled_again(s):
+    ids = s.ids()
+    buffer = ids.clone()
+    s.forward(buffer).backward()
+    buffer.random_(0, IDS)
+    s.began((s.forwards, ids))
+
+
+def two_in_flight(s):
+    batches = s.ids(), s.ids()
+    found = [(s.forward(ids), (s.forwards, ids)) for ids in batches]
+    s.rng.shuffle(found)
+    for loss, one in found:
+        loss.backward()
+        s.began(one)
+
+
+def one_backward_of_two(s):
+    batches = s.ids(), s.ids()
+    found = [(s.forward(ids), (s.forwards, ids)) for ids in batches]
+    sum(loss for loss, _ in found).backward()
+    s.began(*(one for _, one in found))
+
+
+def same_samples(s):
+    ids = s.ids()
+    other = torch.randint(0, IDS, ids.shape)
+    with s.probe.same_samples():
+        loss = s.forward(ids) + s.forward(other)
+    loss.backward()
+    s.began((s.forwards, ids, other))
+
+
+def backward_twice(s):
+    ids = s.ids()
+    loss = s.forward(ids)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    s.began((s.forwards, ids, ids))
+
+
+def backward_that_fails(s):
+    def fail(_):
+        raise ValueError("of a hook")
+
+    other = torch.zeros((), dtype=torch.float64, requires_grad=True) * 1
+    other.register_hook(fail)
+    s.failed = True
+    with contextlib.suppress(ValueError):
+        (s.forward(s.ids()) + other).backward()
+
+
+def no_backward(s):
+    s.forward(s.ids())
+
+
+def paused(s):
+    with s.probe.paused():
+        loss = losses(s.model(s.ids())).mean()
+    if s.rng.random() < 0.7:
+        loss.backward()
+
+
+def without_grad(s):
+    with torch.no_grad():
+        s.model(s.ids())
+
+
+def reset(s):
+    s.probe.reset()
+    s.reset()
+
+
+def astray(s):
+    if CALLS_MODULES & {*s.model.order}:
+        x = torch.randn(*s.ids().shape, WIDTH, dtype=torch.float64, requires_grad=True)
+        loss = s.model.body(x).sum()
+        if any(p.requires_grad for p in _called(s.model)):
+            loss.backward()
+            s.began()
+            s.strays = True
+
+
+def _called(model):
+    """Parameters of the modules that the body calls."""
+    names = {name.split()[0] for name in CALLS_MODULES & {*model.order}}
+    return [p for name in names for p in getattr(model, name).parameters()]
+
+
+EVENTS = [step] * 4 + [
+    input_filled_again, two_in_flight, one_backward_of_two, same_samples, backward_twice,
+    backward_that_fails, no_backward, paused, without_grad, reset, astray,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_reads_are_exact_or_refused_whatever_came_before(seed):
+    s = Sequence(seed)
+    with s.probe:
+        by_kernels = ops.NATIVE and s.options != {"backend": "vmap"}
+        certain = by_kernels and not s.model.checkpoints
+        for event in s.rng.choices(EVENTS, k=s.rng.randint(3, 10)):
+            event(s)
+            certain &= event is not input_filled_again
+            if s.rng.random() < 0.4:
+                s.read(certain)

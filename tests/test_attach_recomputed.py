@@ -1,5 +1,5 @@
-"""What a checkpoint runs again in backward belongs to the forward that it comes from, which was
-recorded or was not: with others in flight, while paused, and after remove()."""
+"""What a checkpoint runs again in backward belongs to the forward that it comes from: with others
+in flight, while paused, and after remove()."""
 
 import contextlib
 import copy
@@ -11,9 +11,10 @@ from attach_oracle import (
     Model,
     a_few_modes,
     close_named,
+    exact_or,
     loop,
+    mlp,
     same_gradients,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn
@@ -160,6 +161,7 @@ def as_found(model):
     return [(type(m), list(m._forward_hooks), list(m._forward_pre_hooks)) for m in model.modules()]
 
 
+@pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -246,6 +248,7 @@ def test_a_module_called_outside_of_the_model_is_of_its_own_call(story, options)
     same_gradients(model, twin, 1e-9)
 
 
+@pytest.mark.grid(pairs=False)
 @a_few_modes
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_a_record_that_waits_for_other_uses_holds_no_graph(make, options):
@@ -263,54 +266,6 @@ def test_a_record_that_waits_for_other_uses_holds_no_graph(make, options):
     probe.remove()
     gc.collect()
     assert as_found(model) == found
-
-
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, g):
-        return 2 * g
-
-
-@a_few_modes
-@pytest.mark.parametrize("inside", [None, False, True])
-@pytest.mark.parametrize(
-    "before",
-    [torch.tanh, Twice.apply, lambda x: checkpoint(torch.tanh, x, use_reentrant=True)],
-    ids=["nothing", "function", "checkpoint"],
-)
-def test_in_a_reentrant_checkpoint_around_the_model(before, inside, options):
-    """Of a paused forward nothing is recorded, whatever nodes it made before it came to the model;
-    and the others stay in their order."""
-    model = nn.Linear(4, 4).double()
-    twin, probe = copy.deepcopy(model), torchgradx.attach(model, **options)
-
-    def part(model, x):
-        x = before(x)
-
-        def rest(x):
-            return torch.tanh(model(x))
-
-        return rest(x) if inside is None else checkpoint(rest, x, use_reentrant=inside)
-
-    def loss(model, x):
-        x = x.detach().requires_grad_()
-        return square(lambda x: checkpoint(part, model, x, use_reentrant=True), x)
-
-    batches, losses = [torch.randn(n, 2, 4).double() for n in (3, 4, 5)], []
-    for k, x in enumerate(batches):
-        with probe.paused() if k == 1 else contextlib.nullcontext():
-            losses.append((loss(model, x), loss(twin, x)))
-    for both in reversed(losses):
-        for one in both:
-            one.backward()
-    want = [loop(twin, loss, x) for x in batches[::2]]
-    close_named(probe.norms(per="parameter"), {k: torch.cat([w[k] for w in want]) for k in want[0]})
-    if options.get("weight_grad", True):
-        same_gradients(model, twin, 1e-9)
 
 
 def test_paused_within_a_checkpoint_that_is_not_reentrant_is_refused():
@@ -378,42 +333,68 @@ def test_each_call_within_a_reentrant_checkpoint_is_of_its_own_samples(order, op
     close_named(probe.norms(per="parameter"), {k: torch.cat([w[k] for w in want]) for k in want[0]})
 
 
-@a_few_modes
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("first", ["paused", "recorded"])
-def test_a_checkpoint_inside_of_a_reentrant_one_is_of_its_own_forward(first, order, options):
-    """Its nodes are made in backward: nothing but what runs around them tells whose they are."""
-    model = checkpointed(lambda: nn.Linear(4, 4), True, False)
-    twin, probe = copy.deepcopy(model), torchgradx.attach(model, **options)
-    batches = [torch.randn(n, 3).double() for n in (4, 3)]
-    with probe.paused() if first == "paused" else contextlib.nullcontext():
-        losses = [square(model, batches[0])]
-    losses.append(square(model, batches[1]))
-    for k in order:
-        losses[k].backward()
-        square(twin, batches[k]).backward()
-    want = [loop(model, square, x) for x in batches[first == "paused" :]]
-    close_named(probe.norms(per="parameter"), {k: torch.cat([w[k] for w in want]) for k in want[0]})
-    if options.get("weight_grad", True):
-        same_gradients(model, twin, 1e-9)
+WAYS = {
+    "no checkpoint": lambda run, x: run(x),
+    "not reentrant": lambda run, x: checkpoint(run, x, use_reentrant=False),
+    "reentrant": lambda run, x: checkpoint(run, x.clone().requires_grad_(), use_reentrant=True),
+}
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+def own(width=5):
+    """A module of its own parameter among others."""
+    scale = Model(lambda m, x: x * m.scale, scale=torch.rand(width) + 0.5)
+    return nn.Sequential(nn.Linear(3, width), nn.Tanh(), scale, nn.Linear(width, 2)).double()
 
 
 @a_few_modes
-@pytest.mark.parametrize("part", ["first", "second"])
-def test_a_probe_of_a_part_knows_its_own_beside_one_of_the_whole_before(part, options):
-    """Around the part's call the nodes are of neither's forwards, and start what runs again."""
-    model = checkpointed(lambda: nn.Linear(4, 4), False, None)
-    twin, x = copy.deepcopy(model), torch.randn(4, 2, 3).double()
-    with torchgradx.attach(model, **options):
-        late = square(model, x)
-    probe = torchgradx.attach(getattr(model, part))
-    square(model, x).backward()
-    square(twin, x).backward()
-    want = loop(twin, square, x)
-    close_named(probe.norms(per="parameter"), {k: want[f"{part}.{k}"] for k in ("weight", "bias")})
-    same_gradients(model, twin, 1e-9)
-    if options.get("weight_grad", True):
-        late.backward()
-        square(twin, x).backward()
-        same_gradients(model, twin, 1e-9)
-    probe.remove()
+@pytest.mark.parametrize("way", list(WAYS.values())[:2], ids=list(WAYS)[:2])
+def test_a_hook_that_changes_an_output_inside_of_a_module(way, options):
+    """Exact at the graph's nodes; refused where the module runs again, which calls no hook."""
+    function = lambda m, x: torch.tanh(m.act(x @ m.weight))  # noqa: E731
+    first = nn.Linear(5, 5, bias=False)
+    shares = Model(function, weight=torch.zeros(1), act=nn.Identity())
+    shares.weight = first.weight
+    model = nn.Sequential(first, nn.Tanh(), shares, nn.Linear(5, 2)).double()
+    shares.act.register_forward_hook(lambda module, args, out: 3 * out)
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(2):
+            x = torch.randn(4, 5).double()
+            square(lambda x: way(model, x), x).backward()
+            exact_or(torchgradx.CoverageError, "0.weight", probe, loop(model, square, x))
+
+
+@a_few_modes
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "after"])
+@ways
+def test_the_same_samples_twice(way, inside, options):
+    model, x = mlp().double(), torch.randn(4, 3).double()
+    twin = copy.deepcopy(model)
+
+    def both(net, x):
+        return square(net, x) + square(net, 2 * x)
+
+    for _ in range(2):
+        with torchgradx.attach(model, **options) as probe:
+            with probe.same_samples():
+                loss = both(lambda x: way(model, x), x)
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+            close_named(probe.norms(per="parameter"), loop(twin, both, x))
+
+
+@a_few_modes
+@ways
+def test_directions_are_those_of_the_forward(way, options):
+    model, x = mlp().double(), torch.randn(4, 3).double()
+    first, second = ({"0.weight": torch.randn(5, 3).double()} for _ in range(2))
+    found = []
+    for later in (first, second):
+        with torchgradx.attach(model, directions=first, **options) as probe:
+            loss = square(lambda x: way(model, x), x)
+            probe.directions = later
+            loss.backward()
+            found.append(probe.dot())
+    assert torch.equal(*found)

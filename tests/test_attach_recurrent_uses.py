@@ -14,7 +14,6 @@ from attach_oracle import (
     loop,
     need_native,
     refused,
-    seeded,  # noqa: F401
     square,
 )
 from recurrent_models import (
@@ -230,15 +229,6 @@ def test_a_copy_of_an_attached_module_is_stock():
     assert type(twin.r) is type(model.r) is nn.LSTM
     x = torch.randn(N, T, I)
     assert torch.equal(twin(x), model(x))
-
-
-@native_mode
-@every_kind
-def test_weights_tied_inside_of_a_module(kind, options):
-    rnn = KINDS[kind](I, I, num_layers=2, batch_first=True)
-    rnn.weight_ih_l1, rnn.bias_hh_l1 = rnn.weight_ih_l0, rnn.bias_hh_l0
-    model = Model(lambda m, x: m.r(x)[0], r=rnn)
-    check(model, square, torch.randn(N, T, I), **options)
 
 
 @pytest.mark.skipif(not ops.NATIVE, reason="replayed without the extension")

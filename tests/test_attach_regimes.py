@@ -1,13 +1,14 @@
-"""Checkpointing, autocast, offloading, other people's hooks, threads and functorch."""
+"""Checkpointed blocks, offloading, other people's hooks, threads, functorch and tensors without
+values."""
 
 import copy
+import sys
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import (
-    DEVICE,
     Model,
     a_few_modes,
     check,
@@ -23,10 +24,10 @@ from attach_oracle import (
     native_missing,
     need_native,
     same_gradients,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
@@ -35,7 +36,6 @@ N = 4
 kinds_of_checkpoint = pytest.mark.parametrize("reentrant", [False, True])
 
 
-# ---- Checkpointing -------------------------------------------------------------------------------
 def checkpointed(reentrant, middle=None):
     middle = middle or nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
     return Model(
@@ -112,26 +112,6 @@ def test_removing_between_forward_and_backward_leaves_the_gradients_right(reentr
         same_gradients(model, twin, 1e-6)
 
 
-# ---- Mixed precision and offloading --------------------------------------------------------------
-@a_few_modes
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_gives_float32_norms_within_its_own_rounding(dtype, options):
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.LayerNorm(32), nn.Linear(32, 8))
-    conv = nn.Sequential(nn.Conv1d(3, 4, 3), nn.Tanh(), nn.Conv1d(4, 2, 3), nn.Flatten())
-
-    def under(model, x):
-        with torch.autocast(DEVICE, dtype):
-            out = model(x)
-        return out.float().square().flatten(1).sum(1).mean()
-
-    # a dozen roundings to half on a sample's way, which differ between one sample and a batch
-    rtol = 12 * torch.finfo(dtype).eps
-    for net, x in ((model, torch.randn(N, 16)), (model, torch.randn(N, 5, 16)),
-                   (conv, torch.randn(N, 3, 9))):  # fmt: skip
-        want = loop(net, under, x, dtype=torch.float32)
-        check(net, under, x, dtype=torch.float32, want=want, rtol=rtol, **options)
-
-
 @every_mode
 @pytest.mark.parametrize("how", ["save_on_cpu", "copies"])
 def test_saved_tensors_may_be_offloaded(how, options):
@@ -178,7 +158,6 @@ def test_an_input_that_nothing_needs_may_be_overwritten(options):
         check(model, square, torch.randn(N, 3), **options)
 
 
-# ---- Other people's hooks ------------------------------------------------------------------------
 @every_mode
 @pytest.mark.parametrize("first", ["theirs", "ours"])
 @pytest.mark.parametrize("kind", ["output", "input", "tensor", "full backward"])
@@ -215,18 +194,6 @@ def test_hooks_of_the_users_own_are_honoured_whoever_came_first(kind, first, opt
         same_gradients(model, hooked, 1e-12)
 
 
-@every_mode
-def test_a_gradient_hook_inside_the_model_is_honoured(options):
-    def forward(m, x):
-        y = m.l(x)
-        if y.requires_grad:
-            y.register_hook(lambda g: -g * 3)
-        return m.o(torch.tanh(y))
-
-    model = Model(forward, l=nn.Linear(3, 4), o=nn.Linear(4, 2))
-    check(model, square, torch.randn(N, 3), **options)
-
-
 class Shifted(nn.Linear):
     """Another forward under a Linear's name."""
 
@@ -257,7 +224,6 @@ def test_an_instance_whose_forward_was_replaced_is_not_taken_for_its_type(option
         exact_or(torchgradx.CoverageError, "2.weight", probe, want)
 
 
-# ---- Threads and functorch -----------------------------------------------------------------------
 @a_few_modes
 @pytest.mark.parametrize("kind", ["plain", False, True])
 def test_backward_may_run_in_another_thread(kind, options):
@@ -269,32 +235,6 @@ def test_backward_may_run_in_another_thread(kind, options):
         thread.start()
         thread.join()
         close_named(probe.norms(per="parameter"), loop(model, square, x))
-
-
-def test_two_threads_with_a_pass_each_give_both_passes():
-    model = mlp().double()
-    batches = [torch.randn(n, 3).double() for n in (N, N + 2)]
-    want = [loop_model(model, square, x) for x in batches]
-    for _ in range(10):
-        with torchgradx.attach(model) as probe:
-            barrier = threading.Barrier(2)
-
-            def run(x, barrier=barrier):
-                barrier.wait()
-                loss = square(model, x)
-                barrier.wait()
-                loss.backward()
-
-            threads = [threading.Thread(target=run, args=(x,)) for x in batches]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            norms = probe.norms()
-        orders = (want, want[::-1])  # whichever forward was first
-        first = norms[: len(orders[0][0])]
-        order = orders[0] if torch.allclose(first, orders[0][0]) else orders[1]
-        close(norms, torch.cat(order))
 
 
 def test_functorch_transforms_of_an_attached_model_work_and_record_nothing():
@@ -334,3 +274,85 @@ def test_a_functional_call_with_other_parameters_is_theirs_or_refused():
             assert empty or close_named(norms, want) is None
         square(model, x).backward()
         close(probe.norms(), loop_model(model, square, x))
+
+
+THREADS, ROUNDS = 6, 12
+
+
+@pytest.fixture
+def switching():
+    """Between threads as often as may be."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def own():
+    scale = Model(lambda m, x: x * m.scale, scale=torch.rand(5) + 0.5)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), scale, nn.Linear(5, 2))
+
+
+MODELS = {"layers": mlp, "a module with a parameter of its own": own}
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "beside"])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_steps_in_threads(make, fused, switching):
+    """The first rounds prove the structure, all at once."""
+    model, x = make().double(), torch.randn(THREADS, 3, 3).double()
+    twin = copy.deepcopy(model)
+    square_of_all = [square(twin, part) for part in x]
+    torch.stack(square_of_all).sum().backward()
+    want = loop_model(twin, square, x.flatten(0, 1)).sort()[0]
+    with torchgradx.attach(model, fused=fused) as probe:
+        for _ in range(ROUNDS):
+            model.zero_grad()
+            step = lambda part: square(model, part).backward()  # noqa: E731
+            threads = [threading.Thread(target=step, args=(part,), daemon=True) for part in x]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            assert not any(thread.is_alive() for thread in threads)
+            close(probe.norms().sort()[0], want)
+            same_gradients(model, twin, 1e-9)
+
+
+def fake_input(model, x):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert model(mode.from_tensor(x)).shape == (4, 2)
+
+
+def exported(model, x):
+    program = torch.export.export(model, (x,))
+    assert torch.equal(program.module()(x), model(x))
+
+
+@a_few_modes
+@pytest.mark.parametrize("use", [fake_input, exported])
+@pytest.mark.parametrize("make", [mlp, own])
+def test_beside_steps(make, use, options):
+    model, x = make(), torch.randn(4, 3)
+    twin = copy.deepcopy(model)
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(2):
+            use(model, x)
+            square(model, x).backward()
+            use(model, x)
+            close_named(probe.norms(per="parameter"), loop(twin, square, x), 1e-4)
+
+
+@a_few_modes
+@pytest.mark.parametrize(
+    "kind", [FakeTensorMode, lambda: torch.device("meta")], ids=["fake", "meta"]
+)
+@pytest.mark.parametrize("make", [mlp, own])
+def test_nothing_else(make, kind, options):
+    with kind():
+        model = make()
+        with torchgradx.attach(model, **options) as probe:
+            square(model, torch.randn(4, 3)).backward()
+            assert all(p.grad.shape == p.shape for p in model.parameters())
+            with pytest.raises(torchgradx.CoverageError):
+                probe.norms()

@@ -1,18 +1,14 @@
-"""Rows that each batch sends where its values say: what one batch proved of a structure is not held
-to be so of another, of the same sizes, that chooses otherwise."""
+"""Rows that each batch sends where its values say, and segments of rows that stand flattened: what
+one batch proved is not held to be so of another that chooses otherwise."""
+
+import copy
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    close_named,
-    exact_or,
-    loop,
-    nothing_compiled,  # noqa: F401
-    seeded,  # noqa: F401
-)
+from attach_oracle import Model, a_few_modes, check, close_named, exact_or, loop, square_second
+from flat_rows import of_each, owned
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -93,8 +89,6 @@ def put_back(pick):
 ROUTES = {
     "a mask": put_back(lambda h, m: h[m]),
     "a flat mask": put_back(lambda h, m: h.flatten(0, 1)[m.flatten()]),
-    "flat places": put_back(lambda h, m: h.flatten(0, 1)[places(m)]),
-    "where": put_back(lambda h, m: h[torch.where(m)]),
     "index_select": put_back(lambda h, m: h.flatten(0, 1).index_select(0, places(m))),
     "gather": put_back(lambda h, m: h.flatten(0, 1).gather(0, places(m)[:, None].expand(-1, 3))),
     "take": put_back(lambda h, m: h.take(3 * places(m)[:, None] + torch.arange(3))),
@@ -106,7 +100,6 @@ ROUTES = {
     "index_add": added,
     "packed": unpacked,
     "unbound": in_turn(lambda h: h.unbind(0)),
-    "split": in_turn(lambda h: [rows[0] for rows in h.split(1)]),
     "beside padding": beside_padding,
     "stacked along the second": lambda h, m, of: in_turn(lambda h: h.unbind(1), 1)(
         h.transpose(0, 1), m, of
@@ -117,7 +110,7 @@ ROUTES = {
 
 
 # In a reentrant checkpoint these are taken as they come: sizes leave no doubt (docs/limits.md).
-HIDDEN = {"unbound", "split", "beside padding", "in the last dimension"}
+HIDDEN = {"unbound", "beside padding", "in the last dimension"}
 
 
 def lengths(*values):
@@ -251,56 +244,149 @@ def test_batches_that_choose_alike_are_not_proven_again(backwards):
         assert backwards
 
 
-def last(model, x, ends):
-    return model.b(torch.tanh(model.a(x)))[torch.arange(len(x)), ends]
+def apart(k):
+    """[N, rows, 1]: flags of the rows that are not a sample's."""
+    return owned(k)[..., None] == 0
 
 
-@pytest.mark.skipif(not ops.NATIVE, reason="layers run again by backwards there")
-def test_the_last_token_of_each_is_known_from_one_batch_on(backwards):
-    model = Model(last, a=nn.Linear(3, 3), b=nn.Linear(3, 2)).double()
+def weighed(m, h, k):
+    """By a softmax over each sample's own rows."""
+    scores = m.score(h)[:, 0].expand(len(k), -1)
+    return scores.masked_fill(apart(k)[..., 0], -math.inf).softmax(-1) @ h
 
-    def ends_loss(model, x, ends):
-        return model(x, ends).square().sum(1).mean()
 
-    with torchgradx.attach(model) as probe:
-        for k in range(4):
-            x, ends = rows(), torch.randint(T, (N,))
-            want = loop(model, ends_loss, x, ends)
+def attended(m, h, k):
+    """Each row to the others of its sample, then summed."""
+    scores = (h @ h.T).masked_fill(owned(k).T @ owned(k) == 0, -math.inf)
+    return owned(k) @ (scores.softmax(-1) @ h)
+
+
+def pooled(m, h, k):
+    """By torch's attention, of one query that a sample has."""
+    query = m.score.weight.expand(len(k), -1)
+    q, kv = query[None, None], h[None, None]
+    return F.scaled_dot_product_attention(q, kv, kv, attn_mask=owned(k)[None, None] > 0)[0, 0]
+
+
+def chosen(m, h, k):
+    """The row of each that scores most."""
+    best = m.score(h)[None].masked_fill(apart(k), -math.inf).argmax(1, keepdim=True)
+    return h.expand(len(k), -1, -1).gather(1, best.expand(-1, -1, 4))[:, 0]
+
+
+def beside_rest(m, h, k):
+    index = 1 + torch.arange(len(k)).repeat_interleave(k)
+    rows = h.new_zeros(1, len(k) + 1, 4)
+    return rows.scatter_add(1, index[None, :, None].expand(1, -1, 4), h[None])[0, 1:]
+
+
+def coalesced(m, h, k):
+    index = torch.arange(len(k)).repeat_interleave(k)
+    return torch.sparse_coo_tensor(index[None], h, (len(k), 4)).to_dense()
+
+
+SEGMENTS = {  # of rows [rows, 4] and how many are of each
+    "reduced": lambda m, h, k: torch.segment_reduce(h, "sum", lengths=k),
+    "bags": lambda m, h, k: F.embedding_bag(torch.arange(len(h)), h, k.cumsum(0) - k, mode="sum"),
+    "pieces": lambda m, h, k: torch.stack([rows.sum(0) for rows in h.split(k.tolist())]),
+    "product": lambda m, h, k: owned(k) @ h,
+    "einsum": lambda m, h, k: torch.einsum("nr,rd->nd", owned(k), h),
+    "sparse": lambda m, h, k: torch.sparse.mm(owned(k).to_sparse(), h),
+    "factors": lambda m, h, k: (owned(k)[..., None] * h).sum(1),
+    "where": lambda m, h, k: torch.where(apart(k), 0.0, h).sum(1),
+    "filled": lambda m, h, k: h.expand(len(k), -1, -1).masked_fill(apart(k), 0).sum(-2),
+    "largest": lambda m, h, k: h[None].masked_fill(apart(k), -math.inf).amax(1),
+    "attention of queries": pooled,
+    "chosen": chosen,
+    "topk": lambda m, h, k: h[None].masked_fill(apart(k), -9).topk(1, 1).values[:, 0],
+    "scanned": lambda m, h, k: (owned(k)[..., None] * h).cumsum(1)[:, -1],
+    "beside a row": lambda m, h, k: F.pad(owned(k), (1, 0)) @ torch.cat([h.new_ones(1, 4), h]),
+    "beside the rest": beside_rest,
+    "convolved": lambda m, h, k: F.conv1d(h[None], owned(k)[..., None])[0],
+    "coalesced": coalesced,
+    "weighed": weighed,
+    "attended": attended,
+}  # fmt: skip
+
+
+@a_few_modes
+@pytest.mark.parametrize("shape", [(12, 3), (1, 12, 3)])
+@pytest.mark.parametrize("way", SEGMENTS)
+def test_segments_of_other_lengths_are_looked_at_anew(way, shape, options):
+    if shape[0] == 1 and ("backend" in options or not ops.NATIVE):
+        pytest.skip("what runs again is given samples first")
+
+    def forward(m, x, k):
+        return m.o(SEGMENTS[way](m, torch.tanh(m.l(x)).view(-1, 4), k))
+
+    model = Model(forward, l=nn.Linear(3, 4), o=nn.Linear(4, 2), score=nn.Linear(4, 1)).double()
+    twin = copy.deepcopy(model)
+    given = {"batch_size": lambda args, kwargs: len(args[1]), **options}
+    with torchgradx.attach(model, **given) as probe:
+        for lengths in ([4, 4, 4], [4, 4, 4], [3, 5, 4]):
             model.zero_grad()
-            ends_loss(model, x, ends).backward()
-            close_named(probe.norms(per="parameter"), want)
-            assert bool(backwards) == (k == 0)
-            backwards.clear()
+            x, k = torch.randn(shape).double(), torch.tensor(lengths)
+            model(x, k).square().sum(1).mean().backward()
+            if lengths[0] != 4:
+                with pytest.raises(torchgradx.CoverageError, match=r"l\.weight"):
+                    probe.norms()
+                break
+            close_named(probe.norms(per="parameter"), of_each(twin, x, k, -2))
 
 
-@pytest.mark.skipif(not ops.NATIVE, reason="a graph is whole with the extension only")
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(3, 4)) for _ in range(2))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.first), torch.tanh(x @ self.second)
+
+
+PARTS = {  # what makes the rows
+    "the second output of a module": (lambda m, x: m.two(x)[1], {"two": Two()}),
+    "a parameter of the root": (lambda m, x: torch.tanh(x @ m.w), {"w": torch.randn(3, 4)}),
+}
+
+
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("first", ["attach", "compile"])
-@pytest.mark.usefixtures("nothing_compiled")
-def test_a_whole_compiled_graph_is_looked_at_for_each_choice(first, fused):
-    def forward(model, x, flat):
-        h = torch.tanh(model.a(x))
-        of = torch.tanh(model.b(h.view(-1, 3).index_select(0, flat)))
-        return model.c(torch.zeros_like(h).view(-1, 3).index_add(0, flat, of).view_as(h))
+@pytest.mark.parametrize("name", PARTS)
+def test_so_are_those_of(name, fused):
+    rows, parts = PARTS[name]
+    model = Model(lambda m, x, k: m.o(owned(k) @ rows(m, x)), o=nn.Linear(4, 2), **parts).double()
+    twin = copy.deepcopy(model)
+    with torchgradx.attach(model, fused=fused, batch_size=3) as probe:
+        for lengths in ([4, 4, 4], [4, 4, 4], [3, 5, 4]):
+            x, k = torch.randn(12, 3).double(), torch.tensor(lengths)
+            model(x, k).square().sum(1).mean().backward()
+            exact_or(torchgradx.CoverageError, "", probe, of_each(twin, x, k))
 
-    model = Model(forward, **{key: nn.Linear(3, 3) for key in "abc"}).double()
-    if first == "compile":
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with torchgradx.attach(model, fused=fused) as probe:
-        if first == "attach":
-            compiled = torch.compile(model, backend="eager", fullgraph=True)
-        for m in (ALIKE, OTHERS[0], ALIKE):
-            x, flat = rows(), places(m)
-            of_each = [places(m[n : n + 1]) for n in range(N)]
-            want = []
-            for n in range(N):
-                model.zero_grad()
-                with probe.paused():
-                    loss(model, x[n : n + 1], of_each[n]).backward()
-                want.append([p.grad.norm() for p in model.parameters()])
-            names = [name for name, _ in model.named_parameters()]
-            loss(compiled, x, flat).backward()
-            got, refusal = read(probe)
-            if refusal is None:
-                close_named(got, dict(zip(names, torch.tensor(want).double().T, strict=True)))
-            assert (refusal is None) == (m is ALIKE), refusal
+
+SAMPLES, STEPS = 3, 6
+
+
+def sample_major(m, x):
+    """From [T, N, 3]: every layer is given rows that stand one sample after the other."""
+    h = m.l(x.transpose(0, 1).reshape(-1, 3))
+    return m.o(torch.tanh(h)).view(x.shape[1], -1, 2).transpose(0, 1)
+
+
+@a_few_modes
+def test_no_layer_has_the_samples_where_the_model_says(options):
+    model = Model(sample_major, l=nn.Linear(3, 4), o=nn.Linear(4, 2))
+    check(model, square_second, torch.randn(STEPS, SAMPLES, 3), dims=1, batch_dim=1, **options)
+
+
+@a_few_modes
+@pytest.mark.parametrize("shape", [(12, 4), (12, 1, 4)])
+def test_attention_over_packed_rows_has_samples_where_positions_are_presumed(shape, options):
+    def forward(m, x, k):
+        apart = owned(k).T @ owned(k) == 0
+        return m.att(x, x, x, attn_mask=apart, need_weights=False)[0].view(len(k), -1, 4).mean(1)
+
+    model, k = Model(forward, att=nn.MultiheadAttention(4, 2)).double(), torch.tensor([4, 4, 4])
+    twin, x = copy.deepcopy(model), torch.randn(shape).double()
+    with torchgradx.attach(model, batch_size=3, **options) as probe:
+        model(x, k).square().sum(1).mean().backward()
+        want = of_each(twin, x, k)
+        exact_or(torchgradx.CoverageError, "att", probe, want)

@@ -3,7 +3,7 @@ then."""
 
 import copy
 import random
-from collections import Counter, deque
+from collections import deque
 from types import MethodType, SimpleNamespace
 
 import numpy as np
@@ -18,9 +18,6 @@ from attach_oracle import (
     exact_or,
     fallback_mode,
     loop,
-    need_native,
-    refused,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn
@@ -125,49 +122,6 @@ def test_frozen_weights_of_a_kind_of_their_own_stay_what_they_are(options):
         close_named(probe.norms(per="parameter"), dict(zip(trained, norms.T, strict=True)))
 
 
-class Adapted(nn.Linear):
-    """LoRA of one's own."""
-
-    def __init__(self):
-        super().__init__(3, 4)
-        self.a, self.b = (nn.Parameter(torch.randn(size)) for size in ((3, 2), (2, 4)))
-        self.on = True
-
-    def forward(self, x):
-        y = super().forward(x)
-        return y + x @ self.a @ self.b if self.on else y
-
-
-@fallback_mode
-def test_an_adapter_that_is_on_again_by_the_backward_is_not_counted(options):
-    """It was off in the forward, where its parameters received nothing."""
-    model = nn.Sequential(Adapted(), nn.Tanh(), nn.Linear(4, 2))
-
-    def loss(model, x):
-        model[0].on = False
-        value = square(model, x)
-        model[0].on = True
-        return value
-
-    names = [f"0.{name}" for name in ("weight", "bias", "a", "b")]
-    said = {"match": "other outputs", "layout": {"0": "batch"}}  # so that it runs again
-    refused(model, loss, torch.randn(N, 3), names=names, **said, **options)
-
-
-@fallback_mode
-def test_nor_is_one_in_a_later_pass(options):
-    need_native(options)
-    model = nn.Sequential(Adapted(), nn.Tanh(), nn.Linear(4, 2)).double()
-    x = torch.randn(N, 3).double()
-    with torchgradx.attach(model, **options) as probe:
-        for off in (False, False, True):
-            model[0].on = not off
-            value, want = square(model, x), loop(model, square, x)
-            model[0].on = True
-            value.backward()
-            exact_or(torchgradx.CoverageError, "0.a" if off else "never", probe, want)
-
-
 class Memory(nn.Module):
     """One that keeps something of each call, other than in buffers."""
 
@@ -184,11 +138,6 @@ def in_a_dict(kept, y):
     return y + 0.1 * last
 
 
-def in_a_list(kept, y):
-    kept[0].append(y.detach().mean())
-    return y * len(kept[0])
-
-
 def in_a_tensor(kept, y):
     kept += 1
     return y * kept
@@ -200,17 +149,8 @@ def in_an_object(kept, y):
     return y + torch.stack(list(kept.rows)).mean(0)
 
 
-def in_a_counter(kept, y):
-    kept["calls"] += 1
-    return y * kept["calls"]
-
-
 def drawn(kept, y):
     return y * torch.rand(4, generator=kept).to(y)
-
-
-def drawn_by_numpy(kept, y):
-    return y * float(kept.random())
 
 
 def by_rows(model, x):
@@ -228,10 +168,8 @@ class Rows(list):
 
 MEMORIES = {
     "a dict": (in_a_dict, dict),
-    "a list": (in_a_list, lambda: ([],)),
     "a tensor": (in_a_tensor, lambda: torch.zeros(())),
     "an object": (in_an_object, lambda: SimpleNamespace(rows=deque(maxlen=2), steps=0)),
-    "a counter": (in_a_counter, Counter),
     "an object of kinds": (
         in_an_object,
         lambda: SimpleNamespace(
@@ -239,7 +177,6 @@ MEMORIES = {
         ),
     ),
     "a generator": (drawn, lambda: torch.Generator().manual_seed(0)),
-    "NumPy's": (drawn_by_numpy, lambda: np.random.default_rng(0)),
 }
 
 

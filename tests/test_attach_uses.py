@@ -16,7 +16,6 @@ from attach_oracle import (
     loop_model,
     mlp,
     need_native,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn
@@ -48,12 +47,6 @@ def test_a_convolution_used_on_two_resolutions_counts_its_cross_terms(groups, op
 
     model = Model(forward, conv=nn.Conv2d(2, 2, 3, padding=1, groups=groups))
     check(model, square, torch.randn(N, 2, 6, 6), **options)
-
-
-@every_mode
-def test_a_conv1d_used_twice_counts_its_cross_terms(options):
-    model = Model(lambda m, x: m.c(torch.tanh(m.c(x))), c=nn.Conv1d(2, 2, 3, padding=1))
-    check(model, square, torch.randn(N, 2, 7), **options)
 
 
 @every_mode
@@ -188,12 +181,6 @@ def test_in_place_operations_on_a_layers_output(options):
 
 
 @every_mode
-def test_layers_and_models_called_by_keyword(options):
-    model = Model(lambda m, *, x: m.c(input=m.l(input=x)), l=nn.Linear(3, 4), c=nn.Conv1d(5, 2, 3))
-    check(model, lambda m, x: square(lambda y: m(x=y), x), torch.randn(N, 5, 3), **options)
-
-
-@every_mode
 def test_a_parameter_frozen_after_its_backward_still_counts(options):
     need_native(options)
     model, x = mlp().double(), torch.randn(N, 3).double()
@@ -271,19 +258,6 @@ def test_low_rank_adapters_on_a_frozen_layer(options):
 
 
 @every_mode
-def test_outputs_in_a_dictionary(options):
-    def loss(model, x):
-        out = model(x)
-        return out["a"].square().sum(1).mean() + out["b"][0].pow(3).sum(1).mean()
-
-    model = Model(
-        lambda m, x: (lambda y: {"a": m.a(y), "b": (m.b(y),)})(torch.tanh(m.trunk(x))),
-        trunk=nn.Linear(3, 4), a=nn.Linear(4, 2), b=nn.Linear(4, 2),
-    )  # fmt: skip
-    check(model, loss, torch.randn(N, 3), **options)
-
-
-@every_mode
 def test_conditional_paths_change_the_structure_from_step_to_step(options):
     need_native(options)
     model = Model(lambda m, x: m.head(torch.tanh(m.a(x) if m.first else m.b(m.b(x)))),
@@ -306,3 +280,33 @@ def test_the_gradient_of_a_bias_alone_may_cancel(t, options):
         with torchgradx.attach(layer, **options) as probe:
             square(layer, torch.randn(N, 3, t, dtype=torch.float64)).backward()
             assert bool((probe.norms() < 1e-10).all())
+
+
+class Hadamard(torch.autograd.Function):
+    """(a @ b) * scale, with a context, as adapters have it: vmap has no rule for it."""
+
+    @staticmethod
+    def forward(ctx, a, b, scale):
+        ctx.save_for_backward(a, b, scale)
+        return a @ b * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b, scale = ctx.saved_tensors
+        return grad * scale @ b.T, a.T @ (grad * scale), None
+
+
+def adapted(m, x):
+    return m.base(x) + F.linear(x, Hadamard.apply(m.a, m.b, torch.tensor(0.5, dtype=x.dtype)))
+
+
+@every_mode
+@pytest.mark.parametrize("positions", [(), (5,)], ids=["rows", "sequences"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_weight_that_it_makes_of_two_is_exact(frozen, positions, options):
+    if options.get("backend") == "native":
+        pytest.skip("its parameters have no kernel")
+    own = Model(adapted, a=torch.randn(3, 2), b=torch.randn(2, 3), base=nn.Linear(3, 3))
+    own.base.requires_grad_(not frozen)
+    net = nn.Sequential(nn.Linear(3, 3), own, nn.Linear(3, 2))
+    check(net, square, torch.randn(N, *positions, 3), **options)

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, a_few_modes, close_named, loop, seeded, square  # noqa: F401
+from attach_oracle import Model, a_few_modes, close_named, loop, square
 from torch import nn
 
 import torchgradx

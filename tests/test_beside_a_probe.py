@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, close, loop, per_model, seeded  # noqa: F401
+from attach_oracle import Model, close, loop, per_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset

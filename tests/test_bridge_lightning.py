@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import close, close_named, fingerprint, loop, per_model, seeded  # noqa: F401
+from attach_oracle import close, close_named, fingerprint, loop, per_model
 from torch import nn
 from torch.utils.data import DataLoader
 

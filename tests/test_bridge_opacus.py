@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from attach_oracle import loop, seeded  # noqa: F401
+from attach_oracle import loop
 from torch import nn
 
 import torchgradx

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import seeded  # noqa: F401
 from torch.utils.data import DataLoader
 
 import torchgradx

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import mlp, nothing_compiled, seeded, square  # noqa: F401
+from attach_oracle import mlp, square
 from clip_oracle import bounded, gradients, norms_of, refuses, same, weighted
 from torch import nn
 

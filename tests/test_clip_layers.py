@@ -3,22 +3,20 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, seeded, square, square_second, title  # noqa: F401
+from attach_oracle import Model, each_of, square, square_second
 from broadcast_models import WAYS, D, N, Patches, T, positional, tokens
 from clip_oracle import check_clip
 from recurrent_models import I, every_kind, every_option, made, net
 from test_attach_attention import E, S, attention
-from test_attach_closed import BAGS
+from test_attach_bags import BAGS
 from test_attach_layers import ELEMENTWISE_LAYERS, FALLBACK_LAYERS, KERNEL_LAYERS
 from torch import nn
 
 LAYERS = KERNEL_LAYERS | ELEMENTWISE_LAYERS | FALLBACK_LAYERS
 DEFERRED = {"weight_grad": False}
 NATIVE_PATHS = [{}, {"fused": False}, DEFERRED]
-paths = pytest.mark.parametrize(
-    "options", [*NATIVE_PATHS, {"backend": "vmap"}, {**DEFERRED, "backend": "vmap"}], ids=title
-)
-native_paths = pytest.mark.parametrize("options", NATIVE_PATHS, ids=title)
+paths = each_of([*NATIVE_PATHS, {"backend": "vmap"}, {**DEFERRED, "backend": "vmap"}])
+native_paths = each_of(NATIVE_PATHS)
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")

@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    DEVICE,
-    Model,
-    mlp,
-    nothing_compiled,  # noqa: F401
-    same_gradients,
-    seeded,  # noqa: F401
-    square,
-)
+from attach_oracle import DEVICE, Model, mlp, same_gradients, square
 from broadcast_models import Patches, T
 from clip_oracle import bounded, check_clip, gradients, norms_of, refuses, same, weighted
 from torch import nn
@@ -51,12 +43,18 @@ def is_sum(model, want, rtol=1e-9):
     same(model, want, rtol, {name: g.norm() + 1 for name, g in want.items()})
 
 
+either = pytest.mark.parametrize("weight_grad", [True, False], ids=["", "deferred"])
+
+
+@either
+@pytest.mark.parametrize("backend", ["auto", "vmap"])
 @pytest.mark.parametrize("read", [False, True], ids=["unread", "norms read before"])
-def test_accumulation_over_unequal_batches(read):
+def test_accumulation_over_unequal_batches(read, backend, weight_grad):
     model, batches = net(), [batch(4), batch(1), batch(3)]
-    with torchgradx.attach(model, clip=True, loss_scale=1 / 3) as probe:
-        for _ in range(2):
-            model.zero_grad()
+    options = {"backend": backend, "weight_grad": weight_grad}
+    with torchgradx.attach(model, clip=True, loss_scale=1 / 3, **options) as probe:
+        for set_to_none in (True, False):
+            model.zero_grad(set_to_none=set_to_none)
             for x in batches:
                 (square(model, x) / 3).backward()
             if read:
@@ -197,20 +195,20 @@ def test_samples_of_several_forwards():
     is_sum(model, {name: g / N for name, g in want.items()})
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("options", [{}, {"fused": False}, {"weight_grad": False}], ids=str)
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_layers(reentrant, fused):
+def test_checkpointed_layers(reentrant, options):
     parts = {"a": nn.Linear(3, 4), "b": nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))}
     model = Model(
         lambda m, x: m.c(checkpoint(m.b, m.a(x), use_reentrant=reentrant)),
         c=nn.Linear(4, 2),
         **parts,
     )
-    check_clip(model, square, torch.randn(N, 3), fused=fused)
+    check_clip(model, square, torch.randn(N, 3), **options)
 
 
 @pytest.mark.skipif(not ops.NATIVE, reason="refused without the extension")
-def test_compiled_as_one_graph(nothing_compiled):  # noqa: F811
+def test_compiled_as_one_graph(nothing_compiled):
     """Whose memory is used again: what is kept is a copy."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(),
                           nn.Linear(36, 5)).double()  # fmt: skip
@@ -313,11 +311,13 @@ def test_it_has_to_be_asked_for():
         torchgradx.attach(model, clip="model")
 
 
+@either
 @pytest.mark.parametrize("backend", ["auto", "vmap"])
-def test_inputs_that_have_changed_are_refused(backend):
+def test_inputs_that_have_changed_are_refused(backend, weight_grad):
     """A buffer that the next batch is read into."""
     model, x = mlp(), torch.randn(N, 3)
-    with torchgradx.attach(model, clip=True, backend=backend) as probe:
+    options = {"backend": backend, "weight_grad": weight_grad}
+    with torchgradx.attach(model, clip=True, **options) as probe:
         square(model, x).backward()
         x.copy_(torch.randn(N, 3))
         refuses(torchgradx.CoverageError, "0.weight", probe, model, 1.0)
@@ -326,15 +326,17 @@ def test_inputs_that_have_changed_are_refused(backend):
         probe.clip_grad_norm_(1.0)
 
 
-def test_a_step_between_the_passes_of_a_record_is_refused():
+@either
+def test_a_step_between_the_passes_of_a_record_is_refused(weight_grad):
     """What was clipped at some steps only: the others' gradients are not in .grad any more."""
     model, x = mlp(), torch.randn(N, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with torchgradx.attach(model, clip=True) as probe:
+    with torchgradx.attach(model, clip=True, weight_grad=weight_grad) as probe:
         for _ in range(2):
             optimizer.zero_grad()
             square(model, x).backward()
-            optimizer.step()
+            with torch.no_grad():
+                model[0].weight.add_(1)
         refuses(torchgradx.CoverageError, "once a step", probe, model, 1.0)
         probe.reset()
         optimizer.zero_grad()

@@ -22,8 +22,6 @@ from attach_oracle import (
     loop,
     loop_model,
     mlp,
-    nothing_compiled,  # noqa: F401
-    seeded,  # noqa: F401
     square,
     title,
     tolerance,

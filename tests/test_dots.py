@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attach_oracle import mlp, seeded, square  # noqa: F401
+from attach_oracle import mlp, square
 from clip_oracle import gradients
 
 import torchgradx

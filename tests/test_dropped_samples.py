@@ -68,6 +68,7 @@ def run(backend: Backend, name, batched, rest, place):
     return backend.operator(name)(*given, *with_scale)
 
 
+@pytest.mark.grid("backend")
 @each_backend
 @each_dtype
 @pytest.mark.parametrize("name", ["linear_fused", "linear_scaled"])
@@ -82,6 +83,7 @@ def test_linear(backend, dtype, name, t, i, o):
         assert found[2].isfinite().all(0).tolist() == [n not in BAD for n in range(N)]
 
 
+@pytest.mark.grid("backend")
 @each_backend
 @each_dtype
 @pytest.mark.parametrize("name", ["conv2d_fused", "conv2d_scaled"])

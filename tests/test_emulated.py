@@ -75,6 +75,7 @@ def results(problem: Linear | Conv2d, a: Tensor, b: Tensor) -> dict[str, Tensor]
     return norms | dict(zip(("weight", "bias", "scaled"), fused, strict=True))
 
 
+@pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize(("dtype", "tf32"), ARITHMETIC)
 @each_problem
 def test_the_order_of_threads_does_not_matter(
@@ -89,6 +90,7 @@ def test_the_order_of_threads_does_not_matter(
         assert [name for name in forward if not torch.equal(forward[name], other[name])] == []
 
 
+@pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("count", [1, 2, 132])
 @each_problem
 def test_any_number_of_multiprocessors_is_right(problem: Linear | Conv2d, count: int) -> None:
@@ -96,6 +98,7 @@ def test_any_number_of_multiprocessors_is_right(problem: Linear | Conv2d, count:
         assert_right(problem, *case(problem, torch.float32, "integers")[:2])
 
 
+@pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("kind", ["integers", "gaussians"])
 @each_problem
 def test_tf32_loses_nothing_of_operands_that_it_can_hold(

@@ -11,16 +11,7 @@ import torch
 from backends import BACKENDS
 from emulation import build
 from emulation.operators import operators
-from oracle import (
-    DTYPES,
-    LINEAR,
-    Conv2d,
-    Kind,
-    Linear,
-    assert_sq_norms,
-    conv2d_truth,
-    linear_truth,
-)
+from oracle import DTYPES, LINEAR, Conv2d, Kind, Linear, assert_sq_norms, conv2d_truth, linear_truth
 from test_emulated import assert_right, results
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
@@ -38,6 +29,7 @@ def batched() -> Iterator[None]:
         yield
 
 
+@pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("kind", ["integers", "gaussians"])
 @pytest.mark.parametrize("problem", [*LINEAR, *POINTWISE])
 def test_batched_ways_are_right(problem: Linear | Conv2d, kind: Kind) -> None:

@@ -69,6 +69,7 @@ def assert_right(problem: Affine, dtype: torch.dtype, kind: Kind) -> None:
     test_affine.test_fused_makes_every_gradient(EMULATED, problem, (-2.0, 3.0), dtype)
 
 
+@pytest.mark.grid(pairs=False)
 @each_dtype
 @each_problem
 def test_the_order_of_threads_does_not_matter(problem: Affine, dtype: torch.dtype) -> None:

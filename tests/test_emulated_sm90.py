@@ -121,6 +121,7 @@ def assert_gradients(
         assert_gradient(actual, *sums, truth.terms[0] * problem.n)
 
 
+@pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("dtype", HALVES)
 @each_problem
 def test_it_is_right(problem: Linear | Conv2d, dtype: torch.dtype) -> None:
@@ -168,6 +169,7 @@ def test_the_order_of_threads_does_not_matter(problem: Linear | Conv2d) -> None:
         assert [name for name in first if not torch.equal(first[name], other[name])] == []
 
 
+@pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("count", [1, 2, 3, 13])
 @pytest.mark.parametrize("problem", [LINEAR[8], LINEAR[5], CONV2D[2]])
 def test_any_number_of_multiprocessors_is_right(problem: Linear | Conv2d, count: int) -> None:
@@ -204,6 +206,7 @@ def test_gradients_alone(problem: Linear | Conv2d) -> None:
     assert torch.equal(bias, both[1])
 
 
+@pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("problem", [LINEAR[5], LINEAR[8], CONV2D[2], CONV2D[11]])
 def test_a_sample_of_factor_zero_is_left_out(problem: Linear | Conv2d, poison: float) -> None:

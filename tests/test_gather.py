@@ -25,6 +25,7 @@ def _one_thread(threads: Callable[[int], None]) -> None:
     threads(1)
 
 
+@pytest.mark.grid("backend", "dtype")
 @each_dtype
 @each_kind
 @each_ids
@@ -47,6 +48,7 @@ def test_norms_agree_with_the_oracle(
     assert_sq_norms(sq_norms, renamed, grads, max(1, len(names)), padding, kind)
 
 
+@pytest.mark.grid("backend", "dtype")
 @each_dtype
 @each_kind
 @pytest.mark.parametrize("s", [0, 1, 5, 33, 300])

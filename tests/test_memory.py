@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import BACKENDS, Backend
+from backends import BACKENDS, Backend, parameters
 from oracle import Conv2d, Linear
 from oracle_gather import Gather
 from torch import Tensor, nn
@@ -57,6 +57,9 @@ TIED = Gather(16, 256, 2048, 1024)  # N gradients of the table: 128 MiB
 # What any of these may take beyond its operands: a few chunks of the reference, or a few tiles,
 # images and weight gradients a thread; less than what materialising takes in any case above.
 BOUND = 56 * MIB
+
+
+SLOW = {"reference": [pytest.mark.long]}
 
 
 def _extra_bytes(function: object) -> int:
@@ -183,6 +186,10 @@ def test_a_step_with_norms_holds_no_more_than_one_without(model: str) -> None:
 
 
 @in_linux
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param(*p.values, id=p.id, marks=[*p.marks, *SLOW.get(p.id, ())]) for p in parameters()],
+)
 def test_extra_memory_is_bounded(backend: Backend) -> None:
     if backend.name == "emulated":
         pytest.skip("test_emulated.py counts what CUDA operators allocate")

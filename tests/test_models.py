@@ -17,7 +17,6 @@ from attach_oracle import (
     loop,
     loop_model,
     same_gradients,
-    seeded,  # noqa: F401
     title,
 )
 from model_zoo import IGNORED, ROUNDED, ROWS, sample_losses

@@ -7,11 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    close_named,
-    loop,
-    seeded,  # noqa: F401
-)
+from attach_oracle import close_named, loop
 from model_zoo import IGNORED, ROWS, transformers
 from torch.utils.data import DataLoader
 

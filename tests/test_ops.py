@@ -49,6 +49,7 @@ LINEAR_CASES = [
 each_conv2d = pytest.mark.parametrize("problem", CONV2D)
 
 
+@pytest.mark.grid("backend", "algorithm")
 @each_dtype
 @each_kind
 @pytest.mark.parametrize(("algorithm", "problem"), LINEAR_CASES)
@@ -62,6 +63,7 @@ def test_linear_agrees_with_the_oracle(
     assert torch.equal(alone, sq_norms[:1])
 
 
+@pytest.mark.grid("backend", "algorithm")
 @each_dtype
 @each_kind
 @each_conv2d
@@ -76,6 +78,7 @@ def test_conv2d_agrees_with_the_oracle(
     assert torch.equal(alone, sq_norms[:1])
 
 
+@pytest.mark.grid("backend")
 @each_dtype
 @each_linear
 def test_bias_sq_norms_agree_with_the_oracle(
@@ -96,6 +99,7 @@ SCALES = {
 each_scale = pytest.mark.parametrize("make_scale", SCALES.values(), ids=SCALES)
 
 
+@pytest.mark.grid("backend", "dtype")
 @each_dtype
 @each_scale
 @each_linear
@@ -113,6 +117,7 @@ def test_scale_weights_the_gradients_and_not_sq_norms(
     _assert_fused(fused, truth, weights, problem.t, dtype)
 
 
+@pytest.mark.grid("backend", "dtype")
 @each_dtype
 @each_scale
 @each_conv2d
@@ -169,6 +174,7 @@ CONV2D_OF_LAYOUTS = [
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
+@pytest.mark.grid("backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("float32", "bfloat16"))
 @pytest.mark.parametrize("problem", LINEAR_OF_LAYOUTS)
 @each_layout
@@ -189,6 +195,7 @@ def test_strides_do_not_matter_to_linear(
         assert torch.equal(grad_weight, truth.weight.sum(0).to(dtype))
 
 
+@pytest.mark.grid("backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("float32", "bfloat16"))
 @pytest.mark.parametrize("problem", CONV2D_OF_LAYOUTS)
 @each_layout

@@ -113,6 +113,7 @@ SHARED_OUT = [  # enough work for several threads, by samples or, with few of th
 ]
 
 
+@pytest.mark.grid("backend")
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("problem", SHARED_OUT)
 def test_any_number_of_threads_is_right(
@@ -154,6 +155,7 @@ def test_a_sample_that_is_not_finite_spoils_no_other(
     assert torch.equal(spoilt[1, 4], clean[1, 4])
 
 
+@pytest.mark.grid("backend")
 @each_way
 @pytest.mark.parametrize(
     ("activation", "gradient"),

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import seeded  # noqa: F401
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

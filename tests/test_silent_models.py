@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from attach_oracle import ANY, attempt, close_named, loop, seeded, title  # noqa: F401
+from attach_oracle import ANY, attempt, close_named, loop, title
 from silent_models import EXACT, MODELS, REFUSED, SILENT
 
 import torchgradx

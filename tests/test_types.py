@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import mlp, seeded, square  # noqa: F401
+from attach_oracle import mlp, square
 from torch.utils.data import TensorDataset
 
 import torchgradx

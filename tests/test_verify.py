@@ -5,17 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    close,
-    close_named,
-    fingerprint,
-    loop,
-    mlp,
-    per_model,
-    per_module,
-    seeded,  # noqa: F401
-)
+from attach_oracle import Model, close, close_named, fingerprint, loop, mlp, per_model, per_module
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

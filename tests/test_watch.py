@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from attach_oracle import mlp, seeded, square  # noqa: F401
+from attach_oracle import mlp, square
 
 import torchgradx
 from torchgradx import Outlier, OutlierWatch

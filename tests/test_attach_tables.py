@@ -1,5 +1,4 @@
-"""What all samples share: modules called on something without samples, and bare parameters. Each is
-exact, or refused by name where something computed from several samples only looks like it."""
+"""What all samples share: position tables, bare parameters, modules called without samples."""
 
 import pytest
 import torch
@@ -8,10 +7,12 @@ from attach_oracle import (
     Model,
     a_few_modes,
     check,
+    close_named,
+    each_of,
     exact_or_refused,
     fallback_mode,
+    loop,
     refused,
-    seeded,  # noqa: F401
     square,
     square_second,
 )
@@ -30,10 +31,9 @@ from broadcast_models import (
 from torch import nn
 
 import torchgradx
+from torchgradx import ops
 
 sizes = pytest.mark.parametrize(("n", "t"), [(N, T), (N, N), (D, T), (1, T), (T, 1), (2, 2 * N)])
-
-# ---- Modules called without samples --------------------------------------------------------------
 IDS = {
     "[T]": torch.arange,
     "[1, T]": lambda t: torch.arange(t)[None],
@@ -210,7 +210,6 @@ def test_any_module_may_be_called_without_samples(kind, options):
     check(constant(forward, (1, 2, D), l=make()), square, torch.randn(N, T, D), **options)
 
 
-# ---- Several uses of a parameter -----------------------------------------------------------------
 def tied_embedding(m, i):
     h = torch.tanh(m.t(i) + m.t(torch.arange(i.shape[1])))
     return m.o(h)
@@ -269,3 +268,75 @@ def test_a_vision_transformers_own_parameters_are_exact_and_it_runs_once(options
         square(model, x).backward()
         probe.norms()
         assert "vmap: no kernel for Patches" not in probe.explain()
+
+
+any_mode = each_of([{}, {"fused": False}, {"weight_grad": False}])
+
+
+def language(m, ids):
+    h = m.embed(ids) + m.place(torch.arange(T)) * m.gain
+    h = h + torch.tanh(m.mix(h)) if m.deep else h
+    h = m.into(m.time(h)[0][:, -1] if m.deep else h[:, -1])
+    return F.linear(h, m.embed.weight) if ops.NATIVE else h
+
+
+def language_model():
+    made = Model(
+        language,
+        embed=nn.Embedding(TOKENS, D),
+        place=nn.Embedding(T, D),
+        gain=torch.randn(D),
+        mix=nn.Linear(D, D),
+        time=nn.LSTM(D, D, batch_first=True),
+        into=nn.Linear(D, D),
+    ).double()
+    made.deep = True
+    return made
+
+
+def exact_steps(probe, net, how_many=2):
+    for _ in range(how_many):
+        ids = torch.randint(0, TOKENS, (N, T))
+        want = loop(net, square, ids)
+        square(net, ids).backward()
+        close_named(probe.norms(per="parameter"), want)
+
+
+@any_mode
+@pytest.mark.parametrize("frozen", ["embed", "place", "gain", "mix", "time", "into"])
+def test_parts_frozen_between_steps_and_thawed_again(frozen, options):
+    net = language_model()
+    live = [p for name, p in net.named_parameters() if name.partition(".")[0] == frozen]
+    with torchgradx.attach(net, **options) as probe:
+        for on in (True, False, True, False):
+            for p in live:
+                p.requires_grad_(on)
+            exact_steps(probe, net)
+
+
+@any_mode
+def test_layers_left_out_in_some_steps(options):
+    """The root's own use has another number then."""
+    net = language_model()
+    with torchgradx.attach(net, **options) as probe:
+        for deep in (True, False, True, False):
+            net.deep = deep
+            exact_steps(probe, net)
+
+
+@a_few_modes
+def test_a_root_with_a_table_whose_blocks_are_dropped(options):
+    def blocks(m, x):
+        h = m.i(x) + m.table
+        for block in m.blocks[: m.depth]:
+            h = h + torch.tanh(block(h))
+        return m.o(h)
+
+    net = Model(blocks, i=nn.Linear(3, D), o=nn.Linear(D, 2), table=torch.randn(T, D),
+                blocks=nn.ModuleList(nn.Linear(D, D) for _ in range(3))).double()  # fmt: skip
+    with torchgradx.attach(net, **options) as probe:
+        for net.depth in (3, 1, 2, 0, 3):
+            x = torch.randn(N, T, 3).double()
+            want = loop(net, square, x)
+            square(net, x).backward()
+            close_named(probe.norms(per="parameter"), want)

@@ -1,4 +1,5 @@
-"""Each way in which samples come in at something that they share."""
+"""What all samples share, under every kind of training step, and each way in which samples meet
+it."""
 
 import copy
 
@@ -7,20 +8,135 @@ import torch
 from attach_oracle import (
     Model,
     a_few_modes,
+    both_dtypes,
     check,
     close_named,
-    exact_or,
     exact_or_refused,
     loop,
     refused,
-    seeded,  # noqa: F401
     square,
 )
-from broadcast_models import WAYS, D, N, T, constant
+from broadcast_models import (
+    WAYS,
+    D,
+    N,
+    Patches,
+    T,
+    against_all,
+    constant,
+    positional,
+    relative,
+    tokens,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
+
+MODELS = {
+    "positions": (positional, tokens),
+    "relative": (lambda: relative(True), lambda: torch.randn(N, T, D)),
+    "queries": (lambda: constant(against_all, l=nn.Linear(D, D)), lambda: torch.randn(N, T, D)),
+    "patches": (Patches, lambda: torch.randn(N, T, 3)),
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+def example(name, dtype=torch.float64):
+    make, data = MODELS[name]
+    model, x = make(), data()
+    if hasattr(model, "r"):
+        del model.r
+    return model.to(dtype), x.to(dtype) if x.is_floating_point() else x
+
+
+@each_model
+@both_dtypes
+@a_few_modes
+def test_in_either_precision(name, dtype, options):
+    check(*(lambda model, x: (model, square, x))(*example(name)), dtype=dtype, **options)
+
+
+@each_model
+@a_few_modes
+def test_under_autocast(name, options):
+    """Norms are those of what the backward computed in bfloat16: near the exact ones."""
+    model, x = example(name, torch.float32)
+    want = loop(model, square, x)
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                out = square(model, x)
+            out.backward()
+            norms = probe.norms(per="parameter")
+    largest = max(float(v.max()) for v in want.values())
+    for key, value in want.items():
+        assert (norms[key].double() - value).abs().max() < 0.05 * largest, key
+
+
+@each_model
+@a_few_modes
+def test_micro_batches_are_one_record(name, options):
+    model, x = example(name)
+    want = loop(model, square, x)
+    with torchgradx.attach(model, **options) as probe:
+        for part in (x[:2], x[2:]):
+            square(model, part).backward()
+        close_named(probe.norms(per="parameter"), want)
+
+
+@each_model
+@a_few_modes
+def test_several_backwards_through_one_graph_add_up(name, options):
+    model, x = example(name)
+    with torchgradx.attach(model, **options) as probe:
+        for batch in (x, x[:1], x[:1]):
+            want = loop(model, lambda *batch: 3 * square(*batch), batch)
+            model.zero_grad()
+            loss = square(model, batch)
+            loss.backward(retain_graph=True)
+            (2 * loss).backward()
+            close_named(probe.norms(per="parameter"), want)
+
+
+@each_model
+@a_few_modes
+def test_forwards_of_the_same_samples_add_up(name, options):
+    model, x = example(name)
+    with torchgradx.attach(model, **options) as probe:
+        for batch, at_once in ((x, True), (x, False), (x[:1], False), (x[:1], True)):
+            want = loop(model, lambda m, b: square(m, b) + square(m, b.flip(1)), batch)
+            model.zero_grad()
+            with probe.same_samples():
+                losses = square(model, batch), square(model, batch.flip(1))
+            for loss in [sum(losses)] if at_once else losses:
+                loss.backward()
+            close_named(probe.norms(per="parameter"), want)
+
+
+@each_model
+@a_few_modes
+def test_batches_of_other_sizes_follow(name, options):
+    """Where a sample's value goes is seen once; where the samples stand is proven for each size."""
+    model, x = example(name)
+    with torchgradx.attach(model, **options) as probe:
+        for batch in (x, torch.cat([x, x])[:7], x[:1], x[:, :3], torch.cat([x, x])[:T], x[:3], x):
+            want = loop(model, square, batch)
+            square(model, batch).backward()
+            close_named(probe.norms(per="parameter"), want)
+        model.eval()
+        square(model, x).backward()
+        close_named(probe.norms(per="parameter"), loop(model, square, x))
+
+
+@each_model
+@a_few_modes
+def test_frozen_parts_count_nothing(name, options):
+    for place in range(len(list(example(name)[0].parameters()))):
+        model, x = example(name)
+        list(model.parameters())[place].requires_grad_(False)
+        check(model, square, x, **options)
+
 
 MAY_REFUSE = {"stacked"}  # each sample alone: its nodes hold no row for the others
 
@@ -100,26 +216,6 @@ def test_samples_that_come_in_in_two_layouts_are_told_apart_in_every_pass(option
             loss(model, x).backward()
             norms = probe.norms(per="parameter")["w"]
             torch.testing.assert_close(norms, loop(model, loss, x)["w"], rtol=1e-9, atol=0)
-
-
-@a_few_modes
-def test_samples_that_come_in_in_another_order_of_operations(options):
-    """Below as many nodes of the same kinds, joined in another way: rows stand elsewhere."""
-
-    def forward(m, x):
-        h, table = m.i(x), m.l(m.c)
-        ways = [lambda: h * table * m.g(x), lambda: table * m.s * h]
-        first, second = (way() for way in (ways[::-1] if m.turned else ways))
-        return first + second
-
-    model = constant(forward, (T, D), l=nn.Linear(D, D), i=nn.Linear(D, D), g=nn.Linear(D, D))
-    model.register_buffer("s", torch.randn(T, D))
-    model.double()
-    with torchgradx.attach(model, **options) as probe:
-        for model.turned in (False, True, False):
-            x = torch.randn(N, T, D, dtype=torch.float64)
-            square(model, x).backward()
-            exact_or(torchgradx.CoverageError, "", probe, loop(model, square, x))
 
 
 MAY_RUN_AGAIN = {"divided by", "into a part", "stacked", "attention", "maximum", "where", "norm",

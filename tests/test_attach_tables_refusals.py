@@ -1,4 +1,4 @@
-"""What only looks as if all samples shared it: made of several of them, or changed on the way."""
+"""What only looks as if all samples shared it; and tables beside reentrant checkpoints."""
 
 import pytest
 import torch
@@ -7,17 +7,17 @@ from attach_oracle import (
     Model,
     a_few_modes,
     close_named,
-    exact_or,
+    each_of,
     exact_or_refused,
     fallback_mode,
     loop,
     refused,
-    seeded,  # noqa: F401
     square,
     square_second,
 )
 from broadcast_models import TOKENS, D, N, T, constant, in_place, positional, tokens
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
@@ -92,19 +92,6 @@ def test_packed_ids_of_one_row_are_of_samples(mix, options):
 
 
 @fallback_mode
-@pytest.mark.parametrize("shape", [(10,), (1, 10)])
-def test_so_are_ids_beside_a_matrix_that_says_whose_each_is(shape, options):
-    def forward(m, owned, ids):
-        h = m.e(ids).view(-1, D)
-        return m.o(owned @ torch.tanh(m.l(h - h.mean(0))))
-
-    model = Model(forward, e=nn.Embedding(TOKENS, D), l=nn.Linear(D, D), o=nn.Linear(D, 2))
-    owned = F.one_hot(torch.arange(N).repeat_interleave(torch.tensor([2, 3, 1, 4])), N).T.float()
-    refused(model, square, owned, torch.randint(0, TOKENS, shape), names={"e.weight", "l.weight"},
-            **options)  # fmt: skip
-
-
-@fallback_mode
 def test_a_row_of_the_samples_own_ids_is_theirs(options):
     """Given once more, it looks like positions; it is a view of the same memory."""
     model = Model(lambda m, i, p: m.o(torch.tanh(m.e(i) - m.e(i).mean(0) + m.e(p))),
@@ -156,18 +143,6 @@ def test_another_consumer_in_a_later_pass_is_exact_or_refused(options):
 def test_a_penalty_on_the_table_is_refused(options):
     model = positional()
     loss = lambda m, i: square(m, i) + m.p.weight.square().sum()  # noqa: E731
-    refused(model, loss, tokens(), names={"p.weight"}, **options)
-
-
-@a_few_modes
-def test_a_table_that_the_model_also_returns_is_exact_or_refused(options):
-    model = Model(lambda m, i: (m.o(m.t(i) + m.p(torch.arange(T))), m.p(torch.arange(T))),
-                  t=nn.Embedding(TOKENS, D), p=nn.Embedding(T, D), o=nn.Linear(D, 2))  # fmt: skip
-
-    def loss(m, i):
-        y, table = m(i)
-        return square(lambda i: y, i) + table.square().sum()
-
     refused(model, loss, tokens(), names={"p.weight"}, **options)
 
 
@@ -232,25 +207,97 @@ def test_outputs_with_n_in_two_places_beside_what_samples_share(beside, options)
     exact_or_refused(model, square_second, torch.randn(N, N, D), **options)
 
 
-@a_few_modes
-@pytest.mark.parametrize("ids", ["made", "given"])
-def test_outputs_with_n_in_two_places_in_later_steps(ids, options):
-    """Nothing is watched then; and ids [1, T] at T = N may be one sample's each."""
+modes = each_of([{}, {"fused": False}, {"weight_grad": False}])
 
-    def forward(m, x, mask, places):
-        rows = m.table(places if ids == "given" else torch.arange(N))
-        return (m.last(torch.tanh(m.first(x) + rows)) * mask[..., None]).transpose(0, 1)
 
-    parts = {"first": nn.Linear(D, D), "table": nn.Embedding(N, D), "last": nn.Linear(D, D)}
-    model = Model(forward, **parts).double()
-    with torchgradx.attach(model, **options) as probe:
-        for _ in range(3):
-            mask, places = (torch.rand(N, N) > 0.3).double(), torch.arange(N)[None]
+def text(m, ids):
+    h = m.words(ids) + m.places(torch.arange(T)) * m.gain
+    h = checkpoint(m.block, h, use_reentrant=True)
+    return m.out(h.flatten(1) + m.bias)
 
-            def loss(model, x, mask, places=places):
-                return square_second(model, x, mask, places)
 
-            x = torch.randn(N, N, D).double()
-            want = loop(model, loss, x, mask)
-            loss(model, x, mask).backward()
-            exact_or(torchgradx.CoverageError, "", probe, want)
+def reader():
+    return Model(
+        text,
+        words=nn.Embedding(TOKENS, D),
+        places=nn.Embedding(T, D),
+        gain=torch.randn(D),
+        block=nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.LayerNorm(D)),
+        out=nn.Linear(T * D, 2),
+        bias=torch.randn(T * D),
+    ).double()
+
+
+@modes
+def test_tables_before_and_after_are_exact_for_every_size(options):
+    net = reader()
+    with torchgradx.attach(net, **options) as probe:
+        for n in (4, 3, 7, 1, 4):
+            ids = torch.randint(0, TOKENS, (n, T))
+            want = loop(net, square, ids)
+            square(net, ids).backward()
+            close_named(probe.norms(per="parameter"), want)
+
+
+@modes
+@pytest.mark.parametrize("n", [T, D])
+def test_as_many_samples_as_another_dimension_has_are_refused(n, options):
+    exact_or_refused(reader(), square, torch.randint(0, TOKENS, (n, T)), **options)
+
+
+def patches(m, x):
+    """A class token beside what is joined with it, as in a vision transformer."""
+    token = m.token.expand(len(x), 1, D)
+    h = checkpoint(m.block, torch.cat([token, m.into(x)], 1) + m.places, use_reentrant=True)
+    return m.out(h[:, 0] * m.gain)
+
+
+@modes
+def test_parameters_of_a_module_that_cannot_run_again_are_exact(options):
+    net = Model(patches, token=torch.randn(1, 1, D), places=torch.randn(1, T + 1, D),
+                gain=torch.randn(D), into=nn.Linear(3, D), out=nn.Linear(D, 2),
+                block=nn.Sequential(nn.Linear(D, D), nn.Tanh())).double()  # fmt: skip
+    with torchgradx.attach(net, **options) as probe:
+        for n in (4, 3):
+            x = torch.randn(n, T, 3, dtype=torch.float64)
+            want = loop(net, square, x)
+            square(net, x).backward()
+            close_named(probe.norms(per="parameter"), want)
+
+
+C, L = 4, 5
+
+
+def images(shared):
+    def forward(m, x):
+        h = checkpoint(m.c, m.i(x), use_reentrant=True)
+        return checkpoint(m.o, torch.tanh(shared(m, h)), use_reentrant=True)
+
+    return Model(forward, i=nn.Conv1d(3, C, 1), c=nn.Conv1d(C, C, 1), o=nn.Conv1d(C, 2, 1),
+                 p=torch.randn(C, L), t=nn.Embedding(L, C), l=nn.Linear(C, C))  # fmt: skip
+
+
+def flattened(m, h):
+    """Rows of channels: their number is that of the samples."""
+    rows = h.permute(1, 0, 2).reshape(C, -1) + m.p[:, :1]
+    return rows.view(C, -1, L).permute(1, 0, 2)
+
+
+WAYS = {
+    "a table of as many rows, made of two": lambda m, h: (
+        h + m.l(torch.tanh(m.t(torch.arange(L)))).T * m.p
+    ),
+    "rows of channels": flattened,
+    "samples in the last dimension": lambda m, h: (h.permute(1, 2, 0) + m.p[..., None]).permute(
+        2, 0, 1
+    ),
+    "samples turned round": lambda m, h: h.flip(0) + m.p,
+    "read inside as well": lambda m, h: checkpoint(lambda u: u * m.p, h, use_reentrant=True) + m.p,
+}
+
+
+@modes
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_guessed_where_channels_are_as_many_as_samples(way, options):
+    x = torch.randn(C, 3, L)
+    refused(images(WAYS[way]), square, x, names=(), check="samples", **options)

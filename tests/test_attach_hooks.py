@@ -1,12 +1,11 @@
-"""A probe's hooks on parameters go where they are done with, and with them what torch would ask in
-every backward; not while another thread's backward may be asking it."""
+"""A probe's hooks on parameters go where they are done with, and the user's stay."""
 
 import sys
 import threading
 
 import pytest
 import torch
-from attach_oracle import close, loop_model, mlp, seeded, square  # noqa: F401
+from attach_oracle import close, loop_model, mlp, square
 from torch import nn
 
 import torchgradx

@@ -1,22 +1,23 @@
-"""Models that a hostile reader brought: each was silently wrong once, or broke its user's run."""
+"""Models that a hostile reader brought, and roots that call themselves: each was silently wrong
+once, or broke its user's run."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import (
     Model,
+    a_few_modes,
     check,
+    close,
     close_named,
     exact_or,
     exact_or_refused,
     fallback_mode,
     loop,
+    loop_model,
     mlp,
-    seeded,  # noqa: F401
     square,
 )
 from torch import nn
@@ -108,18 +109,6 @@ def test_a_backward_to_some_parameters_only_is_refused():
 
 
 @fallback_mode
-def test_checkpoints_within_reentrant_checkpoints_are_exact_or_refused(options):
-    def inner(m, v):
-        return checkpoint(lambda u: m.c(u).tanh(), v, use_reentrant=True)
-
-    def forward(m, x):
-        return m.o(checkpoint(lambda v: inner(m, v), m.a(x), use_reentrant=True))
-
-    parts = {"a": nn.Linear(3, 5), "c": nn.Linear(5, 5), "o": nn.Linear(5, 2)}
-    exact_or_refused(Model(forward, **parts), square, torch.randn(N, 3), **options)
-
-
-@fallback_mode
 @pytest.mark.parametrize("t", [6, N])
 def test_an_in_place_activation_does_not_hide_what_mixes_samples(t, options):
     def mixing(m, x):
@@ -201,56 +190,6 @@ def test_a_model_changed_after_attach_is_refused(how, options):
             probe.norms()
 
 
-@fallback_mode
-def test_a_root_that_calls_itself_is_one_pass(options):
-    def forward(m, x, k=2):
-        return m.a(x) if k == 0 else m(m.a(x).tanh(), k - 1)
-
-    check(Model(forward, a=nn.Linear(3, 3)), square, torch.randn(N, 3), **options)
-
-
-@fallback_mode
-def test_an_interrupted_forward_leaves_nothing_in_force(options):
-    model, x = mlp().double(), torch.randn(N, 6, 3).double()
-    with torchgradx.attach(model, **options) as probe:
-
-        def interrupt(*args):
-            raise KeyboardInterrupt
-
-        handle = model[1].register_forward_hook(interrupt)
-        for _ in range(2):
-            with pytest.raises(KeyboardInterrupt):
-                model(x)
-        handle.remove()
-        assert isinstance(norms_or_refusal(probe, model, x), dict)
-
-
-LEFT_IN_A_FORWARD = """
-from torchgradx.attach import Pass, Recorder
-recorder = Recorder(0, *[print] * 6)
-recorder.push(Pass(recorder, 2, []))
-del recorder
-exit(7)
-"""
-
-
-def test_a_pass_that_an_interrupt_left_outlives_the_interpreter():
-    command = [sys.executable, "-W", "ignore", "-c", LEFT_IN_A_FORWARD]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 7, done.stderr
-
-
-@fallback_mode
-def test_positions_shared_by_all_samples_leave_the_output_as_it_is(options):
-    def forward(m, x):
-        places = m.p(torch.arange(x.shape[1])[None])
-        assert places.shape[0] == 1
-        return m.o(m.t(x) + places)
-
-    parts = {"p": nn.Embedding(5, 4), "t": nn.Embedding(7, 4), "o": nn.Linear(4, 2)}
-    exact_or_refused(Model(forward, **parts), square, torch.randint(0, 7, (N, 5)), **options)
-
-
 @pytest.mark.parametrize("options", [{}, {"fused": False}, {"backend": "vmap"}])
 def test_a_gradient_changed_in_place_on_its_way_to_the_weight_is_refused(options):
     model, x = nn.Linear(3, 2, bias=False).double(), torch.randn(N, 3).double()
@@ -284,32 +223,6 @@ def test_a_backward_that_works_in_place_runs_once(options):
     forward = lambda m, x: Counting.apply(m.b(m.a(x).tanh()))  # noqa: E731
     model = Model(forward, a=nn.Linear(3, 5), b=nn.Linear(5, 2))
     exact_or_refused(model, square, torch.randn(N, 3), **options)
-
-
-@fallback_mode
-def test_running_a_module_again_leaves_no_trace_on_it(options):
-    class Stateful(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(3))
-            self.calls = 0
-            self.register_buffer("seen", torch.zeros(()))
-
-        def forward(self, x):
-            self.calls += 1
-            self.seen += 1
-            self.kept = x * self.w
-            return self.kept
-
-    model = nn.Sequential(nn.Linear(3, 3), Stateful())
-    plain, x = copy.deepcopy(model), torch.randn(N, 3)
-    square(plain, x).backward()
-    with torchgradx.attach(model, **options) as probe:
-        square(model, x).backward()
-        probe.norms()
-    assert model[1].calls == plain[1].calls == 1
-    assert torch.equal(model[1].seen, plain[1].seen)
-    assert torch.equal(model[1].kept, plain[1].kept)
 
 
 @fallback_mode
@@ -352,23 +265,105 @@ def test_a_lazy_model_is_told_to_run_first():
         torchgradx.attach(nn.Sequential(nn.LazyLinear(3)))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("order", ["attach, compile", "compile, attach"])
-def test_a_compiled_model_is_exact_in_either_order(order, backend):
-    model, x = mlp().double(), torch.randn(N, 6, 3).double()
-    want = loop(model, square, x)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=backend)
-    if order == "compile, attach":
-        square(compiled, x).backward()
-    with torchgradx.attach(model) as probe:
-        square(compiled, x).backward()
-        try:
-            norms = probe.norms(per="parameter")
-        except torchgradx.CoverageError:
-            # Compiled code looks for a swapped class, but for no hook: nothing is recorded then.
-            # Nor does anything vouch for rows that compiled code alone has seen.
-            assert not torchgradx.ops.NATIVE
-            return
-    for name, value in want.items():
-        assert torch.allclose(norms[name].double(), value)
+T, D = 5, 3
+
+
+def flat(m, x):
+    """Rows of all positions, and a mean of each sample's."""
+    if x.dim() == 3:
+        rows = m(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return m.o(rows.mean(1))
+    return torch.tanh(m.l(x))
+
+
+def turned(m, x):
+    if x.dim() == 3:
+        return m(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (-1, len(x))).sum(0)
+    return torch.tanh(m.l(x))
+
+
+def chunks(m, x):
+    """As a model that takes large images apart."""
+    if x.dim() == 3 and x.shape[1] > 1:
+        return sum(m(x[:, k : k + 1]) for k in range(x.shape[1])) + m.o(x.mean(1))[:, None]
+    return torch.tanh(m.l(x))
+
+
+def deep(m, x, depth=2):
+    return m.o(m(torch.tanh(m.l(x)), depth - 1)) if depth else m.l(x)
+
+
+def failing(m, x, inner=False):
+    """One call fails, of which nothing is used, and another follows."""
+    if inner:
+        m.l(x)
+        raise KeyError
+    h = m.o(x)
+    with pytest.raises(KeyError):
+        m(x, True)
+    return m.l(h)
+
+
+def checkpointed(m, x):
+    if x.dim() == 3:
+        return m.o(checkpoint(m, x.flatten(0, 1), use_reentrant=False)).unflatten(0, x.shape[:2])
+    return torch.tanh(m.l(x))
+
+
+CALLS = [flat, turned, chunks, deep, failing, checkpointed]
+ways = pytest.mark.parametrize("way", CALLS, ids=lambda way: way.__name__)
+
+
+@a_few_modes
+@ways
+def test_each_is_exact_in_steps_of_several_sizes(way, options):
+    """Those too that are called on what they call themselves on."""
+    net = Model(way, l=nn.Linear(D, D), o=nn.Linear(D, D)).double()
+    with torchgradx.attach(net, **options) as probe:
+        for shape in [(N, T, D), (N, T, D), (N * T, D), (N, T, D), (N, N, D), (2, T, D), (N, D)]:
+            x = torch.randn(shape, dtype=torch.float64)
+            square(net, x).backward()
+            close(probe.norms(), loop_model(net, square, x))
+
+
+@a_few_modes
+def test_samples_that_are_mixed_between_calls_are_refused(options):
+    def forward(m, x):
+        if x.dim() == 3:
+            return m(x.flatten(0, 1).sub(x.mean((0, 1)))).unflatten(0, x.shape[:2])
+        return m.o(torch.softmax(m.l(x), 0))
+
+    net = Model(forward, l=nn.Linear(D, D), o=nn.Linear(D, D))
+    assert exact_or_refused(net, square, torch.randn(N, T, D), **options)
+
+
+def seen(net, probe, loss, *batch):
+    """Whether it was answered; and if so, exactly."""
+    want = loop(net, loss, *batch)
+    net.zero_grad()
+    loss(net, *batch).backward()
+    try:
+        close_named(probe.norms(per="parameter"), want)
+    except torchgradx.CoverageError:
+        probe.reset()
+        return False
+    return True
+
+
+@a_few_modes
+def test_an_output_that_was_left_out_is_proven_when_it_is_there(options):
+    """It is computed each time."""
+
+    def forward(m, x):
+        h = torch.tanh(m.i(x))
+        apart, out = h - h.mean(0), m.b(h)
+        return (out, apart) if m.both else (out,)
+
+    def loss(m, x):
+        return sum(t.square().sum() for t in m(x)) / len(x)
+
+    net = Model(forward, i=nn.Linear(3, 3), b=nn.Linear(3, 2)).double()
+    with torchgradx.attach(net, **options) as probe:
+        for net.both in (False, False, True, True, False):
+            x = torch.randn(N, 3, dtype=torch.float64)
+            assert seen(net, probe, loss, x) == (not net.both)
