@@ -219,7 +219,7 @@ def test_an_interrupted_forward_leaves_nothing_in_force(options):
 
 
 LEFT_IN_A_FORWARD = """
-from torchgradx.attach import Pass, Recorder
+from torchgradx.attachment import Pass, Recorder
 recorder = Recorder(0, *[print] * 6)
 recorder.push(Pass(recorder, 2, []))
 del recorder

@@ -139,7 +139,7 @@ def test_a_layout_that_one_of_several_outputs_cannot_have_is_refused(first, opti
     part = Model(pair, v=torch.randn(5), w=torch.randn(5))
     loss = lambda m, x: sum(y.square().sum() / len(x) for y in m(x))  # noqa: E731
     refused(Model(outputs, t=part, i=nn.Linear(3, 5)), loss, torch.randn(N, 6, 3), names=["t.w"],
-            match="no rows of 4 samples", layout={"t": "sequence"}, **options)  # fmt: skip
+            match="the 4 samples of the pass", layout={"t": "sequence"}, **options)  # fmt: skip
 
 
 @a_few_modes

@@ -27,7 +27,7 @@ LARGEST = 2**20  # of a geometry's integers, as the kernels have it: sizes deriv
 
 
 def _seen(value: Any) -> str:
-    """What came, in a few words."""
+    """Return what came, in a few words."""
     if isinstance(value, Tensor):
         return f"{list(value.shape)}"
     text = repr(value)
@@ -161,8 +161,7 @@ def _integers(name: str, value: Any, least: int) -> Pair:
 
 
 def _padding(value: Any, kernel_size: Pair, stride: Pair, dilation: Pair) -> tuple[Pair, Pair]:
-    """An int, a pair, "same" or "valid" -> padding on each side, and rows and columns lacking
-    at the far side ("same" of an even extent)"""
+    """Return padding on each side, and rows and columns lacking at the far side ("same")."""
     if not isinstance(value, str):
         return _integers("padding", value, 0), (0, 0)
     if value == "valid":

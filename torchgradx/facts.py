@@ -25,7 +25,7 @@ def cuda_kernels() -> str:
 
 
 def auto(devices: list[torch.device]) -> str:
-    """What backend="auto" takes, for the CPU and for each device."""
+    """Return what backend="auto" takes, for the CPU and for each device."""
     if not ops.NATIVE:
         return "vmap: pure Python"
     serves = [f"{d}: {'CUDA kernels' if ops.kernels_on(d) else 'vmap'}" for d in devices]

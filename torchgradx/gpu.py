@@ -204,7 +204,7 @@ def _gram(p: Problem) -> float:
 
 
 def _by_planes(p: Problem) -> bool:
-    """Whether a kernel bound by memory serves: many groups of few channels (csrc/cuda/planes.cu)"""
+    """Return True if a memory-bound kernel serves: many groups of few channels (planes.cu)."""
     return p.layer == "conv2d" and p.groups >= 8 and p.i * p.o <= 16 * 9
 
 
@@ -244,8 +244,7 @@ def _gradient(p: Problem, ends: int) -> float:
 
 
 def _fused(p: Problem) -> float:
-    """Below a few positions the gradient is one sum over all samples, and the norms are taken
-    beside it (csrc/cuda/bindings.cpp)."""
+    """Return the cost of one sum over all samples, with norms beside it for few positions."""
     assert p.device is not None
     if p.layer == "linear" and p.t <= 1:
         return _weight_grad(p) + _rank1(p)
@@ -255,7 +254,7 @@ def _fused(p: Problem) -> float:
 
 
 def seconds(p: Problem, algorithm: str) -> float:
-    """Of all that the problem asks for"""
+    """Return the time of all that the problem asks for."""
     if algorithm == "fused":
         return _fused(p)
     if algorithm == "direct":

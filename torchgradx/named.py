@@ -53,7 +53,7 @@ def found(option: str, spec: str) -> Any:
 
 
 def _own(module: Any, name: str, value: Any) -> bool:
-    """Whether a module's name is no import of its."""
+    """Return True if a module defines this name rather than imports it."""
     if isinstance(value, (type, FunctionType)):
         return not name.startswith("_") and value.__module__ == module.__name__
     return not name.startswith("_") and not isinstance(value, ModuleType)
@@ -83,7 +83,7 @@ def _from_file(path: Path) -> Any:
 
 
 def _made(option: str, spec: str) -> Any:
-    """What is named, or what it returns where it is a function or class."""
+    """Return what is named, or what it returns where it is a function or class."""
     held = found(option, spec)
     ready = isinstance(held, (nn.Module, DataLoader)) or hasattr(held, "__getitem__")
     if ready and not isinstance(held, type):

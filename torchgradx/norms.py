@@ -96,7 +96,7 @@ def _patch(layer: Layer | None) -> int:
 
 
 def _alike(tensors: list[Tensor]) -> list[Tensor]:
-    """Of one dtype: uses inside and outside of autocast may differ."""
+    """Cast to one dtype: uses inside and outside of autocast may differ."""
     dtypes = {t.dtype for t in tensors}
     wide = next(iter(dtypes)) if len(dtypes) == 1 else torch.promote_types(*dtypes)
     return [t.to(wide) for t in tensors]

@@ -71,7 +71,7 @@ if WHY_NOT_CUDA not in ("", NOT_BUILT):
 
 
 def kernels_on(device: torch.device) -> bool:
-    """Whether kernels run there; plain PyTorch serves everywhere else."""
+    """Return True if kernels run there; plain PyTorch serves everywhere else."""
     if device.type == "cuda":
         return CUDA and torch.cuda.get_device_capability(device) >= (8, 0)
     return NATIVE and device.type == "cpu"

@@ -163,7 +163,7 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def missed(targets: Any, wanted: bool) -> Iterator[None]:
-    """What a loss says that was given no targets, it says with what to do."""
+    """Add what to do to the error of a loss that was given no targets."""
     try:
         yield
     except TypeError as error:

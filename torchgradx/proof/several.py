@@ -21,7 +21,6 @@ from ..sites.regime import Regime
 from .layout import BATCH, SEQUENCE, Watched, owners
 
 __all__ = [
-    "CONFLICT",
     "End",
     "end_of",
     "ends_at",
@@ -32,8 +31,6 @@ __all__ = [
     "of_the_loss",
 ]
 
-CONFLICT = "its outputs have the samples in different places, or may have"
-
 
 @dataclass(frozen=True)
 class End:
@@ -43,7 +40,7 @@ class End:
     taken: tuple[Tensor | None, Tensor | None]  # of each row, if the use is BATCH, or SEQUENCE
 
     def joined(self, use: Any, verdict: Any, presumed: int, n: int) -> Any:
-        """What is known of a use, from `use` so far and the verdict on this end."""
+        """Return what is known of a use, from `use` so far and the verdict on this end."""
         if isinstance(use, str) or verdict is None or n <= 1:
             return use
         if isinstance(verdict, str):
@@ -56,7 +53,7 @@ class End:
         fits = [kind for kind, of in taken.items() if of is not None and torch.equal(of, is_of)]
         if use is None and fits:
             return presumed if presumed in fits else fits[0]
-        return CONFLICT if use not in fits and use in (BATCH, SEQUENCE, None) else use
+        return "different_outputs" if use not in fits and use in (BATCH, SEQUENCE, None) else use
 
     def clear(self, use: Watched, layout: int, n: int) -> bool:
         """Without a proof: whether it is the one that the use is known by, or can be no other."""
@@ -131,7 +128,7 @@ def ends_at(outputs: Iterable[Tensor]) -> dict[tuple[Any, int], int]:
 
 
 def end_of(t: Tensor) -> Tensor:
-    """What to listen at: in-place operations on a view replace its node; the base's stays."""
+    """Return what to listen at: in-place operations replace a view's node, not its base's."""
     base = t._base
     plain = base is not None and base.grad_fn is not None and base.numel() == t.numel()
     same_order = base is not None and base.is_contiguous() and t.is_contiguous()
@@ -147,8 +144,7 @@ def needed_by(node: Any, held: dict[int, Tensor], arguments: list[Any]) -> list[
 
 
 def made_from_others(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
-    """Of a module's outputs, those that others of them were computed from: what arrives there came
-    through the module too."""
+    """Return outputs that others were made from: their gradients are the module's too."""
     before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
     ends = {end: k for end, k in ends_at(outputs).items() if end[0] not in before}
     found: set[int] = set()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..passes.plain import receives
 from ..passes.unpacking import spared
+from ..refusals import cause
 from ..sharding import shards
 from ..sites.copies import untraced
 from .frontier import Graph, Node, Plan, below, dtype_of, is_leaf, shape_of
@@ -53,7 +54,7 @@ class Station:
 def stations(
     graph: Graph, plan: Plan, climbed: Sequence[Node], leaf_of: Callable[[int], Leaf | None]
 ) -> dict[Node, Station]:
-    """What lies between the frontier and the parameters to serve."""
+    """Return the nodes between the frontier and the parameters to serve."""
     layouts = dict(zip(climbed, plan.layouts, strict=True))
     inside = dict.fromkeys(below(node for node in climbed if layouts[node] is None))
     numbers = {node: k for k, node in enumerate({**dict.fromkeys(climbed), **inside})}
@@ -132,7 +133,7 @@ class Descent:
                     self._compare(station, node, incoming, held)
                     self._pass(station, node, held)
         except Exception as error:  # never from inside backward()
-            self._refuse(f"its gradients by sample failed at {node.name()}: {error}")
+            self._refuse(cause("failed", error=f"at {node.name()}: {error}"))
 
     def _begin(self) -> None:
         self._task, self._rounding = torch._C._current_graph_task_id(), 0.0
@@ -162,10 +163,7 @@ class Descent:
                 continue
             off, own = size(g if mine is None else g - total(mine)), size(g)
             if off > 64 * (self._rounding + own * torch.finfo(g.dtype).eps):
-                self._refuse(
-                    "the gradient it received is not the sum of its gradients by sample: a hook, "
-                    "or a use that the model's outputs do not show, changed it on the way"
-                )
+                self._refuse("not_its_sum")
 
     def _enter(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
         """Through a node of the frontier, whose gradient has rows by sample."""
@@ -197,7 +195,7 @@ class Descent:
             self._send(station, operand, torch.cat(column))
 
     def _nothing(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
-        """Of no samples."""
+        """Deliver the gradients of no samples."""
         device = next((g.device for g in incoming if g is not None), None)
         for operand in (*station.inward, *station.leaves):
             edge = node.next_functions[operand]

@@ -55,7 +55,7 @@ Gradients = Tensor | Outer
 
 
 def operands(g: Gradients) -> list[Tensor]:
-    """What it holds, some of which others may write into."""
+    """Return what it holds, some of which others may write into."""
     return [g.left, g.right] if isinstance(g, Outer) else [g]
 
 
