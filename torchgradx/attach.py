@@ -83,7 +83,7 @@ def attach(
 
 
 def attached(model: nn.Module) -> Probe | None:
-    """The probe that is attached to a model, or None."""
+    """Return the probe that is attached to a model, or None."""
     on = (probe for probe in list(attachments) if probe._standing.on)  # and does not stand aside
     return next((probe for probe in on if probe._model() is model), None)
 

@@ -214,7 +214,7 @@ class Attachment:
         return run
 
     def _open(self, module: nn.Module, n: int, serial: int, told: Told) -> tuple[Pass | None, bool]:
-        """A pass of n samples, and whether it is a new one."""
+        """Return a pass of n samples, and whether it is a new one."""
         parameters = self._parameters.parts()
         if self._parameters.changed():
             why_not: str | None = "model_changed"
@@ -242,7 +242,7 @@ class Attachment:
         return run, True
 
     def _open_in_graph(self, n: int, call: Call, inputs: Sequence[Tensor]) -> Pass | None:
-        """The pass of a compiled graph that runs now."""
+        """Return the pass of a compiled graph that runs now."""
         if not self._standing.on or self._paused:
             return None
         self._settle()

@@ -276,7 +276,7 @@ def _or_usage_error(what: str, call: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _models(given: argparse.Namespace, device: torch.device) -> Iterator[torch.nn.Module]:
-    """One at a time: of each checkpoint, or of each seed."""
+    """Yield one at a time: of each checkpoint, or of each seed."""
     if given.checkpoint and given.seeds != 1:
         raise UsageError("--seeds: a checkpoint's weights are of no seed; leave one of the two out")
     if given.seeds < 1:

@@ -84,7 +84,7 @@ def _operands(p: Problem) -> int:
 
 
 def weight_grad(p: Problem) -> Cost:
-    """The framework's, or any other's: one product over all N T positions."""
+    """Return the cost of a weight gradient: one product over all N T positions."""
     return Cost(2 * p.n * p.t * p.groups * p.i * p.o, _operands(p))
 
 
@@ -105,7 +105,7 @@ Parts = tuple[tuple[str, Cost], ...]  # what an algorithm consists of, by the ra
 
 
 def _beside(name: str, norms: Callable[[Problem], Cost]) -> Callable[[Problem], Parts]:
-    """Norms alone, or beside the framework's weight gradient where that is wanted."""
+    """Return the cost of norms, alone or beside the wanted weight gradient of the framework."""
 
     def parts(p: Problem) -> Parts:
         alone = ((name, norms(p)),)
@@ -219,7 +219,7 @@ class Plan:
 
 
 def make_plan(problem: Problem, algorithm: str | None = None) -> Plan:
-    """The cheapest algorithm that does not refuse, or the one asked for.
+    """Return the cheapest algorithm that does not refuse, or the one asked for.
 
     Raises:
         ValueError: `algorithm` is unknown, or refuses; the text is its reason.

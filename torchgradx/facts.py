@@ -18,7 +18,7 @@ def extension() -> str:
 
 
 def cuda_kernels() -> str:
-    """The architectures compiled in, or why there are none."""
+    """Return the architectures compiled in, or why there are none."""
     if not ops.CUDA:
         return f"none: {ops.WHY_NOT_CUDA}"
     return f"compiled for {compiled_for()}"

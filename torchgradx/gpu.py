@@ -134,7 +134,7 @@ def products(gpu: Gpu, itemsize: int) -> float:
 
 
 def _sums(gpu: Gpu, itemsize: int) -> float:
-    """The same of the cores that square and add what products have accumulated"""
+    """Return the time of the cores that square and add what products have accumulated"""
     return gpu.clock * (gpu.rates.double if itemsize == 8 else gpu.rates.single)
 
 
@@ -170,7 +170,7 @@ def _tiles(p: Problem, by: str, tiles: int, flop: int, ends: int) -> float:
 
 
 def _batched(p: Problem, flop: int, products: int, launches: int) -> float:
-    """The framework's, whose `products` are accumulators that are written and read once"""
+    """Return the time of batched products: `products` accumulators, each written and read."""
     gpu = p.device
     assert gpu is not None
     itemsize = max(p.itemsize, 4)

@@ -91,7 +91,7 @@ def _chunks(n: int, terms: Sequence[Term]) -> Iterator[slice]:
 
 
 def _patch(layer: Layer | None) -> int:
-    """How many times a pixel is repeated in the rows of a convolution."""
+    """Return how many times a pixel is repeated in the rows of a convolution."""
     return layer.kernel_size[0] * layer.kernel_size[1] if layer and layer.kernel_size else 1
 
 

@@ -96,7 +96,7 @@ def placed(directions: Any, parameters: Parameters) -> list[Tensor | None]:
 def fitting(
     directions: Sequence[Tensor | None], parameters: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """The same beside parameters that were moved, or cast, since."""
+    """Return the same beside parameters that were moved, or cast, since."""
     return [
         None if v is None else v.to(p.device, accumulation_dtype(p.dtype))
         for v, p in zip(directions, parameters, strict=True)

@@ -235,7 +235,7 @@ class Probe(Attachment):
         )
 
     def __dir__(self) -> list[str]:
-        """The public names."""
+        """Return the public names."""
         return [name for name in super().__dir__() if not name.startswith("_")]
 
     def explain(self, verbose: bool = False) -> str:

@@ -242,7 +242,7 @@ ADVICE = {  # added to a remedy
     "reentrant": "A reentrant checkpoint keeps it from being seen: pass use_reentrant=False",
     "loss": "Or return the model's outputs beside its loss, which lets it be proven",
 }
-SHOWN = 4  # parameters that are listed
+SHOWN = 8  # parameters that are listed
 
 
 class RefusedError(RuntimeError):

@@ -149,7 +149,7 @@ def _convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> dict[str, Any]:
 
 
 def _transposed(module: Any) -> dict[str, Any]:
-    """The convolution from its gradient to its input, see csrc/layers/convolution.cpp."""
+    """Return the convolution from its gradient to its input, see csrc/layers/convolution.cpp."""
     return {
         **_geometry(module, _each(module.padding, len(module.kernel_size))),
         "in_features": module.out_channels // module.groups * prod(module.kernel_size),

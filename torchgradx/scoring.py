@@ -26,7 +26,7 @@ MEAN, SUM = 1, 2  # as the nodes of torch's losses number them
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """The model on a tensor, a tuple (positional arguments) or a dict (keywords)."""
+    """Call the model on a tensor, a tuple (positional arguments) or a dict (keywords)."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)

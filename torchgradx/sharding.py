@@ -93,7 +93,7 @@ def shards(node: Any) -> bool:
 
 
 def data_parallel(module: nn.Module) -> Any:
-    """The DistributedDataParallel that a forward of this module runs in, or None."""
+    """Return the DistributedDataParallel that a forward of this module runs in, or None."""
     for kind in _known("torch.nn.parallel.distributed", "DistributedDataParallel"):
         return module if isinstance(module, kind) else vars(kind)["_active_ddp_module"]
     return None

@@ -85,14 +85,14 @@ class Parameters:
         return self._tensors
 
     def parts(self) -> list[Tensor]:
-        """The same, of what fully_shard brings together the part that is kept."""
+        """Return the same, of what fully_shard brings together the part that is kept."""
         if FSDP not in sys.modules:
             return self.tensors()
         kept = {id(whole): part for part, whole in pairs(self._modules)}
         return [kept.get(id(p), p) for p in self.tensors()] if kept else self.tensors()
 
     def wholes(self) -> list[Tensor]:
-        """The same, as forwards have computed with them."""
+        """Return the same, as forwards have computed with them."""
         found = {id(part): whole for part, whole in pairs(self._modules)}
         return [found.get(id(p), p) for p in self.tensors()] if found else self.tensors()
 
@@ -131,7 +131,7 @@ class Parameters:
 def find_layers(
     model: nn.Module, parameters: Parameters, options: Mapping[str, Any]
 ) -> list[Layer]:
-    """A Layer for each module that owns parameters, or whose statistics mix samples."""
+    """Return a Layer for each module that owns parameters, or whose statistics mix samples."""
     layers = []
     uncovered = []
     for name, module in modules_in_order(model):
@@ -172,7 +172,7 @@ def find_layers(
 def _product(
     module: nn.Module, name: str, own: Mapping[str, int], weight: str, bias: str | None
 ) -> Layer:
-    """One weight of a recurrent module: over all steps it is a Linear."""
+    """Return one weight of a recurrent module: over all steps it is a Linear."""
     out_features, in_features = getattr(module, weight).shape
     places = (own[weight], own[bias] if bias else -1)
     return Layer(

@@ -80,7 +80,7 @@ class Ranks:
             self._part()
 
     def _meet(self, number: int = 0, failed: bool = False) -> tuple[int, int]:
-        """The least and the largest number of all ranks, of which none has failed."""
+        """Return the least and the largest number of all ranks, of which none has failed."""
         if self.world == 1:
             return number, number
         there = torch.tensor([failed, -number, number], device=_device())

@@ -26,7 +26,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def sized(tree: Any) -> list[Tensor]:
-    """The same, less nested ones, which have no sizes."""
+    """Return the same, less nested ones, which have no sizes."""
     return [t for t in tensors_in(tree) if _has_sizes(t)]
 
 

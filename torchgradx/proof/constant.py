@@ -225,7 +225,7 @@ def _picks(func: Any, operands: Sequence[Tensor]) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The operands that an operation works on in place."""
+    """Yield the operands that an operation works on in place."""
     schema = getattr(func, "_schema", None)
     if schema is not None and schema.is_mutable:
         for place, argument in enumerate(schema.arguments):

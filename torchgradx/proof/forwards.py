@@ -41,7 +41,7 @@ class Memory:
     dims: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def tables(self, uses: Sequence[Any]) -> set[int]:
-        """The uses that were given the same for any batch, as far as that was seen."""
+        """Return the uses that were given the same for any batch, as far as that was seen."""
         return set(_where(self.constant, uses))
 
     def anchors(self, uses: Sequence[Any]) -> dict[int, int]:
@@ -100,7 +100,7 @@ class Forwards:
 
     @property
     def memory(self) -> Memory:
-        """The memory of the regime that the modules are in."""
+        """Return the memory of the regime that the modules are in."""
         regime = self._parameters.regime()
         return self._memories.get(regime) or self._memories.setdefault(regime, Memory())
 

@@ -187,7 +187,7 @@ class Seeding:
         return found
 
     def _loudest(self) -> int:
-        """The exponent up to which all stays finite: float16 has few numbers below 1e-4."""
+        """Return the exponent up to which all stays finite: float16 has few numbers below 1e-4."""
         for exponent in (12, 9, 6, 3):
             found = self._gradients(torch.full((self._n,), exponent + 3))
             if all(bool(rows.sizes.isfinite().all()) for rows in found.values()):
@@ -308,7 +308,7 @@ def heads_of(
 
 
 def _weighted(t: Tensor, exponents: Tensor, dim: int) -> Tensor:
-    """A number whose gradient by `t` is random, that of sample n times 2^exponents[n]."""
+    """Return a number whose gradient by `t` is random, that of sample n times 2^exponents[n]."""
     generator = torch.Generator(t.device).manual_seed(t.numel())
     gradient = torch.randn(t.shape, generator=generator, device=t.device).to(t.dtype)
     shape = [-1 if k == dim else 1 for k in range(t.dim())]

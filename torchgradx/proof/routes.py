@@ -162,7 +162,7 @@ def _may_hold(shape: Sequence[int], dim: int, n: int) -> bool:
 
 
 def _is_table(node: Node) -> bool:
-    """One of the model's own, as it is or turned, as an adapter's of an embedding."""
+    """Return one of the model's own, as it is or turned, as an adapter's of an embedding."""
     while node.name() in TURNS and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
     return is_leaf(node)

@@ -198,7 +198,7 @@ class Samples:
     def _gradients(
         self, call: Call, n: int, sample: int, live: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        """The model on one sample, and the gradients by its parameters."""
+        """Run the model on one sample, and return the gradients by its parameters."""
         dim, mean = self._options["batch_dim"], self._options["loss_reduction"] == "mean"
         args, kwargs = _of_one(call.arguments, n, sample, dim)
         with self.quiet(), _kept(call.module), call.regime.again(), torch.enable_grad():
@@ -261,7 +261,7 @@ def _seed(g: Tensor, alone: Tensor, n: int, sample: int, dim: int, mean: bool) -
 
 
 def _part(g: Tensor, alone: Tensor, n: int, sample: int, dim: int) -> Tensor:
-    """The rows of one sample, in the shape of its output alone."""
+    """Return the rows of one sample, in the shape of its output alone."""
     fits = [
         d
         for d, size in enumerate(g.shape)

@@ -95,7 +95,7 @@ def ends_of_module(
 
 
 def _cut(rows: Sequence[int], n: int, dim: int, major: bool) -> Tensor | None:
-    """The sample of each row, where this dimension is cut; None: it cannot be."""
+    """Return the sample of each row, where this dimension is cut; None: it cannot be."""
     each, rest = divmod(rows[dim], n)
     if rest or not each:
         return None
@@ -104,14 +104,14 @@ def _cut(rows: Sequence[int], n: int, dim: int, major: bool) -> Tensor | None:
 
 
 def places_along(rows: Sequence[int], dim: int) -> Tensor:
-    """The place of each row along a dimension."""
+    """Return the place of each row along a dimension."""
     return torch.arange(prod(rows)) // prod(rows[dim + 1 :]) % rows[dim]
 
 
 def ends_of_node(
     node: Any, graph: Graph, outputs: Iterable[Tensor], leads: Sequence[int], n: int
 ) -> Iterator[End]:
-    """All outputs of a recurrent layer's node, each with its samples first."""
+    """Yield all outputs of a recurrent layer's node, each with its samples first."""
     rows = owners(leads, n)
     ends = {t.output_nr for t in outputs if t.grad_fn is node}
     for number in sorted(ends.union(graph.numbers(node))):
@@ -136,7 +136,7 @@ def end_of(t: Tensor) -> Tensor:
 
 
 def needed_by(node: Any, held: dict[int, Tensor], arguments: list[Any]) -> list[int]:
-    """The parameters that every plain backward() needs which comes to this node."""
+    """Return the parameters that every plain backward() needs which comes to this node."""
     before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
     met = {child for inner in below([node], before) for child, _ in inner.next_functions}
     edges = {place: torch.autograd.graph.get_gradient_edge(p) for place, p in held.items()}

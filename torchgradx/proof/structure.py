@@ -338,7 +338,7 @@ class Examiner:
         looked: Looked,
         graph: Graph,
     ) -> tuple[list[Watched], list[tuple[int, End]]]:
-        """The first output of each use, and the others, by use."""
+        """Return the first output of each use, and the others, by use."""
         watched: list[Watched] = []
         ends: list[tuple[int, End]] = []
         for k, (site, sizes, node, number) in enumerate(uses):
