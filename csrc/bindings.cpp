@@ -152,6 +152,7 @@ void bind_pass(py::module_& m) {
              return uses;
            })
       .def("enclose", &Pass::enclose)
+      .def("disclose", &Pass::disclose)
       .def(
           "arrive",
           [](Pass& self, const std::vector<int64_t>& parameters, bool enclosed) {

@@ -182,6 +182,16 @@ void Pass::enclose(const std::vector<int64_t>& parameters, uint64_t first) {
   spans_.push_back({{at::RecordFunction::currentThreadId(), first, at::sequence_number::peek()}, parameters});
 }
 
+void Pass::disclose(const std::vector<int64_t>& parameters) {
+  const auto disclosed = [&](int64_t p) {
+    return std::find(parameters.begin(), parameters.end(), p) != parameters.end();
+  };
+  for (Span& span : spans_) {
+    auto& those = span.parameters;
+    those.erase(std::remove_if(those.begin(), those.end(), disclosed), those.end());
+  }
+}
+
 bool Pass::encloses(const Node& node, int64_t parameter) const {
   return std::any_of(spans_.begin(), spans_.end(), [&](const Span& span) {
     const auto& those = span.parameters;

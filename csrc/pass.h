@@ -243,6 +243,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   // Nodes made since `first` on this thread belong to a module that is run again whole: its uses of these need no
   // counting.
   void enclose(const std::vector<int64_t>& parameters, uint64_t first);
+  void disclose(const std::vector<int64_t>& parameters);  // they are served at the graph's nodes: count them again
   // Backward: a use's gradient is here, at this node of the graph. False where this backward computes none of the
   // parameters' gradients.
   bool arrive(at::IntArrayRef parameters, const Node* at, bool enclosed = false);

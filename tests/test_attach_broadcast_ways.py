@@ -152,7 +152,7 @@ def test_where_samples_come_in_inside_a_checkpoint(way, reentrant, options):
 
     model = constant(forward, l=nn.Linear(D, D), i=nn.Linear(D, D))
     x = torch.randn(N, T, D)
-    if reentrant or way in MAY_REFUSE:
+    if reentrant or way in {*MAY_REFUSE, "into a part"}:  # what CopySlices saved shows to nobody
         exact_or_refused(model, square, x, **options)
     else:
         check(model, square, x, **options)

@@ -118,3 +118,16 @@ def test_one_cause_that_covers_many_parameters_is_reported_once():
     assert below <= set(error.value.parameters)
     assert "l8.weight and 17 parameters below it: its rows mix the 6 samples" in text
     assert text.count("mix") == 1
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_mixes_below_batch_statistics_has_one_cause_with_its_module(frozen):
+    norm = nn.BatchNorm1d(4).requires_grad_(not frozen)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), norm, nn.Linear(4, 2))
+    with torchgradx.attach(model) as probe:
+        square(model, torch.randn(N, 3)).backward()
+        with pytest.raises(torchgradx.CoverageError) as error:
+            probe.norms()
+    assert {"0.weight", "1.weight"} <= set(error.value.parameters)
+    assert str(error.value).count("\n") == 1
+    assert "module '2': it normalises by the batch's statistics" in str(error.value)

@@ -107,6 +107,8 @@ not_the_sum: the gradient it received is not the sum of what was recorded: a pen
 no_output: it received a gradient that does not come from the model's outputs: from a tensor kept in
     an attribute, or captured by a hook?
     > Return that tensor from forward as well
+after_zeros: it received zeros from the model's outputs, and now a gradient that is not from them
+    > Return the tensor that it comes from, from forward as well
 computed: a tensor computed from others stood in its place, for example by functional_call
     > Pass a leaf (detached) parameter, or use torch.nn.utils.parametrize
 anothers: it computed with a parameter that is another module's
@@ -157,7 +159,7 @@ tangents: it was given tangents of forward-mode differentiation
     > Put probe.paused() around that forward
 no_kernel: backend="native" has no kernel for this module, or for how it was called
     > Pass backend="auto", which serves it through vmap
-algorithm: the algorithm that was forced refuses: {error}
+algorithm: the algorithm= of attach cannot serve it: {error}
     > Leave algorithm= out of attach
 
 == Compilers and processes
@@ -237,7 +239,7 @@ def _read(table: str) -> Iterator[tuple[str, dict[str, Refusal]]]:
 SECTIONS = dict(_read(TABLE))
 REFUSALS = {key: one for section in SECTIONS.values() for key, one in section.items()}
 FIELD = "\x1f"  # between the key and the fields of a cause; as in csrc/text.h
-OF_ONE = ("shape", "alone", "batched", "name", "places")  # fields of one parameter's use alone
+OF_ONE = ("shape", "alone", "batched", "name", "places", "module")  # fields of one use alone
 ADVICE = {  # added to a remedy
     "reentrant": "A reentrant checkpoint keeps it from being seen: pass use_reentrant=False",
     "loss": "Or return the model's outputs beside its loss, which lets it be proven",
@@ -256,7 +258,7 @@ class RefusedError(RuntimeError):
 def cause(key: str, **fields: object) -> str:
     """Return a refusal as a recorder keeps it; or a cause with more fields.
 
-    `more=` names an advice to add, `module=` a module that owns none of the parameters.
+    `more=` names an advice to add, `module=` a module that may own none of the parameters.
     """
     return FIELD.join([key, *(f"{name}={value}" for name, value in fields.items())])
 

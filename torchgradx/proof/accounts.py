@@ -24,13 +24,18 @@ def require_all(record: Record, recorder: Any, parameters: Parameters, layers: l
     silent = any(run.silent for run in runs)
     places = parameters.trainable()
     causes: dict[int, str] = dict.fromkeys(places, "create_graph") if created else {}
-    for site, why in recorder.refusals:
+    statistics = ""  # of a batch: why rows below mix
+    for site, why in sorted(recorder.refusals, key=lambda found: key_of(found[1]) == "mixes"):
         if silent and key_of(why) == "not_found":  # perhaps a table, which a checkpoint hides
             why = cause(why, more="reentrant")
         own = layers[site].parameters if site >= 0 else ()
         concerned = [place for place in own if place in places]
-        if own and not concerned:  # frozen, as a BatchNorm
+        if site >= 0 and (not concerned or key_of(why) == "batch_statistics"):  # it may be frozen
             why = cause(why, module=layers[site].name)
+        if key_of(why) == "batch_statistics":
+            statistics = why
+        elif key_of(why) == "mixes":
+            why = statistics or why
         causes.update(dict.fromkeys(concerned or places, why))
     causes.update((place, why) for place, why in record.refused.items() if place not in causes)
     doubtful = {

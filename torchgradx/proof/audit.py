@@ -142,7 +142,8 @@ class Audit:
             tired = [v for v in held if v.zeros is not None]
             if tired and verdict.zeros is not None:  # zeros still: look less often
                 looks = 1 + max(v.looks for v in tired)
-                sure = NOWHERE not in verdict.layouts
+                planned = verdict.plan.layouts if verdict.plan else ()
+                sure = NOWHERE not in (*verdict.layouts, *planned)
                 verdict.looks, verdict.patience = looks, 2 ** max(0, looks - 4) if sure else 1
             for old in tired:
                 self._drop(key, old)
@@ -266,7 +267,8 @@ class Audit:
         if several_at_once():
             return None
         task = torch._C._current_graph_task_id()
-        compared = gradient if self._recorder.auditing or place in self.always else None
+        always = place in self.always and (task, place) not in self._lift.delivered
+        compared = gradient if self._recorder.auditing or always else None
         if not self._recorder.audited(task):  # this backward met no pass, as yet
             if compared is not None:
                 self._began(None)
@@ -304,6 +306,7 @@ class Audit:
             tensors = self._parameters.wholes() if left else []
             heard = (key for key in left if tensors[key[1]] in self._heard_at)  # in every backward
             self._record.mismatched |= set(heard)
+        self._lift.delivered = {key for key in self._lift.delivered if key[0] not in tasks}
         if not (self._unmet or self._before or self._awaiting):
             return
         if torch._C._current_graph_task_id() == -1:

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from ..passes.plain import receives
 from ..passes.unpacking import spared
+from ..proof.layout import NOWHERE
 from ..refusals import cause
 from ..sharding import shards
 from ..sites.copies import untraced
+from .affine import at_node
 from .frontier import Graph, Node, Plan, below, dtype_of, is_leaf, shape_of
 from .outer import BySample, Gradients, Outer, added, along, in_full, size, sq_norms, total
 from .products import CAST, by_sample, closed, dense, fitted, mapped, through
@@ -36,7 +38,9 @@ class Leaf:
     place: int  # in the table of parameters
     parameter: Tensor
     alone: bool  # nothing else brings it a gradient
-    counted: int = 0  # how many of its edges end here, where its module is called too
+    counted: int = (
+        0  # how many of its edges end here, where the recorder counts them; 0: it does not
+    )
 
 
 @dataclass
@@ -64,7 +68,7 @@ def stations(
         for operand, (child, _) in enumerate(node.next_functions):
             if child and is_leaf(child) and (node in inside or child in inside):
                 leaf = leaf_of(id(child.variable))
-                if leaf and leaf.counted:  # and the module's own edges are no matter here
+                if leaf and leaf.counted:  # a called module's own edges are no matter here
                     if node not in {parent for parent, _ in graph.parents[child]}:
                         continue
                     if node.name() == CAST:  # one for all uses
@@ -92,12 +96,13 @@ class Descent:
         run: Any,
         recorder: Any,
         way: dict[Node, Station],
-        hears: Callable[[int], bool],
+        hears: Callable[[Leaf], bool],
+        delivered: Callable[[int], None],
         refuse: Callable[[str], None],
         norms_only: bool,
     ) -> None:
         self._run, self._recorder, self._norms_only = run, recorder, norms_only
-        self._hears, self._refuse = hears, refuse
+        self._hears, self._delivered, self._refuse = hears, delivered, refuse
         self._task, self._final, self._rounding = -1, True, 0.0
         self._held: dict[tuple[int, int], Gradients] = {}  # on their way, by node and output
         self._ready: list[tuple[Leaf, Gradients, bool]] = []
@@ -170,10 +175,18 @@ class Descent:
         g, layout, n = incoming[station.output], station.layout, self._run.n
         if g is None or layout is None:
             return
-        if station.inward or any(self._hears(leaf.place) for leaf in station.leaves.values()):
+        if layout == NOWHERE:
+            if g.any():
+                self._refuse("after_zeros")
+            self._nothing(station, node, incoming)
+            return
+        if station.inward or any(self._hears(leaf) for leaf in station.leaves.values()):
             self._measure(g)  # for what will be compared
         masked: list[int] = []
-        for operand in (*station.inward, *station.leaves):
+        squares = self._squares(station, node, g, layout)
+        for operand, sq in squares.items():
+            self._ready.append((station.leaves[operand], sq, True))
+        for operand in (*station.inward, *(k for k in station.leaves if k not in squares)):
             product = closed(node, operand, g, layout, n)
             if product is None:
                 masked.append(operand)
@@ -194,12 +207,18 @@ class Descent:
         for operand, column in columns.items():
             self._send(station, operand, torch.cat(column))
 
+    def _squares(self, station: Station, node: Node, g: Tensor, layout: int) -> dict[int, Tensor]:
+        """Return squared norms by operand, where norms are all that is wanted of these."""
+        alone = [k for k, leaf in station.leaves.items() if leaf.alone and not self._hears(leaf)]
+        return at_node(node, alone, g, layout, self._run.n) if alone and self._final else {}
+
     def _nothing(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
-        """Deliver the gradients of no samples."""
+        """Send zeros: of no samples, or behind weights that are zeros."""
         device = next((g.device for g in incoming if g is not None), None)
         for operand in (*station.inward, *station.leaves):
             edge = node.next_functions[operand]
-            zeros = torch.zeros(0, *shape_of(*edge), dtype=dtype_of(*edge), device=device)
+            zeros = torch.zeros((), dtype=dtype_of(*edge), device=device)
+            zeros = zeros.expand(self._run.n, *shape_of(*edge))
             self._send(station, operand, self._reduced(station, operand, zeros))
 
     def _pass(self, station: Station, node: Node, held: list[Gradients | None]) -> None:
@@ -248,7 +267,7 @@ class Descent:
         padding = node._saved_padding_idx  # the largest number there is, if none was said
         if padding < node._saved_weight_sym_argsize_0:
             rows = rows[:, found != padding]
-        if self._hears(leaf.place):
+        if self._hears(leaf):
             total = dense(self._ask(node, [g.sum(0)])[0])
             self._recorder.add_recorded(leaf.place, total, self._rounding)
         self._ready.append((leaf, sq_norms(rows), True))
@@ -259,7 +278,7 @@ class Descent:
         leaf = station.leaves.get(operand)
         if leaf is None:
             return product
-        if self._hears(leaf.place) and self._gives and not (self._withholds and operand):
+        if self._hears(leaf) and self._gives and not (self._withholds and operand):
             self._measure(product)
             self._recorder.add_recorded(leaf.place, total(product), self._rounding)
         return sq_norms(product) if leaf.alone and self._final else product
@@ -298,6 +317,8 @@ class Descent:
                 continue
             for _more in range(1, leaf.counted):
                 self._run.arrive([leaf.place])
+            if leaf.counted:
+                self._delivered(leaf.place)
             if squared:
                 self._run.finish(leaf.place, whole)
             elif isinstance(whole, Outer):

@@ -325,8 +325,10 @@ class Region:
             layout = finding.layout
             if not proven:  # sizes say nothing of tables, nor of what may be one
                 layout = None if self.shared(node) else of_sizes(self._graph, use, self._n)
-            shown = isinstance(layout, int) and layout != NOWHERE
-            layouts[node] = layout if single and shown else None  # type: ignore[assignment]
+            elif layout == NOWHERE and not (self._constant and self.shared(node)):
+                layout = of_sizes(self._graph, use, self._n)
+                layout = NOWHERE if layout is None else layout
+            layouts[node] = layout if single and isinstance(layout, int) else None
         for (node, use), finding in zip(columns, rest[: len(columns)], strict=True):
             one = finding.layout == SEQUENCE and use.leads[1] == self._n  # a column each
             if layouts[node] is None:
@@ -356,6 +358,8 @@ def survey(
 
     def served(group: Group) -> bool:
         for node in climb(group.starts):
+            if layouts.get(node) == NOWHERE:
+                continue  # and asked for nothing
             ends = layouts.get(node) is not None
             if not group.accepts(node, ends):
                 return False

@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from ..ops import NATIVE
 from ..passes.unpacking import answers_twice, are_offloaded, hides, saves_through_hooks
 from ..proof.layout import Finding, Watched
 from ..refusals import cause
@@ -65,7 +67,9 @@ class Lift:
         norms_only: bool,
     ) -> None:
         self._recorder, self._parameters, self._layers = recorder, parameters, layers
-        self._hears, self._norms_only = hears, norms_only
+        self._hears_always, self._norms_only = hears, norms_only
+        # Backwards, and parameters whose every edge was counted there.
+        self.delivered: set[tuple[int, int]] = set()
 
     def start(
         self,
@@ -230,7 +234,11 @@ class Lift:
             for site in lifted:
                 where.refuse(site, why)
 
-        run.enclose(sorted(read - called), first)
+        leaves = [leaf for s in (way or {}).values() for leaf in s.leaves.values()]
+        counted = {leaf.place for leaf in leaves if leaf.counted} - called
+        run.enclose(sorted(read - called - counted), first)
+        if counted:
+            run.disclose(sorted(counted))
         if way is None:
             refuse(run, "otherwise")
             return
@@ -240,17 +248,28 @@ class Lift:
         for site in lifted:
             self._layers[site].notes["lifted"] = None
         refuse_now = partial(refuse, self._recorder)
-        Descent(run, self._recorder, way, self._hears, refuse_now, self._norms_only)
+        hears, delivered = self._hears, self._deliver
+        Descent(run, self._recorder, way, hears, delivered, refuse_now, self._norms_only)
+
+    def _hears(self, leaf: Leaf) -> bool:
+        """Return whether its gradient will be compared. What is counted edge by edge need not be,
+        once its structure is known."""
+        return self._recorder.auditing or (not leaf.counted and self._hears_always(leaf.place))
+
+    def _deliver(self, place: int) -> None:
+        self.delivered.add((torch._C._current_graph_task_id(), place))
 
     def _leaves(self, plan: Plan, uses: Sequence[Use], called: set[int]) -> dict[int, Leaf]:
         """The parameters to serve, by their tensors' ids."""
-        lifted = {k for k, _ in plan.starts}
+        lifted = dict(plan.starts)
         places = [set(self._layers[site].parameters) for site, *_ in uses]
         others = set().union(*(p for k, p in enumerate(places) if k not in lifted))
         tensors = self._parameters.wholes()
         leaves = {}
-        for k in lifted:
+        for k, own in lifted.items():
             for place in self._served(k, uses)[1]:
-                leaf = Leaf(place, tensors[place], place not in others, int(place in called))
+                alone = place not in others
+                counted = place in called or (own and alone and NATIVE)
+                leaf = Leaf(place, tensors[place], alone, int(counted))
                 leaves[id(tensors[place])] = leaf
         return leaves

@@ -1,0 +1,110 @@
+"""Branches that begin as zeros (zero-initialised last norms, adapters): exact in the first steps,
+whether weights move in between or not."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attach_oracle import Model, a_few_modes, close_named, loop, seeded, square  # noqa: F401
+from torch import nn
+
+import torchgradx
+
+N = 4
+
+
+class Norm(nn.BatchNorm2d):
+    """As timm's: with an activation perhaps, so not the stock class."""
+
+    act = staticmethod(F.relu)
+
+    def forward(self, x):
+        return self.act(super().forward(x))
+
+
+def residual(m, x):
+    x = m.stem(x)
+    for k in range(3):
+        h = m.norms[2 * k](m.convs[2 * k](x))
+        h = h * m.gate(h.mean((2, 3), keepdim=True)).sigmoid()
+        x = F.relu(x + m.norms[2 * k + 1](m.convs[2 * k + 1](h)))
+    return m.head(x.mean((2, 3)))
+
+
+def residuals(channels):
+    convs = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(6))
+    norms = nn.ModuleList(Norm(channels) for _ in range(6)).eval()
+    for norm in norms:
+        norm.running_var.uniform_(0.5, 2)
+    for norm in norms[1::2]:
+        nn.init.zeros_(norm.weight)
+        norm.act = nn.Identity()
+    stem = nn.Sequential(nn.Conv2d(3, channels, 1), Norm(channels).eval())
+    gate = nn.Conv2d(channels, channels, 1)
+    parts = {
+        "stem": stem,
+        "gate": gate,
+        "convs": convs,
+        "norms": norms,
+        "head": nn.Linear(channels, 2),
+    }
+    return Model(residual, **parts), torch.randn(N, 3, 5, 5)
+
+
+class Windows(nn.Module):
+    """As SwinV2's attention: its qkv is read, and its scale is the module's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(6, 18, bias=False), nn.Linear(6, 6)
+        self.q_bias, self.v_bias = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
+        self.scale = nn.Parameter(torch.randn(3, 1, 1))
+
+    def forward(self, x):
+        bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
+        qkv = F.linear(x, self.qkv.weight, bias)
+        q, k, v = qkv.view(*x.shape[:2], 3, 3, 2).permute(2, 0, 3, 1, 4).unbind(0)
+        weights = (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * self.scale.exp()).softmax(
+            -1
+        )
+        return self.proj((weights @ v).transpose(1, 2).flatten(2))
+
+
+def windowed(m, x):
+    h = m.first(x)
+    rows = h.unflatten(1, (-1, N)).flatten(0, 1)
+    return m.last(h + m.norm(m.windows(rows).reshape(h.shape)))
+
+
+def attention():
+    norm = nn.LayerNorm(6)
+    nn.init.zeros_(norm.weight)
+    parts = {"first": nn.Linear(3, 6), "windows": Windows(), "norm": norm, "last": nn.Linear(6, 2)}
+    return Model(windowed, **parts), torch.randn(N, 4 * N, 3)
+
+
+MODELS = {
+    "residual": lambda: residuals(5),
+    "as many channels as samples": lambda: residuals(N),
+    "windows": attention,
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_branches_that_begin_as_zeros(name, moves, options):
+    model, x = MODELS[name]()
+    model, x = model.double(), x.double()
+    probe = torchgradx.attach(model, **options)
+    for _ in range(4):
+        twin = copy.deepcopy(model)
+        model.zero_grad()
+        square(model, x).backward()
+        close_named(probe.norms(per="parameter"), loop(twin, square, x))
+        square(twin, x).backward()
+        if moves:
+            with torch.no_grad():
+                for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                    p.add_(q.grad, alpha=-0.1)
