@@ -16,7 +16,7 @@ CXX_CODE := $(shell find csrc tests/emulation -name '*.cpp' -o -name '*.h' -o -n
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test bench calibrate gpu lint format sanitize mutants clean
+.PHONY: help demo docs test bench zoo calibrate gpu lint format sanitize mutants clean
 
 help:
 	@sed -n 's/^\([a-z]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -32,6 +32,9 @@ test: $(DONE)/test  ## build, then the whole test suite against the installed pa
 
 bench: $(DONE)/bench  ## build, then time it against the plain step and the rivals; results, plots, README
 	$(BIN)/python -W ignore benchmarks/run.py
+
+zoo: $(DONE)/bench  ## time real models with norms: of transformers, peft and timm (pip install .[zoo])
+	$(BIN)/python -W ignore benchmarks/zoo.py
 
 calibrate: $(DONE)/bench  ## fit the cost model's constants to this machine; WRITE=1 puts them into it
 	$(BIN)/python benchmarks/calibrate.py $(if $(WRITE),--write)

@@ -11,11 +11,15 @@ GPU_COLUMNS = ("deferred clip", "Opacus hooks", "Opacus ghost", "Opacus ghost, c
 
 def on_page_markdown(markdown, **kwargs):
     """A line `{{ benchmarks cpu.json }}` becomes the tables of that file, `{{ gpu models.json }}`
-    the one of a GPU's."""
+    the one of a GPU's, `{{ zoo zoo.json }}` that of real models."""
     lines = []
     for line in markdown.splitlines():
         mark, kind, file, *_ = [*line.split(), "", "", ""]
-        made = {"benchmarks": tables, "gpu": gpu_table}.get(kind) if mark == "{{" else None
+        made = (
+            {"benchmarks": tables, "gpu": gpu_table, "zoo": zoo_table}.get(kind)
+            if mark == "{{"
+            else None
+        )
         lines.append(made(json.loads((RESULTS / file).read_text())) if made else line)
     return "\n".join(lines)
 
@@ -93,3 +97,17 @@ def ratio(row, way, key):
     if figures.get("off") is not None and figures["off"] > WRONG:
         return "wrong"
     return f"{figures[key]:.2f}" if key in figures else ""
+
+
+def zoo_table(result):
+    machine = result["machine"]
+    text = [
+        f"{machine['cpu']}, {machine['capability']}, torch {result['torch']}, commit "
+        f"`{result['commit'][:7]}`, {result['date']}; median of interleaved steps, warm heap.\n"
+    ]
+    text += ["| model | step with norms | first step, in plain steps | layers |"]
+    text += ["|---|---:|---:|---|"]
+    for row in result["rows"]:
+        median, first = row["ratio"]["median"], row["first_step"]
+        text += [f"| {row['model']} | {median:.2f} | {first:.1f} | {row['layers']} |"]
+    return "\n".join(text)

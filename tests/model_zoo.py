@@ -25,6 +25,7 @@ BERT = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2,
         "num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 24,
         "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": PAD}  # fmt: skip
 GROUPED = BERT | {"num_key_value_heads": 2}
+EIGHT = BERT | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 6}
 OPT = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 48,
        "num_attention_heads": 4, "max_position_embeddings": 24}  # fmt: skip
 RELATIVE = BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"],
@@ -129,6 +130,8 @@ ROWS = [
     Row("gpt-neox", "next", "GPTNeoXForCausalLM", BERT, ("hidden_dropout", "attention_dropout")),
     Row("mistral", "next", "MistralForCausalLM", GROUPED | {"sliding_window": 3},
         ("attention_dropout",), samples=(4, 2)),
+    Row("qwen3", "next", "Qwen3ForCausalLM", EIGHT, ("attention_dropout",),
+        samples=(4, 2)),
     Row("qwen2, tied", "next", "Qwen2ForCausalLM", GROUPED | {"tie_word_embeddings": True},
         ("attention_dropout",), samples=(4, 2)),
     Row("bert", "token", "BertForMaskedLM", BERT, DROPOUT,
@@ -181,4 +184,12 @@ ROWS = [
         ("dropout", "attention_dropout"),
         adapter={"target_modules": ["q_proj", "v_proj"], "use_dora": True},
         reentrantly=("*.lora_A.*", "*.lora_B.*")),  # called on an identity matrix as well
+]  # fmt: skip
+
+# These cast weights to float32 themselves: not exact in float64.
+ROUNDED = [
+    Row("gemma3, tied", "next", "Gemma3ForCausalLM", EIGHT, ("attention_dropout",)),
+    Row("mamba", "next", "MambaForCausalLM",
+        {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4,
+         "use_cache": False}, ()),
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from attach_oracle import (
     Model,
     check,
+    close_named,
     exact_or_refused,
     fallback_mode,
     loop,
@@ -164,14 +165,17 @@ def test_a_penalty_made_inside_a_module_that_runs_again_is_refused_when_it_appea
             return x @ self.mu
 
     model, x = nn.Sequential(nn.Linear(3, 4), Bayes()).double(), torch.randn(N, 3).double()
+    want = loop(model, square, x)
     with torchgradx.attach(model, **options) as probe:
-        for beta in (0.0, 0.0, 1.0):
+        for beta in (None, None, 0.0, 1.0, None):
             out = square(model, x)
-            (out + beta * model[1].kl).backward()
-            if not beta:
-                probe.norms()
-        with pytest.raises(torchgradx.CoverageError, match="mu"):
-            probe.norms()
+            (out if beta is None else out + beta * model[1].kl).backward()
+            if beta is None:
+                close_named(probe.norms(per="parameter"), want)
+            else:  # of weight 0, too: what is counted are uses
+                with pytest.raises(torchgradx.CoverageError, match="mu"):
+                    probe.norms()
+                probe.reset()
 
 
 @fallback_mode

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import (
+    ANY,
     Model,
     a_few_modes,
     check,
@@ -18,6 +19,7 @@ from attach_oracle import (
     seeded,  # noqa: F401
     square,
     title,
+    tolerance,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -216,3 +218,76 @@ def test_checkpointed_it_is_exact(name, reentrant):
         for _ in range(2):
             square(model, x).backward()
             close_named(probe.norms(per="parameter"), want)
+
+
+@each_model
+@a_few_modes
+def test_later_steps_are_exact(name, options):
+    """Their structure is known, and kernels take the norms at the nodes."""
+    model, first = example(name)
+    with torchgradx.attach(model, **options) as probe:
+        for n in (N, N, N + 1, N + 1):
+            x = torch.randn(n, *first.shape[1:], dtype=torch.float64)
+            square(model, x).backward()
+            close_named(probe.norms(per="parameter"), loop(model, square, x))
+
+
+@each_model
+def test_later_steps_are_exact_in_bfloat16(name):
+    model, x = example(name)
+    want = loop(model, square, x)
+    model, x = model.bfloat16(), x.bfloat16()
+    with torchgradx.attach(model) as probe:
+        for _ in range(3):
+            square(model, x).backward()
+            got = probe.norms(per="parameter")
+    close_named(got, want, tolerance(model, torch.bfloat16))
+
+
+@each_model
+def test_a_penalty_that_comes_later_is_refused(name):
+    model, x = example(name)
+    with torchgradx.attach(model) as probe:
+        for _ in range(3):
+            square(model, x).backward()
+            probe.norms()
+        (square(model, x) + sum(p.square().sum() for p in model.s.parameters())).backward()
+        with pytest.raises(torchgradx.CoverageError) as refusal:
+            probe.norms()
+    assert set(refusal.value.parameters) == {f"s.{key}" for key, _ in model.s.named_parameters()}
+
+
+class Scaled(nn.Embedding):
+    """As Gemma's and BART's."""
+
+    def forward(self, ids):
+        return 3.0 * super().forward(ids)
+
+
+@pytest.mark.parametrize("options", [*ANY, {"clip": True}], ids=title)
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_of_the_users_is_looked_up_as_a_stock_one(tied, padding, options):
+    parts = {"e": Scaled(11, C, padding_idx=padding), "o": nn.Linear(C, 11, bias=False)}
+    model = Model(lambda m, ids: m.o(torch.tanh(m.e(ids))), **parts).double()
+    if tied:
+        model.o.weight = model.e.weight
+    with torchgradx.attach(model, **options) as probe:
+        for n in (N, N, N + 1):
+            ids = torch.randint(0, 11, (n, T))
+            model.zero_grad()
+            square(model, ids).backward()
+            close_named(probe.norms(per="parameter"), loop(model, square, ids))
+        assert "e: Scaled  [e.weight]: lifted" in probe.explain()
+    if options.get("clip"):
+        twin = copy.deepcopy(model)
+        norms = per_model(loop(model, square, ids))
+        factors = (float(norms.median()) / norms).clamp(max=1)
+        each = (f * square(twin, row[None]) for f, row in zip(factors, ids, strict=True))
+        twin.zero_grad()
+        (sum(each) / len(ids)).backward()
+        with torchgradx.attach(model, **options) as probe:
+            model.zero_grad()
+            square(model, ids).backward()
+            probe.clip_grad_norm_(float(norms.median()))
+        same_gradients(model, twin, 1e-9)

@@ -20,7 +20,7 @@ from attach_oracle import (
     seeded,  # noqa: F401
     title,
 )
-from model_zoo import IGNORED, ROWS, sample_losses
+from model_zoo import IGNORED, ROUNDED, ROWS, sample_losses
 
 import torchgradx
 
@@ -61,6 +61,23 @@ def test_a_step_is_exact(row, equal, options):
     n = (row.equal or row.samples[0]) if equal else row.samples[0]
     model = row.build()
     held(row, model, row.refusals(model), *row.batch(n, n if equal else 7), **options)
+
+
+# Modules that run again, and why.
+AGAIN: dict[str, set[str]] = {}
+
+
+@pytest.mark.parametrize("row", ROWS + ROUNDED, ids=lambda row: row.name)
+def test_no_module_runs_again(row):
+    model = trainable(row)
+    with torchgradx.attach(model) as probe:
+        for n in (*row.samples, row.samples[0]):
+            batch = row.batch(n)
+            row.loss(model, *batch).backward()
+            close_named(probe.norms(per="parameter"), loop(model, row.loss, *batch), 1e-6)
+        lines = probe.explain().splitlines()[1:]
+    again = {line.partition(":")[0] for line in lines if "vmap" in line or "replay" in line}
+    assert again == AGAIN.get(row.name, set())
 
 
 @every_row

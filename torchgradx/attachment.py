@@ -306,6 +306,7 @@ class Attachment:
             alone = run.n == 1 and one_of_several(self._options, (args, kwargs), out)
             with self._samples.quiet():
                 self._audit.examine(run, key, looked, alone, uses, outputs, self._sites)
+            self._audit.forwards.listen(run.layouts)
         else:
             verdict = self._audit.examiner.verdict(run, uses, outputs, self._sites, looked)
             seen.append((verdict, [(site, sizes) for site, sizes, *_ in uses]))

@@ -7,6 +7,7 @@ one use with a longer T: their rows are concatenated and go through the same ker
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from .rules import Layer
 __all__ = ["Term", "combine"]
 
 # (layer, activations, grad_output) of an outer product, (layer, ids, grad_output) of a table looked
-# up, or (None, None, per-sample gradients); (None, activations, grad_output) as of a plain Linear
+# up, or (None, None, per-sample gradients); (None, activations, grad_output) as of a plain Linear,
+# (None, ids, grad_output) as of a plain table
 Term = tuple[Layer | None, Tensor | None, Tensor]
 
 PLAIN = Layer(name="", kind="linear", type_name="Linear")
@@ -28,7 +30,7 @@ CHUNK = 1 << 21  # elements of one chunk's operands: 8 MiB of float32
 
 def combine(n: int, terms: Sequence[Term]) -> Tensor:
     """[N] squared norms of the sum of all terms of one parameter."""
-    terms = [(layer if layer or a is None else PLAIN, a, g) for layer, a, g in terms]
+    terms = [(layer or _kind_of(a, n, terms), a, g) for layer, a, g in terms]
     grads = [term[2] for term in terms]
     sq_norms = grads[0].new_zeros(n, dtype=accumulation_dtype(grads[0].dtype))
     tables = [term for term in terms if term[0] and term[0].kind == "embedding"]
@@ -43,6 +45,15 @@ def combine(n: int, terms: Sequence[Term]) -> Tensor:
             assert isinstance(total, Tensor)
             sq_norms[chunk] = torch.linalg.vector_norm(total, dim=1, dtype=sq_norms.dtype).square()
     return sq_norms
+
+
+def _kind_of(a: Tensor | None, n: int, terms: Sequence[Term]) -> Layer | None:
+    """Return the layer that a term is as of, if it says none."""
+    if a is None or a.is_floating_point():
+        return None if a is None else PLAIN
+    whole = next((g for _, other, g in terms if other is None), None)
+    rows = 0 if whole is None else whole.numel() // (n * terms[0][2].shape[-1])
+    return replace(PLAIN, kind="embedding", constants={"padding_idx": -1, "rows": rows})
 
 
 def _closed(

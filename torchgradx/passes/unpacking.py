@@ -24,10 +24,10 @@ __all__ = [
     "answers_again",
     "answers_twice",
     "are_offloaded",
+    "asked",
     "checkpointed",
     "hides",
     "saved",
-    "saves_through_hooks",
     "spared",
     "unpacked",
 ]
@@ -40,19 +40,20 @@ Holder: Any = getattr(checkpoint, "_Holder", ())  # what a checkpoint gives for 
 
 def answers_twice(node: Any) -> bool:
     """Return True if a node may be asked, and be run by the engine after that."""
+    return asked(node)[0]
+
+
+def asked(node: Any) -> tuple[bool, bool]:
+    """Return that, and whether it saved through hooks."""
     if isinstance(node, BackwardCFunction):  # a user's, which only the engine can call
-        return shards(node)
+        return shards(node), False
     found = _packed(node)
-    return found is not None and all(map(_known, found))
+    return found is not None and all(map(_known, found)), bool(found)
 
 
 def answers_again(node: Any) -> bool:
     """Return True if two backwards may run through a node, as far as is seen."""
     return all(map(_known, _packed(node) or ()))
-
-
-def saves_through_hooks(node: Any) -> bool:
-    return bool(_packed(node))
 
 
 def hides(node: Any) -> bool:

@@ -301,14 +301,15 @@ class Audit:
 
     def over(self, tasks: Sequence[int], done: bool) -> None:
         """End backwards, however they did. One inside of another meets a pass if that other did."""
+        self._lift.delivered = {key for key in self._lift.delivered if key[0] not in tasks}
+        if self._unmet or self._before or self._awaiting:
+            self._clear(tasks, done)
         if done and self.always:  # what runs again may use other weights than its forward did
             left = self._recorder.untaken(tasks)
             tensors = self._parameters.wholes() if left else []
-            heard = (key for key in left if tensors[key[1]] in self._heard_at)  # in every backward
-            self._record.mismatched |= set(heard)
-        self._lift.delivered = {key for key in self._lift.delivered if key[0] not in tasks}
-        if not (self._unmet or self._before or self._awaiting):
-            return
+            self._record.mismatched |= {key for key in left if tensors[key[1]] in self._heard_at}
+
+    def _clear(self, tasks: Sequence[int], done: bool) -> None:
         if torch._C._current_graph_task_id() == -1:
             unmet = {key for key in self._unmet if key[0] in tasks}
             self._unmet -= unmet

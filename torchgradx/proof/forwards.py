@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from ..passes.modes import unheard
 from ..sharding import part_here
 from .arguments import flattened, sized
 from .constant import Watch
+from .layout import SHARED
 from .several import End
 
 __all__ = ["Forwards", "Looked", "Memory"]
@@ -89,6 +90,7 @@ class _OfThread(threading.local):
         self.first = 0  # of the graph's nodes that this forward made
         self.ends: dict[tuple[int, Any], list[End]] = {}
         self.flat = False
+        self.postponed: list[tuple[int, Callable[[], None]]] = []
 
 
 class Forwards:
@@ -115,6 +117,7 @@ class Forwards:
     def start(self, n: int, model: nn.Module, arguments: Any, batch_dim: int) -> None:
         local = self._local
         local.caches, local.first = [], torch.autograd._get_sequence_nr()
+        local.postponed = []
         local.flat = n > 1 and flattened(arguments, n, batch_dim)
         if n > 1 and self.memory.watches:
             held = [*map(part_here, model.parameters()), *model.buffers()]
@@ -124,6 +127,8 @@ class Forwards:
         """Stop watching at the end of a forward (whole), or of a call of the model by itself."""
         local = self._local
         nodes = torch.autograd._get_sequence_nr() - local.first
+        if outputs is None:  # it failed
+            local.postponed = []
         if not whole:
             return Looked(None, local.ends, nodes, _kind(outputs), local.flat)
         watch, ends = local.watch, local.ends
@@ -133,6 +138,16 @@ class Forwards:
             if outputs is not None:  # else it failed, or was left by an interrupt
                 self.memory.learn(watch)
         return Looked(watch, ends, nodes, _kind(outputs), local.flat)
+
+    def postpone(self, use: int, listen: Callable[[], None]) -> None:
+        """Listen to a use at the end of the forward only, if it is not SHARED."""
+        self._local.postponed.append((use, listen))
+
+    def listen(self, layouts: Sequence[int]) -> None:
+        postponed, self._local.postponed = self._local.postponed, []
+        for use, listen in postponed:
+            if not 0 <= use < len(layouts) or layouts[use] != SHARED:
+                listen()
 
     def several(self, site: int, first: Tensor, ends: list[End]) -> None:
         """A use has outputs beside its first."""

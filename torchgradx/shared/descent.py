@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,69 +22,36 @@ from ..refusals import cause
 from ..sharding import shards
 from ..sites.copies import untraced
 from .affine import at_node
-from .frontier import Graph, Node, Plan, below, dtype_of, is_leaf, shape_of
-from .outer import BySample, Gradients, Outer, added, along, in_full, size, sq_norms, total
-from .products import CAST, by_sample, closed, dense, fitted, mapped, through
+from .frontier import Node, dtype_of, shape_of
+from .outer import (
+    BySample,
+    Gradients,
+    LookedUp,
+    Outer,
+    added,
+    along,
+    difference,
+    in_full,
+    size,
+    sq_norms,
+    total,
+)
+from .products import (
+    CAST,
+    TABLE,
+    by_sample,
+    closed,
+    dense,
+    fitted,
+    mapped,
+    through,
+)
+from .stations import Leaf, Station
 
-__all__ = ["Descent", "Leaf", "stations"]
+__all__ = ["Descent"]
 
-G = TypeVar("G", bound=Tensor | Outer)
+G = TypeVar("G", bound=Gradients)
 CHUNK = 1 << 23  # elements of parameters' gradients at a time: 32 MiB of float32
-
-
-@dataclass(frozen=True)
-class Leaf:
-    place: int  # in the table of parameters
-    parameter: Tensor
-    alone: bool  # nothing else brings it a gradient
-    counted: int = (
-        0  # how many of its edges end here, where the recorder counts them; 0: it does not
-    )
-
-
-@dataclass
-class Station:
-    """One node, and by operand where the gradients go on."""
-
-    key: int
-    layout: int | None  # of the output of a frontier node
-    output: int
-    inward: dict[int, tuple[int, int]] = field(default_factory=dict)  # to a node's key and output
-    leaves: dict[int, Leaf] = field(default_factory=dict)
-    packed: bool = False  # it saved through hooks
-
-
-def stations(
-    graph: Graph, plan: Plan, climbed: Sequence[Node], leaf_of: Callable[[int], Leaf | None]
-) -> dict[Node, Station]:
-    """Return the nodes between the frontier and the parameters to serve."""
-    layouts = dict(zip(climbed, plan.layouts, strict=True))
-    inside = dict.fromkeys(below(node for node in climbed if layouts[node] is None))
-    numbers = {node: k for k, node in enumerate({**dict.fromkeys(climbed), **inside})}
-    way = {node: Station(key, layouts.get(node), graph.last(node))
-           for node, key in numbers.items()}  # fmt: skip
-    for node, station in way.items():
-        for operand, (child, _) in enumerate(node.next_functions):
-            if child and is_leaf(child) and (node in inside or child in inside):
-                leaf = leaf_of(id(child.variable))
-                if leaf and leaf.counted:  # a called module's own edges are no matter here
-                    if node not in {parent for parent, _ in graph.parents[child]}:
-                        continue
-                    if node.name() == CAST:  # one for all uses
-                        leaf = replace(leaf, counted=len(graph.parents[node]))
-                if leaf:
-                    station.leaves[operand] = leaf
-    edges = Counter(leaf.place for s in way.values() for leaf in s.leaves.values())
-    for station in way.values():
-        for operand, leaf in station.leaves.items():
-            station.leaves[operand] = replace(leaf, alone=leaf.alone and edges[leaf.place] == 1)
-    ends = [node for node, station in way.items() if station.leaves]
-    useful = way.keys() & graph.climb(ends, lambda _, node: node in inside)
-    for node in useful:
-        for operand, (child, output) in enumerate(node.next_functions):
-            if child in inside and child in useful:
-                way[node].inward[operand] = numbers[child], output
-    return {node: s for node, s in way.items() if s.inward or s.leaves}
 
 
 class Descent:
@@ -107,8 +73,12 @@ class Descent:
         self._held: dict[tuple[int, int], Gradients] = {}  # on their way, by node and output
         self._ready: list[tuple[Leaf, Gradients, bool]] = []
         self._leaves = [leaf for station in way.values() for leaf in station.leaves.values()]
+        known: Counter[int] = Counter()
         for leaf in self._leaves:
-            if not leaf.alone:  # the sum over its uses waits for this one too
+            if leaf.alone:
+                continue
+            known[leaf.place] += 1
+            if known[leaf.place] > leaf.calls:  # the sum over its uses waits for this one too
                 run.expect(leaf.place, leaf.parameter)
         for node, station in way.items():
             node.register_prehook(partial(self._arrive, station))
@@ -117,12 +87,10 @@ class Descent:
 
     @untraced
     def _arrive(self, station: Station, incoming: Sequence[Tensor | None]) -> None:
-        if torch.is_grad_enabled():
-            return  # create_graph, which is refused when it is read
         if self._task != torch._C._current_graph_task_id():
             self._begin()
-        if not self._counts:
-            return
+        if torch.is_grad_enabled() or not self._counts:
+            return  # create_graph, which is refused when it is read
         node = torch._C._current_autograd_node()
         self._gives = any(g is not None for g in incoming)  # else a cast under norms only
         # Norms only: a fused layer gives its parameters nothing to compare with.
@@ -144,7 +112,8 @@ class Descent:
         self._task, self._rounding = torch._C._current_graph_task_id(), 0.0
         self._held.clear()
         self._ready.clear()
-        self._counts = any(receives(leaf.parameter) for leaf in self._leaves)
+        arrives = [self._run.arrive([leaf.place], True) for leaf in self._leaves]
+        self._counts = any(arrives) and any(receives(leaf.parameter) for leaf in self._leaves)
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         whole = self._recorder.books or bool(self._run.directions)  # what norms alone do not need
         self._final = not (self._run.keep or self._run.retained or keeps or whole)
@@ -166,7 +135,8 @@ class Descent:
                 self._measure(mine)
             if g is None or casts:
                 continue
-            off, own = size(g if mine is None else g - total(mine)), size(g)
+            own = size(g)
+            off = own if mine is None else difference(g, mine)
             if off > 64 * (self._rounding + own * torch.finfo(g.dtype).eps):
                 self._refuse("not_its_sum")
 
@@ -233,7 +203,7 @@ class Descent:
                 live[k] = in_full(g)
         if not live:
             return
-        if node.name() == "EmbeddingBackward0" and self._look_up(station, node, live[0]):
+        if node.name() == TABLE and self._look_up(station, node, live[0]):
             return
         columns: dict[int, list[Tensor]] = {k: [] for k in (*station.inward, *station.leaves)}
         most = max((leaf.parameter.numel() for leaf in station.leaves.values()), default=1)
@@ -278,8 +248,11 @@ class Descent:
         leaf = station.leaves.get(operand)
         if leaf is None:
             return product
-        if self._hears(leaf) and self._gives and not (self._withholds and operand):
+        heard = self._hears(leaf) and self._gives and not (self._withholds and operand)
+        if heard:
             self._measure(product)
+        product = _like(product, leaf.parameter)
+        if heard:
             self._recorder.add_recorded(leaf.place, total(product), self._rounding)
         return sq_norms(product) if leaf.alone and self._final else product
 
@@ -323,6 +296,8 @@ class Descent:
                 self._run.finish(leaf.place, whole)
             elif isinstance(whole, Outer):
                 self._run.add(leaf.place, whole.left, whole.right)
+            elif isinstance(whole, LookedUp):
+                self._run.add(leaf.place, whole.rows, whole.ids)
             else:
                 self._run.add(leaf.place, whole)
             if self._recorder.books:
@@ -332,6 +307,14 @@ class Descent:
             v = self._run.directions[leaf.place] if self._run.directions else None
             if v is not None:
                 self._run.add_dots(along(whole, v))
+
+
+def _like(product: G, parameter: Tensor) -> G:
+    """Return gradients [N, *] in the parameter's shape and dtype: what lies between, as a view or
+    a cast, may have had others."""
+    if isinstance(product, Tensor):
+        return product.reshape(len(product), *parameter.shape).to(parameter.dtype)  # type: ignore[return-value]
+    return product
 
 
 def _chunks(grads: Iterable[Tensor], n: int, step: int) -> Iterator[list[Tensor]]:

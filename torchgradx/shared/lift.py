@@ -6,7 +6,8 @@ that a module uses beside its children: running such a module again would run al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -15,16 +16,17 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ..ops import NATIVE
-from ..passes.unpacking import answers_twice, are_offloaded, hides, saves_through_hooks
+from ..passes.unpacking import answers_twice, are_offloaded, asked, hides
 from ..proof.layout import Finding, Watched
 from ..refusals import cause
 from ..rules import Layer
 from ..sites.native import NativeSite
 from ..sites.recurrent import Site
 from ..sites.rerun import FallbackSite
-from .descent import Descent, Leaf, Station, stations
+from .descent import Descent
 from .frontier import Graph, Group, Node, Plan, Region, Shape, survey
 from .products import in_closed_form
+from .stations import Leaf, Station, stations
 
 __all__ = ["Lift", "Met", "Start", "Use"]
 
@@ -83,8 +85,8 @@ class Lift:
         """tables: uses that are given the same for any batch. constant: see Region."""
         beside = self._beside(uses, sites)
         every = {place for layer in self._layers for place in layer.parameters}
-        graph, called = self._graph(every, uses, {*tables, *beside}, sites, outputs)
-        read = self._read(every, uses, graph, called)
+        graph, called = self._graph(every, uses, tables, beside, sites, outputs)
+        read = self._read(every, uses, graph, called, beside)
         starts = [uses[k][2] for k in sorted(tables) if uses[k][2] in graph.parents]
         starts += [node for k in (*beside, *read) for node in self.own(k, uses, graph)]
         return Start(graph, called, tables, beside, read, Region(n, graph, starts, constant))
@@ -111,8 +113,8 @@ class Lift:
         graph, read = start.graph, start.read
         if mixing != start.tables or beside != start.beside:
             every = {place for layer in self._layers for place in layer.parameters}
-            graph, called = self._graph(every, uses, {*mixing, *beside}, sites, outputs)
-            read = self._read(every, uses, graph, called)
+            graph, called = self._graph(every, uses, mixing, beside, sites, outputs)
+            read = self._read(every, uses, graph, called, beside)
         if not mixing and not beside and not read:
             return None
 
@@ -138,19 +140,24 @@ class Lift:
         return plan if plan.starts else None
 
     def _beside(self, uses: Sequence[Use], sites: Sequence[Site]) -> list[int]:
-        """Uses of modules that would run again, and share their parameters with no other."""
+        """Uses of modules that would run again, and share their parameters with none that would be
+        run again all the same."""
         able = {k: isinstance(s, FallbackSite) and s.by_nodes for k, s in enumerate(sites)}
-        others = {place for site, *_ in uses if not able[site]
+        others = {place for site, *_ in uses if not able[site] and not self._plain(site, sites)
                   for place in self._layers[site].parameters}  # fmt: skip
         return [k for k, (site, _, node, _) in enumerate(uses)
                 if able[site] and node is not None
                 and others.isdisjoint(self._layers[site].parameters)]  # fmt: skip
 
+    def _plain(self, site: int, sites: Sequence[Site]) -> bool:
+        return isinstance(sites[site], NativeSite) and not self._layers[site].role
+
     def _graph(
         self,
         places: set[int],
         uses: Sequence[Use],
-        lifted: set[int],
+        mixing: Collection[int],
+        beside: Collection[int],
         sites: Sequence[Site],
         outputs: Sequence[Tensor],
     ) -> tuple[Graph, set[int]]:
@@ -159,13 +166,14 @@ class Lift:
         if not places:
             return graph, set()
         for k, (site, _, node, _) in enumerate(uses):
-            layer = self._layers[site]
-            plain = isinstance(sites[site], NativeSite) and not layer.role
-            plain = plain and node in graph.parents and k not in lifted
-            for place in layer.parameters:
+            those = places.intersection(self._layers[site].parameters)
+            if not those:
+                continue
+            plain = self._plain(site, sites) and node in graph.parents and k not in mixing
+            for place in those:
                 if plain:
                     seen.setdefault(place, set()).add(node)
-                else:
+                elif k not in beside:
                     others.add(place)
         tensors = self._parameters.wholes()
         called = {
@@ -177,11 +185,17 @@ class Lift:
         return graph, called
 
     def _read(
-        self, every: set[int], uses: Sequence[Use], graph: Graph, called: set[int]
+        self,
+        every: set[int],
+        uses: Sequence[Use],
+        graph: Graph,
+        called: set[int],
+        beside: Sequence[int],
     ) -> list[int]:
         """Parameters that the forward reads beside the calls of their modules, as -1 - place."""
         used = {place for site, *_ in uses for place in self._layers[site].parameters}
-        read = [-1 - place for place in sorted(every - used | called)]
+        found = {place for k in beside for place in self._layers[uses[k][0]].parameters}
+        read = [-1 - place for place in sorted((every - used | called) - found)]
         return [k for k in read if self.own(k, uses, graph)]
 
     def _served(self, k: int, uses: Sequence[Use]) -> tuple[int, tuple[int, ...]]:
@@ -193,8 +207,11 @@ class Lift:
 
     def own(self, k: int, uses: Sequence[Use], graph: Graph) -> tuple[Node, ...]:
         """The ends of the graph that are parameters of a use, or of what -1 - place stands for."""
-        every = self._parameters.wholes()
-        tensors = [every[place] for place in self._served(k, uses)[1]]
+        return self._own(self._served(k, uses)[1], graph, self._parameters.wholes())
+
+    @staticmethod
+    def _own(places: Iterable[int], graph: Graph, every: Sequence[Tensor]) -> tuple[Node, ...]:
+        tensors = (every[place] for place in places)
         nodes = [get_gradient_edge(p).node for p in tensors if p.requires_grad]
         return tuple(node for node in nodes if node in graph.parents)
 
@@ -207,21 +224,26 @@ class Lift:
         outputs: Sequence[Tensor],
     ) -> Met:
         """Find a plan's nodes in the graph of this pass."""
-        served = {k for k, _ in plan.starts}
-        read = {-1 - k for k in served if k < 0}
-        graph, called = self._graph(read, uses, served, sites, outputs)
+        read = {-1 - k for k, _ in plan.starts if k < 0}
+        beside = {k for k, own in plan.starts if own and k >= 0}
+        mixing = {k for k, own in plan.starts if not own}
+        shared = {place for k in beside for place in self._layers[uses[k][0]].parameters}
+        graph, called = self._graph({*read, *shared}, uses, mixing, beside, sites, outputs)
         starts: list[Node] = []
+        every = self._parameters.wholes()
         for k, own in plan.starts:
-            starts += self.own(k, uses, graph) if own else [uses[k][2]]
+            places = self._served(k, uses)[1]
+            starts += self._own(places, graph, every) if own else [uses[k][2]]
         climbed = plan.climb(graph, starts)
         if climbed is None:
             return Met(plan, read, called, None, False, [], (), ())
         way = stations(graph, plan, climbed, self._leaves(plan, uses, called).get)
         shown = not any(map(hides, way)) or are_offloaded(graph.parents)
+        mute: list[str] = []
         for node, station in way.items():
-            station.packed = saves_through_hooks(node)
-        mute = [node.name() for node in way
-                if not answers_twice(node) or (hides(node) and not shown)]  # fmt: skip
+            answers, station.packed = asked(node)
+            if not answers or (hides(node) and not shown):
+                mute.append(node.name())
         same, shapes, ends = plan.fits(graph, climbed, n)
         return Met(plan, read, called, way, same, ends, shapes, tuple(mute))
 
@@ -235,7 +257,7 @@ class Lift:
                 where.refuse(site, why)
 
         leaves = [leaf for s in (way or {}).values() for leaf in s.leaves.values()]
-        counted = {leaf.place for leaf in leaves if leaf.counted} - called
+        counted = {leaf.place for leaf in leaves if leaf.counted}
         run.enclose(sorted(read - called - counted), first)
         if counted:
             run.disclose(sorted(counted))
@@ -265,11 +287,12 @@ class Lift:
         places = [set(self._layers[site].parameters) for site, *_ in uses]
         others = set().union(*(p for k, p in enumerate(places) if k not in lifted))
         tensors = self._parameters.wholes()
+        calls = Counter(place for k, own in lifted.items() if own and k >= 0 for place in places[k])
         leaves = {}
         for k, own in lifted.items():
             for place in self._served(k, uses)[1]:
                 alone = place not in others
                 counted = place in called or (own and alone and NATIVE)
-                leaf = Leaf(place, tensors[place], alone, int(counted))
+                leaf = Leaf(place, tensors[place], alone, calls[place], int(counted))
                 leaves[id(tensors[place])] = leaf
         return leaves

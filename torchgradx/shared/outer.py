@@ -1,13 +1,15 @@
-"""Gradients by sample of a matrix, as the rows that they are products of: x @ w, looked at from w.
+"""Gradients by sample of a matrix, as the rows that they are made of: x @ w, looked at from w, and
+those of a table that ids look up.
 
-[N, A, B] would be as large as N weights. On their way to a parameter, gradients are either such a
-product or a Tensor [N, *]; what is asked of both is below.
+[N, A, B] would be as large as N weights. On their way to a parameter, gradients are such a product,
+such rows, or a Tensor [N, *]; what is asked of all three is below.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,9 +22,11 @@ from ..reference.chunks import accumulation_dtype
 __all__ = [
     "BySample",
     "Gradients",
+    "LookedUp",
     "Outer",
     "added",
     "along",
+    "difference",
     "in_full",
     "operands",
     "size",
@@ -51,16 +55,34 @@ class Outer:
         return Outer(self.left.to(dtype), self.right.to(dtype))
 
 
-Gradients = Tensor | Outer
+@dataclass(frozen=True)
+class LookedUp:
+    """[N, V, D], of which a sample's has its rows added up where its ids say."""
+
+    ids: Tensor  # [N, T]
+    rows: Tensor  # [N, T, D]
+    count: int  # V
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rows.dtype
+
+
+Gradients = Tensor | Outer | LookedUp
 
 
 def operands(g: Gradients) -> list[Tensor]:
     """Return what it holds, some of which others may write into."""
+    if isinstance(g, LookedUp):
+        return [g.ids, g.rows]
     return [g.left, g.right] if isinstance(g, Outer) else [g]
 
 
 def in_full(g: Gradients) -> Tensor:
     """[N, *]"""
+    if isinstance(g, LookedUp):
+        zeros = g.rows.new_zeros(len(g.ids), g.count, g.rows.shape[2])
+        return zeros.scatter_add_(1, g.ids.unsqueeze(2).expand_as(g.rows), g.rows)
     return g.left.mT @ g.right if isinstance(g, Outer) else g
 
 
@@ -68,6 +90,8 @@ def total(g: Gradients) -> Tensor:
     """[*]: the sum over the samples."""
     if isinstance(g, Tensor):
         return g.sum(0)
+    if isinstance(g, LookedUp):
+        return _added_up(g, g.rows)
     return g.left.flatten(0, 1).mT @ g.right.flatten(0, 1)
 
 
@@ -76,13 +100,34 @@ def size(g: Gradients) -> float:
     if isinstance(g, Tensor):
         g = torch.view_as_real(g.resolve_conj()) if g.is_complex() else g
         return float(torch.linalg.vector_norm(g, dtype=accumulation_dtype(g.dtype)))
+    if isinstance(g, LookedUp):
+        return float(g.rows.norm(dim=2, dtype=accumulation_dtype(g.dtype)).sum())
     return float((chunks.norms(g.left) * chunks.norms(g.right)).norm())
+
+
+def difference(g: Tensor, mine: Gradients) -> float:
+    """The norm of g less the sum over the samples; of a matrix, of one product with it, about as
+    large, which costs no other matrix."""
+    if not isinstance(mine, Outer):
+        return size(g - total(mine))
+    wide = accumulation_dtype(g.dtype)
+    left, right = (_random(length, wide, g.device) for length in g.shape)
+    ours = (mine.left.to(wide) @ left) * (mine.right.to(wide) @ right)
+    return abs(float(g.to(wide) @ right @ left - ours.sum()))
+
+
+@cache
+def _random(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    own = torch.Generator().manual_seed(length)
+    return torch.randn(length, dtype=dtype, generator=own).to(device)
 
 
 def sq_norms(g: Gradients) -> Tensor:
     """[N]"""
     if isinstance(g, Outer):
         return ops.linear_sq_norms(g.right, g.left)
+    if isinstance(g, LookedUp):
+        return ops.embedding_sq_norms(g.ids, g.rows)
     rows = g[:, None].flatten(1)  # of a single number: [N]
     return torch.linalg.vector_norm(rows, dim=1, dtype=accumulation_dtype(g.dtype)).square()
 
@@ -93,6 +138,10 @@ def added(g: Gradients, other: Gradients | None) -> Gradients:
     if isinstance(g, Outer) and isinstance(other, Outer):
         pairs = (g.left, other.left), (g.right, other.right)
         return Outer(*(torch.cat(pair, 1) for pair in pairs))
+    if isinstance(g, LookedUp) and isinstance(other, LookedUp):
+        return LookedUp(
+            torch.cat([g.ids, other.ids], 1), torch.cat([g.rows, other.rows], 1), g.count
+        )
     return in_full(g) + in_full(other)
 
 
@@ -100,6 +149,8 @@ def along(g: Gradients, direction: Tensor) -> Tensor:
     """[N]: products with a direction [*]."""
     if isinstance(g, Tensor):
         return chunks.along(g, direction)
+    if isinstance(g, LookedUp):
+        return (direction[g.ids] * g.rows.to(direction.dtype)).sum((1, 2))
     products = g.right.to(direction.dtype) @ direction.mT
     return (products * g.left.to(direction.dtype)).sum((1, 2))
 
@@ -111,7 +162,15 @@ def weighted(g: Gradients, factors: Tensor) -> Tensor:
         g = g.to(wide)
         grad: Tensor = ops.linear_scaled(g.right, g.left, factors, False)[0]
         return grad
+    if isinstance(g, LookedUp):
+        kept = torch.where(factors.view(-1, 1, 1) != 0, g.rows, 0)  # whatever its numbers
+        return _added_up(g, kept.to(wide) * factors.to(wide).view(-1, 1, 1))
     return chunks.scaled_sum(factors.to(wide), g.reshape(len(factors), -1).to(wide))
+
+
+def _added_up(g: LookedUp, rows: Tensor) -> Tensor:
+    zeros = rows.new_zeros(g.count, rows.shape[2])
+    return zeros.index_add_(0, g.ids.flatten(), rows.flatten(0, 1))
 
 
 class BySample:

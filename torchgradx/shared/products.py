@@ -14,20 +14,25 @@ from torch.func import vmap
 
 from ..proof.layout import BATCH, LAST, MINOR, SECOND
 from .frontier import Node, dtype_of, shape_of
-from .outer import Gradients, Outer
+from .outer import Gradients, LookedUp, Outer
 
 __all__ = [
     "CAST",
+    "TABLE",
     "by_sample",
     "closed",
     "dense",
     "fitted",
+    "gives_on",
     "in_closed_form",
+    "is_elementwise",
     "mapped",
     "through",
 ]
 
 CAST = "ToCopyBackward0"  # autocast's
+FEW = 8  # samples
+TABLE = "EmbeddingBackward0"
 # A node's product elementwise, before it is summed over what the operand was broadcast along.
 ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
     "AddBackward0": lambda node, k, g: g * node._saved_alpha if k and node._saved_alpha != 1 else g,
@@ -39,6 +44,9 @@ ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
     "ExpandBackward0": lambda node, k, g: g,
     "RepeatBackward0": lambda node, k, g: g,
 }
+LINKS = {CAST, *(f"{name}Backward0" for name in (
+    "Alias", "ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View",
+))}  # fmt: skip
 # rows @ b: the saved rows, and which operand b is
 ROWS = {
     "MmBackward0": ("_saved_self", 1),
@@ -79,8 +87,22 @@ CHANNELS_FIRST = {"NativeGroupNormBackward0", "NativeBatchNormBackward0"}
 
 
 def in_closed_form(node: Node) -> bool:
-    name = node.name()
-    return name in ELEMENTWISE or name in ROWS or name in NORMALISED
+    return is_elementwise(node) or node.name() in ROWS or node.name() == TABLE
+
+
+def is_elementwise(node: Node) -> bool:
+    return node.name() in ELEMENTWISE or node.name() in NORMALISED
+
+
+def gives_on(node: Node) -> bool:
+    """Return whether its one operand receives the gradient as it is, in another shape or dtype."""
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    if len(edges) != 1:
+        return False
+    if node.name() == "AddBackward0":  # to a constant
+        plain = edges[0] == node.next_functions[0] or node._saved_alpha == 1
+        return plain and shape_of(*edges[0]) == shape_of(node, 0)
+    return node.name() in LINKS
 
 
 def _normalisation(node: Node, operand: int, g: Tensor) -> Tensor | None:
@@ -112,6 +134,8 @@ def mapped(
     ask: Callable[..., tuple[Tensor, ...]], part: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
     """For each sample; None: an operand that this backward leaves out."""
+    if len(part[0]) <= FEW:  # to set up a map takes longer
+        return apart(ask, part)
     try:
         return vmap(ask)(*part)
     except Exception:  # no rule for it
@@ -140,6 +164,11 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradient
     if name in COLUMNS and operand == 0 and layout == LAST:
         grads, columns = (by_sample(t, layout, n) for t in (g, node._saved_mat2))
         return grads @ columns.mT
+    if name == "AddmmBackward0" and operand == 0:
+        pieces = by_sample(g if node._saved_beta == 1 else g * node._saved_beta, layout, n)
+        return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
+    if name == TABLE:
+        return _looked_up(node, g, layout, n)
     saved, place = ROWS.get(name, ("", -1))
     if operand == place and layout in (BATCH, SECOND, MINOR):
         rows, grads = (by_sample(t, layout, n) for t in (getattr(node, saved), g))
@@ -149,6 +178,17 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradient
         if rows.dim() == 3 and (rows.shape[2], grads.shape[2]) == tuple(shape_of(*edge)):
             return Outer(rows, grads if alpha == 1 else grads * alpha)
     return None
+
+
+def _looked_up(node: Node, g: Tensor, layout: int, n: int) -> LookedUp | None:
+    if node._saved_scale_grad_by_freq:
+        return None
+    ids = by_sample(node._saved_indices, layout, n).reshape(n, -1)
+    rows = by_sample(g, layout, n).reshape(n, -1, g.shape[-1])
+    count, padding = node._saved_weight_sym_argsize_0, node._saved_padding_idx
+    if padding < count:  # else it is the largest number there is: none was said
+        rows = rows * (ids != padding).unsqueeze(2)
+    return LookedUp(ids, rows, count)
 
 
 def through(node: Node, g: Outer) -> Outer | None:

@@ -35,6 +35,18 @@ class Regime:
         rng = torch.get_rng_state(), own, random.getstate(), np.random.get_state()
         return Regime(device.type, autocast, rng)
 
+    @property
+    def drew(self) -> bool:
+        """Return whether random numbers have been drawn since then."""
+        if self.rng is None:
+            return False
+        torchs, devices, pythons, (_, numpys, place, *_) = self.rng
+        if devices is not None and not torch.equal(torch.cuda.get_rng_state(), devices):
+            return True
+        _, now, at, *_ = np.random.get_state()
+        same = torch.equal(torch.get_rng_state(), torchs) and random.getstate() == pythons
+        return not (same and at == place and np.array_equal(now, numpys))
+
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         devices = [torch.cuda.current_device()] if self.device == "cuda" else []

@@ -20,7 +20,6 @@ from ..proof.arguments import tensors_in
 from ..proof.layout import BATCH, NOWHERE, SEQUENCE, SHARED
 from ..proof.several import (
     end_of,
-    ends_at,
     ends_of_module,
     made_from_others,
     needed_by,
@@ -46,11 +45,10 @@ from .fallback import (
 )
 from .modules import CONTAINERS, opaque, own_names, parameter_of, same_parameters
 from .native import Hooks, why_mixed
-from .outcome import Outcome
 from .packed import samples_of, why_not
 from .regime import Regime
 from .stand_in import as_it_is_now, makes_weight, of_the_user
-from .use import Use
+from .use import Called, Use
 
 __all__ = ["FallbackSite"]
 
@@ -82,6 +80,7 @@ class FallbackSite:
         known = layer.kind not in ("vmap", "recurrent")
         self._closed = rule_named(layer.kind).closed if known else None
         self._call = _OfThread()
+        self._lifted = False  # its latest use was served at the graph's nodes
         self._hooks = Hooks(module)
         self._made_first = any(map(makes_weight, module._forward_pre_hooks.values()))
         if self._made_first:
@@ -127,7 +126,7 @@ class FallbackSite:
         stock = type(module).__module__.startswith("torch.nn.modules.")
         stock = stock and "forward" not in vars(module)
         random = not stock or (module.training and getattr(module, "dropout", 0.0) > 0)
-        self._call.regime = Regime.current(module, random)
+        self._call.regime = Regime.current(module, random and not self._lifted)
         if not self._made_first:
             self._opened()
 
@@ -144,7 +143,11 @@ class FallbackSite:
         run = self._recorder.current()
         if run is None or torch._C._are_functorch_transforms_active():
             return None
-        given, samples = tensors_in((args, kwargs)), samples_of(out, run.n)
+        # Known, and of tensors alone: there is less to ask.
+        plain = self._lifted and not kwargs and isinstance(out, Tensor)
+        plain = plain and all(isinstance(t, Tensor) for t in args)
+        given = list(args) if plain else tensors_in((args, kwargs))
+        samples = None if plain else samples_of(out, run.n)
         mixes = why_mixed(module, [*args, *kwargs.values()], run.n)
         if mixes:
             run.refuse(self._index, mixes)
@@ -155,12 +158,12 @@ class FallbackSite:
             return None
         made = not all(p.is_leaf for p in held.values())
         told = (args, kwargs), samples is not None, run.n
-        unsaid = "computed" if made else why_not(held.values(), *told)
+        unsaid = "computed" if made else None if plain else why_not(held.values(), *told)
         if unsaid:
             run.refuse(self._index, unsaid)
             return None
-        changed = _apart(module, out) if torch.is_grad_enabled() else None
-        outputs = tensors_in(changed or out)
+        changed = _apart(module, out) if torch.is_grad_enabled() and not plain else None
+        outputs = [out] if plain else tensors_in(changed or out)
         if not outputs:
             return None  # what it gives is not seen: where gradients come of it, they are refused
         live = [t for t in outputs if t.requires_grad]
@@ -183,7 +186,13 @@ class FallbackSite:
         if len(outputs) > 1 and run.n > 1 and self._recorder.depth():
             ends = ends_of_module(module, outputs, first, given, self.leads, run.n, samples)
             self._audit.forwards.several(self._index, first, ends)
-        self._listen(run, use, held, (args, kwargs), outputs, first, samples)
+        called = Called.of(self._call.regime, (args, kwargs), outputs, first, samples)
+        listen = partial(self._listen, run, use, held, called)
+        wrapped = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if self._lifted and len(outputs) == 1 and self._recorder.depth() and not wrapped:
+            self._audit.forwards.postpone(use, listen)  # it will hardly be needed
+        else:
+            listen()
         return changed
 
     def _listen(
@@ -191,27 +200,22 @@ class FallbackSite:
         run: Any,
         number: int,
         held: dict[int, Tensor],
-        arguments: Any,
-        outputs: list[Tensor],
-        first: Tensor,
-        samples: Tensor | None,
+        called: Called,
     ) -> None:
+        regime, arguments, outputs, made, ends, first, samples, _ = called
         leaves, spec = tree_flatten(arguments)
-        # The base of one of several may be what another is made from.
-        made = [end_of(t) for t in outputs] if len(outputs) == 1 else outputs
-        kinds = self._call.regime.autocast, *(t.dtype for t in outputs)
+        kinds = regime.autocast, *(t.dtype for t in outputs)
         if kinds not in self._eps:
             self._eps[kinds] = coarsest(made, tensors_in(arguments))
-        by_node: dict[Any, list[int]] = {}
-        for (node, _), k in ends_at(made).items():
-            by_node.setdefault(node, []).append(k)
         own = any(map(of_the_user, self._module.modules()))
+        self._lifted = False
         use = Use(
             run=run,
             number=number,
             places=list(held),
             arguments=([saved(leaf) for leaf in leaves], spec),
-            regime=self._call.regime,
+            regime=regime,
+            drew=regime.drew,
             samples=samples,
             eps=self._eps[kinds],
             module=self._module,
@@ -219,30 +223,28 @@ class FallbackSite:
             shapes=[t.shape for t in outputs],
             grads=[None] * len(outputs),
             hooked=torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
-            several=len(by_node) > 1,
-            inner=made_from_others(made, leaves) if len(by_node) > 1 else set(),
-            gave=[Outcome.of(t, self._eps[kinds]) for t in outputs] if own else [],
+            several=len(ends) > 1,
+            inner=made_from_others(made, leaves) if len(ends) > 1 else set(),
+            gave=called.gave(self._eps[kinds]) if own else [],
         )
         if use.several:
             self._audit.defer(use.places)
-        for node, outs in by_node.items():
+        for node, pairs in ends.items():
             met = use.places if ops.NATIVE else needed_by(node, held, leaves)
-            prehook = partial(self._arrive, use, met, outs, [made[k].output_nr for k in outs])
+            prehook = partial(self._arrive, use, met, pairs)
             node.register_prehook(prehook)
             if use.hooked:  # a checkpoint: what runs again must save as much again
                 self._recorder.hold()
                 weakref.finalize(prehook, self._recorder.release)
 
     @untraced
-    def _arrive(
-        self, use: Use, met: list[int], outs: list[int], numbers: list[int], incoming: Any
-    ) -> None:
+    def _arrive(self, use: Use, met: list[int], ends: list[tuple[int, int]], incoming: Any) -> None:
         task = torch._C._current_graph_task_id()
         if use.arrived and use.arrived[-1] != task:  # of a backward that did not end
             use.forget()
         if not use.run.arrive(met, True):
             return
-        for k, number in zip(outs, numbers, strict=True):
+        for k, number in ends:
             g = incoming[number]
             use.grads[k] = None if g is None else g.reshape(use.shapes[k])
         use.arrived.append(task)
@@ -290,6 +292,7 @@ class FallbackSite:
         proven = self.declared < 0 and 0 <= use.number < len(run.layouts)
         layout = run.layouts[use.number] if proven else self.presumed
         if layout == SHARED:
+            self._lifted = not use.drew
             return  # lift.py brings its gradients by sample
         if layout == NOWHERE:
             if any(g is not None and bool(g.any()) for g in grads):

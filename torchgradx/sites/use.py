@@ -4,15 +4,50 @@ there."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..proof.several import end_of, ends_at
 from .outcome import Outcome
 from .regime import Regime
 
 __all__ = ["Use"]
+
+
+class Called(NamedTuple):
+    """A call of a module, as it was when the call ended."""
+
+    regime: Regime
+    arguments: Any
+    outputs: list[Tensor]
+    made: list[Tensor]  # what to listen at
+    ends: dict[Any, list[tuple[int, int]]]  # by node: output of the module, and of the node
+    first: Tensor  # whose rows are proven
+    samples: Tensor | None
+    versions: list[int]  # of the outputs
+
+    @staticmethod
+    def of(
+        regime: Regime,
+        arguments: Any,
+        outputs: list[Tensor],
+        first: Tensor,
+        samples: Tensor | None,
+    ) -> Called:
+        # The base of one of several may be what another is made from.
+        made = [end_of(t) for t in outputs] if len(outputs) == 1 else outputs
+        ends: dict[Any, list[tuple[int, int]]] = {}
+        for (node, number), k in ends_at(made).items():
+            ends.setdefault(node, []).append((k, number))
+        versions = [t._version for t in outputs]
+        return Called(regime, arguments, outputs, made, ends, first, samples, versions)
+
+    def gave(self, eps: float) -> list[Outcome | None]:
+        """Return what the outputs were, of those that nobody has written into."""
+        pairs = zip(self.outputs, self.versions, strict=True)
+        return [Outcome.of(t, eps) if t._version == version else None for t, version in pairs]
 
 
 @dataclass
@@ -22,6 +57,7 @@ class Use:
     places: list[int]  # of the parameters
     arguments: tuple[list[Any], Any]  # leaves as saved, and their structure
     regime: Regime
+    drew: bool  # random numbers
     samples: Tensor | None  # of each row of the first output, where it is packed
     eps: float  # of the coarsest gradient inside
     module: nn.Module  # to run again

@@ -1,0 +1,91 @@
+"""The nodes of one pass between a frontier (frontier.py) and the parameters below it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from .frontier import Graph, Node, Plan, below, is_leaf
+from .products import CAST, gives_on, is_elementwise
+
+__all__ = ["Leaf", "Station", "stations"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    place: int  # in the table of parameters
+    parameter: Tensor
+    alone: bool  # nothing else brings it a gradient
+    calls: int = 0  # of its modules: a pass waits for these already
+    counted: int = 0  # edges that end here, where the recorder counts them; 0: it does not
+
+
+@dataclass
+class Station:
+    """One node, and by operand where the gradients go on."""
+
+    key: int
+    layout: int | None  # of the output of a frontier node
+    output: int
+    inward: dict[int, tuple[int, int]] = field(default_factory=dict)  # to a node's key and output
+    leaves: dict[int, Leaf] = field(default_factory=dict)
+    packed: bool = False  # it saved through hooks
+
+
+def stations(
+    graph: Graph, plan: Plan, climbed: Sequence[Node], leaf_of: Callable[[int], Leaf | None]
+) -> dict[Node, Station]:
+    """Return the nodes between the frontier and the parameters to serve."""
+    layouts = dict(zip(climbed, plan.layouts, strict=True))
+    inside = dict.fromkeys(below(node for node in climbed if layouts[node] is None))
+    numbers = {node: k for k, node in enumerate({**dict.fromkeys(climbed), **inside})}
+    way = {node: Station(key, layouts.get(node), graph.last(node))
+           for node, key in numbers.items()}  # fmt: skip
+    for node, station in way.items():
+        for operand, (child, _) in enumerate(node.next_functions):
+            if child and is_leaf(child) and (node in inside or child in inside):
+                leaf = leaf_of(id(child.variable))
+                if leaf and leaf.counted:  # a called module's own edges are no matter here
+                    if node not in {parent for parent, _ in graph.parents[child]}:
+                        continue
+                    if node.name() == CAST:  # one for all uses
+                        leaf = replace(leaf, counted=len(graph.parents[node]))
+                if leaf:
+                    station.leaves[operand] = leaf
+    edges = Counter(leaf.place for s in way.values() for leaf in s.leaves.values())
+    for station in way.values():
+        for operand, leaf in station.leaves.items():
+            if leaf.alone and edges[leaf.place] > 1:
+                station.leaves[operand] = replace(leaf, alone=False)
+    ends = [node for node, station in way.items() if station.leaves]
+    useful = way.keys() & graph.climb(ends, lambda _, node: node in inside)
+    for node in useful:
+        for operand, (child, output) in enumerate(node.next_functions):
+            if child in inside and child in useful:
+                way[node].inward[operand] = numbers[child], output
+    for node, station in way.items():
+        if station.layout is not None and is_elementwise(node):
+            for operand in list(station.inward):
+                _shorten(graph, way, node, operand)
+    return {node: s for node, s in way.items() if s.inward or s.leaves}
+
+
+def _shorten(graph: Graph, way: dict[Node, Station], node: Node, operand: int) -> None:
+    """Serve a parameter at a frontier's node where what lies between, as in 1 + weight, gives on
+    the gradient that it receives."""
+    links: list[Node] = []
+    child = node.next_functions[operand][0]
+    while way[child].inward and not way[child].leaves and gives_on(child):
+        links.append(child)
+        child = child.next_functions[next(iter(way[child].inward))][0]
+    links.append(child)
+    leaves = way[child].leaves
+    if len(leaves) == 1 and gives_on(child) and all(len(graph.parents[c]) == 1 for c in links):
+        way[node].leaves[operand] = next(iter(leaves.values()))
+        del way[node].inward[operand]
+        for link in links:
+            way[link].inward.clear()
+            way[link].leaves.clear()
