@@ -33,7 +33,7 @@ void add(std::vector<Refusal>& refusals, const Refusal& refusal) {
 
 }  // namespace
 
-void Recorder::refuse(int64_t site, const std::string& reason) {
+void Recorder::refuse(int64_t site, const std::string& cause) {
   const int64_t task = get_current_graph_task_id();
   const auto opened = [&] {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -44,7 +44,7 @@ void Recorder::refuse(int64_t site, const std::string& reason) {
     began()(py::none());
   }
   const std::lock_guard<std::mutex> lock(mutex);
-  add(tally(task).refusals, {site, reason});
+  add(tally(task).refusals, {site, cause});
 }
 
 void Recorder::merge(const std::vector<int64_t>& tasks) {

@@ -20,13 +20,6 @@ namespace {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-constexpr char kComputed[] =  // as in torchgradx/table.py
-    "what stood in its place was computed from other tensors, which the gradient goes on to: call the model with "
-    "parameters, as functional_call with their detached copies does";
-
-constexpr char kNested[] =  // as in torchgradx/sites/rerun.py
-    "it is given a nested tensor, whose rows are of no one size: pad it, or pack it";
-
 // With the same memory and version, and no history.
 Tensor detached(const Tensor& t) {
   if (!t.defined() || !t.requires_grad()) return t;
@@ -90,13 +83,13 @@ c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, const Tenso
   const auto slots = slots_of(*site, wants_weight, weight, wants_bias, bias);
   if (slots.empty()) return {};
   if (input.is_nested()) {
-    pass->refusals.emplace_back(site->index, kNested);
+    pass->refusals.emplace_back(site->index, "nested");
     return {};
   }
   // A part of a parameter (attention) is a view of it; what else is no leaf was made from what gets another gradient.
   if ((wants_weight && site->weight_rows.parts == 1 && !weight.is_leaf()) ||
       (wants_bias && site->bias_rows.parts == 1 && !bias->is_leaf()))
-    pass->refusals.emplace_back(site->index, kComputed);
+    pass->refusals.emplace_back(site->index, "computed");
   // Where operators are observed (torchgradx/proof/constant.py), or a selective checkpoint takes them down.
   const bool heard = watching() || c10::impl::TorchDispatchModeTLS::any_modes_set();
   if (heard && site->recorder->depth() > 0) {

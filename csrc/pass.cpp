@@ -1,3 +1,4 @@
+// Pass: its uses in the forward, its terms and norms in the backward. The record of all passes is in backward.cpp.
 #include "pass.h"
 
 #include <ATen/ATen.h>
@@ -24,12 +25,6 @@ bool executes(const Node* node) {
   const auto found = info->find(const_cast<Node*>(node));
   return found != info->end() && found->second.needed_;
 }
-
-constexpr char kAstray[] =  // as in torchgradx/passes/plain.py
-    "its module was called outside of the model's own forward: call the model, or say probe.paused() around the call";
-
-constexpr char kAnothers[] =  // as in torchgradx/passes/plain.py
-    "it computed with a parameter that is another module's: tie the two, as by module.weight = other.weight";
 
 // The node that a tensor's gradient goes to, where it receives one.
 NodePtr owner_of(const Tensor& tensor) {
@@ -137,12 +132,12 @@ bool Pass::needed(int64_t parameter) const {
 
 int64_t Pass::call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef sizes) {
   if (astray) {
-    refusals.emplace_back(site, kAstray);
+    refusals.emplace_back(site, "outside");
     return -1;
   }
   const bool again = get_current_graph_task_id() != -1 && recorder->depth() == 0;
   for (const auto& [parameter, tensor] : slots)
-    if (!track(parameter, tensor)) refusals.emplace_back(site, kAnothers);
+    if (!track(parameter, tensor)) refusals.emplace_back(site, "anothers");
   if (again) return -1;
   for (const auto& slot : slots) ++entries[slot.first].calls;
   silent = silent || !at::GradMode::is_enabled();
@@ -215,7 +210,7 @@ bool Pass::arrive(at::IntArrayRef parameters, const Node* at, bool enclosed) {
   const int64_t task = get_current_graph_task_id();
   if (task_ != task || !recorded) enter(task, at);
   if (astray) return false;
-  if (!all) recorder->refuse(-1, "a backward(inputs=...) computed the gradients of some parameters only");
+  if (!all) recorder->refuse(-1, "some_inputs");
   if (at::GradMode::is_enabled()) create_graph = true;
   if (torch::autograd::get_current_graph_task_keep_graph()) retained = true;
   const std::lock_guard<std::mutex> lock(recorder->mutex);

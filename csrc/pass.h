@@ -85,7 +85,7 @@ struct Owners {
   std::vector<NodePtr> former;  // exchanged within a forward: keep the keys above alive
 };
 
-using Refusal = std::pair<int64_t, std::string>;  // (site, reason)
+using Refusal = std::pair<int64_t, std::string>;  // (site, cause): torchgradx/refusals.py
 
 struct Tally {                   // of what a backward adds to the record besides norms
   std::vector<int64_t> balance;  // graph edges into each parameter, minus recorded uses: anything but 0 is unaccounted
@@ -124,7 +124,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   void count(int64_t task, int64_t parameter, int64_t edges);  // under the mutex
   std::vector<int64_t> balance() const;
   std::vector<Refusal> refusals() const;
-  void refuse(int64_t site, const std::string& reason);
+  void refuse(int64_t site, const std::string& cause);
   void clear();
 
   // The audit of a new structure: the sum of what is recorded, to be held against what a parameter receives.

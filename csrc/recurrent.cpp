@@ -16,9 +16,6 @@ namespace {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-constexpr char kTangents[] =
-    "it was given tangents of forward-mode differentiation, with which the framework's own runs: say probe.paused()";
-
 constexpr int64_t kInput = 0, kState = 1, kCell = 2, kWeights = 3;  // among the node's inputs
 
 variable_list listed(const Sequence& in) {
@@ -198,7 +195,7 @@ Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Rec
   const variable_list all = listed(in);
   if (std::any_of(all.begin(), all.end(), has_tangent)) {
     for (const auto& site : sites)
-      if (const auto pass = site->recorder->current()) pass->refusals.emplace_back(site->index, kTangents);
+      if (const auto pass = site->recorder->current()) pass->refusals.emplace_back(site->index, "tangents");
     return framework(of, in);
   }
   std::vector<c10::intrusive_ptr<Use>> uses;

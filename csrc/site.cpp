@@ -1,3 +1,4 @@
+// Site and Use: the operands of one use, and what its backward adds to the record. The autograd nodes are elsewhere.
 #include "site.h"
 
 #include "node.h"
@@ -45,16 +46,12 @@ std::optional<Operands> Site::operands(const Pass& pass, int64_t use, const Save
   const Layout how = layout_of(pass, use);
   if (how == Layout::kShared) return std::nullopt;  // torchgradx/shared brings its gradients by sample
   if (how == Layout::kNowhere) {
-    if (grad_output.any().item<bool>()) recorder->refuse(index, "its gradient came by a way that no output shows");
+    if (grad_output.any().item<bool>()) recorder->refuse(index, "no_output");
     return std::nullopt;
   }
   const auto operands = layer->operands(saved, grad_output, pass.n, how);
   if (!operands) {
-    recorder->refuse(
-        index,
-        text("the ", pass.n, " samples of the pass cannot be found in its output of shape ", grad_output.sizes(),
-             "; if they are there, say layout=; where none are, as in a table of positions, a reentrant checkpoint "
-             "keeps that from being seen: say use_reentrant=False"));
+    recorder->refuse(index, text("not_found", kField, "n=", pass.n, kField, "shape=", grad_output.sizes()));
   }
   return operands;
 }

@@ -87,6 +87,9 @@ std::string text(const Parts&... parts) {
 
 }  // namespace torchgradx
 
+// Between the key and the fields of a refusal, as in torchgradx/refusals.py, which makes the sentence.
+constexpr char kField[] = "\x1f";
+
 // Throw c10::Error (RuntimeError in Python) with text(...) unless `condition` holds. The parts are evaluated only then.
 #define TORCHGRADX_CHECK(condition, ...)                                               \
   if (C10_UNLIKELY(!(condition))) {                                                    \

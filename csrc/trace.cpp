@@ -128,13 +128,13 @@ std::tuple<Tensor, Tensor, Tensor> trace_backward(const Tensor& grad_output, con
                                                   c10::string_view name, std::array<bool, 3> wanted) {
   const auto link = link_of(token);
   const auto site = link && link->site ? link->site : named(name).first;
-  if (!link) site->recorder->refuse(site->index, "its graph kept a copy of what was to be kept itself");
+  if (!link) site->recorder->refuse(site->index, "graph_copied");
   const Saved saved{input, link ? link->mean : Tensor(), link ? link->rstd : Tensor()};
   const Wanted want{wanted[0], wanted[1], wanted[2]};
   Gradients gradients;
   if (link && link->use) {
     const auto node = torch::autograd::get_current_node();
-    if (!node) site->recorder->refuse(site->index, "compiled autograd ran its backward, which no node then shows");
+    if (!node) site->recorder->refuse(site->index, "compiled_autograd");
     const bool recorded = node && link->use->pass->arrive(link->use->parameters(), &*node, Pass::compiled(*node));
     gradients = link->use->gradients(saved, weight, grad_output, want, recorded);
   } else {

@@ -138,7 +138,7 @@ def test_a_use_that_no_output_shows_is_exact_unless_it_receives_a_gradient(hidde
     model, x = Model(forward, o=nn.Linear(D, 2), seen=[]), torch.randn(N, D)
     if hidden:
         names = ["o.weight", "o.bias"]
-        refused(model, loss, x, names=names, match="no output shows", **options)
+        refused(model, loss, x, names=names, match="not come from the model's outputs", **options)
     else:
         check(model, loss, x, **options)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torchgradx
+from torchgradx.refusals import SECTIONS, first_words
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -60,3 +61,20 @@ def test_the_api_page_has_all_that_is_public():
     text = (ROOT / "docs" / "api.md").read_text()
     shown = set(re.findall(r"^::: torchgradx\.(?:[\w.]+\.)?(\w+)$", text, re.MULTILINE))
     assert shown - {"GradNorms", "register"} == set(torchgradx.__all__)
+
+
+def listed():
+    """Rows of docs/limits.md: each section of refusals by the first words of its texts."""
+    return [
+        f"| {title} | {' · '.join(f'`{first_words(key)}`' for key in section)} |"
+        for title, section in SECTIONS.items()
+    ]
+
+
+def test_the_limits_page_lists_the_first_words_of_each_refusal_and_is_short():
+    lines = (ROOT / "docs" / "limits.md").read_text().splitlines()
+    assert len(lines) <= 140
+    start = lines.index("## What errors begin with")
+    rows = lines[lines.index("|---|---|", start) + 1 :]
+    shown = rows[: rows.index("")]
+    assert shown == listed(), "its rows should be:\n" + "\n".join(listed())

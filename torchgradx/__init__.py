@@ -3,7 +3,7 @@
 from importlib.metadata import version as _version
 
 from . import ops
-from .attach import Probe, attach, attached
+from .attach import attach, attached
 from .errors import CoverageError, VerificationError
 from .jobs import (
     ImportanceSampler,
@@ -15,6 +15,7 @@ from .jobs import (
     save_scores,
     score,
 )
+from .probe import Probe
 from .scoring import grad_norms
 from .tokens import token_weights
 from .verify import Report, verify
@@ -44,5 +45,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Return the public names."""
     return [*__all__, "__version__"]

@@ -27,7 +27,7 @@ LARGEST = 2**20  # of a geometry's integers, as the kernels have it: sizes deriv
 
 
 def _seen(value: Any) -> str:
-    """What came, in a few words."""
+    """Return what came, in a few words."""
     if isinstance(value, Tensor):
         return f"{list(value.shape)}"
     text = repr(value)
@@ -50,7 +50,7 @@ def _refuse_tensor(name: str, value: Any) -> NoReturn:
 
 
 def _pair(first_name: str, first: Any, second_name: str, second: Any) -> tuple[Tensor, Tensor]:
-    """Two tensors of one supported dtype on one device, without their autograd graphs."""
+    """Return two tensors of one supported dtype on one device, without their autograd graphs."""
     for name, value in ((first_name, first), (second_name, second)):
         if not _dense(value):
             _refuse_tensor(name, value)
@@ -144,7 +144,7 @@ def scale(value: Tensor | None, operand: Tensor, operand_name: str) -> Tensor | 
 
 
 def _integers(name: str, value: Any, least: int) -> Pair:
-    """An int or a pair of them -> a pair"""
+    """Return a pair, for an int or a pair of them."""
     if type(value) is int:
         first = second = value
     elif not isinstance(value, (tuple, list)):
@@ -161,8 +161,7 @@ def _integers(name: str, value: Any, least: int) -> Pair:
 
 
 def _padding(value: Any, kernel_size: Pair, stride: Pair, dilation: Pair) -> tuple[Pair, Pair]:
-    """An int, a pair, "same" or "valid" -> padding on each side, and rows and columns lacking
-    at the far side ("same" of an even extent)"""
+    """Return padding on each side, and rows and columns lacking at the far side ("same")."""
     if not isinstance(value, str):
         return _integers("padding", value, 0), (0, 0)
     if value == "valid":
@@ -199,7 +198,7 @@ def conv2d_operands(
     dilation: Any,
     groups: Any,
 ) -> tuple[Tensor, Tensor, Geometry]:
-    """The operands, the input padded where "same" is lopsided, and the geometry as pairs."""
+    """Return the operands, the input padded where "same" is lopsided, and the geometry as pairs."""
     input, grad_output = _pair("input", input, "grad_output", grad_output)
     kernel = _integers("kernel_size", kernel_size, 1)
     steps = _integers("stride", stride, 1)
@@ -232,7 +231,7 @@ def conv2d_operands(
 
 
 def algorithm(operand: Tensor, t: int, i: int, o: int, groups: int, forced: str | None) -> str:
-    """The one to run: by the cost model, or as forced unless it refuses."""
+    """Return the algorithm to run: by the cost model, or as forced unless it refuses."""
     if forced is not None and type(forced) is not str:
         raise TypeError(f"algorithm must be a str or None; got {_seen(forced)}")
     layer = "linear" if operand.dim() == 3 else "conv2d"

@@ -261,7 +261,7 @@ def summary(scores: Mapping[str, NDArray[Any]]) -> str:
 
 
 def _or_usage_error(what: str, call: Any, *args: Any, **kwargs: Any) -> Any:
-    """What is wrong with an argument takes a line; errors of the user's code keep their trace."""
+    """Report a wrong argument in one line; errors of the user's code keep their traceback."""
     try:
         return call(*args, **kwargs)
     except (ValueError, TypeError, ImportError, OSError) as error:
@@ -276,7 +276,7 @@ def _or_usage_error(what: str, call: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _models(given: argparse.Namespace, device: torch.device) -> Iterator[torch.nn.Module]:
-    """One at a time: of each checkpoint, or of each seed."""
+    """Yield one at a time: of each checkpoint, or of each seed."""
     if given.checkpoint and given.seeds != 1:
         raise UsageError("--seeds: a checkpoint's weights are of no seed; leave one of the two out")
     if given.seeds < 1:
@@ -314,7 +314,7 @@ def _device(given: str | None) -> torch.device:
 
 
 def _join_ranks() -> bool:
-    """Whether torchrun started this process as one of several, which now know each other."""
+    """Return True if torchrun started this process as one of several; join them."""
     if int(os.environ.get("WORLD_SIZE", 1)) < 2 or dist.is_initialized():
         return False
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .errors import CoverageError
 from .factors import Group
 from .passes.plain import receives
 from .proof.listening import forget
+from .refusals import RefusedError, refused_all
 from .sharding import data_parallel, mean_over, scattered
 from .sites.copies import untraced
-from .sites.outcome import OtherOutputsError
 
 if TYPE_CHECKING:
     from .table import Parameters
@@ -117,7 +116,7 @@ class Books:
                 self._samples[place] = _sample(p.grad)
 
     def _changed(self, place: int) -> bool:
-        """Whether .grad is not as a backward left it. DistributedDataParallel averages it then."""
+        """Return True if .grad is not as a backward left it (under DDP, which averages: gone)."""
         grad = self._parameters.tensor(place).grad
         if grad is None or self._ddp() is not None:
             return grad is None
@@ -125,7 +124,7 @@ class Books:
 
     @property
     def disturbed(self) -> bool:
-        """Whether anything but this record's backwards has changed .grad, as far as is kept."""
+        """Return True if anything but this record's backwards has changed .grad."""
         return self._torn or any(map(self._changed, self._marks))
 
     def _as_before(self, place: int) -> bool:
@@ -138,7 +137,7 @@ class Books:
         self._kept.append((run, use, torch._C._current_graph_task_id()))
 
     def undo(self, tasks: Sequence[int], alone: bool) -> None:
-        """What backwards that failed brought; alone: the record holds nothing else."""
+        """Drop what failed backwards brought; alone: the record holds nothing else."""
         if alone:
             self.clear()
         elif self._recorder.books:
@@ -167,30 +166,16 @@ class Books:
                 "this record is clipped already: clip once, between backward and step"
             )
         tensors = self._parameters.tensors()
-        self._refuse(
-            (place for place, p in enumerate(tensors) if scattered([p])),
-            "gradients that are sharded over processes (FSDP) cannot be clipped by sample: use "
-            "DistributedDataParallel",
-        )
+        self._refuse("clip_sharded", (k for k, p in enumerate(tensors) if scattered([p])))
         uses = [use for _, use, _ in self._kept]
         kept = {place for use in uses for place in use.parameters}
         self._idle = {place for place in self._unsure(kept) if _nothing_came(place, runs)}
         kept -= self._idle
-        self._refuse(
-            (place for place in kept if tensors[place]._version != self._versions[place]),
-            "weights were changed since the record began, as by an optimizer's step between its "
-            "passes: clip, or reset(), once a step",
-        )
-        self._refuse(
-            (place for place in kept if _hooked(tensors[place])),
-            "hooks on parameters change gradients on their way to .grad, which are made once more "
-            "without: change .grad itself, after clipping",
-        )
-        self._refuse(
-            (place for use in uses if not use.intact for place in use.parameters),
-            "what the forward computed with was changed in place since, and is needed once more: "
-            "clip before that",
-        )
+        stale = (k for k in kept if tensors[k]._version != self._versions[k])
+        self._refuse("clip_weights", stale)
+        self._refuse("clip_hooks", (k for k in kept if _hooked(tensors[k])))
+        torn = (k for use in uses if not use.intact for k in use.parameters)
+        self._refuse("clip_inputs", torn)
         self._check_grads(kept, unscaled)
 
     def _unsure(self, kept: set[int]) -> set[int]:
@@ -199,29 +184,18 @@ class Books:
 
     def _check_grads(self, kept: set[int], unscaled: float) -> None:
         tensors = self._parameters.tensors()
-        self._refuse(
-            kept if self._torn else (),
-            ".grad was changed between the passes of this record, as by zero_grad() or a backward "
-            "that failed: reset() where you zero it, and pause() what is not to be clipped",
-        )
-        self._refuse(
-            (place for place in kept if tensors[place].grad is None or place not in self._marks),
-            ".grad is not there, or no backward of this record left it: clip before zero_grad()",
-        )
-        self._refuse(  # which unscale_ leaves no trace of in versions
-            (place for place in kept if unscaled != 1 and self._as_before(place)),
-            "their gradients are not unscaled yet: unscale_() all their optimizers before",
-        )
-        self._refuse(
-            (place for place in kept if self._changed(place)),
-            ".grad was changed since the backward, which clipping would undo: clip first, or "
-            "change it by a backward of its own",
-        )
+        self._refuse("clip_between", kept if self._torn else ())
+        missing = (k for k in kept if tensors[k].grad is None or k not in self._marks)
+        self._refuse("clip_missing", missing)
+        # unscale_ leaves no trace of it in versions
+        scaled = (k for k in kept if unscaled != 1 and self._as_before(k))
+        self._refuse("clip_scaled", scaled)
+        self._refuse("clip_changed", filter(self._changed, kept))
 
-    def _refuse(self, places: Iterable[int], reason: str) -> None:
+    def _refuse(self, why: str, places: Iterable[int]) -> None:
         names = [self._parameters.names[place] for place in sorted(set(places))]
         if names:
-            raise CoverageError(f"{reason}. Concerned: {', '.join(names)}", names)
+            raise refused_all(why, names)
 
     def clip(self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float) -> None:
         """Put the weighted sums into .grad.
@@ -244,7 +218,7 @@ class Books:
     def _sums(
         self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float, corrects: bool
     ) -> Iterator[Sum]:
-        """Of each use that is kept, and lets go of them. corrects: .grad, where few are clipped."""
+        """Yield the sums of each kept use, and drop it. corrects: .grad, where few are clipped."""
         numbers = {id(run): k for k, run in enumerate(runs)}
         live = ((g, place) for g in groups for place in g.places if place not in self._idle)
         group_of = {place: group for group, place in live}
@@ -260,8 +234,8 @@ class Books:
                 factors, scale = group.factors(numbers[id(run)], p, unscaled, differs)
                 try:
                     weighted = use.weighted(factors, places)
-                except OtherOutputsError as error:
-                    self._refuse(places, str(error))
+                except RefusedError as error:
+                    self._refuse(error.cause, places)
                 for place, made in zip(places, weighted, strict=True):
                     yield Sum(place, made, scale, differs)
 
@@ -310,7 +284,7 @@ def _sample(grad: Tensor) -> Tensor:
 
 
 def _hooked(p: Tensor) -> bool:
-    """Whether it has hooks of the user's."""
+    """Return True if it has hooks of the user's."""
     hooks: list[Any] = [*(p._backward_hooks or {}).values()]
     hooks += (p._post_accumulate_grad_hooks or {}).values()
     return any(
@@ -342,6 +316,6 @@ def _put(p: Tensor, found: Sum, before: Tensor | None, add: bool, alone: bool) -
 
 
 def _takes(grad: Tensor, made: Tensor) -> bool:
-    """Whether it can have another's memory: its own is no part of a larger one."""
+    """Return True if .grad can take another's memory: its own is no part of a larger one."""
     whole = grad.untyped_storage().nbytes() == grad.nbytes
     return whole and (grad.dtype, grad.stride()) == (made.dtype, made.stride())

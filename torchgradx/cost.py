@@ -79,13 +79,12 @@ CALL = 2.5e-6
 
 
 def _operands(p: Problem) -> int:
-    """Bytes of activations and grad_output, each read once (a convolution's patches are built
-    in cache)."""
+    """Return bytes of activations and grad_output, each read once (patches stay in cache)."""
     return p.itemsize * p.n * p.t * p.groups * (p.i + p.o)
 
 
 def weight_grad(p: Problem) -> Cost:
-    """The framework's, or any other's: one product over all N T positions."""
+    """Return the cost of a weight gradient: one product over all N T positions."""
     return Cost(2 * p.n * p.t * p.groups * p.i * p.o, _operands(p))
 
 
@@ -106,7 +105,7 @@ Parts = tuple[tuple[str, Cost], ...]  # what an algorithm consists of, by the ra
 
 
 def _beside(name: str, norms: Callable[[Problem], Cost]) -> Callable[[Problem], Parts]:
-    """Norms alone, or beside the framework's weight gradient where that is wanted."""
+    """Return the cost of norms, alone or beside the wanted weight gradient of the framework."""
 
     def parts(p: Problem) -> Parts:
         alone = ((name, norms(p)),)
@@ -116,8 +115,7 @@ def _beside(name: str, norms: Callable[[Problem], Cost]) -> Callable[[Problem], 
 
 
 def _fused(p: Problem) -> Parts:
-    """Every tile of the gradient is also squared and added to the total; or, where T is so small
-    that this would be most of the work, the kernel takes the norms from a Gram, or by rank1."""
+    """Return the cost of tiles that are also squared; or of a Gram or rank1 where T is small."""
     tiles = p.n * p.groups * p.i * p.o
     ends, gram = ("fused", Cost(4 * tiles, 12 * tiles)), ("gram", _gram(p))
     ways = (ends, gram, ("rank1", _rank1(p))) if p.t <= 1 else (ends, gram)
@@ -153,8 +151,7 @@ class Algorithm:
     parts: Callable[[Problem], Parts]
 
     def cost(self, problem: Problem) -> Cost:
-        """Of all that the problem asks for: the framework's weight gradient too, if one is wanted
-        and this algorithm does not make it."""
+        """Return the cost, with that of the framework's weight gradient if this makes none."""
         total = Cost(0, 0)
         for _, cost in self.parts(problem):
             total += cost
@@ -222,7 +219,7 @@ class Plan:
 
 
 def make_plan(problem: Problem, algorithm: str | None = None) -> Plan:
-    """The cheapest algorithm that does not refuse, or the one asked for.
+    """Return the cheapest algorithm that does not refuse, or the one asked for.
 
     Raises:
         ValueError: `algorithm` is unknown, or refuses; the text is its reason.

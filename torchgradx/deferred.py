@@ -73,7 +73,7 @@ def _add(p: Tensor, found: Sum) -> None:
 
 
 def _averaged(ddp: Any, tensors: Sequence[Tensor], sums: Iterable[Sum]) -> list[Sum]:
-    """The means over the processes, of what any of them has: all communicate alike."""
+    """Return the means over the processes, of what any of them has: all communicate alike."""
     live = [place for place, p in enumerate(tensors) if p.requires_grad]
     parts = {place: torch.zeros_like(tensors[place]) for place in live}
     has = parts[live[0]].new_zeros(len(tensors))

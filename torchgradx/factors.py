@@ -39,8 +39,7 @@ class Group:
         return bool(clipped * 2 <= len(self._factors)) and bool(self._norms.sum() <= 4 * kept)
 
     def factors(self, k: int, p: Tensor, unscaled: float, less_1: bool) -> tuple[Tensor, float]:
-        """[N] of pass k, and what is left to multiply the sums by: float16 keeps small factors
-        apart from gradients that would not hold the product."""
+        """Return [N] of pass k, and a scale for the sums: float16 keeps small factors apart."""
         narrow, wide = p.dtype == torch.float16, accumulation_dtype(p.dtype)
         key = k, p.device, narrow, wide, less_1
         if key not in self._made:
@@ -85,13 +84,13 @@ def factors_of(
 
 
 def is_unscaled(loss_scale: Any) -> bool:
-    """Whether a GradScaler has unscaled the gradients of an optimizer that has not stepped yet."""
+    """Return True if a GradScaler has unscaled gradients of an optimizer that did not step yet."""
     states = getattr(loss_scale, "_per_optimizer_states", {}).values()
     return any(state["stage"] == OptState.UNSCALED for state in states)
 
 
 def unscaled_by(loss_scale: Any) -> float:
-    """What a GradScaler has multiplied .grad by since the backward."""
+    """Return what a GradScaler has multiplied .grad by since the backward."""
     if not isinstance(loss_scale, torch.amp.GradScaler) or not loss_scale.is_enabled():
         return 1.0
     if not is_unscaled(loss_scale):

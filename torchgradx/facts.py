@@ -18,14 +18,14 @@ def extension() -> str:
 
 
 def cuda_kernels() -> str:
-    """The architectures compiled in, or why there are none."""
+    """Return the architectures compiled in, or why there are none."""
     if not ops.CUDA:
         return f"none: {ops.WHY_NOT_CUDA}"
     return f"compiled for {compiled_for()}"
 
 
 def auto(devices: list[torch.device]) -> str:
-    """What backend="auto" takes, for the CPU and for each device."""
+    """Return what backend="auto" takes, for the CPU and for each device."""
     if not ops.NATIVE:
         return "vmap: pure Python"
     serves = [f"{d}: {'CUDA kernels' if ops.kernels_on(d) else 'vmap'}" for d in devices]

@@ -134,7 +134,7 @@ def products(gpu: Gpu, itemsize: int) -> float:
 
 
 def _sums(gpu: Gpu, itemsize: int) -> float:
-    """The same of the cores that square and add what products have accumulated"""
+    """Return the time of the cores that square and add what products have accumulated"""
     return gpu.clock * (gpu.rates.double if itemsize == 8 else gpu.rates.single)
 
 
@@ -170,7 +170,7 @@ def _tiles(p: Problem, by: str, tiles: int, flop: int, ends: int) -> float:
 
 
 def _batched(p: Problem, flop: int, products: int, launches: int) -> float:
-    """The framework's, whose `products` are accumulators that are written and read once"""
+    """Return the time of batched products: `products` accumulators, each written and read."""
     gpu = p.device
     assert gpu is not None
     itemsize = max(p.itemsize, 4)
@@ -204,7 +204,7 @@ def _gram(p: Problem) -> float:
 
 
 def _by_planes(p: Problem) -> bool:
-    """Whether a kernel bound by memory serves: many groups of few channels (csrc/cuda/planes.cu)"""
+    """Return True if a memory-bound kernel serves: many groups of few channels (planes.cu)."""
     return p.layer == "conv2d" and p.groups >= 8 and p.i * p.o <= 16 * 9
 
 
@@ -244,8 +244,7 @@ def _gradient(p: Problem, ends: int) -> float:
 
 
 def _fused(p: Problem) -> float:
-    """Below a few positions the gradient is one sum over all samples, and the norms are taken
-    beside it (csrc/cuda/bindings.cpp)."""
+    """Return the cost of one sum over all samples, with norms beside it for few positions."""
     assert p.device is not None
     if p.layer == "linear" and p.t <= 1:
         return _weight_grad(p) + _rank1(p)
@@ -255,7 +254,7 @@ def _fused(p: Problem) -> float:
 
 
 def seconds(p: Problem, algorithm: str) -> float:
-    """Of all that the problem asks for"""
+    """Return the time of all that the problem asks for."""
     if algorithm == "fused":
         return _fused(p)
     if algorithm == "direct":

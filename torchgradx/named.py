@@ -25,7 +25,7 @@ class UsageError(Exception):
 
 
 def found(option: str, spec: str) -> Any:
-    """The object of "package.module:name" or "folder/file.py:name"."""
+    """Return the object of "package.module:name" or "folder/file.py:name"."""
     where, colon, names = spec.rpartition(":")
     if not colon or not where or not names:
         raise UsageError(f"{option}: expected module:name or file.py:name; got {spec!r}")
@@ -53,7 +53,7 @@ def found(option: str, spec: str) -> Any:
 
 
 def _own(module: Any, name: str, value: Any) -> bool:
-    """Whether a module's name is no import of its."""
+    """Return True if a module defines this name rather than imports it."""
     if isinstance(value, (type, FunctionType)):
         return not name.startswith("_") and value.__module__ == module.__name__
     return not name.startswith("_") and not isinstance(value, ModuleType)
@@ -83,7 +83,7 @@ def _from_file(path: Path) -> Any:
 
 
 def _made(option: str, spec: str) -> Any:
-    """What is named, or what it returns where it is a function or class."""
+    """Return what is named, or what it returns where it is a function or class."""
     held = found(option, spec)
     ready = isinstance(held, (nn.Module, DataLoader)) or hasattr(held, "__getitem__")
     if ready and not isinstance(held, type):
@@ -97,7 +97,7 @@ def _made(option: str, spec: str) -> Any:
 
 
 def model(spec: str, checkpoint: str | None, device: torch.device) -> nn.Module:
-    """A model, made or found, with the weights of a checkpoint, on a device."""
+    """Return a model, made or found, with the weights of a checkpoint, on a device."""
     held = _made("--model", spec)
     if not isinstance(held, nn.Module):
         raise UsageError(
@@ -120,7 +120,7 @@ def _load(module: nn.Module, checkpoint: str) -> None:
 
 
 def dataset(spec: str) -> Any:
-    """A dataset or a DataLoader, made or found."""
+    """Return a dataset or a DataLoader, made or found."""
     held = _made("--data", spec)
     known = hasattr(held, "__len__") and not isinstance(held, (str, bytes, Mapping))
     if not isinstance(held, DataLoader) and not known:

@@ -102,12 +102,12 @@ def _chunks(n: int, terms: Sequence[Term]) -> Iterator[slice]:
 
 
 def _patch(layer: Layer | None) -> int:
-    """How many times a pixel is repeated in the rows of a convolution."""
+    """Return how many times a pixel is repeated in the rows of a convolution."""
     return layer.kernel_size[0] * layer.kernel_size[1] if layer and layer.kernel_size else 1
 
 
 def _alike(tensors: list[Tensor]) -> list[Tensor]:
-    """Of one dtype: uses inside and outside of autocast may differ."""
+    """Cast to one dtype: uses inside and outside of autocast may differ."""
     dtypes = {t.dtype for t in tensors}
     wide = next(iter(dtypes)) if len(dtypes) == 1 else torch.promote_types(*dtypes)
     return [t.to(wide) for t in tensors]

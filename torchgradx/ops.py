@@ -71,7 +71,7 @@ if WHY_NOT_CUDA not in ("", NOT_BUILT):
 
 
 def kernels_on(device: torch.device) -> bool:
-    """Whether kernels run there; plain PyTorch serves everywhere else."""
+    """Return True if kernels run there; plain PyTorch serves everywhere else."""
     if device.type == "cuda":
         return CUDA and torch.cuda.get_device_capability(device) >= (8, 0)
     return NATIVE and device.type == "cpu"
@@ -168,7 +168,7 @@ def linear_weight_grad(
     *,
     scale: Tensor | None = None,  # [N]
 ) -> tuple[Tensor, Tensor]:
-    """A Linear's weight gradient and its squared norms sample by sample, from one pass.
+    """Return a Linear's weight gradient and its squared norms sample by sample, from one pass.
 
     Equivalent to::
 
@@ -258,7 +258,7 @@ def conv2d_weight_grad(
     groups: int = 1,
     scale: Tensor | None = None,  # [N]
 ) -> tuple[Tensor, Tensor]:
-    """A Conv2d's weight gradient and its squared norms sample by sample, from one pass.
+    """Return a Conv2d's weight gradient and its squared norms sample by sample, from one pass.
 
     Equivalent to::
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from . import ops
-from .errors import CoverageError
 from .reference.chunks import accumulation_dtype
+from .refusals import refused_all
 from .sharding import flattened
 
 __all__ = [
@@ -96,7 +96,7 @@ def placed(directions: Any, parameters: Parameters) -> list[Tensor | None]:
 def fitting(
     directions: Sequence[Tensor | None], parameters: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """The same beside parameters that were moved, or cast, since."""
+    """Return the same beside parameters that were moved, or cast, since."""
     return [
         None if v is None else v.to(p.device, accumulation_dtype(p.dtype))
         for v, p in zip(directions, parameters, strict=True)
@@ -155,14 +155,6 @@ def check(model: Any, options: dict[str, Any]) -> None:
     names = [name for name, _ in model.named_parameters()]
     scripted = (isinstance(m, torch.jit.RecursiveScriptModule) for m in model.modules())
     if isinstance(model, torch.jit.ScriptModule) or any(scripted):
-        raise CoverageError(
-            "a scripted or traced model shows nothing of its layers: attach to the model that it "
-            f"was made from. Without norms: {', '.join(names)}",
-            names,
-        )
+        raise refused_all("scripted", names)
     if flattened(model):
-        raise CoverageError(
-            "FullyShardedDataParallel makes one flat parameter of many, whose norms by sample "
-            f"nobody can tell apart: use torch.distributed.fsdp.fully_shard for {names}",
-            names,
-        )
+        raise refused_all("flat_parameter", names)

@@ -149,7 +149,7 @@ def _convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> dict[str, Any]:
 
 
 def _transposed(module: Any) -> dict[str, Any]:
-    """The convolution from its gradient to its input, see csrc/layers/convolution.cpp."""
+    """Return the convolution from its gradient to its input, see csrc/layers/convolution.cpp."""
     return {
         **_geometry(module, _each(module.padding, len(module.kernel_size))),
         "in_features": module.out_channels // module.groups * prod(module.kernel_size),
@@ -202,7 +202,7 @@ def _one(layer: Layer, dims: int) -> int:
 
 
 def _fits(module: Any) -> bool:
-    """Whether the sizes of a transposed convolution are those of a convolution turned round."""
+    """Return True if a transposed convolution has the sizes of a convolution turned round."""
     dims = len(module.kernel_size)
     return all(map(gt, *(_each(size, dims) for size in (module.stride, module.output_padding))))
 
@@ -257,7 +257,7 @@ def _own_statistics(module: Any) -> bool:
 
 
 def _stock(kind: Any, *methods: str) -> Callable[[Any], bool]:
-    """Whether a module computes just what the stock class does, of the parameters it holds."""
+    """Return True if a module computes what the stock class does, of its own parameters."""
     names = ("forward", "__getattr__", "__getattribute__", "weight", "bias", *methods)
 
     def accepts(module: Any) -> bool:

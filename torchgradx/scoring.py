@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from .attach import Probe, attach, set_aside
-from .errors import CoverageError
+from .attach import attach, set_aside
 from .options import Model, Parts, check_loss, check_per
+from .probe import Probe
 from .proof.arguments import tensors_in
+from .refusals import cause, refused_all
 
 __all__ = [
     "Loss", "call", "grad_norms", "gradients_put_by", "norms_alone", "one_sample", "sample_norms",
@@ -25,7 +26,7 @@ MEAN, SUM = 1, 2  # as the nodes of torch's losses number them
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """The model on a tensor, a tuple (positional arguments) or a dict (keywords)."""
+    """Call the model on a tensor, a tuple (positional arguments) or a dict (keywords)."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
@@ -120,24 +121,13 @@ class Said:
         told = {MEAN: 1.0, SUM: float(n)}.get(self._reduction)
         if told is not None and not math.isclose(float(shares.sum()), told, rel_tol=1e-3):
             kind = "mean" if self._reduction == MEAN else "sum"
-            raise CoverageError(
-                f"loss_fn returns the {kind} of its samples' losses, and loss_reduction or "
-                f'loss_scale say something else: say loss_reduction="{kind}" and no loss_scale',
-                probe.gradients("parameter"),
-            )
+            raise refused_all(cause("reduction", kind=kind), probe.gradients("parameter"))
         if self._counts is None or not self._counts.numel() or self._counts.numel() % n:
             return
         rows = self._counts.cpu().double()
         orders = rows.reshape(n, -1).sum(1), rows.reshape(-1, n).sum(0)
         if not any(torch.allclose(each / each.sum(), shares / shares.sum()) for each in orders):
-            raise CoverageError(
-                "loss_fn takes a mean over the targets that count (ignore_index, weight), of which "
-                "these samples have more or fewer: what a sample is weighted by depends on the "
-                "others. For the norm of each sample's own mean say "
-                'loss_reduction="sum" and loss_scale=torchgradx.token_weights(targets), in score() '
-                "as a callable; or average each sample's own before the mean over samples",
-                probe.gradients("parameter"),
-            )
+            raise refused_all("token_mean", probe.gradients("parameter"))
 
 
 @overload

@@ -37,32 +37,28 @@ def _known(module: str, *names: str) -> tuple[type, ...]:
 
 
 def gathers(modules: Iterable[nn.Module]) -> bool:
-    """Whether a backward of their graph communicates: a proof's, on one rank alone, would hang."""
+    """Return True if a backward of their graph communicates: on one rank alone it would hang."""
     sharded = _known(FSDP, "FSDPModule", "FullyShardedDataParallel")
     return bool(sharded) and any(isinstance(module, sharded) for module in modules)
 
 
 def flattened(model: nn.Module) -> bool:
-    """Whether FullyShardedDataParallel has made one flat parameter of many."""
+    """Return True if FullyShardedDataParallel has made one flat parameter of many."""
     kinds = _known(FSDP, "FullyShardedDataParallel")
     return bool(kinds) and any(isinstance(module, kinds) for module in model.modules())
 
 
 def uncovered(model: nn.Module, parameters: Sequence[Tensor]) -> str | None:
-    """Why a forward cannot be recorded, if so."""
+    """Return the cause for which a forward cannot be recorded, if there is one."""
     if TENSOR in sys.modules and _split(model, parameters):
-        return "tensor parallelism has split layers over processes"
+        return "tensor_parallel"
     if vars(model).get("_is_replica"):
-        return (
-            "DataParallel runs its replicas in threads, and nothing tells in which order: use "
-            "DistributedDataParallel"
-        )
+        return "data_parallel"
     return None
 
 
 def _split(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
-    """Whether layers compute with DTensors: tensor parallelism, and not what fully_shard gathers
-    before they run."""
+    """Return True if layers compute with DTensors that fully_shard does not gather before."""
     kinds = _known(TENSOR, "DTensor")
     if not kinds or kinds[0] not in set(map(type, tensors)):
         return False
@@ -72,7 +68,7 @@ def _split(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
 
 
 def scattered(parameters: Iterable[Tensor]) -> bool:
-    """Whether of any of them only a part is here now."""
+    """Return True if only a part of any of them is here now."""
     kinds = _known(TENSOR, "DTensor")
     return bool(kinds) and any(isinstance(p, kinds) for p in parameters)
 
@@ -83,8 +79,7 @@ def part_here(p: Tensor) -> Tensor:
 
 
 def pairs(modules: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
-    """What fully_shard puts into one place in turn: a part, and the whole that forwards compute
-    with, once there was one."""
+    """Return (part, whole) of what fully_shard puts into one place in turn."""
     kinds = _known(FSDP, "FSDPModule")
     for module in modules if kinds else ():
         for p in _gathered_by(module) if isinstance(module, kinds) else ():
@@ -93,12 +88,12 @@ def pairs(modules: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def shards(node: Any) -> bool:
-    """Whether a graph node is fully_shard's, which sends gradients and lets parameters go."""
+    """Return True for a node of fully_shard's, which sends gradients and frees parameters."""
     return bool(node.name() == "RegisterPostBackwardFunctionBackward")
 
 
 def data_parallel(module: nn.Module) -> Any:
-    """The DistributedDataParallel that a forward of this module runs in, or None."""
+    """Return the DistributedDataParallel that a forward of this module runs in, or None."""
     for kind in _known("torch.nn.parallel.distributed", "DistributedDataParallel"):
         return module if isinstance(module, kind) else vars(kind)["_active_ddp_module"]
     return None

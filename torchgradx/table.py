@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import ops
-from .errors import CoverageError
 from .proof.layout import BATCH, SEQUENCE
+from .refusals import refused_all
 from .rules import Layer, rule_of
 from .sharding import FSDP, gathers, pairs
 from .sites.modules import modules_in_order, opaque, own_names, recurrent_weights
@@ -25,12 +25,7 @@ if TYPE_CHECKING:
     from .sites.standing import Standing
     from .sites.trace import Trace
 
-__all__ = ["COMPUTED", "Context", "Parameters", "declared_layout", "find_layers", "owns_backward"]
-
-COMPUTED = (
-    "what stood in its place was computed from other tensors, which the gradient goes on to: call "
-    "the model with parameters, as functional_call with their detached copies does"
-)
+__all__ = ["Context", "Parameters", "declared_layout", "find_layers", "owns_backward"]
 
 LAYOUTS = {"batch": BATCH, "sequence": SEQUENCE}
 
@@ -74,13 +69,13 @@ class Parameters:
         return self._aliases[name]
 
     def tensor(self, place: int) -> Tensor:
-        """What stands in one place, as `tensors` has it."""
+        """Return the tensor in one place, as `tensors` has it."""
         held, key = self._slots[place]
         now = held.get(key)
         return self._tensors[place] if now is None else now
 
     def tensors(self) -> list[Tensor]:
-        """What stands in each place now; what stood there last, where nothing does."""
+        """Return the tensor in each place now; the last one, where there is none."""
         now = self._stand()
         same = len(now) == len(self._standing) and all(map(is_, now, self._standing))
         if not same:
@@ -90,24 +85,23 @@ class Parameters:
         return self._tensors
 
     def parts(self) -> list[Tensor]:
-        """The same, of what fully_shard brings together the part that is kept."""
+        """Return the same, of what fully_shard brings together the part that is kept."""
         if FSDP not in sys.modules:
             return self.tensors()
         kept = {id(whole): part for part, whole in pairs(self._modules)}
         return [kept.get(id(p), p) for p in self.tensors()] if kept else self.tensors()
 
     def wholes(self) -> list[Tensor]:
-        """The same, as forwards have computed with them."""
+        """Return the same, as forwards have computed with them."""
         found = {id(part): whole for part, whole in pairs(self._modules)}
         return [found.get(id(p), p) for p in self.tensors()] if found else self.tensors()
 
     def gathered(self) -> bool:
-        """Whether a backward brings parameters together from several processes."""
+        """Return True if a backward gathers parameters from several processes."""
         return FSDP in sys.modules and gathers(self._modules)
 
     def regime(self) -> tuple[tuple[Any, ...], ...]:
-        """The modes, and which hooks there are that put nodes of their own into a graph, or hide
-        others'; and what is trained: the graph is of that alone."""
+        """Return modes, hooks that add or hide graph nodes, and what is trained."""
         training, hooked = [], []
         for k, module in enumerate(self._modules):  # at every forward: one loop
             training.append(module.training)
@@ -117,7 +111,7 @@ class Parameters:
         return (*training, *hooked, saving), tuple([p.requires_grad for p in self._tensors])
 
     def changed(self) -> bool:
-        """Whether modules or parameters came, went, are tied or were set otherwise since attach."""
+        """Return True if modules, parameters, ties or options changed since attach."""
         if self.altered or any(self._childless) or self._present() != self._shape:
             return True
         now = self.tensors() if self._tied else []
@@ -137,7 +131,7 @@ class Parameters:
 def find_layers(
     model: nn.Module, parameters: Parameters, options: Mapping[str, Any]
 ) -> list[Layer]:
-    """A Layer for each module that owns parameters, or whose statistics mix samples."""
+    """Return a Layer for each module that owns parameters, or whose statistics mix samples."""
     layers = []
     uncovered = []
     for name, module in modules_in_order(model):
@@ -171,18 +165,14 @@ def find_layers(
         if options["backend"] == "native" and not native and names:
             uncovered += [prefix + key for key in names]
     if uncovered:
-        raise CoverageError(
-            f'backend="native" has no kernel for {", ".join(uncovered)}: '
-            'say backend="auto", which serves them through vmap',
-            uncovered,
-        )
+        raise refused_all("no_kernel", uncovered)
     return layers
 
 
 def _product(
     module: nn.Module, name: str, own: Mapping[str, int], weight: str, bias: str | None
 ) -> Layer:
-    """One weight of a recurrent module: over all steps it is a Linear."""
+    """Return one weight of a recurrent module: over all steps it is a Linear."""
     out_features, in_features = getattr(module, weight).shape
     places = (own[weight], own[bias] if bias else -1)
     return Layer(
@@ -221,12 +211,12 @@ def _through_time(module: nn.Module) -> bool:
 
 
 def owns_backward(options: Mapping[str, Any]) -> bool:
-    """Whether our backward may stand in the framework's place."""
+    """Return True if our backward may replace the framework's."""
     return options["fused"] or not options["weight_grad"]
 
 
 def declared_layout(layer: Layer, options: Mapping[str, Any]) -> int:
-    """What `layout` says of a module: its name first, then the first pattern that fits; or -1."""
+    """Return what `layout` says of a module: its name, then the first pattern that fits; or -1."""
     layout = options["layout"] or {}
     if layer.name in layout:
         return LAYOUTS[layout[layer.name]]

@@ -104,7 +104,7 @@ class TokenWatch:
             node.register_prehook(look)  # a hook on the tensor would be seen by its user
 
     def _samples(self, tensor: Tensor, n: int) -> int | None:
-        """The dimension of the samples: [N, T, F], [T, N, F], [N, F, H, W] or [N * T, F]."""
+        """Return the dimension of the samples: [N, T, F], [T, N, F], [N, F, H, W] or [N * T, F]."""
         if tensor.dim() > 2:
             found = [d for d in (self._batch_dim, 0) if tensor.shape[d] == n]
             return found[0] if found else None

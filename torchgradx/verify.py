@@ -29,8 +29,7 @@ class Report:
     rtol: float
 
     def errors(self) -> dict[str, float]:
-        """The largest difference of each parameter, relative to the sample's whole norm; infinite
-        where that is 0."""
+        """Return each parameter's largest difference, relative to the sample's whole norm."""
         whole = torch.stack([v.double().square() for v in self.loop.values()]).sum(0).sqrt()
 
         def largest(off: Tensor) -> float:
@@ -134,7 +133,7 @@ def verify(
 
 
 def _random(model: nn.Module) -> str:
-    """What draws random numbers as it is, by name."""
+    """Name the modules that draw random numbers as they are."""
     modules = model.named_modules()
     named = [name for name, m in modules if m.training and isinstance(m, DROPOUT) and m.p > 0]
     more = ", ..." if len(named) > 5 else ""
@@ -173,6 +172,6 @@ def _loop(
 
 
 def _computed_by(model: nn.Module) -> dict[int, Any]:
-    """What a forward left in attributes, for a deepcopy that may not copy what has a graph."""
+    """Return tensors with a graph that a forward left in attributes, for deepcopy to detach."""
     held = (t for module in model.modules() for t in vars(module).values())
     return {id(t): t.detach() for t in held if isinstance(t, Tensor) and not t.is_leaf}

@@ -1,3 +1,4 @@
+// Linear's norms from batched products of cuBLAS: a run of samples at a time.
 #include "batched.h"
 
 #include <ATen/autocast_mode.h>

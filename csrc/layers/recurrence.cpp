@@ -1,3 +1,4 @@
+// The framework's forward of a recurrent layer, step by step where its steps are wanted.
 #include "recurrence.h"
 
 #include <ATen/ATen.h>

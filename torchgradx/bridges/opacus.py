@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import ops
-from ..errors import CoverageError
 from ..reference.chunks import accumulation_dtype
+from ..refusals import cause, refused_all
 from ..rules import RULES
 from ..sites.bags import embedding_bag_sq_norms
 
@@ -53,8 +53,7 @@ def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: list[Tensor], 
 
 
 def _flat(x: Tensor, g: Tensor, form: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Three dimensions as two, as csrc/layers/convolution.cpp has it: [N, C kD, D' R s, W], and
-    [N, O, D' R, W'], of R rows for each of the depths D', of which those beyond H' are zero."""
+    """Return a 3d convolution as a 2d one, as csrc/layers/convolution.cpp has it."""
     kernel, stride, padding, dilation = form["depth"]
     step, top = form["stride"][0], form["padding"][0]
     reach = form["dilation"][0] * (form["kernel_size"][0] - 1) + 1
@@ -70,10 +69,7 @@ def _flat(x: Tensor, g: Tensor, form: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def embedding(layer: nn.Embedding, inputs: list[Tensor], g: Tensor) -> Found:
     ids, padding = inputs[0], layer.padding_idx
     if layer.scale_grad_by_freq:
-        raise CoverageError(
-            "Embedding(scale_grad_by_freq=True) divides by how often an id occurs in the batch: "
-            "its gradient is not a sum over samples. Leave that option out"
-        )
+        raise refused_all("scale_grad_by_freq", ())
     return lambda: ops.embedding_sq_norms(ids, g, padding_idx=padding), _none
 
 
@@ -122,10 +118,8 @@ def _sampler(find: Callable[..., Found]) -> Sampler:
     def sampler(layer: Any, inputs: list[Tensor], g: Tensor) -> dict[nn.Parameter, Tensor]:
         said = getattr(layer, "max_batch_len", len(g))
         if said != len(g):  # and has multiplied g by it, under a mean
-            raise CoverageError(
-                f"Opacus takes the input of {type(layer).__name__} for one of {said} samples, and "
-                f"its output has {len(g)}: it scales gradients by the wrong number"
-            )
+            kind = type(layer).__name__
+            raise refused_all(cause("opacus_samples", layer=kind, said=said, n=len(g)), ())
         parameters = layer.weight, getattr(layer, "bias", None)
         wanted = zip(parameters, find(layer, inputs, g), strict=True)
         return {p: sq().sqrt() for p, sq in wanted if p is not None and p.requires_grad}

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attach import Probe, attach
+from ..attach import attach
 from ..jobs import NoiseScale, OutlierWatch
 from ..options import check_per
+from ..probe import Probe
 
 __all__ = ["Norms", "StepNorms", "scale_of"]
 
@@ -104,5 +105,5 @@ STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def scale_of(scaler: Any) -> float:
-    """What a GradScaler multiplies the losses of this step by."""
+    """Return what a GradScaler multiplies the losses of this step by."""
     return scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0

@@ -27,8 +27,7 @@ SAMPLES = 8  # of a dataset that are looked at, spread over it
 
 
 def of_model(model: nn.Module, modes: bool = False) -> str:
-    """Of its modules (and their modes), of the bits of its parameters and buffers, of what is
-    frozen, and of plain numbers and words: a label_smoothing, an eps."""
+    """Digest its modules and modes, bits of parameters and buffers, and plain attributes."""
     seen = blake2b(_text(repr(model)), digest_size=16)
     for module in model.modules():
         for name, value in sorted(vars(module).items()):
@@ -41,8 +40,7 @@ def of_model(model: nn.Module, modes: bool = False) -> str:
 
 
 def of_dataset(pool: Pool, samples: int = SAMPLES) -> str:
-    """Of its length, of a few of its samples, in which random numbers are drawn alike, and of all
-    that a TensorDataset holds and a Subset chooses."""
+    """Digest its length, a few samples drawn alike, and tensors or indices that it holds."""
     seen = blake2b(f"{type(pool.dataset).__qualname__} {len(pool)}".encode(), digest_size=16)
     with random_state_kept(pool.generators()):
         torch.manual_seed(0)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attach import Probe
+from ..probe import Probe
 
 __all__ = ["norms_of"]
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..attach import Probe, attach, set_aside
+from ..attach import attach, set_aside
+from ..probe import Probe
 from ..scoring import gradients_put_by
 from ..sharding import gathers
 from ..table import Parameters
@@ -58,7 +59,7 @@ class Job:
         self._keep: tuple[Path, Mapping[str, Any], bool] | None = None
 
     def keep(self, path: Path, facts: Mapping[str, Any], resume: bool) -> None:
-        """What is gathered goes into a file, too."""
+        """Write what is gathered to a file, too."""
         self._keep = path, facts, resume
 
     def close(self) -> None:
@@ -97,7 +98,7 @@ class Job:
         return dict(zip(self._names, columns, strict=True))
 
     def _begin(self, model: nn.Module, count: int) -> Gathered:
-        """What is gathered, of `count` models at least; the last may have begun before."""
+        """Start gathering for `count` models at least; the last may have begun before."""
         names, dtype = self._columns_of(model)
         if self._gathered is None:
             self._names, self._dtype = names, dtype

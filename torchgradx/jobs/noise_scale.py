@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attach import Probe
 from ..options import check_per
+from ..probe import Probe
 from .given import norms_of
 from .ranks import Ranks, running
 
@@ -243,14 +243,12 @@ class NoiseScale:
 
     @property
     def spread(self) -> Any:
-        """(low, high): the noise scale, two standard errors of its averages to each side; (0, inf)
-        as long as too few steps tell of these. A dict of them if `per` makes several."""
+        """Return (low, high), two standard errors to each side; (0, inf) after too few steps."""
         found = {name: averages.spread() for name, averages in self._averages.items()}
         return found.get(MODEL, (0.0, math.inf)) if self.per == "model" else found
 
     def efficiency(self, batch_size: float) -> float | dict[str, float]:
-        """The progress of a step of this batch size, as a part of the most a step can make:
-        B / (B + B_simple)."""
+        """Return a step's share of the progress that any step can make: B / (B + B_simple)."""
         return self._by_name(lambda averages: _efficiency(batch_size, averages.ratio))
 
     def _by_name(self, of: Callable[[_Averages], float]) -> Any:
@@ -324,8 +322,7 @@ class _Averages:
         return self.trace / self.signal if self.signal > 0 else math.inf
 
     def shares(self, errors: float) -> tuple[float, float]:
-        """|G|^2 / tr(Sigma), so many standard errors less and more; by the steps' residuals (delta
-        method)."""
+        """Return |G|^2 / tr(Sigma), so many standard errors less and more (delta method)."""
         weight, squares, trace, signal, *products = self.sums
         steps = weight * weight / squares  # as many of equal weight
         if steps < 1.5 or trace <= 0:

@@ -83,7 +83,7 @@ class Pool:
         return self.dataset[[index]] if self._whole else self.dataset[index]
 
     def batches(self, wanted: NDArray[np.bool_]) -> Batches:
-        """The wanted indices, each in one batch.
+        """Return the wanted indices, each in one batch.
 
         A batch sampler of the user's own keeps samples together that belong together, as those of
         one length: its batches, less what is not wanted or came before, and then the rest.
@@ -95,7 +95,7 @@ class Pool:
         return Batches(found, np.flatnonzero(left), max(map(len, found), default=1))
 
     def _grouped(self, wanted: NDArray[np.bool_]) -> list[list[int]]:
-        """The sampler's batches of what is wanted, which then is wanted no more."""
+        """Return the sampler's batches of what is wanted, which then is wanted no more."""
         found, drawn = [], 0
         for batch in self._sampler:
             fresh = []
@@ -163,7 +163,7 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def missed(targets: Any, wanted: bool) -> Iterator[None]:
-    """What a loss says that was given no targets, it says with what to do."""
+    """Add what to do to the error of a loss that was given no targets."""
     try:
         yield
     except TypeError as error:
@@ -176,7 +176,7 @@ def missed(targets: Any, wanted: bool) -> Iterator[None]:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """All tensors of a batch on a device."""
+    """Return all tensors of a batch on a device."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

@@ -35,7 +35,7 @@ class Lines:
 
 
 def bar(total: int, initial: int, shown: bool, desc: str = "scoring") -> Any:
-    """An object with update(n) and close()."""
+    """Return an object with update(n) and close()."""
     try:
         tqdm = importlib.import_module("tqdm").tqdm
     except ImportError:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..attach import Probe
+from ..probe import Probe
 from ..scoring import Loss, call, one_sample, sample_norms
 
 __all__ = ["KINDS", "OF_OUTPUT", "OF_TARGETS", "Quantities", "logits_of"]
@@ -34,7 +34,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def own_loss(output: Any, _: Any) -> Tensor:
-    """What a model returned as its loss, for loss_fn=None."""
+    """Return what a model gave as its loss, for loss_fn=None."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise TypeError(

@@ -57,7 +57,7 @@ class Ranks:
         return self._meet(count)[1]
 
     def agree(self, hexadecimal: str) -> bool:
-        """Whether all ranks say the same; where not, all of them know, and none tells of it."""
+        """Return True if all ranks say the same; otherwise none of them does."""
         least, most = self._meet(int(hexadecimal[:15], 16))
         self._parted = least != most
         return not self._parted
@@ -69,8 +69,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """An error on one rank is one on all of them, wherever they meet next: none waits for
-        another in vain."""
+        """Raise on all ranks if one fails, wherever they meet next: none waits in vain."""
         try:
             yield
         except Exception:
@@ -81,7 +80,7 @@ class Ranks:
             self._part()
 
     def _meet(self, number: int = 0, failed: bool = False) -> tuple[int, int]:
-        """The least and the largest number of all ranks, of which none has failed."""
+        """Return the least and the largest number of all ranks, of which none has failed."""
         if self.world == 1:
             return number, number
         there = torch.tensor([failed, -number, number], device=_device())
@@ -97,7 +96,7 @@ class Ranks:
 
 
 def _device() -> torch.device:
-    """Where the process group can reduce."""
+    """Return a device on which the process group can reduce."""
     if "gloo" in dist.get_backend():
         return torch.device("cpu")
     return torch.device(torch.accelerator.current_accelerator() or "cpu")

@@ -279,7 +279,7 @@ def _quantity(
 
 
 def _agree(ranks: Ranks, pool: Pool, wanted: NDArray[np.bool_], arguments: tuple[Any, ...]) -> None:
-    """What is put together from all ranks must be of one pool."""
+    """Check that all ranks score one pool."""
     told = {
         "the dataset (a random_split needs a generator of the same seed)": fingerprint.of_dataset(
             pool, samples=0

@@ -50,7 +50,7 @@ def save_scores(path: str | os.PathLike[str], scores: Scores, *, name: str = "no
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
-    """A path that scores can be written to, found out before there are any."""
+    """Return a path that scores can be written to, found out before there are any."""
     path = Path(path)
     if path.suffix not in WRITERS:
         raise ValueError(f"out must end in {', '.join(WRITERS)}; got {str(path)!r}")

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..attach import Probe
+from ..probe import Probe
 from .given import norms_of
 
 __all__ = ["Outlier", "OutlierWatch"]
@@ -122,7 +122,7 @@ class OutlierWatch:
 
     @property
     def threshold(self) -> float | dict[str, float]:
-        """What the next batch is held against, by name where norms are; NaN while warming up."""
+        """Return the threshold of the next batch, by name where norms are; NaN while warming up."""
         found = self._thresholds()
         return found.get(MODEL, math.nan) if found.keys() <= {MODEL} else found
 

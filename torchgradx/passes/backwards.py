@@ -77,12 +77,12 @@ class Backwards:
                     backward.end()
 
     def at_rest(self) -> bool:
-        """Whether none runs, on this thread at all, or on others that met a pass."""
+        """Return True if none runs, on this thread at all, or on others that met a pass."""
         running = torch._C._current_graph_task_id() != -1
         return not running and all(backward.over for backward in self._living())
 
     def under_way(self) -> bool:
-        """Whether another thread runs one."""
+        """Return True if another thread runs one."""
         if not self.open or torch._C._current_graph_task_id() != -1:
             return False
         return not all(backward.over for backward in self._living())
@@ -99,7 +99,7 @@ class Backwards:
         elif backward.done:
             self._recorder.merge(backward.tasks)
         elif outer != -1:
-            self._recorder.refuse(-1, "a backward inside of its backward failed")
+            self._recorder.refuse(-1, "inner_failed")
 
 
 class _Backward:

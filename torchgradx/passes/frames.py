@@ -17,14 +17,12 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
+from ..refusals import cause
+
 __all__ = ["NONE", "Answer", "Frames", "Told", "runs"]
 
 _C = torch._C._autograd
 MANY = 1024  # calls under no_grad that are kept
-LOST = (
-    f"more than {MANY} calls of the model under no_grad lie between a reentrant checkpoint's "
-    "forward and its backward, and what was noted of it is gone: call backward() earlier"
-)
 Reentrant: Any = checkpoint.CheckpointFunction._backward_cls
 
 
@@ -105,7 +103,7 @@ class Frames:
         notes.count = notes.count + 1 if notes.again == (task, number) else 0
         notes.again = task, number
         if number < notes.lost:
-            self._recorder.refuse(-1, LOST)
+            self._recorder.refuse(-1, cause("forgotten", many=MANY))
             return NONE
         call = bisect_right(notes.calls, number, key=_first) + notes.count
         if call >= len(notes.calls):  # it ran first when there was no probe, or is no checkpoint

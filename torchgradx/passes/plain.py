@@ -20,14 +20,6 @@ from .versions import Versions
 __all__ = ["Pass", "Recorder", "receives"]
 
 Term = tuple[int, Tensor | None, Tensor]  # (site or -1, activations, gradients)
-ASTRAY = (
-    "its module was called outside of the model's own forward: call the model, or say "
-    "probe.paused() around the call"
-)
-ANOTHERS = (
-    "it computed with a parameter that is another module's: tie the two, as by "
-    "module.weight = other.weight"
-)
 Slot = tuple[int, Tensor]  # a parameter's place in the table, and the tensor that stands there now
 
 
@@ -43,13 +35,13 @@ def _executes(node: Any) -> bool:
 
 
 def receives(parameter: Tensor) -> bool:
-    """Whether this backward adds to a parameter's .grad."""
+    """Return True if this backward adds to a parameter's .grad."""
     return _executes(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.stack: list[tuple[Pass | None, int]] = []
+        self.stack: list[tuple[Pass | None, int]] = []  # with the number of its first node
         self.asking = False
         self.asked: list[tuple[int, Any, Any]] = []  # backward, whether it runs, pass
 
@@ -89,13 +81,9 @@ class Recorder:
         self._recorded: dict[tuple[int, int], tuple[Tensor | None, float, int]] = {}
         self._local = _OfThread()
 
-    def _in_force(self) -> list[tuple[Pass | None, int]]:
-        """With the number of the first node that its forward makes."""
-        return self._local.stack
-
     @property
     def asking(self) -> bool:
-        """Whether this thread asks a node for its products: nothing of that arrives."""
+        """Return True if this thread asks a node for its products: nothing of that arrives."""
         return self._local.asking
 
     @asking.setter
@@ -108,10 +96,10 @@ class Recorder:
     def push(self, run: Pass | None) -> None:
         if run is not None:
             self.enlist(run)
-        self._in_force().append((run, torch.autograd._get_sequence_nr()))
+        self._local.stack.append((run, torch.autograd._get_sequence_nr()))
 
     def pop(self) -> None:
-        run, first = self._in_force().pop()
+        run, first = self._local.stack.pop()
         made = range(first, torch.autograd._get_sequence_nr())
         if run is not None:
             run.seen.clear()
@@ -137,8 +125,7 @@ class Recorder:
         return None, False
 
     def _remember(self, run: Pass | None) -> None:
-        """A recomputation asked for its pass: the nodes that it makes are of that pass too, and are
-        run by backwards inside of this one."""
+        """Note that a recomputation asked for its pass, which its new nodes belong to as well."""
         task = torch._C._current_graph_task_id()
         asked = [entry for entry in self._local.asked if entry[1]() is not None]
         running = next((entry[1] for entry in asked if entry[0] == task), None)
@@ -156,7 +143,7 @@ class Recorder:
 
     @staticmethod
     def running_node() -> tuple[int, int] | None:
-        """Of a backward, on this thread."""
+        """Return the thread and number of the node that a backward runs on this thread."""
         node = torch._C._current_autograd_node()
         return None if node is None else (0, node._sequence_nr())
 
@@ -165,11 +152,11 @@ class Recorder:
         return not (self.refusals or any(self.balance))
 
     def depth(self) -> int:
-        return len(self._in_force())
+        return len(self._local.stack)
 
     def current(self) -> Pass | None:
-        if self._in_force():
-            return self._in_force()[-1][0]
+        if self._local.stack:
+            return self._local.stack[-1][0]
         if not _in_backward():
             return self._astray() if torch.is_grad_enabled() else None
         run, known = self._original()
@@ -186,8 +173,7 @@ class Recorder:
     def hold(self) -> None:
         pass  # nothing here goes through the hooks of a checkpoint
 
-    def release(self) -> None:
-        pass
+    release = hold
 
     def meet(self, task: int) -> None:
         if task not in self._audited:
@@ -274,7 +260,7 @@ class Pass:
         self.dots: Tensor | None = None
 
     def state(self) -> Any:
-        """What backwards have brought."""
+        """Return what backwards have brought."""
         terms = {place: list(kept) for place, kept in self._terms.items()}
         flags = self.create_graph, self.retained
         return dict(self._sq_norms), terms, set(self._late), self.dots, flags
@@ -303,11 +289,11 @@ class Pass:
 
     def call(self, site: int, slots: Sequence[Slot], sizes: Sequence[int]) -> int:
         if self.astray:
-            self.refuse(site, ASTRAY)
+            self.refuse(site, "outside")
             return -1
         for place, tensor in slots:
             if not self._track(place, tensor):
-                self.refuse(site, ANOTHERS)
+                self.refuse(site, "anothers")
         if _in_backward() and not self.recorder.depth():
             return -1
         for place, _ in slots:
@@ -359,8 +345,7 @@ class Pass:
         if self.astray:
             return False
         if not all(self._needed(place) for place in places):
-            reason = "a backward(inputs=...) computed the gradients of some parameters only"
-            self.recorder.refuse(-1, reason)
+            self.recorder.refuse(-1, "some_inputs")
         self.create_graph |= torch.is_grad_enabled()
         self.retained |= torch._C._autograd._get_current_graph_task_keep_graph()
         return True

@@ -14,10 +14,10 @@ from torch import Tensor
 from .. import ops
 from ..clipping import Books
 from ..deferred import Deferred
-from ..errors import CoverageError
 from ..factors import Group, factors_of, is_unscaled, unscaled_by
 from ..norms import combine
 from ..options import Scale, check_scale
+from ..refusals import SECTIONS, refused_all
 from ..rules import Layer
 from .frames import NONE, Answer, Frames, Told
 
@@ -30,18 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["Record"]
 
 MANY = 1024  # scales of a loss: those of forwards that meet no backward must not add up
-UNASKED = (
-    "loss_scale(args, kwargs) cannot be called within a compiled graph: give a callable without "
-    "arguments, or set probe.loss_scale before the forward"
-)
-
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 UNTOLD = Told()
 CPU = torch.device("cpu")
-TWICE = (
-    "a reentrant checkpoint around it ran one forward again for several backwards: with "
-    "use_reentrant=False these are of the same samples"
-)
 
 
 class Record:
@@ -64,6 +55,7 @@ class Record:
         self._asked: Callable[..., Scale] | None = scale if callable(scale) else None
         self._scales: list[tuple[int, Any]] = [(0, 1.0 if callable(scale) else scale)]
         self._read = False
+        self._fates: set[str] = set()  # keys of what became of forwards, while nothing is recorded
         self._entry = threading.RLock()
         self._compares = False  # .grad with the samples' own gradients: somebody asked for it
         self._there: list[Tensor] = []  # how large .grad was before the record's first gradient
@@ -72,16 +64,26 @@ class Record:
         self.runs: list[tuple[Any, float | Tensor]] = []  # with the loss scale in force at each
 
     def takes(self, on: bool, told: Told = UNTOLD, outside: bool = False) -> Answer:
-        """The place among the forwards of one that begins and is to be a pass; else 0; and what was
-        told of it, now or when it ran first. `outside`: of a module, outside of the model's."""
+        """Return a forward's number (0: record nothing) and what was said of its samples."""
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing() or self.unreal():
+            self.note("traced")
             return NONE
         now = Answer(self.next(), told)
         found = self.frames.answer(on, now, outside)
+        if not on:
+            self.note("paused")
+        elif not torch.is_grad_enabled():
+            self.note("no_grad")
+        else:
+            self.note("called_directly" if outside else "no_backward")
         return found if torch.is_grad_enabled() else NONE
 
+    def note(self, fate: str) -> None:
+        """Keep what became of a forward, for the refusal where nothing is recorded."""
+        self._fates.add(fate)
+
     def unreal(self) -> bool:
-        """Whether tensors are fake, or on meta: of what has no values there are no norms."""
+        """Return True if tensors are fake or on meta, and so have no values."""
         if torch._C._get_dispatch_mode(FAKE) is not None:
             return True
         return bool(self._parameters.names) and self._parameters.tensor(0).is_meta
@@ -100,7 +102,7 @@ class Record:
                 self._there = self._sizes_of_grads(run.trainable)
             scale = self._scale_of(run.serial)
             if run.serial and any(other.serial == run.serial for other, _ in self.runs):
-                self._recorder.refuse(-1, TWICE)
+                self._recorder.refuse(-1, "run_twice")
             self.runs.append((run, scale))
             run.recorded = True
             for site, reason in run.refusals:
@@ -108,7 +110,7 @@ class Record:
 
     @property
     def scale(self) -> Any:
-        """What losses are scaled by in the passes to come, as the user said it."""
+        """Return what losses are scaled by in the passes to come, as the user said it."""
         return self._scales[-1][1] if self._asked is None else self._asked
 
     @scale.setter
@@ -118,13 +120,12 @@ class Record:
             self._scale_from(self._serial + 1, scale)
 
     def ask_scale(self, run: Any, *call: Any) -> None:
-        """Let the user's callable, if there is one, say the scale of a pass; of its (args, kwargs),
-        where they are known."""
+        """Call the user's loss_scale for a pass, with its (args, kwargs) where they are known."""
         if self._asked is None:
             return
         wants = len(inspect.signature(self._asked).parameters) > 0
         if wants and not call:
-            run.refuse(-1, UNASKED)
+            run.refuse(-1, "scale_in_graph")
             return
         scale = self._asked(*call) if wants else self._asked()
         check_scale(scale)
@@ -137,7 +138,7 @@ class Record:
         self._scales = entries
 
     def _scale_of(self, serial: int) -> Scale:
-        """What was said before a pass's forward, times a GradScaler's scale at its backward."""
+        """Return the scale said before a pass's forward, times a GradScaler's at its backward."""
         said: Any = self._scales[max(1, bisect_right(self._scales, serial, key=_first)) - 1][1]
         scaler, scale = self._options["loss_scale"], 1.0
         if isinstance(scaler, torch.amp.GradScaler):
@@ -155,6 +156,7 @@ class Record:
         self.mismatched = set()
         self.refused.clear()
         self._recorder.clear()
+        self._fates = {"reset"} if self._fates else self._fates
         self._read = False
 
     def undo(self, tasks: Sequence[int]) -> None:
@@ -162,6 +164,8 @@ class Record:
         self.runs = [entry for entry in self.runs if entry[0].recorded]
         self.mismatched = {key for key in self.mismatched if key[0] not in tasks}
         self.books.undo(tasks, alone=not self.runs)
+        if not self.runs:
+            self.note("backward_failed")
 
     def finish(self, run: Any, place: int) -> None:
         """All uses of a parameter are in: combine them, and let their operands go."""
@@ -275,7 +279,7 @@ class Record:
         return sorted(self.runs, key=lambda entry: entry[0].serial)
 
     def _places_of_sums(self, runs: Sequence[Any]) -> tuple[torch.device, dict[str, Any]]:
-        """Where sums are added up, and device and dtype of what is returned."""
+        """Return the device of the sums, and device and dtype of the result."""
         first = self._parameters.tensor(0)
         wide = any(run.wide for run, _ in runs)
         result = {"device": first.device, "dtype": torch.float64 if wide else torch.float32}
@@ -324,7 +328,7 @@ class Record:
                 )
             yield torch.where(scale == 0, 0.0, reduction / scale)  # of nothing the norm is 0
 
-    def require(self, under_way: bool) -> None:
+    def require(self, attached: bool, under_way: bool) -> None:
         """Raise a CoverageError where there is nothing to read; under_way: or not yet."""
         # Whatever comes of it: the next record owes nothing to this one.
         self._read |= not under_way
@@ -332,14 +336,13 @@ class Record:
             return
         names = [self._parameters.names[place] for place in self._parameters.trainable()]
         if under_way:
-            raise CoverageError("a backward is still under way in another thread", names)
-        reasons = "; ".join(dict.fromkeys(reason for _, reason in self._recorder.refusals))
-        why = reasons or (
-            "no backward has come through what the attached model's forwards called of its modules "
-            "since the record began. Call the model itself (not a submodule of it) with grad "
-            "enabled, then loss.backward(), then norms()"
-        )
-        raise CoverageError(f"nothing is recorded: {why}. Without norms: {', '.join(names)}", names)
+            raise refused_all("under_way", names)
+        refusals = [why for _, why in self._recorder.refusals]
+        if refusals:
+            raise refused_all(refusals[0], names)
+        known = ("removed",) * (not attached) + ("frozen",) * (not names)
+        fates = (fate for fate in SECTIONS["Nothing is recorded"] if fate in self._fates)
+        raise refused_all(next(iter((*known, *fates, "not_called"))), names)
 
 
 def _first(entry: tuple[int, Any]) -> int:

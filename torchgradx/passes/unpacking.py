@@ -39,7 +39,7 @@ Holder: Any = getattr(checkpoint, "_Holder", ())  # what a checkpoint gives for 
 
 
 def answers_twice(node: Any) -> bool:
-    """Whether a node may be asked, and be run by the engine after that."""
+    """Return True if a node may be asked, and be run by the engine after that."""
     return asked(node)[0]
 
 
@@ -52,18 +52,17 @@ def asked(node: Any) -> tuple[bool, bool]:
 
 
 def answers_again(node: Any) -> bool:
-    """Whether a backward may come by, and another one after that, as far as is seen."""
+    """Return True if two backwards may run through a node, as far as is seen."""
     return all(map(_known, _packed(node) or ()))
 
 
 def hides(node: Any) -> bool:
-    """Whether it wraps another node, of which nothing shows: an operation in place, on a view."""
+    """Return True if a node wraps another that does not show: an in-place operation on a view."""
     return type(node).__name__ == "CopySlices"
 
 
 def are_offloaded(nodes: Iterable[Any]) -> bool:
-    """Return whether all hooks around these, and so around what is hidden among them, give a tensor
-    as often as it is asked."""
+    """Return True if all hooks around these nodes give a tensor as often as it is asked."""
     return all(_offloads(hook) for node in nodes for hook, _ in _packed(node) or ())
 
 
@@ -73,7 +72,7 @@ def checkpointed(nodes: Iterable[Any]) -> bool:
 
 @contextlib.contextmanager
 def spared(node: Any) -> Iterator[None]:
-    """What the node asks checkpoints for inside stays there for the engine."""
+    """Keep for the engine what the node asks checkpoints for inside."""
     found = [(hook, data) for hook, data in _packed(node) or () if isinstance(data, Holder)]
     before = [(holder, holder.handles) for _, holder in found]
     try:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CoverageError
+from ..refusals import cause, key_of, refused
 
 if TYPE_CHECKING:
     from ..passes.record import Record
@@ -13,35 +12,6 @@ if TYPE_CHECKING:
     from ..table import Parameters
 
 __all__ = ["require_all"]
-
-BEYOND = (
-    "the backward used it in {:+d} places beyond the recorded calls of its module. A penalty on "
-    "the weights inside the loss, a use outside of the model's own forward, or a functional one in "
-    "a checkpoint cannot be split by sample: backward the penalty apart from the loss, call the "
-    "module instead, or freeze it"
-)
-MISMATCHED = (
-    "the gradient it received is not the sum of what was recorded: something besides the samples' "
-    "own losses reaches it, its module mixes samples, or a reentrant checkpoint uses it outside of "
-    "modules (say use_reentrant=False)"
-)
-CHANGED = (
-    "what its module was given, or its gradient, was kept until it was read, and written into "
-    "before: read the norms first, or write into another tensor"
-)
-LATE = "a use of it arrived after its norm was final: reset() in between"
-CREATED = "its gradient was computed under create_graph=True, and may change again"
-
-# What says that the samples are not found, to which what to do is added: the passes know more.
-LOST = ("cannot be found in its output of shape", "has no rows of")
-ADVICE = (
-    "if these are not the batch's samples, say batch_size= or batch_dim=; if its rows hold them in "
-    "another way, say layout="
-)
-REENTRANT = (
-    "; where none are, as in a table of positions, a reentrant checkpoint keeps that from being "
-    "seen: say use_reentrant=False"
-)
 
 
 def require_all(record: Record, recorder: Any, parameters: Parameters, layers: list[Layer]) -> None:
@@ -51,28 +21,33 @@ def require_all(record: Record, recorder: Any, parameters: Parameters, layers: l
     if sound and not record.mismatched and not record.refused:
         return
     created = any(run.create_graph for run in runs)
-    late = {place for run in runs for place in run.late()}
-    changed = {place for run in runs for place in run.changed()}
+    silent = any(run.silent for run in runs)
     places = parameters.trainable()
-    reasons: dict[int, str] = dict.fromkeys(places, CREATED) if created else {}
-    advice = ADVICE + (REENTRANT if any(run.silent for run in runs) else "")
-    for site, reason in recorder.refusals:
-        if any(words in reason for words in LOST):
-            reason = f"{reason.partition(';')[0]}: {advice}"
+    causes: dict[int, str] = dict.fromkeys(places, "create_graph") if created else {}
+    statistics = ""  # of a batch: why rows below mix
+    for site, why in sorted(recorder.refusals, key=lambda found: key_of(found[1]) == "mixes"):
+        if silent and key_of(why) == "not_found":  # perhaps a table, which a checkpoint hides
+            why = cause(why, more="reentrant")
         own = layers[site].parameters if site >= 0 else ()
-        concerned = [place for place in own if place in places]  # none: frozen, as a BatchNorm
-        reasons.update(dict.fromkeys(concerned or places, reason))
-    reasons.update((place, why) for place, why in record.refused.items() if place not in reasons)
-    mismatched = {place for _, place in record.mismatched}
-    doubtful: Mapping[str, set[int]] = {MISMATCHED: mismatched, CHANGED: changed, LATE: late}
+        concerned = [place for place in own if place in places]
+        if site >= 0 and (not concerned or key_of(why) == "batch_statistics"):  # it may be frozen
+            why = cause(why, module=layers[site].name)
+        if key_of(why) == "batch_statistics":
+            statistics = why
+        elif key_of(why) == "mixes":
+            why = statistics or why
+        causes.update(dict.fromkeys(concerned or places, why))
+    causes.update((place, why) for place, why in record.refused.items() if place not in causes)
+    doubtful = {
+        "not_the_sum": {place for _, place in record.mismatched},
+        "overwritten": {place for run in runs for place in run.changed()},
+        "late": {place for run in runs for place in run.late()},
+    }
     for place, beyond in enumerate(recorder.balance):
-        found = [BEYOND.format(beyond)] if beyond else []
-        found += [reason for reason, doubt in doubtful.items() if place in doubt]
+        found = [key for key, doubt in doubtful.items() if place in doubt]
+        if beyond:
+            found.insert(0, cause("beyond" if beyond > 0 else "without_edge", places=abs(beyond)))
         if found and place in places:
-            reasons.setdefault(place, found[0])
-    if reasons:
-        problems = {parameters.names[place]: reason for place, reason in reasons.items()}
-        lines = "".join(f"\n  {name}: {reason}" for name, reason in problems.items())
-        raise CoverageError(
-            f"no exact norms by sample for {len(problems)} parameters:{lines}", problems
-        )
+            causes.setdefault(place, found[0])
+    if causes:
+        raise refused({parameters.names[place]: why for place, why in causes.items()})

@@ -15,8 +15,7 @@ __all__ = ["batch_size", "flattened", "of_each", "one_of_several", "sized", "ten
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in a model's arguments or outputs, in order; of dataclasses and distributions
-    too."""
+    """Return tensors of arguments or outputs in order, in dataclasses and distributions too."""
     found: list[Tensor] = []
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
@@ -27,7 +26,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def sized(tree: Any) -> list[Tensor]:
-    """The same, less nested ones, which have no sizes."""
+    """Return the same, less nested ones, which have no sizes."""
     return [t for t in tensors_in(tree) if _has_sizes(t)]
 
 
@@ -52,7 +51,7 @@ def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None
 
 
 def one_of_several(options: Mapping[str, Any], arguments: Any, outputs: Any) -> bool:
-    """Where N = 1 was read off the first tensor: whether that one is broadcast against others."""
+    """Return True if N = 1 was read off a first tensor that is broadcast against others."""
     dim = options["batch_dim"]
     given = [t.shape for t in sized(arguments) if t.dim() > dim]
     several = [shape for shape in given if shape[dim] > 1]
@@ -79,8 +78,7 @@ def of_each(given: Any, n: int) -> list[Tensor]:
 
 
 def flattened(arguments: Any, n: int, batch_dim: int) -> bool:
-    """Whether a model's first tensor has not N samples where it says, nor is of one by itself: it
-    holds rows that stand one after the other, or packed ones."""
+    """Return True if the first tensor holds flattened or packed rows, not N samples nor one."""
     args, kwargs = arguments
     if any(of_each(given, n) for given in (*args, *kwargs.values())):
         return False
@@ -93,5 +91,5 @@ def _has_sizes(t: Tensor) -> bool:
 
 
 def _size(t: Tensor, batch_dim: int) -> int:
-    """Of the dimension that is said to hold the samples, or of its only one."""
+    """Return the size of the dimension that holds the samples, or of the only one."""
     return t.shape[batch_dim if t.dim() > batch_dim else 0]

@@ -1,9 +1,8 @@
 """Nothing is silently wrong: what is recorded is held against what the parameters receive.
 
-On the first pass of a new structure the samples' places are proven (examine.py), and each
+On the first pass of a new structure the places of the samples are proven (structure.py), and each
 parameter's gradient is compared with the sum of what was recorded. In every backward, each edge of
-the graph into a parameter must belong to a recorded use (csrc/pass.cpp). What fails is refused when
-it is read.
+the graph into a parameter must belong to a recorded use (csrc/pass.cpp).
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import ops
 from ..errors import CoverageError
 from ..passes.modes import several_at_once
+from ..refusals import cause
 from ..rules import Layer
 from ..sharding import scattered
 from ..shared.lift import Lift, Met
@@ -28,8 +28,8 @@ from .forwards import Forwards, Looked
 from .layout import NOWHERE
 from .listening import Listening
 from .routes import routes
-from .structure import BROADCAST, OUTSIDE, Examiner
-from .verdict import OTHERWISE, Verdict, from_outside
+from .structure import Examiner
+from .verdict import Verdict, from_outside
 
 if TYPE_CHECKING:
     from ..passes.record import Record
@@ -40,7 +40,6 @@ __all__ = ["Audit"]
 
 MANY, VARIANTS = 4096, 8  # structures: sizes that never repeat must not add up; ways through each
 PART = 1 << 18  # elements compared at a time, in float64
-UNPROVEN = "where its samples are could not be looked for: {error}"
 
 
 class Audit:
@@ -78,8 +77,7 @@ class Audit:
     # Forward
 
     def key(self, run: Any, looked: Looked) -> Any:
-        """Return what a verdict on a structure holds for: where a checkpoint runs the model again,
-        less can be proven."""
+        """Return a structure's key. Less can be proven where a checkpoint runs the model again."""
         again = torch._C._current_graph_task_id() != -1
         return run.structure, run.n, again, looked.nodes, looked.kind, self._parameters.regime()
 
@@ -88,10 +86,9 @@ class Audit:
         return verdicts is not None and len(verdicts) == 1 and verdicts[0].lasting
 
     def examine(self, run: Any, key: Any, looked: Looked, broadcast: bool, *shown: Any) -> None:
-        """Tell a forward, at its end, what is known of its structure, or look at it first. The
-        forward is whole whatever comes of that, as of tensors that have no sizes."""
+        """Apply what is known of a forward's structure, or examine it. Never fails the forward."""
         if broadcast:
-            run.refuse(-1, BROADCAST)
+            run.refuse(-1, "one_row")
         if self.knows(key) and not self._parameters.gathered():
             self._tell(run, self._proven[key][0])
             return
@@ -100,7 +97,7 @@ class Audit:
         except CoverageError:  # the user's backward would fail
             raise
         except Exception as error:
-            run.refuse(-1, UNPROVEN.format(error=f"{type(error).__name__}: {error}"))
+            run.refuse(-1, cause("not_examined", error=f"{type(error).__name__}: {error}"))
 
     def _examine(
         self,
@@ -178,8 +175,7 @@ class Audit:
         kept[:] = [other for other in kept if other is not verdict]
 
     def look(self, run: Any) -> None:
-        """The same for a pass of compiled graphs, at its first gradient: each forward is done once
-        more, without the compiler."""
+        """Examine a pass of compiled graphs at its first gradient, by forwards that are not."""
         key = run.structure, run.n
         held = [v for k, _, v, _ in self._pending if k == key] + self._proven.get(key, [])
         known = next((v for v in held if not v.routes), None)  # what batches choose does not show
@@ -188,9 +184,9 @@ class Audit:
             self._pending.append((key, None, verdict, run))
         self._tell(run, verdict)
         if verdict.plan is not None:
-            run.refuse(-1, OUTSIDE)
+            run.refuse(-1, "tables_in_graph")
         elif not verdict.refusals and verdict.sites != [site for site, *_ in run.uses()]:
-            run.refuse(-1, OTHERWISE)
+            run.refuse(-1, "other_layers")
         self._listen()  # each time: its edges into parameters say nothing of what uses them
 
     def _tell(self, run: Any, verdict: Verdict) -> None:
@@ -200,11 +196,9 @@ class Audit:
 
     # Backward
 
-    def shield(self, places: Sequence[int]) -> None:
-        """Norms only: what a recorded backward brings for these leaves their .grad as it was."""
-        tensors = self._parameters.tensors()
-        for place in places:
-            p = tensors[place]
+    def shield(self) -> None:
+        """Norms only: what a recorded backward brings leaves .grad as it was."""
+        for place, p in enumerate(self._parameters.tensors()):
             if p.requires_grad and place not in self._shielded:
                 self._shield(place, p)
 
@@ -231,10 +225,9 @@ class Audit:
                 yield place
 
     def _hear(self, place: int, p: Tensor) -> None:
-        always = place in self.always
-        listening = self._always_listening if always else self._listening
+        listening = self._always_listening if place in self.always else self._listening
         listening.before(p, partial(self._received, place))
-        if always:
+        if place in self.always:
             self._heard_at[p] = place
 
     def _follow(self, run: Any, sites: Sequence[int]) -> None:
@@ -307,26 +300,21 @@ class Audit:
             p._post_accumulate_grad_hooks.update(hooks)
 
     def over(self, tasks: Sequence[int], done: bool) -> None:
-        """Backwards that ended, whichever way, leave .grad and its hooks as they are to stay.
-
-        One inside of another, as of a reentrant checkpoint, has to meet a pass if that other did.
-        """
+        """End backwards, however they did. One inside of another meets a pass if that other did."""
         self._lift.delivered = {key for key in self._lift.delivered if key[0] not in tasks}
         if self._unmet or self._before or self._awaiting:
             self._clear(tasks, done)
         if done and self.always:  # what runs again may use other weights than its forward did
             left = self._recorder.untaken(tasks)
             tensors = self._parameters.wholes() if left else []
-            heard = (key for key in left if tensors[key[1]] in self._heard_at)  # in every backward
-            self._record.mismatched |= set(heard)
+            self._record.mismatched |= {key for key in left if tensors[key[1]] in self._heard_at}
 
     def _clear(self, tasks: Sequence[int], done: bool) -> None:
         if torch._C._current_graph_task_id() == -1:
             unmet = {key for key in self._unmet if key[0] in tasks}
             self._unmet -= unmet
             # Of one that met a pass later the edges tell, where they are counted.
-            told = self._recorder.audited if ops.NATIVE else lambda task: False
-            inside = {key for key in unmet if not told(key[0])}
+            inside = {key for key in unmet if not (ops.NATIVE and self._recorder.audited(key[0]))}
             if done and any(map(self._recorder.audited, tasks)):
                 self._record.mismatched |= inside
         for place in [place for place, (*_, task) in self._before.items() if task in tasks]:
@@ -375,8 +363,9 @@ class Audit:
 
     @property
     def unsettled(self) -> bool:
-        listens = self._recorder.auditing or self._listening.heard or self.always
-        return bool(self._pending or listens)
+        return bool(
+            self._pending or self._recorder.auditing or self._listening.heard or self.always
+        )
 
     def settle(self) -> None:
         """A structure whose first backward has come and agreed is known from now on."""
@@ -406,7 +395,6 @@ class Audit:
 
 
 def _finite(run: Any) -> bool:
-    """Return whether a pass shows anything: sums that are inf or nan agree with whatever was
-    received."""
+    """Return False where a pass shows nothing: inf and nan agree with whatever was received."""
     waiting = [g for place in run.waiting() for _, _, g in run.terms(place)]
     return all(bool(t.isfinite().all()) for t in (run.total(None), *waiting))

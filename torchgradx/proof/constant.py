@@ -59,8 +59,7 @@ class Watch:
 
     @property
     def picks(self) -> bool:
-        """Return whether data decided how many rows there are, as of x[mask], where no node of the
-        graph shows which (routes.py)."""
+        """Return True if data decided how many rows there are (x[mask]) and no node shows it."""
         return bool(self._seen.picks)
 
     def is_constant(self, node: Any, number: int) -> bool:
@@ -121,8 +120,7 @@ class Mode(TorchDispatchMode):
         return self._bits.get((node, number), False)
 
     def stands(self, t: Tensor) -> bool:
-        """Return whether it has the samples where an argument has them: a view of one along its
-        other dimensions, or made of such element by element."""
+        """Return True for views and elementwise results of an argument, samples in place."""
         return self._known_apart(t) > 0 and self._known_apart(t) == self._apart(t, self._batch_dim)
 
     def holds(self, t: Tensor) -> int:
@@ -227,7 +225,7 @@ def _picks(func: Any, operands: Sequence[Tensor]) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The operands that an operation works on in place."""
+    """Yield the operands that an operation works on in place."""
     schema = getattr(func, "_schema", None)
     if schema is not None and schema.is_mutable:
         for place, argument in enumerate(schema.arguments):
@@ -237,8 +235,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _is_shared(t: Tensor, first: Tensor, n: int, batch_dim: int) -> bool:
-    """Ids and masks that all samples share, as positions [T] or [1, T] beside tokens [N, T] or
-    [N, T, D]; beside anything else, as weights [N, T] of nodes, they may be packed ones."""
+    """Return True for ids and masks that all samples share, as positions [T] or [1, T]."""
     shape, like = list(t.shape), list(first.shape)
     if t.is_floating_point() or t.is_complex() or not shape:
         return False

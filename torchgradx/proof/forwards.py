@@ -42,12 +42,11 @@ class Memory:
     dims: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def tables(self, uses: Sequence[Any]) -> set[int]:
-        """The uses that were given the same for any batch, as far as that was seen."""
+        """Return the uses that were given the same for any batch, as far as that was seen."""
         return set(_where(self.constant, uses))
 
     def anchors(self, uses: Sequence[Any]) -> dict[int, int]:
-        """The layouts of uses that were given a view of the model's argument, or its like by
-        element."""
+        """Return layouts of uses that got a view of the model's argument, or its like."""
         return _where(self.anchored, uses)
 
     def learn(self, watch: Watch) -> None:
@@ -60,8 +59,7 @@ class Memory:
 
 
 def _where(seen: dict[tuple[int, int], list[int | None]], uses: Sequence[Any]) -> dict[int, int]:
-    """Return what was seen of these uses; of a site that was not seen called so often, if all its
-    calls were alike."""
+    """Return what was seen of these uses; of a site called more often, if its calls were alike."""
     calls: dict[int, list[int]] = {}
     for k, (site, *_) in enumerate(uses):
         calls.setdefault(site, []).append(k)
@@ -104,7 +102,7 @@ class Forwards:
 
     @property
     def memory(self) -> Memory:
-        """The memory of the regime that the modules are in."""
+        """Return the memory of the regime that the modules are in."""
         regime = self._parameters.regime()
         return self._memories.get(regime) or self._memories.setdefault(regime, Memory())
 
@@ -187,8 +185,7 @@ def _kind(outputs: Any) -> Any:
 
 
 def _detached(entry: Any) -> Any:
-    """Return what a selective checkpoint keeps, as a tensor of its own: what runs again makes that
-    a view of others, once."""
+    """Return a copy of what a selective checkpoint keeps, which is made a view once."""
     if not isinstance(getattr(entry, "val", None), Tensor):
         return entry
     twin = copy.copy(entry)

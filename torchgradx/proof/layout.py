@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ..errors import CoverageError
 from ..passes.unpacking import answers_again, checkpointed
+from ..refusals import cause, refused_all
 from .rows import Rows
 
 __all__ = [
@@ -46,16 +46,6 @@ BATCH, SEQUENCE, SHARED, NOWHERE, SECOND, LAST, MINOR = range(7)
 # On a GPU backwards may add up in another order each time: those of attention do. What mixes
 # samples is off by more than so many times what two answers to one question differ by.
 ANEW, AGAIN, NOISY, LOOSE = ("cuda",), 4, 8.0, 1e-2
-MIXED = (
-    "its rows mix the {n} samples, or stand in another order than n*T+t or t*N+n, so it has no "
-    "per-sample gradient. If its input is the same for all samples (position ids), register it as "
-    "a buffer or build it in forward with torch.arange"
-)
-ONCE = (
-    "a checkpoint in the model serves one backward, as where its context_fn makes a context by "
-    "@contextmanager, and the proof of the first pass runs more: give contexts of a class that can "
-    'be entered again, or say check="off"'
-)
 
 
 @dataclass(frozen=True)
@@ -105,8 +95,7 @@ class Seeding:
         self._plain: dict[int, Rows] = {}  # what prove() found of the unscaled backward
 
     def prove(self) -> list[Finding] | None:
-        """1 + ceil(log16 N) backwards; in float16, and where a GPU adds in any order, some more.
-        None where they cannot run."""
+        """Run 1 + ceil(log16 N) backwards (more in float16 and on a GPU). None: they cannot run."""
         if not self.able:
             return None
         digits = _digits(self._n, 4 if self._half else 16)
@@ -129,13 +118,12 @@ class Seeding:
                 plain = other
         except Exception as error:  # reentrant checkpointing forbids it; hooks raise what they like
             if self._ran and checkpointed(self._nodes):  # the user's backward would fail as well
-                raise CoverageError(ONCE) from error
+                raise refused_all("one_context", ()) from error
             return None
         return found
 
     def confirms(self, layouts: Sequence[int | None]) -> bool:
-        """One backward with some samples' seeds zero: the rows that these layouts give to them
-        must be zero, and no others need be."""
+        """Run one backward with some samples' seeds zero: exactly their rows must be zero."""
         if not self.able:
             return False
         kept = torch.rand(self._n, generator=torch.Generator().manual_seed(self._n)) < 0.5
@@ -156,8 +144,7 @@ class Seeding:
         return not bool(torch.stack(flags).any())
 
     def differs(self, heads: Sequence[tuple[Tensor, int]], found: Sequence[Finding]) -> bool:
-        """One backward, with the samples in other dimensions of the outputs: whether all rows
-        could be of one sample each there, too, and of others than was found."""
+        """Run one backward from other dimensions: True if its rows could be other samples'."""
         digit = torch.arange(self._n) % (4 if self._half else 16)
         try:
             other = self._gradients(self._loud + digit, heads)
@@ -172,8 +159,7 @@ class Seeding:
     def _gradients(
         self, exponents: Tensor, heads: Sequence[tuple[Tensor, int]] | None = None
     ) -> dict[int, Rows]:
-        """Return rows by use. What is kept of each is small: a copy of every gradient would double
-        a step's memory."""
+        """Return small facts of rows by use: a copy of each gradient would take memory."""
         found: dict[int, Rows] = {}
 
         def keep(k: int, g: Tensor | None) -> None:
@@ -201,7 +187,7 @@ class Seeding:
         return found
 
     def _loudest(self) -> int:
-        """The exponent up to which all stays finite: float16 has few numbers below 1e-4."""
+        """Return the exponent up to which all stays finite: float16 has few numbers below 1e-4."""
         for exponent in (12, 9, 6, 3):
             found = self._gradients(torch.full((self._n,), exponent + 3))
             if all(bool(rows.sizes.isfinite().all()) for rows in found.values()):
@@ -225,7 +211,7 @@ class Seeding:
             if not rows.elements:
                 found[k] = Finding(BATCH)
             elif rows.elements % prod(use.leads):
-                found[k] = Finding(MIXED.format(n=self._n))
+                found[k] = Finding(cause("mixes", n=self._n))
             else:
                 key = *use.leads, use.second, use.minor, rows.key, id(use.samples)
                 groups.setdefault(key, []).append(k)
@@ -256,7 +242,7 @@ class Seeding:
             most = [layout for layout, (_, loud_fit, _) in by_layout.items() if loud_fit]
             fits = [layout for layout in most if half and by_layout[layout][2]]
             if not fits:
-                return Finding(None if most else MIXED.format(n=self._n))
+                return Finding(None if most else cause("mixes", n=self._n))
         alike = all(torch.equal(owned[fits[0]], owned[layout]) for layout in fits)
         if not alike:  # neither zeros nor nan are evidence
             return Finding(None)
@@ -301,8 +287,7 @@ def _asked(
 def heads_of(
     outputs: Sequence[Tensor], n: int, dims: dict[tuple[int, int], int], batch_dim: int
 ) -> tuple[list[tuple[Tensor, int]], list[list[tuple[Tensor, int]]]]:
-    """Return outputs with the dimension that holds the samples; and the same with each other
-    dimension of that size, if nothing tells these apart."""
+    """Return outputs with the dimension of the samples; and with each other one of that size."""
     heads, rests = [], []
     for k, t in enumerate(outputs):
         fits = [d for d, size in enumerate(t.shape) if size == n]
@@ -323,7 +308,7 @@ def heads_of(
 
 
 def _weighted(t: Tensor, exponents: Tensor, dim: int) -> Tensor:
-    """A number whose gradient by `t` is random, that of sample n times 2^exponents[n]."""
+    """Return a number whose gradient by `t` is random, that of sample n times 2^exponents[n]."""
     generator = torch.Generator(t.device).manual_seed(t.numel())
     gradient = torch.randn(t.shape, generator=generator, device=t.device).to(t.dtype)
     shape = [-1 if k == dim else 1 for k in range(t.dim())]

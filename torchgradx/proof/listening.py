@@ -45,7 +45,7 @@ class Listening:
         self.leave()
 
     def leave(self) -> None:
-        """Where nobody listens any more, and no backward runs, nothing is left of it."""
+        """Remove what is left, where nobody listens any more and no backward runs."""
         if self.heard and not self._handles and forget(self.heard.values()):
             self.heard = {}
 

@@ -64,8 +64,7 @@ ALL = {"MaskedScatterBackward0", "MaskedSelectBackward0", "PackPaddedSequenceBac
 
 
 def routes(outputs: Iterable[Tensor], n: int) -> list[Any]:
-    """Return what this graph's batch chose; empty where none is chosen. None in it: it was not
-    seen."""
+    """Return what this graph's batch chose; empty: nothing. None in it: it was not seen."""
     found: list[Any] = []
     chosen = False
     for node in below(t.grad_fn for t in outputs if t.grad_fn is not None) if n > 1 else ():
@@ -117,8 +116,7 @@ def _dim(node: Node) -> int:
 
 
 def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:
-    """Return what a node saved of dimensions that may hold samples; None where hooks keep it, as
-    those of a checkpoint, which would compute all of it again."""
+    """Return a node's saved indices that may hold samples; None where hooks keep them."""
     operand = node.next_functions[0]
     if name in TAKES and operand[0] is not None:
         if _is_table(operand[0]):
@@ -164,14 +162,14 @@ def _may_hold(shape: Sequence[int], dim: int, n: int) -> bool:
 
 
 def _is_table(node: Node) -> bool:
-    """One of the model's own, as it is or turned, as an adapter's of an embedding."""
+    """Return one of the model's own, as it is or turned, as an adapter's of an embedding."""
     while node.name() in TURNS and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
     return is_leaf(node)
 
 
 def _by_sample(index: Tensor, n: int) -> Tensor:
-    """Of a mask, how many of each sample, where its samples come first: rows keep their order."""
+    """Return a mask's count for each sample, where samples come first in order."""
     if index.dtype is torch.bool and index.dim() > 1 and index.shape[0] == n:
         return index.flatten(1).sum(1)
     return index.detach().clone()

@@ -60,7 +60,7 @@ class Rows:
         return Rows(elements, kept, sizes, close, floor, half)
 
     def off(self, other: Rows) -> float:
-        """How far another answer is, over a row's size."""
+        """Return how far another answer is, over a row's size."""
         if not self.elements:
             return 0.0
         off = (self.projections - other.projections).abs() / self.sizes

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ..refusals import RefusedError, cause
 from ..sharding import data_parallel
 from ..shared.frontier import Graph
 from ..sites.regime import Regime
@@ -37,17 +38,6 @@ RANDOM = "the forward draws random numbers"
 DISTRIBUTED = "the model is distributed"
 SAMPLE_IDS = "sample_ids="
 NO_BATCH = "no batch of one can be taken from its arguments"
-MISMATCH = (
-    "sample {sample} alone has a gradient norm of {alone:.4g} where it had {batched:.4g} in its "
-    "batch: the model sorts or mixes its samples where no gradient shows it (data statistics, a "
-    "queue, a detached or frozen part). Do that before the model is called, or set it to eval()"
-)
-OTHER = (
-    "sample {sample} alone has another output than in its batch: the model sorts or mixes its "
-    "samples where no gradient shows it (data statistics, a queue, a detached or frozen part). Do "
-    "that before the model is called, or set it to eval()"
-)
-FAILED = "the model could not be run on sample {sample} alone: {error}"
 
 
 @dataclass
@@ -173,17 +163,17 @@ class Samples:
                 if mismatches:
                     self.refused.update(mismatches)
                     return
-        except _OtherError as error:
-            self.refused.update(dict.fromkeys(run.trainable, str(error)))
+        except RefusedError as error:
+            self.refused.update(dict.fromkeys(run.trainable, error.cause))
             return
         except Exception as error:
-            why = FAILED.format(sample=sample, error=f"{type(error).__name__}: {error}")
+            why = cause("failed_alone", sample=sample, error=f"{type(error).__name__}: {error}")
             self.refused.update(dict.fromkeys(run.trainable, why))
             return
         self._checked.update({call.key: None for call in calls})
 
     def _compare(self, run: Any, calls: Sequence[Call], sample: int) -> dict[int, str]:
-        """Return what to say of each parameter whose norm differs."""
+        """Return a cause for each parameter whose norm differs."""
         tensors = self._parameters.tensors()
         live = {place: tensors[place] for place in run.trainable}
         totals: dict[int, Tensor] = {}
@@ -200,15 +190,15 @@ class Samples:
         kinds = {p.dtype for p in live.values()} | {call.regime.autocast for call in calls}
         allowed = TOLERANCE_OF_HALF if kinds.intersection(HALF) else TOLERANCE
         return {
-            place: MISMATCH.format(sample=sample, alone=alone.get(place, 0.0), batched=norm)
+            place: cause("alone", sample=sample, alone=f"{other:.4g}", batched=f"{norm:.4g}")
             for place, norm in batched.items()
-            if abs(norm - alone.get(place, 0.0)) > allowed * whole
+            if abs(norm - (other := alone.get(place, 0.0))) > allowed * whole
         }
 
     def _gradients(
         self, call: Call, n: int, sample: int, live: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        """The model on one sample, and the gradients by its parameters."""
+        """Run the model on one sample, and return the gradients by its parameters."""
         dim, mean = self._options["batch_dim"], self._options["loss_reduction"] == "mean"
         args, kwargs = _of_one(call.arguments, n, sample, dim)
         with self.quiet(), _kept(call.module), call.regime.again(), torch.enable_grad():
@@ -233,11 +223,7 @@ class Samples:
         half = {alone.dtype, call.regime.autocast}.intersection(HALF)
         off, size = ((t.double()).norm() for t in (alone.detach() - batched, batched))
         if off > (TOLERANCE_OF_HALF if half else TOLERANCE) * size:
-            raise _OtherError(OTHER.format(sample=sample))
-
-
-class _OtherError(Exception):
-    """A sample alone has another output."""
+            raise RefusedError(cause("output_alone", sample=sample))
 
 
 def _pulled_back(
@@ -275,7 +261,7 @@ def _seed(g: Tensor, alone: Tensor, n: int, sample: int, dim: int, mean: bool) -
 
 
 def _part(g: Tensor, alone: Tensor, n: int, sample: int, dim: int) -> Tensor:
-    """The rows of one sample, in the shape of its output alone."""
+    """Return the rows of one sample, in the shape of its output alone."""
     fits = [
         d
         for d, size in enumerate(g.shape)
@@ -306,8 +292,7 @@ def _of_one(arguments: tuple[Any, Any], n: int, sample: int, dim: int) -> tuple[
 
 
 def _sharing(arguments: Any, n: int, dim: int) -> bool:
-    """Return whether an argument beside the first may be one that all samples share, as a mask [T,
-    T] is where T = N: a batch of another size will tell."""
+    """Return True if an argument may be shared by all samples (a mask [T, T] with T = N)."""
     first, *others = [t for t in sized(arguments) if t.dim()]
     return n in _but(first, dim)[:1] and any(
         t.dim() < 3 and t.shape != first.shape and t.shape[dim if t.dim() > dim else 0] == n

@@ -21,7 +21,6 @@ from ..sites.regime import Regime
 from .layout import BATCH, SEQUENCE, Watched, owners
 
 __all__ = [
-    "CONFLICT",
     "End",
     "end_of",
     "ends_at",
@@ -32,8 +31,6 @@ __all__ = [
     "of_the_loss",
 ]
 
-CONFLICT = "its outputs have the samples in different places, or may have"
-
 
 @dataclass(frozen=True)
 class End:
@@ -43,7 +40,7 @@ class End:
     taken: tuple[Tensor | None, Tensor | None]  # of each row, if the use is BATCH, or SEQUENCE
 
     def joined(self, use: Any, verdict: Any, presumed: int, n: int) -> Any:
-        """What is known of a use, from `use` so far and the verdict on this end."""
+        """Return what is known of a use, from `use` so far and the verdict on this end."""
         if isinstance(use, str) or verdict is None or n <= 1:
             return use
         if isinstance(verdict, str):
@@ -56,7 +53,7 @@ class End:
         fits = [kind for kind, of in taken.items() if of is not None and torch.equal(of, is_of)]
         if use is None and fits:
             return presumed if presumed in fits else fits[0]
-        return CONFLICT if use not in fits and use in (BATCH, SEQUENCE, None) else use
+        return "different_outputs" if use not in fits and use in (BATCH, SEQUENCE, None) else use
 
     def clear(self, use: Watched, layout: int, n: int) -> bool:
         """Without a proof: whether it is the one that the use is known by, or can be no other."""
@@ -98,7 +95,7 @@ def ends_of_module(
 
 
 def _cut(rows: Sequence[int], n: int, dim: int, major: bool) -> Tensor | None:
-    """The sample of each row, where this dimension is cut; None: it cannot be."""
+    """Return the sample of each row, where this dimension is cut; None: it cannot be."""
     each, rest = divmod(rows[dim], n)
     if rest or not each:
         return None
@@ -107,14 +104,14 @@ def _cut(rows: Sequence[int], n: int, dim: int, major: bool) -> Tensor | None:
 
 
 def places_along(rows: Sequence[int], dim: int) -> Tensor:
-    """The place of each row along a dimension."""
+    """Return the place of each row along a dimension."""
     return torch.arange(prod(rows)) // prod(rows[dim + 1 :]) % rows[dim]
 
 
 def ends_of_node(
     node: Any, graph: Graph, outputs: Iterable[Tensor], leads: Sequence[int], n: int
 ) -> Iterator[End]:
-    """All outputs of a recurrent layer's node, each with its samples first."""
+    """Yield all outputs of a recurrent layer's node, each with its samples first."""
     rows = owners(leads, n)
     ends = {t.output_nr for t in outputs if t.grad_fn is node}
     for number in sorted(ends.union(graph.numbers(node))):
@@ -131,7 +128,7 @@ def ends_at(outputs: Iterable[Tensor]) -> dict[tuple[Any, int], int]:
 
 
 def end_of(t: Tensor) -> Tensor:
-    """What to listen at: in-place operations on a view replace its node; the base's stays."""
+    """Return what to listen at: in-place operations replace a view's node, not its base's."""
     base = t._base
     plain = base is not None and base.grad_fn is not None and base.numel() == t.numel()
     same_order = base is not None and base.is_contiguous() and t.is_contiguous()
@@ -139,7 +136,7 @@ def end_of(t: Tensor) -> Tensor:
 
 
 def needed_by(node: Any, held: dict[int, Tensor], arguments: list[Any]) -> list[int]:
-    """The parameters that every plain backward() needs which comes to this node."""
+    """Return the parameters that every plain backward() needs which comes to this node."""
     before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
     met = {child for inner in below([node], before) for child, _ in inner.next_functions}
     edges = {place: torch.autograd.graph.get_gradient_edge(p) for place, p in held.items()}
@@ -147,8 +144,7 @@ def needed_by(node: Any, held: dict[int, Tensor], arguments: list[Any]) -> list[
 
 
 def made_from_others(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
-    """Of a module's outputs, those that others of them were computed from: what arrives there came
-    through the module too."""
+    """Return outputs that others were made from: their gradients are the module's too."""
     before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
     ends = {end: k for end, k in ends_at(outputs).items() if end[0] not in before}
     found: set[int] = set()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..refusals import cause
 from ..rules import Layer
 from ..shared.frontier import Graph, from_views
 from ..shared.lift import Lift
@@ -40,24 +41,7 @@ if TYPE_CHECKING:
     from ..sites.recurrent import Site
     from ..table import Parameters
 
-__all__ = ["BROADCAST", "OUTSIDE", "Examiner"]
-
-EITHER = (
-    "the model's outputs have {n}, the number of samples, in two dimensions or more, and each may "
-    'hold them: say batch_dim= or layout={{"*": "batch"}}'
-)
-BROADCAST = "the first tensor has one row, others more: say batch_size=, or give the samples first"
-ELSEWHERE = "the {n} samples are not where its batch_first says: set that, or transpose its input"
-UNPROVEN = (
-    "no proof could be had of where the {n} samples are in it; say "
-    'layout={{"{name}": "batch"}} or "sequence"'
-)
-REENTRANT = "; use_reentrant=False lets it be proven"
-ALONE = "; return the model's outputs beside its loss, and it is proven"
-OUTSIDE = (
-    "what it computes before samples enter, as from a position table, is followed outside of "
-    "graphs: compile it without fullgraph=True"
-)
+__all__ = ["Examiner"]
 
 
 class Examiner:
@@ -115,7 +99,7 @@ class Examiner:
             trusted = sites[site].declared >= 0 or not self._proves
             says = sites[site].fixed and use.samples is None and n > 1 and node is not None
             if says and layout in {BATCH, SEQUENCE} - {presumed}:
-                refusals.append((site, f"of shape {list(sizes)}, {ELSEWHERE.format(n=n)}"))
+                refusals.append((site, cause("batch_first", n=n, shape=list(sizes))))
             if isinstance(layout, int) and (node is not None or n == 1) and not trusted:
                 layouts.append(layout)
                 sure.append(finding.sure)
@@ -137,15 +121,16 @@ class Examiner:
                 layouts.append(presumed)
                 complete = complete and (isinstance(layout, str) or not seeded)
                 name = self._layers[site].name
-                why = layout if isinstance(layout, str) else UNPROVEN.format(n=n, name=name)
-                if not isinstance(layout, str) and n > 1 and not self._parameters.gathered():
-                    why += REENTRANT if again else "" if seeded else ALONE
-                refusals.append((site, f"of shape {list(sizes)}, {why}"))
+                why = layout if isinstance(layout, str) else cause("unproven", n=n, name=name)
+                helps = not isinstance(layout, str) and n > 1 and not self._parameters.gathered()
+                if helps and (again or not seeded):
+                    why = cause(why, more="reentrant" if again else "loss")
+                refusals.append((site, cause(why, shape=list(sizes))))
                 if constant is None and k not in tables:
                     memory.watches = max(memory.watches, 1)  # it may be a table's
             sure.append(True)
         if doubt and (plan or any(v in (BATCH, SEQUENCE) for v in layouts)):
-            refusals.append((-1, EITHER.format(n=n)))
+            refusals.append((-1, cause("either", n=n)))
         chosen = self._chosen(n, outputs, watched, looked)
         called = [site for site, *_ in uses]
         reach = self.reach(uses, outputs, looked)
@@ -166,8 +151,7 @@ class Examiner:
         return chosen
 
     def _has_zeros(self, n: int) -> bool:
-        """Return whether weights are all zeros; biases often are, and hide nothing. Nor do they
-        where no backward runs, and to look at parts of what fully_shard split would communicate."""
+        """Return True if weights (not biases) are all zeros. Asks nothing of sharded ones."""
         if n == 1 or not self._proves or self._parameters.gathered():
             return False
         biases = {layer.bias for layer in self._layers}
@@ -213,8 +197,7 @@ class Examiner:
     def _from_sizes(
         self, watched: Watched, use: Any, site: Site, graph: Graph, n: int
     ) -> int | None:
-        """Return the layout, where sizes leave no doubt. Those of [1, N] may be positions [1, T];
-        and of a module of the user's the last dimensions may be any."""
+        """Return the layout if sizes leave no doubt: those of [1, N] may be positions [1, T]."""
         index, sizes, *_ = use
         known = site.fixed or self._in_order(site, index) or self._layers[index].inside
         if n > 1 and (watched.leads[:1] in ([1], (1,)) or (not known and list(sizes).count(n) > 1)):
@@ -251,8 +234,7 @@ class Examiner:
         wants = [wanted(k, site) for k, (site, *_) in enumerate(uses)]
 
         def agrees(found: Sequence[Finding]) -> bool | None:
-            """Return whether these uses have the samples there; None: there is none that shows it.
-            False where rows mix, too."""
+            """Return False where samples are elsewhere or mix, None if nothing shows it."""
             joined, _ = _joined(found, uses, ends, sites, n)
             mixes = any(isinstance(f.layout, str) and k not in tables for k, f in enumerate(joined))
             shown = [want == {f.layout} for f, want in zip(joined, wants, strict=True)
@@ -284,8 +266,7 @@ class Examiner:
         return found, doubt
 
     def _in_order(self, site: Site, index: int) -> bool:
-        """Return whether a layer has the samples where its input has them, as nobody knows of
-        others."""
+        """Return True if a layer is known to have the samples where its input has them."""
         return isinstance(site, NativeSite) or self._layers[index].ruled
 
     def transferred(
@@ -359,7 +340,7 @@ class Examiner:
         looked: Looked,
         graph: Graph,
     ) -> tuple[list[Watched], list[tuple[int, End]]]:
-        """The first output of each use, and the others, by use."""
+        """Return the first output of each use, and the others, by use."""
         watched: list[Watched] = []
         ends: list[tuple[int, End]] = []
         for k, (site, sizes, node, number) in enumerate(uses):
@@ -383,8 +364,7 @@ def _joined(
     sites: Sequence[Site],
     n: int,
 ) -> tuple[list[Finding], set[int]]:
-    """Return a finding for each use, by all of its outputs; and those that received zeros only, at
-    one of them."""
+    """Return a finding for each use, by all its outputs; and the uses that received zeros only."""
     found = list(findings[: len(uses)])
     of_ends = findings[len(uses) : len(uses) + len(ends)]
     zeros = {k for k, f in enumerate(found) if f.layout == NOWHERE}

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..refusals import cause
 from ..shared.frontier import Plan
 from ..sites.modules import build_of
 from .routes import alike
 
-__all__ = ["OTHERWISE", "Verdict", "from_outside", "known", "versions"]
+__all__ = ["Verdict", "from_outside", "known", "versions"]
 
-OTHERWISE = "its compiled graph calls other layers than the model does without the compiler"
 CHOICES = ("layout", "batch_dim", "backend", "fused", "weight_grad", "check")
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, dict[str, dict[Any, Any]]]]] = (
     weakref.WeakKeyDictionary()
@@ -23,8 +23,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, dict[str, dict
 
 
 def known(model: nn.Module, options: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
-    """Return what was found of a model's structures under such options. It outlives a probe, as
-    scoring attaches anew for each batch, for as long as the model is built as it was."""
+    """Return what was found of a model's structures under such options, while it is built so."""
     build, choices = build_of(model), tuple(repr(options[choice]) for choice in CHOICES)
     if model not in _known or _known[model][0] != build:
         _known[model] = build, {}
@@ -36,7 +35,7 @@ class Verdict:
     """The layouts that hold for a structure, and what is refused."""
 
     layouts: list[int]  # of each use
-    refusals: list[tuple[int, str]]  # (site, why)
+    refusals: list[tuple[int, str]]  # (site, cause)
     plan: Plan | None  # for the uses of layout SHARED
     complete: bool  # False: another forward must be looked at
     sites: list[int]  # of each use
@@ -78,10 +77,10 @@ def from_outside(run: Any) -> Verdict:
             first = forward()
             seen.append(first if first[0].complete else forward())  # watched in the first
     except Exception as error:  # no reason to end a training step
-        return _nothing(f"a call of the model without the compiler failed: {error}")
+        return _nothing(cause("eager_failed", error=error))
     sizes = [(site, list(sizes)) for site, sizes, *_ in run.uses()]
     if [use for _, uses in seen for use in uses] != sizes:
-        return _nothing(OTHERWISE)
+        return _nothing("other_layers")
     verdicts = [verdict for verdict, _ in seen]
     return Verdict(
         [how for verdict in verdicts for how in verdict.layouts],

@@ -77,7 +77,7 @@ def empty_in_lines(input: Tensor, by_row: bool) -> Tensor:
 
 
 def is_by_row(input: Tensor, rstd: Tensor | None, frozen: bool) -> bool:
-    """Whether statistics are of each position's features."""
+    """Return True if statistics are of each position's features."""
     if rstd is None or frozen:
         return False
     return input.shape[2] == 1 and rstd.shape[1] == input.shape[1]

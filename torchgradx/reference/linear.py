@@ -136,8 +136,7 @@ def _rows(
     dilation: Sequence[int],
     groups: int,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Chunks of samples as a linear layer's operands, each group a sample of its own:
-    [n * groups, T, I] and [n * groups, T, O / groups]."""
+    """Yield chunks as a linear layer's operands, each group a sample of its own."""
     n, o, *pixels = grad_output.shape
     t, i = pixels[0] * pixels[1], input.shape[1] // groups * kernel_size[0] * kernel_size[1]
     for chunk in chunks(n, t * i * groups):

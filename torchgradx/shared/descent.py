@@ -18,6 +18,7 @@ from torch import Tensor
 from ..passes.plain import receives
 from ..passes.unpacking import spared
 from ..proof.layout import NOWHERE
+from ..refusals import cause
 from ..sharding import shards
 from ..sites.copies import untraced
 from .affine import at_node
@@ -50,10 +51,6 @@ from .stations import Leaf, Station
 __all__ = ["Descent"]
 
 G = TypeVar("G", bound=Gradients)
-LATER = (
-    "the model's outputs gave it zeros, as behind weights that begin as zeros, and now a gradient "
-    "came by a way that no output shows"
-)
 CHUNK = 1 << 23  # elements of parameters' gradients at a time: 32 MiB of float32
 
 
@@ -109,7 +106,7 @@ class Descent:
                     self._compare(station, node, incoming, held)
                     self._pass(station, node, held)
         except Exception as error:  # never from inside backward()
-            self._refuse(f"its gradients by sample failed at {node.name()}: {error}")
+            self._refuse(cause("failed", error=f"at {node.name()}: {error}"))
 
     def _begin(self) -> None:
         self._task, self._rounding = torch._C._current_graph_task_id(), 0.0
@@ -141,10 +138,7 @@ class Descent:
             own = size(g)
             off = own if mine is None else difference(g, mine)
             if off > 64 * (self._rounding + own * torch.finfo(g.dtype).eps):
-                self._refuse(
-                    "the gradient it received is not the sum of its gradients by sample: a hook, "
-                    "or a use that the model's outputs do not show, changed it on the way"
-                )
+                self._refuse("not_its_sum")
 
     def _enter(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
         """Through a node of the frontier, whose gradient has rows by sample."""
@@ -153,7 +147,7 @@ class Descent:
             return
         if layout == NOWHERE:
             if g.any():
-                self._refuse(LATER)
+                self._refuse("after_zeros")
             self._nothing(station, node, incoming)
             return
         if station.inward or any(self._hears(leaf) for leaf in station.leaves.values()):

@@ -155,8 +155,7 @@ def is_leaf(node: Node) -> bool:
 
 
 def name_of(node: Node) -> str:
-    """Which node a reshape makes depends on whether operations are watched; which a slice makes, on
-    whether it is of all."""
+    """Return a name that does not depend on how reshapes and slices were recorded."""
     name: str = node.name()
     return SAME.get(name, name)
 
@@ -178,8 +177,7 @@ def shape_of(node: Node, number: int) -> tuple[int, ...]:
 
 
 def from_views(graph: Graph, node: Node, number: int, leads: Sequence[int], n: int) -> int | None:
-    """The layout of an output's rows, where sizes leave no doubt: its own and those of its views,
-    in which the same rows come in the same order along more dimensions."""
+    """Return the layout of an output's rows, from its sizes and its views', if in no doubt."""
     return _told(leads, _views(graph, node, number) if n > 1 else [], n)
 
 
@@ -318,8 +316,7 @@ class Region:
         return all(self._constant(node, k) for k in numbers)
 
     def layouts(self, found: Sequence[Finding], proven: bool) -> dict[Node, int | None]:
-        """Return layouts by node, from what was found of `watched`. proven: weighted backwards
-        could run."""
+        """Return layouts by node, from findings. proven: weighted backwards could run."""
         rows, columns, middles = self._parts
         of_rows, rest = found[: len(rows)], found[len(rows) :]
         layouts: dict[Node, int | None] = dict.fromkeys(self._nodes)
@@ -349,8 +346,7 @@ def survey(
     region: Region,
     layouts: dict[Node, int | None],
 ) -> Plan:
-    """For those groups of which all consumers are shared, up to nodes that are proven to have rows
-    by sample."""
+    """Survey groups all of whose consumers are shared, up to nodes with rows proven by sample."""
 
     def shared(node: Node) -> bool:
         return node in layouts and region.shared(node)

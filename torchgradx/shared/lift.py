@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from ..ops import NATIVE
 from ..passes.unpacking import answers_twice, are_offloaded, asked, hides
 from ..proof.layout import Finding, Watched
+from ..refusals import cause
 from ..rules import Layer
 from ..sites.native import NativeSite
 from ..sites.recurrent import Site
@@ -101,8 +102,7 @@ class Lift:
         of_region: Sequence[Finding],
         proven: bool,
     ) -> Plan | None:
-        """Tell which uses are lifted, and how; the first time that a structure is met. proven:
-        weighted backwards could run."""
+        """Plan the lifted uses of a new structure. proven: weighted backwards could run."""
         mixing = {
             k
             for k in start.tables
@@ -126,7 +126,7 @@ class Lift:
             return answers_twice(node) and not counts_ids(node) and (not hides(node) or shown())
 
         def cheap(node: Node, ends: bool) -> bool:
-            """Whether asking a node costs less than to run its module again."""
+            """Return True if asking a node costs less than running its module again."""
             return able(node, ends) and (not ends or n == 1 or in_closed_form(node))
 
         groups = [Group(k, (uses[k][2],), lambda node, ends: True) for k in sorted(mixing)]
@@ -161,8 +161,7 @@ class Lift:
         sites: Sequence[Site],
         outputs: Sequence[Tensor],
     ) -> tuple[Graph, set[int]]:
-        """Without the edges by which modules use their own parameters, of those at `places` that
-        kernels see; and the places of these."""
+        """Return the graph without modules' own edges to the parameters at `places`, and theirs."""
         graph, seen, others = Graph(outputs), dict[int, set[Node]](), set[int]()
         if not places:
             return graph, set()
@@ -253,9 +252,9 @@ class Lift:
         plan, read, called, way, *_, mute = met
         lifted = {self._served(k, uses)[0] for k, _ in plan.starts}
 
-        def refuse(where: Any, reason: str) -> None:
+        def refuse(where: Any, why: str) -> None:
             for site in lifted:
-                where.refuse(site, reason)
+                where.refuse(site, why)
 
         leaves = [leaf for s in (way or {}).values() for leaf in s.leaves.values()]
         counted = {leaf.place for leaf in leaves if leaf.counted}
@@ -263,10 +262,10 @@ class Lift:
         if counted:
             run.disclose(sorted(counted))
         if way is None:
-            refuse(run, "what no sample enters is consumed otherwise than when it was proven")
+            refuse(run, "otherwise")
             return
         if mute:
-            refuse(run, f"by sample it needs {mute[0]} twice, which saves through hooks")
+            refuse(run, cause("node_twice", node=mute[0]))
             return
         for site in lifted:
             self._layers[site].notes["lifted"] = None

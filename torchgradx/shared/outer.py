@@ -72,7 +72,7 @@ Gradients = Tensor | Outer | LookedUp
 
 
 def operands(g: Gradients) -> list[Tensor]:
-    """What it holds, some of which others may write into."""
+    """Return what it holds, some of which others may write into."""
     if isinstance(g, LookedUp):
         return [g.ids, g.rows]
     return [g.left, g.right] if isinstance(g, Outer) else [g]

@@ -196,7 +196,7 @@ def _looked_up(node: Node, g: Tensor, layout: int, n: int) -> LookedUp:
 
 
 def through(node: Node, g: Outer) -> Outer | None:
-    """What a node that turns or casts a matrix makes of it."""
+    """Return what a node that turns or casts a matrix makes of it."""
     name = node.name()
     if name == CAST:
         return g.to(dtype_of(*node.next_functions[0]))

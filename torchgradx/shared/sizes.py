@@ -18,8 +18,7 @@ def rows_of(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
 
 
 def columns_of(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns of a matrix, or of several, the last dimension of which may hold
-    samples: einsum has what leads its result on the left."""
+    """Return rows and columns of a matrix whose last dimension may hold samples (einsum)."""
     return prod(shape[:-1]), shape[-1]
 
 

@@ -38,7 +38,7 @@ class Station:
 def stations(
     graph: Graph, plan: Plan, climbed: Sequence[Node], leaf_of: Callable[[int], Leaf | None]
 ) -> dict[Node, Station]:
-    """What lies between the frontier and the parameters to serve."""
+    """Return the nodes between the frontier and the parameters to serve."""
     layouts = dict(zip(climbed, plan.layouts, strict=True))
     inside = dict.fromkeys(below(node for node in climbed if layouts[node] is None))
     numbers = {node: k for k, node in enumerate({**dict.fromkeys(climbed), **inside})}

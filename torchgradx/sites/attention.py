@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 
 from .. import ops
 from ..proof.layout import SEQUENCE
+from ..refusals import cause
 
 if ops.NATIVE:
     from .. import _C
@@ -87,8 +88,7 @@ class Part:
 
     def __call__(self, run: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if run is not None and self._declared == SEQUENCE and x.shape[1] != run.n:
-            reason = f"its batch of {x.shape[1]} has several rows of each of the {run.n} samples"
-            run.refuse(self._index, f'{reason}: only layout "batch" has them one after another')
+            run.refuse(self._index, cause("attention_rows", rows=x.shape[1], n=run.n))
         out: Tensor | None = _C.call(self._site, x, weight, bias) if self._fused else None
         if out is None:
             out = F.linear(x, weight, bias)

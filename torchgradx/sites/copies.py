@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch._C._dynamo import eval_frame
 
+from ..refusals import sentence
+
 __all__ = ["Hook", "keep_out", "let_in", "stock_of", "swapped", "untraced"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -52,7 +54,7 @@ class Hook:
         return self._called(self, *args)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        """Of a class with a way of its own to be copied, which the table of reductions misses."""
+        """Copy a class with its own deepcopy, which the table of reductions misses."""
         return _nothing
 
     def _inside(self, *args: Any) -> Any:
@@ -76,8 +78,7 @@ untraced(Hook.__call__, below=False)
 # torch.compile breaks its graph here, and under fullgraph=True shows the reason.
 for _name, _value in {
     "_torchdynamo_disable": True,
-    "_torchdynamo_disable_msg": "torchgradx records this model outside of graphs (see "
-    "docs/limits.md): compile it without fullgraph=True",
+    "_torchdynamo_disable_msg": sentence("graph_break"),
 }.items():
     setattr(Hook._outside, _name, _value)
 

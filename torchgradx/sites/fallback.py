@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 from ..proof.arguments import tensors_in
 from ..proof.layout import BATCH, SEQUENCE
+from ..refusals import RefusedError, cause
 from ..shared.frontier import below
 from .outcome import OtherOutputsError, Outcome, same
 from .regime import Regime
@@ -56,8 +57,7 @@ class Call:
 
     @property
     def lead(self) -> int:
-        """Where the samples are in the first output: [N, ...], [N * K, ...] or [K * N, ...]; or
-        [T, N, ...]."""
+        """Return the dimension of the samples in the first output: 0, or 1 of [T, N, ...]."""
         if isinstance(self.module, CHANNELS_FIRST):
             return 0  # rows t*N+n: the second dimension is of channels
         return int(self.layout == SEQUENCE and len(self.first) > 2 and self.first[1] == self.n)
@@ -104,7 +104,7 @@ def per_sample_gradients(
 
 
 def _or_replayed(chunks: Chunks, replayed: Callable[[], Chunks], done: int) -> Chunks:
-    """Of samples from `done` on."""
+    """Yield chunks; if vmap fails, replay samples from `done` on."""
     try:
         for chunk, found in chunks:
             yield chunk, found
@@ -116,7 +116,7 @@ def _or_replayed(chunks: Chunks, replayed: Callable[[], Chunks], done: int) -> C
 
 
 def dim_of(call: Call, t: Tensor) -> int:
-    """Where the samples are in an argument or an output."""
+    """Return the dimension of the samples in an argument or an output."""
     if isinstance(call.module, nn.RNNBase) and not _is_data(call, t):
         return t.dim() - 2  # a state [layers, N, H], whatever batch_first says
     if isinstance(call.module, nn.MultiheadAttention) and _beside_data(call, t):
@@ -128,14 +128,14 @@ def dim_of(call: Call, t: Tensor) -> int:
 
 
 def _is_data(call: Call, t: Tensor) -> bool:
-    """Of a recurrent layer: its input and its output, not the states."""
+    """Return True for input and output of a recurrent layer, not its states."""
     args, kwargs = call.arguments
     data = args[0] if args else kwargs.get("input")
     return t is data or t is call.grads[0]
 
 
 def _beside_data(call: Call, t: Tensor) -> bool:
-    """Of attention: its weights, and masks of two dimensions."""
+    """Return True for weights and masks [N, S] of attention."""
     return t.dim() == 2 or any(t is g for g in call.grads[1:])
 
 
@@ -269,11 +269,11 @@ def _held_against_the_whole(
     kinds = [call.regime.autocast, *(g.dtype for g in call.grads if g is not None)]
     eps = max(torch.finfo(kind).eps for kind in kinds if kind is not None)
     if float((total - sums).norm()) > 64 * eps * sizes:
-        raise ValueError("run again as a batch, it gives other gradients than sample by sample")
+        raise RefusedError("other_gradients")
 
 
 def weighted(call: Call, factors: Tensor) -> Call:
-    """With each sample's share of the gradients times its factor [N]; 0 where that is 0."""
+    """Multiply each sample's share of the gradients by its factor [N]; 0 where that is 0."""
 
     def times(g: Tensor | None) -> Tensor | None:
         if g is None or not g.numel():
@@ -297,8 +297,7 @@ def _by_row(call: Call, t: Tensor, by_sample: Tensor) -> tuple[Tensor, int]:
 
 
 def without(call: Call, left_out: Tensor) -> Call:
-    """With the input of a sample that stays in place of those that are left out [N]: their own
-    would make nan of their gradients of 0."""
+    """Put a sample that stays in place of those left out [N], which may make nan of a 0."""
     stays = torch.arange(call.n, device=left_out.device)
     stays = torch.where(left_out, stays[~left_out][0], stays)
 
@@ -358,12 +357,11 @@ def _same_alone(outputs: Sequence[Tensor]) -> None:
     """Raise where a sample's part in the batch's gradient is not what it would be alone."""
     for node in below(t.grad_fn for t in outputs if t.grad_fn is not None):
         if node.name() in TABLES and node._saved_scale_grad_by_freq:
-            raise ValueError("scale_grad_by_freq divides by how often an id is in the batch")
+            raise RefusedError("scale_grad_by_freq")
 
 
 def as_it_stands(call: Call) -> Call:
-    """To run later: modes, attributes and buffers stay what they are. So do the gradients of one
-    sample, which may become the .grad of what is expanded over the batch."""
+    """Copy a call to run later: its state, and gradients of one sample, which .grad may share."""
     grads = [g if g is None else g.clone() for g in call.grads] if call.n == 1 else call.grads
     return replace(call, module=of_its_own(call.module, weights=False), grads=grads)
 
@@ -383,14 +381,11 @@ def _only(call: Call, g: Tensor, sample: int) -> Tensor:
     if call.samples is not None and g is call.grads[0]:
         return g.where((call.samples == sample)[:, None], 0)
     if not g.dim():
-        raise ValueError(
-            "its module gives one number for all samples, and running it again cannot tell what "
-            "is whose: let it give a loss for each sample, or freeze what it does not use"
-        )
+        raise RefusedError("one_number")
     masked, dim = torch.zeros_like(g), dim_of(call, g)
     per_sample, rest = divmod(g.shape[dim], call.n)
     if rest:
-        raise ValueError(f"an output of shape {tuple(g.shape)} has no rows of {call.n} samples")
+        raise RefusedError(cause("not_found", shape=list(g.shape), n=call.n))
     if per_sample == 1 or call.layout == BATCH:
         rows = slice(sample * per_sample, (sample + 1) * per_sample)
     else:

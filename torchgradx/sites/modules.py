@@ -31,8 +31,7 @@ RECURRENT = (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)
 
 
 def recurrent_weights(module: Any) -> list[tuple[str, str | None]]:
-    """(weight, bias) of each product in a stock recurrent module: layer by layer, direction by
-    direction W_ih, W_hh and W_hr. Empty for any other module."""
+    """Return (weight, bias) of each product of a stock recurrent module, in order; or nothing."""
     stock = any(isinstance(module, k) and type(module).forward is k.forward for k in RECURRENT)
     if not stock or "forward" in module.__dict__:
         return []
@@ -53,7 +52,7 @@ def recurrent_weights(module: Any) -> list[tuple[str, str | None]]:
 
 
 def build_of(model: nn.Module) -> tuple[Any, ...]:
-    """What a forward may depend on beside values of tensors: the modules, and their attributes."""
+    """Return what a forward may depend on beside tensors: the modules, and their attributes."""
     return tuple(
         (name, type(module), *((k, _same(v)) for k, v in vars(module).items() if k not in OWN))
         for name, module in model.named_modules(remove_duplicate=False)
@@ -61,8 +60,7 @@ def build_of(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _same(value: Any, depth: int = 3) -> Any:
-    """What compares equal to that of the same object alone, or of the same value where it is plain:
-    a number, a word, or a few of them."""
+    """Return an object that equals that of the same object, or of the same plain value, alone."""
     if isinstance(value, Tensor):
         return Tensor
     if type(value) in PLAIN:
@@ -77,7 +75,7 @@ def _same(value: Any, depth: int = 3) -> Any:
 
 
 def opaque(module: nn.Module) -> bool:
-    """Whether a module uses its children's parameters without calling the children."""
+    """Return True if a module uses its children's parameters without calling the children."""
     return isinstance(module, nn.MultiheadAttention) or parametrize.is_parametrized(module)
 
 
@@ -107,7 +105,7 @@ def parameter_of(module: nn.Module, name: str) -> Tensor | None:
 
 
 def same_parameters(one: nn.Module, other: nn.Module, names: Iterable[str]) -> bool:
-    """Whether two modules compute with the same ones, of those named: one at least."""
+    """Return True if two modules compute with the same named parameters: one at least."""
     held = [parameter_of(one, name) is parameter_of(other, name) for name in names]
     return bool(held) and all(held)
 

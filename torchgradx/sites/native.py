@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .. import ops
 from ..gpu import gpu_of
 from ..proof.layout import BATCH, SECOND, SEQUENCE
+from ..refusals import cause
 from ..rules import Layer, rule_named
 from ..table import Context, declared_layout, owns_backward
 from .attention import Part, attending
@@ -27,23 +28,18 @@ if ops.NATIVE:
 __all__ = ["Hooks", "NativeSite", "call_of_hook", "core", "is_running", "why_mixed"]
 
 MIXING = ("batchnorm1d", "batchnorm2d", "batchnorm3d")
-MIXES = (
-    "it normalises by the batch's statistics, which mix samples: call eval() on it, or use "
-    "GroupNorm"
-)
-UNBATCHED = "it is called without a batch, so that it works along the {n} samples"
 CALL = nn.Module._call_impl.__code__
 CODES = {"rank1": 0, "gram": 1, "direct": 2, "fused": 3}  # Algorithm in csrc/site.h
 
 
 def why_mixed(module: nn.Module, given: Sequence[Any], n: int) -> str | None:
-    """What a module does to mix the samples of a call, if it does."""
+    """Return the cause where a module mixes the samples of a call."""
     if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-        return MIXES
+        return "batch_statistics"
     along = isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and n > 1
     rows = given[0] if along and given and isinstance(given[0], Tensor) else None
     unbatched = rows is not None and rows.dim() == 2 and len(rows) % n == 0  # else a table's
-    return UNBATCHED.format(n=n) if unbatched else None
+    return cause("unbatched", n=n) if unbatched else None
 
 
 def call_of_hook() -> FrameType:
@@ -146,7 +142,7 @@ def core(
         try:
             plan = layer.plan(n, t, itemsize, beside, options["algorithm"], device)
         except ValueError as refusal:  # raised when it is read, never from inside backward()
-            recorder.refuse(index, str(refusal))
+            recorder.refuse(index, cause("algorithm", error=refusal))
             plan = layer.plan(n, t, itemsize, beside, None, device)
         return CODES[plan.algorithm]
 
@@ -169,8 +165,7 @@ def core(
 def _forward_of(
     trace: Trace, argument: str, stock: Any, sites: dict[int, Any]
 ) -> Callable[..., Any]:
-    """The forward in C++: ours, or the stock one's operator and a tap. No forward hook, which costs
-    the module's call three times as much."""
+    """Make the forward in C++: ours, or the stock operator and a tap (hooks cost more)."""
 
     @untraced
     def forward(self: Any, input: Any) -> Any:
@@ -219,7 +214,7 @@ def _tap(site: Any, index: int, kind: str, recorder: Any) -> Callable[[Any, Tens
         if module.training or module.running_mean is None:
             run = recorder.current()
             if run is not None:
-                run.refuse(index, MIXES)
+                run.refuse(index, "batch_statistics")
             return
         _C.tap(site, x, module.weight, module.bias, out, module.running_mean, module.running_var)
 

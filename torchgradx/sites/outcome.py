@@ -13,6 +13,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from ..refusals import RefusedError
+
 __all__ = ["OtherOutputsError", "Outcome", "roundings", "same"]
 
 KEPT = 1 << 14  # elements of an output
@@ -22,14 +24,11 @@ ROUNDINGS = 1024.0  # that may differ between a batch and its samples, as in a c
 ROUNDINGS_OF_HALVES = 4.0  # their sums are made in float32
 
 
-class OtherOutputsError(RuntimeError):
+class OtherOutputsError(RefusedError):
     """What ran again gave something else."""
 
     def __init__(self, gross: bool) -> None:
-        super().__init__(
-            "run again in backward, it gives other outputs than its forward: keep its switches and "
-            "states as they were until then, and draw its random numbers from torch's own generator"
-        )
+        super().__init__("other_outputs")
         self.gross = gross
 
 
@@ -52,8 +51,7 @@ class Outcome:
         return Outcome(elements, output.shape, max(eps, torch.finfo(output.dtype).eps))
 
     def apart(self, again: Tensor) -> float:
-        """How far, relative to what differs: a mask's constants tell nothing. What is inf or nan,
-        as by a scaler, is not compared."""
+        """Return the relative difference of the elements that differ, inf and nan left out."""
         if again.shape != self.shape:
             return torch.inf
         before, now = (t.to(torch.promote_types(t.dtype, torch.float64))

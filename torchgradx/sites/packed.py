@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Packed", "samples_of", "why_not"]
+from ..refusals import cause
 
-PACKED = "it is given a packed sequence, and gives none first of {n} samples: give it padded ones"
+__all__ = ["Packed", "samples_of", "why_not"]
 
 
 class Packed:
@@ -35,7 +35,7 @@ class Packed:
 
 
 def samples_of(out: Any, n: int) -> Tensor | None:
-    """Of each row, where the first of a module's outputs is a packed sequence of n samples."""
+    """Return each row's sample, where the first output is a packed sequence of n samples."""
     first = out[0] if isinstance(out, tuple) and out else None
     if not isinstance(first, PackedSequence) or first.data.dim() != 2:
         return None
@@ -44,12 +44,9 @@ def samples_of(out: Any, n: int) -> Tensor | None:
 
 
 def why_not(parameters: Iterable[Tensor], arguments: Any, packs: bool, n: int) -> str | None:
-    """Why a module cannot be run again sample by sample, if one can tell beforehand."""
+    """Return the cause for which a module cannot run again by sample, as far as its call shows."""
     if any(p.is_complex() for p in parameters):
-        return (
-            "it has complex parameters, which have no kernel and no fallback: hold them as real "
-            "ones, and call torch.view_as_complex in the forward, or freeze them"
-        )
+        return "complex"
     leaves = tree_leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
     packed = any(isinstance(leaf, PackedSequence) for leaf in leaves)
-    return PACKED.format(n=n) if packed and not packs else None
+    return cause("packed", n=n) if packed and not packs else None

@@ -42,7 +42,7 @@ class RecurrentSite(FallbackSite):
         if run is not None and trained and through_time.served(module, input, hx):
             return through_time.run(self._layer, module, input, hx)
         if run is not None and trained and self._strict:
-            run.refuse(self._index, 'backend="native" has no kernel for how it was called')
+            run.refuse(self._index, "no_kernel")
         self._before(module, ())
         out = self._stock.forward(module, input, hx)
         return self._after(module, (input, hx), {}, out) or out

@@ -26,12 +26,13 @@ from ..proof.several import (
     of_the_loss,
 )
 from ..reference.chunks import along
+from ..refusals import RefusedError, cause
 from ..rules import Layer, rule_named
 from ..sharding import scattered
 from ..shared.frontier import coarsest
 from ..shared.outer import BySample, sq_norms
 from ..shared.sizes import look_of
-from ..table import COMPUTED, Context, declared_layout
+from ..table import Context, declared_layout
 from .booked import Booked
 from .copies import stock_of, untraced
 from .fallback import (
@@ -44,17 +45,12 @@ from .fallback import (
 )
 from .modules import CONTAINERS, opaque, own_names, parameter_of, same_parameters
 from .native import Hooks, why_mixed
-from .outcome import OtherOutputsError
 from .packed import samples_of, why_not
 from .regime import Regime
 from .stand_in import as_it_is_now, makes_weight, of_the_user
 from .use import Called, Use
 
 __all__ = ["FallbackSite"]
-
-NESTED = "it is given a nested tensor, whose rows are of no one size: pad it, or pack it"
-APART = "its outputs came back in several backwards: add their losses, or say retain_graph=True"
-UNPROVEN = "nothing proves where the {n} samples are in each output; use_reentrant=False lets it"
 
 
 class _OfThread(threading.local):
@@ -101,7 +97,7 @@ class FallbackSite:
 
     @property
     def presumed(self) -> int:
-        """Where nothing is proven: what is declared, what the module says, or `batch_dim`."""
+        """Return the unproven layout: declared, as the module says, or `batch_dim`."""
         if self.declared >= 0:
             return self.declared
         if self.fixed:
@@ -110,7 +106,7 @@ class FallbackSite:
 
     @property
     def fixed(self) -> bool:
-        """Whether the module says itself where its samples are, and works along the others."""
+        """Return True if the module itself says where its samples are."""
         return self.declared < 0 and isinstance(self._module, (nn.RNNBase, nn.MultiheadAttention))
 
     def leads(self, dims: int) -> int:
@@ -119,8 +115,7 @@ class FallbackSite:
 
     @property
     def by_nodes(self) -> bool:
-        """Return True if its parameters' gradients may be taken at the graph's nodes, rather than
-        by running it again: a module of the user's own, or one that calls others."""
+        """Return True if gradients may be taken at graph nodes: of a module of the user's."""
         if self.declared >= 0 or opaque(self._module):
             return False
         children = (c for c in self._module.children() if not isinstance(c, CONTAINERS))
@@ -140,7 +135,7 @@ class FallbackSite:
         self._call.first = torch.autograd._get_sequence_nr()
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-        """What the module gives in place of its output, if anything."""
+        """Return what the module gives in place of its output, if anything."""
         if module is not self._module:  # a replica, perhaps in a thread of its own
             names = self._own.values() if self._recorder.depth() else ()
             if not same_parameters(module, self._module, names):
@@ -163,7 +158,7 @@ class FallbackSite:
             return None
         made = not all(p.is_leaf for p in held.values())
         told = (args, kwargs), samples is not None, run.n
-        unsaid = COMPUTED if made else None if plain else why_not(held.values(), *told)
+        unsaid = "computed" if made else None if plain else why_not(held.values(), *told)
         if unsaid:
             run.refuse(self._index, unsaid)
             return None
@@ -173,7 +168,7 @@ class FallbackSite:
             return None  # what it gives is not seen: where gradients come of it, they are refused
         live = [t for t in outputs if t.requires_grad]
         if any(t.is_nested for t in outputs):
-            run.refuse(self._index, NESTED)
+            run.refuse(self._index, "nested")
             return None
         first = next((t for t in live if t.dim()), (live or outputs)[0])
         heard = self._audit.forwards.watching or torch._C._len_torch_dispatch_stack()
@@ -271,7 +266,7 @@ class FallbackSite:
         arguments: Any = None
         leaves, spec = use.arguments
         if len(leaves) < spec.num_leaves:
-            self._recorder.refuse(self._index, APART)
+            self._recorder.refuse(self._index, "several_backwards")
             return
         try:
             arguments = tree_unflatten([unpacked(leaf) for leaf in leaves], spec)
@@ -281,11 +276,11 @@ class FallbackSite:
                 raise  # but as without us, where a checkpoint cannot run its layers again
             if ops.NATIVE and not use.run.reaches(use.places):
                 return  # it has parameters that it does not use
-            why = f"its gradients by sample failed: {type(error).__name__}: {error}"
-            if isinstance(error, OtherOutputsError):
-                why = str(error)
+            why = cause("failed", error=f"{type(error).__name__}: {error}")
+            if isinstance(error, RefusedError):
+                why = error.cause
             if scattered(use.module.parameters()):
-                why = "modules that it calls are sharded apart: move it into one of its own"
+                why = "sharded_apart"
             self._recorder.refuse(self._index, why)
         if not use.run.retained:
             use.arguments[0].clear()
@@ -301,14 +296,14 @@ class FallbackSite:
             return  # lift.py brings its gradients by sample
         if layout == NOWHERE:
             if any(g is not None and bool(g.any()) for g in grads):
-                reason = "its gradient came by a way that no output shows"
-                self._recorder.refuse(self._index, reason)
+                self._recorder.refuse(self._index, "no_output")
             return
         names = [self._own[place] for place in places]
         how = layout, use.first, use.regime, use.samples, use.gave
         call = Call(use.module, names, arguments, grads, run.n, *how)
         if use.number < 0 and not self._clear(call):
-            self._recorder.refuse(self._index, UNPROVEN.format(n=run.n))
+            where = {"n": run.n, "shape": list(use.first), "name": self.layer.name}
+            self._recorder.refuse(self._index, cause("unproven", **where, more="reentrant"))
             return
         if any(grads[k] is not None for k in use.inner):
             call = of_the_loss(call, use.inner, self._silent)
@@ -368,7 +363,7 @@ class FallbackSite:
             run.add_dots(torch.cat(dots))
 
     def _clear(self, call: Call) -> bool:
-        """Where nothing is proven: whether the samples can be nowhere else in several outputs."""
+        """Return True if unproven samples can be nowhere else in several outputs."""
         if self.fixed or self.declared >= 0 or len(call.grads) == 1 or call.n == 1:
             return True
         live = [g for g in call.grads if g is not None]
@@ -396,8 +391,7 @@ def _apart(module: nn.Module, out: Any) -> Any:
 
 
 def _rounding(use: Use, call: Call, gradient: Tensor, size: float, alone: float) -> float:
-    """Of a sum, whose terms are of this size, in the dtypes that are known; and of each term in one
-    that the module chose inside: `alone` is the sum of the samples' norms."""
+    """Return the rounding of a sum of terms of this size; `alone`: sum of the samples' norms."""
     kinds = {call.regime.autocast or gradient.dtype}
     kinds.update(g.dtype for g in call.grads if g is not None)
     return size * max(torch.finfo(kind).eps for kind in kinds) + alone * use.eps / 32  # of 64

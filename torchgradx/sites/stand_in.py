@@ -30,8 +30,7 @@ OF_TORCH = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}
 
 
 def stand_in(module: nn.Module, made: dict[int, nn.Module] | None = None) -> nn.Module:
-    """A shallow copy to run: its buffers and attributes are its own, and hooks are off. `made`: of
-    its parts, which may be in several places."""
+    """Return a shallow copy to run, hooks off. `made`: copies of its parts, by id."""
     made = {} if made is None else made
     if id(module) in made:
         return made[id(module)]
@@ -72,7 +71,7 @@ def of_its_own(module: nn.Module, weights: bool = True) -> nn.Module:
 
 
 def of_the_user(module: nn.Module) -> bool:
-    """Whether its forward is."""
+    """Return True if its forward is the user's."""
     stock = stock_of(type(module)).__module__.startswith("torch.nn.")
     return not stock or "forward" in vars(module)
 
@@ -97,7 +96,7 @@ def put(module: nn.Module, swaps: dict[int, Tensor]) -> None:
 
 
 def held_besides(module: nn.Module, ids: Collection[int]) -> Iterator[tuple[nn.Module, str]]:
-    """Where a module has these tensors in a list of its own, or the like."""
+    """Yield these tensors where a module has them in a list of its own, or the like."""
     for m in module.modules():
         for name in set(vars(m)) - OF_TORCH:
             if any(id(t) in ids for t in _tensors_of(vars(m)[name], 0)):
@@ -121,7 +120,7 @@ def makes_weight(hook: Any) -> bool:
 
 
 def _is_method(value: Any, module: nn.Module) -> bool:
-    """Of its own, as a forward that was put onto it."""
+    """Return True for a method that was put onto the module, as a forward."""
     return isinstance(value, MethodType) and value.__self__ is module
 
 
@@ -162,7 +161,7 @@ def _copied(value: Any, seen: dict[int, Any]) -> Any:
 
 
 def is_memory(value: Any, depth: int) -> bool:
-    """Whether an object holds tensors, numbers and the like alone, as a cache of keys does."""
+    """Return True if an object holds tensors, numbers and the like alone, as a cache."""
     if isinstance(value, (*SAID, Tensor, torch.Generator, np.ndarray, *DRAW)):
         return depth > 0
     if depth > DEPTH or isinstance(value, (nn.Module, type)) or callable(value):

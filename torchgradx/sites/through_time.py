@@ -35,7 +35,7 @@ Layer = Callable[..., tuple[Tensor, Any, Any]]
 
 
 def run(layer: Layer, module: Any, input: Any, hx: Any = None) -> Any:
-    """What the module's own forward gives."""
+    """Return what the module's own forward gives."""
     single = isinstance(module, nn.RNNCellBase)
     return (_step if single else _sequence)(layer, module, input, hx)
 
@@ -110,7 +110,7 @@ def _mode(module: Any) -> str:
 
 
 def served(module: Any, input: Any, hx: Any = None) -> bool:
-    """Whether this call is one that csrc/recurrent.cpp knows: else the framework's, run again."""
+    """Return True if csrc/recurrent.cpp knows this call; the framework's runs otherwise."""
     single = isinstance(module, nn.RNNCellBase)
     data, sizes = input[:2] if isinstance(input, PackedSequence) and not single else (input, None)
     lstm = isinstance(module, (nn.LSTM, nn.LSTMCell))
@@ -171,7 +171,7 @@ def beside(call: Call) -> dict[str, Tensor] | None:
 
 
 def _a_row_each(call: Call) -> bool:
-    """Whether a sample is one sequence, and where the module says."""
+    """Return True if a sample is one sequence, and where the module says."""
     if call.samples is not None:  # packed
         return True
     module, (args, kwargs) = call.module, call.arguments

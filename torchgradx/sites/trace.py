@@ -142,8 +142,7 @@ KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_
 
 @contextlib.contextmanager
 def outside(model: nn.Module, call: Call, inputs: Sequence[Tensor]) -> Iterator[Any]:
-    """From within a running graph, call its model, with these arguments, as it is without the
-    compiler. Its attributes, its buffers, its arguments and the random state stay as they are."""
+    """Call the model of a running graph as it is without the compiler, and put all back."""
     held = [(table, dict(table)) for m in model.modules() for table in (m.__dict__, m._buffers)]
     values = [(b, b.clone()) for b in model.buffers()]
     copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
@@ -220,7 +219,7 @@ def _restored(how: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _breaks_allowed() -> bool:
-    """Whether the graph being traced may break."""
+    """Return True if the graph being traced may break."""
     from torch._dynamo.symbolic_convert import InstructionTranslator  # slow to import
 
     tx = InstructionTranslator.current_tx()

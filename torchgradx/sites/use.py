@@ -71,7 +71,7 @@ class Use:
     arrived: list[int] = field(default_factory=list)  # the backward, once a node that has been
 
     def forget(self) -> list[Tensor | None]:
-        """What has arrived until now."""
+        """Return what has arrived, and drop it."""
         self.arrived.clear()
         grads, self.grads = self.grads, [None] * len(self.grads)
         return grads

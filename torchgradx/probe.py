@@ -1,43 +1,38 @@
-"""What a probe is asked for after a backward."""
+"""Probe: everything that a user can ask of an attachment.
+
+Readers check that the record can be read (`_ready`), and then ask it (passes/record.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, overload
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, overload
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from .attachment import Attachment, attachments
 from .explain import Explanation, explanation
 from .options import Model, NonFinite, Parts, Per, Scale, check_per, check_scale, placed
+from .passes.frames import runs
 from .proof.accounts import require_all
 
-if TYPE_CHECKING:
-    from .passes.backwards import Backwards
-    from .passes.record import Record
-    from .proof.audit import Audit
-    from .proof.samples import Samples
-    from .rules import Layer
-    from .table import Parameters
-    from .tokens import TokenWatch
+__all__ = ["Probe"]
 
-__all__ = ["Reader"]
+INSIDE = (
+    "paused() was called within what torch.utils.checkpoint runs, and will run again: pause around "
+    "the checkpoint"
+)
 
 
-class Reader:
-    _audit: Audit
-    _samples: Samples
-    _seen: Any  # .last: at the model of a compiled graph, from outside
-    _model: Callable[[], nn.Module | None]
-    _unwind: Callable[[], None]
-    _backwards: Backwards
-    _record: Record
-    _recorder: Any
-    _parameters: Parameters
-    _layers: list[Layer]
-    _attached: bool
-    _tokens: TokenWatch
-    _directions: Mapping[str, Tensor]
-    _directed: list[Tensor | None]  # by place; empty: no directions
+class Probe(Attachment):
+    """The handle of an attachment; see `attach`. Also a context manager that removes itself."""
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
 
     @overload
     def norms(self, per: Model = "model", loss_scale: Scale | None = None) -> Tensor: ...
@@ -240,7 +235,7 @@ class Reader:
         )
 
     def __dir__(self) -> list[str]:
-        """The public names."""
+        """Return the public names."""
         return [name for name in super().__dir__() if not name.startswith("_")]
 
     def explain(self, verbose: bool = False) -> str:
@@ -256,22 +251,54 @@ class Reader:
         self._settle()
         self._record.clear()
 
-    def _settle(self) -> None:
-        """What agreed is known from now on; what a backward brings is held against .grad until it
-        has ended, whatever forwards a checkpoint runs again in it."""
-        if not (self._backwards.open or self._audit.unsettled):
-            return
-        if self._seen.last is None and not self._record.unreal():
-            self._backwards.sweep()
-            if self._backwards.at_rest():
-                self._audit.settle()
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing inside.
+
+        Raises:
+            RuntimeError: within what a checkpoint runs, of which all is recorded or nothing.
+        """
+        if runs("_checkpoint_hook"):
+            raise RuntimeError(INSIDE)
+        self._paused += 1
+        self._trace.on = False
+        try:
+            yield
+        finally:
+            self._paused -= 1
+            self._trace.on = self._standing.on and not self._paused
+
+    @contextlib.contextmanager
+    def same_samples(self) -> Iterator[None]:
+        """All forwards inside are of the same samples: their gradients add up before the norm."""
+        before, self._joint = self._joint, []
+        try:
+            yield
+        finally:
+            self._joint = before
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Let another probe have the model inside; see `set_aside`."""
+        self._asides += 1
+        try:
+            with self.paused():
+                self._standing.on = False
+                try:
+                    yield
+                finally:
+                    self._standing.on = self in attachments and self._asides == 1
+        finally:
+            self._asides -= 1
+            if self not in attachments:  # it was removed inside
+                self._drained()
 
     def _ready(self, per: str = "model") -> None:
         """Raise unless the record can be read."""
         check_per(per)
         self._unwind()
         self._settle()
-        self._record.require(self._backwards.under_way())
+        self._record.require(self._attached, self._backwards.under_way())
         require_all(self._record, self._recorder, self._parameters, self._layers)
         if self._tokens.on:
             self._tokens.warn()

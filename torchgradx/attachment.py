@@ -1,0 +1,358 @@
+"""A model's attachment: options become sites, sites and the root get hooks, hooks fill a record.
+
+One Pass a training forward of the root; one site a module that owns parameters. A site swaps its
+module's class for one whose forward calls the fused operator, or listens at the module's output.
+What a user can ask of an attachment is in probe.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import ops
+from .options import check as check_options
+from .options import fitting, placed
+from .passes import plain
+from .passes.backwards import Backwards, weakly
+from .passes.frames import Told
+from .passes.modes import unheard
+from .passes.record import Record
+from .proof.arguments import batch_size, one_of_several, tensors_in
+from .proof.audit import Audit
+from .proof.samples import Samples
+from .proof.verdict import Verdict, known
+from .refusals import cause
+from .sharding import uncovered
+from .sites.native import Hooks, call_of_hook, is_running
+from .sites.recurrent import Site, site_of
+from .sites.standing import Standing
+from .sites.trace import Call, Trace, outside, root_of
+from .table import Context, Parameters, find_layers
+from .tokens import TokenWatch
+
+if ops.NATIVE:
+    from ._C import Pass, Recorder
+else:
+    Pass, Recorder = plain.Pass, plain.Recorder
+
+__all__ = ["Attachment", "attachments"]
+
+attachments: weakref.WeakSet[Any] = weakref.WeakSet()  # the probes that are attached
+_leaving: set[Attachment] = set()  # removed, and a graph in flight may run their layers again
+
+
+class _Seen(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[FrameType] = []  # of the model, under way; an interrupt leaves them here
+        self.last: list[Any] | None = None  # looking from outside at the model of a compiled graph
+        self.inner: Sequence[Any] = ()  # uses of a forward under way, up to the end of an inner one
+
+
+class Attachment:
+    """A model's sites and hooks, and what they call."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        check_options(model, options)
+        self._standing = Standing(model)
+        self._model = weakref.ref(model)
+        self._options = options
+        self._parameters = Parameters(model)
+        with self._standing.apart():
+            self._layers = find_layers(model, self._parameters, options)
+            verdicts = known(model, options)
+        forward_to = partial(weakly, weakref.ref(self))  # the graph owns what it calls
+        methods = ("_began", "_finish", "_drained", "_met", "_booked", "_astray")
+        count = len(self._parameters.names)
+        self._recorder = Recorder(count, *map(forward_to, methods))
+        shared = (self._recorder, self._parameters, self._layers, options)
+        self._record = Record(*shared)
+        checked = verdicts.setdefault("samples", {})
+        norms = self._record.sq_norms
+        self._samples = Samples(self._recorder, self._parameters, options, norms, checked)
+        self._record.refused = self._samples.refused
+        self._audit = Audit(*shared, self._record, verdicts, forward_to("_began"))
+        self._backwards = Backwards(self._recorder, forward_to("_over"), forward_to("_finished"))
+        directions = {} if options["directions"] is None else options["directions"]
+        self._directed = placed(directions, self._parameters)  # by place; empty: no directions
+        self._directions = dict(directions)
+        self._tokens = TokenWatch(options)
+        self._joint: list[Pass] | None = None
+        self._paused = 0
+        self._asides = 0  # contexts in which another probe has the model
+        self._seen = _Seen()
+        self._sites: list[Site] = []
+        self._hooks: Hooks | None = None
+        self._listen(model)
+        attachments.add(self)
+
+    # Sites and hooks
+
+    def _listen(self, model: nn.Module) -> None:
+        modules = dict(model.named_modules())
+        try:
+            # The model holds none of what calls the probe: one that is lost lets go.
+            call = partial(weakly, weakref.ref(self))
+            self._trace = Trace(self._options, call("_open_in_graph"))
+            shared = (self._recorder, self._audit, self._parameters, self._options, self._trace)
+            context = Context(*shared, self._standing)
+            self._standing.enter(self._recorder)
+            for index, layer in enumerate(self._layers):
+                site = site_of(modules[layer.name], layer, index, context)
+                self._sites.append(site)
+                self._trace.add(modules[layer.name], layer, getattr(site, "core", None))
+            if not self._options["weight_grad"]:
+                self._audit.shield()
+            self._audit.attend()
+            if self._options["clip"]:
+                scaled = isinstance(self._options["loss_scale"], torch.amp.GradScaler)
+                self._record.books.open(scaled)
+            root = root_of(model)
+            self._hooks = Hooks(root)
+            add, told = self._hooks.add, {"with_kwargs": True}
+            enter, leave = self._trace.enter, self._trace.leave
+            add(root.register_forward_pre_hook, call("_enter"), enter, prepend=True, **told)
+            add(root.register_forward_hook, call("_leave"), leave, always_call=True, **told)
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Leave the model as it was, at once or when the last checkpointed graph in flight dies."""
+        self._standing.on = self._trace.on = False
+        attachments.discard(self)
+        self._audit.stop()
+        self._record.frames.turn(False)
+        self._record.books.close()
+        self._drained()
+
+    def _drained(self) -> None:
+        self._unwind()
+        busy = self._asides or self._recorder.held > 0 or self._recorder.depth()
+        if self._standing.on:
+            return
+        if busy:
+            _leaving.add(self)  # a forward under way leaves at its end
+        else:
+            self._leave_model()
+            _leaving.discard(self)
+
+    def _leave_model(self) -> None:
+        for part in (self._hooks, *self._sites):
+            if part is not None:
+                part.remove()
+        self._hooks, self._sites = None, []
+        self._standing.leave()
+
+    @property
+    def _attached(self) -> bool:
+        return self in attachments
+
+    def __del__(self) -> None:
+        """Leave the model, as nobody holds the probe any more."""
+        with contextlib.suppress(Exception):  # it may be half made, or the interpreter at its end
+            if self._standing.on:
+                self.remove()
+
+    # Forward
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        if self._hooks is None or self._samples.silent:
+            return  # left since torch listed the hooks of this call; or a sample runs alone
+        with unheard():
+            self._unwind()
+            if not self._standing.on:
+                self._drained()
+            if self._hooks is not None:
+                outer = self._recorder.depth() and self._recorder.current()
+                self._recorder.push(outer or self._begin(module, args, kwargs))
+                self._seen.calls.append(call_of_hook())
+
+    def _unwind(self) -> None:
+        """End the forwards that an interrupt ended, which runs no hooks."""
+        calls = self._seen.calls
+        while calls and not is_running(calls[-1]):
+            calls.pop()
+            self._recorder.pop()
+            self._audit.forwards.stop()
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
+        self._settle()
+        on, now = self._standing.on and not self._paused, Told(self._joint, self._directed)
+        serial, told = self._record.takes(on, now)
+        if not serial:
+            return None
+        n = batch_size(self._options, args, kwargs)
+        if n is None:
+            self._recorder.refuse(-1, "no_batch_size")
+            return None
+        run, new = self._open(module, n, serial, told)
+        if run is not None and new:
+            self._record.ask_scale(run, args, kwargs)
+        self._samples.begin()
+        if new or told.joint:
+            batch_dim = self._options["batch_dim"]
+            self._audit.forwards.start(n, module, (args, kwargs), batch_dim)
+        return run
+
+    def _astray(self) -> Pass | None:
+        """Make the pass of a module called outside of the model's forward: it is refused."""
+        if not self._record.takes(self._standing.on and not self._paused, outside=True).serial:
+            return None
+        run = Pass(self._recorder, 0, self._parameters.tensors())
+        run.astray = True
+        self._recorder.enlist(run)  # a checkpoint's recomputation finds it there
+        return run
+
+    def _open(self, module: nn.Module, n: int, serial: int, told: Told) -> tuple[Pass | None, bool]:
+        """Return a pass of n samples, and whether it is a new one."""
+        parameters = self._parameters.parts()
+        if self._parameters.changed():
+            why_not: str | None = "model_changed"
+        elif self._parameters.computed:
+            why_not = "computed"
+        else:
+            why_not = uncovered(module, parameters)
+        if why_not:
+            self._recorder.refuse(-1, why_not)
+            return None, False
+        if told.joint:
+            if told.joint[0].n != n:
+                why_not = cause("two_sizes", one=told.joint[0].n, other=n)
+                self._recorder.refuse(-1, why_not)
+            return told.joint[0], False
+        run = Pass(self._recorder, n, parameters)
+        if told.directed:
+            run.directions = fitting(told.directed, parameters)
+        if self._recorder.books:
+            self._record.books.within(module)
+        if told.joint is not None:
+            run.keep = True
+            told.joint.append(run)
+        run.serial = serial
+        return run, True
+
+    def _open_in_graph(self, n: int, call: Call, inputs: Sequence[Tensor]) -> Pass | None:
+        """Return the pass of a compiled graph that runs now."""
+        if not self._standing.on or self._paused:
+            return None
+        self._settle()
+        told = Told(self._joint, self._directed)
+        run, new = self._open(root_of(self._model()), n, self._record.next(), told)
+        if run is not None:
+            if new:
+                self._recorder.enlist(run)
+                self._record.ask_scale(run)
+            elif not run.in_graph:
+                run.refuse(-1, "graph_and_eager")
+            again: Any = weakref.WeakMethod(self._outside)  # the graph must not own the probe
+            run.outside = [*(run.outside or ()), lambda: again()(call, inputs)]
+        return run
+
+    def _outside(self, call: Call, inputs: Sequence[Tensor]) -> tuple[Verdict, list[Any]]:
+        """Call the model as it is without the compiler, for what is to be said of its structure."""
+        module = root_of(self._model())
+        joint, self._joint, self._seen.last = self._joint, None, []
+        try:
+            with outside(module, call, inputs) as (args, kwargs):
+                module._call_impl(*args, **kwargs)
+            return self._seen.last[-1]
+        finally:
+            self._joint, self._seen.last = joint, None
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
+        if self._hooks is None or self._samples.silent:
+            return
+        self._unwind()
+        if self._seen.calls[-1:] == [call_of_hook()]:  # else it failed before _enter
+            with unheard():
+                self._end(module, args, kwargs, out)
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        run = self._recorder.current()
+        whole = self._recorder.depth() == 1
+        looked = self._audit.forwards.stop(whole, out)
+        key: Any = None if run is None else self._audit.key(run, looked)
+        seen = self._seen.last
+        known = whole and seen is None and self._audit.knows(key)
+        uses = [] if run is None or known else [*self._seen.inner, *run.uses()]
+        self._recorder.pop()
+        self._seen.calls.pop()
+        inner = run and self._recorder.depth() and self._recorder.current() is run
+        self._seen.inner = uses if inner else []  # a root called itself: the outer outputs tell
+        if not self._standing.on and sys.exc_info()[0] is None:  # else torch walks the hooks
+            self._drained()
+        if inner or not run or out is None or not self._standing.on:
+            return
+        if self._tokens.on:
+            self._tokens.watch(out, run.n)
+        if run.silent:  # a reentrant checkpoint's graph holds no use until it runs again
+            for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
+                metadata: Any = node.metadata
+                metadata.setdefault("torchgradx", []).append(run)
+        outputs = tensors_in(out) if uses else []
+        if run.in_graph:
+            run.refuse(-1, "graph_and_eager")
+        elif seen is None:
+            alone = run.n == 1 and one_of_several(self._options, (args, kwargs), out)
+            with self._samples.quiet():
+                self._audit.examine(run, key, looked, alone, uses, outputs, self._sites)
+            self._audit.forwards.listen(run.layouts)
+        else:
+            verdict = self._audit.examiner.verdict(run, uses, outputs, self._sites, looked)
+            seen.append((verdict, [(site, sizes) for site, sizes, *_ in uses]))
+        if seen is None and not run.in_graph:
+            self._samples.listen(run, (key[0], *key[2:]), module, (args, kwargs or {}), out)
+        if not uses and not known and not run.refusals:
+            self._record.note("no_use")
+        elif not uses and not known:  # nothing else would tell of its backward
+            for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
+                node.register_prehook(lambda _: run.arrive(run.trainable, True) and None)
+
+    def _met(self, site: int, given: Tensor) -> None:
+        self._audit.forwards.meet(site, [given])
+
+    # Backward
+
+    def _began(self, run: Pass | None) -> None:
+        self._backwards.meet(run)
+        if not run or run.recorded:
+            return
+        self._unwind()
+        if run.in_graph and run.outside:
+            self._audit.look(run)
+            run.outside = None
+        self._record.begin(run)
+        run.hooked = self._audit.hooked()
+
+    def _finished(self, runs: list[Pass]) -> None:
+        self._samples.check(runs)
+
+    def _over(self, tasks: list[int], done: bool) -> None:
+        self._audit.over(tasks, done)
+        if not done:
+            self._record.undo(tasks)
+
+    def _finish(self, run: Pass, parameter: int) -> None:
+        self._record.finish(run, parameter)
+
+    def _booked(self, run: Pass, use: Any) -> None:
+        self._record.books.keep(run, use)
+
+    def _settle(self) -> None:
+        """Cache verdicts once their backward has ended and matched .grad."""
+        if not (self._backwards.open or self._audit.unsettled):
+            return
+        if self._seen.last is None and not self._record.unreal():
+            self._backwards.sweep()
+            if self._backwards.at_rest():
+                self._audit.settle()
