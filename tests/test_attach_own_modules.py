@@ -398,3 +398,30 @@ def test_a_hook_that_uses_the_weight_otherwise_is_exact_or_refused(options):
     with torchgradx.attach(model, **options) as probe:
         square(model, x).backward()
         exact_or(torchgradx.CoverageError, "weight_g", probe, want)
+
+
+class Stop(torch.autograd.Function):
+    """Lets no gradient through: what is below receives none at all."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@a_few_modes
+def test_a_node_that_receives_no_gradient_counts_as_zeros(options):
+    def forward(m, x):
+        h = m.i(x)
+        return m.o(torch.tanh(m.r(h)) + Stop.apply(m.s(h)))
+
+    parts = {"s": LayerScale(C), "r": LayerScale(C)}
+    model = Model(forward, i=nn.Linear(3, C), o=nn.Linear(C, 2), **parts).double()
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(3):
+            x = torch.randn(N, T, 3, dtype=torch.float64)
+            square(model, x).backward()
+            close_named(probe.norms(per="parameter"), loop(model, square, x))

@@ -143,10 +143,10 @@ class Descent:
     def _enter(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
         """Through a node of the frontier, whose gradient has rows by sample."""
         g, layout, n = incoming[station.output], station.layout, self._run.n
-        if g is None or layout is None:
+        if layout is None:
             return
-        if layout == NOWHERE:
-            if g.any():
+        if g is None or layout == NOWHERE:
+            if g is not None and g.any():
                 self._refuse("after_zeros")
             self._nothing(station, node, incoming)
             return
@@ -184,7 +184,8 @@ class Descent:
 
     def _nothing(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
         """Send zeros: of no samples, or behind weights that are zeros."""
-        device = next((g.device for g in incoming if g is not None), None)
+        tensors = (*incoming, *(leaf.parameter for leaf in station.leaves.values()))
+        device = next((t.device for t in tensors if t is not None), None)
         for operand in (*station.inward, *station.leaves):
             edge = node.next_functions[operand]
             zeros = torch.zeros((), dtype=dtype_of(*edge), device=device)
