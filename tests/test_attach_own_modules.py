@@ -8,14 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import (
-    ANY,
     Model,
     a_few_modes,
     check,
     close_named,
     exact_or,
     loop,
-    native_missing,
     per_model,
     same_gradients,
     square,
@@ -259,42 +257,6 @@ def test_a_penalty_that_comes_later_is_refused(name):
     assert set(refusal.value.parameters) == {f"s.{key}" for key, _ in model.s.named_parameters()}
 
 
-class Scaled(nn.Embedding):
-    """As Gemma's and BART's."""
-
-    def forward(self, ids):
-        return 3.0 * super().forward(ids)
-
-
-@pytest.mark.parametrize("options", [*ANY, {"clip": True}], ids=title)
-@pytest.mark.parametrize("padding", [None, 2])
-@pytest.mark.parametrize("tied", [False, True])
-def test_an_embedding_of_the_users_is_looked_up_as_a_stock_one(tied, padding, options):
-    parts = {"e": Scaled(11, C, padding_idx=padding), "o": nn.Linear(C, 11, bias=False)}
-    model = Model(lambda m, ids: m.o(torch.tanh(m.e(ids))), **parts).double()
-    if tied:
-        model.o.weight = model.e.weight
-    with torchgradx.attach(model, **options) as probe:
-        for n in (N, N, N + 1):
-            ids = torch.randint(0, 11, (n, T))
-            model.zero_grad()
-            square(model, ids).backward()
-            close_named(probe.norms(per="parameter"), loop(model, square, ids))
-        assert "e: Scaled  [e.weight]: lifted" in probe.explain() or (tied and native_missing())
-    if options.get("clip"):
-        twin = copy.deepcopy(model)
-        norms = per_model(loop(model, square, ids))
-        factors = (float(norms.median()) / norms).clamp(max=1)
-        each = (f * square(twin, row[None]) for f, row in zip(factors, ids, strict=True))
-        twin.zero_grad()
-        (sum(each) / len(ids)).backward()
-        with torchgradx.attach(model, **options) as probe:
-            model.zero_grad()
-            square(model, ids).backward()
-            probe.clip_grad_norm_(float(norms.median()))
-        same_gradients(model, twin, 1e-9)
-
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 
 
@@ -398,30 +360,3 @@ def test_a_hook_that_uses_the_weight_otherwise_is_exact_or_refused(options):
     with torchgradx.attach(model, **options) as probe:
         square(model, x).backward()
         exact_or(torchgradx.CoverageError, "weight_g", probe, want)
-
-
-class Stop(torch.autograd.Function):
-    """Lets no gradient through: what is below receives none at all."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
-
-
-@a_few_modes
-def test_a_node_that_receives_no_gradient_counts_as_zeros(options):
-    def forward(m, x):
-        h = m.i(x)
-        return m.o(torch.tanh(m.r(h)) + Stop.apply(m.s(h)))
-
-    parts = {"s": LayerScale(C), "r": LayerScale(C)}
-    model = Model(forward, i=nn.Linear(3, C), o=nn.Linear(C, 2), **parts).double()
-    with torchgradx.attach(model, **options) as probe:
-        for _ in range(3):
-            x = torch.randn(N, T, 3, dtype=torch.float64)
-            square(model, x).backward()
-            close_named(probe.norms(per="parameter"), loop(model, square, x))

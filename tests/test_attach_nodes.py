@@ -1,17 +1,28 @@
-"""Branches that begin as zeros (zero-initialised last norms, adapters): exact in the first steps,
-whether weights move in between or not."""
+"""What is served at the graph's nodes: behind weights that begin as zeros (zero-initialised last
+norms, adapters), tables of the user's, and where no gradient comes."""
 
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, a_few_modes, close_named, loop, square
+from attach_oracle import (
+    ANY,
+    Model,
+    a_few_modes,
+    close_named,
+    loop,
+    native_missing,
+    per_model,
+    same_gradients,
+    square,
+    title,
+)
 from torch import nn
 
 import torchgradx
 
-N = 4
+N, T, C = 4, 5, 6
 
 
 class Norm(nn.BatchNorm2d):
@@ -108,3 +119,75 @@ def test_branches_that_begin_as_zeros(name, moves, options):
             with torch.no_grad():
                 for p, q in zip(model.parameters(), twin.parameters(), strict=True):
                     p.add_(q.grad, alpha=-0.1)
+
+
+class Scaled(nn.Embedding):
+    """As Gemma's and BART's."""
+
+    def forward(self, ids):
+        return 3.0 * super().forward(ids)
+
+
+@pytest.mark.parametrize("options", [*ANY, {"clip": True}], ids=title)
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_of_the_users_is_looked_up_as_a_stock_one(tied, padding, options):
+    parts = {"e": Scaled(11, C, padding_idx=padding), "o": nn.Linear(C, 11, bias=False)}
+    model = Model(lambda m, ids: m.o(torch.tanh(m.e(ids))), **parts).double()
+    if tied:
+        model.o.weight = model.e.weight
+    with torchgradx.attach(model, **options) as probe:
+        for n in (N, N, N + 1):
+            ids = torch.randint(0, 11, (n, T))
+            model.zero_grad()
+            square(model, ids).backward()
+            close_named(probe.norms(per="parameter"), loop(model, square, ids))
+        assert "e: Scaled  [e.weight]: lifted" in probe.explain() or (tied and native_missing())
+    if options.get("clip"):
+        twin = copy.deepcopy(model)
+        norms = per_model(loop(model, square, ids))
+        factors = (float(norms.median()) / norms).clamp(max=1)
+        each = (f * square(twin, row[None]) for f, row in zip(factors, ids, strict=True))
+        twin.zero_grad()
+        (sum(each) / len(ids)).backward()
+        with torchgradx.attach(model, **options) as probe:
+            model.zero_grad()
+            square(model, ids).backward()
+            probe.clip_grad_norm_(float(norms.median()))
+        same_gradients(model, twin, 1e-9)
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(C))
+
+    def forward(self, x):
+        return x * self.w
+
+
+class Stop(torch.autograd.Function):
+    """Lets no gradient through: what is below receives none at all."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@a_few_modes
+def test_a_node_that_receives_no_gradient_counts_as_zeros(options):
+    def forward(m, x):
+        h = m.i(x)
+        return m.o(torch.tanh(m.r(h)) + Stop.apply(m.s(h)))
+
+    parts = {"s": Scale(), "r": Scale()}
+    model = Model(forward, i=nn.Linear(3, C), o=nn.Linear(C, 2), **parts).double()
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(3):
+            x = torch.randn(N, T, 3, dtype=torch.float64)
+            square(model, x).backward()
+            close_named(probe.norms(per="parameter"), loop(model, square, x))
