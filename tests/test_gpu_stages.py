@@ -170,7 +170,7 @@ def test_a_stage_that_fails_hides_no_other(tmp_path: Path, broken: str | None) -
     }
     assert (failing[broken] in end) if broken else ("all stages passed" in end)
     logs = tmp_path / "build/gpu/logs"
-    assert "-n 14 tests/test_ops.py" in (logs / "operators.log").read_text()
+    assert "-n 14 --all-cases tests/test_ops.py" in (logs / "operators.log").read_text()
     assert "-x tests/test_properties.py" in (logs / "memcheck.log").read_text()
     assert "--limit 131 --each 30" in (logs / "models.log").read_text()
     with tarfile.open(tmp_path / "out/gpu.tar.gz") as made:

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import torchgradx
-
-ROOT = Path(torchgradx.__file__).parent
+ROOT = Path(__file__).parent.parent / "torchgradx"
 CSRC = ROOT.parent / "csrc"
 FORBIDDEN = (
     "dis", "__defaults__", "cell_contents", "f_locals", "gc.disable", "PyGC_Disable",
@@ -82,8 +80,6 @@ def test_the_core_imports_no_leaf():
 
 @pytest.mark.parametrize("folder", LINES, ids=lambda folder: folder.name)
 def test_no_file_is_long_and_all_of_them_are_within_their_total(folder):
-    if not folder.is_dir():
-        pytest.skip("the package is installed without its sources")
     counts = {
         str(path.relative_to(folder)): len(path.read_text().splitlines())
         for path in sources(folder)

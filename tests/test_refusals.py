@@ -11,7 +11,7 @@ from torch import nn
 import torchgradx
 from torchgradx.refusals import REFUSALS, first_words, sentence
 
-ROOT = Path(torchgradx.__file__).parent
+ROOT = Path(__file__).parent.parent / "torchgradx"
 SOURCES = [p for p in ROOT.rglob("*.py") if p.name != "refusals.py"]
 SOURCES += list((ROOT.parent / "csrc").rglob("*.cpp"))
 TEXT = "\n".join(path.read_text() for path in SOURCES)
