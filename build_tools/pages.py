@@ -28,12 +28,16 @@ def on_page_content(html, **kwargs):
     return html.replace("::</p>", ":</p>")  # as reStructuredText ends a line before code
 
 
-def tables(result):
+def measured_on(result):
     machine = result["machine"]
-    text = [
+    return (
         f"{machine['cpu']}, {machine['capability']}, torch {result['torch']}, commit "
         f"`{result['commit'][:7]}`, {result['date']}; median of interleaved runs, warm heap.\n"
-    ]
+    )
+
+
+def tables(result):
+    text = [measured_on(result)]
     for threads in sorted({row["threads"] for row in result["rows"]}):
         rows = [r for r in result["rows"] if r["threads"] == threads and r["heap"] == "warm"]
         if not rows:
@@ -100,11 +104,7 @@ def ratio(row, way, key):
 
 
 def zoo_table(result):
-    machine = result["machine"]
-    text = [
-        f"{machine['cpu']}, {machine['capability']}, torch {result['torch']}, commit "
-        f"`{result['commit'][:7]}`, {result['date']}; median of interleaved steps, warm heap.\n"
-    ]
+    text = [measured_on(result)]
     text += ["| model | step with norms | first step, in plain steps | layers |"]
     text += ["|---|---:|---:|---|"]
     for row in result["rows"]:

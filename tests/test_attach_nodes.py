@@ -1,4 +1,4 @@
-"""What is served at the graph's nodes: behind weights that begin as zeros (zero-initialised last
+"""Parameters served at the graph's nodes: behind weights that begin as zeros (zero-initialised last
 norms, adapters), tables of the user's, and where no gradient comes."""
 
 import copy

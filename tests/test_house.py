@@ -1,4 +1,4 @@
-"""What a program can check of the house's rules."""
+"""Checks of the house's rules, as far as a program can make them."""
 
 import ast
 import re

@@ -30,7 +30,7 @@ CHUNK = 1 << 21  # elements of one chunk's operands: 8 MiB of float32
 
 def combine(n: int, terms: Sequence[Term]) -> Tensor:
     """[N] squared norms of the sum of all terms of one parameter."""
-    terms = [(layer or _kind_of(a, n, terms), a, g) for layer, a, g in terms]
+    terms = [(layer or _kind_of(a, g, n, terms), a, g) for layer, a, g in terms]
     grads = [term[2] for term in terms]
     sq_norms = grads[0].new_zeros(n, dtype=accumulation_dtype(grads[0].dtype))
     tables = [term for term in terms if term[0] and term[0].kind == "embedding"]
@@ -47,12 +47,14 @@ def combine(n: int, terms: Sequence[Term]) -> Tensor:
     return sq_norms
 
 
-def _kind_of(a: Tensor | None, n: int, terms: Sequence[Term]) -> Layer | None:
-    """Return the layer that a term is as of, if it says none."""
-    if a is None or a.is_floating_point():
-        return None if a is None else PLAIN
+def _kind_of(a: Tensor | None, g: Tensor, n: int, terms: Sequence[Term]) -> Layer | None:
+    """Return the layer that a term without one is like; None: of gradients by sample."""
+    if a is None:
+        return None
+    if a.is_floating_point():
+        return PLAIN
     whole = next((g for _, other, g in terms if other is None), None)
-    rows = 0 if whole is None else whole.numel() // (n * terms[0][2].shape[-1])
+    rows = 0 if whole is None else whole.numel() // (n * g.shape[-1])
     return replace(PLAIN, kind="embedding", constants={"padding_idx": -1, "rows": rows})
 
 

@@ -219,7 +219,7 @@ opacus_samples: Opacus takes the input of {layer} for one of {said} samples, and
 
 
 class Refusal(NamedTuple):
-    """What happened, and what to do."""
+    """Text of what happened, and the remedy."""
 
     text: str
     remedy: str

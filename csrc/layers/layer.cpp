@@ -1,4 +1,4 @@
-// What layers have in common: a backward by running the forward again, and norms from operands.
+// Common to layers: a backward by running the forward again, and norms from operands.
 #include "layer.h"
 
 #include "views.h"

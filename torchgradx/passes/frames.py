@@ -45,7 +45,7 @@ NONE = Answer()
 
 @dataclass
 class _Notes:
-    """Of one thread, in order."""
+    """Notes of one thread, in order."""
 
     turns: list[tuple[int, bool]] = field(default_factory=list)  # from a node on: recorded or not
     calls: list[tuple[int, Answer]] = field(default_factory=list)  # of the model, under no_grad

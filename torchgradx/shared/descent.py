@@ -41,8 +41,10 @@ from .products import (
     TABLE,
     by_sample,
     closed,
+    counts_ids,
     dense,
     fitted,
+    looked_up,
     mapped,
     through,
 )
@@ -204,7 +206,11 @@ class Descent:
                 live[k] = in_full(g)
         if not live:
             return
-        if node.name() == TABLE and self._look_up(station, node, live[0]):
+        if node.name() == TABLE and not counts_ids(node):  # the same ids for all samples
+            ids = node._saved_indices.reshape(1, -1).expand(self._run.n, -1)
+            found = looked_up(node, ids, live[0])
+            for operand in (*station.inward, *station.leaves):
+                self._send(station, operand, self._reduced(station, operand, found))
             return
         columns: dict[int, list[Tensor]] = {k: [] for k in (*station.inward, *station.leaves)}
         most = max((leaf.parameter.numel() for leaf in station.leaves.values()), default=1)
@@ -221,28 +227,6 @@ class Descent:
         for operand, column in columns.items():
             if column:
                 self._send(station, operand, torch.cat(column))
-
-    def _look_up(self, station: Station, node: Node, g: Tensor) -> bool:
-        """A table meets the same ids for all samples: nothing need be as large as N tables."""
-        leaf = next(iter(station.leaves.values()), None)
-        if not leaf or not leaf.alone or not self._final or node._saved_scale_grad_by_freq:
-            return False
-        ids = node._saved_indices.flatten()
-        rows = g.reshape(len(g), len(ids), -1)
-        found, group = ids.unique(return_inverse=True)
-        if len(found) < len(ids):
-            zeros = rows.new_zeros(len(g), len(found), rows.shape[2])
-            rows = zeros.index_add_(1, group, rows)
-        else:
-            found = ids
-        padding = node._saved_padding_idx  # the largest number there is, if none was said
-        if padding < node._saved_weight_sym_argsize_0:
-            rows = rows[:, found != padding]
-        if self._hears(leaf):
-            total = dense(self._ask(node, [g.sum(0)])[0])
-            self._recorder.add_recorded(leaf.place, total, self._rounding)
-        self._ready.append((leaf, sq_norms(rows), True))
-        return True
 
     def _reduced(self, station: Station, operand: int, product: G) -> G | Tensor:
         """[n, *shape], or [n] squared norms where nothing else is added to it."""

@@ -50,7 +50,6 @@ class Start(NamedTuple):
     """Uses that may have to be lifted, before a proof."""
 
     graph: Graph  # without the edges by which modules use their own parameters
-    called: set[int]
     tables: set[int]  # uses that are given the same for any batch
     beside: list[int]
     read: list[int]
@@ -89,7 +88,7 @@ class Lift:
         read = self._read(every, uses, graph, called, beside)
         starts = [uses[k][2] for k in sorted(tables) if uses[k][2] in graph.parents]
         starts += [node for k in (*beside, *read) for node in self.own(k, uses, graph)]
-        return Start(graph, called, tables, beside, read, Region(n, graph, starts, constant))
+        return Start(graph, tables, beside, read, Region(n, graph, starts, constant))
 
     def plan(
         self,

@@ -27,6 +27,7 @@ __all__ = [
     "gives_on",
     "in_closed_form",
     "is_elementwise",
+    "looked_up",
     "mapped",
     "through",
 ]
@@ -174,7 +175,7 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradient
         pieces = by_sample(g if node._saved_beta == 1 else g * node._saved_beta, layout, n)
         return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
     if name == TABLE:
-        return _looked_up(node, g, layout, n)
+        return looked_up(node, *(by_sample(t, layout, n) for t in (node._saved_indices, g)))
     saved, place = ROWS.get(name, ("", -1))
     if operand == place and layout in (BATCH, SECOND, MINOR):
         rows, grads = (by_sample(t, layout, n) for t in (getattr(node, saved), g))
@@ -186,10 +187,10 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradient
     return None
 
 
-def _looked_up(node: Node, g: Tensor, layout: int, n: int) -> LookedUp:
-    ids = by_sample(node._saved_indices, layout, n).reshape(n, -1)
-    rows = by_sample(g, layout, n).reshape(n, -1, g.shape[-1])
-    count, padding = node._saved_weight_sym_argsize_0, node._saved_padding_idx
+def looked_up(node: Node, ids: Tensor, g: Tensor) -> LookedUp:
+    """Return a lookup's product, of each sample's ids [N, *] and gradient [N, *, D]."""
+    n, count, padding = len(g), node._saved_weight_sym_argsize_0, node._saved_padding_idx
+    ids, rows = ids.reshape(n, -1), g.reshape(n, -1, g.shape[-1])
     if padding < count:  # else it is the largest number there is: none was said
         rows = rows * (ids != padding).unsqueeze(2)
     return LookedUp(ids, rows, count)

@@ -13,7 +13,7 @@ from ..proof.several import end_of, ends_at
 from .outcome import Outcome
 from .regime import Regime
 
-__all__ = ["Use"]
+__all__ = ["Called", "Use"]
 
 
 class Called(NamedTuple):
