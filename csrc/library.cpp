@@ -137,6 +137,7 @@ Tensor gather_dots(const Tensor& indices, const Tensor& grad_rows, const Tensor&
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   torchgradx::bind_pass(m);
   torchgradx::bind_capture(m);
+  torchgradx::bind_outline(m);
   torchgradx::bind_watch(m);
   torchgradx::bind_trace(m);
 }

@@ -113,7 +113,7 @@ class Audit:
         def meet(verdict: Verdict) -> Met | None:
             plan = verdict.plan
             if plan is not None and id(plan) not in mets:
-                mets[id(plan)] = self._lift.meet(run.n, plan, uses, sites, outputs)
+                mets[id(plan)] = self._lift.meet(run, plan, uses, sites, outputs)
             return mets.get(id(plan))
 
         chosen = cache(partial(routes, outputs, run.n))

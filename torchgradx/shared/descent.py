@@ -7,7 +7,7 @@ before it runs itself and lets its saved tensors go. Gradients on their way are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..ops import NATIVE
 from ..passes.plain import receives
 from ..passes.unpacking import spared
 from ..proof.layout import NOWHERE
@@ -50,6 +51,9 @@ from .products import (
 )
 from .stations import Leaf, Station
 
+if NATIVE:
+    from .._C import hooked
+
 __all__ = ["Descent"]
 
 G = TypeVar("G", bound=Gradients)
@@ -64,24 +68,33 @@ class Descent:
         run: Any,
         recorder: Any,
         way: dict[Node, Station],
+        packed: Collection[int],
+        tensors: Sequence[Tensor],
+        *,
         hears: Callable[[Leaf], bool],
         delivered: Callable[[int], None],
         refuse: Callable[[str], None],
         norms_only: bool,
+        guarded: bool,
     ) -> None:
+        """packed: keys of stations that saved through hooks. tensors: the table of parameters."""
         self._run, self._recorder, self._norms_only = run, recorder, norms_only
+        self._packed, self._tensors = packed, tensors
         self._hears, self._delivered, self._refuse = hears, delivered, refuse
         self._task, self._final, self._rounding = -1, True, 0.0
         self._held: dict[tuple[int, int], Gradients] = {}  # on their way, by node and output
         self._ready: list[tuple[Leaf, Gradients, bool]] = []
         self._leaves = [leaf for station in way.values() for leaf in station.leaves.values()]
+        # Each edge into the way is counted; what is left to find is a hook of the user's on it.
+        self._counted = guarded and all(leaf.counted for leaf in self._leaves)
+        self._compares = True
         known: Counter[int] = Counter()
         for leaf in self._leaves:
             if leaf.alone:
                 continue
             known[leaf.place] += 1
             if known[leaf.place] > leaf.calls:  # the sum over its uses waits for this one too
-                run.expect(leaf.place, leaf.parameter)
+                run.expect(leaf.place, tensors[leaf.place])
         for node, station in way.items():
             node.register_prehook(partial(self._arrive, station))
             if station.leaves:
@@ -98,14 +111,15 @@ class Descent:
         # Norms only: a fused layer gives its parameters nothing to compare with.
         self._withholds = self._norms_only and node.name().startswith("torchgradx")
         try:
-            with spared(node) if station.packed else nullcontext():
+            with spared(node) if station.key in self._packed else nullcontext():
                 if not self._run.n:
                     self._nothing(station, node, incoming)
                 elif station.layout is not None:
                     self._enter(station, node, incoming)
                 else:
                     held = [self._held.pop((station.key, k), None) for k in range(len(incoming))]
-                    self._compare(station, node, incoming, held)
+                    if self._compares or hooked(node, 1, bool(station.leaves)):
+                        self._compare(station, node, incoming, held)
                     self._pass(station, node, held)
         except Exception as error:  # never from inside backward()
             self._refuse(cause("failed", error=f"at {node.name()}: {error}"))
@@ -115,10 +129,12 @@ class Descent:
         self._held.clear()
         self._ready.clear()
         arrives = [self._run.arrive([leaf.place], True) for leaf in self._leaves]
-        self._counts = any(arrives) and any(receives(leaf.parameter) for leaf in self._leaves)
+        served = (self._tensors[leaf.place] for leaf in self._leaves)
+        self._counts = any(arrives) and any(map(receives, served))
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         whole = self._recorder.books or bool(self._run.directions)  # what norms alone do not need
         self._final = not (self._run.keep or self._run.retained or keeps or whole)
+        self._compares = self._recorder.auditing or not self._counted
 
     def _compare(
         self,
@@ -127,10 +143,8 @@ class Descent:
         incoming: Sequence[Tensor | None],
         held: Sequence[Gradients | None],
     ) -> None:
-        """In every backward: what a node receives is the sum over the samples of what came down.
-
-        A hook of the user's in between, or a use that no output leads to, is found here.
-        """
+        """Refuse where a node receives something else than the sum over the samples of what came
+        down: of a use that no output leads to, or by a hook of the user's in between."""
         casts = station.leaves and node.name() == CAST  # autocast: for all uses at once
         for g, mine in zip(incoming, held, strict=True):
             if mine is not None:
@@ -186,7 +200,7 @@ class Descent:
 
     def _nothing(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
         """Send zeros: of no samples, or behind weights that are zeros."""
-        tensors = (*incoming, *(leaf.parameter for leaf in station.leaves.values()))
+        tensors = (*incoming, *(self._tensors[leaf.place] for leaf in station.leaves.values()))
         device = next((t.device for t in tensors if t is not None), None)
         for operand in (*station.inward, *station.leaves):
             edge = node.next_functions[operand]
@@ -213,7 +227,8 @@ class Descent:
                 self._send(station, operand, self._reduced(station, operand, found))
             return
         columns: dict[int, list[Tensor]] = {k: [] for k in (*station.inward, *station.leaves)}
-        most = max((leaf.parameter.numel() for leaf in station.leaves.values()), default=1)
+        places = (leaf.place for leaf in station.leaves.values())
+        most = max((self._tensors[place].numel() for place in places), default=1)
 
         def ask(*grads: Tensor) -> tuple[Tensor, ...]:
             given = dict(zip(live, grads, strict=True))
@@ -236,7 +251,7 @@ class Descent:
         heard = self._hears(leaf) and self._gives and not (self._withholds and operand)
         if heard:
             self._measure(product)
-        product = _like(product, leaf.parameter)
+        product = _like(product, self._tensors[leaf.place])
         if heard:
             self._recorder.add_recorded(leaf.place, total(product), self._rounding)
         return sq_norms(product) if leaf.alone and self._final else product

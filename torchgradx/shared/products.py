@@ -18,6 +18,7 @@ from .outer import Gradients, LookedUp, Outer
 
 __all__ = [
     "CAST",
+    "SUM",
     "TABLE",
     "by_sample",
     "closed",
@@ -34,10 +35,11 @@ __all__ = [
 
 CAST = "ToCopyBackward0"  # autocast's
 FEW = 8  # samples
+SUM = "AddBackward0"
 TABLE = "EmbeddingBackward0"
 # A node's product elementwise, before it is summed over what the operand was broadcast along.
 ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
-    "AddBackward0": lambda node, k, g: g * node._saved_alpha if k and node._saved_alpha != 1 else g,
+    SUM: lambda node, k, g: g * node._saved_alpha if k and node._saved_alpha != 1 else g,
     "SubBackward0": lambda node, k, g: g * -node._saved_alpha if k else g,
     "MulBackward0": lambda node, k, g: g * (node._saved_self if k else node._saved_other),
     "AddcmulBackward0": lambda node, k, g: (
@@ -106,7 +108,7 @@ def gives_on(node: Node) -> bool:
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     if len(edges) != 1:
         return False
-    if node.name() == "AddBackward0":  # to a constant
+    if node.name() == SUM:  # to a constant
         plain = edges[0] == node.next_functions[0] or node._saved_alpha == 1
         return plain and shape_of(*edges[0]) == shape_of(node, 0)
     return node.name() in LINKS
