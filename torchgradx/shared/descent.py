@@ -47,6 +47,7 @@ from .products import (
     fitted,
     looked_up,
     mapped,
+    spread,
     through,
 )
 from .stations import Leaf, Station
@@ -85,9 +86,8 @@ class Descent:
         self._held: dict[tuple[int, int], Gradients] = {}  # on their way, by node and output
         self._ready: list[tuple[Leaf, Gradients, bool]] = []
         self._leaves = [leaf for station in way.values() for leaf in station.leaves.values()]
-        # Each edge into the way is counted; what is left to find is a hook of the user's on it.
-        self._counted = guarded and all(leaf.counted for leaf in self._leaves)
-        self._compares = True
+        # Then only a hook of the user's on the way changes what comes down it.
+        self._guarded, self._compares = guarded, True
         known: Counter[int] = Counter()
         for leaf in self._leaves:
             if leaf.alone:
@@ -134,7 +134,7 @@ class Descent:
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         whole = self._recorder.books or bool(self._run.directions)  # what norms alone do not need
         self._final = not (self._run.keep or self._run.retained or keeps or whole)
-        self._compares = self._recorder.auditing or not self._counted
+        self._compares = not self._guarded or any(map(self._hears, self._leaves))
 
     def _compare(
         self,
@@ -226,7 +226,15 @@ class Descent:
             for operand in (*station.inward, *station.leaves):
                 self._send(station, operand, self._reduced(station, operand, found))
             return
-        columns: dict[int, list[Tensor]] = {k: [] for k in (*station.inward, *station.leaves)}
+        operands = (*station.inward, *station.leaves)
+        if len(held) == 1:
+            ask_one = partial(self._ask, node)
+            formed = {k: spread(node, k, live[0], lambda g: ask_one([g])) for k in operands}
+            if None not in formed.values():
+                for k, whole in formed.items():
+                    self._send(station, k, self._reduced(station, k, whole))  # type: ignore
+                return
+        columns: dict[int, list[Tensor]] = {k: [] for k in operands}
         places = (leaf.place for leaf in station.leaves.values())
         most = max((self._tensors[place].numel() for place in places), default=1)
 

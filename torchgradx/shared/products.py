@@ -30,6 +30,7 @@ __all__ = [
     "is_elementwise",
     "looked_up",
     "mapped",
+    "spread",
     "through",
 ]
 
@@ -49,8 +50,14 @@ ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
     "RepeatBackward0": lambda node, k, g: g,
 }
 LINKS = {CAST, *(f"{name}Backward0" for name in (
-    "Alias", "ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View",
+    "Alias", "Clone", "ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View",
 ))}  # fmt: skip
+# Of one operand, which each element's gradient reaches times a factor of its own.
+POINTWISE = {f"{name}Backward{k}" for k in (0, 1) for name in (
+    "Abs", "Clamp", "ClampMax", "ClampMin", "Elu", "Exp", "Gelu", "Hardtanh", "Hardsigmoid",
+    "Hardswish", "LeakyRelu", "Log", "Neg", "Pow", "Reciprocal", "Relu", "Rsqrt", "Sigmoid", "Silu",
+    "Softplus", "Sqrt", "Tanh",
+)}  # fmt: skip
 # rows @ b: the saved rows, and which operand b is
 ROWS = {
     "MmBackward0": ("_saved_self", 1),
@@ -58,6 +65,31 @@ ROWS = {
     "AddmmBackward0": ("_saved_mat1", 2),
 }
 COLUMNS = {"MmBackward0", "BmmBackward0"}  # a @ columns: likewise, looked at from a
+
+
+# How nodes that turn their operand turn a gradient back.
+TURNED: dict[str, Callable[[Node, int], Sequence[int]]] = {
+    "PermuteBackward0": lambda node, dims: _inverse([d % dims for d in _signed(node._saved_dims)]),
+    "TBackward0": lambda node, dims: [*range(dims)][::-1],
+    "TransposeBackward0": lambda node, dims: _swapped(
+        dims, *_signed((node._saved_dim0, node._saved_dim1))
+    ),
+}
+
+
+def _signed(dims: Sequence[int]) -> list[int]:
+    """Graph nodes show dimensions as unsigned."""
+    return [(d + (1 << 63)) % (1 << 64) - (1 << 63) for d in dims]
+
+
+def _inverse(dims: Sequence[int]) -> list[int]:
+    return sorted(range(len(dims)), key=dims.__getitem__)
+
+
+def _swapped(dims: int, one: int, other: int) -> list[int]:
+    order = [*range(dims)]
+    order[one], order[other] = order[other], order[one]
+    return order
 
 
 def _over_features(node: Node) -> Tensor:
@@ -196,6 +228,30 @@ def looked_up(node: Node, ids: Tensor, g: Tensor) -> LookedUp:
     if padding < count:  # else it is the largest number there is: none was said
         rows = rows * (ids != padding).unsqueeze(2)
     return LookedUp(ids, rows, count)
+
+
+def spread(
+    node: Node, operand: int, g: Tensor, ask: Callable[[Tensor], Sequence[Tensor | None]]
+) -> Gradients | None:
+    """Return a node's product [N, *] for the gradients [N, *] of its one output, which no sample's
+    rows have; None: it has no closed form. ask: the node's products for one gradient."""
+    name, shape = node.name(), shape_of(*node.next_functions[operand])
+    product: Tensor | None = None
+    if gives_on(node):
+        product = g.reshape(len(g), *shape)
+    elif name in TURNED:
+        product = g.permute(0, *(d + 1 for d in TURNED[name](node, g.dim() - 1)))
+    elif name in ELEMENTWISE and not g.is_complex():
+        product = _summed(ELEMENTWISE[name](node, operand, g), shape)
+    elif name in POINTWISE and not g.is_complex() and shape == shape_of(node, 0):
+        factor = ask(torch.ones_like(g[0]))[operand]
+        product = None if factor is None else g * factor
+    elif name == "IndexBackward0" and len(shape) == 2:
+        ids = node._saved_indices
+        if len(ids) == 1 and ids[0].dtype == torch.long:
+            rows = g.reshape(len(g), -1, shape[1])
+            return LookedUp(ids[0].flatten().expand(len(g), -1) % shape[0], rows, shape[0])
+    return None if product is None else product.to(dtype_of(*node.next_functions[operand]))
 
 
 def through(node: Node, g: Outer) -> Outer | None:
