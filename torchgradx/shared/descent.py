@@ -18,11 +18,10 @@ from torch import Tensor
 from ..ops import NATIVE
 from ..passes.plain import receives
 from ..passes.unpacking import spared
-from ..proof.layout import NOWHERE
+from ..proof.layout import BATCH, NOWHERE, SEQUENCE
 from ..refusals import cause
 from ..sharding import shards
 from ..sites.copies import untraced
-from .affine import at_node
 from .frontier import Node, dtype_of, shape_of
 from .outer import (
     BySample,
@@ -53,7 +52,7 @@ from .products import (
 from .stations import Leaf, Station
 
 if NATIVE:
-    from .._C import hooked
+    from .._C import Terms, hooked, serve_at
 
 __all__ = ["Descent"]
 
@@ -95,10 +94,34 @@ class Descent:
             known[leaf.place] += 1
             if known[leaf.place] > leaf.calls:  # the sum over its uses waits for this one too
                 run.expect(leaf.place, tensors[leaf.place])
+        terms = Terms(self._wants_squares) if guarded else None  # not ours: it holds this
         for node, station in way.items():
+            if terms is not None and self._in_one(node, station, terms):
+                continue
             node.register_prehook(partial(self._arrive, station))
             if station.leaves:
                 node.register_hook(self._deliver)
+
+    def _in_one(self, node: Node, station: Station, terms: Any) -> bool:
+        """Have a node of the frontier whose operands are parameters alone served by the extension,
+        where a backward wants squared norms alone."""
+        leaves, layout = station.leaves, station.layout
+        plain = layout in (BATCH, SEQUENCE) and station.key not in self._packed
+        if not plain or station.inward or not all(x.alone and x.counted for x in leaves.values()):
+            return False
+        places = {operand: (leaf.place, leaf.counted) for operand, leaf in leaves.items()}
+        otherwise = partial(self._at_once, station)
+        return serve_at(node, self._run, places, layout == SEQUENCE, terms, otherwise)
+
+    @untraced
+    def _wants_squares(self) -> bool:
+        if self._task != torch._C._current_graph_task_id():
+            self._begin()
+        return self._counts and self._final and not (torch.is_grad_enabled() or self._compares)
+
+    def _at_once(self, station: Station, incoming: Sequence[Tensor | None]) -> None:
+        self._arrive(station, incoming)
+        self._deliver()
 
     @untraced
     def _arrive(self, station: Station, incoming: Sequence[Tensor | None]) -> None:
@@ -135,6 +158,9 @@ class Descent:
         whole = self._recorder.books or bool(self._run.directions)  # what norms alone do not need
         self._final = not (self._run.keep or self._run.retained or keeps or whole)
         self._compares = not self._guarded or any(map(self._hears, self._leaves))
+        for leaf in self._leaves if self._counts else ():
+            if leaf.counted:
+                self._delivered(leaf.place)
 
     def _compare(
         self,
@@ -169,10 +195,7 @@ class Descent:
         if station.inward or any(self._hears(leaf) for leaf in station.leaves.values()):
             self._measure(g)  # for what will be compared
         masked: list[int] = []
-        squares = self._squares(station, node, g, layout)
-        for operand, sq in squares.items():
-            self._ready.append((station.leaves[operand], sq, True))
-        for operand in (*station.inward, *(k for k in station.leaves if k not in squares)):
+        for operand in (*station.inward, *station.leaves):
             product = closed(node, operand, g, layout, n)
             if product is None:
                 masked.append(operand)
@@ -192,11 +215,6 @@ class Descent:
                 columns[operand].append(product)
         for operand, column in columns.items():
             self._send(station, operand, torch.cat(column))
-
-    def _squares(self, station: Station, node: Node, g: Tensor, layout: int) -> dict[int, Tensor]:
-        """Return squared norms by operand, where norms are all that is wanted of these."""
-        alone = [k for k, leaf in station.leaves.items() if leaf.alone and not self._hears(leaf)]
-        return at_node(node, alone, g, layout, self._run.n) if alone and self._final else {}
 
     def _nothing(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
         """Send zeros: of no samples, or behind weights that are zeros."""
@@ -298,8 +316,6 @@ class Descent:
                 continue
             for _more in range(1, leaf.counted):
                 self._run.arrive([leaf.place])
-            if leaf.counted:
-                self._delivered(leaf.place)
             if squared:
                 self._run.finish(leaf.place, whole)
             elif isinstance(whole, Outer):

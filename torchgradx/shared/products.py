@@ -115,6 +115,7 @@ def _by_running_statistics(node: Node) -> Tensor | None:
 
 # Inputs, normalised: a node multiplies them by its weight, operand 1, and adds its bias, operand 2.
 NORMALISED: dict[str, Callable[[Node], Tensor | None]] = {
+    "FusedRmsNormBackward0": lambda node: node._saved_input * node._saved_result1,
     "NativeLayerNormBackward0": _over_features,
     "NativeGroupNormBackward0": _over_groups,
     "NativeBatchNormBackward0": _by_running_statistics,
