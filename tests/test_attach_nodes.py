@@ -264,3 +264,36 @@ def test_a_hook_on_the_way_may_look_and_not_change(changes, options):
             else:
                 close_named(probe.norms(per="parameter"), loop(model, square, x))
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("options", ANY, ids=title)
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+def test_recurrent_layers_run_once_under_autocast(kind, batch_first, options):
+    calls = []
+
+    class Counted(kind):
+        def forward(self, *given):
+            calls.append(given)
+            return super().forward(*given)
+
+    def forward(m, x):
+        y, _ = m.r(x if batch_first else x.transpose(0, 1))
+        return m.o(y.mean(1 if batch_first else 0))
+
+    for recurrent in (kind(3, C, batch_first=batch_first), Counted(3, C, batch_first=batch_first)):
+        model = Model(forward, r=recurrent, o=nn.Linear(C, 2))
+
+        def loss(m, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return square(m, x).float()
+
+        with torchgradx.attach(model, **options) as probe:
+            for _ in range(3):
+                x = torch.randn(N, T, 3)
+                want = loop(model, loss, x, dtype=torch.float32)
+                calls.clear()
+                loss(model, x).backward()
+                close_named(probe.norms(per="parameter"), want, 3e-2)
+                assert len(calls) == isinstance(recurrent, Counted)
+            assert "replay" not in probe.explain() or native_missing()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from ..proof.layout import BATCH, LAST, MINOR, SECOND
+from ..proof.layout import BATCH, LAST, MINOR, SECOND, SEQUENCE
 from .frontier import Node, dtype_of, shape_of
 from .outer import Gradients, LookedUp, Outer
 
@@ -212,14 +212,22 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradient
     if name == TABLE:
         return looked_up(node, *(by_sample(t, layout, n) for t in (node._saved_indices, g)))
     saved, place = ROWS.get(name, ("", -1))
-    if operand == place and layout in (BATCH, SECOND, MINOR):
-        rows, grads = (by_sample(t, layout, n) for t in (getattr(node, saved), g))
-        if layout != BATCH:
+    if operand == place:
+        rows = getattr(node, saved)
+        if layout not in (BATCH, SECOND, MINOR) and not _sequence_first(rows, g, layout, n):
+            return None
+        rows, grads = (by_sample(t, layout, n) for t in (rows, g))
+        if layout in (SECOND, MINOR):
             return rows.mT @ grads
         alpha = getattr(node, "_saved_alpha", 1)
         if rows.dim() == 3 and (rows.shape[2], grads.shape[2]) == tuple(shape_of(*edge)):
             return Outer(rows, grads if alpha == 1 else grads * alpha)
     return None
+
+
+def _sequence_first(rows: Tensor, g: Tensor, layout: int, n: int) -> bool:
+    """Return whether both are rows t*N+n, and not columns by sample."""
+    return layout == SEQUENCE and g.dim() == 2 and n not in (rows.shape[1], g.shape[1])
 
 
 def looked_up(node: Node, ids: Tensor, g: Tensor) -> LookedUp:
