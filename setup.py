@@ -58,9 +58,9 @@ def flags(torch) -> list[str]:
         *(CHECKED if SANITIZE else ["-O3", "-g0"]),
         "-fopenmp",  # torch's at::parallel_for is inline code, and serial without it
         "-fvisibility=hidden",
-        # No iostream, see csrc/text.h: torch's inline functions join their messages with a stream
-        # unless told not to, and <iostream>, which its dispatcher includes and does not use, leaves
-        # an initializer in every object. The second is the guard of libstdc++'s own header.
+        # No iostream, see csrc/operators/text.h: torch's inline functions join their messages with
+        # a stream unless told not to, and <iostream>, which its dispatcher includes and does not
+        # use, leaves an initializer in every object. The second is libstdc++'s own guard.
         "-DSTRIP_ERROR_MESSAGES",
         "-D_GLIBCXX_IOSTREAM",
         # checks print the file they stand in: no path of the building machine in a binary
@@ -70,6 +70,21 @@ def flags(torch) -> list[str]:
         # also makes ninja compile again for another torch, whose headers may well be older files
         f'-DTORCHGRADX_TORCH_VERSION="{torch.__version__}"',
     ]
+
+
+def units() -> list[str]:
+    """The sources of torchgradx._C: one a folder, which includes the folder's files, since torch's
+    headers take longer to compile than what is in it. Tiles are of one instruction set each."""
+    found = ["csrc/python.cpp", *sorted(glob("csrc/cpu/tile_*.cpp"))]
+    for folder in ("operators", "record", "nodes", "layers", "cpu"):
+        files = sorted(set(glob(f"csrc/{folder}/*.cpp")) - set(found))
+        unit = Path(base, "units", f"{folder}.cpp")
+        text = "".join(f'#include "{file}"\n' for file in files)
+        unit.parent.mkdir(parents=True, exist_ok=True)
+        if not unit.exists() or unit.read_text() != text:  # else ninja would compile it again
+            unit.write_text(text)
+        found.append(str(unit))
+    return found
 
 
 def extensions() -> dict:
@@ -84,7 +99,8 @@ def extensions() -> dict:
     # Not linked with -fopenmp: torch brings its own OpenMP runtime, and two would mean two pools.
     native = CppExtension(
         "torchgradx._C",
-        sorted(glob("csrc/*.cpp") + glob("csrc/layers/*.cpp") + glob("csrc/cpu/*.cpp")),
+        units(),
+        include_dirs=[ROOT],
         extra_compile_args={"cxx": flags(torch)},
         extra_link_args=SANITIZERS if SANITIZE else [],
     )

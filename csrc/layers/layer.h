@@ -3,8 +3,8 @@
 // (site.h).
 #pragma once
 
-#include "../ops.h"
-#include "../text.h"
+#include "../operators/ops.h"
+#include "../operators/text.h"
 
 #include <memory>
 

@@ -2,7 +2,7 @@
 
 On the first pass of a new structure the places of the samples are proven (structure.py), and each
 parameter's gradient is compared with the sum of what was recorded. In every backward, each edge of
-the graph into a parameter must belong to a recorded use (csrc/pass.cpp).
+the graph into a parameter must belong to a recorded use (csrc/record/pass.cpp).
 """
 
 from __future__ import annotations

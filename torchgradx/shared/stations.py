@@ -41,7 +41,7 @@ class Way(NamedTuple):
 
 
 class Trail(NamedTuple):
-    """A way by the numbers of its nodes, in graphs that look the same (csrc/outline.cpp)."""
+    """A way by the numbers of its nodes, in graphs that look the same (csrc/record/outline.cpp)."""
 
     nodes: list[int]
     stations: list[Station]

@@ -1,8 +1,8 @@
 // Squared norms of what acts element by element on samples, at the node that the framework made for it: `weight * h` of
 // a user's RMSNorm, a layer scale, the framework's norms under a user's class. The kernels read the node's gradient and
 // its saved operand once, and make nothing of their size. torchgradx/shared/descent.py serves what this does not.
-#include "ops.h"
-#include "pass.h"
+#include "../operators/ops.h"
+#include "../record/pass.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/generated/Functions.h>
@@ -17,7 +17,7 @@ namespace generated = torch::autograd::generated;
 using torch::autograd::variable_list;
 
 // For affine_sq_norms: [N, T, G, K] twice, [N or 1, T or 1, G] twice.
-struct Operands {
+struct Arranged {
   Tensor input, grad;
   std::optional<Tensor> mean, rstd;
 };
@@ -33,7 +33,7 @@ Tensor rows_of(const Tensor& t, int64_t n, int64_t k, bool sequence) {
   return t.reshape({-1, n, 1, k}).movedim(1, 0);
 }
 
-Operands over_features(const Tensor& x, const Tensor& g, const Tensor& mean, const Tensor& rstd, int64_t n,
+Arranged over_features(const Tensor& x, const Tensor& g, const Tensor& mean, const Tensor& rstd, int64_t n,
                        bool sequence) {
   const int64_t k = x.numel() / std::max<int64_t>(1, rstd.numel());
   const auto by_row = [&](const Tensor& t) { return rows_of(t, n, 1, sequence).squeeze(-1); };
@@ -41,38 +41,38 @@ Operands over_features(const Tensor& x, const Tensor& g, const Tensor& mean, con
           mean.defined() ? std::optional<Tensor>(by_row(mean)) : std::nullopt, by_row(rstd)};
 }
 
-std::optional<Operands> layer_norm(generated::NativeLayerNormBackward0& node, const Tensor& g, int64_t n,
+std::optional<Arranged> layer_norm(generated::NativeLayerNormBackward0& node, const Tensor& g, int64_t n,
                                    bool sequence) {
   const auto self = node.getptr();
   return over_features(node.input_.unpack(), g, node.result1_.unpack(self), node.result2_.unpack(self), n, sequence);
 }
 
-std::optional<Operands> rms_norm(generated::FusedRmsNormBackward0& node, const Tensor& g, int64_t n, bool sequence) {
+std::optional<Arranged> rms_norm(generated::FusedRmsNormBackward0& node, const Tensor& g, int64_t n, bool sequence) {
   return over_features(node.input_.unpack(), g, Tensor(), node.result1_.unpack(node.getptr()), n, sequence);
 }
 
-std::optional<Operands> group_norm(generated::NativeGroupNormBackward0& node, const Tensor& g, int64_t n,
+std::optional<Arranged> group_norm(generated::NativeGroupNormBackward0& node, const Tensor& g, int64_t n,
                                    bool sequence) {
   const auto self = node.getptr();
   const Tensor mean = node.result1_.unpack(self), rstd = node.result2_.unpack(self);
   if (sequence || mean.size(0) != n) return std::nullopt;
   const int64_t groups = mean.size(1);
   const auto rows = [&](const Tensor& t) { return t.movedim(1, -1).reshape({n, -1, groups, g.size(1) / groups}); };
-  return Operands{rows(node.input_.unpack()), rows(g), mean.view({n, 1, -1}), rstd.view({n, 1, -1})};
+  return Arranged{rows(node.input_.unpack()), rows(g), mean.view({n, 1, -1}), rstd.view({n, 1, -1})};
 }
 
-std::optional<Operands> batch_norm(generated::NativeBatchNormBackward0& node, const Tensor& g, int64_t n,
+std::optional<Arranged> batch_norm(generated::NativeBatchNormBackward0& node, const Tensor& g, int64_t n,
                                    bool sequence) {
   if (sequence || node.training) return std::nullopt;  // statistics of the batch
   const Tensor mean = node.running_mean_.unpack(), var = node.running_var_.unpack();
   const auto wide = wide_of(g);
   const auto rows = [&](const Tensor& t) { return t.movedim(1, -1).reshape({n, -1, g.size(1), 1}); };
-  return Operands{rows(node.input_.unpack()), rows(g), mean.to(wide).view({1, 1, -1}),
+  return Arranged{rows(node.input_.unpack()), rows(g), mean.to(wide).view({1, 1, -1}),
                   (var.to(wide) + node.eps).rsqrt_().view({1, 1, -1})};
 }
 
 // weight: which operand it is, 0 or 1. Dimensions that it is broadcast over come first.
-std::optional<Operands> product(generated::MulBackward0& node, int64_t weight, const Tensor& g, int64_t n,
+std::optional<Arranged> product(generated::MulBackward0& node, int64_t weight, const Tensor& g, int64_t n,
                                 bool sequence) {
   const Tensor x = (weight ? node.self_ : node.other_).unpack();
   const auto& edge = node.next_edge(weight);
@@ -97,10 +97,10 @@ std::optional<Operands> product(generated::MulBackward0& node, int64_t weight, c
   }
   order.insert(order.end(), features.begin(), features.end());
   const auto arranged = [&](const Tensor& t) { return t.permute(order).reshape({n, -1, 1, k}); };
-  return Operands{arranged(rows), arranged(by_sample(g)), {}, {}};
+  return Arranged{arranged(rows), arranged(by_sample(g)), {}, {}};
 }
 
-std::optional<Operands> operands_of(Node& node, int64_t weight, const Tensor& g, int64_t n, bool sequence) {
+std::optional<Arranged> operands_of(Node& node, int64_t weight, const Tensor& g, int64_t n, bool sequence) {
   if (auto* of = dynamic_cast<generated::NativeLayerNormBackward0*>(&node)) return layer_norm(*of, g, n, sequence);
   if (auto* of = dynamic_cast<generated::FusedRmsNormBackward0*>(&node)) return rms_norm(*of, g, n, sequence);
   if (auto* of = dynamic_cast<generated::NativeGroupNormBackward0*>(&node)) return group_norm(*of, g, n, sequence);
@@ -113,7 +113,7 @@ bool is_product(const Node& node) {
   return dynamic_cast<const generated::MulBackward0*>(&node) != nullptr;
 }
 
-struct Leaf {
+struct Served {
   int64_t operand, place, counted;  // see stations.py
 };
 
@@ -127,8 +127,8 @@ struct Terms {
 
 class AtNode : public torch::autograd::FunctionPreHook {
  public:
-  AtNode(Node& node, std::shared_ptr<Pass> pass, std::vector<Leaf> leaves, bool sequence, std::shared_ptr<Terms> terms,
-         py::object otherwise)
+  AtNode(Node& node, std::shared_ptr<Pass> pass, std::vector<Served> leaves, bool sequence,
+         std::shared_ptr<Terms> terms, py::object otherwise)
       : node_(node),
         pass_(std::move(pass)),
         leaves_(std::move(leaves)),
@@ -155,14 +155,14 @@ class AtNode : public torch::autograd::FunctionPreHook {
  private:
   Node& node_;  // which owns this
   const std::shared_ptr<Pass> pass_;
-  const std::vector<Leaf> leaves_;
+  const std::vector<Served> leaves_;
   const bool sequence_;
   const std::shared_ptr<Terms> terms_;
   Callback otherwise_;
 
   bool serve(const Tensor& g) {
     const bool bias = leaves_.back().operand == 2;
-    std::optional<Operands> found;
+    std::optional<Arranged> found;
     try {
       found = operands_of(node_, leaves_[0].operand, g.detach(), pass_->n, sequence_);
     } catch (const std::exception&) {  // it is said where the others are
@@ -198,7 +198,7 @@ void bind_at_node(py::module_& m) {
                           dynamic_cast<generated::NativeBatchNormBackward0*>(&node);
         const bool whole = norm ? leaves.count(1) && leaves.size() == 1 + leaves.count(2) : leaves.size() == 1;
         if (!whole || !(norm || is_product(node)) || pass->n < 1) return false;
-        std::vector<Leaf> those;
+        std::vector<Served> those;
         for (const auto& [operand, leaf] : leaves) those.push_back({operand, leaf[0], leaf[1]});
         node.add_pre_hook(std::make_unique<AtNode>(node, std::move(pass), std::move(those), sequence, std::move(terms),
                                                    std::move(otherwise)));

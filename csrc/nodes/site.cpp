@@ -1,8 +1,8 @@
 // Site and Use: the operands of one use, and what its backward adds to the record. The autograd nodes are elsewhere.
 #include "site.h"
 
+#include "../operators/text.h"
 #include "node.h"
-#include "text.h"
 
 #include <ATen/ATen.h>
 #include <ATen/SavedTensorHooks.h>
