@@ -1,7 +1,7 @@
 """Every refusal: what happened, and what to do, once.
 
 Here is each cause of a CoverageError, by its key. A recorder keeps `cause(key, ...)`, a string of
-the key and its fields; C++ writes the same string (csrc/operators/text.h). `refused` makes the error: each
+the key and its fields; C++ writes the same (csrc/operators/text.h). `refused` makes the error: each
 cause once, with the parameters that it covers. The first words of each text are unique, so that a
 search finds them; docs/limits.md lists them. Wrong arguments raise where they are checked.
 """

@@ -1,6 +1,6 @@
 """nn.LSTM, nn.GRU, nn.RNN and their cells: our backward through time instead of a replay.
 
-The framework's own forward runs layer by layer, each layer a node of the graph (csrc/nodes/recurrent.cpp)
+The framework's own forward runs layer by layer, each a node of the graph (nodes/recurrent.cpp)
 whose backward leaves the gradients at the gates of all steps. Each weight is then a Linear over
 these.
 """
