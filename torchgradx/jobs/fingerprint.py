@@ -36,7 +36,7 @@ def of_values(*values: Any) -> str:
         elif isinstance(value, np.ndarray):
             seen.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
         else:
-            seen.update(re.sub(r"\bat 0x[0-9a-f]+", "", repr(value)).encode())
+            seen.update(re.sub(r"\bat 0x[0-9a-f]+", "", repr(value)).encode() + b"\n")
     return seen.hexdigest()
 
 

@@ -53,10 +53,10 @@ class NoiseScale:
         optimizer.step()
         print(noise)  # or noise.critical_batch_size, noise.spread
 
-    Both are averaged apart. An average lags behind a training; so by default there are two, A over
-    about the last sixth of the steps and B over the last third, and A^2 / B is where they lead to:
-    exact where a quantity grows or falls exponentially. The first 30 steps are a warm-up;
-    `warming_up` and `print(noise)` say so.
+    Both are averaged separately, since the ratio of a single step is biased. An average lags behind
+    a training; so by default there are two, A over about the last sixth of the steps and B over the
+    last third, and A^2 / B extrapolates to the current step (to first order in the growth rate).
+    The first 30 steps are a warm-up; `warming_up` and `print(noise)` say so.
 
     Args:
         per: "model", "module" or "parameter": what the noise scale is of, as in `Probe.norms`.
@@ -210,12 +210,12 @@ class NoiseScale:
     @property
     def trace(self) -> float | dict[str, float]:
         """tr(Sigma), in squared units of the gradient; NaN before the first step."""
-        return self._by_name(self._leading(1))
+        return self._by_name(self._extrapolated(1))
 
     @property
     def sq_grad_norm(self) -> float | dict[str, float]:
         """|G|^2, of the gradient without noise; an estimate, which may be negative."""
-        return self._by_name(self._leading(2))
+        return self._by_name(self._extrapolated(2))
 
     @property
     def noise_scale(self) -> float | dict[str, float]:
@@ -244,8 +244,8 @@ class NoiseScale:
         found = dict(zip(self._names, values.tolist(), strict=True)) if self.steps else {}
         return found.get(MODEL, math.nan) if self.per == "model" else found
 
-    def _leading(self, place: int) -> NDArray[np.float64]:
-        """[K]: A^2 / B where both are positive."""
+    def _extrapolated(self, place: int) -> NDArray[np.float64]:
+        """Return A^2 / B [K] where both are positive, else A."""
         if not self.steps:
             return np.full(1, math.nan)
         a, b = np.moveaxis(self._sums[..., place] / self._sums[..., 0], -1, 0)
@@ -254,7 +254,7 @@ class NoiseScale:
 
     @np.errstate(divide="ignore", invalid="ignore")  # a trace of 0
     def _ratios(self) -> NDArray[np.float64]:
-        return _inverse(self._leading(2) / self._leading(1))
+        return _inverse(self._extrapolated(2) / self._extrapolated(1))
 
     @np.errstate(divide="ignore", invalid="ignore")
     def _spreads(self) -> NDArray[np.float64]:
@@ -266,7 +266,7 @@ class NoiseScale:
         variance = np.maximum(0, ss - 2 * share * ts + share**2 * tt)
         variance = variance * (factors @ weights @ factors) / max(1e-9, 1 - weights[1, 1])
         error = 2 * np.sqrt(variance) / trace if weights[1, 1] < 2 / 3 else math.inf
-        now = self._leading(2) / self._leading(1)
+        now = self._extrapolated(2) / self._extrapolated(1)
         return np.stack([_inverse(now + error), _inverse(now - error)], 1)
 
     def __str__(self) -> str:
