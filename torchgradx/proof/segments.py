@@ -135,7 +135,9 @@ class SegmentExaminer:
     ) -> None:
         """Look for the owners of rows that have no layout: experts get rows by their values."""
         refused = {site for site, why in run.refusals if key_of(why) in ROUTED}
-        if not refused or run.n < 2 or self._options["batch_dim"] or self._options["layout"]:
+        here = {site for site, *_ in uses}  # none of a structure that is known as it is
+        said = self._options["batch_dim"] or self._options["layout"]
+        if said or run.n < 2 or not refused or not refused <= here:
             return
         causes, layouts = run.refusals, run.layouts
         run.refusals, run.layouts = [], []
@@ -281,7 +283,7 @@ class SegmentExaminer:
                 layouts[k] = NOWHERE
         run.segments = run.segments + segments if not run.layouts else segments
         run.layouts = run.layouts + layouts
-        if n > 1 and new:
+        if n > 1 and new and not self._audit.examiner.has_zeros(n):
             pending = {key for key, proven in zip(keys, shown, strict=True) if key and proven}
             self._audit.expect(list(pending), NONE, run)
 

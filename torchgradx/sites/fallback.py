@@ -22,7 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map
 
 from ..proof.arguments import tensors_in
-from ..proof.layout import BATCH, SEQUENCE
+from ..proof.layout import BATCH, SEGMENTS, SEQUENCE
 from ..refusals import RefusedError, cause
 from ..shared.frontier import below
 from .outcome import OtherOutputsError, Outcome, same
@@ -279,7 +279,7 @@ def weighted(call: Call, factors: Tensor) -> Call:
     def times(g: Tensor | None) -> Tensor | None:
         if g is None or not g.numel():
             return g
-        if call.samples is not None and g is call.grads[0]:
+        if call.samples is not None and (call.layout == SEGMENTS or g is call.grads[0]):
             rows = of_rows(factors, call.samples, g)
         else:
             by_row, dim = _by_row(call, g, factors)
@@ -378,7 +378,7 @@ def _only(call: Call, g: Tensor, sample: int) -> Tensor:
     """g with all but one sample's rows zero."""
     if call.n == 1 and call.samples is None:
         return g
-    if call.samples is not None and g is call.grads[0]:
+    if call.samples is not None and (call.layout == SEGMENTS or g is call.grads[0]):
         return g.where(as_rows(call.samples == sample, g), 0)
     if not g.dim():
         raise RefusedError("one_number")

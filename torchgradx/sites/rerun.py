@@ -39,7 +39,7 @@ from .fallback import (
 )
 from .modules import CONTAINERS, opaque, own_names, parameter_of, same_parameters
 from .native import Hooks, why_mixed
-from .packed import samples_of, why_not
+from .packed import counts_rows, samples_of, why_not
 from .regime import Regime
 from .stand_in import as_it_is_now, makes_weight, of_the_user
 from .use import Called, Use
@@ -290,9 +290,9 @@ class FallbackSite:
             return  # lift.py brings its gradients by sample
         samples = use.samples
         if layout >= SEGMENTS:  # replayed, whatever the module does with rows
-            samples, layout = run.segments[layout - SEGMENTS].owners, BATCH
-            if len(grads) > 1:
-                raise RefusedError(cause("segments_kind", kind="module of several outputs"))
+            samples, layout = run.segments[layout - SEGMENTS].owners, SEGMENTS
+            if not all(g is None or counts_rows(g, len(samples)) for g in grads):
+                raise RefusedError(cause("segments_kind", kind="module of outputs of other rows"))
         if layout == NOWHERE:
             if any(g is not None and bool(g.any()) for g in grads):
                 self._recorder.refuse(self._index, "no_output")
