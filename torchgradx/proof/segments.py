@@ -110,6 +110,12 @@ class SegmentExaminer:
         self._routed: set[Any] = set()  # regimes whose rows go where a batch's values send them
         self._by_sample: dict[tuple[int, int], bool] = {}  # outputs by place and dimensions
 
+    @property
+    def notes(self) -> list[str]:
+        """Lines for explain()."""
+        said = ["rows by sample_ids"] * (self._options["sample_ids"] is not None)
+        return said + ["routed rows: by the indices that they were taken by"] * bool(self._routed)
+
     def examine(
         self,
         run: Any,
