@@ -108,7 +108,7 @@ class Block(nn.Module):
             part.view(b, t, self.heads, c // self.heads).transpose(1, 2)
             for part in self.qkv(self.ln1(x)).split(c, 2)
         )
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         x = x + self.proj(y.transpose(1, 2).reshape(b, t, c))
         return x + self.down(F.gelu(self.up(self.ln2(x))))
 
@@ -130,7 +130,7 @@ class GPT(nn.Module):
             mask = mask & (ids[:, :, None] == ids[:, None, :])
         h = self.wte(tokens) + self.wpe(positions)
         for block in self.blocks:
-            h = block(h, mask[:, None])
+            h = block(h, None if joins == "causal" else mask[:, None])
         return self.head(self.ln(h))
 
 

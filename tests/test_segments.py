@@ -71,13 +71,14 @@ def test_norms_are_those_of_single_samples_in_every_step(name, mode):
                     torch.testing.assert_close(p.grad, want[key].mean(0), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", ["auto", "vmap"])
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_clipping_takes_each_sample_by_its_own_norm(name, deferred):
+def test_clipping_takes_each_sample_by_its_own_norm(name, deferred, backend):
     make, sizes = CASES[name]
     torch.manual_seed(0)
     model = make().model().to(DOUBLE)
-    options = {"clip": True, "weight_grad": not deferred}
+    options = {"clip": True, "weight_grad": not deferred, "backend": backend}
     with torchgradx.attach(model, sample_ids=ids_of, **options) as probe:
         for k, each in enumerate(sizes[:3]):
             case = make().draw(each, torch.Generator().manual_seed(k))
@@ -202,6 +203,23 @@ def test_documents_that_see_each_other_are_refused(first):
                 assert "fed by several samples" in refusal(probe)
             else:
                 assert (probe.norms() > 0).all()
+
+
+def test_rows_of_one_document_each_prove_nothing_of_rows_of_several():
+    make, _ = CASES["packed"]
+    torch.manual_seed(0)
+    model = make().model().to(DOUBLE)
+    with torchgradx.attach(model, sample_ids=ids_of) as probe:
+        for rows in ([[5], [4]], [[6], [6]], [[2, 3], [4]], [[5], [4]]):
+            case = make().draw(rows, torch.Generator().manual_seed(2))
+            case.joins = "causal"  # no mask
+            with probe.paused():
+                want = norms_of(loop(model, case, case.loss_of_one))
+            step(model, case)
+            if len(rows[0]) > 1:
+                assert "fed by several samples" in refusal(probe)
+            else:
+                agree(probe.norms(per="parameter"), want, 1e-9)
 
 
 def test_convolutions_over_packed_rows_are_refused_by_name():

@@ -254,7 +254,9 @@ class SegmentExaminer:
         n = run.n
         flags = list({id(f): f for o in owned if o for f in o.flags}.values())
         mixed = dict(zip(map(id, flags), _read(flags), strict=True))
-        within = len(grid) == 2 and bool((flat.view(grid) != flat.view(grid)[:, :1]).any())
+        rows = flat.view(grid[0], -1)
+        # a row of one document, and padding, shows nothing of rows of several
+        within = bool(((rows != rows.amin(1, True)) & (rows != n)).any()) if rows.numel() else False
         padded = bool((flat == n).any())
         whole = (self._parameters.regime(), frozenset(names), within, padded, len(grid))
         keys = [None if o is None else ("segments", whole, site, o.way)
