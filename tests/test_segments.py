@@ -222,6 +222,23 @@ def test_rows_of_one_document_each_prove_nothing_of_rows_of_several():
                 agree(probe.norms(per="parameter"), want, 1e-9)
 
 
+def test_outputs_of_rows_are_not_those_of_as_many_documents():
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(D, 8), nn.Linear(8, 3)
+
+        def forward(self, x, ids):
+            return self.b(torch.relu(self.a(x)).mean(1))
+
+    torch.manual_seed(0)
+    model = Rows()
+    with torchgradx.attach(model, sample_ids=ids_of) as probe:
+        ids = torch.tensor([[0, 0, 1], [-1, -1, -1]])
+        model(torch.randn(2, 3, D), ids=ids).square().sum(1).mean().backward()
+        assert "fed by several samples" in refusal(probe)
+
+
 def test_convolutions_over_packed_rows_are_refused_by_name():
     class Net(nn.Module):
         def __init__(self):

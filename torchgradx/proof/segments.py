@@ -81,17 +81,17 @@ def segments_from(owners: Tensor, n: int) -> Any:
         rank = torch.full((n + 1,), n)
         rank[held] = torch.arange(len(held))
         order = rank.to(owners.device)[owners].argsort(stable=True)
-    runs: list[tuple[int, int, int, list[int]]] = []
-    first = 0
-    for sample in held:
-        if runs and runs[-1][2] == counts[sample]:
-            runs[-1][3].append(sample)
-        else:
-            runs.append((first, 0, counts[sample], [sample]))
-        first += counts[sample]
-    parts = [(first, len(samples), length, torch.tensor(samples, device=owners.device))
-             for first, _, length, samples in runs]  # fmt: skip
-    return _C.Segments(owners, order, parts)
+    samples = torch.tensor(held, dtype=torch.long, device=owners.device)
+    runs: list[tuple[int, int, int, Tensor]] = []
+    row = first = 0
+    for k, sample in enumerate(held):
+        length = counts[sample]
+        row += length
+        if k + 1 == len(held) or counts[held[k + 1]] != length:
+            members = samples[first : k + 1]
+            runs.append((row - length * len(members), len(members), length, members))
+            first = k + 1
+    return _C.Segments(owners, order, runs)
 
 
 class SegmentExaminer:
@@ -180,18 +180,19 @@ class SegmentExaminer:
         if uses and not heads:
             run.refuse(-1, "segments_outputs")
             return
-        given = {(t.grad_fn, t.output_nr): Owned(owned, hash(str(grid))) for t, owned in heads}
+        given = {
+            (t.grad_fn, t.output_nr): Owned(owned, hash(len(owned) == n)) for t, owned in heads
+        }
         found, names, masks = owners_below(live, given, n, grid)
         rows = flat.view(grid)
         joins = [mask_joins(mask, rows, n) for mask in masks if len(grid) == 2]
         if any(_read([joined for joined in joins if joined is not None])):
             run.refuse(-1, cause("segments_mixed", shape=grid))
-        inside = {node for node, _ in found}
         owned: list[Owned | None] = []
         for site, sizes, node, number in uses:
             leads = sizes[: sites[site].leads(len(sizes))]
             owned.append(self._owned(found, node, number, leads, flat, grid, names, n))
-        self._settle(run, uses, owned, heads, names, flat, grid, sites, inside)
+        self._settle(run, uses, owned, heads, names, flat, grid, sites)
 
     def _head(self, k: int, t: Tensor, flat: Tensor, grid: list[int], n: int) -> Tensor | None:
         """Return owners of an output's leading rows, if they are the model's or one per sample."""
@@ -224,6 +225,10 @@ class SegmentExaminer:
         if at is not None:
             shape = tuple(node._input_metadata[number].shape)
             rows = fitted(at, shape, leads)
+            if rows is not None and rows is not flat and len(grid) == 2 and list(leads) == grid:
+                ids = flat.to(rows.device)  # what the user says of them holds
+                other = ((rows != ids) & (rows != n) & (ids != n)).any()
+                return Owned(rows, at.way, (*at.flags, other))
             if rows is not None:
                 return Owned(rows, at.way, at.flags)
             if prod(leads) and len(at.owners) % prod(leads) == 0:  # features taken by index
@@ -236,7 +241,9 @@ class SegmentExaminer:
         alone = len(grid) > 1 or not names & MAPPING or (len(leads) > 1 and not told)
         if list(leads[: len(grid)]) != grid or not alone:
             return None
-        rows = flat.to(_device(node, number, flat)).repeat_interleave(prod(leads[len(grid) :]))
+        rows = flat.to(node._input_metadata[number].device).repeat_interleave(
+            prod(leads[len(grid) :])
+        )
         return Owned(rows, hash("as given"))
 
     def _settle(
@@ -249,12 +256,11 @@ class SegmentExaminer:
         flat: Tensor,
         grid: list[int],
         sites: Sequence[Site],
-        inside: set[Any],
     ) -> None:
         n = run.n
         flags = list({id(f): f for o in owned if o for f in o.flags}.values())
         mixed = dict(zip(map(id, flags), _read(flags), strict=True))
-        rows = flat.view(grid[0], -1)
+        rows = flat.view(grid) if len(grid) == 2 else flat[:, None]
         # a row of one document, and padding, shows nothing of rows of several
         within = bool(((rows != rows.amin(1, True)) & (rows != n)).any()) if rows.numel() else False
         padded = bool((flat == n).any())
@@ -277,9 +283,11 @@ class SegmentExaminer:
                 layouts[k] = cause("segments_mixed", shape=shape)
             else:
                 key = id(o.owners)
-                if key not in made:
-                    made[key] = SEGMENTS + len(segments)
-                    segments.append(segments_from(o.owners, n))
+                if key not in made:  # layers of one graph have the same, made anew by each
+                    same = (j for j, s in enumerate(segments) if _equal(s.owners, o.owners))
+                    made[key] = SEGMENTS + next(same, len(segments))
+                    if made[key] == SEGMENTS + len(segments):
+                        segments.append(segments_from(o.owners, n))
                 layouts[k] = made[key]
         shown = [True] * len(uses)
         if new and (n > 1 or padded) and self._options["check"] != "off":
@@ -331,8 +339,8 @@ MAPPING = {f"{name}Backward0" for name in (
 )}  # fmt: skip
 
 
-def _device(node: Any, number: int, other: Tensor) -> torch.device:
-    return getattr(node._input_metadata[number], "device", other.device)
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
 
 
 def _read(flags: Sequence[Tensor]) -> list[bool]:
