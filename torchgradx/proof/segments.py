@@ -130,10 +130,14 @@ class SegmentExaminer:
         """
         if ids is None and (not self._routed or self._parameters.regime() not in self._routed):
             return False
+        before = run.refusals, run.layouts
         try:
             self._examine(run, torch.arange(run.n) if ids is None else ids, uses, outputs, sites)
         except Exception as error:
             run.refuse(-1, cause("not_examined", error=f"{type(error).__name__}: {error}"))
+        if ids is None and run.refusals != before[0]:  # it has tables, perhaps
+            run.refusals, run.layouts = before
+            return False
         return True
 
     def rescue(
@@ -143,7 +147,8 @@ class SegmentExaminer:
         refused = {site for site, why in run.refusals if key_of(why) in ROUTED}
         here = {site for site, *_ in uses}  # none of a structure that is known as it is
         said = self._options["batch_dim"] or self._options["layout"]
-        if said or run.n < 2 or not refused or not refused <= here:
+        joint = len(run.layouts) != len(uses)
+        if said or joint or run.n < 2 or not refused or not refused <= here:
             return
         causes, layouts = run.refusals, run.layouts
         run.refusals, run.layouts = [], []
@@ -270,7 +275,7 @@ class SegmentExaminer:
         new = [key for key in keys if key is not None and not self._audit.knows(key)]
         layouts: list[int | str] = [NOWHERE] * len(uses)
         made: dict[int, int] = {}
-        segments: list[Any] = []
+        segments = list(run.segments)  # and those of earlier forwards of the same samples
         for k, ((site, sizes, node, _), o) in enumerate(zip(uses, owned, strict=True)):
             shape = list(sizes)
             if node is None:
@@ -297,7 +302,7 @@ class SegmentExaminer:
             if isinstance(layout, str):
                 run.refuse(site, layout)
                 layouts[k] = NOWHERE
-        run.segments = run.segments + segments if not run.layouts else segments
+        run.segments = segments
         run.layouts = run.layouts + layouts
         if n > 1 and new and not self._audit.examiner.has_zeros(n):
             pending = {key for key, proven in zip(keys, shown, strict=True) if key and proven}
