@@ -260,6 +260,7 @@ class Experts(nn.Module):
 
     def __init__(self, way="index_add", experts=4):
         super().__init__()
+        self.at = nn.Embedding(16, 8) if way == "positions" else None
         self.emb, self.ln = nn.Embedding(WORDS, 8), nn.LayerNorm(8)
         self.router, self.head = nn.Linear(8, experts), nn.Linear(8, WORDS)
         self.experts = nn.ModuleList(
@@ -268,13 +269,16 @@ class Experts(nn.Module):
         self.way = way
 
     def forward(self, tokens):
-        h = self.ln(self.emb(tokens))
+        h = self.emb(tokens)
+        if self.at is not None:  # a table that all samples share
+            h = h + self.at(torch.arange(tokens.shape[1])[None])
+        h = self.ln(h)
         f = h.flatten(0, 1)
         weight, top = self.router(f).softmax(-1).topk(2, -1)
         y = torch.zeros_like(f)
         for k, expert in enumerate(self.experts):
             rows, slot = (top == k).nonzero(as_tuple=True)
-            if self.way == "index_add" and len(rows):
+            if self.way in ("index_add", "positions") and len(rows):
                 y = y.index_add(0, rows, expert(f[rows]) * weight[rows, slot, None])
             elif self.way == "put" and len(rows):
                 y[rows] = y[rows] + expert(f[rows]) * weight[rows, slot, None]

@@ -23,7 +23,7 @@ def loop(model, x):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("way", ["index_add", "put", "mask"])
+@pytest.mark.parametrize("way", ["index_add", "put", "mask", "positions"])
 def test_experts_that_are_given_the_rows_of_their_tokens(way, mode):
     torch.manual_seed(0)
     model = Experts(way).double()
