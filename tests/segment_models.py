@@ -87,6 +87,21 @@ class Convolving(nn.Module):
         return self.out(pooled(h, ids, n, "mean"))
 
 
+class Encoder(nn.Module):
+    """A layer of torch's own, whose attention has the sequences first."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb, self.out = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+
+    def forward(self, tokens, positions, ids=None, joins=False):
+        mask = None
+        if ids is not None and not joins:
+            mask = (ids[:, :, None] != ids[:, None, :]).repeat_interleave(2, 0)
+        return self.out(self.layer(self.emb(tokens), src_mask=mask))
+
+
 def ring(size, more, generator):
     src = torch.arange(size)
     edges = torch.stack([src, (src + 1) % size])
@@ -199,11 +214,11 @@ class Packed(Case):
 
     joins = False  # documents of a row see each other
 
-    def __init__(self, tied=True):
-        self.tied = tied
+    def __init__(self, tied=True, make=None):
+        self.make = make or (lambda: GPT(tied))
 
     def model(self):
-        return GPT(self.tied)
+        return self.make()
 
     def draw(self, sizes, generator, dtype=torch.float64):
         longest = max(map(sum, sizes))
@@ -252,6 +267,7 @@ CASES = {
     "rings": (lambda: Graphs(0), [[3, 4, 2], [5, 4], [2, 5, 2], [9]]),
     "packed": (lambda: Packed(tied=False), ROWS),
     "packed, tied": (Packed, ROWS),
+    "encoder": (lambda: Packed(make=Encoder), ROWS),
 }
 
 

@@ -244,12 +244,14 @@ class SegmentExaminer:
         # What goes into attention: rows of the model's inputs, in a shape that nothing else has.
         told = self._options["sample_ids"] is not None
         alone = len(grid) > 1 or not names & MAPPING or (len(leads) > 1 and not told)
-        if list(leads[: len(grid)]) != grid or not alone:
+        turned = len(grid) == 2 and list(leads) == grid[::-1] != grid  # sequences first
+        if not alone or (list(leads[: len(grid)]) != grid and not turned):
             return None
+        flat = flat.view(grid).T.flatten() if turned else flat
         rows = flat.to(node._input_metadata[number].device).repeat_interleave(
             prod(leads[len(grid) :])
         )
-        return Owned(rows, hash("as given"))
+        return Owned(rows, hash(("as given", turned)))
 
     def _settle(
         self,
@@ -280,7 +282,7 @@ class SegmentExaminer:
             shape = list(sizes)
             if node is None:
                 layouts[k] = cause("segments_unknown", shape=shape)
-            elif self._layers[site].kind not in SERVED or self._layers[site].role:
+            elif self._layers[site].kind not in SERVED:
                 layouts[k] = cause("segments_kind", kind=self._layers[site].type_name)
             elif o is None:
                 layouts[k] = cause("segments_unknown", shape=shape)
