@@ -85,7 +85,8 @@ class Attachment:
         self._audit = Audit(*shared, self._record, verdicts, forward_to("_began"))
         unspent = self._audit.forwards.unspent
         given = (self._parameters, self._layers, options)
-        self._segments = SegmentExaminer(*given, self._audit, unspent)
+        routed = verdicts.setdefault("routed", {})
+        self._segments = SegmentExaminer(*given, self._audit, unspent, routed)
         self._backwards = Backwards(self._recorder, forward_to("_over"), forward_to("_finished"))
         directions = {} if options["directions"] is None else options["directions"]
         self._directed = placed(directions, self._parameters)  # by place; empty: no directions

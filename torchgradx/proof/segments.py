@@ -104,10 +104,11 @@ class SegmentExaminer:
         options: Mapping[str, Any],
         audit: Audit,
         unspent: Callable[[], AbstractContextManager[None]],
+        routed: dict[Any, Any],
     ) -> None:
         self._parameters, self._layers, self._options = parameters, layers, options
         self._audit, self._unspent = audit, unspent
-        self._routed: set[Any] = set()  # regimes whose rows go where a batch's values send them
+        self._routed = routed  # regimes whose rows go where a batch's values send them
         self._by_sample: dict[tuple[int, int], bool] = {}  # outputs by place and dimensions
 
     @property
@@ -160,7 +161,7 @@ class SegmentExaminer:
         found, tables = run.layouts, any(layout == SHARED for layout in layouts)
         if not failed and not tables and {site for site, _ in causes} == refused:
             run.refusals = []
-            self._routed.add(self._parameters.regime())
+            self._routed[self._parameters.regime()] = True
             return
         lost = {site for site in refused if site in failed or -1 in failed}
         run.refusals = [(site, why) for site, why in causes if site not in refused - lost]
