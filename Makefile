@@ -26,7 +26,7 @@ demo: $(DONE)/examples  ## build, then find mislabelled digits by their gradient
 
 wheel: $(DONE)/wheel  ## build a wheel, load it, and name what it needs; writes dist/
 	mkdir -p dist && cp $(WHEELS)/*.whl dist/
-	$(BIN)/python build_tools/wheel.py dist/*.whl
+	$(BIN)/python build_tools/built_wheel.py dist/*.whl
 
 docs: $(DONE)/docs  ## the documentation as a site, strictly; writes site/
 	$(BIN)/mkdocs build --strict

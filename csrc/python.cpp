@@ -111,6 +111,16 @@ void bind_pass(py::module_& m) {
       .def("former", &Recorder::former)
       .def_property_readonly("held", &Recorder::held);
 
+  py::class_<Segments, std::shared_ptr<Segments>>(m, "Segments")
+      .def(py::init([](const Tensor& owners, const std::optional<Tensor>& order,
+                       const std::vector<std::tuple<int64_t, int64_t, int64_t, Tensor>>& runs) {
+             Segments segments{owners, order.value_or(Tensor()), {}};
+             for (const auto& [first, count, length, samples] : runs)
+               segments.runs.push_back({first, count, length, samples});
+             return segments;
+           }),
+           py::arg("owners"), py::arg("order"), py::arg("runs"))
+      .def_readonly("owners", &Segments::owners);
   py::class_<Pass::State>(m, "State");
   py::class_<Pass, std::shared_ptr<Pass>>(m, "Pass")
       .def(py::init<std::shared_ptr<Recorder>, int64_t, const std::vector<Tensor>&>())
@@ -131,9 +141,10 @@ void bind_pass(py::module_& m) {
           })
       .def_readonly("retained", &Pass::retained)
       .def_readwrite("layouts", &Pass::layouts)
+      .def_readwrite("segments", &Pass::segments)
       .def_readwrite("hooked", &Pass::hooked)
       .def_readwrite("serial", &Pass::serial)
-      .def_readonly("refusals", &Pass::refusals)
+      .def_readwrite("refusals", &Pass::refusals)
       .def_readonly("silent", &Pass::silent)
       .def("refuse",
            [](Pass& self, int64_t site, const std::string& reason) { self.refusals.emplace_back(site, reason); })
@@ -188,7 +199,7 @@ void bind_pass(py::module_& m) {
         py::list terms;
         for (const Term& term : self.entries[parameter].terms)
           terms.append(py::make_tuple(term.site, term.activations.defined() ? py::cast(term.activations) : py::none(),
-                                      term.grads));
+                                      term.grads, term.segments));
         return terms;
       });
 }

@@ -13,7 +13,7 @@ FORBIDDEN = (
 )  # fmt: skip
 ENDINGS = {".py", ".cpp", ".cu", ".cuh", ".h"}
 LINES_OF_A_FILE = 400
-LINES = {ROOT: 16_600, CSRC: 17_000}  # torchgradx: to be lowered to 12,000
+LINES = {ROOT: 17_700, CSRC: 17_000}  # torchgradx: to be lowered to 12,000
 LEAVES = re.compile(r"torchgradx\.(jobs|bridges|cli)\b")
 TOP = ("torchgradx", "torchgradx.__main__")
 

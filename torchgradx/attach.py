@@ -33,6 +33,7 @@ def attach(
     algorithm: str | None = None,
     backend: str = "auto",
     check: str = "graph",
+    sample_ids: Callable[[tuple[Any, ...], dict[str, Any]], Tensor] | None = None,
 ) -> Probe:
     """Attach to a model: its next training steps leave the norm of each sample's gradient.
 
@@ -70,6 +71,10 @@ def attach(
         check: how the place of the samples is proven. "graph": by the graph of the forward, once
             per structure. "samples": two samples are also run through the model alone and their
             norms compared, once per structure. "off": `batch_dim`, `layout` and sizes are believed.
+        sample_ids: for rows that are not one per sample, a callable (args, kwargs) -> LongTensor
+            [rows] (nodes of batched graphs, items of bags: the sample of each row of the inputs)
+            or [B, T] (packed documents: that of each position; negative is padding). N is then the
+            highest id + 1, or `batch_size`.
 
     Returns:
         The probe. `norms()` after `loss.backward()` gives a Tensor [N].

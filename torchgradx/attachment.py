@@ -30,6 +30,7 @@ from .passes.record import Record
 from .proof.arguments import batch_size, one_of_several, tensors_in
 from .proof.audit import Audit
 from .proof.samples import Samples
+from .proof.segments import SegmentExaminer, rows_of
 from .proof.verdict import Verdict, known
 from .refusals import cause
 from .sharding import uncovered
@@ -56,6 +57,7 @@ class _Seen(threading.local):
         self.calls: list[FrameType] = []  # of the model, under way; an interrupt leaves them here
         self.last: list[Any] | None = None  # looking from outside at the model of a compiled graph
         self.inner: Sequence[Any] = ()  # uses of a forward under way, up to the end of an inner one
+        self.ids: Tensor | None = None  # of its rows, where the user says whose they are
 
 
 class Attachment:
@@ -81,6 +83,10 @@ class Attachment:
         self._samples = Samples(self._recorder, self._parameters, options, norms, checked)
         self._record.refused = self._samples.refused
         self._audit = Audit(*shared, self._record, verdicts, forward_to("_began"))
+        unspent = self._audit.forwards.unspent
+        given = (self._parameters, self._layers, options)
+        routed = verdicts.setdefault("routed", {})
+        self._segments = SegmentExaminer(*given, self._audit, unspent, routed)
         self._backwards = Backwards(self._recorder, forward_to("_over"), forward_to("_finished"))
         directions = {} if options["directions"] is None else options["directions"]
         self._directed = placed(directions, self._parameters)  # by place; empty: no directions
@@ -191,7 +197,8 @@ class Attachment:
         serial, told = self._record.takes(on, now)
         if not serial:
             return None
-        n = batch_size(self._options, args, kwargs)
+        rows = rows_of(self._options, args, kwargs)
+        self._seen.ids, n = rows or (None, batch_size(self._options, args, kwargs))
         if n is None:
             self._recorder.refuse(-1, "no_batch_size")
             return None
@@ -199,7 +206,7 @@ class Attachment:
         if run is not None and new:
             self._record.ask_scale(run, args, kwargs)
         self._samples.begin()
-        if new or told.joint:
+        if rows is None and (new or told.joint):
             batch_dim = self._options["batch_dim"]
             self._audit.forwards.start(n, module, (args, kwargs), batch_dim)
         return run
@@ -283,7 +290,7 @@ class Attachment:
         looked = self._audit.forwards.stop(whole, out)
         key: Any = None if run is None else self._audit.key(run, looked)
         seen = self._seen.last
-        known = whole and seen is None and self._audit.knows(key)
+        known = whole and seen is None and self._seen.ids is None and self._audit.knows(key)
         uses = [] if run is None or known else [*self._seen.inner, *run.uses()]
         self._recorder.pop()
         self._seen.calls.pop()
@@ -293,7 +300,7 @@ class Attachment:
             self._drained()
         if inner or not run or out is None or not self._standing.on:
             return
-        if self._tokens.on:
+        if self._tokens.on and self._seen.ids is None:
             self._tokens.watch(out, run.n)
         if run.silent:  # a reentrant checkpoint's graph holds no use until it runs again
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
@@ -302,10 +309,13 @@ class Attachment:
         outputs = tensors_in(out) if uses else []
         if run.in_graph:
             run.refuse(-1, "graph_and_eager")
+        elif self._segments.examine(run, self._seen.ids, uses, outputs, self._sites):
+            self._audit.forwards.listen(run.layouts)
         elif seen is None:
             alone = run.n == 1 and one_of_several(self._options, (args, kwargs), out)
             with self._samples.quiet():
                 self._audit.examine(run, key, looked, alone, uses, outputs, self._sites)
+                self._segments.rescue(run, uses, outputs, self._sites)
             self._audit.forwards.listen(run.layouts)
         else:
             verdict = self._audit.examiner.verdict(run, uses, outputs, self._sites, looked)

@@ -266,7 +266,7 @@ def runs_again(use: Any) -> bool:
 
 def _nothing_came(place: int, runs: Sequence[Any]) -> bool:
     """To a parameter that its module did not use."""
-    waiting = [g for run in runs for _, _, g in run.terms(place)]
+    waiting = [g for run in runs for _, _, g, _ in run.terms(place)]
     return not any(bool(t.any()) for t in (*(run.total([place]) for run in runs), *waiting))
 
 

@@ -124,6 +124,13 @@ def check(model: Any, options: dict[str, Any]) -> None:
             'backend="native" needs the compiled extension, which is not there: build it with '
             '`pip install .`, or say backend="auto"'
         )
+    ids = options["sample_ids"]
+    if ids is not None and not callable(ids):
+        raise TypeError(
+            f"sample_ids must be a callable (args, kwargs) -> LongTensor; got {type(ids).__name__}"
+        )
+    if ids is not None and (options["layout"] or options["batch_dim"]):
+        raise ValueError("sample_ids says where all samples are: leave layout and batch_dim out")
     size = options["batch_size"]
     if (
         size is not None

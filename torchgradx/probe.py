@@ -244,7 +244,7 @@ class Probe(Attachment):
         verbose: with the cost of each algorithm that was weighed.
         """
         text = explanation(self._layers, self._parameters, verbose)
-        return Explanation("\n".join([text, *self._samples.notes]))
+        return Explanation("\n".join([text, *self._samples.notes, *self._segments.notes]))
 
     def reset(self) -> None:
         """Begin a new record at once."""

@@ -89,6 +89,16 @@ not_examined: where its samples are could not be looked for: {error}
     > Pass layout= to attach
 nested: it was given a nested tensor, whose rows have no common size
     > Pad it, or use pack_padded_sequence
+segments_outputs: no output of the model has N rows, or those of sample_ids, in front
+    > Return what the loss is computed from, with one row for each sample or for each id
+segments_unknown: nothing shows which samples the rows of its output {shape} are of
+    > Index rows in the first dimension, in a part of the model that comes to its outputs
+segments_mixed: rows of its output {shape} are fed by several samples of sample_ids
+    > Let no edge, and no attention without a mask, join two samples
+segments_kind: a {kind} is not served by rows of sample_ids
+    > Give it padded samples [N, ...] in a model without sample_ids, or freeze it
+segments_unproven: no weighted backward can run, which would prove whose its rows are
+    > Leave reentrant checkpoints and Functions of your own out, or pass check="off"
 packed: it was given a packed sequence, and does not return one of {n} samples first
     > Pass padded sequences, or use a stock LSTM, GRU or RNN with fused=True
 

@@ -218,4 +218,5 @@ def norms_alone(
         attach(model, loss_reduction=loss_reduction, **{"weight_grad": False, **options}) as probe,
     ):
         output = call(model, inputs)
+        compare = compare and options.get("sample_ids") is None  # what it reads is by sample
         return sample_norms(probe, output, targets, loss_fn, per, loss_reduction, compare)

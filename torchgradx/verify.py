@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import CoverageError, VerificationError
+from .proof.arguments import tensors_in
 from .scoring import Loss, call, norms_alone, one_sample
 
 __all__ = ["Report", "verify"]
@@ -114,7 +115,12 @@ def verify(
     n = len(next(iter(norms.values()))) if norms else 0
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(state)
-        loop = _loop(model, loss_fn, inputs, targets, n, batch_dim, list(norms))
+        given = (model, loss_fn, inputs, targets, n)
+        if options.get("sample_ids") is not None:
+            mean = n if loss_reduction == "mean" else 1
+            loop = _loop_by_rows(*given, options, mean, list(norms))
+        else:
+            loop = _loop(*given, batch_dim, list(norms))
     if rtol is None:
         dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
         # A norm over a long sum keeps half its digits at least, whatever the order of summation.
@@ -169,6 +175,49 @@ def _loop(
         name: torch.stack([v.double() for v in values]) if values else empty
         for name, values in found.items()
     }
+
+
+def _loop_by_rows(
+    model: nn.Module,
+    loss_fn: Loss,
+    inputs: Any,
+    targets: Any,
+    n: int,
+    options: Mapping[str, Any],
+    factor: float,
+    names: list[str],
+) -> dict[str, Tensor]:
+    """The same, where no sample can be cut out: its rows of the outputs' gradient, pulled back."""
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+    ids = options["sample_ids"](args if isinstance(args, (tuple, list)) else (args,), kwargs)
+    scale = options.get("loss_scale", 1.0)
+    scales = (
+        scale.double() if isinstance(scale, Tensor) else torch.full((n,), float(scale)).double()
+    )
+    twin = copy.deepcopy(model, _computed_by(model))
+    held = dict(twin.named_parameters())
+    live = [held[name] for name in names]
+    with torch.enable_grad():
+        output = call(twin, inputs)
+        outputs = [t for t in tensors_in(output) if t.requires_grad]
+        seeds = torch.autograd.grad(loss_fn(output, targets), outputs, allow_unused=True)
+    pairs = [(t, g) for t, g in zip(outputs, seeds, strict=True) if g is not None]
+    norms = torch.zeros(len(names), n, dtype=torch.float64)
+    for sample in range(n):
+        of_one = [g * _rows_of_one(g, ids, sample, n) for _, g in pairs]
+        roots = [t for t, _ in pairs]
+        found = torch.autograd.grad(roots, live, of_one, retain_graph=True, allow_unused=True)
+        for k, g in enumerate(found):
+            norms[k, sample] = 0.0 if g is None else float(g.double().norm())
+    weights = torch.where(scales == 0, 0.0, factor / scales.abs())
+    return dict(zip(names, norms * weights, strict=True))
+
+
+def _rows_of_one(g: Tensor, ids: Tensor, sample: int, n: int) -> Tensor:
+    """1 where an output's rows are the sample's, else 0."""
+    rows = ids if g.shape[: ids.dim()] == ids.shape else ids.flatten()
+    rows = torch.arange(n, device=g.device) if len(g) == n != len(rows) else rows
+    return (rows == sample).view(*rows.shape, *[1] * (g.dim() - rows.dim())).to(g.dtype)
 
 
 def _computed_by(model: nn.Module) -> dict[int, Any]:

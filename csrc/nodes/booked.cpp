@@ -21,6 +21,7 @@ Tensor of_part(const Tensor& t, const Rows& rows) {
 Booked::Booked(const Use& use, const Saved& saved, const Tensor& weight, const Tensor& grad_output)
     : site_(use.site),
       layout_(site_->layout_of(*use.pass, use.index)),
+      segments_(site_->segments_of(*use.pass, use.index)),
       saved_(saved),
       weight_(weight),
       grad_output_(grad_output.detach()),
@@ -56,8 +57,12 @@ std::vector<Tensor> Booked::weighted(const Tensor& factors, const std::vector<in
   const Layer& layer = *site_->layer;
   const Wanted wanted{false, of_weight_ && asked(site_->weight), of_bias_ && asked(site_->bias)};
   // For a bias alone the input may not have been kept.
-  const Operands o = *layer.operands(wanted.weight ? saved_ : Saved{}, grad_output_, factors.numel(), layout_);
-  const Tensor scale = o.images == 1 ? factors : factors.repeat_interleave(o.images);
+  const Saved saved = wanted.weight ? saved_ : Saved{};
+  const auto rows = segments_ ? flat_use(*segments_, saved, grad_output_, /*sorts=*/false) : std::nullopt;
+  const Operands o = rows ? *layer.operands(rows->saved, rows->grad_output, segments_->rows(), Layout::kBatch)
+                          : *layer.operands(saved, grad_output_, factors.numel(), layout_);
+  const Tensor scale = rows ? at::constant_pad_nd(factors, {0, 1}).index_select(0, segments_->owners)
+                            : (o.images == 1 ? factors : factors.repeat_interleave(o.images));
   Gradients made;
   if (wanted.weight)
     made = layer.scaled(o, weight_, scale, wanted);
@@ -80,13 +85,23 @@ void Pass::add_dots(const Tensor& more) {
 }
 
 void Use::serve(const Operands& operands, const Saved& saved, const Tensor& weight, const Tensor& grad_output) {
+  serve(operands, saved, weight, grad_output, [&](const Tensor& by_image) {  // [N K]
+    return by_image.unflatten(0, {pass->n, operands.images}).sum(1);
+  });
+}
+
+void Use::serve_rows(const Segments& segments, const Operands& by_row, const Saved& saved, const Tensor& weight,
+                     const Tensor& grad_output) {
+  serve(by_row, saved, weight, grad_output, [&](const Tensor& dots) { return segments.by_sample(dots, pass->n); });
+}
+
+void Use::serve(const Operands& operands, const Saved& saved, const Tensor& weight, const Tensor& grad_output,
+                const std::function<Tensor(const Tensor&)>& by_sample) {
   const auto direction = [&](int64_t parameter) {
     const bool given = !pass->directions.empty() && pass->directions[parameter];
     return given ? *pass->directions[parameter] : Tensor();
   };
-  const auto add = [&](const Tensor& by_image) {  // [N K]
-    pass->add_dots(by_image.unflatten(0, {pass->n, operands.images}).sum(1));
-  };
+  const auto add = [&](const Tensor& dots) { pass->add_dots(by_sample(dots)); };
   if (const Tensor v = wants_weight ? direction(site->weight) : Tensor(); v.defined())
     add(site->layer->weight_dots(operands, of_part(v, site->weight_rows)));
   if (const Tensor v = wants_bias ? direction(site->bias) : Tensor(); v.defined())

@@ -41,6 +41,11 @@ Layout Site::layout_of(const Pass& pass, int64_t use) const {
   return proven ? static_cast<Layout>(pass.layouts[use]) : presumed;
 }
 
+std::shared_ptr<Segments> Site::segments_of(const Pass& pass, int64_t use) const {
+  const int64_t place = static_cast<int64_t>(layout_of(pass, use)) - static_cast<int64_t>(Layout::kSegments);
+  return place < 0 || place >= static_cast<int64_t>(pass.segments.size()) ? nullptr : pass.segments[place];
+}
+
 std::optional<Operands> Site::operands(const Pass& pass, int64_t use, const Saved& saved,
                                        const Tensor& grad_output) const {
   const Layout how = layout_of(pass, use);
@@ -158,6 +163,10 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
   if (input.defined() && input.is_floating_point() && input.scalar_type() != grad_output.scalar_type())
     input = input.to(grad_output.scalar_type());
   std::optional<at::AutoDispatchBelowADInplaceOrView> below(std::in_place);  // nothing recorded is differentiated
+  if (const auto segments = site->segments_of(*pass, index)) {
+    below.reset();
+    return record_segments(segments, saved, weight, grad_output, received);
+  }
   const auto operands = site->operands(*pass, index, wants_weight ? saved : Saved{}, grad_output);
   if (!operands) return;
   below.reset();
@@ -219,10 +228,16 @@ Gradients Use::gradients(const Saved& saved, const Tensor& weight, const Tensor&
 Gradients Use::record_fused(const Saved& saved, const Tensor& weight, const Tensor& grad_output, bool wants_input) {
   const Layer& layer = *site->layer;
   const bool received = receives();
+  const bool alone = wants_weight && !waits_for_weight() && !waits_for_bias();
+  const auto segments = site->segments_of(*pass, index);
+  if (segments && received && alone) {
+    if (auto gradients = fuse_segments(*segments, saved, weight, grad_output)) {
+      if (wants_input) gradients->input = layer.backward(saved, weight, grad_output, {true, false, false}).input;
+      return *gradients;
+    }
+  }
   std::optional<at::AutoDispatchBelowADInplaceOrView> below(std::in_place);  // nothing fused is differentiated
-  const auto operands = wants_weight && !waits_for_weight() && !waits_for_bias()
-                            ? site->operands(*pass, index, saved, grad_output)
-                            : std::nullopt;
+  const auto operands = alone && !segments ? site->operands(*pass, index, saved, grad_output) : std::nullopt;
   const auto joined = operands ? joined_of(layer, *operands) : std::nullopt;
   if (joined && layer.fuses(*joined, weight) && site->plan(pass->n, layer.positions(*joined)) == Algorithm::kFused) {
     auto [gradients, sq] = layer.fused(*joined, weight, {wants_input, wants_weight, wants_bias});

@@ -5,7 +5,9 @@
 #include "../layers/layer.h"
 #include "../layers/recurrence.h"
 #include "../record/pass.h"
+#include "segments.h"
 
+#include <functional>
 #include <map>
 
 namespace torchgradx {
@@ -33,6 +35,7 @@ struct Site {
     return weight_rows.parts > 1 || bias_rows.parts > 1;
   }
   Layout layout_of(const Pass& pass, int64_t use) const;
+  std::shared_ptr<Segments> segments_of(const Pass& pass, int64_t use) const;  // nullptr: another layout
   // Operands with the samples in front; nothing, and a refusal in the record, where they cannot be found.
   std::optional<Operands> operands(const Pass& pass, int64_t use, const Saved& saved, const Tensor& grad_output) const;
 
@@ -74,6 +77,19 @@ struct Use : torch::CustomClassHolder {
   void audit(const Operands& operands, const Gradients& gradients, const Tensor& grad_output);
   // What else the pass asks of a use: to be kept for clipping, and the products with its directions.
   void serve(const Operands& operands, const Saved& saved, const Tensor& weight, const Tensor& grad_output);
+  void serve(const Operands& operands, const Saved& saved, const Tensor& weight, const Tensor& grad_output,
+             const std::function<Tensor(const Tensor&)>& by_sample);
+  // The same of rows that are not n*T+t: segments.cpp. `by_row`: each row as a sample.
+  void record_segments(const std::shared_ptr<Segments>& segments, const Saved& saved, const Tensor& weight,
+                       const Tensor& grad_output, bool received);
+  std::optional<Gradients> fuse_segments(const Segments& segments, const Saved& saved, const Tensor& weight,
+                                         const Tensor& grad_output);  // or nothing, where no kernel makes both
+  Tensor norms_of_runs(const Segments& segments, const FlatUse& sorted, const Tensor& weight, bool bias,
+                       Gradients* gradients) const;
+  bool fuses_runs(const Segments& segments) const;
+  Algorithm plan_of_run(int64_t count, int64_t length) const;
+  void serve_rows(const Segments& segments, const Operands& by_row, const Saved& saved, const Tensor& weight,
+                  const Tensor& grad_output);
   bool waits_for_weight() const;
   bool waits_for_bias() const;
 };
@@ -90,6 +106,7 @@ class Booked {
  private:
   std::shared_ptr<Site> site_;
   Layout layout_;
+  std::shared_ptr<Segments> segments_;
   Saved saved_;
   Tensor weight_, grad_output_;
   bool of_weight_, of_bias_;

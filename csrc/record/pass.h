@@ -27,6 +27,7 @@ using NodePtr =
     std::decay_t<decltype(std::declval<const Tensor&>().grad_fn())>;  // shared or intrusive: torch changed it
 
 class Pass;
+struct Segments;
 
 // Python objects that the graph may drop from any thread.
 struct Callback {
@@ -61,7 +62,8 @@ struct Term {
   int64_t site;        // place in the probe's table of sites; -1: of no module, as those of a plain Linear
   Tensor activations;  // samples in front; undefined: `grads` holds gradients by sample
   Tensor grads;
-  std::array<Version, 2> kept = {};  // what activations and grads may be views of
+  std::array<Version, 2> kept = {};              // what activations and grads may be views of
+  std::shared_ptr<Segments> segments = nullptr;  // then: of rows [rows, *]
 };
 
 using Slot = std::pair<int64_t, Tensor>;  // a parameter's place in the table, and the tensor that stands there now
@@ -220,7 +222,8 @@ class Pass : public std::enable_shared_from_this<Pass> {
   int64_t serial = 0;                 // its place among the forwards
   std::vector<Refusal> refusals;      // they count once a backward comes
   std::vector<int64_t> layouts;       // by use, once proven; empty: as declared, or batch first
-  std::vector<Stretch> made;          // by its forwards: what runs again from there is its own
+  std::vector<std::shared_ptr<Segments>> segments;  // of rows: where a layout is kSegments + their place
+  std::vector<Stretch> made;                        // by its forwards: what runs again from there is its own
   std::vector<Entry> entries;
   std::vector<std::optional<Tensor>> directions;  // by parameter; none, or empty: no products with it
   Tensor dots;                                    // [N] in float64, of what has arrived; undefined before

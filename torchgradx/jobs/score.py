@@ -230,6 +230,8 @@ def _check(
         raise TypeError(f"score() knows no {', '.join(sorted(unknown))}, nor does attach()")
     if options.get("weight_grad"):
         raise ValueError("score leaves .grad as it is: weight_grad=True cannot be had")
+    if options.get("sample_ids") is not None:
+        raise ValueError("score gives one number for each item: use attach(sample_ids=) in a loop")
 
 
 def _wanted(indices: Any, size: int) -> NDArray[np.bool_]:

@@ -19,7 +19,7 @@ from .versions import Versions
 
 __all__ = ["Pass", "Recorder", "receives"]
 
-Term = tuple[int, Tensor | None, Tensor]  # (site or -1, activations, gradients)
+Term = tuple[int, Tensor | None, Tensor, Any]  # (site or -1, activations, gradients, whose rows)
 Slot = tuple[int, Tensor]  # a parameter's place in the table, and the tensor that stands there now
 
 
@@ -239,7 +239,8 @@ class Pass:
         self.structure: Any = (n > 1, *(p.requires_grad for p in parameters))
         self.trainable = [place for place, p in enumerate(parameters) if p.requires_grad]
         self.wide = any(parameters[place].dtype == torch.float64 for place in self.trainable)
-        self.layouts: list[int] = []
+        self.layouts: list[int] = []  # by use; and the vectors that some of them name:
+        self.segments: list[Any] = []
         self.directions: list[Tensor | None] = []
         self.hooked: list[int] = []
         self.serial = 0
@@ -360,7 +361,7 @@ class Pass:
         if self.n == 1:
             grads = grads.clone()  # it may become the .grad of what is expanded over the batch
         kept = Versions(t for t in (activations, grads) if t is not None)
-        term = -1, None if activations is None else activations.detach(), grads.detach()
+        term = -1, None if activations is None else activations.detach(), grads.detach(), None
         self._terms.setdefault(place, []).append((term, kept))  # and not the graph
         if not (self.keep or self.retained or len(self._terms[place]) < self._calls[place]):
             self.recorder.finish(self, place)

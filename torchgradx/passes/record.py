@@ -19,6 +19,7 @@ from ..norms import combine
 from ..options import Scale, check_scale
 from ..refusals import SECTIONS, refused_all
 from ..rules import Layer
+from ..segments import combine_segments
 from .frames import NONE, Answer, Frames, Told
 
 if ops.NATIVE:
@@ -172,10 +173,12 @@ class Record:
         run.finish(place, self._combined(run, place))
 
     def _combined(self, run: Any, place: int) -> Tensor:
-        terms = [
-            (self._layers[site] if site >= 0 else None, a, g) for site, a, g in run.terms(place)
-        ]
+        given = run.terms(place)
+        terms = [(self._layers[site] if site >= 0 else None, a, g) for site, a, g, _ in given]
+        owners = [segments and segments.owners for *_, segments in given]
         with torch.no_grad():
+            if any(rows is not None for rows in owners):
+                return combine_segments(run.n, terms, owners)
             return combine(run.n, terms)
 
     def sq_norms(self, run: Any, place: int) -> Tensor:

@@ -25,7 +25,7 @@ def require_all(record: Record, recorder: Any, parameters: Parameters, layers: l
     places = parameters.trainable()
     causes: dict[int, str] = dict.fromkeys(places, "create_graph") if created else {}
     statistics = ""  # of a batch: why rows below mix
-    for site, why in sorted(recorder.refusals, key=lambda found: key_of(found[1]) == "mixes"):
+    for site, why in sorted(recorder.refusals, key=lambda found: _tells(key_of(found[1]))):
         if silent and key_of(why) == "not_found":  # perhaps a table, which a checkpoint hides
             why = cause(why, more="reentrant")
         own = layers[site].parameters if site >= 0 else ()
@@ -51,3 +51,8 @@ def require_all(record: Record, recorder: Any, parameters: Parameters, layers: l
             causes.setdefault(place, found[0])
     if causes:
         raise refused({parameters.names[place]: why for place, why in causes.items()})
+
+
+def _tells(key: str) -> bool:
+    """Return True for a cause that stands where others follow from it."""
+    return key == "mixes" or key.startswith("segments_")

@@ -29,7 +29,7 @@ from .layout import NOWHERE
 from .listening import Listening
 from .routes import routes
 from .structure import Examiner
-from .verdict import Verdict, from_outside
+from .verdict import Verdict, finite, from_outside
 
 if TYPE_CHECKING:
     from ..passes.record import Record
@@ -156,6 +156,11 @@ class Audit:
         met = meet(verdict)
         if met:
             self._lift.begin(run, met, uses, self.forwards.first)
+
+    def expect(self, keys: list[Any], verdict: Verdict, run: Any) -> None:
+        """Cache a verdict under these keys once the pass's backward has agreed."""
+        self._pending.append((keys, None, verdict, run))
+        self._listen()
 
     def _calls(self, key: Any, uses: Sequence[Any]) -> Any:
         """Return what a verdict holds for, whatever the sizes of a batch."""
@@ -363,9 +368,8 @@ class Audit:
 
     @property
     def unsettled(self) -> bool:
-        return bool(
-            self._pending or self._recorder.auditing or self._listening.heard or self.always
-        )
+        busy = self._pending or self._recorder.auditing or self._listening.heard
+        return bool(busy or self.always)
 
     def settle(self) -> None:
         """A structure whose first backward has come and agreed is known from now on."""
@@ -373,8 +377,10 @@ class Audit:
             key, calls, verdict, run = entry
             if not run.recorded and len(self._pending) < 8:
                 continue
-            if run.recorded and not self._record.mismatched and _finite(run):
-                self._keep(self._proven, key, verdict)
+            if run.recorded and not self._record.mismatched and finite(run):
+                for one in key if isinstance(key, list) else [key]:
+                    if not self.knows(one):
+                        self._keep(self._proven, one, verdict)
                 if calls is not None and run.n > 1:  # one sample tells nothing of several
                     self._keep(self._alike, calls, verdict)
             if entry in self._pending:  # another thread may settle, too
@@ -392,9 +398,3 @@ class Audit:
         self.forwards.stop()
         self._stop_listening()
         self._always_listening.stop()
-
-
-def _finite(run: Any) -> bool:
-    """Return False where a pass shows nothing: inf and nan agree with whatever was received."""
-    waiting = [g for place in run.waiting() for _, _, g in run.terms(place)]
-    return all(bool(t.isfinite().all()) for t in (run.total(None), *waiting))

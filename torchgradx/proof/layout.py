@@ -30,6 +30,7 @@ __all__ = [
     "MINOR",
     "NOWHERE",
     "SECOND",
+    "SEGMENTS",
     "SEQUENCE",
     "SHARED",
     "Finding",
@@ -37,12 +38,14 @@ __all__ = [
     "Watched",
     "from_sizes",
     "heads_of",
+    "in_order",
     "owners",
 ]
 
 # rows n*T+t | rows t*N+n | of no sample, see shared | no gradient comes from the outputs, and if
 # one does come it is refused | [T, N K, *] | [*, N K] | [*, K N, *]
 BATCH, SEQUENCE, SHARED, NOWHERE, SECOND, LAST, MINOR = range(7)
+SEGMENTS = 16  # and from there on: as one of a pass's vectors says, see segments.py
 # On a GPU backwards may add up in another order each time: those of attention do. What mixes
 # samples is off by more than so many times what two answers to one question differ by.
 ANEW, AGAIN, NOISY, LOOSE = ("cuda",), 4, 8.0, 1e-2
@@ -73,7 +76,7 @@ class Seeding:
 
     def __init__(
         self,
-        heads: Sequence[tuple[Tensor, int]],
+        heads: Sequence[tuple[Tensor, int | Tensor]],
         uses: Sequence[Watched],
         n: int,
         unspent: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -81,7 +84,7 @@ class Seeding:
         """unspent: what each backward of the graph runs under."""
         self._heads, self._uses, self._n, self._unspent = heads, uses, n, unspent
         self._known = [k for k, use in enumerate(uses) if use.node is not None]
-        self._nodes = nodes = _in_order(t for t, _ in heads)
+        self._nodes = nodes = in_order(t for t, _ in heads)
         self.able = bool(heads) and not any(is_python(v) or not answers_again(v) for v in nodes)
         wanted = {uses[k].node for k in self._known}
         above: set[Any] = set()  # those that lead to another one that is wanted
@@ -157,7 +160,7 @@ class Seeding:
         return not mixes and any(one.layout != two.layout for one, two in live)
 
     def _gradients(
-        self, exponents: Tensor, heads: Sequence[tuple[Tensor, int]] | None = None
+        self, exponents: Tensor, heads: Sequence[tuple[Tensor, int | Tensor]] | None = None
     ) -> dict[int, Rows]:
         """Return small facts of rows by use: a copy of each gradient would take memory."""
         found: dict[int, Rows] = {}
@@ -307,12 +310,17 @@ def heads_of(
     return heads, others
 
 
-def _weighted(t: Tensor, exponents: Tensor, dim: int) -> Tensor:
-    """Return a number whose gradient by `t` is random, that of sample n times 2^exponents[n]."""
+def _weighted(t: Tensor, exponents: Tensor, dim: int | Tensor) -> Tensor:
+    """Return a number whose gradient by `t` is random, that of sample n times 2^exponents[n]; a
+    Tensor says of which sample each leading row is, the last one being of none, and zero."""
     generator = torch.Generator(t.device).manual_seed(t.numel())
     gradient = torch.randn(t.shape, generator=generator, device=t.device).to(t.dtype)
-    shape = [-1 if k == dim else 1 for k in range(t.dim())]
-    gradient.ldexp_(exponents.to(t.device, torch.int32).view(shape))
+    exponents = exponents.to(t.device, torch.int32)
+    if isinstance(dim, Tensor):
+        rows = gradient.view(len(dim), -1)
+        rows.ldexp_(exponents[dim][:, None]).masked_fill_(dim[:, None] == len(exponents) - 1, 0)
+    else:
+        gradient.ldexp_(exponents.view([-1 if k == dim else 1 for k in range(t.dim())]))
     with torch.enable_grad():
         root = t.sum()  # autograd.grad given a gradient imports sympy, 35 MiB
     assert root.grad_fn
@@ -320,7 +328,7 @@ def _weighted(t: Tensor, exponents: Tensor, dim: int) -> Tensor:
     return root
 
 
-def _in_order(outputs: Iterable[Tensor]) -> list[Any]:
+def in_order(outputs: Iterable[Tensor]) -> list[Any]:
     """Return the graph's nodes below these, each before those it is made of."""
     order: list[Any] = []
     todo: list[tuple[Any, bool]] = [(t.grad_fn, False) for t in outputs]

@@ -135,7 +135,7 @@ class Examiner:
         called = [site for site, *_ in uses]
         reach = self.reach(uses, outputs, looked)
         # Zeros come of weights that are zeros, or of a branch that this batch dropped.
-        blind, has_zeros = n > 1 and bool(zeros), self._has_zeros(n)
+        blind, has_zeros = n > 1 and bool(zeros), self.has_zeros(n)
         now = versions(self._parameters.tensors()) if blind or has_zeros else None
         blind = blind and not has_zeros
         return Verdict(layouts, refusals, plan, complete, called, chosen, reach, sure, now, blind)
@@ -150,7 +150,7 @@ class Examiner:
             chosen.append(None)
         return chosen
 
-    def _has_zeros(self, n: int) -> bool:
+    def has_zeros(self, n: int) -> bool:
         """Return True if weights (not biases) are all zeros. Asks nothing of sharded ones."""
         if n == 1 or not self._proves or self._parameters.gathered():
             return False

@@ -14,7 +14,7 @@ from ..shared.frontier import Plan
 from ..sites.modules import build_of
 from .routes import alike
 
-__all__ = ["Verdict", "from_outside", "known", "versions"]
+__all__ = ["Verdict", "finite", "from_outside", "known", "versions"]
 
 CHOICES = ("layout", "batch_dim", "backend", "fused", "weight_grad", "check")
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, dict[str, dict[Any, Any]]]]] = (
@@ -90,6 +90,12 @@ def from_outside(run: Any) -> Verdict:
         [site for verdict in verdicts for site in verdict.sites],
         [part for verdict in verdicts for part in verdict.routes],
     )
+
+
+def finite(run: Any) -> bool:
+    """Return False where a pass shows nothing: inf and nan agree with whatever was received."""
+    waiting = [g for place in run.waiting() for _, _, g, _ in run.terms(place)]
+    return all(bool(t.isfinite().all()) for t in (run.total(None), *waiting))
 
 
 def _nothing(why: str) -> Verdict:

@@ -22,10 +22,11 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map
 
 from ..proof.arguments import tensors_in
-from ..proof.layout import BATCH, SEQUENCE
+from ..proof.layout import BATCH, SEGMENTS, SEQUENCE
 from ..refusals import RefusedError, cause
 from ..shared.frontier import below
 from .outcome import OtherOutputsError, Outcome, same
+from .packed import as_rows, of_rows
 from .regime import Regime
 from .stand_in import held_besides, of_its_own, put, state_of_its_own
 
@@ -278,8 +279,8 @@ def weighted(call: Call, factors: Tensor) -> Call:
     def times(g: Tensor | None) -> Tensor | None:
         if g is None or not g.numel():
             return g
-        if call.samples is not None and g is call.grads[0]:
-            rows = factors[call.samples, None]
+        if call.samples is not None and (call.layout == SEGMENTS or g is call.grads[0]):
+            rows = of_rows(factors, call.samples, g)
         else:
             by_row, dim = _by_row(call, g, factors)
             rows = by_row.view([-1 if d == dim else 1 for d in range(g.dim())])
@@ -305,8 +306,7 @@ def without(call: Call, left_out: Tensor) -> Call:
         if not isinstance(t, Tensor) or not t.is_floating_point():
             return t
         if call.samples is not None:
-            rows = t.dim() > 1 and len(t) == len(call.samples)
-            return t.masked_fill(left_out[call.samples][:, None], 0) if rows else t
+            return t.masked_fill(of_rows(left_out, call.samples, t), 0) if t.dim() > 1 else t
         if _pieces(call, t) is None:
             return t
         rows_of, dim = _by_row(call, t, torch.arange(call.n, device=t.device))
@@ -376,10 +376,10 @@ def as_its_own(call: Call) -> Call:
 
 def _only(call: Call, g: Tensor, sample: int) -> Tensor:
     """g with all but one sample's rows zero."""
-    if call.n == 1:
+    if call.n == 1 and call.samples is None:
         return g
-    if call.samples is not None and g is call.grads[0]:
-        return g.where((call.samples == sample)[:, None], 0)
+    if call.samples is not None and (call.layout == SEGMENTS or g is call.grads[0]):
+        return g.where(as_rows(call.samples == sample, g), 0)
     if not g.dim():
         raise RefusedError("one_number")
     masked, dim = torch.zeros_like(g), dim_of(call, g)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..refusals import cause
 
-__all__ = ["Packed", "samples_of", "why_not"]
+__all__ = ["Packed", "as_rows", "counts_rows", "of_rows", "samples_of", "why_not"]
 
 
 class Packed:
@@ -41,6 +41,23 @@ def samples_of(out: Any, n: int) -> Tensor | None:
         return None
     packed = Packed(first)
     return packed.samples.to(packed.data.device) if packed.rows == n else None
+
+
+def counts_rows(t: Tensor, rows: int) -> int:
+    """How many leading dimensions of a tensor count so many rows; 0: none do."""
+    return next((k for k in range(1, t.dim() + 1) if t.shape[:k].numel() == rows), 0)
+
+
+def as_rows(by_row: Tensor, t: Tensor) -> Tensor:
+    """[rows] beside a tensor whose leading dimensions count them; one of others: False or 0."""
+    dims = counts_rows(t, len(by_row))
+    rows = by_row.view(t.shape[:dims]) if dims else by_row.new_zeros(())
+    return rows.view(*rows.shape, *[1] * (t.dim() - rows.dim()))
+
+
+def of_rows(by_sample: Tensor, samples: Tensor, t: Tensor) -> Tensor:
+    """[N] for each row of a tensor; False or 0 for those of no sample."""
+    return as_rows(torch.cat([by_sample, by_sample.new_zeros(1)])[samples], t)
 
 
 def why_not(parameters: Iterable[Tensor], arguments: Any, packs: bool, n: int) -> str | None:

@@ -17,14 +17,8 @@ from .. import ops
 from ..passes.backwards import at_the_end
 from ..passes.unpacking import saved, unpacked
 from ..proof.arguments import tensors_in
-from ..proof.layout import BATCH, NOWHERE, SEQUENCE, SHARED
-from ..proof.several import (
-    end_of,
-    ends_of_module,
-    made_from_others,
-    needed_by,
-    of_the_loss,
-)
+from ..proof.layout import BATCH, NOWHERE, SEGMENTS, SEQUENCE, SHARED
+from ..proof.several import end_of, ends_of_module, made_from_others, needed_by, of_the_loss
 from ..reference.chunks import along
 from ..refusals import RefusedError, cause
 from ..rules import Layer, rule_named
@@ -45,7 +39,7 @@ from .fallback import (
 )
 from .modules import CONTAINERS, opaque, own_names, parameter_of, same_parameters
 from .native import Hooks, why_mixed
-from .packed import samples_of, why_not
+from .packed import counts_rows, samples_of, why_not
 from .regime import Regime
 from .stand_in import as_it_is_now, makes_weight, of_the_user
 from .use import Called, Use
@@ -294,12 +288,17 @@ class FallbackSite:
         if layout == SHARED:
             self._lifted = ops.NATIVE and not use.drew  # else listening makes nodes, and is missed
             return  # lift.py brings its gradients by sample
+        samples = use.samples
+        if layout >= SEGMENTS:  # replayed, whatever the module does with rows
+            samples, layout = run.segments[layout - SEGMENTS].owners, SEGMENTS
+            if not all(g is None or counts_rows(g, len(samples)) for g in grads):
+                raise RefusedError(cause("segments_kind", kind="module of outputs of other rows"))
         if layout == NOWHERE:
             if any(g is not None and bool(g.any()) for g in grads):
                 self._recorder.refuse(self._index, "no_output")
             return
         names = [self._own[place] for place in places]
-        how = layout, use.first, use.regime, use.samples, use.gave
+        how = layout, use.first, use.regime, samples, use.gave
         call = Call(use.module, names, arguments, grads, run.n, *how)
         if use.number < 0 and not self._clear(call):
             where = {"n": run.n, "shape": list(use.first), "name": self.layer.name}

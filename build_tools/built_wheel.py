@@ -1,6 +1,6 @@
 """What a built wheel needs: it is loaded in a folder of its own, and its libraries are read.
 
-python build_tools/wheel.py dist/torchgradx-*.whl
+python build_tools/built_wheel.py dist/torchgradx-*.whl
 """
 
 import platform

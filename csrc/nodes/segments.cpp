@@ -1,0 +1,181 @@
+// Uses whose rows are of samples as a vector says. Each run of samples with as many rows is served as a batch by
+// itself, by the kernels that serve any other; cost and memory are by rows, and nothing is padded.
+#include "segments.h"
+
+#include "site.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+namespace torchgradx {
+namespace {
+
+constexpr int64_t kFew = 16;  // rows of a run, below which a weight gradient of its own costs more than its product
+
+// Lengths that never repeat would ask the planner anew for each: three leading bits are enough to choose by.
+int64_t rounded(int64_t size) {
+  int64_t step = 1;
+  while (size / step >= 8) step *= 2;
+  return (size + step - 1) / step * step;
+}
+
+}  // namespace
+
+std::optional<Tensor> Segments::flat(const Tensor& t) const {
+  if (!t.defined()) return t;
+  int64_t count = 1, dims = 0;
+  while (dims < t.dim() && (count != rows() || dims == 0)) count *= t.size(dims++);
+  if (count != rows() || t.dim() == 0) return std::nullopt;
+  return dims == 1 ? t : t.flatten(0, dims - 1);
+}
+
+Tensor Segments::sorted(const Tensor& flat) const {
+  return order.defined() && flat.defined() ? flat.index_select(0, order) : flat;
+}
+
+Tensor Segments::by_sample(const Tensor& flat, int64_t n) const {
+  at::DimVector sizes(flat.sizes());
+  sizes[0] = n + 1;
+  const Tensor wide = widened(flat);
+  return at::zeros(sizes, wide.options()).index_add_(0, owners, wide).narrow(0, 0, n);
+}
+
+FlatUse FlatUse::narrowed(int64_t first, int64_t count) const {
+  const auto part = [&](const Tensor& t) { return t.defined() ? t.narrow(0, first, count) : t; };
+  return {{part(saved.input), part(saved.mean), part(saved.rstd)}, part(grad_output)};
+}
+
+std::optional<FlatUse> flat_use(const Segments& segments, const Saved& saved, const Tensor& grad_output, bool sorts) {
+  FlatUse use;
+  const std::pair<const Tensor*, Tensor*> all[] = {{&saved.input, &use.saved.input},
+                                                   {&saved.mean, &use.saved.mean},
+                                                   {&saved.rstd, &use.saved.rstd},
+                                                   {&grad_output, &use.grad_output}};
+  for (const auto& [from, to] : all) {
+    auto rows = segments.flat(*from);
+    if (!rows) return std::nullopt;
+    *to = sorts ? segments.sorted(*rows) : *rows;
+  }
+  return use;
+}
+
+Algorithm Use::plan_of_run(int64_t count, int64_t length) const {
+  return site->plan(rounded(count), rounded(length));
+}
+
+// Norms of all runs; `gradients`: and the weight gradients, their sum.
+Tensor Use::norms_of_runs(const Segments& segments, const FlatUse& sorted, const Tensor& weight, bool bias,
+                          Gradients* gradients) const {
+  const Layer& layer = *site->layer;
+  Tensor sq_norms;
+  const auto dtype = sorted.grad_output.options();  // the weight may not have been saved
+  const Wanted wanted{false, true, bias};
+  const auto add = [](Tensor& sum, const Tensor& part) {  // rounded once
+    if (part.defined()) sum = sum.defined() ? sum.add_(part) : widened(part);
+  };
+  const auto add_all = [&](const Gradients& more) {
+    add(gradients->weight, more.weight);
+    if (bias) add(gradients->bias, more.bias);
+  };
+  for (const Segments::Run& run : segments.runs) {
+    const FlatUse part = sorted.narrowed(run.first, run.count * run.length);
+    const Operands operands = *layer.operands(part.saved, part.grad_output, run.count, Layout::kBatch);
+    const Algorithm algorithm = plan_of_run(run.count, layer.positions(operands));
+    Tensor sq;
+    if (gradients && algorithm == Algorithm::kFused) {
+      auto [made, found] = layer.fused(operands, weight, wanted);
+      add_all(made);
+      sq = found;
+    } else {
+      if (gradients) add_all(layer.backward(part.saved, weight, part.grad_output, wanted));
+      sq = layer.sq_norms(operands, algorithm, bias);
+    }
+    if (!sq_norms.defined()) sq_norms = at::zeros({1 + bias, pass->n}, sq.options());
+    sq_norms.index_copy_(1, run.samples, sq);
+  }
+  const int64_t rest = segments.rows() - segments.owned();
+  if (gradients && rest > 0) {  // padding: what it adds to .grad stays as the framework has it
+    const FlatUse part = sorted.narrowed(segments.owned(), rest);
+    add_all(layer.backward(part.saved, weight, part.grad_output, wanted));
+  }
+  if (gradients) {
+    gradients->weight = gradients->weight.to(dtype.dtype());
+    if (bias) gradients->bias = gradients->bias.to(dtype.dtype());
+  }
+  if (sq_norms.defined()) return sq_norms;
+  const auto kind = sorted.grad_output.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return at::zeros({1 + bias, pass->n}, dtype.dtype(kind));
+}
+
+bool Use::fuses_runs(const Segments& segments) const {
+  const auto runs = static_cast<int64_t>(segments.runs.size());
+  if (runs == 0 || segments.rows() < kFew * runs) return false;
+  for (const Segments::Run& run : segments.runs)
+    if (plan_of_run(run.count, run.length) == Algorithm::kFused) return true;
+  return false;
+}
+
+std::optional<Gradients> Use::fuse_segments(const Segments& segments, const Saved& saved, const Tensor& weight,
+                                            const Tensor& grad_output) {
+  const at::NoGradGuard no_grad;
+  const Layer& layer = *site->layer;
+  if (layer.makes_input() || !fuses_runs(segments)) return std::nullopt;
+  const auto flat = flat_use(segments, saved, grad_output, /*sorts=*/false);
+  const auto by_row = flat ? layer.operands(flat->saved, flat->grad_output, segments.rows(), Layout::kBatch)
+                           : std::optional<Operands>();
+  if (!by_row || !layer.fuses(*by_row, weight)) return std::nullopt;
+  const auto sorted = segments.order.defined() ? flat_use(segments, saved, grad_output, /*sorts=*/true) : flat;
+  Gradients gradients;
+  finish(norms_of_runs(segments, *sorted, weight, wants_bias, &gradients));
+  serve_rows(segments, *by_row, saved, weight, grad_output);
+  if (receives() && site->recorder->auditing) audit(*by_row, gradients, grad_output);
+  return gradients;
+}
+
+void Use::record_segments(const std::shared_ptr<Segments>& shared, const Saved& saved, const Tensor& weight,
+                          const Tensor& grad_output, bool received) {
+  const Segments& segments = *shared;
+  const Layer& layer = *site->layer;
+  const auto flat = flat_use(segments, wants_weight ? saved : Saved{}, grad_output, /*sorts=*/false);
+  const auto by_row = flat ? layer.operands(flat->saved, flat->grad_output, segments.rows(), Layout::kBatch)
+                           : std::optional<Operands>();
+  if (!by_row || by_row->images != 1) {
+    site->recorder->refuse(site->index,
+                           text("not_found", kField, "n=", pass->n, kField, "shape=", grad_output.sizes()));
+    return;
+  }
+  serve_rows(segments, *by_row, saved, weight, grad_output);
+  if (site->recorder->auditing && received) {
+    Gradients gradients;
+    if (wants_weight) gradients = layer.backward(saved, weight, grad_output, {false, true, false});
+    if (wants_bias) gradients.bias = layer.bias_rows(*by_row).sum(at::IntArrayRef({0, 1}));
+    audit(*by_row, gradients, grad_output);
+  }
+  const bool keep_weight = waits_for_weight(), keep_bias = waits_for_bias();
+  const bool bias_now = wants_bias && !keep_bias;
+  if (wants_weight && !keep_weight) {
+    const auto sorted = segments.order.defined() ? flat_use(segments, saved, grad_output, /*sorts=*/true) : flat;
+    const Tensor sq = norms_of_runs(segments, *sorted, weight, bias_now, nullptr);
+    pass->finish(site->weight, sq, 0, site->weight_rows.parts);
+    if (bias_now) pass->finish(site->bias, sq, 1, site->bias_rows.parts);
+  } else if (bias_now) {
+    const Tensor by_sample = segments.by_sample(layer.bias_rows(*by_row).sum(1), pass->n);
+    pass->finish(site->bias, by_sample.square().sum(1), 0, site->bias_rows.parts);
+  }
+  if (keep_weight) {
+    if (const auto gradients = layer.weight_gradients(*by_row))
+      pass->add(site->weight, {-1, Tensor(), segments.by_sample(*gradients, pass->n)});
+    else
+      pass->add(site->weight, {site->index,
+                               flat->saved.input.detach(),
+                               among(flat->grad_output, site->weight_rows, -1),
+                               {Version(saved.input), Version(grad_output)},
+                               shared});
+  }
+  if (keep_bias) {
+    const Tensor by_sample = segments.by_sample(layer.bias_rows(*by_row).sum(1), pass->n);
+    pass->add(site->bias, {-1, Tensor(), among(by_sample, site->bias_rows, -1)});
+  }
+}
+
+}  // namespace torchgradx

@@ -1,0 +1,41 @@
+// Rows of a use that are not n*T+t: which sample each is of. Sorted by sample they are segments, and samples of as many
+// rows, one after another, are one view [count, length, *], which the kernels take as any other.
+#pragma once
+
+#include "../layers/layer.h"
+
+#include <vector>
+
+namespace torchgradx {
+
+struct Segments {
+  struct Run {  // of samples with as many rows each
+    int64_t first, count, length;
+    Tensor samples;  // [count]
+  };
+  Tensor owners;          // [rows]: the sample of each, N where it is of none
+  Tensor order;           // [rows]: sorted, those of no sample last; undefined: they are so already
+  std::vector<Run> runs;  // in that order
+
+  int64_t rows() const {
+    return owners.size(0);
+  }
+  int64_t owned() const {  // rows that are of a sample: the first ones
+    return runs.empty() ? 0 : runs.back().first + runs.back().count * runs.back().length;
+  }
+  // [rows, *] of [*, *], as they are and sorted; nothing where these are no rows of that number.
+  std::optional<Tensor> flat(const Tensor& t) const;
+  Tensor sorted(const Tensor& flat) const;
+  // [N, *]: sums over the rows [rows, *] of each sample.
+  Tensor by_sample(const Tensor& flat, int64_t n) const;
+};
+
+// What a use saved, and its output's gradient, row by row.
+struct FlatUse {
+  Saved saved;
+  Tensor grad_output;
+  FlatUse narrowed(int64_t first, int64_t count) const;
+};
+std::optional<FlatUse> flat_use(const Segments& segments, const Saved& saved, const Tensor& grad_output, bool sorts);
+
+}  // namespace torchgradx

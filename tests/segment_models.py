@@ -1,0 +1,306 @@
+"""Models whose rows are not one per sample: sets, graphs, packed documents.
+
+A case draws samples of given sizes, calls a model on all of them joined, and on one alone.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+D, CLASSES, WORDS = 6, 3, 23
+
+
+def spread(sizes):
+    """The sample of each row."""
+    return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+
+
+class DeepSet(nn.Module):
+    def __init__(self, pool="index_add"):
+        super().__init__()
+        self.a, self.n, self.b = nn.Linear(D, 8), nn.LayerNorm(8), nn.Linear(8, CLASSES)
+        self.pool = pool
+
+    def forward(self, x, ids, n):
+        h = torch.relu(self.n(self.a(x)))
+        return self.b(pooled(h, ids, n, self.pool))
+
+
+def pooled(h, rows, n, how):
+    zeros = h.new_zeros(n, h.shape[1])
+    if how == "index_add":
+        return zeros.index_add(0, rows, h)
+    wide = rows[:, None].expand_as(h)
+    if how == "scatter_add":
+        return zeros.scatter_add(0, wide, h)
+    if how == "split":
+        sizes = torch.bincount(rows, minlength=n).tolist()
+        return torch.stack([part.mean(0) for part in h.split(sizes)])
+    return zeros.scatter_reduce(0, wide, h, how, include_self=False)
+
+
+class Attending(nn.Module):
+    """Attention pooling of bags: a softmax over the rows of each bag."""
+
+    def __init__(self):
+        super().__init__()
+        self.v, self.s, self.o = nn.Linear(D, 8), nn.Linear(D, 1), nn.Linear(8, CLASSES)
+
+    def forward(self, x, ids, n):
+        score = self.s(x).squeeze(-1).exp()
+        total = score.new_zeros(n).index_add(0, ids, score)
+        weight = score / total[ids]
+        return self.o(pooled(self.v(x) * weight[:, None], ids, n, "index_add"))
+
+
+class Convolving(nn.Module):
+    """GCN-, SAGE- and GIN-like layers, and one that looks at edges (EdgeConv)."""
+
+    def __init__(self):
+        super().__init__()
+        self.gcn, self.sage, self.root = nn.Linear(D, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.gin = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        self.edge = nn.Linear(16, 8)
+        self.first = nn.Linear(2 * D, 8)
+        self.out = nn.Linear(8, CLASSES)
+
+    def forward(self, x, edges, ids, n):
+        src, dst = edges
+        degree = torch.ones(len(x), dtype=x.dtype).index_add(
+            0, dst, torch.ones_like(dst, dtype=x.dtype)
+        )
+        norm = (degree[src] * degree[dst]).rsqrt()
+        h = self.gcn(x)
+        h = torch.relu(h.index_add(0, dst, norm[:, None].to(h.dtype) * h.index_select(0, src)))
+        h = h + torch.zeros_like(h).index_add(
+            0, dst, self.first(torch.cat([x[src], x[dst] - x[src]], 1))
+        )
+        mean = torch.zeros_like(h).scatter_reduce(
+            0, dst[:, None].expand(-1, 8), h[src], "mean", include_self=False
+        )
+        h = torch.relu(self.root(h) + self.sage(mean))
+        h = self.gin(h + torch.zeros_like(h).index_add(0, dst, h[src]))
+        m = torch.tanh(self.edge(torch.cat([h[dst], h[src] - h[dst]], 1)))
+        h = torch.zeros_like(h).scatter_reduce(
+            0, dst[:, None].expand_as(m), m, "amax", include_self=False
+        )
+        return self.out(pooled(h, ids, n, "mean"))
+
+
+class Encoder(nn.Module):
+    """A layer of torch's own, whose attention has the sequences first."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb, self.out = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+
+    def forward(self, tokens, positions, ids=None, joins=False):
+        mask = None
+        if ids is not None and not joins:
+            mask = (ids[:, :, None] != ids[:, None, :]).repeat_interleave(2, 0)
+        return self.out(self.layer(self.emb(tokens), src_mask=mask))
+
+
+def ring(size, more, generator):
+    src = torch.arange(size)
+    edges = torch.stack([src, (src + 1) % size])
+    extra = torch.randint(0, size, (2, more), generator=generator)
+    return torch.cat([edges, extra], 1)
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.heads = heads
+
+    def forward(self, x, mask):
+        b, t, c = x.shape
+        q, k, v = (
+            part.view(b, t, self.heads, c // self.heads).transpose(1, 2)
+            for part in self.qkv(self.ln1(x)).split(c, 2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        x = x + self.proj(y.transpose(1, 2).reshape(b, t, c))
+        return x + self.down(F.gelu(self.up(self.ln2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, tied=True, layers=2, width=12, heads=2, words=WORDS, longest=32):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(words, width), nn.Embedding(longest, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.ln = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+        if tied:
+            self.head.weight = self.wte.weight
+
+    def forward(self, tokens, positions, ids=None, joins=False):
+        s = tokens.shape[1]
+        mask = torch.ones(s, s, dtype=torch.bool).tril()[None]
+        if ids is not None and not joins:
+            mask = mask & (ids[:, :, None] == ids[:, None, :])
+        h = self.wte(tokens) + self.wpe(positions)
+        for block in self.blocks:
+            h = block(h, None if joins == "causal" else mask[:, None])
+        return self.head(self.ln(h))
+
+
+class Case:
+    """Samples of a model: `batch` calls it on all of them, `alone` on one."""
+
+    def draw(self, sizes, generator, dtype=torch.float64):
+        self.sizes, self.n = sizes, len(sizes)
+        self.x = torch.randn(sum(sizes), D, generator=generator, dtype=torch.float64).to(dtype)
+        self.y = torch.randint(0, CLASSES, (self.n,), generator=generator)
+        self.ids = spread(sizes)
+        return self
+
+    def loss(self, out, y):
+        return F.cross_entropy(out, y)
+
+    def loss_of_one(self, out, y):
+        return F.cross_entropy(out, y[None])
+
+
+class Sets(Case):
+    def __init__(self, pool, shuffled=True):
+        self.pool, self.shuffled = pool, shuffled
+
+    def model(self):
+        return Attending() if self.pool == "softmax" else DeepSet(self.pool)
+
+    def draw(self, sizes, generator, dtype=torch.float64):
+        super().draw(sizes, generator, dtype)
+        if self.shuffled:
+            self.ids = self.ids[torch.randperm(len(self.ids), generator=generator)]
+        return self
+
+    def batch(self, model):
+        return model(self.x, ids=self.ids, n=self.n)
+
+    def alone(self, model, k):
+        x = self.x[self.ids == k]
+        return model(x, ids=torch.zeros(len(x), dtype=torch.long), n=1)
+
+
+class Graphs(Case):
+    def __init__(self, more=2):
+        self.more = more
+
+    def model(self):
+        return Convolving()
+
+    def draw(self, sizes, generator, dtype=torch.float64):
+        super().draw(sizes, generator, dtype)
+        self.own = [ring(size, self.more, generator) for size in sizes]
+        starts = [sum(sizes[:k]) for k in range(self.n)]
+        self.edges = torch.cat([e + start for e, start in zip(self.own, starts, strict=True)], 1)
+        return self
+
+    def batch(self, model):
+        return model(self.x, self.edges, ids=self.ids, n=self.n)
+
+    def alone(self, model, k):
+        x = self.x[self.ids == k]
+        return model(x, self.own[k], ids=torch.zeros(len(x), dtype=torch.long), n=1)
+
+
+class Packed(Case):
+    """Documents in rows of one length: sizes by row. Padding is what is left of a row."""
+
+    joins = False  # documents of a row see each other
+
+    def __init__(self, tied=True, make=None):
+        self.make = make or (lambda: GPT(tied))
+
+    def model(self):
+        return self.make()
+
+    def draw(self, sizes, generator, dtype=torch.float64):
+        longest = max(map(sum, sizes))
+        self.ids = torch.full((len(sizes), longest), -1)
+        self.at = torch.zeros_like(self.ids)
+        self.n = 0
+        for row, lengths in enumerate(sizes):
+            start = 0
+            for length in lengths:
+                here = slice(start, start + length)
+                self.ids[row, here], self.at[row, here] = self.n, torch.arange(length)
+                self.n, start = self.n + 1, start + length
+        self.x = torch.randint(0, WORDS, self.ids.shape, generator=generator)
+        words = torch.randint(0, WORDS, self.ids.shape, generator=generator)
+        self.y = [words[self.ids == k] for k in range(self.n)]
+        return self
+
+    def batch(self, model):
+        return model(self.x, self.at, ids=self.ids, joins=self.joins)
+
+    def alone(self, model, k):
+        one = self.ids == k
+        return model(self.x[one][None], self.at[one][None])[0]
+
+    def loss(self, out, y):
+        each = [F.cross_entropy(out[self.ids == k], y[k]) for k in range(self.n)]
+        return torch.stack(each).mean()
+
+    def loss_of_one(self, out, y):
+        return F.cross_entropy(out, y)
+
+
+SIZES = [[3, 4, 2], [2, 3, 4], [1, 40], [2, 5, 7, 1], [4], [1, 1, 1, 1], [3, 3, 3]]
+ROWS = [
+    [[3, 4, 2]], [[5, 3, 1]], [[3, 4, 2], [1, 6, 2]], [[2, 7], [6]], [[9], [8]], [[3, 4], [5, 4]],
+    [[7]],
+]  # fmt: skip
+CASES = {
+    "index_add": (lambda: Sets("index_add"), SIZES),
+    "scatter_add": (lambda: Sets("scatter_add"), SIZES),
+    "mean": (lambda: Sets("mean"), SIZES),
+    "amax": (lambda: Sets("amax"), SIZES),
+    "split": (lambda: Sets("split", shuffled=False), SIZES),
+    "softmax": (lambda: Sets("softmax"), SIZES),
+    "graphs": (Graphs, SIZES[:5] + SIZES[6:]),
+    "rings": (lambda: Graphs(0), [[3, 4, 2], [5, 4], [2, 5, 2], [9]]),
+    "packed": (lambda: Packed(tied=False), ROWS),
+    "packed, tied": (Packed, ROWS),
+    "encoder": (lambda: Packed(make=Encoder), ROWS),
+}
+
+
+class Experts(nn.Module):
+    """A mixture of experts that are given the rows of their tokens."""
+
+    def __init__(self, way="index_add", experts=4):
+        super().__init__()
+        self.at = nn.Embedding(16, 8) if way == "positions" else None
+        self.emb, self.ln = nn.Embedding(WORDS, 8), nn.LayerNorm(8)
+        self.router, self.head = nn.Linear(8, experts), nn.Linear(8, WORDS)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(experts)
+        )
+        self.way = way
+
+    def forward(self, tokens):
+        h = self.emb(tokens)
+        if self.at is not None:  # a table that all samples share
+            h = h + self.at(torch.arange(tokens.shape[1])[None])
+        h = self.ln(h)
+        f = h.flatten(0, 1)
+        weight, top = self.router(f).softmax(-1).topk(2, -1)
+        y = torch.zeros_like(f)
+        for k, expert in enumerate(self.experts):
+            rows, slot = (top == k).nonzero(as_tuple=True)
+            if self.way in ("index_add", "positions") and len(rows):
+                y = y.index_add(0, rows, expert(f[rows]) * weight[rows, slot, None])
+            elif self.way == "put" and len(rows):
+                y[rows] = y[rows] + expert(f[rows]) * weight[rows, slot, None]
+            elif self.way == "mask":
+                mask = (top == k).any(-1)
+                out = torch.zeros_like(f)
+                out[mask] = expert(f[mask])
+                y = y + out * torch.where(top == k, weight, 0).sum(-1, keepdim=True)
+        return self.head(h + y.view_as(h))

@@ -1,0 +1,306 @@
+"""Rows that are not one per sample: sample_ids, held against a loop over single samples."""
+
+import pytest
+import torch
+from segment_models import CASES, GPT, Case, D, DeepSet, spread
+from torch import nn
+from torch.nn import functional as F
+
+import torchgradx
+from torchgradx import ops
+
+DOUBLE = torch.float64
+MODES = {
+    "default": {},
+    "beside": {"fused": False},
+    "norms": {"weight_grad": False},
+    "vmap": {"backend": "vmap"},
+}
+
+
+def ids_of(args, kwargs):
+    return kwargs["ids"]
+
+
+def loop(model, case, losses):
+    """{parameter: [N]} float64 gradients' norms, one sample at a time; and their clipped sum."""
+    found = {name: [] for name, _ in model.named_parameters()}
+    for k in range(case.n):
+        model.zero_grad()
+        losses(case.alone(model, k), case.y[k]).backward()
+        for name, p in model.named_parameters():
+            found[name].append(torch.zeros_like(p) if p.grad is None else p.grad.clone())
+    model.zero_grad()
+    return {name: torch.stack(g) for name, g in found.items()}
+
+
+def norms_of(gradients):
+    return {name: g.flatten(1).norm(dim=1) for name, g in gradients.items()}
+
+
+def agree(got, want, rtol):
+    whole = torch.stack([v.square() for v in want.values()]).sum(0).sqrt()
+    for name, norms in want.items():
+        off = (got[name].double() - norms).abs() / whole.clamp_min(1e-300)
+        assert float(off.max()) <= rtol, (name, got[name], norms)
+
+
+def step(model, case):
+    """A training step's backward: the mean over samples of each one's own loss."""
+    model.zero_grad()
+    case.loss(case.batch(model), case.y).backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_norms_are_those_of_single_samples_in_every_step(name, mode):
+    make, sizes = CASES[name]
+    torch.manual_seed(0)
+    model = make().model().to(DOUBLE)
+    with torchgradx.attach(model, sample_ids=ids_of, **MODES[mode]) as probe:
+        for k, each in enumerate(sizes):  # others at equal totals, and sizes that never repeat
+            case = make().draw(each, torch.Generator().manual_seed(k))
+            with probe.paused():
+                want = loop(model, case, case.loss_of_one)
+            step(model, case)
+            norms = probe.norms(per="parameter")
+            assert probe.norms().shape == (case.n,)
+            agree(norms, norms_of(want), 1e-9)
+            if mode != "norms":
+                for key, p in model.named_parameters():
+                    torch.testing.assert_close(p.grad, want[key].mean(0), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["auto", "vmap"])
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_clipping_takes_each_sample_by_its_own_norm(name, deferred, backend):
+    make, sizes = CASES[name]
+    torch.manual_seed(0)
+    model = make().model().to(DOUBLE)
+    options = {"clip": True, "weight_grad": not deferred, "backend": backend}
+    with torchgradx.attach(model, sample_ids=ids_of, **options) as probe:
+        for k, each in enumerate(sizes[:3]):
+            case = make().draw(each, torch.Generator().manual_seed(k))
+            with probe.paused():
+                gradients = loop(model, case, case.loss_of_one)
+            whole = torch.cat([g.flatten(1) for g in gradients.values()], 1).norm(dim=1)
+            factors = (whole.median() / whole).clamp(max=1)
+            step(model, case)
+            norms = probe.clip_grad_norm_(whole.median())
+            torch.testing.assert_close(norms, whole, rtol=1e-9, atol=1e-12)
+            for key, p in model.named_parameters():
+                want = torch.einsum("n...,n->...", gradients[key], factors) / case.n
+                torch.testing.assert_close(p.grad, want, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_with_directions(name):
+    make, sizes = CASES[name]
+    torch.manual_seed(0)
+    model = make().model().to(DOUBLE)
+    v = {key: torch.randn_like(p) for key, p in model.named_parameters()}
+    with torchgradx.attach(model, sample_ids=ids_of, directions=v) as probe:
+        case = make().draw(sizes[0], torch.Generator().manual_seed(1))
+        with probe.paused():
+            gradients = loop(model, case, case.loss_of_one)
+        step(model, case)
+        want = sum((gradients[key] * v[key]).flatten(1).sum(1) for key in v)
+        torch.testing.assert_close(probe.dot(), want, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_autocast(name):
+    make, sizes = CASES[name]
+    torch.manual_seed(0)
+    model = make().model()
+    with torchgradx.attach(model, sample_ids=ids_of) as probe:
+        for k in range(2):
+            case = make().draw(sizes[0], torch.Generator().manual_seed(k), torch.float32)
+            with torch.autocast("cpu", torch.bfloat16):
+                with probe.paused():
+                    gradients = loop(model, case, case.loss_of_one)
+                step(model, case)
+            want = norms_of({name: g.double() for name, g in gradients.items()})
+            agree(probe.norms(per="parameter"), want, 6e-2)
+
+
+def test_two_passes_and_no_row_of_a_sample():
+    torch.manual_seed(0)
+    model = DeepSet().to(DOUBLE)
+    with torchgradx.attach(model, sample_ids=ids_of, batch_size=3, loss_reduction="sum") as probe:
+        for _ in range(2):
+            b = torch.tensor([0, 2, 2, 0, 0])
+            x = torch.randn(5, D, dtype=DOUBLE)
+            model(x, ids=b, n=3)[b].square().sum().backward()
+        norms = probe.norms(per="parameter")["a.weight"]
+    assert norms.shape == (6,)
+    assert norms[[1, 4]].tolist() == [0, 0]
+    assert (norms[[0, 2, 3, 5]] > 0).all()
+
+
+def test_two_forwards_of_the_same_samples():
+    torch.manual_seed(0)
+    model = DeepSet().to(DOUBLE)
+    cases = [CASES["index_add"][0]().draw(s, torch.Generator().manual_seed(7))
+             for s in ([2, 3, 1], [1, 5, 2])]  # fmt: skip
+    with torchgradx.attach(model, sample_ids=ids_of) as probe:
+        for _ in range(2):
+            with probe.paused():
+                each = [loop(model, case, case.loss_of_one) for case in cases]
+            want = norms_of({name: each[0][name] + each[1][name] for name in each[0]})
+            model.zero_grad()
+            with probe.same_samples():
+                losses = [case.loss(case.batch(model), case.y) for case in cases]
+            sum(losses).backward()
+            agree(probe.norms(per="parameter"), want, 1e-9)
+
+
+def test_rows_of_very_unequal_samples_are_not_padded():
+    torch.manual_seed(0)
+    model = DeepSet().to(DOUBLE)
+    largest = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            made = out if isinstance(out, (tuple, list)) else [out]
+            largest.extend(t.numel() for t in made if isinstance(t, torch.Tensor))
+            return out
+
+    with torchgradx.attach(model, sample_ids=ids_of) as probe:
+        for _ in range(2):
+            b = spread([1] * 30 + [4000])
+            x = torch.randn(len(b), D, dtype=DOUBLE)
+            loss = model(x, ids=b, n=31).square().sum(1).mean()
+            largest.clear()
+            with Sizes():
+                loss.backward()
+        assert largest
+        assert max(largest) <= 2 * len(b) * 8
+        assert (probe.norms() > 0).all()
+
+
+# Refusals
+
+
+def refusal(probe):
+    with pytest.raises(torchgradx.CoverageError) as caught:
+        probe.norms()
+    return str(caught.value)
+
+
+def test_an_edge_between_two_graphs_is_refused_in_step_two_as_in_step_one():
+    make, _ = CASES["graphs"]
+    torch.manual_seed(0)
+    model = make().model().to(DOUBLE)
+    with torchgradx.attach(model, sample_ids=ids_of) as probe:
+        for crosses in (True, False, True, False):
+            case = make().draw([4, 3, 5], torch.Generator().manual_seed(2))
+            if crosses:
+                case.edges = torch.cat([case.edges, torch.tensor([[0], [4]])], 1)
+            step(model, case)
+            if crosses:
+                assert "fed by several samples" in refusal(probe)
+            else:
+                assert (probe.norms() > 0).all()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_documents_that_see_each_other_are_refused(first):
+    make, _ = CASES["packed"]
+    torch.manual_seed(0)
+    model = make().model().to(DOUBLE)
+    with torchgradx.attach(model, sample_ids=ids_of) as probe:
+        for joins in (first, not first, True, False):
+            case = make().draw([[4, 3, 5]], torch.Generator().manual_seed(2))
+            case.joins = joins
+            step(model, case)
+            if joins:
+                assert "fed by several samples" in refusal(probe)
+            else:
+                assert (probe.norms() > 0).all()
+
+
+def test_rows_of_one_document_each_prove_nothing_of_rows_of_several():
+    make, _ = CASES["packed"]
+    torch.manual_seed(0)
+    model = make().model().to(DOUBLE)
+    with torchgradx.attach(model, sample_ids=ids_of) as probe:
+        for rows in ([[5], [4]], [[6], [6]], [[2, 3], [4]], [[5], [4]]):
+            case = make().draw(rows, torch.Generator().manual_seed(2))
+            case.joins = "causal"  # no mask
+            with probe.paused():
+                want = norms_of(loop(model, case, case.loss_of_one))
+            step(model, case)
+            if len(rows[0]) > 1:
+                assert "fed by several samples" in refusal(probe)
+            else:
+                agree(probe.norms(per="parameter"), want, 1e-9)
+
+
+def test_outputs_of_rows_are_not_those_of_as_many_documents():
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(D, 8), nn.Linear(8, 3)
+
+        def forward(self, x, ids):
+            return self.b(torch.relu(self.a(x)).mean(1))
+
+    torch.manual_seed(0)
+    model = Rows()
+    with torchgradx.attach(model, sample_ids=ids_of) as probe:
+        ids = torch.tensor([[0, 0, 1], [-1, -1, -1]])
+        model(torch.randn(2, 3, D), ids=ids).square().sum(1).mean().backward()
+        assert "fed by several samples" in refusal(probe)
+
+
+def test_convolutions_over_packed_rows_are_refused_by_name():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.out = nn.Conv1d(D, 8, 3, padding=1), nn.Linear(8, 3)
+
+        def forward(self, x, ids):
+            h = self.conv(x.transpose(1, 2)).transpose(1, 2)
+            return self.out(h)
+
+    torch.manual_seed(0)
+    model = Net()
+    with torchgradx.attach(model, sample_ids=ids_of) as probe:
+        ids = torch.tensor([[0, 0, 0, 1, 1]])
+        model(torch.randn(1, 5, D), ids=ids).square().mean().backward()
+        expected = "Conv1d is not served by rows" if ops.NATIVE else "nothing shows which samples"
+        assert expected in refusal(probe)
+
+
+def test_what_sample_ids_returns():
+    model = DeepSet()
+    x, b = torch.randn(5, D), torch.tensor([0, 0, 1, 1, 1])
+    with pytest.raises(TypeError, match="sample_ids must be a callable"):
+        torchgradx.attach(model, sample_ids=b)
+    with pytest.raises(ValueError, match="sample_ids says where all samples are"):
+        torchgradx.attach(model, sample_ids=ids_of, layout={"*": "batch"})
+    for wrong, error in (
+        (lambda a, k: b.float(), TypeError),
+        (lambda a, k: b[None, None], ValueError),
+        (lambda a, k: [0, 1], TypeError),
+    ):
+        raises = pytest.raises(error, match=r"sample_ids\(args, kwargs\) must return")
+        with torchgradx.attach(model, sample_ids=wrong), raises:
+            model(x, ids=b, n=2)
+    raises = pytest.raises(ValueError, match="has the id 1, and batch_size= is 1")
+    with torchgradx.attach(model, sample_ids=ids_of, batch_size=1), raises:
+        model(x, ids=b, n=2)
+
+
+def test_a_model_without_sample_ids_is_as_before():
+    torch.manual_seed(0)
+    model = GPT().to(DOUBLE)
+    assert isinstance(CASES["packed"][0](), Case)
+    x = torch.randint(0, 20, (3, 5))
+    with torchgradx.attach(model) as probe:
+        out = model(x, torch.arange(5).expand(3, 5))
+        F.cross_entropy(out.flatten(0, 1), x.flatten()).backward()
+        assert probe.norms().shape == (3,)

@@ -1,0 +1,400 @@
+"""Which sample each row of a graph's tensors is of, read off the graph from the outputs down.
+
+Gradients flow that way: a row's gradient is its sample's if all that it went into is that sample's.
+Nodes that keep rows pass the owners on; indexing, gathering and scattering map them by the indices
+that their nodes saved, so that an edge between two samples shows in every pass. What a node of
+another kind does with rows (attention, a product over them) is taken on trust here, and proven by
+weighted backwards (segments.py). Owners are [rows], of the leading dimensions; N: of no sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..shared.frontier import Node, is_leaf, shape_of
+from .layout import in_order
+
+__all__ = ["Owned", "fitted", "mask_joins", "owners_below"]
+
+Shape = Sequence[int]
+Outs = dict[int, "Owned"]  # by output of a node
+ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Pow", "Lerp", "Rsub")
+FAINT = -1e4  # what is added to the scores of a pair that attention leaves out is less
+# the operand that has the rows of what a product makes
+PRODUCTS = {"AddmmBackward0": 1, "BaddbmmBackward0": 1, "BmmBackward0": 0, "LinearBackward0": 0,
+            "MmBackward0": 0, "torchgradx::LayerBackward": 0}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Owners of an output's rows, and how they were found."""
+
+    owners: Tensor  # [L], the product of some leading dimensions
+    way: int  # hash of the nodes from the model's outputs to here
+    flags: tuple[Tensor, ...] = ()  # bool [] each: rows here are of several samples
+
+
+def owners_below(
+    outputs: Iterable[Tensor], heads: dict[tuple[Node, int], Owned], n: int, grid: Shape
+) -> tuple[dict[tuple[Node, int], Owned], set[str], list[Tensor]]:
+    """Return owners by node and output, the names of the graph's nodes, the first attention's mask.
+
+    heads: what is known of the outputs. grid: the sizes of the rows of the model's inputs.
+    """
+    walk = _Walk(n, tuple(grid))
+    walk.found.update(heads)
+    names: set[str] = set()
+    masks: list[Tensor] = []
+    for node in in_order(outputs):
+        name = node.name()
+        if name.startswith("ScaledDotProduct"):
+            mask = mask_of(node)
+            name = f"{name} {mask is not None}"
+            masks = masks or ([] if mask is None else [mask])
+        names.add(name)
+        if not is_leaf(node):
+            walk.descend(node)
+    return walk.found, names, masks
+
+
+def fitted(owned: Owned, shape: Shape, rows: Shape) -> Tensor | None:
+    """Return owners of an output [*shape] by rows [*rows], which are not fewer; or None."""
+    length, count = len(owned.owners), prod(rows)
+    if length == count:
+        return owned.owners
+    finer = count % length == 0 and length in _products(shape) and length in _products(rows)
+    return owned.owners.repeat_interleave(count // length) if finer else None
+
+
+def _products(shape: Shape) -> list[int]:
+    found = [1]
+    for size in shape:
+        found.append(found[-1] * size)
+    return found
+
+
+def _dims(shape: Shape, length: int) -> int:
+    """How many leading dimensions have so many rows; -1: none."""
+    return next((k for k, rows in enumerate(_products(shape)) if rows == length), -1)
+
+
+def _signed(value: int) -> int:
+    """A graph's nodes show negative numbers as unsigned."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _saved(node: Node, key: str) -> Any:
+    """Return what a node saved; None where hooks keep it, or where it is not there."""
+    raw = getattr(node, f"_raw_saved_{key}", None)
+    several = raw if isinstance(raw, (list, tuple)) else [raw]
+    if any(getattr(one, "unpack_hook", None) is not None for one in several):
+        return None
+    return getattr(node, f"_saved_{key}", None)
+
+
+def mask_of(node: Node) -> Tensor | None:
+    """Return the mask of a node of scaled dot-product attention."""
+    masks = (_saved(node, key) for key in ("attn_mask", "attn_bias"))
+    return next((mask for mask in masks if mask is not None), None)
+
+
+def mask_joins(mask: Tensor, owners: Tensor, n: int) -> Tensor | None:
+    """Return whether a mask lets rows [B, T] see those of another sample; None: it has no pairs."""
+    if mask.dim() < 2 or mask.shape[-2:] != (owners.shape[1],) * 2:
+        return None
+    if mask.dim() > 2 and mask.shape[0] not in (1, len(owners)):
+        return None
+    allowed = mask if mask.dtype is torch.bool else mask > FAINT
+    allowed = allowed.view(*[1] * (4 - mask.dim()), *mask.shape) if mask.dim() < 4 else allowed
+    by, of = owners[:, None, :, None], owners[:, None, None, :]
+    return (allowed & (by != of) & (by != n)).any()
+
+
+class _Walk:
+    def __init__(self, n: int, grid: tuple[int, ...]) -> None:
+        self.n, self._grid = n, grid
+        self.found: dict[tuple[Node, int], Owned] = {}
+
+    def descend(self, node: Node) -> None:
+        outs = {k: self.found[node, k] for k in range(len(node._input_metadata))
+                if (node, k) in self.found}  # fmt: skip
+        if not outs:
+            return
+        name = node.name()
+        rule = RULES.get(name, _Walk.kept)
+        for operand, (child, number) in enumerate(node.next_functions):
+            if child is None or is_leaf(child) or not self._goes_on(node, name, operand):
+                continue
+            shape = shape_of(child, number)
+            for owned in rule(self, node, outs, operand, shape):
+                way = hash((name, operand, owned.way))
+                self._merge((child, number), shape, Owned(owned.owners, way, owned.flags))
+
+    def _goes_on(self, node: Node, name: str, operand: int) -> bool:
+        only = PRODUCTS.get(name)
+        if only is None or operand == only:
+            return True
+        return name == "MmBackward0" and node.next_functions[0][0] is None  # by a matrix of data
+
+    def _merge(self, key: tuple[Node, int], shape: Shape, new: Owned) -> None:
+        old = self.found.get(key)
+        if old is None or old.owners is new.owners:
+            flags = new.flags if old is None else tuple(dict.fromkeys((*old.flags, *new.flags)))
+            self.found[key] = Owned(new.owners, new.way if old is None else old.way, flags)
+            return
+        longest = max(len(old.owners), len(new.owners))
+        rows = shape[: max(0, _dims(shape, longest))]
+        a, b = fitted(old, shape, rows), fitted(new, shape, rows)
+        if a is None or b is None:
+            return
+        flag = ((a != b) & (a != self.n) & (b != self.n)).any()
+        self.found[key] = Owned(torch.minimum(a, b), old.way, (*old.flags, *new.flags, flag))
+
+    # Rules: owners of an operand [*shape], from those of a node's outputs
+
+    def kept(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
+        """The rows of what it makes, some of them broadcast perhaps."""
+        elementwise = node.name().startswith(ELEMENTWISE) or node.name() == "ExpandBackward0"
+        for number, out in outs.items():
+            made, length = shape_of(node, number), len(out.owners)
+            padded = list(shape)
+            if elementwise:
+                padded = [1] * (len(made) - len(shape)) + padded
+            dims = _dims(made, length)
+            if length == 1 or (length in _products(padded) and padded[:dims] == list(made[:dims])):
+                yield out
+            elif elementwise and dims >= 0 and len(padded) == len(made):
+                yield self._narrowed(out, made[:dims], padded)
+            elif not elementwise and dims >= 0:
+                finer = [p for p in _products(shape) if p % length == 0 and p in _products(made)]
+                rows = fitted(out, made, made[: _dims(made, finer[0])]) if finer else None
+                if rows is not None:
+                    yield Owned(rows, out.way, out.flags)
+                elif dims > 1 and length // made[dims - 1] in _products(shape):
+                    yield self._narrowed(out, made[:dims], [*made[: dims - 1], 1])
+
+    def _narrowed(self, out: Owned, rows: Shape, padded: Shape) -> Owned:
+        """What was broadcast over rows: of the one sample that all of them are of."""
+        owners, flags = out.owners.view(list(rows)), out.flags
+        for dim, size in enumerate(rows):
+            if padded[dim] == 1 and size > 1:
+                least = owners.amin(dim, True)
+                flags = (*flags, ((owners != least) & (owners != self.n)).any())
+                owners = least
+        return Owned(owners.flatten(), out.way, flags)
+
+    def _on_rows(self, out: Owned, made: Shape, dim: int) -> Tensor | None:
+        """Owners [*made[:k]] with dim < k, where a dimension counts rows; None: it is of features,
+        along which nothing moves between samples."""
+        dims = _dims(made, len(out.owners))
+        if dims > dim:
+            return out.owners.view(list(made[:dims]))
+        rows = dim + 1 if dim == 0 or tuple(made[: len(self._grid)]) == self._grid else 0
+        if rows <= dim or dim >= max(1, len(self._grid)):
+            return None
+        owners = fitted(out, made, made[:rows])
+        return None if owners is None else owners.view(list(made[:rows]))
+
+    def _dim(self, node: Node, shape: Shape, key: str = "dim") -> int:
+        return _signed(getattr(node, f"_saved_{key}")) % max(1, len(shape))
+
+    def turned(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
+        for out in outs.values():
+            if node.name() == "PermuteBackward0":
+                order = [_signed(d) % len(shape) for d in node._saved_dims]
+            else:
+                order = list(range(len(shape)))
+                a, b = (self._dim(node, shape, key) for key in ("dim0", "dim1"))
+                order[a], order[b] = b, a
+            made = [shape[d] for d in order]
+            dims = _dims(made, len(out.owners))
+            if dims < 0 or sorted(order[:dims]) != list(range(dims)):
+                continue
+            back = [order[:dims].index(d) for d in range(dims)]
+            if back == list(range(dims)):
+                yield out
+            else:
+                owners = out.owners.view(made[:dims]).permute(back).flatten()
+                yield Owned(owners, out.way, out.flags)
+
+    def sliced(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
+        dim, made = self._dim(node, shape), shape_of(node, 0)
+        start, step = _signed(node._saved_start), node._saved_step
+        start = max(0, start + shape[dim] if start < 0 else start)
+        places = torch.arange(start, start + made[dim] * step, step)
+        yield from self._placed(outs[0], made, made, dim, places, shape)
+
+    def selected(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
+        dim, made = self._dim(node, shape), shape_of(node, 0)
+        whole = [*made[:dim], 1, *made[dim:]]
+        places = torch.tensor([_signed(node._saved_index) % shape[dim]])
+        yield from self._placed(outs[0], made, whole, dim, places, shape)
+
+    def _placed(
+        self, out: Owned, made: Shape, whole: Shape, dim: int, places: Tensor, shape: Shape
+    ) -> Iterator[Owned]:
+        """A part [*whole] of an operand's rows, at these places of one dimension."""
+        owners = self._on_rows(out, whole, dim)
+        if owners is None:
+            yield out
+            return
+        rows = self._none(owners, dim, shape)
+        rows.index_copy_(dim, places.to(rows.device), owners)
+        yield Owned(rows.flatten(), out.way, out.flags)
+
+    def _none(self, owners: Tensor, dim: int, shape: Shape) -> Tensor:
+        """Rows of no sample, as many along a dimension as an operand has."""
+        sizes = [*owners.shape[:dim], shape[dim], *owners.shape[dim + 1 :]]
+        return owners.new_full(sizes, self.n)
+
+    def parted(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
+        """Pieces, each an output."""
+        dim, start = self._dim(node, shape), 0
+        unbinds = node.name() == "UnbindBackward0"
+        rows: Tensor | None = None
+        flags: tuple[Tensor, ...] = ()
+        for number in range(len(node._input_metadata)):
+            made = shape_of(node, number)
+            whole = [*made[:dim], 1, *made[dim:]] if unbinds else list(made)
+            out = outs.get(number)
+            if out is not None:
+                owners = self._on_rows(out, whole, dim)
+                if owners is None:
+                    yield out
+                    return
+                if rows is None:
+                    rows = self._none(owners, dim, shape)
+                if owners.shape[dim + 1 :] != rows.shape[dim + 1 :]:
+                    return
+                rows.narrow(dim, start, whole[dim]).copy_(owners)
+                flags += out.flags
+            start += whole[dim]
+        if rows is not None:
+            yield Owned(rows.flatten(), next(iter(outs.values())).way, flags)
+
+    def joined(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
+        out, made = outs[0], shape_of(node, 0)
+        dim, dims = self._dim(node, made), _dims(made, len(out.owners))
+        if dims <= dim:
+            yield out
+            return
+        owners = out.owners.view(list(made[:dims]))
+        if node.name() == "StackBackward0":
+            part = owners.select(dim, operand)
+        else:
+            sizes = [shape_of(*edge)[dim] if edge[0] else None for edge in node.next_functions]
+            before, after = sizes[:operand], sizes[operand + 1 :]
+            if None in before and None in after:
+                return  # pieces that need no gradient have no sizes here
+            start = sum(filter(None, before))
+            if None in before:
+                start = made[dim] - sum(filter(None, after)) - shape[dim]
+            part = owners.narrow(dim, start, shape[dim])
+        yield Owned(part.flatten(), out.way, out.flags)
+
+    def taken(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
+        """Rows of the operand, by index: each row is of the sample that it was taken for."""
+        out, made = outs[0], shape_of(node, 0)
+        places = self._places(node, shape)
+        if places is None:
+            return
+        index, count, dims, flags = places
+        if dims < 0:
+            yield out  # along features
+            return
+        owners = fitted(out, made, made[:dims])
+        if owners is None or len(owners) != len(index):
+            return
+        rows = owners.new_full([count], self.n).scatter_reduce_(0, index, owners, "amin")
+        mixed = ((rows[index] != owners) & (owners != self.n)).any()
+        yield Owned(rows, out.way, (*out.flags, *flags, mixed))
+
+    def put(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
+        """Rows put into others, by index: each is of the sample of the row that it comes to."""
+        out, made = outs[0], shape_of(node, 0)
+        if operand == 0:
+            yield out
+            return
+        places = self._places(node, made)
+        if places is None:
+            return
+        index, count, dims, flags = places
+        if dims < 0:
+            yield out
+            return
+        owners = fitted(out, made, made[: _dims(made, count)])
+        if owners is not None and len(owners) == count and len(index) in _products(shape):
+            yield Owned(owners[index], out.way, (*out.flags, *flags))
+
+    def _places(
+        self, node: Node, shape: Shape
+    ) -> tuple[Tensor, int, int, tuple[Tensor, ...]] | None:
+        """Rows of a tensor [*shape] that a node's indices name, of how many; how many leading
+        dimensions of what is taken (or put) these are, -1 where they are none of rows; flags."""
+        if hasattr(node, "_saved_indices"):
+            return self._by_indices(_saved(node, "indices"), shape)
+        dim, index = self._dim(node, shape), _saved(node, "index")
+        if index is None:
+            return None
+        if dim >= max(1, len(self._grid)) or (dim == 1 and tuple(shape[:2]) != self._grid):
+            return index, 0, -1, ()
+        flags: tuple[Tensor, ...] = ()
+        if index.dim() > dim + 1:  # gather and scatter: an index for each feature
+            wide = index.flatten(dim + 1)
+            if wide.stride(-1) and wide.shape[-1] > 1:
+                flags = ((wide != wide[..., :1]).any(),)
+            index = wide[..., 0]
+        if dim == 0:
+            return index.flatten() % max(1, shape[0]), shape[0], 1, flags
+        lines = torch.arange(shape[0], device=index.device)[:, None] * shape[1]
+        return (lines + index % max(1, shape[1])).flatten(), shape[0] * shape[1], 2, flags
+
+    def _by_indices(
+        self, indices: Any, shape: Shape
+    ) -> tuple[Tensor, int, int, tuple[Tensor, ...]] | None:
+        if indices is None:
+            return None
+        given = list(indices)
+        while given and given[-1] is None:
+            given.pop()
+        if not given or given[0] is None:
+            return (torch.zeros(0), 0, -1, ()) if given else None
+        if any(index is None for index in given):
+            return None
+        parts: list[Tensor] = []
+        covered = 0
+        for index in given:
+            if index.dtype in (torch.bool, torch.uint8):
+                parts += index.nonzero(as_tuple=True)
+                covered += index.dim()
+            else:
+                parts.append(index)
+                covered += 1
+        parts = list(torch.broadcast_tensors(*parts))
+        rows = torch.zeros_like(parts[0])
+        for part, size in zip(parts, shape, strict=False):
+            rows = rows * size + part % max(1, size)
+        return rows.flatten(), prod(shape[:covered]), rows.dim(), ()
+
+
+Rule = Callable[[_Walk, Node, Outs, int, Shape], Iterator[Owned]]
+RULES: dict[str, Rule] = {
+    f"{name}Backward0": rule
+    for rule, names in {
+        _Walk.turned: ("Transpose", "Permute"),
+        _Walk.sliced: ("Slice",),
+        _Walk.selected: ("Select",),
+        _Walk.parted: ("Split", "SplitWithSizes", "Unbind", "UnsafeSplit"),
+        _Walk.joined: ("Cat", "Stack"),
+        _Walk.taken: ("Index", "IndexSelect", "Gather"),
+        _Walk.put: ("IndexAdd", "IndexCopy", "IndexPut", "IndexPutImpl", "IndexReduce", "Scatter",
+                    "ScatterAdd", "ScatterReduce"),
+    }.items()
+    for name in names
+}  # fmt: skip
