@@ -69,7 +69,7 @@ def test_a_wheel_is_loaded_and_says_what_it_needs(tmp_path):
             wheel.writestr("torchgradx-0.dist-info/METADATA", f"Metadata-Version: 2.1\n{metadata}")
             for path in kept:
                 wheel.write(path, path.relative_to(PACKAGE.parent))
-    command = [sys.executable, str(ROOT / "build_tools" / "wheel.py")]
+    command = [sys.executable, str(ROOT / "build_tools" / "built_wheel.py")]
     whole, bare = (
         subprocess.run([*command, str(tmp_path / name)], capture_output=True, text=True)
         for name in ("whole.whl", "bare.whl")
