@@ -72,6 +72,27 @@ def flags(torch) -> list[str]:
     ]
 
 
+def instrumented(sources: list[str], torch) -> tuple[list[str], list[str]]:
+    """Return the sources to compile for the sanitizers, and objects of the others as they are.
+
+    The sanitizers' tests call operators alone: csrc/cpu, with the tiles of this processor. All else
+    is linked from the build before, which took as long as the rest; where there is none, from here.
+    """
+    processor = torch.backends.cpu.get_cpu_capability().lower()
+    tiles = f"tile_{processor if processor in ('avx2', 'avx512') else 'default'}"
+    checked = [
+        source
+        for source in sources
+        if source == "csrc/library.cpp"
+        or (source.startswith("csrc/cpu/") and ("tile_" not in source or tiles in source))
+    ]
+    before = f"build/temp.*-{sys.implementation.cache_tag}"
+    found = {s: glob(f"{before}/{s.removesuffix('.cpp')}.o") for s in set(sources) - set(checked)}
+    if any(len(objects) != 1 for objects in found.values()):
+        return sources, []
+    return checked, [os.path.abspath(objects[0]) for _, objects in sorted(found.items())]
+
+
 def extensions() -> dict:
     import torch  # here, since sdist and egg_info must do without
     from torch.utils.cpp_extension import BuildExtension, CppExtension
@@ -81,10 +102,13 @@ def extensions() -> dict:
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
     # torch's headers take about 1.5 GiB a compiler
     os.environ.setdefault("MAX_JOBS", str(max(1, min(os.cpu_count(), gib // 2))))
+    sources = sorted(glob("csrc/*.cpp") + glob("csrc/layers/*.cpp") + glob("csrc/cpu/*.cpp"))
+    sources, objects = instrumented(sources, torch) if SANITIZE else (sources, [])
     # Not linked with -fopenmp: torch brings its own OpenMP runtime, and two would mean two pools.
     native = CppExtension(
         "torchgradx._C",
-        sorted(glob("csrc/*.cpp") + glob("csrc/layers/*.cpp") + glob("csrc/cpu/*.cpp")),
+        sources,
+        extra_objects=objects,  # linked last: of inline functions ours are taken, which are checked
         extra_compile_args={"cxx": flags(torch)},
         extra_link_args=SANITIZERS if SANITIZE else [],
     )

@@ -53,10 +53,6 @@ def test_the_version_is_written_once():
     assert [p.name for p in code if f'"{version}"' in p.read_text(errors="replace")] == []
 
 
-def test_the_package_is_typed():
-    assert (PACKAGE / "py.typed").exists()
-
-
 # Import
 
 IMPORT = """
@@ -184,14 +180,6 @@ def test_without_the_extension_it_warns_once_and_works(uncompiled):
     checked(run)
     assert run.stderr.count("RuntimeWarning") == 1, run.stderr
     assert "without its compiled extension" in run.stderr
-
-
-def test_an_extension_that_does_not_load_is_named_in_the_warning(uncompiled):
-    (uncompiled / "_C.so").write_bytes(b"not a library")
-    run = python(FALLBACK, path=uncompiled.parent)
-    checked(run)
-    assert run.stderr.count("RuntimeWarning") == 1, run.stderr
-    assert "does not load" in run.stderr
 
 
 # Source distribution

@@ -90,15 +90,6 @@ def test_where_nothing_is_recorded_it_says_why(what, backend):
     assert list(error.value.parameters) == names
 
 
-def test_a_model_that_calls_no_module_says_so():
-    model = Model(lambda m, x: x @ m.l.weight.T, l=nn.Linear(3, 4, bias=False))
-    with torchgradx.attach(model) as probe:
-        square(model, torch.randn(N, 3)).backward()
-        with pytest.raises(torchgradx.CoverageError) as error:
-            probe.norms()
-    assert str(error.value).startswith(sentence("no_use"))
-
-
 def test_one_cause_that_covers_many_parameters_is_reported_once():
     """At the module that is the closest to it."""
     layers = {f"l{k}": nn.Linear(3, 3) for k in range(10)}

@@ -55,7 +55,15 @@ def test_results_have_the_types_that_their_arguments_ask_for_and_the_readme_is_t
     assert ours
     (tmp_path / "results.py").write_text(TYPES)
     (tmp_path / "readme.py").write_text("\n".join(ours))
-    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--config-file=", *UNTYPED]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--follow-imports=silent",
+        "--config-file=",
+        *UNTYPED,
+    ]
     done = subprocess.run(
         [*command, "results.py", "readme.py"], capture_output=True, text=True, cwd=tmp_path,
         env={**os.environ, "MYPYPATH": str(ROOT)},
