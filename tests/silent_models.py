@@ -19,10 +19,6 @@ LENGTHS = torch.tensor([2, 4, 3, 1, 4, 2])
 CLASSES = torch.tensor([1, 1, 1, 2, 3, 2])
 
 
-
-
-
-
 def by_a_mask(x):
     first = x[:, 0, 0] > x[:, 0, 0].mean()
     return torch.cat([x[first], x[~first]])

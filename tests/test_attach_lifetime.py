@@ -20,6 +20,7 @@ from attach_oracle import (
     fallback_mode,
     fingerprint,
     loop_model,
+    mlp,
     native_missing,
     need_native,
     same_gradients,
@@ -308,3 +309,15 @@ def step(model, probe):
 
 def left(model):
     return [p for p in model.parameters() if any(getattr(p, d) is not None for d in DICTIONARIES)]
+
+
+@a_few_modes
+def test_what_holds_a_probe_can_be_copied_and_pickled_and_its_probe_is_attached_to_nothing(options):
+    model = mlp()
+    with torchgradx.attach(model, **options) as probe:
+        square(model, torch.randn(N, 3)).backward()
+        for copied in [copy.deepcopy([probe]), pickle.loads(pickle.dumps([probe]))]:
+            with pytest.raises(torchgradx.CoverageError, match="nothing is recorded"):
+                copied[0].norms()
+            copied[0].remove()
+        assert len(probe.norms()) == N

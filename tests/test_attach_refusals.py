@@ -362,3 +362,18 @@ def test_an_output_that_was_left_out_is_proven_when_it_is_there(options):
         for net.both in (False, False, True, True, False):
             x = torch.randn(N, 3, dtype=torch.float64)
             assert answered(net, probe, loss, x) == (not net.both)
+
+
+@fallback_mode
+def test_a_model_called_with_what_is_computed_from_its_parameters_is_refused(options):
+    model, x = mlp().double(), drawn(N, 3)
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        close(probe.norms(), loop_model(model, square, x))
+        others = {name: p * 2 for name, p in model.named_parameters()}
+        functional_call(model, others, (x,)).square().sum().backward()
+        with pytest.raises(torchgradx.CoverageError, match="computed from"):
+            probe.norms()
+        probe.reset()
+        square(model, x).backward()
+        close(probe.norms(), loop_model(model, square, x))

@@ -12,7 +12,7 @@ import torch
 from backends import BACKENDS
 from emulation import build
 from emulation.operators import operator, operators
-from oracle_affine import FROZEN, Affine, assert_sq_norms, case, truth
+from oracle_affine import FROZEN, Affine, assert_sq_norms, case
 from oracle_gather import Gather
 from test_affine import fused, norms
 
@@ -82,25 +82,6 @@ def test_the_order_of_threads_does_not_matter(problem, dtype):
 @each_problem
 def test_every_way_of_cutting_is_right(problem):
     assert_right(problem, torch.float32, "gaussians")
-
-
-def test_the_number_of_multiprocessors_does_not_matter():
-    """Of what is cut by sizes alone."""
-    problem = PROBLEMS[0]
-    o = case(problem, torch.float32, "gaussians")[0]
-    forward = results(problem, o)
-    with operators().multiprocessors(132):
-        assert all(map(torch.equal, forward, results(problem, o)))
-
-
-def test_a_sample_of_one_position_is_weighted_in_its_gradient_alone():
-    problem = Affine("layer_norm", 6, 1, 1, 33)
-    o = case(problem, torch.float32, "integers")[0]
-    zero, one = (fused(EMULATED, problem.layer, o, torch.full((6,), s)) for s in (0.0, 1.0))
-    assert torch.equal(zero[0], one[0])
-    assert zero[1].eq(0).all()
-    assert torch.equal(zero[3], one[3])
-    assert_sq_norms(zero[3], truth(problem, o, "integers"), torch.float32, "integers")
 
 
 # Tables

@@ -206,24 +206,3 @@ def test_fused_takes_what_its_header_states(shape, dtype):
     most = min(n, ceil(2 * 132 / tiles))
     pieces = {p: _piece(p * i * o * acc) + _piece(p * o * acc) for p in range(2, most + 1)}
     assert _taken(call) - whole in {0, *pieces.values()}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kernel", [3, 5])
-@pytest.mark.parametrize(("n", "groups"), [(2048, 64), (3, 4096)])
-def test_planes_take_what_their_header_states(n, groups, kernel, dtype):
-    side, acc = 64 + kernel - 1, _accumulator(dtype)
-    x, b = (_wide(n, groups, s, s, dtype=dtype) for s in (side, 64))
-    b = torch.ones(64, 64, dtype=dtype).expand(n, groups, 64, 64)  # evenly spaced pixels
-    geometry = ([kernel] * 2, [1, 1], [0, 0], [1, 1], groups)
-    units, weight = ceil(groups / 32), groups * kernel**2
-    parts = min(n, ceil(1024 / units))
-    norms, bias = _piece(8 * n * units), _bias(n, groups)
-    results = 2 * n * acc
-    taken = _taken(lambda: operator("conv2d_direct_sq_norms")(x, b, *geometry, True))
-    assert taken == results + norms + _piece(bias)
-    results += (weight + groups) * dtype.itemsize
-    taken = _taken(lambda: operator("conv2d_fused")(x, b, *geometry, None, True))
-    copies = _piece(parts * weight * acc)
-    assert taken == results + norms + copies + bias + _piece(n * groups * acc)
-    assert copies <= 7 << 20 if acc == 4 else 13 << 20

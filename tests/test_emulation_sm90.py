@@ -288,24 +288,3 @@ def test_every_kernel_of_the_table_is_tested():
 def test_a_fault_is_reported(name):
     with pytest.raises(EmulationError, match=FAULTS[name]):
         _with(name)
-
-
-REFUSALS = {  # one number changed of the box "inside"
-    "a size of zero": (0, 0),
-    "a stride that is no multiple of 16": (4, 120),
-    "a box of zero or above 256": (8, 257),
-    "rows are no multiple of 16 bytes": (7, 60),
-    "rows are longer than the swizzle's 128 bytes": (7, 72),
-    "an element stride of zero or above 8": (12, 9),
-}
-
-
-@pytest.mark.parametrize("why", REFUSALS)
-def test_a_map_the_driver_would_refuse_is_refused(why, monkeypatch):
-    which, value = REFUSALS[why]
-    numbers = [x for part in BOXES["inside"][:4] for x in part]
-    numbers[which] = value
-    shapes = numbers[:4], numbers[4:7], numbers[7:11], numbers[11:]
-    given = torch.zeros(64, dtype=torch.int16)
-    with pytest.raises(EmulationError, match=why):
-        launch("box/none", given, given, [2048, 0, 0, 0, 0, *(x for s in shapes for x in s)], given)

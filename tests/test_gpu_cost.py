@@ -10,8 +10,8 @@ from torch import nn
 
 import torchgradx
 from torchgradx import gpu, ops
-from torchgradx.cost import Problem, make_plan, plan
-from torchgradx.gpu import RATES, Gpu, from_properties, gpu_of
+from torchgradx.cost import Problem, plan
+from torchgradx.gpu import RATES, Gpu, from_properties
 from torchgradx.sites import native
 from torchgradx.table import Parameters, find_layers
 
@@ -106,19 +106,6 @@ def test_an_unknown_capability_has_the_rates_of_the_newest_below(capability, lik
 
 
 # From a device to its plan
-
-
-def test_a_choice_is_made_while_compiling_too(monkeypatch):
-    monkeypatch.setattr(gpu, "_known", {(0, False): H200})
-    device = torch.device("cuda", 0)
-
-    def chosen(x):
-        card = gpu_of(device)
-        problem = Problem("linear", x.shape[0], 128, 1024, 1024, itemsize=2, device=card)
-        return x * (2 if make_plan(problem).algorithm == "direct" else 3)
-
-    compiled = torch.compile(chosen, fullgraph=True, backend="eager")
-    assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
 def test_a_layers_plan_is_its_devices(monkeypatch):

@@ -118,17 +118,6 @@ def test_every_reader_goes_by_it():
     assert noise.trace == pytest.approx(((mean - whole) / (1 - squares)).item())
 
 
-def test_a_checkpoint_around_the_model_keeps_the_scale_of_its_forward():
-    net, (x, y) = model(), batch()
-    want = own_means(net, x, y)
-    with torchgradx.attach(net, loss_reduction="sum") as probe:
-        probe.loss_scale = token_weights(y)
-        out = torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False)
-        probe.loss_scale = 3.0
-        token_mean(out, y).backward()
-        close(probe.norms(), want)
-
-
 @pytest.mark.parametrize("scale", [0.0, float("nan"), "word", np.ones(3), torch.ones(2, 2)])
 def test_a_scale_that_is_none_is_refused(scale):
     with torchgradx.attach(nn.Linear(2, 2)) as probe:

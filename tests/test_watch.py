@@ -56,31 +56,6 @@ def test_norms_that_are_not_finite_are_flagged_and_do_not_enter():
     assert watch.threshold == 2.0
 
 
-def test_names_that_have_seen_more_or_fewer_norms_have_their_own_quantile():
-    """Windows that are as full are looked at together."""
-    watch = OutlierWatch(quantile=0.77, factor=1.0, window=9, warmup=3)
-    seen = {name: [] for name in "abcde"}
-    for step in range(8):
-        norms = {
-            name: torch.rand(2, dtype=torch.float64) for k, name in enumerate(seen) if step >= k
-        }
-        if step == 3:
-            norms["b"][0] = math.nan
-        before = watch.threshold
-        flagged = watch.update(norms)
-        for name, values in norms.items():
-            held = seen[name][-9:]
-            if len(held) < 3:
-                assert math.isnan(before.get(name, math.nan) if step else math.nan)
-                continue
-            assert before[name] == pytest.approx(np.quantile(held, 0.77), rel=1e-12)
-            want = [v for v in values.tolist() if not v <= before[name]]
-            assert [o.norm for o in flagged if o.name == name] == pytest.approx(want, nan_ok=True)
-        for name, values in norms.items():
-            seen[name] += [v for v in values.tolist() if math.isfinite(v)]
-    assert {len(values) for values in seen.values()} == {16, 13, 12, 10, 8}
-
-
 def test_scalars_and_histograms_go_to_the_writer():
     written = Written()
     watch = OutlierWatch(window=8, warmup=2, writer=written, histogram_every=2, tag="g")
