@@ -83,10 +83,8 @@ def fused(backend, layer, o, scale=None, bias=True):
         x, w, sq_norms = backend.operator("prelu_fused")(o.x, o.g, o.weight, scale)
         return x, w, w.new_empty(0), sq_norms
     frozen = layer in FROZEN
-    results = backend.operator("affine_fused")(
-        o.x, o.g, o.weight, o.mean, o.rstd, frozen, scale, bias
-    )
-    return results
+    arguments = (o.x, o.g, o.weight, o.mean, o.rstd, frozen, scale, bias)
+    return backend.operator("affine_fused")(*arguments)
 
 
 def _assert_grad_input(actual, expected, magnitude, terms):

@@ -1,4 +1,4 @@
-"""What is true of every operator's norms, whatever computes them: layers of any kind, and tables."""
+"""What is true of every operator's norms, whatever computes them: of layers and of tables."""
 
 from __future__ import annotations
 

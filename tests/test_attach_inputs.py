@@ -229,10 +229,7 @@ STOCK = {
     "a Linear": lambda: nn.Linear(D, D),
 }
 OWN = {"views": Views, "one view": Alone, "attention": lambda: Attends(D, 2, batch_first=True)}
-CHANGES = {
-    "all": torch.relu_,
-    "by its transpose": lambda y: y.transpose(-1, -2).mul_(3.0),
-}
+CHANGES = {"all": torch.relu_, "by its transpose": lambda y: y.transpose(-1, -2).mul_(3.0)}
 THEN = {"nothing": lambda m, y: y, "a layer": lambda m, y: m.l(y)}
 every_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 every_end = pytest.mark.parametrize("then", THEN.values(), ids=THEN)

@@ -47,10 +47,7 @@ def transposed():
     )  # fmt: skip
 
 
-SAID = {
-    "batch": {"a": "batch", "b": "batch"},
-    "sequence": {"a": "sequence", "b": "sequence"},
-}
+SAID = {"batch": {"a": "batch", "b": "batch"}, "sequence": {"a": "sequence", "b": "sequence"}}
 
 
 @every_mode

@@ -6,7 +6,6 @@ import pytest
 import torch
 from attach_oracle import (
     Model,
-    Same,
     a_few_modes,
     check,
     close_named,
@@ -21,7 +20,6 @@ from attach_oracle import (
 from clip_oracle import check_clip
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
@@ -62,78 +60,6 @@ def test_a_model_that_returns_its_samples_in_another_dimension_is_exact(name, po
         exact_or_refused(model, by_rows, x, **options)
     else:
         check(model, by_rows, x, **options)
-
-
-class Elsewhere(nn.Module):
-    """Two outputs with their samples in different places, of x [N, T, D]."""
-
-    def __init__(self, places):
-        super().__init__()
-        self.places = places
-        self.v, self.w = (nn.Parameter(torch.randn(5)) for _ in range(2))
-
-    def forward(self, x):
-        return ELSEWHERE[self.places](x * self.w, torch.tanh(x * self.v))
-
-
-# at_home() undoes each, by its name.
-ELSEWHERE = {
-    "[T, N, D] and [N, 1, T, D]": lambda a, b: (a.transpose(0, 1), b[:, None]),
-    "[T, N, D] and [N, T, D]": lambda a, b: (a.transpose(0, 1), b),
-    "rows t*N+n and [T, N, D]": lambda a, b: (a.transpose(0, 1).flatten(0, 1), b.transpose(0, 1)),
-    "rows t*N+n and [N, T, D]": lambda a, b: (a.transpose(0, 1).flatten(0, 1), b),
-    "[N, T, D] and rows t*N+n": lambda a, b: (b, a.transpose(0, 1).flatten(0, 1)),
-}
-
-
-def at_home(name, output, n):
-    """[N, T, D] of an output, by what its part of the name says."""
-    if output.dim() == 2:
-        rows = (n, -1) if name.endswith("n*T+t") else (-1, n)
-        output = output.unflatten(0, rows)
-        return output if name.endswith("n*T+t") else output.transpose(0, 1)
-    if output.dim() == 4:
-        return output[:, 0]
-    return output.transpose(0, 1) if name == "[T, N, D]" else output
-
-
-WHERE = {
-    "plain": lambda use, x: use(x),
-    "a checkpoint": lambda use, x: checkpoint(use, x, use_reentrant=False),
-    "a reentrant checkpoint": lambda use, x: checkpoint(use, x, use_reentrant=True),
-    "below a Function of the user's": lambda use, x: tuple(map(Same.apply, use(x))),
-}
-
-
-def elsewhere(places, where="plain"):
-    names = places.split(" and ")
-
-    def outputs(m, x):
-        each = zip(names, WHERE[where](m.t, m.i(x)), strict=True)
-        return tuple(at_home(name, output, len(x)) for name, output in each)
-
-    return Model(outputs, t=Elsewhere(places), i=nn.Linear(3, 5))
-
-
-@a_few_modes
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("places", ELSEWHERE)
-def test_samples_in_different_places_of_several_outputs_are_exact_or_refused(
-    places, where, options
-):
-    """In each step, whichever of the outputs the losses before used, of whatever sizes."""
-    model = elsewhere(places, where).double()
-    with torchgradx.attach(model, **options) as probe:
-        for t, used in [(6, 3), (1, 3), (8, 3), (N, 2), (1, 2), (8, 1), (6, 2)]:
-
-            def loss(model, x, used=used):
-                each = [y for k, y in enumerate(model(x)) if used & (k + 1)]
-                return sum(y.sin().square().flatten(1).sum(1).mean() for y in each)
-
-            x = torch.randn(N, t, 3, dtype=torch.float64)
-            loss(model, x).backward()
-            with contextlib.suppress(torchgradx.CoverageError):
-                close_named(probe.norms(per="parameter"), loop(model, loss, x))
 
 
 WORDS = 5

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, a_few_modes, close_named, every_mode, exact_or, loop, need_native
+from attach_oracle import Model, a_few_modes, close_named, exact_or, loop
 from flat_rows import of_each, owned
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -220,96 +220,5 @@ def test_attention_over_packed_rows_has_samples_where_positions_are_presumed(sha
         exact_or(torchgradx.CoverageError, "att", probe, want)
 
 
-N = 4
-
-
 def h(m, x):
     return torch.tanh(m.a(x))
-
-
-T = 6
-
-
-def per_sample(model, x):
-    return model(x).square().sum() / len(x)
-
-
-def within(factor, inner):
-    """h + factor(inner(h)), from and to the rows of a model that has samples first."""
-    return lambda m, x: (lambda h: h + factor(m, inner(m, h)))(m.i(x))
-
-
-def rows_of_a_sequence(m, h):
-    """Flattened to rows t*N+n, and back."""
-    y = torch.tanh(m.a(h.transpose(0, 1).reshape(-1, 3)))
-    return y.unflatten(0, (h.shape[1], h.shape[0])).transpose(0, 1)
-
-
-FACTORS = {
-    "of an adapter": (lambda m, y: m.b(y), lambda: nn.Linear(3, 3, bias=False)),
-    "of a norm": (lambda m, y: m.b(y), lambda: nn.RMSNorm(3)),
-    "of some columns": (lambda m, y: m.b(torch.cat([torch.ones_like(y), y], -1)),
-        lambda: nn.Linear(6, 3, bias=False)),
-    "for each feature": (lambda m, y: m.b * y, lambda: nn.Parameter(torch.zeros(3))),
-}  # fmt: skip
-
-WHOLE = [name for name in FACTORS if name not in ("of some columns",)]
-
-
-MIXING = {  # between layers alone, whose rows are seen by the way around the zeros; and above one
-    "between": (lambda m, h: h.mean(0).expand_as(h), {}),
-    "above": (lambda m, h: torch.tanh(m.a(h)).flip(0), {"a": nn.Linear(3, 3)}),
-}
-
-
-def zeroed(name, inner, layers):
-    factor, make = FACTORS[name]
-    model = Model(within(factor, inner), i=nn.Linear(3, 3), b=make(), **layers)
-    with torch.no_grad():
-        for p in model.b.parameters() if isinstance(model.b, nn.Module) else ():
-            (p.T[-3:].T if name == "of some columns" else p[-3:] if p.dim() else p).zero_()
-    return model.double()
-
-
-def trained(model, probe, count=3):
-    """What the loop says of each backward; after each the parameters change, as by an optimizer."""
-    for _ in range(count):
-        x = torch.randn(N, T, 3, dtype=torch.float64)
-        want = loop(model, per_sample, x)
-        per_sample(model, x).backward()
-        yield want
-        probe.reset()
-        with torch.no_grad():
-            for p in filter(lambda p: p.requires_grad, model.parameters()):
-                p.add_(torch.randn_like(p), alpha=0.1)
-
-
-@every_mode
-@pytest.mark.parametrize("name", FACTORS)
-def test_layers_behind_zeros_are_exact_before_and_after_the_first_step(name, options):
-    need_native(options)
-    model = zeroed(name, rows_of_a_sequence, {"a": nn.Linear(3, 3)})
-    try:
-        probe = torchgradx.attach(model, **options)
-    except torchgradx.CoverageError:
-        return  # backend="native", and a parameter that has no kernel
-    with probe:
-        for want in trained(model, probe):
-            close_named(probe.norms(per="parameter"), want)
-
-
-@every_mode
-@pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("mixing", MIXING)
-def test_samples_that_are_mixed_behind_zeros_are_refused_once_it_shows(mixing, name, options):
-    need_native(options)
-    model = zeroed(name, *MIXING[mixing])
-    try:
-        probe = torchgradx.attach(model, **options)
-    except torchgradx.CoverageError:
-        return
-    with probe:
-        for k, _ in enumerate(trained(model, probe)):
-            if k:
-                with pytest.raises(torchgradx.CoverageError, match=r"i\.weight"):
-                    probe.norms()

@@ -185,11 +185,7 @@ def part(b):
     return b
 
 
-CHANGES = {
-    "twice": lambda b: b.mul_(2).add_(1).sigmoid_(),
-    "heads, scaled": heads,
-    "parts": part,
-}
+CHANGES = {"twice": lambda b: b.mul_(2).add_(1).sigmoid_(), "heads, scaled": heads, "parts": part}
 changes = pytest.mark.parametrize("change", CHANGES)
 
 

@@ -147,13 +147,7 @@ def _foreign(x, rng):
     return x.to(rng.choice(STRANGE_DTYPES))
 
 
-DAMAGE = (
-    _reshaped,
-    _huge,
-    _restrided,
-    _foreign,
-    lambda x, rng: rng.choice(STRANGE),
-)
+DAMAGE = (_reshaped, _huge, _restrided, _foreign, lambda x, rng: rng.choice(STRANGE))
 
 
 def damaged(arguments, rng):

@@ -160,8 +160,7 @@ def _measured(what):
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    measured = json.loads(result.stdout)
-    return measured
+    return json.loads(result.stdout)
 
 
 in_linux = pytest.mark.skipif(

@@ -61,8 +61,7 @@ def test_what_is_not_known_counts_as_the_mean():
     sampler.update([0, 1, 2, 2], [1.0, 3.0, float("nan"), float("inf")])
     next(iter(sampler))
     torch.testing.assert_close(
-        sampler.probabilities(),
-        0.8 * torch.tensor([1.0, 3, 2, 2], dtype=torch.float64) / 8 + 0.05,
+        sampler.probabilities(), 0.8 * torch.tensor([1.0, 3, 2, 2], dtype=torch.float64) / 8 + 0.05
     )
     sampler.update([2, 2, 3], [9.0, 0.0, 0.0])  # of one twice in a batch the last
     sampler.update(torch.tensor([0, 1]), torch.zeros(2))

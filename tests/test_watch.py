@@ -97,7 +97,7 @@ def test_a_state_goes_on_as_if_nothing_had_happened():
 def test_arguments_are_refused_by_name():
     for words, options in (
         ("quantile", {"quantile": 1.5}), ("factor", {"factor": 0.0}), ("warmup", {"warmup": 0}),
-        ("warmup", {"warmup": 10, "window": 5}),
+        ("warmup", {"warmup": 10, "window": 5})
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             OutlierWatch(**options)
