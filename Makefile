@@ -56,7 +56,8 @@ format: $(DONE)/lint  ## have ruff and clang-format rewrite the sources
 	$(BIN)/ruff format $(PYTHON_CODE)
 	$(BIN)/clang-format -i $(CXX_CODE)
 
-# A second copy of the package, before the installed one in the search path. Python itself is not
+# A second copy of the package, before the installed one in the search path: the operators compiled
+# anew, all else linked from the build of the installed one (setup.py). Python itself is not
 # instrumented, hence the preloads; its own allocator would hide heap errors, hence malloc. A refused
 # allocation is Python's to report (return_null). A report goes to the process's stderr just before
 # it dies, which pytest would swallow: --capture=sys.

@@ -24,6 +24,7 @@ from fullgraph_models import (
     backends,
     cnn,
     every_model,
+    extension,
     held_against_a_loop,
     ids,
     images,
@@ -122,6 +123,7 @@ def test_a_whole_graph_is_exact_at_every_batch_size(make, draw, backend, fused):
         held_against_a_loop(model, probe, compiled, draw(n))
 
 
+@extension
 def test_one_graph_serves_every_size():
     model = tokens().double()
     probe = torchgradx.attach(model)
@@ -168,6 +170,7 @@ def test_accumulation_and_passes_of_the_same_samples():
     close_named(probe.norms(per="parameter"), want)
 
 
+@extension
 def test_in_a_compiled_step():
     """The model is called by what is compiled, beside another."""
     model, other = tokens().double(), mlp(4).double()
@@ -182,6 +185,7 @@ def test_in_a_compiled_step():
         close_named(probe.norms(per="parameter"), want)
 
 
+@extension
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.grid
 @pytest.mark.parametrize("make", [tokens, cnn])
@@ -249,6 +253,7 @@ OUTSIDE = {
 }
 
 
+@extension
 @pytest.mark.parametrize(("make", "options"), OUTSIDE.values(), ids=OUTSIDE)
 def test_what_no_graph_can_hold_says_what_to_do(make, options):
     model = make().double()
@@ -281,6 +286,7 @@ def warming_up(m, x, weight):
     return square(m, x) + weight * m[0].weight.square().sum()
 
 
+@extension
 def test_a_penalty_that_comes_later_is_refused():
     """The first pass of a structure shows nothing of it, and one graph has no edges of its own."""
     model, x = mlp().double(), rows(N)
@@ -295,6 +301,7 @@ def test_a_penalty_that_comes_later_is_refused():
                 close_named(probe.norms(per="parameter"), loop(model, square, x))
 
 
+@extension
 def test_the_root_of_a_backward_is_seen():
     """A compiled loss with a penalty that begins at nothing, on a model that is not compiled."""
     model, x = mlp().double(), rows(N)
@@ -318,6 +325,7 @@ def remembering(m, x, k):
     return h * k
 
 
+@extension
 def test_the_look_from_outside_leaves_attributes_and_arguments():
     model = Model(remembering, l=nn.Linear(3, 2)).double()
     model.calls, model.seen = 0, torch.zeros((), dtype=torch.float64)
