@@ -166,12 +166,6 @@ def as_returned(model, *batch):
     return model(*batch)
 
 
-def rows_alone(made):
-    """Rows [N*T, 3] without a sign of N."""
-    return Model(lambda m, x: m.o(torch.tanh(m.l(made(x))).view(-1, T, 4).sum(1)),
-                 l=nn.Linear(3, 4), o=nn.Linear(4, 2))  # fmt: skip
-
-
 def before_a_layer(way):
     return Model(lambda m, x: torch.tanh(m.r(way(x))).flatten(1), r=nn.Linear(1, 2))
 
@@ -213,7 +207,7 @@ def add(name, make, graph, samples, *batch, loss=square):
 
 
 torch.manual_seed(0)
-X1, X3, XT, X4 = (torch.randn(size) for size in ((N, T, 1), (N, 3), (N, T, 3), (N, 4)))
+X1, X3, X4 = (torch.randn(size) for size in ((N, T, 1), (N, 3), (N, 4)))
 X1[1, :2], X1[3, 1:], X4[0] = -1.0, -1.0, X4[0] / 10
 IDS_GIVEN = torch.randint(0, 9, (N, T))
 for kind, ways, verdict in (("data", DATA, SILENT), ("an order", ORDERS, SILENT),

@@ -235,14 +235,6 @@ def test_a_layout_inside_a_reentrant_checkpoint_is_said_or_refused(inside, T, op
     check(model, square, x, layout={"*": "sequence"}, **options)
 
 
-CLASSES, WIDTH, T = 6, 8, 4
-
-
-def images(*sizes, memory_format=torch.contiguous_format):
-    return [(torch.randn(n, 3, 6, 6).double().contiguous(memory_format=memory_format),
-             torch.randint(CLASSES, (n,))) for n in sizes]  # fmt: skip
-
-
 WIDTHS, LONGEST = [4, 6], 8
 
 

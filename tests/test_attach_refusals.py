@@ -282,11 +282,6 @@ def test_a_layer_called_with_what_is_computed_from_its_weight_is_refused(options
             probe.reset()
 
 
-def replaced(model):
-    for layer in (model[0], model[2]):
-        layer.weight = nn.Parameter(torch.randn_like(layer.weight))
-
-
 @fallback_mode
 def test_a_verdict_of_eval_mode_does_not_hold_in_training(options):
     def forward(m, x):

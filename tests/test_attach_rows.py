@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import torchgradx
 from torchgradx import ops
 
-FEW, LONG = 3, 4
+N, T = 3, 4
 
 
 def places(m):
@@ -82,7 +82,7 @@ HIDDEN = {"unbound"}
 
 
 def lengths(*values):
-    return torch.arange(LONG) < torch.tensor(values)[:, None]
+    return torch.arange(T) < torch.tensor(values)[:, None]
 
 
 ALIKE, OTHERS = lengths(2, 2, 2), (lengths(3, 2, 1), lengths(1, 2, 3), lengths(4, 1, 1))
@@ -114,7 +114,7 @@ def read(probe):
 
 
 def rows():
-    return torch.randn(FEW, LONG, 3, dtype=torch.float64)
+    return torch.randn(N, T, 3, dtype=torch.float64)
 
 
 def step(probe, model, m):
