@@ -219,3 +219,31 @@ def test_what_a_recomputation_raises_is_the_users(ways, options):
         close_named(probe.norms(per="parameter"), loop(twin, square, x))
         if options.get("weight_grad", True):
             same_gradients(model, twin, 1e-9)
+
+
+@a_few_modes
+@pytest.mark.parametrize("story", ["fpbb", "pfRAbb", "fRApfBBB"])
+def test_a_module_called_outside_of_the_model_is_of_its_own_call(story, options):
+    """B: backward of the latest."""
+    model, late = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double(), []
+    twin, probe = copy.deepcopy(model), torchgradx.attach(model, **options)
+
+    def loss(model, x):
+        return square(lambda x: checkpoint(part, model, x, use_reentrant=False), x)
+
+    def part(model, x):
+        return torch.tanh(model[0](torch.tanh(x)))
+
+    for step in story:
+        x = torch.randn(3, 2, 4).double()
+        if step in "fp":
+            with probe.paused() if step == "p" else contextlib.nullcontext():
+                late.append((loss(model, x), loss(twin, x)))
+        elif step == "R":
+            probe.remove()
+        elif step == "A":
+            probe = torchgradx.attach(model, **options)
+        else:
+            for one in late.pop(0 if step == "b" else -1):
+                one.backward()
+    same_gradients(model, twin, 1e-9)

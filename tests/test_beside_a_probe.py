@@ -142,3 +142,16 @@ def test_another_probe_is_still_refused_and_one_that_fails_gives_the_model_back(
             torchgradx.grad_norms(model, fails, x, y)
         entropy(model, x, y).backward()
         close(probe.norms(), norms_of(model, x, y))
+
+
+def test_a_probe_that_is_removed_inside_leaves():
+    model, (x, y) = plain(), batch()
+    probe = torchgradx.attach(model)
+
+    def removes(output, y):
+        probe.remove()
+        return F.cross_entropy(output, y)
+
+    close(torchgradx.grad_norms(model, removes, x, y), norms_of(model, x, y))
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain().modules()]
+    torchgradx.attach(model).remove()

@@ -296,3 +296,11 @@ def test_a_small_bound_does_not_cancel(max_norm):
     total = sum(g.square().sum() for g in want.values()).sqrt() / N
     for name, p in model.named_parameters():
         assert (p.grad - want[name] / N).norm() <= 1e-3 * total + 1e-300
+
+
+def test_gradients_that_are_gone_are_refused():
+    model = mlp()
+    with torchgradx.attach(model, clip=True) as probe:
+        square(model, torch.randn(N, 3)).backward()
+        model.zero_grad()
+        refuses(torchgradx.CoverageError, "zero_grad", probe, model, 1.0)

@@ -224,6 +224,12 @@ def neighbours(m, x):
     return m.a(torch.zeros_like(x).index_add(0, torch.arange(1, N), x[:-1])[: len(x)])
 
 
+def doubled(m, x):
+    s = m.a(torch.ones(1, 3))
+    s.register_hook(lambda g: 2 * g)
+    return m.b(torch.tanh(x + s))
+
+
 def in_sequence(m, x):  # [N, 3, 5, 4], as [5, 3 N, 4]
     rows = x.transpose(0, 1).flatten(0, 1).transpose(0, 1)
     return m.a(rows, rows, rows)[0].transpose(0, 1).unflatten(0, (3, -1)).transpose(0, 1)
@@ -250,11 +256,15 @@ PROVOKED = {
     "one_number": (linears(its_loss, idle=torch.randn(3)), used_later, {}),
     "algorithm": (lambda: nn.Linear(3, 2), step(N, 4, 3), {"algorithm": "rank1"}),
     "no_batch_size": (linears(lambda m: m.a(torch.ones(N, 3))), step(), {}),
+    "no_use": (linears(lambda m, x: x @ m.a.weight.T), step(N, 3), {}),
+    "no_kernel": (linears(lambda m, x: m.a(x) * m.w, w=torch.randn(3)), step(N, 3),
+                  {"backend": "native"}),
+    "not_its_sum": (linears(doubled), step(N, 3), {}),
     "failed_alone": (linears(neighbours), step(N, 3), {"check": "samples"}),
     "attention_rows": (lambda: Model(in_sequence, a=nn.MultiheadAttention(4, 2)),
                        step(N, 3, 5, 4), {"layout": {"a": "sequence"}}),
 }  # fmt: skip
-OF_KERNELS = {"data_parallel", "tangents", "algorithm", "attention_rows"}
+OF_KERNELS = {"data_parallel", "tangents", "algorithm", "attention_rows", "no_kernel"}
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")

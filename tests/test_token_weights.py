@@ -79,6 +79,7 @@ def test_norms_are_those_of_each_samples_own_token_mean(how, backend):
     with torchgradx.attach(net, loss_reduction="sum", backend=backend, **given) as probe:
         if how == "set":
             probe.loss_scale = w
+            assert torch.equal(probe.loss_scale, w)
         token_mean(net(x), y).backward()
         norms = probe.norms(loss_scale=w if how == "read" else None)
     close(norms, want)

@@ -266,3 +266,11 @@ def test_dropout_that_is_on_is_named():
         torchgradx.VerificationError, match=r"Dropout is on in 1, 4\.0: say model\.eval"
     ):
         torchgradx.verify(model, F.mse_loss, torch.randn(4, 3), torch.randn(4, 2))
+
+
+def test_verify_reports_a_refusal_as_its_own_error():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
+    x, y = torch.randn(N, 3), torch.randint(0, 5, (N,))
+    with pytest.raises(torchgradx.VerificationError, match=r"1\.weight"):
+        torchgradx.verify(model, F.cross_entropy, x, y)
+    assert torchgradx.verify(model.eval(), F.cross_entropy, x, y) is not None
