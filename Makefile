@@ -16,13 +16,17 @@ CXX_CODE := $(shell find csrc tests/emulation -name '*.cpp' -o -name '*.h' -o -n
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test test-all bench zoo calibrate gpu lint format sanitize mutants clean
+.PHONY: help demo wheel docs test test-all bench zoo calibrate gpu lint format sanitize mutants clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 demo: $(DONE)/examples  ## build, then find mislabelled digits by their gradient norms; writes out/
 	$(BIN)/python examples/rank_digits.py --out out
+
+wheel: $(DONE)/wheel  ## build a wheel, load it, and name what it needs; writes dist/
+	mkdir -p dist && cp $(WHEELS)/*.whl dist/
+	$(BIN)/python build_tools/wheel.py dist/*.whl
 
 docs: $(DONE)/docs  ## the documentation as a site, strictly; writes site/
 	$(BIN)/mkdocs build --strict

@@ -58,9 +58,9 @@ def flags(torch) -> list[str]:
         *(CHECKED if SANITIZE else ["-O3", "-g0"]),
         "-fopenmp",  # torch's at::parallel_for is inline code, and serial without it
         "-fvisibility=hidden",
-        # No iostream, see csrc/text.h: torch's inline functions join their messages with a stream
-        # unless told not to, and <iostream>, which its dispatcher includes and does not use, leaves
-        # an initializer in every object. The second is the guard of libstdc++'s own header.
+        # No iostream, see csrc/operators/text.h: torch's inline functions join their messages with
+        # a stream unless told not to, and <iostream>, which its dispatcher includes and does not
+        # use, leaves an initializer in every object. The second is libstdc++'s own guard.
         "-DSTRIP_ERROR_MESSAGES",
         "-D_GLIBCXX_IOSTREAM",
         # checks print the file they stand in: no path of the building machine in a binary
@@ -72,6 +72,21 @@ def flags(torch) -> list[str]:
     ]
 
 
+def units() -> list[str]:
+    """The sources of torchgradx._C: one a folder, which includes the folder's files, since torch's
+    headers take longer to compile than what is in it. Tiles are of one instruction set each."""
+    found = ["csrc/python.cpp", *sorted(glob("csrc/cpu/tile_*.cpp"))]
+    for folder in ("operators", "record", "nodes", "layers", "cpu"):
+        files = sorted(set(glob(f"csrc/{folder}/*.cpp")) - set(found))
+        unit = Path(base, "units", f"{folder}.cpp")
+        text = "".join(f'#include "{file}"\n' for file in files)
+        unit.parent.mkdir(parents=True, exist_ok=True)
+        if not unit.exists() or unit.read_text() != text:  # else ninja would compile it again
+            unit.write_text(text)
+        found.append(str(unit))
+    return found
+
+
 def instrumented(sources: list[str], torch) -> tuple[list[str], list[str]]:
     """Return the sources to compile for the sanitizers, and objects of the others as they are.
 
@@ -80,17 +95,14 @@ def instrumented(sources: list[str], torch) -> tuple[list[str], list[str]]:
     """
     processor = torch.backends.cpu.get_cpu_capability().lower()
     tiles = f"tile_{processor if processor in ('avx2', 'avx512') else 'default'}"
-    checked = [
-        source
-        for source in sources
-        if source == "csrc/library.cpp"
-        or (source.startswith("csrc/cpu/") and ("tile_" not in source or tiles in source))
+    checked = [source for source in sources if Path(source).stem in ("operators", "cpu", tiles)]
+    found = [
+        glob(f"build/temp.*-{sys.implementation.cache_tag}/{source.replace(base, 'build')}")
+        for source in (f"{s.removesuffix('.cpp')}.o" for s in sources if s not in checked)
     ]
-    before = f"build/temp.*-{sys.implementation.cache_tag}"
-    found = {s: glob(f"{before}/{s.removesuffix('.cpp')}.o") for s in set(sources) - set(checked)}
-    if any(len(objects) != 1 for objects in found.values()):
+    if any(len(objects) != 1 for objects in found):
         return sources, []
-    return checked, [os.path.abspath(objects[0]) for _, objects in sorted(found.items())]
+    return checked, [os.path.abspath(objects[0]) for objects in found]
 
 
 def extensions() -> dict:
@@ -102,12 +114,12 @@ def extensions() -> dict:
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
     # torch's headers take about 1.5 GiB a compiler
     os.environ.setdefault("MAX_JOBS", str(max(1, min(os.cpu_count(), gib // 2))))
-    sources = sorted(glob("csrc/*.cpp") + glob("csrc/layers/*.cpp") + glob("csrc/cpu/*.cpp"))
-    sources, objects = instrumented(sources, torch) if SANITIZE else (sources, [])
+    sources, objects = instrumented(units(), torch) if SANITIZE else (units(), [])
     # Not linked with -fopenmp: torch brings its own OpenMP runtime, and two would mean two pools.
     native = CppExtension(
         "torchgradx._C",
         sources,
+        include_dirs=[ROOT],
         extra_objects=objects,  # linked last: of inline functions ours are taken, which are checked
         extra_compile_args={"cxx": flags(torch)},
         extra_link_args=SANITIZERS if SANITIZE else [],

@@ -12,6 +12,7 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import readme
 
 RESULTS = Path(__file__).parent / "results/cpu.json"
 COLORS = {
@@ -27,7 +28,7 @@ OURS = {  # way: color, marker, label
     "clip": ("#e8902a", "s", "torchgradx, training step with clipping"),
     "scoring": ("#1f6fb4", "D", "torchgradx, norms alone (scoring)"),
 }
-RIVALS = ["o", "s", "^", "v", "D", "P", "X", "*", "<", ">"]  # markers, in the file's order
+RIVAL = ("#333333", "P", "the best rival whose norms are right")
 STYLE = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -39,21 +40,23 @@ Results = dict[str, Any]
 
 
 def overhead(results: Results) -> plt.Figure:
-    """A line for each workload; ours in color, rivals in gray."""
-    rows = [r for r in results["rows"] if (r["heap"], r["threads"]) == ("warm", 1)]
-    rivals = results["rivals"]
-    names = list(dict.fromkeys(r["rival"] for r in rivals))
-    figure, axes = plt.subplots(figsize=(11, 0.62 * len(rows) + 2))
+    """A line for each workload: ours, the best rival by name, and the other rivals in gray."""
+    rows, rivals = readme.rows(results), results["rivals"]
+    figure, axes = plt.subplots(figsize=(11, 0.62 * len(rows) + 1.4))
     axes.axvline(1, color="black", linewidth=1)
     for k, row in enumerate(rows):
         axes.axhline(k, color="#dddddd", linewidth=0.8, zorder=0)
-        failed = []
+        best, failed = readme.best(results, row["workload"]), []
         for r in (r for r in rivals if r["workload"] == row["workload"]):
-            if "median" in r:
-                marker = RIVALS[names.index(r["rival"])]
-                axes.plot(r["median"], k, marker, color="#888888", markersize=7, mfc="white")
-            elif r["verdict"] != "not installed":
+            if "median" in r and r["rival"] != best[0]:
+                axes.plot(r["median"], k, "o", color="#bbbbbb", markersize=5, mfc="white")
+            elif "median" not in r and r["verdict"] != "not installed":
                 failed.append(f"{r['rival']} {r['verdict'].partition(':')[0]}")
+        axes.plot(best[1], k, RIVAL[1], color=RIVAL[0], markersize=9)
+        axes.annotate(
+            f"{best[0]} {readme.figure(best[1])}x", (best[1], k), (0, -12), va="center",
+            textcoords="offset points", ha="left", fontsize=8.5, color=RIVAL[0],
+        )  # fmt: skip
         axes.annotate(
             "\n".join(failed), (1.01, k), xycoords=("axes fraction", "data"),
             va="center", fontsize=8, color="#666666",
@@ -61,13 +64,9 @@ def overhead(results: Results) -> plt.Figure:
         for way, (color, marker, _) in OURS.items():
             if way in row["ratios"]:
                 axes.plot(row["ratios"][way]["median"], k, marker, color=color, markersize=9)
-    for way, (color, marker, label) in OURS.items():
-        if way in rows[0]["ratios"]:
-            axes.plot([], [], marker, color=color, markersize=9, label=label)
-    for name, marker in zip(names, RIVALS, strict=False):
-        missing = all(r["verdict"] == "not installed" for r in rivals if r["rival"] == name)
-        label = f"{name} (not installed)" if missing else name
-        axes.plot([], [], marker, color="#888888", mfc="white", label=label)
+    for color, marker, label in (*OURS.values(), RIVAL):
+        axes.plot([], [], marker, color=color, markersize=9, label=label)
+    axes.plot([], [], "o", color="#bbbbbb", mfc="white", label="other rivals")
     axes.set_xscale("log")
     low, high = axes.get_xlim()
     ticks = [t for t in (0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50, 100) if low <= t <= high]
@@ -78,8 +77,9 @@ def overhead(results: Results) -> plt.Figure:
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("time over that of the same step without norms (warm heap, one thread)")
-    axes.set_title("What per-sample gradient norms cost", loc="left", weight="bold", pad=70)
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=4, frameon=False, fontsize=8.5)
+    axes.set_title("What per-sample gradient norms cost", loc="left", weight="bold", pad=48)
+    axes.set_ylabel("workload, N samples in a batch")
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=3, frameon=False, fontsize=8.5)
     return figure
 
 

@@ -4,8 +4,9 @@
 
 Small configurations with random weights, on a CPU, one thread, the warm heap (fresh.py); BatchNorm
 by running statistics. Between the timed steps SGD moves the weights, as in training: branches that
-begin as zeros do not stay so. Writes results/zoo.json, which docs/benchmarks.md shows, if all were
-asked for. A model whose library is missing is left out by name.
+begin as zeros do not stay so. Opacus is timed beside, where it is installed, runs and is right; the
+peak of memory is of a process each (memory.py). Writes results/zoo.json, which docs/benchmarks.md
+shows, if all were asked for. A model whose library is missing is left out by name.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from facts import ROOT, facts
 from fresh import forked, rows_of, say
+from memory import high_water
+from rivals import norm_of_samples
 from timing import Budget, interleaved
 from torch import Tensor, nn
 
@@ -30,6 +33,7 @@ import torchgradx
 
 VOCABULARY, CLASSES = 1000, 10
 OUT = ROOT / "benchmarks/results/zoo.json"
+WRONG = 2e-3  # of a norm: off by more is wrong
 GPT = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 128,
        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0,
        "eos_token_id": 0}  # fmt: skip
@@ -115,6 +119,64 @@ MODELS: dict[str, tuple[str, Callable[[], Example]]] = {
 }  # fmt: skip
 
 
+def opacus_hooks(example: Example, model: nn.Module) -> Callable[[], Tensor]:
+    from opacus import GradSampleModule
+
+    wrapped = GradSampleModule(model, strict=False)
+    trained = [p for p in wrapped.parameters() if p.requires_grad]
+
+    def step() -> Tensor:
+        example.step(wrapped)
+        return norm_of_samples([p.grad_sample for p in trained])
+
+    return step
+
+
+def opacus_ghost(example: Example, model: nn.Module) -> Callable[[], Tensor]:
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+
+    wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, strict=False)
+
+    def step() -> Tensor:
+        example.step(wrapped)
+        return wrapped.get_norm_sample()
+
+    return step
+
+
+OPACUS = {"Opacus hooks": opacus_hooks, "Opacus ghost": opacus_ghost}
+
+
+def rivals_of(
+    example: Example, want: Tensor
+) -> tuple[dict[str, Callable[[], Tensor]], dict[str, Any]]:
+    """Steps of those that run and are right; what is to be said of the others."""
+    steps, said = {}, {}
+    for way, make in OPACUS.items() if find_spec("opacus") else ():
+        try:
+            step = make(example, copy.deepcopy(example.model))
+            off = float(((step() - want).abs() / want).max())
+        except Exception as error:
+            said[way] = {"verdict": f"refuses: {type(error).__name__}"}
+            continue
+        if off > WRONG:
+            said[way] = {"off": round(off, 4)}
+        else:
+            steps[way] = step
+    return steps, said
+
+
+def peak(name: str, norms: bool) -> dict[str, Any]:
+    """Of a process, in MiB, that takes three steps."""
+    example = MODELS[name][1]()
+    probe = torchgradx.attach(example.model) if norms else None
+    for _ in range(3):
+        example.step(example.model)
+        if probe is not None:
+            probe.norms()
+    return {"peak_mib": high_water()}
+
+
 def measured(name: str) -> dict[str, Any]:
     example = MODELS[name][1]()
     ours, twin = example.model, copy.deepcopy(example.model)
@@ -130,6 +192,10 @@ def measured(name: str) -> dict[str, Any]:
         probe.norms()
         sgd[ours].step()
 
+    with torchgradx.attach(twin, check="samples") as probe:
+        example.step(twin)
+        want = probe.norms()
+    steps, said = rivals_of(example, want)
     plain()
     plain()
     probe = torchgradx.attach(ours)
@@ -137,13 +203,15 @@ def measured(name: str) -> dict[str, Any]:
     with_norms()
     first = time.perf_counter() - start
     with_norms()
-    ratio = interleaved(plain, {"ours": with_norms}, BUDGET, burst=0.0)["ours"]
+    ratios = interleaved(plain, {"ours": with_norms, **steps}, BUDGET, burst=0.0)
+    ratio = ratios.pop("ours")
     return {
         "model": name,
         "plain_ms": round(ratio.plain_milliseconds, 1),
         "ratio": ratio.row(),
         "first_step": round(1e3 * first / ratio.plain_milliseconds, 2),
         "layers": probe.explain().splitlines()[0],
+        "rivals": said | {way: ratio.row() for way, ratio in ratios.items()},
     }
 
 
@@ -155,8 +223,13 @@ def main(names: list[str]) -> None:
         if MODELS[name][0] in missing:
             print(f"{name}: left out, needs {MODELS[name][0]}")
             continue
-        rows += rows_of("zoo.py", "--one", name, heap="warm", threads=1)
-        print(f"{name}: {rows[-1]['ratio']['median']:.2f}, first {rows[-1]['first_step']:.1f}")
+        (row,) = rows_of("zoo.py", "--one", name, heap="warm", threads=1)
+        plain, ours = (next(rows_of("zoo.py", "--peak", name, way, heap="tight", threads=1))
+                       for way in ("plain", "ours"))  # fmt: skip
+        row["peak"] = round(ours["peak_mib"] / plain["peak_mib"], 3)
+        rows.append(row)
+        print(f"{name}: {row['ratio']['median']:.2f}, first {row['first_step']:.1f}, "
+              f"memory {row['peak']:.2f}, {row['rivals']}", flush=True)  # fmt: skip
     if not names and not missing:
         OUT.write_text(json.dumps({**facts(), "rows": rows}, indent=1) + "\n")
 
@@ -166,5 +239,8 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         torch.set_num_threads(1)
         say(forked(measured, sys.argv[2]))
+    elif sys.argv[1:2] == ["--peak"]:
+        torch.set_num_threads(1)
+        say(forked(peak, sys.argv[2], sys.argv[3] == "ours"))
     else:
         main(sys.argv[1:])

@@ -108,7 +108,7 @@ def extension(home: Path, torch: Any, cxx: list[str]) -> Any:
     built = architectures(torch)
     os.environ["TORCH_CUDA_ARCH_LIST"] = built  # where torch looks; with no GPU it has no default
     # Beside a CPU torch nothing tells ninja which headers a .cu includes: a change is a new flag.
-    headers = sorted([*Path("csrc").glob("*.h"), *Path("csrc/cuda").glob("*.*h")])
+    headers = sorted([*Path("csrc/operators").glob("*.h"), *Path("csrc/cuda").glob("*.*h")])
     digest = hashlib.sha256(b"".join(header.read_bytes() for header in headers)).hexdigest()
     host = [flag for flag in cxx if flag.startswith(("-fvisibility", "-ffile-prefix-map"))]
     return cpp_extension.CppExtension(

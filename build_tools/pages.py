@@ -38,17 +38,60 @@ def measured_on(result):
 
 def tables(result):
     text = [measured_on(result)]
+    peaks = {row["workload"]: row["ratio"] for row in result["memory"] if row["way"] == "fused"}
     for threads in sorted({row["threads"] for row in result["rows"]}):
         rows = [r for r in result["rows"] if r["threads"] == threads and r["heap"] == "warm"]
         if not rows:
             continue
         text += [f"\n{threads} thread{'s' * (threads > 1)}:\n"]
-        text += [f"| workload | plain step | {' | '.join(COLUMNS)} |", "|---|---|---|---|---|---|"]
+        text += [f"| workload | plain step | {' | '.join(COLUMNS)} | memory |", "|---" * 7 + "|"]
         for row in rows:
             found = [row["ratios"].get(name) for name in COLUMNS]
             cells = [f"{f['median']:.2f}" if f else "" for f in found]
+            cells += [f"{peaks[row['workload']]:.2f}" if row["workload"] in peaks else ""]
             text += [f"| {row['workload']} | {row['plain_ms']:.1f} ms | {' | '.join(cells)} |"]
-    return "\n".join(text)
+    return "\n".join([*text, *rivals_table(result), *hooks(result.get("hooks", []))])
+
+
+def hooks(rows):
+    """Return what an attached layer costs that computes next to nothing."""
+    if not rows:
+        return []
+    plain = [row["plain_us"] for row in rows]
+    fused, apart = ([row["extra_us"][way] for row in rows] for way in ("fused", "fused=False"))
+    return [
+        f"\nAn attached layer that computes next to nothing costs a step at most {max(fused):.1f} "
+        f"us beside the {min(plain):.0f} to {max(plain):.0f} that it takes; with `fused=False` "
+        f"{min(apart):.1f} to {max(apart):.1f}, its norms included."
+    ]
+
+
+def rivals_table(result):
+    """Return the lines of a table of rivals, and why some refuse."""
+    found = {(r["workload"], r["rival"]): r for r in result["rivals"]}
+    workloads, rivals = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
+    rivals = [name for name in rivals if any("median" in found[w, name] for w in workloads)]
+    text = [
+        "\nRivals, 1 thread, as ratios to the same plain step. `loop`, `copies` and `vmap` make "
+    ]
+    text += [
+        "norms alone; the others beside the batch's gradient. Each was compared with a float64 "
+    ]
+    text += [
+        "loop over single samples before it was timed:\n",
+        f"| workload | {' | '.join(rivals)} |",
+    ]
+    text += ["|---" * (len(rivals) + 1) + "|"]
+    reasons = []
+    for workload in workloads:
+        cells = []
+        for row in (found[workload, name] for name in rivals):
+            verdict, _, reason = row["verdict"].partition(": ")
+            reasons += [f"{row['rival']}: {reason} ({workload})"] if reason else []
+            cells.append(f"{row['median']:.2f}" if "median" in row else verdict)
+        text.append(f"| {workload} | {' | '.join(cells)} |")
+    versions = ", ".join(f"{name} {version}" for name, version in result["rivals_versions"].items())
+    return [*text, f"\nRefusals: {'; '.join(reasons) or 'none'}. Versions: {versions}."]
 
 
 def gpu_table(result):
@@ -105,9 +148,20 @@ def ratio(row, way, key):
 
 def zoo_table(result):
     text = [measured_on(result)]
-    text += ["| model | step with norms | first step, in plain steps | layers |"]
-    text += ["|---|---:|---:|---|"]
+    text += ["| model | step with norms | first step, in plain steps | memory | Opacus | layers |"]
+    text += ["|---|---:|---:|---:|---:|---|"]
     for row in result["rows"]:
-        median, first = row["ratio"]["median"], row["first_step"]
-        text += [f"| {row['model']} | {median:.2f} | {first:.1f} | {row['layers']} |"]
+        median, first, peak = row["ratio"]["median"], row["first_step"], row["peak"]
+        text += [f"| {row['model']} | {median:.2f} | {first:.1f} | {peak:.2f} | {best(row)} "
+                 f"| {row['layers']} |"]  # fmt: skip
     return "\n".join(text)
+
+
+def best(row):
+    """The quicker of Opacus' two ways that is right; else what it does."""
+    rivals = row["rivals"].values()
+    right = [figures["median"] for figures in rivals if "median" in figures]
+    wrong = [figures["off"] for figures in rivals if "off" in figures]
+    if right:
+        return f"{min(right):.2f}"
+    return f"off by {100 * min(wrong):.1f} %" if wrong else "refuses" if rivals else ""

@@ -12,7 +12,6 @@ Writes active_learning.png and active_learning.csv into the folder that --out na
 
 import argparse
 import csv
-import itertools
 from pathlib import Path
 
 import torch
@@ -84,12 +83,8 @@ def draw(path: Path, found: dict[str, Tensor], chosen: Tensor) -> None:  # [seed
             ends[way] = (float(labels[-1]), float(middles[way][-1]), colour)
         if as_good:
             axes.hlines(goal, as_good[0], int(labels[-1]), color=GREY, linestyle=":", lw=1.5)
-        axes.set(xlabel="labelled digits", xlim=(0, int(labels[-1]) + 5))
+        axes.set(xlabel="labelled digits", ylabel="accuracy", xlim=(0, int(labels[-1]) + 5))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
-        apart = sorted(ends, key=lambda way: ends[way][1])
-        for lower, upper in itertools.pairwise(apart):  # names do not cover each other
-            x, y, colour = ends[upper]
-            ends[upper] = (x, max(y, ends[lower][1] + 0.02), colour)
         name_lines(axes, ends)
         heading(axes, "Test digits read correctly")
 

@@ -1,8 +1,9 @@
-"""Draw the samples that still teach: importance sampling by gradient norms against even draws.
+"""Draw the samples that still teach: by gradient norms, against losses and even draws.
 
-Two networks learn the same digits with the same steps, batch and learning rate. One draws its
-samples evenly; the other by the norms that each sample had when it was last met, with weights that
-leave the expected gradient what it was. Norms come off the step's own backward.
+Three networks learn the same digits with the same steps, batch and learning rate. One draws its
+samples evenly; the others by the norm, or by the loss, that each sample had when it was last met,
+with weights that leave the expected gradient what it was. Norms come off the step's own backward;
+losses are the free baseline.
 
     python examples/importance_sampling.py [--steps 1000] [--out out] [--quick]
 
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from matplotlib.ticker import FuncFormatter, NullFormatter
-from plotting import BLUE, GREY, ORANGE, digits_split, heading, name_lines, picture
+from plotting import BLUE, GREEN, GREY, ORANGE, digits_split, heading, name_lines, picture
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
@@ -25,7 +26,8 @@ import torchgradx
 
 BATCH, EVERY = 8, 20
 ROUND = 50 * BATCH  # samples drawn before new norms take effect
-EVENLY, BY_NORM = "evenly", "by gradient norm"
+EVENLY, BY_LOSS, BY_NORM = "evenly", "by loss", "by gradient norm"
+COLOURS = {EVENLY: ORANGE, BY_LOSS: GREEN, BY_NORM: BLUE}
 
 
 def train(way: str, steps: int, seed: int, bar: tqdm) -> Tensor:
@@ -44,9 +46,10 @@ def train(way: str, steps: int, seed: int, bar: tqdm) -> Tensor:
         while step < steps:
             for index, (x, y) in loader:
                 weights = sampler.weights(index).float()
-                loss = (weights * F.cross_entropy(model(x), y, reduction="none")).mean()
-                loss.backward()
-                sampler.update(index, probe.norms(loss_scale=weights))
+                losses = F.cross_entropy(model(x), y, reduction="none")
+                (weights * losses).mean().backward()
+                norms = probe.norms(loss_scale=weights)
+                sampler.update(index, losses if way == BY_LOSS else norms)
                 optimizer.step()
                 optimizer.zero_grad()
                 step += 1
@@ -66,9 +69,11 @@ def draw(path: Path, found: dict[str, Tensor]) -> None:  # [seeds, looks, 2] eac
     steps = torch.arange(1, len(middles[EVENLY]) + 1) * EVERY
     goal = middles[EVENLY][-1, 0]
     as_good = steps[middles[BY_NORM][:, 0] <= goal].tolist()
+    by_loss = steps[middles[BY_LOSS][:, 0] <= goal].tolist()
     headline = "Drawn evenly, it learns as fast here"
     if as_good:
         headline = f"Drawn by norm, {as_good[0]:,} steps reach the loss of {int(steps[-1]):,}"
+        headline += f"; by loss {by_loss[0]:,}" if by_loss else "; by loss not"
     seeds = len(found[EVENLY])
     below = (
         f"1,437 digits, batches of {BATCH}, the same learning rate; median of {seeds} runs, 10-90%"
@@ -79,13 +84,14 @@ def draw(path: Path, found: dict[str, Tensor]) -> None:  # [seeds, looks, 2] eac
             ((0.75, 0.1, 0.22, 0.67), 1, "Test digits misread"),
         ):
             axes, ends = figure.add_axes(place), {}
-            for way, colour in ((EVENLY, ORANGE), (BY_NORM, BLUE)):
+            for way, colour in COLOURS.items():
                 low, high = found[way][:, :, column].quantile(torch.tensor([0.1, 0.9]), 0)
                 line = middles[way][:, column]
                 axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
                 axes.plot(steps, line, color=colour)
                 ends[way] = (float(steps[-1]), float(line[-1]), colour)
             axes.set(yscale="log", xlabel="training step", xlim=(0, int(steps[-1])))
+            axes.set_ylabel("loss" if column == 0 else "misread")
             heading(axes, title)
             if column == 0:
                 if as_good:
@@ -107,11 +113,10 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
 
     steps, seeds = (300, 2) if options.quick else (options.steps, 5)
-    ways = (EVENLY, BY_NORM)
-    with tqdm(total=seeds * len(ways), desc="training", unit="run") as bar:
+    with tqdm(total=seeds * len(COLOURS), desc="training", unit="run") as bar:
         found = {
             way: torch.stack([train(way, steps, seed, bar) for seed in range(seeds)])
-            for way in ways
+            for way in COLOURS
         }
     with (options.out / "importance_sampling.csv").open("w", newline="") as file:
         writer = csv.writer(file)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from matplotlib.ticker import FuncFormatter, NullFormatter
 from plotting import BLUE, GREY, ORANGE, PALE, digits_split, heading, picture
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import torchgradx
@@ -27,8 +27,18 @@ BATCH = 32
 EVERY = 10  # steps between two looks at the test digits
 
 
-def train(epochs: int, seed: int) -> list[tuple[int, float, float]]:
-    """(step, noise scale, part of the test digits that is misread), every few steps."""
+Look = tuple[int, float, float, float]  # step, noise scale, its truth, part of the test misread
+
+
+def truth(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """tr(Sigma) / |G|^2 of all digits to learn from, which costs a pass over them."""
+    norms = torchgradx.grad_norms(model, F.cross_entropy, images, labels)
+    loss = F.cross_entropy(model(images), labels)
+    whole = sum(g.square().sum() for g in torch.autograd.grad(loss, list(model.parameters())))
+    return float(norms.square().mean() / whole) - 1
+
+
+def train(epochs: int, seed: int) -> list[Look]:
     torch.manual_seed(seed)
     (images, labels), (test_images, test_labels) = digits_split(seed)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -45,19 +55,21 @@ def train(epochs: int, seed: int) -> list[tuple[int, float, float]]:
                 if step % EVERY == 0:
                     with torch.no_grad():
                         wrong = model(test_images).argmax(1) != test_labels
-                    found.append((step, noise.noise_scale, wrong.float().mean().item()))
+                    exact = truth(model, images, labels)
+                    found.append((step, noise.noise_scale, exact, wrong.float().mean().item()))
     return found
 
 
-def middle(runs: list[list[tuple[int, float, float]]], column: int) -> list[tuple[float, ...]]:
+def middle(runs: list[list[Look]], column: int) -> list[tuple[float, ...]]:
     """The lowest, the median and the highest of all runs, at each look."""
     looks = zip(*([look[column] for look in run] for run in runs), strict=True)
     return [(min(look), median(look), max(look)) for look in looks]
 
 
-def draw(path: Path, runs: list[list[tuple[int, float, float]]]) -> None:
+def draw(path: Path, runs: list[list[Look]]) -> None:
     steps = [look[0] for look in runs[0]]
     low, scale, high = zip(*middle(runs, 1), strict=True)
+    exact = [of[1] for of in middle(runs, 2)]
     early, late = (float(f"{value:.2g}") for value in (scale[0], median(scale[-9:])))
     headline = f"A useful batch grows from {early:,.0f} digits to {late:,.0f}"
     below = f"gradient noise scale while a network learns, median and range of {len(runs)} runs"
@@ -65,20 +77,19 @@ def draw(path: Path, runs: list[list[tuple[int, float, float]]]) -> None:
         axes = figure.add_axes((0.08, 0.39, 0.86, 0.38))
         axes.fill_between(steps, low, high, color=BLUE, alpha=0.2, linewidth=0)
         axes.plot(steps, scale, color=BLUE)
+        axes.plot(steps, exact, color="black", linewidth=1.2, linestyle="--")
         axes.axhline(BATCH, color=PALE, linestyle=(0, (4, 4)), zorder=0)
         axes.text(steps[-1], BATCH, f"the batch of {BATCH} ", ha="right", va="bottom", color=GREY)
-        axes.set(yscale="log", xlim=(0, steps[-1]))
+        axes.set(yscale="log", xlim=(0, steps[-1]), ylabel="samples")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.tick_params(labelbottom=False)
-        heading(
-            axes, "Noise scale, in samples: above the dashed line a larger batch would have paid"
-        )
+        heading(axes, "Noise scale; dashed its truth at single steps, by a pass over all digits")
 
         axes = figure.add_axes((0.08, 0.09, 0.86, 0.18))
-        low, wrong, high = zip(*middle(runs, 2), strict=True)
+        low, wrong, high = zip(*middle(runs, 3), strict=True)
         axes.fill_between(steps, low, high, color=ORANGE, alpha=0.2, linewidth=0)
         axes.plot(steps, wrong, color=ORANGE)
-        axes.set(xlabel="training step", xlim=(0, steps[-1]), yscale="log")
+        axes.set(xlabel="training step", xlim=(0, steps[-1]), yscale="log", ylabel="misread")
         axes.set_yticks([0.03, 0.1, 0.3], labels=["3%", "10%", "30%"])
         axes.yaxis.set_minor_formatter(NullFormatter())
         heading(axes, "Test digits misread")
@@ -96,14 +107,16 @@ def main() -> None:
     runs = [train(epochs, seed) for seed in tqdm(range(seeds), desc="training", unit="run")]
     with (options.out / "noise_scale.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["run", "step", "noise_scale", "misread"])
+        writer.writerow(["run", "step", "noise_scale", "truth", "misread"])
         for number, run in enumerate(runs):
-            writer.writerows((number, s, f"{b:.6g}", f"{wrong:.4f}") for s, b, wrong in run)
+            writer.writerows((number, s, f"{b:.6g}", f"{t:.6g}", f"{w:.4f}") for s, b, t, w in run)
     draw(options.out / "noise_scale.png", runs)
     first, last = runs[0][1], runs[0][-1]
+    exact = median(look[2] for look in runs[0][-9:])
     print(
         f"first run: noise scale {first[1]:.0f} samples after {first[0]} steps, {last[1]:.0f} "
-        f"after {last[0]}; test digits misread {first[2]:.1%} -> {last[2]:.1%}"
+        f"after {last[0]} (truth {exact:.0f}, of the last 9 looks); "
+        f"test digits misread {first[3]:.1%} -> {last[3]:.1%}"
     )
 
 

@@ -39,10 +39,14 @@ def heading(axes: plt.Axes, text: str) -> None:
 
 
 def name_lines(axes: plt.Axes, names: dict[str, tuple[float, float, str]]) -> None:
-    """A name at the end of each line, in its colour: {name: (x, y, colour)}."""
-    for name, (x, y, colour) in names.items():
+    """A name at the end of each line, in its colour, none over another: {name: (x, y, colour)}."""
+    axes.get_ylim()  # has matplotlib choose them now
+    scale, top = 72 / axes.figure.dpi, -1e9  # points
+    for name, (x, y, colour) in sorted(names.items(), key=lambda item: item[1][1]):
+        here = scale * axes.transData.transform((x, y))[1]
+        top = max(here, top + 15)
         axes.annotate(
-            name, (x, y), xytext=(8, 0), textcoords="offset points", color=colour,
+            name, (x, y), xytext=(8, top - here), textcoords="offset points", color=colour,
             weight="bold", va="center", annotation_clip=False,
         )  # fmt: skip
 

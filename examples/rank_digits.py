@@ -181,16 +181,21 @@ def draw(
 ) -> None:
     last = ranking.order[ranking.k :]
     top, missed = ranking.order[:36], last[digits.flipped[last]][-9:]
-    headline = f"Gradient norms find {ranking.found} of {ranking.k} flipped labels"
+    headline = (
+        f"{ranking.found} of {ranking.k} flipped labels found by norm, {others['el2n']} by EL2N"
+    )
     below = (
-        f"in the top {ranking.k} of {len(norms):,} digits; the loss finds {others['loss']}, EL2N "
-        f"{others['el2n']}, chance {ranking.chance:.0f}"
+        f"among the first {ranking.k} of {len(norms):,} digits; the loss, which is free, finds "
+        f"{others['loss']}, chance {ranking.chance:.0f}"
     )
     with picture(path, headline, below) as figure:
         figure.text(0.03, 0.785, "The largest norms: given label → true label", **HEADING)
         draw_digits(figure, digits, top, rows=4, top=0.76, bottom=0.26)
         figure.text(
-            0.03, 0.185, "Flipped labels that it misses: the last of the ranking", **HEADING
+            0.03,
+            0.185,
+            f"Flipped labels that it misses: {len(missed)} of {ranking.k - ranking.found}",
+            **HEADING,
         )
         draw_digits(figure, digits, missed, rows=1, top=0.16, bottom=0.06)
         draw_norms(figure.add_axes((0.65, 0.39, 0.32, 0.37)), digits, norms, ranking)
@@ -231,6 +236,7 @@ def draw_times(axes: plt.Axes, times: dict[str, float]) -> None:
     axes.invert_yaxis()
     axes.spines[:].set_visible(False)
     axes.tick_params(left=False, bottom=False, labelbottom=False)
+    axes.set_xlabel("seconds")
     heading(axes, "Time for all the norms")
 
 
@@ -255,7 +261,8 @@ def main() -> None:
     print(
         f"{ranking.found} of {ranking.k} flipped labels in the top {ranking.k} of {len(norms):,} "
         f"(by loss {others['loss']}, by EL2N {others['el2n']}, by chance {ranking.chance:.0f}); "
-        f"scored in {seconds}; all agree"
+        f"scored in {seconds}; all agree. Wrote {options.out / 'ranking.png'} and ranking.csv; "
+        "which_score.py compares the scores over seeds and epochs"
     )
 
 

@@ -134,7 +134,7 @@ def draw(path: Path, losses: list[float], by_row: Tensor, whole: Tensor) -> None
         axes.set_yticks(range(len(ROWS)), list(ROWS))
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        axes.set_xlabel("training step")
+        axes.set(xlabel="training step", ylabel="layer")
         heading(axes, "Share of the squared norm, mean over texts")
         bar = figure.colorbar(image, cax=figure.add_axes((0.62, 0.09, 0.01, 0.68)))
         bar.set_ticks([1, 3, 10, 30, 100], labels=["1%", "3%", "10%", "30%", "100%"])
@@ -144,13 +144,13 @@ def draw(path: Path, losses: list[float], by_row: Tensor, whole: Tensor) -> None
         low, middle, high = smooth(whole.quantile(torch.tensor([0.1, 0.5, 0.9]), 1).T, 5).T
         axes.fill_between(steps, low, high, color=BLUE, alpha=0.2, linewidth=0)
         axes.plot(steps, middle, color=BLUE)
-        axes.set(yscale="log", xlim=(1, len(losses)))
+        axes.set(yscale="log", xlim=(1, len(losses)), xlabel="training step", ylabel="norm")
         axes.yaxis.set_major_formatter("{x:g}")
         heading(axes, "Norm of a text's gradient, 10-90%")
 
         axes = figure.add_axes((0.74, 0.09, 0.23, 0.27))
         axes.plot(steps, losses, color=GREY, linewidth=1)
-        axes.set(xlabel="training step", xlim=(1, len(losses)))
+        axes.set(xlabel="training step", xlim=(1, len(losses)), ylabel="loss")
         heading(axes, "Loss by character")
 
 

@@ -72,11 +72,8 @@ def draw(path: Path, middles: dict[str, list[float]], k: int, seeds: int) -> Non
         axes, ends = figure.add_axes((0.07, 0.1, 0.72, 0.67)), {}
         for name, values in middles.items():
             axes.plot(EPOCHS, values, color=COLOURS[name], marker="o", markersize=5)
-        ordered = sorted(middles, key=lambda name: middles[name][-1])
-        low = -1e9
-        for name in ordered:  # names do not cover each other
-            low = max(middles[name][-1], low + 0.035 * k)
-            ends[name] = (EPOCHS[-1], low, COLOURS[name])
+        for name, values in middles.items():
+            ends[name] = (EPOCHS[-1], values[-1], COLOURS[name])
         axes.set(xscale="log", xlabel="epochs of training", ylabel="flipped labels found")
         axes.xaxis.set_major_locator(FixedLocator(EPOCHS))
         axes.xaxis.set_minor_locator(NullLocator())

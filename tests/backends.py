@@ -1,6 +1,6 @@
 """Who computes: a registry, so that a CUDA or an emulated backend is one more entry.
 
-A backend offers the raw operators of csrc/ops.h by name, on a device.
+A backend offers the raw operators of csrc/operators/ops.h by name, on a device.
 """
 
 from __future__ import annotations

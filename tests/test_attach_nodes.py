@@ -191,3 +191,109 @@ def test_a_node_that_receives_no_gradient_counts_as_zeros(options):
             x = torch.randn(N, T, 3, dtype=torch.float64)
             square(model, x).backward()
             close_named(probe.norms(per="parameter"), loop(model, square, x))
+
+
+IDS = torch.tensor([[0, 2, -1, 2, 1], [2, 2, 0, 1, 1]])
+MADE = {  # [T, C] that all samples share, of a parameter
+    "factors": (lambda p: 16 * torch.sigmoid(p).tanh().exp(), (T, C)),
+    "kinks": (lambda p: F.relu(-p.clamp(max=0.5)) + p.abs(), (T, C)),
+    "powers": (lambda p: F.silu(p.square() + 1).rsqrt(), (T, C)),
+    "turns": (lambda p: p.permute(2, 0, 1)[0].transpose(-1, 0).contiguous(), (C, T, 2)),
+    "turned back": (lambda p: p.t().T.mT.unsqueeze(0).squeeze(0), (C, T)),
+    "looked up": (lambda p: torch.sigmoid(p)[IDS].mean(0), (3, C)),
+    "of itself": (lambda p: p.view(T, C) * p.view(T, C).sum(1, keepdim=True), (T * C,)),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("name", MADE)
+def test_what_all_samples_share_may_be_made_of_a_parameter(name, options):
+    make, shape = MADE[name]
+    forward = lambda m, x: m.o(torch.tanh(m.i(x) + make(m.p)))  # noqa: E731
+    parts = {"i": nn.Linear(3, C), "o": nn.Linear(C, 2), "p": torch.randn(shape)}
+    model = Model(forward, **parts).double()
+    with torchgradx.attach(model, **options) as probe:
+        for n in (N, N, 2 * N + 1):
+            x = torch.randn(n, T, 3, dtype=torch.float64)
+            square(model, x).backward()
+            close_named(probe.norms(per="parameter"), loop(model, square, x))
+
+
+def keeping():
+    def forward(m, x):
+        m.kept = torch.sigmoid(m.p) * 2
+        return m.o(torch.tanh(m.i(x) + m.kept))
+
+    parts = {"i": nn.Linear(3, C), "o": nn.Linear(C, 2), "p": torch.randn(T, C)}
+    return Model(forward, **parts).double()
+
+
+@a_few_modes
+def test_a_gradient_that_comes_on_the_way_later_is_refused(options):
+    model = keeping()
+    with torchgradx.attach(model, **options) as probe:
+        for extra in (False, False, True, False):
+            x = torch.randn(N, T, 3, dtype=torch.float64)
+            loss = square(model, x) + (model.kept.square().sum() if extra else 0)
+            loss.backward()
+            if extra:
+                with pytest.raises(torchgradx.CoverageError):
+                    probe.norms()
+                probe.reset()
+            else:
+                model.kept = None
+                close_named(probe.norms(per="parameter"), loop(model, square, x))
+
+
+@a_few_modes
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_hook_on_the_way_may_look_and_not_change(changes, options):
+    model, seen = keeping(), []
+    with torchgradx.attach(model, **options) as probe:
+        for hooked in (False, False, True, False):
+            x = torch.randn(N, T, 3, dtype=torch.float64)
+            loss = square(model, x)
+            if hooked:
+                model.kept.register_hook(lambda g: seen.append(g) or (3 * g if changes else None))
+            loss.backward()
+            model.kept = None
+            if hooked and changes:
+                with pytest.raises(torchgradx.CoverageError):
+                    probe.norms()
+                probe.reset()
+            else:
+                close_named(probe.norms(per="parameter"), loop(model, square, x))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("options", ANY, ids=title)
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+def test_recurrent_layers_run_once_under_autocast(kind, batch_first, options):
+    calls = []
+
+    class Counted(kind):
+        def forward(self, *given):
+            calls.append(given)
+            return super().forward(*given)
+
+    def forward(m, x):
+        y, _ = m.r(x if batch_first else x.transpose(0, 1))
+        return m.o(y.mean(1 if batch_first else 0))
+
+    for recurrent in (kind(3, C, batch_first=batch_first), Counted(3, C, batch_first=batch_first)):
+        model = Model(forward, r=recurrent, o=nn.Linear(C, 2))
+
+        def loss(m, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return square(m, x).float()
+
+        with torchgradx.attach(model, **options) as probe:
+            for _ in range(3):
+                x = torch.randn(N, T, 3)
+                want = loop(model, loss, x, dtype=torch.float32)
+                calls.clear()
+                loss(model, x).backward()
+                close_named(probe.norms(per="parameter"), want, 3e-2)
+                assert len(calls) == isinstance(recurrent, Counted)
+            assert "replay" not in probe.explain() or native_missing()

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import torchgradx
-from torchgradx import cli, named
+from torchgradx import cli
+from torchgradx.cli import commands, named
 
 USER = """
 import torch
@@ -64,7 +65,7 @@ def user(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     yield tmp_path
-    for name in [n for n in sys.modules if n == "mine" or n.startswith("_given")]:
+    for name in [n for n in sys.modules if n == "mine"]:
         del sys.modules[name]
 
 
@@ -224,24 +225,23 @@ def test_help_tells_the_options_and_the_exit_codes(command, capsys):
 
 def test_a_wrong_argument_is_named_and_ends_with_2(user, capsys):
     torch.save({"x": torch.zeros(2)}, "other.pt")
+    (user / "json.py").write_text("def dumps(): pass\n")
     for words, call in (
         ("--model", lambda: score(model="mine.py")),
         ("--model: there is no file absent.py", lambda: score(model="absent.py:make")),
-        ("--model: there is no module 'absent'", lambda: score(model="absent:make")),
+        ("--model: absent:make: ModuleNotFoundError", lambda: score(model="absent:make")),
         ("no_such_package", lambda: score(model="bad:make")),
-        (
-            "has no 'mak'; it has WIDTH, make, Mixing, Refused, generator",
-            lambda: score(model="mine.py:mak"),
-        ),
+        ("module 'mine' has no attribute 'mak'", lambda: score(model="mine.py:mak")),
+        ("json.py has the name of another module", lambda: score(model="json.py:dumps")),
         ("--model: mine.py:broken() failed: KeyError", lambda: score(model="mine.py:broken")),
         ("--model: mine.py:split() failed", lambda: score(model="mine.py:split")),
-        ("--model: mine.py:WIDTH is a int", lambda: score(model="mine.py:WIDTH")),
+        ("--model: mine.py:WIDTH() failed: TypeError", lambda: score(model="mine.py:WIDTH")),
         ("must be or return an nn.Module", lambda: score(model="mine.py:pairs")),
         ("--data: mine.py:settings must be", lambda: score(data="mine.py:settings")),
         ("say --split", lambda: score(data="mine.py:inputs")),
         ("--data: mine.py:Mixing must be", lambda: score(data="mine.py:Mixing")),
         ("--loss: expected cross_entropy", lambda: score("--loss", "crossentropy")),
-        ("--loss", lambda: score("--loss", "mine.py:WIDTH")),
+        ("loss_fn must be callable", lambda: score("--loss", "mine.py:WIDTH")),
         ("--loss: torch.nn:Linear() failed", lambda: score("--loss", "torch.nn:Linear")),
         ("verify: loss_fn must return one number", lambda: verify("--loss", "mine.py:each")),
         ("verify: cross_entropy_loss(): arg", lambda: verify(data="mine.py:inputs")),
@@ -254,7 +254,7 @@ def test_a_wrong_argument_is_named_and_ends_with_2(user, capsys):
         ("--seeds", lambda: score("--seeds", "0")),
         ("out must end in", lambda: score(out="s.txt")),
         ("top_classes", lambda: score("--top-classes", "2")),
-        ("--kind", lambda: score("--kind", "length")),
+        ("kind must be one of", lambda: score("--kind", "length")),
         ("--batch-size", lambda: score("--batch-size", "many")),
         ("batch_size", lambda: score("--batch-size", "0")),
         ("--samples", lambda: verify("--samples", "0")),
@@ -312,6 +312,6 @@ def test_an_interrupt_before_anything_is_done_says_that_nothing_was_kept(user, c
     def interrupt(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "score", interrupt)
+    monkeypatch.setattr(commands, "score", interrupt)
     assert score() == 130
     assert "interrupted; nothing was kept" in capsys.readouterr().err

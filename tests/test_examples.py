@@ -1,11 +1,13 @@
 """The examples run as they are, in a folder of their own, and hold what they promise."""
 
 import csv
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -41,9 +43,26 @@ def test_rank_digits_finds_the_flipped_labels(tmp_path):
     assert summary.count("\n") == 1, "one line"
     assert summary.startswith(f"{found} of {k} flipped labels")
     assert "all agree" in summary
+    assert f"Wrote {tmp_path / 'ranking.png'}" in summary
     rivals = re.search(r"by loss (\d+), by EL2N (\d+), by chance 18", summary)
     assert all(0.8 * k < int(number) <= k for number in rivals.groups())
     assert (tmp_path / "ranking.png").stat().st_size > 50_000
+
+
+def test_the_notebook_runs_from_its_first_cell_to_its_last(monkeypatch, capsys):
+    for needed in ("sklearn", "matplotlib"):
+        pytest.importorskip(needed)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    notebook = json.loads((EXAMPLES / "first_hour.ipynb").read_text())
+    names = {}
+    for number, cell in enumerate(notebook["cells"]):
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"], "committed without what a run shows"
+            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
+    said = capsys.readouterr().out
+    assert "Noise scale: " in said
+    assert "1 left out" in said
+    assert all(count > names["k"] / 2 for count in names["found"].values())
 
 
 def rows_of(path):
@@ -77,9 +96,12 @@ def test_scores_are_compared_with_their_baselines(tmp_path):
 
 def test_the_noise_scale_grows_in_training(tmp_path):
     summary = run("noise_scale.py", "--quick", "--out", tmp_path)
-    scales = [float(row["noise_scale"]) for row in rows_of(tmp_path / "noise_scale.csv")]
+    rows = rows_of(tmp_path / "noise_scale.csv")
+    scales, truths = ([float(row[name]) for row in rows] for name in ("noise_scale", "truth"))
     assert len(scales) == 36
     assert 10 < scales[1] < scales[-1]
+    off = [estimate / true for estimate, true in zip(scales[5:], truths[5:], strict=True)]
+    assert 1 / 2 < median(off) < 2
     assert summary.startswith(f"first run: noise scale {scales[1]:.0f} samples after 20 steps")
     assert (tmp_path / "noise_scale.png").stat().st_size > 50_000
 
@@ -89,7 +111,7 @@ def test_importance_sampling_learns(tmp_path):
     rows = rows_of(tmp_path / "importance_sampling.csv")
     last = {
         way: [float(r["loss"]) for r in rows if (r["drawn"], r["step"]) == (way, "300")]
-        for way in ("evenly", "by gradient norm")
+        for way in ("evenly", "by loss", "by gradient norm")
     }
     assert all(len(losses) == 2 and max(losses) < 0.5 for losses in last.values())  # from 2.3
     assert sum(last["by gradient norm"]) < 1.2 * sum(last["evenly"])
@@ -110,13 +132,15 @@ def test_a_transformers_layers_have_all_of_its_gradient(tmp_path):
     assert (tmp_path / "transformer_layers.png").stat().st_size > 50_000
 
 
-def test_what_spikes_the_loss_is_named(tmp_path):
+def test_what_spikes_the_loss_is_named_by_norm_more_than_by_loss(tmp_path):
     summary = run("loss_spikes.py", "--quick", "--out", tmp_path)
     rows = rows_of(tmp_path / "loss_spikes.csv")
-    damaged, named = ({(r["step"], k) for r in rows for k in r[of].split()}
-                      for of in ("damaged", "named"))  # fmt: skip
+    damaged, named, by_loss = ({(r["step"], k) for r in rows for k in r[of].split()}
+                               for of in ("damaged", "named", "named by loss"))  # fmt: skip
     assert len(damaged) == 24
     assert len(named) > 12
     assert named <= damaged
-    assert summary.startswith(f"{len(named)} of 24 broken images named")
+    assert len(by_loss & damaged) <= len(named)
+    said = f"of 24 broken images, norms name {len(named)} and losses {len(by_loss & damaged)};"
+    assert summary.startswith(said)
     assert (tmp_path / "loss_spikes.png").stat().st_size > 50_000

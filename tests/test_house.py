@@ -13,11 +13,11 @@ FORBIDDEN = (
 )  # fmt: skip
 ENDINGS = {".py", ".cpp", ".cu", ".cuh", ".h"}
 LINES_OF_A_FILE = 400
-LINES = {ROOT: 17_100, CSRC: 17_000}  # torchgradx: to be lowered to 12,000
+LINES = {ROOT: 16_600, CSRC: 17_000}  # torchgradx: to be lowered to 12,000
 TESTS = Path(__file__).parent
-LINES_OF_TESTS, ATTACH_FILES = 27_000, 28
+LINES_OF_TESTS, ATTACH_FILES = 27_500, 29
 LEAVES = re.compile(r"torchgradx\.(jobs|bridges|cli)\b")
-TOP = ("torchgradx", "torchgradx.__main__", "torchgradx.named")  # of all, and beside the cli
+TOP = ("torchgradx", "torchgradx.__main__")
 
 
 def sources(*folders):

@@ -309,7 +309,7 @@ def test_arguments_are_refused_by_name():
 
 
 # ---- The default, and what it says ---------------------------------------------------------------
-def test_where_it_stays_the_longest_average_counts():
+def test_where_it_stays_the_estimate_is_near():
     noise = NoiseScale()
     x = torch.randn(200, 64, 3, dtype=torch.float64) + 1
     model = quadratic()

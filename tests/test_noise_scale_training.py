@@ -65,12 +65,11 @@ TRAININGS = {  # model, pool, batch, optimizer, learning rate
 
 
 def truth(model, x, y):
-    """tr(Sigma) and |G|^2 of a whole pool, from its norms and its gradient."""
+    """tr(Sigma) and |G|^2 of the pool that batches are drawn from, by its norms and gradient."""
     norms = torchgradx.grad_norms(model, cross_entropy, x, y).double()
     gradients = torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
     whole = float(sum(g.double().square().sum() for g in gradients))
-    mean, size = float(norms.square().mean()), len(x)
-    return mean - whole, whole - (mean - whole) / (size - 1)
+    return float(norms.square().mean()) - whole, whole
 
 
 def train(name, noise, looks, steps):
@@ -98,18 +97,37 @@ def test_the_default_follows_training(name):
         assert 1 / 3 < estimate / (trace / signal) < 3
 
 
-def test_the_default_is_near_at_a_batch_near_the_truth():
-    """The median of four trainings."""
+@pytest.mark.parametrize("name", ["perceptron", "linear"])
+def test_the_default_is_near_at_a_batch_near_the_truth(name):
+    """Each of four trainings, and their mean, which is not biased."""
     off = []
     for seed in range(4):
         torch.manual_seed(seed)
         noise = NoiseScale()
-        looks = train("perceptron", noise, range(180, 201, 2), 200)  # a step alone goes up and down
+        looks = train(name, noise, range(180, 201, 2), 200)  # a step alone goes up and down
         traces, signals = zip(*(true for _, true in looks), strict=True)
-        off.append(noise.critical_batch_size / (sum(traces) / sum(signals)))
+        estimates = [estimate for estimate, _ in looks]
+        off.append(statistics.geometric_mean(estimates) / (sum(traces) / sum(signals)))
         low, high = noise.spread
-        assert low < noise.critical_batch_size < high < 2 * low
-    assert 1 / 1.4 < statistics.median(off) < 1.4
+        assert low < noise.critical_batch_size < high < 4 * low
+    assert all(1 / 1.4 < each < 1.4 for each in off), off
+    assert 1 / 1.2 < statistics.geometric_mean(off) < 1.2
+
+
+def test_the_spread_holds_the_truth():
+    """In 19 of 20 looks, of which neighbours are much alike: in 9 of 10 of these."""
+    inside = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        noise = NoiseScale()
+        spreads, update = [], noise.update
+        noise.update = lambda probe, u=update, n=noise, s=spreads: (u(probe), s.append(n.spread))
+        for step, (_, (trace, signal)) in zip(
+            range(50, 201, 10), train("perceptron", noise, range(50, 201, 10), 200), strict=True
+        ):
+            low, high = spreads[step - 1]
+            inside.append(low < trace / signal < high)
+    assert sum(inside) > 0.9 * len(inside)
 
 
 def falling(noise, steps, rate=14.5, size=16, width=200):
@@ -125,6 +143,6 @@ def falling(noise, steps, rate=14.5, size=16, width=200):
     return noise.critical_batch_size / torch.tensor((steps - 1 - 100) / rate).exp().item()
 
 
-def test_where_the_noise_scale_moves_fast_shorter_averages_count():
+def test_a_noise_scale_that_moves_fast_is_followed():
     assert 1 / 3 < falling(NoiseScale(), 100) < 1.5
     assert falling(NoiseScale(decay=0.99), 100) < 0.1

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,32 @@ def test_the_version_is_written_once():
     assert importlib.metadata.version("torchgradx") == version
     code = [ROOT / "setup.py", *ROOT.glob("torchgradx/*.py"), *ROOT.glob("csrc/**/*.*")]
     assert [p.name for p in code if f'"{version}"' in p.read_text(errors="replace")] == []
+
+
+def test_the_package_is_typed():
+    assert (PACKAGE / "py.typed").exists()
+
+
+@needs_extension
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf")
+def test_a_wheel_is_loaded_and_says_what_it_needs(tmp_path):
+    """Of the package that is installed; without its extension it is no good."""
+    files = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".so")]
+    metadata = f"Name: torchgradx\nVersion: {torchgradx.__version__}\n"
+    for name, kept in (("whole", files), ("bare", [f for f in files if f.suffix == ".py"])):
+        with zipfile.ZipFile(tmp_path / f"{name}.whl", "w") as wheel:
+            wheel.writestr("torchgradx-0.dist-info/METADATA", f"Metadata-Version: 2.1\n{metadata}")
+            for path in kept:
+                wheel.write(path, path.relative_to(PACKAGE.parent))
+    command = [sys.executable, str(ROOT / "build_tools" / "wheel.py")]
+    whole, bare = (
+        subprocess.run([*command, str(tmp_path / name)], capture_output=True, text=True)
+        for name in ("whole.whl", "bare.whl")
+    )
+    assert re.search(r"^_C\..* needs GLIBC 2\.\d+, GLIBCXX 3\.4", checked(whole), re.MULTILINE)
+    assert f"torch         {torch.__version__}" in whole.stdout
+    assert bare.returncode != 0
+    assert "does not load" in bare.stderr
 
 
 # Import

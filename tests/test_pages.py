@@ -13,7 +13,10 @@ from torchgradx.refusals import SECTIONS, first_words
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-EXTRAS = {"lightning", "transformers", "accelerate", "opacus", "sklearn", "tensorboard"}
+EXTRAS = {
+    "lightning", "transformers", "accelerate", "opacus", "sklearn", "tensorboard", "cleanlab",
+    "datasets", "pandas",
+}  # fmt: skip
 
 
 def blocks(page):
@@ -64,17 +67,31 @@ def test_the_api_page_has_all_that_is_public():
 
 
 def listed():
-    """Rows of docs/limits.md: each section of refusals by the first words of its texts."""
+    """Rows of docs/errors.md: each section of refusals by the first words of its texts."""
     return [
         f"| {title} | {' · '.join(f'`{first_words(key)}`' for key in section)} |"
         for title, section in SECTIONS.items()
     ]
 
 
-def test_the_limits_page_lists_the_first_words_of_each_refusal_and_is_short():
-    lines = (ROOT / "docs" / "limits.md").read_text().splitlines()
-    assert len(lines) <= 140
-    start = lines.index("## What errors begin with")
-    rows = lines[lines.index("|---|---|", start) + 1 :]
-    shown = rows[: rows.index("")]
-    assert shown == listed(), "its rows should be:\n" + "\n".join(listed())
+def test_the_page_of_errors_lists_the_first_words_of_each_refusal():
+    lines = (ROOT / "docs" / "errors.md").read_text().splitlines()
+    start = lines.index("## What refusals begin with")
+    rows = [line for line in lines[start:] if line.startswith("| ")][1:]
+    assert rows == listed(), "its rows should be:\n" + "\n".join(listed())
+
+
+def test_pages_that_are_read_first_are_short():
+    lengths = {page.name: len(page.read_text().splitlines()) for page in PAGES}
+    assert lengths["README.md"] < 170
+    assert lengths["limits.md"] <= 140
+    columns = [line.count("|") - 1 for line in PAGES[0].read_text().splitlines() if line[:1] == "|"]
+    assert columns
+    assert max(columns) <= 6
+
+
+def test_links_between_pages_lead_somewhere():
+    """Of the README and the pages, into the repository."""
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -1,4 +1,4 @@
-"""Adding a layer touches four places, and they agree: its rule, RULES, the tests' table, README."""
+"""Adding a layer touches four places, and they agree: its rule, RULES, the tests' table, docs."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ LAYERS = {name: make for name, (make, _) in (KERNEL_LAYERS | ELEMENTWISE_LAYERS)
 LAYERS |= {f"attention {name}": lambda make=make: make().a for name, make in WAYS.items()}
 LAYERS |= {f"bag {name}": lambda make=make: make().bag for name, make in BAGS.items()}
 LAYERS |= {f"pair {name}": lambda make=make: make().pair for name, (make, _) in PAIRS.items()}
-README = (Path(__file__).parent.parent / "README.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs" / "layers.md").read_text()
 
 
 def title(kind):
@@ -27,13 +27,13 @@ def title(kind):
 
 
 @pytest.mark.parametrize("kind", RULES, ids=title)
-def test_a_layer_with_a_rule_is_in_the_tests_table_and_in_the_readme(kind):
+def test_a_layer_with_a_rule_is_in_the_tests_table_and_on_the_page_of_layers(kind):
     assert isinstance(kind, str) or any(type(make()) is kind for make in LAYERS.values())
-    assert re.search(rf"^\| `{title(kind)}` \|", README, re.MULTILINE)
+    assert re.search(rf"^\| `{title(kind)}` \|", PAGE, re.MULTILINE)
 
 
-def test_every_layer_that_the_readme_gives_a_kernel_has_a_rule():
-    named = re.findall(r"^\| `([\w.]+)` \| (?:C\+\+|closed form)", README, re.MULTILINE)
+def test_every_layer_that_the_page_gives_a_kernel_has_a_rule():
+    named = re.findall(r"^\| `([\w.]+)` \| (?:C\+\+|closed form)", PAGE, re.MULTILINE)
     recurrent = {f"nn.{kind.__name__}" for kind in RECURRENT}
     assert set(named) == {*map(title, RULES), *recurrent}
 

@@ -60,7 +60,7 @@ def test_scalars_and_histograms_go_to_the_writer():
     written = Written()
     watch = OutlierWatch(window=8, warmup=2, writer=written, histogram_every=2, tag="g")
     watch.update(torch.tensor([1.0, 2.0]))
-    assert written.scalars == [("g/outliers", 0.0, 0), ("g/mean", 1.5, 0), ("g/max", 2.0, 0)]
+    assert written.scalars == [("g/mean", 1.5, 0), ("g/max", 2.0, 0), ("g/outliers", 0.0, 0)]
     watch.update({"fc": torch.tensor([4.0, 2.0])}, step=11)
     watch.update(torch.tensor([9.0]), step=12)
     assert ("g/fc/mean", 3.0, 11) in written.scalars
@@ -71,6 +71,16 @@ def test_scalars_and_histograms_go_to_the_writer():
         ("g/window", 12),
     ]
     assert written.histograms[1][1].tolist() == [1, 2, 9]
+
+
+def test_a_writer_may_be_a_function_of_a_dict_and_the_step():
+    written = []
+    watch = OutlierWatch(warmup=2, writer=lambda scalars, step: written.append((scalars, step)))
+    watch.update(torch.tensor([1.0, 2.0]))
+    watch.update({"fc": torch.tensor([4.0])}, step=7)
+    assert written[0] == ({"grad_norm/mean": 1.5, "grad_norm/max": 2.0, "grad_norm/outliers": 0}, 0)
+    assert written[1][0]["grad_norm/fc/max"] == 4.0
+    assert written[1][1] == 7
 
 
 def test_a_summary_writer_of_tensorboard_takes_it(tmp_path):

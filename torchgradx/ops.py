@@ -1,7 +1,7 @@
 """The operators from Python: loads the extension, holds its overloads, checks arguments by name.
 
 The public functions check and choose, then make one call. The raw operators beside them
-(`ops.gram_sq_norms` and its like, as in csrc/ops.h) check nothing a user would understand.
+(`ops.gram_sq_norms` and its like, csrc/operators/ops.h) check nothing a user would understand.
 """
 
 from __future__ import annotations

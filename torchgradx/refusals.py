@@ -1,7 +1,7 @@
 """Every refusal: what happened, and what to do, once.
 
 Here is each cause of a CoverageError, by its key. A recorder keeps `cause(key, ...)`, a string of
-the key and its fields; C++ writes the same string (csrc/text.h). `refused` makes the error: each
+the key and its fields; C++ writes the same (csrc/operators/text.h). `refused` makes the error: each
 cause once, with the parameters that it covers. The first words of each text are unique, so that a
 search finds them; docs/limits.md lists them. Wrong arguments raise where they are checked.
 """
@@ -238,7 +238,7 @@ def _read(table: str) -> Iterator[tuple[str, dict[str, Refusal]]]:
 
 SECTIONS = dict(_read(TABLE))
 REFUSALS = {key: one for section in SECTIONS.values() for key, one in section.items()}
-FIELD = "\x1f"  # between the key and the fields of a cause; as in csrc/text.h
+FIELD = "\x1f"  # between the key and the fields of a cause; as in csrc/operators/text.h
 OF_ONE = ("shape", "alone", "batched", "name", "places", "module")  # fields of one use alone
 ADVICE = {  # added to a remedy
     "reentrant": "A reentrant checkpoint keeps it from being seen: pass use_reentrant=False",

@@ -3,8 +3,8 @@
 // or differs from its partner, is packed into cache-sized scratch.
 #pragma once
 
-#include "../checks.h"
-#include "../lines.h"
+#include "../operators/checks.h"
+#include "../operators/lines.h"
 #include "affine.h"
 #include "sweep.h"
 

@@ -1,7 +1,7 @@
 // The linear operators that a pointwise convolution and a recurrent layer call.
 #pragma once
 
-#include "../ops.h"
+#include "../operators/ops.h"
 
 namespace torchgradx::cpu {
 

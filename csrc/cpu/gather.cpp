@@ -3,8 +3,8 @@
 // and a row a thread.
 #include "segments.h"
 
-#include "../checks.h"
 #include "../layers/views.h"
+#include "../operators/checks.h"
 #include "passes.h"
 
 #include <torch/library.h>

@@ -2,7 +2,7 @@
 // squares underflowed, which are done again with squares in double.
 #pragma once
 
-#include "../ops.h"
+#include "../operators/ops.h"
 #include "sweep.h"
 
 #include <ATen/EmptyTensor.h>

@@ -5,7 +5,7 @@
 // from that copy; where not even one position's part fits (vast dilations), straight from the input.
 #pragma once
 
-#include "../checks.h"
+#include "../operators/checks.h"
 #include "sweep.h"
 
 namespace torchgradx::cpu {

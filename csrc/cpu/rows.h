@@ -2,7 +2,7 @@
 // Where it is late, row t - 1 goes with position t, and zeros with the first.
 #pragma once
 
-#include "../checks.h"
+#include "../operators/checks.h"
 #include "sweep.h"
 
 namespace torchgradx::cpu {

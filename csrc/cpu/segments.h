@@ -3,8 +3,8 @@
 // of a few, by insertion.
 #pragma once
 
-#include "../ops.h"
-#include "../text.h"
+#include "../operators/ops.h"
+#include "../operators/text.h"
 
 #include <array>
 #include <utility>

@@ -5,7 +5,7 @@
 #include "operands.h"
 
 #ifdef CUDA_EMULATION
-#include "../schemas.h"
+#include "../operators/schemas.h"
 #else
 #include <Python.h>
 #endif

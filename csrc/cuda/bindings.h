@@ -3,8 +3,8 @@
 // compiles, links and loads where there is none. Nothing waits: errors are those of the launch.
 #pragma once
 
-#include "../checks.h"
-#include "../ops.h"
+#include "../operators/checks.h"
+#include "../operators/ops.h"
 #include "kernels.h"
 
 #include <ATen/Context.h>

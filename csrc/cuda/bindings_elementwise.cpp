@@ -1,5 +1,5 @@
 // The operators on parameters that act element by element, and on tables, for CUDA tensors. As in bindings.cpp.
-#include "../lines.h"
+#include "../operators/lines.h"
 #include "bindings.h"
 
 #include <ATen/core/Tensor.h>

@@ -1,7 +1,7 @@
 // Convolutions of one to three dimensions. A transposed one is a convolution whose input and output have changed
 // places: its weight's gradient is that of a convolution from grad_output to the input. The gradient of one of three
 // dimensions is that of one of two, whose channels are those of each depth that the kernel spans, and whose image is a
-// stack of all depths of the output.
+// stack of all depths of the output. Several images of one sample are stacked likewise.
 #include "layer.h"
 
 #include <ATen/ATen.h>
@@ -76,14 +76,16 @@ class Convolution final : public Layer {
     const auto images = images_of(g, n, layout);
     if (!images) return std::nullopt;
     Operands o{images->by_sample(batch(saved.input)), images->by_sample(g), {}, {}, images->each, images->moved};
-    if (deep()) {
-      o.bias_grad = o.grad_output;
-      if (o.activations.defined() && o_.transposed)
-        std::tie(o.grad_output, o.activations) = stacked(o.grad_output, o.activations);
-      else if (o.activations.defined())
-        std::tie(o.activations, o.grad_output) = stacked(o.activations, o.grad_output);
-    }
+    if (deep()) o.bias_grad = o.grad_output;
+    if (deep() && o.activations.defined()) stack(o, o_.depth);
     return o;
+  }
+  std::optional<Operands> one_image(const Operands& operands) const override {
+    if (deep() || !operands.activations.defined()) return std::nullopt;
+    const auto in_depth = [&](const Tensor& t) { return t.unflatten(0, {-1, operands.images}).transpose(1, 2); };
+    Operands whole{in_depth(operands.activations), in_depth(operands.grad_output)};
+    stack(whole, {1, 1, 0, 1});
+    return whole;
   }
 
   int64_t positions(const Operands& operands) const override {
@@ -101,9 +103,10 @@ class Convolution final : public Layer {
   Tensor sq_norms(const Operands& operands, Algorithm algorithm, bool bias) const override {
     const bool together = bias && !o_.transposed;
     const auto [from, to] = ends(operands);
-    const Tensor sq = algorithm == Algorithm::kRank1  ? of_one_pixel(from, to)
-                      : algorithm == Algorithm::kGram ? conv2d_gram_sq_norms(from, to, geometry(), together)
-                                                      : conv2d_direct_sq_norms(from, to, geometry(), together);
+    const Geometry g = geometry(operands);
+    const Tensor sq = algorithm == Algorithm::kRank1  ? of_one_pixel(from, to, g)
+                      : algorithm == Algorithm::kGram ? conv2d_gram_sq_norms(from, to, g, together)
+                                                      : conv2d_direct_sq_norms(from, to, g, together);
     if (bias && sq.size(0) == 1) return at::cat({sq, bias_sq_norms(bias_rows(operands)).unsqueeze(0)});
     return sq;
   }
@@ -111,7 +114,7 @@ class Convolution final : public Layer {
   std::pair<Gradients, Tensor> fused(const Operands& operands, const Tensor& w, const Wanted& wanted) const override {
     const bool together = wanted.bias && !o_.transposed;
     const auto [from, to] = ends(operands);
-    auto [gradient, bias, sq] = conv2d_fused(from, to, geometry(), std::nullopt, together);
+    auto [gradient, bias, sq] = conv2d_fused(from, to, geometry(operands), std::nullopt, together);
     const Tensor weight = gradient.reshape(w.sizes());
     if (!wanted.bias) return {{Tensor(), weight, Tensor()}, sq};
     if (together) return {{Tensor(), weight, bias}, sq};
@@ -123,14 +126,14 @@ class Convolution final : public Layer {
                    const Wanted& wanted) const override {
     const bool together = wanted.bias && !o_.transposed;
     const auto [from, to] = ends(operands);
-    auto [weight, bias] = conv2d_scaled(from, to, geometry(), scale, together);
+    auto [weight, bias] = conv2d_scaled(from, to, geometry(operands), scale, together);
     if (!together) bias = wanted.bias ? scaled_bias(operands, scale) : Tensor();
     return {Tensor(), weight.reshape(w.sizes()), bias};
   }
 
   Tensor weight_dots(const Operands& operands, const Tensor& direction) const override {
     const auto [from, to] = ends(operands);
-    const Geometry g = geometry();
+    const Geometry g = geometry(operands);
     const Tensor kernel = direction.reshape({direction.size(0), -1, g.kernel_size[0], g.kernel_size[1]});
     const Tensor made = at::conv2d(widened(from), kernel, std::nullopt, g.stride, g.padding, g.dilation, g.groups);
     return (made * widened(to)).flatten(1).sum(1);
@@ -162,13 +165,20 @@ class Convolution final : public Layer {
   std::vector<int64_t> all(const std::vector<int64_t>& pair, size_t which) const {  // dimensions
     return deep() ? std::vector<int64_t>{o_.depth[which], pair[0], pair[1]} : pair;
   }
-  Geometry geometry() const {
-    return {o_.kernel_size, o_.stride, deep() ? across_ : o_.padding, o_.dilation, o_.groups};
+  Geometry geometry(const Operands& operands) const {
+    return {o_.kernel_size, o_.stride, operands.padded ? across_ : o_.padding, o_.dilation, o_.groups};
+  }
+  void stack(Operands& o, const std::vector<int64_t>& depth) const {  // depth: as in ConvolutionOptions
+    if (o_.transposed)
+      std::tie(o.grad_output, o.activations) = stacked(o.grad_output, o.activations, depth);
+    else
+      std::tie(o.activations, o.grad_output) = stacked(o.activations, o.grad_output, depth);
+    o.padded = true;
   }
   // [M, C, D, H, W] -> [M, C kD, D' R sH, W] and [M, O, D', H', W'] -> [M, O, D' R, W']: R rows of the output for each
   // of its depths, of which those beyond H', where the kernel would span two depths, are zero.
-  std::pair<Tensor, Tensor> stacked(const Tensor& from, const Tensor& to) const {
-    const int64_t kernel = o_.depth[0], stride = o_.depth[1], padding = o_.depth[2], dilation = o_.depth[3];
+  std::pair<Tensor, Tensor> stacked(const Tensor& from, const Tensor& to, const std::vector<int64_t>& depth) const {
+    const int64_t kernel = depth[0], stride = depth[1], padding = depth[2], dilation = depth[3];
     const int64_t depths = to.size(2), height = from.size(3) + 2 * o_.padding[0], step = o_.stride[0];
     const int64_t rows = depths == 1 ? to.size(3) : (height + step - 1) / step;
     const int64_t below = depths == 1 ? 0 : rows * step - height;
@@ -194,9 +204,9 @@ class Convolution final : public Layer {
     return {operands.activations, operands.grad_output};
   }
   // One output pixel: its patch is all there is, and each group an outer product of its own.
-  Tensor of_one_pixel(const Tensor& input, const Tensor& grad_output) const {
+  Tensor of_one_pixel(const Tensor& input, const Tensor& grad_output, const Geometry& g) const {
     const int64_t rows = grad_output.size(0) * o_.groups;
-    const Tensor patch = at::im2col(input, o_.kernel_size, o_.dilation, o_.padding, o_.stride);  // [N, groups * I, 1]
+    const Tensor patch = at::im2col(input, g.kernel_size, g.dilation, g.padding, g.stride);  // [N, groups * I, 1]
     const Tensor sq = rank1_sq_norms(patch.reshape({rows, 1, patch.numel() / std::max<int64_t>(1, rows)}),
                                      grad_output.reshape({rows, 1, grad_output.size(1) / o_.groups}), false);
     return sq.view({grad_output.size(0), o_.groups}).sum(1).unsqueeze(0);

@@ -3,8 +3,8 @@
 // (site.h).
 #pragma once
 
-#include "../ops.h"
-#include "../text.h"
+#include "../operators/ops.h"
+#include "../operators/text.h"
 
 #include <memory>
 
@@ -37,6 +37,7 @@ struct Operands {  // with the samples in front; each kind has its own shapes
   bool rearranged = false;  // the samples were not in front
   at::DimVector shape;      // of the layer's input
   Tensor bias_grad;         // where grad_output stands as the weight alone needs it
+  bool padded = false;      // rows of padding lie within activations
   std::shared_ptr<cpu::SharedGrads> shared = nullptr;
 };
 
@@ -98,6 +99,10 @@ struct Layer {
   // Nothing where the samples cannot be found. Without saved.input only the bias can be served.
   virtual std::optional<Operands> operands(const Saved& saved, const Tensor& grad_output, int64_t n,
                                            Layout layout) const = 0;
+  // With the images of a sample as one; nothing where they have no such form.
+  virtual std::optional<Operands> one_image(const Operands&) const {
+    return std::nullopt;
+  }
   virtual int64_t positions(const Operands& operands) const = 0;  // T, for the plan
   virtual Tensor bias_rows(const Operands& operands) const = 0;  // [N K, T, O], whose sum over T is the bias's gradient
   // How large a sample's gradient rounds: the norm of what grad_output is multiplied by.

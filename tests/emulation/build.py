@@ -142,7 +142,7 @@ def operators(kernels: dict[str, Path] | None = None) -> Path:
     import torch
 
     flags = ("-DCUDA_EMULATION", *torch_flags())
-    folders = (KERNELS, ROOT / "csrc")
+    folders = (KERNELS, ROOT / "csrc/operators")
     bindings = [compiled(s, folders, flags) for s in sorted(KERNELS.glob("*.cpp"))]
     given = kernels or {}
     objects = [given.get(s.stem) or kernel(s) for s in sorted(KERNELS.glob("*.cu"))]

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import CoverageError
 from ..sites.native import Hooks
-from .steps import Norms, StepNorms, scale_of
+from .steps import StepNorms, scale_of
 
 __all__ = ["GradNorms"]
 
@@ -51,7 +51,7 @@ class GradNorms(StepNorms, Callback):
             training step as a whole, whatever of them it calls. (Itself where it has parameters of
             its own, or optimizes by hand.)
         per: "model"; "module" or "parameter" make `norms` a dict, and log their means too.
-        prefix: of the names logged: `<prefix>/mean`, `/median`, `/q90`, `/max`.
+        prefix: of the names logged: `<prefix>/mean`, `/median`, `/q90`, `/max`; "grad_norms".
         on_norms: called with (norms, global step) at each step.
         noise_scale: count each step into a `NoiseScale`, which the attribute of this name holds,
             and log it.
@@ -60,18 +60,8 @@ class GradNorms(StepNorms, Callback):
         options: of `attach`, but for those that the trainer decides.
     """
 
-    def __init__(
-        self,
-        module: str | None = None,
-        *,
-        per: str = "model",
-        prefix: str = "grad_norms",
-        on_norms: Callable[[Norms, int], object] | None = None,
-        noise_scale: bool = False,
-        outliers: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__(per, prefix, on_norms, noise_scale, outliers, options)
+    def __init__(self, module: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
         self._module = module
         self._unread = False  # a backward has come since the last read
         self._whole, self._undo = False, ExitStack()

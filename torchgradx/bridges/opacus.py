@@ -140,29 +140,17 @@ SAMPLERS: dict[type[nn.Module], Sampler] = {
 }
 
 
-_open: list[Registration] = []
-
-
 class Registration:
-    """What `register` did, to be undone by `remove()` or at the end of a `with`."""
+    """Handle of `register`: `remove()`, or the end of a `with`, leaves Opacus as it was."""
 
     def __init__(self, table: dict[Any, Any]) -> None:
         self._table, self._before = table, dict(table)
         table.update(SAMPLERS)
-        _open.append(self)
 
     def remove(self) -> None:
-        """Opacus' own samplers stand again, once no other registration is left."""
-        if self not in _open:
-            return
-        place = _open.index(self)
-        _open.remove(self)
-        if place < len(_open):  # a later one had found ours
-            _open[place]._before = self._before
-            return
         for kind, sampler in SAMPLERS.items():
             if self._table.get(kind) is sampler:
-                self._table.pop(kind)
+                del self._table[kind]
                 if kind in self._before:
                     self._table[kind] = self._before[kind]
 
@@ -180,6 +168,7 @@ def register() -> Registration:
     called twice in a forward wherever it has a norm sampler: it then has one for all of these.
 
     Returns:
-        A handle whose `remove()` leaves Opacus as it was; also a context manager.
+        A handle whose `remove()` leaves Opacus as it was; also a context manager. Of several, the
+        last one is removed first.
     """
     return Registration(GradSampleHooksFastGradientClipping.NORM_SAMPLERS)

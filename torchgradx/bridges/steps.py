@@ -31,12 +31,13 @@ class StepNorms:
 
     def __init__(
         self,
-        per: str,
-        prefix: str,
-        on_norms: Callable[[Norms, int], object] | None,
-        noise_scale: bool,
-        outliers: bool,
-        options: dict[str, Any],
+        *,
+        per: str = "model",
+        prefix: str = "grad_norms",
+        on_norms: Callable[[Norms, int], object] | None = None,
+        noise_scale: bool = False,
+        outliers: bool = False,
+        **options: Any,
     ) -> None:
         check_per(per)
         taken = [name for name in options if name in THE_TRAINERS]

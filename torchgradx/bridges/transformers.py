@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
-from .steps import Norms, StepNorms, scale_of
+from .steps import StepNorms, scale_of
 
 __all__ = ["GradNorms"]
 
@@ -29,7 +28,7 @@ class GradNorms(StepNorms, TrainerCallback):
     Args:
         trainer: the one to listen to, and to log through.
         per: "model"; "module" or "parameter" make `norms` a dict, and log their means too.
-        prefix: of the names logged: `<prefix>/mean`, `/median`, `/q90`, `/max`.
+        prefix: of the names logged: `<prefix>/mean`, `/median`, `/q90`, `/max`; "grad_norms".
         on_norms: called with (norms, global step) at each step.
         noise_scale: count each step into a `NoiseScale`, which the attribute of this name holds,
             and log it.
@@ -39,24 +38,14 @@ class GradNorms(StepNorms, TrainerCallback):
         options: of `attach`, but for those that the trainer decides.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer | None = None,
-        *,
-        per: str = "model",
-        prefix: str = "grad_norms",
-        on_norms: Callable[[Norms, int], object] | None = None,
-        noise_scale: bool = False,
-        outliers: bool = False,
-        **options: Any,
-    ) -> None:
+    def __init__(self, trainer: Trainer | None = None, **options: Any) -> None:
         if not isinstance(trainer, Trainer):
             raise TypeError(
                 "GradNorms needs the trainer that it logs through, which callbacks=[...] does not "
                 "give it: trainer.add_callback(GradNorms(trainer)), or with GradNorms(trainer): "
                 f"trainer.train(). Got {type(trainer).__name__}"
             )
-        super().__init__(per, prefix, on_norms, noise_scale, outliers, options)
+        super().__init__(**options)
         self._trainer = trainer
         self._waiting: dict[str, Tensor] = {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,34 +14,15 @@ from ..probe import Probe
 __all__ = ["norms_of"]
 
 
-def norms_of(given: Any, *, named: bool = False) -> Tensor | dict[str, Tensor]:
-    """Return norms [N]: those of a probe's record, or those that are given.
-
-    Args:
-        given: a probe, a Tensor, an array or a sequence of numbers.
-        named: whether a dict of such, by name, will do too.
-
-    Raises:
-        TypeError: it is something else.
-        ValueError: it is not [N].
-    """
+def norms_of(given: Any) -> Tensor:
+    """Return norms [N]: those of a probe's record, or those of a Tensor, an array or a sequence."""
     if isinstance(given, Probe):
         return given.norms()
-    if named and isinstance(given, Mapping):
-        return {name: _one(values, named) for name, values in given.items()}
-    return _one(given, named)
-
-
-def _one(given: Any, named: bool) -> Tensor:
     norms: Any = given
-    if isinstance(given, (np.ndarray, Sequence)) and not isinstance(given, (str, bytes)):
-        try:
-            norms = torch.as_tensor(given)
-        except (TypeError, ValueError, RuntimeError):
-            norms = None
-    if not isinstance(norms, Tensor) or norms.is_complex() or norms.dtype == torch.bool:
-        which = "a Tensor [N], a dict of them or a probe" if named else "a Tensor [N] or a probe"
-        raise TypeError(f"norms must be {which}; got {type(given).__name__}")
+    if isinstance(given, (np.ndarray, Sequence)) and not isinstance(given, str):
+        norms = torch.as_tensor(given)
+    if not isinstance(norms, Tensor):
+        raise TypeError(f"norms must be a Tensor [N] or a probe; got {type(given).__name__}")
     if norms.dim() != 1:
         raise ValueError(f"norms must be [N]; got {list(norms.shape)}")
     return norms.detach()

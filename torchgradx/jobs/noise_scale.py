@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..options import check_per
@@ -18,10 +20,9 @@ from .ranks import Ranks, running
 __all__ = ["NoiseScale"]
 
 MODEL = ""  # the name of the one group of per="model"
-PARTS = (24, 12, 6)  # averages are over the last 1/24, 1/12 and 1/6 of the steps
-LONGEST = 100  # steps, of the last of these
-AGREE = 3  # standard errors, within which a shorter average agrees with a longer one
-ENOUGH = 0.15  # of a ratio: so small a standard error needs no longer average
+SPANS = np.array([1 / 6, 1 / 3])  # of the two averages, as parts of the steps so far
+LONGEST = np.array([100.0, 200.0])  # steps
+STEEPEST = 4.0  # ratio of the two averages
 WARMUP = 30  # steps
 
 
@@ -31,17 +32,13 @@ class NoiseScale:
     With g_n the gradients of single samples, G their mean over all data and Sigma their covariance,
     B_simple = tr(Sigma) / |G|^2 (McCandlish et al. 2018, arXiv:1812.06162, section 2.2). It is a
     number of samples: far below it, a batch twice as large makes nearly twice the progress a step;
-    far above, hardly any. The critical batch size, where a training takes twice the least steps
-    and twice the least samples, is B_simple as far as the loss curves alike in all directions.
+    far above, hardly any.
 
     Where `.grad` is sum_n w_n g_n of samples drawn evenly, with W = sum w_n, Q = sum w_n^2 and
-    M = mean |g_n|^2, unbiased estimates of one step are::
+    M = mean |g_n|^2, unbiased estimates of one step are (appendix A.1, for W = 1 and Q = 1/B)::
 
         |G|^2     = (|.grad|^2 - Q M) / (W^2 - Q)
         tr(Sigma) = (W^2 M - |.grad|^2) / (W^2 - Q)
-
-    (for a plain mean over B samples: W = 1, Q = 1/B, as in their appendix A.1). Numerator and
-    denominator are averaged apart, since the ratio of a single step is far off and biased.
 
     Equivalent to, at each step, with gradients [B, number of parameters] of single samples::
 
@@ -56,14 +53,14 @@ class NoiseScale:
         optimizer.step()
         print(noise)  # or noise.critical_batch_size, noise.spread
 
-    By default the averages are over the last sixth of the steps so far, a hundred at most, and so
-    follow a training whose noise scale grows. Averages over the last twelfth and 24th count where
-    they are precise enough, or differ from the longer one significantly. The first steps are a
-    warm-up: `warming_up` and `print(noise)` say so.
+    Both are averaged separately, since the ratio of a single step is biased. An average lags behind
+    a training; so by default there are two, A over about the last sixth of the steps and B over the
+    last third, and A^2 / B extrapolates to the current step (to first order in the growth rate).
+    The first 30 steps are a warm-up; `warming_up` and `print(noise)` say so.
 
     Args:
         per: "model", "module" or "parameter": what the noise scale is of, as in `Probe.norms`.
-        decay: None, or that of exponential averages, from 0 (the last step alone) to below 1.
+        decay: None, or that of one exponential average, from 0 (the last step alone) to below 1.
         distributed: whether `.grad` is the mean over all ranks (DDP, fully_shard), whose samples
             then count too; None: if torch.distributed runs with several.
     """
@@ -78,17 +75,17 @@ class NoiseScale:
         self.steps = 0  # that were averaged
         self.skipped = 0  # of one sample, or with infinite or undefined gradients
         self.batch_size = 0  # samples of the latest step, of all ranks
-        self._windows: dict[str, list[_Averages]] = {}  # the shortest first
+        self._names: list[str] = []
+        # [K, 2, 6]: averages by group of 1, trace, signal and the products of these two. [2, 2]:
+        # sums over steps of products of the averages' weights.
+        self._sums, self._weights = np.zeros((1, 2, 6)), np.zeros((2, 2))
 
     def update(self, norms: Probe | Tensor, grad: float | Tensor | nn.Module | None = None) -> None:
         """Count a step in: between its last backward() and unscale_, clipping, step or zero_grad.
 
         Given a probe, reads `probe.norms`, so that the next backward begins a new record. `.grad`
         must hold the gradient of the record's samples, all of them and nothing else: zero it at
-        every step, and read the norms of micro-batches no earlier than here. What makes `.grad`
-        smaller meanwhile, as zero_grad between micro-batches or torch's own clipping, is seen with
-        attach(clip=True) alone. Under torch.distributed every rank calls this at the same steps;
-        two messages are sent, the first so that an error of one rank is one of all.
+        every step. Under torch.distributed every rank calls this at the same steps.
 
         Args:
             norms: the probe, or the norms [N] of a batch whose loss was the mean over its samples
@@ -98,9 +95,9 @@ class NoiseScale:
 
         Raises:
             TypeError, ValueError: an argument is not as above.
-            RuntimeError: `.grad` is not there, changed, unscaled or clipped already, another one on
-                each rank, larger than the samples of the record can make it, or (seen from the
-                second update on) held something before them.
+            RuntimeError: `.grad` is not there, is larger than the samples of the record can make
+                it, differs between ranks, or was seen to be changed, unscaled or clipped. What
+                made it smaller is seen with attach(clip=True) alone.
             CoverageError: as of `Probe.norms`.
         """
         sums, sq_grads = self._measure(norms, grad)
@@ -114,27 +111,17 @@ class NoiseScale:
                 ".grad is larger than the samples of the record can make it: zero it at every "
                 "step, call update() before unscale_ and once a step, and leave penalties out"
             )
-        decays = self._decays()
-        for name, sq_norm, sq_grad in zip(self._names, sq_norms, sq_grads, strict=True):
-            mean = sq_norm / count
-            trace = (total * total * mean - sq_grad) / spread
-            signal = (sq_grad - squares * mean) / spread
-            windows = self._windows.setdefault(name, [_Averages() for _ in decays])
-            for averages, decay in zip(windows, decays, strict=True):
-                averages.add(trace, signal, decay)
+        decays = 1 - 1 / (1 + np.minimum(self.steps * SPANS, LONGEST))
+        if self.decay is not None:
+            decays[:] = self.decay
+        mean, grads = np.array(sq_norms) / count, np.array(sq_grads)
+        trace = (total * total * mean - grads) / spread
+        signal = (grads - squares * mean) / spread
+        new = np.stack([trace**0, trace, signal, trace**2, trace * signal, signal**2], 1)
+        self._sums = decays[:, None] * self._sums + (1 - decays)[:, None] * new[:, None]
+        self._weights = np.outer(decays, decays) * self._weights + np.outer(1 - decays, 1 - decays)
         self.steps += 1
         self.batch_size = int(count)
-
-    def _decays(self) -> list[float]:
-        if self.decay is not None:
-            return [self.decay]
-        steps = min(self.steps, LONGEST * PARTS[-1])
-        spans = [max(steps / part, min(3, steps / PARTS[-1])) for part in PARTS]
-        return [1 - 1 / (1 + span) for span in spans]
-
-    @property
-    def _averages(self) -> dict[str, _Averages]:
-        return {name: _longest(windows) for name, windows in self._windows.items()}
 
     def _measure(self, given: Any, grad: Any) -> tuple[list[float], list[float]]:
         """[4 + K]: count, W, Q, sum w_n |g_n| and the sum of |g_n|^2 by group; [K]: |.grad|^2."""
@@ -169,7 +156,6 @@ class NoiseScale:
             here, sharded = self._sq_grads(given.gradients(self.per))
             return weights, groups, here, sharded
         norms = norms_of(given)
-        assert isinstance(norms, Tensor)
         if self.per != "model":
             raise TypeError(f"norms must be a probe, of which per={self.per!r} can be read")
         self._names = [MODEL]
@@ -224,36 +210,64 @@ class NoiseScale:
     @property
     def trace(self) -> float | dict[str, float]:
         """tr(Sigma), in squared units of the gradient; NaN before the first step."""
-        return self._by_name(lambda averages: averages.trace)
+        return self._by_name(self._extrapolated(1))
 
     @property
     def sq_grad_norm(self) -> float | dict[str, float]:
         """|G|^2, of the gradient without noise; an estimate, which may be negative."""
-        return self._by_name(lambda averages: averages.signal)
+        return self._by_name(self._extrapolated(2))
 
     @property
     def noise_scale(self) -> float | dict[str, float]:
         """B_simple in samples; infinite where no gradient is seen for the noise (|G|^2 <= 0)."""
-        return self._by_name(lambda averages: averages.ratio)
+        return self._by_name(self._ratios())
 
     @property
     def critical_batch_size(self) -> float | dict[str, float]:
-        """`noise_scale`: the same number, under the approximation said above."""
+        """The batch size beyond which larger batches hardly help: `noise_scale`, the same number.
+
+        There a training takes twice the least steps and twice the least samples, as far as the loss
+        curves alike in all directions.
+        """
         return self.noise_scale
 
     @property
     def spread(self) -> Any:
         """Return (low, high), two standard errors to each side; (0, inf) after too few steps."""
-        found = {name: averages.spread() for name, averages in self._averages.items()}
-        return found.get(MODEL, (0.0, math.inf)) if self.per == "model" else found
+        return self._by_name(self._spreads()) if self.steps else (0.0, math.inf)
 
     def efficiency(self, batch_size: float) -> float | dict[str, float]:
         """Return a step's share of the progress that any step can make: B / (B + B_simple)."""
-        return self._by_name(lambda averages: _efficiency(batch_size, averages.ratio))
+        return self._by_name(batch_size / (batch_size + self._ratios()))
 
-    def _by_name(self, of: Callable[[_Averages], float]) -> Any:
-        found = {name: float(of(averages)) for name, averages in self._averages.items()}
+    def _by_name(self, values: Any) -> Any:
+        found = dict(zip(self._names, values.tolist(), strict=True)) if self.steps else {}
         return found.get(MODEL, math.nan) if self.per == "model" else found
+
+    def _extrapolated(self, place: int) -> NDArray[np.float64]:
+        """Return A^2 / B [K] where both are positive, else A."""
+        if not self.steps:
+            return np.full(1, math.nan)
+        a, b = np.moveaxis(self._sums[..., place] / self._sums[..., 0], -1, 0)
+        steep = np.clip(a / np.where(b > 0, b, 1), 1 / STEEPEST, STEEPEST)
+        return np.where((a > 0) & (b > 0), a * steep, a)
+
+    @np.errstate(divide="ignore", invalid="ignore")  # a trace of 0
+    def _ratios(self) -> NDArray[np.float64]:
+        return _inverse(self._extrapolated(2) / self._extrapolated(1))
+
+    @np.errstate(divide="ignore", invalid="ignore")
+    def _spreads(self) -> NDArray[np.float64]:
+        """[K, 2]: the ratio two standard errors below and above (delta method)."""
+        total = self._sums[0, :, 0]
+        weights, factors = self._weights / np.outer(total, total), np.array([2, -1])
+        trace, signal, tt, ts, ss = (self._sums[:, 1] / self._sums[:, 1, :1]).T[1:]
+        share = signal / trace
+        variance = np.maximum(0, ss - 2 * share * ts + share**2 * tt)
+        variance = variance * (factors @ weights @ factors) / max(1e-9, 1 - weights[1, 1])
+        error = 2 * np.sqrt(variance) / trace if weights[1, 1] < 2 / 3 else math.inf
+        now = self._extrapolated(2) / self._extrapolated(1)
+        return np.stack([_inverse(now + error), _inverse(now - error)], 1)
 
     def __str__(self) -> str:
         """A sentence that says what the noise scale means for the batch in use."""
@@ -262,9 +276,10 @@ class NoiseScale:
         head = "Noise scale"
         if self.warming_up:
             head += f" (warming up: {self.steps} of {self._warmup} steps)"
+        said = [_said(*each) for each in zip(self._ratios(), *self._spreads().T, strict=True)]
         if self.per == "model":
-            return f"{head}: {_sentence(self._averages[MODEL], self.batch_size)}"
-        lines = [f"  {name or '(root)'}: {_said(a)}" for name, a in self._averages.items()]
+            return f"{head}: {said[0]} samples. {_meaning(self.batch_size, *self._ratios())}"
+        lines = [f"  {n or '(root)'}: {text}" for n, text in zip(self._names, said, strict=True)]
         return "\n".join([f"{head}, in samples:", *lines])
 
     def __repr__(self) -> str:
@@ -280,9 +295,8 @@ class NoiseScale:
             "steps": self.steps,
             "skipped": self.skipped,
             "batch_size": self.batch_size,
-            "averages": {
-                name: [list(a.sums) for a in each] for name, each in self._windows.items()
-            },
+            "averages": dict(zip(self._names, self._sums.tolist(), strict=False)),
+            "weights": self._weights.tolist(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -291,91 +305,31 @@ class NoiseScale:
             raise ValueError(f"the state is of per={state['per']!r}; this is of {self.per!r}")
         self.decay, self.steps = state["decay"], state["steps"]
         self.skipped, self.batch_size = state["skipped"], state["batch_size"]
-        self._windows = {k: [_Averages(sums) for sums in v] for k, v in state["averages"].items()}
+        self._names = list(state["averages"])
+        self._sums = np.array([*state["averages"].values()] or np.zeros((1, 2, 6)))
+        self._weights = np.array(state["weights"])
 
 
-class _Averages:
-    """Exponential averages of a step's tr(Sigma) and |G|^2, and of their products."""
-
-    def __init__(self, sums: Sequence[float] = (0.0,) * 7) -> None:
-        # Of weights and their squares; of weights times trace, signal, and these two's products.
-        self.sums = list(sums)
-
-    def add(self, trace: float, signal: float, decay: float) -> None:
-        new = (1.0, trace, signal, trace * trace, trace * signal, signal * signal)
-        weight, squares, *sums = self.sums
-        sums = [
-            decay * old + (1 - decay) * one for old, one in zip((weight, *sums), new, strict=True)
-        ]
-        self.sums = [sums[0], decay**2 * squares + (1 - decay) ** 2, *sums[1:]]
-
-    @property
-    def trace(self) -> float:
-        return self.sums[2] / self.sums[0]
-
-    @property
-    def signal(self) -> float:
-        return self.sums[3] / self.sums[0]
-
-    @property
-    def ratio(self) -> float:
-        return self.trace / self.signal if self.signal > 0 else math.inf
-
-    def shares(self, errors: float) -> tuple[float, float]:
-        """Return |G|^2 / tr(Sigma), so many standard errors less and more (delta method)."""
-        weight, squares, trace, signal, *products = self.sums
-        steps = weight * weight / squares  # as many of equal weight
-        if steps < 1.5 or trace <= 0:
-            return -math.inf, math.inf
-        share = signal / trace
-        tt, ts, ss = products
-        variance = max(0.0, (ss - 2 * share * ts + share * share * tt) / weight)
-        error = errors * math.sqrt(variance / (steps - 1)) * weight / trace
-        return share - error, share + error
-
-    def spread(self) -> tuple[float, float]:
-        low, high = self.shares(2)
-        return (1 / high if high > 0 else math.inf), (1 / low if low > 0 else math.inf)
+def _inverse(share: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.where(share > 0, 1 / np.where(share > 0, share, 1), math.inf)
 
 
-def _longest(windows: Sequence[_Averages]) -> _Averages:
-    """The longest average that all shorter ones agree with (Lepski's rule), unless one of these is
-    precise enough: a shorter one lags less."""
-    low, high, chosen = -math.inf, math.inf, windows[0]
-    for averages in windows:
-        share = averages.signal / averages.trace if averages.trace > 0 else math.nan
-        if not low <= share <= high:
-            break
-        chosen = averages
-        less, more = averages.shares(AGREE)
-        if more - share < AGREE * ENOUGH * share:
-            break
-        low, high = max(low, less), min(high, more)
-    return chosen
-
-
-def _efficiency(batch_size: float, ratio: float) -> float:
-    return batch_size / (batch_size + ratio)
-
-
-def _said(averages: _Averages) -> str:
-    low, high = averages.spread()
-    if not math.isfinite(averages.ratio) or not math.isfinite(high):
+def _said(ratio: float, low: float, high: float) -> str:
+    if not math.isfinite(ratio) or not math.isfinite(high):
         return f"at least {low:,.0f}" if 0 < low < math.inf else "unknown"
-    return f"{averages.ratio:,.0f} ({low:,.0f} to {high:,.0f})"
+    return f"{ratio:,.0f} ({low:,.0f} to {high:,.0f})"
 
 
-def _sentence(averages: _Averages, batch: int) -> str:
-    ratio = averages.ratio
+def _meaning(batch: int, ratio: float) -> str:
     if not math.isfinite(ratio):
         return (
-            f"{_said(averages)} samples. No gradient is seen for the noise of batches of {batch}; "
-            "a much larger batch, or a smaller learning rate, makes more of each step."
+            f"No gradient is seen for the noise of batches of {batch}; a much larger batch, or a "
+            "smaller learning rate, makes more of each step."
         )
-    now, double = _efficiency(batch, ratio), _efficiency(2 * batch, ratio)
+    now, double = batch / (batch + ratio), 2 * batch / (2 * batch + ratio)
     text = (
-        f"{_said(averages)} samples. A step at this batch of {batch} makes {now:.0%} of the "
-        f"progress that one of any size can make; at {2 * batch} it would make {double:.0%}. "
+        f"A step at this batch of {batch} makes {now:.0%} of the progress that one of any size can "
+        f"make; at {2 * batch} it would make {double:.0%}. "
     )
     if batch > 2 * ratio:
         return text + "A smaller batch would learn as much from fewer samples."

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,35 +17,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 __all__ = ["Pool", "Split", "missed", "moved", "random_state_kept", "split_batch"]
 
 Split = Callable[[Any], tuple[Any, Any]]
+Indices = NDArray[np.int64]
 
 # What a loader of our own, over the same dataset, takes over.
 COPIED = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"),
     "multiprocessing_context",
 )
-
-
-class Batches:
-    """Indices in batches: some made by a sampler of the user's own, then the rest in order.
-
-    A Python int takes four times the memory of one in an array, so that the rest stays in one.
-    """
-
-    def __init__(self, made: list[list[int]], rest: NDArray[np.intp], size: int) -> None:
-        self._made, self._rest, self._size = made, rest, size
-        self.repeated = 0  # how often the first comes again at the end
-
-    def __len__(self) -> int:
-        """Less those that are repeated."""
-        return len(self._made) - (-len(self._rest) // self._size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        yield from self._made
-        for start in range(0, len(self._rest), self._size):
-            yield self._rest[start : start + self._size].tolist()
-        if self.repeated:
-            first = self._made[0] if self._made else self._rest[: self._size].tolist()
-            yield from itertools.repeat(first or [0], self.repeated)
 
 
 class Pool:
@@ -64,17 +41,15 @@ class Pool:
                 f"{type(self.dataset).__name__}, an iterable one: use a map-style dataset, or "
                 "grad_norms batch by batch"
             )
-        sampler = loader.batch_sampler
-        # The dataset is indexed by whole batches: batch_size=None beside sampler=BatchSampler(...).
-        self._whole = sampler is None and isinstance(loader.sampler, BatchSampler)
-        if self._whole:
-            sampler = loader.sampler
-        if sampler is None:
+        # A dataset may be indexed by whole batches: batch_size=None, sampler=BatchSampler(...).
+        self._whole = loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler)
+        self._loader: Any = loader
+        self._sampler: Any = loader.sampler if self._whole else loader.batch_sampler
+        if self._sampler is None:
             raise ValueError(
                 "loader must make batches of samples; got batch_size=None, under which one item "
                 "of the dataset is no sample: say batch_size="
             )
-        self._loader, self._sampler = loader, sampler
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -82,46 +57,41 @@ class Pool:
     def sample(self, index: int) -> Any:
         return self.dataset[[index]] if self._whole else self.dataset[index]
 
-    def batches(self, wanted: NDArray[np.bool_]) -> Batches:
+    def batches(self, wanted: NDArray[np.bool_]) -> list[Indices]:
         """Return the wanted indices, each in one batch.
 
         A batch sampler of the user's own keeps samples together that belong together, as those of
         one length: its batches, less what is not wanted or came before, and then the rest.
         """
+        left, found, size = wanted.copy(), [], 1
         if type(self._sampler) is BatchSampler:
-            return Batches([], np.flatnonzero(wanted), self._sampler.batch_size)
-        left = wanted.copy()
-        found = self._grouped(left)
-        return Batches(found, np.flatnonzero(left), max(map(len, found), default=1))
+            size = self._sampler.batch_size
+        else:
+            drawn = 0
+            for batch in self._sampler:
+                fresh = np.array(
+                    [i for i in dict.fromkeys(map(int, batch)) if left[i]], dtype=np.int64
+                )
+                left[fresh] = False
+                found += [fresh] if len(fresh) else []
+                size, drawn = max(size, len(fresh)), drawn + len(batch)
+                if drawn >= len(self):  # it may never end
+                    break
+        rest = np.flatnonzero(left)
+        return found + [rest[start : start + size] for start in range(0, len(rest), size)]
 
-    def _grouped(self, wanted: NDArray[np.bool_]) -> list[list[int]]:
-        """Return the sampler's batches of what is wanted, which then is wanted no more."""
-        found, drawn = [], 0
-        for batch in self._sampler:
-            fresh = []
-            for index in batch:
-                if wanted[index]:
-                    wanted[index] = False
-                    fresh.append(int(index))
-            if fresh:
-                found.append(fresh)
-            drawn += len(batch)
-            if drawn >= len(self):  # it may never end
-                break
-        return found
-
-    def read(self, batches: Iterable[list[int]]) -> Iterator[tuple[NDArray[np.int64], Any]]:
-        """(indices [n], what the loader makes of these samples)"""
+    def read(self, batches: Sequence[Indices]) -> Iterator[tuple[Indices, Any]]:
+        """Yield the indices of each batch, and what the loader makes of these samples."""
         options = {name: getattr(self._loader, name) for name in COPIED}
-        options |= {"sampler": batches, "batch_size": None} if self._whole else {
-            "batch_sampler": batches
-        }  # fmt: skip
-        loader = DataLoader(self.dataset, **options)
-        for indices, batch in zip(batches, loader, strict=True):
-            yield np.asarray(indices, dtype=np.int64), batch
+        lists = (batch.tolist() for batch in batches)
+        if self._whole:
+            loader = DataLoader(self.dataset, sampler=lists, batch_size=None, **options)
+        else:
+            loader = DataLoader(self.dataset, batch_sampler=lists, **options)
+        return zip(batches, loader, strict=True)
 
     def generators(self) -> list[torch.Generator]:
-        """Those that reading may draw from, beside the global ones."""
+        """Return those that reading may draw from, beside the global ones."""
         holders = (self._loader, self._sampler, getattr(self._sampler, "sampler", None))
         held = (getattr(holder, "generator", None) for holder in holders)
         return [generator for generator in held if isinstance(generator, torch.Generator)]
@@ -144,7 +114,7 @@ def random_state_kept(generators: Sequence[torch.Generator] = ()) -> Iterator[No
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
-    """(inputs, targets) of a batch, where the user does not say how.
+    """Return (inputs, targets) of a batch, where the user does not say how.
 
     A dict: itself, and its "labels" if it has any. A sequence: its last element is the targets,
     what stands before it the inputs. A tensor, or one element alone: no targets.
@@ -153,8 +123,6 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
         return batch, batch.get("labels")
     if not isinstance(batch, (tuple, list)):
         return batch, None
-    if not batch:
-        raise ValueError("the loader gave an empty batch: say split=")
     if len(batch) == 1:
         return batch[0], None
     *inputs, targets = batch
@@ -176,7 +144,7 @@ def missed(targets: Any, wanted: bool) -> Iterator[None]:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return all tensors of a batch on a device."""
+    """Return a batch with all its tensors on a device."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

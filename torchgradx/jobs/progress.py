@@ -1,43 +1,42 @@
-"""How far a job has come: a bar of tqdm's where it is installed, else a line now and then."""
+"""Progress of a job: tqdm's bar where it is installed, else a line on stderr now and then."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import time
-from typing import Any
+from collections.abc import Callable, Iterator
 
-__all__ = ["bar"]
+__all__ = ["progress"]
 
 EVERY = 10.0  # seconds between lines
 
 
-class Lines:
-    """What tqdm would draw, in lines on stderr."""
-
-    def __init__(self, total: int, initial: int, shown: bool, desc: str) -> None:
-        self._every = EVERY if shown else float("inf")
-        self._total, self._done, self._initial, self._desc = total, initial, initial, desc
-        self._begun = self._told = time.monotonic()
-
-    def update(self, n: int) -> None:
-        self._done += n
-        now = time.monotonic()
-        if now - self._told > self._every:
-            self._told = now
-            rate = (self._done - self._initial) / (now - self._begun)
-            left = (self._total - self._done) / rate if rate else float("nan")
-            said = f"{self._desc}: {self._done} of {self._total}, {left:.0f} s left"
-            print(said, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        pass
-
-
-def bar(total: int, initial: int, shown: bool, desc: str = "scoring") -> Any:
-    """Return an object with update(n) and close()."""
+@contextlib.contextmanager
+def progress(total: int, done: int, shown: bool) -> Iterator[Callable[[int], object]]:
+    """Yield a function that takes the number of samples scored since its last call."""
+    if not shown:
+        yield lambda count: None
+        return
     try:
         tqdm = importlib.import_module("tqdm").tqdm
     except ImportError:
-        return Lines(total, initial, shown, desc)
-    return tqdm(total=total, initial=initial, desc=desc, unit="sample", disable=not shown)
+        yield _lines(total, done)
+        return
+    with tqdm(total=total, initial=done, desc="scoring", unit="sample") as bar:
+        yield bar.update
+
+
+def _lines(total: int, done: int) -> Callable[[int], None]:
+    begun = last = time.monotonic()
+    first = done
+
+    def update(count: int) -> None:
+        nonlocal done, last
+        done, now = done + count, time.monotonic()
+        if now - last > EVERY:
+            last, left = now, (total - done) * (now - begun) / (done - first)
+            print(f"scoring: {done} of {total}, {left:.0f} s left", file=sys.stderr, flush=True)
+
+    return update

@@ -1,4 +1,4 @@
-"""What a pool can be scored by: one forward of a batch, and one number a sample for each kind.
+"""Kinds of scores: one forward of a batch, and one number a sample for each kind.
 
 A kind is a function here, or the norms of a backward. Kinds of the forward alone read the outputs;
 "norm" and "egl" run backwards through the graph of the same forward.
@@ -7,6 +7,7 @@ A kind is a function here, or the norms of a backward. Kinds of the forward alon
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,26 +17,19 @@ from torch.nn import functional as F
 from ..probe import Probe
 from ..scoring import Loss, call, one_sample, sample_norms
 
-__all__ = ["KINDS", "OF_OUTPUT", "OF_TARGETS", "Quantities", "logits_of"]
+__all__ = ["KINDS", "OF_OUTPUT", "Logits", "Quantities"]
 
 Logits = Callable[[Any], Tensor]
 
 
-def logits_of(output: Any) -> Tensor:
-    """[N, C] of what a classifier returns: a tensor, or the `logits` of a dict or an object."""
-    found = output.get("logits") if isinstance(output, Mapping) else output
-    found = getattr(found, "logits", found)
-    if not isinstance(found, Tensor):
-        raise TypeError(
-            "the model must return its logits, a Tensor [N, C] or something with .logits; got "
-            f"{type(output).__name__}: say logits="
-        )
-    return found
+def part(output: Any, name: str) -> Any:
+    """Return the entry or attribute of this name of a model's output, or None."""
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
-def own_loss(output: Any, _: Any) -> Tensor:
+def own_loss(output: Any, _: Any = None) -> Tensor:
     """Return what a model gave as its loss, for loss_fn=None."""
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = part(output, "loss")
     if not isinstance(loss, Tensor):
         raise TypeError(
             "loss_fn=None takes the loss that the model returns, as .loss: got "
@@ -56,99 +50,81 @@ def entropy(logits: Tensor, _: Any) -> Tensor:
 
 def error_norm(logits: Tensor, targets: Any) -> Tensor:
     """|softmax(logits) - onehot(target)|: the norm of the loss's gradient by the logits."""
-    shapes = logits.shape, logits.shape[:1]
-    if not isinstance(targets, Tensor) or targets.shape not in shapes:
-        got = list(targets.shape) if isinstance(targets, Tensor) else targets
+    shape = list(targets.shape) if isinstance(targets, Tensor) else targets
+    if shape not in (list(logits.shape), list(logits.shape[:1])):
         raise ValueError(
             'kind="el2n" needs targets [N] of class indices, or [N, C] of their probabilities, '
-            f"with N, C = {list(logits.shape)}; got {got}"
+            f"with N, C = {list(logits.shape)}; got {shape}"
         )
     if targets.dim() == 1:
         targets = F.one_hot(targets.long(), logits.shape[1])
     return (logits.softmax(1) - targets).norm(dim=1)
 
 
-OF_LOGITS: dict[str, Callable[[Tensor, Any], Tensor]] = {
-    "el2n": error_norm,
-    "margin": margin,
-    "entropy": entropy,
-}
+OF_LOGITS = {"el2n": error_norm, "margin": margin, "entropy": entropy}
 OF_OUTPUT = ("loss", *OF_LOGITS)  # a forward is enough
-OF_TARGETS = ("norm", "loss")  # these call loss_fn
 KINDS = ("norm", "egl", *OF_OUTPUT)
 
 
+@dataclass
 class Quantities:
-    """Scores batches by several kinds at once: [n] by kind, or the norms of one kind by name."""
+    """Scores of batches by several kinds at once: [n] by kind, or the norms of one by name."""
 
-    def __init__(
-        self,
-        kinds: Sequence[str],
-        per: str,
-        loss_fn: Loss | None,
-        loss_reduction: str,
-        logits: Logits | None,
-        top_classes: int | None,
-    ) -> None:
-        self.kinds, self.per = tuple(kinds), per
-        self.loss_fn, self.loss_reduction = loss_fn or own_loss, loss_reduction
-        self.needs_loss = any(kind in OF_TARGETS for kind in kinds)
-        self.needs_targets = self.needs_loss and loss_fn is not None
-        self.needs_probe = any(kind not in OF_OUTPUT for kind in kinds)
-        self._asks_model = loss_fn is None  # it alone knows the loss of a sample
-        self._logits, self._top_classes = logits or logits_of, top_classes
+    kinds: Sequence[str]
+    per: str
+    loss_fn: Loss | None
+    loss_reduction: str
+    logits: Logits | None
+    top_classes: int | None
+    batch_dim: int
+
+    def __post_init__(self) -> None:
+        self.needs_loss = "norm" in self.kinds or "loss" in self.kinds
+        self.backwards = [kind for kind in self.kinds if kind not in OF_OUTPUT]
 
     def __call__(
-        self, model: nn.Module, probe: Probe | None, inputs: Any, targets: Any, batch_dim: int
+        self, model: nn.Module, probe: Probe | None, inputs: Any, targets: Any
     ) -> Mapping[str, Tensor]:
-        with torch.set_grad_enabled(self.needs_probe):
+        with torch.set_grad_enabled(probe is not None):
             output = call(model, inputs)
         found: dict[str, Any] = {}
-        left = sum(kind not in OF_OUTPUT for kind in self.kinds)
         for kind in self.kinds:
-            if kind in OF_OUTPUT:
-                with torch.no_grad():
-                    found[kind] = self._of_output(kind, model, inputs, output, targets, batch_dim)
+            if probe is not None and kind in self.backwards:
+                keep = kind != self.backwards[-1]  # another backward of this forward is to come
+                of = self._norms if kind == "norm" else self._expected_lengths
+                found[kind] = of(probe, output, targets, keep)
                 continue
-            assert probe is not None
-            left -= 1
-            if kind == "egl":
-                found[kind] = self._expected_length(probe, output, keep=left > 0)
-            else:
-                found[kind] = self._norms(probe, output, targets, self.loss_fn, keep=left > 0)
+            with torch.no_grad():
+                if kind == "loss":
+                    found[kind] = self._losses(model, inputs, output, targets)
+                else:
+                    found[kind] = OF_LOGITS[kind](self._classes(output), targets)
         return found if self.per == "model" else found[self.kinds[0]]
 
-    def _of_output(
-        self, kind: str, model: nn.Module, inputs: Any, output: Any, targets: Any, batch_dim: int
-    ) -> Tensor:
-        if kind in OF_LOGITS:
-            return OF_LOGITS[kind](self._classes(output), targets)
-        count = self._count(output, targets, batch_dim)
+    def _losses(self, model: nn.Module, inputs: Any, output: Any, targets: Any) -> Tensor:
+        known = isinstance(targets, Tensor) and targets.dim()
+        count = len(targets) if known else int(self._logits(output).shape[self.batch_dim])
         losses = []
         for n in range(count):
-            if self._asks_model:
-                # its .loss is of the batch; a paused probe records nothing of this
-                alone = call(model, one_sample(inputs, n, count, batch_dim))
-                losses.append(own_loss(alone, None))
+            if self.loss_fn is None:  # the model's .loss is of the batch
+                loss = own_loss(call(model, one_sample(inputs, n, count, self.batch_dim)))
             else:
-                alone = one_sample(output, n, count, batch_dim)
-                losses.append(self.loss_fn(alone, one_sample(targets, n, count, 0)))
-        return torch.stack([loss.detach().reshape(()) for loss in losses])
+                alone = one_sample(output, n, count, self.batch_dim)
+                loss = self.loss_fn(alone, one_sample(targets, n, count, 0))
+            losses.append(loss.detach().reshape(()))
+        return torch.stack(losses)
 
-    def _count(self, output: Any, targets: Any, batch_dim: int) -> int:
-        if isinstance(targets, Tensor) and targets.dim():
-            return len(targets)
-        return int(self._logits(output).shape[batch_dim])
-
-    def _norms(self, probe: Probe, output: Any, targets: Any, loss_fn: Loss, keep: bool) -> Any:
-        """keep: another backward of this forward is to come."""
+    def _norms(
+        self, probe: Probe, output: Any, targets: Any, keep: bool, loss_fn: Loss | None = None
+    ) -> Any:
         norms = sample_norms(
-            probe, output, targets, loss_fn, self.per, self.loss_reduction, retain_graph=keep
-        )
+            probe, output, targets, loss_fn or self.loss_fn or own_loss, self.per,
+            self.loss_reduction, retain_graph=keep,
+        )  # fmt: skip
         probe.reset()  # the same pass is recorded anew
         return norms
 
-    def _expected_length(self, probe: Probe, output: Any, keep: bool) -> Any:
+    def _expected_lengths(self, probe: Probe, output: Any, _: Any, keep: bool) -> Any:
         """Expected gradient length, sum over classes of p_c |g_c|; a backward a class.
 
         g_c is the gradient of the cross entropy were c the label. With z the logits and J their
@@ -157,18 +133,30 @@ class Quantities:
         """
         with torch.no_grad():
             given = self._classes(output).softmax(1)
-        classes = given.shape[1] if self._top_classes is None else self._top_classes
-        p, likely = given.topk(min(classes, given.shape[1]), dim=1)
+        classes = min(self.top_classes or given.shape[1], given.shape[1])
+        p, likely = given.topk(classes, dim=1)
 
         def cross_entropy(output: Any, labels: Tensor) -> Tensor:
             return F.cross_entropy(self._classes(output), labels, reduction=self.loss_reduction)
 
-        total: Any = None
-        for k in range(likely.shape[1]):
-            more = keep or k + 1 < likely.shape[1]
-            norms = self._norms(probe, output, likely[:, k], cross_entropy, more)
-            total = _plus(total, norms, p[:, k])
-        return total
+        total: dict[str, Any] = {}
+        for k in range(classes):
+            more = keep or k + 1 < classes
+            norms = self._norms(probe, output, likely[:, k], more, cross_entropy)
+            for name, each in (norms if isinstance(norms, dict) else {"": norms}).items():
+                total[name] = total.get(name, 0) + each * p[:, k].to(each.dtype)
+        return total if self.per != "model" else total[""]
+
+    def _logits(self, output: Any) -> Tensor:
+        if self.logits is not None:
+            return self.logits(output)
+        found = output if isinstance(output, Tensor) else part(output, "logits")
+        if not isinstance(found, Tensor):
+            raise TypeError(
+                "the model must return its logits, a Tensor [N, C] or something with .logits; got "
+                f"{type(output).__name__}: say logits="
+            )
+        return found
 
     def _classes(self, output: Any) -> Tensor:
         """[N, C] logits, float32 at least"""
@@ -178,9 +166,3 @@ class Quantities:
                 f"logits must be [N, C] with C = 2 or more; got {list(logits.shape)}: say logits="
             )
         return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-
-
-def _plus(total: Any, norms: Any, p: Tensor) -> Any:
-    if isinstance(norms, Mapping):
-        return {k: _plus(total and total[k], v, p) for k, v in norms.items()}
-    return norms * p.to(norms.dtype) + (0 if total is None else total)

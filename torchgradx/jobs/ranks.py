@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from glob import escape
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,15 +34,6 @@ class Ranks:
         """This rank's partial result of what goes to `path`."""
         rank = f".rank{self.rank}" if self.world > 1 else ""
         return path.with_name(f"{path.name}{rank}.partial")
-
-    def strangers(self, path: Path) -> list[Path]:
-        """Partial results of what goes to `path`, of another number of processes."""
-        numbers = range(self.world if self.world > 1 else 0)
-        ours = {f"{path.name}.rank{rank}.partial" for rank in numbers} or {f"{path.name}.partial"}
-        found = (
-            path.parent.glob(f"{escape(path.name)}{end}") for end in (".partial", ".rank*.partial")
-        )
-        return sorted(file for files in found for file in files if file.name not in ours)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Over all ranks, in place where it can be."""

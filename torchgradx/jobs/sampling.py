@@ -35,12 +35,10 @@ class IndexedDataset(Dataset[Any]):
 class ImportanceSampler(Sampler[int]):
     """Draws sample i with probability p_i = (1 - smoothing) norm_i / sum(norms) + smoothing / N.
 
-    The drawn gradients, weighted by 1 / (N p_i), have the dataset's mean gradient as their
-    expectation: training is unbiased, and its variance least where p follows the norms (Alain et
-    al. 2015, arXiv:1511.06481; Katharopoulos and Fleuret 2018, arXiv:1803.00942). `smoothing`
-    bounds the weights by 1 / smoothing, however stale a norm is. Draws are with replacement; the
-    norms given to `update` take effect when the next iteration begins, so that weights are those of
-    the draw even where workers draw ahead. A sample not yet met counts as the mean of the others.
+    Weights of 1 / (N p_i) keep training unbiased; its variance is least where p follows the norms
+    (Alain et al. 2015, arXiv:1511.06481; Katharopoulos and Fleuret 2018, arXiv:1803.00942).
+    `smoothing` bounds the weights by 1 / smoothing. Norms given to `update` take effect when the
+    next iteration begins. A sample that was not drawn yet counts as the mean of the others.
 
     Equivalent to, for one iteration::
 
@@ -144,14 +142,10 @@ class ImportanceSampler(Sampler[int]):
         """Note the norms [B] of a batch's own gradients, once a batch: state_dict counts by them.
 
         `norms` may be the probe, if `probe.loss_scale` is set to the weights before the forward.
-
-        Of a sample twice in a batch the last counts. A norm that is not finite leaves what was
-        known of its sample.
+        A norm that is not finite leaves what was known of its sample.
         """
         where = self._places(indices)
-        found = norms_of(norms)
-        assert isinstance(found, Tensor)
-        values = found.to("cpu", torch.float64)
+        values = norms_of(norms).to("cpu", torch.float64)
         if values.shape != where.shape:
             raise ValueError(
                 f"norms must be [{len(where)}], as many as indices; got {list(values.shape)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, overload
 
@@ -24,77 +23,47 @@ from .tables import checked_path, save_scores
 
 __all__ = ["score"]
 
+Models = nn.Module | Iterable[nn.Module]
 Kind = Literal["norm", "egl", "el2n", "loss", "margin", "entropy"]
 
 
 @overload
 def score(
-    model: nn.Module | Iterable[nn.Module],
+    model: Models,
     loss_fn: Loss | None,
     loader: Any,
     *,
     per: Model = "model",
-    progress: bool = True,
     kind: Kind = "norm",
-    top_classes: int | None = None,
-    out: str | os.PathLike[str] | None = None,
-    resume: bool = True,
-    split: Split | None = None,
-    logits: Logits | None = None,
-    indices: Sequence[int] | NDArray[np.integer[Any]] | None = None,
-    eval_mode: bool = True,
-    distributed: bool = True,
-    loss_reduction: str = "mean",
     **options: Any,
 ) -> NDArray[Any]: ...
 
 
 @overload
 def score(
-    model: nn.Module | Iterable[nn.Module],
+    model: Models,
     loss_fn: Loss | None,
     loader: Any,
     *,
     per: Parts,
-    progress: bool = True,
     kind: Kind = "norm",
-    top_classes: int | None = None,
-    out: str | os.PathLike[str] | None = None,
-    resume: bool = True,
-    split: Split | None = None,
-    logits: Logits | None = None,
-    indices: Sequence[int] | NDArray[np.integer[Any]] | None = None,
-    eval_mode: bool = True,
-    distributed: bool = True,
-    loss_reduction: str = "mean",
     **options: Any,
 ) -> dict[str, NDArray[Any]]: ...
 
 
 @overload
 def score(
-    model: nn.Module | Iterable[nn.Module],
+    model: Models,
     loss_fn: Loss | None,
     loader: Any,
     *,
-    per: Model = "model",
-    progress: bool = True,
     kind: list[Kind] | tuple[Kind, ...],
-    top_classes: int | None = None,
-    out: str | os.PathLike[str] | None = None,
-    resume: bool = True,
-    split: Split | None = None,
-    logits: Logits | None = None,
-    indices: Sequence[int] | NDArray[np.integer[Any]] | None = None,
-    eval_mode: bool = True,
-    distributed: bool = True,
-    loss_reduction: str = "mean",
     **options: Any,
 ) -> dict[str, NDArray[Any]]: ...
 
 
 def score(
-    model: nn.Module | Iterable[nn.Module],
+    model: Models,
     loss_fn: Loss | None,
     loader: Any,
     *,
@@ -112,7 +81,7 @@ def score(
     loss_reduction: str = "mean",
     **options: Any,
 ) -> NDArray[Any] | dict[str, NDArray[Any]]:
-    """A number for each sample of a dataset, by default the norm of its own loss's gradient.
+    """Score each sample of a dataset, by default by the norm of its own loss's gradient.
 
     Equivalent to::
 
@@ -122,27 +91,22 @@ def score(
             gradients = torch.autograd.grad(loss_fn(model(x), y), model.parameters())
             scores[n] = torch.cat([g.flatten() for g in gradients]).norm()
 
-    Every sample is scored once, whatever the loader's sampler draws, repeats or leaves out, and
-    whether it drops the last batch: the sampler says nothing but the batch size. (A batch sampler
-    of your own also says which samples go together.) Score a part through `indices`, or as a
-    `torch.utils.data.Subset`. The model's mode, buffers and `.grad` and the states of all random
-    number generators are afterwards as they were. Needs the memory of one batch and of the result.
+    Every sample is scored once, whatever the loader's sampler draws, repeats or drops: only its
+    batch size counts (and, of a batch sampler of your own, which samples go together). The model's
+    mode, buffers and `.grad` and all random number generators are afterwards as they were.
 
-    Where torch.distributed runs, each rank scores every world-size-th sample, as those of a
-    DistributedSampler without its padding, and every rank returns the whole. They must be given
-    the same model, dataset and arguments, which is looked at; an error of one is one of all.
+    Under torch.distributed each rank scores every world-size-th sample, and every rank returns the
+    whole. Model, dataset and arguments must be the same on all; an error of one is one of all.
 
-    Kinds, with the gradients g of all parameters, the probabilities p = softmax(logits):
+    Kinds, with g the gradient of all parameters and p = softmax(logits):
 
-    * "norm": |g|, the GraNd of Paul et al. 2021 (arXiv:2107.07075) where `model` is several, whose
-      scores are averaged. Costs a forward and the part of a backward that norms need.
-    * "egl": sum_c p_c |g_c| with g_c the gradient of the cross entropy were c the label, the
-      expected gradient length of Settles and Craven 2008: no targets. Costs a forward and C
-      backwards; with `top_classes=k`, of each sample's k most probable classes alone (a lower
-      bound), k.
-    * "el2n": |p - onehot(target)|, their EL2N. Costs a forward, as the next three do, and needs no
-      `loss_fn`.
-    * "loss": the sample's own loss.
+    * "norm": |g| (GraNd, Paul et al. 2021, arXiv:2107.07075, for several models). Costs a forward
+      and the part of a backward that norms need.
+    * "egl": sum_c p_c |g_c|, with g_c the gradient of the cross entropy were c the label (expected
+      gradient length, Settles and Craven 2008). Costs a forward and a backward for each class, or
+      for each sample's `top_classes` likeliest (a lower bound). No targets.
+    * "loss": the sample's own loss. Costs a forward, as the next three do.
+    * "el2n": |p - onehot(target)| (EL2N of Paul et al.). Needs no `loss_fn`.
     * "margin": p1 - p2 of the two largest probabilities; a small one is uncertain. No targets.
     * "entropy": -sum_c p_c log p_c, in nats. No targets.
 
@@ -162,13 +126,10 @@ def score(
         kind, top_classes: see above.
         out: a file to write, .npz, .csv or .parquet. Until it is whole, `<out>.partial` beside it
             holds every batch that is done (of rank r: `<out>.rank<r>.partial`).
-        resume: go on from the partial file, if there is one; False begins anew. It need not be of
-            the same batch size, but of the same model, dataset and options. A dataset is told by
-            its length, eight of its samples, and all that a TensorDataset or a Subset holds; a
-            function (loss_fn, split, logits, collate_fn, an option) by its name, its source text
-            and, of a functools.partial, its arguments; an object by its class and the numbers
-            and words among its attributes. What a function closes over, its globals and what it
-            calls are not looked at: pass such values by functools.partial.
+        resume: go on from the partial file, if there is one; False begins anew. It must be of the
+            same model, dataset and options. A dataset is told by its length, eight of its samples,
+            and what a TensorDataset or a Subset holds; a function by its name, its source text and,
+            of a functools.partial, its arguments, but not by what it closes over or calls.
         split: batch -> (inputs, targets), both as of `grad_norms`. Unless given, the last of a
             sequence is the targets, and a dict is the inputs, its "labels" the targets.
         logits: the model's output -> [N, C]. Unless given, the output or its `.logits`.
@@ -186,78 +147,72 @@ def score(
         ValueError, TypeError: an argument is not as above; the text names it.
         RuntimeError: another rank failed.
         ResumeError: the partial file is of another model, dataset or options.
-        CoverageError: some parameters' gradients are not accounted for sample by sample, or the
-            loss is seen not to be reduced as said.
+        CoverageError: as of `grad_norms`.
     """
     ranks = Ranks(distributed)
     with ranks.together():
-        check_per(per)
         kinds = [kind] if isinstance(kind, str) else list(kind)
-        quantity = _quantity(kinds, per, loss_fn, loss_reduction, logits, top_classes, options)
+        _check(kinds, per, loss_fn, top_classes, options)
         pool = Pool(loader)
         wanted = _wanted(indices, len(pool))
         path = None if out is None else checked_path(out)
-        if ranks.world > 1:
-            _agree(ranks, pool, wanted, (kinds, per, top_classes, eval_mode, path is None))
-    job = Job(pool, quantity, wanted, ranks, options)
-    job.split, job.eval_mode = split, eval_mode
-    job.shown = progress and ranks.rank == 0
+        facts: dict[str, Any] = {
+            "dataset": fingerprint.of_dataset(pool),
+            "indices": fingerprint.of_values(wanted),
+            "kind": kinds,
+            "per": per,
+            "top_classes": top_classes,
+            "eval_mode": eval_mode,
+            "loss_reduction": loss_reduction,
+        }
+        if ranks.world > 1 and not ranks.agree(fingerprint.of_values(repr(facts), path is None)):
+            raise ValueError(
+                "the dataset (a random_split needs a generator of the same seed), indices, kind, "
+                "per, top_classes, eval_mode, loss_reduction and whether out is given must be the "
+                "same on all ranks"
+            )
+    batch_dim = options.get("batch_dim", 0)
+    quantity = Quantities(kinds, per, loss_fn, loss_reduction, logits, top_classes, batch_dim)
+    shown = progress and ranks.rank == 0
+    partial = path and ranks.beside(path)
+    job = Job(
+        pool, quantity, wanted, ranks, options, split, eval_mode, shown, partial, facts, resume
+    )
     try:
         with ranks.together(), random_state_kept(pool.generators()):
             if path is not None:
-                if resume and ranks.rank == 0 and (unused := ranks.strangers(path)):
-                    warnings.warn(
-                        f"{', '.join(map(str, unused))}: begun by another number of processes, and "
-                        "not gone on with. Delete them, or run as many processes again",
-                        stacklevel=2,
-                    )
-                facts = {
-                    "dataset": fingerprint.of_dataset(pool),
-                    "indices": fingerprint.of_values(wanted),
-                    "kind": kinds,
-                    "per": per,
-                    "top_classes": top_classes,
-                    "eval_mode": eval_mode,
-                    "loss_reduction": loss_reduction,
-                    "loss_fn": fingerprint.of_function(loss_fn if quantity.needs_loss else None),
-                    "split": fingerprint.of_function(split),
-                    "logits": fingerprint.of_function(logits),
-                    "collate_fn": fingerprint.of_function(loader.collate_fn),
-                    "options": {
-                        name: fingerprint.of_option(value)
-                        for name, value in sorted(options.items())
-                    },
-                    "rank": [ranks.rank, ranks.world],
-                }
-                job.keep(ranks.beside(path), facts, resume)
+                facts["dataset"] += fingerprint.of_samples(pool)
+                functions = {"split": split, "logits": logits, "collate_fn": loader.collate_fn}
+                functions["loss_fn"] = loss_fn if quantity.needs_loss else None
+                for name, function in (functions | options).items():
+                    facts[name] = fingerprint.of_function(function)
+                facts["rank"] = [ranks.rank, ranks.world]
             job.run(model)
         columns = job.columns()
-        scores = columns[kind] if per == "model" and isinstance(kind, str) else columns
         if path is not None:
             with ranks.together():
                 if ranks.rank == 0:
                     save_scores(path, columns)
-            job.forget()
-        return scores
+            job.close(remove=True)
+        return columns[kind] if per == "model" and isinstance(kind, str) else columns
     finally:
         job.close()
 
 
-def _quantity(
+def _check(
     kinds: Sequence[str],
     per: str,
     loss_fn: Loss | None,
-    loss_reduction: str,
-    logits: Logits | None,
     top_classes: int | None,
     options: dict[str, Any],
-) -> Quantities:
+) -> None:
+    check_per(per)
     named = ", ".join(map(repr, kinds))
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds or len(set(kinds)) < len(kinds):
         raise ValueError(
             f"kind must be one of {', '.join(map(repr, KINDS))}, or a list of different ones; got "
-            f"{', '.join(map(repr, unknown)) or named or 'none'}"
+            f"{named or 'none'}"
         )
     if per != "model" and (len(kinds) > 1 or kinds[0] in OF_OUTPUT):
         raise ValueError(f'per must be "model" for kind {named}; got {per!r}')
@@ -275,23 +230,6 @@ def _quantity(
         raise TypeError(f"score() knows no {', '.join(sorted(unknown))}, nor does attach()")
     if options.get("weight_grad"):
         raise ValueError("score leaves .grad as it is: weight_grad=True cannot be had")
-    return Quantities(kinds, per, loss_fn, loss_reduction, logits, top_classes)
-
-
-def _agree(ranks: Ranks, pool: Pool, wanted: NDArray[np.bool_], arguments: tuple[Any, ...]) -> None:
-    """Check that all ranks score one pool."""
-    told = {
-        "the dataset (a random_split needs a generator of the same seed)": fingerprint.of_dataset(
-            pool, samples=0
-        ),
-        "indices": fingerprint.of_values(wanted),
-        "kind, per, top_classes, eval_mode, and whether out is given,": fingerprint.of_values(
-            arguments
-        ),
-    }
-    for what, mark in told.items():
-        if not ranks.agree(mark):
-            raise ValueError(f"{what} must be the same on all ranks")
 
 
 def _wanted(indices: Any, size: int) -> NDArray[np.bool_]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import csv
 import importlib
-import io
 import os
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,22 +36,35 @@ def save_scores(path: str | os.PathLike[str], scores: Scores, *, name: str = "no
     lengths = {len(column) for column in columns.values()}
     if len(lengths) > 1:
         raise ValueError(f"scores must be of one length; got {sorted(lengths)}")
+    index = {"index": np.arange(max(lengths, default=0))}
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with beside.open("wb") as file:
-            WRITERS[path.suffix](file, columns)
-            file.flush()
-            os.fsync(file.fileno())
+            if path.suffix == ".npz":
+                np.savez(file, **columns)  # type: ignore[arg-type]
+            elif path.suffix == ".parquet":
+                table = _pyarrow("pyarrow").table({**index, **columns})
+                _pyarrow("pyarrow.parquet").write_table(table, file)
+        if path.suffix == ".csv":
+            _write_csv(beside, {**index, **columns})
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
 
 
+def _write_csv(path: Path, columns: Mapping[str, NDArray[Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        # str of a numpy number: as few digits as tell it from its neighbours
+        writer.writerows(map(str, row) for row in zip(*columns.values(), strict=True))
+
+
 def checked_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path that scores can be written to, found out before there are any."""
+    """Return a path that scores can be written to, or raise before there are any."""
     path = Path(path)
-    if path.suffix not in WRITERS:
-        raise ValueError(f"out must end in {', '.join(WRITERS)}; got {str(path)!r}")
+    if path.suffix not in (".npz", ".csv", ".parquet"):
+        raise ValueError(f"out must end in .npz, .csv, .parquet; got {str(path)!r}")
     if path.is_dir():
         raise ValueError(f"out must be a file; {str(path)!r} is a folder")
     if not path.parent.is_dir():
@@ -63,31 +74,6 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _npz(file: IO[bytes], columns: Mapping[str, NDArray[Any]]) -> None:
-    # Not savez(**columns): a parameter may be called "file".
-    with zipfile.ZipFile(file, mode="w") as archive:
-        for name, column in columns.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, np.asanyarray(column), allow_pickle=False)
-
-
-def _csv(file: IO[bytes], columns: Mapping[str, NDArray[Any]]) -> None:
-    text = io.TextIOWrapper(file, "utf-8", newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["index", *columns])
-    # str of a numpy number: as few digits as tell it from its neighbours
-    writer.writerows(
-        [i, *map(str, row)] for i, row in enumerate(zip(*columns.values(), strict=True))
-    )
-    text.detach()
-
-
-def _parquet(file: IO[bytes], columns: Mapping[str, NDArray[Any]]) -> None:
-    size = len(next(iter(columns.values()), ()))
-    table = _pyarrow("pyarrow").table({"index": np.arange(size), **columns})
-    _pyarrow("pyarrow.parquet").write_table(table, file)
-
-
 def _pyarrow(module: str) -> Any:
     try:
         return importlib.import_module(module)
@@ -95,6 +81,3 @@ def _pyarrow(module: str) -> Any:
         raise ImportError(
             "a .parquet file needs pyarrow: pip install pyarrow, or write .npz or .csv"
         ) from error
-
-
-WRITERS = {".npz": _npz, ".csv": _csv, ".parquet": _parquet}

@@ -48,9 +48,9 @@ class OutlierWatch:
         factor: how far above it a norm is an outlier's.
         window: how many norms the quantile is of; 8 bytes each.
         warmup: no finite norm is flagged before so many were seen.
-        writer: a TensorBoard SummaryWriter, or anything with add_scalar(tag, value, step) and
-            add_histogram(tag, values, step). Gets the scalars <tag>/mean, /max, /threshold and
-            /outliers at each step, and a histogram of the window now and then.
+        writer: a callable (dict, step), such as a Lightning logger's log_metrics, or a TensorBoard
+            SummaryWriter. Gets <tag>/mean, /max, /threshold and /outliers at each step; a
+            SummaryWriter also a histogram of the window now and then.
         tag: what the names in `writer` begin with.
         histogram_every: steps between histograms; 0: none.
         keep: how many of the latest outliers `outliers` holds.
@@ -79,7 +79,7 @@ class OutlierWatch:
         self.writer, self.tag, self.histogram_every = writer, tag, histogram_every
         self.outliers: deque[Outlier] = deque(maxlen=keep)
         self.steps = 0
-        self._latest: dict[str, _Window] = {}
+        self._latest: dict[str, NDArray[np.float64]] = {}
 
     def update(
         self,
@@ -98,24 +98,40 @@ class OutlierWatch:
             TypeError, ValueError: an argument is not as above.
             CoverageError: as of `Probe.norms`.
         """
-        norms = norms_of(norms, named=True)
         step = self.steps if step is None else step
-        groups = norms if isinstance(norms, Mapping) else {MODEL: norms}
+        given = norms if isinstance(norms, Mapping) else {MODEL: norms}
+        groups = {name: norms_of(each).double() for name, each in given.items()}
+        together = torch.stack(list(groups.values())).cpu().numpy() if groups else ()
         flagged: list[Outlier] = []
-        before = self._thresholds()
-        for name, values in _on_cpu(groups).items():
+        scalars: dict[str, float] = {}
+        for name, values in zip(groups, together, strict=True):
             ids = _ids(indices, len(values))
-            latest = self._latest.setdefault(name, _Window(self.window))
-            threshold = before.get(name, math.nan)
+            threshold = self._threshold(name)
             wrong = ~np.isfinite(values) | (values > threshold)  # nothing is above NaN
             found = [
                 Outlier(step, int(ids[k]), float(values[k]), threshold, name)
                 for k in np.flatnonzero(wrong)
             ]
-            latest.add(values[np.isfinite(values)])
+            latest = np.append(self._latest.get(name, ()), values[np.isfinite(values)])
+            self._latest[name] = latest[-self.window :]
             flagged += found
-            if self.writer is not None:
-                self._write(name, values, threshold, len(found), step, latest)
+            if len(values):
+                scalars[f"{self._tag(name)}/mean"] = float(values.mean())
+                scalars[f"{self._tag(name)}/max"] = float(values.max())
+            if not math.isnan(threshold):
+                scalars[f"{self._tag(name)}/threshold"] = threshold
+            scalars[f"{self._tag(name)}/outliers"] = float(len(found))
+        if callable(self.writer):
+            self.writer(scalars, step)
+        elif self.writer is not None:
+            for tag, value in scalars.items():
+                self.writer.add_scalar(tag, value, step)
+            if self.histogram_every and self.steps % self.histogram_every == 0:
+                for name in groups:
+                    if len(self._latest[name]):
+                        self.writer.add_histogram(
+                            f"{self._tag(name)}/window", self._latest[name], step
+                        )
         self.outliers.extend(flagged)
         self.steps += 1
         return flagged
@@ -123,40 +139,22 @@ class OutlierWatch:
     @property
     def threshold(self) -> float | dict[str, float]:
         """Return the threshold of the next batch, by name where norms are; NaN while warming up."""
-        found = self._thresholds()
-        return found.get(MODEL, math.nan) if found.keys() <= {MODEL} else found
+        if self._latest.keys() <= {MODEL}:
+            return self._threshold(MODEL)
+        return {name: self._threshold(name) for name in self._latest}
 
-    def _thresholds(self) -> dict[str, float]:
-        """By name; of all windows that are as full, the quantile is found at once."""
-        alike: dict[int, list[str]] = {}
-        for name, latest in self._latest.items():
-            alike.setdefault(len(latest), []).append(name)
-        found = dict.fromkeys(self._latest, math.nan)
-        for count, names in alike.items():
-            if count >= self.warmup:
-                held = np.stack([self._latest[name].in_any_order() for name in names])
-                found.update(zip(names, self.factor * _quantile(held, self.quantile), strict=True))
-        return {name: float(threshold) for name, threshold in found.items()}
+    def _threshold(self, name: str) -> float:
+        latest = self._latest.get(name, ())
+        if len(latest) < self.warmup:
+            return math.nan
+        # np.quantile takes four times as long.
+        place = self.quantile * (len(latest) - 1)
+        low, high = math.floor(place), math.ceil(place)
+        held = np.partition(latest, (low, high))
+        return float(self.factor * (held[low] + (held[high] - held[low]) * (place - low)))
 
-    def _write(
-        self,
-        name: str,
-        values: NDArray[np.float64],
-        threshold: float,
-        outliers: int,
-        step: int,
-        latest: _Window,
-    ) -> None:
-        tag = f"{self.tag}/{name}" if name else self.tag
-        scalars = {"outliers": float(outliers), "threshold": threshold}
-        if len(values):
-            scalars |= {"mean": float(values.mean()), "max": float(values.max())}
-        for what, value in scalars.items():
-            if not math.isnan(value) or what in ("mean", "max"):
-                self.writer.add_scalar(f"{tag}/{what}", value, step)
-        held = latest.values()
-        if self.histogram_every and self.steps % self.histogram_every == 0 and len(held):
-            self.writer.add_histogram(f"{tag}/window", held, step)
+    def _tag(self, name: str) -> str:
+        return f"{self.tag}/{name}" if name else self.tag
 
     def __repr__(self) -> str:
         found = len(self.outliers)
@@ -167,61 +165,17 @@ class OutlierWatch:
     def state_dict(self) -> dict[str, Any]:
         return {
             "steps": self.steps,
-            "latest": {name: latest.values().tolist() for name, latest in self._latest.items()},
+            "latest": {name: latest.tolist() for name, latest in self._latest.items()},
             "outliers": [astuple(outlier) for outlier in self.outliers],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict()`; of a longer window, its last norms count."""
         self.steps = state["steps"]
-        self._latest = {}
-        for name, values in state["latest"].items():
-            self._latest[name] = _Window(self.window)
-            self._latest[name].add(np.asarray(values, np.float64))
+        latest = state["latest"].items()
+        self._latest = {name: np.array(values, float)[-self.window :] for name, values in latest}
         self.outliers.clear()
         self.outliers.extend(Outlier(*outlier) for outlier in state["outliers"])
-
-
-class _Window:
-    """The last values, oldest first."""
-
-    def __init__(self, size: int) -> None:
-        self._ring = np.empty(size)
-        self._count = 0  # ever put there
-
-    def add(self, values: NDArray[np.float64]) -> None:
-        size = len(self._ring)
-        values = values[-size:]
-        places = (self._count + np.arange(len(values))) % size
-        self._ring[places] = values
-        self._count += len(values)
-
-    def __len__(self) -> int:
-        return min(self._count, len(self._ring))
-
-    def in_any_order(self) -> NDArray[np.float64]:
-        return self._ring[: self._count]
-
-    def values(self) -> NDArray[np.float64]:
-        size = len(self._ring)
-        if self._count <= size:
-            return self._ring[: self._count]
-        return np.roll(self._ring, -(self._count % size))
-
-
-def _quantile(held: NDArray[np.float64], q: float) -> NDArray[np.float64]:
-    """[K] of the rows of [K, count], as np.quantile's, which takes four times as long."""
-    place = q * (held.shape[1] - 1)
-    low, high = math.floor(place), math.ceil(place)
-    held.partition((low, high), axis=1)
-    return held[:, low] + (held[:, high] - held[:, low]) * (place - low)
-
-
-def _on_cpu(groups: Mapping[str, Tensor]) -> dict[str, NDArray[np.float64]]:
-    if not groups:
-        return {}
-    whole = torch.stack([norms.double() for norms in groups.values()])
-    return dict(zip(groups, whole.cpu().numpy(), strict=True))
 
 
 def _ids(indices: Any, count: int) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Recorder and Pass in plain Python: what csrc/pass.h says, where there is no extension.
+"""Recorder and Pass in plain Python: what csrc/record/pass.h says, where there is no extension.
 
 But for the balance of graph edges, which Python cannot see in backward: without the extension every
 pass is held against what the parameters receive, not only the first of a structure.

@@ -2,7 +2,7 @@
 
 On the first pass of a new structure the places of the samples are proven (structure.py), and each
 parameter's gradient is compared with the sum of what was recorded. In every backward, each edge of
-the graph into a parameter must belong to a recorded use (csrc/pass.cpp).
+the graph into a parameter must belong to a recorded use (csrc/record/pass.cpp).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Audit:
         def meet(verdict: Verdict) -> Met | None:
             plan = verdict.plan
             if plan is not None and id(plan) not in mets:
-                mets[id(plan)] = self._lift.meet(run.n, plan, uses, sites, outputs)
+                mets[id(plan)] = self._lift.meet(run, plan, uses, sites, outputs)
             return mets.get(id(plan))
 
         chosen = cache(partial(routes, outputs, run.n))

@@ -362,7 +362,7 @@ def _owners(use: Watched, n: int) -> dict[int, Tensor]:
 def owners(
     leads: Sequence[int], n: int, second: bool = False, minor: bool = False
 ) -> dict[int, Tensor]:
-    """Each layout that the sizes allow, and the sample of each row under it (as csrc/site.cpp)."""
+    """Each layout that the sizes allow, and each row's sample under it (as csrc/nodes/site.cpp)."""
     place, found, leads = torch.arange(prod(leads)), {}, leads or [1]  # a number has none
     if leads[0] % n == 0:
         found[BATCH] = place // (len(place) // n)

@@ -298,13 +298,14 @@ class Examiner:
                     return None
         moved, held = replace(verdict), list(verdict.layouts)
         if verdict.plan is not None:
-            met = self._lift.meet(n, verdict.plan, uses, sites, outputs)
+            met = self._lift.meet(run, verdict.plan, uses, sites, outputs)
             if met.way is None:
                 return None
             if not met.same:
                 if any(layout not in (BATCH, SEQUENCE) for _, layout in met.ends):
                     return None
-                doubtful, moved.plan = True, replace(verdict.plan, n=n, shapes=met.shapes)
+                doubtful = True
+                moved.plan = replace(verdict.plan, n=n, shapes=met.shapes, trails={})
                 watched += [use for use, _ in met.ends]
                 held += [layout for _, layout in met.ends]
         if not doubtful:

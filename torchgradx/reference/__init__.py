@@ -1,7 +1,8 @@
-"""Each operator of csrc/ops.h in plain PyTorch: the specification, and what runs without kernels.
+"""Each operator of csrc/operators/ops.h in plain PyTorch: the specification, and what runs where
+there are no kernels.
 
 Some samples' gradients exist at a time, never all N of them: every function walks chunks of samples
-whose intermediates fit in CHUNK elements. Shapes are as in csrc/ops.h; row 0 of every sq_norms is
+whose intermediates fit in CHUNK elements. Shapes are as there; row 0 of every sq_norms is
 the weight's, row 1 the bias's.
 """
 

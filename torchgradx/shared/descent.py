@@ -7,7 +7,7 @@ before it runs itself and lets its saved tensors go. Gradients on their way are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..ops import NATIVE
 from ..passes.plain import receives
 from ..passes.unpacking import spared
-from ..proof.layout import NOWHERE
+from ..proof.layout import BATCH, NOWHERE, SEQUENCE
 from ..refusals import cause
 from ..sharding import shards
 from ..sites.copies import untraced
-from .affine import at_node
 from .frontier import Node, dtype_of, shape_of
 from .outer import (
     BySample,
@@ -46,9 +46,13 @@ from .products import (
     fitted,
     looked_up,
     mapped,
+    spread,
     through,
 )
 from .stations import Leaf, Station
+
+if NATIVE:
+    from .._C import Terms, hooked, serve_at
 
 __all__ = ["Descent"]
 
@@ -64,28 +68,60 @@ class Descent:
         run: Any,
         recorder: Any,
         way: dict[Node, Station],
+        packed: Collection[int],
+        tensors: Sequence[Tensor],
+        *,
         hears: Callable[[Leaf], bool],
         delivered: Callable[[int], None],
         refuse: Callable[[str], None],
         norms_only: bool,
+        guarded: bool,
     ) -> None:
+        """packed: keys of stations that saved through hooks. tensors: the table of parameters."""
         self._run, self._recorder, self._norms_only = run, recorder, norms_only
+        self._packed, self._tensors = packed, tensors
         self._hears, self._delivered, self._refuse = hears, delivered, refuse
         self._task, self._final, self._rounding = -1, True, 0.0
         self._held: dict[tuple[int, int], Gradients] = {}  # on their way, by node and output
         self._ready: list[tuple[Leaf, Gradients, bool]] = []
         self._leaves = [leaf for station in way.values() for leaf in station.leaves.values()]
+        # Then only a hook of the user's on the way changes what comes down it.
+        self._guarded, self._compares = guarded, True
         known: Counter[int] = Counter()
         for leaf in self._leaves:
             if leaf.alone:
                 continue
             known[leaf.place] += 1
             if known[leaf.place] > leaf.calls:  # the sum over its uses waits for this one too
-                run.expect(leaf.place, leaf.parameter)
+                run.expect(leaf.place, tensors[leaf.place])
+        terms = Terms(self._wants_squares) if guarded else None  # not ours: it holds this
         for node, station in way.items():
+            if terms is not None and self._in_one(node, station, terms):
+                continue
             node.register_prehook(partial(self._arrive, station))
             if station.leaves:
                 node.register_hook(self._deliver)
+
+    def _in_one(self, node: Node, station: Station, terms: Any) -> bool:
+        """Have a node of the frontier whose operands are parameters alone served by the extension,
+        where a backward wants squared norms alone."""
+        leaves, layout = station.leaves, station.layout
+        plain = layout in (BATCH, SEQUENCE) and station.key not in self._packed
+        if not plain or station.inward or not all(x.alone and x.counted for x in leaves.values()):
+            return False
+        places = {operand: (leaf.place, leaf.counted) for operand, leaf in leaves.items()}
+        otherwise = partial(self._at_once, station)
+        return serve_at(node, self._run, places, layout == SEQUENCE, terms, otherwise)
+
+    @untraced
+    def _wants_squares(self) -> bool:
+        if self._task != torch._C._current_graph_task_id():
+            self._begin()
+        return self._counts and self._final and not (torch.is_grad_enabled() or self._compares)
+
+    def _at_once(self, station: Station, incoming: Sequence[Tensor | None]) -> None:
+        self._arrive(station, incoming)
+        self._deliver()
 
     @untraced
     def _arrive(self, station: Station, incoming: Sequence[Tensor | None]) -> None:
@@ -98,14 +134,15 @@ class Descent:
         # Norms only: a fused layer gives its parameters nothing to compare with.
         self._withholds = self._norms_only and node.name().startswith("torchgradx")
         try:
-            with spared(node) if station.packed else nullcontext():
+            with spared(node) if station.key in self._packed else nullcontext():
                 if not self._run.n:
                     self._nothing(station, node, incoming)
                 elif station.layout is not None:
                     self._enter(station, node, incoming)
                 else:
                     held = [self._held.pop((station.key, k), None) for k in range(len(incoming))]
-                    self._compare(station, node, incoming, held)
+                    if self._compares or hooked(node, 1, bool(station.leaves)):
+                        self._compare(station, node, incoming, held)
                     self._pass(station, node, held)
         except Exception as error:  # never from inside backward()
             self._refuse(cause("failed", error=f"at {node.name()}: {error}"))
@@ -115,10 +152,15 @@ class Descent:
         self._held.clear()
         self._ready.clear()
         arrives = [self._run.arrive([leaf.place], True) for leaf in self._leaves]
-        self._counts = any(arrives) and any(receives(leaf.parameter) for leaf in self._leaves)
+        served = (self._tensors[leaf.place] for leaf in self._leaves)
+        self._counts = any(arrives) and any(map(receives, served))
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         whole = self._recorder.books or bool(self._run.directions)  # what norms alone do not need
         self._final = not (self._run.keep or self._run.retained or keeps or whole)
+        self._compares = not self._guarded or any(map(self._hears, self._leaves))
+        for leaf in self._leaves if self._counts else ():
+            if leaf.counted:
+                self._delivered(leaf.place)
 
     def _compare(
         self,
@@ -127,10 +169,8 @@ class Descent:
         incoming: Sequence[Tensor | None],
         held: Sequence[Gradients | None],
     ) -> None:
-        """In every backward: what a node receives is the sum over the samples of what came down.
-
-        A hook of the user's in between, or a use that no output leads to, is found here.
-        """
+        """Refuse where a node receives something else than the sum over the samples of what came
+        down: of a use that no output leads to, or by a hook of the user's in between."""
         casts = station.leaves and node.name() == CAST  # autocast: for all uses at once
         for g, mine in zip(incoming, held, strict=True):
             if mine is not None:
@@ -155,10 +195,7 @@ class Descent:
         if station.inward or any(self._hears(leaf) for leaf in station.leaves.values()):
             self._measure(g)  # for what will be compared
         masked: list[int] = []
-        squares = self._squares(station, node, g, layout)
-        for operand, sq in squares.items():
-            self._ready.append((station.leaves[operand], sq, True))
-        for operand in (*station.inward, *(k for k in station.leaves if k not in squares)):
+        for operand in (*station.inward, *station.leaves):
             product = closed(node, operand, g, layout, n)
             if product is None:
                 masked.append(operand)
@@ -179,14 +216,9 @@ class Descent:
         for operand, column in columns.items():
             self._send(station, operand, torch.cat(column))
 
-    def _squares(self, station: Station, node: Node, g: Tensor, layout: int) -> dict[int, Tensor]:
-        """Return squared norms by operand, where norms are all that is wanted of these."""
-        alone = [k for k, leaf in station.leaves.items() if leaf.alone and not self._hears(leaf)]
-        return at_node(node, alone, g, layout, self._run.n) if alone and self._final else {}
-
     def _nothing(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
         """Send zeros: of no samples, or behind weights that are zeros."""
-        tensors = (*incoming, *(leaf.parameter for leaf in station.leaves.values()))
+        tensors = (*incoming, *(self._tensors[leaf.place] for leaf in station.leaves.values()))
         device = next((t.device for t in tensors if t is not None), None)
         for operand in (*station.inward, *station.leaves):
             edge = node.next_functions[operand]
@@ -212,8 +244,17 @@ class Descent:
             for operand in (*station.inward, *station.leaves):
                 self._send(station, operand, self._reduced(station, operand, found))
             return
-        columns: dict[int, list[Tensor]] = {k: [] for k in (*station.inward, *station.leaves)}
-        most = max((leaf.parameter.numel() for leaf in station.leaves.values()), default=1)
+        operands = (*station.inward, *station.leaves)
+        if len(held) == 1:
+            ask_one = partial(self._ask, node)
+            formed = {k: spread(node, k, live[0], lambda g: ask_one([g])) for k in operands}
+            if None not in formed.values():
+                for k, whole in formed.items():
+                    self._send(station, k, self._reduced(station, k, whole))  # type: ignore
+                return
+        columns: dict[int, list[Tensor]] = {k: [] for k in operands}
+        places = (leaf.place for leaf in station.leaves.values())
+        most = max((self._tensors[place].numel() for place in places), default=1)
 
         def ask(*grads: Tensor) -> tuple[Tensor, ...]:
             given = dict(zip(live, grads, strict=True))
@@ -236,7 +277,7 @@ class Descent:
         heard = self._hears(leaf) and self._gives and not (self._withholds and operand)
         if heard:
             self._measure(product)
-        product = _like(product, leaf.parameter)
+        product = _like(product, self._tensors[leaf.place])
         if heard:
             self._recorder.add_recorded(leaf.place, total(product), self._rounding)
         return sq_norms(product) if leaf.alone and self._final else product
@@ -275,8 +316,6 @@ class Descent:
                 continue
             for _more in range(1, leaf.counted):
                 self._run.arrive([leaf.place])
-            if leaf.counted:
-                self._delivered(leaf.place)
             if squared:
                 self._run.finish(leaf.place, whole)
             elif isinstance(whole, Outer):

@@ -8,7 +8,7 @@ found by climbing the graph; descent.py takes their gradients down by sample.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -225,6 +225,8 @@ class Plan:
     layouts: tuple[int | None, ...]  # of the frontier's outputs; None: no rows by sample yet
     n: int  # in the pass that showed it
     shapes: tuple[Shape | None, ...]  # of these outputs, in that pass
+    # By the look of a graph, where its nodes were found: see Lift.meet.
+    trails: dict[bytes, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def climb(self, graph: Graph, starts: Iterable[Node]) -> list[Node] | None:
         """The same nodes in another pass, if they are there."""

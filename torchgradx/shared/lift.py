@@ -25,11 +25,15 @@ from ..sites.recurrent import Site
 from ..sites.rerun import FallbackSite
 from .descent import Descent
 from .frontier import Graph, Group, Node, Plan, Region, Shape, survey
-from .products import counts_ids, in_closed_form
-from .stations import Leaf, Station, stations
+from .products import counts_ids, gives_on, in_closed_form
+from .stations import Leaf, Station, Trail, Way, stations
+
+if NATIVE:
+    from .._C import Outline
 
 __all__ = ["Lift", "Met", "Start", "Use"]
 
+TRAILS = 8  # of one plan: its sizes may never repeat
 Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, output of the node)
 
 
@@ -43,7 +47,9 @@ class Met(NamedTuple):
     same: bool  # its nodes look as they did, or their sizes leave no doubt
     ends: list[tuple[Watched, int]]  # of the frontier, with the layouts that were proven
     shapes: tuple[Shape | None, ...]  # of the nodes now
-    mute: tuple[str, ...]  # nodes that saved in a way in which they cannot be asked, by name
+    mute: tuple[str, ...] = ()  # nodes that saved in a way in which they cannot be asked, by name
+    packed: frozenset[int] = frozenset()  # keys of stations that saved through hooks
+    guard: Callable[..., None] | None = None  # the way, see Pass::guard; None: nothing does
 
 
 class Start(NamedTuple):
@@ -216,13 +222,40 @@ class Lift:
 
     def meet(
         self,
-        n: int,
+        run: Any,
         plan: Plan,
         uses: Sequence[Use],
         sites: Sequence[Site],
         outputs: Sequence[Tensor],
     ) -> Met:
-        """Find a plan's nodes in the graph of this pass."""
+        """Find a plan's nodes in the graph of this pass: where those of another were that looks the
+        same, or by a walk."""
+        if not NATIVE or self._parameters.gathered():
+            return self._walk(run.n, plan, uses, sites, outputs)[0]
+        outline = Outline(run, outputs)
+        met, trail = plan.trails.get(outline.key, (None, None))
+        if met is None or not all(map(gives_on, outline.nodes(trail.links))):
+            met, way = self._walk(run.n, plan, uses, sites, outputs)
+            if way is None:
+                return met
+            trail = Trail.of(way, outline.numbers())
+            if met.same and not met.mute:
+                if len(plan.trails) >= TRAILS:
+                    plan.trails.clear()
+                plan.trails[outline.key] = met._replace(way={}, ends=[]), trail
+        else:
+            found = dict(zip(outline.nodes(trail.nodes), trail.stations, strict=True))
+            met = _asked(met._replace(way=found), lambda: outline.numbers())
+        return met._replace(guard=partial(outline.guard, run, trail.guarded, trail.inside))
+
+    def _walk(
+        self,
+        n: int,
+        plan: Plan,
+        uses: Sequence[Use],
+        sites: Sequence[Site],
+        outputs: Sequence[Tensor],
+    ) -> tuple[Met, Way | None]:
         read = {-1 - k for k, _ in plan.starts if k < 0}
         beside = {k for k, own in plan.starts if own and k >= 0}
         mixing = {k for k, own in plan.starts if not own}
@@ -235,21 +268,16 @@ class Lift:
             starts += self._own(places, graph, every) if own else [uses[k][2]]
         climbed = plan.climb(graph, starts)
         if climbed is None:
-            return Met(plan, read, called, None, False, [], (), ())
+            return Met(plan, read, called, None, False, [], ()), None
         way = stations(graph, plan, climbed, self._leaves(plan, uses, called).get)
-        shown = not any(map(hides, way)) or are_offloaded(graph.parents)
-        mute: list[str] = []
-        for node, station in way.items():
-            answers, station.packed = asked(node)
-            if not answers or (hides(node) and not shown):
-                mute.append(node.name())
         same, shapes, ends = plan.fits(graph, climbed, n)
-        return Met(plan, read, called, way, same, ends, shapes, tuple(mute))
+        met = Met(plan, read, called, way.stations, same, ends, shapes)
+        return _asked(met, lambda: graph.parents), way
 
     def begin(self, run: Any, met: Met, uses: Sequence[Use], first: int) -> None:
         """Listen at the frontier, and below it. first: of the nodes that the forward made."""
-        plan, read, called, way, *_, mute = met
-        lifted = {self._served(k, uses)[0] for k, _ in plan.starts}
+        read, called, way = met.read, met.called, met.way
+        lifted = {self._served(k, uses)[0] for k, _ in met.plan.starts}
 
         def refuse(where: Any, why: str) -> None:
             for site in lifted:
@@ -263,14 +291,25 @@ class Lift:
         if way is None:
             refuse(run, "otherwise")
             return
-        if mute:
-            refuse(run, cause("node_twice", node=mute[0]))
+        if met.mute:
+            refuse(run, cause("node_twice", node=met.mute[0]))
             return
+        if met.guard:
+            met.guard(sorted(lifted))
         for site in lifted:
             self._layers[site].notes["lifted"] = None
-        refuse_now = partial(refuse, self._recorder)
-        hears, delivered = self._hears, self._deliver
-        Descent(run, self._recorder, way, hears, delivered, refuse_now, self._norms_only)
+        Descent(
+            run,
+            self._recorder,
+            way,
+            met.packed,
+            self._parameters.wholes(),
+            hears=self._hears,
+            delivered=self._deliver,
+            refuse=partial(refuse, self._recorder),
+            norms_only=self._norms_only,
+            guarded=met.guard is not None,
+        )
 
     def _hears(self, leaf: Leaf) -> bool:
         """Return whether its gradient will be compared. What is counted edge by edge need not be,
@@ -292,6 +331,20 @@ class Lift:
             for place in self._served(k, uses)[1]:
                 alone = place not in others
                 counted = place in called or (own and alone and NATIVE)
-                leaf = Leaf(place, tensors[place], alone, calls[place], int(counted))
+                leaf = Leaf(place, alone, calls[place], int(counted))
                 leaves[id(tensors[place])] = leaf
         return leaves
+
+
+def _asked(met: Met, every: Callable[[], Iterable[Node]]) -> Met:
+    """Add which nodes cannot be asked, and which saved through hooks. every: the graph's nodes."""
+    way = met.way or {}
+    shown = not any(map(hides, way)) or are_offloaded(every())
+    mute, packed = [], set()
+    for node, station in way.items():
+        answers, packs = asked(node)
+        if not answers or (hides(node) and not shown):
+            mute.append(node.name())
+        if packs:
+            packed.add(station.key)
+    return met._replace(mute=tuple(mute), packed=frozenset(packed))

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from ..proof.layout import BATCH, LAST, MINOR, SECOND
+from ..proof.layout import BATCH, LAST, MINOR, SECOND, SEQUENCE
 from .frontier import Node, dtype_of, shape_of
 from .outer import Gradients, LookedUp, Outer
 
 __all__ = [
     "CAST",
+    "SUM",
     "TABLE",
     "by_sample",
     "closed",
@@ -29,15 +30,17 @@ __all__ = [
     "is_elementwise",
     "looked_up",
     "mapped",
+    "spread",
     "through",
 ]
 
 CAST = "ToCopyBackward0"  # autocast's
 FEW = 8  # samples
+SUM = "AddBackward0"
 TABLE = "EmbeddingBackward0"
 # A node's product elementwise, before it is summed over what the operand was broadcast along.
 ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
-    "AddBackward0": lambda node, k, g: g * node._saved_alpha if k and node._saved_alpha != 1 else g,
+    SUM: lambda node, k, g: g * node._saved_alpha if k and node._saved_alpha != 1 else g,
     "SubBackward0": lambda node, k, g: g * -node._saved_alpha if k else g,
     "MulBackward0": lambda node, k, g: g * (node._saved_self if k else node._saved_other),
     "AddcmulBackward0": lambda node, k, g: (
@@ -47,8 +50,14 @@ ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
     "RepeatBackward0": lambda node, k, g: g,
 }
 LINKS = {CAST, *(f"{name}Backward0" for name in (
-    "Alias", "ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View",
+    "Alias", "Clone", "ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View",
 ))}  # fmt: skip
+# Of one operand, which each element's gradient reaches times a factor of its own.
+POINTWISE = {f"{name}Backward{k}" for k in (0, 1) for name in (
+    "Abs", "Clamp", "ClampMax", "ClampMin", "Elu", "Exp", "Gelu", "Hardtanh", "Hardsigmoid",
+    "Hardswish", "LeakyRelu", "Log", "Neg", "Pow", "Reciprocal", "Relu", "Rsqrt", "Sigmoid", "Silu",
+    "Softplus", "Sqrt", "Tanh",
+)}  # fmt: skip
 # rows @ b: the saved rows, and which operand b is
 ROWS = {
     "MmBackward0": ("_saved_self", 1),
@@ -56,6 +65,31 @@ ROWS = {
     "AddmmBackward0": ("_saved_mat1", 2),
 }
 COLUMNS = {"MmBackward0", "BmmBackward0"}  # a @ columns: likewise, looked at from a
+
+
+# How nodes that turn their operand turn a gradient back.
+TURNED: dict[str, Callable[[Node, int], Sequence[int]]] = {
+    "PermuteBackward0": lambda node, dims: _inverse([d % dims for d in _signed(node._saved_dims)]),
+    "TBackward0": lambda node, dims: [*range(dims)][::-1],
+    "TransposeBackward0": lambda node, dims: _swapped(
+        dims, *_signed((node._saved_dim0, node._saved_dim1))
+    ),
+}
+
+
+def _signed(dims: Sequence[int]) -> list[int]:
+    """Graph nodes show dimensions as unsigned."""
+    return [(d + (1 << 63)) % (1 << 64) - (1 << 63) for d in dims]
+
+
+def _inverse(dims: Sequence[int]) -> list[int]:
+    return sorted(range(len(dims)), key=dims.__getitem__)
+
+
+def _swapped(dims: int, one: int, other: int) -> list[int]:
+    order = [*range(dims)]
+    order[one], order[other] = order[other], order[one]
+    return order
 
 
 def _over_features(node: Node) -> Tensor:
@@ -81,6 +115,7 @@ def _by_running_statistics(node: Node) -> Tensor | None:
 
 # Inputs, normalised: a node multiplies them by its weight, operand 1, and adds its bias, operand 2.
 NORMALISED: dict[str, Callable[[Node], Tensor | None]] = {
+    "FusedRmsNormBackward0": lambda node: node._saved_input * node._saved_result1,
     "NativeLayerNormBackward0": _over_features,
     "NativeGroupNormBackward0": _over_groups,
     "NativeBatchNormBackward0": _by_running_statistics,
@@ -106,7 +141,7 @@ def gives_on(node: Node) -> bool:
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     if len(edges) != 1:
         return False
-    if node.name() == "AddBackward0":  # to a constant
+    if node.name() == SUM:  # to a constant
         plain = edges[0] == node.next_functions[0] or node._saved_alpha == 1
         return plain and shape_of(*edges[0]) == shape_of(node, 0)
     return node.name() in LINKS
@@ -177,14 +212,22 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradient
     if name == TABLE:
         return looked_up(node, *(by_sample(t, layout, n) for t in (node._saved_indices, g)))
     saved, place = ROWS.get(name, ("", -1))
-    if operand == place and layout in (BATCH, SECOND, MINOR):
-        rows, grads = (by_sample(t, layout, n) for t in (getattr(node, saved), g))
-        if layout != BATCH:
+    if operand == place:
+        rows = getattr(node, saved)
+        if layout not in (BATCH, SECOND, MINOR) and not _sequence_first(rows, g, layout, n):
+            return None
+        rows, grads = (by_sample(t, layout, n) for t in (rows, g))
+        if layout in (SECOND, MINOR):
             return rows.mT @ grads
         alpha = getattr(node, "_saved_alpha", 1)
         if rows.dim() == 3 and (rows.shape[2], grads.shape[2]) == tuple(shape_of(*edge)):
             return Outer(rows, grads if alpha == 1 else grads * alpha)
     return None
+
+
+def _sequence_first(rows: Tensor, g: Tensor, layout: int, n: int) -> bool:
+    """Return whether both are rows t*N+n, and not columns by sample."""
+    return layout == SEQUENCE and g.dim() == 2 and n not in (rows.shape[1], g.shape[1])
 
 
 def looked_up(node: Node, ids: Tensor, g: Tensor) -> LookedUp:
@@ -194,6 +237,30 @@ def looked_up(node: Node, ids: Tensor, g: Tensor) -> LookedUp:
     if padding < count:  # else it is the largest number there is: none was said
         rows = rows * (ids != padding).unsqueeze(2)
     return LookedUp(ids, rows, count)
+
+
+def spread(
+    node: Node, operand: int, g: Tensor, ask: Callable[[Tensor], Sequence[Tensor | None]]
+) -> Gradients | None:
+    """Return a node's product [N, *] for the gradients [N, *] of its one output, which no sample's
+    rows have; None: it has no closed form. ask: the node's products for one gradient."""
+    name, shape = node.name(), shape_of(*node.next_functions[operand])
+    product: Tensor | None = None
+    if gives_on(node):
+        product = g.reshape(len(g), *shape)
+    elif name in TURNED:
+        product = g.permute(0, *(d + 1 for d in TURNED[name](node, g.dim() - 1)))
+    elif name in ELEMENTWISE and not g.is_complex():
+        product = _summed(ELEMENTWISE[name](node, operand, g), shape)
+    elif name in POINTWISE and not g.is_complex() and shape == shape_of(node, 0):
+        factor = ask(torch.ones_like(g[0]))[operand]
+        product = None if factor is None else g * factor
+    elif name == "IndexBackward0" and len(shape) == 2:
+        ids = node._saved_indices
+        if len(ids) == 1 and ids[0].dtype == torch.long:
+            rows = g.reshape(len(g), -1, shape[1])
+            return LookedUp(ids[0].flatten().expand(len(g), -1) % shape[0], rows, shape[0])
+    return None if product is None else product.to(dtype_of(*node.next_functions[operand]))
 
 
 def through(node: Node, g: Outer) -> Outer | None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-
-from torch import Tensor
+from typing import NamedTuple
 
 from .frontier import Graph, Node, Plan, below, is_leaf
-from .products import CAST, gives_on, is_elementwise
+from .products import CAST, SUM, gives_on, is_elementwise
 
-__all__ = ["Leaf", "Station", "stations"]
+__all__ = ["Leaf", "Station", "Trail", "Way", "stations"]
 
 
 @dataclass(frozen=True)
 class Leaf:
     place: int  # in the table of parameters
-    parameter: Tensor
     alone: bool  # nothing else brings it a gradient
     calls: int = 0  # of its modules: a pass waits for these already
     counted: int = 0  # edges that end here, where the recorder counts them; 0: it does not
@@ -32,12 +30,39 @@ class Station:
     output: int
     inward: dict[int, tuple[int, int]] = field(default_factory=dict)  # to a node's key and output
     leaves: dict[int, Leaf] = field(default_factory=dict)
-    packed: bool = False  # it saved through hooks
+
+
+class Way(NamedTuple):
+    """Between the frontier and the parameters to serve."""
+
+    stations: dict[Node, Station]
+    guarded: dict[Node, bool]  # all its nodes; True: only these give it a gradient
+    links: list[Node]  # sums that a shortened way passes over, for they give on their gradient
+
+
+class Trail(NamedTuple):
+    """A way by the numbers of its nodes, in graphs that look the same (csrc/record/outline.cpp)."""
+
+    nodes: list[int]
+    stations: list[Station]
+    guarded: list[int]
+    inside: list[bool]
+    links: list[int]
+
+    @staticmethod
+    def of(way: Way, numbers: dict[Node, int]) -> Trail:
+        return Trail(
+            [numbers[node] for node in way.stations],
+            [*way.stations.values()],
+            [numbers[node] for node in way.guarded],
+            [*way.guarded.values()],
+            [numbers[node] for node in way.links],
+        )
 
 
 def stations(
     graph: Graph, plan: Plan, climbed: Sequence[Node], leaf_of: Callable[[int], Leaf | None]
-) -> dict[Node, Station]:
+) -> Way:
     """Return the nodes between the frontier and the parameters to serve."""
     layouts = dict(zip(climbed, plan.layouts, strict=True))
     inside = dict.fromkeys(below(node for node in climbed if layouts[node] is None))
@@ -66,16 +91,19 @@ def stations(
         for operand, (child, output) in enumerate(node.next_functions):
             if child in inside and child in useful:
                 way[node].inward[operand] = numbers[child], output
+    casts = {node for node in ends if node.name() == CAST}  # of which each edge is counted
+    guarded = {node: node in inside for node in way if node in useful - casts and not is_leaf(node)}
+    links: list[Node] = []
     for node, station in way.items():
         if station.layout is not None and is_elementwise(node):
             for operand in list(station.inward):
-                _shorten(graph, way, node, operand)
-    return {node: s for node, s in way.items() if s.inward or s.leaves}
+                links += _shorten(graph, way, node, operand)
+    return Way({node: s for node, s in way.items() if s.inward or s.leaves}, guarded, links)
 
 
-def _shorten(graph: Graph, way: dict[Node, Station], node: Node, operand: int) -> None:
+def _shorten(graph: Graph, way: dict[Node, Station], node: Node, operand: int) -> list[Node]:
     """Serve a parameter at a frontier's node where what lies between, as in 1 + weight, gives on
-    the gradient that it receives."""
+    the gradient that it receives. Return the sums there."""
     links: list[Node] = []
     child = node.next_functions[operand][0]
     while way[child].inward and not way[child].leaves and gives_on(child):
@@ -83,9 +111,11 @@ def _shorten(graph: Graph, way: dict[Node, Station], node: Node, operand: int) -
         child = child.next_functions[next(iter(way[child].inward))][0]
     links.append(child)
     leaves = way[child].leaves
-    if len(leaves) == 1 and gives_on(child) and all(len(graph.parents[c]) == 1 for c in links):
-        way[node].leaves[operand] = next(iter(leaves.values()))
-        del way[node].inward[operand]
-        for link in links:
-            way[link].inward.clear()
-            way[link].leaves.clear()
+    if len(leaves) != 1 or not gives_on(child) or any(len(graph.parents[c]) > 1 for c in links):
+        return []
+    way[node].leaves[operand] = next(iter(leaves.values()))
+    del way[node].inward[operand]
+    for link in links:
+        way[link].inward.clear()
+        way[link].leaves.clear()
+    return [link for link in links if link.name() == SUM]

@@ -29,7 +29,7 @@ __all__ = ["Hooks", "NativeSite", "call_of_hook", "core", "is_running", "why_mix
 
 MIXING = ("batchnorm1d", "batchnorm2d", "batchnorm3d")
 CALL = nn.Module._call_impl.__code__
-CODES = {"rank1": 0, "gram": 1, "direct": 2, "fused": 3}  # Algorithm in csrc/site.h
+CODES = {"rank1": 0, "gram": 1, "direct": 2, "fused": 3}  # Algorithm in csrc/nodes/site.h
 
 
 def why_mixed(module: nn.Module, given: Sequence[Any], n: int) -> str | None:

@@ -29,6 +29,8 @@ __all__ = ["Site", "site_of"]
 class RecurrentSite(FallbackSite):
     """A recurrent module as a whole."""
 
+    by_nodes = True  # of the calls that do not go through time
+
     def _attend(self, context: Context) -> None:
         module, options = self._module, context.options
         self._stock = stock_of(type(module))
@@ -59,6 +61,10 @@ class BesideSite(FallbackSite):
         super().__init__(*given)
         self._closed = through_time.beside
         self.layer.notes["through time"] = None
+
+    @property
+    def by_nodes(self) -> bool:
+        return self._call.regime.autocast is not None  # else one more run costs less
 
 
 class Product:

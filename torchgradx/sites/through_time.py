@@ -1,6 +1,6 @@
 """nn.LSTM, nn.GRU, nn.RNN and their cells: our backward through time instead of a replay.
 
-The framework's own forward runs layer by layer, each layer a node of the graph (csrc/recurrent.cpp)
+The framework's own forward runs layer by layer, each a node of the graph (nodes/recurrent.cpp)
 whose backward leaves the gradients at the gates of all steps. Each weight is then a Linear over
 these.
 """
@@ -110,7 +110,7 @@ def _mode(module: Any) -> str:
 
 
 def served(module: Any, input: Any, hx: Any = None) -> bool:
-    """Return True if csrc/recurrent.cpp knows this call; the framework's runs otherwise."""
+    """Return True if csrc/nodes/recurrent.cpp knows this call; the framework's runs otherwise."""
     single = isinstance(module, nn.RNNCellBase)
     data, sizes = input[:2] if isinstance(input, PackedSequence) and not single else (input, None)
     lstm = isinstance(module, (nn.LSTM, nn.LSTMCell))

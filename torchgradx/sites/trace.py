@@ -3,7 +3,7 @@
 Dynamo traces the hooks of the root and the forwards of the layers. Here each leaves an operator in
 the graph that the compiler does not look into: `trace_begin` opens the pass, of whatever batch the
 graph is run on; `trace_layer` is a layer, and its backward, `trace_backward`, records what it would
-outside of a graph (csrc/trace.cpp).
+outside of a graph (csrc/nodes/trace.cpp).
 """
 
 from __future__ import annotations

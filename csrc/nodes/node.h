@@ -1,7 +1,7 @@
 // A graph node of our own: torch::autograd::Function costs half a microsecond more, which a small layer feels.
 #pragma once
 
-#include "pass.h"
+#include "../record/pass.h"
 
 #include <ATen/LegacyVmapMode.h>
 #include <torch/csrc/autograd/function.h>

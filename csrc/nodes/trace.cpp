@@ -1,8 +1,8 @@
 // What a compiled graph calls. The compiler does not look into these operators, so that recording is what it is
 // outside of graphs; a token goes from each to the next, so that none is moved, merged or left out. Its storage owns
 // what the layer's backward needs besides tensors.
+#include "../operators/text.h"
 #include "site.h"
-#include "text.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/function.h>

@@ -1,4 +1,4 @@
-"""The command line: `torchgradx score`, `torchgradx verify`, `torchgradx info`."""
+"""The commands: what their arguments are and become, what they print, how they end."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
+from ..errors import CoverageError, VerificationError
+from ..jobs import score
+from ..jobs.pool import Pool, missed, moved, random_state_kept, split_batch
+from ..verify import verify
 from . import named
-from .errors import CoverageError, VerificationError
 from .facts import table
-from .jobs import score
-from .jobs.pool import Pool, missed, moved, random_state_kept, split_batch
-from .jobs.quantities import KINDS
 from .named import UsageError
-from .verify import verify
 
 __all__ = ["main"]
 
@@ -69,54 +68,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.command(arguments))
     except UsageError as error:
-        print(f"torchgradx: {error}", file=sys.stderr)
-        return 2
+        said, code = str(error), 2
     except CoverageError as error:
-        print(f"torchgradx: refused: {error}", file=sys.stderr)
-        return 1
+        said, code = f"refused: {error}", 1
+    except VerificationError as error:
+        said, code = f"verify failed: {error}", 1
     except KeyboardInterrupt:
-        print("torchgradx: interrupted", file=sys.stderr)
-        return 130
+        out = Path(getattr(arguments, "out", ""))
+        kept = [str(path) for path in sorted(out.parent.glob(f"{escape(out.name)}*.partial"))]
+        go_on = "keeps what is done, and the same command goes on from there"
+        said, code = f"interrupted; {f'{kept[0]} {go_on}' if kept else 'nothing was kept'}", 130
+    print(f"torchgradx: {said}", file=sys.stderr)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="torchgradx",
-        description="Per-sample gradient norms of PyTorch models.",
-        epilog=EXIT_CODES,
-        formatter_class=raw,
-    )
+    look: Any = {"formatter_class": _Help, "epilog": EXIT_CODES}
+    description = "Per-sample gradient norms of PyTorch models."
+    parser = argparse.ArgumentParser(prog="torchgradx", description=description, **look)
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
     info = commands.add_parser("info", help="the facts of this installation")
     info.set_defaults(command=_info)
     for name, text, run in (("score", SCORE, _score), ("verify", VERIFY, _verify)):
-        brief = text.partition("\n")[0]
-        command = commands.add_parser(
-            name, help=brief, description=text, epilog=EXIT_CODES, formatter_class=raw
-        )
+        command = commands.add_parser(name, help=text.partition("\n")[0], description=text, **look)
         command.set_defaults(command=run)
-        _common(command)
+        add, losses = command.add_argument, ", ".join(named.LOSSES)
+        add("--model", required=True, metavar="M:NAME", help="an nn.Module, or what makes it")
+        add("--data", required=True, metavar="M:NAME", help="a dataset or DataLoader, or its maker")
+        add("--loss", default="cross_entropy", metavar="LOSS", help=f"{losses}, or M:NAME of a "
+            "function (output, targets) -> the batch's loss")  # fmt: skip
+        add("--loss-reduction", choices=("mean", "sum"), default="mean", help="of --loss")
+        add("--split", metavar="M:NAME", help="batch -> (inputs, targets), if not a pair or a dict")
+        add("--device", help="cpu, cuda, cuda:1; unless given, a GPU if there is one")
+        add("--backend", choices=("auto", "native", "vmap"), default="auto", help="of the norms")
+        add("--train-mode", action="store_true", help="the model in train mode, not eval")
+        add("--seed", type=int, default=0, help="of torch, before the model is made")
         (_score_options if name == "score" else _verify_options)(command)
     return parser
 
 
-def _common(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("--model", required=True, metavar="M:NAME", help="an nn.Module, or what makes it")
-    add("--data", required=True, metavar="M:NAME", help="a dataset or DataLoader, or what makes it")
-    losses = ", ".join(named.LOSSES)
-    add("--loss", default="cross_entropy", metavar="LOSS",
-        help=f"{losses}, or M:NAME of a function (output, targets) -> the batch's loss "
-        "(default: %(default)s)")  # fmt: skip
-    add("--loss-reduction", choices=("mean", "sum"), default="mean",
-        help="how the loss combines its samples (default: %(default)s)")  # fmt: skip
-    add("--split", metavar="M:NAME", help="batch -> (inputs, targets), if not a pair or a dict")
-    add("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU, if there is one)")
-    add("--backend", choices=("auto", "native", "vmap"), default="auto",
-        help="kernels, or the pure-Python fallback (default: %(default)s)")  # fmt: skip
-    add("--train-mode", action="store_true", help="the model in train mode, not eval")
-    add("--seed", type=int, default=0, help="of torch, before the model is made (default: 0)")
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Texts as they are written, options with their defaults."""
 
 
 def _score_options(command: argparse.ArgumentParser) -> None:
@@ -126,16 +118,15 @@ def _score_options(command: argparse.ArgumentParser) -> None:
         help="a state_dict to load; given several times: the mean of their scores")  # fmt: skip
     add("--seeds", type=int, default=1, metavar="K",
         help="make K models, of seeds SEED to SEED + K - 1: the mean of their scores")  # fmt: skip
-    add("--kind", action="append", metavar="KIND",
-        help="norm: gradient norm (default); egl: expected gradient length over the predicted "
-        "labels; loss; el2n: |softmax - onehot|; margin and entropy of the probabilities. Several "
-        "(by commas, or --kind again): columns. egl, margin, entropy need no targets")  # fmt: skip
+    add("--kind", action="append", default=None,
+        help="norm: gradient norm, taken unless another is given; egl: expected gradient length "
+        "over the predicted labels; loss; el2n: |softmax - onehot|; margin and entropy of the "
+        "probabilities. Several (by commas, or --kind again): columns")  # fmt: skip
     add("--per", choices=("model", "module", "parameter"), default="model",
-        help="a column for the model, or for each part (default: %(default)s)")  # fmt: skip
+        help="a column for the model, or for each part")  # fmt: skip
     add("--top-classes", type=int, metavar="K", help="egl: each sample's K likeliest classes only")
-    add("--batch-size", type=int, default=64,
-        help="of a dataset; a DataLoader has its own (default: %(default)s)")  # fmt: skip
-    add("--workers", type=int, default=0, help="processes that read a dataset (default: 0)")
+    add("--batch-size", type=int, default=64, help="of a dataset; a DataLoader has its own")
+    add("--workers", type=int, default=0, help="processes that read a dataset")
     add("--fresh", action="store_true", help="begin anew, even if a partial result is there")
     add("--force", action="store_true", help="replace a result that is there")
     add("--quiet", action="store_true", help="no progress, and no summary of the scores")
@@ -144,8 +135,8 @@ def _score_options(command: argparse.ArgumentParser) -> None:
 def _verify_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--checkpoint", metavar="FILE", help="a state_dict to load")
-    add("--samples", type=int, default=8, help="the first so many are compared (default: 8)")
-    add("--rtol", type=float, help="the largest error allowed (default: by dtype)")
+    add("--samples", type=int, default=8, help="the first so many are compared")
+    add("--rtol", type=float, help="the largest error allowed; unless given, by dtype")
 
 
 # The commands
@@ -160,7 +151,9 @@ def _score(given: argparse.Namespace) -> int:
     out = Path(given.out)
     if out.exists() and not given.force:
         raise UsageError(f"--out: {out} is there: say --force to replace it, or another name")
-    ours = _join_ranks()
+    ours = int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized()  # by torchrun
+    if ours:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:
         device = _device(given.device)
         torch.manual_seed(given.seed)
@@ -169,7 +162,7 @@ def _score(given: argparse.Namespace) -> int:
             sizes = {"batch_size": given.batch_size, "num_workers": given.workers}
             data = _or_usage_error("--data", DataLoader, data, **sizes)
         models = _models(given, device)
-        kinds = _kinds(given.kind)
+        kinds = ",".join(given.kind or ["norm"]).split(",")
         scores = _or_usage_error(
             "score",
             score,
@@ -178,7 +171,7 @@ def _score(given: argparse.Namespace) -> int:
             data,
             per=given.per,
             progress=not given.quiet,
-            kind=kinds if given.per == "model" else kinds[0] if len(kinds) == 1 else kinds,
+            kind=kinds if given.per == "model" or len(kinds) > 1 else kinds[0],
             top_classes=given.top_classes,
             out=out,
             resume=not given.fresh,
@@ -192,13 +185,6 @@ def _score(given: argparse.Namespace) -> int:
             print(f"{out}: {', '.join(kinds)} of {count:,} samples")
             if not given.quiet:
                 print(summary(scores))
-    except KeyboardInterrupt:
-        kept = sorted(out.parent.glob(f"{escape(out.name)}*.partial"))
-        how = "nothing was kept"
-        if kept:
-            how = f"{kept[0]} keeps what is done, and the same command goes on from there"
-        print(f"torchgradx: interrupted; {how}", file=sys.stderr)
-        return 130
     finally:
         if ours:
             dist.destroy_process_group()
@@ -212,29 +198,24 @@ def _verify(given: argparse.Namespace) -> int:
     if not isinstance(data, DataLoader):
         data = DataLoader(data, batch_size=max(1, given.samples))
     pool = _or_usage_error("--data", Pool, data)
-    first = list(range(min(given.samples, len(pool))))
-    if not first:
+    first = np.arange(min(given.samples, len(pool)))
+    if not len(first):
         raise UsageError(f"--samples: nothing to compare: {given.samples} of {len(pool)} samples")
-    model = named.model(given.model, given.checkpoint, device)
-    model.train(given.train_mode)
+    model = named.model(given.model, given.checkpoint, device).train(given.train_mode)
     with random_state_kept():
         batch = moved(next(batch for _, batch in pool.read([first])), device)
     inputs, targets = (_split(given.split) or split_batch)(batch)
-    try:
-        report = _or_usage_error(
-            "verify",
-            missed(targets, given.split is None)(verify),
-            model,
-            named.loss(given.loss),
-            inputs,
-            targets,
-            given.rtol,
-            loss_reduction=given.loss_reduction,
-            backend=given.backend,
-        )
-    except VerificationError as error:
-        print(f"torchgradx: verify failed: {error}", file=sys.stderr)
-        return 1
+    report = _or_usage_error(
+        "verify",
+        missed(targets, given.split is None)(verify),
+        model,
+        named.loss(given.loss),
+        inputs,
+        targets,
+        given.rtol,
+        loss_reduction=given.loss_reduction,
+        backend=given.backend,
+    )
     print(report)
     return 0
 
@@ -249,9 +230,7 @@ def summary(scores: Mapping[str, NDArray[Any]]) -> str:
         lines.append(f"{name:<{width}}" + "".join(f"{value:11.4g}" for value in found))
     name, column = next(iter(scores.items()))
     small = name == "margin"  # is uncertain
-    order = [
-        i for i in np.argsort(column if small else -column, kind="stable") if column[i] == column[i]
-    ]
+    order = np.argsort(column if small else -column, kind="stable")  # nan comes last
     lines.append(f"{'smallest' if small else 'largest'} {name}, by index:")
     lines += [f"  {index:>9,}  {column[index]:.4g}" for index in order[:TOP]]
     return "\n".join(lines)
@@ -286,14 +265,6 @@ def _models(given: argparse.Namespace, device: torch.device) -> Iterator[torch.n
         yield named.model(given.model, path, device).train(given.train_mode)
 
 
-def _kinds(given: Sequence[str] | None) -> list[str]:
-    kinds = [kind.strip() for each in given or ["norm"] for kind in each.split(",")]
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown:
-        raise UsageError(f"--kind: expected {', '.join(KINDS)}; got {unknown[0]!r}")
-    return kinds
-
-
 def _split(spec: str | None) -> Any:
     return None if spec is None else named.found("--split", spec)
 
@@ -303,19 +274,10 @@ def _device(given: str | None) -> torch.device:
         local = int(os.environ.get("LOCAL_RANK", 0))
         given = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(given)
-        torch.empty(0, device=device)
+        device = torch.empty(0, device=given).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise UsageError(f"--device: {given} cannot be used here: {reason}") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
-
-
-def _join_ranks() -> bool:
-    """Return True if torchrun started this process as one of several; join them."""
-    if int(os.environ.get("WORLD_SIZE", 1)) < 2 or dist.is_initialized():
-        return False
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    return True

@@ -1,8 +1,8 @@
 // Site and Use: the operands of one use, and what its backward adds to the record. The autograd nodes are elsewhere.
 #include "site.h"
 
+#include "../operators/text.h"
 #include "node.h"
-#include "text.h"
 
 #include <ATen/ATen.h>
 #include <ATen/SavedTensorHooks.h>
@@ -141,6 +141,15 @@ void Use::audit(const Operands& operands, const Gradients& gradients, const Tens
                                size * std::sqrt(static_cast<double>(grad_output.numel())) * length);
 }
 
+namespace {
+
+// Each sample's images as one; nothing where that has no form.
+std::optional<Operands> joined_of(const Layer& layer, const Operands& operands) {
+  return operands.images == 1 ? operands : layer.one_image(operands);
+}
+
+}  // namespace
+
 void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, bool received) {
   const at::NoGradGuard no_grad;
   const Layer& layer = *site->layer;
@@ -160,16 +169,20 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
     audit(*operands, gradients, grad_output);
   }
   below.emplace();
-  // A sample of several images, or of several uses, is one sum: its norm must wait until all of it is there.
-  const bool keep_weight = wants_weight && (operands->images > 1 || waits_for_weight());
-  const bool keep_bias = wants_bias && (operands->images > 1 || waits_for_bias());
+  // A sample of several uses is one sum: its norm must wait until all of it is there. So must several images that the
+  // layer cannot join.
+  const auto joined = waits_for_weight() || waits_for_bias() ? std::nullopt : joined_of(layer, *operands);
+  const Operands& whole_sample = joined ? *joined : *operands;
+  const bool keep_weight = wants_weight && (whole_sample.images > 1 || waits_for_weight());
+  const bool keep_bias = wants_bias && (whole_sample.images > 1 || waits_for_bias());
   const bool bias_now = wants_bias && !keep_bias;
   if (wants_weight && !keep_weight) {
-    const Tensor sq = layer.sq_norms(*operands, site->plan(pass->n, layer.positions(*operands)), bias_now);
+    const Algorithm algorithm = site->plan(pass->n, layer.positions(whole_sample));
+    const Tensor sq = layer.sq_norms(whole_sample, algorithm, bias_now);
     pass->finish(site->weight, sq, 0, site->weight_rows.parts);
     if (bias_now) pass->finish(site->bias, sq, 1, site->bias_rows.parts);
   } else if (bias_now) {
-    pass->finish(site->bias, bias_sq_norms(layer.bias_rows(*operands)), 0, site->bias_rows.parts);
+    pass->finish(site->bias, bias_sq_norms(layer.bias_rows(whole_sample)), 0, site->bias_rows.parts);
   }
   const auto kept = [&](const Tensor& t) { return borrows ? t.clone() : t; };
   const auto version = [&](const Tensor& t) { return borrows ? Version() : Version(t); };
@@ -210,9 +223,9 @@ Gradients Use::record_fused(const Saved& saved, const Tensor& weight, const Tens
   const auto operands = wants_weight && !waits_for_weight() && !waits_for_bias()
                             ? site->operands(*pass, index, saved, grad_output)
                             : std::nullopt;
-  if (operands && operands->images == 1 && layer.fuses(*operands, weight) &&
-      site->plan(pass->n, layer.positions(*operands)) == Algorithm::kFused) {
-    auto [gradients, sq] = layer.fused(*operands, weight, {wants_input, wants_weight, wants_bias});
+  const auto joined = operands ? joined_of(layer, *operands) : std::nullopt;
+  if (joined && layer.fuses(*joined, weight) && site->plan(pass->n, layer.positions(*joined)) == Algorithm::kFused) {
+    auto [gradients, sq] = layer.fused(*joined, weight, {wants_input, wants_weight, wants_bias});
     if (wants_input && !layer.makes_input())
       gradients.input = layer.backward(saved, weight, grad_output, {true, false, false}).input;
     finish(sq);

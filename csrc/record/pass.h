@@ -125,6 +125,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   std::vector<int64_t> balance() const;
   std::vector<Refusal> refusals() const;
   void refuse(int64_t site, const std::string& cause);
+  void refuse_locked(int64_t site, const std::string& cause);  // under the mutex, in a backward that has been opened
   void clear();
 
   // The audit of a new structure: the sum of what is recorded, to be held against what a parameter receives.
@@ -244,6 +245,10 @@ class Pass : public std::enable_shared_from_this<Pass> {
   // counting.
   void enclose(const std::vector<int64_t>& parameters, uint64_t first);
   void disclose(const std::vector<int64_t>& parameters);  // they are served at the graph's nodes: count them again
+  // The nodes between some parameters and where samples come in: only these may give those `inside` a gradient, else
+  // the sites that they serve are refused.
+  void guard(const std::vector<NodePtr>& nodes, const std::vector<bool>& inside, std::vector<int64_t> sites);
+  int64_t place_of(const Node& node) const;  // in the table, of a parameter's; -1: of another node
   // Backward: a use's gradient is here, at this node of the graph. False where this backward computes none of the
   // parameters' gradients.
   bool arrive(at::IntArrayRef parameters, const Node* at, bool enclosed = false);
@@ -280,6 +285,14 @@ class Pass : public std::enable_shared_from_this<Pass> {
   bool needed(int64_t parameter) const;
   void audit_edges(const Node* at, const std::vector<std::shared_ptr<Pass>>& passes);
   bool encloses(const Node& node, int64_t parameter) const;
+  struct Guarded {
+    uint64_t sequence_nr;  // no other node has this at its address
+    bool inside;
+  };
+  std::unordered_map<const Node*, Guarded> guarded_;
+  std::vector<int64_t> guards_;  // sites
+  const Guarded* guarded(const Node& node) const;
+  void audit_guarded(const std::vector<const Node*>& nodes, const std::vector<const Node*>& roots) const;
   // How many uses ago as many rows were met: with a padding that is taken out, there are fewer.
   int64_t ago(int64_t rows) const;
   struct Span {
@@ -294,6 +307,8 @@ bool watching();  // whether the operators of this thread are observed: watch.cp
 
 void bind_pass(py::module_& m);
 void bind_capture(py::module_& m);
+void bind_at_node(py::module_& m);
+void bind_outline(py::module_& m);
 void bind_watch(py::module_& m);
 void bind_trace(py::module_& m);
 

@@ -44,7 +44,11 @@ void Recorder::refuse(int64_t site, const std::string& cause) {
     began()(py::none());
   }
   const std::lock_guard<std::mutex> lock(mutex);
-  add(tally(task).refusals, {site, cause});
+  refuse_locked(site, cause);
+}
+
+void Recorder::refuse_locked(int64_t site, const std::string& cause) {
+  add(tally(get_current_graph_task_id()).refusals, {site, cause});
 }
 
 void Recorder::merge(const std::vector<int64_t>& tasks) {

@@ -1,11 +1,9 @@
 // The operators' definition, and the C++ calls that reach them through the dispatcher.
 // Kernels register themselves at the foot of each backend's file.
 #include "ops.h"
-#include "pass.h"
 #include "schemas.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 TORCH_LIBRARY(torchgradx, m) {
@@ -133,10 +131,3 @@ Tensor gather_dots(const Tensor& indices, const Tensor& grad_rows, const Tensor&
 }
 
 }  // namespace torchgradx
-
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  torchgradx::bind_pass(m);
-  torchgradx::bind_capture(m);
-  torchgradx::bind_watch(m);
-  torchgradx::bind_trace(m);
-}

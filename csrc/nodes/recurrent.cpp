@@ -1,7 +1,7 @@
 // A layer of nn.LSTM, nn.GRU or nn.RNN as one node of the graph. Its backward goes through time once, and gives each
 // weight the gradient and the norms of a Linear over all steps.
-#include "cpu/direct.h"
-#include "layers/recurrence.h"
+#include "../cpu/direct.h"
+#include "../layers/recurrence.h"
 #include "node.h"
 #include "site.h"
 

@@ -1,7 +1,7 @@
 // What Python sees of the passes and the sites; the operators reach it through the dispatcher, see library.cpp.
-#include "node.h"
-#include "pass.h"
-#include "site.h"
+#include "nodes/node.h"
+#include "nodes/site.h"
+#include "record/pass.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -361,3 +361,12 @@ void bind_capture(py::module_& m) {
 }
 
 }  // namespace torchgradx
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  torchgradx::bind_pass(m);
+  torchgradx::bind_capture(m);
+  torchgradx::bind_outline(m);
+  torchgradx::bind_at_node(m);
+  torchgradx::bind_watch(m);
+  torchgradx::bind_trace(m);
+}

@@ -2,9 +2,9 @@
 // use.
 #pragma once
 
-#include "layers/layer.h"
-#include "layers/recurrence.h"
-#include "pass.h"
+#include "../layers/layer.h"
+#include "../layers/recurrence.h"
+#include "../record/pass.h"
 
 #include <map>
 

@@ -192,6 +192,21 @@ void Pass::disclose(const std::vector<int64_t>& parameters) {
   }
 }
 
+void Pass::guard(const std::vector<NodePtr>& nodes, const std::vector<bool>& inside, std::vector<int64_t> sites) {
+  for (size_t k = 0; k < nodes.size(); ++k) guarded_[&*nodes[k]] = {nodes[k]->sequence_nr(), inside[k]};
+  guards_ = std::move(sites);
+}
+
+const Pass::Guarded* Pass::guarded(const Node& node) const {
+  const auto found = guarded_.find(&node);
+  return found != guarded_.end() && found->second.sequence_nr == node.sequence_nr() ? &found->second : nullptr;
+}
+
+int64_t Pass::place_of(const Node& node) const {
+  const auto found = owners_->parameter.find(&node);
+  return found == owners_->parameter.end() ? -1 : found->second;
+}
+
 bool Pass::encloses(const Node& node, int64_t parameter) const {
   return std::any_of(spans_.begin(), spans_.end(), [&](const Span& span) {
     const auto& those = span.parameters;
@@ -232,14 +247,16 @@ bool Pass::compiled(const Node& node) {
 }
 
 // Once a backward: every edge of its graph into a tracked parameter must belong to a recorded use. Autocast casts a
-// weight once for many uses, so an edge into the cast is what counts there.
+// weight once for many uses, so an edge into the cast is what counts there. And nobody else may give a gradient to what
+// the passes guard.
 void Pass::audit_edges(const Node* at, const std::vector<std::shared_ptr<Pass>>& passes) {
   const int64_t task = get_current_graph_task_id();
   if (!recorder->audit(task)) return;
   const auto* reached = get_current_graph_task_nodes_in_graph();
   if (!reached) return;
   std::vector<const Node*> nodes(reached->begin(), reached->end());
-  for (const Node* root : roots_beside(*reached))
+  const auto roots = roots_beside(*reached);
+  for (const Node* root : roots)
     if (std::find(nodes.begin(), nodes.end(), root) == nodes.end()) nodes.push_back(root);
   if (at && std::find(nodes.begin(), nodes.end(), at) == nodes.end()) nodes.push_back(at);
   const auto count = [&](const Node& node, int64_t parameter) {
@@ -247,6 +264,8 @@ void Pass::audit_edges(const Node* at, const std::vector<std::shared_ptr<Pass>>&
       if (pass->encloses(node, parameter)) return;
     recorder->count(task, parameter, 1);
   };
+  for (const auto& pass : passes)
+    if (!pass->guarded_.empty()) pass->audit_guarded(nodes, roots);
   const bool in_graphs = std::any_of(passes.begin(), passes.end(), [](const auto& pass) { return pass->in_graph; });
   std::unordered_map<const Node*, int64_t> casts;
   for (const Node* node : nodes)
@@ -265,6 +284,18 @@ void Pass::audit_edges(const Node* at, const std::vector<std::shared_ptr<Pass>>&
       const auto found = edge.function ? casts.find(&*edge.function) : casts.end();
       if (found != casts.end() && executes(node)) count(*node, found->second);
     }
+}
+
+void Pass::audit_guarded(const std::vector<const Node*>& nodes, const std::vector<const Node*>& roots) const {
+  const auto inside = [&](const Node* node) {
+    const Guarded* found = node ? guarded(*node) : nullptr;
+    return found && found->inside;
+  };
+  bool stray = std::any_of(roots.begin(), roots.end(), inside);
+  for (const Node* node : nodes)
+    for (const auto& edge : node->next_edges())
+      stray = stray || (inside(edge.function ? &*edge.function : nullptr) && !guarded(*node) && executes(node));
+  for (const int64_t site : stray ? guards_ : std::vector<int64_t>()) recorder->refuse_locked(site, "not_its_sum");
 }
 
 bool Pass::waits(int64_t parameter, int64_t parts) {

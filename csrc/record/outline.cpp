@@ -1,0 +1,126 @@
+// How a forward's graph looks, so that what was found of its nodes can be taken over by another that looks the same.
+#include "pass.h"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_hook.h>
+
+#include <cstring>
+#include <typeinfo>
+
+namespace torchgradx {
+namespace {
+
+py::object python_of(const NodePtr& node) {
+  return py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(node));
+}
+
+// By name: torch does not export the classes of what is written in Python.
+template <class T>
+bool is_a(const T& object, const char* name) {
+  return std::strstr(typeid(object).name(), name) != nullptr;
+}
+
+// A graph's nodes, numbered as a walk from the outputs meets them. Held while a forward ends, for it owns the nodes.
+class Outline {
+ public:
+  Outline(const Pass& pass, const std::vector<Tensor>& outputs) {
+    note(pass.n);
+    for (const Tensor& t : outputs) note(t.grad_fn() ? number(t.grad_fn()) : -1), note(t.output_nr());
+    for (size_t k = 0; k < nodes_.size(); ++k) describe(pass, k);  // grows as it goes
+    for (const Pass::Use& use : pass.uses) {
+      const auto found = use.node ? numbers_.find(&*use.node) : numbers_.end();
+      note(use.site), note(found == numbers_.end() ? -1 : found->second), note(use.output_nr);
+    }
+  }
+
+  // The same for graphs of the same nodes, edges, sizes and dtypes, with the parameters and the uses in the same
+  // places.
+  py::bytes key() const {
+    return {reinterpret_cast<const char*>(key_.data()), key_.size() * sizeof(int64_t)};
+  }
+  py::list nodes(const std::vector<int64_t>& numbers) const {
+    py::list found;
+    for (const int64_t k : numbers) found.append(python_of(nodes_.at(k)));
+    return found;
+  }
+  void guard(Pass& pass, const std::vector<int64_t>& numbers, const std::vector<bool>& inside,
+             std::vector<int64_t> sites) const {
+    std::vector<NodePtr> those;
+    for (const int64_t k : numbers) those.push_back(nodes_.at(k));
+    pass.guard(those, inside, std::move(sites));
+  }
+  py::dict numbers() const {  // of all nodes
+    py::dict found;
+    for (size_t k = 0; k < nodes_.size(); ++k) found[python_of(nodes_[k])] = k;
+    return found;
+  }
+
+ private:
+  std::vector<NodePtr> nodes_;
+  std::unordered_map<const Node*, int64_t> numbers_;
+  std::vector<int64_t> key_;
+
+  void note(int64_t fact) {
+    key_.push_back(fact);
+  }
+
+  int64_t number(const NodePtr& node) {
+    const auto [entry, fresh] = numbers_.emplace(&*node, static_cast<int64_t>(nodes_.size()));
+    if (fresh) nodes_.push_back(node);
+    return entry->second;
+  }
+
+  void describe(const Pass& pass, size_t k) {
+    const NodePtr node = nodes_[k];
+    if (is_a(*node, "PyNode"))
+      note(reinterpret_cast<int64_t>(Py_TYPE(python_of(node).ptr())));
+    else
+      note(static_cast<int64_t>(typeid(*node).hash_code()));
+    note(pass.place_of(*node));
+    note(node->num_inputs());
+    for (uint32_t i = 0; i < node->num_inputs(); ++i) {
+      const auto& metadata = node->input_metadata(i);
+      const bool shown = !metadata.was_default_constructed() && !metadata.is_nested_tensor();
+      note(shown ? static_cast<int64_t>(metadata.dtype().toScalarType()) : -1);
+      if (!shown) continue;
+      const auto sizes = metadata.shape_as_dim_vector();
+      note(static_cast<int64_t>(sizes.size()));
+      for (const c10::SymInt& size : sizes) note(size.maybe_as_int().value_or(-1));
+    }
+    note(static_cast<int64_t>(node->next_edges().size()));
+    for (const auto& edge : node->next_edges()) note(edge.function ? number(edge.function) : -1), note(edge.input_nr);
+  }
+};
+
+// How many hooks there are, of which Python's are in one dictionary.
+template <class Python, class Hooks>
+size_t count(const Hooks& hooks, const char* python) {
+  size_t found = 0;
+  for (const auto& hook : hooks)
+    found += is_a(*hook, python) ? PyDict_Size(static_cast<const Python*>(hook.get())->dict) : 1;
+  return found;
+}
+
+}  // namespace
+
+void bind_outline(py::module_& m) {
+  py::class_<Outline>(m, "Outline")
+      .def(py::init<const Pass&, const std::vector<Tensor>&>())
+      .def_property_readonly("key", &Outline::key)
+      .def("nodes", &Outline::nodes)
+      .def("guard", &Outline::guard)
+      .def("numbers", &Outline::numbers);
+  m.def(
+      "hooked",  // whether a node has hooks besides so many, which may change gradients
+      [](const py::object& node, size_t before, size_t after) {
+        if (!torch::autograd::THPCppFunction_Check(node.ptr())) return true;
+        Node& of = *reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
+        return !of.tensor_pre_hooks().empty() ||
+               count<torch::autograd::PyFunctionPreHook>(of.pre_hooks(), "PyFunctionPreHook") > before ||
+               count<torch::autograd::PyFunctionPostHook>(of.post_hooks(), "PyFunctionPostHook") > after;
+      },
+      py::arg("node"), py::arg("before"), py::arg("after"));
+}
+
+}  // namespace torchgradx

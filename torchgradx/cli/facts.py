@@ -1,0 +1,37 @@
+"""Facts of this installation, to read and to paste into a report."""
+
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from .. import ops
+from ..gpu import compiled_for
+
+__all__ = ["table"]
+
+
+def facts() -> dict[str, str]:
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    named = []
+    for gpu in gpus:
+        major, minor = torch.cuda.get_device_capability(gpu)
+        named.append(f"{torch.cuda.get_device_name(gpu)} (compute capability {major}.{minor})")
+    serves = [f"{d}: {'CUDA kernels' if ops.kernels_on(d) else 'vmap'}" for d in gpus]
+    auto = "; ".join(["native: C++ CPU kernels", *serves]) if ops.NATIVE else "vmap: pure Python"
+    cpu = torch.backends.cpu.get_cpu_capability()
+    return {
+        "torchgradx": f"{version('torchgradx')}, in {Path(__file__).parent.parent}",
+        "torch": torch.__version__,
+        "extension": f"not loaded: {ops.WHY_NOT_NATIVE}" if ops.WHY_NOT_NATIVE else "loaded",
+        "CPU": f"{cpu}, {torch.get_num_threads()} threads",
+        "CUDA kernels": f"compiled for {compiled_for()}"
+        if ops.CUDA
+        else f"none: {ops.WHY_NOT_CUDA}",
+        "device": ", ".join(named) or "CPU only",
+        "backend auto": auto,
+    }
+
+
+def table() -> str:
+    return "\n".join(f"{name:14}{fact}" for name, fact in facts().items())

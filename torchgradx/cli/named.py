@@ -1,0 +1,95 @@
+"""Objects that a command line names: "module:name" or "file.py:name", found, called, checked."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+__all__ = ["LOSSES", "UsageError", "dataset", "found", "loss", "model"]
+
+LOSSES = ("cross_entropy", "mse_loss", "l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
+
+
+class UsageError(Exception):
+    """Error of an argument; the text begins with its name."""
+
+
+def found(option: str, spec: str) -> Any:
+    """Return the object of "package.module:name" or "folder/file.py:name"."""
+    where, _, name = spec.rpartition(":")
+    if not where or not name:
+        raise UsageError(f"{option}: expected module:name or file.py:name; got {spec!r}")
+    file = Path(where).resolve() if where.endswith(".py") else None
+    if file and not file.is_file():
+        raise UsageError(f"{option}: there is no file {where}")
+    folder = str(file.parent if file else Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as `python file.py` or `python -m` would
+    try:
+        module = importlib.import_module(file.stem if file else where)
+        held = operator.attrgetter(name)(module)
+    except Exception as error:
+        raise UsageError(f"{option}: {spec}: {type(error).__name__}: {error}") from error
+    if file and Path(module.__file__ or "").resolve() != file:
+        raise UsageError(f"{option}: {where} has the name of another module: rename it")
+    return held
+
+
+def _made(option: str, spec: str) -> Any:
+    """Return what is named, or what it returns where it is a function or class."""
+    held = found(option, spec)
+    ready = isinstance(held, (nn.Module, DataLoader)) or hasattr(held, "__getitem__")
+    if ready and not isinstance(held, type):
+        return held
+    try:
+        return held()
+    except Exception as error:
+        raise UsageError(f"{option}: {spec}() failed: {type(error).__name__}: {error}") from error
+
+
+def model(spec: str, checkpoint: str | None, device: torch.device) -> nn.Module:
+    """Return a model, made or found, with the weights of a checkpoint, on a device."""
+    held = _made("--model", spec)
+    if not isinstance(held, nn.Module):
+        raise UsageError(
+            f"--model: {spec} must be or return an nn.Module; got {type(held).__name__}"
+        )
+    if checkpoint is not None:
+        try:
+            state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+            for key in ("state_dict", "model_state_dict", "model"):
+                state = state[key] if isinstance(state.get(key), dict) else state
+            held.load_state_dict(state)
+        except Exception as error:
+            raise UsageError(f"--checkpoint: {checkpoint} does not load: {error}") from error
+    return held.to(device)
+
+
+def dataset(spec: str) -> Any:
+    """Return a dataset or a DataLoader, made or found."""
+    held = _made("--data", spec)
+    known = hasattr(held, "__len__") and not isinstance(held, (str, bytes, Mapping))
+    if not isinstance(held, DataLoader) and not known:
+        raise UsageError(
+            f"--data: {spec} must be or return a dataset with a length, or a DataLoader; got "
+            f"{type(held).__name__}"
+        )
+    return held
+
+
+def loss(spec: str) -> Callable[[Any, Any], torch.Tensor]:
+    if spec in LOSSES:
+        known: Callable[[Any, Any], torch.Tensor] = getattr(nn.functional, spec)
+        return known
+    if ":" not in spec:
+        raise UsageError(f"--loss: expected {', '.join(LOSSES)}, or module:function; got {spec!r}")
+    held = found("--loss", spec)
+    return _made("--loss", spec) if isinstance(held, type) else held  # nn.CrossEntropyLoss, say
