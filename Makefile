@@ -66,14 +66,15 @@ format: $(DONE)/lint  ## have ruff and clang-format rewrite the sources
 # allocation is Python's to report (return_null). A report goes to the process's stderr just before
 # it dies, which pytest would swallow: --capture=sys.
 SANITIZED := build/sanitize/package
+SANITIZERS := LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	  UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+	  PYTHONMALLOC=malloc PYTHONPATH=$(CURDIR)/$(SANITIZED)
 sanitize: $(DONE)/test  ## operator tests and fuzz under AddressSanitizer and UndefinedBehaviorSanitizer
 	rm -rf $(SANITIZED) build/sanitize/lib*
 	TORCHGRADX_SANITIZE=1 $(PIP) install --no-deps --target $(SANITIZED) .
-	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
-	  UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
-	  PYTHONMALLOC=malloc PYTHONPATH=$(CURDIR)/$(SANITIZED) \
-	  $(PYTEST) --capture=sys -k "not emulated and not reference" $(wildcard tests/test_ops*.py tests/test_fuzz*.py tests/test_affine*.py tests/test_gather*.py)
+	$(SANITIZERS) $(BIN)/python -m torchgradx | grep 'extension *loaded'
+	$(SANITIZERS) $(PYTEST) --capture=sys -k "not emulated and not reference" $(wildcard tests/test_ops*.py tests/test_fuzz*.py tests/test_affine*.py tests/test_gather*.py)
 
 mutants: $(DONE)/test  ## plant bugs in the CUDA kernels, all or PART=: the emulation must catch each; without a GPU
 	$(BIN)/python tests/emulation/mutants.py $(PART)
