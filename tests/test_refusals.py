@@ -264,7 +264,7 @@ PROVOKED = {
     "attention_rows": (lambda: Model(in_sequence, a=nn.MultiheadAttention(4, 2)),
                        step(N, 3, 5, 4), {"layout": {"a": "sequence"}}),
 }  # fmt: skip
-OF_KERNELS = {"data_parallel", "tangents", "algorithm", "attention_rows", "no_kernel"}
+OF_KERNELS = {"data_parallel", "tangents", "algorithm", "attention_rows", "no_kernel", "failed"}
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
