@@ -11,7 +11,6 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
@@ -52,13 +51,6 @@ class Same(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad
-
-
-UNPROVEN = {
-    "a reentrant checkpoint": lambda use, x: checkpoint(use, x, use_reentrant=True),
-    "a Function of the user's": lambda use, x: Same.apply(use(x)),
-}
-unproven = pytest.mark.parametrize("where", UNPROVEN)
 
 
 class Model(nn.Module):

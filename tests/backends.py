@@ -81,14 +81,11 @@ def _emulated(name: str) -> Callable[..., Any]:
 
 BACKENDS: dict[str, Backend] = {
     "reference": Backend("reference", lambda name: getattr(reference, name)),
-    "native": Backend(
-        "native",
-        lambda name: getattr(ops, name),
-        missing="" if ops.NATIVE else "torchgradx._C is not built",
-    ),
+    "native": Backend("native", lambda name: getattr(ops, name),
+        missing="" if ops.NATIVE else "torchgradx._C is not built"),
     "emulated": Backend("emulated", _emulated, missing=build.why_not()),
     "cuda": Backend("cuda", lambda name: getattr(ops, name), "cuda", missing=_no_cuda()),
-}
+}  # fmt: skip
 
 
 def parameters() -> list[Any]:

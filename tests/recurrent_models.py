@@ -80,8 +80,3 @@ def computes_halves() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-needs_half_lstm = pytest.mark.skipif(
-    not computes_halves(), reason="torch has no bfloat16 LSTM on this processor"
-)

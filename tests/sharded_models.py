@@ -102,15 +102,11 @@ class Rows(nn.Module):
 ROWS = {
     "sequence first": (lambda x: x.transpose(0, 1),) * 2,
     "flattened": (lambda x: x.flatten(0, 1), lambda y: y.unflatten(0, (-1, T))),
-    "flattened, sequence first": (
-        lambda x: x.transpose(0, 1).flatten(0, 1),
-        lambda y: y.unflatten(0, (T, -1)).transpose(0, 1),
-    ),
-    "windows": (
-        lambda x: x.unflatten(1, (2, T // 2)).flatten(0, 1),
-        lambda y: y.unflatten(0, (-1, 2)).flatten(1, 2),
-    ),
-}
+    "flattened, sequence first": (lambda x: x.transpose(0, 1).flatten(0, 1),
+        lambda y: y.unflatten(0, (T, -1)).transpose(0, 1)),
+    "windows": (lambda x: x.unflatten(1, (2, T // 2)).flatten(0, 1),
+        lambda y: y.unflatten(0, (-1, 2)).flatten(1, 2)),
+}  # fmt: skip
 
 
 def reshaped(into, back):

@@ -19,18 +19,6 @@ LENGTHS = torch.tensor([2, 4, 3, 1, 4, 2])
 CLASSES = torch.tensor([1, 1, 1, 2, 3, 2])
 
 
-def along_samples(function):
-    """Of one that works along the last dimension."""
-    return lambda x: function(x.movedim(0, -1)).movedim(-1, 0)
-
-
-def rows_written_in_reverse(x):
-    y = torch.empty_like(x)
-    for k in range(len(x)):
-        y[-1 - k] = x[k] * 2
-    return y
-
-
 def by_a_mask(x):
     first = x[:, 0, 0] > x[:, 0, 0].mean()
     return torch.cat([x[first], x[~first]])
@@ -48,30 +36,20 @@ def normalised(x):
 DATA = {  # of data [N, T, 1], before the first layer
     "summed up": lambda x: x.cumsum(0),
     "a softmax over samples": lambda x: x.softmax(0),
-    "averages of neighbours": along_samples(lambda x: F.avg_pool1d(x, 3, 1, 1)),
     "batch statistics": normalised,
     "less the mean": lambda x: x - x.mean(0),
-    "less the mean of all": lambda x: x - x.mean(),
     "over the largest": lambda x: x / x.max(),
-    "less the median": lambda x: x - x.median(0).values,
     "ranks": lambda x: (x > x.quantile(0.5, 0)).to(x),
-    "less the first": lambda x: x - x[:1],
     "attention over samples": lambda x: F.scaled_dot_product_attention(
         *[x.movedim(0, 1)] * 3).movedim(1, 0),
-    "the norm as a number": lambda x: x * float(x.abs().mean()),
     "a branch by the mean": lambda x: x if x.mean() > 9 else x / (1 + (x.mean() < 9) * x.max()),
     "in the last sample's units": lambda x: x / (1 + x[-1].abs().sum()),
 }  # fmt: skip
 ORDERS = {  # of data [N, T, 1], before the first layer: norms would stand in the same order
     "flipped": lambda x: x.flip(0),
-    "rolled": lambda x: x.roll(1, 0),
-    "indexed": lambda x: x[torch.arange(len(x)).flip(0)],
     "sorted by length": longest_first,
     "by a mask": by_a_mask,
-    "halves exchanged": lambda x: torch.cat([x[len(x) // 2 :], x[: len(x) // 2]]),
     "by a matrix": lambda x: (torch.eye(len(x)).to(x).flip(0) @ x.flatten(1)).view_as(x),
-    "padded and cut": lambda x: F.pad(x, (0, 0, 0, 0, 1, -1)),
-    "written row by row": rows_written_in_reverse,
     "put together in turn": lambda x: pad_sequence(list(x.unbind()[::-1]), batch_first=True),
 }
 DATA_APART = {  # of data [N, T, 1]
@@ -83,24 +61,17 @@ DATA_APART = {  # of data [N, T, 1]
 }
 IDS = {  # of ids [N, T]
     "padded and cut": lambda ids: F.pad(ids, (0, 0, 1, -1)),
-    "rolled": lambda ids: ids.roll(1, 0),
-    "less the least": lambda ids: ids - ids.min(),
     "how many are alike": lambda ids: (ids == ids[:1]).long() + ids % 2,
     "distinct ones": lambda ids: ids.unique(return_inverse=True)[1] % 9,
 }
 MEETINGS = {  # of activations h [N, 2] with d, of which no gradient is
-    "the first": lambda h, d: h - d[:1],
     "likeness": lambda h, d: torch.cat([h, h @ d.T], 1)[:, :3],
     "contrast": lambda h, d: F.nll_loss(
         (h @ d.T).log_softmax(1), torch.arange(len(h)), reduction="none")[:, None],
     "memory": lambda h, d: (h @ d.T).softmax(1) @ d,
-    "distances": lambda h, d: torch.cdist(h, d)[:, :1],
     "less the mean": lambda h, d: h - d.mean(0),
-    "over the deviation": lambda h, d: h / (d.std(0) if len(d) > 1 else 1),
     "summed up": lambda h, d: h + d.cumsum(0),
-    "turned over": lambda h, d: h + d.flip(0),
     "above the mean": lambda h, d: h * (d > d.mean(0)),
-    "clamped": lambda h, d: h.clamp(max=d.quantile(0.5, 0)),
 }  # fmt: skip
 MEETINGS_APART = {
     "a loss": lambda h, d: F.mse_loss(h, d, reduction="none"),
@@ -195,12 +166,6 @@ def as_returned(model, *batch):
     return model(*batch)
 
 
-def rows_alone(made):
-    """Rows [N*T, 3] without a sign of N."""
-    return Model(lambda m, x: m.o(torch.tanh(m.l(made(x))).view(-1, T, 4).sum(1)),
-                 l=nn.Linear(3, 4), o=nn.Linear(4, 2))  # fmt: skip
-
-
 def before_a_layer(way):
     return Model(lambda m, x: torch.tanh(m.r(way(x))).flatten(1), r=nn.Linear(1, 2))
 
@@ -242,7 +207,7 @@ def add(name, make, graph, samples, *batch, loss=square):
 
 
 torch.manual_seed(0)
-X1, X3, XT, X4 = (torch.randn(size) for size in ((N, T, 1), (N, 3), (N, T, 3), (N, 4)))
+X1, X3, X4 = (torch.randn(size) for size in ((N, T, 1), (N, 3), (N, 4)))
 X1[1, :2], X1[3, 1:], X4[0] = -1.0, -1.0, X4[0] / 10
 IDS_GIVEN = torch.randint(0, 9, (N, T))
 for kind, ways, verdict in (("data", DATA, SILENT), ("an order", ORDERS, SILENT),

@@ -1,16 +1,13 @@
-"""What is true of the norms of element-wise parameters and of tables, whatever computes them."""
+"""What is true of every operator's norms, whatever computes them: of layers and of tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
+import test_properties as products
 import torch
-from backends import Backend, set_threads, to
-from oracle import Kind
+from backends import set_threads, to
 from oracle_affine import FROZEN, Affine, Operands, assert_sq_norms, operands, truth
 from oracle_gather import Gather
-from torch import Tensor
 
 # Each way through the kernels: rows and planes, statistics by row, by column and none, T = 1.
 PROBLEMS = {
@@ -24,13 +21,17 @@ PROBLEMS = {
     "prelu": Affine("prelu", 6, 9, 17, 1),
     "prelu of planes": Affine("prelu", 6, 9, 17, 1),
 }
-WAYS = [(name, how) for name in PROBLEMS for how in ("norms", "fused")] + [("gather", "norms")]
+ELEMENTWISE = [(name, how) for name in PROBLEMS for how in ("norms", "fused")]
+WAYS = [*products.WAYS, *ELEMENTWISE, ("gather", "norms")]
 each_way = pytest.mark.parametrize("way", WAYS, ids="-".join)
 GATHER = Gather(6, 40, 9, 17)
 
 
-def draw(way: tuple[str, str], kind: Kind = "gaussians") -> Operands:
+def draw(way, kind="gaussians"):
     name = way[0]
+    if way in products.WAYS:
+        a, b = products.operands(way, kind)
+        return Operands(a, b, b, None, None)
     if name == "gather":
         indices, g = GATHER.operands(torch.float32, kind)
         return Operands(indices, g, g, None, None)
@@ -38,15 +39,17 @@ def draw(way: tuple[str, str], kind: Kind = "gaussians") -> Operands:
     return o._replace(x=_laid(name, o.x.clone()), g=_laid(name, o.g.clone()))
 
 
-def _laid(name: str, x: Tensor) -> Tensor:
+def _laid(name, x):
     if not name.endswith("planes"):
         return x
     return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
-def norms(backend: Backend, way: tuple[str, str], o: Operands) -> Tensor:
+def norms(backend, way, o):
     """sq_norms [1 + bias, N]"""
     name, how = way
+    if way in products.WAYS:
+        return products.norms(backend, way, o.x, o.g)
     x, g, weight, mean, rstd = (None if t is None else to(backend, t)[0] for t in o)
     if name == "gather":
         return backend.operator("gather_sq_norms")(x, g, 3)[None].cpu()
@@ -62,22 +65,22 @@ def norms(backend: Backend, way: tuple[str, str], o: Operands) -> Tensor:
     return (sq_norms if fused is None else fused).cpu()
 
 
-def _sample_of(o: Operands, which: slice | Tensor) -> Operands:
-    def some(t: Tensor | None) -> Tensor | None:
+def _sample_of(o, which):
+    def some(t):
         return t if t is None or len(t) != len(o.g) else t[which]
 
-    return Operands(some(o.x), o.g[which], o.weight, some(o.mean), some(o.rstd))  # type: ignore[arg-type]
+    return Operands(some(o.x), o.g[which], o.weight, some(o.mean), some(o.rstd))
 
 
 @each_way
-def test_permuting_samples_permutes_norms(backend: Backend, way: tuple[str, str]) -> None:
+def test_permuting_samples_permutes_norms(backend, way):
     o, order = draw(way, "integers"), torch.tensor([3, 0, 5, 1, 4, 2])
     permuted = norms(backend, way, _sample_of(o, order))
     assert torch.equal(permuted, norms(backend, way, o)[:, order])
 
 
 @each_way
-def test_a_samples_norms_do_not_depend_on_its_batch(backend: Backend, way: tuple[str, str]) -> None:
+def test_a_samples_norms_do_not_depend_on_its_batch(backend, way):
     o = draw(way, "integers")
     alone = [norms(backend, way, _sample_of(o, slice(n, n + 1))) for n in range(6)]
     assert torch.equal(torch.cat(alone, 1), norms(backend, way, o))
@@ -86,16 +89,14 @@ def test_a_samples_norms_do_not_depend_on_its_batch(backend: Backend, way: tuple
 @pytest.mark.grid("backend")
 @each_way
 @pytest.mark.parametrize("factor", [2.0**-20, -2.0, 2.0**20])
-def test_scaling_by_c_scales_sq_norms_by_c_squared(
-    backend: Backend, way: tuple[str, str], factor: float
-) -> None:
+def test_scaling_by_c_scales_sq_norms_by_c_squared(backend, way, factor):
     o = draw(way)
     scaled = norms(backend, way, o._replace(g=o.g * factor))
     assert torch.equal(scaled, norms(backend, way, o) * factor**2)
 
 
 @each_way
-def test_a_zero_gradient_has_exactly_zero_norm(backend: Backend, way: tuple[str, str]) -> None:
+def test_a_zero_gradient_has_exactly_zero_norm(backend, way):
     o = draw(way)
     o.g[2] = 0
     assert norms(backend, way, o).eq(0).any(0).tolist() == [n == 2 for n in range(6)]
@@ -103,9 +104,7 @@ def test_a_zero_gradient_has_exactly_zero_norm(backend: Backend, way: tuple[str,
 
 @each_way
 @pytest.mark.parametrize("count", [1, 2])
-def test_repeated_runs_are_bitwise_equal(
-    backend: Backend, way: tuple[str, str], count: int, threads: Callable[[int], None]
-) -> None:
+def test_repeated_runs_are_bitwise_equal(backend, way, count, threads):
     set_threads(backend, threads, count)
     o = draw(way)
     first = norms(backend, way, o)
@@ -114,9 +113,7 @@ def test_repeated_runs_are_bitwise_equal(
 
 @each_way
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_sample_that_is_not_finite_spoils_no_other(
-    backend: Backend, way: tuple[str, str], poison: float
-) -> None:
+def test_a_sample_that_is_not_finite_spoils_no_other(backend, way, poison):
     o = draw(way)
     if way[0] == "gather":
         o.x[1, 0] = 0  # not the padding
@@ -129,9 +126,7 @@ def test_a_sample_that_is_not_finite_spoils_no_other(
 
 @each_way
 @pytest.mark.parametrize("gradient", [2.0**-60, 2.0**50])
-def test_extreme_gradients_give_the_norm_that_float32_can_hold(
-    backend: Backend, way: tuple[str, str], gradient: float
-) -> None:
+def test_extreme_gradients_give_the_norm_that_float32_can_hold(backend, way, gradient):
     o = draw(way)
     expected = norms(backend, way, o).double() * gradient**2
     actual = norms(backend, way, o._replace(g=o.g * gradient)).double()
@@ -140,7 +135,7 @@ def test_extreme_gradients_give_the_norm_that_float32_can_hold(
 
 @pytest.mark.parametrize("t", [1, 2])
 @pytest.mark.parametrize("layer", ["layer_norm", "batch_norm"])
-def test_squares_below_float32s_range_still_add_up(backend: Backend, layer: str, t: int) -> None:
+def test_squares_below_float32s_range_still_add_up(backend, layer, t):
     """90 000 squares of 2.5 times float32's smallest number: rounded one by one, 2 or 3 of it."""
     size = (2, t, 1, 90_000) if layer == "layer_norm" else (2, t, 90_000, 1)
     g = torch.full(size, (2.5 * 2.0**-149) ** 0.5 / t)
@@ -166,9 +161,7 @@ SHARED_OUT = [  # enough work for several threads: by samples, or with few of th
 @pytest.mark.parametrize("planes", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("problem", SHARED_OUT)
-def test_any_number_of_threads_is_right(
-    backend: Backend, problem: Affine, count: int, planes: bool, threads: Callable[[int], None]
-) -> None:
+def test_any_number_of_threads_is_right(backend, problem, count, planes, threads):
     set_threads(backend, threads, count)
     o = operands(problem, torch.float32, "integers")
     o = o._replace(x=_laid("planes" if planes else "", o.x))

@@ -1,4 +1,7 @@
-"""Layers of more than one input, whose norms have a closed form: bags, and bilinear products."""
+"""Bags, bilinear products, sparse tensors; modules called under no_grad, then in earnest."""
+
+import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +13,12 @@ from attach_oracle import (
     close_named,
     every_mode,
     loop,
-    need_native,
+    mlp,
+    same_gradients,
     square,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
@@ -64,14 +69,10 @@ BAGS = {
     "mean": bag(mode="mean"),
     "max": bag(mode="max"),
     "sum with padding": bag(mode="sum", padding_idx=2),
-    "mean with padding": bag(mode="mean", padding_idx=2),
-    "max with padding": bag(mode="max", padding_idx=2),
     "by offsets": bag(by_offsets, mode="mean"),
     "by offsets, with the last": bag(by_offsets, mode="sum", include_last_offset=True),
     "of other sizes": bag(of_other_sizes, mode="sum"),
-    "of other sizes, mean": bag(of_other_sizes, mode="mean", padding_idx=1),
     "of other sizes, max": bag(of_other_sizes, mode="max"),
-    "by keywords": bag(lambda m, ids: m.bag(input=ids), mode="mean"),
     "sparse": bag(mode="sum", sparse=True),
     "weighted": weighted_bag,
     "several of a sample": bag(several_bags, mode="sum"),
@@ -95,15 +96,11 @@ def pair(how=lambda m, x, y: torch.tanh(m.pair(x, y)), **options):
 
 PAIRS = {
     "rows": (pair(), (N,)),
-    "rows without bias": (pair(bias=False), (N,)),
-    "one position": (pair(), (N, 1)),
     "few positions": (pair(), (N, 2)),
     "many positions": (pair(), (N, 70)),
-    "4-D": (pair(), (N, 3, 2)),
     "one sample": (pair(), (1, 5)),
     "flattened rows": (
         pair(lambda m, x, y: m.pair(x.flatten(0, 1), y.flatten(0, 1)).view(-1, 3, 4)), (N, 3)),
-    "by keywords": (pair(lambda m, x, y: m.pair(input2=y, input1=x).tanh()), (N, 3)),
     "of one tensor": (pair(lambda m, x, y: m.pair(x, x[..., :2]).tanh()), (N, 3)),
     "twice": (pair(lambda m, x, y: m.pair(m.pair(x, y)[..., :3].tanh(), y)), (N, 3)),
     "positions first": (
@@ -120,65 +117,85 @@ def test_bilinear_products_have_the_norms_of_the_loop(name, options, dtype):
     check(make(), square, x, y, dtype=dtype, input_grad=True, **options)
 
 
-@a_few_modes
-@pytest.mark.parametrize("live", ["weight", "bias"])
-def test_bilinear_products_of_which_a_part_is_frozen(live, options):
-    model = pair()()
-    for name, p in model.pair.named_parameters():
-        p.requires_grad_(name == live)
-    check(model, square, torch.randn(N, 5, 3), torch.randn(N, 5, 2), **options)
+ROWS = 6
+LAYOUTS = {"coo": torch.Tensor.to_sparse, "csr": torch.Tensor.to_sparse_csr}
+layouts = pytest.mark.parametrize("made", LAYOUTS.values(), ids=LAYOUTS)
 
 
-SIZES = [[2, 1, 3, 2], [2, 0, 3, 2], [2, 3, 3, 0], [1, 1, 1, 1], [2, 1, 1, 0], [3, 3, 3, 3]]
-
-
-class Text(nn.Module):
-    def __init__(self, with_last):
-        super().__init__()
-        self.bag = nn.EmbeddingBag(9, 5, mode="sum", include_last_offset=with_last)
-        self.head = nn.Linear(5, 2)
-
-    def forward(self, ids, offsets):
-        return self.head(self.bag(ids, offsets))
-
-
-class Bags(nn.Module):
-    """The same, of rows of ids."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.bag, self.head = nn.EmbeddingBag(9, 5, mode="sum"), nn.Linear(5, 2)
-        self.load_state_dict(text.state_dict())
-
-    def forward(self, ids):
-        return self.head(self.bag(ids[0], torch.zeros(1, dtype=torch.long)))
+def words():
+    return torch.randn(ROWS, 3).double().relu()
 
 
 @a_few_modes
-@pytest.mark.parametrize("with_last", [False, True])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_bags_that_offsets_part_are_exact(sizes, with_last, options):
-    need_native(options)
-    model = Text(with_last).double()
-    alone = Bags(model).double()
-    ids = torch.randint(0, 9, (sum(sizes),))
-    ends = torch.tensor([0, *sizes]).cumsum(0)
-    offsets = ends if with_last else ends[:-1]
-    each = [loop(alone, square, bag[None]) for bag in ids.split(sizes)]
-    want = {name: torch.cat([norms[name] for norms in each]) for name in each[0]}
-    n = {"batch_size": len(sizes)}
-    with torchgradx.attach(model, **n, **options) as probe:
-        for _ in range(2):
-            square(model, ids, offsets).backward()
-            close_named(probe.norms(per="parameter"), want)
-
-
-@a_few_modes
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_as_many_samples_as_features(mode, options):
-    need_native(options)
-    model, ids = nn.EmbeddingBag(9, 6, mode=mode).double(), torch.randint(0, 9, (6, 3))
-    want = loop(model, square, ids)
-    with torchgradx.attach(model, **options) as probe:
-        square(model, ids).backward()
+@layouts
+@pytest.mark.parametrize("way", ["plain", "a checkpoint", "clipped"])
+def test_a_linear_layer_is_given_bags_of_words(made, way, options):
+    model, x = mlp(5).double(), words()
+    want = loop(model, square, x)
+    twin, sparse = copy.deepcopy(model), made(x)
+    clips = way == "clipped" and options.get("weight_grad", True)
+    with torchgradx.attach(model, **options, clip=clips) as probe:
+        for m in (model, twin):
+            inside = partial(checkpoint, m, use_reentrant=False) if way == "a checkpoint" else m
+            square(inside, sparse).backward()
         close_named(probe.norms(per="parameter"), want)
+        if clips:
+            probe.clip_grad_norm_(torch.inf)
+    if options.get("weight_grad", True):
+        same_gradients(model, twin, rtol=None if options else 1e-12)
+
+
+APART = {
+    "there and back": lambda x, made: made(x).to_dense(),
+    "a product": lambda x, made: made(x) @ torch.arange(9.0).view(3, 3).to(x),
+}
+
+
+@a_few_modes
+@layouts
+@pytest.mark.parametrize("way", APART)
+def test_data_made_sparse_that_stay_apart_are_exact(way, made, options):
+    model = Model(lambda m, x: m.l(APART[way](x, made)), l=nn.Linear(3, 2))
+    check(model, square, words(), **options)
+
+
+WIDE = 6
+STATES = {
+    "zeros": lambda m, x: x.new_zeros(*x.shape[:-1], WIDE),
+    "a table": lambda m, x: m.t,
+    "the samples": lambda m, x: torch.tanh(m.i(x)),
+    "the samples, turned": lambda m, x: torch.tanh(m.i(x)).transpose(0, -2),
+}
+each_state = pytest.mark.parametrize("state", STATES)
+
+
+def silent_net(state, steps, earnest=True):
+    def forward(m, x):
+        z = STATES[state](m, x)
+        with torch.no_grad():
+            for _ in range(steps):
+                z = torch.tanh(m.f(z) / 2)
+        if state.endswith("turned"):
+            z = z.transpose(0, -2)
+        if state == "a table":
+            z = z.mean(0, keepdim=True)
+        return m.o(torch.tanh((m.f if earnest else m.g)(z) + m.i(x)))
+
+    parts = {
+        "f": nn.Linear(WIDE, WIDE),
+        "g": nn.Linear(WIDE, WIDE),
+        "i": nn.Linear(3, WIDE),
+        "o": nn.Linear(WIDE, 2),
+    }
+    made = Model(forward, **parts)
+    made.register_buffer("c", torch.randn(WIDE))
+    made.register_buffer("t", torch.randn(2 * N, WIDE))
+    return made
+
+
+@a_few_modes
+@each_state
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("shape", [(N, 3), (1, 3), (N, N, 3)], ids=str)
+def test_a_module_called_under_no_grad_first_is_exact(shape, steps, state, options):
+    check(silent_net(state, steps), square, torch.randn(shape), **options)

@@ -1,23 +1,42 @@
-"""torch.compile: exact through graph breaks whichever came first, or refused; never another graph's
-business. `eager` and `aot_eager` trace as the others do, and need no compiler."""
+"""torch.compile: exact through graph breaks or in a whole graph, whichever came first, or refused.
+`eager` and `aot_eager` trace as the others do, and need no compiler."""
 
 import copy
 
 import pytest
 import torch
-from attach_oracle import Model, close_named, loop, mlp, same_gradients, square
+import torch._dynamo
+import torch._dynamo.testing
+import torch.nn.functional as F
+from attach_oracle import (
+    Model,
+    close_named,
+    loop,
+    mlp,
+    penalised,
+    same_gradients,
+    square,
+    square_sum,
+)
+from fullgraph_models import (
+    N,
+    attached,
+    backends,
+    cnn,
+    every_model,
+    extension,
+    held_against_a_loop,
+    ids,
+    images,
+    rows,
+    tokens,
+)
 from torch import nn
 
 import torchgradx
-from torchgradx.ops import NATIVE
 
-N = 4
-MODELS = {
+BROKEN = {
     "positions": (mlp, (5, 3)),
-    "images": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(),
-                                     nn.Linear(64, 2)), (3, 6, 6)),
-    "normalised": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)),
-                   (5, 3)),
     "embedded": (lambda: nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 2)), None),
     "used twice": (lambda: Model(lambda m, x: m.o(torch.tanh(m.l(torch.tanh(m.l(x))))),
                                  l=nn.Linear(3, 3), o=nn.Linear(3, 2)), (5, 3)),
@@ -27,7 +46,7 @@ MODELS = {
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
-def samples(shape, n):
+def draw_samples(shape, n):
     return torch.randint(0, 7, (n, 5)) if shape is None else torch.randn(n, *shape).double()
 
 
@@ -42,7 +61,7 @@ def step(compiled, model, twin, probe, x):
     twin.zero_grad()
 
 
-CASES = [(name, "attach, compile") for name in MODELS]
+CASES = [(name, "attach, compile") for name in BROKEN]
 CASES += [("positions", "compile, attach"), ("positions", "attach to the compiled")]
 
 
@@ -50,7 +69,7 @@ CASES += [("positions", "compile, attach"), ("positions", "attach to the compile
 def test_a_compiled_model_is_exact_at_every_batch_size(name, order):
     if name == "used twice" and not torchgradx.ops.NATIVE:
         pytest.skip("refused without the extension, as its layers cannot be run again in a trace")
-    make, shape = MODELS[name]
+    make, shape = BROKEN[name]
     model = make().double()
     twin = copy.deepcopy(model)
     if order == "attach, compile":
@@ -60,7 +79,7 @@ def test_a_compiled_model_is_exact_at_every_batch_size(name, order):
         compiled = torch.compile(model, backend="eager")
         probe = torchgradx.attach(model if order == "compile, attach" else compiled)
     for n in (N, 6, N):
-        x = samples(shape, n)
+        x = draw_samples(shape, n)
         want = loop(model, square, x)
         square(compiled, x).backward()
         square(twin, x).backward()
@@ -71,23 +90,6 @@ def test_a_compiled_model_is_exact_at_every_batch_size(name, order):
         twin.zero_grad()
     probe.remove()
     step(compiled, model, twin, None, x)
-
-
-@pytest.mark.parametrize("options", [{}, {"fused": False}, {"weight_grad": False}], ids=str)
-def test_code_compiled_before_the_attachment_is_exact_or_refused(options):
-    model, x = mlp().double(), torch.randn(N, 3).double()
-    compiled = torch.compile(model, backend="eager")
-    square(compiled, x).backward()
-    want = loop(model, square, x)
-    with torchgradx.attach(model, **options) as probe:
-        square(compiled, x).backward()
-        try:
-            got = probe.norms(per="parameter")
-        except torchgradx.CoverageError:
-            # A swapped class is among the guards of compiled code, and a hook is not.
-            assert not NATIVE or options.get("fused") is False
-        else:
-            close_named(got, want)
 
 
 def test_attaching_recompiles_nothing_of_others():
@@ -110,21 +112,248 @@ def test_attaching_recompiles_nothing_of_others():
     assert len(graphs) == before
 
 
-def test_a_backward_inside_of_a_compiled_step_is_exact():
-    model, twin = mlp().double(), mlp().double()
-    twin.load_state_dict(model.state_dict())
+@pytest.mark.grid
+@every_model
+@backends
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_whole_graph_is_exact_at_every_batch_size(make, draw, backend, fused):
+    model = make().double()
+    probe, compiled = attached(model, backend, fused=fused)
+    for n in (N, 6, 7, 5, 1, N):  # 5 is as many as there are positions
+        held_against_a_loop(model, probe, compiled, draw(n))
 
-    def step(model, x):
-        loss = square(model, x)
-        loss.backward()
-        return loss.detach()
 
-    compiled = torch.compile(step, backend="eager")
+@extension
+def test_one_graph_serves_every_size():
+    model = tokens().double()
+    probe = torchgradx.attach(model)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    frames = []
+    for n in (N, 6, 8):
+        held_against_a_loop(model, probe, compiled, ids(n, n + 1))
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[-1]
+
+
+def test_code_that_changes_is_looked_at_again():
+    """The hooks are compiled apart from the forward of a model of one's own."""
+
+    def forward(m, x):
+        return F.linear(m.l(x), m.l.weight) if m.also else m.l(x)
+
+    model = Model(forward, l=nn.Linear(3, 3)).double()
+    model.also = False
+    probe, compiled = attached(model)
+    held_against_a_loop(model, probe, compiled, rows(N))
+    model.also = True
+    square(compiled, rows(N)).backward()
+    with pytest.raises(torchgradx.CoverageError, match=r"l\.weight"):
+        probe.norms()
+
+
+def test_accumulation_and_passes_of_the_same_samples():
+    model = mlp().double()
+    probe, compiled = attached(model)
+    batches = [rows(N), rows(N), rows(3)]
+    want = [loop(model, square, x) for x in batches]
+    for x in batches:
+        square(compiled, x).backward()
+    close_named(probe.norms(per="parameter"), {k: torch.cat([w[k] for w in want]) for k in want[0]})
+
+    def siamese(model, a, b):
+        return (model(a) - model(b)).square().flatten(1).sum(1).mean()
+
+    want = loop(model, siamese, *batches[:2])
+    with probe.same_samples():
+        siamese(compiled, *batches[:2]).backward()
+    close_named(probe.norms(per="parameter"), want)
+
+
+@extension
+def test_in_a_compiled_step():
+    """The model is called by what is compiled, beside another."""
+    model, other = tokens().double(), mlp(4).double()
+    x, y = ids(N), torch.randn(N, 3).double()
+
+    def step(model, x, y):
+        return (model(x) + 0 * other(y).sum()).square().flatten(1).sum(1).mean()
+
+    want = loop(model, step, x, y)
     with torchgradx.attach(model) as probe:
-        for n in (N, 6):
-            x = samples((5, 3), n)
-            want = loop(model, square, x)
-            compiled(model, x)
-            close_named(probe.norms(per="parameter"), want)
-            square(twin, x).backward()
-            same_gradients(model, twin, 1e-9)
+        torch.compile(step, backend="aot_eager", fullgraph=True)(model, x, y).backward()
+        close_named(probe.norms(per="parameter"), want)
+
+
+@extension
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.grid
+@pytest.mark.parametrize("make", [tokens, cnn])
+@backends
+def test_autocast_is_that_of_the_eager_model(make, backend, dtype):
+    model, x = make(), ids(N) if make is tokens else images(N).float()
+
+    def loss(model, x):
+        with torch.autocast("cpu", dtype):
+            out = model(x)
+        return out.float().square().flatten(1).sum(1).mean()
+
+    with torchgradx.attach(model) as probe:
+        loss(model, x).backward()
+        want = probe.norms(per="parameter")
+    model.zero_grad()
+    probe, compiled = attached(model, backend)
+    loss(compiled, x).backward()
+    got = probe.norms(per="parameter")
+    for name in want:
+        torch.testing.assert_close(
+            got[name], want[name], rtol=64 * torch.finfo(dtype).eps, atol=0.0
+        )
+
+
+def functional(m, x):
+    return F.linear(m.l(x), m.l.weight)
+
+
+def mixing(m, x):
+    return m.l(x) + m.l(x).flip(0)
+
+
+def table(m, x):
+    return m.l(x + m.p(torch.arange(x.shape[1])))
+
+
+NEVER = {
+    "a functional use": (lambda: Model(functional, l=nn.Linear(3, 3)), square),
+    "samples that mix": (lambda: Model(mixing, l=nn.Linear(3, 3)), square),
+    "a table of positions": (lambda: Model(table, l=nn.Linear(3, 3), p=nn.Embedding(5, 3)), square),
+    "a penalty on the weights": (mlp, penalised),
+}
+
+
+@pytest.mark.parametrize(("make", "loss"), NEVER.values(), ids=NEVER)
+@backends
+def test_what_is_not_exact_is_refused(make, loss, backend):
+    model = make().double()
+    twin = copy.deepcopy(model)
+    probe, compiled = attached(model, backend)
+    for n in (N, 6):
+        x = rows(n)
+        loss(compiled, x).backward()
+        loss(twin, x).backward()
+        with pytest.raises(torchgradx.CoverageError):
+            probe.norms()
+        same_gradients(model, twin, 1e-9)
+
+
+OUTSIDE = {
+    "a module without a graph's operator": (lambda: nn.Sequential(nn.Linear(3, 3), nn.PReLU()), {}),
+    "norms only": (mlp, {"weight_grad": False}),
+    "no kernels": (mlp, {"backend": "vmap"}),
+}
+
+
+@extension
+@pytest.mark.parametrize(("make", "options"), OUTSIDE.values(), ids=OUTSIDE)
+def test_what_no_graph_can_hold_says_what_to_do(make, options):
+    model = make().double()
+    with torchgradx.attach(model, **options):
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"torchgradx.*without fullgraph"):
+            compiled(rows(N))
+    assert square_sum(model, rows(N)).isfinite()
+
+
+def test_a_thousand_steps_leave_nothing_behind():
+    model = mlp()
+    probe, compiled = attached(model)
+    x = rows(N).float()
+
+    def step():
+        square(compiled, x).backward()
+        model.zero_grad()
+        return probe.norms()
+
+    step()
+    alive = torchgradx._C.links()
+    for _ in range(1000):
+        step()
+        compiled(x)  # meets no backward
+    assert torchgradx._C.links() == alive
+
+
+def warming_up(m, x, weight):
+    return square(m, x) + weight * m[0].weight.square().sum()
+
+
+@extension
+def test_a_penalty_that_comes_later_is_refused():
+    """The first pass of a structure shows nothing of it, and one graph has no edges of its own."""
+    model, x = mlp().double(), rows(N)
+    with torchgradx.attach(model) as probe:
+        step = torch.compile(warming_up, backend="aot_eager", fullgraph=True)
+        for weight in (0.0, 0.0, 5.0):
+            step(model, x, torch.tensor(weight)).backward()
+            if weight:
+                with pytest.raises(torchgradx.CoverageError, match=r"0\.weight"):
+                    probe.norms()
+            else:
+                close_named(probe.norms(per="parameter"), loop(model, square, x))
+
+
+@extension
+def test_the_root_of_a_backward_is_seen():
+    """A compiled loss with a penalty that begins at nothing, on a model that is not compiled."""
+    model, x = mlp().double(), rows(N)
+
+    def loss(out, w, weight):
+        return out.square().flatten(1).sum(1).mean() + weight * w.square().sum()
+
+    compiled = torch.compile(loss, backend="aot_eager")
+    with torchgradx.attach(model) as probe:
+        for weight in (0.0, 0.0, 5.0):
+            compiled(model(x), model[0].weight, torch.tensor(weight)).backward()
+            with pytest.raises(torchgradx.CoverageError, match=r"0\.weight"):
+                probe.norms()
+
+
+def remembering(m, x, k):
+    m.calls += 1
+    h = m.l(x)
+    k.add_(1)
+    m.seen = m.seen * 0.5 + h.detach().mean()
+    return h * k
+
+
+@extension
+def test_the_look_from_outside_leaves_attributes_and_arguments():
+    model = Model(remembering, l=nn.Linear(3, 2)).double()
+    model.calls, model.seen = 0, torch.zeros((), dtype=torch.float64)
+    twin, x = copy.deepcopy(model), rows(N)
+    found = []
+    for m in (model, twin):
+        torch._dynamo.reset()
+        m.k = torch.zeros(N, 1, 1, dtype=torch.float64)
+        if m is model:
+            probe = torchgradx.attach(m)
+        compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            out = compiled(x, m.k)
+            out.square().sum().backward()
+        found += [(out.detach(), m.k, m.calls, m.seen)]
+    assert probe.norms().shape == (2 * N,)
+    torch.testing.assert_close(*found)
+    same_gradients(model, twin, 1e-9)
+
+
+def test_compiled_autograd_is_refused():
+    model, x = mlp().double(), rows(N)
+    twin = copy.deepcopy(model)
+    probe, compiled = attached(model)
+    loss = square(compiled, x)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+    square(twin, x).backward()
+    same_gradients(model, twin, 1e-9)
+    with pytest.raises(torchgradx.CoverageError):
+        probe.norms()

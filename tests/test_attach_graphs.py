@@ -1,9 +1,8 @@
-"""Several models and probes in one graph, replicas, steps within backward; other derivatives than
-a loss's."""
+"""Several models in one graph, other derivatives, hooks of the user's, threads, fake tensors."""
 
 import copy
+import sys
 import threading
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,17 +10,19 @@ import torch.autograd.forward_ad as forward_ad
 from attach_oracle import (
     Model,
     a_few_modes,
-    check,
+    close,
     close_named,
     every_mode,
-    exact_or,
-    exact_or_refused,
     loop,
+    loop_model,
     mlp,
     need_native,
+    same_gradients,
     square,
 )
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
@@ -55,103 +56,11 @@ def test_two_models_of_an_adversarial_game_are_exact_in_either_ones_step(options
             judge.requires_grad_(True)
 
 
-@a_few_modes
-def test_probes_on_two_parts_of_one_model_are_exact(options):
-    model, x = nn.Sequential(mlp(), nn.Tanh(), nn.Linear(2, 2)).double(), torch.randn(N, 3).double()
-    want = loop(model, square, x)
-    with torchgradx.attach(model[0], **options) as p, torchgradx.attach(model[2], **options) as q:
-        square(model, x).backward()
-        for probe, prefix in ((p, "0."), (q, "2.")):
-            part = {k.removeprefix(prefix): v for k, v in want.items() if k.startswith(prefix)}
-            close_named(probe.norms(per="parameter"), part)
-
-
 def test_two_models_that_share_a_module_cannot_both_be_attached():
     trunk = nn.Linear(3, 3)
     one, other = nn.Sequential(trunk, nn.Linear(3, 1)), nn.Sequential(trunk, nn.Linear(3, 2))
     with torchgradx.attach(one), pytest.raises(RuntimeError, match="'0' is attached already"):
         torchgradx.attach(other)
-
-
-class Replicated(nn.Module):
-    """What nn.DataParallel does, on the CPU: replicas whose weights are copies, in threads."""
-
-    def __init__(self, module, count=2):
-        super().__init__()
-        self.module, self.count = module, count
-
-    def replica(self):
-        modules = list(self.module.modules())
-        twins = {m: m._replicate_for_data_parallel() for m in modules}
-        for module, twin in twins.items():
-            for key, child in module._modules.items():
-                setattr(twin, key, twins[child])
-            for key, p in module._parameters.items():
-                setattr(twin, key, p.clone())
-        return twins[self.module]
-
-    def forward(self, x):
-        outputs = [None] * self.count
-        replicas, chunks = [self.replica() for _ in outputs], x.chunk(self.count)
-
-        def run(k):
-            outputs[k] = replicas[k](chunks[k])
-
-        threads = [threading.Thread(target=run, args=(k,)) for k in range(self.count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return torch.cat(outputs)
-
-
-@a_few_modes
-@pytest.mark.parametrize("where", ["inside", "outside"])
-def test_replicas_in_threads_are_refused_and_train_as_before(where, options):
-    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
-    wrapped, x = Replicated(model), torch.randn(2 * N, 3).double()
-    square(wrapped, x).backward()
-    want = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    with torchgradx.attach(model if where == "inside" else wrapped, **options) as probe:
-        square(wrapped, x).backward()
-        with pytest.raises(torchgradx.CoverageError) as refusal:
-            probe.norms()
-    assert len(refusal.value.parameters) == len(want)
-    assert where == "outside" or "DistributedDataParallel" in str(refusal.value)
-    for p, gradient in zip(model.parameters(), want, strict=True):
-        assert torch.allclose(p.grad, gradient, rtol=1e-12)
-
-
-@a_few_modes
-def test_a_proof_hides_nothing_of_other_threads_and_records_nothing_of_its_own(options):
-    """While a structure is proven, another thread runs a backward, or a forward with its proof."""
-    model = mlp().double()
-    batches = [torch.randn(N, *(5,) * dims, 3).double() for dims in range(4)]
-    meanwhile, losses = [], []
-
-    def in_backward(_):
-        if meanwhile:
-            thread = threading.Thread(target=meanwhile.pop())
-            thread.start()
-            thread.join()
-
-    model[1].register_forward_hook(lambda *call: call[-1].register_hook(in_backward) and None)
-    with torchgradx.attach(model, **options) as probe:
-        losses.append(square(model, batches[0]))
-        meanwhile.append(losses[0].backward)
-        losses.append(square(model, batches[1]))
-        meanwhile.append(lambda: losses.append(square(model, batches[2])))
-        last = square(model, batches[3])
-        assert not meanwhile
-        for loss in (*losses[1:], last):
-            loss.backward()
-        begun = [batches[k] for k in (0, 1, 3, 2)]
-        want = [loop(model, square, x) for x in begun]
-        close_named(
-            probe.norms(per="parameter"),
-            {name: torch.cat([one[name] for one in want]) for name in want[0]},
-        )
 
 
 def both_outputs(m, x):
@@ -181,72 +90,6 @@ def test_weights_may_be_stepped_within_the_backward(options):
             close_named(probe.norms(per="parameter"), want)
             for handle in handles:
                 handle.remove()
-
-
-@pytest.mark.parametrize("options", [{}, {"backend": "vmap"}], ids=str)
-@pytest.mark.parametrize("first", ["hook", "probe"])
-def test_hooks_on_a_parameter_under_norms_alone(first, options):
-    """One on the gradient sees it; what follows an accumulation follows none, and stays."""
-    model, x = mlp().double(), torch.randn(N, 3).double()
-    want, weight, seen, stepped = loop(model, square, x), model[0].weight, [], []
-    square(model, x).backward()
-    gradient, kept = weight.grad.clone(), [p.grad for p in model.parameters()]
-
-    def hook():
-        weight.register_hook(lambda g: seen.append(g) or g * 2)
-        weight.register_post_accumulate_grad_hook(stepped.append)
-
-    if first == "hook":
-        hook()
-    with torchgradx.attach(model, weight_grad=False, **options) as probe:
-        if first == "probe":
-            hook()
-        for _ in range(2):
-            square(model, x).backward()
-            close_named(probe.norms(per="parameter"), want)
-    assert len(seen) == 2
-    assert all(torch.allclose(g, gradient, rtol=1e-9) for g in seen)
-    assert not stepped
-    assert all(p.grad is old for p, old in zip(model.parameters(), kept, strict=True))
-    assert torch.equal(weight.grad, gradient)
-    square(model, x).backward()
-    assert len(stepped) == 1
-
-
-@dataclass
-class Output:
-    logits: torch.Tensor
-    hidden: tuple
-
-
-WRAPPED = {
-    "a tuple": (lambda y, h: (y, h), lambda out: out[0]),
-    "nested": (lambda y, h: {"a": [(y,)], "b": {"h": h}}, lambda out: out["a"][0][0]),
-    "a dataclass": (lambda y, h: Output(y, (h,)), lambda out: out.logits),
-    "an object of its own": (lambda y, h: type("Own", (), {"y": y})(), lambda out: out.y),
-}
-
-
-@a_few_modes
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("name", WRAPPED)
-def test_models_may_return_anything(name, flat, options):
-    wrap, get = WRAPPED[name]
-
-    def forward(m, *, x):  # by keyword only
-        n, t, _ = x.shape
-        hidden = torch.tanh(m.i(x.flatten(0, 1)).view(n, t, -1) if flat else m.i(x))
-        return wrap(m.o(hidden), hidden)
-
-    def loss(model, x):
-        return get(model(x=x)).square().flatten(1).sum(1).mean()
-
-    model, x = Model(forward, i=nn.Linear(3, 4), o=nn.Linear(4, 2)), torch.randn(N, 5, 3)
-    if flat and name == "an object of its own":  # rows t*N+n look the same, and nothing is provable
-        refusal = exact_or_refused(model, loss, x, **options)
-        assert refusal is None or "layout" in str(refusal)
-    else:
-        check(model, loss, x, **options)
 
 
 def test_a_backward_that_begins_in_several_places():
@@ -284,34 +127,23 @@ def looked_up():
 
 
 ROWS, IMAGES = (SAMPLES, T, C), (SAMPLES, C, 6, 6)
-MODELS = {
+DIFFERENTIATED = {
     "linear": (lambda: nn.Linear(C, 6), ROWS),
-    "a linear of vectors": (lambda: nn.Linear(C, 6), (SAMPLES, C)),
-    "one without bias": (lambda: nn.Linear(C, 6, bias=False), ROWS),
-    "conv1d": (lambda: nn.Conv1d(T, 6, 3), ROWS),
     "conv2d": (lambda: nn.Conv2d(C, 6, 3, groups=2), IMAGES),
-    "transposed": (lambda: nn.ConvTranspose2d(C, 6, 3), IMAGES),
     "layer norm": (lambda: nn.LayerNorm(C), ROWS),
-    "rms norm": (lambda: nn.RMSNorm(C), ROWS),
     "group norm": (lambda: nn.GroupNorm(2, C), IMAGES),
-    "instance norm": (lambda: nn.InstanceNorm2d(C, affine=True), IMAGES),
-    "batch norm": (lambda: nn.BatchNorm2d(C).eval(), IMAGES),
-    "prelu": (lambda: nn.PReLU(C), IMAGES),
     "embedding": (looked_up, ROWS),
     "lstm": (lambda: first(nn.LSTM(C, 6, batch_first=True)), ROWS),
-    "gru": (lambda: first(nn.GRU(C, 6, batch_first=True, bidirectional=True)), ROWS),
-    "rnn": (lambda: first(nn.RNN(C, 6, batch_first=True)), ROWS),
-    "mlp": (lambda: nn.Sequential(nn.Linear(C, 8), nn.Tanh(), nn.Linear(8, 2)), ROWS),
     "encoder": (lambda: nn.TransformerEncoderLayer(C, 2, 8, 0.0, batch_first=True), ROWS),
 }
-each_model = pytest.mark.parametrize("name", MODELS)
+each_model = pytest.mark.parametrize("name", DIFFERENTIATED)
 forwards = pytest.mark.parametrize(
-    "name", [m for m in MODELS if m != "encoder"]
+    "name", [m for m in DIFFERENTIATED if m != "encoder"]
 )  # attention has no tangents
 
 
 def example(name):
-    make, sizes = MODELS[name]
+    make, sizes = DIFFERENTIATED[name]
     model = make().double()
     return model, copy.deepcopy(model), torch.randn(sizes, dtype=torch.float64)
 
@@ -350,22 +182,6 @@ def test_tangents_go_through(name, options):
 
 
 @every_mode
-@forwards
-def test_a_backward_beside_tangents_is_exact_or_refused(name, options):
-    need_native(options)
-    model, _, x = example(name)
-    want = loop(model, square, x)
-    with torchgradx.attach(model, **options) as probe:
-        for _ in range(2):
-            with forward_ad.dual_level():
-                y = model(forward_ad.make_dual(x, torch.randn_like(x)))
-                loss = forward_ad.unpack_dual(y).primal.square().flatten(1).sum(1).mean()
-            loss.backward()
-            exact_or(torchgradx.CoverageError, "tangents", probe, want)
-            exact_afterwards(probe, model, x)
-
-
-@every_mode
 @each_model
 def test_several_gradients_at_once_come_back(name, options):
     """is_grads_batched, as of a Jacobian: by the input, and by parameters."""
@@ -386,3 +202,164 @@ def test_several_gradients_at_once_come_back(name, options):
             for a, b in zip(several(model), want, strict=True):
                 near(a, b)
             exact_afterwards(probe, model, x.detach())
+
+
+def checkpointed(reentrant, middle=None):
+    middle = middle or nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    return Model(
+        lambda m, x: m.out(checkpoint(m.block, torch.tanh(m.into(x)), use_reentrant=reentrant)),
+        into=nn.Linear(3, 4), block=middle, out=nn.Linear(4, 2),
+    )  # fmt: skip
+
+
+def overwriting(m, x):
+    x = x * 1.0
+    y = m.l(x)
+    x.add_(5.0)
+    return m.o(torch.tanh(y))
+
+
+@every_mode
+def test_an_input_that_is_overwritten_before_backward_is_refused_as_autograd_refuses(options):
+    need_native(options)
+
+    model = Model(overwriting, l=nn.Linear(3, 4), o=nn.Linear(4, 2)).double()
+
+    def step():
+        square(model, torch.randn(N, 3).double()).backward()
+        probe.norms()
+
+    with torchgradx.attach(model, **options) as probe:  # noqa: SIM117
+        with pytest.raises(RuntimeError, match=r"inplace|in-place"):
+            step()
+
+
+@every_mode
+@pytest.mark.parametrize("first", ["theirs", "ours"])
+@pytest.mark.parametrize("kind", ["output", "input", "tensor", "full backward"])
+def test_hooks_of_the_users_own_are_honoured_whoever_came_first(kind, first, options):
+    need_native(options)
+    model, x = mlp().double(), torch.randn(N, 3).double()
+
+    def scale_gradient(module, args, out):
+        if out.requires_grad:
+            out.register_hook(lambda g: g * 2)
+
+    def register(model):
+        layer = model[2]
+        if kind == "output":
+            return layer.register_forward_hook(lambda m, args, out: out * 2 + 1)
+        if kind == "input":
+            return layer.register_forward_pre_hook(lambda m, args: (args[0] * 2 + 1,))
+        if kind == "tensor":
+            return layer.register_forward_hook(scale_gradient)
+        return layer.register_full_backward_hook(lambda m, gin, gout: (gin[0] * 2,))
+
+    hooked = copy.deepcopy(model)
+    register(hooked)
+    want = loop(hooked, square, x)
+    if first == "theirs":
+        register(model)
+    with torchgradx.attach(model, **options) as probe:
+        if first == "ours":
+            register(model)
+        square(model, x).backward()
+        close_named(probe.norms(per="parameter"), want)
+    if options.get("weight_grad", True):
+        square(hooked, x).backward()
+        same_gradients(model, hooked, 1e-12)
+
+
+@a_few_modes
+@pytest.mark.parametrize("kind", ["plain", False, True])
+def test_backward_may_run_in_another_thread(kind, options):
+    model = (mlp() if kind == "plain" else checkpointed(kind)).double()
+    x = torch.randn(N, 3).double()
+    with torchgradx.attach(model, **options) as probe:
+        loss = square(model, x)
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        close_named(probe.norms(per="parameter"), loop(model, square, x))
+
+
+THREADS, ROUNDS = 6, 12
+
+
+@pytest.fixture
+def switching():
+    """Between threads as often as may be."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def own():
+    scale = Model(lambda m, x: x * m.scale, scale=torch.rand(5) + 0.5)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), scale, nn.Linear(5, 2))
+
+
+MODELS = {"layers": mlp, "a module with a parameter of its own": own}
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "beside"])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_steps_in_threads(make, fused, switching):
+    """The first rounds prove the structure, all at once."""
+    model, x = make().double(), torch.randn(THREADS, 3, 3).double()
+    twin = copy.deepcopy(model)
+    square_of_all = [square(twin, part) for part in x]
+    torch.stack(square_of_all).sum().backward()
+    want = loop_model(twin, square, x.flatten(0, 1)).sort()[0]
+    with torchgradx.attach(model, fused=fused) as probe:
+        for _ in range(ROUNDS):
+            model.zero_grad()
+            step = lambda part: square(model, part).backward()  # noqa: E731
+            threads = [threading.Thread(target=step, args=(part,), daemon=True) for part in x]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            assert not any(thread.is_alive() for thread in threads)
+            close(probe.norms().sort()[0], want)
+            same_gradients(model, twin, 1e-9)
+
+
+def fake_input(model, x):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert model(mode.from_tensor(x)).shape == (4, 2)
+
+
+def exported(model, x):
+    program = torch.export.export(model, (x,))
+    assert torch.equal(program.module()(x), model(x))
+
+
+@a_few_modes
+@pytest.mark.parametrize("use", [fake_input, exported])
+@pytest.mark.parametrize("make", [mlp, own])
+def test_beside_steps(make, use, options):
+    model, x = make(), torch.randn(4, 3)
+    twin = copy.deepcopy(model)
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(2):
+            use(model, x)
+            square(model, x).backward()
+            use(model, x)
+            close_named(probe.norms(per="parameter"), loop(twin, square, x), 1e-4)
+
+
+@a_few_modes
+@pytest.mark.parametrize(
+    "kind", [FakeTensorMode, lambda: torch.device("meta")], ids=["fake", "meta"]
+)
+@pytest.mark.parametrize("make", [mlp, own])
+def test_nothing_else(make, kind, options):
+    with kind():
+        model = make()
+        with torchgradx.attach(model, **options) as probe:
+            square(model, torch.randn(4, 3)).backward()
+            assert all(p.grad.shape == p.shape for p in model.parameters())
+            with pytest.raises(torchgradx.CoverageError):
+                probe.norms()

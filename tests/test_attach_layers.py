@@ -35,20 +35,16 @@ KERNEL_LAYERS = {
     "linear many positions": (linear(3, 5), (N, 70, 3)),
     "linear off every tile": (linear(37, 33), (3, 41, 37)),
     "conv1d": (lambda: nn.Conv1d(2, 3, 3), (N, 2, 8)),
-    "conv1d stride padding dilation": (
-        lambda: nn.Conv1d(2, 3, 3, stride=2, padding=2, dilation=2),
-        (N, 2, 9),
-    ),
+    "conv1d stride padding dilation": (lambda: nn.Conv1d(2, 3, 3, stride=2, padding=2, dilation=2),
+        (N, 2, 9)),
     "conv1d groups": (lambda: nn.Conv1d(4, 6, 3, groups=2, bias=False), (N, 4, 8)),
     "conv1d depthwise": (lambda: nn.Conv1d(4, 4, 3, groups=4), (N, 4, 8)),
     "conv1d same": (lambda: nn.Conv1d(2, 3, 3, padding="same", dilation=2), (N, 2, 8)),
     "conv1d valid": (lambda: nn.Conv1d(2, 3, 3, padding="valid"), (N, 2, 8)),
     "conv1d circular": (lambda: nn.Conv1d(2, 3, 3, padding=1, padding_mode="circular"), (N, 2, 8)),
     "conv1d reflect": (lambda: nn.Conv1d(2, 3, 3, padding=2, padding_mode="reflect"), (N, 2, 8)),
-    "conv1d replicate": (
-        lambda: nn.Conv1d(2, 3, 3, padding=1, padding_mode="replicate", stride=2),
-        (N, 2, 8),
-    ),
+    "conv1d replicate": (lambda: nn.Conv1d(2, 3, 3, padding=1, padding_mode="replicate", stride=2),
+        (N, 2, 8)),
     "conv2d": (conv(2, 3, 3), (N, 2, 6, 7)),
     "conv2d without bias": (conv(2, 3, 3, bias=False), (N, 2, 6, 7)),
     "conv2d 1x1": (conv(3, 4, 1), (N, 3, 5, 4)),
@@ -57,10 +53,8 @@ KERNEL_LAYERS = {
     "conv2d stride": (conv(2, 3, 3, stride=(2, 3)), (N, 2, 7, 9)),
     "conv2d padding": (conv(2, 3, 3, padding=(1, 2)), (N, 2, 5, 4)),
     "conv2d dilation": (conv(2, 3, 3, dilation=(1, 2), padding=2), (N, 2, 6, 7)),
-    "conv2d everything": (
-        conv(4, 6, (3, 2), stride=2, padding=1, dilation=2, groups=2),
-        (N, 4, 8, 7),
-    ),
+    "conv2d everything": (conv(4, 6, (3, 2), stride=2, padding=1, dilation=2, groups=2),
+        (N, 4, 8, 7)),
     "conv2d stride beyond kernel": (conv(2, 3, 2, stride=3), (N, 2, 9, 9)),
     "conv2d oblong kernel": (conv(2, 3, (1, 3)), (N, 2, 4, 5)),
     "conv2d kernel of the image's size": (conv(2, 3, 4), (N, 2, 4, 4)),
@@ -76,23 +70,17 @@ KERNEL_LAYERS = {
     "conv2d reflect": (conv(2, 3, 3, padding=(1, 2), padding_mode="reflect"), (N, 2, 5, 6)),
     "conv2d replicate": (conv(2, 3, 3, padding=2, padding_mode="replicate"), (N, 2, 5, 6)),
     "conv2d same reflect": (conv(2, 3, 3, padding="same", padding_mode="reflect"), (N, 2, 5, 6)),
-    "conv2d same circular, even kernel": (
-        conv(2, 3, 4, padding="same", padding_mode="circular"),
-        (N, 2, 6, 6),
-    ),
-    "conv2d circular groups stride": (
-        conv(4, 4, 3, padding=1, padding_mode="circular", groups=4, stride=2),
-        (N, 4, 6, 6),
-    ),
+    "conv2d same circular, even kernel": (conv(2, 3, 4, padding="same", padding_mode="circular"),
+        (N, 2, 6, 6)),
+    "conv2d circular groups stride": (conv(4, 4, 3, padding=1, padding_mode="circular", groups=4,
+        stride=2), (N, 4, 6, 6)),
     "conv3d": (conv3d(2, 3, 2, padding=1), (N, 2, 3, 4, 3)),
     "conv3d without bias": (conv3d(2, 3, 3, bias=False), (N, 2, 4, 3, 5)),
     "conv3d groups": (conv3d(4, 6, 2, groups=2), (N, 4, 3, 4, 3)),
     "conv3d depthwise": (conv3d(4, 4, (2, 3, 1), groups=4, padding=(0, 1, 0)), (N, 4, 3, 4, 3)),
     "conv3d 1x1x1": (conv3d(3, 4, 1, stride=2), (N, 3, 3, 4, 3)),
-    "conv3d everything": (
-        conv3d(4, 6, (2, 3, 2), stride=(2, 1, 3), padding=(1, 2, 1), dilation=(1, 2, 2), groups=2),
-        (N, 4, 5, 6, 7),
-    ),
+    "conv3d everything": (conv3d(4, 6, (2, 3, 2), stride=(2, 1, 3), padding=(1, 2, 1),
+        dilation=(1, 2, 2), groups=2), (N, 4, 5, 6, 7)),
     "conv3d stride beyond kernel": (conv3d(2, 3, 2, stride=3), (N, 2, 6, 8, 9)),
     "conv3d tall kernel": (conv3d(2, 3, (1, 4, 1), stride=(1, 2, 1)), (N, 2, 3, 9, 3)),
     "conv3d one depth": (conv3d(2, 3, (3, 2, 2)), (N, 2, 3, 4, 3)),
@@ -101,32 +89,17 @@ KERNEL_LAYERS = {
     "conv3d same, even kernel": (conv3d(2, 3, (2, 3, 4), padding="same"), (N, 2, 3, 4, 5)),
     "conv3d circular": (conv3d(2, 3, 3, padding=1, padding_mode="circular"), (N, 2, 3, 4, 3)),
     "transposed conv3d": (lambda: nn.ConvTranspose3d(2, 3, 2, stride=2), (N, 2, 2, 3, 2)),
-    "transposed conv3d in groups": (
-        lambda: nn.ConvTranspose3d(4, 2, 3, groups=2, bias=False),
-        (N, 4, 2, 2, 3),
-    ),
-    "transposed conv3d with everything": (
-        lambda: nn.ConvTranspose3d(
-            2,
-            3,
-            (3, 2, 3),
-            stride=(3, 2, 2),
-            padding=(2, 1, 0),
-            output_padding=(2, 1, 1),
-            dilation=(2, 1, 2),
-        ),
-        (N, 2, 3, 4, 2),
-    ),
+    "transposed conv3d in groups": (lambda: nn.ConvTranspose3d(4, 2, 3, groups=2, bias=False),
+        (N, 4, 2, 2, 3)),
+    "transposed conv3d with everything": (lambda: nn.ConvTranspose3d(2, 3, (3, 2, 3),
+        stride=(3, 2, 2), padding=(2, 1, 0), output_padding=(2, 1, 1), dilation=(2, 1, 2)),
+        (N, 2, 3, 4, 2)),
     "transposed conv1d": (lambda: nn.ConvTranspose1d(2, 3, 3, stride=2), (N, 2, 5)),
     "transposed conv1d of one position": (lambda: nn.ConvTranspose1d(3, 2, 2), (N, 3, 1)),
     "transposed conv2d in groups": (lambda: nn.ConvTranspose2d(2, 4, 3, groups=2), (N, 2, 4, 4)),
-    "transposed conv2d with everything": (
-        lambda: nn.ConvTranspose2d(
-            2, 3, (3, 2), stride=(3, 2), padding=(2, 1), output_padding=(2, 1), dilation=(2, 1)
-        ),
-        (N, 2, 5, 4),
-    ),
-}
+    "transposed conv2d with everything": (lambda: nn.ConvTranspose2d(2, 3, (3, 2), stride=(3, 2),
+        padding=(2, 1), output_padding=(2, 1), dilation=(2, 1)), (N, 2, 5, 4)),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
@@ -229,24 +202,20 @@ ELEMENTWISE_LAYERS = {
 
 FALLBACK_LAYERS = {
     "rms norm of one's own": (RootMeanSquare, (N, 5, 3)),
-    "transposed conv2d with much output padding": (
-        lambda: nn.ConvTranspose2d(2, 3, 3, stride=2, dilation=3, output_padding=2),
-        (N, 2, 4, 3),
-    ),
+    "transposed conv2d with much output padding": (lambda: nn.ConvTranspose2d(2, 3, 3, stride=2,
+        dilation=3, output_padding=2), (N, 2, 4, 3)),
     "leaf with bare parameters": (Scale, (N, 5, 3)),
     "leaf with a matrix": (Mixing, (N, 5, 3)),
     "leaf subclass of linear": (lambda: Doubled(3, 3), (N, 3)),
     "lstm batch first": (recurrent(nn.LSTM, batch_first=True), (N, 5, 3)),
     "lstm": (recurrent(nn.LSTM), (N, 5, 3)),
-    "lstm both ways, two layers": (
-        recurrent(nn.LSTM, num_layers=2, bidirectional=True, batch_first=True),
-        (N, 5, 3),
-    ),
+    "lstm both ways, two layers": (recurrent(nn.LSTM, num_layers=2, bidirectional=True,
+        batch_first=True), (N, 5, 3)),
     "gru": (recurrent(nn.GRU, batch_first=True), (N, 5, 3)),
     "gru without biases": (recurrent(nn.GRU, batch_first=True, bias=False), (N, 5, 3)),
     "rnn": (recurrent(nn.RNN, batch_first=True), (N, 5, 3)),
     "gru cell": (lambda: nn.GRUCell(3, 4), (N, 3)),
-}
+}  # fmt: skip
 
 
 @both_dtypes
@@ -277,16 +246,12 @@ TWICE = {
     "conv3d": (conv3d(3, 3, 3, padding=1, groups=3), (N, 3, 2, 3, 4)),
     "conv3d strided": (conv3d(3, 3, (2, 1, 3), stride=(1, 2, 1), padding=1), (N, 3, 2, 5, 4)),
     "transposed conv1d": (lambda: nn.ConvTranspose1d(3, 3, 2, stride=2), (N, 3, 4)),
-    "transposed conv2d": (
-        lambda: nn.ConvTranspose2d(3, 3, (2, 3), stride=2, padding=1),
-        (N, 3, 4, 5),
-    ),
-    "transposed conv2d in groups": (
-        lambda: nn.ConvTranspose2d(6, 6, 2, stride=2, groups=3),
-        (N, 6, 3, 2),
-    ),
+    "transposed conv2d": (lambda: nn.ConvTranspose2d(3, 3, (2, 3), stride=2, padding=1),
+        (N, 3, 4, 5)),
+    "transposed conv2d in groups": (lambda: nn.ConvTranspose2d(6, 6, 2, stride=2, groups=3),
+        (N, 6, 3, 2)),
     "transposed conv3d": (lambda: nn.ConvTranspose3d(3, 3, (2, 1, 3), stride=2), (N, 3, 2, 3, 2)),
-}
+}  # fmt: skip
 
 
 @every_mode

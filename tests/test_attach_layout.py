@@ -1,11 +1,12 @@
-"""Where the samples are: said, proven, or refused; never guessed from equal sizes."""
+"""Where the samples are in the rows of layers: said, proven, or refused; never guessed from equal
+sizes, nor taken from a batch of another size."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from attach_oracle import (
     Model,
     a_few_modes,
-    as_dtype,
     check,
     close_named,
     every_mode,
@@ -46,10 +47,7 @@ def transposed():
     )  # fmt: skip
 
 
-SAID = {
-    "batch": {"a": "batch", "b": "batch"},
-    "sequence": {"a": "sequence", "b": "sequence"},
-}
+SAID = {"batch": {"a": "batch", "b": "batch"}, "sequence": {"a": "sequence", "b": "sequence"}}
 
 
 @every_mode
@@ -60,39 +58,10 @@ def test_flattened_rows_whose_layout_is_said_are_exact(layout, positions, option
     check(model, square, torch.randn(N, positions, 3), layout=SAID[layout], **options)
 
 
-@every_mode
-@pytest.mark.parametrize("layout", SAID)
-def test_flattened_images_whose_layout_is_said_are_exact(layout, options):
-    model = flattened(layout == "sequence", nn.Conv2d)
-    check(model, square, torch.randn(N, 3, 2, 5, 5), layout=SAID[layout], **options)
-
-
-@every_mode
-@pytest.mark.parametrize("positions", [5, N])
-def test_transposed_blocks_whose_layout_is_said_are_exact(positions, options):
-    check(transposed(), square, torch.randn(N, positions, 3), layout=SAID["sequence"], **options)
-
-
-@fallback_mode
-@pytest.mark.parametrize("positions", [5, N])
-def test_the_layout_of_a_fallback_layer_can_be_said(positions, options):
-    model = Model(lambda m, x: m.norm(m.l(x).transpose(0, 1)).square().transpose(0, 1),
-                  l=nn.Linear(3, 4), norm=nn.LayerNorm(4))  # fmt: skip
-    layout = {"norm": "sequence"}
-    check(model, square, torch.randn(N, positions, 3), layout=layout, **options)
-
-
 def test_a_layout_is_said_by_a_pattern_too():
     model = nn.Sequential(flattened(True), nn.Tanh())
     check(model, square, torch.randn(N, N, 3), layout={"0.*": "sequence"})
     check(model, square, torch.randn(N, N, 3), layout={"*": "sequence"})
-
-
-@a_few_modes
-def test_two_views_of_each_sample_stacked_along_the_batch_are_rows_of_a_sequence(options):
-    model = Model(lambda m, x: torch.mul(*m.a(torch.cat([x, x * 2 + 1])).chunk(2)),
-                  a=nn.Linear(3, 4))  # fmt: skip
-    check(model, square, torch.randn(N, 3), layout={"a": "sequence"}, **options)
 
 
 @every_mode
@@ -110,28 +79,6 @@ def test_fallback_layers_of_sequence_first_models_are_exact(positions, options):
                   norm=nn.LayerNorm(4), rnn=nn.GRU(4, 3), head=nn.Linear(3, 2))  # fmt: skip
     x = torch.randint(0, 7, (positions, N))
     check(model, square_second, x, dims=1, batch_dim=1, **options)
-
-
-@a_few_modes
-def test_a_layout_overrides_the_batch_dimension_of_the_model(options):
-    model = Model(lambda m, x: m.b(torch.tanh(m.a(x)).transpose(0, 1)).transpose(0, 1),
-                  a=nn.Linear(3, 4), b=nn.Linear(4, 2))  # fmt: skip
-    x = torch.randn(N, N, 3)
-    check(model, square_second, x, dims=1, batch_dim=1, layout={"b": "batch"}, **options)
-
-
-@fallback_mode
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_a_recurrent_layers_own_batch_first_needs_no_saying(kind, batch_first, options):
-    def forward(m, x):
-        if batch_first:
-            return m.rnn(x)[0]
-        return m.rnn(x.transpose(0, 1))[0].transpose(0, 1)
-
-    model = Model(forward, rnn=kind(3, 4, batch_first=batch_first))
-    for positions in (5, N):
-        check(model, square, torch.randn(N, positions, 3), **options)
 
 
 def table(rows, use):
@@ -184,20 +131,13 @@ UNSAID = {
     "rows t*N+n": (lambda: flattened(True), (N, 5, 3)),
     "rows n*T+t, T = N": (lambda: flattened(False), (N, N, 3)),
     "rows t*N+n, T = N": (lambda: flattened(True), (N, N, 3)),
-    "images n*T+t": (lambda: flattened(False, nn.Conv2d), (N, 3, 2, 5, 5)),
     "images t*N+n": (lambda: flattened(True, nn.Conv2d), (N, 3, 2, 5, 5)),
     "transposed": (transposed, (N, 5, 3)),
     "transposed, T = N": (transposed, (N, N, 3)),
-    "a table of 6 queries": (lambda: table(6, against_all), (N, 3)),
     "a table of N queries": (lambda: table(N, against_all), (N, 3)),
     "a table of N positions": (lambda: table(N, added), (N, N, 3)),
-    "a table of T positions": (lambda: table(5, added), (N, 5, 3)),
-    "position ids": (lambda: positional(5, torch.arange), (N, 5)),
     "position ids, T = N": (lambda: positional(N, torch.arange), (N, N)),
-    "position ids [1, T]": (lambda: positional(5, lambda n: torch.arange(n)[None]), (N, 3)),
     "experts": (experts, (N, 5, 3)),
-    "experts, one position": (experts, (N, 1, 3)),
-    "pooled": (pooled, (N, 5, 3)),
     "pooled, T = N": (pooled, (N, N, 3)),
     "tokens mixed, T = D = N": (swapped, (N, N, N)),
 }
@@ -218,64 +158,12 @@ def test_what_is_not_said_is_exact_or_refused_and_never_wrong(name, options):
 
 
 @a_few_modes
-@pytest.mark.parametrize("name", UNSAID)
-def test_a_verdict_on_one_batch_is_not_carried_to_another(name, options):
-    """The same probe sees a batch of 7, then of N, then its samples in another order."""
-    model, x = unsaid(name)
-    model, x = model.double(), as_dtype(x, torch.float64)
-    refusals = []
-    try:
-        probe = torchgradx.attach(model, **options)
-    except torchgradx.CoverageError:
-        return
-    with probe:
-        for batch in (torch.cat([x, x])[:7], x, x.flip(0)):
-            want = loop(model, square, batch)
-            square(model, batch).backward()
-            try:
-                close_named(probe.norms(per="parameter"), want)
-            except torchgradx.CoverageError as error:
-                refusals.append(error)
-                probe.reset()
-    assert all(error.parameters for error in refusals)
-
-
-@pytest.mark.parametrize("name", ["pooled", "pooled, T = N", "tokens mixed, T = D = N"])
-def test_ordinary_batch_first_models_need_no_layout(name):
-    model, x = unsaid(name)
-    check(model, square, x)
-
-
-@a_few_modes
 def test_a_model_of_which_every_size_is_the_batch_size_needs_no_layout(options):
     model = nn.Sequential(nn.Linear(N, N), nn.Tanh(), nn.Linear(N, N))
     check(model, square, torch.randn(N, N), **options)
     check(model, square, torch.randn(N, N, N), **options)
     images = nn.Sequential(nn.Conv2d(N, N, 3, padding=1), nn.Flatten(), nn.Linear(N**3, N))
     check(images, square, torch.randn(N, N, N, N), **options)
-
-
-def test_the_batch_size_is_read_off_the_first_tensor_positional_or_keyword():
-    model = Model(lambda m, flag=None, *, x, y=None: m.l(x), l=nn.Linear(3, 2))
-    check(model, lambda m, x: square(lambda t: m(None, x=t, y=torch.ones(9)), x),
-          torch.randn(N, 3))  # fmt: skip
-    check(model, lambda m, x: square(lambda t: m("text", x=t), x), torch.randn(N, 6, 3))
-
-
-BESIDE = {
-    "states": lambda m, x: m(x, torch.ones(2, len(x), 3, dtype=x.dtype)),
-    "a mask": lambda m, x: m(x, torch.ones(x.shape[1], x.shape[1], dtype=x.dtype)),
-    "as many rows": lambda m, x: m(x, torch.ones(5, *x.shape[1:], dtype=x.dtype)),
-}
-
-
-@a_few_modes
-@pytest.mark.parametrize("call", BESIDE)
-def test_one_sample_beside_tensors_of_several_rows_is_exact(call, options):
-    """Returned with what is theirs, too."""
-    model = Model(lambda m, x, y: (m.l(x), m.l.weight.sum() * y), l=nn.Linear(3, 2))
-    loss = lambda m, x: BESIDE[call](m, x)[0].square().sum((1, 2)).mean()  # noqa: E731
-    check(model, loss, torch.randn(1, 6, 3), **options)
 
 
 BROADCAST = {
@@ -285,22 +173,21 @@ BROADCAST = {
 }
 
 
-GIVEN = {
+RETURNED = {
     "outputs": lambda y: y,
     "outputs, positions first": lambda y: y.transpose(0, 1),
-    "rows": lambda y: y.flatten(0, 1),
     "a loss": lambda y: y.square().sum(),
 }
 
 
 @a_few_modes
-@pytest.mark.parametrize("gives", GIVEN)
+@pytest.mark.parametrize("gives", RETURNED)
 @pytest.mark.parametrize("call", BROADCAST)
 def test_a_first_tensor_that_is_broadcast_is_not_taken_for_the_batch(call, gives, options):
     """One sample for the model, it would be: the norm of all gradients' sum."""
     if gives != "outputs" and call.startswith("one number"):
         pytest.skip("of one sample, as far as one can see")
-    model = Model(lambda m, p, x: GIVEN[gives](m.l(x * p)), l=nn.Linear(3, 2))
+    model = Model(lambda m, p, x: RETURNED[gives](m.l(x * p)), l=nn.Linear(3, 2))
     x = torch.randn(N, 6, 3)
     loss = lambda m, x: BROADCAST[call](m, x).square().sum() / len(x)  # noqa: E731
     refused(model, loss, x, names=["l.weight", "l.bias"], match="batch_size=", **options)
@@ -327,21 +214,6 @@ def test_the_batch_size_may_be_said_or_computed(size, options):
         close_named(probe.norms(per="parameter"), want)
 
 
-def test_a_computed_batch_size_sees_the_keywords_and_may_change_from_pass_to_pass():
-    model = Model(lambda m, *, inputs: m.l(inputs[0]), l=nn.Linear(3, 2)).double()
-
-    def loss(model, x):
-        return square(lambda t: model(inputs=[t]), x)
-
-    size = lambda args, kwargs: len(kwargs["inputs"][0])  # noqa: E731
-    with torchgradx.attach(model, batch_size=size) as probe:
-        for n in (4, 6, 1):
-            x = torch.randn(n, 3).double()
-            want = loop(model, loss, x)
-            loss(model, x).backward()
-            close_named(probe.norms(per="parameter"), want)
-
-
 INSIDE = {  # of a reentrant checkpoint, which forbids every proof
     "sequence first": lambda m, x: m.b(torch.tanh(m.a(x.transpose(0, 1)))).transpose(0, 1),
     "rows t*N+n": lambda m, x: m.b(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (-1, len(x)))
@@ -361,3 +233,94 @@ def test_a_layout_inside_a_reentrant_checkpoint_is_said_or_refused(inside, T, op
     x = torch.randn(N, T, 3)
     assert exact_or_refused(model, square, x, **options) is not None
     check(model, square, x, layout={"*": "sequence"}, **options)
+
+
+WIDTHS, LONGEST = [4, 6], 8
+
+
+def block(width):
+    return nn.TransformerEncoderLayer(width, 2, 8, dropout=0.0)
+
+
+# Of a model and h [T, N, D]
+USES = {
+    "rows t*N+n, scaled": lambda m, h: (h.flatten(0, 1) * m.scale).view(h.shape),
+    "multiplied": lambda m, h: h @ m.w,
+    "positions, added": lambda m, h: h + m.places[: len(h)],
+    "a table's positions, added": lambda m, h: h + m.table(torch.arange(len(h)))[:, None],
+    "a block below positions": lambda m, h: m.block(h + m.places[: len(h)]),
+}
+LENGTHS = {
+    "short first": (1, 6, 1, 8),
+    "long first": (6, 1, 6, 1),
+    "as many as samples between": (8, 1, N, 1, 8),
+}
+FED = {"positions first": lambda m, x: m.i(x.transpose(0, 1)),
+       "samples first": lambda m, x: m.i(x).transpose(0, 1)}  # fmt: skip
+
+
+def model_of(use, fed, width):
+    return Model(
+        lambda m, x: m.o(USES[use](m, FED[fed](m, x)).transpose(0, 1)),
+        i=nn.Linear(3, width),
+        o=nn.Linear(width, 5),
+        scale=torch.randn(width),
+        w=torch.randn(width, width),
+        places=torch.randn(LONGEST, 1, width),
+        table=nn.Embedding(LONGEST, width),
+        block=block(width),
+    ).double()
+
+
+@a_few_modes
+@pytest.mark.parametrize("fed", FED)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("use", USES)
+def test_each_length_is_exact_whichever_came_before(use, lengths, width, fed, options):
+    model = model_of(use, fed, width)
+    with torchgradx.attach(model, **options) as probe:
+        for length in LENGTHS[lengths]:
+            x = torch.randn(N, length, 3, dtype=torch.float64)
+            square(model, x).backward()
+            want = loop(model, square, x)
+            try:
+                got = probe.norms(per="parameter")
+            except torchgradx.CoverageError:
+                assert length == N, f"refused at length {length}"
+            else:
+                close_named(got, want)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_long_bias_sum_of_the_frameworks_own_is_not_refused(seed):
+    """65,536 terms, which the framework adds up in float32."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(8, 32, 3, 1, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    x, y = torch.randn(16, 8, 64, 64), torch.randint(0, 32, (16,))
+    with torchgradx.attach(model, fused=False) as probe:
+        F.cross_entropy(model(x), y).backward()
+        assert len(probe.norms()) == 16
+
+
+@pytest.mark.parametrize("lengths", [[(8, 8, 8), (8, 5, 6)], [(8, 5, 6), (8, 8, 8)]])
+def test_t5_with_and_without_padding(lengths):
+    """The mask is dropped when nothing is padded, so that the bias is broadcast otherwise."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+                                   vocab_size=61, dropout_rate=0.0)  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config).train().double()
+    model.config.use_cache = False
+
+    def loss(m, x, mask, d, y):
+        out = m(input_ids=x, attention_mask=mask, decoder_input_ids=d).logits
+        return F.cross_entropy(out.flatten(0, 1), y.flatten())
+
+    with torchgradx.attach(model) as probe:
+        for lens in lengths * 2:
+            x, d, y = (torch.randint(3, 61, (3, 8)) for _ in range(3))
+            mask = (torch.arange(8)[None] < torch.tensor(lens)[:, None]).long()
+            want = loop(model, loss, x, mask, d, y)
+            model.zero_grad()
+            loss(model, x, mask, d, y).backward()
+            close_named(probe.norms(per="parameter"), want, 1e-5)  # its norms are float32

@@ -1,4 +1,4 @@
-"""Modules with several outputs: each sample's place is proven in all that a loss uses."""
+"""Where the samples are in what a model gives and takes: dimensions, several outputs, lists."""
 
 import contextlib
 
@@ -9,6 +9,8 @@ from attach_oracle import (
     a_few_modes,
     check,
     close_named,
+    every_mode,
+    exact_or_refused,
     loop,
     need_native,
     refused,
@@ -17,10 +19,120 @@ from attach_oracle import (
 )
 from clip_oracle import check_clip
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 import torchgradx
 
-N, T = 4, 5
+N = 4
+
+
+def by_rows(model, x):
+    """The mean over the samples of a loss of each, wherever the model's output has them."""
+    return model(x).square().sum() / len(x)
+
+
+def head(*shape):
+    return {"l": nn.Linear(3, *shape)}
+
+
+TURNED = {
+    "transposed": (lambda m, x: m.l(x).transpose(0, 1), head(5)),
+    "permuted": (lambda m, x: m.l(x).permute(2, 0, 1), head(5)),
+    "after views": (lambda m,
+        x: (m.l(x.reshape(-1, 3)).view(len(x), -1, 1, 5).squeeze(2).unsqueeze(0).transpose(1,
+        2)[0]), head(5)),
+    "a row of each": (lambda m,
+        x: m.b(m.l(x)[torch.arange(len(x)), torch.zeros(len(x), dtype=torch.long)]).T,
+        {**head(5), "b": nn.Linear(5, N)}),
+    "its own parameter": (lambda m, x: (x * m.w).transpose(0, 1), {"w": torch.randn(3)}),
+}  # fmt: skip
+
+
+@every_mode
+@pytest.mark.parametrize("positions", [N, 6])
+@pytest.mark.parametrize("name", TURNED)
+def test_a_model_that_returns_its_samples_in_another_dimension_is_exact(name, positions, options):
+    forward, parts = TURNED[name]
+    if "w" in parts and options.get("backend") == "native":
+        pytest.skip("its parameter has no kernel")
+    model, x = Model(forward, **parts), torch.randn(N, positions, 3)
+    if positions == N or name == "a row of each":  # two dimensions have the samples' number
+        exact_or_refused(model, by_rows, x, **options)
+    else:
+        check(model, by_rows, x, **options)
+
+
+WORDS = 5
+
+
+def resized(x):
+    return nn.functional.interpolate(x[None], (4, 4))[0]
+
+
+def padded(m, xs):
+    lengths = torch.tensor([len(x) for x in xs])
+    h = m.l(pad_sequence(xs, batch_first=True))
+    mask = torch.arange(h.shape[1]) < lengths[:, None]
+    return (h * mask[..., None]).sum(1) / lengths[:, None]
+
+
+FORWARDS = {
+    "stacked": (lambda m, xs: torch.tanh(m.l(torch.stack(xs))).sum(1), lambda n: [(WORDS, 3)] * n),
+    "stacked tokens": (lambda m, xs: torch.tanh(m.l(torch.stack(xs))), lambda n: [(WORDS, 3)] * n),
+    "padded": (padded, lambda n: [(2 + k, 3) for k in range(n)]),
+    "images": (lambda m, xs: m.c(torch.stack([resized(x) for x in xs])).flatten(1),
+               lambda n: [(3, 5 + k, 6) for k in range(n)]),
+}  # fmt: skip
+
+
+@a_few_modes
+@pytest.mark.parametrize("n", [2, 3, 4, WORDS])
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_list_of_samples_is_exact(name, n, options):
+    """Also where a sample has as many rows, or channels, as there are samples: or refused."""
+    forward, sizes = FORWARDS[name]
+    model = Model(forward, l=nn.Linear(3, 2), c=nn.Conv2d(3, 2, 3)).double()
+    xs = [torch.randn(size).double() for size in sizes(n)]
+    with torchgradx.attach(model, batch_size=lambda args, kwargs: len(args[0]), **options) as probe:
+        square(model, xs).backward()
+        if name == "stacked tokens" and n == WORDS:
+            with pytest.raises(torchgradx.CoverageError, match="two dimensions"):
+                probe.norms()
+            return
+        got = probe.norms(per="parameter")
+    for k, x in enumerate(xs):
+        model.zero_grad()
+        square(model, [x]).backward()
+        want = {p: q.grad.norm()[None] for p, q in model.named_parameters() if q.grad is not None}
+        close_named({p: norms[k : k + 1] for p, norms in got.items() if p in want}, want)
+
+
+@a_few_modes
+@pytest.mark.parametrize("own", [False, True], ids=["", "parameters of its own"])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_layers_that_are_given_nested_tensors_are_refused(layout, own, options):
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    def forward(m, x):
+        rows = torch.nested.nested_tensor([v[: k + 1] for k, v in enumerate(x)], layout=layout)
+        return m.o(torch.relu(m.l(rows)).to_padded_tensor(0.0).sum(1))
+
+    kind = Scaled if own else nn.Linear
+    model = Model(forward, l=kind(3, 4), o=nn.Linear(4, 2))
+    with torchgradx.attach(model, **options) as probe:
+        square(model, torch.randn(4, WORDS, 3)).backward()
+        assert model.o.weight.grad is not None or not options.get("weight_grad", True)
+        with pytest.raises(
+            torchgradx.CoverageError,
+            match=r"l\.weight.*: .*(nested tensor|could not be looked for)",
+        ):
+            probe.norms()
+
+
+T = 5
 
 
 def lstm_cells_of_another(m, x):
@@ -77,23 +189,6 @@ CHAINED = {
 }
 
 
-def scored(m, x):
-    a, b = m.s(x.transpose(0, 1))
-    return a.transpose(0, 1) * b[..., None]
-
-
-class Scores(nn.Module):
-    """Sequences first; of each sample, a number for each of its positions: [N, T]."""
-
-    def __init__(self):
-        super().__init__()
-        self.w, self.q = (nn.Parameter(torch.randn(3)) for _ in range(2))
-
-    def forward(self, x):
-        a = x * self.w
-        return a, (a @ self.q).t().softmax(-1)
-
-
 def weights_of_another(m, x):
     y, w = m.a(x, x, x)
     return y.sum(1) + w.roll(1, 0).square().sum((1, 2))[:, None]
@@ -111,8 +206,6 @@ MIXED = {
         lambda: Model(lambda m, x: m.t(x)[0].roll(1, 0) + m.t(x)[1], t=Chained()), (N, 3), "t.w"),
     "an output of another layout": (
         lambda: Model(second_transposed, t=Two()), (N, N, 3), "t.w"),
-    "a second output of as many numbers, its samples first": (
-        lambda: Model(scored, s=Scores()), (N, N, 3), "s.w"),
     "attention's weights": (
         lambda: Model(weights_of_another, a=nn.MultiheadAttention(4, 2, batch_first=True)),
         (N, T, 4), "a.in_proj_weight"),
@@ -140,35 +233,7 @@ def states_alone(m, x):
     return m.r(x)[1][0].transpose(0, 1)
 
 
-def own_recurrence(m, x):
-    """(y [N, T, H], h [1, N, H])"""
-    h, steps = x.new_zeros(len(x), 3), []
-    for t in range(x.shape[1]):
-        h = torch.tanh(x[:, t] * m.v + h * m.w)
-        steps.append(h)
-    return torch.stack(steps, 1), h[None]
-
-
-def own_attention(m, x):
-    """(y [T, N, D], weights [N, H, T, T]) of [T, N, D]"""
-    heads = (x * m.w).unflatten(2, (3, 1)).permute(1, 2, 0, 3)
-    weights = torch.softmax(m.v[:, None, None] * heads @ heads.transpose(2, 3), -1)
-    return (weights @ heads).permute(2, 0, 1, 3).flatten(2), weights
-
-
-def of_own(forward, use):
-    part = Model(forward, v=torch.randn(3), w=torch.randn(3))
-    return Model(lambda m, x: use(lambda y: m.t(y), m.i(x)), i=nn.Linear(3, 3), t=part)
-
-
 EXACT = {
-    "a recurrence of one's own, its state alone": (
-        lambda: of_own(own_recurrence, lambda t, x: t(x)[1][0]), (N, T, 3)),
-    "and both": (
-        lambda: of_own(own_recurrence, lambda t, x: t(x)[0] + t(x)[1][0][:, None]), (N, T, 3)),
-    "an attention of one's own, without its weights": (
-        lambda: of_own(own_attention, lambda t, x: t(x.transpose(0, 1))[0].transpose(0, 1)),
-        (N, T, 3)),
     "sequences of N with their weights": (
         lambda: Model(by_sequence, a=nn.MultiheadAttention(4, 2)), (N, N, 4)),
     "cells alone, of N units": (
@@ -176,10 +241,6 @@ EXACT = {
     "states alone, both ways, of N units": (
         lambda: Model(states_alone, r=nn.LSTM(3, N, 2, batch_first=True, bidirectional=True)),
         (N, N, 3)),
-    "a view that the root gives of a part's first": (
-        lambda: Model(lambda m, x: m.r((x * m.w).transpose(0, 1))[0].transpose(0, 1),
-                      r=nn.LSTM(3, 2), w=torch.randn(3)), (N, 1, 3)),
-    "one output": (lambda: Model(lambda m, x: m.t(x)[1], t=Two()), (N, T, 3)),
     "both": (lambda: Model(lambda m, x: m.t(x)[0] + m.t(x)[1], t=Two()), (N, T, 3)),
 }  # fmt: skip
 
@@ -200,69 +261,11 @@ def test_outputs_that_others_are_made_from_are_exact(use, dtype, options):
     check(model, square, torch.randn(N, 3), dtype=dtype, **options)
 
 
-@a_few_modes
-def test_an_output_that_is_of_other_modules_alone_beside_one_of_the_own_parameters(options):
-    """Of as many values as samples, so that it runs again: by a replay, for a buffer's sake."""
-
-    def pair(m, x):
-        h = m.i(x)
-        m.mean.mul_(0.9).add_(h.detach().mean(0))
-        return h, m.v.expand(len(x), 2)
-
-    def loss(model, x):
-        return torch.cat(model(x), 1).square().sum(1).mean()
-
-    model = Model(pair, i=nn.Linear(3, 2), v=torch.randn(2))
-    model.register_buffer("mean", torch.zeros(2))
-    check(model, loss, torch.randn(2, 3), **options)
-
-
-class Features(nn.Module):
-    """A classifier that returns its features as well, with parameters of its own; one is spare."""
-
-    def __init__(self):
-        super().__init__()
-        self.token, self.scale = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.ones(()))
-        self.spare = nn.Parameter(torch.ones(2))
-        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
-        self.block = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
-
-    def forward(self, x):
-        tokens = self.token.expand(len(x), -1, -1)
-        features = self.block(torch.cat([tokens, self.embed(x)], 1))[:, 0]
-        return self.scale * self.head(features), features
-
-
-@a_few_modes
-@pytest.mark.parametrize("which", [(1, 0), (0, 1), (1, 1)], ids=["logits", "features", "both"])
-def test_logits_and_the_features_they_are_made_from(which, options):
-    """What the loss leaves out, and the parameters that serve it alone, get no gradient."""
-
-    def loss(model, x):
-        outputs = [y for y, used in zip(model(x), which, strict=True) if used]
-        return sum(y.exp().mean() for y in outputs)
-
-    check(Features(), loss, torch.randn(N, T, 3), **options)
-
-
 @pytest.mark.parametrize("options", [{}, {"fused": False}], ids=title)
 @pytest.mark.parametrize("use", CHAINED)
 def test_outputs_that_others_are_made_from_are_clipped(use, options):
     model = Model(lambda m, x: CHAINED[use](*m.t(m.i(x))), t=Chained(), i=nn.Linear(3, 3))
     check_clip(model, square, torch.randn(N, 3), **options)
-
-
-@a_few_modes
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_a_recurrent_module_of_which_one_weight_is_frozen_later_is_exact(kind, options):
-    """Of as many units as samples, where sizes tell nothing: its other weight is proven too."""
-    net = Model(lambda m, x: m.r(x)[0][:, -1], r=kind(3, N, bias=False, batch_first=True)).double()
-    with torchgradx.attach(net, **options) as probe:
-        for step in range(3):
-            net.r.weight_ih_l0.requires_grad_(step == 0)
-            x = torch.randn(N, T, 3, dtype=torch.float64)
-            square(net, x).backward()
-            close_named(probe.norms(per="parameter"), loop(net, square, x))
 
 
 class ActorAndCritic(nn.Module):

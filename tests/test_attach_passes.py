@@ -1,4 +1,4 @@
-"""What a record holds: passes, accumulation, scales, several backwards, and how it is read."""
+"""What a record holds: passes, accumulation, scales; how it is read; names, arguments, explain."""
 
 import pytest
 import torch
@@ -6,19 +6,21 @@ import torch.nn.functional as F
 from attach_oracle import (
     Model,
     a_few_modes,
+    check,
     close,
     close_named,
     every_mode,
     loop,
     loop_model,
     mlp,
+    native_missing,
     need_native,
     per_model,
     per_module,
     square,
-    square_sum,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
@@ -62,15 +64,6 @@ def test_the_worked_example_of_gradient_accumulation(options):
     with torchgradx.attach(slope, loss_reduction="sum", **options) as probe:
         F.mse_loss(slope(x), 2 * x, reduction="sum").backward()
         assert torch.equal(probe.norms(), expected)
-
-
-@every_mode
-def test_a_sum_loss_has_the_norms_of_a_mean_loss(model, options):
-    need_native(options)
-    x = samples()
-    with torchgradx.attach(model, loss_reduction="sum", **options) as probe:
-        square_sum(model, x).backward()
-        close_named(probe.norms(per="parameter"), loop(model, square_sum, x))
 
 
 @every_mode
@@ -118,15 +111,6 @@ def test_a_read_takes_what_there_is_and_the_next_backward_begins_a_new_record(mo
         close(probe.norms(), want_z)
         square(model, x)
         close(probe.norms(), want_z)  # a forward alone begins nothing
-
-
-def test_reset_begins_a_new_record_at_once(model):
-    x, z = samples(), samples(6)
-    with torchgradx.attach(model) as probe:
-        square(model, z).backward()
-        probe.reset()
-        square(model, x).backward()
-        close(probe.norms(), loop_model(model, square, x))
 
 
 @every_mode
@@ -178,25 +162,6 @@ def test_a_loss_scale_given_at_reading_overrides_the_one_attached(model):
         close(probe.norms(), want / 32)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("when", ["attached", "read"])
-def test_a_token_mean_over_unequal_lengths_is_undone_by_a_scale_per_sample(reduction, when):
-    lengths, tokens = torch.tensor([2, 6, 3, 5]), torch.randint(0, 7, (N, 6))
-    targets = tokens.roll(1, 1).masked_fill(torch.arange(6) >= lengths[:, None], -100)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7)).double()
-    x = torch.randn(N, 6, 3, dtype=torch.float64)
-
-    def token_mean(model, x, y):  # of one sample: the mean over its own tokens
-        return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-100)
-
-    scale = lengths / lengths.sum() * (N if reduction == "mean" else 1)
-    attached = {"loss_scale": scale} if when == "attached" else {}
-    with torchgradx.attach(model, loss_reduction=reduction, **attached) as probe:
-        token_mean(model, x, targets).backward()
-        norms = probe.norms() if attached else probe.norms(loss_scale=scale)
-    close(norms, loop_model(model, token_mean, x, targets), 1e-6)  # scale is float32
-
-
 def test_a_grad_scaler_is_undone_at_its_value_in_that_pass_even_after_update():
     model, x, z = mlp(), torch.randn(N, 3), torch.randn(N, 3)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
@@ -210,51 +175,6 @@ def test_a_grad_scaler_is_undone_at_its_value_in_that_pass_even_after_update():
         norms = probe.norms().double()
     want = torch.cat([loop_model(model, square, batch) for batch in (x, z)])
     assert torch.allclose(norms, want, rtol=1e-5)
-
-
-def test_forwards_that_meet_no_backward_leave_nothing_behind(model):
-    x = samples()
-    want = loop_model(model, square, x)
-    with torchgradx.attach(model) as probe:
-        model(samples(6))
-        loss = square(model, x)
-        with torch.no_grad():
-            model(samples(9))
-        with torch.inference_mode():
-            model(samples(7))
-        model(samples(5))
-        loss.backward()
-        close(probe.norms(), want)
-
-
-def test_eval_mode_with_gradients_is_a_pass_like_any_other(model):
-    x = samples()
-    model.eval()
-    with torchgradx.attach(model) as probe:
-        square(model, x).backward()
-        close(probe.norms(), loop_model(model, square, x))
-
-
-def test_nothing_is_recorded_while_paused(model):
-    x, z = samples(), samples(6)
-    with torchgradx.attach(model) as probe:
-        with probe.paused():
-            square(model, z).backward()
-        assert all(p.grad is not None for p in model.parameters())
-        square(model, x).backward()
-        with probe.paused():
-            square(model, z).backward()
-        close(probe.norms(), loop_model(model, square, x))
-
-
-@a_few_modes
-def test_the_gradient_of_the_input_alone_records_nothing(model, options):
-    x = samples().requires_grad_()
-    with torchgradx.attach(model, **options) as probe:
-        (gradient,) = torch.autograd.grad(square(model, x), x)
-        attacked = (x + 0.1 * gradient.sign()).detach()
-        square(model, attacked).backward()
-        close(probe.norms(), loop_model(model, square, attacked))
 
 
 @a_few_modes
@@ -307,11 +227,119 @@ def test_forwards_of_the_same_samples_add_their_gradients(model, how, options):
         close(probe.norms(), loop_model(model, square, z))
 
 
-def test_a_backward_after_the_block_of_same_samples_still_counts_as_one(model):
-    x, z = samples(), samples()
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch_size", 0),
+        ("batch_size", 2.0),
+        ("layout", "batch"),
+        ("layout", {"": "samples"}),
+        ("layout", {1: "batch"}),
+        ("layout", {"no_such_module": "batch"}),
+        ("layout", {"body.*": "batch"}),
+        ("directions", torch.ones(2)),
+        ("loss_scale", 0.0),
+        ("loss_scale", float("nan")),
+        ("loss_scale", float("inf")),
+        ("loss_scale", torch.ones(2, 2)),
+        ("loss_scale", "1"),
+    ],
+)
+def test_a_value_that_means_nothing_is_refused_and_the_model_left_alone(model, name, value):
+    with pytest.raises((ValueError, TypeError), match=name) as error:
+        torchgradx.attach(model, **{name: value})
+    assert "got" in str(error.value) or "it has" in str(error.value)
+    torchgradx.attach(model).remove()
+
+
+@pytest.mark.parametrize("backend", ["auto", "vmap"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_samples_that_are_not_found_are_said_to_be_so_and_what_to_do(model, reentrant, backend):
+    """Of a checkpoint where there is one."""
+    outer = Model(lambda m, x: checkpoint(m.b, x, use_reentrant=reentrant), b=model)
+    with torchgradx.attach(outer, batch_size=3, backend=backend) as probe:
+        outer(samples().requires_grad_()).square().sum().backward()
+        with pytest.raises(torchgradx.CoverageError) as error:
+            probe.norms()
+    for word in ("3 samples", "batch_size=", "batch_dim=", "layout="):
+        assert word in str(error.value)
+    assert ("use_reentrant=False" in str(error.value)) == reentrant
+
+
+@pytest.mark.parametrize("backend", ["auto", "vmap"])
+def test_complex_parameters_are_refused_and_real_ones_in_their_place_are_exact(backend):
+    def forward(m, x):
+        return (x * torch.view_as_complex(m.w)).abs()
+
+    model = Model(forward, w=torch.randn(3, 2))
+    check(model, square, torch.randn(N, 3), backend=backend)
+    model = Model(lambda m, x: (x * m.w).abs(), w=torch.randn(3, dtype=torch.complex128))
+    with torchgradx.attach(model, backend=backend) as probe:
+        square(model, samples()).backward()
+        with pytest.raises(torchgradx.CoverageError, match="view_as_complex"):
+            probe.norms()
+
+
+def test_an_argument_that_means_nothing_is_refused_by_its_name(model):
+    for name in ("loss_reduction", "backend", "algorithm"):
+        with pytest.raises((ValueError, TypeError), match=name):
+            torchgradx.attach(model, **{name: "surely not"})
     with torchgradx.attach(model) as probe:
-        with probe.same_samples():
-            a, b = model(x), model(z)
-        (a * b).square().sum(1).mean().backward()
-        want = loop_model(model, lambda m, x, z: (m(x) * m(z)).square().sum(1).mean(), x, z)
-        close(probe.norms(), want)
+        square(model, samples()).backward()
+        with pytest.raises(ValueError, match="per"):
+            probe.norms(per="layer")
+
+
+@pytest.mark.parametrize("algorithm", ["gram", "direct"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_forced_algorithm_is_used_and_gives_the_same_norms(algorithm, fused):
+    net, x = mlp().double(), torch.randn(N, 6, 3, dtype=torch.float64)
+    with torchgradx.attach(net, algorithm=algorithm, fused=fused) as probe:
+        square(net, x).backward()
+        close_named(probe.norms(per="parameter"), loop(net, square, x))
+        if not native_missing():  # vmap has no algorithms to choose from
+            chosen = "fused" if fused and algorithm == "direct" else algorithm  # both at once
+            assert f": {chosen}, " in probe.explain()
+
+
+class Power(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.exponent = nn.Parameter(torch.rand(5))
+
+    def forward(self, x):
+        return x.abs().pow(self.exponent)
+
+
+def test_explain_begins_with_a_summary_and_has_a_line_for_each_layer():
+    net = nn.Sequential(nn.Linear(3, 5), Power(), nn.LayerNorm(5), nn.Linear(5, 2))
+    net[0].requires_grad_(False)
+    with torchgradx.attach(net) as probe:
+        square(net, torch.randn(N, 6, 3)).backward()
+        summary, *lines = probe.explain().splitlines()
+        verbose = probe.explain(verbose=True).splitlines()
+    assert summary.startswith("4 layers: ")
+    assert "1 frozen" in summary
+    assert "1 Power" in summary
+    assert len(lines) == 4
+    assert verbose[0] == summary
+    assert len(verbose) > 5
+
+
+def test_names_follow_the_model_through_nested_modules_and_the_root():
+    inner = nn.Sequential(nn.Linear(3, 3), nn.PReLU())
+    net = nn.ModuleDict({"body": inner, "head": nn.Linear(3, 2)})
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = net
+
+        def forward(self, x):
+            return self.parts["head"](self.parts["body"](x))
+
+    net_of = Net().double()
+    with torchgradx.attach(net_of) as probe:
+        square(net_of, samples()).backward()
+        assert list(probe.norms(per="parameter")) == [n for n, _ in net_of.named_parameters()]
+        assert list(probe.norms(per="module")) == ["parts.body.0", "parts.body.1", "parts.head"]

@@ -1,22 +1,14 @@
-"""What a checkpoint runs again in backward belongs to the forward that it comes from: with others
-in flight, while paused, and after remove()."""
+"""What a checkpoint runs again in backward belongs to the forward that it comes from: in flight,
+paused, after remove()."""
 
 import contextlib
 import copy
+import functools
 import gc
 
 import pytest
 import torch
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    close_named,
-    exact_or,
-    loop,
-    mlp,
-    same_gradients,
-    square,
-)
+from attach_oracle import Model, a_few_modes, close_named, loop, mlp, same_gradients, square
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -53,10 +45,8 @@ SIZES = (4, 4, 3)
 STEPS = {
     "paused, then its backward": "f0 b0 read p1 b1 f2 b2 read",
     "paused between forward and backward": "f0 p1 b1 b0 read",
-    "paused before": "p1 f0 b0 b1 read",
     "paused and recorded in flight": "f0 b0 read p1 f2 b1 b2 read",
     "backwards in another order": "f0 f1 f2 b1 b2 b0 read",
-    "removed, and trained on": "f0 b0 read remove p1 b1 p2 b2",
     "removed before its backward": "f0 remove b0 p1 b1",
     "removed with two in flight": "f0 f1 remove b1 b0",
     "attached anew": "f0 b0 remove attach p1 b1 f2 b2 read",
@@ -101,173 +91,6 @@ def test_each_pass_is_its_own(steps, make, reentrant, options):
         same_gradients(model, twin, 1e-9)
 
 
-class Own(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w, self.inner = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return torch.tanh(self.inner(x @ self.w))
-
-
-class Wrapped(nn.Module):
-    def __init__(self, inner, call):
-        super().__init__()
-        self.inner, self.call = inner, call
-
-    def forward(self, x):
-        return self.call(self.inner, x)
-
-
-LAYERS = {
-    "linear": lambda: nn.Linear(4, 4),
-    "norm": lambda: nn.LayerNorm(4),
-    "own": Own,
-    "attention": lambda: Wrapped(
-        nn.MultiheadAttention(4, 2, batch_first=True),
-        lambda m, x: m(x, x.tanh(), x)[0],
-    ),
-    "lstm": lambda: Wrapped(nn.LSTM(4, 4, batch_first=True), lambda m, x: m(x)[0]),
-    "cell": lambda: Wrapped(nn.LSTMCell(4, 4), lambda m, x: x + sum(m(x[:, 0]))[:, None]),
-    "convolution": lambda: nn.Conv1d(2, 2, 3, padding=1),
-}
-# f(orward) of the model as it is, p(aused forward), R(emove), A(ttach), b(ackward) of the earliest,
-# c(ollect the graphs that are over).
-LATE = [
-    "fRb", "fRAb", "fRARb", "fRAfbb", "fRAfRAfbbb", "fpRAbb", "fRApfbbb", "fRfbcb", "fRfAbcb",
-    "fpbb", "pfbb", "pfRbb",
-]  # fmt: skip
-
-
-def checkpointed(make, reentrant, inside):
-    """`inside`: how a checkpoint within the checkpoint is made; None: there is none."""
-
-    def block(m, x):
-        x = torch.tanh(m.first(x))
-
-        def rest(x):
-            return torch.tanh(m.second(torch.tanh(x)))
-
-        return rest(x) if inside is None else checkpoint(rest, x, use_reentrant=inside)
-
-    def forward(m, x):
-        return m.out(checkpoint(block, m, torch.tanh(m.into(x)), use_reentrant=reentrant))
-
-    layers = {"first": make(), "second": make()}
-    return Model(forward, into=nn.Linear(3, 4), **layers, out=nn.Linear(4, 2)).double()
-
-
-def as_found(model):
-    return [(type(m), list(m._forward_hooks), list(m._forward_pre_hooks)) for m in model.modules()]
-
-
-@pytest.mark.grid(pairs=False)
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ({}, {}),
-        ({}, {"backend": "vmap"}),
-        ({"backend": "vmap"}, {}),
-        ({"clip": True}, {"fused": False}),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("of", ["", "first"])
-@pytest.mark.parametrize(
-    ("reentrant", "inside"), [(False, None), (False, False), (True, False), (False, True)]
-)
-@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
-def test_a_forward_of_a_probe_before_has_its_gradients(make, reentrant, inside, of, one, other):
-    """Whatever was attached or paused since, to the model or to a part that a checkpoint is around;
-    and the model is given back as it was."""
-    given = []
-    for story in LATE:
-        model, late = checkpointed(make, reentrant, inside), []
-        twin = copy.deepcopy(model)
-        given.append((model, as_found(model)))
-        probe, options = torchgradx.attach(model.get_submodule(of), **one), [one, other]
-        for step in story:
-            x = torch.randn(5, 2, 3).double()
-            if step == "f":
-                late.append((square(model, x), square(twin, x)))
-            elif step == "p":
-                with probe.paused():
-                    late.append((square(model, x), square(twin, x)))
-            elif step == "R":
-                probe.remove()
-            elif step == "A":
-                options.reverse()
-                probe = torchgradx.attach(model.get_submodule(of), **options[0])
-            elif step == "c":
-                gc.collect()
-            else:
-                for loss in late.pop(0):
-                    loss.backward()
-                    del loss
-        same_gradients(model, twin, 1e-9)
-        if story.rfind("A") > story.rfind("R"):
-            model.zero_grad()
-            probe.reset()
-            square(model, x).backward()
-            want = {
-                name.removeprefix(f"{of}."): norms
-                for name, norms in loop(model, square, x).items()
-                if name.startswith(of)
-            }
-            close_named(probe.norms(per="parameter"), want)
-        probe.remove()
-    gc.collect()
-    assert all(as_found(model) == found for model, found in given)
-
-
-@a_few_modes
-@pytest.mark.parametrize("story", ["fpbb", "pfbb", "pfRAbb", "fRAfbb", "fRApfbbb", "fRApfBBB"])
-def test_a_module_called_outside_of_the_model_is_of_its_own_call(story, options):
-    """B: backward of the latest."""
-    model, late = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double(), []
-    twin, probe = copy.deepcopy(model), torchgradx.attach(model, **options)
-
-    def loss(model, x):
-        return square(lambda x: checkpoint(part, model, x, use_reentrant=False), x)
-
-    def part(model, x):
-        return torch.tanh(model[0](torch.tanh(x)))
-
-    for step in story:
-        x = torch.randn(3, 2, 4).double()
-        if step in "fp":
-            with probe.paused() if step == "p" else contextlib.nullcontext():
-                late.append((loss(model, x), loss(twin, x)))
-        elif step == "R":
-            probe.remove()
-        elif step == "A":
-            probe = torchgradx.attach(model, **options)
-        else:
-            for one in late.pop(0 if step == "b" else -1):
-                one.backward()
-    same_gradients(model, twin, 1e-9)
-
-
-@pytest.mark.grid(pairs=False)
-@a_few_modes
-@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
-def test_a_record_that_waits_for_other_uses_holds_no_graph(make, options):
-    layer = make()
-
-    def forward(m, x):
-        x = checkpoint(m.layer, torch.tanh(m.into(x)), use_reentrant=False)
-        return m.out(torch.tanh(m.layer(torch.tanh(x))))
-
-    model = Model(forward, into=nn.Linear(3, 4), layer=layer, out=nn.Linear(4, 2)).double()
-    found, x = as_found(model), torch.randn(5, 2, 3).double()
-    probe = torchgradx.attach(model, **options)
-    square(model, x).backward()
-    close_named(probe.norms(per="parameter"), loop(model, square, x))
-    probe.remove()
-    gc.collect()
-    assert as_found(model) == found
-
-
 def test_paused_within_a_checkpoint_that_is_not_reentrant_is_refused():
     model, x = nn.Linear(4, 4).double(), torch.randn(3, 2, 4).double()
     probe = torchgradx.attach(model)
@@ -309,30 +132,6 @@ def test_paused_within_a_reentrant_checkpoint(calls, since, options):
         same_gradients(model, twin, 1e-9)
 
 
-@a_few_modes
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_each_call_within_a_reentrant_checkpoint_is_of_its_own_samples(order, options):
-    """In the order of their first forwards, with calls under no_grad around them."""
-    model = nn.Linear(4, 4).double()
-    twin = copy.deepcopy(model)
-    probe = torchgradx.attach(model, loss_reduction="sum", **options)
-    batches, losses = [torch.randn(n, 2, 4).double().requires_grad_() for n in (3, 5)], []
-
-    def part(x):
-        return torch.tanh(torch.cat([model(x[:2]), model(x[2:])]))
-
-    for x in batches:
-        with torch.no_grad():
-            model(x)
-        losses.append(checkpoint(part, x, use_reentrant=True).square().sum())
-        with torch.no_grad(), probe.paused():
-            model(x)
-    for k in order:
-        losses[k].backward()
-    want = [loop(twin, lambda m, x: torch.tanh(m(x)).square().sum(), x) for x in batches]
-    close_named(probe.norms(per="parameter"), {k: torch.cat([w[k] for w in want]) for k in want[0]})
-
-
 WAYS = {
     "no checkpoint": lambda run, x: run(x),
     "not reentrant": lambda run, x: checkpoint(run, x, use_reentrant=False),
@@ -341,60 +140,110 @@ WAYS = {
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
-def own(width=5):
-    """A module of its own parameter among others."""
-    scale = Model(lambda m, x: x * m.scale, scale=torch.rand(width) + 0.5)
-    return nn.Sequential(nn.Linear(3, width), nn.Tanh(), scale, nn.Linear(width, 2)).double()
+def not_reentrant(run, x):
+    return checkpoint(run, x, use_reentrant=False)
+
+
+def reentrant(run, x):
+    return checkpoint(run, x, use_reentrant=True)
+
+
+NESTED = {
+    "not": [not_reentrant],
+    "reentrant": [reentrant],
+    "reentrant in not": [not_reentrant, reentrant],
+    "not in reentrant": [reentrant, not_reentrant],
+    "not in not": [not_reentrant, not_reentrant],
+}
+
+
+def within(ways, run, x):
+    for way in reversed(ways):
+        run = functools.partial(way, run)
+    return run(x)
 
 
 @a_few_modes
-@pytest.mark.parametrize("way", list(WAYS.values())[:2], ids=list(WAYS)[:2])
-def test_a_hook_that_changes_an_output_inside_of_a_module(way, options):
-    """Exact at the graph's nodes; refused where the module runs again, which calls no hook."""
-    function = lambda m, x: torch.tanh(m.act(x @ m.weight))  # noqa: E731
-    first = nn.Linear(5, 5, bias=False)
-    shares = Model(function, weight=torch.zeros(1), act=nn.Identity())
-    shares.weight = first.weight
-    model = nn.Sequential(first, nn.Tanh(), shares, nn.Linear(5, 2)).double()
-    shares.act.register_forward_hook(lambda module, args, out: 3 * out)
-    with torchgradx.attach(model, **options) as probe:
-        for _ in range(2):
-            x = torch.randn(4, 5).double()
-            square(lambda x: way(model, x), x).backward()
-            exact_or(torchgradx.CoverageError, "0.weight", probe, loop(model, square, x))
-
-
-@a_few_modes
-@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "after"])
-@ways
-def test_the_same_samples_twice(way, inside, options):
+@pytest.mark.parametrize("part", ["", "0"])
+@pytest.mark.parametrize("ways", NESTED.values(), ids=NESTED)
+def test_two_backwards_of_one_graph(ways, part, options):
+    """They add up; where each has a forward of its own, it is said that they do not."""
     model, x = mlp().double(), torch.randn(4, 3).double()
-    twin = copy.deepcopy(model)
+    probe = torchgradx.attach(model.get_submodule(part), **options)
+    loss = square(lambda x: within(ways, model, x), x.requires_grad_())
+    loss.backward(retain_graph=True)
+    loss.backward()
+    if reentrant in ways:
+        with pytest.raises(torchgradx.CoverageError, match="for several backwards"):
+            probe.norms()
+        return
+    prefix = f"{part}." if part else ""
+    want = {
+        k[len(prefix) :]: 2 * w for k, w in loop(model, square, x).items() if k.startswith(prefix)
+    }
+    close_named(probe.norms(per="parameter"), want)
 
-    def both(net, x):
-        return square(net, x) + square(net, 2 * x)
 
+class Fails(nn.Module):
+    """In the next recomputation, once."""
+
+    next = False
+
+    def forward(self, x):
+        if self.next and torch._C._current_graph_task_id() != -1:
+            self.next = False
+            raise MemoryError("once")
+        return x
+
+
+@a_few_modes
+@pytest.mark.parametrize("ways", NESTED.values(), ids=NESTED)
+def test_what_a_recomputation_raises_is_the_users(ways, options):
+    """And the step may be tried again."""
+    model = nn.Sequential(nn.Linear(3, 5), Fails(), nn.Tanh(), nn.Linear(5, 2)).double()
+    twin, x = copy.deepcopy(model), torch.randn(4, 3).double()
+    probe = torchgradx.attach(model, **options)
+
+    def loss(net):
+        return square(lambda x: within(ways, net, x), x.detach().requires_grad_())
+
+    loss(model).backward()  # a proof runs layers again as well
+    probe.norms()
     for _ in range(2):
-        with torchgradx.attach(model, **options) as probe:
-            with probe.same_samples():
-                loss = both(lambda x: way(model, x), x)
-                if inside:
-                    loss.backward()
-            if not inside:
-                loss.backward()
-            close_named(probe.norms(per="parameter"), loop(twin, both, x))
+        for net in (model, twin):
+            net[1].next = True
+            with pytest.raises(MemoryError):
+                loss(net).backward()
+            net.zero_grad()
+            loss(net).backward()
+        close_named(probe.norms(per="parameter"), loop(twin, square, x))
+        if options.get("weight_grad", True):
+            same_gradients(model, twin, 1e-9)
 
 
 @a_few_modes
-@ways
-def test_directions_are_those_of_the_forward(way, options):
-    model, x = mlp().double(), torch.randn(4, 3).double()
-    first, second = ({"0.weight": torch.randn(5, 3).double()} for _ in range(2))
-    found = []
-    for later in (first, second):
-        with torchgradx.attach(model, directions=first, **options) as probe:
-            loss = square(lambda x: way(model, x), x)
-            probe.directions = later
-            loss.backward()
-            found.append(probe.dot())
-    assert torch.equal(*found)
+@pytest.mark.parametrize("story", ["fpbb", "pfRAbb", "fRApfBBB"])
+def test_a_module_called_outside_of_the_model_is_of_its_own_call(story, options):
+    """B: backward of the latest."""
+    model, late = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double(), []
+    twin, probe = copy.deepcopy(model), torchgradx.attach(model, **options)
+
+    def loss(model, x):
+        return square(lambda x: checkpoint(part, model, x, use_reentrant=False), x)
+
+    def part(model, x):
+        return torch.tanh(model[0](torch.tanh(x)))
+
+    for step in story:
+        x = torch.randn(3, 2, 4).double()
+        if step in "fp":
+            with probe.paused() if step == "p" else contextlib.nullcontext():
+                late.append((loss(model, x), loss(twin, x)))
+        elif step == "R":
+            probe.remove()
+        elif step == "A":
+            probe = torchgradx.attach(model, **options)
+        else:
+            for one in late.pop(0 if step == "b" else -1):
+                one.backward()
+    same_gradients(model, twin, 1e-9)

@@ -1,10 +1,24 @@
-"""nn.LSTM, nn.GRU, nn.RNN and their cells: every option against a loop over single samples."""
+"""nn.LSTM, nn.GRU, nn.RNN and their cells, batches and packed sequences: every option."""
 
 from platform import machine
 
 import pytest
 import torch
-from attach_oracle import Model, check, every_mode, exact_or_refused, fallback_mode, refused, square
+from attach_oracle import (
+    ANY,
+    NATIVE,
+    VMAP,
+    Model,
+    check,
+    close_named,
+    each_of,
+    every_mode,
+    fallback_mode,
+    loop,
+    need_native,
+    refused,
+    square,
+)
 from recurrent_models import (
     CELLS,
     KINDS,
@@ -23,6 +37,7 @@ from recurrent_models import (
     states_of,
 )
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import torchgradx
 from torchgradx import ops
@@ -66,20 +81,6 @@ def test_first_states_and_their_gradients(kind, option, options):
               **options)  # fmt: skip
 
 
-@native_mode
-@every_kind
-def test_sizes_off_every_vector_and_many_rows(kind, options):
-    rnn = KINDS[kind](37, 33, num_layers=2, bidirectional=True)
-    model = Model(lambda m, x: m.r(x.transpose(0, 1))[0].transpose(0, 1), r=rnn)
-    check(model, square, torch.randn(9, 19, 37), dtype=torch.float32, **options)
-
-
-@native_mode
-@pytest.mark.parametrize(("kind", "hidden"), [("lstm", 136), ("gru", 176), ("rnn", 520)])
-def test_gates_that_are_multiplied_in_several_parts(kind, hidden, options):
-    check(net(KINDS[kind](I, hidden)), square, torch.randn(2, 3, I), input_grad=True, **options)
-
-
 INPUTS = {
     "features apart": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "steps first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
@@ -94,16 +95,6 @@ INPUTS = {
 def test_an_input_may_lie_anyhow(kind, lies, options):
     model = Model(lambda m, x: m.r(lies(x))[0], r=KINDS[kind](I, H, batch_first=True))
     check(model, square, torch.randn(N, T, I), input_grad=True, **options)
-
-
-@native_mode
-@pytest.mark.parametrize("option", ["plain", "both ways"])
-def test_output_gates_that_are_shut(option, options):
-    """What is behind one is the state over it: nothing where float32 rounds it to 0."""
-    model = net(made("lstm", option))
-    with torch.no_grad():
-        model.r.bias_ih_l0[-3:] = torch.tensor([-30.0, -95.0, -200.0])
-    check(model, square, torch.randn(N, T, I), dtype=torch.float32, **options)
 
 
 @pytest.mark.grid(pairs=False)
@@ -161,16 +152,6 @@ def test_what_two_weights_share_of_the_gates_gradients(kind, steps, frozen, dtyp
     check(model, square, torch.randn(N, steps, 48), dtype=dtype, **options)
 
 
-@served
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("size", [(32, 64), (32, 600), (700, 64), (20, 64)])
-def test_sweeps_of_two_weights_by_several_threads(size, threads):
-    """Together where each is one block of whole vectors."""
-    torch.set_num_threads(threads)
-    model = Model(lambda m, x: m.r(x)[0], r=nn.RNN(*size, batch_first=True))
-    check(model, square, torch.randn(18, 20, size[0]), dtype=torch.float32)
-
-
 laid_out_as_known = pytest.mark.skipif(
     not (ops.NATIVE and torch.backends.mkldnn.is_available() and machine() == "x86_64"),
     reason="where its layout was looked up",
@@ -188,35 +169,6 @@ def test_gates_that_onednn_keeps_are_not_computed_again(hidden, backwards):
         with torch.profiler.profile() as seen:
             loss.backward()
     assert "aten::sigmoid_" not in {event.name for event in seen.events()}
-
-
-@laid_out_as_known
-@pytest.mark.parametrize("width", [3, 300])
-@pytest.mark.parametrize("backwards", [False, True])
-def test_cells_that_onednn_keeps_are_not_computed_again(width, backwards):
-    """They would take memory in rows of 256 numbers and a cache line, as nothing else does."""
-    rnn = nn.LSTM(width, 256, bidirectional=backwards, batch_first=True)
-    model = Model(lambda m, x: m.r(x)[0], r=rnn)
-    with torchgradx.attach(model):
-        loss = square(model, torch.randn(N, T, width))
-        with torch.profiler.profile(profile_memory=True) as seen:
-            loss.backward()
-    taken = {event.self_cpu_memory_usage for event in seen.events()}
-    assert N * T * 4 * (4 * 256 + 16) in taken  # the gradients at the gates
-    assert N * T * 4 * (256 + 16) not in taken
-
-
-@native_mode
-def test_without_onednn_the_gates_are_computed_again(options):
-    with torch.backends.mkldnn.flags(enabled=False):
-        for option in ("plain", "both ways"):
-            check(
-                net(made("lstm", option)),
-                square,
-                torch.randn(N, T, I),
-                dtype=torch.float32,
-                **options,
-            )
 
 
 def unrolled(cell, steps=3):
@@ -242,17 +194,6 @@ def test_a_cell_unrolled_in_time_is_exact(kind, bias, options, dtype):
         check(unrolled(cell, steps), square, x, dtype=dtype, rtol=rtol, input_grad=True, **options)
 
 
-@fallback_mode
-def test_the_states_of_a_cell_may_be_changed_in_place(options):
-    def forward(m, x):
-        h, c = m.c(x[:, 0])
-        h, c = m.c(x[:, 1], (h.tanh_(), c.relu_()))
-        return torch.cat([h.relu_(), c], 1)
-
-    model = Model(forward, c=nn.LSTMCell(I, H))
-    check(model, square, torch.randn(N, 2, I), **options)
-
-
 OVER_SAMPLES = {
     "without a batch": (lambda m, x: m.r(x)[0], (N, I), {}),
     "samples in its time": (lambda m, x: m.r(x)[0], (N, T, I), {}),
@@ -273,9 +214,67 @@ def test_states_that_go_from_sample_to_sample_are_refused(name, kind, options):
     refused(model, square, torch.randn(shape), names=["r.weight_ih_l0"], **options)
 
 
-@every_mode
+any_mode = each_of([*ANY, *VMAP, NATIVE[0]])
+LENGTHS = torch.tensor([3, 5, 1, 3])
+
+
+def both(y, last):
+    return torch.cat([y.flatten(1), 2 * last], 1)
+
+
+def packed_net(rnn, enforce_sorted=False, use=both):
+    def forward(m, x, lengths, h=None):
+        first = m.r.batch_first
+        x = torch.tanh(m.i(x))
+        packed = pack_padded_sequence(x if first else x.transpose(0, 1), lengths.cpu(), first,
+                                      enforce_sorted)  # fmt: skip
+        hx = None
+        if h is not None:
+            h = h.transpose(0, 1).contiguous()
+            hx = (h, 2 * h) if isinstance(m.r, nn.LSTM) else h
+        out = m.r(packed, hx)
+        assert isinstance(out[0], PackedSequence)
+        y, last = states_of((pad_packed_sequence(out[0], True, total_length=x.shape[1])[0], out[1]))
+        return use(y, last)
+
+    return Model(forward, i=nn.Linear(I, I), r=rnn)
+
+
+@any_mode
+@pytest.mark.parametrize("option", [o for o in OPTIONS if o != "dropout in eval"])
 @every_kind
-def test_a_table_that_is_run_through_without_a_batch_holds_no_samples(kind, options):
-    model = Model(lambda m, x: m.o(x + m.r(m.t)[0][-1]), r=KINDS[kind](I, I), o=nn.Linear(I, 2),
-                  t=torch.randn(N + 1, I))  # fmt: skip
-    exact_or_refused(model, square, torch.randn(N, I), **options)
+def test_packed_sequences_have_the_norms_of_the_loop(kind, option, options):
+    rnn = made(kind, option)
+    x, h = torch.randn(N, T, I), torch.randn(N, rnn.num_layers * (1 + rnn.bidirectional), H)
+    check(packed_net(rnn), square, x, LENGTHS, input_grad=True, **options)
+    if not rnn.proj_size:
+        check(packed_net(rnn), square, x, LENGTHS, h, input_grad=True, **options)
+    longest_first = LENGTHS.sort(descending=True).values
+    check(packed_net(rnn, True), square, x, longest_first, dtype=torch.float32, **options)
+
+
+@any_mode
+def test_other_lengths_of_as_many_rows_are_other_samples_rows(options):
+    need_native(options)
+    model = packed_net(nn.GRU(I, H, batch_first=True)).double()
+    with torchgradx.attach(model, **options) as probe:
+        for lengths in ([3, 5, 1, 3], [2, 5, 4, 1], [3, 3, 3, 3], [1, 5, 3, 3], [3, 5, 1, 3]):
+            batch = torch.randn(N, T, I, dtype=torch.float64), torch.tensor(lengths)
+            want = loop(model, square, *batch)
+            model.zero_grad()
+            square(model, *batch).backward()
+            close_named(probe.norms(per="parameter"), want)
+
+
+@any_mode
+def test_rows_that_the_user_sorted_are_not_taken_for_the_samples(options):
+    """Sorted before and put back after, the module's first row is not the batch's first sample."""
+
+    def forward(m, x, lengths):
+        order = lengths.argsort(descending=True, stable=True)
+        packed = pack_padded_sequence(m.i(x)[order], lengths[order].cpu(), True)
+        rows = pad_packed_sequence(m.r(packed)[0], True, total_length=x.shape[1])[0]
+        return rows[order.argsort()]
+
+    model = Model(forward, i=nn.Linear(I, I), r=nn.GRU(I, H, batch_first=True))
+    refused(model, square, torch.randn(N, T, I), LENGTHS, names=["r.weight_ih_l0"], **options)

@@ -1,4 +1,4 @@
-"""Recurrent modules used more than once, in part, in place, under checkpoints and by copies."""
+"""Recurrent modules in training: used more than once, in part, in place, clipped, checkpointed."""
 
 import copy
 
@@ -7,15 +7,15 @@ import torch
 from attach_oracle import (
     Model,
     a_few_modes,
-    both_dtypes,
     check,
     close_named,
-    exact_or_refused,
     loop,
     need_native,
-    refused,
+    same_gradients,
     square,
+    tolerance,
 )
+from clip_oracle import check_clip
 from recurrent_models import (
     CELLS,
     KINDS,
@@ -27,7 +27,6 @@ from recurrent_models import (
     every_kind,
     made,
     native_mode,
-    needs_half_lstm,
     net,
     served,
     served_mode,
@@ -48,22 +47,10 @@ def test_a_module_called_twice_counts_its_cross_terms(kind, options):
     check(model, square, torch.randn(N, T, I), **options)
 
 
-@native_mode
-def test_weights_shared_between_layers_and_with_a_linear(options):
-    rnn = nn.GRU(I, I, num_layers=2, batch_first=True)
-    rnn.weight_hh_l1, rnn.bias_ih_l1 = rnn.weight_hh_l0, rnn.bias_ih_l0
-    head = nn.Linear(I, 3 * I)
-    head.weight = rnn.weight_ih_l0
-    check(
-        Model(lambda m, x: m.o(m.r(x)[0]), r=rnn, o=head), square, torch.randn(N, T, I), **options
-    )
-
-
 FROZEN = {
     "input weights": ["weight_ih_l0"],
     "state weights": ["weight_hh_l0"],
     "biases": ["bias_ih_l0", "bias_hh_l0"],
-    "weights": ["weight_ih_l0", "weight_hh_l0"],
     "all but a bias": ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0"],
 }
 
@@ -75,13 +62,6 @@ def test_frozen_parameters_count_nothing(kind, frozen, options):
     model = net(made(kind, "plain"))
     for name in FROZEN[frozen]:
         getattr(model.r, name).requires_grad_(False)
-    check(model, square, torch.randn(N, T, I), input_grad=True, **options)
-
-
-@native_mode
-def test_a_frozen_module_passes_its_inputs_gradient_on(options):
-    model = net(nn.LSTM(I, H))
-    model.r.requires_grad_(False)
     check(model, square, torch.randn(N, T, I), input_grad=True, **options)
 
 
@@ -110,37 +90,6 @@ def test_two_backwards_through_one_graph_add_up(kind, options):
         close_named(probe.norms(per="parameter"), want)
 
 
-@a_few_modes
-@every_kind
-def test_a_graph_of_the_gradient_is_the_plain_one(kind, options):
-    """create_graph: refused when read, and the gradients of the gradients are right."""
-    model = net(made(kind, "both ways"), "steps").double()
-    x, twin = torch.randn(N, T, I).double().requires_grad_(), copy.deepcopy(model)
-
-    def penalty(model):
-        (g,) = torch.autograd.grad(square(model, x), x, create_graph=True)
-        g.square().sum().backward()
-        return [p.grad for p in model.parameters()]
-
-    plain = penalty(twin)
-    with torchgradx.attach(model, **options) as probe:
-        for got, want in zip(penalty(model), plain, strict=True):
-            if options.get("weight_grad", True):
-                assert (got is None) == (want is None)
-                assert want is None or torch.allclose(got, want, rtol=1e-9, atol=0)
-        with pytest.raises(torchgradx.CoverageError):
-            probe.norms()
-
-
-@served
-@served_mode
-@every_kind
-def test_states_may_be_changed_in_place(kind, options):
-    """As far as the framework allows it: oneDNN's LSTM keeps its own output."""
-    model = Model(lambda m, x: torch.relu_(m.r(x)[0]), r=KINDS[kind](I, H, batch_first=True))
-    check(model, square, torch.randn(N, T, I), **options)
-
-
 @native_mode
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_dropout_between_layers_has_the_masks_of_the_plain_module(kind, options):
@@ -161,74 +110,6 @@ def test_dropout_between_layers_has_the_masks_of_the_plain_module(kind, options)
         loss.backward()
         assert torch.equal(loss, plain)
         close_named(probe.norms(per="parameter"), want)
-
-
-@served
-@served_mode
-def test_several_rows_of_each_sample(options):
-    """[N, K, T, I] as [N K, T, I]: K sequences of each sample in the module's batch."""
-    for first in (True, False):
-
-        def forward(m, x, first=first):
-            rows = torch.tanh(m.i(x)).flatten(0, 1)
-            y = m.r(rows if first else rows.transpose(0, 1))[0]
-            return (y if first else y.transpose(0, 1)).unflatten(0, (-1, 3))
-
-        model = Model(forward, i=nn.Linear(I, I), r=nn.LSTM(I, H, batch_first=first))
-        check(model, square, torch.randn(N, 3, T, I), **options)
-
-
-@a_few_modes
-@pytest.mark.parametrize("taken", ["the state", "both", "the last step"])
-@every_kind
-def test_states_of_several_rows_of_each_sample(kind, taken, options):
-    """As choices [N, K, T] that each are read by itself."""
-
-    def forward(m, x):
-        y, h = m.r(x.flatten(0, 1))
-        h = (h[0] if isinstance(h, tuple) else h)[0]
-        row = {"the state": h, "both": h + y.mean(1), "the last step": y[:, -1]}[taken]
-        return m.o(row).view(len(x), -1)
-
-    model = Model(forward, r=KINDS[kind](I, H, batch_first=True), o=nn.Linear(H, 1))
-    for choices in (2, N, 6):
-        check(model, square, torch.randn(N, choices, T, I), **options)
-
-
-@a_few_modes
-def test_samples_along_the_steps_are_refused(options):
-    """Sequences of as many steps as samples, given to a module that takes the one for the other."""
-    model = Model(lambda m, x: m.r(torch.tanh(m.i(x)))[0], i=nn.Linear(I, I), r=nn.LSTM(I, H))
-    refused(model, square, torch.randn(N, N, I), names=["i.weight"], **options)
-
-
-@needs_half_lstm
-@a_few_modes
-def test_what_is_not_served_runs_again(options):
-    """Without a batch dimension, under autocast, or called in another way: exact all the same."""
-
-    def half(m, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return m.r(x)[0].float()
-
-    model = Model(half, r=nn.LSTM(I, H, batch_first=True))
-    check(model, square, torch.randn(N, T, I), dtype=torch.float32, rtol=0.05, **options)
-    alone = Model(
-        lambda m, x: m.r(torch.tanh(m.i(x))[0])[0][None], i=nn.Linear(I, I), r=nn.LSTM(I, H)
-    )
-    exact_or_refused(alone, square, torch.randn(1, T, I), **options)
-
-
-def test_a_copy_of_an_attached_module_is_stock():
-    model = net(nn.LSTM(I, H))
-    with torchgradx.attach(model):
-        twin = copy.deepcopy(model)
-        assert (type(model.r) is nn.LSTM) is not ops.NATIVE
-        assert type(model.r).__name__ == "LSTM"
-        assert isinstance(model.r, nn.LSTM)
-    assert type(twin.r) is type(model.r) is nn.LSTM
-    x = torch.randn(N, T, I)
-    assert torch.equal(twin(x), model(x))
 
 
 @pytest.mark.skipif(not ops.NATIVE, reason="replayed without the extension")
@@ -256,30 +137,105 @@ def test_with_gradients_of_the_framework_a_module_runs_once_more_and_not_for_eac
         assert ("through time and" if kind == "lstm" else "lifted") in probe.explain()
 
 
-@pytest.mark.skipif(not ops.NATIVE, reason="replayed without the extension")
-def test_explain_tells_of_each_weight():
-    model = net(nn.LSTM(I, H, bidirectional=True))
+# One sweep takes whole vectors, and more steps than a Gram matrix does.
+STEPS, WIDE, STATES = 20, 48, 80
+
+
+def tied():
+    """Two modules with one W_hh: its norm has cross terms, and the first's W_ih has none."""
+    model = nn.ModuleList(nn.LSTM(WIDE, STATES, batch_first=True) for _ in range(2))
+    model[1].weight_hh_l0 = model[0].weight_hh_l0
+    return Model(lambda m, x: m.r[0](x)[0] + m.r[1](x)[0], r=model)
+
+
+def of(**options):
+    rnn = nn.LSTM(WIDE, STATES, batch_first=True, **options)
+    return lambda: Model(lambda m, x: m.r(x)[0], r=rnn)
+
+
+def with_frozen(*names):
+    def make():
+        model = of()()
+        for name in names:
+            model.r.get_parameter(name).requires_grad_(False)
+        return model
+
+    return make
+
+
+def from_a_state():
+    rnn = nn.LSTM(WIDE, STATES, batch_first=True)
+    state = torch.randn(1, 1, STATES)
+    return Model(
+        lambda m, x: m.r(x, (state.to(x).expand(1, len(x), STATES).contiguous(),) * 2)[0], r=rnn
+    )
+
+
+def called_twice():
+    return Model(
+        lambda m, x: m.r(x)[0] + m.r(x.flip(1))[0], r=nn.LSTM(WIDE, STATES, batch_first=True)
+    )
+
+
+WAYS = {
+    "forwards": of(),
+    "both ways": of(bidirectional=True),
+    "the first bias frozen": with_frozen("bias_ih_l0"),
+    "the first weight frozen": with_frozen("weight_ih_l0"),
+    "from a state": from_a_state,
+    "called twice": called_twice,
+    "weights tied": tied,
+}
+every_way = pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
+
+
+@native_mode
+@every_way
+def test_every_step_is_exact(make, options):
+    need_native(options)
+    model = make()
+    twin = copy.deepcopy(model)
+    with torchgradx.attach(model, **options) as probe:
+        for samples, steps in [
+            (N, STEPS),
+            (N, STEPS),
+            (N + 1, STEPS),
+            (N, STEPS + 9),
+            (N, STEPS),
+            (N, 1),
+            (N, 2),
+        ]:
+            x = torch.randn(samples, steps, WIDE)
+            for m in (model, twin):
+                m.zero_grad()
+                square(m, x).backward()
+            rtol = tolerance(model, torch.float32)
+            close_named(probe.norms(per="parameter"), loop(model, square, x), rtol)
+            if options.get("weight_grad", True):
+                exactly = options.get("fused") is False
+                same_gradients(model, twin, None if exactly else rtol)
+
+
+@served
+@every_way
+def test_what_else_a_step_is_asked_for(make):
+    check_clip(make(), square, torch.randn(N, STEPS, WIDE), dtype=torch.float32)
+
+
+@served
+@pytest.mark.parametrize(
+    "write", [torch.relu_, lambda y: y.detach().zero_() + y], ids=["y", "alias"]
+)
+def test_what_a_loss_writes_over_the_states_is_noticed_as_without_a_probe(write):
+    model = Model(lambda m, x: write(m.r(x)[0]), r=nn.LSTM(WIDE, STATES, batch_first=True))
+    x = torch.randn(N, STEPS, WIDE)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square(copy.deepcopy(model), x).backward()
     with torchgradx.attach(model) as probe:
-        square(model, torch.randn(N, T, I)).backward()
-        probe.norms()
-        text = probe.explain()
-    for name in ("weight_ih_l0, r.bias_ih_l0", "weight_hh_l0_reverse, r.bias_hh_l0_reverse"):
-        assert f"r: LSTM  [r.{name}]" in text, text
-    assert "replay" not in text
-    assert f"linear N={N} T={T} I={H} O={4 * H}" in text
-
-
-@both_dtypes
-@a_few_modes
-@pytest.mark.parametrize("both_ways", [False, True])
-@every_kind
-def test_last_states_of_as_many_layers_as_samples(kind, both_ways, options, dtype):
-    """[layers, N, H] of which both are as long."""
-    rnn = KINDS[kind](I, H, num_layers=N // (1 + both_ways), bidirectional=both_ways)
-
-    def forward(m, x):
-        last = m.r(x.transpose(0, 1))[1]
-        return (torch.cat(last, -1) if isinstance(last, tuple) else last).transpose(0, 1)
-
-    assert N % 2 == 0
-    check(Model(forward, r=rnn), square, torch.randn(N, T, I), dtype=dtype, **options)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            square(model, x).backward()
+        model.r.register_forward_hook(lambda m, args, out: (out[0].clone(), out[1]))
+        square(model, x).backward()
+        close_named(
+            probe.norms(per="parameter"), loop(model, square, x), tolerance(model, torch.float32)
+        )

@@ -1,125 +1,17 @@
-"""Modules that run again in backward: what their forwards do to weights, and what has changed by
-then."""
+"""Modules that run again in backward: what their forwards do to weights, what has changed since."""
 
 import copy
 import random
-from collections import deque
-from types import MethodType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    check,
-    close_named,
-    exact_or,
-    fallback_mode,
-    loop,
-    square,
-)
+from attach_oracle import close_named, exact_or, fallback_mode, loop, need_native, square
 from torch import nn
 
 import torchgradx
 
 N = 4
-
-
-class Masked(nn.Conv2d):
-    """PixelCNN's: a pixel sees those above it."""
-
-    def forward(self, x):
-        mask = torch.ones_like(self.weight)
-        mask[:, :, 1, 1:], mask[:, :, 2:] = 0, 0
-        self.write(mask)
-        return super().forward(x)
-
-    def write(self, mask):
-        self.weight.data *= mask
-
-
-class MaskedWithoutGrad(Masked):
-    @torch.no_grad()
-    def write(self, mask):
-        self.weight.mul_(mask)
-
-
-class MaskedAnew(Masked):
-    def write(self, mask):
-        self.weight.data = self.weight.data * mask
-
-
-class Normed(nn.Module):
-    """Its own parameter beside a child's weight, which it writes into."""
-
-    def __init__(self):
-        super().__init__()
-        self.l, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.l.weight.copy_(F.normalize(self.l.weight, dim=1))
-        return self.l(x.flatten(1)[:, :4]) * self.scale.cosh()
-
-
-WRITE = {
-    "a mask": lambda: [Masked(1, 4, 3, padding=1), Masked(4, 2, 3, padding=1)],
-    "without grad": lambda: [MaskedWithoutGrad(1, 4, 3, padding=1)],
-    "another tensor": lambda: [MaskedAnew(1, 4, 3, padding=1)],
-    "a child's": lambda: [nn.Conv2d(1, 1, 1), Normed()],
-}
-
-
-@fallback_mode
-@pytest.mark.parametrize("name", WRITE)
-def test_a_forward_that_writes_into_weights_is_exact(name, options):
-    torch.manual_seed(1)
-    check(nn.Sequential(*WRITE[name]()), square, torch.randn(N, 1, 4, 4), **options)
-
-
-class Decayed(nn.Linear):
-    def forward(self, x):
-        self.weight.data.mul_(0.5)
-        return super().forward(x)
-
-
-@a_few_modes
-def test_weights_are_written_into_as_often_as_without_a_probe(options):
-    model = nn.Sequential(nn.Linear(3, 3), Decayed(3, 2)).double()
-    twin, x = copy.deepcopy(model), torch.randn(N, 3).double()
-    with torchgradx.attach(model, **options):
-        square(model, x).backward()
-    square(twin, x).backward()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
-class Coded(nn.Parameter):
-    """A frozen weight of which its module knows more, as a quantised one."""
-
-
-class OfCodes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = Coded(torch.randn(4, 4).double(), requires_grad=False)
-        self.weight.scale, self.gain = 2.0, nn.Parameter(torch.randn(4).double())
-
-    def forward(self, x):
-        return x @ self.weight * self.weight.scale * self.gain.cosh()
-
-
-@fallback_mode
-def test_frozen_weights_of_a_kind_of_their_own_stay_what_they_are(options):
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), OfCodes()).double()
-    x = torch.randn(N, 3).double()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    alone = [torch.autograd.grad(square(model, row), list(trained.values())) for row in x.split(1)]
-    norms = torch.tensor([[g.norm() for g in found] for found in alone]).double()
-    with torchgradx.attach(model, **options) as probe:
-        square(model, x).backward()
-        close_named(probe.norms(per="parameter"), dict(zip(trained, norms.T, strict=True)))
 
 
 class Memory(nn.Module):
@@ -143,12 +35,6 @@ def in_a_tensor(kept, y):
     return y * kept
 
 
-def in_an_object(kept, y):
-    kept.rows.append(y.detach())
-    kept.steps += 1
-    return y + torch.stack(list(kept.rows)).mean(0)
-
-
 def drawn(kept, y):
     return y * torch.rand(4, generator=kept).to(y)
 
@@ -162,20 +48,9 @@ def by_rows(model, x):
     return dict(zip(names, norms.T, strict=True))
 
 
-class Rows(list):
-    """Of one's own."""
-
-
 MEMORIES = {
     "a dict": (in_a_dict, dict),
     "a tensor": (in_a_tensor, lambda: torch.zeros(())),
-    "an object": (in_an_object, lambda: SimpleNamespace(rows=deque(maxlen=2), steps=0)),
-    "an object of kinds": (
-        in_an_object,
-        lambda: SimpleNamespace(
-            rows=Rows(), steps=0, dtype=torch.float64, device=torch.device("cpu")
-        ),
-    ),
     "a generator": (drawn, lambda: torch.Generator().manual_seed(0)),
 }
 
@@ -228,64 +103,6 @@ def test_what_is_clipped_had_the_forwards_state(options):
             probe.clip_grad_norm_(0.1)
 
 
-class Cache:
-    def __init__(self):
-        self.rows = []
-
-
-@fallback_mode
-def test_what_it_keeps_in_an_argument_too(options):
-    def forward(m, x):
-        cache = Cache()
-        y = m.s(m.l(x), cache)
-        assert len(cache.rows) == 1
-        m.caches.append(cache)
-        return m.o(y)
-
-    class Keeps(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.randn(4))
-
-        def forward(self, x, cache):
-            cache.rows.append(x.detach())
-            return torch.sinh(x * self.scale)
-
-    model = Model(forward, l=nn.Linear(3, 4), s=Keeps(), o=nn.Linear(4, 2)).double()
-    model.caches, x = [], torch.randn(N, 3).double()
-    want = loop(model, square, x)
-    with torchgradx.attach(model, **options) as probe:
-        square(model, x).backward()
-        close_named(probe.norms(per="parameter"), want)
-    assert [len(cache.rows) for cache in model.caches] == [1]
-
-
-@fallback_mode
-def test_a_forward_that_was_put_onto_a_module_is_its_stand_ins(options):
-    """transformers and accelerate put some there."""
-
-    class Counts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale, self.calls = nn.Parameter(torch.randn(4)), 0
-            self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1
-        self.seen += 1
-        return torch.sinh(x * self.scale)
-
-    model = nn.Sequential(nn.Linear(3, 4), Counts(), nn.Linear(4, 2)).double()
-    model[1].forward, x = MethodType(forward, model[1]), torch.randn(N, 3).double()
-    want = by_rows(model, x)
-    model[1].calls = 0
-    model[1].seen.zero_()
-    with torchgradx.attach(model, **options) as probe:
-        square(model, x).backward()
-        close_named(probe.norms(per="parameter"), want)
-    assert (model[1].calls, float(model[1].seen)) == (1, 1)
-
-
 class Sometimes(nn.Module):
     """Stochastic depth, by a number that torch does not draw."""
 
@@ -322,3 +139,122 @@ def test_paths_that_others_numbers_choose_are_the_forwards(draw, options):
 def seeded_by(seed):
     random.seed(seed)
     np.random.seed(seed)
+
+
+MANY, WIDE = 6, 16
+SAID = {"*": "batch"}  # a module whose layout is said is run again, and not asked at its nodes
+HALVES = {
+    "bfloat16": (torch.bfloat16, None),
+    "float16": (torch.float16, None),
+    "autocast to bfloat16": (torch.float32, torch.bfloat16),
+    "autocast to float16": (torch.float32, torch.float16),
+}
+in_halves = pytest.mark.parametrize(("dtype", "autocast"), HALVES.values(), ids=HALVES)
+
+
+class Way(nn.Module):
+    """A matrix of its own; each subclass has its way through it."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.calls, self.on = nn.Parameter(torch.randn(WIDE, WIDE) / 4), 0, False
+        self.drawing = torch.Generator().manual_seed(0)
+        self.register_buffer("mean", torch.zeros(WIDE))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.w)
+
+
+class Drops(Way):
+    def forward(self, x):
+        return super().forward(x * (torch.rand(x.shape, generator=self.drawing) < 0.7).to(x))
+
+
+class Switched(Way):
+    """On in the forward, as by a context manager around it."""
+
+    def forward(self, x):
+        return super().forward(2 * x if self.on else x)
+
+
+def ahead(module, x, autocast=None):
+    """Loss, with all that is switched off again by the backward."""
+    module[1].on = True
+    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        y = module(x)
+    module[1].on = False
+    return y.to(torch.promote_types(y.dtype, torch.float32)).square().sum() / len(x)
+
+
+@fallback_mode
+@in_halves
+@pytest.mark.parametrize("kind", [Drops, Switched])
+def test_halves_show_another_way_too(kind, dtype, autocast, options):
+    """By sums of gradients, of 64 roundings each, they do not."""
+    need_native(options)
+    model = nn.Sequential(nn.Linear(WIDE, WIDE), kind(), nn.Linear(WIDE, 4)).to(dtype)
+    x = torch.randn(MANY, WIDE).to(dtype)
+    with torchgradx.attach(model, layout=SAID, **options) as probe:
+        ahead(model, x, autocast).backward()
+        with pytest.raises(torchgradx.CoverageError, match="other outputs"):
+            probe.norms()
+
+
+@fallback_mode
+@in_halves
+def test_halves_that_go_the_same_way_are_read(dtype, autocast, options):
+    need_native(options)
+    model = nn.Sequential(nn.Linear(WIDE, WIDE), Way(), Way(), nn.Linear(WIDE, 4)).to(dtype)
+    x, twin = torch.randn(MANY, WIDE).to(dtype), copy.deepcopy(model).double()
+    want = torch.zeros(MANY).double()
+    for n, row in enumerate(x.double().split(1)):
+        found = torch.autograd.grad(ahead(twin, row), list(twin.parameters()))
+        want[n] = torch.stack([g.norm() for g in found]).norm()
+    eps = torch.finfo(autocast or dtype).eps
+    with torchgradx.attach(model, layout=SAID, **options) as probe:
+        for _ in range(2):
+            ahead(model, x, autocast).backward()
+            # some 16 roundings one after the other, of each way
+            torch.testing.assert_close(probe.norms().double(), want, rtol=16 * eps, atol=0)
+            probe.reset()
+
+
+class Drifts(Way):
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * (1 + 1e-3 * self.calls)
+
+
+@fallback_mode
+@pytest.mark.parametrize("n", [8, 2048])
+def test_a_small_drift_shows_at_any_number_of_samples(n, options):
+    need_native(options)
+    model = nn.Sequential(nn.Linear(WIDE, WIDE), Drifts(), nn.Linear(WIDE, 4))
+    with torchgradx.attach(model, layout=SAID, **options) as probe:
+        ahead(model, torch.randn(n, WIDE)).backward()
+        with pytest.raises(torchgradx.CoverageError, match="other outputs"):
+            probe.norms()
+
+
+FACTOR = [1.0]
+
+
+class Outside(Way):
+    def forward(self, x):
+        return super().forward(x) * FACTOR[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": False}], ids=["default", "fused=False"])
+def test_clipping_after_a_switch_is_refused_and_leaves_grad(options):
+    model = nn.Sequential(nn.Linear(WIDE, WIDE), Outside(), nn.Linear(WIDE, 4))
+    with torchgradx.attach(model, layout=SAID, clip=True, **options) as probe:
+        square(model, torch.randn(MANY, WIDE)).backward()
+        before = {name: p.grad.clone() for name, p in model.named_parameters()}
+        FACTOR[0] = 3.0
+        try:
+            with pytest.raises(torchgradx.CoverageError, match="other outputs") as raised:
+                probe.clip_grad_norm_(0.1)
+        finally:
+            FACTOR[0] = 1.0
+        assert raised.value.parameters == ("1.w",)
+        assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters())

@@ -1,19 +1,23 @@
-"""What all samples share, under every kind of training step, and each way in which samples meet
-it."""
+"""What all samples share: each way samples meet it, changed in place, saved; over steps."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from attach_oracle import (
+    ANY,
+    VMAP,
     Model,
     a_few_modes,
-    both_dtypes,
     check,
+    close,
     close_named,
+    each_of,
     exact_or_refused,
     loop,
-    refused,
+    loop_model,
+    same_gradients,
     square,
 )
 from broadcast_models import (
@@ -29,21 +33,22 @@ from broadcast_models import (
     tokens,
 )
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
-MODELS = {
+SHARED = {
     "positions": (positional, tokens),
     "relative": (lambda: relative(True), lambda: torch.randn(N, T, D)),
     "queries": (lambda: constant(against_all, l=nn.Linear(D, D)), lambda: torch.randn(N, T, D)),
     "patches": (Patches, lambda: torch.randn(N, T, 3)),
 }
-each_model = pytest.mark.parametrize("name", MODELS)
+each_model = pytest.mark.parametrize("name", SHARED)
 
 
-def example(name, dtype=torch.float64):
-    make, data = MODELS[name]
+def shared_example(name, dtype=torch.float64):
+    make, data = SHARED[name]
     model, x = make(), data()
     if hasattr(model, "r"):
         del model.r
@@ -51,44 +56,9 @@ def example(name, dtype=torch.float64):
 
 
 @each_model
-@both_dtypes
-@a_few_modes
-def test_in_either_precision(name, dtype, options):
-    check(*(lambda model, x: (model, square, x))(*example(name)), dtype=dtype, **options)
-
-
-@each_model
-@a_few_modes
-def test_under_autocast(name, options):
-    """Norms are those of what the backward computed in bfloat16: near the exact ones."""
-    model, x = example(name, torch.float32)
-    want = loop(model, square, x)
-    with torchgradx.attach(model, **options) as probe:
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16):
-                out = square(model, x)
-            out.backward()
-            norms = probe.norms(per="parameter")
-    largest = max(float(v.max()) for v in want.values())
-    for key, value in want.items():
-        assert (norms[key].double() - value).abs().max() < 0.05 * largest, key
-
-
-@each_model
-@a_few_modes
-def test_micro_batches_are_one_record(name, options):
-    model, x = example(name)
-    want = loop(model, square, x)
-    with torchgradx.attach(model, **options) as probe:
-        for part in (x[:2], x[2:]):
-            square(model, part).backward()
-        close_named(probe.norms(per="parameter"), want)
-
-
-@each_model
 @a_few_modes
 def test_several_backwards_through_one_graph_add_up(name, options):
-    model, x = example(name)
+    model, x = shared_example(name)
     with torchgradx.attach(model, **options) as probe:
         for batch in (x, x[:1], x[:1]):
             want = loop(model, lambda *batch: 3 * square(*batch), batch)
@@ -101,24 +71,9 @@ def test_several_backwards_through_one_graph_add_up(name, options):
 
 @each_model
 @a_few_modes
-def test_forwards_of_the_same_samples_add_up(name, options):
-    model, x = example(name)
-    with torchgradx.attach(model, **options) as probe:
-        for batch, at_once in ((x, True), (x, False), (x[:1], False), (x[:1], True)):
-            want = loop(model, lambda m, b: square(m, b) + square(m, b.flip(1)), batch)
-            model.zero_grad()
-            with probe.same_samples():
-                losses = square(model, batch), square(model, batch.flip(1))
-            for loss in [sum(losses)] if at_once else losses:
-                loss.backward()
-            close_named(probe.norms(per="parameter"), want)
-
-
-@each_model
-@a_few_modes
 def test_batches_of_other_sizes_follow(name, options):
     """Where a sample's value goes is seen once; where the samples stand is proven for each size."""
-    model, x = example(name)
+    model, x = shared_example(name)
     with torchgradx.attach(model, **options) as probe:
         for batch in (x, torch.cat([x, x])[:7], x[:1], x[:, :3], torch.cat([x, x])[:T], x[:3], x):
             want = loop(model, square, batch)
@@ -127,15 +82,6 @@ def test_batches_of_other_sizes_follow(name, options):
         model.eval()
         square(model, x).backward()
         close_named(probe.norms(per="parameter"), loop(model, square, x))
-
-
-@each_model
-@a_few_modes
-def test_frozen_parts_count_nothing(name, options):
-    for place in range(len(list(example(name)[0].parameters()))):
-        model, x = example(name)
-        list(model.parameters())[place].requires_grad_(False)
-        check(model, square, x, **options)
 
 
 MAY_REFUSE = {"stacked"}  # each sample alone: its nodes hold no row for the others
@@ -154,68 +100,6 @@ def test_each_way_for_samples_to_come_in_is_exact(way, positions, options):
         exact_or_refused(model, square, x, **options)
     else:
         check(model, square, x, **options)
-
-
-COLUMNS = [
-    "einsum, from the left",
-    "einsum, by heads",
-    "columns",
-    "heads apart",
-    "heads apart, samples second",
-]
-
-
-@a_few_modes
-@pytest.mark.parametrize("way", COLUMNS)
-def test_columns_are_of_samples_in_later_steps_of_other_sizes(way, options):
-    """Among them as many samples as positions, rows or features, and columns as both together."""
-    model = constant(lambda m, x: m.o(torch.tanh(WAYS[way](x, m.l(m.c)))), (T, D),
-                     l=nn.Linear(D, D)).double()  # fmt: skip
-    with torchgradx.attach(model, **options) as probe:
-        for n, t in [(N, 7), (N, 7), (T, 7), (3, N), (N, N), (D, D), (2, 4), (1, 7), (N, 7)]:
-            x = torch.randn(n, t, D, dtype=torch.float64)
-            square(model, x).backward()
-            close_named(probe.norms(per="parameter"), loop(model, square, x))
-
-
-@a_few_modes
-def test_columns_that_stand_otherwise_are_refused(options):
-    """Rows t*N+n of x, which are columns here; and a softmax along them, which mixes samples."""
-
-    def turned(m, x):
-        return (m.l(m.c) @ x.transpose(0, 1).flatten(0, 1).T).unflatten(1, (-1, len(x)))[:, 0].T
-
-    def mixing(m, x):
-        return torch.einsum("ld,ntd->lnt", m.l(m.c), x).softmax(1).transpose(0, 1)
-
-    for forward in (turned, mixing):
-        for n, t in [(N, 7), (T, 7), (N, N), (T, T), (D, D)]:
-            model = constant(forward, (T, D), l=nn.Linear(D, D), o=nn.Linear(D, D))
-            x = torch.randn(n, t, D)
-            refused(model, square, x, names=["l.weight", "l.bias"], **options)
-
-
-@a_few_modes
-def test_samples_that_come_in_in_two_layouts_are_told_apart_in_every_pass(options):
-    """By nodes of one kind, of equal sizes, below two outputs; every graph is somewhere else."""
-
-    def forward(m, x):
-        h = m.i(x)
-        return h * m.w, (h.transpose(0, 1) * m.w[:, None]).transpose(0, 1)
-
-    def loss(model, x):
-        first, second = model(x)
-        graphs.append(first)
-        return first.square().mean() + second.exp().mean()
-
-    graphs = []
-    model = Model(forward, w=torch.randn(N, D), i=nn.Linear(D, D)).double()
-    with torchgradx.attach(model, **options) as probe:
-        for _ in range(16):
-            x = torch.randn(N, N, D, dtype=torch.float64)
-            loss(model, x).backward()
-            norms = probe.norms(per="parameter")["w"]
-            torch.testing.assert_close(norms, loop(model, loss, x)["w"], rtol=1e-9, atol=0)
 
 
 MAY_RUN_AGAIN = {"divided by", "into a part", "stacked", "attention", "maximum", "where", "norm",
@@ -254,17 +138,6 @@ def test_where_samples_come_in_inside_a_checkpoint(way, reentrant, options):
         check(model, square, x, **options)
 
 
-@a_few_modes
-@pytest.mark.parametrize("before", [nn.LayerNorm(D), nn.Identity()], ids=["normed", "plain"])
-def test_a_module_without_samples_inside_a_checkpoint(before, options):
-    def forward(m, x):
-        inside = lambda x: torch.tanh(x + m.l(m.n(m.c)))  # noqa: E731
-        return m.o(checkpoint(inside, m.i(x), use_reentrant=False))
-
-    model = constant(forward, l=nn.Linear(D, D), n=copy.deepcopy(before), i=nn.Linear(D, D))
-    check(model, square, torch.randn(N, T, D), **options)
-
-
 class Number(nn.Module):
     """Of a submodule that is given no sample, as a temperature."""
 
@@ -294,3 +167,178 @@ ONE = {
 def test_a_module_may_give_one_number(way, numbers, n, options):
     model = Model(ONE[way], l=nn.Linear(D, D), t=Number(numbers))
     check(model, square, torch.randn(n, T, D), **options)
+
+
+MODES = [*ANY, *VMAP, {"clip": True}, {"clip": True, "fused": False}]
+modes = each_of(MODES)
+
+
+def heads(b):
+    b = b.unflatten(-1, (2, -1)).transpose(1, 2)
+    b /= 3
+    return b.transpose(1, 2).flatten(2)
+
+
+def part(b):
+    b[:, :2] *= 2
+    b[..., 1:].tanh_()
+    return b
+
+
+CHANGES = {"twice": lambda b: b.mul_(2).add_(1).sigmoid_(), "heads, scaled": heads, "parts": part}
+changes = pytest.mark.parametrize("change", CHANGES)
+
+
+def changed(change, around=lambda use, c: use(c)):
+    """Positions [1, T, D] through a Linear, whose output is changed where it stands."""
+
+    def forward(m, x):
+        table = around(lambda c: CHANGES[change](m.l(c)), m.c[None, : x.shape[1]])
+        return m.o(torch.tanh(m.i(x) * table))
+
+    return constant(forward, (2 * N, D), l=nn.Linear(D, D), i=nn.Linear(D, D))
+
+
+@modes
+@changes
+@pytest.mark.parametrize(("n", "t"), [(N, T), (N, N), (D, D), (1, T), (N, 1), (2, T)])
+def test_tables_changed_in_place_are_exact(change, n, t, options):
+    check(changed(change), square, torch.randn(n, t, D), **options)
+
+
+def in_offload(use, c):
+    with save_on_cpu():
+        return use(c)
+
+
+def in_checkpoint(use, c):
+    return checkpoint(use, c, use_reentrant=False)
+
+
+@modes
+@pytest.mark.parametrize("around", [in_checkpoint, in_offload])
+def test_samples_changed_in_place_by_what_they_share(around, options):
+    """Exact, or refused in a checkpoint: that gives each saved tensor once."""
+
+    def change(m, x):
+        h = m.i(x)
+        h[:, 1:] *= m.l(m.c)[1:]
+        return m.l(h)
+
+    def forward(m, x):
+        return m.o(torch.tanh(around(lambda x: change(m, x), m.f(x))))
+
+    parts = {name: nn.Linear(D, D) for name in ("f", "i", "l")}
+    shows = exact_or_refused if around is in_checkpoint else check
+    shows(constant(forward, (T, D), **parts), square, torch.randn(N, T, D), **options)
+
+
+def place_ids():
+    return torch.arange(T) % 3  # some twice
+
+
+KINDS = {
+    "a table": lambda m, h: h * m.table(place_ids()),
+    "a layer of both": lambda m, h: h * torch.tanh(m.layer(m.table(place_ids()))),
+    "a scale": lambda m, h: h * m.scale,
+    "a product": lambda m, h: h @ (m.square @ m.square),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+class Block(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.use = KINDS[kind]
+        self.layer, self.table, self.norm = nn.Linear(D, D), nn.Embedding(3, D), nn.LayerNorm(D)
+        if kind == "a scale":
+            self.scale = nn.Parameter(torch.randn(D))
+        if kind == "a product":
+            self.square = nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x):
+        return x + torch.tanh(self.use(self, self.layer(x)))
+
+
+def plain(m, x):
+    for block in m.blocks:
+        x = block(x)
+    return x
+
+
+def checkpointed(m, x):
+    for block in m.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def nested(m, x):
+    return checkpoint(lambda x: checkpointed(m, x), x, use_reentrant=False)
+
+
+def one_block_twice(m, x):
+    return checkpoint(m.blocks[0], checkpoint(m.blocks[0], x, use_reentrant=False),
+                      use_reentrant=False)  # fmt: skip
+
+
+def offloaded(m, x):
+    with save_on_cpu():
+        return plain(m, x)
+
+
+def offloaded_inputs(m, x):
+    with save_on_cpu():
+        return checkpointed(m, x)
+
+
+def blocks_of(kind, way):
+    blocks = nn.ModuleList(Block(kind) for _ in range(2))
+    return Model(lambda m, x: m.head(way(m, x).mean(1)), blocks=blocks, head=nn.Linear(D, 2))
+
+
+@a_few_modes
+@each_kind
+@pytest.mark.parametrize(
+    "way", [checkpointed, nested, one_block_twice, offloaded, offloaded_inputs]
+)
+def test_each_is_exact(way, kind, options):
+    check(blocks_of(kind, way), square, torch.randn(N, T, D), **options)
+
+
+class Once(saved_tensors_hooks):
+    """They forget what they gave, as those of libraries that move activations away."""
+
+    def __init__(self):
+        self.kept = {}
+        super().__init__(self.pack, self.kept.pop)
+
+    def pack(self, t):
+        key = object()
+        self.kept[key] = t
+        return key
+
+
+def plainly(net, options, x):
+    """Two steps under such hooks: nothing is asked for twice, and gradients are what they are."""
+    twin, want = copy.deepcopy(net), loop_model(net, square, x)
+    square(twin, x).backward()
+    read = []
+    with torchgradx.attach(net, **options) as probe:
+        for _ in range(2):
+            net.zero_grad()
+            with Once():
+                loss = square(net, x)
+            loss.backward()
+            if options.get("weight_grad") is not False:
+                same_gradients(net, twin, 1e-9)
+            with contextlib.suppress(torchgradx.CoverageError):
+                read.append(probe.norms())
+    for norms in read:
+        close(norms, want)
+    return read
+
+
+@a_few_modes
+@each_kind
+def test_hooks_that_give_once_are_asked_by_the_engine_alone(kind, options):
+    plainly(blocks_of(kind, plain).double(), options, torch.randn(N, T, D, dtype=torch.float64))

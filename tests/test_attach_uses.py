@@ -1,4 +1,4 @@
-"""Parameters used several times, tied, frozen, unused; layers called in every way."""
+"""Parameters used several times, tied, frozen, unused; layers and models called in every way."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from attach_oracle import (
     close,
     close_named,
     every_mode,
-    exact_or,
+    exact_or_refused,
     fallback_mode,
     loop,
     loop_model,
@@ -19,121 +19,117 @@ from attach_oracle import (
     square,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
 N = 4
 
 
-@every_mode
-@pytest.mark.parametrize("shape", [(N, 3), (N, 6, 3)], ids=str)
-def test_a_linear_used_three_times_counts_its_cross_terms(shape, options):
-    def forward(m, x):
-        for _ in range(3):
-            x = torch.tanh(m.layer(x))
-        return m.head(x)
-
-    model = Model(forward, layer=nn.Linear(3, 3), head=nn.Linear(3, 1))
-    check(model, square, torch.randn(shape), **options)
+def thrice(m, x):
+    for _ in range(3):
+        x = torch.tanh(m.l(x))
+    return m.head(x)
 
 
-@every_mode
-@pytest.mark.parametrize("groups", [1, 2])
-def test_a_convolution_used_on_two_resolutions_counts_its_cross_terms(groups, options):
-    def forward(m, x):
-        y = m.conv(x)
-        small = m.conv(F.avg_pool2d(torch.tanh(y), 2))
-        return torch.cat([y.flatten(1), small.flatten(1)], 1)
-
-    model = Model(forward, conv=nn.Conv2d(2, 2, 3, padding=1, groups=groups))
-    check(model, square, torch.randn(N, 2, 6, 6), **options)
+def on_two_resolutions(m, x):
+    y = m.conv(x)
+    small = m.conv(F.avg_pool2d(torch.tanh(y), 2))
+    return torch.cat([y.flatten(1), small.flatten(1)], 1)
 
 
-@every_mode
-def test_a_layer_used_with_different_numbers_of_positions(options):
-    model = Model(
-        lambda m, x: torch.cat([m.l(x).flatten(1), m.l(x[:, :2]).flatten(1), m.l(x[:, 0])], 1),
-        l=nn.Linear(3, 2),
-    )
-    check(model, square, torch.randn(N, 5, 3), **options)
+def twice_and_detached(m, x):
+    y = m.l(x)
+    return y + m.o(y) + y.detach() * m.l(x).sigmoid()
 
 
-@every_mode
-def test_weights_tied_between_linears_count_their_cross_terms(options):
-    model = Model(lambda m, x: m.b(torch.tanh(m.a(x))), a=nn.Linear(3, 3), b=nn.Linear(3, 3))
+def in_place(m, x):
+    y = m.c(F.relu_(m.l(x))[:, None])
+    y[:, 0] *= 2
+    y.add_(1)
+    return m.o(y.flatten(1))
+
+
+def tied(a, b, forward=lambda m, x: m.b(torch.tanh(m.a(x)))):
+    model = Model(forward, a=a, b=b)
     model.b.weight = model.a.weight
-    check(model, square, torch.randn(N, 6, 3), **options)
-    check(model, square, torch.randn(N, 3), **options)
+    return model
 
 
-@fallback_mode
-def test_a_fallback_module_used_twice_counts_its_cross_terms(options):
-    model = Model(
-        lambda m, x: m.head(m.norm(torch.tanh(m.norm(x)))),
-        norm=nn.LayerNorm(3), head=nn.Linear(3, 2),
-    )  # fmt: skip
-    check(model, square, torch.randn(N, 6, 3), **options)
+def frozen(model, *names):
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    return model
 
 
-@fallback_mode
-def test_weights_tied_between_fallback_modules_count_their_cross_terms(options):
-    model = Model(lambda m, x: m.b(torch.tanh(m.a(x))), a=nn.LayerNorm(3), b=nn.LayerNorm(3))
-    model.b.weight = model.a.weight
-    check(model, square, torch.randn(N, 6, 3), **options)
-
-
-@fallback_mode
-def test_tied_embedding_and_head_are_exact(options):
-    model = Model(
-        lambda m, ids: m.head(torch.tanh(m.mid(m.table(ids)))),
-        table=nn.Embedding(7, 4), mid=nn.Linear(4, 4), head=nn.Linear(4, 7, bias=False),
-    )  # fmt: skip
-    model.head.weight = model.table.weight
-    check(model, square, torch.randint(0, 7, (N, 5)), **options)
-
-
-@every_mode
-def test_one_module_under_two_names_keeps_the_first(options):
+def two_names():
     layer = nn.Linear(3, 3)
-    model = nn.Sequential(layer, nn.Tanh(), layer)
-    check(model, square, torch.randn(N, 3), **options)
-    with torchgradx.attach(model) as probe:
-        square(model, torch.randn(N, 3)).backward()
-        assert set(probe.norms(per="module")) == {"0"}
+    return nn.Sequential(layer, nn.Tanh(), layer)
+
+
+def adapters():
+    model = Model(lambda m, x: m.base(x) + m.up(m.down(x)), base=nn.Linear(4, 4),
+                  down=nn.Linear(4, 2, bias=False), up=nn.Linear(2, 4, bias=False))  # fmt: skip
+    return nn.Sequential(frozen(model, "base.weight", "base.bias"), nn.Tanh(), nn.Linear(4, 2))
+
+
+def cnn():
+    return nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+
+
+def linear():
+    return nn.Linear(3, 3)
+
+
+THRICE = lambda: Model(thrice, l=linear(), head=nn.Linear(3, 1))  # noqa: E731
+SERVED = {  # by kernels: a model, and the sizes of a batch
+    "a linear thrice": (THRICE, (N, 3)),
+    "a linear thrice, positions": (THRICE, (N, 6, 3)),
+    "a convolution on two resolutions": (
+        lambda: Model(on_two_resolutions, conv=nn.Conv2d(2, 2, 3, 1, 1, groups=2)), (N, 2, 6, 6)),
+    "other numbers of positions": (
+        lambda: Model(lambda m, x: torch.cat([m.l(t).flatten(1) for t in (x, x[:, :2])], 1),
+                      l=linear()), (N, 5, 3)),
+    "tied linears": (lambda: tied(linear(), linear()), (N, 6, 3)),
+    "one module under two names": (two_names, (N, 3)),
+    "an output that is not used": (
+        lambda: Model(lambda m, x: (m.l(x), m.l(2 * x + 1))[0], l=linear()), (N, 3)),
+    "an output used twice and detached": (
+        lambda: Model(twice_and_detached, l=linear(), o=linear()), (N, 3)),
+    "a layer that is not called": (
+        lambda: Model(lambda m, x: m.l(x), l=linear(), spare=nn.Linear(2, 2)), (N, 3)),
+    "outputs changed in place": (
+        lambda: Model(in_place, l=nn.Linear(3, 4), c=nn.Conv1d(1, 2, 3), o=nn.Linear(4, 2)),
+        (N, 3)),
+    "adapters of a frozen layer": (adapters, (N, 5, 4)),
+    "frozen weights": (lambda: frozen(cnn(), "0.weight", "3.weight"), (N, 3, 6)),
+    "a frozen first layer": (lambda: frozen(cnn(), "0.weight", "0.bias"), (N, 3, 6)),
+}  # fmt: skip
+NORMS = lambda: nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 4), nn.LayerNorm(4))  # noqa: E731
+OTHERS = {
+    "a norm twice": (
+        lambda: Model(lambda m, x: m.o(m.l(torch.tanh(m.l(x)))), l=nn.LayerNorm(3), o=linear()),
+        (N, 6, 3)),
+    "tied norms": (lambda: tied(nn.LayerNorm(3), nn.LayerNorm(3)), (N, 6, 3)),
+    "frozen norms": (lambda: frozen(NORMS(), "0.weight", "2.weight", "2.bias"), (N, 6, 3)),
+    "a table tied to a head": (
+        lambda: tied(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)), (N, 5)),
+}  # fmt: skip
 
 
 @every_mode
-def test_a_second_output_that_is_not_used_counts_nothing(options):
-    model = Model(lambda m, x: (m.l(x), m.l(2 * x + 1))[0], l=nn.Linear(3, 3))
-    check(model, square, torch.randn(N, 3), **options)
-
-
-@every_mode
-def test_an_output_used_twice_and_detached(options):
-    def forward(m, x):
-        y = m.l(x)
-        return y + m.o(y) + y.detach() * m.l(x).sigmoid()
-
-    model = Model(forward, l=nn.Linear(3, 4), o=nn.Linear(4, 4))
-    check(model, square, torch.randn(N, 3), **options)
-
-
-@every_mode
-@pytest.mark.parametrize("frozen", ["weights", "biases", "first layer", "last layer"])
-def test_frozen_parameters_do_not_count(frozen, options):
-    model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
-    for name, p in model.named_parameters():
-        kinds = {"weights": "weight", "biases": "bias", "first layer": "0.", "last layer": "3."}
-        p.requires_grad_(kinds[frozen] not in name)
-    check(model, square, torch.randn(N, 3, 6), **options)
+@pytest.mark.parametrize("name", SERVED)
+def test_a_layer_is_exact_however_it_is_used(name, options):
+    make, sizes = SERVED[name]
+    check(make(), square, torch.randn(sizes), **options)
 
 
 @fallback_mode
-def test_frozen_parameters_of_fallback_layers_do_not_count(options):
-    model = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 4), nn.LayerNorm(4))
-    model[0].weight.requires_grad_(False)
-    model[2].requires_grad_(False)
-    check(model, square, torch.randn(N, 6, 3), **options)
+@pytest.mark.parametrize("name", OTHERS)
+def test_so_are_others(name, options):
+    make, sizes = OTHERS[name]
+    check(make(), square, torch.randint(0, 7, sizes) if "table" in name else torch.randn(sizes),
+          **options)  # fmt: skip
 
 
 @a_few_modes
@@ -146,38 +142,6 @@ def test_a_parameter_frozen_after_attach_no_longer_counts(options):
         want = loop(model, square, x)
         square(model, x).backward()
         close_named(probe.norms(per="parameter"), want)
-
-
-def test_a_parameter_thawed_after_attach_is_counted_or_refused():
-    model, x = mlp().double(), torch.randn(N, 3).double()
-    model[0].requires_grad_(False)
-    with torchgradx.attach(model) as probe:
-        model[0].requires_grad_(True)
-        want = loop(model, square, x)
-        square(model, x).backward()
-        exact_or(torchgradx.CoverageError, "0.weight", probe, want)
-
-
-@every_mode
-def test_a_parameter_that_is_not_used_has_norm_zero(options):
-    model = Model(lambda m, x: m.used(x), used=nn.Linear(3, 2), spare=nn.Linear(2, 2))
-    check(model, square, torch.randn(N, 3), **options)
-    model = Model(lambda m, x: (m.spare(x), m.used(x))[1], used=nn.Linear(3, 2),
-                  spare=nn.Linear(3, 2))  # fmt: skip
-    check(model, square, torch.randn(N, 3), **options)
-
-
-@every_mode
-def test_in_place_operations_on_a_layers_output(options):
-    def forward(m, x):
-        y = F.relu_(m.l(x))
-        y = m.c(y[:, None])
-        y[:, 0] *= 2
-        y.add_(1)
-        return m.o(y.flatten(1))
-
-    model = Model(forward, l=nn.Linear(3, 4), c=nn.Conv1d(1, 2, 3), o=nn.Linear(4, 2))
-    check(model, square, torch.randn(N, 3), **options)
 
 
 @every_mode
@@ -215,46 +179,6 @@ def test_a_bias_that_is_taken_away_counts_nothing(options):
         model[0].bias = None
         square(model, x).backward()
         close(probe.norms(), loop_model(model, square, x))
-
-
-def test_a_replica_of_a_layer_records_as_the_layer_does():
-    """What DataParallel makes: another object, with the weights of its device."""
-    layer, x = nn.Linear(3, 2).double(), torch.randn(N, 3).double()
-
-    def forward(m, x):
-        replica = m.layer._replicate_for_data_parallel()
-        replica.weight, replica.bias = m.layer.weight, m.layer.bias
-        return replica(x)
-
-    model = Model(forward, layer=layer)
-    want = loop_model(nn.Sequential(layer), square, x)
-    with torchgradx.attach(model) as probe:
-        square(model, x).backward()
-        close(probe.norms(), want)
-
-
-@fallback_mode
-def test_a_replica_with_parameters_of_its_own_counts_nothing(options):
-    layer, head = Model(lambda m, x: x * m.scale, scale=torch.ones(3)), nn.Linear(3, 2)
-
-    def forward(m, x):
-        replica = m.layer._replicate_for_data_parallel()
-        replica._parameters = {"scale": m.layer.scale.detach().clone().requires_grad_()}
-        return m.head(x) + replica(x).sum(1, keepdim=True)
-
-    model, x = Model(forward, layer=layer, head=head).double(), torch.randn(N, 3).double()
-    want = loop(model, square, x)
-    with torchgradx.attach(model, **options) as probe:
-        square(model, x).backward()
-        close_named(probe.norms(per="parameter"), want)
-
-
-@every_mode
-def test_low_rank_adapters_on_a_frozen_layer(options):
-    model = Model(lambda m, x: m.base(x) + m.up(m.down(x)), base=nn.Linear(4, 4),
-                  down=nn.Linear(4, 2, bias=False), up=nn.Linear(2, 4, bias=False))  # fmt: skip
-    model.base.requires_grad_(False)
-    check(nn.Sequential(model, nn.Tanh(), nn.Linear(4, 2)), square, torch.randn(N, 5, 4), **options)
 
 
 @every_mode
@@ -310,3 +234,58 @@ def test_a_weight_that_it_makes_of_two_is_exact(frozen, positions, options):
     own.base.requires_grad_(not frozen)
     net = nn.Sequential(nn.Linear(3, 3), own, nn.Linear(3, 2))
     check(net, square, torch.randn(N, *positions, 3), **options)
+
+
+T, D = 5, 3
+
+
+def flat(m, x):
+    """Rows of all positions, and a mean of each sample's."""
+    if x.dim() == 3:
+        rows = m(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return m.o(rows.mean(1))
+    return torch.tanh(m.l(x))
+
+
+def chunks(m, x):
+    """As a model that takes large images apart."""
+    if x.dim() == 3 and x.shape[1] > 1:
+        return sum(m(x[:, k : k + 1]) for k in range(x.shape[1])) + m.o(x.mean(1))[:, None]
+    return torch.tanh(m.l(x))
+
+
+def deep(m, x, depth=2):
+    return m.o(m(torch.tanh(m.l(x)), depth - 1)) if depth else m.l(x)
+
+
+def checkpointed(m, x):
+    if x.dim() == 3:
+        return m.o(checkpoint(m, x.flatten(0, 1), use_reentrant=False)).unflatten(0, x.shape[:2])
+    return torch.tanh(m.l(x))
+
+
+CALLS = [flat, chunks, deep, checkpointed]
+ways = pytest.mark.parametrize("way", CALLS, ids=lambda way: way.__name__)
+
+
+@a_few_modes
+@ways
+def test_a_root_that_calls_itself_is_exact_in_steps_of_several_sizes(way, options):
+    """Those too that are called on what they call themselves on."""
+    net = Model(way, l=nn.Linear(D, D), o=nn.Linear(D, D)).double()
+    with torchgradx.attach(net, **options) as probe:
+        for shape in [(N, T, D), (N, T, D), (N * T, D), (N, T, D), (N, N, D), (2, T, D), (N, D)]:
+            x = torch.randn(shape, dtype=torch.float64)
+            square(net, x).backward()
+            close(probe.norms(), loop_model(net, square, x))
+
+
+@a_few_modes
+def test_samples_that_are_mixed_between_calls_are_refused(options):
+    def forward(m, x):
+        if x.dim() == 3:
+            return m(x.flatten(0, 1).sub(x.mean((0, 1)))).unflatten(0, x.shape[:2])
+        return m.o(torch.softmax(m.l(x), 0))
+
+    net = Model(forward, l=nn.Linear(D, D), o=nn.Linear(D, D))
+    assert exact_or_refused(net, square, torch.randn(N, T, D), **options)

@@ -129,25 +129,6 @@ def test_a_part_or_the_whole_of_an_attached_model_may_be_scored():
         close(probe.norms(), norms_of(whole, x, y))
 
 
-def test_a_noise_scale_is_the_same_beside_a_score_each_step():
-    def run(beside):
-        torch.manual_seed(0)
-        model, noise = plain(), torchgradx.NoiseScale()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        pool = batch(12)
-        with torchgradx.attach(model) as probe:
-            for _ in range(4):
-                optimizer.zero_grad()
-                rows = torch.randperm(12)[:N]
-                entropy(model, pool[0][rows], pool[1][rows]).backward()
-                beside(model, *pool)
-                noise.update(probe)
-                optimizer.step()
-        return noise.noise_scale
-
-    assert run(score) == run(lambda *_: None)
-
-
 def test_another_probe_is_still_refused_and_one_that_fails_gives_the_model_back():
     model, (x, y) = plain(), batch()
     with torchgradx.attach(model) as probe:

@@ -94,18 +94,6 @@ def test_two_optimizers_of_which_one_has_unscaled():
         probe.clip_grad_norm_(BOUND)
 
 
-def test_another_models_optimizer_has_stepped():
-    model, other, x = mlp(), mlp(), batch().float()
-    own, others = (torch.optim.SGD(m.parameters(), 0.0) for m in (model, other))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    with torchgradx.attach(model, clip=True, loss_scale=scaler) as probe:
-        scaler.scale(square(other, x)).backward()
-        scaler.step(others)
-        scaler.scale(square(model, x)).backward()
-        scaler.unscale_(own)
-        probe.clip_grad_norm_(BOUND)
-
-
 class Dropping(nn.Module):
     """Runs again when it is clipped, as it ran: its gradients by sample are larger than its
     output, and not kept."""
@@ -159,22 +147,6 @@ def test_what_cannot_run_again_leaves_all_as_it_was():
         probe.clip_grad_norm_(BOUND)
 
 
-def test_parameters_frozen_when_attached():
-    model, x = mlp().double(), batch()
-    model[0].requires_grad_(False)
-    with torchgradx.attach(model, clip=True) as probe:
-        model[0].requires_grad_(True)
-        square(model, x).backward()
-        with probe.paused():
-            square(model, x).backward()
-        probe.clip_grad_norm_(1e9)
-        twice = copy.deepcopy(model)
-        twice.zero_grad()
-        (2 * square(twice, x)).backward()
-        for p, q in zip(model.parameters(), twice.parameters(), strict=True):
-            assert torch.allclose(p.grad, q.grad, rtol=1e-12)
-
-
 class Negated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -207,77 +179,6 @@ def test_a_gradient_that_is_changed_in_place_later(backend):
             assert "changed in place" in str(error)  # noqa: PT017
         else:
             is_clipped(model, x)
-
-
-def test_statistics_that_move_between_passes():
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double().eval()
-    want = []
-    with torchgradx.attach(model, clip=True) as probe:
-        for _ in range(2):
-            x = batch()
-            square(model, x).backward()
-            rows = gradients(model, square, x)
-            want.append(weighted(rows, bounded(norms_of(rows, "model"), BOUND), "model"))
-            with torch.no_grad():
-                model.train()(batch())
-            model.eval()
-        probe.clip_grad_norm_(BOUND)
-    whole = {name: (want[0][name] + want[1][name]) / N for name in want[0]}
-    same(model, whole, 1e-9, {name: g.norm() + 1 for name, g in whole.items()})
-
-
-def test_factors_that_work_in_place():
-    model, x = mlp().double(), batch()
-    with torchgradx.attach(model, clip=True) as probe:
-        square(model, x).backward()
-        want = probe.norms()
-        norms = probe.clip_grad_norm_(factors=lambda n: n.reciprocal_().mul_(BOUND).clamp_(max=1))
-        assert torch.equal(norms, want)
-        is_clipped(model, x)
-
-
-def test_directions_are_those_that_were_given():
-    model, x = mlp().double(), batch()
-    v = torch.randn(5, 3, dtype=torch.float64)
-    with torchgradx.attach(model, directions={"0.weight": v}) as probe:
-        loss = square(model, x)
-        want = torch.stack([(row["0.weight"] * v).sum() for row in gradients(model, square, x)])
-        v.zero_()
-        loss.backward()
-        assert torch.allclose(probe.dot(), want, rtol=1e-9)
-
-
-def test_a_table_of_sparse_gradients_tied_to_a_head():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(7, 3, sparse=True)
-            self.head = nn.Linear(3, 7, bias=False)
-            self.head.weight = self.table.weight
-
-        def forward(self, ids):
-            return self.head(torch.tanh(self.table(ids)))
-
-    model = Tied().double()
-    ids = torch.randint(0, 7, (N, 4))
-    with torchgradx.attach(model, clip=True) as probe:
-        with probe.paused():
-            model.table(ids).sum().backward()  # of no pass, and sparse
-        others = model.table.weight.grad.to_dense().clone()
-        square(model, ids).backward()
-        probe.clip_grad_norm_(BOUND)
-    rows = gradients(model, square, ids)
-    want = weighted(rows, bounded(norms_of(rows, "model"), BOUND), "model")["table.weight"] / N
-    assert torch.allclose(model.table.weight.grad.to_dense(), want + others, rtol=1e-9)
-
-
-def test_a_copy_of_parametrized_modules_runs():
-    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)))
-    x = torch.randn(N, 3)
-    with torchgradx.attach(model, clip=True):
-        twin = copy.deepcopy(model)
-        square(twin, x).backward()
-    assert torch.equal(twin(x), model(x))
 
 
 class Spare(nn.Module):

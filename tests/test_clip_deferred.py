@@ -68,7 +68,6 @@ COUNTED = {  # model, input, calls in backward, calls in clip_grad_norm_
     "layer norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), (N, 9, 4),
                    {"direct_sq_norms": 1, "affine_fused": 1},
                    {"linear_scaled": 1, "affine_fused": 1}),
-    "group norm": (lambda: nn.GroupNorm(2, 4), (N, 4, 5), {"affine_fused": 1}, {"affine_fused": 1}),
     "embedding": (lambda: nn.Embedding(7, 4), None, {"gather_sq_norms": 1},
                   {"aten::embedding_dense_backward": 1}),
     "a layer called twice": (lambda: nn.Sequential(*[nn.Linear(4, 4)] * 2), (N, 5, 4),
@@ -106,19 +105,6 @@ def test_one_norm_and_one_weight_gradient_for_each_layer_and_pass(kind, passes):
         with pytest.raises(RuntimeError, match="second time"):  # no graph was retained
             loss.backward()
     is_sum(model, clipped(model, *made))
-
-
-@needs_kernels
-def test_products_of_a_step_are_those_of_the_inputs_gradient_and_one_sum():
-    """What is counted above are our operators: of the framework's there are none besides."""
-    model, x = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)), torch.randn(N, 5)
-    with torchgradx.attach(model, **DEFERRED) as probe:
-        for _ in range(2):
-            loss = square(model, x)
-            with Counter() as counter:
-                loss.backward()
-                probe.clip_grad_norm_(BOUND)
-    assert counter.of("aten::mm", "aten::addmm", "aten::bmm", "aten::matmul") == {"aten::mm": 1}
 
 
 class Scale(nn.Module):
@@ -173,40 +159,6 @@ def test_tied_weights_and_shared_modules(backend, per):
             is_sum(model, want)
 
 
-def test_a_training_run_is_the_loops():
-    """An optimizer sees nothing but the clipped sums."""
-    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-    twin, x = copy.deepcopy(model), torch.randn(N, 3, dtype=torch.float64)
-    ours, theirs = (torch.optim.Adam(m.parameters(), lr=0.05) for m in (model, twin))
-    with torchgradx.attach(model, **DEFERRED) as probe:
-        for _ in range(3):
-            ours.zero_grad()
-            square(model, x).backward()
-            probe.clip_grad_norm_(BOUND)
-            ours.step()
-            for p, g in zip(twin.parameters(), clipped(twin, x).values(), strict=True):
-                p.grad = g
-            theirs.step()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(p, q, rtol=1e-9)
-
-
-def test_other_backwards_accumulate_as_ever():
-    """A penalty's own backward and a paused pass are in .grad already: the sum is added."""
-    model, x, y = mlp().double(), *torch.randn(2, N, 3, dtype=torch.float64)
-    with torchgradx.attach(model, **DEFERRED) as probe:
-        square(model, x).backward()
-        sum(p.square().sum() for p in model.parameters()).backward()
-        with probe.paused():
-            square(model, y).backward()
-        probe.clip_grad_norm_(BOUND)
-    twin = copy.deepcopy(model)
-    twin.zero_grad()
-    (sum(p.square().sum() for p in twin.parameters()) + square(twin, y)).backward()
-    want = clipped(model, x)
-    is_sum(model, {name: want[name] + p.grad for name, p in twin.named_parameters()})
-
-
 def test_without_clipping_nothing_comes_to_grad():
     model, x = mlp(), torch.randn(N, 3)
     with torchgradx.attach(model, **DEFERRED) as probe:
@@ -218,58 +170,6 @@ def test_without_clipping_nothing_comes_to_grad():
         square(model, x).backward()
         probe.reset()
         refuses(torchgradx.CoverageError, "nothing is recorded", probe, model, BOUND)
-
-
-def test_memory_of_gradients_is_as_autograd_lays_it_out():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).to(memory_format=torch.channels_last)
-    x = torch.randn(N, 3, 5, 5)
-    with torchgradx.attach(model, **DEFERRED) as probe:
-        square(model, x).backward()
-        probe.clip_grad_norm_(BOUND)
-    weight = model[0].weight
-    assert weight.grad.stride() == weight.stride()
-    is_sum(model, clipped(model, x), 1e-5)
-
-
-@needs_kernels
-def test_a_sparse_tables_gradient_is_sparse():
-    model, ids = nn.Embedding(9, 4, sparse=True).double(), torch.randint(5, (N, 3))
-    with torchgradx.attach(model, **DEFERRED) as probe:
-        for _ in range(2):
-            square(model, ids).backward()
-            probe.clip_grad_norm_(BOUND)
-            assert model.weight.grad.is_sparse
-        want = clipped(copy.deepcopy(model).requires_grad_(), ids)
-        is_sum(model, {name: 2 * g for name, g in want.items()})
-
-
-class Unused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.unused = nn.Linear(3, 2), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.used(x)
-
-
-@pytest.mark.parametrize("backend", ["auto", "vmap"])
-def test_a_parameter_that_is_not_used_gets_no_gradient(backend):
-    model, x = Unused().double(), torch.randn(N, 3, dtype=torch.float64)
-    with torchgradx.attach(model, **DEFERRED, backend=backend) as probe:
-        square(model, x).backward()
-        probe.clip_grad_norm_(BOUND)
-    assert model.unused.weight.grad is None
-    is_sum(model.used, clipped(model.used, x))
-
-
-def test_a_frozen_weight_with_a_live_bias():
-    model, x = mlp().double(), torch.randn(N, 3, dtype=torch.float64)
-    model[0].weight.requires_grad_(False)
-    with torchgradx.attach(model, **DEFERRED) as probe:
-        square(model, x).backward()
-        probe.clip_grad_norm_(BOUND)
-    assert model[0].weight.grad is None
-    is_sum(model, clipped(model, x))
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
@@ -330,8 +230,13 @@ def test_a_grad_scaler():
         assert not torch.equal(model[0].weight, before[0].weight)
 
 
-def test_it_changes_no_other_option():
-    model = mlp()
-    with torchgradx.attach(model, weight_grad=False) as probe:
-        square(model, torch.randn(N, 3)).backward()
-        refuses(RuntimeError, "clip=True", probe, model, 1.0)
+@needs_kernels
+def test_a_sparse_tables_gradient_is_sparse():
+    model, ids = nn.Embedding(9, 4, sparse=True).double(), torch.randint(5, (N, 3))
+    with torchgradx.attach(model, **DEFERRED) as probe:
+        for _ in range(2):
+            square(model, ids).backward()
+            probe.clip_grad_norm_(BOUND)
+            assert model.weight.grad.is_sparse
+        want = clipped(copy.deepcopy(model).requires_grad_(), ids)
+        is_sum(model, {name: 2 * g for name, g in want.items()})

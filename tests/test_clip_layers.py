@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from attach_oracle import Model, each_of, square, square_second
 from broadcast_models import WAYS, D, N, Patches, T, positional, tokens
 from clip_oracle import check_clip
@@ -58,20 +57,9 @@ def test_a_transposed_linear(options):
     check_clip(nn.Sequential(kind(5, D), nn.Tanh()), square, torch.randn(N, T, D), **options)
 
 
-@native_paths
-def test_images_in_sequence_order_of_as_many_channels_as_samples(options):
-    def forward(m, x):
-        return m.c(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-
-    model = Model(forward, c=nn.Conv2d(N, N, 3))
-    check_clip(model, square_second, torch.randn(S, N, N, 4, 4), dims=1, batch_dim=1, **options)
-
-
 ATTENTION = {
     "to itself": (lambda m, x, y: m.a(x, x, x)[0], {}),
     "to another": (lambda m, x, y: m.a(x, y, y)[0], {}),
-    "to two others": (lambda m, x, y: m.a(x, y, torch.tanh(y))[0], {}),
-    "of other widths": (lambda m, x, y: m.a(x, y[..., :3], y[..., :4])[0], {"kdim": 3, "vdim": 4}),
     "twice": (lambda m, x, y: m.a(m.a(x, x, x)[0], y, y)[0], {}),
     "with keys of its own": (lambda m, x, y: m.a(x, y, y)[0], {"add_bias_kv": True}),
 }
@@ -85,22 +73,10 @@ def test_attention(name, options):
     check_clip(model, square, torch.randn(N, T, E), torch.randn(N, S, E), **options)
 
 
-def test_attention_sequence_first():
-    model = Model(lambda m, x: m.a(x, x, x)[0], a=attention(batch_first=False))
-    check_clip(model, square_second, torch.randn(T, N, E), dims=1, batch_dim=1)
-
-
 @paths
 @pytest.mark.parametrize("name", BAGS)
 def test_bags_of_embeddings(name, options):
     check_clip(BAGS[name](), square, torch.randint(0, 7, (N, 6)), **options)
-
-
-@paths
-def test_a_table_that_counts_how_often_an_id_is_there_but_each_is_there_once(options):
-    table = nn.Embedding(7, 3, scale_grad_by_freq=True)
-    check_clip(Model(lambda m, i: m.l(m.t(i)), t=table, l=nn.Linear(3, 2)), square,
-               torch.randperm(7)[:N], **options)  # fmt: skip
 
 
 @paths
@@ -113,11 +89,6 @@ def thrice(m, x):
     for _ in range(3):
         x = torch.tanh(m.l(x))
     return m.o(x)
-
-
-def two_sizes(m, x):
-    y = m.c(x)
-    return torch.cat([y.flatten(1), m.c(F.avg_pool2d(torch.tanh(y), 2)).flatten(1)], 1)
 
 
 def tied_to_its_head():
@@ -136,13 +107,10 @@ def partly_frozen():
 
 SHARED = {
     "a Linear thrice": (lambda: Model(thrice, l=nn.Linear(3, 3), o=nn.Linear(3, 1)), (N, 6, 3)),
-    "a Conv2d on two sizes": (lambda: Model(two_sizes, c=nn.Conv2d(2, 2, 3, padding=1)),
-                              (N, 2, 6, 6)),
     "an embedding and its head": (tied_to_its_head, None),
     "partly frozen": (partly_frozen, (N, 3)),
     "beside its modules": (Patches, (N, T, 3)),
     "a table of positions": (positional, None),
-    "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), (N, 3)),
 }  # fmt: skip
 
 

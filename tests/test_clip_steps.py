@@ -7,9 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from attach_oracle import DEVICE, Model, mlp, same_gradients, square
-from broadcast_models import Patches, T
+from attach_oracle import DEVICE, Model, mlp, square
 from clip_oracle import bounded, check_clip, gradients, norms_of, refuses, same, weighted
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -65,19 +63,6 @@ def test_accumulation_over_unequal_batches(read, backend, weight_grad):
             is_sum(model, {name: sum(w[name] / n / 3 for n, w in want) for name in want[0][1]})
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_micro_batches_of_one_sample(fused):
-    """What comes to the positions becomes their .grad, and came to the layer below them too."""
-    model, x = Patches().double(), torch.randn(3, T, 3, dtype=torch.float64)
-    with torchgradx.attach(model, clip=True, fused=fused) as probe:
-        for _ in range(2):
-            model.zero_grad()
-            for sample in x.split(1):
-                square(model, sample).backward()
-            probe.clip_grad_norm_(BOUND)
-            is_sum(model, clipped(model, *x.split(1)))
-
-
 def test_a_bound_for_each_sample():
     model, x = net(), batch()
     bounds = torch.linspace(0, 1, N, dtype=torch.float64)
@@ -87,27 +72,6 @@ def test_a_bound_for_each_sample():
     rows = gradients(model, square, x)
     factors = {"": (bounds / norms_of(rows, "model")[""]).clamp(max=1)}
     is_sum(model, {name: g / N for name, g in weighted(rows, factors, "model").items()})
-
-
-def test_factors_normalise():
-    model, x = net(), batch()
-    with torchgradx.attach(model, clip=True) as probe:
-        square(model, x).backward()
-        probe.clip_grad_norm_(factors=lambda norms: 1 / (norms + 0.01), per="parameter")
-    rows = gradients(model, square, x)
-    factors = {name: 1 / (v + 0.01) for name, v in norms_of(rows, "parameter").items()}
-    is_sum(model, {name: g / N for name, g in weighted(rows, factors, "parameter").items()})
-
-
-def test_factors_of_few_samples_may_be_above_one_and_below():
-    model, x = net(), batch()
-    few = torch.ones(N, dtype=torch.float64)
-    few[0], few[N - 1] = 0.25, 3
-    with torchgradx.attach(model, clip=True) as probe:
-        square(model, x).backward()
-        probe.clip_grad_norm_(factors=lambda norms: few)
-    rows = gradients(model, square, x)
-    is_sum(model, {name: g / N for name, g in weighted(rows, {"": few}, "model").items()})
 
 
 def test_a_gradient_of_zeros_is_left_alone():
@@ -126,17 +90,6 @@ def test_a_gradient_of_zeros_is_left_alone():
         else:
             factors = bounded(norms_of(rows, "model"), how["max_norm"])[""]
         is_sum(model, {n: g / N for n, g in weighted(rows, {"": factors}, "model").items()})
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_so(bad):
-    model, x = nn.Linear(3, 2).double(), batch()
-    x[1, 0] = bad
-    with torchgradx.attach(model, clip=True) as probe:
-        square(model, x).backward()
-        norms = probe.clip_grad_norm_(BOUND)
-    assert norms.isfinite().tolist() == [k != 1 for k in range(N)]
-    assert not model.weight.grad.isfinite().all()
 
 
 def test_what_else_is_in_grad_stays():
@@ -255,18 +208,6 @@ def test_a_grad_scaler(kind):
             scaler.update()
 
 
-def test_float16_keeps_factors_that_it_could_not_hold():
-    """Gradients of 2^-14 times factors of 2^-12 are below its smallest number, 2^-24."""
-    model = nn.Linear(4, 2, bias=False).half()
-    x = 64 * torch.randn(N, 4).half()
-    with torchgradx.attach(model, clip=True, loss_reduction="sum") as probe:
-        ((model(x) + model(x / 2)).sum() * 2**-14).backward()
-        before = model.weight.grad.float()
-        probe.clip_grad_norm_(factors=lambda norms: torch.full_like(norms, 2.0**-12))
-    off = (model.weight.grad.float() - before * 2**-12).abs()
-    assert off.max() <= 2**-24 + 2**-9 * (before * 2**-12).abs().max()
-
-
 @pytest.mark.skipif(DEVICE != "cpu", reason="numpy's memory is the host's")
 def test_after_it_nothing_is_kept():
     model = mlp()
@@ -344,33 +285,6 @@ def test_a_step_between_the_passes_of_a_record_is_refused(weight_grad):
         probe.clip_grad_norm_(1.0)
 
 
-def test_hooks_that_may_change_a_gradient_are_refused():
-    model, x = mlp(), torch.randn(N, 3)
-    with torchgradx.attach(model, clip=True) as probe:
-        handle = model[2].bias.register_hook(lambda g: 2 * g)
-        square(model, x).backward()
-        refuses(torchgradx.CoverageError, r"Concerned: 2\.bias$", probe, model, 1.0)
-        handle.remove()
-        probe.reset()
-        square(model, x).backward()
-        probe.clip_grad_norm_(1.0)
-
-
-def test_gradients_that_are_gone_are_refused():
-    model = mlp()
-    with torchgradx.attach(model, clip=True) as probe:
-        square(model, torch.randn(N, 3)).backward()
-        model.zero_grad()
-        refuses(torchgradx.CoverageError, "zero_grad", probe, model, 1.0)
-
-
-def test_a_refusal_of_norms_refuses_clipping():
-    model = mlp()
-    with torchgradx.attach(model, clip=True) as probe:
-        (square(model, torch.randn(N, 3)) + model[0].weight.square().sum()).backward()
-        refuses(torchgradx.CoverageError, "0.weight", probe, model, 1.0)
-
-
 @pytest.mark.parametrize("max_norm", [0.0, 1e-6])
 def test_a_small_bound_does_not_cancel(max_norm):
     """The clipped sum is made anew: never what is left of a far larger one."""
@@ -384,11 +298,9 @@ def test_a_small_bound_does_not_cancel(max_norm):
         assert (p.grad - want[name] / N).norm() <= 1e-3 * total + 1e-300
 
 
-def test_the_plain_step_is_as_it_was():
-    model, x = net(), batch()
-    twin = copy.deepcopy(model)
-    F.mse_loss(twin(x), torch.ones(N, 2)).backward()
-    with torchgradx.attach(model, clip=True):
-        F.mse_loss(model(x), torch.ones(N, 2)).backward()
-        same_gradients(model, twin, 1e-12)
-    assert all(not p._backward_hooks for p in model.parameters())
+def test_gradients_that_are_gone_are_refused():
+    model = mlp()
+    with torchgradx.attach(model, clip=True) as probe:
+        square(model, torch.randn(N, 3)).backward()
+        model.zero_grad()
+        refuses(torchgradx.CoverageError, "zero_grad", probe, model, 1.0)

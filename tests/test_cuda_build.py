@@ -8,8 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 from backends import CUDA_OPERATORS
@@ -22,7 +21,7 @@ PACKAGE = Path(torchgradx.__file__).parent
 needs_extension = pytest.mark.skipif(not ops.NATIVE, reason="installed without the extension")
 
 
-def _toolkit() -> ModuleType:
+def _toolkit():
     spec = importlib.util.spec_from_file_location(
         "cuda_toolkit", ROOT / "build_tools/cuda_toolkit.py"
     )
@@ -36,7 +35,7 @@ def _toolkit() -> ModuleType:
 cuda_toolkit = _toolkit()
 
 
-def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*command, cwd, **environment):
     return subprocess.run(
         command,
         cwd=cwd,
@@ -50,7 +49,7 @@ def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedPro
 # Whether CUDA kernels are built, and with what
 
 
-def toolkit_in(folder: Path, release: str = "13.0") -> Path:
+def toolkit_in(folder, release="13.0"):
     """As much of a toolkit as is looked at."""
     (folder / "bin").mkdir(parents=True)
     (folder / "lib64").mkdir()
@@ -63,31 +62,23 @@ def toolkit_in(folder: Path, release: str = "13.0") -> Path:
 
 
 @pytest.fixture
-def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def clean(monkeypatch):
     for name in ("CUDA_HOME", "CUDA_PATH", "TORCHGRADX_CUDA", "TORCH_CUDA_ARCH_LIST"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 
-def torch_of(cuda: str | None) -> Any:
+def torch_of(cuda):
     return SimpleNamespace(version=SimpleNamespace(cuda=cuda))
 
 
-def test_a_wrapper_of_nvcc_on_the_path_is_seen_through(
-    clean: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_wrapper_of_nvcc_on_the_path_is_seen_through(clean, tmp_path):
     home = toolkit_in(tmp_path / "cuda")
     wrapper = tmp_path / "bin/nvcc"
     wrapper.parent.mkdir()
     wrapper.write_text(f'#!/bin/sh\nexec {home}/bin/nvcc "$@"\n')
     wrapper.chmod(0o755)
     clean.setenv("PATH", f"{wrapper.parent}:{os.environ['PATH']}")
-    assert cuda_toolkit.toolkit() == home
-
-
-def test_a_toolkit_that_is_named_comes_first(clean: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    home = toolkit_in(tmp_path / "named")
-    clean.setenv("CUDA_HOME", str(home))
     assert cuda_toolkit.toolkit() == home
 
 
@@ -103,37 +94,12 @@ def test_a_toolkit_that_is_named_comes_first(clean: pytest.MonkeyPatch, tmp_path
         ("1", "12.8", True, None),
     ],
 )
-def test_when_cuda_kernels_are_left_out(
-    clean: pytest.MonkeyPatch,
-    tmp_path: Path,
-    wanted: str | None,
-    torchs: str | None,
-    found: bool,
-    reason: str | None,
-) -> None:
+def test_when_cuda_kernels_are_left_out(clean, tmp_path, wanted, torchs, found, reason):
     if wanted is not None:
         clean.setenv("TORCHGRADX_CUDA", wanted)
     home = toolkit_in(tmp_path / "cuda") if found else None
     why = cuda_toolkit.why_not(home, torch_of(torchs))
     assert why is None if reason is None else why.startswith(reason)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "text"),
-    [("1", "TORCHGRADX_CUDA=1, but there is no nvcc"), ("yes", "must be 0, 1 or unset; got 'yes'")],
-)
-def test_what_cannot_be_had_is_refused(clean: pytest.MonkeyPatch, wanted: str, text: str) -> None:
-    clean.setenv("TORCHGRADX_CUDA", wanted)
-    with pytest.raises(SystemExit, match=text):
-        cuda_toolkit.why_not(None, torch_of("13.0"))
-
-
-def test_a_toolkit_without_its_static_runtime_is_named(
-    clean: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    home = toolkit_in(tmp_path / "cuda")
-    (home / "lib64/libcudart_static.a").unlink()
-    assert "libcudart_static.a" in cuda_toolkit.why_not(home, torch_of("13.0"))
 
 
 @pytest.mark.parametrize(
@@ -147,9 +113,7 @@ def test_a_toolkit_without_its_static_runtime_is_named(
         ("8.9", [(9, 0)], "8.9"),
     ],
 )
-def test_architectures(
-    clean: pytest.MonkeyPatch, asked: str | None, present: list[tuple[int, int]], built: str
-) -> None:
+def test_architectures(clean, asked, present, built):
     if asked:
         clean.setenv("TORCH_CUDA_ARCH_LIST", asked)
     gpus = SimpleNamespace(
@@ -161,7 +125,7 @@ def test_architectures(
 # A library that does not load
 
 
-def package_with(library: bytes | Path, folder: Path) -> Path:
+def package_with(library, folder):
     """A copy of the package with this for torchgradx._cuda."""
     copy = folder / "torchgradx"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("_cuda.*", "__pycache__"))
@@ -183,7 +147,7 @@ torch.testing.assert_close(ops.linear_sq_norms(a, b), expected)
 
 
 @needs_extension
-def test_cuda_kernels_that_do_not_load_leave_the_cpus_at_work(tmp_path: Path) -> None:
+def test_cuda_kernels_that_do_not_load_leave_the_cpus_at_work(tmp_path):
     copy = package_with(b"not a library", tmp_path)
     python = [sys.executable, "-W", "always::RuntimeWarning"]
     done = run(*python, "-c", BROKEN, cwd=tmp_path, PYTHONPATH=str(copy.parent))
@@ -211,7 +175,7 @@ setup(name="cuda", ext_modules=[module], options=options, cmdclass={"build_ext":
 
 
 @pytest.fixture(scope="module")
-def library() -> Path:
+def library():
     """The installed one, else one built here and kept, for one architecture: test_cuda_static.py
     compiles for all."""
     installed = next(PACKAGE.glob("_cuda.*.so"), None)
@@ -226,7 +190,7 @@ def library() -> Path:
     return next(into.glob("torchgradx/_cuda.*.so"))
 
 
-def test_it_needs_no_library_that_a_machine_without_a_gpu_may_lack(library: Path) -> None:
+def test_it_needs_no_library_that_a_machine_without_a_gpu_may_lack(library):
     said = run("readelf", "--dynamic", str(library), cwd=ROOT).stdout
     needed = [line for line in said.splitlines() if "(NEEDED)" in line]
     assert needed
@@ -244,7 +208,7 @@ assert ops.linear_sq_norms(torch.ones(2, 3, 4), torch.ones(2, 3, 5)).tolist() ==
 
 
 @needs_extension
-def test_it_loads_without_a_driver_and_has_every_operator(library: Path, tmp_path: Path) -> None:
+def test_it_loads_without_a_driver_and_has_every_operator(library, tmp_path):
     copy = package_with(library, tmp_path)
     code = LOADED.format(names=CUDA_OPERATORS)
     done = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(copy.parent))

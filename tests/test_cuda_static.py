@@ -3,11 +3,9 @@ and their machine code held to a budget (kernel_budget.py)."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import cubins
 import pytest
-from cubins import ARCHITECTURES, SOURCES, Kernel
+from cubins import ARCHITECTURES, SOURCES
 from kernel_budget import BUDGETS, FORBIDDEN, Budget, budget_of
 
 needs_nvcc = pytest.mark.skipif(bool(cubins.why_not()), reason=cubins.why_not())
@@ -21,12 +19,12 @@ each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
 @needs_nvcc
 @each_architecture
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_a_file_compiles_without_warnings_and_spills(source: Path, architecture: str) -> None:
+def test_a_file_compiles_without_warnings_and_spills(source, architecture):
     assert cubins.compiled(source, architecture).exists()
 
 
 @needs_nvcc
-def test_hoppers_kernel_compiles_where_its_instructions_are_not() -> None:
+def test_hoppers_kernel_compiles_where_its_instructions_are_not():
     (source,) = (path for path in SOURCES if path.stem == "direct_sm90")
     assert cubins.compiled(source, "90").exists()
 
@@ -59,7 +57,7 @@ FAULTS = {
 
 @needs_nvcc
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_doubtful_is_an_error(fault: str, tmp_path: Path) -> None:
+def test_what_is_doubtful_is_an_error(fault, tmp_path):
     code, message = FAULTS[fault]
     source = tmp_path / f"{fault}.cu"
     source.write_text(code)
@@ -67,7 +65,7 @@ def test_what_is_doubtful_is_an_error(fault: str, tmp_path: Path) -> None:
         cubins.compiled(source, "80")
 
 
-def faults(kernel: Kernel, budget: Budget | None, architecture: str) -> list[str]:
+def faults(kernel, budget, architecture):
     """How a kernel breaks its budget, as text."""
     if budget is None:
         return [f"{kernel.name} has no budget: give it a row in kernel_budget.py"]
@@ -92,7 +90,7 @@ def faults(kernel: Kernel, budget: Budget | None, architecture: str) -> list[str
 @needs_nvcc
 @needs_disassembler
 @each_architecture
-def test_every_kernel_keeps_its_budget(architecture: str) -> None:
+def test_every_kernel_keeps_its_budget(architecture):
     found = cubins.kernels(architecture).values()
     assert len(found) >= len(BUDGETS)
     assert [
@@ -102,7 +100,7 @@ def test_every_kernel_keeps_its_budget(architecture: str) -> None:
 
 @needs_nvcc
 @needs_disassembler
-def test_every_budget_is_some_kernels() -> None:
+def test_every_budget_is_some_kernels():
     found = cubins.kernels(ARCHITECTURES[0]).values()
     spent = {b.kernels for k in found if (b := budget_of(k.name))}
     assert {b.kernels for b in BUDGETS} - spent == set()
@@ -110,7 +108,7 @@ def test_every_budget_is_some_kernels() -> None:
 
 @needs_nvcc
 @needs_disassembler
-def test_a_broken_budget_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_budget_is_seen(tmp_path, monkeypatch):
     """One kernel that breaks every rule, through the same disassembler."""
     source = tmp_path / "broken.cu"
     source.write_text(

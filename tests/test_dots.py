@@ -38,18 +38,6 @@ def test_directions_may_change_with_every_pass(options):
             assert (dots.dtype, dots.requires_grad) == (torch.float64, False)
 
 
-def test_the_product_with_a_gradient_is_its_square():
-    model, x, named = setting()
-    with torchgradx.attach(model) as probe:
-        for n in range(N):
-            model.zero_grad()
-            square(model, x[n : n + 1]).backward()
-            probe.reset()
-            probe.directions = {k: p.grad.clone() for k, p in named.items()}
-            square(model, x).backward()
-            assert torch.allclose(probe.dot()[n], probe.norms()[n].square(), rtol=1e-9)
-
-
 def test_scales_and_signs_and_accumulation():
     model, x, named = setting()
     directions = {k: torch.randn_like(p) for k, p in named.items()}
@@ -62,16 +50,6 @@ def test_scales_and_signs_and_accumulation():
     with torchgradx.attach(model, directions=directions, loss_reduction="sum") as probe:
         (square(model, x) * N).backward()
         assert torch.allclose(probe.dot(), want, rtol=1e-9)
-
-
-def test_a_frozen_parameter_counts_nothing():
-    model, x, named = setting()
-    directions = {k: torch.randn_like(p) for k, p in named.items()}
-    named["0.weight"].requires_grad_(False)
-    with torchgradx.attach(model, directions=directions) as probe:
-        square(model, x).backward()
-        del directions["0.weight"]
-        assert torch.allclose(probe.dot(), exact(model, x, directions), rtol=1e-9)
 
 
 @pytest.mark.skipif(not ops.NATIVE, reason="its gradients by sample are rounded to bfloat16")

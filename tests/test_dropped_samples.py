@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backends import Backend, parameters, to
+from backends import parameters, to
 
 from torchgradx import reference
 
@@ -26,11 +26,11 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, tor
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded():
     torch.manual_seed(0)
 
 
-def spoiled(t: torch.Tensor) -> torch.Tensor:
+def spoiled(t):
     t = t.clone()
     t[BAD[0]] = float("nan")
     t[BAD[1]] = float("inf")
@@ -57,7 +57,7 @@ def check(found, wanted, dtype):
         assert (got - want).norm() <= rtol * (want.norm() + 1), (got, want)
 
 
-def run(backend: Backend, name, batched, rest, place):
+def run(backend, name, batched, rest, place):
     """The operator on spoiled operands, with SCALE in its place."""
     given = [None if t is None else to(backend, spoiled(t))[0] for t in batched]
     scale = SCALE.to(backend.device)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import cubins
@@ -16,10 +15,9 @@ import test_emulated_sm90 as hopper
 import torch
 from backends import BACKENDS, CONV2D_ALGORITHMS, LINEAR_ALGORITHMS, supports
 from emulation import build
-from emulation.operators import Operators, operator, operators
+from emulation.operators import operator, operators
 from oracle import (
     Conv2d,
-    Kind,
     Linear,
     assert_gradient,
     assert_sq_norms,
@@ -29,7 +27,6 @@ from oracle import (
 )
 from oracle_gather import Gather
 from test_memory import BOUND, CASES, WIDE
-from torch import Tensor
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
 EMULATED = BACKENDS["emulated"]
@@ -54,7 +51,7 @@ ARITHMETIC = [(dtype, False) for dtype in DTYPES] + [(torch.float32, True)]  # w
 
 
 @pytest.fixture
-def allow_tf32() -> Iterator[Callable[[bool], None]]:
+def allow_tf32():
     """Set torch's flag, whose own attribute cannot be deleted as monkeypatch would; undone."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
@@ -62,7 +59,7 @@ def allow_tf32() -> Iterator[Callable[[bool], None]]:
     matmul.allow_tf32 = before
 
 
-def results(problem: Linear | Conv2d, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+def results(problem, a, b):
     """All that the operators have to say of a problem."""
     scale = torch.arange(problem.n, dtype=torch.float32) - 1
     if isinstance(problem, Linear):
@@ -78,9 +75,7 @@ def results(problem: Linear | Conv2d, a: Tensor, b: Tensor) -> dict[str, Tensor]
 @pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize(("dtype", "tf32"), ARITHMETIC)
 @each_problem
-def test_the_order_of_threads_does_not_matter(
-    problem: Linear | Conv2d, dtype: torch.dtype, tf32: bool, allow_tf32: Callable[[bool], None]
-) -> None:
+def test_the_order_of_threads_does_not_matter(problem, dtype, tf32, allow_tf32):
     allow_tf32(tf32)
     a, b = problem.operands(dtype, "gaussians")
     forward = results(problem, a, b)
@@ -93,7 +88,7 @@ def test_the_order_of_threads_does_not_matter(
 @pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("count", [1, 2, 132])
 @each_problem
-def test_any_number_of_multiprocessors_is_right(problem: Linear | Conv2d, count: int) -> None:
+def test_any_number_of_multiprocessors_is_right(problem, count):
     with operators().multiprocessors(count):
         assert_right(problem, *case(problem, torch.float32, "integers")[:2])
 
@@ -101,16 +96,14 @@ def test_any_number_of_multiprocessors_is_right(problem: Linear | Conv2d, count:
 @pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("kind", ["integers", "gaussians"])
 @each_problem
-def test_tf32_loses_nothing_of_operands_that_it_can_hold(
-    problem: Linear | Conv2d, kind: Kind, allow_tf32: Callable[[bool], None]
-) -> None:
+def test_tf32_loses_nothing_of_operands_that_it_can_hold(problem, kind, allow_tf32):
     allow_tf32(True)
     a, b = problem.operands(torch.float32, kind)
     assert_right(problem, _of_tf32(a), _of_tf32(b), kind)
 
 
 @pytest.mark.parametrize("name", ["cuda.matmul.fp32_precision", "fp32_precision"])
-def test_tf32_is_allowed_by_torchs_newer_setting_too(name: str) -> None:
+def test_tf32_is_allowed_by_torchs_newer_setting_too(name):
     """After which the older one can no longer be read."""
     script = NEWER_SETTING.format(name=name)
     here = Path(__file__).parent
@@ -134,12 +127,12 @@ print(float(grad.unique()), gpu.gpu_of(torch.device("cuda", 0)))
 """
 
 
-def _of_tf32(x: Tensor) -> Tensor:
+def _of_tf32(x):
     """Cut to 10 bits of mantissa."""
     return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
-def assert_right(problem: Linear | Conv2d, a: Tensor, b: Tensor, kind: Kind = "integers") -> None:
+def assert_right(problem, a, b, kind="integers"):
     """Every operator against the oracle."""
     linear = isinstance(problem, Linear)
     truth = linear_truth(a, b) if linear else conv2d_truth(a, b, problem)
@@ -165,7 +158,7 @@ def assert_right(problem: Linear | Conv2d, a: Tensor, b: Tensor, kind: Kind = "i
 @pytest.mark.skipif(
     bool(cubins.why_not()) or not cubins.cuobjdump(), reason="needs nvcc and cuobjdump"
 )
-def test_every_kernel_is_launched_within_its_bounds(allow_tf32: Callable[[bool], None]) -> None:
+def test_every_kernel_is_launched_within_its_bounds(allow_tf32):
     """On a GPU a block larger than its kernel's bounds is a launch that fails."""
     for dtype, tf32 in ARITHMETIC:
         allow_tf32(tf32)
@@ -194,7 +187,7 @@ def test_every_kernel_is_launched_within_its_bounds(allow_tf32: Callable[[bool],
     assert set(bounds) - set(launched) == set(), "no test reaches these kernels"
 
 
-def _turned(x: Tensor) -> Tensor:
+def _turned(x):
     """The same numbers, contiguous along the other dimension, or along none."""
     if x.dim() == 4:
         return x.contiguous(memory_format=torch.channels_last)
@@ -203,7 +196,7 @@ def _turned(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _launched(library: Operators) -> dict[str, int]:
+def _launched(library):
     symbols, launched = library.symbols(), library.launched()
     names = cubins.demangled([symbols[offset] for offset in launched])
     return {
@@ -216,7 +209,7 @@ def _launched(library: Operators) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_results_and_workspace_are_bounded(name: str) -> None:
+def test_results_and_workspace_are_bounded(name):
     """Of problems whose gradients, T x T or patches would each take more, on an H200."""
     algorithm, problem = CASES[name]
     library = operators()
@@ -229,7 +222,7 @@ def test_results_and_workspace_are_bounded(name: str) -> None:
     assert library.allocated() <= BOUND
 
 
-def test_allocations_are_counted() -> None:
+def test_allocations_are_counted():
     a, b = WIDE.operands(torch.float32, "integers")
     with operators().dry():
         EMULATED.linear_fused(a, b)
@@ -257,7 +250,7 @@ print(refused)
 """
 
 
-def test_malformed_calls_are_refused_before_a_kernel_sees_them(tmp_path: Path) -> None:
+def test_malformed_calls_are_refused_before_a_kernel_sees_them(tmp_path):
     calls = 2000
     command = [sys.executable, "-c", FUZZ, "1", str(calls)]
     here = Path(__file__).parent

@@ -3,8 +3,6 @@ float64 oracle. Ragged shapes as they ran on an H200; every order of threads; on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from backends import BACKENDS
@@ -12,16 +10,13 @@ from emulation import build
 from emulation.operators import operator, operators
 from oracle import (
     Conv2d,
-    Kind,
     Linear,
-    Truth,
     assert_gradient,
     assert_sq_norms,
     case,
     conv2d_truth,
     linear_truth,
 )
-from torch import Tensor
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
 EMULATED = BACKENDS["emulated"]
@@ -63,12 +58,12 @@ each_problem = pytest.mark.parametrize("problem", LINEAR + CONV2D)
 
 
 @pytest.fixture(autouse=True)
-def _hopper() -> Iterator[None]:
+def _hopper():
     with operators().hopper():
         yield
 
 
-def operands(problem: Linear | Conv2d, dtype: torch.dtype, kind: Kind) -> tuple[Tensor, ...]:
+def operands(problem, dtype, kind):
     """As the kernel takes them without a copy."""
     given = problem.operands(dtype, kind)
     if isinstance(problem, Conv2d):
@@ -76,40 +71,36 @@ def operands(problem: Linear | Conv2d, dtype: torch.dtype, kind: Kind) -> tuple[
     return given
 
 
-def scales(problem: Linear | Conv2d) -> Tensor:
+def scales(problem):
     return torch.arange(problem.n, dtype=torch.float32) - 1  # -1, 0, 1, ...
 
 
-def norms(problem: Linear | Conv2d, a: Tensor, b: Tensor, bias: bool = True) -> Tensor:
+def norms(problem, a, b, bias=True):
     if isinstance(problem, Linear):
         return EMULATED.linear("direct", a, b, bias)
     return EMULATED.conv2d("direct", a, b, problem, bias)
 
 
-def fused(
-    problem: Linear | Conv2d, a: Tensor, b: Tensor, scale: Tensor | None, bias: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+def fused(problem, a, b, scale, bias=True):
     if isinstance(problem, Linear):
         return EMULATED.linear_fused(a, b, scale, bias)
     return EMULATED.conv2d_fused(a, b, problem, scale, bias)
 
 
-def results(problem: Linear | Conv2d, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+def results(problem, a, b):
     weight, bias, scaled = fused(problem, a, b, scales(problem))
     alone = norms(problem, a, b)
     return {"norms": alone, "weight": weight, "bias": bias, "with gradients": scaled}
 
 
-def assert_right(problem: Linear | Conv2d, a: Tensor, b: Tensor, truth: Truth, kind: Kind) -> None:
+def assert_right(problem, a, b, truth, kind):
     given = results(problem, a, b)
     for name in ("norms", "with gradients"):
         assert_sq_norms(given[name], truth, "direct", a.dtype, kind)
     assert_gradients(problem, given["weight"], given["bias"], truth, scales(problem))
 
 
-def assert_gradients(
-    problem: Linear | Conv2d, weight: Tensor, bias: Tensor, truth: Truth, scale: Tensor
-) -> None:
+def assert_gradients(problem, weight, bias, truth, scale):
     for actual, each, magnitude in (
         (weight, truth.weight, truth.weight_magnitude),
         (bias, truth.bias, truth.bias_magnitude),
@@ -124,20 +115,20 @@ def assert_gradients(
 @pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("dtype", HALVES)
 @each_problem
-def test_it_is_right(problem: Linear | Conv2d, dtype: torch.dtype) -> None:
+def test_it_is_right(problem, dtype):
     a, b = operands(problem, dtype, "gaussians")
     assert_right(problem, a, b, case(problem, dtype, "gaussians")[2], "gaussians")
 
 
 @pytest.mark.parametrize("problem", [*LINEAR[:3], *LINEAR[6:10], *CONV2D[:2], *CONV2D[5:7]])
-def test_it_is_exact(problem: Linear | Conv2d) -> None:
+def test_it_is_exact(problem):
     """Where every sum of integers is one that float32 holds."""
     a, b = operands(problem, torch.bfloat16, "integers")
     assert_right(problem, a, b, case(problem, torch.bfloat16, "integers")[2], "integers")
 
 
 @each_problem
-def test_one_launch_each(problem: Linear | Conv2d) -> None:
+def test_one_launch_each(problem):
     a, b = operands(problem, torch.bfloat16, "integers")
     library = operators()
     calls = {
@@ -159,7 +150,7 @@ ORDERED = (LINEAR[5], LINEAR[8], LINEAR[10], CONV2D[2], CONV2D[4], CONV2D[11])
 
 
 @pytest.mark.parametrize("problem", ORDERED)
-def test_the_order_of_threads_does_not_matter(problem: Linear | Conv2d) -> None:
+def test_the_order_of_threads_does_not_matter(problem):
     """Nor does a second launch change a bit."""
     a, b = operands(problem, torch.bfloat16, "gaussians")
     first = results(problem, a, b)
@@ -172,7 +163,7 @@ def test_the_order_of_threads_does_not_matter(problem: Linear | Conv2d) -> None:
 @pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("count", [1, 2, 3, 13])
 @pytest.mark.parametrize("problem", [LINEAR[8], LINEAR[5], CONV2D[2]])
-def test_any_number_of_multiprocessors_is_right(problem: Linear | Conv2d, count: int) -> None:
+def test_any_number_of_multiprocessors_is_right(problem, count):
     """From all tiles whole to every tile shared."""
     a, b = operands(problem, torch.float16, "gaussians")
     with operators().multiprocessors(count):
@@ -180,7 +171,7 @@ def test_any_number_of_multiprocessors_is_right(problem: Linear | Conv2d, count:
 
 
 @pytest.mark.parametrize("problem", [LINEAR[5], LINEAR[8], CONV2D[4]])
-def test_without_a_bias(problem: Linear | Conv2d) -> None:
+def test_without_a_bias(problem):
     a, b = operands(problem, torch.bfloat16, "gaussians")
     truth = case(problem, torch.bfloat16, "gaussians")[2]
     assert_sq_norms(norms(problem, a, b, False), truth, "direct", a.dtype, "gaussians")
@@ -192,7 +183,7 @@ def test_without_a_bias(problem: Linear | Conv2d) -> None:
 
 
 @pytest.mark.parametrize("problem", [LINEAR[5], LINEAR[8], CONV2D[1], CONV2D[4]])
-def test_gradients_alone(problem: Linear | Conv2d) -> None:
+def test_gradients_alone(problem):
     """As deferred clipping wants them, once norms are known: the bits of both together."""
     a, b = operands(problem, torch.bfloat16, "gaussians")
     scale, before = scales(problem), operators().launches()
@@ -209,7 +200,7 @@ def test_gradients_alone(problem: Linear | Conv2d) -> None:
 @pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("problem", [LINEAR[5], LINEAR[8], CONV2D[2], CONV2D[11]])
-def test_a_sample_of_factor_zero_is_left_out(problem: Linear | Conv2d, poison: float) -> None:
+def test_a_sample_of_factor_zero_is_left_out(problem, poison):
     """Whatever it holds, of the sums; its norm is its own, and no other's."""
     a, b = operands(problem, torch.bfloat16, "integers")
     truth = case(problem, torch.bfloat16, "integers")[2]
@@ -224,7 +215,7 @@ def test_a_sample_of_factor_zero_is_left_out(problem: Linear | Conv2d, poison: f
 
 
 @pytest.mark.parametrize("problem", [LINEAR[0], LINEAR[5], CONV2D[0], CONV2D[2]])
-def test_operands_as_they_lie(problem: Linear | Conv2d) -> None:
+def test_operands_as_they_lie(problem):
     """Rows with gaps, samples out of order, and NCHW: the same numbers."""
     a, b = operands(problem, torch.float16, "integers")
     if isinstance(problem, Conv2d):
@@ -235,13 +226,13 @@ def test_operands_as_they_lie(problem: Linear | Conv2d) -> None:
     assert [name for name in first if not torch.equal(first[name], other[name])] == []
 
 
-def _turned(x: Tensor) -> Tensor:
+def _turned(x):
     """[N, T, features] as [T, N, features] lies, with gaps between rows."""
     wide = torch.full((x.shape[1], x.shape[0], x.shape[2] + 8), 7.0, dtype=x.dtype)
     return wide.transpose(0, 1)[..., : x.shape[2]].copy_(x)
 
 
-def test_only_where_it_serves() -> None:
+def test_only_where_it_serves():
     """Other numbers, groups, and channels that are no multiple of eight go elsewhere."""
     library = operators()
     before = library.launches("direct_sm90")
@@ -258,7 +249,7 @@ def test_only_where_it_serves() -> None:
     assert library.launches("direct_sm90") == before
 
 
-def test_no_samples_and_no_positions() -> None:
+def test_no_samples_and_no_positions():
     for problem in (Linear(0, 16, 64, 64), Linear(2, 0, 64, 64)):
         a, b = problem.operands(torch.bfloat16, "integers")
         assert EMULATED.linear("direct", a, b).tolist() == [[0.0] * problem.n] * 2
@@ -267,7 +258,7 @@ def test_no_samples_and_no_positions() -> None:
         assert not bias.any()
 
 
-def battery() -> None:
+def battery():
     """What planted bugs are held to: every variant of the kernel, tiles whole and shared."""
     with operators().hopper():
         linear, conv2d = (0, 4, 5, 6, 8, 9, 10), (0, 1, 2, 4, 5, 6, 7, 11, 12, 13, 14)

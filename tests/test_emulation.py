@@ -7,16 +7,13 @@ do not depend on who happens to come first.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from emulation import build
 from emulation.emulator import ORDERS, EmulationError, Emulator
-from emulation.mutants import MUTANTS, Mutant, planted
-from torch import Tensor
+from emulation.mutants import MUTANTS, planted
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
 
@@ -27,7 +24,7 @@ each_order = pytest.mark.parametrize("order", ORDERS)
 
 
 @cache
-def unit() -> Emulator:
+def unit():
     emulator = Emulator(build.kernels_alone(build.HERE / "unit.cu"))
     emulator.c.unit_name.restype = ctypes.c_char_p
     arguments = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
@@ -36,14 +33,14 @@ def unit() -> Emulator:
 
 
 @cache
-def cases() -> dict[str, int]:
-    names: dict[str, int] = {}
+def cases():
+    names = {}
     while name := unit().c.unit_name(len(names)):
         names[name.decode()] = len(names)
     return names
 
 
-def launch(name: str, threads: int = THREADS, shared_bytes: int = 4 * THREADS) -> Tensor:
+def launch(name, threads=THREADS, shared_bytes=4 * THREADS):
     """out [2 * THREADS] of a kernel given IN; EmulationError if the emulator objects"""
     emulator, out = unit(), torch.full((2 * THREADS,), -1.0)
     emulator.c.cuda_emulation_clear()
@@ -57,7 +54,7 @@ def launch(name: str, threads: int = THREADS, shared_bytes: int = 4 * THREADS) -
 
 
 @pytest.fixture(params=ORDERS)
-def _each_order(request: pytest.FixtureRequest) -> Iterator[None]:
+def _each_order(request):
     with unit().order(request.param):
         yield
 
@@ -66,18 +63,18 @@ in_each_order = pytest.mark.usefixtures("_each_order")
 ROW = IN[:THREADS]
 
 
-def _lanes(x: Tensor) -> Tensor:
+def _lanes(x):
     return x.view(-1, 32)
 
 
-def _warp_functions() -> Tensor:
+def _warp_functions():
     x = _lanes(ROW)
     down = torch.cat([x[:, 4:], x[:, 28:]], 1)  # past the warp's end: one's own
     up = torch.cat([x[:, :1], x[:, :-1]], 1)
     return (down + 1000 * up + 1e6 * x[:, 3:4] + 0.5).flatten()
 
 
-def _sums() -> Tensor:
+def _sums():
     total = 3 * float(ROW.sum())
     return torch.tensor([total, total, 0.0, 0.0])  # the sum is thread 0's alone
 
@@ -101,7 +98,7 @@ EXPECTED = {
 
 @in_each_order
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_right_kernel_computes_what_cuda_would(name: str) -> None:
+def test_a_right_kernel_computes_what_cuda_would(name):
     expected = EXPECTED[name]
     assert torch.equal(launch(name)[: len(expected)], expected)
     with unit().unchecked():
@@ -133,18 +130,18 @@ FAULTS = {
 }
 
 
-def test_every_kernel_of_the_table_is_tested() -> None:
+def test_every_kernel_of_the_table_is_tested():
     assert set(EXPECTED) | set(FAULTS) == set(cases())
 
 
 @in_each_order
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_reported(name: str) -> None:
+def test_a_fault_is_reported(name):
     with pytest.raises(EmulationError, match=FAULTS[name]):
         launch(name)
 
 
-def test_a_report_says_which_thread_and_which_line() -> None:
+def test_a_report_says_which_thread_and_which_line():
     with pytest.raises(EmulationError) as report:
         launch("shared/uninitialised")
     assert "[block (0, 0, 0), thread (5, 0, 0)]" in str(report.value)
@@ -152,7 +149,7 @@ def test_a_report_says_which_thread_and_which_line() -> None:
     assert "unit.cu:" in str(report.value)
 
 
-def test_a_failed_launch_leaves_nothing_behind() -> None:
+def test_a_failed_launch_leaves_nothing_behind():
     for fault in ("copy/never_waited", "reverse/divergent", "shared/out_of_bounds"):
         with pytest.raises(EmulationError):
             launch(fault)
@@ -160,19 +157,19 @@ def test_a_failed_launch_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize(("threads", "shared_bytes"), [(33, 256), (0, 0), (2048, 0), (64, 1 << 18)])
-def test_a_launch_no_gpu_would_take_is_refused(threads: int, shared_bytes: int) -> None:
+def test_a_launch_no_gpu_would_take_is_refused(threads, shared_bytes):
     with pytest.raises(EmulationError, match="invalid launch"):
         launch("shared", threads, shared_bytes)
 
 
-def test_dynamic_shared_memory_must_be_asked_for() -> None:
+def test_dynamic_shared_memory_must_be_asked_for():
     with pytest.raises(EmulationError, match="no dynamic shared memory"):
         launch("shared", shared_bytes=0)
 
 
 @in_each_order
 @pytest.mark.parametrize("name", ["reverse/divergent", "reverse/early_return"])
-def test_divergence_names_both_places(name: str) -> None:
+def test_divergence_names_both_places(name):
     """Also without the checks of memory, which may see its consequence first."""
     both = r"divergence: .*__syncthreads at .*unit.cu:\d+; the end of the kernel"
     with unit().unchecked(), pytest.raises(EmulationError, match=both):
@@ -180,12 +177,12 @@ def test_divergence_names_both_places(name: str) -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_bug_can_still_be_planted(mutant: Mutant, tmp_path: Path) -> None:
+def test_a_bug_can_still_be_planted(mutant, tmp_path):
     """`make mutants` then sees to it that it is caught."""
     assert planted(mutant, tmp_path).exists()
 
 
-def test_what_is_unchecked_is_not_reported() -> None:
+def test_what_is_unchecked_is_not_reported():
     """Else the plain flavour would cost what the checked one does."""
     with unit().unchecked():
         launch("global/between_blocks")

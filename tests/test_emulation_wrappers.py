@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 from emulation import build
 from emulation.emulator import Emulator
-from emulation.wrappers import CASES, Case, Words, differences, golden
+from emulation.wrappers import CASES, Case, differences, golden
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
 each_case = pytest.mark.parametrize("name", CASES)
 
 
 @cache
-def wrappers() -> Emulator:
+def wrappers():
     emulator = Emulator(build.kernels_alone(build.HERE / "wrappers.cu"))
     pointers = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p]
     emulator.c.run_wrapper.argtypes = pointers
     return emulator
 
 
-def answer(case: Case) -> Words:
+def answer(case):
     emulator, out = wrappers(), np.zeros(len(case.expected), np.uint32)
     given = case.given.copy()
     spans = ((given.ctypes.data, given.nbytes, False), (out.ctypes.data, out.nbytes, True))
@@ -37,13 +37,13 @@ def answer(case: Case) -> Words:
 
 
 @each_case
-def test_a_wrapper_answers_as_the_manual_says(name: str) -> None:
+def test_a_wrapper_answers_as_the_manual_says(name):
     case = CASES[name]()
     assert differences(case, answer(case), case.expected) == []
 
 
 @each_case
-def test_a_wrapper_answers_as_a_gpu_did(name: str) -> None:
+def test_a_wrapper_answers_as_a_gpu_did(name):
     recorded = golden(name)
     if recorded is None:
         pytest.skip("no GPU has been asked: python tests/emulation/wrappers.py records its answer")
@@ -52,7 +52,7 @@ def test_a_wrapper_answers_as_a_gpu_did(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_comparison_sees_one_swapped_register(dtype: str) -> None:
+def test_the_comparison_sees_one_swapped_register(dtype):
     case = CASES[f"mma_m16n8k16_{dtype}-gaussians"]()
     swapped = case.given.reshape(32, 10).copy()
     swapped[:, [1, 2]] = swapped[:, [2, 1]]

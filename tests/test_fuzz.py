@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,12 @@ STRANGE_INTS = (-1, 0, -(2**63), 2**31 - 1, 2**31, 2**62, 2**63 - 1, 2**64, 10**
 Arguments = dict[str, Any]
 
 
-def valid_linear(rng: random.Random) -> Arguments:
+def valid_linear(rng):
     n, t, i, o = (rng.choice((0, 1, 2, 3, 5)) for _ in range(4))
     return {"activations": torch.ones(n, t, i), "grad_output": torch.ones(n, t, o)}
 
 
-def valid_conv2d(rng: random.Random) -> Arguments:
+def valid_conv2d(rng):
     n, groups, c, o = (rng.choice((1, 2, 3)) for _ in range(4))
     k, s, p, d = ([rng.choice((1, 2, 3)) for _ in range(2)] for _ in range(4))
     size = [d[j] * (k[j] - 1) + 1 + rng.choice((0, 1, 4)) for j in range(2)]
@@ -49,7 +48,7 @@ def valid_conv2d(rng: random.Random) -> Arguments:
     }
 
 
-def valid_embedding(rng: random.Random) -> Arguments:
+def valid_embedding(rng):
     n, t, d = (rng.choice((0, 1, 2, 3, 5)) for _ in range(3))
     ids = torch.ones(n, t, dtype=rng.choice((torch.int32, torch.int64)))
     return {
@@ -59,7 +58,7 @@ def valid_embedding(rng: random.Random) -> Arguments:
     }
 
 
-def valid_gather_dots(rng: random.Random) -> Arguments:
+def valid_gather_dots(rng):
     arguments, s, v = valid_embedding(rng), rng.choice((0, 1, 3)), rng.choice((2, 5))
     n, _, d = arguments["grad_output"].shape
     return {
@@ -71,7 +70,7 @@ def valid_gather_dots(rng: random.Random) -> Arguments:
     }
 
 
-def valid_elementwise(operator: str, rng: random.Random) -> Arguments:
+def valid_elementwise(operator, rng):
     """Of the operators on [N, T, G, K], in the order of their schemas"""
     n, t, g, k = (rng.choice((0, 1, 2, 3, 5)) for _ in range(4))
     shape = (n, t, 1) if g == 1 else (n, 1, g)
@@ -98,7 +97,7 @@ def valid_elementwise(operator: str, rng: random.Random) -> Arguments:
     return {name: each[name] for name in named[operator].split()}
 
 
-def _reshaped(x: Tensor, rng: random.Random) -> Tensor:
+def _reshaped(x, rng):
     shape = list(x.shape)
     where = rng.randrange(len(shape))
     how = rng.randrange(5)
@@ -115,7 +114,7 @@ def _reshaped(x: Tensor, rng: random.Random) -> Tensor:
     return x.new_ones(shape)
 
 
-def _huge(x: Tensor, rng: random.Random) -> Tensor:
+def _huge(x, rng):
     shape = list(x.shape)
     shape[rng.randrange(len(shape))] = rng.choice((2**31, 2**40, 2**61))
     try:
@@ -124,7 +123,7 @@ def _huge(x: Tensor, rng: random.Random) -> Tensor:
         return torch.empty(2**40, device="meta")
 
 
-def _restrided(x: Tensor, rng: random.Random) -> Tensor:
+def _restrided(x, rng):
     how = rng.randrange(4)
     if how == 0:
         return x.expand(2, *x.shape)
@@ -135,7 +134,7 @@ def _restrided(x: Tensor, rng: random.Random) -> Tensor:
     return x.unsqueeze(0)[..., :0]
 
 
-def _foreign(x: Tensor, rng: random.Random) -> Tensor:
+def _foreign(x, rng):
     how = rng.randrange(5)
     if how == 0:
         return x.to("meta")
@@ -148,16 +147,10 @@ def _foreign(x: Tensor, rng: random.Random) -> Tensor:
     return x.to(rng.choice(STRANGE_DTYPES))
 
 
-DAMAGE: tuple[Callable[[Tensor, random.Random], Any], ...] = (
-    _reshaped,
-    _huge,
-    _restrided,
-    _foreign,
-    lambda x, rng: rng.choice(STRANGE),
-)
+DAMAGE = (_reshaped, _huge, _restrided, _foreign, lambda x, rng: rng.choice(STRANGE))
 
 
-def damaged(arguments: Arguments, rng: random.Random) -> Arguments:
+def damaged(arguments, rng):
     """One to three arguments, spoilt."""
     spoilt = dict(arguments)
     for name in rng.sample(sorted(spoilt), rng.randint(1, min(3, len(spoilt)))):
@@ -172,7 +165,7 @@ def damaged(arguments: Arguments, rng: random.Random) -> Arguments:
     return spoilt
 
 
-def public_call(rng: random.Random) -> tuple[str, Callable[..., Any], list[Any], Arguments]:
+def public_call(rng):
     name = rng.choice(ops.__all__)
     valid = {"linear": valid_linear, "conv2d": valid_conv2d, "embedding": valid_embedding}
     arguments = valid[name.partition("_")[0]](rng)
@@ -183,7 +176,7 @@ def public_call(rng: random.Random) -> tuple[str, Callable[..., Any], list[Any],
     return name, getattr(ops, name), [], damaged(arguments, rng)
 
 
-def raw_call(rng: random.Random) -> tuple[str, Callable[..., Any], list[Any], Arguments]:
+def raw_call(rng):
     """A call of an overload, past every check in Python."""
     name = rng.choice(reference.__all__)
     if name.startswith("gather"):
@@ -201,7 +194,7 @@ def raw_call(rng: random.Random) -> tuple[str, Callable[..., Any], list[Any], Ar
     return name, getattr(ops, name), list(damaged(arguments, rng).values()), {}
 
 
-def _written(value: Any) -> str:
+def _written(value):
     if isinstance(value, Tensor):
         strides = value.stride() if value.layout is torch.strided and not value.is_nested else ""
         shape = "nested" if value.is_nested else list(value.shape)
@@ -209,7 +202,7 @@ def _written(value: Any) -> str:
     return repr(value)
 
 
-def run(seed: int, calls: int, log_path: str) -> None:
+def run(seed, calls, log_path):
     """Make the calls, and say on stdout what went wrong. Called in a process of its own."""
     rng = random.Random(seed)
     refused = {"public": 0, "raw": 0}
@@ -238,7 +231,7 @@ def run(seed: int, calls: int, log_path: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(CHILDREN))
-def test_malformed_calls_are_refused_by_name(seed: int, tmp_path: Path) -> None:
+def test_malformed_calls_are_refused_by_name(seed, tmp_path):
     log, calls = tmp_path / "last_call", CALLS // CHILDREN
     result = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, str(seed), str(calls), str(log)],

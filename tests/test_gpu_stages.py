@@ -9,9 +9,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,10 +22,10 @@ import isolated  # noqa: E402
 import kept  # noqa: E402
 from gpu_models import MODELS  # noqa: E402
 from gpu_plan import ROWS, Ceilings, Conv, conv2d, linear  # noqa: E402
-from isolated import Message, Processes, Task  # noqa: E402
+from isolated import Processes, Task  # noqa: E402
 
 
-def benchmark(*arguments: object) -> subprocess.CompletedProcess[str]:
+def benchmark(*arguments):
     command = [sys.executable, "-W", "ignore", str(SCRIPT), *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -36,7 +34,7 @@ def benchmark(*arguments: object) -> subprocess.CompletedProcess[str]:
 OURS = {"fused", "scoring", "clip", "deferred clip", "fused=False"}
 
 
-def test_the_benchmark_measures_every_row_at_tiny_sizes(tmp_path: Path) -> None:
+def test_the_benchmark_measures_every_row_at_tiny_sizes(tmp_path):
     pytest.importorskip("rich")
     parts = ("models", "layers", "firststep")
     done = benchmark(*parts, "--device", "cpu", "--tiny", "--seconds", 0, "--out", tmp_path)
@@ -62,54 +60,31 @@ def test_the_benchmark_measures_every_row_at_tiny_sizes(tmp_path: Path) -> None:
                 assert ("median" in figures) == (part == "models")
 
 
-def test_a_profile_lists_kernels_beside_those_of_the_plain_step(tmp_path: Path) -> None:
-    pytest.importorskip("rich")
-    chosen = ("--models", "MLP", "--ways", "fused", "--seconds", 0, "--profile")
-    done = benchmark("models", "--device", "cpu", "--tiny", "--out", tmp_path, *chosen)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = (tmp_path / "profiles").iterdir()
-    text = file.read_text()
-    assert "== plain: " in text
-    assert "== fused: " in text
-    (row,) = json.loads((tmp_path / "models.json").read_text())["rows"]
-    assert row["kernels"]["fused"]["launches"] > 0
-
-
-def messages(function: Callable[..., Iterator[Message]], seconds: float = 60) -> list[Message]:
+def messages(function, seconds=60):
     return list(Processes().run(Task(function), time.monotonic() + seconds))
 
 
-def dying() -> Iterator[Message]:
+def dying():
     yield {"row": 1}
     os._exit(7)
 
 
-def raising() -> Iterator[Message]:
-    yield {"row": 1}
-    raise ValueError("one\nline")
-
-
-def hanging() -> Iterator[Message]:
+def hanging():
     yield {"row": 1}
     time.sleep(60)
 
 
-def test_what_a_process_reported_before_it_died_is_kept() -> None:
+def test_what_a_process_reported_before_it_died_is_kept():
     assert messages(dying) == [{"row": 1}, {"error": "its process died with exit code 7"}]
 
 
-def test_an_exception_is_a_message() -> None:
-    first, last = messages(raising)
-    assert (first, last["error"]) == ({"row": 1}, "ValueError: one line")
-
-
-def test_a_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_hangs_is_killed(monkeypatch):
     monkeypatch.setattr(isolated, "GRACE", 0.5)
     assert messages(hanging, 0.5) == [{"row": 1}, {"error": "hung: killed after its time"}]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_benchmark_says_so_in_one_line() -> None:
+def test_without_a_gpu_the_benchmark_says_so_in_one_line():
     pytest.importorskip("rich")
     done = benchmark()
     assert done.returncode == 1
@@ -117,7 +92,7 @@ def test_without_a_gpu_the_benchmark_says_so_in_one_line() -> None:
     assert "sees no GPU" in done.stderr
 
 
-def test_planned_convolutions_have_the_outputs_that_torch_gives_them() -> None:
+def test_planned_convolutions_have_the_outputs_that_torch_gives_them():
     for layer in (row.layer for row in ROWS if row.layer.conv):
         c = layer.conv
         x = torch.empty(layer.n, c.channels, c.size, c.size, device="meta")
@@ -126,7 +101,7 @@ def test_planned_convolutions_have_the_outputs_that_torch_gives_them() -> None:
         assert (out[:, 0].numel(), weight[0].numel()) == (layer.n * layer.t, layer.i)
 
 
-def test_a_floor_is_of_the_scarcer_of_flop_and_bytes() -> None:
+def test_a_floor_is_of_the_scarcer_of_flop_and_bytes():
     peak = Ceilings(1e12, {"bfloat16": 1e14})
     long = linear("", 8, 1024, 768, 768)
     assert peak.floor(long, "fused", "bfloat16") == 2 * 8 * 1024 * 768**2 / 1e14
@@ -142,7 +117,7 @@ STAGES = ["build", "facts", "wrappers", "operators", "device", "attachment", "sa
 STAGES += ["firststep", "layers", "models"]
 
 
-def run_stages(folder: Path, broken: str | None, **environment: str) -> tuple[Any, list[str]]:
+def run_stages(folder, broken, **environment):
     """Run the script itself, with stand-ins for Python and compute-sanitizer."""
     stub = f'#!/bin/sh\ncase "$*" in *{broken}*) exit 3;; esac\necho "ran $*"\n'
     (folder / ".ci").mkdir()
@@ -159,7 +134,7 @@ def run_stages(folder: Path, broken: str | None, **environment: str) -> tuple[An
 
 
 @pytest.mark.parametrize("broken", [None, "tests/test_cuda.py", "racecheck"])
-def test_a_stage_that_fails_hides_no_other(tmp_path: Path, broken: str | None) -> None:
+def test_a_stage_that_fails_hides_no_other(tmp_path, broken):
     done, seen = run_stages(tmp_path, broken)
     assert seen[:-1] == STAGES, done.stdout + done.stderr
     assert done.returncode == bool(broken)
@@ -177,34 +152,22 @@ def test_a_stage_that_fails_hides_no_other(tmp_path: Path, broken: str | None) -
         assert {f"build/gpu/logs/{stage}.log" for stage in STAGES} <= set(made.getnames())
 
 
-def test_a_build_that_fails_ends_the_run(tmp_path: Path) -> None:
+def test_a_build_that_fails_ends_the_run(tmp_path):
     done, seen = run_stages(tmp_path, "build_tools/kept.py")
     assert (seen[:-1], done.returncode) == (["build"], 1)
 
 
-def test_stages_are_run_by_name_behind_the_build_that_is_kept(tmp_path: Path) -> None:
+def test_stages_are_run_by_name_behind_the_build_that_is_kept(tmp_path):
     done, seen = run_stages(tmp_path, None, STAGES="models", MODELS="GPT|MLP", PROFILE="1")
     assert (seen[:-1], done.returncode) == (["build", "models"], 0)
     assert "--models GPT|MLP --profile" in (tmp_path / "build/gpu/logs/models.log").read_text()
-
-
-def test_a_stage_that_is_not_there_is_named(tmp_path: Path) -> None:
-    done, seen = run_stages(tmp_path, None, STAGES="build modles")
-    assert (seen, done.returncode) == ([], 2)
-    assert "no stage modles" in done.stdout
-
-
-def test_no_stage_begins_without_time(tmp_path: Path) -> None:
-    done, seen = run_stages(tmp_path, None, LIMIT="3")
-    assert (seen, done.returncode) == (["after"], 1)
-    assert "build (no time left under LIMIT=3)" in done.stdout
 
 
 # The build that is kept
 
 
 @pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def tree(tmp_path, monkeypatch):
     """A small tree in place of ours, and a setup.py that writes down each of its runs."""
     for folder in ("build_tools", "csrc", "torchgradx"):
         (tmp_path / folder).mkdir()
@@ -216,10 +179,10 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     return tmp_path
 
 
-def test_a_kept_build_runs_again_where_compiled_sources_changed(tree: Path) -> None:
+def test_a_kept_build_runs_again_where_compiled_sources_changed(tree):
     target = tree / "build/gpu/package"
 
-    def runs() -> int:
+    def runs():
         kept.main(target)
         return len((target / "runs").read_text())
 
@@ -232,20 +195,7 @@ def test_a_kept_build_runs_again_where_compiled_sources_changed(tree: Path) -> N
     assert (runs(), runs()) == (2, 2)
 
 
-def test_a_kept_build_follows_the_tree_and_leaves_other_files_as_old_as_they_are(
-    tree: Path,
-) -> None:
-    target = tree / "build/gpu/package"
-    kept.main(target)
-    (target / "torchgradx/_C.so").write_text("compiled")
-    before = (target / "csrc/a.py").stat().st_mtime_ns
-    (tree / "torchgradx/a.py").rename(tree / "torchgradx/b.py")
-    kept.main(target)
-    assert {p.name for p in (target / "torchgradx").iterdir()} == {"b.py", "_C.so"}
-    assert (target / "csrc/a.py").stat().st_mtime_ns == before
-
-
-def test_tests_make_their_tensors_on_the_device_and_torchgradx_as_for_a_user() -> None:
+def test_tests_make_their_tensors_on_the_device_and_torchgradx_as_for_a_user():
     program = """
 import on_device, torch, torchgradx
 on_device.make_all_tensors_on("meta")

@@ -12,19 +12,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import BACKENDS, Backend, parameters
+from backends import BACKENDS, parameters
 from oracle import Conv2d, Linear
 from oracle_gather import Gather
-from torch import Tensor, nn
+from torch import nn
 
 import torchgradx
 
@@ -62,26 +60,26 @@ BOUND = 56 * MIB
 SLOW = {"reference": [pytest.mark.long]}
 
 
-def _extra_bytes(function: object) -> int:
+def _extra_bytes(function):
     status = Path("/proc/self/status")
 
-    def kilobytes(field: str) -> int:
+    def kilobytes(field):
         line = next(s for s in status.read_text().splitlines() if s.startswith(field))
         return int(line.split()[1])
 
     ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back: a case starts from its operands
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = kilobytes("VmRSS")
-    function()  # type: ignore[operator]
+    function()
     return 1024 * (kilobytes("VmHWM") - before)
 
 
-def _newer_cases(backend: Backend) -> Iterator[tuple[str, Callable[[], object]]]:
+def _newer_cases(backend):
     for layer, (n, t, g, k) in ELEMENTWISE.items():
         x, b = torch.ones(2, n, t, g, k)
         norms, fused = backend.operator("affine_sq_norms"), backend.operator("affine_fused")
         over_positions, frozen = layer == "group_norm", layer == "scale"
-        statistics: tuple[Tensor | None, ...] = (None, None)
+        statistics = (None, None)
         if not frozen:
             moments = partial(backend.operator("moments"), x, 1.0, True, over_positions)
             yield f"{layer}-moments", moments
@@ -97,7 +95,7 @@ def _newer_cases(backend: Backend) -> Iterator[tuple[str, Callable[[], object]]]
     yield "tied", partial(backend.operator("gather_dots"), *tied, None)
 
 
-def _measure(name: str) -> dict[str, int]:
+def _measure(name):
     backend, extra = BACKENDS[name], {}
     torch.set_num_threads(2)
     for case, (algorithm, problem) in CASES.items():
@@ -115,7 +113,7 @@ def _measure(name: str) -> dict[str, int]:
     return extra
 
 
-def _deep() -> tuple[nn.Module, Tensor]:
+def _deep():
     """Of 64 samples: activations of 4 MiB, 12 of them saved."""
     layers = [layer for _ in range(12) for layer in (nn.Linear(256, 256), nn.Tanh())]
     return nn.Sequential(*layers), torch.randn(64, 64, 256)
@@ -124,27 +122,27 @@ def _deep() -> tuple[nn.Module, Tensor]:
 class Tied(nn.Module):
     """Of 64 samples: 4 MiB of logits, and N gradients of the table 256 MiB."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(8192, 128)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return F.linear(torch.tanh(self.table(ids)), self.table.weight)
 
 
 MODELS = {"deep": _deep, "tied": lambda: (Tied(), torch.arange(128).view(64, 2))}
 
 
-def _measure_steps(name: str) -> dict[str, list[int]]:
+def _measure_steps(name):
     """Of a plain step, and of the first two with norms."""
     torch.set_num_threads(1)
     model, x = MODELS[name]()
-    extra: dict[str, list[int]] = {}
+    extra = {}
     ways = product(("plain", "fused", "scoring"), (2, 64))  # first what stays, on two samples
     for way, n in ways:
         probe = None if way == "plain" else torchgradx.attach(model, weight_grad=way == "fused")
 
-        def step(n: int = n) -> None:
+        def step(n=n):
             model.zero_grad()
             model(x[:n]).square().mean().backward()
 
@@ -155,15 +153,14 @@ def _measure_steps(name: str) -> dict[str, list[int]]:
     return extra
 
 
-def _measured(what: str) -> dict[str, Any]:
+def _measured(what):
     result = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, what],
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed goes back at once
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    measured: dict[str, Any] = json.loads(result.stdout)
-    return measured
+    return json.loads(result.stdout)
 
 
 in_linux = pytest.mark.skipif(
@@ -173,7 +170,7 @@ in_linux = pytest.mark.skipif(
 
 @in_linux
 @pytest.mark.parametrize("model", MODELS)
-def test_a_step_with_norms_holds_no_more_than_one_without(model: str) -> None:
+def test_a_step_with_norms_holds_no_more_than_one_without(model):
     extra = _measured(model)
     plain = max(extra.pop("plain"))
     assert plain > 2 * 4 * MIB, "the measurement does not see memory"
@@ -190,7 +187,7 @@ def test_a_step_with_norms_holds_no_more_than_one_without(model: str) -> None:
     "backend",
     [pytest.param(*p.values, id=p.id, marks=[*p.marks, *SLOW.get(p.id, ())]) for p in parameters()],
 )
-def test_extra_memory_is_bounded(backend: Backend) -> None:
+def test_extra_memory_is_bounded(backend):
     if backend.name == "emulated":
         pytest.skip("test_emulated.py counts what CUDA operators allocate")
     if backend.device != "cpu":

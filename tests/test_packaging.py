@@ -209,14 +209,6 @@ def test_without_the_extension_it_warns_once_and_works(uncompiled):
     assert "without its compiled extension" in run.stderr
 
 
-def test_an_extension_that_does_not_load_is_named_in_the_warning(uncompiled):
-    (uncompiled / "_C.so").write_bytes(b"not a library")
-    run = python(FALLBACK, path=uncompiled.parent)
-    checked(run)
-    assert run.stderr.count("RuntimeWarning") == 1, run.stderr
-    assert "does not load" in run.stderr
-
-
 # Source distribution
 
 SDIST = """

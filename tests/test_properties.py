@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from backends import CONV2D_ALGORITHMS, LINEAR_ALGORITHMS, Backend, set_threads, supports, to
-from oracle import Conv2d, Kind, Linear, assert_sq_norms, case, conv2d_truth, linear_truth
-from torch import Tensor
+from backends import CONV2D_ALGORITHMS, LINEAR_ALGORITHMS, set_threads, supports, to
+from oracle import Conv2d, Linear, assert_sq_norms, case, conv2d_truth, linear_truth
 
 # Every way to norms, as (operands, norms of operands): the properties hold of each.
 LINEAR = Linear(6, 9, 33, 17)
@@ -23,7 +20,7 @@ WAYS = [
 each_way = pytest.mark.parametrize("way", WAYS, ids="-".join)
 
 
-def operands(way: tuple[str, str], kind: Kind = "gaussians") -> tuple[Tensor, Tensor]:
+def operands(way, kind="gaussians"):
     layer, algorithm = way
     if layer in PROBLEMS:
         return PROBLEMS[layer].operands(torch.float32, kind)
@@ -31,7 +28,7 @@ def operands(way: tuple[str, str], kind: Kind = "gaussians") -> tuple[Tensor, Te
     return LINEAR._replace(t=t).operands(torch.float32, kind)
 
 
-def norms(backend: Backend, way: tuple[str, str], a: Tensor, b: Tensor) -> Tensor:
+def norms(backend, way, a, b):
     """sq_norms [2, N]"""
     layer, algorithm = way
     a, b = to(backend, a, b)
@@ -40,59 +37,13 @@ def norms(backend: Backend, way: tuple[str, str], a: Tensor, b: Tensor) -> Tenso
     return backend.linear(algorithm, a, b).cpu()
 
 
-@each_way
-def test_permuting_samples_permutes_norms(backend: Backend, way: tuple[str, str]) -> None:
-    a, b = operands(way, "integers")  # exact, wherever in memory a sample lies
-    order = torch.tensor([3, 0, 5, 1, 4, 2])
-    assert torch.equal(norms(backend, way, a[order], b[order]), norms(backend, way, a, b)[:, order])
-
-
-@each_way
-def test_a_samples_norms_do_not_depend_on_its_batch(backend: Backend, way: tuple[str, str]) -> None:
-    a, b = operands(way, "integers")
-    alone = [norms(backend, way, a[n : n + 1], b[n : n + 1]) for n in range(6)]
-    assert torch.equal(torch.cat(alone, 1), norms(backend, way, a, b))
-
-
-@each_way
-@pytest.mark.parametrize("factor", [2.0**-20, -2.0, 2.0**20])
-def test_scaling_by_c_scales_sq_norms_by_c_squared(
-    backend: Backend, way: tuple[str, str], factor: float
-) -> None:
-    a, b = operands(way)  # a power of two scales without rounding
-    assert torch.equal(norms(backend, way, a, b * factor), norms(backend, way, a, b) * factor**2)
-
-
-@each_way
-def test_a_zero_gradient_has_exactly_zero_norm(backend: Backend, way: tuple[str, str]) -> None:
-    a, b = operands(way)
-    b[2] = 0
-    a[4] = 0
-    sq_norms = norms(backend, way, a, b)
-    assert sq_norms[0].eq(0).tolist() == [False, False, True, False, True, False]
-    assert sq_norms[1].eq(0).tolist() == [False, False, True, False, False, False]
-
-
-@each_way
 @pytest.mark.parametrize("count", [1, 2])
-def test_repeated_runs_are_bitwise_equal(
-    backend: Backend, way: tuple[str, str], count: int, threads: Callable[[int], None]
-) -> None:
-    set_threads(backend, threads, count)
-    a, b = operands(way)
-    first = norms(backend, way, a, b)
-    assert all(torch.equal(norms(backend, way, a, b), first) for _ in range(5))
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_repeated_weight_gradients_are_bitwise_equal(
-    backend: Backend, count: int, threads: Callable[[int], None]
-) -> None:
+def test_repeated_weight_gradients_are_bitwise_equal(backend, count, threads):
     set_threads(backend, threads, count)
     linear = to(backend, *Linear(9, 33, 65, 130).operands(torch.float32, "gaussians"))
     images = {p: to(backend, *p.operands(torch.float32, "gaussians")) for p in PROBLEMS.values()}
 
-    def gradients() -> list[Tensor]:
+    def gradients():
         convolved = [backend.conv2d_fused(*images[p], p)[0] for p in images]
         return [backend.linear_fused(*linear)[0], *convolved]
 
@@ -116,9 +67,7 @@ SHARED_OUT = [  # enough work for several threads, by samples or, with few of th
 @pytest.mark.grid("backend")
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("problem", SHARED_OUT)
-def test_any_number_of_threads_is_right(
-    backend: Backend, problem: Linear | Conv2d, count: int, threads: Callable[[int], None]
-) -> None:
+def test_any_number_of_threads_is_right(backend, problem, count, threads):
     set_threads(backend, threads, count)
     a, b, truth = case(problem, torch.float32, "integers")
     a, b = to(backend, a, b)
@@ -138,23 +87,6 @@ def test_any_number_of_threads_is_right(
     assert torch.equal(grad_bias.cpu().double(), weights @ truth.bias)
 
 
-@each_way
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_sample_that_is_not_finite_spoils_no_other(
-    backend: Backend, way: tuple[str, str], poison: float
-) -> None:
-    a, b = operands(way)
-    clean = norms(backend, way, a, b)
-    b[1].flatten()[3] = poison
-    a[4].flatten()[3] = poison
-    spoilt = norms(backend, way, a, b)
-    fine = [0, 2, 3, 5]
-    assert torch.equal(spoilt[:, fine], clean[:, fine])
-    assert not spoilt[:, 1].isfinite().any()
-    assert not spoilt[0, 4].isfinite()
-    assert torch.equal(spoilt[1, 4], clean[1, 4])
-
-
 @pytest.mark.grid("backend")
 @each_way
 @pytest.mark.parametrize(
@@ -168,9 +100,7 @@ def test_a_sample_that_is_not_finite_spoils_no_other(
         (2.0**-70, 2.0**70),
     ],
 )
-def test_extreme_operands_give_the_norm_that_float32_can_hold(
-    backend: Backend, way: tuple[str, str], activation: float, gradient: float
-) -> None:
+def test_extreme_operands_give_the_norm_that_float32_can_hold(backend, way, activation, gradient):
     a, b = operands(way)
     expected = norms(backend, way, a, b)[0].double() * (activation * gradient) ** 2
     actual = norms(backend, way, a * activation, b * gradient)[0].double()
@@ -178,7 +108,7 @@ def test_extreme_operands_give_the_norm_that_float32_can_hold(
 
 
 @pytest.mark.parametrize("algorithm", LINEAR_ALGORITHMS)
-def test_squares_below_float32s_range_still_add_up(backend: Backend, algorithm: str) -> None:
+def test_squares_below_float32s_range_still_add_up(backend, algorithm):
     """90 000 squares of 2.5 times float32's smallest number: rounded one by one, 2 or 3 of it."""
     t = 2 if supports(algorithm, 2) else 1
     a, b = torch.ones(2, t, 300), torch.full((2, t, 300), (2.5 * 2.0**-149) ** 0.5 / t)
@@ -188,9 +118,7 @@ def test_squares_below_float32s_range_still_add_up(backend: Backend, algorithm: 
 
 
 @pytest.mark.parametrize("exponent", [-70, -64, -50, 60, 64, 70])
-def test_the_squares_of_a_long_row_may_leave_float32s_range(
-    backend: Backend, exponent: int
-) -> None:
+def test_the_squares_of_a_long_row_may_leave_float32s_range(backend, exponent):
     """All of them, and one alone among ones: rank1 sums squares, and takes the product of sums."""
     a = torch.randn(3, 1, 700)
     a[0] *= 2.0**exponent
@@ -202,7 +130,7 @@ def test_the_squares_of_a_long_row_may_leave_float32s_range(
 
 
 @pytest.mark.parametrize("algorithm", ["direct", "fused"])
-def test_so_do_a_depthwise_convolutions(backend: Backend, algorithm: str) -> None:
+def test_so_do_a_depthwise_convolutions(backend, algorithm):
     problem = Conv2d(2, 8, 8, (18, 18), (18, 18), groups=8)
     x, b = torch.ones(2, 8, 18, 18), torch.full((2, 8, 1, 1), (2.5 * 2.0**-149) ** 0.5)
     sq_norms = backend.conv2d(algorithm, *to(backend, x, b), problem)[0].cpu().double()
@@ -212,7 +140,7 @@ def test_so_do_a_depthwise_convolutions(backend: Backend, algorithm: str) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("rows", ["activations", "grad_output"])
-def test_a_gram_that_cancels_is_noticed(backend: Backend, rows: str, dtype: torch.dtype) -> None:
+def test_a_gram_that_cancels_is_noticed(backend, rows, dtype):
     """Alternating signs over nearly equal rows: sum_t b_t a_t^T all but vanishes."""
     n, t = 3, 64
     a, b = Linear(n, t, 24, 20).operands(dtype, "gaussians")
@@ -230,7 +158,7 @@ def test_a_gram_that_cancels_is_noticed(backend: Backend, rows: str, dtype: torc
     assert_sq_norms(backend.linear("gram", a, b), truth, "direct", dtype)
 
 
-def test_a_conv2d_gram_that_cancels_is_noticed(backend: Backend) -> None:
+def test_a_conv2d_gram_that_cancels_is_noticed(backend):
     problem = Conv2d(2, 3, 4, (8, 8), (3, 3))
     x, b = problem.operands(torch.float32, "gaussians")
     x = 1 + 2.0**-12 * x
@@ -240,7 +168,7 @@ def test_a_conv2d_gram_that_cancels_is_noticed(backend: Backend) -> None:
     assert_sq_norms(backend.conv2d("gram", x, b, problem), truth, "direct", torch.float32)
 
 
-def test_half_operands_accumulate_in_float32(backend: Backend) -> None:
+def test_half_operands_accumulate_in_float32(backend):
     """2051 equal steps: a half accumulator stops at 256 (bfloat16) or 2048 (float16)."""
     for dtype in (torch.bfloat16, torch.float16):
         a, b = to(backend, *torch.ones(2, 1, 2051, 1, dtype=dtype))
@@ -248,7 +176,7 @@ def test_half_operands_accumulate_in_float32(backend: Backend) -> None:
             assert backend.linear(algorithm, a, b).tolist() == [[2051.0**2], [2051.0**2]]
 
 
-def test_large_half_operands_do_not_overflow(backend: Backend) -> None:
+def test_large_half_operands_do_not_overflow(backend):
     """A float16 Gram of activations of 300 is infinite; the norm is not."""
     a, b = to(backend, *torch.full((2, 1, 4, 8), 300.0, dtype=torch.float16))
     for algorithm in ("gram", "direct", "fused"):

@@ -1,12 +1,16 @@
 """Each refusal is written once, is found by its first words, and is reported once."""
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from attach_oracle import Model, square
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import torchgradx
 from torchgradx.refusals import REFUSALS, first_words, sentence
@@ -90,15 +94,6 @@ def test_where_nothing_is_recorded_it_says_why(what, backend):
     assert list(error.value.parameters) == names
 
 
-def test_a_model_that_calls_no_module_says_so():
-    model = Model(lambda m, x: x @ m.l.weight.T, l=nn.Linear(3, 4, bias=False))
-    with torchgradx.attach(model) as probe:
-        square(model, torch.randn(N, 3)).backward()
-        with pytest.raises(torchgradx.CoverageError) as error:
-            probe.norms()
-    assert str(error.value).startswith(sentence("no_use"))
-
-
 def test_one_cause_that_covers_many_parameters_is_reported_once():
     """At the module that is the closest to it."""
     layers = {f"l{k}": nn.Linear(3, 3) for k in range(10)}
@@ -131,3 +126,161 @@ def test_what_mixes_below_batch_statistics_has_one_cause_with_its_module(frozen)
     assert {"0.weight", "1.weight"} <= set(error.value.parameters)
     assert str(error.value).count("\n") == 1
     assert "module '2': it normalises by the batch's statistics" in str(error.value)
+
+
+# ---- Causes that few models give -----------------------------------------------------------------
+
+
+def replicas(model, probe):
+    """As nn.DataParallel runs them, on the CPU."""
+    outputs = [None] * 2
+
+    def run(k, rows):
+        twin = model._replicate_for_data_parallel()
+        for name, p in model._parameters.items():
+            setattr(twin, name, p.clone())
+        outputs[k] = twin(rows)
+
+    threads = [threading.Thread(target=run, args=(k, torch.randn(N, 3))) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cat(outputs).square().sum().backward()
+
+
+class Retried(torch.autograd.Function):
+    """A checkpoint of one's own, whose backward tries twice."""
+
+    @staticmethod
+    def forward(ctx, x, inside):
+        ctx.inside = inside
+        ctx.save_for_backward(x)
+        return inside(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.inside(x)
+        with pytest.raises(ZeroDivisionError):
+            out.backward(grad, retain_graph=True)
+        x.grad = None
+        out.backward(grad)
+        return x.grad, None
+
+
+def retries(m, x):
+    fails = [True]
+
+    def inside(x):
+        h = m.b(x)
+        if h.requires_grad:
+            h.register_hook(lambda g: 1 / 0 if fails and fails.pop() else g)
+        return m.b(h)
+
+    return m.b(Retried.apply(m.a(x), inside))
+
+
+def with_tangents(model, probe):
+    x = torch.randn(N, 4, 3)
+    with forward_ad.dual_level():
+        y = model(forward_ad.make_dual(x, torch.randn_like(x)))
+        loss = forward_ad.unpack_dual(y).primal.square().flatten(1).sum(1).mean()
+    loss.backward()
+
+
+def overwriting(m, x):
+    x = x * 1.0
+    y = m.a(x)
+    x.add_(5.0)
+    return m.b(torch.tanh(y))
+
+
+def with_a_frozen_weight():
+    model = Model(overwriting, a=nn.Linear(3, 3), b=nn.Linear(3, 3))
+    model.a.weight.requires_grad_(False)
+    return model
+
+
+def several_packed_sequences(m, x):
+    lengths = torch.ones(len(x) // 2, dtype=torch.long).repeat_interleave(2)
+    rows = x.unflatten(1, (1, 3))
+    return m.r(pack_padded_sequence(rows, lengths, True, False))[1][0].view(N // 2, -1)
+
+
+def its_loss(m, x):
+    x = x * m.idle if m.uses else x
+    return F.cross_entropy(m.b(torch.tanh(m.a(x))), torch.zeros(len(x), dtype=torch.long))
+
+
+def used_later(model, probe):
+    for model.uses in (False, True, True):
+        model(torch.randn(N, 3)).backward()
+        probe.norms()
+
+
+def neighbours(m, x):
+    return m.a(torch.zeros_like(x).index_add(0, torch.arange(1, N), x[:-1])[: len(x)])
+
+
+def doubled(m, x):
+    s = m.a(torch.ones(1, 3))
+    s.register_hook(lambda g: 2 * g)
+    return m.b(torch.tanh(x + s))
+
+
+def in_sequence(m, x):  # [N, 3, 5, 4], as [5, 3 N, 4]
+    rows = x.transpose(0, 1).flatten(0, 1).transpose(0, 1)
+    return m.a(rows, rows, rows)[0].transpose(0, 1).unflatten(0, (3, -1)).transpose(0, 1)
+
+
+def step(*sizes):
+    return lambda model, probe: square(model, *([torch.randn(sizes)] if sizes else [])).backward()
+
+
+def linears(forward, **more):
+    return lambda: Model(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 3), **more)
+
+
+# key -> (model, what is done with it, options of attach)
+PROVOKED = {
+    "scripted": (lambda: nn.Sequential(torch.jit.script(nn.Linear(3, 2))), step(N, 3), {}),
+    "data_parallel": (lambda: nn.Linear(3, 2), replicas, {}),
+    "inner_failed": (linears(retries), step(N, 3), {}),
+    "tangents": (lambda: Model(lambda m, x: m.r(x)[0], r=nn.RNN(3, 4, batch_first=True)),
+                 with_tangents, {}),
+    "failed": (with_a_frozen_weight, step(N, 3), {"backend": "vmap"}),
+    "packed": (lambda: Model(several_packed_sequences, r=nn.GRU(3, 4, batch_first=True)),
+               step(N, 3), {"fused": False, "batch_size": N // 2}),
+    "one_number": (linears(its_loss, idle=torch.randn(3)), used_later, {}),
+    "algorithm": (lambda: nn.Linear(3, 2), step(N, 4, 3), {"algorithm": "rank1"}),
+    "no_batch_size": (linears(lambda m: m.a(torch.ones(N, 3))), step(), {}),
+    "no_use": (linears(lambda m, x: x @ m.a.weight.T), step(N, 3), {}),
+    "no_kernel": (linears(lambda m, x: m.a(x) * m.w, w=torch.randn(3)), step(N, 3),
+                  {"backend": "native"}),
+    "not_its_sum": (linears(doubled), step(N, 3), {}),
+    "failed_alone": (linears(neighbours), step(N, 3), {"check": "samples"}),
+    "attention_rows": (lambda: Model(in_sequence, a=nn.MultiheadAttention(4, 2)),
+                       step(N, 3, 5, 4), {"layout": {"a": "sequence"}}),
+}  # fmt: skip
+OF_KERNELS = {"data_parallel", "tangents", "algorithm", "attention_rows", "no_kernel", "failed"}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("key", PROVOKED)
+def test_a_cause_is_found_and_named(key):
+    make, use, options = PROVOKED[key]
+    if key in OF_KERNELS and not torchgradx.ops.NATIVE:
+        pytest.skip("of the extension's layers")
+
+    def attached_and_read():
+        model = make()
+        with torchgradx.attach(model, **options) as probe:
+            use(model, probe)
+            probe.norms()
+
+    with pytest.raises(torchgradx.CoverageError) as error:
+        attached_and_read()
+    fixed = max(re.split(r"{\w+}", REFUSALS[key][0]), key=len)
+    assert fixed.strip() in str(error.value)

@@ -11,7 +11,7 @@ from test_attach_layers import ELEMENTWISE_LAYERS, KERNEL_LAYERS
 from torch import nn
 
 from torchgradx.rules import RULES, rule_of
-from torchgradx.sites.modules import RECURRENT, recurrent_weights
+from torchgradx.sites.modules import RECURRENT
 
 LAYERS = {name: make for name, (make, _) in (KERNEL_LAYERS | ELEMENTWISE_LAYERS).items()}
 # Of more than one input: a part of a model
@@ -54,16 +54,6 @@ def test_a_layer_of_another_package_has_its_rule_where_it_is_imported():
             return 2 * super().forward(x)
 
     assert rule_of(Doubled(3, 2)) is None
-
-
-@pytest.mark.parametrize("kind", RECURRENT, ids=lambda kind: kind.__name__)
-def test_a_recurrent_module_is_served_unless_it_computes_something_else(kind):
-    class Scaled(kind):
-        def forward(self, x):
-            return super().forward(2 * x)
-
-    assert len(recurrent_weights(kind(3, 2))) == 2
-    assert not recurrent_weights(Scaled(3, 2))
 
 
 def test_a_subclass_that_computes_something_else_has_no_rule():

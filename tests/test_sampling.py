@@ -41,24 +41,6 @@ def test_samples_are_drawn_by_their_smoothed_norms(smoothing):
     assert bool(((counts - DRAWS * p).abs() <= SIGMAS * (DRAWS * p * (1 - p)).sqrt() + 1e-9).all())
 
 
-def gradients():
-    """Of N samples, of lengths that NORMS know only roughly."""
-    directions = F.normalize(torch.randn(N, 5, dtype=torch.float64), dim=1)
-    return directions * (NORMS * (0.5 + torch.rand(N, dtype=torch.float64)))[:, None]
-
-
-def test_the_weighted_gradient_is_unbiased_and_varies_less():
-    g, sampler = gradients(), told(0.1, DRAWS)
-    drawn = torch.tensor(list(sampler))
-    weighted = sampler.weights(drawn).double()[:, None] * g[drawn]
-    p = expected(0.1)
-    variance = (p[:, None] * (g / (N * p[:, None])).square()).sum(0) - g.mean(0).square()
-    bound = SIGMAS * (variance / DRAWS).sqrt()
-    assert bool(((weighted.mean(0) - g.mean(0)).abs() <= bound).all())
-    assert bool(((g[drawn].mean(0) - g.mean(0)).abs() > bound).any()), "a bound that sees a bias"
-    assert variance.sum() < 0.5 * g.var(0, correction=0).sum(), "than of even draws"
-
-
 def test_weights_are_bounded_and_of_the_drawn_distribution():
     sampler = told(0.1)
     iterator = iter(sampler)
@@ -79,8 +61,7 @@ def test_what_is_not_known_counts_as_the_mean():
     sampler.update([0, 1, 2, 2], [1.0, 3.0, float("nan"), float("inf")])
     next(iter(sampler))
     torch.testing.assert_close(
-        sampler.probabilities(),
-        0.8 * torch.tensor([1.0, 3, 2, 2], dtype=torch.float64) / 8 + 0.05,
+        sampler.probabilities(), 0.8 * torch.tensor([1.0, 3, 2, 2], dtype=torch.float64) / 8 + 0.05
     )
     sampler.update([2, 2, 3], [9.0, 0.0, 0.0])  # of one twice in a batch the last
     sampler.update(torch.tensor([0, 1]), torch.zeros(2))

@@ -31,7 +31,7 @@ def test_the_operators_keep_what_they_tell_the_compiler():
     [("", torch.zeros(1, dtype=torch.int64), "use must be"),
      ("-1/1", torch.zeros(1, dtype=torch.int64), "without its probe"),
      (None, torch.zeros(0, dtype=torch.int64), "token must be"),
-     (None, torch.zeros(1), "Long")],
+     (None, torch.zeros(1), "Long")]
 )  # fmt: skip
 def test_a_call_of_ones_own_is_refused(use, token, match):
     model = mlp()
