@@ -72,7 +72,7 @@ SANITIZERS := LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -prin
 sanitize: $(DONE)/test  ## operator tests and fuzz under AddressSanitizer and UndefinedBehaviorSanitizer
 	rm -rf $(SANITIZED) build/sanitize/lib*
 	TORCHGRADX_SANITIZE=1 $(PIP) install --no-deps --target $(SANITIZED) .
-	$(SANITIZERS) $(BIN)/python -m torchgradx | grep 'extension *loaded'
+	cd $(SANITIZED) && $(SANITIZERS) $(abspath $(BIN))/python -m torchgradx | grep 'extension *loaded'
 	$(SANITIZERS) $(PYTEST) --capture=sys -k "not emulated and not reference" $(wildcard tests/test_ops*.py tests/test_fuzz*.py tests/test_affine*.py tests/test_gather*.py)
 
 mutants: $(DONE)/test  ## plant bugs in the CUDA kernels, all or PART=: the emulation must catch each; without a GPU

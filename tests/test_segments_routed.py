@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from attach_oracle import Model, close_named, need_native, square
+from attach_oracle import loop as by_name
 from segment_models import WORDS, Experts
+from torch import nn
 from torch.nn import functional as F
 
 import torchgradx
@@ -74,3 +77,73 @@ def test_rows_that_several_samples_feed_are_still_refused():
             F.cross_entropy(out.flatten(0, 1), torch.randint(0, WORDS, (24,))).backward()
             with pytest.raises(torchgradx.CoverageError):
                 probe.norms()
+
+
+def put_back(part, k, n):
+    return torch.zeros(n, 4).to(part).index_add(0, k, part)
+
+
+def turned(x):
+    """Another sample's place for each; its own of one alone."""
+    return torch.arange(len(x)).flip(0)
+
+
+def picked(x):
+    return (x[:, 0] > -0.5).nonzero()[:, 0]
+
+
+EXACT = {
+    "taken and put back": lambda m, x, h: m.c(h) + m.d(h[turned(x)])[turned(x)],
+    "some": lambda m, x, h: h + put_back(m.d(h[picked(x)]), picked(x), len(x)),
+}
+MIXED = {
+    "what is given is data": lambda m, x, h: m.a(x) + m.b(x)[turned(x)],
+    "taken from others by place": lambda m, x, h: m.a(x) + m.b(x).index_select(0, turned(x)),
+    "data, all": lambda m, x, h: m.b(x)[turned(x)],
+    "beside its own": lambda m, x, h: m.c(h) + m.d(h)[turned(x)],
+    "all": lambda m, x, h: m.d(h)[turned(x)],
+    "given another's": lambda m, x, h: m.c(h) + m.d(h[turned(x)]),
+    "put where others are": lambda m, x, h: h + put_back(m.d(h[:1]), turned(x)[:1], len(x)),
+    "another's, detached": lambda m, x, h: h + put_back(m.d(h.detach()[:1]), turned(x)[:1], len(x)),
+}
+
+
+def exchanging(way):
+    layers = {name: nn.Linear(3 if name in "iab" else 4, 4) for name in "iabcd"}
+    model = Model(lambda m, x: m.way(m, x, torch.tanh(m.i(x))), **layers).double()
+    model.way = way
+    return model
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [*EXACT, *MIXED])
+def test_rows_are_served_where_they_come_back_to_whom_they_were_taken_from(name, mode):
+    need_native({"backend": "native"})
+    model = exchanging({**EXACT, **MIXED}[name])
+    with torchgradx.attach(model, **MODES[mode]) as probe:
+        for _ in range(3):
+            x = torch.randn(4, 3).double()
+            square(model, x).backward()
+            if name in MIXED:
+                with pytest.raises(torchgradx.CoverageError):
+                    probe.norms()
+                probe.reset()
+            else:
+                close_named(probe.norms(per="parameter"), by_name(model, square, x))
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_rows_that_mix_are_refused_after_routed_ones_too(name):
+    need_native({"backend": "native"})
+    model = exchanging(EXACT["some"])
+    with torchgradx.attach(model) as probe:
+        for mixes in (False, False, True, False):
+            model.way = MIXED[name] if mixes else EXACT["some"]
+            x = torch.randn(4, 3).double()
+            square(model, x).backward()
+            if mixes:
+                with pytest.raises(torchgradx.CoverageError):
+                    probe.norms()
+                probe.reset()
+            else:
+                close_named(probe.norms(per="parameter"), by_name(model, square, x))

@@ -309,13 +309,13 @@ class Attachment:
         outputs = tensors_in(out) if uses else []
         if run.in_graph:
             run.refuse(-1, "graph_and_eager")
-        elif self._segments.examine(run, self._seen.ids, uses, outputs, self._sites):
+        elif self._segments.examine(run, self._seen.ids, uses, outputs, self._sites, looked.ends):
             self._audit.forwards.listen(run.layouts)
         elif seen is None:
             alone = run.n == 1 and one_of_several(self._options, (args, kwargs), out)
             with self._samples.quiet():
                 self._audit.examine(run, key, looked, alone, uses, outputs, self._sites)
-                self._segments.rescue(run, uses, outputs, self._sites)
+                self._segments.rescue(run, uses, outputs, self._sites, looked.ends)
             self._audit.forwards.listen(run.layouts)
         else:
             verdict = self._audit.examiner.verdict(run, uses, outputs, self._sites, looked)

@@ -7,7 +7,7 @@ verdicts are by use, since a loop over the experts that were hit makes another g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from math import prod
@@ -124,16 +124,17 @@ class SegmentExaminer:
         uses: Sequence[Any],
         outputs: Sequence[Tensor],
         sites: Sequence[Site],
+        several: Collection[Any],
     ) -> bool:
         """Give a pass the owners of its uses' rows, or refuse it; False: it is of another kind.
 
-        Never fails the forward.
+        Never fails the forward. several: (site, node) of uses with several outputs.
         """
         if ids is None and (not self._routed or self._parameters.regime() not in self._routed):
             return False
         before = run.refusals, run.layouts
         try:
-            self._examine(run, torch.arange(run.n) if ids is None else ids, uses, outputs, sites)
+            self._examine(run, ids, uses, outputs, sites, several)
         except Exception as error:
             run.refuse(-1, cause("not_examined", error=f"{type(error).__name__}: {error}"))
         if ids is None and run.refusals != before[0]:  # it has tables, perhaps
@@ -142,7 +143,12 @@ class SegmentExaminer:
         return True
 
     def rescue(
-        self, run: Any, uses: Sequence[Any], outputs: Sequence[Tensor], sites: Sequence[Site]
+        self,
+        run: Any,
+        uses: Sequence[Any],
+        outputs: Sequence[Tensor],
+        sites: Sequence[Site],
+        several: Collection[Any],
     ) -> None:
         """Look for the owners of rows that have no layout: experts get rows by their values."""
         refused = {site for site, why in run.refusals if key_of(why) in ROUTED}
@@ -154,7 +160,7 @@ class SegmentExaminer:
         causes, layouts = run.refusals, run.layouts
         run.refusals, run.layouts = [], []
         try:
-            self._examine(run, torch.arange(run.n), uses, outputs, sites)
+            self._examine(run, None, uses, outputs, sites, several)
         except Exception:  # the first causes stand
             run.refusals = [(-1, "segments_outputs")]
         failed = {site for site, _ in run.refusals}
@@ -172,11 +178,13 @@ class SegmentExaminer:
     def _examine(
         self,
         run: Any,
-        ids: Tensor,
+        told: Tensor | None,
         uses: Sequence[Any],
         outputs: Sequence[Tensor],
         sites: Sequence[Site],
+        several: Collection[Any],
     ) -> None:
+        ids = torch.arange(run.n) if told is None else told
         n, grid = run.n, list(ids.shape)
         flat = ids.flatten()
         flat = torch.where(flat < 0, n, flat)
@@ -197,7 +205,12 @@ class SegmentExaminer:
         owned: list[Owned | None] = []
         for site, sizes, node, number in uses:
             leads = sizes[: sites[site].leads(len(sizes))]
-            owned.append(self._owned(found, node, number, leads, flat, grid, names, n))
+            of_use = self._owned(found, node, number, leads, flat, grid, names, n)
+            if told is None and of_use is not None:  # by indices alone: both ends are shown
+                single = (site, node) not in several and not self._layers[site].inside
+                if not single or not (_in_order(of_use, n) or _from_inputs(found, node, n)):
+                    of_use = None
+            owned.append(of_use)
         self._settle(run, uses, owned, heads, names, flat, grid, sites)
 
     def _head(self, k: int, t: Tensor, flat: Tensor, grid: list[int], n: int) -> Tensor | None:
@@ -345,6 +358,30 @@ MAPPING = {f"{name}Backward0" for name in (
     "Index", "IndexSelect", "Gather", "IndexAdd", "IndexCopy", "IndexPut", "IndexPutImpl",
     "IndexReduce", "Scatter", "ScatterAdd", "ScatterReduce",
 )}  # fmt: skip
+
+
+def _in_order(owned: Owned, n: int) -> bool:
+    """Return whether rows are n*T+t."""
+    each, rest = divmod(len(owned.owners), n)
+    rows = torch.arange(n, device=owned.owners.device).repeat_interleave(each)
+    return not rest and torch.equal(owned.owners, rows)
+
+
+def _from_inputs(found: Mapping[Any, Owned], node: Any, n: int) -> bool:
+    """Return whether the rows that a use was given were taken from rows n*T+t, each sample's from
+    its own: else it may be given one sample's data for the loss of another."""
+    todo, seen = [*node.next_functions], {node}
+    for edge in todo:  # grows as it goes
+        at = found.get(edge)
+        if edge[0] in seen or at is None:
+            continue
+        seen.add(edge[0])
+        if any(_read(at.flags)):
+            return False
+        if _in_order(at, n):
+            return True
+        todo += edge[0].next_functions
+    return False
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

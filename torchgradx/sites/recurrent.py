@@ -64,7 +64,8 @@ class BesideSite(FallbackSite):
 
     @property
     def by_nodes(self) -> bool:
-        return self._call.regime.autocast is not None  # else one more run costs less
+        regime = getattr(self._call, "regime", None)  # of a call on this thread
+        return regime is not None and regime.autocast is not None  # else one more run costs less
 
 
 class Product:
