@@ -3,8 +3,10 @@
 import copy
 
 import pytest
-from attach_oracle import ANY, attempt, close_named, loop, title
+import torch
+from attach_oracle import ANY, Model, attempt, close_named, loop, title
 from silent_models import EXACT, MODELS, REFUSED, SILENT
+from torch import nn
 
 import torchgradx
 
@@ -55,3 +57,21 @@ def test_a_second_pass_of_a_structure_is_as_the_first(name):
     probe.remove()
     if verdict == EXACT:
         assert len(calls) - before == 1
+
+
+def test_an_output_from_which_another_is_made_is_checked_as_it_is():
+    """As of an encoder and its decoder, which transformers returns both."""
+    parts = {"e": nn.Linear(3, 4), "d": nn.Linear(4, 2)}
+
+    def forward(m, x):
+        h = torch.tanh(m.e(x))
+        return {"logits": m.d(h), "hidden": h}
+
+    model, x = Model(forward, **parts).double(), torch.randn(5, 6, 3).double()
+    for loss in (
+        lambda m, x: m(x)["logits"].square().flatten(1).sum(1).mean(),
+        lambda m, x: sum(t.square().flatten(1).sum(1).mean() for t in m(x).values()),
+    ):
+        with torchgradx.attach(model, check="samples") as probe:
+            loss(model, x).backward()
+            close_named(probe.norms(per="parameter"), loop(model, loss, x))
