@@ -167,7 +167,7 @@ def rivals_of(
 
 
 def peak(name: str, norms: bool) -> dict[str, Any]:
-    """Of a process, in MiB, that takes three steps."""
+    """Return the peak of a process, in MiB, that takes three steps."""
     example = MODELS[name][1]()
     probe = torchgradx.attach(example.model) if norms else None
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What a built wheel needs: it is loaded in a folder of its own, and its libraries are read.
+"""Check what a built wheel needs: it is loaded in a folder of its own, and its libraries are read.
 
 python build_tools/built_wheel.py dist/torchgradx-*.whl
 """

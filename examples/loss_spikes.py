@@ -68,7 +68,7 @@ def train(epochs: int, seed: int) -> list[Step]:
 
 
 def counts(steps: list[Step]) -> tuple[int, int, int, int, int]:
-    """How many broken images arrived, were named by norm and by loss, and how many sound ones."""
+    """Count how many broken images arrived, were named by norm and by loss, and how many sound ones."""
     return (
         sum(len(step.damaged) for step in steps),
         sum(len(step.damaged & step.named) for step in steps),

@@ -16,6 +16,7 @@ from .options import Model, Parts, check_loss, check_per
 from .probe import Probe
 from .proof.arguments import tensors_in
 from .refusals import cause, refused_all
+from .shared.frontier import signed
 
 __all__ = [
     "Loss", "call", "grad_norms", "gradients_put_by", "norms_alone", "one_sample", "sample_norms",
@@ -108,7 +109,7 @@ class Said:
         if len(found) == 1 and found[0]._saved_reduction == MEAN:
             node = found[0]
             target, weight = node._saved_target, node._saved_weight
-            ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63  # torch tells it unsigned
+            ignored = signed(node._saved_ignore_index)
             counts = (target != ignored).float()
             self._counts = counts if weight is None else counts * weight[target.clamp_min(0)]
 

@@ -1,4 +1,4 @@
-"""Which sample each row of a graph's tensors is of, read off the graph from the outputs down.
+"""The sample of each row of a graph's tensors, read off the graph from the outputs down.
 
 Gradients flow that way: a row's gradient is its sample's if all that it went into is that sample's.
 Nodes that keep rows pass the owners on; indexing, gathering and scattering map them by the indices
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..shared.frontier import Node, is_leaf, shape_of
+from ..shared.frontier import Node, is_leaf, shape_of, signed
 from .layout import in_order
 
 __all__ = ["Owned", "fitted", "mask_joins", "owners_below"]
@@ -80,13 +80,8 @@ def _products(shape: Shape) -> list[int]:
 
 
 def _dims(shape: Shape, length: int) -> int:
-    """How many leading dimensions have so many rows; -1: none."""
+    """Return how many leading dimensions have so many rows; -1: none."""
     return next((k for k, rows in enumerate(_products(shape)) if rows == length), -1)
-
-
-def _signed(value: int) -> int:
-    """A graph's nodes show negative numbers as unsigned."""
-    return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _saved(node: Node, key: str) -> Any:
@@ -180,7 +175,7 @@ class _Walk:
                     yield self._narrowed(out, made[:dims], [*made[: dims - 1], 1])
 
     def _narrowed(self, out: Owned, rows: Shape, padded: Shape) -> Owned:
-        """What was broadcast over rows: of the one sample that all of them are of."""
+        """Return owners of what was broadcast: of the one sample that all rows are of."""
         owners, flags = out.owners.view(list(rows)), out.flags
         for dim, size in enumerate(rows):
             if padded[dim] == 1 and size > 1:
@@ -202,12 +197,12 @@ class _Walk:
         return None if owners is None else owners.view(list(made[:rows]))
 
     def _dim(self, node: Node, shape: Shape, key: str = "dim") -> int:
-        return _signed(getattr(node, f"_saved_{key}")) % max(1, len(shape))
+        return signed(getattr(node, f"_saved_{key}")) % max(1, len(shape))
 
     def turned(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
         for out in outs.values():
             if node.name() == "PermuteBackward0":
-                order = [_signed(d) % len(shape) for d in node._saved_dims]
+                order = [signed(d) % len(shape) for d in node._saved_dims]
             else:
                 order = list(range(len(shape)))
                 a, b = (self._dim(node, shape, key) for key in ("dim0", "dim1"))
@@ -225,7 +220,7 @@ class _Walk:
 
     def sliced(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
         dim, made = self._dim(node, shape), shape_of(node, 0)
-        start, step = _signed(node._saved_start), node._saved_step
+        start, step = signed(node._saved_start), node._saved_step
         start = max(0, start + shape[dim] if start < 0 else start)
         places = torch.arange(start, start + made[dim] * step, step)
         yield from self._placed(outs[0], made, made, dim, places, shape)
@@ -233,7 +228,7 @@ class _Walk:
     def selected(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
         dim, made = self._dim(node, shape), shape_of(node, 0)
         whole = [*made[:dim], 1, *made[dim:]]
-        places = torch.tensor([_signed(node._saved_index) % shape[dim]])
+        places = torch.tensor([signed(node._saved_index) % shape[dim]])
         yield from self._placed(outs[0], made, whole, dim, places, shape)
 
     def _placed(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..shared.frontier import Node, below, is_leaf, shape_of
+from ..shared.frontier import Node, below, is_leaf, shape_of, signed
 
 if ops.NATIVE:
     from .. import _C
@@ -111,8 +111,8 @@ def _joins_samples(node: Node, n: int) -> bool:
 
 
 def _dim(node: Node) -> int:
-    """Return the dimension that a node works along; graph nodes show it as unsigned."""
-    return int((getattr(node, "_saved_dim", 0) + (1 << 63)) % (1 << 64) - (1 << 63))
+    """Return the dimension that a node works along."""
+    return signed(getattr(node, "_saved_dim", 0))
 
 
 def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:

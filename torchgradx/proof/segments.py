@@ -41,7 +41,7 @@ NONE = Verdict([], [], None, True, [], [])
 
 
 class Segments(NamedTuple):
-    """Which sample each row of some uses is of: [rows], N where it is of none."""
+    """The sample of each row of some uses: [rows], N where it is of none."""
 
     owners: Tensor
 
@@ -208,7 +208,7 @@ class SegmentExaminer:
             of_use = self._owned(found, node, number, leads, flat, grid, names, n)
             if told is None and of_use is not None:  # by indices alone: both ends are shown
                 single = (site, node) not in several and not self._layers[site].inside
-                if not single or not (_in_order(of_use, n) or _from_inputs(found, node, n)):
+                if not single or not (_batch_first(of_use, n) or _from_inputs(found, node, n)):
                     of_use = None
             owned.append(of_use)
         self._settle(run, uses, owned, heads, names, flat, grid, sites)
@@ -360,7 +360,7 @@ MAPPING = {f"{name}Backward0" for name in (
 )}  # fmt: skip
 
 
-def _in_order(owned: Owned, n: int) -> bool:
+def _batch_first(owned: Owned, n: int) -> bool:
     """Return whether rows are n*T+t."""
     each, rest = divmod(len(owned.owners), n)
     rows = torch.arange(n, device=owned.owners.device).repeat_interleave(each)
@@ -378,7 +378,7 @@ def _from_inputs(found: Mapping[Any, Owned], node: Any, n: int) -> bool:
         seen.add(edge[0])
         if any(_read(at.flags)):
             return False
-        if _in_order(at, n):
+        if _batch_first(at, n):
             return True
         todo += edge[0].next_functions
     return False

@@ -31,6 +31,7 @@ __all__ = [
     "from_views",
     "is_leaf",
     "shape_of",
+    "signed",
     "survey",
 ]
 
@@ -207,6 +208,11 @@ def _views(graph: Graph, node: Node, number: int) -> list[tuple[int, ...]]:
         found += [(parent, 0) for parent, of in graph.parents.get(view, ())
                   if of == output and parent.name() in RESHAPES]  # fmt: skip
     return [shape_of(view, 0) for view, _ in found[1:]]
+
+
+def signed(value: int) -> int:
+    """Return a number that a node saved: it shows negative ones as unsigned."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def dtype_of(node: Node, number: int) -> torch.dtype:

@@ -245,7 +245,7 @@ class Lift:
                 plan.trails[outline.key] = met._replace(way={}, ends=[]), trail
         else:
             found = dict(zip(outline.nodes(trail.nodes), trail.stations, strict=True))
-            met = _asked(met._replace(way=found), lambda: outline.numbers())
+            met = _asked(met._replace(way=found), outline.numbers)
         return met._replace(guard=partial(outline.guard, run, trail.guarded, trail.inside))
 
     def _walk(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..proof.layout import BATCH, LAST, MINOR, SECOND, SEQUENCE
-from .frontier import Node, dtype_of, shape_of
+from .frontier import Node, dtype_of, shape_of, signed
 from .outer import Gradients, LookedUp, Outer
 
 __all__ = [
@@ -69,17 +69,12 @@ COLUMNS = {"MmBackward0", "BmmBackward0"}  # a @ columns: likewise, looked at fr
 
 # How nodes that turn their operand turn a gradient back.
 TURNED: dict[str, Callable[[Node, int], Sequence[int]]] = {
-    "PermuteBackward0": lambda node, dims: _inverse([d % dims for d in _signed(node._saved_dims)]),
+    "PermuteBackward0": lambda node, dims: _inverse([signed(d) % dims for d in node._saved_dims]),
     "TBackward0": lambda node, dims: [*range(dims)][::-1],
     "TransposeBackward0": lambda node, dims: _swapped(
-        dims, *_signed((node._saved_dim0, node._saved_dim1))
+        dims, signed(node._saved_dim0), signed(node._saved_dim1)
     ),
 }
-
-
-def _signed(dims: Sequence[int]) -> list[int]:
-    """Graph nodes show dimensions as unsigned."""
-    return [(d + (1 << 63)) % (1 << 64) - (1 << 63) for d in dims]
 
 
 def _inverse(dims: Sequence[int]) -> list[int]:
@@ -268,12 +263,7 @@ def through(node: Node, g: Outer) -> Outer | None:
     name = node.name()
     if name == CAST:
         return g.to(dtype_of(*node.next_functions[0]))
-    if name == "PermuteBackward0":
-        turns = [d % 2 for d in node._saved_dims] == [1, 0]
-    else:
-        turns = name == "TBackward0" or (
-            name == "TransposeBackward0" and (node._saved_dim0 - node._saved_dim1) % 2 == 1
-        )
+    turns = name in TURNED and list(TURNED[name](node, 2)) == [1, 0]
     return g.turned() if turns else None
 
 
