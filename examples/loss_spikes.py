@@ -68,7 +68,7 @@ def train(epochs: int, seed: int) -> list[Step]:
 
 
 def counts(steps: list[Step]) -> tuple[int, int, int, int, int]:
-    """Count how many broken images arrived, were named by norm and by loss, and how many sound ones."""
+    """Count broken images: that arrived, that norm and loss named; and sound ones named."""
     return (
         sum(len(step.damaged) for step in steps),
         sum(len(step.damaged & step.named) for step in steps),
