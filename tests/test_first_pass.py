@@ -88,3 +88,39 @@ def test_sizes_that_leave_no_doubt_cost_nothing(backwards):
             first = (n, t) == (4, 6)
             assert bool(backwards) == first
             close_named(probe.norms(per="parameter"), loop(model, square, x))
+
+
+class Trembling(nn.Module):
+    """Backwards differ by 2 % from one to the next, as those of attention do on a GPU. `mixed`
+    of the next sample comes into each."""
+
+    def __init__(self, mixed=0.0):
+        super().__init__()
+        self.first, self.second, self.mixed = nn.Linear(6, 6), nn.Linear(6, 6), mixed
+
+    def forward(self, x):  # [N, T, 6]
+        h = self.first(x)
+        if h.requires_grad:
+            h.register_hook(lambda g: g * (1 + 0.02 * torch.randn_like(g)))
+        return self.second(h + self.mixed * h.roll(1, 0) if self.mixed else h)
+
+
+@pytest.mark.parametrize("n", [4, 17, 64])
+def test_sums_in_another_order_each_time_are_no_mixing(n, backwards):
+    model, x = Trembling(), torch.randn(n, n, 6)  # T = N: sizes alone leave a doubt
+    with torchgradx.attach(model) as probe:
+        square(model, x).backward()
+        norms = probe.norms(per="parameter")
+    silenced = {4: 4, 17: 7, 64: 8}[n]  # log2 N and a little: zeros among the seeds
+    assert len(backwards) <= bound(n) + silenced
+    for name, expected in loop(model, square, x).items():
+        assert torch.allclose(norms[name].double(), expected.double(), rtol=0.2), name
+
+
+@pytest.mark.parametrize("mixed", [1e-6, 1e-2, 1.0])
+def test_samples_that_mix_where_sums_tremble_are_refused(mixed):
+    model = Trembling(mixed)
+    with torchgradx.attach(model) as probe:
+        square(model, torch.randn(6, 6, 6)).backward()
+        with pytest.raises(torchgradx.CoverageError, match="mix"):
+            probe.norms()

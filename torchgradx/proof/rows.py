@@ -58,11 +58,3 @@ class Rows:
         tiny = torch.finfo(torch.float16 if half else torch.float32).tiny
         floor = tiny * sqrt(columns) if half else tiny / close
         return Rows(elements, kept, sizes, close, floor, half)
-
-    def off(self, other: Rows) -> float:
-        """Return how far another answer is, over a row's size."""
-        if not self.elements:
-            return 0.0
-        off = (self.projections - other.projections).abs() / self.sizes
-        faint = self.sizes < self.floor
-        return float(off.where(off.isfinite() & ~faint, 0.0).max())
