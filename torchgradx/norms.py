@@ -25,7 +25,8 @@ __all__ = ["Term", "combine"]
 Term = tuple[Layer | None, Tensor | None, Tensor]
 
 PLAIN = Layer(name="", kind="linear", type_name="Linear")
-CHUNK = 1 << 21  # elements of one chunk's operands: 8 MiB of float32
+CHUNK = 1 << 21  # elements that a chunk copies: 8 MiB of float32, which a cache holds
+ON_DEVICE = 1 << 28  # the same on a GPU, where launches cost and memory is quick
 
 
 def combine(n: int, terms: Sequence[Term]) -> Tensor:
@@ -37,8 +38,10 @@ def combine(n: int, terms: Sequence[Term]) -> Tensor:
     outer = [term for term in terms if term[0] and term[0].kind != "embedding"]
     groups = {term[0].groups for term in outer if term[0]}
     closed = len(outer) + len(tables) == len(terms) and (not tables or groups <= {1})
-    for chunk in _chunks(n, terms):
-        if closed and len(groups) <= 1:
+    closed = closed and len(groups) <= 1
+    views = closed and [layer.kernel_size for layer, *_ in outer if layer] == [()]
+    for chunk in _chunks(n, terms, views):
+        if closed:
             sq_norms[chunk] = _closed(outer, tables, n, chunk, max(groups, default=1))
         else:
             total = sum(_gradients(term, n, chunk) for term in terms)
@@ -78,6 +81,8 @@ def _closed(
 
 def _joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Several uses as one with a longer T."""
+    if len(pairs) == 1:
+        return tuple(_alike([*pairs[0]]))  # type: ignore[return-value]
     first, second = (torch.cat(_alike([pair[k] for pair in pairs]), 1) for k in (0, 1))
     return tuple(_alike([first, second]))  # type: ignore[return-value]
 
@@ -95,11 +100,13 @@ def _looked_up(tables: Sequence[Term], chunk: slice) -> tuple[Tensor, Tensor]:
     return torch.cat(ids, 1), torch.cat(_alike(rows), 1)
 
 
-def _chunks(n: int, terms: Sequence[Term]) -> Iterator[slice]:
+def _chunks(n: int, terms: Sequence[Term], views: bool) -> Iterator[slice]:
+    """views: nothing is copied, and one chunk is all."""
     elements = sum(
         (a.numel() * _patch(layer) if a is not None else 0) + g.numel() for layer, a, g in terms
     )
-    step = max(1, n * CHUNK // max(1, elements))
+    most = ON_DEVICE if terms[0][2].is_cuda else CHUNK
+    step = max(1, n if views else n * most // max(1, elements))
     return (slice(start, min(start + step, n)) for start in range(0, n, step))
 
 

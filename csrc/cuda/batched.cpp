@@ -1,4 +1,5 @@
-// Linear's norms from batched products of cuBLAS: a run of samples at a time.
+// Norms from batched products of cuBLAS, a run of samples at a time: Linear's, and a table's that is a Linear's weight
+// too.
 #include "batched.h"
 
 #include <ATen/autocast_mode.h>
@@ -6,9 +7,11 @@
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/gather.h>
 #include <ATen/ops/sum.h>
 
 #include <algorithm>
+#include <limits>
 
 #ifdef CUDA_EMULATION
 bool cuda_emulation_batched = false;
@@ -18,10 +21,11 @@ namespace torchgradx::cuda {
 namespace {
 
 // Bytes of a run's products: an H200's L2 holds them. The emulation's are few, so that small problems have many runs.
+// Scores of gather_dots: what a run of them takes beside the model.
 #ifdef CUDA_EMULATION
-constexpr int64_t kRun = int64_t(8) << 10;
+constexpr int64_t kRun = int64_t(8) << 10, kScores = int64_t(1) << 11;
 #else
-constexpr int64_t kRun = int64_t(32) << 20;
+constexpr int64_t kRun = int64_t(32) << 20, kScores = int64_t(1) << 25;
 #endif
 
 // What is called here is seen by nobody else.
@@ -143,4 +147,44 @@ void run_grams(const Run& run, const LinearProblem& p, const Rows& rows, void* s
   });
 }
 
+namespace {
+
+// <E_n, H_n> = sum over t, s of (grad_rows_t . activations_s) grad_output[s, ids_t]: [n, S, T] products, and as many
+// numbers taken from grad_output. Nothing waits: an id outside of the table makes its sample NaN.
+Tensor gather_dots(const Tensor& indices, const Tensor& grad_rows, const Tensor& activations, const Tensor& grad_output,
+                   std::optional<int64_t> padding_idx) {
+  const RowShape s = check_rows(activations, grad_output);
+  check_operand(grad_rows, "grad_rows", 3, "[N, T, D]");
+  check_alike(activations, "activations", grad_rows, "grad_rows");
+  check_indices(indices, grad_rows, "grad_rows");
+  TORCHGRADX_CHECK(grad_rows.size(0) == s.N && grad_rows.size(2) == s.I, "grad_rows must be [N, T, D] with N = ", s.N,
+                   " and D = ", s.I, ", as activations are ", activations.sizes(), "; got ", grad_rows.sizes());
+  const auto options = grad_rows.options().dtype(accumulator_of(grad_rows));
+  const int64_t T = grad_rows.size(1);
+  if (grad_rows.numel() == 0 || activations.numel() == 0 || grad_output.numel() == 0)
+    return at::zeros({s.N}, options);
+  const c10::DeviceGuard guard(grad_rows.device());
+  const Unseen unseen;
+  const Tensor dots = at::empty({s.N}, options.dtype(at::kDouble));
+  const int64_t each = std::max<int64_t>(1, kScores / (s.T * T));
+  for (int64_t n = 0; n < s.N; n += each) {
+    const int64_t count = std::min(each, s.N - n);
+    const auto mine = [&](const Tensor& t) { return t.narrow(0, n, count); };
+    const Tensor ids = mine(indices).to(at::kLong).unsqueeze(1);  // [n, 1, T]
+    const Tensor outside = (ids < 0).logical_or_(ids >= s.O);
+    const Tensor known = ids.masked_fill(outside, 0).expand({count, s.T, T});
+    Tensor taken = mine(grad_output).gather(2, known).to(options.dtype());  // [n, S, T]
+    if (padding_idx) taken.masked_fill_(ids == *padding_idx, 0);
+    taken.masked_fill_(outside, std::numeric_limits<double>::quiet_NaN());
+    const Tensor scores = product(mine(activations), mine(grad_rows).mT());
+    mine(dots).copy_((taken * scores).sum(at::IntArrayRef({1, 2}), false, at::kDouble));
+  }
+  return dots.to(options.dtype());
+}
+
+}  // namespace
 }  // namespace torchgradx::cuda
+
+IMPLEMENT_OPERATORS(m) {
+  m.impl("gather_dots", torchgradx::cuda::gather_dots);
+}
