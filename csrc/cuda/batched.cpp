@@ -161,8 +161,7 @@ Tensor gather_dots(const Tensor& indices, const Tensor& grad_rows, const Tensor&
                    " and D = ", s.I, ", as activations are ", activations.sizes(), "; got ", grad_rows.sizes());
   const auto options = grad_rows.options().dtype(accumulator_of(grad_rows));
   const int64_t T = grad_rows.size(1);
-  if (grad_rows.numel() == 0 || activations.numel() == 0 || grad_output.numel() == 0)
-    return at::zeros({s.N}, options);
+  if (grad_rows.numel() == 0 || activations.numel() == 0 || grad_output.numel() == 0) return at::zeros({s.N}, options);
   const c10::DeviceGuard guard(grad_rows.device());
   const Unseen unseen;
   const Tensor dots = at::empty({s.N}, options.dtype(at::kDouble));
