@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
+from torchgradx.cost import Problem, make_plan
 
 N = 4
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -258,3 +259,14 @@ def as_on_a_gpu():
 @pytest.mark.parametrize("name", MODELS)
 def test_autocast_is_exact_where_it_widens_normalisations(name, dtype, options, as_on_a_gpu):
     exact_under_autocast(name, dtype, options)
+
+
+@pytest.mark.parametrize(("enabled", "itemsize"), [(False, 4), (True, 2)])
+def test_an_algorithm_is_chosen_by_the_dtype_that_is_multiplied(enabled, itemsize):
+    model = nn.Linear(64, 64)
+    with torchgradx.attach(model) as probe:
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            output = model(torch.randn(8, 32, 64))
+        output.float().square().sum().backward()
+        chosen = repr(make_plan(Problem("linear", 8, 32, 64, 64, 1, itemsize, True)))
+        assert chosen.splitlines()[1].strip() in probe.explain(verbose=True)

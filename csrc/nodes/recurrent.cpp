@@ -118,7 +118,7 @@ struct RecurrentNode : SavingNode {
     std::vector<Tensor> first_states, first_cells;
     for (int64_t d = 0; d < directions; ++d) {
       const int64_t from = kWeights + d * of.weights(), site = d * parts;
-      const auto alone = [&](int64_t s) { return recorded[s] && uses[s]->fuses_alone(input.size(0)); };
+      const auto alone = [&](int64_t s) { return recorded[s] && uses[s]->fuses_alone(input.size(0), input); };
       const bool second_alone = alone(site + 1);
       if (second_alone && alone(site) && !uses[site]->held) {  // nor is the graph kept then
         steps[d].spent = true;

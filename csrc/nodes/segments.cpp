@@ -59,8 +59,8 @@ std::optional<FlatUse> flat_use(const Segments& segments, const Saved& saved, co
   return use;
 }
 
-Algorithm Use::plan_of_run(int64_t count, int64_t length) const {
-  return site->plan(rounded(count), rounded(length));
+Algorithm Use::plan_of_run(int64_t count, int64_t length, const Tensor& operand) const {
+  return site->plan(rounded(count), rounded(length), operand);
 }
 
 // Norms of all runs; `gradients`: and the weight gradients, their sum.
@@ -80,7 +80,7 @@ Tensor Use::norms_of_runs(const Segments& segments, const FlatUse& sorted, const
   for (const Segments::Run& run : segments.runs) {
     const FlatUse part = sorted.narrowed(run.first, run.count * run.length);
     const Operands operands = *layer.operands(part.saved, part.grad_output, run.count, Layout::kBatch);
-    const Algorithm algorithm = plan_of_run(run.count, layer.positions(operands));
+    const Algorithm algorithm = plan_of_run(run.count, layer.positions(operands), operands.grad_output);
     Tensor sq;
     if (gradients && algorithm == Algorithm::kFused) {
       auto [made, found] = layer.fused(operands, weight, wanted);
@@ -107,11 +107,11 @@ Tensor Use::norms_of_runs(const Segments& segments, const FlatUse& sorted, const
   return at::zeros({1 + bias, pass->n}, dtype.dtype(kind));
 }
 
-bool Use::fuses_runs(const Segments& segments) const {
+bool Use::fuses_runs(const Segments& segments, const Tensor& grad_output) const {
   const auto runs = static_cast<int64_t>(segments.runs.size());
   if (runs == 0 || segments.rows() < kFew * runs) return false;
   for (const Segments::Run& run : segments.runs)
-    if (plan_of_run(run.count, run.length) == Algorithm::kFused) return true;
+    if (plan_of_run(run.count, run.length, grad_output) == Algorithm::kFused) return true;
   return false;
 }
 
@@ -119,7 +119,7 @@ std::optional<Gradients> Use::fuse_segments(const Segments& segments, const Save
                                             const Tensor& grad_output) {
   const at::NoGradGuard no_grad;
   const Layer& layer = *site->layer;
-  if (layer.makes_input() || !fuses_runs(segments)) return std::nullopt;
+  if (layer.makes_input() || !fuses_runs(segments, grad_output)) return std::nullopt;
   const auto flat = flat_use(segments, saved, grad_output, /*sorts=*/false);
   const auto by_row = flat ? layer.operands(flat->saved, flat->grad_output, segments.rows(), Layout::kBatch)
                            : std::optional<Operands>();

@@ -61,15 +61,15 @@ std::optional<Operands> Site::operands(const Pass& pass, int64_t use, const Save
   return operands;
 }
 
-Algorithm Site::plan(int64_t n, int64_t t) {
-  const std::pair<int64_t, int64_t> key(n, t);
+Algorithm Site::plan(int64_t n, int64_t t, const Tensor& operand) {
+  const std::array<int64_t, 3> key{n, t, static_cast<int64_t>(operand.element_size())};
   {
     const std::lock_guard<std::mutex> lock(plans_mutex_);
     const auto found = plans_.find(key);
     if (found != plans_.end()) return found->second;
   }
   py::gil_scoped_acquire gil;
-  const auto chosen = static_cast<Algorithm>(planner->function(n, t).cast<int64_t>());
+  const auto chosen = static_cast<Algorithm>(planner->function(n, t, key[2]).cast<int64_t>());
   const std::lock_guard<std::mutex> lock(plans_mutex_);
   if (plans_.size() > 4096) plans_.clear();  // lengths that never repeat must not grow without bound
   plans_[key] = chosen;
@@ -116,11 +116,12 @@ bool Use::receives() const {
   return site->weight_grad || (!pass->hooked.empty() && (hooked(site->weight) || hooked(site->bias)));
 }
 
-bool Use::fuses_alone(int64_t positions) const {
+bool Use::fuses_alone(int64_t positions, const Tensor& operand) const {
   const Recorder& recorder = *site->recorder;
   const bool asked = recorder.auditing || recorder.books || !pass->directions.empty();
   return wants_weight && receives() && !asked && !waits_for_weight() && !waits_for_bias() &&
-         site->layout_of(*pass, index) == Layout::kBatch && site->plan(pass->n, positions) == Algorithm::kFused;
+         site->layout_of(*pass, index) == Layout::kBatch &&
+         site->plan(pass->n, positions, operand) == Algorithm::kFused;
 }
 
 void Use::finish(const Tensor& sq_norms) {
@@ -186,7 +187,7 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
   const bool keep_bias = wants_bias && (whole_sample.images > 1 || waits_for_bias());
   const bool bias_now = wants_bias && !keep_bias;
   if (wants_weight && !keep_weight) {
-    const Algorithm algorithm = site->plan(pass->n, layer.positions(whole_sample));
+    const Algorithm algorithm = site->plan(pass->n, layer.positions(whole_sample), grad_output);
     const Tensor sq = layer.sq_norms(whole_sample, algorithm, bias_now);
     pass->finish(site->weight, sq, 0, site->weight_rows.parts);
     if (bias_now) pass->finish(site->bias, sq, 1, site->bias_rows.parts);
@@ -239,7 +240,8 @@ Gradients Use::record_fused(const Saved& saved, const Tensor& weight, const Tens
   std::optional<at::AutoDispatchBelowADInplaceOrView> below(std::in_place);  // nothing fused is differentiated
   const auto operands = alone && !segments ? site->operands(*pass, index, saved, grad_output) : std::nullopt;
   const auto joined = operands ? joined_of(layer, *operands) : std::nullopt;
-  if (joined && layer.fuses(*joined, weight) && site->plan(pass->n, layer.positions(*joined)) == Algorithm::kFused) {
+  if (joined && layer.fuses(*joined, weight) &&
+      site->plan(pass->n, layer.positions(*joined), grad_output) == Algorithm::kFused) {
     auto [gradients, sq] = layer.fused(*joined, weight, {wants_input, wants_weight, wants_bias});
     if (wants_input && !layer.makes_input())
       gradients.input = layer.backward(saved, weight, grad_output, {true, false, false}).input;

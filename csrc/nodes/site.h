@@ -28,7 +28,7 @@ struct Site {
   bool taps;                          // its forward and its gradients stay the framework's own
   Layout layout;                      // as declared
   Layout presumed = Layout::kBatch;   // where nothing is declared or proven
-  std::unique_ptr<Callback> planner;  // (N, T) -> Algorithm; asked once a size
+  std::unique_ptr<Callback> planner;  // (N, T, bytes of an operand's element) -> Algorithm; asked once a size
   LayerPtr layer;
 
   bool apart() const {  // its module's edges into these parameters are counted by none, see Pass::enclose
@@ -39,10 +39,10 @@ struct Site {
   // Operands with the samples in front; nothing, and a refusal in the record, where they cannot be found.
   std::optional<Operands> operands(const Pass& pass, int64_t use, const Saved& saved, const Tensor& grad_output) const;
 
-  Algorithm plan(int64_t n, int64_t t);
+  Algorithm plan(int64_t n, int64_t t, const Tensor& operand);
 
  private:
-  std::map<std::pair<int64_t, int64_t>, Algorithm> plans_;
+  std::map<std::array<int64_t, 3>, Algorithm> plans_;
   std::mutex plans_mutex_;
 };
 
@@ -61,7 +61,7 @@ struct Use : torch::CustomClassHolder {
   c10::SmallVector<int64_t, 2> parameters() const;
   bool arrive(const Node* at) const;  // whether to record what comes to this node
   // Whether nobody asks for its operands, of T positions: gradients and norms from one pass are all there is to it.
-  bool fuses_alone(int64_t positions) const;
+  bool fuses_alone(int64_t positions, const Tensor& operand) const;
   void finish(const Tensor& sq_norms);  // [1 + bias, N], that a fused pass made
   bool receives() const;                // whether its parameters are to get their gradients
   // Norms beside the framework's own gradient, or operands kept for the other uses of the same parameters; `received`:
@@ -86,8 +86,8 @@ struct Use : torch::CustomClassHolder {
                                          const Tensor& grad_output);  // or nothing, where no kernel makes both
   Tensor norms_of_runs(const Segments& segments, const FlatUse& sorted, const Tensor& weight, bool bias,
                        Gradients* gradients) const;
-  bool fuses_runs(const Segments& segments) const;
-  Algorithm plan_of_run(int64_t count, int64_t length) const;
+  bool fuses_runs(const Segments& segments, const Tensor& grad_output) const;
+  Algorithm plan_of_run(int64_t count, int64_t length, const Tensor& operand) const;
   void serve_rows(const Segments& segments, const Operands& by_row, const Saved& saved, const Tensor& weight,
                   const Tensor& grad_output);
   bool waits_for_weight() const;

@@ -132,11 +132,10 @@ def core(
     """The site's part in C++."""
     recorder, options = context.recorder, context.options  # not the context, which owns the site
     rule = rule_named(layer.kind)
-    weight = context.parameters.tensors()[layer.weight]
-    itemsize, device = weight.element_size(), gpu_of(weight.device)
+    device = gpu_of(context.parameters.tensors()[layer.weight].device)
     beside = swaps and options["weight_grad"]
 
-    def planner(n: int, t: int) -> int:
+    def planner(n: int, t: int, itemsize: int) -> int:
         if rule.way:
             return CODES["fused"]
         try:
