@@ -61,8 +61,9 @@ BUDGETS = [
     Budget("planes_kernel<double, 9>", 256, 128, {"DFMA": 9}),
     Budget("planes_kernel<*, 25>", 256, 128, {"FFMA": 25}),
     Budget("planes_kernel<*, 9>", 256, 80, {"FFMA": 9}),
-    # A row's columns in registers, five numbers each, 16 warps a multiprocessor. Sums of columns:
-    # three blocks of 256, four positions under way.
+    # A row's columns in registers, five numbers each, 16 warps a multiprocessor; two rows under
+    # way. Sums of columns: three blocks of 256, four positions under way.
+    Budget("affine_rows_kernel<*, true>", 512, 128, {"LDG": 4}),
     Budget("affine_rows_kernel<*>", 512, 128, {"LDG": 14}),
     Budget("affine_columns_kernel<*, true, *>", 512, 80, {"LDG": 8}),
     Budget("affine_columns_kernel<*>", 512, 80, {"LDG": 24}),

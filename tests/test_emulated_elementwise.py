@@ -9,6 +9,7 @@ import oracle_gather
 import pytest
 import test_affine
 import torch
+import torch.nn.functional as F
 from backends import BACKENDS
 from emulation import build
 from emulation.operators import operator, operators
@@ -24,6 +25,7 @@ EMULATED = BACKENDS["emulated"]
 PROBLEMS = (
     Affine("layer_norm", 2, 37, 1, 70),
     Affine("layer_norm", 3, 20, 1, 300),
+    Affine("layer_norm", 2, 19, 1, 336),  # whole pieces of 16 bytes
     Affine("rms_norm", 2, 17, 1, 1100),
     Affine("rms_norm", 5, 3, 1, 33),
     Affine("layer_norm", 11, 1, 1, 300),
@@ -51,6 +53,11 @@ def in_planes(o):
     return o._replace(x=planes(o.x), g=planes(o.g))
 
 
+def in_longer_rows(o):
+    """The same numbers, each position's followed by four others, which no 16 bytes divide."""
+    return o._replace(x=F.pad(o.x, (0, 4))[..., :-4], g=F.pad(o.g, (0, 4))[..., :-4])
+
+
 def results(problem, o):
     """All that the operators have to say of a problem."""
     scale = torch.arange(problem.n, dtype=torch.float32) - 1
@@ -60,7 +67,7 @@ def results(problem, o):
 def assert_right(problem, dtype, kind):
     """Every operator against the oracle, in either layout."""
     o, expected = case(problem, dtype, kind)
-    for operands in (o, in_planes(o)):
+    for operands in (o, in_planes(o), in_longer_rows(o)):
         sq_norms, *_, also = results(problem, operands)
         assert_sq_norms(sq_norms, expected, dtype, kind)
         assert_sq_norms(also, expected, dtype, kind)

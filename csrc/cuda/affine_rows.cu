@@ -1,7 +1,8 @@
 // LayerNorm and RMSNorm fused: statistics of each position, [N, T, 1, D]. With f = (x - mean) rstd,
 // grad_input = rstd (w b - m(w b) - f m(w b f)), m the mean over D, and the column sums sum_t b f and sum_t b.
-// Bound by memory: one sweep that reads both operands once. A row is a team's of warps, in registers (D of 4096 at
-// most, doubles 2048); so are the column sums of the positions that a team walks, which it leaves in the workspace.
+// Bound by memory: one sweep that reads both operands once, the next row while it works on this one. A row is a team's
+// of warps, in registers (D of 4096 at most, doubles 2048); so are the column sums of the positions that a team walks,
+// which it leaves in the workspace.
 // T = 1: samples are rows, and squares are the rows' own; then a team's sums are the gradient's already.
 // Sums run in an order that depends on sizes alone. Workspace: 2 D accumulators a team, of 16 positions or more if a
 // sample has several, and what launch_bias takes.
@@ -28,6 +29,48 @@ struct Teams {
   bool bias;            // whether sq_norms has its second row
 };
 
+template <class scalar_t>
+struct alignas(16) Sixteen {  // bytes, of one load
+  scalar_t of[16 / sizeof(scalar_t)];
+};
+
+// A thread's columns of a row; kWide: next to one another, 16 bytes a load.
+template <class scalar_t, bool kWide>
+struct Piece {
+  static constexpr int kEach = int(16 / sizeof(scalar_t)), kColumns = columns_of(sizeof(accumulator<scalar_t>));
+
+  Sixteen<scalar_t> parts[kColumns / kEach];
+
+  __device__ __forceinline__ scalar_t& operator[](int j) {
+    return parts[j / kEach].of[j % kEach];
+  }
+  static __device__ __forceinline__ int column(int thread, int j, int step) {
+    return kWide ? thread * kColumns + j : thread + j * step;
+  }
+  __device__ __forceinline__ void load(const scalar_t* row, int64_t stride, int thread, int step, int D) {
+#pragma unroll
+    for (int j = 0; j < kColumns; j += kWide ? kEach : 1) {
+      const int at = column(thread, j, step);
+      if (at >= D) break;
+      if constexpr (kWide)
+        parts[j / kEach] = *reinterpret_cast<const Sixteen<scalar_t>*>(row + at);
+      else
+        (*this)[j] = row[at * stride];
+    }
+  }
+  __device__ __forceinline__ void store(scalar_t* row, int64_t stride, int thread, int step, int D) {
+#pragma unroll
+    for (int j = 0; j < kColumns; j += kWide ? kEach : 1) {
+      const int at = column(thread, j, step);
+      if (at >= D) break;
+      if constexpr (kWide)
+        *reinterpret_cast<Sixteen<scalar_t>*>(row + at) = parts[j / kEach];
+      else
+        row[at * stride] = (*this)[j];
+    }
+  }
+};
+
 // Of `count` numbers each, over a team of warps; in every one of its threads. Between two calls with one `place`
 // there is another call with its barrier, so that one barrier a call does.
 template <int kCount, class acc_t>
@@ -47,10 +90,11 @@ __device__ __forceinline__ void team_sums(acc_t (&values)[kCount], acc_t (*place
   }
 }
 
-template <class scalar_t, bool kSingle>
+template <class scalar_t, bool kSingle, bool kWide>
 __global__ void __launch_bounds__(kMostWarps* warp_threads) affine_rows_kernel(const Affine p, const Teams cut) {
   using acc_t = accumulator<scalar_t>;
-  constexpr int kColumns = columns_of(sizeof(acc_t));
+  using Part = Piece<scalar_t, kWide>;
+  constexpr int kColumns = Part::kColumns;
   STATIC_SHARED(acc_t, means, [2][2][kMostWarps]);
   STATIC_SHARED(double, squares, [2][kMostWarps]);
   const int lane = threadIdx.x % warp_threads, warp = threadIdx.x / warp_threads;
@@ -59,35 +103,34 @@ __global__ void __launch_bounds__(kMostWarps* warp_threads) affine_rows_kernel(c
   const int64_t R = kSingle ? p.N : p.T;
   const bool idle = n >= (kSingle ? 1 : p.N);
   const int64_t begin = idle ? 0 : R * part / cut.parts, end = idle ? 0 : R * (part + 1) / cut.parts;
-  const int first = warp % cut.warps * warp_threads + lane, step = cut.warps * warp_threads, D = int(p.C);
+  const int thread = warp % cut.warps * warp_threads + lane, step = cut.warps * warp_threads, D = int(p.C);
 
   acc_t weight[kColumns], sums[kColumns] = {}, products[kColumns] = {};
 #pragma unroll
   for (int j = 0; j < kColumns; ++j) {
-    const int column = first + j * step;
+    const int column = Part::column(thread, j, step);
     weight[j] = column < D ? static_cast<const acc_t*>(p.to.weight)[column] : acc_t(0);
   }
+  Part x, b;
+  const auto load = [&](int64_t row) {
+    const int64_t sample = kSingle ? row : n, t = kSingle ? 0 : row;
+    x.load(place<scalar_t>(p.input, sample, t, 0, 0), p.input.k, thread, step, D);
+    b.load(place<scalar_t>(p.grads, sample, t, 0, 0), p.grads.k, thread, step, D);
+  };
+  if (begin < end) load(begin);
 #pragma unroll 1
   for (int64_t i = 0; i < cut.rows; ++i) {  // as many for all teams of a block, since they share its barriers
     const bool active = begin + i < end;
     const int64_t row = active ? begin + i : begin, sample = kSingle ? row : n, t = kSingle ? 0 : row;
-    acc_t features[kColumns], grads[kColumns];
-    const scalar_t* const x = place<scalar_t>(p.input, sample, t, 0, first);
-    const scalar_t* const b = place<scalar_t>(p.grads, sample, t, 0, first);
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-      const bool inside = active && first + j * step < D;
-      features[j] = inside ? acc_t(widen(x[int64_t(j) * step * p.input.k])) : acc_t(0);
-      grads[j] = inside ? acc_t(widen(b[int64_t(j) * step * p.grads.k])) : acc_t(0);
-    }
     const acc_t mean = active ? read<acc_t>(p.mean, sample, t, 0, 0) : acc_t(0);
     const acc_t rstd = active ? read<acc_t>(p.rstd, sample, t, 0, 1) : acc_t(0);
-    acc_t inner[2] = {};
+    acc_t features[kColumns], grads[kColumns], inner[2] = {};
     double square[2] = {};
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
-      const bool inside = active && first + j * step < D;
-      features[j] = inside ? (features[j] - mean) * rstd : acc_t(0);
+      const bool inside = active && Part::column(thread, j, step) < D;
+      features[j] = inside ? (acc_t(widen(x[j])) - mean) * rstd : acc_t(0);
+      grads[j] = inside ? acc_t(widen(b[j])) : acc_t(0);
       const acc_t grad = weight[j] * grads[j];
       inner[0] += grad, inner[1] += grad * features[j];
       if (kSingle) {
@@ -95,33 +138,34 @@ __global__ void __launch_bounds__(kMostWarps* warp_threads) affine_rows_kernel(c
         square[0] += of_weight * of_weight, square[1] += of_bias * of_bias;
       }
     }
+    if (row + 1 < end) load(row + 1);
     team_sums(inner, means[i % 2], cut.warps);
     if (kSingle) {
       team_sums(square, squares, cut.warps);
       acc_t* const sq_norms = static_cast<acc_t*>(cut.sq_norms);
-      if (active && first == 0) {
+      if (active && thread == 0) {
         sq_norms[row] = acc_t(square[0]);
         if (cut.bias) sq_norms[p.N + row] = acc_t(square[1]);
       }
     }
     const acc_t shift = p.mean.data ? inner[0] / acc_t(D) : acc_t(0), slope = inner[1] / acc_t(D);
     const acc_t scale = kSingle && active && cut.scale ? static_cast<const acc_t*>(cut.scale)[row] : acc_t(1);
-    scalar_t* const out = place<scalar_t>(p.to, sample, t, 0, first);
+    Part out;
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
-      if (active && first + j * step < D)
-        out[int64_t(j) * step * p.to.k] = narrow<scalar_t>(rstd * (weight[j] * grads[j] - shift - features[j] * slope));
+      out[j] = narrow<scalar_t>(rstd * (weight[j] * grads[j] - shift - features[j] * slope));
       if (scale == acc_t(0)) continue;  // 0 times nan is nan
       sums[j] += scale * grads[j];
       products[j] += scale * (grads[j] * features[j]);
     }
+    if (active) out.store(place<scalar_t>(p.to, sample, t, 0, 0), p.to.k, thread, step, D);
   }
   if (idle) return;
   acc_t* const to = static_cast<acc_t*>(cut.sums) + unit * D;
   const int64_t kind = (kSingle ? 1 : p.N) * cut.parts * D;
 #pragma unroll
   for (int j = 0; j < kColumns; ++j) {
-    const int column = first + j * step;
+    const int column = Part::column(thread, j, step);
     if (column < D) to[column] = products[j], to[kind + column] = sums[j];
   }
 }
@@ -139,15 +183,26 @@ struct Cut {
 
   explicit Cut(const AffineProblem& p) : single(p.T == 1), sets(single ? 1 : p.N) {
     const int64_t R = single ? p.N : p.T;
-    warps = 1;
-    while (warp_columns(p) * warps < p.K) warps *= 2;
+    warps = int(ceil_div<int64_t>(p.K, warp_columns(p)));
     const int64_t most = ceil_div<int64_t>(R, single ? kSamples : kRows);
     parts = std::clamp<int64_t>(ceil_div(kWarps / warps, std::max<int64_t>(sets, 1)), 1, std::max<int64_t>(most, 1));
     rows = ceil_div(R, parts);
-    threads = std::max(4, warps) * warp_threads;
+    threads = (warps > 1 ? warps : 4) * warp_threads;  // teams of a block wait for one another
     blocks = ceil_div<int64_t>(sets * parts, threads / warp_threads / warps);
   }
 };
+
+// True if rows can be read 16 bytes at a time.
+template <class scalar_t>
+bool in_pieces(const AffineProblem& p, const InputGradient& to) {
+  using Part = Piece<scalar_t, true>;
+  const auto whole = [](const void* data, int64_t n, int64_t t, int64_t k) {
+    return k == 1 && n % Part::kEach == 0 && t % Part::kEach == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+  };
+  const ElementOperand &x = p.input, &b = p.grad_output;
+  return p.K % Part::kColumns == 0 && whole(x.data, x.n, x.t, x.k) && whole(b.data, b.n, b.t, b.k) &&
+         whole(to.data, to.n, to.t, to.k);
+}
 
 // The column sums as rows, of which those of one sample and kind add up to its gradient: [2 N, parts, D].
 LinearProblem rows_of_sums(const AffineProblem& p, const Cut& cut, bool bias, const void* sums) {
@@ -187,7 +242,11 @@ cudaError_t launch_affine_rows(const AffineProblem& p, const InputGradient& to, 
     const auto run = [&](auto kernel) {
       return launch(kernel, dim3(unsigned(cut.blocks)), dim3(cut.threads), 0, stream, Affine(p, to), teams);
     };
-    return cut.single ? run(affine_rows_kernel<scalar_t, true>) : run(affine_rows_kernel<scalar_t, false>);
+    if (in_pieces<scalar_t>(p, to))
+      return cut.single ? run(affine_rows_kernel<scalar_t, true, true>)
+                        : run(affine_rows_kernel<scalar_t, false, true>);
+    return cut.single ? run(affine_rows_kernel<scalar_t, true, false>)
+                      : run(affine_rows_kernel<scalar_t, false, false>);
   });
   if (error == cudaSuccess && !cut.single)
     error = launch_bias(rows_of_sums(p, cut, gradients.bias, own.sums), {}, sq_norms, own.bias, stream);
