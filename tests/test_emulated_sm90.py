@@ -52,6 +52,10 @@ CONV2D = (
     Conv2d(2, 8, 16, (9, 11), (3, 2), (2, 1), (1, 0), (2, 3)),  # nothing square, dilated
     Conv2d(2, 8, 16, (1, 40), (1, 3), padding=(0, 1)),  # of one dimension
     Conv2d(2, 8, 8, (7, 301), (1, 3), (2, 2)),  # several rectangles each way, apart by the stride
+    Conv2d(2, 3, 16, (17, 15), (7, 7), (2, 2), (3, 3)),  # few channels: a row of the kernel is one
+    Conv2d(2, 3, 8, (9, 14), (4, 4), (2, 2), (1, 1)),
+    Conv2d(3, 1, 72, (9, 9), (3, 3), padding=(1, 1)),
+    Conv2d(2, 5, 8, (12, 10), (3, 5), (1, 3), (0, 2), (2, 1)),
 )
 LONG = Linear(5, 2000, 8, 72)
 each_problem = pytest.mark.parametrize("problem", LINEAR + CONV2D)

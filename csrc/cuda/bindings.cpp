@@ -4,6 +4,8 @@
 #include "batched.h"
 #include "operands.h"
 
+#include <ATen/ops/from_blob.h>
+
 #ifdef CUDA_EMULATION
 #include "../operators/schemas.h"
 #else
@@ -120,6 +122,30 @@ bool rows_by_sm90(const Run& run, const Rows& rows, const Gradients* gradients, 
 // A convolution by it, and how the weight's gradient lies: channels last; rows of pixels as a Linear where the kernel
 // is 1 x 1, rows of patches where it is as large as its step and channels are few.
 enum class Served { kNot, kChannelsLast, kContiguous };
+
+// One of few channels, such as an image's three: in a padded copy, channels last, the pixels under a row of the kernel
+// lie side by side, so that they are the channels of a kernel that is one pixel wide.
+Served rows_of_kernel_by_sm90(const Run& run, const ConvShape& s, const Tensor& input, const Tensor& g,
+                              const Gradients* gradients, const SqNorms& sq_norms) {
+  if (s.C > 8 || s.dilationW > 1) return Served::kNot;
+  const int64_t C = s.C <= 4 && s.kW % 2 == 0 && s.strideW % 2 == 0 ? 4 : 8;  // rows of whole 16 bytes
+  const int64_t high = s.H + 2 * s.padH, wide = s.W + 2 * s.padW;
+  const Tensor padded = at::zeros({s.N, high, wide, C}, input.options());
+  padded.narrow(1, s.padH, s.H).narrow(2, s.padW, s.W).narrow(3, 0, s.C).copy_(input.permute({0, 2, 3, 1}));
+  ConvShape row = s;
+  row.C = s.kW * C, row.H = high, row.W = s.outW, row.kW = row.strideW = 1, row.padH = row.padW = 0;
+  const Tensor rows = padded.as_strided({s.N, row.C, high, s.outW}, {high * wide * C, 1, wide * C, s.strideW * C});
+  const Conv2dProblem p = problem_of(row, rows, g, run);
+  if (!gradients) return run_sm90(run, p, nullptr, sq_norms) ? Served::kContiguous : Served::kNot;
+  const Tensor weight = at::empty({s.O, s.kH, s.kW, C}, input.options());
+  Gradients of_rows = *gradients;
+  of_rows.weight = weight.mutable_data_ptr();
+  if (!run_sm90(run, p, &of_rows, sq_norms)) return Served::kNot;
+  at::from_blob(gradients->weight, {s.O, s.C, s.kH, s.kW}, input.options())
+      .copy_(weight.narrow(3, 0, s.C).permute({0, 3, 1, 2}));
+  return Served::kContiguous;
+}
+
 Served images_by_sm90(const Run& run, const ConvShape& s, const Tensor& input, const Tensor& grads,
                       const Gradients* gradients, const SqNorms& sq_norms) {
   if (!run.device().sm90 || s.groups > 1 || s.O % 8 || input.element_size() != 2) return Served::kNot;
@@ -131,7 +157,8 @@ Served images_by_sm90(const Run& run, const ConvShape& s, const Tensor& input, c
   if (s.C % 8) {
     const bool apart = unpadded && s.strideH == s.kH && s.strideW == s.kW && s.dilationH * s.dilationW == 1 &&
                        s.H == s.outH * s.kH && s.W == s.outW * s.kW && input.is_contiguous();
-    return apart ? as_rows(rows_of_patches(s, input), g) : Served::kNot;
+    return apart ? as_rows(rows_of_patches(s, input), g)
+                 : rows_of_kernel_by_sm90(run, s, input, g, gradients, sq_norms);
   }
   const Tensor x = input.contiguous(MemoryFormat::ChannelsLast);
   if (s.kH * s.kW == 1 && unpadded && s.strideH * s.strideW == 1) return as_rows(rows_of_pixels(x), g);
