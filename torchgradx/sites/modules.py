@@ -101,7 +101,7 @@ def own_names(module: nn.Module) -> list[str]:
 def parameter_of(module: nn.Module, name: str) -> Tensor | None:
     """By its name within the module, as `own_names` has it."""
     owner, _, key = name.rpartition(".")
-    return module.get_submodule(owner)._parameters.get(key)
+    return (module.get_submodule(owner) if owner else module)._parameters.get(key)
 
 
 def same_parameters(one: nn.Module, other: nn.Module, names: Iterable[str]) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Regime"]
+__all__ = ["Regime", "may_draw"]
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,16 @@ class Regime:
     rng: tuple[Tensor, Tensor | None, Any, Any] | None  # CPU, device's, Python's, NumPy's
 
     @staticmethod
-    def current(module: nn.Module, draws: bool) -> Regime:
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        there = torch.amp.is_autocast_available(device.type)
-        enabled = there and torch.is_autocast_enabled(device.type)
-        autocast = torch.get_autocast_dtype(device.type) if enabled else None
+    def current(device: torch.device, draws: bool) -> Regime:
+        kind = device.type
+        there = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+        enabled = there and torch.is_autocast_enabled(kind)
+        autocast = torch.get_autocast_dtype(kind) if enabled else None
         if not draws:
-            return Regime(device.type, autocast, None)
-        own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+            return Regime(kind, autocast, None)
+        own = torch.cuda.get_rng_state(device) if kind == "cuda" else None
         rng = torch.get_rng_state(), own, random.getstate(), np.random.get_state()
-        return Regime(device.type, autocast, rng)
+        return Regime(kind, autocast, rng)
 
     @property
     def drew(self) -> bool:
@@ -71,3 +71,10 @@ class Regime:
 def _set_drawing(python: Any, numpy: Any) -> None:
     random.setstate(python)
     np.random.set_state(numpy)
+
+
+def may_draw(module: nn.Module) -> bool:
+    """Return True if a forward may draw random numbers."""
+    stock = type(module).__module__.startswith("torch.nn.modules.")
+    stock = stock and "forward" not in vars(module)
+    return not stock or (module.training and getattr(module, "dropout", 0.0) > 0)

@@ -40,7 +40,7 @@ from .fallback import (
 from .modules import CONTAINERS, opaque, own_names, parameter_of, same_parameters
 from .native import Hooks, why_mixed
 from .packed import counts_rows, samples_of, why_not
-from .regime import Regime
+from .regime import Regime, may_draw
 from .stand_in import as_it_is_now, makes_weight, of_the_user
 from .use import Called, Use
 
@@ -48,7 +48,7 @@ __all__ = ["FallbackSite"]
 
 
 class _OfThread(threading.local):
-    regime: Regime
+    regime: Regime | None  # None: as after the call; it draws no random numbers
     first = 0  # of the nodes that a call makes
 
 
@@ -117,12 +117,16 @@ class FallbackSite:
         return own or any(children)
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        stock = type(module).__module__.startswith("torch.nn.modules.")
-        stock = stock and "forward" not in vars(module)
-        random = not stock or (module.training and getattr(module, "dropout", 0.0) > 0)
-        self._call.regime = Regime.current(module, random and not self._lifted)
+        held = None if self._lifted else next(iter(self._held(module).values()), None)
+        regime = None if held is None else Regime.current(held.device, may_draw(module))
+        self._call.regime = regime
         if not self._made_first:
             self._opened()
+
+    def _held(self, module: nn.Module) -> dict[int, Tensor]:
+        """Return the parameters that are trained, by their places."""
+        own = ((place, parameter_of(module, name)) for place, name in self._own.items())
+        return {place: p for place, p in own if p is not None and p.requires_grad}
 
     def _opened(self, *_: Any) -> None:
         """Before its first use of its parameters: that may be by a hook which makes its weight."""
@@ -134,21 +138,17 @@ class FallbackSite:
             names = self._own.values() if self._recorder.depth() else ()
             if not same_parameters(module, self._module, names):
                 return None
-        run = self._recorder.current()
-        if run is None or torch._C._are_functorch_transforms_active():
+        run, held = self._recorder.current(), self._held(module)
+        if run is None or not held or torch._C._are_functorch_transforms_active():
             return None
         # Known, and of tensors alone: there is less to ask.
-        plain = self._lifted and not kwargs and isinstance(out, Tensor)
-        plain = plain and all(isinstance(t, Tensor) for t in args)
+        tensors = isinstance(out, Tensor) and all(isinstance(t, Tensor) for t in args)
+        plain = self._lifted and tensors and not kwargs
         given = list(args) if plain else tensors_in((args, kwargs))
         samples = None if plain else samples_of(out, run.n)
         mixes = why_mixed(module, [*args, *kwargs.values()], run.n)
         if mixes:
             run.refuse(self._index, mixes)
-            return None
-        own = {place: parameter_of(module, name) for place, name in self._own.items()}
-        held = {place: p for place, p in own.items() if p is not None and p.requires_grad}
-        if not held:
             return None
         made = not all(p.is_leaf for p in held.values())
         told = (args, kwargs), samples is not None, run.n
@@ -158,12 +158,11 @@ class FallbackSite:
             return None
         changed = _apart(module, out) if torch.is_grad_enabled() and not plain else None
         outputs = [out] if plain else tensors_in(changed or out)
-        if not outputs:
-            return None  # what it gives is not seen: where gradients come of it, they are refused
         live = [t for t in outputs if t.requires_grad]
         if any(t.is_nested for t in outputs):
             run.refuse(self._index, "nested")
-            return None
+        if not outputs or any(t.is_nested for t in outputs):
+            return None  # of what is not seen, gradients are refused where they come
         first = next((t for t in live if t.dim()), (live or outputs)[0])
         heard = self._audit.forwards.watching or torch._C._len_torch_dispatch_stack()
         if heard and self._recorder.depth():
@@ -180,7 +179,8 @@ class FallbackSite:
         if len(outputs) > 1 and run.n > 1 and self._recorder.depth():
             ends = ends_of_module(module, outputs, first, given, self.leads, run.n, samples)
             self._audit.forwards.several(self._index, first, ends)
-        called = Called.of(self._call.regime, (args, kwargs), outputs, first, samples)
+        regime = self._call.regime or Regime.current(first.device, draws=False)
+        called = Called.of(regime, (args, kwargs), outputs, first, samples)
         listen = partial(self._listen, run, use, held, called)
         wrapped = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if self._lifted and len(outputs) == 1 and self._recorder.depth() and not wrapped:
