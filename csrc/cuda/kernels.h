@@ -163,6 +163,17 @@ struct GradientsOfRun {
 int64_t square_parts(int64_t size);
 cudaError_t launch_gradients(DType dtype, const GradientsOfRun& run, cudaStream_t stream);
 
+// products.cu: samples of `size` elements each, side by side, times their scale, rounded; zeros where that is 0,
+// whatever they are. `masks`: that alone is heeded of the scale.
+struct SamplesToScale {
+  const void* from;
+  void* to;
+  int64_t N, size;
+  const void* scale;  // [N] acc
+  bool masks;
+};
+cudaError_t launch_scale_samples(DType dtype, const SamplesToScale& samples, cudaStream_t stream);
+
 // rowwise.cu: |a_n|^2 |b_n|^2 for T = 1, and |b_n|^2 for the bias.
 cudaError_t launch_rank1(const LinearProblem& problem, const SqNorms& sq_norms, cudaStream_t stream);
 
