@@ -209,11 +209,22 @@ size_t affine_fused_workspace(const AffineProblem& problem, const InputGradient&
 cudaError_t launch_affine_fused(const AffineProblem& problem, const InputGradient& to, const Gradients& gradients,
                                 void* sq_norms, void* workspace, cudaStream_t stream);
 
+// The samples' own gradients in place of their sum: by_sample [2, N, P, C] acc, the weight's and the bias's, each the
+// sum over P parts. to.data null: without the input's gradient; `bias`: sq_norms has its second row.
+int64_t affine_parts(const AffineProblem& problem, const InputGradient& to);
+size_t affine_by_sample_workspace(const AffineProblem& problem, const InputGradient& to);
+cudaError_t launch_affine_by_sample(const AffineProblem& problem, const InputGradient& to, bool bias, void* by_sample,
+                                    void* sq_norms, void* workspace, cudaStream_t stream);
+
 // affine_rows.cu: all of that in one sweep, for statistics of each position, if affine_rows_suit.
 bool affine_rows_suit(const AffineProblem& problem, const InputGradient& to);
 size_t affine_rows_workspace(const AffineProblem& problem, const Gradients& gradients);
 cudaError_t launch_affine_rows(const AffineProblem& problem, const InputGradient& to, const Gradients& gradients,
                                void* sq_norms, void* workspace, cudaStream_t stream);
+int64_t affine_rows_parts(const AffineProblem& problem);
+size_t affine_rows_by_sample_workspace(const AffineProblem& problem);
+cudaError_t launch_affine_rows_by_sample(const AffineProblem& problem, const InputGradient& to, bool bias,
+                                         void* by_sample, void* sq_norms, void* workspace, cudaStream_t stream);
 
 // moments.cu: mean and rstd [N, T, G] acc of the K features of each position, or, [N, 1, G], of all positions; mean of
 // null: nothing is subtracted.
