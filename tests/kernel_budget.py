@@ -73,6 +73,7 @@ BUDGETS = [
     Budget("moments_kernel<*>", 256, 40, {"LDG": 8}),  # four elements under way, in two passes
     Budget("gradients_kernel<*>", 256, 64, {"LDG": 16}),  # eight elements of two samples
     Budget("grams_kernel<*>", 256, 64, {"LDG": 16}),  # eight pairs
+    Budget("scale_samples_kernel<*>", 256, 32, {"LDG": 2}),  # 16 bytes and a scale
     Budget("rank1_kernel<*>", 256, 32),
     Budget("bias_kernel<*>", 1024, 32),  # two blocks, every warp a processor has
     Budget("sum_rows_kernel<*>", 256, 40),

@@ -136,6 +136,36 @@ def test_fused_makes_every_gradient(backend, problem, weights, dtype):
 
 @pytest.mark.grid("backend")
 @each_dtype
+@pytest.mark.parametrize("makes_input", [True, False])
+@each_problem
+def test_each_samples_gradients_are_given(backend, problem, makes_input, dtype):
+    if problem.layer == "prelu":
+        pytest.skip("its operands are kept")
+    o, expected = case(problem, dtype, "gaussians")
+    there, frozen = _to(backend, o), problem.layer in FROZEN
+    for bias in (True, False):
+        arguments = there.weight if makes_input else None, there.mean, there.rstd, frozen, bias
+        x, sq_norms, each = backend.operator("affine_by_sample")(there.x, there.g, *arguments)
+        assert_sq_norms(sq_norms, expected, dtype, "gaussians")
+        assert (len(sq_norms), *each.shape[:2]) == (1 + bias, 1 + bias, problem.n)
+        assert each.dtype == sq_norms.dtype
+        whole = each.double().sum(2).cpu()  # over their parts
+        parts = (
+            (expected.weight, expected.weight_magnitude),
+            (expected.bias, expected.bias_magnitude),
+        )
+        for found, (gradients, magnitude) in zip(whole, parts, strict=False):
+            off = (found - gradients.flatten(1)).abs()
+            allowance = tolerance(each.dtype, problem.t + 4) * magnitude.flatten(1)
+            assert bool((off <= allowance + 1e-30).all()), f"off by {off.max():.3g}"
+        if makes_input:
+            assert torch.equal(x, fused(backend, problem.layer, o, bias=bias)[0])
+        else:
+            assert x.shape == (0,)
+
+
+@pytest.mark.grid("backend")
+@each_dtype
 @pytest.mark.parametrize("centred", [True, False])
 @each_problem
 def test_moments_are_those_of_the_layers(backend, problem, centred, dtype):

@@ -4,6 +4,7 @@ few kilobytes, so that small problems have several."""
 from __future__ import annotations
 
 import pytest
+import test_dropped_samples as dropped
 import test_properties
 import torch
 from backends import BACKENDS
@@ -60,6 +61,39 @@ def test_thread_orders_do_not_matter():
 @pytest.mark.parametrize("rows", ["activations", "grad_output"])
 def test_a_batched_gram_that_cancels_is_noticed(rows, dtype):
     test_properties.test_a_gram_that_cancels_is_noticed(EMULATED, rows, dtype)
+
+
+@pytest.mark.grid(pairs=False)
+@pytest.mark.parametrize("sizes", [*dropped.LINEAR, (3, 16, 8), (40, 24, 40)])
+def test_one_sum_leaves_samples_out(sizes):
+    """Of a scaled copy: what a sample of factor 0 holds, nan or inf, must not reach the product."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        dropped.test_linear(EMULATED, dtype, "linear_scaled", *sizes)
+
+
+@pytest.mark.parametrize("kind", dropped.CONV)
+def test_one_convolution_leaves_samples_out(kind):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        dropped.test_convolutions(EMULATED, dtype, "conv2d_scaled", kind)
+
+
+def test_one_sum_takes_operands_as_they_lie():
+    """Sequence first, expanded, channels last, unaligned: as the same values in row-major order."""
+    torch.manual_seed(0)
+    scale = torch.tensor([0.5, 0.0, -2.0])
+    rows = torch.randn(7, 3, 24), torch.randn(3, 1, 24).expand(3, 7, 24), torch.randn(3, 7, 25)
+    for x in (rows[0].transpose(0, 1), rows[1], rows[2][..., 1:]):
+        lying, plain = (
+            EMULATED.operator("linear_scaled")(t, t, scale, True) for t in (x, x.contiguous())
+        )
+        torch.testing.assert_close(lying, plain)
+    x, b = torch.randn(3, 16, 5, 5), torch.randn(3, 8, 5, 5)
+    turned = [t.contiguous(memory_format=torch.channels_last) for t in (x, b)]
+    geometry = (3, 3), (1, 1), (1, 1), (1, 1), 1
+    plain = EMULATED.operator("conv2d_scaled")(x, b, *geometry, scale, True)
+    for first, second in ((turned[0], turned[1]), (x, turned[1]), (turned[0], b)):
+        found = EMULATED.operator("conv2d_scaled")(first, second, *geometry, scale, True)
+        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
 
 
 def test_halves_beyond_their_range_are_summed_in_float32():

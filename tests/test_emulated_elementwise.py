@@ -61,7 +61,12 @@ def in_longer_rows(o):
 def results(problem, o):
     """All that the operators have to say of a problem."""
     scale = torch.arange(problem.n, dtype=torch.float32) - 1
-    return [norms(EMULATED, problem.layer, o), *fused(EMULATED, problem.layer, o, scale)]
+    found = [norms(EMULATED, problem.layer, o)]
+    if problem.layer != "prelu":
+        frozen = problem.layer in FROZEN
+        arguments = o.x, o.g, o.weight, o.mean, o.rstd, frozen, True
+        found += EMULATED.operator("affine_by_sample")(*arguments)
+    return [*found, *fused(EMULATED, problem.layer, o, scale)]
 
 
 def assert_right(problem, dtype, kind):
@@ -72,6 +77,8 @@ def assert_right(problem, dtype, kind):
         assert_sq_norms(sq_norms, expected, dtype, kind)
         assert_sq_norms(also, expected, dtype, kind)
     test_affine.test_fused_makes_every_gradient(EMULATED, problem, (-2.0, 3.0), dtype)
+    for makes_input in (True, False) if problem.layer != "prelu" else ():
+        test_affine.test_each_samples_gradients_are_given(EMULATED, problem, makes_input, dtype)
 
 
 @pytest.mark.grid(pairs=False)

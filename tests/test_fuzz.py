@@ -90,6 +90,7 @@ def valid_elementwise(operator, rng):
     named = {
         "affine_sq_norms": "input grad_output mean rstd bias",
         "affine_fused": "input grad_output weight mean rstd frozen scale bias",
+        "affine_by_sample": "input grad_output weight mean rstd frozen bias",
         "prelu_sq_norms": "input grad_output",
         "prelu_fused": "input grad_output weight scale",
         "moments": "input eps centred over_positions",

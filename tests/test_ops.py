@@ -193,6 +193,7 @@ def _elementwise_arguments(operator, bias):
     return {
         "affine_sq_norms": (x, g, mean, rstd, bias),
         "affine_fused": (x, g, weight, mean, rstd, False, scale, bias),
+        "affine_by_sample": (x, g, weight, mean, rstd, False, bias),
         "prelu_sq_norms": (x, g),
         "prelu_fused": (x, g, weight, scale),
         "moments": (x, 1e-5, bias, True),

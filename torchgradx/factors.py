@@ -26,14 +26,16 @@ class Group:
 
     @cached_property
     def clips(self) -> bool:
-        """Some factor is not 1."""
-        return bool((self._factors != 1).any())
+        """Some factor is not 1. Of a GPU it is presumed: to ask would wait for the backward."""
+        return not self._factors.is_cpu or bool((self._factors != 1).any())
 
     @cached_property
     def few(self) -> bool:
         """Where half of the samples or more keep a factor of 1, what the others' factors take away
         is taken from .grad: unless its rounding, that of what is taken away, would cost over two
-        bits."""
+        bits. A GPU would have to wait, and multiplies by a 0 as by any other factor."""
+        if not self._factors.is_cpu:
+            return False
         kept = (self._norms * self._factors.abs()).sum()
         clipped = (self._factors != 1).sum()
         return bool(clipped * 2 <= len(self._factors)) and bool(self._norms.sum() <= 4 * kept)
@@ -65,8 +67,13 @@ def factors_of(
     exact = norms.double()
     spoiled = 0.0 if drops else float("nan")
     if factors is None:
-        bound = torch.as_tensor(max_norm, dtype=torch.float64, device=norms.device)
-        if bound.shape not in ((), norms.shape) or not bool((bound >= 0).all()):
+        if isinstance(max_norm, Tensor):
+            bound = max_norm.to(norms.device, torch.float64)
+            sound = bound.shape in ((), norms.shape) and bool((bound >= 0).all())
+        else:  # written there: a copy from the host's memory would wait
+            assert max_norm is not None
+            bound, sound = exact.new_full((), max_norm), max_norm >= 0
+        if not sound:
             raise ValueError(
                 f"max_norm must be a number, or a Tensor [{len(norms)}], of 0 or more; got "
                 f"{max_norm!r}"

@@ -13,6 +13,7 @@ from .reference.chunks import accumulation_dtype
 from .reference.linear import Fused, Scaled
 
 __all__ = [
+    "affine_by_sample",
     "affine_fused",
     "affine_sq_norms",
     "bias_sq_norms",
@@ -133,6 +134,16 @@ def affine_fused(
     grad_weight = weight.new_empty(weight.shape)
     grad_bias = weight.new_empty(weight.shape if bias else (0,))
     return grad_input, grad_weight, grad_bias, sq_norms
+
+
+def affine_by_sample(
+    input: Tensor, grad_output: Tensor, weight: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean, rstd, frozen, bias = rest
+    sq_norms = affine_sq_norms(input, grad_output, mean, rstd, bias)
+    lines = empty_in_lines(input, is_by_row(input, rstd, frozen))
+    grad_input = input.new_empty(0) if weight is None else lines
+    return grad_input, sq_norms, sq_norms.new_empty(*sq_norms.shape, 1, input.shape[2:].numel())
 
 
 def prelu_sq_norms(input: Tensor, grad_output: Tensor) -> Tensor:

@@ -92,6 +92,8 @@ class TokenWatch:
         self._batch_dim: int = options["batch_dim"]
         self._looks = LOOKS
         self._found: list[Tensor] = []  # bool [], on the outputs' device
+        self._sent: list[tuple[Tensor, Any]] = []  # the same on the host, and when they are there
+        self._read = False
 
     def watch(self, output: Any, n: int) -> None:
         """Look at the gradients that a forward's outputs will receive."""
@@ -137,8 +139,24 @@ class TokenWatch:
             self._found = [*self._found[-LOOKS:], (counts != counts[0]).any()]
 
     def warn(self) -> None:
-        """Warn, once, if a pass since the last call was of samples of unequal lengths."""
+        """Warn, once, if a pass since the last call was of samples of unequal lengths. On a GPU the
+        first call alone waits to know; later ones leave to the next what is on its way."""
         found, self._found = self._found, []
-        if self.on and any(map(bool, found)):
-            self.on = False
-            warnings.warn(WARNING, stacklevel=4)
+        sent, self._sent = [*self._sent, *map(_sent, found)], []
+        for flag, there in sent:
+            if there is not None and not self._read:
+                there.synchronize()
+            if there is not None and not there.query():
+                self._sent.append((flag, there))
+            elif self.on and flag:
+                self.on = False
+                warnings.warn(WARNING, stacklevel=4)
+        self._read |= bool(sent)
+
+
+def _sent(flag: Tensor) -> tuple[Tensor, Any]:
+    """A copy on the host, and the event that says when it is there; None: it is."""
+    if flag.device.type != "cuda":
+        return flag.cpu(), None
+    host = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
+    return host, torch.cuda.current_stream(flag.device).record_event()

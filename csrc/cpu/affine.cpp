@@ -9,10 +9,11 @@
 namespace torchgradx::cpu {
 namespace {
 
-// sq_norms [1 + bias, N] and, if wanted, weighted totals [C] of the weight's and the bias's gradients
+// sq_norms [1 + bias, N] and, if wanted, weighted totals [C] of the weight's and the bias's gradients, or the samples'
+// own [1 + bias, N, 1, C]
 template <class acc_t>
 void affine_pass(const AffineLayer<acc_t>& layer, const acc_t* scale, acc_t* weight, acc_t* bias,
-                 const Tensor& sq_norms) {
+                 const Tensor& sq_norms, const Tensor& by_sample = {}) {
   const int64_t N = sq_norms.size(1), C = layer.C();
   const auto parts = parts_of(layer.N, layer.T, layer.G, C, layer.feature == Feature::kByRow);
   const int64_t count = int64_t(parts.size());
@@ -20,9 +21,16 @@ void affine_pass(const AffineLayer<acc_t>& layer, const acc_t* scale, acc_t* wei
   std::vector<double> squares(count * 2 * N, 0.0);
   std::vector<acc_t> totals(weight ? count * 2 * C : 0, acc_t(0));
   std::vector<acc_t> unfinished(shared_positions ? count * N * 2 * C : 0);
+  acc_t* const of_weight = by_sample.defined() ? by_sample.mutable_data_ptr<acc_t>() : nullptr;
+  acc_t* const of_bias = of_weight && by_sample.size(0) > 1 ? of_weight + N * C : nullptr;
   const auto results = [&](int64_t p) {
-    return AffineResults<acc_t>{N, squares.data() + p * 2 * N, totals.empty() ? nullptr : totals.data() + p * 2 * C,
-                                scale, shared_positions ? unfinished.data() + p * N * 2 * C : nullptr};
+    return AffineResults<acc_t>{N,
+                                squares.data() + p * 2 * N,
+                                totals.empty() ? nullptr : totals.data() + p * 2 * C,
+                                scale,
+                                shared_positions ? unfinished.data() + p * N * 2 * C : nullptr,
+                                of_weight,
+                                of_bias};
   };
   for_parts(count, [&](int64_t p) { AffineSweep<acc_t>(layer, parts[p], results(p)).run(); });
   if (shared_positions) {
@@ -40,6 +48,14 @@ void affine_pass(const AffineLayer<acc_t>& layer, const acc_t* scale, acc_t* wei
   const auto sums = sum_of_parts(std::move(squares), count, 2 * N);
   acc_t* const out = sq_norms.mutable_data_ptr<acc_t>();
   for (int64_t k = 0; k < sq_norms.numel(); ++k) out[k] = acc_t(sums[k]);
+}
+
+// grad_input is to be made too.
+template <class acc_t>
+void aim(AffineLayer<acc_t>& layer, const Tensor& weight, bool frozen, bool centred, const Tensor& grad_input) {
+  layer.weight = weight.const_data_ptr<acc_t>(), layer.frozen = frozen, layer.centred = centred;
+  layer.out = static_cast<char*>(grad_input.mutable_data_ptr()), layer.out_strides = affine_operand(grad_input);
+  if (layer.rows_are_samples) std::swap(layer.out_strides.n, layer.out_strides.x);
 }
 
 // T = 1 by row: samples are as good as positions, and sums over them as good as their totals, unless some are left out.
@@ -85,14 +101,32 @@ AffineFused fused(const Tensor& input, const Tensor& grad_output, const Tensor& 
     const Tensor wide = as(weight, dtype).contiguous(), factors = scale ? as(*scale, dtype).contiguous() : Tensor();
     const acc_t* const by_sample = scale ? factors.const_data_ptr<acc_t>() : nullptr;
     auto layer = layer_of<acc_t>(input, grad_output, mean, rstd, feature, by_sample);
-    layer.weight = wide.const_data_ptr<acc_t>(), layer.frozen = frozen, layer.centred = mean.has_value();
-    layer.out = static_cast<char*>(grad_input.mutable_data_ptr()), layer.out_strides = affine_operand(grad_input);
-    if (layer.rows_are_samples) std::swap(layer.out_strides.n, layer.out_strides.x);
+    aim(layer, wide, frozen, mean.has_value(), grad_input);
     affine_pass<acc_t>(layer, by_sample, grad_weight.mutable_data_ptr<acc_t>(),
                        bias ? grad_bias.mutable_data_ptr<acc_t>() : nullptr, sq_norms);
   };
   const Tensor sq_norms = norm_results(input, input.size(0), bias, empty, pass);
   return {grad_input, as(grad_weight, weight.scalar_type()), as(grad_bias, weight.scalar_type()), sq_norms};
+}
+
+BySample affine_by_sample(const Tensor& input, const Tensor& grad_output, const std::optional<Tensor>& weight,
+                          const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool frozen,
+                          bool bias) {
+  check_affine_by_sample(input, grad_output, weight, mean, rstd, frozen);
+  const bool empty = input.numel() == 0;
+  const Feature feature = feature_of(input, rstd, frozen);
+  const auto dtype = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const Tensor grad_input =
+                   weight ? empty_in_lines(input, feature == Feature::kByRow) : at::empty({0}, input.options()),
+               gradients = results({1 + int64_t(bias), input.size(0), 1, input.size(2) * input.size(3)}, dtype, empty);
+  const Tensor sq_norms = norm_results(input, input.size(0), bias, empty, [&](auto zero, const Tensor& sq_norms) {
+    using acc_t = decltype(zero);
+    AffineLayer<acc_t> layer(input, grad_output, mean, rstd, feature);
+    const Tensor wide = weight ? weight->to(dtype).contiguous() : Tensor();
+    if (weight) aim(layer, wide, frozen, mean.has_value(), grad_input);
+    affine_pass<acc_t>(layer, nullptr, nullptr, nullptr, sq_norms, gradients);
+  });
+  return {grad_input, sq_norms, gradients};
 }
 
 Tensor affine_sq_norms(const Tensor& input, const Tensor& grad_output, const std::optional<Tensor>& mean,
@@ -129,6 +163,7 @@ Fused prelu_fused(const Tensor& input, const Tensor& grad_output, const Tensor& 
 TORCH_LIBRARY_IMPL(torchgradx, CPU, m) {
   m.impl("affine_sq_norms", torchgradx::cpu::affine_sq_norms);
   m.impl("affine_fused", torchgradx::cpu::affine_fused);
+  m.impl("affine_by_sample", torchgradx::cpu::affine_by_sample);
   m.impl("prelu_sq_norms", torchgradx::cpu::prelu_sq_norms);
   m.impl("prelu_fused", torchgradx::cpu::prelu_fused);
 }

@@ -14,6 +14,8 @@ struct AffineResults {
   acc_t* totals = nullptr;       // [2, C]: of the weight's and the bias's gradients, or null
   const acc_t* scale = nullptr;  // [N], or null
   acc_t* unfinished = nullptr;   // [N, 2, C]: sums of samples whose positions are shared out, or null
+  acc_t* of_weight = nullptr;    // [N, C]: each sample's, or null
+  acc_t* of_bias = nullptr;      // likewise
 };
 
 template <class acc_t>
@@ -73,6 +75,8 @@ void finish_sample(int64_t n, int64_t first, int64_t count, int64_t C, const acc
   acc_t* const total = results.totals && scale != 0 ? results.totals + first : nullptr;
   results.sq_sums[n] += settle(products, count, scale, total);
   results.sq_sums[results.N + n] += settle(sums, count, scale, total ? total + C : nullptr);
+  if (results.of_weight) std::copy(products, products + count, results.of_weight + n * C + first);
+  if (results.of_bias) std::copy(sums, sums + count, results.of_bias + n * C + first);
 }
 
 template <class acc_t>

@@ -232,6 +232,25 @@ cudaError_t launch_affine(const AffineProblem& problem, bool bias, void* sq_norm
   return launch_columns(problem, {}, false, bias, AffineWorkspace(problem, false, workspace), sq_norms, stream);
 }
 
+int64_t affine_parts(const AffineProblem& p, const InputGradient& to) {
+  return to.data && affine_rows_suit(p, to) ? affine_rows_parts(p) : 1;
+}
+
+size_t affine_by_sample_workspace(const AffineProblem& p, const InputGradient& to) {
+  if (to.data && affine_rows_suit(p, to)) return affine_rows_by_sample_workspace(p);
+  return AffineWorkspace(p, false, nullptr).carver.size();
+}
+
+cudaError_t launch_affine_by_sample(const AffineProblem& p, const InputGradient& to, bool bias, void* by_sample,
+                                    void* sq_norms, void* workspace, cudaStream_t stream) {
+  if (to.data && affine_rows_suit(p, to))
+    return launch_affine_rows_by_sample(p, to, bias, by_sample, sq_norms, workspace, stream);
+  AffineWorkspace own(p, false, workspace);
+  own.sums = by_sample;
+  const cudaError_t error = launch_columns(p, to, to.data && to.frozen, bias, own, sq_norms, stream);
+  return error == cudaSuccess && to.data && !to.frozen ? launch_input(p, to, by_sample, stream) : error;
+}
+
 size_t affine_fused_workspace(const AffineProblem& p, const InputGradient& to, const Gradients& gradients) {
   if (affine_rows_suit(p, to)) return affine_rows_workspace(p, gradients);
   return AffineWorkspace(p, true, nullptr).carver.size();

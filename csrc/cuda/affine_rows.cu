@@ -177,11 +177,12 @@ int64_t warp_columns(const AffineProblem& p) {
 }
 
 struct Cut {
-  bool single;  // T = 1
+  bool single;  // T = 1, and no sample's sums are wanted
   int warps, threads;
   int64_t sets, parts, rows, blocks;
 
-  explicit Cut(const AffineProblem& p) : single(p.T == 1), sets(single ? 1 : p.N) {
+  explicit Cut(const AffineProblem& p, bool by_sample = false)
+      : single(p.T == 1 && !by_sample), sets(single ? 1 : p.N) {
     const int64_t R = single ? p.N : p.T;
     warps = int(ceil_div<int64_t>(p.K, warp_columns(p)));
     const int64_t most = ceil_div<int64_t>(R, single ? kSamples : kRows);
@@ -208,6 +209,21 @@ bool in_pieces(const AffineProblem& p, const InputGradient& to) {
 LinearProblem rows_of_sums(const AffineProblem& p, const Cut& cut, bool bias, const void* sums) {
   const DType wide = p.dtype == DType::kDouble ? DType::kDouble : DType::kFloat;
   return {wide, p.N * (1 + int64_t(bias)), cut.parts, 0, p.K, {}, {sums, cut.parts * p.K, p.K, 1}, p.device};
+}
+
+cudaError_t launch_sweep(const AffineProblem& p, const InputGradient& to, const Cut& cut, const Teams& teams,
+                         cudaStream_t stream) {
+  return dispatch(p.dtype, [&](auto zero) {
+    using scalar_t = decltype(zero);
+    const auto run = [&](auto kernel) {
+      return launch(kernel, dim3(unsigned(cut.blocks)), dim3(cut.threads), 0, stream, Affine(p, to), teams);
+    };
+    if (in_pieces<scalar_t>(p, to))
+      return cut.single ? run(affine_rows_kernel<scalar_t, true, true>)
+                        : run(affine_rows_kernel<scalar_t, false, true>);
+    return cut.single ? run(affine_rows_kernel<scalar_t, true, false>)
+                      : run(affine_rows_kernel<scalar_t, false, false>);
+  });
 }
 
 struct RowsWorkspace {
@@ -237,17 +253,7 @@ cudaError_t launch_affine_rows(const AffineProblem& p, const InputGradient& to, 
   if (!affine_rows_suit(p, to) || !fits(p) || cut.sets > kMostIndex / cut.parts) return cudaErrorInvalidConfiguration;
   const RowsWorkspace own(p, cut, gradients.bias, workspace);
   const Teams teams{cut.warps, cut.parts, cut.rows, gradients.scale, own.sums, sq_norms, gradients.bias != nullptr};
-  cudaError_t error = dispatch(p.dtype, [&](auto zero) {
-    using scalar_t = decltype(zero);
-    const auto run = [&](auto kernel) {
-      return launch(kernel, dim3(unsigned(cut.blocks)), dim3(cut.threads), 0, stream, Affine(p, to), teams);
-    };
-    if (in_pieces<scalar_t>(p, to))
-      return cut.single ? run(affine_rows_kernel<scalar_t, true, true>)
-                        : run(affine_rows_kernel<scalar_t, false, true>);
-    return cut.single ? run(affine_rows_kernel<scalar_t, true, false>)
-                      : run(affine_rows_kernel<scalar_t, false, false>);
-  });
+  cudaError_t error = launch_sweep(p, to, cut, teams, stream);
   if (error == cudaSuccess && !cut.single)
     error = launch_bias(rows_of_sums(p, cut, gradients.bias, own.sums), {}, sq_norms, own.bias, stream);
   const char* const products = static_cast<const char*>(own.sums);
@@ -259,6 +265,24 @@ cudaError_t launch_affine_rows(const AffineProblem& p, const InputGradient& to, 
     error = launch_sum_rows(to.weight_dtype, products + R * p.K * accumulator_bytes(p.dtype), weights, R, p.K,
                             gradients.bias, stream, each);
   return error;
+}
+
+int64_t affine_rows_parts(const AffineProblem& p) {
+  return Cut(p, /*by_sample=*/true).parts;
+}
+
+size_t affine_rows_by_sample_workspace(const AffineProblem& p) {
+  return bias_workspace(rows_of_sums(p, Cut(p, /*by_sample=*/true), true, nullptr), false);
+}
+
+cudaError_t launch_affine_rows_by_sample(const AffineProblem& p, const InputGradient& to, bool bias, void* by_sample,
+                                         void* sq_norms, void* workspace, cudaStream_t stream) {
+  const Cut cut(p, /*by_sample=*/true);
+  if (!affine_rows_suit(p, to) || !fits(p) || cut.sets > kMostIndex / cut.parts) return cudaErrorInvalidConfiguration;
+  const Teams teams{cut.warps, cut.parts, cut.rows, nullptr, by_sample, sq_norms, bias};
+  const cudaError_t error = launch_sweep(p, to, cut, teams, stream);
+  if (error != cudaSuccess) return error;
+  return launch_bias(rows_of_sums(p, cut, bias, by_sample), {}, sq_norms, workspace, stream);
 }
 
 }  // namespace torchgradx::cuda

@@ -6,6 +6,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/gather.h>
 #include <ATen/ops/sum.h>
@@ -117,14 +119,54 @@ void run_gradients(const Run& run, const LinearProblem& p, const Rows& rows, con
     });
 }
 
-void sum_gradients(const Rows& rows, const Gradients& gradients) {
+namespace {
+
+// Each sample times its scale, zeros where that is 0. masks: the others as they are.
+Tensor scaled(const Run& run, const Tensor& t, const void* scale, bool masks) {
+  const int64_t N = t.size(0), size = t.numel() / std::max<int64_t>(1, N);
+  const bool apart = t.is_non_overlapping_and_dense() && (N <= 1 || t.stride(0) == size);
+  const Tensor from = apart ? t : t.contiguous(t.suggest_memory_format());
+  const Tensor to = at::empty_like(from);
+  const SamplesToScale samples{from.const_data_ptr(), to.mutable_data_ptr(), N, size, scale, masks};
+  run("scale", 0, [&](void*, cudaStream_t stream) { return launch_scale_samples(dtype_of(t), samples, stream); });
+  return to;
+}
+
+}  // namespace
+
+void sum_gradients(const Run& run, const Rows& rows, const Gradients& gradients) {
   const Unseen unseen;
-  const Tensor a = rows.activations.flatten(0, 1), b = rows.grad_output.flatten(0, 1);
+  const auto flat = [&](const Tensor& t, bool masks) {
+    return (gradients.scale ? scaled(run, t, gradients.scale, masks) : t).flatten(0, 1);
+  };
+  const Tensor a = flat(rows.activations, true), b = flat(rows.grad_output, false);
   at::from_blob(gradients.weight, {b.size(1), a.size(1)}, a.options())
       .copy_(product(b.t().unsqueeze(0), a.unsqueeze(0)).squeeze(0));
   if (gradients.bias)
     at::from_blob(gradients.bias, {b.size(1)}, b.options())
         .copy_(b.sum(at::IntArrayRef({0}), false, accumulator_of(b)));
+}
+
+// As the framework makes it, and no more reproducible than that.
+void sum_gradients(const Run& run, const ConvShape& s, const Tensor& input, const Tensor& grads,
+                   const Gradients& gradients) {
+  const Unseen unseen;
+  const auto operand = [&](const Tensor& t, bool masks) {
+    const Tensor made = scaled(run, t, gradients.scale, masks);
+#ifdef CUDA_EMULATION
+    return made.to(accumulator_of(t));  // a CPU has no such convolution of halves
+#else
+    return made;
+#endif
+  };
+  const Tensor x = operand(input, true), g = operand(grads, false);
+  const int64_t sizes[] = {s.O, s.C / s.groups, s.kH, s.kW};
+  const Tensor weight = at::empty(sizes, x.options());  // of which sizes alone are read
+  const auto [none, made, bias] = at::convolution_backward(
+      g, x, weight, at::IntArrayRef({s.O}), {s.strideH, s.strideW}, {s.padH, s.padW}, {s.dilationH, s.dilationW},
+      /*transposed=*/false, {0, 0}, s.groups, {false, true, gradients.bias != nullptr});
+  at::from_blob(gradients.weight, sizes, input.options()).copy_(made);
+  if (gradients.bias) at::from_blob(gradients.bias, {s.O}, input.options()).copy_(bias);
 }
 
 void run_grams(const Run& run, const LinearProblem& p, const Rows& rows, void* sq_norms) {

@@ -66,6 +66,9 @@ Fused gradients_and_norms(const Tensor& like, IntArrayRef weight_sizes, int64_t 
 //                            many: batched gradients
 //                            else: fused
 //   conv2d_fused             planes, if it suits; fused
+//   linear_scaled            one sum where samples are short or direct_sm90 does not suit, which rounds the scaled
+//                            gradients to their dtype; direct_sm90
+//   conv2d_scaled            direct_sm90; one sum, the framework's
 //
 // A convolution of 1 x 1 is a Linear of its pixels wherever one of the batched ways would serve that.
 
@@ -181,7 +184,8 @@ void direct_of_rows(const Run& run, const Rows& rows, const SqNorms& sq_norms) {
 void fused_of_rows(const Run& run, const Rows& rows, const Gradients& gradients, const SqNorms& sq_norms) {
   const LinearProblem p = problem_of(rows, run);
   const auto sum = [&] {
-    sums_are_batched(gradients) ? sum_gradients(rows, gradients) : run_fused(run, p, gradients, {nullptr, nullptr});
+    gradients.scale || !sums_are_batched(gradients, p) ? run_fused(run, p, gradients, {nullptr, nullptr})
+                                                       : sum_gradients(run, rows, gradients);
   };
   if (p.T == 1) {
     sum();
@@ -201,8 +205,9 @@ void fused_of_rows(const Run& run, const Rows& rows, const Gradients& gradients,
 // sum_n scale_n G_n alone
 void scaled_of_rows(const Run& run, const Rows& rows, const Gradients& gradients) {
   const LinearProblem p = problem_of(rows, run);
-  if (p.T > 1 && rows_by_sm90(run, rows, &gradients, {nullptr, nullptr})) return;
-  run_fused(run, p, gradients, {nullptr, nullptr});
+  const bool one_sum = sums_are_batched(gradients, p);
+  if (!(one_sum && one_sum_is_quicker(p)) && rows_by_sm90(run, rows, &gradients, {nullptr, nullptr})) return;
+  one_sum ? sum_gradients(run, rows, gradients) : run_fused(run, p, gradients, {nullptr, nullptr});
 }
 
 // Operators
@@ -342,6 +347,8 @@ Scaled conv2d_scaled(const Tensor& input, const Tensor& grad_output, IntArrayRef
         const Served served = images_by_sm90(run, s, input, grad_output, &gradients, {nullptr, nullptr});
         channels_last = served == Served::kChannelsLast;
         if (served != Served::kNot) return;
+        const int64_t largest = std::max(s.C * s.H * s.W, s.O * s.outH * s.outW);
+        if (sums_are_batched(gradients, s.N, largest)) return sum_gradients(run, s, input, grad_output, gradients);
         const Images images = in_one_order(s, input, grad_output);
         const Conv2dProblem p = problem_of(s, images.input, images.grads, run);
         if (!planes_suit(p)) return run_fused(run, p, gradients, {nullptr, nullptr});

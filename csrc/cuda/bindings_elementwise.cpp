@@ -59,6 +59,13 @@ Tensor norms(const Tensor& input, const Tensor& grad_output, const OptionalTenso
   return sq_norms;
 }
 
+InputGradient input_gradient(const Tensor& grad_input, const Tensor& weights, DType weight_dtype, bool frozen,
+                             bool by_row) {
+  const ElementOperand out = elements_of(grad_input);
+  return {grad_input.mutable_data_ptr(), out.n,        out.t,  out.g, out.k,
+          weights.const_data_ptr(),      weight_dtype, frozen, by_row};
+}
+
 AffineFused fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight, const OptionalTensor& mean,
                   const OptionalTensor& rstd, bool negative, bool frozen, const OptionalTensor& scale, bool bias) {
   const bool by_row = is_by_row(input, rstd, frozen), empty = input.numel() == 0;
@@ -75,16 +82,7 @@ AffineFused fused(const Tensor& input, const Tensor& grad_output, const Tensor& 
   const Run run(input);
   const Tensor grads = lying_as(grad_output, input);
   const AffineProblem p = problem_of(input, grads, mean, rstd, negative, run);
-  const ElementOperand out = elements_of(grad_input);
-  const InputGradient to{grad_input.mutable_data_ptr(),
-                         out.n,
-                         out.t,
-                         out.g,
-                         out.k,
-                         weights.const_data_ptr(),
-                         dtype_of(weight),
-                         frozen,
-                         by_row};
+  const InputGradient to = input_gradient(grad_input, weights, dtype_of(weight), frozen, by_row);
   const Gradients gradients{grad_weight.mutable_data_ptr(), bias ? grad_bias.mutable_data_ptr() : nullptr,
                             scale ? factors.const_data_ptr() : nullptr};
   run("affine", affine_fused_workspace(p, to, gradients), [&](void* workspace, cudaStream_t stream) {
@@ -106,6 +104,30 @@ AffineFused affine_fused(const Tensor& input, const Tensor& grad_output, const T
                          const OptionalTensor& scale, bool bias) {
   check_affine_fused(input, grad_output, weight, mean, rstd, frozen, scale);
   return fused(input, grad_output, weight, mean, rstd, false, frozen, scale, bias);
+}
+
+BySample affine_by_sample(const Tensor& input, const Tensor& grad_output, const OptionalTensor& weight,
+                          const OptionalTensor& mean, const OptionalTensor& rstd, bool frozen, bool bias) {
+  check_affine_by_sample(input, grad_output, weight, mean, rstd, frozen);
+  const auto wide = input.options().dtype(accumulator_of(input));
+  const bool by_row = is_by_row(input, rstd, frozen);
+  const int64_t N = input.size(0), C = input.size(2) * input.size(3);
+  const Tensor grad_input = weight ? empty_in_lines(input, by_row) : at::empty({0}, input.options());
+  if (input.numel() == 0)
+    return {grad_input, at::zeros({1 + int64_t(bias), N}, wide), at::zeros({1 + int64_t(bias), N, 1, C}, wide)};
+  const Tensor weights = weight ? weight->to(wide.dtype()).contiguous() : Tensor();
+  const Run run(input);
+  const Tensor grads = lying_as(grad_output, input);
+  const AffineProblem p = problem_of(input, grads, mean, rstd, false, run);
+  const InputGradient to =
+      weight ? input_gradient(grad_input, weights, dtype_of(*weight), frozen, by_row) : InputGradient{};
+  const Tensor sq_norms = at::empty({1 + int64_t(bias), N}, wide),
+               gradients = at::empty({2, N, affine_parts(p, to), C}, wide);
+  run("affine", affine_by_sample_workspace(p, to), [&](void* workspace, cudaStream_t stream) {
+    return launch_affine_by_sample(p, to, bias, gradients.mutable_data_ptr(), sq_norms.mutable_data_ptr(), workspace,
+                                   stream);
+  });
+  return {grad_input, sq_norms, gradients.narrow(0, 0, 1 + int64_t(bias))};
 }
 
 Tensor prelu_sq_norms(const Tensor& input, const Tensor& grad_output) {
@@ -170,6 +192,7 @@ IMPLEMENT_OPERATORS(m) {
   using namespace torchgradx::cuda;
   m.impl("affine_sq_norms", affine_sq_norms);
   m.impl("affine_fused", affine_fused);
+  m.impl("affine_by_sample", affine_by_sample);
   m.impl("prelu_sq_norms", prelu_sq_norms);
   m.impl("prelu_fused", prelu_fused);
   m.impl("moments", moments);

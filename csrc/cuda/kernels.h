@@ -163,6 +163,17 @@ struct GradientsOfRun {
 int64_t square_parts(int64_t size);
 cudaError_t launch_gradients(DType dtype, const GradientsOfRun& run, cudaStream_t stream);
 
+// products.cu: samples of `size` elements each, side by side, times their scale, rounded; zeros where that is 0,
+// whatever they are. `masks`: that alone is heeded of the scale.
+struct SamplesToScale {
+  const void* from;
+  void* to;
+  int64_t N, size;
+  const void* scale;  // [N] acc
+  bool masks;
+};
+cudaError_t launch_scale_samples(DType dtype, const SamplesToScale& samples, cudaStream_t stream);
+
 // rowwise.cu: |a_n|^2 |b_n|^2 for T = 1, and |b_n|^2 for the bias.
 cudaError_t launch_rank1(const LinearProblem& problem, const SqNorms& sq_norms, cudaStream_t stream);
 
@@ -198,11 +209,22 @@ size_t affine_fused_workspace(const AffineProblem& problem, const InputGradient&
 cudaError_t launch_affine_fused(const AffineProblem& problem, const InputGradient& to, const Gradients& gradients,
                                 void* sq_norms, void* workspace, cudaStream_t stream);
 
+// The samples' own gradients in place of their sum: by_sample [2, N, P, C] acc, the weight's and the bias's, each the
+// sum over P parts. to.data null: without the input's gradient; `bias`: sq_norms has its second row.
+int64_t affine_parts(const AffineProblem& problem, const InputGradient& to);
+size_t affine_by_sample_workspace(const AffineProblem& problem, const InputGradient& to);
+cudaError_t launch_affine_by_sample(const AffineProblem& problem, const InputGradient& to, bool bias, void* by_sample,
+                                    void* sq_norms, void* workspace, cudaStream_t stream);
+
 // affine_rows.cu: all of that in one sweep, for statistics of each position, if affine_rows_suit.
 bool affine_rows_suit(const AffineProblem& problem, const InputGradient& to);
 size_t affine_rows_workspace(const AffineProblem& problem, const Gradients& gradients);
 cudaError_t launch_affine_rows(const AffineProblem& problem, const InputGradient& to, const Gradients& gradients,
                                void* sq_norms, void* workspace, cudaStream_t stream);
+int64_t affine_rows_parts(const AffineProblem& problem);
+size_t affine_rows_by_sample_workspace(const AffineProblem& problem);
+cudaError_t launch_affine_rows_by_sample(const AffineProblem& problem, const InputGradient& to, bool bias,
+                                         void* by_sample, void* sq_norms, void* workspace, cudaStream_t stream);
 
 // moments.cu: mean and rstd [N, T, G] acc of the K features of each position, or, [N, 1, G], of all positions; mean of
 // null: nothing is subtracted.

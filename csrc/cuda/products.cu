@@ -1,6 +1,6 @@
 // What batched products of the framework's library come to, which are made a run of samples at a time (library.cpp).
 // Gradients G_n of a run: their squares, and scale_n G_n added to the sum over the runs before. Grams of a run: the sum
-// of their product, for gram.cu's verdict.
+// of their product, for gram.cu's verdict. Operands of a weighted sum, of which one product is made.
 // Bound by memory, L2's where a run fits it; every product is read once. One element a lane and load, a warp's side by
 // side; sums in double, in an order that depends on sizes alone. Workspace: none.
 #include "dispatch.cuh"
@@ -94,6 +94,27 @@ __global__ void __launch_bounds__(kBlock) grams_kernel(const GramsOfRun run, Fas
   if (threadIdx.x % warp_threads == 0) static_cast<GramSums*>(run.sums)[n * run.parts + warp] = mine;
 }
 
+template <class scalar_t, int kWide>
+struct alignas(kWide * sizeof(scalar_t)) Piece {
+  scalar_t elements[kWide];
+};
+
+template <class scalar_t, int kWide>
+__global__ void __launch_bounds__(kBlock) scale_samples_kernel(const SamplesToScale samples, FastDivisor pieces) {
+  using acc_t = accumulator<scalar_t>;
+  const int64_t at = int64_t(blockIdx.x) * kBlock + threadIdx.x;
+  if (at >= samples.N * int64_t(pieces.divisor)) return;
+  const int n = pieces.divide(int(at));
+  const acc_t scale = static_cast<const acc_t*>(samples.scale)[n];
+  Piece<scalar_t, kWide> piece = static_cast<const Piece<scalar_t, kWide>*>(samples.from)[at];
+#pragma unroll
+  for (int j = 0; j < kWide; ++j) {
+    const scalar_t scaled = samples.masks ? piece.elements[j] : narrow<scalar_t>(scale * widen(piece.elements[j]));
+    piece.elements[j] = scale != acc_t(0) ? scaled : narrow<scalar_t>(acc_t(0));  // 0 times nan is nan
+  }
+  static_cast<Piece<scalar_t, kWide>*>(samples.to)[at] = piece;
+}
+
 }  // namespace
 
 int64_t square_parts(int64_t size) {
@@ -109,6 +130,23 @@ cudaError_t launch_gradients(DType dtype, const GradientsOfRun& run, cudaStream_
   if (blocks == 0 || run.n == 0) return cudaSuccess;
   return dispatch(dtype, [&](auto zero) {
     return launch(gradients_kernel<decltype(zero)>, dim3(unsigned(blocks)), dim3(kBlock), 0, stream, run);
+  });
+}
+
+cudaError_t launch_scale_samples(DType dtype, const SamplesToScale& samples, cudaStream_t stream) {
+  if (samples.N == 0 || samples.size == 0) return cudaSuccess;
+  return dispatch(dtype, [&](auto zero) {
+    using scalar_t = decltype(zero);
+    constexpr int kWide = 16 / sizeof(scalar_t);
+    const auto run = [&](auto kernel, int64_t pieces) {
+      const int64_t all = samples.N * pieces;
+      if (all > kMostIndex) return cudaErrorInvalidConfiguration;
+      return launch(kernel, dim3(unsigned(ceil_div<int64_t>(all, kBlock))), dim3(kBlock), 0, stream, samples,
+                    FastDivisor(pieces));
+    };
+    const bool aligned = samples.size % kWide == 0 && reinterpret_cast<uintptr_t>(samples.from) % 16 == 0;
+    return aligned ? run(scale_samples_kernel<scalar_t, kWide>, samples.size / kWide)
+                   : run(scale_samples_kernel<scalar_t, 1>, samples.size);
   });
 }
 

@@ -40,6 +40,18 @@ class Affine : public Elementwise {
     return {{restored(input, o.shape), grad_weight, wanted.bias ? grad_bias : Tensor()}, sq};
   }
 
+  bool keeps_gradients(const Operands& o) const override {
+    constexpr int64_t kWorthIt = 4;  // positions: two accumulators stand for two operands of so many
+    return positions(o) >= kWorthIt;
+  }
+  std::tuple<Tensor, Tensor, Tensor> by_sample(const Operands& o, const Tensor& weight,
+                                               const Wanted& wanted) const override {
+    const std::optional<Tensor> to = wanted.input ? std::optional<Tensor>(weight) : std::nullopt;
+    auto [input, sq, gradients] =
+        affine_by_sample(o.activations, o.grad_output, to, given(o.mean), o.rstd, frozen(), wanted.bias);
+    return {wanted.input ? restored(input, o.shape) : Tensor(), sq, gradients};
+  }
+
   Gradients scaled(const Operands& o, const Tensor& weight, const Tensor& scale, const Wanted& wanted) const override {
     const auto [input, grad_weight, grad_bias, sq] =
         affine_fused(o.activations, o.grad_output, weight, given(o.mean), o.rstd, frozen(), scale, wanted.bias);

@@ -102,6 +102,17 @@ Tensor Layer::scaled_bias(const Operands& operands, const Tensor& scale) const {
   return scaled_rows(by_sample, scale).sum(0).to(rows.scalar_type());
 }
 
+Gradients sum_of_samples(const Tensor& by_sample, const Tensor& weight, const std::optional<Tensor>& scale) {
+  Tensor rows = by_sample;  // [1 + bias, N, P, C]
+  if (scale) {
+    const Tensor factors = scale->to(rows.scalar_type()).view({1, -1, 1, 1});
+    rows = (rows * factors).masked_fill_(factors == 0, 0);  // 0 times nan is nan
+  }
+  const Tensor sums = rows.sum(at::IntArrayRef({1, 2})).to(weight.scalar_type());
+  const auto row = [&](int64_t k) { return k < sums.size(0) ? sums[k].view(weight.sizes()) : Tensor(); };
+  return {Tensor(), row(0), row(1)};
+}
+
 Tensor Images::by_sample(const Tensor& t) const {
   return moved && t.defined() ? t.unflatten(0, {each, n}).transpose(0, 1).flatten(0, 1) : t;
 }

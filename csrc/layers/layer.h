@@ -7,6 +7,7 @@
 #include "../operators/text.h"
 
 #include <memory>
+#include <tuple>
 
 namespace torchgradx {
 
@@ -124,6 +125,15 @@ struct Layer {
   virtual Gradients scaled(const Operands& operands, const Tensor& weight, const Tensor& scale,
                            const Wanted& wanted) const = 0;
   Tensor scaled_bias(const Operands& operands, const Tensor& scale) const;
+  // Whether the samples' own gradients are no larger than the operands, to be kept for clipping in their place.
+  virtual bool keeps_gradients(const Operands&) const {
+    return false;
+  }
+  // The input's gradient if wanted, norms, and the samples' gradients [1 + bias, N, P, size of the weight], each the
+  // sum over P parts.
+  virtual std::tuple<Tensor, Tensor, Tensor> by_sample(const Operands&, const Tensor& /*weight*/, const Wanted&) const {
+    TORCHGRADX_CHECK(false, "a layer whose operands are kept");
+  }
   // [N K]: <gradient, direction>, which is shaped as the weight.
   virtual Tensor weight_dots(const Operands& operands, const Tensor& direction) const = 0;
   // [N K, size of the weight] where that is no larger than the operands, to be kept in their place.
@@ -131,6 +141,9 @@ struct Layer {
     return std::nullopt;
   }
 };
+
+// The sum of Layer::by_sample's gradients, with a scale as Layer::scaled has it.
+Gradients sum_of_samples(const Tensor& by_sample, const Tensor& weight, const std::optional<Tensor>& scale = {});
 
 // Rows [N, T, F] of [*, F], or nothing; see Layout.
 std::optional<Tensor> rows_by_sample(const Tensor& t, int64_t n, Layout layout);

@@ -18,19 +18,20 @@ Tensor of_part(const Tensor& t, const Rows& rows) {
 
 }  // namespace
 
-Booked::Booked(const Use& use, const Saved& saved, const Tensor& weight, const Tensor& grad_output)
+Booked::Booked(const Use& use, const Saved& saved, const Tensor& weight, const Tensor& grad_output,
+               const Tensor& gradients)
     : site_(use.site),
       layout_(site_->layout_of(*use.pass, use.index)),
       segments_(site_->segments_of(*use.pass, use.index)),
-      saved_(saved),
-      weight_(weight),
-      grad_output_(grad_output.detach()),
+      weight_(weight.defined() ? weight.detach() : weight),
+      gradients_(gradients),
       of_weight_(use.wants_weight),
       of_bias_(use.wants_bias) {
+  if (gradients_.defined()) return;
+  saved_ = saved, grad_output_ = grad_output.detach();
   const bool alone = use.pass->n == 1;  // its gradient may become the .grad of what is expanded over the batch
   if (!use.borrows) versions_ = {Version(saved.input), alone ? Version() : Version(grad_output)};
-  for (Tensor* t : {&saved_.input, &weight_})
-    if (t->defined()) *t = t->detach();
+  if (saved_.input.defined()) saved_.input = saved_.input.detach();
   for (Tensor* t : {&saved_.mean, &saved_.rstd})
     if (t->defined()) *t = t->detach().clone();  // of a BatchNorm: its own, which move without a trace
   saved_.shared = nullptr;                       // of the gradient as it came
@@ -56,6 +57,13 @@ std::vector<Tensor> Booked::weighted(const Tensor& factors, const std::vector<in
   };
   const Layer& layer = *site_->layer;
   const Wanted wanted{false, of_weight_ && asked(site_->weight), of_bias_ && asked(site_->bias)};
+  std::vector<Tensor> found;
+  const auto give = [&](const Gradients& made) {
+    if (wanted.weight) found.push_back(among(made.weight, site_->weight_rows, 0));
+    if (wanted.bias) found.push_back(among(made.bias, site_->bias_rows, 0));
+    return found;
+  };
+  if (gradients_.defined()) return give(sum_of_samples(gradients_, weight_, factors));
   // For a bias alone the input may not have been kept.
   const Saved saved = wanted.weight ? saved_ : Saved{};
   const auto rows = segments_ ? flat_use(*segments_, saved, grad_output_, /*sorts=*/false) : std::nullopt;
@@ -68,10 +76,7 @@ std::vector<Tensor> Booked::weighted(const Tensor& factors, const std::vector<in
     made = layer.scaled(o, weight_, scale, wanted);
   else if (wanted.bias)
     made.bias = layer.scaled_bias(o, scale);
-  std::vector<Tensor> found;
-  if (wanted.weight) found.push_back(among(made.weight, site_->weight_rows, 0));
-  if (wanted.bias) found.push_back(among(made.bias, site_->bias_rows, 0));
-  return found;
+  return give(made);
 }
 
 void Pass::add_dots(const Tensor& more) {
@@ -84,19 +89,20 @@ void Pass::add_dots(const Tensor& more) {
   for (Tensor before = exchanged(); before.defined(); before = exchanged()) sum = before + sum.to(before.device());
 }
 
-void Use::serve(const Operands& operands, const Saved& saved, const Tensor& weight, const Tensor& grad_output) {
-  serve(operands, saved, weight, grad_output, [&](const Tensor& by_image) {  // [N K]
+void Use::serve(const Operands& operands, const Saved& saved, const Tensor& weight, const Tensor& grad_output,
+                const Tensor& gradients) {
+  serve(operands, saved, weight, grad_output, gradients, [&](const Tensor& by_image) {  // [N K]
     return by_image.unflatten(0, {pass->n, operands.images}).sum(1);
   });
 }
 
 void Use::serve_rows(const Segments& segments, const Operands& by_row, const Saved& saved, const Tensor& weight,
                      const Tensor& grad_output) {
-  serve(by_row, saved, weight, grad_output, [&](const Tensor& dots) { return segments.by_sample(dots, pass->n); });
+  serve(by_row, saved, weight, grad_output, {}, [&](const Tensor& dots) { return segments.by_sample(dots, pass->n); });
 }
 
 void Use::serve(const Operands& operands, const Saved& saved, const Tensor& weight, const Tensor& grad_output,
-                const std::function<Tensor(const Tensor&)>& by_sample) {
+                const Tensor& gradients, const std::function<Tensor(const Tensor&)>& by_sample) {
   const auto direction = [&](int64_t parameter) {
     const bool given = !pass->directions.empty() && pass->directions[parameter];
     return given ? *pass->directions[parameter] : Tensor();
@@ -107,7 +113,7 @@ void Use::serve(const Operands& operands, const Saved& saved, const Tensor& weig
   if (const Tensor v = wants_bias ? direction(site->bias) : Tensor(); v.defined())
     add(widened(site->layer->bias_rows(operands)).sum(1).mv(of_part(v, site->bias_rows).flatten()));
   if (!site->recorder->books) return;
-  auto booked = std::make_shared<Booked>(*this, saved, weight, grad_output);
+  auto booked = std::make_shared<Booked>(*this, saved, weight, grad_output, gradients);
   py::gil_scoped_acquire gil;
   site->recorder->booked()(pass, std::move(booked));
 }

@@ -124,6 +124,10 @@ bool Use::fuses_alone(int64_t positions, const Tensor& operand) const {
          site->plan(pass->n, positions, operand) == Algorithm::kFused;
 }
 
+bool Use::keeps_gradients(const Operands& operands) const {
+  return site->recorder->books && operands.images == 1 && site->layer->keeps_gradients(operands);
+}
+
 void Use::finish(const Tensor& sq_norms) {
   pass->finish(site->weight, sq_norms, 0, site->weight_rows.parts);
   if (wants_bias) pass->finish(site->bias, sq_norms, 1, site->bias_rows.parts);
@@ -171,7 +175,6 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
   const auto operands = site->operands(*pass, index, wants_weight ? saved : Saved{}, grad_output);
   if (!operands) return;
   below.reset();
-  serve(*operands, saved, weight, grad_output);
   if (site->recorder->auditing && received) {
     Gradients gradients;
     if (wants_weight) gradients = layer.backward(saved, weight, grad_output, {false, true, false});
@@ -186,9 +189,13 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
   const bool keep_weight = wants_weight && (whole_sample.images > 1 || waits_for_weight());
   const bool keep_bias = wants_bias && (whole_sample.images > 1 || waits_for_bias());
   const bool bias_now = wants_bias && !keep_bias;
+  Tensor by_sample;
   if (wants_weight && !keep_weight) {
-    const Algorithm algorithm = site->plan(pass->n, layer.positions(whole_sample), grad_output);
-    const Tensor sq = layer.sq_norms(whole_sample, algorithm, bias_now);
+    Tensor sq;
+    if (bias_now == wants_bias && keeps_gradients(whole_sample))
+      std::tie(std::ignore, sq, by_sample) = layer.by_sample(whole_sample, weight, {false, true, bias_now});
+    else
+      sq = layer.sq_norms(whole_sample, site->plan(pass->n, layer.positions(whole_sample), grad_output), bias_now);
     pass->finish(site->weight, sq, 0, site->weight_rows.parts);
     if (bias_now) pass->finish(site->bias, sq, 1, site->bias_rows.parts);
   } else if (bias_now) {
@@ -209,9 +216,11 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
                                {version(input), version(grad_output)}});
   }
   if (keep_bias) {
-    const Tensor by_sample = whole(widened(layer.bias_rows(*operands)).sum(1));
-    pass->add(site->bias, {-1, Tensor(), among(by_sample, site->bias_rows, -1)});
+    const Tensor of_bias = whole(widened(layer.bias_rows(*operands)).sum(1));
+    pass->add(site->bias, {-1, Tensor(), among(of_bias, site->bias_rows, -1)});
   }
+  below.reset();
+  serve(*operands, saved, weight, grad_output, by_sample);
 }
 
 Gradients Use::gradients(const Saved& saved, const Tensor& weight, const Tensor& grad_output, Wanted wanted,
@@ -242,11 +251,21 @@ Gradients Use::record_fused(const Saved& saved, const Tensor& weight, const Tens
   const auto joined = operands ? joined_of(layer, *operands) : std::nullopt;
   if (joined && layer.fuses(*joined, weight) &&
       site->plan(pass->n, layer.positions(*joined), grad_output) == Algorithm::kFused) {
-    auto [gradients, sq] = layer.fused(*joined, weight, {wants_input, wants_weight, wants_bias});
+    const Wanted all{wants_input, wants_weight, wants_bias};
+    Gradients gradients;
+    Tensor sq, by_sample;
+    if (keeps_gradients(*joined)) {
+      Tensor input;
+      std::tie(input, sq, by_sample) = layer.by_sample(*joined, weight, all);
+      if (received) gradients = sum_of_samples(by_sample, weight);
+      gradients.input = input;
+    } else {
+      std::tie(gradients, sq) = layer.fused(*joined, weight, all);
+    }
     if (wants_input && !layer.makes_input())
       gradients.input = layer.backward(saved, weight, grad_output, {true, false, false}).input;
     finish(sq);
-    serve(*operands, saved, weight, grad_output);
+    serve(*operands, saved, weight, grad_output, by_sample);
     if (received && site->recorder->auditing) audit(*operands, gradients, grad_output);
     return received ? gradients : Gradients{gradients.input};
   }

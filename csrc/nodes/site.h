@@ -75,10 +75,13 @@ struct Use : torch::CustomClassHolder {
   // The gradients, and the norms from the same pass where a kernel has it.
   Gradients record_fused(const Saved& saved, const Tensor& weight, const Tensor& grad_output, bool wants_input);
   void audit(const Operands& operands, const Gradients& gradients, const Tensor& grad_output);
-  // What else the pass asks of a use: to be kept for clipping, and the products with its directions.
-  void serve(const Operands& operands, const Saved& saved, const Tensor& weight, const Tensor& grad_output);
+  // What else the pass asks of a use: to be kept for clipping, and the products with its directions. `gradients`: the
+  // samples' own, kept in place of the operands where they are there.
   void serve(const Operands& operands, const Saved& saved, const Tensor& weight, const Tensor& grad_output,
-             const std::function<Tensor(const Tensor&)>& by_sample);
+             const Tensor& gradients = {});
+  void serve(const Operands& operands, const Saved& saved, const Tensor& weight, const Tensor& grad_output,
+             const Tensor& gradients, const std::function<Tensor(const Tensor&)>& by_sample);
+  bool keeps_gradients(const Operands& operands) const;
   // The same of rows that are not n*T+t: segments.cpp. `by_row`: each row as a sample.
   void record_segments(const std::shared_ptr<Segments>& segments, const Saved& saved, const Tensor& weight,
                        const Tensor& grad_output, bool received);
@@ -97,7 +100,7 @@ struct Use : torch::CustomClassHolder {
 // A use kept for clipping, which asks for its parameters' gradients once more.
 class Booked {
  public:
-  Booked(const Use& use, const Saved& saved, const Tensor& weight, const Tensor& grad_output);
+  Booked(const Use& use, const Saved& saved, const Tensor& weight, const Tensor& grad_output, const Tensor& gradients);
   std::vector<int64_t> parameters() const;
   bool intact() const;  // what it keeps is as it was
   // Of these parameters: the sums over the samples, each times its factor [N]. Those of factor 0 are left out.
@@ -109,6 +112,7 @@ class Booked {
   std::shared_ptr<Segments> segments_;
   Saved saved_;
   Tensor weight_, grad_output_;
+  Tensor gradients_;  // of each sample, in place of saved_ and grad_output_; or undefined
   bool of_weight_, of_bias_;
   std::array<Version, 2> versions_;  // of what it keeps
 };

@@ -183,17 +183,23 @@ inline void check_affine_weight(const Tensor& input, const Tensor& weight) {  //
                    "; got ", weight.device());
 }
 
-inline void check_affine_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
-                               const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool frozen,
-                               const std::optional<Tensor>& scale) {
+inline void check_affine_by_sample(const Tensor& input, const Tensor& grad_output, const std::optional<Tensor>& weight,
+                                   const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool frozen) {
   check_affine(input, grad_output, mean, rstd);
-  check_affine_weight(input, weight);
-  check_scale(scale, input.size(0), input);
+  if (!weight) return;
+  check_affine_weight(input, *weight);
   TORCHGRADX_CHECK(frozen || rstd, "rstd must be given unless frozen; got none");
   TORCHGRADX_CHECK(frozen || rstd->size(0) == input.size(0), "rstd must have a row a sample, N = ", input.size(0),
                    ", unless frozen; got ", rstd->sizes());
   TORCHGRADX_CHECK(!frozen || !rstd || rstd->size(1) == 1, "rstd must be [N, 1, G] or [1, 1, G] if frozen; got ",
                    rstd->sizes());
+}
+
+inline void check_affine_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
+                               const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool frozen,
+                               const std::optional<Tensor>& scale) {
+  check_affine_by_sample(input, grad_output, weight, mean, rstd, frozen);
+  check_scale(scale, input.size(0), input);
 }
 
 }  // namespace torchgradx

@@ -99,6 +99,15 @@ AffineFused affine_fused(const Tensor& input, const Tensor& grad_output, const T
   return op.call(input, grad_output, weight, mean, rstd, frozen, scale, bias);
 }
 
+BySample affine_by_sample(const Tensor& input, const Tensor& grad_output, const std::optional<Tensor>& weight,
+                          const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool frozen,
+                          bool bias) {
+  using Signature = BySample(const Tensor&, const Tensor&, const std::optional<Tensor>&, const std::optional<Tensor>&,
+                             const std::optional<Tensor>&, bool, bool);
+  static const auto op = find<Signature>("torchgradx::affine_by_sample");
+  return op.call(input, grad_output, weight, mean, rstd, frozen, bias);
+}
+
 Tensor prelu_sq_norms(const Tensor& input, const Tensor& grad_output) {
   static const auto op = find<Tensor(const Tensor&, const Tensor&)>("torchgradx::prelu_sq_norms");
   return op.call(input, grad_output);

@@ -15,6 +15,7 @@ using at::Tensor;
 using Fused = std::tuple<Tensor, Tensor, Tensor>;  // grad_weight, grad_bias [O] (or [0]), sq_norms [1 + bias, N]
 using Scaled = std::tuple<Tensor, Tensor>;         // grad_weight, grad_bias as in Fused
 using AffineFused = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // grad_input, then as in Fused
+using BySample = std::tuple<Tensor, Tensor, Tensor>;  // grad_input, sq_norms, gradients [1 + bias, N, P, G K]
 
 struct Geometry {  // of a two-dimensional convolution
   IntArrayRef kernel_size, stride, padding, dilation;
@@ -64,6 +65,10 @@ AffineFused affine_fused(const Tensor& input, const Tensor& grad_output,
                          const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool frozen,
                          const std::optional<Tensor>& scale,  // [N], as for linear_fused; not in grad_input
                          bool bias);
+// The samples' own gradients in place of their sum, each as the sum over P parts, in the dtype that sums are kept in.
+BySample affine_by_sample(const Tensor& input, const Tensor& grad_output,
+                          const std::optional<Tensor>& weight,  // as for affine_fused; without one grad_input is [0]
+                          const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool frozen, bool bias);
 // f = min(x, 0): PReLU's, [N, T, 1, 1] or [N, HW, C, 1]
 Tensor prelu_sq_norms(const Tensor& input, const Tensor& grad_output);  // -> [1, N]
 Fused prelu_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,

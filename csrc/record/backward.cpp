@@ -1,7 +1,8 @@
-// What one backward adds to a record, and the way back from it.
+// What one backward adds to a record, the way back from it, and what a pass has come to.
 #include "pass.h"
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -174,6 +175,47 @@ void Pass::restore(const State& state) {
 void Pass::forget() {
   clear();
   create_graph = retained = false;
+}
+
+namespace {
+
+// Not through the dispatcher, which is in no cache when the record is read.
+Tensor zeros(int64_t n) {
+  Tensor found = at::detail::empty_cpu({n}, at::kDouble);
+  std::fill_n(found.mutable_data_ptr<double>(), n, 0.0);
+  return found;
+}
+
+}  // namespace
+
+Tensor Pass::total(const std::optional<std::vector<int64_t>>& parameters) const {
+  const at::NoGradGuard no_grad;
+  Tensor total;
+  OnDevices elsewhere;
+  if (!parameters)
+    for (const Entry& entry : entries) add_to(total, elsewhere, entry);
+  else
+    for (const int64_t parameter : *parameters) add_to(total, elsewhere, entries[parameter]);
+  // On a GPU two kernels add up all of its parameters, and nothing waits for it: no zeros are copied there.
+  for (const auto& [device, rows] : elsewhere) {
+    const Tensor more = at::stack(rows).sum(0, false, at::kDouble);
+    total = total.defined() ? total.to(more.device()) + more : more;
+  }
+  return total.defined() ? total : zeros(n);
+}
+
+void Pass::add_to(Tensor& total, OnDevices& elsewhere, const Entry& entry) const {
+  if (!entry.sq_norms.defined()) return;
+  if (entry.sq_norms.is_cuda()) return elsewhere[entry.sq_norms.get_device()].push_back(entry.final());
+  if (!total.defined()) total = zeros(n);
+  // An addition of tensors for each of hundreds of parameters would take longer than their kernels.
+  if (entry.sq_norms.is_cpu() && entry.sq_norms.is_contiguous() && entry.sq_norms.scalar_type() == at::kFloat) {
+    const float* from = entry.sq_norms.const_data_ptr<float>() + entry.row * n;
+    double* to = total.mutable_data_ptr<double>();
+    for (int64_t i = 0; i < n; ++i) to[i] += from[i];
+  } else {
+    total += entry.final().to(at::kCPU);
+  }
 }
 
 }  // namespace torchgradx

@@ -2,7 +2,6 @@
 #include "pass.h"
 
 #include <ATen/ATen.h>
-#include <ATen/EmptyTensor.h>
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
@@ -48,6 +47,14 @@ bool same(const std::shared_ptr<const Owners>& owners, const std::vector<Tensor>
 }
 
 thread_local const Recorder* asks = nullptr;  // a node for its products, in this thread
+
+template <class Entries, class Is>
+std::vector<int64_t> places_of(const Entries& entries, const Is& is) {
+  std::vector<int64_t> places;
+  for (size_t p = 0; p < entries.size(); ++p)
+    if (is(entries[p])) places.push_back(static_cast<int64_t>(p));
+  return places;
+}
 
 uint64_t mixed(uint64_t hash, uint64_t value) {
   return (hash ^ value) * 0x9E3779B97F4A7C15u + (hash >> 29);
@@ -335,55 +342,19 @@ void Pass::finish(int64_t parameter, const Tensor& sq_norms, int64_t row, int64_
   entry.terms.clear();
 }
 
-Tensor Pass::total(const std::optional<std::vector<int64_t>>& parameters) const {
-  const at::NoGradGuard no_grad;
-  Tensor total = at::detail::empty_cpu({n}, at::kDouble);  // not through the dispatcher, which is in no cache now
-  std::fill_n(total.mutable_data_ptr<double>(), n, 0.0);
-  OnDevices elsewhere;
-  if (!parameters)
-    for (const Entry& entry : entries) add_to(total, elsewhere, entry);
-  else
-    for (const int64_t parameter : *parameters) add_to(total, elsewhere, entries[parameter]);
-  // On a GPU two kernels add up all of its parameters, and nothing waits for it.
-  for (const auto& [device, rows] : elsewhere)
-    total = total.to(rows[0].device()) + at::stack(rows).sum(0, false, at::kDouble);
-  return total;
-}
-
-void Pass::add_to(Tensor& total, OnDevices& elsewhere, const Entry& entry) const {
-  if (!entry.sq_norms.defined()) return;
-  // An addition of tensors for each of hundreds of parameters would take longer than their kernels.
-  if (entry.sq_norms.is_cpu() && entry.sq_norms.is_contiguous() && entry.sq_norms.scalar_type() == at::kFloat) {
-    const float* from = entry.sq_norms.const_data_ptr<float>() + entry.row * n;
-    double* to = total.mutable_data_ptr<double>();
-    for (int64_t i = 0; i < n; ++i) to[i] += from[i];
-  } else if (entry.sq_norms.is_cuda()) {
-    elsewhere[entry.sq_norms.get_device()].push_back(entry.final());
-  } else {
-    total += entry.final().to(at::kCPU);
-  }
-}
-
 std::vector<int64_t> Pass::waiting() const {
-  std::vector<int64_t> parameters;
-  for (size_t p = 0; p < entries.size(); ++p)
-    if (!entries[p].terms.empty()) parameters.push_back(static_cast<int64_t>(p));
-  return parameters;
+  return places_of(entries, [](const Entry& entry) { return !entry.terms.empty(); });
 }
 
 std::vector<int64_t> Pass::late() const {
-  std::vector<int64_t> parameters;
-  for (size_t p = 0; p < entries.size(); ++p)
-    if (entries[p].late) parameters.push_back(static_cast<int64_t>(p));
-  return parameters;
+  return places_of(entries, [](const Entry& entry) { return entry.late; });
 }
 
 std::vector<int64_t> Pass::changed() const {
-  std::vector<int64_t> parameters;
-  for (size_t p = 0; p < entries.size(); ++p)
-    for (const Term& term : entries[p].terms)
-      if (!term.kept[0].stands() || !term.kept[1].stands()) parameters.push_back(static_cast<int64_t>(p));
-  return parameters;
+  return places_of(entries, [](const Entry& entry) {
+    return !std::all_of(entry.terms.begin(), entry.terms.end(),
+                        [](const Term& term) { return term.kept[0].stands() && term.kept[1].stands(); });
+  });
 }
 
 void Pass::clear() {

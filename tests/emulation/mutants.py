@@ -207,6 +207,10 @@ MUTANTS = [
            "fabs(term)", "term", "batched"),
     Mutant("grams: blocks overlap", "products.cu", "products", "float32",
            "(block * kEach + j) * kBlock", "(block + j) * kBlock", "batched"),
+    Mutant("samples: 0 times what they are", "products.cu", "products", "float32",
+           "scale != acc_t(0) ? scaled : narrow<scalar_t>(acc_t(0))", "scaled", "batched"),
+    Mutant("samples: scaled in both operands", "products.cu", "products", "float32",
+           "samples.masks ? piece.elements[j] : ", "", "batched"),
     Mutant("moments: about nothing", "moments.cu", "moments", "float32",
            "input.k]) - of", "input.k])", "affine"),
     Mutant("moments: of the first position", "moments.cu", "moments", "float32",
@@ -328,10 +332,13 @@ def battery(arithmetic: str, layer: str) -> None:
         moments.test_moments_of_a_small_variance_about_a_large_mean(emulated)
         return
     if layer == "batched":
+        import test_dropped_samples as dropped
+
         with tests.operators().batched():
             properties.test_a_gram_that_cancels_is_noticed(emulated, "activations", dtype)
             for problem in (tests.Linear(9, 136, 17, 23), tests.Linear(3, 130, 17, 133)):
                 tests.assert_right(problem, *problem.operands(dtype, "gaussians"), "gaussians")
+            dropped.test_linear(emulated, dtype, "linear_scaled", 20, 33, 9)
         return
     if layer == "gather":
         import test_emulated_elementwise as elementwise

@@ -4,7 +4,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <cstring>
-#include <memory>
+#include <unordered_map>
 #include <utility>
 
 extern "C" {
@@ -17,13 +17,16 @@ namespace {
 constexpr size_t guard_bytes = 512;
 size_t allocated_bytes = 0;
 
-struct Allocation {
-  c10::DataPtr memory;
-  explicit Allocation(c10::DataPtr given) : memory(std::move(given)) {}
-  ~Allocation() {
-    cuda_emulation_forget(memory.get());
-  }
-};
+// What is allocated by its address, which is its own context, as libraries that ask for raw memory expect.
+std::unordered_map<void*, c10::DataPtr>& allocations() {
+  static std::unordered_map<void*, c10::DataPtr> all;
+  return all;
+}
+
+void release(void* base) {
+  cuda_emulation_forget(base);
+  allocations().erase(base);
+}
 
 class DeviceAllocator final : public c10::Allocator {
  public:
@@ -31,13 +34,17 @@ class DeviceAllocator final : public c10::Allocator {
 
   c10::DataPtr allocate(size_t bytes) override {
     if (!bytes) return plain_->allocate(bytes);
-    auto owner = std::make_unique<Allocation>(plain_->allocate(bytes + guard_bytes));
-    void* const base = owner->memory.get();
+    c10::DataPtr owner = plain_->allocate(bytes + guard_bytes);
+    void* const base = owner.get();
     std::memset(base, 0xff, bytes + guard_bytes);
     cuda_emulation_register(base, bytes, true);
     allocated_bytes += bytes;
-    const auto release = [](void* context) { delete static_cast<Allocation*>(context); };
-    return {base, owner.release(), release, c10::Device(c10::kCPU)};
+    allocations()[base] = std::move(owner);
+    return {base, base, release, c10::Device(c10::kCPU)};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override {
+    return release;
   }
 
   void copy_data(void* to, const void* from, std::size_t bytes) const override {

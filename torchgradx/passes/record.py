@@ -300,7 +300,8 @@ class Record:
     def factors(self, runs: Sequence[Any]) -> Tensor:
         """[N1 + N2 + ...]: what undoes the reduction and the scale of the loss."""
         factors = zip(runs, self._factors(runs, None), strict=True)
-        return _joined([torch.ones(run.n, dtype=torch.float64) * f for (run, _), f in factors])
+        ones = [(torch.ones(run.n, dtype=torch.float64), f) for (run, _), f in factors]
+        return _joined([one * (f.cpu() if isinstance(f, Tensor) else f) for one, f in ones])
 
     def _factors(
         self, runs: Sequence[Any], given: float | Tensor | None
@@ -323,7 +324,7 @@ class Record:
             if not isinstance(scale, Tensor):
                 yield reduction / float(scale)  # numpy's would round as it does
                 continue
-            scale = scale.detach().to("cpu", torch.float64)
+            scale = scale.detach().to(torch.float64)  # where it is: a copy of it would wait
             if scale.dim() and scale.shape != (run.n,):
                 raise ValueError(
                     f"loss_scale must be a number or a Tensor [{run.n}], one a sample of the pass; "

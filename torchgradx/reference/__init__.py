@@ -6,7 +6,14 @@ whose intermediates fit in CHUNK elements. Shapes are as there; row 0 of every s
 the weight's, row 1 the bias's.
 """
 
-from .affine import affine_fused, affine_sq_norms, moments, prelu_fused, prelu_sq_norms
+from .affine import (
+    affine_by_sample,
+    affine_fused,
+    affine_sq_norms,
+    moments,
+    prelu_fused,
+    prelu_sq_norms,
+)
 from .gather import gather_dots, gather_sq_norms
 from .linear import (
     bias_sq_norms,
@@ -22,6 +29,7 @@ from .linear import (
 )
 
 __all__ = [
+    "affine_by_sample",
     "affine_fused",
     "affine_sq_norms",
     "bias_sq_norms",

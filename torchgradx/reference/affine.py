@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .chunks import accumulation_dtype, chunks, norms, precise_dtype, scaled_sum
 
-__all__ = ["affine_fused", "affine_sq_norms", "moments", "prelu_fused", "prelu_sq_norms"]
+__all__ = ["affine_by_sample", "affine_fused", "affine_sq_norms", "moments", "prelu_fused",
+           "prelu_sq_norms"]  # fmt: skip
 
 AffineFused = tuple[Tensor, Tensor, Tensor, Tensor]
 Features = Callable[[Tensor, slice], Tensor]  # of a chunk of input
@@ -55,13 +56,25 @@ def _chunks(
         yield chunk, x, g, features(x, chunk)
 
 
-def _sq_norms(input: Tensor, grad_output: Tensor, features: Features, bias: bool) -> Tensor:
-    sq_norms = input.new_empty(1 + bias, input.shape[0], dtype=accumulation_dtype(input.dtype))
+def _by_sample(input: Tensor, grad_output: Tensor, features: Features, bias: bool) -> Tensor:
+    """[1 + bias, N, 1, G K]: the samples' own gradients."""
+    sizes = 1 + bias, input.shape[0], *input.shape[2:]
+    gradients = input.new_empty(sizes, dtype=accumulation_dtype(input.dtype))
     for chunk, _, g, f in _chunks(input, grad_output, features):
-        sq_norms[0, chunk] = norms((g * f).sum(1)).square()
+        gradients[0, chunk] = (g * f).sum(1)
         if bias:
-            sq_norms[1, chunk] = norms(g.sum(1)).square()
-    return sq_norms
+            gradients[1, chunk] = g.sum(1)
+    return gradients.flatten(2).unsqueeze(2)
+
+
+def _sq_norms(each: Tensor) -> Tensor:
+    return norms(each.flatten(0, 1)).square().view(each.shape[:2]).to(each.dtype)
+
+
+def _total(gradients: Tensor, scale: Tensor | None, weight: Tensor) -> Tensor:
+    """The sum of one parameter's gradients [N, 1, G K], in the shape and dtype of the weight."""
+    scale = gradients.new_ones(len(gradients)) if scale is None else scale.to(gradients.dtype)
+    return scaled_sum(scale, gradients.flatten(1)).to(weight.dtype).view(weight.shape)
 
 
 def empty_in_lines(input: Tensor, by_row: bool) -> Tensor:
@@ -92,7 +105,36 @@ def affine_sq_norms(
     bias: bool,
 ) -> Tensor:
     """|sum_t b_nt xhat_nt|^2 and |sum_t b_nt|^2: -> [1 + bias, N]"""
-    return _sq_norms(input, grad_output, _xhat(mean, rstd), bias)
+    return _sq_norms(_by_sample(input, grad_output, _xhat(mean, rstd), bias))
+
+
+@torch.no_grad()
+def affine_by_sample(
+    input: Tensor,  # [N, T, G, K]
+    grad_output: Tensor,  # [N, T, G, K]
+    weight: Tensor | None,  # as for affine_fused; without one grad_input is [0]
+    mean: Tensor | None,  # [N, T, 1] or [N, 1, G]
+    rstd: Tensor | None,
+    frozen: bool,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """grad_input, sq_norms, and the samples' own gradients [1 + bias, N, P, G K], P = 1."""
+    if not (frozen or rstd is not None or weight is None):
+        raise ValueError("rstd must be given unless frozen; got None")
+    features, by_row = _xhat(mean, rstd), is_by_row(input, rstd, frozen)
+    each, dims = _by_sample(input, grad_output, features, bias), (3,) if by_row else (1, 3)
+    if weight is None:
+        return input.new_empty(0), _sq_norms(each), each
+    grad_input, w = empty_in_lines(input, by_row), _by_feature(weight, input)
+    for chunk, _, g, xhat in _chunks(input, grad_output, features):
+        inner = g * w
+        if not frozen:
+            slope = (inner * xhat).mean(dims, keepdim=True)
+            shift = inner.mean(dims, keepdim=True) if mean is not None else 0
+            inner = inner - shift - xhat * slope
+        inner = inner if rstd is None else inner * _statistic(rstd, chunk)
+        grad_input[chunk] = inner.to(input.dtype)
+    return grad_input, _sq_norms(each), each
 
 
 @torch.no_grad()
@@ -107,40 +149,17 @@ def affine_fused(
     bias: bool,
 ) -> AffineFused:
     """grad_input, sum_n scale_n of the weight's and the bias's gradients, and their sq_norms."""
-    if not frozen and rstd is None:
-        raise ValueError("rstd must be given unless frozen; got None")
-    by_row = is_by_row(input, rstd, frozen)
-    dims = (3,) if by_row else (1, 3)
-    grad_input = empty_in_lines(input, by_row)
-    wide = accumulation_dtype(input.dtype)
-    w = _by_feature(weight, input)
-    n, totals = input.shape[0], input.new_zeros(2, *w.shape, dtype=wide)
-    scales = input.new_ones(n, dtype=wide) if scale is None else scale.to(wide)
-    for chunk, _, g, xhat in _chunks(input, grad_output, _xhat(mean, rstd)):
-        totals[0] += scaled_sum(scales[chunk], (g * xhat).sum(1))
-        totals[1] += scaled_sum(scales[chunk], g.sum(1))
-        inner = g * w
-        if not frozen:
-            slope = (inner * xhat).mean(dims, keepdim=True)
-            shift = inner.mean(dims, keepdim=True) if mean is not None else 0
-            inner = inner - shift - xhat * slope
-        grad_input[chunk] = (inner if rstd is None else inner * _statistic(rstd, chunk)).to(
-            input.dtype
-        )
-    grad_weight, grad_bias = totals.to(weight.dtype).view(2, *weight.shape).unbind()
-    sq_norms = _sq_norms(input, grad_output, _xhat(mean, rstd), bias)
-    return (
-        grad_input,
-        grad_weight.contiguous(),
-        grad_bias if bias else weight.new_empty(0),
-        sq_norms,
+    grad_input, sq_norms, each = affine_by_sample(
+        input, grad_output, weight, mean, rstd, frozen, bias
     )
+    totals = [_total(gradients, scale, weight) for gradients in each]
+    return grad_input, totals[0], totals[1] if bias else weight.new_empty(0), sq_norms
 
 
 @torch.no_grad()
 def prelu_sq_norms(input: Tensor, grad_output: Tensor) -> Tensor:
     """|sum_t b_nt min(x_nt, 0)|^2: [N, T, G, K], the same -> [1, N]"""
-    return _sq_norms(input, grad_output, _negative, False)
+    return _sq_norms(_by_sample(input, grad_output, _negative, False))
 
 
 @torch.no_grad()
@@ -151,16 +170,11 @@ def prelu_fused(
     scale: Tensor | None,  # [N]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad_input, sum_n scale_n of the weight's gradients, and their sq_norms [1, N]."""
-    wide = accumulation_dtype(input.dtype)
-    grad_input = empty_in_lines(input, False)
-    w = _by_feature(weight, input)
-    total = torch.zeros_like(w)
-    scales = input.new_ones(len(input), dtype=wide) if scale is None else scale.to(wide)
-    for chunk, x, g, f in _chunks(input, grad_output, _negative):
-        total += scaled_sum(scales[chunk], (g * f).sum(1))
+    each = _by_sample(input, grad_output, _negative, False)
+    grad_input, w = empty_in_lines(input, False), _by_feature(weight, input)
+    for chunk, x, g, _ in _chunks(input, grad_output, _negative):
         grad_input[chunk] = torch.where(x > 0, g, g * w).to(input.dtype)
-    total = total.to(weight.dtype).view(weight.shape)
-    return grad_input, total, prelu_sq_norms(input, grad_output)
+    return grad_input, _total(each[0], scale, weight), _sq_norms(each)
 
 
 @torch.no_grad()

@@ -39,7 +39,5 @@ def norms(rows: Tensor) -> Tensor:
 
 def scaled_sum(scale: Tensor, grads: Tensor) -> Tensor:
     """[n], [n, *] -> [*]: a sample of scale 0 is left out, whatever its numbers."""
-    kept = scale != 0
-    if not bool(kept.all()):
-        scale, grads = scale[kept], grads[kept]
-    return torch.tensordot(scale, grads, dims=1)
+    kept = (scale != 0).view(-1, *(1,) * (grads.dim() - 1))
+    return torch.tensordot(scale, torch.where(kept, grads, 0), dims=1)  # to ask first would wait
