@@ -5,8 +5,8 @@
 // the halo of a tile again from L2. Shared memory bounds a loop that reads the image for every tap, so square kernels
 // of 3, 5 and 7 keep a window of it in registers (Window); others do not (EachTap).
 // Workspace: 8 N units bytes of squares; fused, parts copies of grad_weight in the accumulator type, and the bias's.
-// units = ceil(groups / 32) x pairs of channels in a group x passes over the taps, parts = at most ceil(1024 / units)
-// and N: no more than 7 MB (doubles 13) of copies if there are several.
+// units = ceil(groups / 32) x pairs of channels in a group x passes over the taps, parts = ceil(1024 / units), at most
+// N: no more than 13 MB of copies if there are several.
 #include "device.cuh"
 #include "dispatch.cuh"
 #include "kernels.h"
@@ -18,7 +18,7 @@ namespace torchgradx::cuda {
 namespace {
 
 constexpr int kMostThreads = 256;
-constexpr int kMostSide = 16;             // of a tile of grad_output; the pitch of its rows in shared memory
+constexpr int kMostSide = 16;  // of a tile of grad_output; the pitch of its rows in shared memory
 constexpr int kTotalPitch = warp_threads + 1;
 // Of halves, blocks of four warps: four on an SM. Of others, blocks of eight: two.
 constexpr int64_t kTileBytes = 56 << 10, kWiderTileBytes = 72 << 10;
