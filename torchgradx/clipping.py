@@ -285,12 +285,11 @@ def _sample(grad: Tensor) -> Tensor:
 
 def _hooked(p: Tensor) -> bool:
     """Return True if it has hooks of the user's."""
-    hooks: list[Any] = [*(p._backward_hooks or {}).values()]
-    hooks += (p._post_accumulate_grad_hooks or {}).values()
-    return any(
-        not isinstance(hook, partial) or not hook.func.__module__.startswith(__package__)
-        for hook in hooks
-    )
+    for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks):
+        for hook in hooks.values() if hooks else ():
+            if not isinstance(hook, partial) or not hook.func.__module__.startswith(__package__):
+                return True
+    return False
 
 
 def dense(made: Tensor) -> Tensor:

@@ -57,19 +57,20 @@ class Deferred(Books):
 
 
 def _add(p: Tensor, found: Sum) -> None:
-    grad, scale = p.grad, found.scale
-    if grad is None and found.made.is_sparse:
-        p.grad = found.made * scale
+    grad, made, scale = p.grad, found.made, found.scale
+    if grad is None and made.is_sparse:
+        p.grad = made * scale
     elif grad is None:
-        made = found.made.detach().reshape(p.shape)
+        made = made.detach() if made.requires_grad else made
+        made = made if made.shape == p.shape else made.reshape(p.shape)
         made = made if scale == 1 else made * scale
         alike = made.dtype == p.dtype and made.stride() == p.stride()
         p.grad = made if alike else torch.empty_like(p).copy_(made)
     elif grad.is_sparse:
-        made = found.made if found.made.is_sparse else found.made.reshape(p.shape).to_sparse(1)
+        made = made if made.is_sparse else made.reshape(p.shape).to_sparse(1)
         p.grad = grad + made * scale
     else:
-        grad.add_(dense(found.made).reshape(p.shape), alpha=scale)
+        grad.add_(dense(made).reshape(p.shape), alpha=scale)
 
 
 def _averaged(ddp: Any, tensors: Sequence[Tensor], sums: Iterable[Sum]) -> list[Sum]:
