@@ -25,7 +25,7 @@ CUDA_OPERATORS = (
     *("rank1_sq_norms", "gram_sq_norms", "direct_sq_norms", "bias_sq_norms", "linear_fused"),
     *("conv2d_gram_sq_norms", "conv2d_direct_sq_norms", "conv2d_fused"),
     *("affine_sq_norms", "affine_fused", "prelu_sq_norms", "prelu_fused"),
-    *("moments", "gather_sq_norms"),
+    *("moments", "turned", "gather_sq_norms"),
 )
 
 

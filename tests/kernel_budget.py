@@ -67,6 +67,7 @@ BUDGETS = [
     Budget("affine_columns_kernel<*, true, *>", 512, 80, {"LDG": 8}),
     Budget("affine_columns_kernel<*>", 512, 80, {"LDG": 24}),
     Budget("affine_input_kernel<*>", 256, 40, {"LDG": 32}),
+    Budget("turn_kernel<*>", 256, 64, {"LDG": 4, "STG": 4}),  # 128 bytes a thread under way
     Budget("gather_kernel<double>", 512, 64, {"LDG": 24}),  # eight rows under way
     Budget("gather_kernel<*>", 512, 40, {"LDG": 24}),
     Budget("moments_kernel<*>", 256, 40, {"LDG": 8}),  # four elements under way, in two passes

@@ -6,7 +6,14 @@ whose intermediates fit in CHUNK elements. Shapes are as there; row 0 of every s
 the weight's, row 1 the bias's.
 """
 
-from .affine import affine_fused, affine_sq_norms, moments, prelu_fused, prelu_sq_norms
+from .affine import (
+    affine_fused,
+    affine_sq_norms,
+    moments,
+    prelu_fused,
+    prelu_sq_norms,
+    turned,
+)
 from .gather import gather_dots, gather_sq_norms
 from .linear import (
     bias_sq_norms,
@@ -39,4 +46,5 @@ __all__ = [
     "prelu_fused",
     "prelu_sq_norms",
     "rank1_sq_norms",
+    "turned",
 ]
