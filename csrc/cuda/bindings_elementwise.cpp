@@ -139,8 +139,9 @@ std::tuple<Tensor, Tensor> moments(const Tensor& input, double eps, bool centred
   const MomentsProblem p{dtype_of(input), input.size(0),      input.size(1), input.size(2),
                          input.size(3),   elements_of(input), over_positions};
   const Run run(input);
-  run("moments", 0, [&](void*, cudaStream_t stream) {
-    return launch_moments(p, eps, centred ? mean.mutable_data_ptr() : nullptr, rstd.mutable_data_ptr(), stream);
+  run("moments", moments_workspace(p, centred), [&](void* workspace, cudaStream_t stream) {
+    return launch_moments(p, eps, centred ? mean.mutable_data_ptr() : nullptr, rstd.mutable_data_ptr(), workspace,
+                          stream);
   });
   return {mean, rstd};
 }

@@ -212,7 +212,9 @@ struct MomentsProblem {
   ElementOperand input;
   bool over_positions;
 };
-cudaError_t launch_moments(const MomentsProblem& problem, double eps, void* mean, void* rstd, cudaStream_t stream);
+size_t moments_workspace(const MomentsProblem& problem, bool centred);
+cudaError_t launch_moments(const MomentsProblem& problem, double eps, void* mean, void* rstd, void* workspace,
+                           cudaStream_t stream);
 
 // turn.cu: from [N, R, C] with strides n, 1, c -> to, contiguous; any elements of 2, 4 or 8 bytes.
 struct TurnProblem {
