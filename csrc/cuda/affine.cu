@@ -172,12 +172,16 @@ struct AffineWorkspace {
   double* partials;
   void *sums, *means, *sweep;
 
-  AffineWorkspace(const AffineProblem& p, const InputGradient& to, void* workspace)
+  // kept: where the sums go, if they are a result.
+  AffineWorkspace(const AffineProblem& p, const InputGradient& to, void* workspace, bool keeps = false,
+                  void* kept = nullptr)
       : carver(workspace),
         partials(sweeps(p, to) ? nullptr : carver.take<double>(2 * p.N * Cut(p).blocks * sizeof(double))),
-        sums(to.data ? carver.take<void>(2 * p.N * p.G * p.K * accumulator_bytes(p.dtype)) : nullptr),
+        sums(keeps     ? kept
+             : to.data ? carver.take<void>(2 * p.N * p.G * p.K * accumulator_bytes(p.dtype))
+                       : nullptr),
         means(sweep_input_suits(p, to) ? carver.take<void>(2 * p.N * p.G * accumulator_bytes(p.dtype)) : nullptr),
-        sweep(sweeps(p, to) ? carver.take<void>(sweep_workspace(p, to.data)) : nullptr) {}
+        sweep(sweeps(p, to) ? carver.take<void>(sweep_workspace(p, keeps || to.data)) : nullptr) {}
 };
 
 // to.data null: norms alone; else grad_input too where `writes`.
@@ -248,17 +252,16 @@ int64_t affine_parts(const AffineProblem& p, const InputGradient& to) {
 
 size_t affine_by_sample_workspace(const AffineProblem& p, const InputGradient& to) {
   if (to.data && affine_rows_suit(p, to)) return affine_rows_by_sample_workspace(p);
-  return AffineWorkspace(p, false, nullptr).carver.size();
+  return AffineWorkspace(p, to, nullptr, /*keeps=*/true).carver.size();
 }
 
 cudaError_t launch_affine_by_sample(const AffineProblem& p, const InputGradient& to, bool bias, void* by_sample,
                                     void* sq_norms, void* workspace, cudaStream_t stream) {
   if (to.data && affine_rows_suit(p, to))
     return launch_affine_rows_by_sample(p, to, bias, by_sample, sq_norms, workspace, stream);
-  AffineWorkspace own(p, false, workspace);
-  own.sums = by_sample;
+  const AffineWorkspace own(p, to, workspace, /*keeps=*/true, by_sample);
   const cudaError_t error = launch_columns(p, to, to.data && to.frozen, bias, own, sq_norms, stream);
-  return error == cudaSuccess && to.data && !to.frozen ? launch_input(p, to, by_sample, stream) : error;
+  return error == cudaSuccess && to.data && !to.frozen ? launch_input(p, to, own, stream) : error;
 }
 
 size_t affine_fused_workspace(const AffineProblem& p, const InputGradient& to, const Gradients& gradients) {
