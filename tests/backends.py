@@ -26,7 +26,7 @@ CUDA_OPERATORS = (
     *("conv2d_gram_sq_norms", "conv2d_direct_sq_norms", "conv2d_fused"),
     *("linear_scaled", "conv2d_scaled", "affine_sum"),
     *("affine_sq_norms", "affine_fused", "affine_by_sample", "prelu_sq_norms", "prelu_fused"),
-    *("moments", "gather_sq_norms", "gather_dots"),
+    *("moments", "turned", "gather_sq_norms", "gather_dots"),
 )
 
 

@@ -72,6 +72,13 @@ BUDGETS = [
     Budget("affine_columns_kernel<*, true, *>", 512, 80, {"LDG": 8}),
     Budget("affine_columns_kernel<*>", 512, 80, {"LDG": 24}),
     Budget("affine_input_kernel<*>", 256, 40, {"LDG": 32}),
+    # 16 bytes of columns a thread, four positions under way, three blocks; coefficients of each.
+    Budget("affine_sweep_kernel<*, (Kind)2>", 256, 64, {"LDG": 5}),
+    Budget("affine_sweep_kernel<*>", 256, 80, {"LDG": 8}),
+    Budget("affine_sweep_input_kernel<*>", 256, 80, {"LDG": 4}),
+    Budget("affine_join_kernel<*>", 256, 64),
+    Budget("moments_join_kernel<*>", 256, 64),
+    Budget("turn_kernel<*>", 256, 64, {"LDG": 4, "STG": 4}),  # 128 bytes a thread under way
     Budget("gather_kernel<double>", 512, 64, {"LDG": 24}),  # eight rows under way
     Budget("gather_kernel<*>", 512, 40, {"LDG": 24}),
     Budget("moments_kernel<*>", 256, 40, {"LDG": 8}),  # four elements under way, in two passes

@@ -218,6 +218,8 @@ OF_LAYOUTS = [
     Affine("group_norm", 3, 6, 4, 5),
     Affine("group_norm", 3, 6, 1, 16),
     Affine("group_norm", 3, 6, 7, 1),  # an InstanceNorm
+    Affine("group_norm", 3, 9, 4, 4),
+    Affine("layer_norm", 3, 9, 1, 32),
     Affine("batch_norm", 3, 6, 19, 1),
     Affine("scale", 3, 6, 17, 1),
     Affine("scale", 3, 1, 17, 1),

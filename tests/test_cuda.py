@@ -223,6 +223,40 @@ def test_a_scaled_step_in_float16_has_the_norms_of_an_unscaled_one(options):
             optimizer.zero_grad()
 
 
+def strided_copies(step):
+    """Kernels of the framework that copy from one order into another."""
+    step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    return sum("nocast<at::native::direct_copy" in event.name for event in seen.events())
+
+
+def test_convolutions_and_norms_in_channels_last_turn_no_operand_twice():
+    """Plain: before each GroupNorm and each convolution, and both operands of its backward."""
+
+    def block(channels, out, kernel):
+        convolution = nn.Conv2d(channels, out, kernel, padding=kernel // 2, bias=False)
+        return [convolution, nn.GroupNorm(8, out), nn.ReLU()]
+
+    model = nn.Sequential(*block(16, 32, 3), *block(32, 64, 1), *block(64, 32, 3))
+    model = model.to("cuda", torch.bfloat16, memory_format=torch.channels_last)
+    x = torch.randn(8, 16, 24, 24, device="cuda").bfloat16()
+    x = x.contiguous(memory_format=torch.channels_last)
+
+    def step():
+        model.zero_grad()
+        model(x).float().square().mean().backward()
+
+    plain = strided_copies(step)
+    with torchgradx.attach(model) as probe:
+        attached = strided_copies(step)
+        assert probe.norms().shape == (8,)
+    assert plain >= 8
+    assert attached <= plain // 4
+
+
 # Jobs
 
 

@@ -34,7 +34,10 @@ PROBLEMS = (
     Affine("group_norm", 3, 50, 2, 35),
     Affine("group_norm", 2, 300, 2, 40),
     Affine("group_norm", 2, 2100, 3, 1),
+    Affine("group_norm", 2, 70, 32, 2),  # several positions a warp, several groups a piece
     Affine("batch_norm", 3, 6, 40, 1),
+    Affine("group_norm", 2, 24, 4, 136),  # several blocks side by side
+    Affine("batch_norm", 3, 20, 24, 1),
     Affine("scale", 5, 1, 300, 1),
     Affine("prelu", 2, 1100, 3, 1),
     Affine("prelu", 3, 9, 1, 1),
@@ -161,6 +164,30 @@ LARGE = {
     "too wide": (16, 512, 1, 16384, 0, 0),
     "groups": (64, 784, 32, 16, 0, 0),
 }
+
+
+# N, T, G, K of rows side by side, and their parts: of 1024 blocks, or one in which four positions
+# are a thread's
+SIDE_BY_SIDE = {
+    "one chunk": (16, 196, 32, 8, {torch.float32: 7, torch.bfloat16: 7}),
+    "few positions a block": (8, 49, 2, 1024, {torch.float32: 2, torch.bfloat16: 2}),
+    "many samples": (520, 40, 1, 16, {torch.float32: 1, torch.bfloat16: 1}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SIDE_BY_SIDE)
+def test_side_by_side_they_take_what_their_header_states(name, dtype):
+    n, t, g, k, parts = SIDE_BY_SIDE[name]
+    x, stat, columns = torch.ones(n, t, g, k, dtype=dtype), torch.ones(n, 1, g), 8 * n * g * k
+    parts = parts[dtype]
+    norms_alone = _taken("affine_sq_norms", x, x, stat, stat, True) - 8 * n
+    assert norms_alone <= (_piece(columns * parts) if parts > 1 else 16 * n + 256)
+    arguments = (x, x, torch.ones(g, k), stat, stat, False, None, True)
+    results = n * t * g * k * dtype.itemsize + 8 * g * k + 8 * n
+    taken = _taken("affine_fused", *arguments) - results
+    assert taken == _piece(columns) + _piece(8 * n * g) + _piece(columns * parts)
+    assert _taken("moments", x, 1e-5, True, True) - 8 * n * g == _piece(columns * parts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -95,6 +95,8 @@ def valid_elementwise(operator, rng):
         "prelu_fused": "input grad_output weight scale",
         "moments": "input eps centred over_positions",
     }
+    if operator == "turned":
+        return {"input": torch.ones(n, t, g)}
     return {name: each[name] for name in named[operator].split()}
 
 
@@ -182,7 +184,7 @@ def raw_call(rng):
     name = rng.choice(reference.__all__)
     if name.startswith("gather"):
         arguments = (valid_gather_dots if name.endswith("dots") else valid_embedding)(rng)
-    elif name.startswith(("affine", "prelu", "moments")):
+    elif name.startswith(("affine", "prelu", "moments", "turned")):
         arguments = valid_elementwise(name, rng)
     else:
         arguments = (valid_conv2d if name.startswith("conv2d") else valid_linear)(rng)

@@ -197,13 +197,14 @@ def _elementwise_arguments(operator, bias):
         "prelu_sq_norms": (x, g),
         "prelu_fused": (x, g, weight, scale),
         "moments": (x, 1e-5, bias, True),
+        "turned": (x[:, :, 0].mT,),
         "gather_sq_norms": (ids, g[..., 0], 2),
         "gather_dots": (ids, g[..., 0], x[:, :3, 0, :2], torch.ones(3, 3, 6), None),
     }[operator]
 
 
 def _arguments(operator, bias):
-    if operator.startswith(("affine", "prelu", "moments", "gather")):
+    if operator.startswith(("affine", "prelu", "moments", "turned", "gather")):
         return _elementwise_arguments(operator, bias)
     linear = Linear(3, 1 if operator.startswith("rank1") else 5, 7, 4)
     conv2d = Conv2d(3, 4, 6, (7, 5), (3, 3), (2, 1), (1, 1), (1, 1), 2)

@@ -28,6 +28,7 @@ __all__ = [
     "moments",
     "prelu_fused",
     "prelu_sq_norms",
+    "turned",
 ]
 
 
@@ -166,6 +167,11 @@ def moments(
     dtype = accumulation_dtype(input.dtype)
     rstd = input.new_empty(n, 1 if over_positions else t, groups, dtype=dtype)
     return rstd.new_empty(rstd.shape if centred else (0,)), rstd
+
+
+def turned(input: Tensor) -> Tensor:
+    _expect(3, input=input)
+    return input.new_empty(input.shape)
 
 
 def gather_sq_norms(indices: Tensor, grad_output: Tensor, padding_idx: int | None) -> Tensor:

@@ -115,6 +115,7 @@ affine_by_sample = _operator("affine_by_sample", fakes.affine_by_sample)
 prelu_sq_norms = _operator("prelu_sq_norms", fakes.prelu_sq_norms)
 prelu_fused = _operator("prelu_fused", fakes.prelu_fused)
 moments = _operator("moments", fakes.moments)
+turned = _operator("turned", fakes.turned)
 gather_sq_norms = _operator("gather_sq_norms", fakes.gather_sq_norms)
 gather_dots = _operator("gather_dots", fakes.gather_dots)
 

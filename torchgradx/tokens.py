@@ -24,7 +24,7 @@ MEAN = "".join(["me", "an"])
 ONE = float("1.0")
 
 RECTIFIERS = ("Relu", "Threshold", "Clamp", "Hardtanh")  # whose gradient is zero here and there
-LOOKS = 64  # passes that are looked at on a GPU, where each costs a sweep over the outputs
+LATEST = 64  # looks whose answers are kept, where nobody reads
 WARNING = (
     "token mean? Some tokens of the outputs received no gradient (padding, ignore_index), more of "
     "them in some samples than in others. Under a loss that is a mean over all tokens of the "
@@ -90,10 +90,9 @@ class TokenWatch:
         """Looks only if neither option was given, not even as its default."""
         self.on = options["loss_reduction"] is MEAN and options["loss_scale"] is ONE
         self._batch_dim: int = options["batch_dim"]
-        self._looks = LOOKS
+        self._reads = 0
         self._found: list[Tensor] = []  # bool [], on the outputs' device
         self._sent: list[tuple[Tensor, Any]] = []  # the same on the host, and when they are there
-        self._read = False
 
     def watch(self, output: Any, n: int) -> None:
         """Look at the gradients that a forward's outputs will receive."""
@@ -130,28 +129,27 @@ class TokenWatch:
                 if not bool(zero.any()):
                     return
                 zero[zero.clone()] = (grad[zero] == 0).all(-1)
-            elif self._looks > 0:
-                self._looks -= 1
-                zero = (grad == 0).all(-1)
+            elif self._reads & (self._reads - 1):
+                return  # a sweep over the outputs: after 0, 1, 2, 4, 8, ... reads alone
             else:
-                return
+                zero = (grad == 0).all(-1)
             counts = zero.movedim(at, 0).flatten(1).sum(1)
-            self._found = [*self._found[-LOOKS:], (counts != counts[0]).any()]
+            self._found = [*self._found[-LATEST:], (counts != counts[0]).any()]
 
     def warn(self) -> None:
         """Warn, once, if a pass since the last call was of samples of unequal lengths. On a GPU the
         first call alone waits to know; later ones leave to the next what is on its way."""
+        self._reads += 1
         found, self._found = self._found, []
         sent, self._sent = [*self._sent, *map(_sent, found)], []
         for flag, there in sent:
-            if there is not None and not self._read:
+            if there is not None and self._reads == 1:
                 there.synchronize()
             if there is not None and not there.query():
                 self._sent.append((flag, there))
             elif self.on and flag:
                 self.on = False
                 warnings.warn(WARNING, stacklevel=4)
-        self._read |= bool(sent)
 
 
 def _sent(flag: Tensor) -> tuple[Tensor, Any]:

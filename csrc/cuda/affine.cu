@@ -3,8 +3,9 @@
 // needs nothing but its own element (frozen statistics, PReLU); a GroupNorm's needs its group's sums, and so both
 // operands again (from L2, where they fit it), as does a LayerNorm whose rows affine_rows.cu cannot hold.
 // Squares are taken in double. Sums run in an order that depends on sizes and strides alone.
+// What lies with its features side by side and waits for its sums is affine_sweep.cu's.
 // Workspace: 16 N ceil(C / 32) bytes at most; fused, 2 N C accumulators more. C = G K.
-#include "affine.cuh"
+#include "affine_sweep.cuh"
 
 #include <cstdlib>
 
@@ -162,20 +163,31 @@ struct Cut {
   }
 };
 
+bool sweeps(const AffineProblem& p, const InputGradient& to) {  // to: or of norms alone
+  return sweep_suits(p) && !(to.data && to.frozen);
+}
+
 struct AffineWorkspace {
   Carver carver;
   double* partials;
-  void* sums;
+  void *sums, *means, *sweep;
 
-  AffineWorkspace(const AffineProblem& p, bool fused, void* workspace)
+  // kept: where the sums go, if they are a result.
+  AffineWorkspace(const AffineProblem& p, const InputGradient& to, void* workspace, bool keeps = false,
+                  void* kept = nullptr)
       : carver(workspace),
-        partials(carver.take<double>(2 * p.N * Cut(p).blocks * sizeof(double))),
-        sums(fused ? carver.take<void>(2 * p.N * p.G * p.K * accumulator_bytes(p.dtype)) : nullptr) {}
+        partials(sweeps(p, to) ? nullptr : carver.take<double>(2 * p.N * Cut(p).blocks * sizeof(double))),
+        sums(keeps     ? kept
+             : to.data ? carver.take<void>(2 * p.N * p.G * p.K * accumulator_bytes(p.dtype))
+                       : nullptr),
+        means(sweep_input_suits(p, to) ? carver.take<void>(2 * p.N * p.G * accumulator_bytes(p.dtype)) : nullptr),
+        sweep(sweeps(p, to) ? carver.take<void>(sweep_workspace(p, keeps || to.data)) : nullptr) {}
 };
 
 // to.data null: norms alone; else grad_input too where `writes`.
 cudaError_t launch_columns(const AffineProblem& p, const InputGradient& to, bool writes, bool bias,
                            const AffineWorkspace& own, void* sq_norms, cudaStream_t stream) {
+  if (sweeps(p, to)) return launch_sweep(p, bias, to.weight, own.sums, own.means, sq_norms, own.sweep, stream);
   const Cut cut(p);
   if (!fits(p) || p.N > kMostIndex / 2 / std::max<int64_t>(cut.blocks, 1)) return cudaErrorInvalidConfiguration;
   const bool moving = p.mean.t != 0 || p.rstd.t != 0;
@@ -199,14 +211,16 @@ cudaError_t launch_columns(const AffineProblem& p, const InputGradient& to, bool
   return error;
 }
 
-cudaError_t launch_input(const AffineProblem& p, const InputGradient& to, const void* sums, cudaStream_t stream) {
+cudaError_t launch_input(const AffineProblem& p, const InputGradient& to, const AffineWorkspace& own,
+                         cudaStream_t stream) {
   constexpr int64_t kElements = 1 << 13;  // of a block
   if (p.N == 0 || p.T == 0 || p.G == 0 || p.K == 0) return cudaSuccess;
+  if (own.means) return launch_sweep_input(p, to, own.means, stream);
   const int64_t positions = to.by_row ? 1 : std::clamp<int64_t>(kElements / p.K, 1, p.T);
   const int64_t blocks = ceil_div(p.T, positions);
   if (p.N > kMostIndex / p.G / blocks) return cudaErrorInvalidConfiguration;
   const bool along_positions = positions > 1 && positions_closer(p);
-  const Elements cut{sums,
+  const Elements cut{own.sums,
                      int(positions),
                      FastDivisor(blocks),
                      FastDivisor(p.G),
@@ -224,12 +238,12 @@ cudaError_t launch_input(const AffineProblem& p, const InputGradient& to, const 
 }  // namespace
 
 size_t affine_workspace(const AffineProblem& problem, bool) {
-  return AffineWorkspace(problem, false, nullptr).carver.size();
+  return AffineWorkspace(problem, {}, nullptr).carver.size();
 }
 
 cudaError_t launch_affine(const AffineProblem& problem, bool bias, void* sq_norms, void* workspace,
                           cudaStream_t stream) {
-  return launch_columns(problem, {}, false, bias, AffineWorkspace(problem, false, workspace), sq_norms, stream);
+  return launch_columns(problem, {}, false, bias, AffineWorkspace(problem, {}, workspace), sq_norms, stream);
 }
 
 int64_t affine_parts(const AffineProblem& p, const InputGradient& to) {
@@ -238,30 +252,29 @@ int64_t affine_parts(const AffineProblem& p, const InputGradient& to) {
 
 size_t affine_by_sample_workspace(const AffineProblem& p, const InputGradient& to) {
   if (to.data && affine_rows_suit(p, to)) return affine_rows_by_sample_workspace(p);
-  return AffineWorkspace(p, false, nullptr).carver.size();
+  return AffineWorkspace(p, to, nullptr, /*keeps=*/true).carver.size();
 }
 
 cudaError_t launch_affine_by_sample(const AffineProblem& p, const InputGradient& to, bool bias, void* by_sample,
                                     void* sq_norms, void* workspace, cudaStream_t stream) {
   if (to.data && affine_rows_suit(p, to))
     return launch_affine_rows_by_sample(p, to, bias, by_sample, sq_norms, workspace, stream);
-  AffineWorkspace own(p, false, workspace);
-  own.sums = by_sample;
+  const AffineWorkspace own(p, to, workspace, /*keeps=*/true, by_sample);
   const cudaError_t error = launch_columns(p, to, to.data && to.frozen, bias, own, sq_norms, stream);
-  return error == cudaSuccess && to.data && !to.frozen ? launch_input(p, to, by_sample, stream) : error;
+  return error == cudaSuccess && to.data && !to.frozen ? launch_input(p, to, own, stream) : error;
 }
 
 size_t affine_fused_workspace(const AffineProblem& p, const InputGradient& to, const Gradients& gradients) {
   if (affine_rows_suit(p, to)) return affine_rows_workspace(p, gradients);
-  return AffineWorkspace(p, true, nullptr).carver.size();
+  return AffineWorkspace(p, to, nullptr).carver.size();
 }
 
 cudaError_t launch_affine_fused(const AffineProblem& p, const InputGradient& to, const Gradients& gradients,
                                 void* sq_norms, void* workspace, cudaStream_t stream) {
   if (affine_rows_suit(p, to)) return launch_affine_rows(p, to, gradients, sq_norms, workspace, stream);
-  const AffineWorkspace own(p, true, workspace);
+  const AffineWorkspace own(p, to, workspace);
   cudaError_t error = launch_columns(p, to, to.frozen, gradients.bias, own, sq_norms, stream);
-  if (error == cudaSuccess && !to.frozen) error = launch_input(p, to, own.sums, stream);
+  if (error == cudaSuccess && !to.frozen) error = launch_input(p, to, own, stream);
   const int64_t C = p.G * p.K;
   const char* const products = static_cast<const char*>(own.sums);
   if (error == cudaSuccess)

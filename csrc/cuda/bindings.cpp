@@ -155,7 +155,7 @@ Served images_by_sm90(const Run& run, const ConvShape& s, const Tensor& input, c
   const auto as_rows = [&](const Tensor& x, const Tensor& g) {
     return rows_by_sm90(run, {x, rows_of_pixels(g)}, gradients, sq_norms) ? Served::kContiguous : Served::kNot;
   };
-  const Tensor g = grads.contiguous(MemoryFormat::ChannelsLast);
+  const Tensor g = in_format(grads, MemoryFormat::ChannelsLast);
   const bool unpadded = s.padH + s.padW == 0;
   if (s.C % 8) {
     const bool apart = unpadded && s.strideH == s.kH && s.strideW == s.kW && s.dilationH * s.dilationW == 1 &&
@@ -163,7 +163,7 @@ Served images_by_sm90(const Run& run, const ConvShape& s, const Tensor& input, c
     return apart ? as_rows(rows_of_patches(s, input), g)
                  : rows_of_kernel_by_sm90(run, s, input, g, gradients, sq_norms);
   }
-  const Tensor x = input.contiguous(MemoryFormat::ChannelsLast);
+  const Tensor x = in_format(input, MemoryFormat::ChannelsLast);
   if (s.kH * s.kW == 1 && unpadded && s.strideH * s.strideW == 1) return as_rows(rows_of_pixels(x), g);
   return run_sm90(run, problem_of(s, x, g, run), gradients, sq_norms) ? Served::kChannelsLast : Served::kNot;
 }

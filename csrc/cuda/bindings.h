@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../operators/checks.h"
+#include "../operators/formats.h"
 #include "../operators/ops.h"
 #include "kernels.h"
 
@@ -107,6 +108,13 @@ inline DType dtype_of(const Tensor& t) {
 
 inline at::ScalarType accumulator_of(const Tensor& t) {
   return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// turn.cu, for [N, R, C] of which operators/formats.h says that it turns.
+Tensor turned(const Tensor& input);
+
+inline Tensor in_format(const Tensor& t, at::MemoryFormat format) {
+  return torchgradx::in_format(t, format, turned);
 }
 
 }  // namespace torchgradx::cuda

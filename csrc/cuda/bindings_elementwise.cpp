@@ -20,8 +20,17 @@ Tensor lying_as(const Tensor& t, const Tensor& input) {  // [N, T, G, K]
   const auto by_position = [](const Tensor& x) {
     return x.size(1) > 1 && x.stride(1) < x.stride(x.size(3) > 1 ? 3 : 2);
   };
-  const bool columns = t.size(2) * t.size(3) > 1 && t.size(1) > 1;
-  return columns && by_position(t) != by_position(input) ? at::empty_like(input).copy_(t) : t;
+  const int64_t N = t.size(0), T = t.size(1), G = t.size(2), K = t.size(3), C = G * K, s = t.stride(K > 1 ? 3 : 2);
+  if (C == 1 || T == 1 || by_position(t) == by_position(input)) return t;
+  const bool joint = G == 1 || K == 1 || t.stride(2) == K * t.stride(3);
+  if (joint && by_position(t)) {
+    const Tensor rows = viewed(t, {N, T, C}, {t.stride(0), t.stride(1), s});
+    if (turns(rows)) return viewed(turned(rows), t.sizes(), {T * C, C, K, 1});
+  } else if (joint) {
+    const Tensor planes = viewed(t, {N, C, T}, {t.stride(0), s, t.stride(1)});
+    if (turns(planes)) return viewed(turned(planes), t.sizes(), {T * C, 1, K * T, T});
+  }
+  return at::empty_like(input).copy_(t);
 }
 
 Statistic statistic_of(const OptionalTensor& t) {  // [N, T or 1, G], each of which may be 1
@@ -167,8 +176,9 @@ std::tuple<Tensor, Tensor> moments(const Tensor& input, double eps, bool centred
   const MomentsProblem p{dtype_of(input), input.size(0),      input.size(1), input.size(2),
                          input.size(3),   elements_of(input), over_positions};
   const Run run(input);
-  run("moments", 0, [&](void*, cudaStream_t stream) {
-    return launch_moments(p, eps, centred ? mean.mutable_data_ptr() : nullptr, rstd.mutable_data_ptr(), stream);
+  run("moments", moments_workspace(p, centred), [&](void* workspace, cudaStream_t stream) {
+    return launch_moments(p, eps, centred ? mean.mutable_data_ptr() : nullptr, rstd.mutable_data_ptr(), workspace,
+                          stream);
   });
   return {mean, rstd};
 }
@@ -200,7 +210,22 @@ Tensor gather_sq_norms(const Tensor& indices, const Tensor& grad_output, std::op
   return sq_norms;
 }
 
+Tensor checked_turned(const Tensor& input) {
+  check_operand(input, "input", 3, "[N, R, C]");
+  return turns(input) ? turned(input) : input.clone(at::MemoryFormat::Contiguous);
+}
+
 }  // namespace
+
+Tensor turned(const Tensor& input) {
+  const Tensor made = at::empty(input.sizes(), input.options());
+  const TurnProblem p{int64_t(input.element_size()), input.size(0),   input.size(1),   input.size(2),
+                      input.const_data_ptr(),        input.stride(0), input.stride(2), made.mutable_data_ptr()};
+  const Run run(input);
+  run("turn", 0, [&](void*, cudaStream_t stream) { return launch_turn(p, stream); });
+  return made;
+}
+
 }  // namespace torchgradx::cuda
 
 IMPLEMENT_OPERATORS(m) {
@@ -212,5 +237,6 @@ IMPLEMENT_OPERATORS(m) {
   m.impl("prelu_sq_norms", prelu_sq_norms);
   m.impl("prelu_fused", prelu_fused);
   m.impl("moments", moments);
+  m.impl("turned", checked_turned);
   m.impl("gather_sq_norms", gather_sq_norms);
 }

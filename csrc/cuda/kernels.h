@@ -234,7 +234,18 @@ struct MomentsProblem {
   ElementOperand input;
   bool over_positions;
 };
-cudaError_t launch_moments(const MomentsProblem& problem, double eps, void* mean, void* rstd, cudaStream_t stream);
+size_t moments_workspace(const MomentsProblem& problem, bool centred);
+cudaError_t launch_moments(const MomentsProblem& problem, double eps, void* mean, void* rstd, void* workspace,
+                           cudaStream_t stream);
+
+// turn.cu: from [N, R, C] with strides n, 1, c -> to, contiguous; any elements of 2, 4 or 8 bytes.
+struct TurnProblem {
+  int64_t bytes, N, R, C;
+  const void* from;
+  int64_t n, c;
+  void* to;
+};
+cudaError_t launch_turn(const TurnProblem& problem, cudaStream_t stream);
 
 // gather.cu: tables looked up by id, |E_n|^2 -> sq_norms [N] acc; NaN where an id is below 0.
 size_t gather_workspace(const GatherProblem& problem);

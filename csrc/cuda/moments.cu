@@ -1,8 +1,9 @@
 // Mean and 1 / sqrt(variance + eps) of each position's or each group's features, [N, T, G, K]. A block has one of them,
 // in two passes, the second about the first's mean: the difference of two large sums would leave nothing of a small
 // variance. Bound by memory: the second pass finds in a cache what the first has read.
-// A thread's sums are acc, the block's double, in an order that depends on sizes and strides alone. Workspace: none.
-#include "affine.cuh"
+// A thread's sums are acc, the block's double, in an order that depends on sizes and strides alone. Workspace: none;
+// groups whose features lie side by side are affine_sweep.cu's, which has one.
+#include "affine_sweep.cuh"
 
 namespace torchgradx::cuda {
 namespace {
@@ -52,7 +53,13 @@ __global__ void __launch_bounds__(256) moments_kernel(const ElementOperand input
 
 }  // namespace
 
-cudaError_t launch_moments(const MomentsProblem& p, double eps, void* mean, void* rstd, cudaStream_t stream) {
+size_t moments_workspace(const MomentsProblem& p, bool centred) {
+  return sweep_suits(p, centred) ? sweep_moments_workspace(p) : 0;
+}
+
+cudaError_t launch_moments(const MomentsProblem& p, double eps, void* mean, void* rstd, void* workspace,
+                           cudaStream_t stream) {
+  if (sweep_suits(p, mean)) return launch_sweep_moments(p, eps, mean, rstd, workspace, stream);
   const int64_t size = p.over_positions ? p.T * p.K : p.K, T = p.over_positions ? 1 : p.T;
   if (p.N == 0 || T == 0 || p.G == 0) return cudaSuccess;
   if (size > kMostIndex || p.N > kMostIndex / T / p.G) return cudaErrorInvalidConfiguration;

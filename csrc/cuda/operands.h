@@ -35,7 +35,7 @@ inline Images in_one_order(const ConvShape& s, const Tensor& input, const Tensor
   const auto last = [](const Tensor& t) { return t.suggest_memory_format() == MemoryFormat::ChannelsLast; };
   const bool mixed = s.C > 1 && s.O > 1 && last(input) != last(grads);
   const bool patches = s.groups == 1 && s.C % 8 == 0 && s.O % 8 == 0 && s.kH * s.kW > 1 && !last(input);
-  const auto copied = [&](MemoryFormat format) { return Images{input.contiguous(format), grads.contiguous(format)}; };
+  const auto copied = [&](MemoryFormat format) { return Images{in_format(input, format), in_format(grads, format)}; };
   if (mixed || (patches && input.element_size() == 2))
     return copied(s.groups == 1 ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
   return {input, evenly_spaced(grads)};

@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kMostThreads, Taps::kResident) planes_kernel(c
   using scalar_t = typename Taps::scalar;
   using acc_t = accumulator<scalar_t>;
   constexpr int kTaps = Taps::kTaps;
-  DYNAMIC_SHARED(acc_t, warp_sums);  // [warps, kTaps, 32], in place of the tiles
+  DYNAMIC_SHARED(acc_t, warp_sums);             // [warps, kTaps, 32], in place of the tiles
   acc_t* const total = warp_sums + p.total_at;  // [kTaps, kTotalPitch]: of this block's samples
   const int lane = threadIdx.x % warp_threads, warp = threadIdx.x / warp_threads, warps = blockDim.x / warp_threads;
 
@@ -288,7 +288,7 @@ struct Cut {
         parts(std::max<int64_t>(1, std::min(c.N, ceil_div(kBlocks, std::max<int64_t>(1, units))))),
         size(c.O * (c.C / c.groups) * c.kH * c.kW),
         threads(bytes_of(c.dtype) == 2 && window_side(c) && units * c.N >= kFewSamples ? kMostThreads / 2
-                                                                                      : kMostThreads) {}
+                                                                                       : kMostThreads) {}
 };
 
 struct PlanesWorkspace {
@@ -313,8 +313,8 @@ cudaError_t launch_taps(Planes p, const Cut& cut, cudaStream_t stream) {
   using scalar_t = typename Taps::scalar;
   using acc_t = accumulator<scalar_t>;
   const int64_t pixels = p.tile.high * kMostSide + p.tile.image_high * p.tile.image_row;
-  p.total_at = int(std::max<int64_t>(pixels * kPitch<scalar_t> * sizeof(scalar_t) / sizeof(acc_t),
-                                     Taps::kTaps * cut.threads));
+  p.total_at =
+      int(std::max<int64_t>(pixels * kPitch<scalar_t> * sizeof(scalar_t) / sizeof(acc_t), Taps::kTaps * cut.threads));
   return launch(planes_kernel<Taps>, dim3(cut.units, cut.parts), dim3(cut.threads),
                 (p.total_at + Taps::kTaps * kTotalPitch) * sizeof(acc_t), stream, p);
 }
@@ -353,9 +353,7 @@ cudaError_t launch_planes(const Conv2dProblem& c, const Gradients& gradients, co
   p.tile = make_tile(c), p.N = c.N, p.groups = c.groups;
   p.channels = int(c.C / c.groups), p.rows = int(c.O / c.groups);
   p.scale = gradients.scale, p.copies = own.copies, p.partials = own.partials;
-  cudaError_t error = dispatch(c.dtype, [&](auto zero) {
-    return launch_kernel<decltype(zero)>(c, p, cut, stream);
-  });
+  cudaError_t error = dispatch(c.dtype, [&](auto zero) { return launch_kernel<decltype(zero)>(c, p, cut, stream); });
   if (error == cudaSuccess && sq_norms.weight)
     error = launch_sum_partials(c.dtype, own.partials, c.N, cut.units, nullptr, sq_norms.weight, stream);
   if (error == cudaSuccess && gradients.weight)

@@ -211,7 +211,7 @@ class GroupNorm final : public Channels {
     // A GPU's autocast widens this one's input and not native_group_norm's.
     if (at::autocast::is_autocast_enabled(input.device().type())) return whole_forward(input, weight, bias);
     const Tensor x =
-        input.contiguous(input.device().is_cpu() ? input.suggest_memory_format() : at::MemoryFormat::Contiguous);
+        in_format(input, input.device().is_cpu() ? input.suggest_memory_format() : at::MemoryFormat::Contiguous);
     const int64_t n = x.size(0), c = x.size(1), pixels = c10::multiply_integers(x.sizes().slice(2));
     Tensor output;
     std::tie(output, saved.mean, saved.rstd) =

@@ -9,6 +9,8 @@
 namespace torchgradx {
 namespace {
 
+constexpr auto kLast = at::MemoryFormat::ChannelsLast;
+
 class Convolution final : public Layer {
  public:
   explicit Convolution(ConvolutionOptions options)
@@ -44,9 +46,17 @@ class Convolution final : public Layer {
     return at::conv2d(input, weight, bias, stride_, padding_, dilation_, o_.groups);
   }
   Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, Saved&) const override {
-    const Tensor made = at::convolution(in_order(batch(input)), weight, bias, stride_, padding_, dilation_,
-                                        o_.transposed, none_, o_.groups);
+    const Tensor x = batch(input);
+    const Tensor made = at::convolution(channels_last(x, weight) ? in_format(x, kLast) : in_order(x), weight, bias,
+                                        stride_, padding_, dilation_, o_.transposed, none_, o_.groups);
     return alone(input) ? made.squeeze(0) : made;
+  }
+
+  // The framework brings grad_output into the order of the input that it is given, then into that of cuDNN.
+  void lay_out(Saved& saved, const Tensor& weight, Tensor& grad_output) const override {
+    if (!saved.input.defined() || !channels_last(saved.input, weight)) return;
+    saved.input = in_format(saved.input, kLast);
+    grad_output = in_format(grad_output, kLast);
   }
 
   Gradients backward(const Saved& saved, const Tensor& weight, const Tensor& grad_output,
@@ -155,6 +165,12 @@ class Convolution final : public Layer {
   // As the framework has it of one dimension: its channels would come last where those of its input are.
   Tensor in_order(const Tensor& t) const {
     return o_.one_dimensional ? t.contiguous() : t;
+  }
+  // Whether cuDNN has it so, as it does where either lies so.
+  bool channels_last(const Tensor& input, const Tensor& weight) const {
+    const bool suits = input.is_cuda() && input.dim() == 4 && !o_.one_dimensional && !deep() && o_.groups == 1 &&
+                       input.scalar_type() != at::kDouble;
+    return suits && (input.suggest_memory_format() == kLast || weight.suggest_memory_format() == kLast);
   }
   bool deep() const {
     return !o_.depth.empty();

@@ -1,6 +1,7 @@
 // Common to layers: a backward by running the forward again, and norms from operands.
 #include "layer.h"
 
+#include "../operators/formats.h"
 #include "views.h"
 
 #include <ATen/ATen.h>
@@ -52,6 +53,10 @@ Gradients Layer::replayed(const Saved& saved, const Tensor& weight, const Tensor
   if (!wanted.weight) gradients.weight = Tensor();
   if (!wanted.bias) gradients.bias = Tensor();
   return gradients;
+}
+
+Tensor in_format(const Tensor& t, at::MemoryFormat format) {
+  return t.is_cuda() ? in_format(t, format, turned) : t.contiguous(format);
 }
 
 double norm_of(const Tensor& t) {

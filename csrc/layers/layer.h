@@ -106,6 +106,9 @@ struct Layer {
                              const Wanted& wanted) const;
   Gradients replayed(const Saved& saved, const Tensor& weight, const Tensor& grad_output, const Wanted& wanted) const;
 
+  // On a GPU: brings what a backward reads, once, into the memory order that all that follows wants.
+  virtual void lay_out(Saved&, const Tensor& /*weight*/, Tensor& /*grad_output*/) const {}
+
   // Nothing where the samples cannot be found. Without saved.input only the bias can be served.
   virtual std::optional<Operands> operands(const Saved& saved, const Tensor& grad_output, int64_t n,
                                            Layout layout) const = 0;
@@ -157,6 +160,9 @@ struct Images {  // [N K, ...], K of each sample
   Tensor by_sample(const Tensor& t) const;
 };
 std::optional<Images> images_of(const Tensor& t, int64_t n, Layout layout);  // or nothing
+
+// t.contiguous(format), on a GPU by our own copy.
+Tensor in_format(const Tensor& t, at::MemoryFormat format);
 
 double norm_of(const Tensor& t);
 Tensor widened(const Tensor& t);  // halves as float32

@@ -226,12 +226,18 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
 Gradients Use::gradients(const Saved& saved, const Tensor& weight, const Tensor& grad_output, Wanted wanted,
                          bool recorded) {
   if (several_at_once() && site->layer->makes_input()) return site->layer->replayed(saved, weight, grad_output, wanted);
-  const bool received = !recorded || receives(), records = recorded && !at::GradMode::is_enabled();
-  if (records && (received || site->layer->makes_input()))
-    return record_fused(saved, weight, grad_output, wanted.input);
-  if (records) record(saved, weight, grad_output, received);
+  const bool received = !recorded || receives();
   if (!received) wanted.weight = wanted.bias = false;
-  return site->layer->backward(saved, weight, grad_output, wanted);
+  if (!recorded || at::GradMode::is_enabled()) return site->layer->backward(saved, weight, grad_output, wanted);
+  Saved laid = saved;
+  Tensor laid_grad = grad_output;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;  // nothing recorded is differentiated
+    site->layer->lay_out(laid, weight, laid_grad);
+  }
+  if (received || site->layer->makes_input()) return record_fused(laid, weight, laid_grad, wanted.input);
+  record(laid, weight, laid_grad, received);
+  return site->layer->backward(laid, weight, laid_grad, wanted);
 }
 
 // Without weight_grad nothing but the input's gradient is asked for.

@@ -143,6 +143,11 @@ std::tuple<Tensor, Tensor> moments(const Tensor& input, double eps, bool centred
   return op.call(input, eps, centred, over_positions);
 }
 
+Tensor turned(const Tensor& input) {
+  static const auto op = find<Tensor(const Tensor&)>("torchgradx::turned");
+  return op.call(input);
+}
+
 Tensor gather_sq_norms(const Tensor& indices, const Tensor& grad_output, std::optional<int64_t> padding_idx) {
   using Signature = Tensor(const Tensor&, const Tensor&, std::optional<int64_t>);
   static const auto op = find<Signature>("torchgradx::gather_sq_norms");

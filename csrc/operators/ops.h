@@ -79,6 +79,9 @@ Fused prelu_fused(const Tensor& input, const Tensor& grad_output, const Tensor& 
 // with v the variance; not centred: mean is [0], and v the mean square.
 std::tuple<Tensor, Tensor> moments(const Tensor& input, double eps, bool centred, bool over_positions);
 
+// input [N, R, C] as a contiguous tensor of its own.
+Tensor turned(const Tensor& input);
+
 // Tables of rows, looked up by id.
 Tensor gather_sq_norms(const Tensor& indices,                // [N, T], int32 or int64
                        const Tensor& grad_output,            // [N, T, D]

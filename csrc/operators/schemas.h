@@ -36,6 +36,7 @@ inline void define_operators(torch::Library& m) {
   m.def("prelu_sq_norms(Tensor input, Tensor grad_output) -> Tensor");
   m.def("prelu_fused(Tensor input, Tensor grad_output, Tensor weight, Tensor? scale) -> (Tensor, Tensor, Tensor)");
   m.def("moments(Tensor input, float eps, bool centred, bool over_positions) -> (Tensor, Tensor)");
+  m.def("turned(Tensor input) -> Tensor");
   m.def("gather_sq_norms(Tensor indices, Tensor grad_output, int? padding_idx) -> Tensor");
   m.def(
       "gather_dots(Tensor indices, Tensor grad_rows, Tensor activations, Tensor grad_output, int? padding_idx) "

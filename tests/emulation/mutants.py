@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
-from emulation import build, mutants_sm90  # noqa: E402
+from emulation import build, mutants_sm90, mutants_sweep  # noqa: E402
 from emulation.mutant import Mutant  # noqa: E402
 
 BARRIER, DROPPED = "__syncthreads();", ";"
@@ -271,7 +271,7 @@ MUTANTS = [
            "begun = true, sum = 0;", "begun = true;", "gather"),
 ]  # fmt: skip
 
-MUTANTS += mutants_sm90.MUTANTS
+MUTANTS += mutants_sm90.MUTANTS + mutants_sweep.MUTANTS
 
 ZEROS = {"bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double", "tf32": "float"}
 
@@ -363,6 +363,13 @@ def battery(arithmetic: str, layer: str) -> None:
             elementwise.assert_right(affine, dtype, "gaussians")
             moments.test_moments_are_those_of_the_layers(emulated, affine, True, dtype)
         moments.test_moments_of_a_small_variance_about_a_large_mean(emulated)
+        return
+    if layer == "turned":
+        import test_turned as turned
+
+        for size in turned.SIZES:
+            for layout in turned.LAYOUTS:
+                turned.test_a_turned_copy_is_contiguous_and_the_same(emulated, size, layout, dtype)
         return
     if layer == "batched":
         import test_dropped_samples as dropped

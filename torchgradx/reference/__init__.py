@@ -13,6 +13,7 @@ from .affine import (
     moments,
     prelu_fused,
     prelu_sq_norms,
+    turned,
 )
 from .gather import gather_dots, gather_sq_norms
 from .linear import (
@@ -47,4 +48,5 @@ __all__ = [
     "prelu_fused",
     "prelu_sq_norms",
     "rank1_sq_norms",
+    "turned",
 ]

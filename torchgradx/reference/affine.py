@@ -14,7 +14,7 @@ from torch import Tensor
 from .chunks import accumulation_dtype, chunks, norms, precise_dtype, scaled_sum
 
 __all__ = ["affine_by_sample", "affine_fused", "affine_sq_norms", "moments", "prelu_fused",
-           "prelu_sq_norms"]  # fmt: skip
+           "prelu_sq_norms", "turned"]  # fmt: skip
 
 AffineFused = tuple[Tensor, Tensor, Tensor, Tensor]
 Features = Callable[[Tensor, slice], Tensor]  # of a chunk of input
@@ -197,3 +197,9 @@ def moments(
             x = x - middle
         rstd[chunk] = (x.square().mean(dims, keepdim=True) + eps).rsqrt()[..., 0]
     return mean, rstd
+
+
+@torch.no_grad()
+def turned(input: Tensor) -> Tensor:
+    """[N, R, C] as a contiguous tensor of its own."""
+    return input.clone(memory_format=torch.contiguous_format)

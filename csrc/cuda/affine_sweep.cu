@@ -1,0 +1,354 @@
+// Normalisations whose features lie side by side (channels last, a LayerNorm's rows), at the speed of memory: a thread
+// has 16 bytes of columns and walks positions, a warp reads 512 bytes side by side where there are so many. One sweep
+// makes the column sums, one more a GroupNorm's input gradient; its statistics are one before these.
+// Sums are acc, joined in an order that depends on sizes and alignment alone; squares, and moments from a thread's few
+// sums on, are double. Workspace: 2 C accumulators for each part of a sample, of which all samples together have
+// 1024 + N at most, or, of one part without gradients, 16 bytes a block.
+#include "affine_sweep.cuh"
+
+namespace torchgradx::cuda {
+namespace {
+
+enum Kind { kGroups, kMoving, kMoments };  // statistics of (n, g), or of (n, t), or to be found
+
+struct Sweep {
+  FastDivisor chunks, parts;
+  int lanes;
+  void* sums;        // [N, parts, 2, C] acc: products first, or null, and then
+  double* partials;  // [2, N, chunks]
+};
+
+// A block's positions and a thread's columns.
+struct Walk {
+  int64_t n, t, end, step, part, chunk;
+  int column;
+
+  __device__ __forceinline__ Walk(const Affine& p, const Sweep& cut, int V) {
+    int block = int(blockIdx.x);
+    chunk = cut.chunks.take_remainder(block), part = cut.parts.take_remainder(block), n = block;
+    const int parts = int(cut.parts.divisor), lane = threadIdx.x & (cut.lanes - 1);
+    t = p.T * part / parts + threadIdx.x / cut.lanes, end = p.T * (part + 1) / parts;
+    step = kSweepThreads / cut.lanes;
+    column = int(chunk * cut.lanes + lane) * V;
+  }
+};
+
+template <class scalar_t, int kV, Kind kKind>
+__global__ void __launch_bounds__(kSweepThreads, 1) affine_sweep_kernel(const Affine p, const Sweep cut) {
+  using acc_t = accumulator<scalar_t>;
+  STATIC_SHARED(acc_t, tile, [2 * kV][kSweepWarps][warp_threads]);
+  const Walk at(p, cut, kV);
+  const int lane = threadIdx.x % warp_threads, warp = threadIdx.x / warp_threads;
+  acc_t mean[kV], sums[2][kV] = {};
+  if (at.column < p.C) {
+    const auto first = vector_at<scalar_t, kV>(p.input, at.n, 0, at.column);
+#pragma unroll
+    for (int j = 0; j < kV; ++j) {
+      int g = at.column + j;
+      p.features.take_remainder(g);
+      mean[j] = kKind == kMoments  ? acc_t(widen(first.at[j]))
+                : kKind == kGroups ? read<acc_t>(p.mean, at.n, 0, g, 0)
+                                   : 0;
+    }
+#pragma unroll 4
+    for (int64_t t = at.t; t < at.end; t += at.step) {
+      const auto x = vector_at<scalar_t, kV>(p.input, at.n, t, at.column);
+      const auto b = kKind == kMoments ? x : vector_at<scalar_t, kV>(p.grads, at.n, t, at.column);
+      const acc_t row_mean = kKind == kMoving ? read<acc_t>(p.mean, at.n, t, 0, 0) : acc_t(0);
+      const acc_t row_rstd = kKind == kMoving ? read<acc_t>(p.rstd, at.n, t, 0, 1) : acc_t(0);
+#pragma unroll
+      for (int j = 0; j < kV; ++j) {
+        const acc_t value = widen(x.at[j]) - (kKind == kMoving ? row_mean : mean[j]);
+        const acc_t grad = kKind == kMoments ? value : acc_t(widen(b.at[j]));
+        sums[0][j] += grad * (kKind == kMoving ? value * row_rstd : value);
+        sums[1][j] += grad;
+      }
+    }
+  }
+#pragma unroll
+  for (int kind = 0; kind < 2; ++kind)
+#pragma unroll
+    for (int j = 0; j < kV; ++j) {
+      acc_t sum = sums[kind][j];
+      for (int distance = cut.lanes; distance < warp_threads; distance *= 2)
+        sum += __shfl_xor_sync(full_warp, sum, distance);
+      if (lane < cut.lanes) tile[kind * kV + j][warp][lane] = sum;
+    }
+  __syncthreads();
+  double squares[2] = {};
+  for (int i = threadIdx.x; i < 2 * kV * cut.lanes; i += kSweepThreads) {
+    const int mine = i & (cut.lanes - 1), value = i / cut.lanes, kind = value / kV;
+    const int64_t column = (at.chunk * cut.lanes + mine) * kV + value % kV;
+    if (column >= p.C) continue;
+    acc_t sum = 0;
+#pragma unroll
+    for (int other = 0; other < kSweepWarps; ++other) sum += tile[value][other][mine];
+    int g = int(column);
+    p.features.take_remainder(g);
+    if (kKind == kGroups && kind == 0) sum *= read<acc_t>(p.rstd, at.n, 0, g, 1);
+    if (cut.sums) static_cast<acc_t*>(cut.sums)[((at.n * cut.parts.divisor + at.part) * 2 + kind) * p.C + column] = sum;
+    squares[0] += kind == 0 ? double(sum) * double(sum) : 0.0;
+    squares[1] += kind == 1 ? double(sum) * double(sum) : 0.0;
+  }
+  if (cut.sums) return;
+#pragma unroll
+  for (int kind = 0; kind < 2; ++kind) {
+    const double square = block_sum(squares[kind]);
+    if (threadIdx.x == 0) cut.partials[(kind * p.N + at.n) * cut.chunks.divisor + at.chunk] = square;
+  }
+}
+
+// Of one sample, in a block: what its parts add up to.
+template <class acc_t>
+struct Parts {
+  const acc_t* sums;  // [parts, 2, C]
+  int parts;
+  int64_t C;
+
+  __device__ __forceinline__ acc_t operator()(int kind, int64_t column) const {
+    acc_t sum = 0;
+#pragma unroll 4
+    for (int part = 0; part < parts; ++part) sum += sums[(part * 2 + kind) * C + column];
+    return sum;
+  }
+};
+
+struct Joined {
+  const void* parts_of;  // [N, parts, 2, C] acc
+  int parts;
+  const void* weight;  // [C] acc
+  void* sums;          // [2, N, C] acc, or null
+  void* means;         // [N, G, 2] acc, or null
+  void* sq_norms;      // [1 + bias, N] acc, or null
+  bool bias;
+};
+
+// Column sums of a sample, their squares, and the means of w b and w b f over each group.
+template <class acc_t>
+__global__ void __launch_bounds__(kSweepThreads) affine_join_kernel(const Affine p, const Joined to) {
+  const int64_t n = blockIdx.x;
+  const Parts<acc_t> parts{static_cast<const acc_t*>(to.parts_of) + n * to.parts * 2 * p.C, to.parts, p.C};
+  acc_t* const sums = static_cast<acc_t*>(to.sums);
+  double squares[2] = {};
+#pragma unroll
+  for (int kind = 0; kind < 2; ++kind)
+    for (int64_t column = threadIdx.x; column < p.C; column += kSweepThreads) {
+      const acc_t sum = parts(kind, column);
+      if (sums) sums[(kind * p.N + n) * p.C + column] = sum;
+      squares[kind] += double(sum) * double(sum);
+    }
+#pragma unroll
+  for (int kind = 0; kind < 2; ++kind) {
+    const double square = block_sum(squares[kind]);
+    if (threadIdx.x == 0 && to.sq_norms && (kind == 0 || to.bias))
+      static_cast<acc_t*>(to.sq_norms)[kind * p.N + n] = acc_t(square);
+  }
+  if (!to.means) return;
+  __syncthreads();  // sums
+  const int64_t K = p.features.divisor, G = p.C / K;
+  const int lane = threadIdx.x % warp_threads;
+  for (int64_t g = threadIdx.x / warp_threads; g < G; g += kSweepWarps) {
+    acc_t slope = 0, shift = 0;
+    for (int64_t column = g * K + lane; column < (g + 1) * K; column += warp_threads) {
+      const acc_t weight = static_cast<const acc_t*>(to.weight)[column];
+      slope += weight * sums[n * p.C + column], shift += weight * sums[(p.N + n) * p.C + column];
+    }
+    slope = warp_sum(slope), shift = warp_sum(shift);
+    const acc_t count = acc_t(p.T) * acc_t(K);
+    acc_t* const means = static_cast<acc_t*>(to.means) + (n * G + g) * 2;
+    if (lane == 0) means[0] = p.mean.data ? shift / count : acc_t(0), means[1] = slope / count;
+  }
+}
+
+// Mean and 1 / sqrt(variance + eps) of a sample's groups, from each column's sums about its first number.
+template <class scalar_t>
+__global__ void __launch_bounds__(kSweepThreads)
+    moments_join_kernel(const Affine p, const void* parts_of, int count, double eps, accumulator<scalar_t>* mean,
+                        accumulator<scalar_t>* rstd) {
+  using acc_t = accumulator<scalar_t>;
+  const int64_t n = blockIdx.x, K = p.features.divisor, G = p.C / K;
+  const Parts<acc_t> parts{static_cast<const acc_t*>(parts_of) + n * count * 2 * p.C, count, p.C};
+  const scalar_t* const first = place<scalar_t>(p.input, n, 0, 0, 0);
+  const int lane = threadIdx.x % warp_threads;
+  const double T = double(p.T);
+  for (int64_t g = threadIdx.x / warp_threads; g < G; g += kSweepWarps) {
+    double middle = 0, square = 0;
+    for (int64_t column = g * K + lane; column < (g + 1) * K; column += warp_threads)
+      middle += double(widen(first[column])) + double(parts(1, column)) / T;
+    middle = warp_sum(middle) / double(K);
+    for (int64_t column = g * K + lane; column < (g + 1) * K; column += warp_threads) {
+      const double sum = parts(1, column), off = double(widen(first[column])) + sum / T - middle;
+      square += double(parts(0, column)) - sum * sum / T + T * off * off;
+    }
+    square = warp_sum(square);
+    if (lane == 0) {
+      mean[n * G + g] = acc_t(middle);
+      rstd[n * G + g] = acc_t(1 / sqrt(square / (T * double(K)) + eps));
+    }
+  }
+}
+
+// grad_input = rstd (w b - shift - f slope)
+template <class scalar_t, int kV>
+__global__ void __launch_bounds__(kSweepThreads)
+    affine_sweep_input_kernel(const Affine p, const Sweep cut, const accumulator<scalar_t>* means) {
+  using acc_t = accumulator<scalar_t>;
+  const Walk at(p, cut, kV);
+  if (at.column >= p.C) return;
+  acc_t scale[kV], mean[kV], shift[kV], slope[kV];
+#pragma unroll
+  for (int j = 0; j < kV; ++j) {
+    int g = at.column + j;
+    p.features.take_remainder(g);
+    const acc_t rstd = read<acc_t>(p.rstd, at.n, 0, g, 1);
+    const acc_t* const of_group = means + (at.n * (p.C / p.features.divisor) + g) * 2;
+    scale[j] = rstd * static_cast<const acc_t*>(p.to.weight)[at.column + j];
+    mean[j] = read<acc_t>(p.mean, at.n, 0, g, 0);
+    shift[j] = rstd * of_group[0], slope[j] = rstd * rstd * of_group[1];
+  }
+  scalar_t* const out = place<scalar_t>(p.to, at.n, 0, 0, at.column);
+#pragma unroll 2
+  for (int64_t t = at.t; t < at.end; t += at.step) {
+    const auto x = vector_at<scalar_t, kV>(p.input, at.n, t, at.column);
+    const auto b = vector_at<scalar_t, kV>(p.grads, at.n, t, at.column);
+    Vector<scalar_t, kV> made;
+#pragma unroll
+    for (int j = 0; j < kV; ++j)
+      made.at[j] = narrow<scalar_t>(scale[j] * widen(b.at[j]) - shift[j] - (widen(x.at[j]) - mean[j]) * slope[j]);
+    *reinterpret_cast<Vector<scalar_t, kV>*>(out + t * p.to.t) = made;
+  }
+}
+
+// Host
+
+int64_t bytes_of(DType dtype) {
+  return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2;
+}
+
+// Elements of 16 bytes, if all rows begin at multiples of them; else 1.
+template <class... Operands>
+int vector_of(const AffineProblem& p, const Operands&... operands) {
+  const int64_t V = 16 / bytes_of(p.dtype);
+  const auto whole = [&](const auto& x) {
+    return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.t % V == 0 && (p.N == 1 || x.n % V == 0);
+  };
+  return p.G * p.K % V == 0 && (whole(operands) && ...) ? int(V) : 1;
+}
+
+Sweep sweep_of(const SweepCut& cut, void* sums, double* partials) {
+  return {FastDivisor(cut.chunks), FastDivisor(cut.parts), cut.lanes, sums, partials};
+}
+
+bool too_many(const AffineProblem& p, const SweepCut& cut) {
+  return !fits(p) || p.N > kMostIndex / cut.chunks / cut.parts;
+}
+
+// run(zero, vector) with the vector's length as a type.
+template <class F>
+cudaError_t with_vector(DType dtype, int V, const F& f) {
+  return dispatch(dtype, [&](auto zero) {
+    constexpr int kV = 16 / sizeof(zero);
+    return V == kV ? f(zero, std::integral_constant<int, kV>{}) : f(zero, std::integral_constant<int, 1>{});
+  });
+}
+
+template <class Kernel, class... Arguments>
+cudaError_t start(Kernel kernel, const AffineProblem& p, const SweepCut& cut, cudaStream_t stream,
+                  const Arguments&... arguments) {
+  return launch(kernel, dim3(unsigned(p.N * cut.chunks * cut.parts)), dim3(kSweepThreads), 0, stream, arguments...);
+}
+
+AffineProblem problem_of(const MomentsProblem& m) {
+  return {m.dtype, m.N, m.T, m.G, m.K, m.input, m.input, {}, {}, false, {}};
+}
+
+SweepCut cut_of(const AffineProblem& p) {
+  return SweepCut(p, vector_of(p, p.input, p.grad_output));
+}
+
+struct SweepWorkspace {
+  Carver carver;
+  void* sums;
+  double* partials;
+
+  SweepWorkspace(const AffineProblem& p, const SweepCut& cut, bool fused, void* workspace)
+      : carver(workspace),
+        sums(fused || cut.parts > 1 ? carver.take<void>(2 * p.N * cut.parts * p.G * p.K * accumulator_bytes(p.dtype))
+                                    : nullptr),
+        partials(fused || cut.parts > 1 ? nullptr : carver.take<double>(2 * p.N * cut.chunks * sizeof(double))) {}
+};
+
+}  // namespace
+
+bool sweep_suits(const MomentsProblem& m, bool centred) {
+  return m.over_positions && centred && sweep_suits(problem_of(m));
+}
+
+size_t sweep_workspace(const AffineProblem& p, bool fused) {
+  return SweepWorkspace(p, cut_of(p), fused, nullptr).carver.size();
+}
+
+cudaError_t launch_sweep(const AffineProblem& p, bool bias, const void* weight, void* sums, void* means, void* sq_norms,
+                         void* workspace, cudaStream_t stream) {
+  const SweepCut cut = cut_of(p);
+  if (too_many(p, cut)) return cudaErrorInvalidConfiguration;
+  const SweepWorkspace own(p, cut, sums, workspace);
+  const bool moving = p.mean.t != 0 || p.rstd.t != 0;
+  const cudaError_t error = with_vector(p.dtype, cut.V, [&](auto zero, auto vector) {
+    using scalar_t = decltype(zero);
+    constexpr int kV = decltype(vector)::value;
+    const Sweep sweep = sweep_of(cut, own.sums, own.partials);
+    return moving ? start(affine_sweep_kernel<scalar_t, kV, kMoving>, p, cut, stream, Affine(p), sweep)
+                  : start(affine_sweep_kernel<scalar_t, kV, kGroups>, p, cut, stream, Affine(p), sweep);
+  });
+  if (error != cudaSuccess) return error;
+  if (own.partials)
+    return launch_sum_partials(p.dtype, own.partials, p.N * (1 + int64_t(bias)), cut.chunks, nullptr, sq_norms, stream);
+  const Joined joined{own.sums, int(cut.parts), weight, sums, means, sq_norms, bias};
+  const auto join = [&](auto kernel) {
+    return launch(kernel, dim3(unsigned(p.N)), dim3(kSweepThreads), 0, stream, Affine(p), joined);
+  };
+  return p.dtype == DType::kDouble ? join(affine_join_kernel<double>) : join(affine_join_kernel<float>);
+}
+
+size_t sweep_moments_workspace(const MomentsProblem& m) {
+  const AffineProblem p = problem_of(m);
+  return SweepWorkspace(p, SweepCut(p, vector_of(p, p.input)), true, nullptr).carver.size();
+}
+
+cudaError_t launch_sweep_moments(const MomentsProblem& m, double eps, void* mean, void* rstd, void* workspace,
+                                 cudaStream_t stream) {
+  const AffineProblem p = problem_of(m);
+  const SweepCut cut(p, vector_of(p, p.input));
+  if (too_many(p, cut)) return cudaErrorInvalidConfiguration;
+  const SweepWorkspace own(p, cut, true, workspace);
+  const cudaError_t error = with_vector(p.dtype, cut.V, [&](auto zero, auto vector) {
+    constexpr int kV = decltype(vector)::value;
+    return start(affine_sweep_kernel<decltype(zero), kV, kMoments>, p, cut, stream, Affine(p),
+                 sweep_of(cut, own.sums, nullptr));
+  });
+  if (error != cudaSuccess) return error;
+  return dispatch(p.dtype, [&](auto zero) {
+    using acc_t = accumulator<decltype(zero)>;
+    return launch(moments_join_kernel<decltype(zero)>, dim3(unsigned(p.N)), dim3(kSweepThreads), 0, stream, Affine(p),
+                  own.sums, int(cut.parts), eps, static_cast<acc_t*>(mean), static_cast<acc_t*>(rstd));
+  });
+}
+
+bool sweep_input_suits(const AffineProblem& p, const InputGradient& to) {
+  return sweep_suits(p) && !to.frozen && !to.by_row && side_by_side(p, to.g, to.k);
+}
+
+cudaError_t launch_sweep_input(const AffineProblem& p, const InputGradient& to, const void* means,
+                               cudaStream_t stream) {
+  const SweepCut cut(p, vector_of(p, p.input, p.grad_output, to));
+  if (too_many(p, cut)) return cudaErrorInvalidConfiguration;
+  return with_vector(p.dtype, cut.V, [&](auto zero, auto vector) {
+    using scalar_t = decltype(zero);
+    constexpr int kV = decltype(vector)::value;
+    return start(affine_sweep_input_kernel<scalar_t, kV>, p, cut, stream, Affine(p, to),
+                 sweep_of(cut, nullptr, nullptr), static_cast<const accumulator<scalar_t>*>(means));
+  });
+}
+
+}  // namespace torchgradx::cuda
