@@ -294,12 +294,14 @@ def _hooked(p: Tensor) -> bool:
 
 def dense(made: Tensor) -> Tensor:
     """Return a sum as a strided tensor without a graph."""
-    return made.to_dense() if made.is_sparse else made.detach()
+    made = made.to_dense() if made.is_sparse else made
+    return made.detach() if made.requires_grad else made
 
 
 def _put(p: Tensor, found: Sum, before: Tensor | None, add: bool, alone: bool) -> None:
     """Add to .grad, or write it; `alone`: its memory may be exchanged."""
-    grad, made, scale = p.grad, dense(found.made).reshape(p.shape), found.scale
+    grad, made, scale = p.grad, dense(found.made), found.scale
+    made = made if made.shape == p.shape else made.reshape(p.shape)
     assert grad is not None
     if grad.is_sparse:
         total = made.mul(scale) if before is None else before.to_dense() + made.mul(scale)
