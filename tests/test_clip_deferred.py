@@ -124,6 +124,22 @@ def test_one_norm_and_one_weight_gradient_for_each_layer_and_pass(kind, passes):
     is_sum(model, clipped(model, *made))
 
 
+@pytest.mark.parametrize("passes", [1, 3])
+def test_sums_in_another_dtype_than_their_parameters(passes):
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    made = [torch.randn(N, 5, 3) for _ in range(passes)]
+    with torchgradx.attach(model, **DEFERRED) as probe:
+        for _ in range(2):
+            model.zero_grad()
+            for x in made:
+                with torch.autocast(x.device.type, torch.bfloat16):
+                    loss = square(model, x)
+                loss.backward()
+            probe.clip_grad_norm_(BOUND)
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    is_sum(model, clipped(model, *made), 3e-2)
+
+
 class Scale(nn.Module):
     """A module that has no kernel."""
 
