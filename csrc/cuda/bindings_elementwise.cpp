@@ -80,20 +80,14 @@ AffineFused fused(const Tensor& input, const Tensor& grad_output, const Tensor& 
                sq_norms = make({1 + int64_t(bias), input.size(0)}, wide);
   if (empty) return {grad_input, grad_weight, grad_bias, sq_norms};
   const Tensor factors = scale ? scale->to(wide.dtype()).contiguous() : Tensor();
-  const Tensor weights = weight.to(wide.dtype()).contiguous();
   const Run run(input);
   const Tensor grads = lying_as(grad_output, input);
   const AffineProblem p = problem_of(input, grads, mean, rstd, negative, run);
   const ElementOperand out = elements_of(grad_input);
-  const InputGradient to{grad_input.mutable_data_ptr(),
-                         out.n,
-                         out.t,
-                         out.g,
-                         out.k,
-                         weights.const_data_ptr(),
-                         dtype_of(weight),
-                         frozen,
-                         by_row};
+  InputGradient to{
+      grad_input.mutable_data_ptr(), out.n, out.t, out.g, out.k, nullptr, dtype_of(weight), frozen, by_row};
+  const Tensor weights = (affine_reads_weight(p, to) ? weight : weight.to(wide.dtype())).contiguous();
+  to.weight = weights.const_data_ptr();
   const Gradients gradients{grad_weight.mutable_data_ptr(), bias ? grad_bias.mutable_data_ptr() : nullptr,
                             scale ? factors.const_data_ptr() : nullptr};
   run("affine", affine_fused_workspace(p, to, gradients), [&](void* workspace, cudaStream_t stream) {
