@@ -76,8 +76,8 @@ BUDGETS = [
     Budget("affine_sweep_kernel<*, (Kind)2>", 256, 64, {"LDG": 5}),
     Budget("affine_sweep_kernel<*>", 256, 80, {"LDG": 8}),
     Budget("affine_sweep_input_kernel<*>", 256, 80, {"LDG": 4}),
-    Budget("affine_join_kernel<*>", 256, 64),
-    Budget("moments_join_kernel<*>", 256, 64),
+    Budget("affine_join_kernel<*>", 512, 64),
+    Budget("moments_join_kernel<*>", 512, 64),
     Budget("turn_kernel<*>", 256, 64, {"LDG": 4, "STG": 4}),  # 128 bytes a thread under way
     Budget("gather_kernel<double>", 512, 64, {"LDG": 24}),  # eight rows under way
     Budget("gather_kernel<*>", 512, 40, {"LDG": 24}),
