@@ -24,7 +24,7 @@ OPERATORS = reference.__all__
 CUDA_OPERATORS = (
     *("rank1_sq_norms", "gram_sq_norms", "direct_sq_norms", "bias_sq_norms", "linear_fused"),
     *("conv2d_gram_sq_norms", "conv2d_direct_sq_norms", "conv2d_fused"),
-    *("linear_scaled", "conv2d_scaled"),
+    *("linear_scaled", "conv2d_scaled", "affine_sum"),
     *("affine_sq_norms", "affine_fused", "affine_by_sample", "prelu_sq_norms", "prelu_fused"),
     *("moments", "turned", "gather_sq_norms", "gather_dots"),
 )

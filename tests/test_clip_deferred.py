@@ -36,7 +36,7 @@ class Counter(TorchDispatchMode):
 OURS = ("rank1_sq_norms", "gram_sq_norms", "direct_sq_norms", "bias_sq_norms", "linear_fused",
         "linear_scaled", "conv2d_gram_sq_norms", "conv2d_direct_sq_norms", "conv2d_fused",
         "conv2d_scaled", "affine_sq_norms", "affine_fused", "affine_by_sample", "prelu_fused",
-        "gather_sq_norms",
+        "affine_sum", "gather_sq_norms",
         "aten::embedding_dense_backward", "aten::convolution_backward",
         "aten::native_layer_norm_backward", "aten::native_group_norm_backward")  # fmt: skip
 
@@ -55,6 +55,15 @@ def is_sum(model, want, rtol=1e-9):
     same(model, want, rtol, {name: g.norm() + 1 for name, g in want.items()})
 
 
+class RMSNorm(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(d) + 0.5)
+
+    def forward(self, x):
+        return self.weight * (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
+
+
 def flat(*layers):
     return nn.Sequential(*layers, nn.Flatten())
 
@@ -67,8 +76,13 @@ COUNTED = {  # model, input, calls in backward, calls in clip_grad_norm_
     "conv": (lambda: flat(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3)), (N, 3, 12, 12),
              {"conv2d_direct_sq_norms": 2, "aten::convolution_backward": 1}, {"conv2d_scaled": 2}),
     "layer norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), (N, 9, 4),
-                   {"direct_sq_norms": 1, "affine_by_sample": 1}, {"linear_scaled": 1}),
-    "group norm": (lambda: flat(nn.GroupNorm(2, 4)), (N, 4, 3, 3), {"affine_by_sample": 1}, {}),
+                   {"direct_sq_norms": 1, "affine_by_sample": 1},
+                   {"linear_scaled": 1, "affine_sum": 2}),
+    "group norm": (lambda: flat(nn.GroupNorm(2, 4)), (N, 4, 3, 3), {"affine_by_sample": 1},
+                   {"affine_sum": 2}),
+    "a norm of the user's": (lambda: nn.Sequential(nn.Linear(4, 4), RMSNorm(4)), (N, 9, 4),
+                             {"direct_sq_norms": 1, "affine_by_sample": 1},
+                             {"linear_scaled": 1, "affine_sum": 1}),
     "layer norm of a row": (lambda: nn.LayerNorm(4), (N, 4), {"affine_fused": 1},
                             {"affine_fused": 1}),
     "embedding": (lambda: nn.Embedding(7, 4), None, {"gather_sq_norms": 1},
@@ -108,6 +122,22 @@ def test_one_norm_and_one_weight_gradient_for_each_layer_and_pass(kind, passes):
         with pytest.raises(RuntimeError, match="second time"):  # no graph was retained
             loss.backward()
     is_sum(model, clipped(model, *made))
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_sums_in_another_dtype_than_their_parameters(passes):
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    made = [torch.randn(N, 5, 3) for _ in range(passes)]
+    with torchgradx.attach(model, **DEFERRED) as probe:
+        for _ in range(2):
+            model.zero_grad()
+            for x in made:
+                with torch.autocast(x.device.type, torch.bfloat16):
+                    loss = square(model, x)
+                loss.backward()
+            probe.clip_grad_norm_(BOUND)
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    is_sum(model, clipped(model, *made), 3e-2)
 
 
 class Scale(nn.Module):

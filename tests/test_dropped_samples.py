@@ -8,6 +8,7 @@ from backends import parameters, to
 
 from torchgradx import reference
 
+OPS = torch.ops.torchgradx
 BAD = (1, 3)  # samples whose numbers are nan and inf
 SCALE = torch.tensor([0.5, 0.0, -2.0, 0.0, 1.0, 3.0])
 N = len(SCALE)
@@ -130,6 +131,21 @@ def test_layers_whose_parameters_act_element_by_element(backend, dtype, kind):
     found = run(backend, "affine_fused", (x, b), rest, SCALE)
     check(found[1:3], want[1:3], dtype)
     assert found[3].isfinite().all(0).tolist() == [n not in BAD for n in range(N)]
+
+
+@each_backend
+@each_dtype
+@pytest.mark.parametrize(("parts", "features"), [(1, 1), (1, 300), (9, 33)])
+def test_gradients_by_sample_are_added_up(backend, dtype, parts, features):
+    operator = {"emulated": backend.operator, "native": lambda name: getattr(OPS, name)}
+    if backend.name not in operator or dtype == torch.bfloat16:
+        pytest.skip("it has no twin, and its operand is in the dtype of sums")
+    each = torch.randn(N, parts, features).to(dtype)
+    found = operator[backend.name]("affine_sum")(spoiled(each), SCALE, dtype)
+    want = sum(f * g.sum(0) for f, g in zip(SCALE.double(), each.double(), strict=True))
+    check([found], [want], dtype)
+    plain = operator[backend.name]("affine_sum")(each, None, dtype)
+    check([plain], [each.double().sum((0, 1))], dtype)
 
 
 @each_backend

@@ -285,22 +285,23 @@ def _sample(grad: Tensor) -> Tensor:
 
 def _hooked(p: Tensor) -> bool:
     """Return True if it has hooks of the user's."""
-    hooks: list[Any] = [*(p._backward_hooks or {}).values()]
-    hooks += (p._post_accumulate_grad_hooks or {}).values()
-    return any(
-        not isinstance(hook, partial) or not hook.func.__module__.startswith(__package__)
-        for hook in hooks
-    )
+    for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks):
+        for hook in hooks.values() if hooks else ():
+            if not isinstance(hook, partial) or not hook.func.__module__.startswith(__package__):
+                return True
+    return False
 
 
 def dense(made: Tensor) -> Tensor:
     """Return a sum as a strided tensor without a graph."""
-    return made.to_dense() if made.is_sparse else made.detach()
+    made = made.to_dense() if made.is_sparse else made
+    return made.detach() if made.requires_grad else made
 
 
 def _put(p: Tensor, found: Sum, before: Tensor | None, add: bool, alone: bool) -> None:
     """Add to .grad, or write it; `alone`: its memory may be exchanged."""
-    grad, made, scale = p.grad, dense(found.made).reshape(p.shape), found.scale
+    grad, made, scale = p.grad, dense(found.made), found.scale
+    made = made if made.shape == p.shape else made.reshape(p.shape)
     assert grad is not None
     if grad.is_sparse:
         total = made.mul(scale) if before is None else before.to_dense() + made.mul(scale)

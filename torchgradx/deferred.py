@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Deferred"]
 
+MANY = 64  # sums that wait for a copy: their memory must not add up
+
 
 class Deferred(Books):
     """What the passes of a record keep. Nothing of .grad needs watching: backward leaves it."""
@@ -46,30 +48,49 @@ class Deferred(Books):
         sums: Iterable[Sum] = self._sums(runs, groups, unscaled, corrects=False)
         if ddp is not None:
             sums = _averaged(ddp, tensors, sums)
-        met = set()
-        for found in sums:
-            _add(tensors[found.place], found)
-            met.add(found.place)
+        met, waiting = set(), dict[int, Tensor]()  # to be copied, many at a time
+        try:
+            for found in sums:
+                if found.place in waiting or len(waiting) == MANY:
+                    _copy(tensors, waiting)
+                made = _add(tensors[found.place], found)
+                if made is not None:
+                    waiting[found.place] = made
+                met.add(found.place)
+        finally:
+            _copy(tensors, waiting)
         self.closed = True
         if isinstance(self._loss_scale, torch.amp.GradScaler):
             grads = (tensors[place].grad for place in met)
             report_overflow(self._loss_scale, [g for g in grads if g is not None])
 
 
-def _add(p: Tensor, found: Sum) -> None:
-    grad, scale = p.grad, found.scale
-    if grad is None and found.made.is_sparse:
-        p.grad = found.made * scale
+def _copy(tensors: Sequence[Tensor], waiting: dict[int, Tensor]) -> None:
+    """Into a new .grad each: on a GPU a launch for each would take longer than the copies."""
+    grads = [g for place in waiting if (g := tensors[place].grad) is not None]
+    if grads:
+        torch._foreach_copy_(grads, list(waiting.values()))
+    waiting.clear()
+
+
+def _add(p: Tensor, found: Sum) -> Tensor | None:
+    """Return what has yet to be copied into a new .grad, which lies otherwise."""
+    grad, made, scale = p.grad, found.made, found.scale
+    if grad is None and made.is_sparse:
+        p.grad = made * scale
     elif grad is None:
-        made = found.made.detach().reshape(p.shape)
+        made = made.detach() if made.requires_grad else made
+        made = made if made.shape == p.shape else made.reshape(p.shape)
         made = made if scale == 1 else made * scale
         alike = made.dtype == p.dtype and made.stride() == p.stride()
-        p.grad = made if alike else torch.empty_like(p).copy_(made)
+        p.grad = made if alike else torch.empty_like(p)
+        return None if alike else made
     elif grad.is_sparse:
-        made = found.made if found.made.is_sparse else found.made.reshape(p.shape).to_sparse(1)
+        made = made if made.is_sparse else made.reshape(p.shape).to_sparse(1)
         p.grad = grad + made * scale
     else:
-        grad.add_(dense(found.made).reshape(p.shape), alpha=scale)
+        grad.add_(dense(made).reshape(p.shape), alpha=scale)
+    return None
 
 
 def _averaged(ddp: Any, tensors: Sequence[Tensor], sums: Iterable[Sum]) -> list[Sum]:

@@ -129,6 +129,27 @@ BySample affine_by_sample(const Tensor& input, const Tensor& grad_output, const 
   return {grad_input, sq_norms, gradients};
 }
 
+Tensor affine_sum(const Tensor& gradients, const std::optional<Tensor>& scale, at::ScalarType dtype) {
+  check_operand(gradients, "gradients", 3, "[N, P, G K]");
+  check_scale(scale, gradients.size(0), gradients);
+  const int64_t N = gradients.size(0), P = gradients.size(1), C = gradients.size(2);
+  const Tensor rows = gradients.contiguous(), sum = at::zeros({C}, rows.options());
+  const auto add = [&](auto zero) {
+    using acc_t = decltype(zero);
+    const Tensor factors = scale ? scale->to(rows.scalar_type()).contiguous() : Tensor();
+    const acc_t* const by_sample = scale ? factors.const_data_ptr<acc_t>() : nullptr;
+    acc_t* const to = sum.mutable_data_ptr<acc_t>();
+    for (int64_t row = 0; row < N * P; ++row) {
+      const acc_t* const from = rows.const_data_ptr<acc_t>() + row * C;
+      const acc_t factor = by_sample ? by_sample[row / P] : acc_t(1);
+      if (factor == acc_t(0)) continue;  // 0 times nan is nan
+      for (int64_t c = 0; c < C; ++c) to[c] += factor * from[c];
+    }
+  };
+  rows.scalar_type() == at::kDouble ? add(0.0) : add(0.0f);
+  return sum.scalar_type() == dtype ? sum : sum.to(dtype);
+}
+
 Tensor affine_sq_norms(const Tensor& input, const Tensor& grad_output, const std::optional<Tensor>& mean,
                        const std::optional<Tensor>& rstd, bool bias) {
   check_affine(input, grad_output, mean, rstd);
@@ -164,6 +185,7 @@ TORCH_LIBRARY_IMPL(torchgradx, CPU, m) {
   m.impl("affine_sq_norms", torchgradx::cpu::affine_sq_norms);
   m.impl("affine_fused", torchgradx::cpu::affine_fused);
   m.impl("affine_by_sample", torchgradx::cpu::affine_by_sample);
+  m.impl("affine_sum", torchgradx::cpu::affine_sum);
   m.impl("prelu_sq_norms", torchgradx::cpu::prelu_sq_norms);
   m.impl("prelu_fused", torchgradx::cpu::prelu_fused);
 }

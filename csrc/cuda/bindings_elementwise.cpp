@@ -141,6 +141,21 @@ BySample affine_by_sample(const Tensor& input, const Tensor& grad_output, const 
   return {grad_input, sq_norms, gradients.narrow(0, 0, 1 + int64_t(bias))};
 }
 
+Tensor affine_sum(const Tensor& gradients, const OptionalTensor& scale, at::ScalarType dtype) {
+  check_operand(gradients, "gradients", 3, "[N, P, G K]");
+  check_scale(scale, gradients.size(0), gradients);
+  const int64_t N = gradients.size(0), P = gradients.size(1), C = gradients.size(2);
+  const Tensor rows = gradients.contiguous(), sum = at::empty({C}, rows.options().dtype(dtype));
+  if (rows.numel() == 0) return sum.zero_();
+  const Tensor factors = scale ? scale->to(rows.scalar_type()).contiguous() : Tensor();
+  const Run run(rows);
+  run("sum", 0, [&](void*, cudaStream_t stream) {
+    return launch_sum_rows(dtype_of(sum), rows.const_data_ptr(), scale ? factors.const_data_ptr() : nullptr, N * P, C,
+                           sum.mutable_data_ptr(), stream, P);
+  });
+  return sum;
+}
+
 Tensor prelu_sq_norms(const Tensor& input, const Tensor& grad_output) {
   check_affine(input, grad_output, {}, {});
   return norms(input, grad_output, {}, {}, true, false);
@@ -220,6 +235,7 @@ IMPLEMENT_OPERATORS(m) {
   m.impl("affine_sq_norms", affine_sq_norms);
   m.impl("affine_fused", affine_fused);
   m.impl("affine_by_sample", affine_by_sample);
+  m.impl("affine_sum", affine_sum);
   m.impl("prelu_sq_norms", prelu_sq_norms);
   m.impl("prelu_fused", prelu_fused);
   m.impl("moments", moments);

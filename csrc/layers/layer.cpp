@@ -108,14 +108,10 @@ Tensor Layer::scaled_bias(const Operands& operands, const Tensor& scale) const {
 }
 
 Gradients sum_of_samples(const Tensor& by_sample, const Tensor& weight, const std::optional<Tensor>& scale) {
-  Tensor rows = by_sample;  // [1 + bias, N, P, C]
-  if (scale) {
-    const Tensor factors = scale->to(rows.scalar_type()).view({1, -1, 1, 1});
-    rows = (rows * factors).masked_fill_(factors == 0, 0);  // 0 times nan is nan
-  }
-  const Tensor sums = rows.sum(at::IntArrayRef({1, 2})).to(weight.scalar_type());
-  const auto row = [&](int64_t k) { return k < sums.size(0) ? sums[k].view(weight.sizes()) : Tensor(); };
-  return {Tensor(), row(0), row(1)};
+  const auto sum = [&](int64_t k) {  // each in memory of its own, as .grad is to be
+    return affine_sum(by_sample[k], scale, weight.scalar_type()).view(weight.sizes());
+  };
+  return {Tensor(), sum(0), by_sample.size(0) > 1 ? sum(1) : Tensor()};
 }
 
 Tensor Images::by_sample(const Tensor& t) const {

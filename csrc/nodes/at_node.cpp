@@ -117,12 +117,13 @@ struct Served {
   int64_t operand, place, counted;  // see stations.py
 };
 
-// Of one pass: whether a backward wants squared norms alone. Python says it once, when the first gradient is there.
+// Of one pass: whether a backward wants squared norms alone, or the samples' gradients beside them, for clipping.
+// Python says it once, when the first gradient is there.
 struct Terms {
-  Callback ask;
-  std::atomic<int64_t> task{-1};
-  std::atomic<bool> plain{false};
-  explicit Terms(py::object function) : ask{std::move(function)} {}
+  enum Wants : int64_t { kElse, kSquares, kGradients };
+  Callback ask, keep;  // keep(place, gradients [N, C] acc)
+  std::atomic<int64_t> task{-1}, wants{kElse};
+  Terms(py::object ask, py::object keep) : ask{std::move(ask)}, keep{std::move(keep)} {}
 };
 
 class AtNode : public torch::autograd::FunctionPreHook {
@@ -140,10 +141,10 @@ class AtNode : public torch::autograd::FunctionPreHook {
     const int64_t task = torch::autograd::get_current_graph_task_id();
     if (terms_->task != task) {
       py::gil_scoped_acquire gil;
-      terms_->plain = terms_->ask.function().cast<bool>();
+      terms_->wants = terms_->ask.function().cast<int64_t>();
       terms_->task = task;
     }
-    if (terms_->plain && grads[0].defined() && serve(grads[0])) return grads;
+    if (terms_->wants != Terms::kElse && grads[0].defined() && serve(grads[0])) return grads;
     py::gil_scoped_acquire gil;
     py::tuple given(grads.size());
     for (size_t k = 0; k < grads.size(); ++k)
@@ -170,13 +171,22 @@ class AtNode : public torch::autograd::FunctionPreHook {
     }
     if (!found || found->input.scalar_type() != g.scalar_type()) return false;
     if (found->rstd && found->rstd->scalar_type() != wide_of(g)) return false;  // rounded otherwise, under autocast
-    const Tensor sq_norms =
-        affine_sq_norms(found->input.detach(), found->grad, found->mean, found->rstd, bias);  // [1 or 2, N]
+    const auto& [input, grad, mean, rstd] = *found;
+    Tensor sq_norms, gradients;  // [1 or 2, N], [1 or 2, N, P, C]
+    if (terms_->wants == Terms::kSquares)
+      sq_norms = affine_sq_norms(input.detach(), grad, mean, rstd, bias);
+    else
+      std::tie(std::ignore, sq_norms, gradients) =
+          affine_by_sample(input.detach(), grad, std::nullopt, mean, rstd, /*frozen=*/false, bias);
     for (size_t row = 0; row < leaves_.size(); ++row) {
       const auto& [operand, place, counted] = leaves_[row];
       if (!pass_->arrive({place}, nullptr)) continue;
       for (int64_t more = 1; more < counted; ++more) pass_->arrive({place}, nullptr);
       pass_->finish(place, sq_norms, static_cast<int64_t>(row));
+      if (!gradients.defined()) continue;
+      const Tensor kept = gradients[static_cast<int64_t>(row)];
+      py::gil_scoped_acquire gil;
+      terms_->keep.function(place, kept.size(1) == 1 ? kept.squeeze(1) : kept.sum(1));
     }
     return true;
   }
@@ -185,7 +195,8 @@ class AtNode : public torch::autograd::FunctionPreHook {
 }  // namespace
 
 void bind_at_node(py::module_& m) {
-  py::class_<Terms, std::shared_ptr<Terms>>(m, "Terms").def(py::init<py::object>());
+  py::class_<Terms, std::shared_ptr<Terms>>(m, "Terms")
+      .def(py::init<py::object, py::object>(), py::arg("ask"), py::arg("keep"));
   m.def(
       "serve_at",  // False: a node of no such kind, or of other operands
       [](const py::object& python, std::shared_ptr<Pass> pass, const std::map<int64_t, std::array<int64_t, 2>>& leaves,

@@ -3,6 +3,7 @@
 #include "ops.h"
 #include "schemas.h"
 
+#include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
@@ -12,6 +13,16 @@ TORCH_LIBRARY(torchgradx, m) {
 
 namespace torchgradx {
 namespace {
+
+// On every device that has no kernel for it.
+Tensor plain_affine_sum(const Tensor& gradients, const std::optional<Tensor>& scale, at::ScalarType dtype) {
+  Tensor rows = gradients;  // [N, P, C]
+  if (scale) {
+    const Tensor factors = scale->to(rows.scalar_type()).view({-1, 1, 1});
+    rows = at::mul(rows, factors).masked_fill_(factors == 0, 0);  // 0 times nan is nan
+  }
+  return rows.sum(at::IntArrayRef({0, 1})).to(dtype);
+}
 
 template <class Signature>
 auto find(const char* name) {
@@ -108,6 +119,12 @@ BySample affine_by_sample(const Tensor& input, const Tensor& grad_output, const 
   return op.call(input, grad_output, weight, mean, rstd, frozen, bias);
 }
 
+Tensor affine_sum(const Tensor& gradients, const std::optional<Tensor>& scale, at::ScalarType dtype) {
+  using Signature = Tensor(const Tensor&, const std::optional<Tensor>&, at::ScalarType);
+  static const auto op = find<Signature>("torchgradx::affine_sum");
+  return op.call(gradients, scale, dtype);
+}
+
 Tensor prelu_sq_norms(const Tensor& input, const Tensor& grad_output) {
   static const auto op = find<Tensor(const Tensor&, const Tensor&)>("torchgradx::prelu_sq_norms");
   return op.call(input, grad_output);
@@ -145,3 +162,7 @@ Tensor gather_dots(const Tensor& indices, const Tensor& grad_rows, const Tensor&
 }
 
 }  // namespace torchgradx
+
+TORCH_LIBRARY_IMPL(torchgradx, CompositeExplicitAutograd, m) {
+  m.impl("affine_sum", torchgradx::plain_affine_sum);
+}

@@ -69,6 +69,8 @@ AffineFused affine_fused(const Tensor& input, const Tensor& grad_output,
 BySample affine_by_sample(const Tensor& input, const Tensor& grad_output,
                           const std::optional<Tensor>& weight,  // as for affine_fused; without one grad_input is [0]
                           const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool frozen, bool bias);
+// Those of one parameter [N, P, G K], added up: each sample times its scale [N]; one of 0 is left out, nan included.
+Tensor affine_sum(const Tensor& gradients, const std::optional<Tensor>& scale, at::ScalarType dtype);
 // f = min(x, 0): PReLU's, [N, T, 1, 1] or [N, HW, C, 1]
 Tensor prelu_sq_norms(const Tensor& input, const Tensor& grad_output);  // -> [1, N]
 Fused prelu_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,

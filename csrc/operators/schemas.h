@@ -32,6 +32,7 @@ inline void define_operators(torch::Library& m) {
   m.def(
       "affine_by_sample(Tensor input, Tensor grad_output, Tensor? weight, Tensor? mean, Tensor? rstd, bool frozen, "
       "bool bias) -> (Tensor, Tensor, Tensor)");
+  m.def("affine_sum(Tensor gradients, Tensor? scale, ScalarType dtype) -> Tensor");
   m.def("prelu_sq_norms(Tensor input, Tensor grad_output) -> Tensor");
   m.def("prelu_fused(Tensor input, Tensor grad_output, Tensor weight, Tensor? scale) -> (Tensor, Tensor, Tensor)");
   m.def("moments(Tensor input, float eps, bool centred, bool over_positions) -> (Tensor, Tensor)");

@@ -49,4 +49,8 @@ MUTANTS = [
            "tile[i % kV][i / kV][lane]", "tile[i / kSide][i % kSide][lane]", "turned"),
     Mutant("turn: pieces that are not aligned", "turn.cu", "turn", "bfloat16",
            "divides(p.R) && divides(p.C) &&", "", "turned"),
+    Mutant("samples: 0 times what they are", "products.cu", "products", "float32",
+           "scale != acc_t(0) ? scaled : narrow<scalar_t>(acc_t(0))", "scaled", "batched"),
+    Mutant("samples: scaled in both operands", "products.cu", "products", "float32",
+           "samples.masks ? piece.elements[j] : ", "", "batched"),
 ]  # fmt: skip

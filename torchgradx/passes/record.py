@@ -324,7 +324,8 @@ class Record:
             if not isinstance(scale, Tensor):
                 yield reduction / float(scale)  # numpy's would round as it does
                 continue
-            scale = scale.detach().to(torch.float64)  # where it is: a copy of it would wait
+            # A copy of a GPU's would wait; others may have no float64.
+            scale = scale.detach().to(scale.device if scale.is_cuda else CPU, torch.float64)
             if scale.dim() and scale.shape != (run.n,):
                 raise ValueError(
                     f"loss_scale must be a number or a Tensor [{run.n}], one a sample of the pass; "

@@ -81,7 +81,7 @@ class Descent:
         self._run, self._recorder, self._norms_only = run, recorder, norms_only
         self._packed, self._tensors = packed, tensors
         self._hears, self._delivered, self._refuse = hears, delivered, refuse
-        self._task, self._final, self._rounding = -1, True, 0.0
+        self._task, self._final, self._books, self._rounding = -1, True, False, 0.0
         self._held: dict[tuple[int, int], Gradients] = {}  # on their way, by node and output
         self._ready: list[tuple[Leaf, Gradients, bool]] = []
         self._leaves = [leaf for station in way.values() for leaf in station.leaves.values()]
@@ -94,7 +94,7 @@ class Descent:
             known[leaf.place] += 1
             if known[leaf.place] > leaf.calls:  # the sum over its uses waits for this one too
                 run.expect(leaf.place, tensors[leaf.place])
-        terms = Terms(self._wants_squares) if guarded else None  # not ours: it holds this
+        terms = Terms(self._wants, self._keep) if guarded else None  # not ours: it holds this
         for node, station in way.items():
             if terms is not None and self._in_one(node, station, terms):
                 continue
@@ -104,7 +104,7 @@ class Descent:
 
     def _in_one(self, node: Node, station: Station, terms: Any) -> bool:
         """Have a node of the frontier whose operands are parameters alone served by the extension,
-        where a backward wants squared norms alone."""
+        where a backward wants squared norms, and the samples' gradients to clip at most."""
         leaves, layout = station.leaves, station.layout
         plain = layout in (BATCH, SEQUENCE) and station.key not in self._packed
         if not plain or station.inward or not all(x.alone and x.counted for x in leaves.values()):
@@ -114,10 +114,18 @@ class Descent:
         return serve_at(node, self._run, places, layout == SEQUENCE, terms, otherwise)
 
     @untraced
-    def _wants_squares(self) -> bool:
+    def _wants(self) -> int:
+        """0: something else; 1: squared norms; 2: gradients by sample too."""
         if self._task != torch._C._current_graph_task_id():
             self._begin()
-        return self._counts and self._final and not (torch.is_grad_enabled() or self._compares)
+        if not self._counts or torch.is_grad_enabled() or self._compares:
+            return 0
+        return 1 if self._final else 2 * self._books
+
+    @untraced
+    def _keep(self, place: int, gradients: Tensor) -> None:
+        shape = self._tensors[place].shape
+        self._recorder.book(self._run, BySample(place, gradients.reshape(-1, *shape)))
 
     def _at_once(self, station: Station, incoming: Sequence[Tensor | None]) -> None:
         self._arrive(station, incoming)
@@ -155,8 +163,9 @@ class Descent:
         served = (self._tensors[leaf.place] for leaf in self._leaves)
         self._counts = any(arrives) and any(map(receives, served))
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
-        whole = self._recorder.books or bool(self._run.directions)  # what norms alone do not need
-        self._final = not (self._run.keep or self._run.retained or keeps or whole)
+        again = self._run.keep or self._run.retained or keeps or bool(self._run.directions)
+        self._books = self._recorder.books and not again
+        self._final = not (again or self._recorder.books)
         self._compares = not self._guarded or any(map(self._hears, self._leaves))
         for leaf in self._leaves if self._counts else ():
             if leaf.counted:

@@ -36,6 +36,9 @@ __all__ = [
 ]
 
 
+_sum = torch.ops.torchgradx.affine_sum.default if ops.NATIVE else None
+
+
 @dataclass(frozen=True)
 class Outer:
     """[N, A, B], of which a sample's is left^T right."""
@@ -165,7 +168,8 @@ def weighted(g: Gradients, factors: Tensor) -> Tensor:
     if isinstance(g, LookedUp):
         kept = torch.where(factors.view(-1, 1, 1) != 0, g.rows, 0)  # whatever its numbers
         return _added_up(g, kept.to(wide) * factors.to(wide).view(-1, 1, 1))
-    return chunks.scaled_sum(factors.to(wide), g.reshape(len(factors), -1).to(wide))
+    rows = g.reshape(len(factors), 1, -1).to(wide)
+    return chunks.scaled_sum(factors.to(wide), rows) if _sum is None else _sum(rows, factors, wide)
 
 
 def _added_up(g: LookedUp, rows: Tensor) -> Tensor:
