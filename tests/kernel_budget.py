@@ -56,11 +56,15 @@ BUDGETS = [
     # wgmma. 168 at the launch, dealt out anew: 224 to those that multiply. The atomic
     # is the grid's barrier, whose order nobody sees.
     Budget("sm90::direct_sm90_kernel<*>", 384, 168, WGMMA, architecture="90a", allows=("ATOM",)),
-    # A filter's taps in registers, 25 of them or 9. Bound by memory: warps matter more.
-    Budget("planes_kernel<double, 25>", 256, 168, {"DFMA": 25}),
-    Budget("planes_kernel<double, 9>", 256, 128, {"DFMA": 9}),
-    Budget("planes_kernel<*, 25>", 256, 128, {"FFMA": 25}),
-    Budget("planes_kernel<*, 9>", 256, 80, {"FFMA": 9}),
+    # A filter's taps in registers, and for a window the image under two rows of outputs: a row's
+    # steps are unrolled until the window is as it was. Two, three and four blocks a multiprocessor.
+    Budget("planes_kernel<Window<*, 7, 1>*", 256, 128, {"FFMA": 2 * 7 * 49}),
+    Budget("planes_kernel<Window<*, 5, *>*", 256, 80, {"FFMA": 2 * 5 * 25}),
+    Budget("planes_kernel<Window<*, 3, *>*", 256, 64, {"FFMA": 2 * 3 * 9}),
+    Budget("planes_kernel<EachTap<double, 25>*", 256, 168, {"DFMA": 25}),
+    Budget("planes_kernel<EachTap<double, 9>*", 256, 128, {"DFMA": 9}),
+    Budget("planes_kernel<EachTap<*, 25>*", 256, 128, {"FFMA": 25}),
+    Budget("planes_kernel<EachTap<*, 9>*", 256, 80, {"FFMA": 9}),
     # A row's columns in registers, five numbers each, 16 warps a multiprocessor. Sums of columns:
     # three blocks of 256, four positions under way.
     Budget("affine_rows_kernel<*>", 512, 128, {"LDG": 14}),

@@ -1,11 +1,12 @@
 // Depthwise and small-group convolutions, direct and fused: G_n[tap] = sum over pixels of grad_output's plane times the
-// image's, shifted by the tap, for every pair of channels of a group. 2 FLOP a pair of loads: bound by memory.
-// A lane is a group: 32 planes of each operand are staged tile by tile, pixel-major, with zeros for the padding, so no
-// inner loop has a mask, no access a bank conflict (33 words a pixel) and no sum leaves its thread before a sample
-// ends. Warps share the pixels. Each operand is read once from memory, and the halo of a tile again from L2 (budgeted).
+// image's, shifted by the tap, for every pair of channels of a group. A lane is a group: 32 planes of each operand are
+// staged tile by tile, pixel-major, with zeros for the padding, so no inner loop has a mask, no read a bank conflict
+// and no sum leaves its thread before a sample ends. Warps share the pixels. Each operand is read once from memory, and
+// the halo of a tile again from L2. Shared memory bounds a loop that reads the image for every tap, so square kernels
+// of 3, 5 and 7 keep a window of it in registers (Window); others do not (EachTap).
 // Workspace: 8 N units bytes of squares; fused, parts copies of grad_weight in the accumulator type, and the bias's.
-// units = ceil(groups / 32) x pairs of channels in a group x ceil(taps / 9, or 25 for larger kernels), parts =
-// ceil(1024 / units), at most N: no more than 7 MB (doubles 13) of copies if there are several.
+// units = ceil(groups / 32) x pairs of channels in a group x passes over the taps, parts = ceil(1024 / units), at most
+// N: no more than 13 MB of copies if there are several.
 #include "device.cuh"
 #include "dispatch.cuh"
 #include "kernels.h"
@@ -15,21 +16,44 @@
 namespace torchgradx::cuda {
 namespace {
 
-constexpr int kWarps = 8, kThreads = kWarps * warp_threads;
-constexpr int kPitch = warp_threads + 1;  // of a pixel in shared memory
-constexpr int64_t kTileBytes = 44 << 10;  // three blocks on an SM, as many as registers allow, of 164 KB too
-constexpr int64_t kBlocks = 1024;         // wanted; not read off the device, so that all devices add up alike
+constexpr int kFewestWarps = 4, kMostWarps = 8, kMostThreads = kMostWarps * warp_threads;
+constexpr int kMostSide = 16;  // of a tile of grad_output; the pitch of its rows in shared memory
+constexpr int kTotalPitch = warp_threads + 1;
+// Of halves, blocks of four warps: four on an SM. Of others, blocks of eight: two.
+constexpr int64_t kTileBytes = 56 << 10, kWiderTileBytes = 72 << 10;
+// Not read off the device, so that all devices add up alike: blocks wanted, and too few for blocks of four warps.
+constexpr int64_t kBlocks = 1024, kFewSamples = 264;
 constexpr int64_t kMostPairs = 16, kFewestGroups = 8;
+
+// Planes that one asynchronous copy takes, and the pitch of a pixel in shared memory: lanes that write along pixels are
+// four to a bank.
+constexpr int kPieceBytes = 16;
+template <class scalar_t>
+constexpr int kPiece = kPieceBytes / sizeof(scalar_t);
+template <class scalar_t>
+constexpr int kPitch = warp_threads + kPiece<scalar_t>;
 
 struct Tile {
   int high, wide;              // of outputs
   int image_high, image_wide;  // what their taps reach
+  int image_row;               // pixels from a row of the image to the next, in shared memory
+};
+
+// An operand and its part of a tile
+struct Operand {
+  ConvOperand of;
+  int64_t plane_stride;              // from a group to the next
+  int H, W;                          // planes_suit has them fit
+  int stepH, stepW, padH, padW;      // the tile of output (y, x) begins at pixel (y stepH - padH, x stepW - padW)
+  int high, wide, row, first_pixel;  // in shared memory, from row to row and from the tiles' beginning
 };
 
 struct Planes {
-  ConvOperand input, grads;
-  int H, W, outH, outW, taps, kW, strideH, strideW, padH, padW, dilationH, dilationW;  // planes_suit has them fit
+  Operand operands[2];  // grad_output, input
+  bool in_pieces;       // both
+  int outH, outW, taps, kW, strideH, strideW, dilationH, dilationW;
   Tile tile;
+  int total_at;  // in shared memory, beyond the tiles
   int64_t N, groups;
   int channels, rows;  // of a group: inputs, outputs
   const void* scale;   // [N], or null
@@ -37,149 +61,267 @@ struct Planes {
   double* partials;    // [N, gridDim.x]
 };
 
-// A window of pixels of 32 planes, counted from (y, x), to out[pixel * kPitch + plane]; zeros where there is nothing.
-// Lanes go along planes or along pixels, whichever lie closer together in memory.
+// Pixels from (y0, x0) of the first planes of 32, to out[(y * row + x) * kPitch + plane], zeros where there is nothing.
+// Threads go along planes or along pixels, whichever lie closer together in memory.
 template <class scalar_t>
-__device__ __forceinline__ void stage(accumulator<scalar_t>* out, const scalar_t* from, int64_t plane_stride,
-                                      const ConvOperand& strides, int planes, int y0, int x0, int H, int W, int high,
-                                      int wide) {
-  const int lane = threadIdx.x % warp_threads, warp = threadIdx.x / warp_threads;
-  const bool along_planes = plane_stride < strides.w;
-  const int first = along_planes ? warp : lane, step = along_planes ? kWarps : warp_threads;
-  const int first_plane = along_planes ? lane : warp, plane_step = along_planes ? warp_threads : kWarps;
-  const int64_t plane_jump = plane_step * plane_stride;
-  from += first_plane * plane_stride;
-  int y = first / wide, x = first % wide;
+__device__ __forceinline__ void stage(scalar_t* out, const scalar_t* from, const Operand& o, int planes, int y0,
+                                      int x0) {
+  const int lane = threadIdx.x % warp_threads, warp = threadIdx.x / warp_threads, warps = blockDim.x / warp_threads;
+  const bool along_planes = o.plane_stride < o.of.w;
+  const int first = along_planes ? warp : lane, step = along_planes ? warps : warp_threads;
+  const int first_plane = along_planes ? lane : warp, plane_step = along_planes ? warp_threads : warps;
+  const int down = step / o.wide, across = step % o.wide;
+  int y = first / o.wide, x = first % o.wide;
+  const int64_t jump = plane_step * o.plane_stride;
+  from += first_plane * o.plane_stride + (y0 + y) * o.of.h + (x0 + x) * o.of.w;
 #pragma unroll 1
-  for (int pixel = first; pixel < high * wide; pixel += step) {
-    const bool inside = y0 + y >= 0 && y0 + y < H && x0 + x >= 0 && x0 + x < W;
-    const scalar_t* at = from + (y0 + y) * strides.h + (x0 + x) * strides.w;
+  while (y < o.high) {
+    const bool inside = unsigned(y0 + y) < unsigned(o.H) && unsigned(x0 + x) < unsigned(o.W);
+    const int until = inside ? planes : 0;
+    scalar_t* const to = out + (y * o.row + x) * kPitch<scalar_t>;
+    const scalar_t* at = from;
+    int plane = first_plane;
 #pragma unroll 4
-    for (int plane = first_plane; plane < warp_threads; plane += plane_step, at += plane_jump)
-      out[pixel * kPitch + plane] = inside && plane < planes ? widen(*at) : accumulator<scalar_t>(0);
-    for (x += step; x >= wide; x -= wide) ++y;
+    for (; plane < until; plane += plane_step, at += jump) to[plane] = *at;
+#pragma unroll 1
+    for (; plane < warp_threads; plane += plane_step) to[plane] = narrow<scalar_t>(0);
+    y += down, x += across, from += down * o.of.h + across * o.of.w;
+    if (x >= o.wide) ++y, x -= o.wide, from += o.of.h - o.wide * o.of.w;
   }
 }
 
-// That an SM is to hold: what registers allow without a spill.
+// The same by asynchronous copies: planes side by side, every pixel aligned, and no piece with planes that there are
+// not. A warp takes a row, as many pixels at a time as a piece has planes.
 template <class scalar_t>
-constexpr int blocks_of(int taps) {
-  return taps > 9 || sizeof(scalar_t) == sizeof(double) ? 1 : 3;
+__device__ __forceinline__ void stage_pieces(scalar_t* out, const scalar_t* from, const Operand& o, int planes, int y0,
+                                             int x0) {
+  constexpr int kSharers = warp_threads / kPiece<scalar_t>;
+  const int lane = threadIdx.x % warp_threads, warp = threadIdx.x / warp_threads, warps = blockDim.x / warp_threads;
+  const int plane = lane % kSharers * kPiece<scalar_t>;
+#pragma unroll 1
+  for (int x = lane / kSharers; x < o.wide; x += warp_threads / kSharers) {
+    const bool inside = plane < planes && unsigned(x0 + x) < unsigned(o.W);
+    const scalar_t* at = from + plane + (y0 + warp) * o.of.h + (x0 + x) * o.of.w;
+    scalar_t* to = out + (warp * o.row + x) * kPitch<scalar_t> + plane;
+#pragma unroll 1
+    for (int y = warp; y < o.high; y += warps, at += warps * o.of.h, to += warps * o.row * kPitch<scalar_t>) {
+      if (inside && unsigned(y0 + y) < unsigned(o.H))
+        cp_async_16(to, at);
+      else
+        *reinterpret_cast<uint4*>(to) = uint4{};
+    }
+  }
 }
 
-template <class scalar_t, int kTaps>
-__global__ void __launch_bounds__(kThreads, blocks_of<scalar_t>(kTaps)) planes_kernel(const Planes p) {
+// The products of a tile for any kernel, kTaps of its taps: an image value is read for each.
+template <class scalar_t, int kCount>
+struct EachTap {
+  using scalar = scalar_t;
+  static constexpr int kTaps = kCount;
+  // That an SM is to hold: what registers allow without a spill.
+  static constexpr int kResident = kTaps > 9 || sizeof(scalar_t) == sizeof(double) ? 1 : 3;
+
+  int reach[kTaps];
+
+  __device__ EachTap(const Planes& p, int first_tap) {
+#pragma unroll
+    for (int j = 0; j < kTaps; ++j) {
+      const int tap = min(first_tap + j, p.taps - 1);
+      reach[j] = (tap / p.kW * p.dilationH * p.tile.image_row + tap % p.kW * p.dilationW) * kPitch<scalar_t>;
+    }
+  }
+
+  __device__ __forceinline__ void add(accumulator<scalar_t> (&sums)[kTaps], const scalar_t* grads,
+                                      const scalar_t* image, int high, int wide, const Planes& p) const {
+    const int warps = blockDim.x / warp_threads;
+    int y = threadIdx.x / warp_threads / wide, x = threadIdx.x / warp_threads % wide;
+#pragma unroll 1  // the taps are loads enough in flight; more would spill
+    while (y < high) {
+      const accumulator<scalar_t> grad = widen(grads[(y * kMostSide + x) * kPitch<scalar_t>]);
+      const scalar_t* const at = image + (y * p.strideH * p.tile.image_row + x * p.strideW) * kPitch<scalar_t>;
+#pragma unroll
+      for (int j = 0; j < kTaps; ++j) sums[j] += grad * widen(at[reach[j]]);
+      for (x += warps; x >= wide; x -= wide) ++y;
+    }
+  }
+};
+
+// The same for a kernel of kSide x kSide, all taps at once. A warp goes along two rows of outputs with what their taps
+// reach of the image in registers, as a ring of columns: a step reads kStride new ones.
+template <class scalar_t, int kSide, int kStride>
+struct Window {
+  using scalar = scalar_t;
+  static constexpr int kTaps = kSide * kSide, kImageRow = (kMostSide - 1) * kStride + kSide;
+  static constexpr int kImageRows = kStride + kSide;
+  static constexpr int kResident = 2;  // as many as their tiles leave room for
+
+  Window() = default;
+  __device__ Window(const Planes&, int) {}
+
+  __device__ __forceinline__ void add(float (&sums)[kTaps], const scalar_t* grads, const scalar_t* image, int high,
+                                      int wide, const Planes&) const {
+    const int warp = threadIdx.x / warp_threads, warps = blockDim.x / warp_threads;
+#pragma unroll 1
+    for (int y = 2 * warp; y < high; y += 2 * warps) {
+      const scalar_t* grads_at = grads + y * kMostSide * kPitch<scalar_t>;
+      const scalar_t* image_at = image + y * kStride * kImageRow * kPitch<scalar_t>;
+      const bool both = y + 1 < high;
+      float window[kImageRows][kSide] = {};
+      const auto read = [&](int column) {
+#pragma unroll
+        for (int i = 0; i < kImageRows; ++i)
+          if (i < kSide || both)
+            window[i][column % kSide] = widen(image_at[(i * kImageRow + column) * kPitch<scalar_t>]);
+      };
+#pragma unroll
+      for (int column = 0; column < kSide - kStride; ++column) read(column);
+#pragma unroll 1
+      for (int x = 0; x < wide; x += kSide) {
+#pragma unroll
+        for (int j = 0; j < kSide; ++j) {
+          if (x + j >= wide) break;
+#pragma unroll
+          for (int column = 0; column < kStride; ++column) read(kSide + (j - 1) * kStride + column);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (i == 1 && !both) break;
+            const float grad = widen(grads_at[(i * kMostSide + j) * kPitch<scalar_t>]);
+#pragma unroll
+            for (int tap = 0; tap < kTaps; ++tap)
+              sums[tap] += grad * window[i * kStride + tap / kSide][(j * kStride + tap % kSide) % kSide];
+          }
+        }
+        grads_at += kSide * kPitch<scalar_t>, image_at += kSide * kStride * kPitch<scalar_t>;
+      }
+    }
+  }
+};
+
+template <class Taps>
+__global__ void __launch_bounds__(kMostThreads, Taps::kResident) planes_kernel(const Planes p) {
+  using scalar_t = typename Taps::scalar;
   using acc_t = accumulator<scalar_t>;
-  DYNAMIC_SHARED(acc_t, shared);
-  const int lane = threadIdx.x % warp_threads, warp = threadIdx.x / warp_threads;
+  constexpr int kTaps = Taps::kTaps;
+  DYNAMIC_SHARED(acc_t, warp_sums);  // [warps, kTaps, 32], in place of the tiles
+  acc_t* const total = warp_sums + p.total_at;  // [kTaps, kTotalPitch]: of this block's samples
+  const int lane = threadIdx.x % warp_threads, warp = threadIdx.x / warp_threads, warps = blockDim.x / warp_threads;
 
   // This block's unit: 32 groups, a pair of channels of each, and some of the taps
   const int slabs = int(ceil_div<int64_t>(p.groups, warp_threads)), pairs = p.channels * p.rows;
   const int slab = blockIdx.x % slabs, pair = blockIdx.x / slabs % pairs,
             first_tap = blockIdx.x / slabs / pairs * kTaps;
-  const int channel = pair % p.channels, row = pair / p.channels, taps = p.taps;
+  const int channel = pair % p.channels, row = pair / p.channels;
   const int64_t group = int64_t(slab) * warp_threads;
-  const int planes = int(min(int64_t(warp_threads), p.groups - group)), mine = min(kTaps, taps - first_tap);
-  int reach[kTaps];
-#pragma unroll
-  for (int j = 0; j < kTaps; ++j) {
-    const int tap = first_tap + min(j, mine - 1);
-    reach[j] = (tap / p.kW * p.dilationH * p.tile.image_wide + tap % p.kW * p.dilationW) * kPitch;
-  }
+  const int planes = int(min(int64_t(warp_threads), p.groups - group)), mine = min(kTaps, p.taps - first_tap);
+  const Taps taps(p, first_tap);
 
-  // Each thread keeps this many of the block's sums over samples, in the order of sum over warps below.
-  constexpr int kKept = (kTaps * warp_threads + kThreads - 1) / kThreads;
-  acc_t total[kKept] = {};
-  acc_t* const image = shared + p.tile.high * p.tile.wide * kPitch;
+  scalar_t* const tiles = reinterpret_cast<scalar_t*>(warp_sums);
   const int64_t begin = p.N * blockIdx.y / gridDim.y, end = p.N * (blockIdx.y + 1) / gridDim.y;
   for (int64_t n = begin; n < end; ++n) {
-    const scalar_t* const grads_at =
-        static_cast<const scalar_t*>(p.grads.data) + n * p.grads.n + (group * p.rows + row) * p.grads.c;
-    const scalar_t* const image_at =
-        static_cast<const scalar_t*>(p.input.data) + n * p.input.n + (group * p.channels + channel) * p.input.c;
     acc_t sums[kTaps] = {};
     for (int y = 0; y < p.outH; y += p.tile.high)
       for (int x = 0; x < p.outW; x += p.tile.wide) {
+        __syncthreads();
+#pragma unroll 1  // once in the code: registers are short
+        for (int k = 0; k < 2; ++k) {
+          const Operand& o = p.operands[k];
+          const int64_t at = n * o.of.n + group * o.plane_stride + (k ? channel : row) * o.of.c;
+          const scalar_t* const from = static_cast<const scalar_t*>(o.of.data) + at;
+          scalar_t* const to = tiles + o.first_pixel * kPitch<scalar_t>;
+          const int y0 = y * o.stepH - o.padH, x0 = x * o.stepW - o.padW;
+          if (p.in_pieces)
+            stage_pieces(to, from, o, planes, y0, x0);
+          else
+            stage(to, from, o, planes, y0, x0);
+        }
+        cp_async_commit();
+        cp_async_wait<0>();
+        __syncthreads();
         // The last tiles are cut, not filled with zeros: zero times an infinite pixel would be seen.
         const int high = min(p.tile.high, p.outH - y), wide = min(p.tile.wide, p.outW - x);
-        __syncthreads();
-        stage(shared, grads_at, p.rows * p.grads.c, p.grads, planes, y, x, p.outH, p.outW, high, wide);
-        stage(image, image_at, p.channels * p.input.c, p.input, planes, y * p.strideH - p.padH, x * p.strideW - p.padW,
-              p.H, p.W, p.tile.image_high, p.tile.image_wide);
-        __syncthreads();
-        int down = warp / wide, along = warp % wide;
-#pragma unroll 1  // the taps are loads enough in flight; more would spill
-        for (int pixel = warp; pixel < high * wide; pixel += kWarps) {
-          const acc_t grad = shared[pixel * kPitch + lane];
-          const acc_t* const at = image + (down * p.strideH * p.tile.image_wide + along * p.strideW) * kPitch + lane;
-#pragma unroll
-          for (int j = 0; j < kTaps; ++j) sums[j] += grad * at[reach[j]];
-          for (along += kWarps; along >= wide; along -= wide) ++down;
-        }
+        const scalar_t* const image = tiles + p.operands[1].first_pixel * kPitch<scalar_t>;
+        taps.add(sums, tiles + lane, image + lane, high, wide, p);
       }
 
     // Sum over warps
     __syncthreads();
 #pragma unroll
-    for (int j = 0; j < kTaps; ++j) shared[(warp * kTaps + j) * warp_threads + lane] = sums[j];
+    for (int j = 0; j < kTaps; ++j) warp_sums[(warp * kTaps + j) * warp_threads + lane] = sums[j];
     __syncthreads();
     const acc_t factor = p.scale ? static_cast<const acc_t*>(p.scale)[n] : acc_t(1);
     double square = 0;
-#pragma unroll
-    for (int k = 0; k < kKept; ++k) {
-      const int entry = threadIdx.x + k * kThreads;
-      if (entry >= mine * warp_threads) break;
+    for (int tap = warp; tap < mine; tap += warps) {
       acc_t sum = 0;
-      for (int w = 0; w < kWarps; ++w) sum += shared[w * kTaps * warp_threads + entry];
+#pragma unroll 1
+      for (int w = 0; w < warps; w += kFewestWarps)
+#pragma unroll
+        for (int j = 0; j < kFewestWarps; ++j) sum += warp_sums[((w + j) * kTaps + tap) * warp_threads + lane];
       square += double(sum) * double(sum);
-      total[k] += factor != acc_t(0) ? factor * sum : acc_t(0);  // 0 times nan is nan
+      acc_t& of_samples = total[tap * kTotalPitch + lane];
+      const acc_t before = n == begin ? acc_t(0) : of_samples;
+      of_samples = factor != acc_t(0) ? before + factor * sum : before;  // 0 times nan is nan
     }
     square = block_sum(square);
     if (threadIdx.x == 0) p.partials[n * gridDim.x + blockIdx.x] = square;
   }
 
   if (!p.copies) return;
-  acc_t* const copy = static_cast<acc_t*>(p.copies) + blockIdx.y * p.groups * pairs * taps;
-#pragma unroll
-  for (int k = 0; k < kKept; ++k) {
-    const int entry = threadIdx.x + k * kThreads, plane = entry % warp_threads, tap = entry / warp_threads;
-    if (tap < mine && plane < planes)
-      copy[(((group + plane) * p.rows + row) * p.channels + channel) * taps + first_tap + tap] = total[k];
+  __syncthreads();
+  for (int plane = warp; plane < planes; plane += warps) {
+    const int64_t filter = (((blockIdx.y * p.groups + group + plane) * p.rows + row) * p.channels + channel) * p.taps;
+    acc_t* const copy = static_cast<acc_t*>(p.copies) + filter + first_tap;
+    for (int tap = lane; tap < mine; tap += warp_threads) copy[tap] = total[tap * kTotalPitch + plane];
   }
 }
 
-int64_t tap_chunk(const Conv2dProblem& c) {
-  return c.kH * c.kW <= 9 ? 9 : 25;
+// The side of the kernel if Window has it, or zero.
+int64_t window_side(const Conv2dProblem& c) {
+  const bool square = c.kH == c.kW && c.strideH == c.strideW && c.dilationH == 1 && c.dilationW == 1;
+  const bool small = (c.kW == 3 || c.kW == 5) && c.strideW <= 2, large = c.kW == 7 && c.strideW == 1;
+  return square && (small || large) && c.dtype != DType::kDouble ? c.kW : 0;
+}
+
+int64_t taps_at_once(const Conv2dProblem& c) {
+  return window_side(c) || c.kH * c.kW <= 9 ? c.kH * c.kW : 25;
 }
 
 int64_t reach_of(int64_t outputs, int64_t stride, int64_t taps, int64_t dilation) {
   return (outputs - 1) * stride + (taps - 1) * dilation + 1;
 }
 
-int64_t cells(int64_t high, int64_t wide, const Conv2dProblem& c) {
-  return high * wide + reach_of(high, c.strideH, c.kH, c.dilationH) * reach_of(wide, c.strideW, c.kW, c.dilationW);
+int64_t bytes_of(DType dtype) {
+  return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2;
 }
 
-// The largest tile that fits; of nothing, if not even a pixel a warp does.
+// The largest tile that fits, and equal ones; of nothing, if not even eight pixels fit.
 Tile make_tile(const Conv2dProblem& c) {
-  const int64_t most = kTileBytes / kPitch / accumulator_bytes(c.dtype);
-  int64_t high = std::min<int64_t>(c.outH, 16), wide = std::min<int64_t>(c.outW, 16);
-  const int64_t least = std::min<int64_t>(kWarps, high * wide);
-  while (high * wide >= least && cells(high, wide, c) > most) --(high > wide ? high : wide);
-  if (high * wide < least) return {};
-  return {int(high), int(wide), int(reach_of(high, c.strideH, c.kH, c.dilationH)),
-          int(reach_of(wide, c.strideW, c.kW, c.dilationW))};
+  const int64_t pixel = warp_threads * bytes_of(c.dtype) + kPieceBytes, side = window_side(c);
+  const int64_t most = (bytes_of(c.dtype) == 2 ? kTileBytes : kWiderTileBytes) / pixel;
+  const auto evenly = [](int64_t outputs) { return ceil_div(outputs, ceil_div<int64_t>(outputs, kMostSide)); };
+  int64_t high = evenly(c.outH), wide = evenly(c.outW);
+  for (const int64_t least = std::min<int64_t>(8, high * wide); high * wide >= least;) {
+    const int64_t image_high = reach_of(high, c.strideH, c.kH, c.dilationH),
+                  image_wide = reach_of(wide, c.strideW, c.kW, c.dilationW),
+                  image_row = side ? reach_of(kMostSide, c.strideW, side, 1) : image_wide;
+    if (high * kMostSide + image_high * image_row <= most)
+      return {int(high), int(wide), int(image_high), int(image_wide), int(image_row)};
+    --(side || high > wide ? high : wide);
+  }
+  return {};
 }
 
 // How a problem is cut: units along gridDim.x, samples along gridDim.y
 struct Cut {
   int64_t units, parts, size;
+  int threads;
 
   explicit Cut(const Conv2dProblem& c)
       : units(ceil_div<int64_t>(c.groups, warp_threads) * (c.C / c.groups) * (c.O / c.groups) *
-              ceil_div(c.kH * c.kW, tap_chunk(c))),
+              ceil_div(c.kH * c.kW, taps_at_once(c))),
         parts(std::max<int64_t>(1, std::min(c.N, ceil_div(kBlocks, std::max<int64_t>(1, units))))),
-        size(c.O * (c.C / c.groups) * c.kH * c.kW) {}
+        size(c.O * (c.C / c.groups) * c.kH * c.kW),
+        threads(bytes_of(c.dtype) == 2 && window_side(c) && units * c.N >= kFewSamples ? kFewestWarps * warp_threads
+                                                                                      : kMostThreads) {}
 };
 
 struct PlanesWorkspace {
@@ -194,12 +336,41 @@ struct PlanesWorkspace {
         bias(carver.take<void>(bias_workspace(rows_of_bias(c), fused))) {}
 };
 
-template <class scalar_t, int kTaps>
-cudaError_t launch_taps(const Planes& p, const Cut& cut, cudaStream_t stream) {
-  const int64_t staged = (p.tile.high * p.tile.wide + p.tile.image_high * p.tile.image_wide) * kPitch;
-  const int64_t elements = std::max<int64_t>(staged, kTaps * kThreads);
-  return launch(planes_kernel<scalar_t, kTaps>, dim3(cut.units, cut.parts), dim3(kThreads),
-                elements * sizeof(accumulator<scalar_t>), stream, p);
+// Channels side by side, one a group, and every pixel aligned
+bool in_pieces(const Conv2dProblem& c, const ConvOperand& of) {
+  const int64_t piece = kPieceBytes / bytes_of(c.dtype);
+  return of.c == 1 && reinterpret_cast<uintptr_t>(of.data) % kPieceBytes == 0 && of.n % piece == 0 &&
+         of.h % piece == 0 && of.w % piece == 0;
+}
+
+template <class Taps>
+cudaError_t launch_taps(Planes p, const Cut& cut, cudaStream_t stream) {
+  using scalar_t = typename Taps::scalar;
+  using acc_t = accumulator<scalar_t>;
+  const int64_t pixels = p.tile.high * kMostSide + p.tile.image_high * p.tile.image_row;
+  p.total_at = int(std::max<int64_t>(pixels * kPitch<scalar_t> * sizeof(scalar_t) / sizeof(acc_t),
+                                     Taps::kTaps * cut.threads));
+  return launch(planes_kernel<Taps>, dim3(cut.units, cut.parts), dim3(cut.threads),
+                (p.total_at + Taps::kTaps * kTotalPitch) * sizeof(acc_t), stream, p);
+}
+
+template <class scalar_t>
+cudaError_t launch_kernel(const Conv2dProblem& c, const Planes& p, const Cut& cut, cudaStream_t stream) {
+  if constexpr (sizeof(scalar_t) < sizeof(double)) {
+    const auto either = [&](auto one, auto two) {
+      return c.strideW == 1 ? launch_taps<decltype(one)>(p, cut, stream) : launch_taps<decltype(two)>(p, cut, stream);
+    };
+    switch (window_side(c)) {
+      case 3:
+        return either(Window<scalar_t, 3, 1>{}, Window<scalar_t, 3, 2>{});
+      case 5:
+        return either(Window<scalar_t, 5, 1>{}, Window<scalar_t, 5, 2>{});
+      case 7:
+        return launch_taps<Window<scalar_t, 7, 1>>(p, cut, stream);
+    }
+  }
+  return c.kH * c.kW <= 9 ? launch_taps<EachTap<scalar_t, 9>>(p, cut, stream)
+                          : launch_taps<EachTap<scalar_t, 25>>(p, cut, stream);
 }
 
 cudaError_t launch_planes(const Conv2dProblem& c, const Gradients& gradients, const SqNorms& sq_norms, void* workspace,
@@ -208,17 +379,21 @@ cudaError_t launch_planes(const Conv2dProblem& c, const Gradients& gradients, co
   const PlanesWorkspace own(c, gradients.weight, workspace);
   const Cut cut(c);
   Planes p{};
-  p.input = c.input, p.grads = c.grad_output;
-  p.H = int(c.H), p.W = int(c.W), p.outH = int(c.outH), p.outW = int(c.outW);
-  p.taps = int(c.kH * c.kW), p.kW = int(c.kW);
-  p.strideH = int(c.strideH), p.strideW = int(c.strideW), p.padH = int(c.padH), p.padW = int(c.padW);
+  const Tile tile = make_tile(c);
+  const int64_t rows = c.O / c.groups, channels = c.C / c.groups;
+  p.operands[0] = {c.grad_output, rows * c.grad_output.c, int(c.outH), int(c.outW), 1, 1,
+                   0,             0,                      tile.high,   tile.wide,   kMostSide, 0};
+  p.operands[1] = {c.input,        channels * c.input.c,  int(c.H),       int(c.W), int(c.strideH), int(c.strideW),
+                   int(c.padH), int(c.padW), tile.image_high, tile.image_wide, tile.image_row, tile.high * kMostSide};
+  p.in_pieces = rows == 1 && channels == 1 && c.groups * bytes_of(c.dtype) % kPieceBytes == 0 &&
+                in_pieces(c, c.input) && in_pieces(c, c.grad_output);
+  p.outH = int(c.outH), p.outW = int(c.outW), p.taps = int(c.kH * c.kW), p.kW = int(c.kW);
+  p.strideH = int(c.strideH), p.strideW = int(c.strideW);
   p.dilationH = int(c.dilationH), p.dilationW = int(c.dilationW);
-  p.tile = make_tile(c), p.N = c.N, p.groups = c.groups;
-  p.channels = int(c.C / c.groups), p.rows = int(c.O / c.groups);
+  p.tile = tile, p.N = c.N, p.groups = c.groups, p.channels = int(channels), p.rows = int(rows);
   p.scale = gradients.scale, p.copies = own.copies, p.partials = own.partials;
   cudaError_t error = dispatch(c.dtype, [&](auto zero) {
-    using scalar_t = decltype(zero);
-    return tap_chunk(c) == 9 ? launch_taps<scalar_t, 9>(p, cut, stream) : launch_taps<scalar_t, 25>(p, cut, stream);
+    return launch_kernel<decltype(zero)>(c, p, cut, stream);
   });
   if (error == cudaSuccess && sq_norms.weight)
     error = launch_sum_partials(c.dtype, own.partials, c.N, cut.units, nullptr, sq_norms.weight, stream);
