@@ -143,6 +143,7 @@ def battery(dtype):
         x, b, truth = case(problem, dtype, "gaussians")
         for layout in LAYOUTS:
             assert_right(problem, *laid_out(layout, x, b), truth)
-    test_pixels_beyond_the_last_outputs_reach_may_be_infinite(3, "channels_last")
+    if dtype is torch.float32:
+        test_pixels_beyond_the_last_outputs_reach_may_be_infinite(3, "channels_last")
     if dtype is torch.bfloat16:
         test_blocks_of_several_samples_are_right()
