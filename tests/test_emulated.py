@@ -59,15 +59,15 @@ def allow_tf32():
     matmul.allow_tf32 = before
 
 
-def results(problem, a, b):
-    """All that the operators have to say of a problem."""
+def results(problem, a, b, ways=CONV2D_ALGORITHMS):
+    """All that the operators have to say of a problem, of a convolution by these algorithms."""
     scale = torch.arange(problem.n, dtype=torch.float32) - 1
     if isinstance(problem, Linear):
         ways = [way for way in LINEAR_ALGORITHMS if supports(way, problem.t)]
         norms = {way: EMULATED.linear(way, a, b) for way in ways}
         fused = EMULATED.linear_fused(a, b, scale)
     else:
-        norms = {way: EMULATED.conv2d(way, a, b, problem) for way in CONV2D_ALGORITHMS}
+        norms = {way: EMULATED.conv2d(way, a, b, problem) for way in ways}
         fused = EMULATED.conv2d_fused(a, b, problem, scale)
     return norms | dict(zip(("weight", "bias", "scaled"), fused, strict=True))
 
@@ -132,12 +132,12 @@ def _of_tf32(x):
     return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
-def assert_right(problem, a, b, kind="integers"):
-    """Every operator against the oracle."""
+def assert_right(problem, a, b, kind="integers", ways=CONV2D_ALGORITHMS):
+    """Every operator against the oracle, of a convolution by these algorithms."""
     linear = isinstance(problem, Linear)
     truth = linear_truth(a, b) if linear else conv2d_truth(a, b, problem)
-    given = results(problem, a, b)
-    for way in CONV2D_ALGORITHMS if not linear else LINEAR_ALGORITHMS:
+    given = results(problem, a, b, ways)
+    for way in ways if not linear else LINEAR_ALGORITHMS:
         if way in given:
             assert_sq_norms(given[way], truth, way, a.dtype, kind)
     weights = torch.arange(problem.n, dtype=torch.float64) - 1
@@ -160,9 +160,11 @@ def assert_right(problem, a, b, kind="integers"):
 )
 def test_every_kernel_is_launched_within_its_bounds(allow_tf32):
     """On a GPU a block larger than its kernel's bounds is a launch that fails."""
+    import test_emulated_planes as planes
+
     for dtype, tf32 in ARITHMETIC:
         allow_tf32(tf32)
-        for problem in LINEAR + CONV2D:
+        for problem in (*LINEAR, *CONV2D, *planes.PROBLEMS):
             operands = problem.operands(dtype, "integers")
             with operators().dry():
                 results(problem, *operands)

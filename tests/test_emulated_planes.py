@@ -4,15 +4,11 @@ and the loop over taps, ragged tiles, each memory order and alignment."""
 from __future__ import annotations
 
 import pytest
+import test_emulated as emulated
 import torch
-from backends import BACKENDS
-from emulation import build
-from emulation.operators import operators
-from oracle import Conv2d, assert_gradient, assert_sq_norms, case, conv2d_truth
+from oracle import Conv2d, assert_sq_norms, conv2d_truth
 
-pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
-EMULATED = BACKENDS["emulated"]
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+pytestmark, EMULATED = emulated.pytestmark, emulated.EMULATED
 
 
 def depthwise(n, channels, size, side, stride=1, padding=0, multiplier=1):
@@ -20,121 +16,75 @@ def depthwise(n, channels, size, side, stride=1, padding=0, multiplier=1):
     return Conv2d(n, channels, channels * multiplier, size, *pairs, groups=channels)
 
 
-PROBLEMS = {
-    "7x7, two slabs, ragged": depthwise(3, 40, (9, 12), 7, padding=3),
-    "7x7, several tiles": depthwise(2, 8, (19, 37), 7, padding=3),
-    "7x7, one output": depthwise(2, 9, (7, 7), 7),
-    "7x7, stride 2: by taps, in two passes": depthwise(2, 8, (13, 9), 7, 2, 3),
-    "5x5, odd channels, image below the kernel": depthwise(2, 11, (4, 3), 5, padding=2),
-    "5x5, stride 2": depthwise(2, 33, (18, 15), 5, 2, 2),
-    "3x3, several tiles": depthwise(2, 8, (21, 18), 3, padding=1),
-    "3x3, stride 2, two a channel": depthwise(2, 9, (17, 35), 3, 2, 1, multiplier=2),
-    "3x3, tiles of nothing but padding": depthwise(2, 8, (2, 3), 3, padding=19),
-    "3x3, sides of its own": Conv2d(2, 8, 8, (6, 9), (3, 3), padding=(0, 2), groups=8),
-    "3x3, strides of its own": Conv2d(2, 8, 8, (6, 9), (3, 3), (2, 1), (1, 1), groups=8),
-    "3x3, dilation: by taps": Conv2d(2, 8, 8, (9, 7), (3, 3), (1, 1), (2, 2), (2, 2), 8),
-}
+PROBLEMS = (
+    depthwise(3, 40, (9, 12), 7, padding=3),  # two slabs of planes, ragged rows
+    depthwise(2, 8, (19, 37), 7, padding=3),  # several tiles
+    depthwise(2, 9, (7, 7), 7),  # one output
+    depthwise(2, 8, (13, 9), 7, 2, 3),  # by taps, in two passes
+    depthwise(2, 11, (4, 3), 5, padding=2),  # an image smaller than the kernel
+    depthwise(2, 33, (18, 15), 5, 2, 2),
+    depthwise(2, 8, (21, 18), 3, padding=1),
+    depthwise(2, 9, (17, 35), 3, 2, 1, multiplier=2),
+    depthwise(2, 8, (2, 3), 3, padding=19),  # tiles of padding alone
+    Conv2d(2, 8, 8, (6, 9), (3, 3), padding=(0, 2), groups=8),
+    Conv2d(2, 8, 8, (6, 9), (3, 3), (2, 1), (1, 1), groups=8),  # by taps
+    Conv2d(2, 8, 8, (9, 7), (3, 3), (1, 1), (2, 2), (2, 2), 8),  # by taps
+)
 
 
-def in_order(x):
-    return x
-
-
-def channels_last(x):
-    return x.contiguous(memory_format=torch.channels_last)
-
-
-def cut_from(extra, first):
+def cut_from(x, channels, first):
     """Return x as some channels of a wider channels_last tensor."""
-
-    def cut(x):
-        wide = x.new_full((len(x), x.shape[1] + extra, *x.shape[2:]), float("nan"))
-        part = channels_last(wide)[:, first : first + x.shape[1]]
-        return part.copy_(x)
-
-    return cut
+    wide = x.new_full((len(x), channels, *x.shape[2:]), float("nan"))
+    wide = wide.contiguous(memory_format=torch.channels_last)
+    return wide[:, first : first + x.shape[1]].copy_(x)
 
 
 LAYOUTS = {
-    "NCHW": in_order,
-    "channels_last": channels_last,
-    "misaligned": cut_from(2, 1),
-    "rows of whole pieces": lambda x: cut_from(-x.shape[1] % 8 + 8, 0)(x),
+    "contiguous": torch.Tensor.contiguous,
+    "channels_last": emulated._turned,
+    "misaligned": lambda x: cut_from(x, x.shape[1] + 2, 1),
+    "aligned": lambda x: cut_from(x, -(-x.shape[1] // 8) * 8, 0),
 }
+PAIRS = [*((name, name) for name in LAYOUTS), ("channels_last", "misaligned")]
 
 
-def assert_right(problem, x, b, truth):
-    """Norms of each way, and gradients scaled by a factor for each sample, zero among them."""
-    scale = torch.arange(problem.n, dtype=torch.float32) - 1
-    for way in ("direct", "fused"):
-        assert_sq_norms(EMULATED.conv2d(way, x, b, problem), truth, way, x.dtype)
-    weight, bias, _ = EMULATED.conv2d_fused(x, b, problem, scale)
-    factors, terms = scale.double(), truth.terms[0] * problem.n
-    for actual, each, magnitude in (
-        (weight, truth.weight, truth.weight_magnitude),
-        (bias, truth.bias, truth.bias_magnitude),
-    ):
-        expected = torch.tensordot(factors, each, dims=1)
-        assert_gradient(actual, expected, torch.tensordot(factors.abs(), magnitude, dims=1), terms)
+def assert_right(problem, dtype, image, gradient):
+    x, b = problem.operands(dtype, "gaussians")
+    x, b = LAYOUTS[image](x), LAYOUTS[gradient](b)
+    emulated.assert_right(problem, x, b, "gaussians", ways=("direct", "fused"))
 
 
-@pytest.mark.grid("dtype", "layout")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_every_kernel_is_right_in_every_layout(name, layout, dtype):
-    x, b, truth = case(PROBLEMS[name], dtype, "gaussians")
-    assert_right(PROBLEMS[name], *map(LAYOUTS[layout], (x, b)), truth)
+@pytest.mark.grid("dtype", "image")
+@pytest.mark.parametrize("dtype", emulated.DTYPES, ids=str)
+@pytest.mark.parametrize(("image", "gradient"), PAIRS)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_every_kernel_is_right_in_every_layout(problem, image, gradient, dtype):
+    assert_right(problem, dtype, image, gradient)
 
 
-@pytest.mark.grid(pairs=False)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["7x7, two slabs, ragged", "5x5, stride 2"])
-def test_the_order_of_threads_does_not_matter(name, dtype):
-    problem = PROBLEMS[name]
-    x, b = map(channels_last, problem.operands(dtype, "gaussians"))
-    forward = EMULATED.conv2d_fused(x, b, problem)
-    for order in ("reverse", "shuffled"):
-        with operators().order(order):
-            assert all(map(torch.equal, forward, EMULATED.conv2d_fused(x, b, problem)))
+def test_blocks_of_several_samples_are_right():
+    """Sixteen pairs of channels a group and 65 samples: 64 blocks of four warps for each pair."""
+    assert_right(Conv2d(65, 32, 32, (3, 2), (3, 3), padding=(1, 1), groups=8),
+                 torch.bfloat16, "contiguous", "contiguous")  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", ["NCHW", "channels_last"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("side", [3, 5])
 def test_pixels_beyond_the_last_outputs_reach_may_be_infinite(side, layout):
     """19 outputs along each side: two tiles, the second cut in the middle of two rows."""
     reach = 18 * 2 + side
     problem = depthwise(1, 8, (reach + 1, reach + 1), side, 2)
-    x, b = problem.operands(torch.float32, "gaussians")
+    x, b = problem.operands(torch.bfloat16, "gaussians")
     x[..., reach, :] = x[..., reach] = float("inf")
     truth = conv2d_truth(x, b, problem)
     assert truth.weight.isfinite().all()
-    x, b = map(LAYOUTS[layout], (x, b))
-    assert_sq_norms(EMULATED.conv2d("direct", x, b, problem), truth, "direct", x.dtype)
+    sq_norms = EMULATED.conv2d("direct", *map(LAYOUTS[layout], (x, b)), problem)
+    assert_sq_norms(sq_norms, truth, "direct", x.dtype)
 
 
 def test_a_sample_of_factor_zero_is_left_out_whatever_it_holds():
-    problem = PROBLEMS["7x7, two slabs, ragged"]
-    x, b = problem.operands(torch.bfloat16, "gaussians")
-    without = EMULATED.conv2d_fused(x[::2], b[::2], problem)
+    x, b = PROBLEMS[0].operands(torch.bfloat16, "gaussians")
+    without = EMULATED.conv2d_fused(x[::2], b[::2], PROBLEMS[0])
     x[1], b[1] = float("nan"), float("inf")
-    scale = torch.tensor([1.0, 0.0, 1.0])
-    weight, bias, _ = EMULATED.conv2d_fused(*map(channels_last, (x, b)), problem, scale)
-    torch.testing.assert_close((weight, bias), without[:2])
-
-
-def test_blocks_of_several_samples_are_right():
-    """Sixteen pairs of channels a group and 65 samples: 64 blocks of four warps for each pair."""
-    problem = Conv2d(65, 32, 32, (3, 2), (3, 3), padding=(1, 1), groups=8)
-    assert_right(problem, *case(problem, torch.bfloat16, "gaussians"))
-
-
-def battery(dtype):
-    """Raise what the tests above would; for planted bugs."""
-    for problem in PROBLEMS.values():
-        x, b, truth = case(problem, dtype, "gaussians")
-        for laid in LAYOUTS.values():
-            assert_right(problem, laid(x), laid(b), truth)
-    test_pixels_beyond_the_last_outputs_reach_may_be_infinite(3, "channels_last")
-    if dtype is torch.bfloat16:
-        test_blocks_of_several_samples_are_right()
+    given = EMULATED.conv2d_fused(x, b, PROBLEMS[0], torch.tensor([1.0, 0.0, 1.0]))
+    torch.testing.assert_close(given[:2], without[:2])

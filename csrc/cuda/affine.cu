@@ -187,7 +187,7 @@ struct AffineWorkspace {
 // to.data null: norms alone; else grad_input too where `writes`.
 cudaError_t launch_columns(const AffineProblem& p, const InputGradient& to, bool writes, bool bias,
                            const AffineWorkspace& own, void* sq_norms, cudaStream_t stream) {
-  if (sweeps(p, to)) return launch_sweep(p, bias, to.weight, own.sums, own.means, sq_norms, own.sweep, stream);
+  if (sweeps(p, to)) return launch_sweep(p, to, bias, own.sums, own.means, sq_norms, own.sweep, stream);
   const Cut cut(p);
   if (!fits(p) || p.N > kMostIndex / 2 / std::max<int64_t>(cut.blocks, 1)) return cudaErrorInvalidConfiguration;
   const bool moving = p.mean.t != 0 || p.rstd.t != 0;
@@ -264,6 +264,10 @@ cudaError_t launch_affine_by_sample(const AffineProblem& p, const InputGradient&
   return error == cudaSuccess && to.data && !to.frozen ? launch_input(p, to, own, stream) : error;
 }
 
+bool affine_reads_weight(const AffineProblem& p, const InputGradient& to) {
+  return !affine_rows_suit(p, to) && sweep_input_suits(p, to);
+}
+
 size_t affine_fused_workspace(const AffineProblem& p, const InputGradient& to, const Gradients& gradients) {
   if (affine_rows_suit(p, to)) return affine_rows_workspace(p, gradients);
   return AffineWorkspace(p, to, nullptr).carver.size();
@@ -275,13 +279,9 @@ cudaError_t launch_affine_fused(const AffineProblem& p, const InputGradient& to,
   const AffineWorkspace own(p, to, workspace);
   cudaError_t error = launch_columns(p, to, to.frozen, gradients.bias, own, sq_norms, stream);
   if (error == cudaSuccess && !to.frozen) error = launch_input(p, to, own, stream);
-  const int64_t C = p.G * p.K;
-  const char* const products = static_cast<const char*>(own.sums);
   if (error == cudaSuccess)
-    error = launch_sum_rows(to.weight_dtype, products, gradients.scale, p.N, C, gradients.weight, stream);
-  if (error == cudaSuccess && gradients.bias)
-    error = launch_sum_rows(to.weight_dtype, products + p.N * C * accumulator_bytes(p.dtype), gradients.scale, p.N, C,
-                            gradients.bias, stream);
+    error = launch_sum_rows(to.weight_dtype, own.sums, gradients.scale, p.N, p.G * p.K, gradients.weight, stream, 1,
+                            gradients.bias);
   return error;
 }
 

@@ -256,14 +256,10 @@ cudaError_t launch_affine_rows(const AffineProblem& p, const InputGradient& to, 
   cudaError_t error = launch_sweep(p, to, cut, teams, stream);
   if (error == cudaSuccess && !cut.single)
     error = launch_bias(rows_of_sums(p, cut, gradients.bias, own.sums), {}, sq_norms, own.bias, stream);
-  const char* const products = static_cast<const char*>(own.sums);
   const int64_t R = cut.sets * cut.parts, each = cut.single ? 1 : cut.parts;
-  const void* const weights = cut.single ? nullptr : gradients.scale;
   if (error == cudaSuccess)
-    error = launch_sum_rows(to.weight_dtype, products, weights, R, p.K, gradients.weight, stream, each);
-  if (error == cudaSuccess && gradients.bias)
-    error = launch_sum_rows(to.weight_dtype, products + R * p.K * accumulator_bytes(p.dtype), weights, R, p.K,
-                            gradients.bias, stream, each);
+    error = launch_sum_rows(to.weight_dtype, own.sums, cut.single ? nullptr : gradients.scale, R, p.K, gradients.weight,
+                            stream, each, gradients.bias);
   return error;
 }
 

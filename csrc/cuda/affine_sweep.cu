@@ -9,6 +9,13 @@
 namespace torchgradx::cuda {
 namespace {
 
+template <class acc_t>
+__device__ __forceinline__ acc_t weight_at(const InputGradient& to, int64_t column) {
+  if (to.weight_dtype == DType::kHalf) return widen(static_cast<const __half*>(to.weight)[column]);
+  if (to.weight_dtype == DType::kBFloat16) return widen(static_cast<const __nv_bfloat16*>(to.weight)[column]);
+  return static_cast<const acc_t*>(to.weight)[column];
+}
+
 enum Kind { kGroups, kMoving, kMoments };  // statistics of (n, g), or of (n, t), or to be found
 
 struct Sweep {
@@ -98,45 +105,56 @@ __global__ void __launch_bounds__(kSweepThreads, 1) affine_sweep_kernel(const Af
   }
 }
 
-// Of one sample, in a block: what its parts add up to.
+// What a sample's parts add up to: sums [parts, 2, C], the i-th of [2, C].
 template <class acc_t>
-struct Parts {
-  const acc_t* sums;  // [parts, 2, C]
-  int parts;
-  int64_t C;
+__device__ __forceinline__ acc_t joined(const acc_t* sums, int parts, int64_t C, int64_t i) {
+  acc_t sum = 0;
+#pragma unroll 8
+  for (int part = 0; part < parts; ++part) sum += sums[part * 2 * C + i];
+  return sum;
+}
 
-  __device__ __forceinline__ acc_t operator()(int kind, int64_t column) const {
-    acc_t sum = 0;
-#pragma unroll 4
-    for (int part = 0; part < parts; ++part) sum += sums[(part * 2 + kind) * C + column];
-    return sum;
+// Groups of C / G columns, each dealt to so many threads side by side; over(g, lane, inside) for all of them, with the
+// whole warp.
+template <class F>
+__device__ __forceinline__ void for_groups(int64_t G, int share, const F& over) {
+  const int together = kJoinThreads / share, lane = threadIdx.x & (share - 1);
+#pragma unroll 1
+  for (int64_t first = 0; first < G; first += together) {
+    const int64_t g = first + threadIdx.x / share;
+    over(g, lane, g < G);
   }
-};
+}
+
+template <class acc_t>
+__device__ __forceinline__ acc_t shared_sum(acc_t value, int share) {
+  for (int distance = 1; distance < share; distance *= 2) value += __shfl_xor_sync(full_warp, value, distance);
+  return value;
+}
 
 struct Joined {
-  const void* parts_of;  // [N, parts, 2, C] acc
-  int parts;
-  const void* weight;  // [C] acc
-  void* sums;          // [2, N, C] acc, or null
-  void* means;         // [N, G, 2] acc, or null
-  void* sq_norms;      // [1 + bias, N] acc, or null
+  void* parts_of;  // [N, parts, 2, C] acc
+  int parts, share;
+  void* sums;      // [2, N, C] acc, or null
+  void* means;     // [N, G, 2] acc, or null
+  void* sq_norms;  // [1 + bias, N] acc, or null
   bool bias;
 };
 
 // Column sums of a sample, their squares, and the means of w b and w b f over each group.
 template <class acc_t>
-__global__ void __launch_bounds__(kSweepThreads) affine_join_kernel(const Affine p, const Joined to) {
+__global__ void __launch_bounds__(kJoinThreads, 1) affine_join_kernel(const Affine p, const Joined to) {
   const int64_t n = blockIdx.x;
-  const Parts<acc_t> parts{static_cast<const acc_t*>(to.parts_of) + n * to.parts * 2 * p.C, to.parts, p.C};
+  const acc_t* const parts = static_cast<const acc_t*>(to.parts_of) + n * to.parts * 2 * p.C;
   acc_t* const sums = static_cast<acc_t*>(to.sums);
   double squares[2] = {};
-#pragma unroll
-  for (int kind = 0; kind < 2; ++kind)
-    for (int64_t column = threadIdx.x; column < p.C; column += kSweepThreads) {
-      const acc_t sum = parts(kind, column);
-      if (sums) sums[(kind * p.N + n) * p.C + column] = sum;
-      squares[kind] += double(sum) * double(sum);
-    }
+  for (int64_t i = threadIdx.x; i < 2 * p.C; i += kJoinThreads) {
+    const acc_t sum = joined(parts, to.parts, p.C, i);
+    const bool second = i >= p.C;
+    if (sums) sums[second ? (p.N + n - 1) * p.C + i : n * p.C + i] = sum;
+    const double square = double(sum) * double(sum);
+    squares[0] += second ? 0.0 : square, squares[1] += second ? square : 0.0;
+  }
 #pragma unroll
   for (int kind = 0; kind < 2; ++kind) {
     const double square = block_sum(squares[kind]);
@@ -146,46 +164,50 @@ __global__ void __launch_bounds__(kSweepThreads) affine_join_kernel(const Affine
   if (!to.means) return;
   __syncthreads();  // sums
   const int64_t K = p.features.divisor, G = p.C / K;
-  const int lane = threadIdx.x % warp_threads;
-  for (int64_t g = threadIdx.x / warp_threads; g < G; g += kSweepWarps) {
+  for_groups(G, to.share, [&](int64_t g, int lane, bool inside) {
     acc_t slope = 0, shift = 0;
-    for (int64_t column = g * K + lane; column < (g + 1) * K; column += warp_threads) {
-      const acc_t weight = static_cast<const acc_t*>(to.weight)[column];
+    for (int64_t k = lane; inside && k < K; k += to.share) {
+      const int64_t column = g * K + k;
+      const acc_t weight = weight_at<acc_t>(p.to, column);
       slope += weight * sums[n * p.C + column], shift += weight * sums[(p.N + n) * p.C + column];
     }
-    slope = warp_sum(slope), shift = warp_sum(shift);
+    slope = shared_sum(slope, to.share), shift = shared_sum(shift, to.share);
     const acc_t count = acc_t(p.T) * acc_t(K);
     acc_t* const means = static_cast<acc_t*>(to.means) + (n * G + g) * 2;
-    if (lane == 0) means[0] = p.mean.data ? shift / count : acc_t(0), means[1] = slope / count;
-  }
+    if (inside && lane == 0) means[0] = p.mean.data ? shift / count : acc_t(0), means[1] = slope / count;
+  });
 }
 
 // Mean and 1 / sqrt(variance + eps) of a sample's groups, from each column's sums about its first number.
 template <class scalar_t>
-__global__ void __launch_bounds__(kSweepThreads)
-    moments_join_kernel(const Affine p, const void* parts_of, int count, double eps, accumulator<scalar_t>* mean,
+__global__ void __launch_bounds__(kJoinThreads, 1)
+    moments_join_kernel(const Affine p, const Joined to, double eps, accumulator<scalar_t>* mean,
                         accumulator<scalar_t>* rstd) {
   using acc_t = accumulator<scalar_t>;
   const int64_t n = blockIdx.x, K = p.features.divisor, G = p.C / K;
-  const Parts<acc_t> parts{static_cast<const acc_t*>(parts_of) + n * count * 2 * p.C, count, p.C};
+  acc_t* const sums = static_cast<acc_t*>(to.parts_of) + n * to.parts * 2 * p.C;
+  for (int64_t i = threadIdx.x; i < 2 * p.C; i += kJoinThreads) sums[i] = joined(sums, to.parts, p.C, i);
+  __syncthreads();  // sums
   const scalar_t* const first = place<scalar_t>(p.input, n, 0, 0, 0);
-  const int lane = threadIdx.x % warp_threads;
   const double T = double(p.T);
-  for (int64_t g = threadIdx.x / warp_threads; g < G; g += kSweepWarps) {
+  for_groups(G, to.share, [&](int64_t g, int lane, bool inside) {
     double middle = 0, square = 0;
-    for (int64_t column = g * K + lane; column < (g + 1) * K; column += warp_threads)
-      middle += double(widen(first[column])) + double(parts(1, column)) / T;
-    middle = warp_sum(middle) / double(K);
-    for (int64_t column = g * K + lane; column < (g + 1) * K; column += warp_threads) {
-      const double sum = parts(1, column), off = double(widen(first[column])) + sum / T - middle;
-      square += double(parts(0, column)) - sum * sum / T + T * off * off;
+    for (int64_t k = lane; inside && k < K; k += to.share) {
+      const int64_t column = g * K + k;
+      middle += double(widen(first[column])) + double(sums[p.C + column]) / T;
     }
-    square = warp_sum(square);
-    if (lane == 0) {
+    middle = shared_sum(middle, to.share) / double(K);
+    for (int64_t k = lane; inside && k < K; k += to.share) {
+      const int64_t column = g * K + k;
+      const double sum = sums[p.C + column], off = double(widen(first[column])) + sum / T - middle;
+      square += double(sums[column]) - sum * sum / T + T * off * off;
+    }
+    square = shared_sum(square, to.share);
+    if (inside && lane == 0) {
       mean[n * G + g] = acc_t(middle);
       rstd[n * G + g] = acc_t(1 / sqrt(square / (T * double(K)) + eps));
     }
-  }
+  });
 }
 
 // grad_input = rstd (w b - shift - f slope)
@@ -202,7 +224,7 @@ __global__ void __launch_bounds__(kSweepThreads)
     p.features.take_remainder(g);
     const acc_t rstd = read<acc_t>(p.rstd, at.n, 0, g, 1);
     const acc_t* const of_group = means + (at.n * (p.C / p.features.divisor) + g) * 2;
-    scale[j] = rstd * static_cast<const acc_t*>(p.to.weight)[at.column + j];
+    scale[j] = rstd * weight_at<acc_t>(p.to, at.column + j);
     mean[j] = read<acc_t>(p.mean, at.n, 0, g, 0);
     shift[j] = rstd * of_group[0], slope[j] = rstd * rstd * of_group[1];
   }
@@ -262,6 +284,12 @@ AffineProblem problem_of(const MomentsProblem& m) {
   return {m.dtype, m.N, m.T, m.G, m.K, m.input, m.input, {}, {}, false, {}};
 }
 
+int share_of(const AffineProblem& p) {  // threads of a group
+  int share = 1;
+  while (share < warp_threads && share < p.K) share *= 2;
+  return share;
+}
+
 SweepCut cut_of(const AffineProblem& p) {
   return SweepCut(p, vector_of(p, p.input, p.grad_output));
 }
@@ -288,8 +316,8 @@ size_t sweep_workspace(const AffineProblem& p, bool fused) {
   return SweepWorkspace(p, cut_of(p), fused, nullptr).carver.size();
 }
 
-cudaError_t launch_sweep(const AffineProblem& p, bool bias, const void* weight, void* sums, void* means, void* sq_norms,
-                         void* workspace, cudaStream_t stream) {
+cudaError_t launch_sweep(const AffineProblem& p, const InputGradient& to, bool bias, void* sums, void* means,
+                         void* sq_norms, void* workspace, cudaStream_t stream) {
   const SweepCut cut = cut_of(p);
   if (too_many(p, cut)) return cudaErrorInvalidConfiguration;
   const SweepWorkspace own(p, cut, sums, workspace);
@@ -304,9 +332,9 @@ cudaError_t launch_sweep(const AffineProblem& p, bool bias, const void* weight, 
   if (error != cudaSuccess) return error;
   if (own.partials)
     return launch_sum_partials(p.dtype, own.partials, p.N * (1 + int64_t(bias)), cut.chunks, nullptr, sq_norms, stream);
-  const Joined joined{own.sums, int(cut.parts), weight, sums, means, sq_norms, bias};
+  const Joined joined{own.sums, int(cut.parts), share_of(p), sums, means, sq_norms, bias};
   const auto join = [&](auto kernel) {
-    return launch(kernel, dim3(unsigned(p.N)), dim3(kSweepThreads), 0, stream, Affine(p), joined);
+    return launch(kernel, dim3(unsigned(p.N)), dim3(kJoinThreads), 0, stream, Affine(p, to), joined);
   };
   return p.dtype == DType::kDouble ? join(affine_join_kernel<double>) : join(affine_join_kernel<float>);
 }
@@ -328,10 +356,11 @@ cudaError_t launch_sweep_moments(const MomentsProblem& m, double eps, void* mean
                  sweep_of(cut, own.sums, nullptr));
   });
   if (error != cudaSuccess) return error;
+  const Joined joined{own.sums, int(cut.parts), share_of(p), nullptr, nullptr, nullptr, false};
   return dispatch(p.dtype, [&](auto zero) {
     using acc_t = accumulator<decltype(zero)>;
-    return launch(moments_join_kernel<decltype(zero)>, dim3(unsigned(p.N)), dim3(kSweepThreads), 0, stream, Affine(p),
-                  own.sums, int(cut.parts), eps, static_cast<acc_t*>(mean), static_cast<acc_t*>(rstd));
+    return launch(moments_join_kernel<decltype(zero)>, dim3(unsigned(p.N)), dim3(kJoinThreads), 0, stream, Affine(p),
+                  joined, eps, static_cast<acc_t*>(mean), static_cast<acc_t*>(rstd));
   });
 }
 

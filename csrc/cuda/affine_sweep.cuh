@@ -6,6 +6,7 @@
 namespace torchgradx::cuda {
 
 constexpr int kSweepThreads = 256, kSweepWarps = kSweepThreads / warp_threads;
+constexpr int kJoinThreads = 512;
 
 template <class scalar_t, int kV>
 struct alignas(sizeof(scalar_t) * kV) Vector {
@@ -47,7 +48,7 @@ inline bool sweep_suits(const AffineProblem& p) {
 // The same as launch_affine and as the first half of launch_affine_fused, which wants sums [2, N, C] acc and `means`
 // [N, G, 2] acc, or null.
 size_t sweep_workspace(const AffineProblem& problem, bool fused);
-cudaError_t launch_sweep(const AffineProblem& problem, bool bias, const void* weight, void* sums, void* means,
+cudaError_t launch_sweep(const AffineProblem& problem, const InputGradient& to, bool bias, void* sums, void* means,
                          void* sq_norms, void* workspace, cudaStream_t stream);
 // The same as launch_moments.
 bool sweep_suits(const MomentsProblem& problem, bool centred);

@@ -68,11 +68,15 @@ Tensor norms(const Tensor& input, const Tensor& grad_output, const OptionalTenso
   return sq_norms;
 }
 
-InputGradient input_gradient(const Tensor& grad_input, const Tensor& weights, DType weight_dtype, bool frozen,
-                             bool by_row) {
+// And the weight that it points to.
+std::pair<InputGradient, Tensor> input_gradient(const AffineProblem& p, const Tensor& grad_input, const Tensor& weight,
+                                                bool frozen, bool by_row) {
   const ElementOperand out = elements_of(grad_input);
-  return {grad_input.mutable_data_ptr(), out.n,        out.t,  out.g, out.k,
-          weights.const_data_ptr(),      weight_dtype, frozen, by_row};
+  InputGradient to{
+      grad_input.mutable_data_ptr(), out.n, out.t, out.g, out.k, nullptr, dtype_of(weight), frozen, by_row};
+  const Tensor weights = (affine_reads_weight(p, to) ? weight : weight.to(accumulator_of(grad_input))).contiguous();
+  to.weight = weights.const_data_ptr();
+  return {to, weights};
 }
 
 AffineFused fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight, const OptionalTensor& mean,
@@ -87,11 +91,10 @@ AffineFused fused(const Tensor& input, const Tensor& grad_output, const Tensor& 
                sq_norms = make({1 + int64_t(bias), input.size(0)}, wide);
   if (empty) return {grad_input, grad_weight, grad_bias, sq_norms};
   const Tensor factors = scale ? scale->to(wide.dtype()).contiguous() : Tensor();
-  const Tensor weights = weight.to(wide.dtype()).contiguous();
   const Run run(input);
   const Tensor grads = lying_as(grad_output, input);
   const AffineProblem p = problem_of(input, grads, mean, rstd, negative, run);
-  const InputGradient to = input_gradient(grad_input, weights, dtype_of(weight), frozen, by_row);
+  const auto [to, weights] = input_gradient(p, grad_input, weight, frozen, by_row);
   const Gradients gradients{grad_weight.mutable_data_ptr(), bias ? grad_bias.mutable_data_ptr() : nullptr,
                             scale ? factors.const_data_ptr() : nullptr};
   run("affine", affine_fused_workspace(p, to, gradients), [&](void* workspace, cudaStream_t stream) {
@@ -124,12 +127,11 @@ BySample affine_by_sample(const Tensor& input, const Tensor& grad_output, const 
   const Tensor grad_input = weight ? empty_in_lines(input, by_row) : at::empty({0}, input.options());
   if (input.numel() == 0)
     return {grad_input, at::zeros({1 + int64_t(bias), N}, wide), at::zeros({1 + int64_t(bias), N, 1, C}, wide)};
-  const Tensor weights = weight ? weight->to(wide.dtype()).contiguous() : Tensor();
   const Run run(input);
   const Tensor grads = lying_as(grad_output, input);
   const AffineProblem p = problem_of(input, grads, mean, rstd, false, run);
-  const InputGradient to =
-      weight ? input_gradient(grad_input, weights, dtype_of(*weight), frozen, by_row) : InputGradient{};
+  const auto [to, weights] =
+      weight ? input_gradient(p, grad_input, *weight, frozen, by_row) : std::pair<InputGradient, Tensor>();
   const Tensor sq_norms = at::empty({1 + int64_t(bias), N}, wide),
                gradients = at::empty({2, N, affine_parts(p, to), C}, wide);
   run("affine", affine_by_sample_workspace(p, to), [&](void* workspace, cudaStream_t stream) {

@@ -195,9 +195,10 @@ cudaError_t launch_bias(const LinearProblem& problem, const Gradients& gradients
 // samples of mask[n] == 0 keep what they have.
 cudaError_t launch_sum_partials(DType dtype, const double* partials, int64_t N, int64_t parts, const uint8_t* mask,
                                 void* sq_norms, cudaStream_t stream);
-// rows [R, K] acc, each times its weight (acc; null: ones), which `each` rows share -> out [K] of dtype
+// rows [R, K] acc, each times its weight (acc; null: ones), which `each` rows share -> out [K] of dtype; the R rows
+// that follow them -> other, unless that is null
 cudaError_t launch_sum_rows(DType dtype, const void* rows, const void* weights, int64_t R, int64_t K, void* out,
-                            cudaStream_t stream, int64_t each = 1);
+                            cudaStream_t stream, int64_t each = 1, void* other = nullptr);
 
 // affine.cu: parameters that act element by element. |sum_t b_nt f_nt|^2 and, `bias`, |sum_t b_nt|^2 -> sq_norms
 // [1 + bias, N] acc.
@@ -205,6 +206,8 @@ size_t affine_workspace(const AffineProblem& problem, bool bias);
 cudaError_t launch_affine(const AffineProblem& problem, bool bias, void* sq_norms, void* workspace,
                           cudaStream_t stream);
 // The same, the input's gradient, and the parameters' [G, K] with their scale: the bias's if gradients.bias is there.
+// to.weight is of weight_dtype, as it is, where affine_reads_weight.
+bool affine_reads_weight(const AffineProblem& problem, const InputGradient& to);
 size_t affine_fused_workspace(const AffineProblem& problem, const InputGradient& to, const Gradients& gradients);
 cudaError_t launch_affine_fused(const AffineProblem& problem, const InputGradient& to, const Gradients& gradients,
                                 void* sq_norms, void* workspace, cudaStream_t stream);

@@ -7,175 +7,28 @@
 // Workspace: 8 N units bytes of squares; fused, parts copies of grad_weight in the accumulator type, and the bias's.
 // units = ceil(groups / 32) x pairs of channels in a group x passes over the taps, parts = ceil(1024 / units), at most
 // N: no more than 13 MB of copies if there are several.
-#include "device.cuh"
 #include "dispatch.cuh"
 #include "kernels.h"
-#include "layer.cuh"
+#include "planes.cuh"
 
 #include <algorithm>
 
 namespace torchgradx::cuda {
 namespace {
 
-constexpr int kMostThreads = 256;
-constexpr int kMostSide = 16;  // of a tile of grad_output; the pitch of its rows in shared memory
 constexpr int kTotalPitch = warp_threads + 1;
-// Of halves, blocks of four warps: four on an SM. Of others, blocks of eight: two.
+// Of halves, blocks of four warps: three on an SM. Of others, blocks of eight: two.
 constexpr int64_t kTileBytes = 56 << 10, kWiderTileBytes = 72 << 10;
 // Not read off the device, so that all devices add up alike: blocks wanted, and too few for blocks of four warps.
 constexpr int64_t kBlocks = 1024, kFewSamples = 264;
 constexpr int64_t kMostPairs = 16, kFewestGroups = 8;
-
-// Planes that one asynchronous copy of 8 bytes takes, and the pitch of a pixel in shared memory: lanes that write along
-// pixels are two to a bank.
-template <class scalar_t>
-constexpr int kPiece = 8 / sizeof(scalar_t);
-template <class scalar_t>
-constexpr int kPitch = warp_threads + kPiece<scalar_t>;
-
-struct Tile {
-  int high, wide;              // of outputs
-  int image_high, image_wide;  // what their taps reach
-  int image_row;               // pixels from a row of the image to the next, in shared memory
-};
-
-struct Planes {
-  ConvOperand input, grads;
-  bool input_in_pieces, grads_in_pieces;
-  int H, W, outH, outW, taps, kW, strideH, strideW, padH, padW, dilationH, dilationW;  // planes_suit has them fit
-  Tile tile;
-  int total_at;  // in shared memory, beyond the tiles
-  int64_t N, groups;
-  int channels, rows;  // of a group: inputs, outputs
-  const void* scale;   // [N], or null
-  void* copies;        // [gridDim.y, O, C / groups, kH, kW], or null
-  double* partials;    // [N, gridDim.x]
-};
-
-// A window of pixels of 32 planes, counted from (y0, x0), to out[(y * row + x) * kPitch + plane]; zeros where there is
-// nothing. Threads go along planes or along pixels, whichever lie closer together in memory.
-template <class scalar_t>
-__device__ __forceinline__ void stage(scalar_t* out, int row, const scalar_t* from, int64_t plane_stride,
-                                      const ConvOperand& strides, bool in_pieces, int planes, int y0, int x0, int H,
-                                      int W, int high, int wide) {
-  const int lane = threadIdx.x % warp_threads, warp = threadIdx.x / warp_threads, warps = blockDim.x / warp_threads;
-  const bool along_planes = in_pieces || plane_stride < strides.w;
-  const int piece = in_pieces ? kPiece<scalar_t> : 1, sharers = warp_threads / piece;
-  const int first = along_planes ? threadIdx.x / sharers : lane;
-  const int step = along_planes ? blockDim.x / sharers : warp_threads, down = step / wide, across = step % wide;
-  const int first_plane = along_planes ? threadIdx.x % sharers * piece : warp;
-  const int plane_step = along_planes ? warp_threads : warps;
-  const int64_t plane_jump = plane_step * plane_stride;
-  const int valid_bytes = int(sizeof(scalar_t)) * min(max(planes - first_plane, 0), piece);
-  from += first_plane * plane_stride;
-#pragma unroll 1
-  for (int y = first / wide, x = first % wide; y < high;) {
-    const bool inside = unsigned(y0 + y) < unsigned(H) && unsigned(x0 + x) < unsigned(W);
-    const scalar_t* at = from + (y0 + y) * strides.h + (x0 + x) * strides.w;
-    scalar_t* to = out + (y * row + x) * kPitch<scalar_t> + first_plane;
-    if (in_pieces) {
-      cp_async_8(to, at, inside ? valid_bytes : 0);
-    } else {
-#pragma unroll 4
-      for (int plane = first_plane; plane < warp_threads; plane += plane_step, at += plane_jump, to += plane_step)
-        *to = inside && plane < planes ? *at : narrow<scalar_t>(0);
-    }
-    y += down, x += across;
-    if (x >= wide) x -= wide, ++y;
-  }
-}
-
-// The products of a tile for any kernel, kTaps of its taps: an image value is read for each.
-template <class scalar_t, int kCount>
-struct EachTap {
-  using scalar = scalar_t;
-  static constexpr int kTaps = kCount;
-  // That an SM is to hold: what registers allow without a spill.
-  static constexpr int kResident = kTaps > 9 || sizeof(scalar_t) == sizeof(double) ? 1 : 3;
-
-  int reach[kTaps];
-
-  __device__ EachTap(const Planes& p, int first_tap) {
-#pragma unroll
-    for (int j = 0; j < kTaps; ++j) {
-      const int tap = min(first_tap + j, p.taps - 1);
-      reach[j] = (tap / p.kW * p.dilationH * p.tile.image_row + tap % p.kW * p.dilationW) * kPitch<scalar_t>;
-    }
-  }
-
-  __device__ __forceinline__ void add(accumulator<scalar_t> (&sums)[kTaps], const scalar_t* grads,
-                                      const scalar_t* image, int high, int wide, const Planes& p) const {
-    const int warps = blockDim.x / warp_threads;
-    int y = threadIdx.x / warp_threads / wide, x = threadIdx.x / warp_threads % wide;
-#pragma unroll 1  // the taps are loads enough in flight; more would spill
-    while (y < high) {
-      const accumulator<scalar_t> grad = widen(grads[(y * kMostSide + x) * kPitch<scalar_t>]);
-      const scalar_t* const at = image + (y * p.strideH * p.tile.image_row + x * p.strideW) * kPitch<scalar_t>;
-#pragma unroll
-      for (int j = 0; j < kTaps; ++j) sums[j] += grad * widen(at[reach[j]]);
-      for (x += warps; x >= wide; x -= wide) ++y;
-    }
-  }
-};
-
-// The same for a kernel of kSide x kSide, all taps at once. A warp goes along two rows of outputs with what their taps
-// reach of the image in registers, as a ring of columns: a step reads kStride new ones.
-template <class scalar_t, int kSide, int kStride>
-struct Window {
-  using scalar = scalar_t;
-  static constexpr int kTaps = kSide * kSide, kImageRow = (kMostSide - 1) * kStride + kSide;
-  static constexpr int kImageRows = kStride + kSide;
-  static constexpr int kResident = kSide == 7 ? 2 : kSide == 5 ? 3 : 4;
-
-  Window() = default;
-  __device__ Window(const Planes&, int) {}
-
-  __device__ __forceinline__ void add(float (&sums)[kTaps], const scalar_t* grads, const scalar_t* image, int high,
-                                      int wide, const Planes&) const {
-    const int warp = threadIdx.x / warp_threads, warps = blockDim.x / warp_threads;
-#pragma unroll 1
-    for (int y = 2 * warp; y < high; y += 2 * warps) {
-      const scalar_t* grads_at = grads + y * kMostSide * kPitch<scalar_t>;
-      const scalar_t* image_at = image + y * kStride * kImageRow * kPitch<scalar_t>;
-      const bool both = y + 1 < high;
-      float window[kImageRows][kSide] = {};
-      const auto read = [&](int column) {
-#pragma unroll
-        for (int i = 0; i < kImageRows; ++i)
-          if (i < kSide || both)
-            window[i][column % kSide] = widen(image_at[(i * kImageRow + column) * kPitch<scalar_t>]);
-      };
-#pragma unroll
-      for (int column = 0; column < kSide - kStride; ++column) read(column);
-#pragma unroll 1
-      for (int x = 0; x < wide; x += kSide) {
-#pragma unroll
-        for (int j = 0; j < kSide; ++j) {
-          if (x + j >= wide) break;
-#pragma unroll
-          for (int column = 0; column < kStride; ++column) read(kSide + (j - 1) * kStride + column);
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            // The last rows are cut, not filled with zeros: zero times an infinite pixel would be seen.
-            if (i == 1 && !both) break;
-            const float grad = widen(grads_at[(i * kMostSide + j) * kPitch<scalar_t>]);
-#pragma unroll
-            for (int tap = 0; tap < kTaps; ++tap)
-              sums[tap] += grad * window[i * kStride + tap / kSide][(j * kStride + tap % kSide) % kSide];
-          }
-        }
-        grads_at += kSide * kPitch<scalar_t>, image_at += kSide * kStride * kPitch<scalar_t>;
-      }
-    }
-  }
-};
 
 template <class Taps>
 __global__ void __launch_bounds__(kMostThreads, Taps::kResident) planes_kernel(const Planes p) {
   using scalar_t = typename Taps::scalar;
   using acc_t = accumulator<scalar_t>;
   constexpr int kTaps = Taps::kTaps;
-  DYNAMIC_SHARED(acc_t, warp_sums);             // [warps, kTaps, 32], in place of the tiles
+  DYNAMIC_SHARED(acc_t, warp_sums);  // [warps, kTaps, 32], in place of the tiles
   acc_t* const total = warp_sums + p.total_at;  // [kTaps, kTotalPitch]: of this block's samples
   const int lane = threadIdx.x % warp_threads, warp = threadIdx.x / warp_threads, warps = blockDim.x / warp_threads;
 
@@ -188,28 +41,32 @@ __global__ void __launch_bounds__(kMostThreads, Taps::kResident) planes_kernel(c
   const int planes = int(min(int64_t(warp_threads), p.groups - group)), mine = min(kTaps, p.taps - first_tap);
   const Taps taps(p, first_tap);
 
-  scalar_t* const grads = reinterpret_cast<scalar_t*>(warp_sums);
-  scalar_t* const image = grads + p.tile.high * kMostSide * kPitch<scalar_t>;
+  scalar_t* const tiles = reinterpret_cast<scalar_t*>(warp_sums);
   const int64_t begin = p.N * blockIdx.y / gridDim.y, end = p.N * (blockIdx.y + 1) / gridDim.y;
   for (int64_t n = begin; n < end; ++n) {
-    const scalar_t* const grads_at =
-        static_cast<const scalar_t*>(p.grads.data) + n * p.grads.n + (group * p.rows + row) * p.grads.c;
-    const scalar_t* const image_at =
-        static_cast<const scalar_t*>(p.input.data) + n * p.input.n + (group * p.channels + channel) * p.input.c;
     acc_t sums[kTaps] = {};
     for (int y = 0; y < p.outH; y += p.tile.high)
       for (int x = 0; x < p.outW; x += p.tile.wide) {
-        // The last tiles are cut too.
-        const int high = min(p.tile.high, p.outH - y), wide = min(p.tile.wide, p.outW - x);
         __syncthreads();
-        stage(grads, kMostSide, grads_at, p.rows * p.grads.c, p.grads, p.grads_in_pieces, planes, y, x, p.outH, p.outW,
-              high, wide);
-        stage(image, p.tile.image_row, image_at, p.channels * p.input.c, p.input, p.input_in_pieces, planes,
-              y * p.strideH - p.padH, x * p.strideW - p.padW, p.H, p.W, p.tile.image_high, p.tile.image_wide);
+#pragma unroll 1  // once in the code: registers are short
+        for (int k = 0; k < 2; ++k) {
+          const Operand& o = p.operands[k];
+          const int64_t at = n * o.of.n + group * o.plane_stride + (k ? channel : row) * o.of.c;
+          const scalar_t* const from = static_cast<const scalar_t*>(o.of.data) + at;
+          scalar_t* const to = tiles + o.first_pixel * kPitch<scalar_t>;
+          const int y0 = y * o.stepH - o.padH, x0 = x * o.stepW - o.padW;
+          if (p.in_pieces)
+            stage_pieces(to, from, o, planes, y0, x0);
+          else
+            stage(to, from, o, planes, y0, x0);
+        }
         cp_async_commit();
         cp_async_wait<0>();
         __syncthreads();
-        taps.add(sums, grads + lane, image + lane, high, wide, p);
+        // The last tiles are cut, not filled with zeros: zero times an infinite pixel would be seen.
+        const int high = min(p.tile.high, p.outH - y), wide = min(p.tile.wide, p.outW - x);
+        const scalar_t* const image = tiles + p.operands[1].first_pixel * kPitch<scalar_t>;
+        taps.add(sums, tiles + lane, image + lane, high, wide, p);
       }
 
     // Sum over warps
@@ -221,7 +78,10 @@ __global__ void __launch_bounds__(kMostThreads, Taps::kResident) planes_kernel(c
     double square = 0;
     for (int tap = warp; tap < mine; tap += warps) {
       acc_t sum = 0;
-      for (int w = 0; w < warps; ++w) sum += warp_sums[(w * kTaps + tap) * warp_threads + lane];
+#pragma unroll 1
+      for (int w = 0; w < warps; w += kFewestWarps)
+#pragma unroll
+        for (int j = 0; j < kFewestWarps; ++j) sum += warp_sums[((w + j) * kTaps + tap) * warp_threads + lane];
       square += double(sum) * double(sum);
       acc_t& of_samples = total[tap * kTotalPitch + lane];
       const acc_t before = n == begin ? acc_t(0) : of_samples;
@@ -231,13 +91,11 @@ __global__ void __launch_bounds__(kMostThreads, Taps::kResident) planes_kernel(c
     if (threadIdx.x == 0) p.partials[n * gridDim.x + blockIdx.x] = square;
   }
 
-  if (!p.copies) return;
-  __syncthreads();
-  acc_t* const copy = static_cast<acc_t*>(p.copies) + blockIdx.y * p.groups * pairs * p.taps;
-  for (int entry = threadIdx.x; entry < planes * mine; entry += blockDim.x) {
-    const int plane = entry / mine, tap = entry % mine;  // neighbours in grad_weight
-    copy[(((group + plane) * p.rows + row) * p.channels + channel) * p.taps + first_tap + tap] =
-        total[tap * kTotalPitch + plane];
+  if (!p.copies) return;  // block_sum had a barrier: the totals are there
+  for (int plane = warp; plane < planes; plane += warps) {
+    const int64_t filter = (((blockIdx.y * p.groups + group + plane) * p.rows + row) * p.channels + channel) * p.taps;
+    acc_t* const copy = static_cast<acc_t*>(p.copies) + filter + first_tap;
+    for (int tap = lane; tap < mine; tap += warp_threads) copy[tap] = total[tap * kTotalPitch + plane];
   }
 }
 
@@ -262,7 +120,7 @@ int64_t bytes_of(DType dtype) {
 
 // The largest tile that fits, and equal ones; of nothing, if not even eight pixels fit.
 Tile make_tile(const Conv2dProblem& c) {
-  const int64_t pixel = (warp_threads + 8 / bytes_of(c.dtype)) * bytes_of(c.dtype), side = window_side(c);
+  const int64_t pixel = warp_threads * bytes_of(c.dtype) + kPieceBytes, side = window_side(c);
   const int64_t most = (bytes_of(c.dtype) == 2 ? kTileBytes : kWiderTileBytes) / pixel;
   const auto evenly = [](int64_t outputs) { return ceil_div(outputs, ceil_div<int64_t>(outputs, kMostSide)); };
   int64_t high = evenly(c.outH), wide = evenly(c.outW);
@@ -287,8 +145,8 @@ struct Cut {
               ceil_div(c.kH * c.kW, taps_at_once(c))),
         parts(std::max<int64_t>(1, std::min(c.N, ceil_div(kBlocks, std::max<int64_t>(1, units))))),
         size(c.O * (c.C / c.groups) * c.kH * c.kW),
-        threads(bytes_of(c.dtype) == 2 && window_side(c) && units * c.N >= kFewSamples ? kMostThreads / 2
-                                                                                       : kMostThreads) {}
+        threads(bytes_of(c.dtype) == 2 && window_side(c) && units * c.N >= kFewSamples ? kFewestWarps * warp_threads
+                                                                                      : kMostThreads) {}
 };
 
 struct PlanesWorkspace {
@@ -303,9 +161,11 @@ struct PlanesWorkspace {
         bias(carver.take<void>(bias_workspace(rows_of_bias(c), fused))) {}
 };
 
-// Channels side by side, one a group, every pixel at a multiple of 8 bytes
-bool in_pieces(const Conv2dProblem& c, const ConvOperand& of, int64_t channels) {
-  return channels == c.groups && of.c == 1 && chunk_bytes(of.data, {of.n, of.h, of.w}, int(bytes_of(c.dtype))) >= 8;
+// Channels side by side, one a group, and every pixel aligned
+bool in_pieces(const Conv2dProblem& c, const ConvOperand& of) {
+  const int64_t piece = kPieceBytes / bytes_of(c.dtype);
+  return of.c == 1 && reinterpret_cast<uintptr_t>(of.data) % kPieceBytes == 0 && of.n % piece == 0 &&
+         of.h % piece == 0 && of.w % piece == 0;
 }
 
 template <class Taps>
@@ -313,8 +173,8 @@ cudaError_t launch_taps(Planes p, const Cut& cut, cudaStream_t stream) {
   using scalar_t = typename Taps::scalar;
   using acc_t = accumulator<scalar_t>;
   const int64_t pixels = p.tile.high * kMostSide + p.tile.image_high * p.tile.image_row;
-  p.total_at =
-      int(std::max<int64_t>(pixels * kPitch<scalar_t> * sizeof(scalar_t) / sizeof(acc_t), Taps::kTaps * cut.threads));
+  p.total_at = int(std::max<int64_t>(pixels * kPitch<scalar_t> * sizeof(scalar_t) / sizeof(acc_t),
+                                     Taps::kTaps * cut.threads));
   return launch(planes_kernel<Taps>, dim3(cut.units, cut.parts), dim3(cut.threads),
                 (p.total_at + Taps::kTaps * kTotalPitch) * sizeof(acc_t), stream, p);
 }
@@ -344,16 +204,22 @@ cudaError_t launch_planes(const Conv2dProblem& c, const Gradients& gradients, co
   const PlanesWorkspace own(c, gradients.weight, workspace);
   const Cut cut(c);
   Planes p{};
-  p.input = c.input, p.grads = c.grad_output;
-  p.H = int(c.H), p.W = int(c.W), p.outH = int(c.outH), p.outW = int(c.outW);
-  p.taps = int(c.kH * c.kW), p.kW = int(c.kW);
-  p.strideH = int(c.strideH), p.strideW = int(c.strideW), p.padH = int(c.padH), p.padW = int(c.padW);
+  const Tile tile = make_tile(c);
+  const int64_t rows = c.O / c.groups, channels = c.C / c.groups;
+  p.operands[0] = {c.grad_output, rows * c.grad_output.c, int(c.outH), int(c.outW), 1, 1,
+                   0,             0,                      tile.high,   tile.wide,   kMostSide, 0};
+  p.operands[1] = {c.input,        channels * c.input.c,  int(c.H),       int(c.W), int(c.strideH), int(c.strideW),
+                   int(c.padH), int(c.padW), tile.image_high, tile.image_wide, tile.image_row, tile.high * kMostSide};
+  p.in_pieces = rows == 1 && channels == 1 && c.groups * bytes_of(c.dtype) % kPieceBytes == 0 &&
+                in_pieces(c, c.input) && in_pieces(c, c.grad_output);
+  p.outH = int(c.outH), p.outW = int(c.outW), p.taps = int(c.kH * c.kW), p.kW = int(c.kW);
+  p.strideH = int(c.strideH), p.strideW = int(c.strideW);
   p.dilationH = int(c.dilationH), p.dilationW = int(c.dilationW);
-  p.input_in_pieces = in_pieces(c, c.input, c.C), p.grads_in_pieces = in_pieces(c, c.grad_output, c.O);
-  p.tile = make_tile(c), p.N = c.N, p.groups = c.groups;
-  p.channels = int(c.C / c.groups), p.rows = int(c.O / c.groups);
+  p.tile = tile, p.N = c.N, p.groups = c.groups, p.channels = int(channels), p.rows = int(rows);
   p.scale = gradients.scale, p.copies = own.copies, p.partials = own.partials;
-  cudaError_t error = dispatch(c.dtype, [&](auto zero) { return launch_kernel<decltype(zero)>(c, p, cut, stream); });
+  cudaError_t error = dispatch(c.dtype, [&](auto zero) {
+    return launch_kernel<decltype(zero)>(c, p, cut, stream);
+  });
   if (error == cudaSuccess && sq_norms.weight)
     error = launch_sum_partials(c.dtype, own.partials, c.N, cut.units, nullptr, sq_norms.weight, stream);
   if (error == cudaSuccess && gradients.weight)

@@ -103,16 +103,18 @@ __global__ void __launch_bounds__(1024) bias_kernel(DenseOperand grads, int64_t 
   if (lane == 0) partials[n * parts + part] = square;
 }
 
-// out[k] = sum over rows r of weights[r / each] rows[r, k]. A block of 8 warps: `sharing` of them share 32 columns.
+// out[k] = sum over rows r of weights[r / each] rows[r, k]. A block of 8 warps: `sharing` of them share 32 columns. A
+// second row of blocks has the rows that follow, for `other`.
 template <class scalar_t>
 __global__ void __launch_bounds__(256)
     sum_rows_kernel(const accumulator<scalar_t>* rows,     // [R, K]
                     const accumulator<scalar_t>* weights,  // [R / each], or null
-                    FastDivisor each, int64_t R, int64_t K, int sharing, scalar_t* out) {
+                    FastDivisor each, int64_t R, int64_t K, int sharing, scalar_t* out, scalar_t* other) {
   using acc_t = accumulator<scalar_t>;
   STATIC_SHARED(acc_t, tile, [kWarps][warp_threads]);
   const int lane = threadIdx.x % warp_threads, warp = threadIdx.x / warp_threads;
   const int64_t k = (int64_t(blockIdx.x) * (kWarps / sharing) + warp / sharing) * warp_threads + lane;
+  rows += blockIdx.y * R * K;
   acc_t sum = 0;
   if (k < K) {
 #pragma unroll 4
@@ -124,8 +126,8 @@ __global__ void __launch_bounds__(256)
   tile[warp][lane] = sum;
   __syncthreads();
   if (warp % sharing > 0 || k >= K) return;
-  for (int other = 1; other < sharing; ++other) sum += tile[warp + other][lane];
-  out[k] = narrow<scalar_t>(sum);
+  for (int more = 1; more < sharing; ++more) sum += tile[warp + more][lane];
+  (blockIdx.y ? other : out)[k] = narrow<scalar_t>(sum);
 }
 
 template <class acc_t>
@@ -219,7 +221,7 @@ cudaError_t launch_sum_partials(DType dtype, const double* partials, int64_t N, 
 }
 
 cudaError_t launch_sum_rows(DType dtype, const void* rows, const void* weights, int64_t R, int64_t K, void* out,
-                            cudaStream_t stream, int64_t each) {
+                            cudaStream_t stream, int64_t each, void* other) {
   if (K == 0) return cudaSuccess;
   if (R > kMostIndex) return cudaErrorInvalidConfiguration;
   const int sharing = R > warp_threads ? kWarps : 1;
@@ -227,9 +229,9 @@ cudaError_t launch_sum_rows(DType dtype, const void* rows, const void* weights, 
   return dispatch(dtype, [&](auto zero) {
     using scalar_t = decltype(zero);
     using acc_t = accumulator<scalar_t>;
-    return launch(sum_rows_kernel<scalar_t>, dim3(ceil_div(K, columns)), dim3(kWarps * warp_threads), 0, stream,
-                  static_cast<const acc_t*>(rows), static_cast<const acc_t*>(weights), FastDivisor(each), R, K, sharing,
-                  static_cast<scalar_t*>(out));
+    return launch(sum_rows_kernel<scalar_t>, dim3(ceil_div(K, columns), other ? 2 : 1), dim3(kWarps * warp_threads), 0,
+                  stream, static_cast<const acc_t*>(rows), static_cast<const acc_t*>(weights), FastDivisor(each), R, K,
+                  sharing, static_cast<scalar_t*>(out), static_cast<scalar_t*>(other));
   });
 }
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
-from emulation import build, mutants_sm90, mutants_sweep  # noqa: E402
+from emulation import build, mutants_planes, mutants_sm90, mutants_sweep  # noqa: E402
 from emulation.mutant import Mutant  # noqa: E402
 
 BARRIER, DROPPED = "__syncthreads();", ";"
@@ -125,51 +125,6 @@ MUTANTS = [
            f"value = warp_sum(value);\n  {BARRIER}", "value = warp_sum(value);"),
     Mutant("narrow: rounds towards zero", "device.cuh", "direct", "bfloat16",
            "__float2bfloat16_rn", "__float2bfloat16_rz"),
-    # Planes
-    Mutant("planes: barrier before the next tile dropped", "planes.cu", "planes", "float32",
-           f"{BARRIER}\n        stage(grads", f"{DROPPED}\n        stage(grads", "planes"),
-    Mutant("planes: barrier after the copies dropped", "planes.cu", "planes", "bfloat16",
-           f"{BARRIER}\n        taps.add", f"{DROPPED}\n        taps.add", "planes"),
-    Mutant("planes: barrier before the sums replace the tiles dropped", "planes.cu", "planes",
-           "float32", f"// Sum over warps\n    {BARRIER}", "", "planes"),
-    Mutant("planes: barrier after the sum dropped", "planes.cu", "planes", "float32",
-           f"{BARRIER}\n    const acc_t factor", f"{DROPPED}\n    const acc_t factor", "planes"),
-    Mutant("planes: barrier before the copy to memory dropped", "planes.cu", "planes", "float32",
-           f"return;\n  {BARRIER}", "return;", "planes"),
-    Mutant("planes: copies are not waited for", "planes.cu", "planes", "float32",
-           "cp_async_wait<0>", "cp_async_wait<1>", "planes"),
-    Mutant("planes: groups past the last are read", "planes.cu", "planes", "float32",
-           "inside && plane < planes", "inside", "planes"),
-    Mutant("planes: the last piece is copied whole", "planes.cu", "planes", "bfloat16",
-           "min(max(planes - first_plane, 0), piece)", "piece", "planes"),
-    Mutant("planes: pieces where only the image is aligned", "planes.cu", "planes", "bfloat16",
-           "p.grads_in_pieces = in_pieces(c, c.grad_output, c.O)", "p.grads_in_pieces = true",
-           "planes"),
-    Mutant("planes: no padding to the right", "planes.cu", "planes", "float32",
-           "&& unsigned(x0 + x) < unsigned(W)", "&& x0 + x >= 0", "planes"),
-    Mutant("planes: pixels skip a row", "planes.cu", "planes", "float32",
-           "x -= wide, ++y;", "x -= wide, y += 2;", "planes"),
-    Mutant("planes: scale forgotten", "planes.cu", "planes", "float32",
-           "before + factor * sum", "before + sum", "planes"),
-    Mutant("planes: a block's first samples forgotten", "planes.cu", "planes", "bfloat16",
-           "n == begin ? acc_t(0) : of_samples", "acc_t(0)", "planes"),
-    Mutant("planes: taps a column off", "planes.cu", "planes", "float32",
-           "tap % p.kW * p.dilationW) * kPitch", "tap % p.kW * p.dilationW + 1) * kPitch",
-           "planes"),
-    Mutant("window: the ring turns the wrong way", "planes.cu", "planes", "float32",
-           "(j * kStride + tap % kSide) % kSide", "(j * (kSide - kStride) + tap % kSide) % kSide",
-           "planes"),
-    Mutant("window: new columns a step late", "planes.cu", "planes", "float32",
-           "read(kSide + (j - 1) * kStride + column)", "read(kSide + (j - 2) * kStride + column)",
-           "planes"),
-    Mutant("window: a row that ends within the ring is finished", "planes.cu", "planes", "float32",
-           "if (x + j >= wide) break;", "", "planes"),
-    Mutant("window: an odd last row is taken for two", "planes.cu", "planes", "float32",
-           "both = y + 1 < high", "both = true", "planes"),
-    Mutant("window: the image does not move on after a ring", "planes.cu", "planes", "float32",
-           ", image_at += kSide * kStride * kPitch<scalar_t>;", ";", "planes"),
-    Mutant("window: the second row reads under the first", "planes.cu", "planes", "float32",
-           "window[i * kStride + tap / kSide]", "window[tap / kSide]", "planes"),
     # Element by element
     Mutant("columns: barrier dropped", "affine.cu", "affine", "float32",
            f"{BARRIER}\n  const bool mine", f"{DROPPED}\n  const bool mine", "affine"),
@@ -267,7 +222,7 @@ MUTANTS = [
            "begun = true, sum = 0;", "begun = true;", "gather"),
 ]  # fmt: skip
 
-MUTANTS += mutants_sm90.MUTANTS + mutants_sweep.MUTANTS
+MUTANTS += mutants_planes.MUTANTS + mutants_sm90.MUTANTS + mutants_sweep.MUTANTS
 
 ZEROS = {"bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double", "tf32": "float"}
 
@@ -379,7 +334,11 @@ def battery(arithmetic: str, layer: str) -> None:
     if layer == "planes":
         import test_emulated_planes as planes
 
-        planes.battery(dtype)
+        for problem in planes.PROBLEMS:
+            for image, gradient in planes.PAIRS:
+                planes.assert_right(problem, dtype, image, gradient)
+        planes.test_pixels_beyond_the_last_outputs_reach_may_be_infinite(3, "channels_last")
+        planes.test_blocks_of_several_samples_are_right()
         return
     if layer == "gather":
         import test_emulated_elementwise as elementwise
