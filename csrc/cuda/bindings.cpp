@@ -68,7 +68,7 @@ Fused gradients_and_norms(const Tensor& like, IntArrayRef weight_sizes, int64_t 
 //   conv2d_fused             planes, if it suits; fused
 //   linear_scaled            one sum where samples are short or direct_sm90 does not suit, which rounds the scaled
 //                            gradients to their dtype; direct_sm90
-//   conv2d_scaled            direct_sm90; one sum, the framework's
+//   conv2d_scaled            direct_sm90; planes, if it suits; one sum, the framework's
 //
 // A convolution of 1 x 1 is a Linear of its pixels wherever one of the batched ways would serve that.
 
@@ -348,13 +348,17 @@ Scaled conv2d_scaled(const Tensor& input, const Tensor& grad_output, IntArrayRef
         channels_last = served == Served::kChannelsLast;
         if (served != Served::kNot) return;
         const int64_t largest = std::max(s.C * s.H * s.W, s.O * s.outH * s.outW);
-        if (sums_are_batched(gradients, s.N, largest)) return sum_gradients(run, s, input, grad_output, gradients);
+        const bool one_sum = sums_are_batched(gradients, s.N, largest);
+        if (one_sum && s.groups == 1) return sum_gradients(run, s, input, grad_output, gradients);
         const Images images = in_one_order(s, input, grad_output);
         const Conv2dProblem p = problem_of(s, images.input, images.grads, run);
-        if (!planes_suit(p)) return run_fused(run, p, gradients, {nullptr, nullptr});
-        run("planes", planes_fused_workspace(p), [&](void* workspace, cudaStream_t on) {
-          return launch_planes_fused(p, gradients, scratch, workspace, on);
-        });
+        if (planes_suit(p))
+          run("planes", planes_fused_workspace(p), [&](void* workspace, cudaStream_t on) {
+            return launch_planes_fused(p, gradients, scratch, workspace, on);
+          });
+        else
+          one_sum ? sum_gradients(run, s, input, grad_output, gradients)
+                  : run_fused(run, p, gradients, {nullptr, nullptr});
       });
   return {in_order_of(input, s, weight, channels_last), grad_bias};
 }
