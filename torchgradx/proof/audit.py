@@ -269,32 +269,29 @@ class Audit:
 
     @untraced
     def _received(self, place: int, gradient: Tensor | None) -> Tensor | None:
-        if several_at_once():
-            return None
+        hooks: dict[int, Any] = self._parameters.tensor(place)._post_accumulate_grad_hooks or {}
+        quiet = gradient is None and len(hooks) < 2 and not self._recorder.auditing
+        if several_at_once() or (quiet and place not in self.always):
+            return None  # the latter: nothing is accumulated, and nobody else would be told
         task = torch._C._current_graph_task_id()
         always = place in self.always and (task, place) not in self._lift.delivered
         compared = gradient if self._recorder.auditing or always else None
-        if not self._recorder.audited(task):  # this backward met no pass, as yet
-            if compared is not None:
-                self._began(None)
-                self._unmet.add((task, place))
-                self._awaiting[task, place] = compared.detach().clone()
+        met = self._recorder.audited(task)
+        if compared is not None and not met:  # this backward met no pass, as yet
+            self._began(None)
+            self._unmet.add((task, place))
+        if compared is not None and met and place not in self._deferred:
+            self._compare((task, place), compared.detach())
+        elif compared is not None:
+            self._awaiting[task, place] = compared.detach().clone()
+        if not met or place not in self._shielded or (gradient is None and len(hooks) == 1):
             return None
-        if compared is not None:
-            if place in self._deferred:
-                self._awaiting[task, place] = compared.detach().clone()
-            else:
-                self._compare((task, place), compared.detach())
-        if place in self._shielded:
-            p = self._parameters.tensor(place)
-            hooks: dict[int, Any] = p._post_accumulate_grad_hooks
-            if gradient is None and len(hooks) == 1:
-                return None  # nothing is accumulated, and nobody else would be told
-            self._before[place] = p.grad, dict(hooks), task
-            if gradient is not None:
-                p.grad = None
-            for theirs in set(hooks) - {self._shielded[place][1]}:
-                del hooks[theirs]  # nothing is accumulated, so nothing follows it
+        p = self._parameters.tensor(place)
+        self._before[place] = p.grad, dict(hooks), task
+        if gradient is not None:
+            p.grad = None
+        for theirs in set(hooks) - {self._shielded[place][1]}:
+            del hooks[theirs]  # nothing is accumulated, so nothing follows it
         return None
 
     @untraced
