@@ -56,6 +56,7 @@ CONV2D = (
     Conv2d(2, 3, 8, (9, 14), (4, 4), (2, 2), (1, 1)),
     Conv2d(3, 1, 72, (9, 9), (3, 3), padding=(1, 1)),
     Conv2d(2, 5, 8, (12, 10), (3, 5), (1, 3), (0, 2), (2, 1)),
+    Conv2d(2, 3, 16, (8, 12), (4, 4), (4, 4)),  # patches that stand apart: rows
 )
 LONG = Linear(5, 2000, 8, 72)
 each_problem = pytest.mark.parametrize("problem", LINEAR + CONV2D)

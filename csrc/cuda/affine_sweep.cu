@@ -161,8 +161,7 @@ __global__ void __launch_bounds__(kJoinThreads, 1) affine_join_kernel(const Affi
     if (threadIdx.x == 0 && to.sq_norms && (kind == 0 || to.bias))
       static_cast<acc_t*>(to.sq_norms)[kind * p.N + n] = acc_t(square);
   }
-  if (!to.means) return;
-  __syncthreads();  // sums
+  if (!to.means) return;  // block_sum's barriers stand between the sums written and those read
   const int64_t K = p.features.divisor, G = p.C / K;
   for_groups(G, to.share, [&](int64_t g, int lane, bool inside) {
     acc_t slope = 0, shift = 0;

@@ -159,7 +159,7 @@ Served images_by_sm90(const Run& run, const ConvShape& s, const Tensor& input, c
   const bool unpadded = s.padH + s.padW == 0;
   if (s.C % 8) {
     const bool apart = unpadded && s.strideH == s.kH && s.strideW == s.kW && s.dilationH * s.dilationW == 1 &&
-                       s.H == s.outH * s.kH && s.W == s.outW * s.kW && input.is_contiguous();
+                       s.H == s.outH * s.kH && s.W == s.outW * s.kW;
     return apart ? as_rows(rows_of_patches(s, input), g)
                  : rows_of_kernel_by_sm90(run, s, input, g, gradients, sq_norms);
   }

@@ -4,7 +4,8 @@
 // and no sum leaves its thread before a sample ends. Warps share the pixels. Each operand is read once from memory, and
 // the halo of a tile again from L2. Shared memory bounds a loop that reads the image for every tap, so square kernels
 // of 3, 5 and 7 keep a window of it in registers (Window); others do not (EachTap).
-// Workspace: 8 N units bytes of squares; fused, parts copies of grad_weight in the accumulator type, and the bias's.
+// The bias is one more sum, of grad_output alone, of the units that have a group's first channel and tap.
+// Workspace: 8 N units bytes of squares; fused, parts copies of grad_weight in the accumulator type; the bias's less.
 // units = ceil(groups / 32) x pairs of channels in a group x passes over the taps, parts = ceil(1024 / units), at most
 // N: no more than 13 MB of copies if there are several.
 #include "dispatch.cuh"
@@ -27,9 +28,9 @@ template <class Taps>
 __global__ void __launch_bounds__(kMostThreads, Taps::kResident) planes_kernel(const Planes p) {
   using scalar_t = typename Taps::scalar;
   using acc_t = accumulator<scalar_t>;
-  constexpr int kTaps = Taps::kTaps;
-  DYNAMIC_SHARED(acc_t, warp_sums);  // [warps, kTaps, 32], in place of the tiles
-  acc_t* const total = warp_sums + p.total_at;  // [kTaps, kTotalPitch]: of this block's samples
+  constexpr int kTaps = Taps::kTaps, kSums = kTaps + 1;
+  DYNAMIC_SHARED(acc_t, warp_sums);             // [warps, kSums, 32], in place of the tiles
+  acc_t* const total = warp_sums + p.total_at;  // [kSums, kTotalPitch]: of this block's samples
   const int lane = threadIdx.x % warp_threads, warp = threadIdx.x / warp_threads, warps = blockDim.x / warp_threads;
 
   // This block's unit: 32 groups, a pair of channels of each, and some of the taps
@@ -39,12 +40,13 @@ __global__ void __launch_bounds__(kMostThreads, Taps::kResident) planes_kernel(c
   const int channel = pair % p.channels, row = pair / p.channels;
   const int64_t group = int64_t(slab) * warp_threads;
   const int planes = int(min(int64_t(warp_threads), p.groups - group)), mine = min(kTaps, p.taps - first_tap);
+  const bool sums_bias = p.bias && channel == 0 && first_tap == 0;
   const Taps taps(p, first_tap);
 
   scalar_t* const tiles = reinterpret_cast<scalar_t*>(warp_sums);
   const int64_t begin = p.N * blockIdx.y / gridDim.y, end = p.N * (blockIdx.y + 1) / gridDim.y;
   for (int64_t n = begin; n < end; ++n) {
-    acc_t sums[kTaps] = {};
+    acc_t sums[kSums] = {};
     for (int y = 0; y < p.outH; y += p.tile.high)
       for (int x = 0; x < p.outW; x += p.tile.wide) {
         __syncthreads();
@@ -72,17 +74,23 @@ __global__ void __launch_bounds__(kMostThreads, Taps::kResident) planes_kernel(c
     // Sum over warps
     __syncthreads();
 #pragma unroll
-    for (int j = 0; j < kTaps; ++j) warp_sums[(warp * kTaps + j) * warp_threads + lane] = sums[j];
+    for (int j = 0; j < kSums; ++j) warp_sums[(warp * kSums + j) * warp_threads + lane] = sums[j];
     __syncthreads();
     const acc_t factor = p.scale ? static_cast<const acc_t*>(p.scale)[n] : acc_t(1);
     double square = 0;
-    for (int tap = warp; tap < mine; tap += warps) {
+    for (int entry = warp; entry < mine + sums_bias; entry += warps) {
+      const int tap = entry < mine ? entry : kTaps;
       acc_t sum = 0;
 #pragma unroll 1
       for (int w = 0; w < warps; w += kFewestWarps)
 #pragma unroll
-        for (int j = 0; j < kFewestWarps; ++j) sum += warp_sums[((w + j) * kTaps + tap) * warp_threads + lane];
-      square += double(sum) * double(sum);
+        for (int j = 0; j < kFewestWarps; ++j) sum += warp_sums[((w + j) * kSums + tap) * warp_threads + lane];
+      if (tap < kTaps) {
+        square += double(sum) * double(sum);
+      } else {
+        const double bias_square = warp_sum(double(sum) * double(sum));
+        if (lane == 0) p.bias_partials[(n * slabs + slab) * p.rows + row] = bias_square;
+      }
       acc_t& of_samples = total[tap * kTotalPitch + lane];
       const acc_t before = n == begin ? acc_t(0) : of_samples;
       of_samples = factor != acc_t(0) ? before + factor * sum : before;  // 0 times nan is nan
@@ -97,6 +105,9 @@ __global__ void __launch_bounds__(kMostThreads, Taps::kResident) planes_kernel(c
     acc_t* const copy = static_cast<acc_t*>(p.copies) + filter + first_tap;
     for (int tap = lane; tap < mine; tap += warp_threads) copy[tap] = total[tap * kTotalPitch + plane];
   }
+  if (sums_bias && warp == 0 && lane < planes)
+    static_cast<acc_t*>(p.bias_copies)[(blockIdx.y * p.groups + group + lane) * p.rows + row] =
+        total[kTaps * kTotalPitch + lane];
 }
 
 // The side of the kernel if Window has it, or zero.
@@ -137,12 +148,12 @@ Tile make_tile(const Conv2dProblem& c) {
 
 // How a problem is cut: units along gridDim.x, samples along gridDim.y
 struct Cut {
-  int64_t units, parts, size;
+  int64_t slabs, units, parts, size;
   int threads;
 
   explicit Cut(const Conv2dProblem& c)
-      : units(ceil_div<int64_t>(c.groups, warp_threads) * (c.C / c.groups) * (c.O / c.groups) *
-              ceil_div(c.kH * c.kW, taps_at_once(c))),
+      : slabs(ceil_div<int64_t>(c.groups, warp_threads)),
+        units(slabs * (c.C / c.groups) * (c.O / c.groups) * ceil_div(c.kH * c.kW, taps_at_once(c))),
         parts(std::max<int64_t>(1, std::min(c.N, ceil_div(kBlocks, std::max<int64_t>(1, units))))),
         size(c.O * (c.C / c.groups) * c.kH * c.kW),
         threads(bytes_of(c.dtype) == 2 && window_side(c) && units * c.N >= kFewSamples ? kFewestWarps * warp_threads
@@ -151,14 +162,15 @@ struct Cut {
 
 struct PlanesWorkspace {
   Carver carver;
-  double* partials;
-  void *copies, *bias;
+  double *partials, *bias_partials;
+  void *copies, *bias_copies;
 
-  PlanesWorkspace(const Conv2dProblem& c, bool fused, void* workspace)
+  PlanesWorkspace(const Conv2dProblem& c, const Cut& cut, bool fused, void* workspace)
       : carver(workspace),
-        partials(carver.take<double>(c.N * Cut(c).units * sizeof(double))),
-        copies(fused ? carver.take<void>(Cut(c).parts * Cut(c).size * accumulator_bytes(c.dtype)) : nullptr),
-        bias(carver.take<void>(bias_workspace(rows_of_bias(c), fused))) {}
+        partials(carver.take<double>(c.N * cut.units * sizeof(double))),
+        bias_partials(carver.take<double>(c.N * cut.slabs * (c.O / c.groups) * sizeof(double))),
+        copies(fused ? carver.take<void>(cut.parts * cut.size * accumulator_bytes(c.dtype)) : nullptr),
+        bias_copies(fused ? carver.take<void>(cut.parts * c.O * accumulator_bytes(c.dtype)) : nullptr) {}
 };
 
 // Channels side by side, one a group, and every pixel aligned
@@ -174,9 +186,9 @@ cudaError_t launch_taps(Planes p, const Cut& cut, cudaStream_t stream) {
   using acc_t = accumulator<scalar_t>;
   const int64_t pixels = p.tile.high * kMostSide + p.tile.image_high * p.tile.image_row;
   p.total_at = int(std::max<int64_t>(pixels * kPitch<scalar_t> * sizeof(scalar_t) / sizeof(acc_t),
-                                     Taps::kTaps * cut.threads));
+                                     (Taps::kTaps + 1) * cut.threads));
   return launch(planes_kernel<Taps>, dim3(cut.units, cut.parts), dim3(cut.threads),
-                (p.total_at + Taps::kTaps * kTotalPitch) * sizeof(acc_t), stream, p);
+                (p.total_at + (Taps::kTaps + 1) * kTotalPitch) * sizeof(acc_t), stream, p);
 }
 
 template <class scalar_t>
@@ -201,8 +213,8 @@ cudaError_t launch_kernel(const Conv2dProblem& c, const Planes& p, const Cut& cu
 cudaError_t launch_planes(const Conv2dProblem& c, const Gradients& gradients, const SqNorms& sq_norms, void* workspace,
                           cudaStream_t stream) {
   if (!planes_suit(c)) return cudaErrorInvalidValue;
-  const PlanesWorkspace own(c, gradients.weight, workspace);
   const Cut cut(c);
+  const PlanesWorkspace own(c, cut, gradients.weight, workspace);
   Planes p{};
   const Tile tile = make_tile(c);
   const int64_t rows = c.O / c.groups, channels = c.C / c.groups;
@@ -217,6 +229,7 @@ cudaError_t launch_planes(const Conv2dProblem& c, const Gradients& gradients, co
   p.dilationH = int(c.dilationH), p.dilationW = int(c.dilationW);
   p.tile = tile, p.N = c.N, p.groups = c.groups, p.channels = int(channels), p.rows = int(rows);
   p.scale = gradients.scale, p.copies = own.copies, p.partials = own.partials;
+  p.bias = sq_norms.bias || gradients.bias, p.bias_copies = own.bias_copies, p.bias_partials = own.bias_partials;
   cudaError_t error = dispatch(c.dtype, [&](auto zero) {
     return launch_kernel<decltype(zero)>(c, p, cut, stream);
   });
@@ -224,8 +237,10 @@ cudaError_t launch_planes(const Conv2dProblem& c, const Gradients& gradients, co
     error = launch_sum_partials(c.dtype, own.partials, c.N, cut.units, nullptr, sq_norms.weight, stream);
   if (error == cudaSuccess && gradients.weight)
     error = launch_sum_rows(c.dtype, own.copies, nullptr, cut.parts, cut.size, gradients.weight, stream);
-  if (error == cudaSuccess && (sq_norms.bias || gradients.bias))
-    error = launch_bias(rows_of_bias(c), gradients, sq_norms.bias, own.bias, stream);
+  if (error == cudaSuccess && sq_norms.bias)
+    error = launch_sum_partials(c.dtype, own.bias_partials, c.N, cut.slabs * rows, nullptr, sq_norms.bias, stream);
+  if (error == cudaSuccess && gradients.bias)
+    error = launch_sum_rows(c.dtype, own.bias_copies, nullptr, cut.parts, c.O, gradients.bias, stream);
   return error;
 }
 
@@ -240,11 +255,11 @@ bool planes_suit(const Conv2dProblem& c) {
 }
 
 size_t planes_direct_workspace(const Conv2dProblem& problem) {
-  return PlanesWorkspace(problem, false, nullptr).carver.size();
+  return PlanesWorkspace(problem, Cut(problem), false, nullptr).carver.size();
 }
 
 size_t planes_fused_workspace(const Conv2dProblem& problem) {
-  return PlanesWorkspace(problem, true, nullptr).carver.size();
+  return PlanesWorkspace(problem, Cut(problem), true, nullptr).carver.size();
 }
 
 cudaError_t launch_planes_direct(const Conv2dProblem& problem, const SqNorms& sq_norms, void* workspace,

@@ -41,9 +41,10 @@ struct Planes {
   int total_at;  // in shared memory, beyond the tiles
   int64_t N, groups;
   int channels, rows;  // of a group: inputs, outputs
+  bool bias;           // wanted too
   const void* scale;   // [N], or null
-  void* copies;        // [gridDim.y, O, C / groups, kH, kW], or null
-  double* partials;    // [N, gridDim.x]
+  void *copies, *bias_copies;         // [gridDim.y, O, C / groups, kH, kW] and [gridDim.y, O], or null
+  double *partials, *bias_partials;  // [N, gridDim.x], [N, ceil(groups / 32), rows]
 };
 
 // Pixels from (y0, x0) of the first planes of 32, to out[(y * row + x) * kPitch + plane], zeros where there is nothing.
@@ -98,13 +99,14 @@ __device__ __forceinline__ void stage_pieces(scalar_t* out, const scalar_t* from
   }
 }
 
-// The products of a tile for any kernel, kTaps of its taps: an image value is read for each.
+// The products of a tile for any kernel, kTaps of its taps, and the sum of grad_output behind them: an image value is
+// read for each.
 template <class scalar_t, int kCount>
 struct EachTap {
   using scalar = scalar_t;
   static constexpr int kTaps = kCount;
   // That an SM is to hold: what registers allow without a spill.
-  static constexpr int kResident = kTaps > 9 || sizeof(scalar_t) == sizeof(double) ? 1 : 3;
+  static constexpr int kResident = kTaps > 9 || sizeof(scalar_t) == sizeof(double) ? 1 : 2;
 
   int reach[kTaps];
 
@@ -116,7 +118,7 @@ struct EachTap {
     }
   }
 
-  __device__ __forceinline__ void add(accumulator<scalar_t> (&sums)[kTaps], const scalar_t* grads,
+  __device__ __forceinline__ void add(accumulator<scalar_t> (&sums)[kTaps + 1], const scalar_t* grads,
                                       const scalar_t* image, int high, int wide, const Planes& p) const {
     const int warps = blockDim.x / warp_threads;
     int y = threadIdx.x / warp_threads / wide, x = threadIdx.x / warp_threads % wide;
@@ -126,6 +128,7 @@ struct EachTap {
       const scalar_t* const at = image + (y * p.strideH * p.tile.image_row + x * p.strideW) * kPitch<scalar_t>;
 #pragma unroll
       for (int j = 0; j < kTaps; ++j) sums[j] += grad * widen(at[reach[j]]);
+      sums[kTaps] += grad;
       for (x += warps; x >= wide; x -= wide) ++y;
     }
   }
@@ -143,7 +146,7 @@ struct Window {
   Window() = default;
   __device__ Window(const Planes&, int) {}
 
-  __device__ __forceinline__ void add(float (&sums)[kTaps], const scalar_t* grads, const scalar_t* image, int high,
+  __device__ __forceinline__ void add(float (&sums)[kTaps + 1], const scalar_t* grads, const scalar_t* image, int high,
                                       int wide, const Planes&) const {
     const int warp = threadIdx.x / warp_threads, warps = blockDim.x / warp_threads;
 #pragma unroll 1
@@ -174,6 +177,7 @@ struct Window {
 #pragma unroll
             for (int tap = 0; tap < kTaps; ++tap)
               sums[tap] += grad * window[i * kStride + tap / kSide][(j * kStride + tap % kSide) % kSide];
+            sums[kTaps] += grad;
           }
         }
         grads_at += kSide * kPitch<scalar_t>, image_at += kSide * kStride * kPitch<scalar_t>;

@@ -100,13 +100,13 @@ class Linear final : public Layer {
     auto [weight, bias, sq] = operands.shared
                                   ? cpu::linear_fused(a, b, std::nullopt, wanted.bias, operands.shared.get())
                                   : linear_fused(a, b, std::nullopt, wanted.bias);
-    return {{Tensor(), transposed_ ? weight.t() : weight, wanted.bias ? bias : Tensor()}, sq};
+    return {{Tensor(), as_parameter(weight), wanted.bias ? bias : Tensor()}, sq};
   }
 
   Gradients scaled(const Operands& operands, const Tensor&, const Tensor& scale, const Wanted& wanted) const override {
     const Tensor &a = operands.activations, &b = operands.grad_output;
     const auto [weight, bias] = linear_scaled(a, b, scale, wanted.bias);
-    return {Tensor(), transposed_ ? weight.t() : weight, wanted.bias ? bias : Tensor()};
+    return {Tensor(), as_parameter(weight), wanted.bias ? bias : Tensor()};
   }
 
   Tensor weight_dots(const Operands& operands, const Tensor& direction) const override {
@@ -115,6 +115,12 @@ class Linear final : public Layer {
   }
 
  private:
+  // Of a gradient [O, I]. On a GPU autograd's own copy of one that lies otherwise is slow.
+  Tensor as_parameter(const Tensor& gradient) const {
+    if (!transposed_) return gradient;
+    return gradient.is_cuda() ? turned(gradient.t().unsqueeze(0)).squeeze(0) : gradient.t();
+  }
+
   const bool transposed_;
 };
 
