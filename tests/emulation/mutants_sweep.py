@@ -1,4 +1,4 @@
-"""Bugs planted in affine_sweep.cu and turn.cu: see mutants.py."""
+"""Bugs planted in affine_sweep.cu, affine_rows.cu and turn.cu: see mutants.py."""
 
 from __future__ import annotations
 
@@ -51,4 +51,30 @@ MUTANTS = [
            "scale != acc_t(0) ? scaled : narrow<scalar_t>(acc_t(0))", "scaled", "batched"),
     Mutant("samples: scaled in both operands", "products.cu", "products", "float32",
            "samples.masks ? piece.elements[j] : ", "", "batched"),
+    Mutant("rows: barrier dropped", "affine_rows.cu", "affine_rows", "float32",
+           BARRIER, DROPPED, "affine"),
+    Mutant("rows: one place for every row's means", "affine_rows.cu", "affine_rows", "float32",
+           "means[i % 2]", "means[0]", "affine"),
+    Mutant("rows: a part runs into the next", "affine_rows.cu", "affine_rows", "float32",
+           "begin + i < end;", "begin + i < end + 1;", "affine"),
+    Mutant("rows: idle teams write", "affine_rows.cu", "affine_rows", "float32",
+           "if (idle) return;", ";", "affine"),
+    Mutant("rows: columns past the last are read", "affine_rows.cu", "affine_rows", "float32",
+           "if (at >= D) break;\n      if constexpr (kWide)\n        parts[",
+           "if constexpr (kWide)\n        parts[", "affine"),
+    Mutant("rows: the next row is read too late", "affine_rows.cu", "affine_rows", "float32",
+           "if (row + 1 < end) load(row + 1);", "if (row + 2 < end) load(row + 1);", "affine"),
+    Mutant("rows: a piece of each row for its neighbour's", "affine_rows.cu", "affine_rows",
+           "bfloat16", "thread * kColumns + j", "thread * kColumns + (j ^ 1)", "affine"),
+    Mutant("rows: pieces from rows that are not aligned", "affine_rows.cu", "affine_rows",
+           "bfloat16", "k == 1 && n % Part::kEach == 0 && t % Part::kEach == 0", "k == 1",
+           "affine"),
+    Mutant("rows: shift forgotten", "affine_rows.cu", "affine_rows", "bfloat16",
+           "weight[j] * grads[j] - shift -", "weight[j] * grads[j] -", "affine"),
+    Mutant("rows: scale forgotten", "affine_rows.cu", "affine_rows", "float32",
+           "products[j] += scale * (", "products[j] += (", "affine"),
+    Mutant("rows: scale of a part for a sample's", "affine_rows.cu", "affine_rows", "float32",
+           "cut.single ? 1 : cut.parts;", "1;", "affine"),
+    Mutant("rows: the bias's squares for the weight's", "affine_rows.cu", "affine_rows", "float32",
+           "acc_t(square[0])", "acc_t(square[1])", "affine"),
 ]  # fmt: skip
