@@ -265,7 +265,7 @@ cudaError_t launch_affine_by_sample(const AffineProblem& p, const InputGradient&
 }
 
 bool affine_reads_weight(const AffineProblem& p, const InputGradient& to) {
-  return !affine_rows_suit(p, to) && sweep_input_suits(p, to);
+  return affine_rows_suit(p, to) || sweep_input_suits(p, to);
 }
 
 size_t affine_fused_workspace(const AffineProblem& p, const InputGradient& to, const Gradients& gradients) {

@@ -42,6 +42,14 @@ __device__ __forceinline__ acc_t read(const Statistic& s, int64_t n, int64_t t, 
   return s.data ? static_cast<const acc_t*>(s.data)[n * s.n + t * s.t + g * s.g] : otherwise;
 }
 
+// Where affine_reads_weight.
+template <class acc_t>
+__device__ __forceinline__ acc_t weight_at(const InputGradient& to, int64_t column) {
+  if (to.weight_dtype == DType::kHalf) return widen(static_cast<const __half*>(to.weight)[column]);
+  if (to.weight_dtype == DType::kBFloat16) return widen(static_cast<const __nv_bfloat16*>(to.weight)[column]);
+  return static_cast<const acc_t*>(to.weight)[column];
+}
+
 inline bool fits(const AffineProblem& p) {
   return p.N <= kMostIndex && p.T <= kMostIndex && p.G <= kMostIndex && p.K <= kMostIndex / std::max<int64_t>(p.G, 1);
 }

@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kMostWarps* warp_threads) affine_rows_kernel(c
 #pragma unroll
   for (int j = 0; j < kColumns; ++j) {
     const int column = Part::column(thread, j, step);
-    weight[j] = column < D ? static_cast<const acc_t*>(p.to.weight)[column] : acc_t(0);
+    weight[j] = column < D ? weight_at<acc_t>(p.to, column) : acc_t(0);
   }
   Part x, b;
   const auto load = [&](int64_t row) {

@@ -9,13 +9,6 @@
 namespace torchgradx::cuda {
 namespace {
 
-template <class acc_t>
-__device__ __forceinline__ acc_t weight_at(const InputGradient& to, int64_t column) {
-  if (to.weight_dtype == DType::kHalf) return widen(static_cast<const __half*>(to.weight)[column]);
-  if (to.weight_dtype == DType::kBFloat16) return widen(static_cast<const __nv_bfloat16*>(to.weight)[column]);
-  return static_cast<const acc_t*>(to.weight)[column];
-}
-
 enum Kind { kGroups, kMoving, kMoments };  // statistics of (n, g), or of (n, t), or to be found
 
 struct Sweep {
