@@ -74,7 +74,9 @@ std::pair<InputGradient, Tensor> input_gradient(const AffineProblem& p, const Te
   const ElementOperand out = elements_of(grad_input);
   InputGradient to{
       grad_input.mutable_data_ptr(), out.n, out.t, out.g, out.k, nullptr, dtype_of(weight), frozen, by_row};
-  const Tensor weights = (affine_reads_weight(p, to) ? weight : weight.to(accumulator_of(grad_input))).contiguous();
+  const Tensor weights =
+      (affine_reads_weight(p, to) && weight.element_size() == 2 ? weight : weight.to(accumulator_of(grad_input)))
+          .contiguous();
   to.weight = weights.const_data_ptr();
   return {to, weights};
 }

@@ -206,7 +206,7 @@ size_t affine_workspace(const AffineProblem& problem, bool bias);
 cudaError_t launch_affine(const AffineProblem& problem, bool bias, void* sq_norms, void* workspace,
                           cudaStream_t stream);
 // The same, the input's gradient, and the parameters' [G, K] with their scale: the bias's if gradients.bias is there.
-// to.weight is of weight_dtype, as it is, where affine_reads_weight.
+// to.weight is as it is where affine_reads_weight and it is of halves, else accumulators.
 bool affine_reads_weight(const AffineProblem& problem, const InputGradient& to);
 size_t affine_fused_workspace(const AffineProblem& problem, const InputGradient& to, const Gradients& gradients);
 cudaError_t launch_affine_fused(const AffineProblem& problem, const InputGradient& to, const Gradients& gradients,
