@@ -29,20 +29,16 @@ struct Teams {
   bool bias;            // whether sq_norms has its second row
 };
 
-template <class scalar_t>
-struct alignas(16) Sixteen {  // bytes, of one load
-  scalar_t of[16 / sizeof(scalar_t)];
-};
-
 // A thread's columns of a row; kWide: next to one another, 16 bytes a load.
 template <class scalar_t, bool kWide>
 struct Piece {
   static constexpr int kEach = int(16 / sizeof(scalar_t)), kColumns = columns_of(sizeof(accumulator<scalar_t>));
 
-  Sixteen<scalar_t> parts[kColumns / kEach];
+  using Part = Vector<scalar_t, kEach>;
+  Part parts[kColumns / kEach];
 
   __device__ __forceinline__ scalar_t& operator[](int j) {
-    return parts[j / kEach].of[j % kEach];
+    return parts[j / kEach].at[j % kEach];
   }
   static __device__ __forceinline__ int column(int thread, int j, int step) {
     return kWide ? thread * kColumns + j : thread + j * step;
@@ -53,7 +49,7 @@ struct Piece {
       const int at = column(thread, j, step);
       if (at >= D) break;
       if constexpr (kWide)
-        parts[j / kEach] = *reinterpret_cast<const Sixteen<scalar_t>*>(row + at);
+        parts[j / kEach] = *reinterpret_cast<const Part*>(row + at);
       else
         (*this)[j] = row[at * stride];
     }
@@ -64,7 +60,7 @@ struct Piece {
       const int at = column(thread, j, step);
       if (at >= D) break;
       if constexpr (kWide)
-        *reinterpret_cast<Sixteen<scalar_t>*>(row + at) = parts[j / kEach];
+        *reinterpret_cast<Part*>(row + at) = parts[j / kEach];
       else
         row[at * stride] = (*this)[j];
     }

@@ -9,11 +9,6 @@ constexpr int kSweepThreads = 256, kSweepWarps = kSweepThreads / warp_threads;
 constexpr int kJoinThreads = 512;
 
 template <class scalar_t, int kV>
-struct alignas(sizeof(scalar_t) * kV) Vector {
-  scalar_t at[kV];
-};
-
-template <class scalar_t, int kV>
 __device__ __forceinline__ Vector<scalar_t, kV> vector_at(const ElementOperand& x, int64_t n, int64_t t, int column) {
   return *reinterpret_cast<const Vector<scalar_t, kV>*>(static_cast<const scalar_t*>(x.data) + n * x.n + t * x.t +
                                                         column);

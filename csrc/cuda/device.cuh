@@ -144,6 +144,12 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (
 
 namespace torchgradx::cuda {
 
+// Elements that lie side by side, for one load or store.
+template <class scalar_t, int kCount>
+struct alignas(sizeof(scalar_t) * kCount) Vector {
+  scalar_t at[kCount];
+};
+
 template <class scalar_t>
 using accumulator = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
 

@@ -157,7 +157,7 @@ struct Cut {
         parts(std::max<int64_t>(1, std::min(c.N, ceil_div(kBlocks, std::max<int64_t>(1, units))))),
         size(c.O * (c.C / c.groups) * c.kH * c.kW),
         threads(bytes_of(c.dtype) == 2 && window_side(c) && units * c.N >= kFewSamples ? kFewestWarps * warp_threads
-                                                                                      : kMostThreads) {}
+                                                                                       : kMostThreads) {}
 };
 
 struct PlanesWorkspace {
@@ -185,8 +185,8 @@ cudaError_t launch_taps(Planes p, const Cut& cut, cudaStream_t stream) {
   using scalar_t = typename Taps::scalar;
   using acc_t = accumulator<scalar_t>;
   const int64_t pixels = p.tile.high * kMostSide + p.tile.image_high * p.tile.image_row;
-  p.total_at = int(std::max<int64_t>(pixels * kPitch<scalar_t> * sizeof(scalar_t) / sizeof(acc_t),
-                                     (Taps::kTaps + 1) * cut.threads));
+  p.total_at = int(
+      std::max<int64_t>(pixels * kPitch<scalar_t> * sizeof(scalar_t) / sizeof(acc_t), (Taps::kTaps + 1) * cut.threads));
   return launch(planes_kernel<Taps>, dim3(cut.units, cut.parts), dim3(cut.threads),
                 (p.total_at + (Taps::kTaps + 1) * kTotalPitch) * sizeof(acc_t), stream, p);
 }
@@ -218,10 +218,11 @@ cudaError_t launch_planes(const Conv2dProblem& c, const Gradients& gradients, co
   Planes p{};
   const Tile tile = make_tile(c);
   const int64_t rows = c.O / c.groups, channels = c.C / c.groups;
-  p.operands[0] = {c.grad_output, rows * c.grad_output.c, int(c.outH), int(c.outW), 1, 1,
-                   0,             0,                      tile.high,   tile.wide,   kMostSide, 0};
-  p.operands[1] = {c.input,        channels * c.input.c,  int(c.H),       int(c.W), int(c.strideH), int(c.strideW),
-                   int(c.padH), int(c.padW), tile.image_high, tile.image_wide, tile.image_row, tile.high * kMostSide};
+  p.operands[0] = {
+      c.grad_output, rows * c.grad_output.c, int(c.outH), int(c.outW), 1, 1, 0, 0, tile.high, tile.wide, kMostSide, 0};
+  p.operands[1] = {c.input,         channels * c.input.c, int(c.H),       int(c.W),
+                   int(c.strideH),  int(c.strideW),       int(c.padH),    int(c.padW),
+                   tile.image_high, tile.image_wide,      tile.image_row, tile.high * kMostSide};
   p.in_pieces = rows == 1 && channels == 1 && c.groups * bytes_of(c.dtype) % kPieceBytes == 0 &&
                 in_pieces(c, c.input) && in_pieces(c, c.grad_output);
   p.outH = int(c.outH), p.outW = int(c.outW), p.taps = int(c.kH * c.kW), p.kW = int(c.kW);
@@ -230,9 +231,7 @@ cudaError_t launch_planes(const Conv2dProblem& c, const Gradients& gradients, co
   p.tile = tile, p.N = c.N, p.groups = c.groups, p.channels = int(channels), p.rows = int(rows);
   p.scale = gradients.scale, p.copies = own.copies, p.partials = own.partials;
   p.bias = sq_norms.bias || gradients.bias, p.bias_copies = own.bias_copies, p.bias_partials = own.bias_partials;
-  cudaError_t error = dispatch(c.dtype, [&](auto zero) {
-    return launch_kernel<decltype(zero)>(c, p, cut, stream);
-  });
+  cudaError_t error = dispatch(c.dtype, [&](auto zero) { return launch_kernel<decltype(zero)>(c, p, cut, stream); });
   if (error == cudaSuccess && sq_norms.weight)
     error = launch_sum_partials(c.dtype, own.partials, c.N, cut.units, nullptr, sq_norms.weight, stream);
   if (error == cudaSuccess && gradients.weight)

@@ -40,10 +40,10 @@ struct Planes {
   Tile tile;
   int total_at;  // in shared memory, beyond the tiles
   int64_t N, groups;
-  int channels, rows;  // of a group: inputs, outputs
-  bool bias;           // wanted too
-  const void* scale;   // [N], or null
-  void *copies, *bias_copies;         // [gridDim.y, O, C / groups, kH, kW] and [gridDim.y, O], or null
+  int channels, rows;                // of a group: inputs, outputs
+  bool bias;                         // wanted too
+  const void* scale;                 // [N], or null
+  void *copies, *bias_copies;        // [gridDim.y, O, C / groups, kH, kW] and [gridDim.y, O], or null
   double *partials, *bias_partials;  // [N, gridDim.x], [N, ceil(groups / 32), rows]
 };
 

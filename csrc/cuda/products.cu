@@ -95,24 +95,19 @@ __global__ void __launch_bounds__(kBlock) grams_kernel(const GramsOfRun run, Fas
 }
 
 template <class scalar_t, int kWide>
-struct alignas(kWide * sizeof(scalar_t)) Piece {
-  scalar_t elements[kWide];
-};
-
-template <class scalar_t, int kWide>
 __global__ void __launch_bounds__(kBlock) scale_samples_kernel(const SamplesToScale samples, FastDivisor pieces) {
   using acc_t = accumulator<scalar_t>;
   const int64_t at = int64_t(blockIdx.x) * kBlock + threadIdx.x;
   if (at >= samples.N * int64_t(pieces.divisor)) return;
   const int n = pieces.divide(int(at));
   const acc_t scale = static_cast<const acc_t*>(samples.scale)[n];
-  Piece<scalar_t, kWide> piece = static_cast<const Piece<scalar_t, kWide>*>(samples.from)[at];
+  Vector<scalar_t, kWide> piece = static_cast<const Vector<scalar_t, kWide>*>(samples.from)[at];
 #pragma unroll
   for (int j = 0; j < kWide; ++j) {
-    const scalar_t scaled = samples.masks ? piece.elements[j] : narrow<scalar_t>(scale * widen(piece.elements[j]));
-    piece.elements[j] = scale != acc_t(0) ? scaled : narrow<scalar_t>(acc_t(0));  // 0 times nan is nan
+    const scalar_t scaled = samples.masks ? piece.at[j] : narrow<scalar_t>(scale * widen(piece.at[j]));
+    piece.at[j] = scale != acc_t(0) ? scaled : narrow<scalar_t>(acc_t(0));  // 0 times nan is nan
   }
-  static_cast<Piece<scalar_t, kWide>*>(samples.to)[at] = piece;
+  static_cast<Vector<scalar_t, kWide>*>(samples.to)[at] = piece;
 }
 
 }  // namespace

@@ -11,11 +11,6 @@ namespace {
 
 constexpr int kTurnWarps = 8;
 
-template <class element, int kV>
-struct alignas(sizeof(element) * kV) Piece {
-  element at[kV];
-};
-
 struct Tiles {
   FastDivisor rows, columns;  // of tiles
   int R, C;
@@ -26,7 +21,7 @@ struct Tiles {
 template <class element, int kV>
 __global__ void __launch_bounds__(kTurnWarps* warp_threads)
     turn_kernel(const element* __restrict__ from, element* __restrict__ to, const Tiles tiles) {
-  using Pieces = Piece<element, kV>;
+  using Pieces = Vector<element, kV>;
   constexpr int kSide = warp_threads, kEach = kSide / kTurnWarps;
   STATIC_SHARED(Pieces, tile, [kV][kSide][kSide + 1]);
   const int lane = threadIdx.x % warp_threads, warp = threadIdx.x / warp_threads;

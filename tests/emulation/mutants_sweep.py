@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant("samples: 0 times what they are", "products.cu", "products", "float32",
            "scale != acc_t(0) ? scaled : narrow<scalar_t>(acc_t(0))", "scaled", "batched"),
     Mutant("samples: scaled in both operands", "products.cu", "products", "float32",
-           "samples.masks ? piece.elements[j] : ", "", "batched"),
+           "samples.masks ? piece.at[j] : ", "", "batched"),
     Mutant("rows: barrier dropped", "affine_rows.cu", "affine_rows", "float32",
            BARRIER, DROPPED, "affine"),
     Mutant("rows: one place for every row's means", "affine_rows.cu", "affine_rows", "float32",
