@@ -1,7 +1,6 @@
 """The oracle for whole models: a float64 loop over single samples, plain autograd, and nothing of
 the code under test. `check` holds an attached model against it and against an unattached twin."""
 
-import collections
 import copy
 import functools
 import gc
@@ -12,7 +11,6 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgradx
 
@@ -67,19 +65,6 @@ class Model(nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.function(self, *args, **kwargs)
-
-
-class Counter(TorchDispatchMode):
-    """Counts operations by what `name(func, args)` calls them, and not those that it does not."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.name, self.counts = name, collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if name := self.name(func, args):
-            self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def rms_norm(d):

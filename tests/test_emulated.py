@@ -19,7 +19,6 @@ from emulation.operators import operator, operators
 from oracle import (
     Conv2d,
     Linear,
-    assert_gradient,
     assert_sq_norms,
     case,
     conv2d_truth,
@@ -140,16 +139,8 @@ def assert_right(problem, a, b, kind="integers", ways=CONV2D_ALGORITHMS):
     for way in ways if not linear else LINEAR_ALGORITHMS:
         if way in given:
             assert_sq_norms(given[way], truth, way, a.dtype, kind)
-    weights = torch.arange(problem.n, dtype=torch.float64) - 1
-    terms = truth.terms[0] * problem.n
-    for name, each, magnitude in (
-        ("weight", truth.weight, truth.weight_magnitude),
-        ("bias", truth.bias, truth.bias_magnitude),
-    ):
-        sums = (
-            torch.tensordot(w, x, dims=1) for w, x in ((weights, each), (weights.abs(), magnitude))
-        )
-        assert_gradient(given[name], *sums, terms)
+    scale = torch.arange(problem.n, dtype=torch.float64) - 1
+    hopper.assert_gradients(problem, given["weight"], given["bias"], truth, scale)
 
 
 # Kernels
