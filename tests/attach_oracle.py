@@ -32,7 +32,8 @@ def title(options):
 def each_of(modes):
     """Parametrise a test over options of attach(); with other parameters they are a grid."""
     parametrize = pytest.mark.parametrize("options", modes, ids=title)
-    return lambda test: pytest.mark.grid(parametrize(test))
+    needs = pytest.mark.usefixtures("_native_where_it_is_asked_for")
+    return lambda test: pytest.mark.grid(needs(parametrize(test)))
 
 
 every_mode = each_of(ANY + VMAP + NATIVE)
@@ -64,6 +65,12 @@ class Model(nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.function(self, *args, **kwargs)
+
+
+def rms_norm(d):
+    """As users write it: no kernel is called by its name."""
+    return Model(lambda m, x: m.weight * (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()),
+                 weight=torch.rand(d) + 0.5)  # fmt: skip
 
 
 def mlp(width=5):
@@ -281,6 +288,38 @@ def check(model, loss, *batch, dtype=torch.float64, dims=0, want=None, rtol=None
         gc.collect()
     assert fingerprint(model) == before, "something is left after remove()"
     return whole
+
+
+def under_its_masks(model, losses, *batch, seed=7):
+    """{parameter: [N]}: gradients of each sample's own loss within the whole batch, whose random
+    numbers are the same; losses(model, *batch) is [N]."""
+    live, rows = {name: p for name, p in model.named_parameters() if p.requires_grad}, []
+    for n in range(len(batch[0])):
+        torch.manual_seed(seed)
+        loss = losses(model, *batch)[n]
+        grads = torch.autograd.grad(loss, list(live.values()), allow_unused=True)
+        rows.append(torch.stack([loss.new_zeros(()) if g is None else g.norm() for g in grads]))
+    return dict(zip(live, torch.stack(rows).unbind(1), strict=True))
+
+
+def squares(model, x):
+    """[N]: what `square` is the mean of."""
+    return model(x).square().flatten(1).sum(1)
+
+
+def exact_step(probe, model, *batch, loss=square, rtol=1e-9):
+    """A step, and the norms of it and of each parameter: those of the loop."""
+    want = loop(model, loss, *batch)
+    loss(model, *batch).backward()
+    close_named(probe.norms(per="parameter"), want, rtol)
+    close(probe.norms(), per_model(want), rtol)
+
+
+def refusal(probe, match=None):
+    """The CoverageError with which the probe refuses to be read."""
+    with pytest.raises(torchgradx.CoverageError, match=match) as refusal:
+        probe.norms()
+    return refusal.value
 
 
 def exact_or(kind, words, probe, want):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from attach_oracle import as_dtype, count, need_native, one_sample, prepared, tolerance
+from attach_oracle import as_dtype, count, need_native, one_sample, prepared, square, tolerance
 
 import torchgradx
 
@@ -64,6 +64,20 @@ def same(model, want, rtol, terms):
         off = float((got.cpu().double() - want[name].cpu()).norm())
         bound = rtol * (float(terms[name]) + largest / 10) + 1e-300
         assert off <= bound, f"{name}.grad is off by {off}, and may be by {bound}"
+
+
+def clipped(model, *batches, bound=0.5, loss=square, share=1.0):
+    """{parameter: the sum of the means of each batch's clipped gradients, times share}"""
+    found = {}
+    for x in batches:
+        rows = gradients(model, loss, x)
+        part = weighted(rows, bounded(norms_of(rows, "model"), bound), "model")
+        found = {n: found.get(n, 0) + g * share / len(x) for n, g in part.items()}
+    return found
+
+
+def is_sum(model, want, rtol=1e-9):
+    same(model, want, rtol, {name: g.norm() + 1 for name, g in want.items()})
 
 
 def check_clip(model, loss, *batch, dims=0, dtype=torch.float64, reduction="mean", **options):

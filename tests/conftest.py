@@ -55,6 +55,13 @@ def seeded() -> Iterator[None]:
 
 
 @pytest.fixture
+def _native_where_it_is_asked_for(options: dict[str, object]) -> None:
+    from attach_oracle import need_native
+
+    need_native(options)
+
+
+@pytest.fixture
 def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
     yield

@@ -163,20 +163,21 @@ class Truth:
         absolute values, whose sum is |m|^2.
         """
         t, i, o = self.terms
-        bias = self._sum_of_squares(self.bias, self.bias_magnitude, t, o, dtype)
+        bias = sum_of_squares(self.bias, self.bias_magnitude, t, o, dtype)
         if algorithm == "gram":
             lost = tolerance(dtype, i) + tolerance(dtype, o) + tolerance(dtype, t * t)
             return torch.stack([lost * _sq_norm(self.weight_magnitude), bias])
-        weight = self._sum_of_squares(self.weight, self.weight_magnitude, t, i * o, dtype)
+        weight = sum_of_squares(self.weight, self.weight_magnitude, t, i * o, dtype)
         return torch.stack([weight, bias])
 
-    @staticmethod
-    def _sum_of_squares(
-        g: Tensor, magnitude: Tensor, terms: int, entries: int, dtype: torch.dtype
-    ) -> Tensor:
-        off = tolerance(dtype, terms)
-        entrywise = (2 * g.abs() * magnitude * off).flatten(1).sum(1)
-        return entrywise + off**2 * _sq_norm(magnitude) + tolerance(dtype, entries) * _sq_norm(g)
+
+def sum_of_squares(
+    g: Tensor, magnitude: Tensor, terms: int, entries: int, dtype: torch.dtype
+) -> Tensor:
+    """[N]: by how much sums of squared entries may be off: see Truth.allowance."""
+    off = tolerance(dtype, terms)
+    entrywise = (2 * g.abs() * magnitude * off).flatten(1).sum(1)
+    return entrywise + off**2 * _sq_norm(magnitude) + tolerance(dtype, entries) * _sq_norm(g)
 
 
 def _sq_norm(gradients: Tensor) -> Tensor:
@@ -243,18 +244,25 @@ def assert_sq_norms(
     kind: Kind = "gaussians",
 ) -> None:
     expected = truth.sq_norms()[: len(actual)]
-    assert actual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert actual.shape == expected.shape
     if kind == "integers":
         largest = (_sq_norm(m) for m in (truth.weight_magnitude, truth.bias_magnitude))
         assert all(bool((m < 2**24).all()) for m in largest), "not every sum is exact in float32"
         allowance = 2 * accumulation_epsilon(dtype) * expected
     else:
         allowance = truth.allowance(algorithm, dtype)[: len(actual)]
+    assert_within(actual, expected, allowance, dtype, algorithm)
+
+
+def assert_within(
+    actual: Tensor, expected: Tensor, allowance: Tensor, dtype: torch.dtype, what: str = "it"
+) -> None:
+    """Sums of operands of a dtype, in the one that such sums have."""
+    assert actual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert actual.shape == expected.shape
     off = (actual.cpu().double() - expected).abs()
     worst = torch.where(off > allowance, off, 0).max().item() if off.numel() else 0.0
     assert bool((off <= allowance).all()), (
-        f"{algorithm} is off by {worst:.3g}; expected {expected.tolist()}, "
+        f"{what} is off by {worst:.3g}; expected {expected.tolist()}, "
         f"allowed {allowance.tolist()}, got {actual.tolist()}"
     )
 

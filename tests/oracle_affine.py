@@ -12,7 +12,14 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from oracle import Kind, _sq_norm, accumulation_epsilon, draw, tolerance
+from oracle import (
+    Kind,
+    _sq_norm,
+    accumulation_epsilon,
+    assert_within,
+    draw,
+    sum_of_squares,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -110,18 +117,9 @@ class Truth:
 
     def allowance(self, dtype: torch.dtype) -> Tensor:
         """[2, N]: entries off by tolerance(T), and a few roundings of the feature; then squares."""
-        rows = []
-        for g, magnitude in (
-            (self.weight, self.weight_magnitude),
-            (self.bias, self.bias_magnitude),
-        ):
-            off = tolerance(dtype, self.terms + 4)
-            entries = (2 * g.abs() * magnitude * off).flatten(1).sum(1)
-            size = g[:1].numel()
-            rows.append(
-                entries + off**2 * _sq_norm(magnitude) + tolerance(dtype, size) * _sq_norm(g)
-            )
-        return torch.stack(rows)
+        pairs = (self.weight, self.weight_magnitude), (self.bias, self.bias_magnitude)
+        size = self.weight[:1].numel()
+        return torch.stack([sum_of_squares(g, m, self.terms + 4, size, dtype) for g, m in pairs])
 
 
 def truth(problem: Affine, o: Operands, kind: Kind) -> Truth:
@@ -176,12 +174,6 @@ def case(problem: Affine, dtype: torch.dtype, kind: Kind) -> tuple[Operands, Tru
 def assert_sq_norms(actual: Tensor, t: Truth, dtype: torch.dtype, kind: Kind) -> None:
     """[1 + bias, N]"""
     expected = t.sq_norms()[: len(actual)]
-    assert actual.dtype == _wide(dtype)
-    assert actual.shape == expected.shape
     exact = 2 * accumulation_epsilon(dtype) * expected
     allowance = exact if kind == "integers" else t.allowance(dtype)[: len(actual)]
-    off = (actual.cpu().double() - expected).abs()
-    assert bool((off <= allowance).all()), (
-        f"off by {(off - allowance).max():.3g} too much; expected {expected.tolist()}, "
-        f"got {actual.tolist()}"
-    )
+    assert_within(actual, expected, allowance, dtype)

@@ -6,7 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from oracle import Kind, _sq_norm, accumulation_epsilon, draw, tolerance
+from oracle import Kind, _sq_norm, accumulation_epsilon, assert_within, draw, sum_of_squares
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -67,15 +67,9 @@ def assert_sq_norms(
     expected = _sq_norm(g)
     allowance = 2 * accumulation_epsilon(dtype) * expected
     if kind == "gaussians":
-        off = tolerance(dtype, grads.shape[1])
-        entries = (2 * g.abs() * magnitude * off).flatten(1).sum(1)
         occupied = max(1, grads.shape[1] * grads.shape[2])
-        allowance = entries + off**2 * _sq_norm(magnitude) + tolerance(dtype, occupied) * expected
-    assert actual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert actual.shape == expected.shape
-    assert bool(((actual.cpu().double() - expected).abs() <= allowance).all()), (
-        f"expected {expected.tolist()}, got {actual.tolist()}"
-    )
+        allowance = sum_of_squares(g, magnitude, grads.shape[1], occupied, dtype)
+    assert_within(actual, expected, allowance, dtype)
 
 
 @cache

@@ -3,10 +3,9 @@ test_attach_distributed.py, once for all."""
 
 import functools
 
-import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import close_named, loop, square
+from attach_oracle import Model, close_named, loop, refusal, square
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -63,40 +62,25 @@ class Chain(nn.Module):
         return self.out(x)
 
 
-class Uncalled(nn.Module):
+def uncalled(checkpointed=False):
     """Computes with a layer's weight, and does not call the layer."""
 
-    def __init__(self, checkpointed=False):
-        super().__init__()
-        self.layer, self.checkpointed = nn.Linear(WIDTH, WIDTH), checkpointed
+    def forward(m, x):
+        if checkpointed:
+            return checkpoint(F.linear, x, m.layer.weight, use_reentrant=False)
+        return F.linear(x, m.layer.weight)
 
-    def forward(self, x):
-        if self.checkpointed:
-            return checkpoint(F.linear, x, self.layer.weight, use_reentrant=False)
-        return F.linear(x, self.layer.weight)
+    return Model(forward, layer=nn.Linear(WIDTH, WIDTH))
 
 
-class Counts(nn.Module):
+def counts():
     """Multiplies by how often it was called: running it again is something else."""
 
-    def __init__(self):
-        super().__init__()
-        self.scale, self.calls = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), 0
+    def forward(m, x):
+        m.calls += 1
+        return x * m.scale * m.calls
 
-    def forward(self, x):
-        self.calls += 1
-        return x * self.scale * self.calls
-
-
-class Rows(nn.Module):
-    """A layer between reshapes of what it is given and what it gives."""
-
-    def __init__(self, into, back):
-        super().__init__()
-        self.layer, self.into, self.back = nn.Linear(WIDTH, WIDTH), into, back
-
-    def forward(self, x):
-        return self.back(self.layer(self.into(x)))
+    return Model(forward, scale=torch.linspace(0.5, 1.5, WIDTH), calls=0)
 
 
 ROWS = {
@@ -110,7 +94,9 @@ ROWS = {
 
 
 def reshaped(into, back):
-    return Chain(Rows(into, back), Scale())
+    """A layer between reshapes of what it is given and what it gives."""
+    rows = Model(lambda m, x: back(m.layer(into(x))), layer=nn.Linear(WIDTH, WIDTH))
+    return Chain(rows, scale())
 
 
 class Types(nn.Module):
@@ -125,26 +111,16 @@ class Types(nn.Module):
         return torch.tanh(x + self.table(self.ids.expand(len(x), -1)))
 
 
-class Token(nn.Module):
+def token():
     """Calls a block on what no sample entered."""
-
-    def __init__(self):
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.blocks = nn.ModuleList([Block()])
-        self.into, self.out = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
-
-    def forward(self, x):
-        return self.out(torch.tanh(self.into(x)) + self.blocks[0](self.token))
+    return Model(lambda m, x: m.out(torch.tanh(m.into(x)) + m.blocks[0](m.token)),
+                 token=torch.randn(1, 1, WIDTH), blocks=nn.ModuleList([Block()]),
+                 into=nn.Linear(3, WIDTH), out=nn.Linear(WIDTH, 2))  # fmt: skip
 
 
-class Scale(nn.Module):
-    def __init__(self, shape=(WIDTH,)):
-        super().__init__()
-        self.scale, self.shape = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), shape
-
-    def forward(self, x):
-        return x * self.scale.view(self.shape)
+def scale(*shape):
+    of = torch.linspace(0.5, 1.5, WIDTH)
+    return Model(lambda m, x: x * m.scale.view(shape or WIDTH), scale=of)
 
 
 # ---- Ways of sharding ----------------------------------------------------------------------------
@@ -203,15 +179,14 @@ def refused(make, shard, order, options, names, penalised=None, n=N):
                 penalty = model.get_parameter(penalised).square().sum()
                 loss = loss + getattr(penalty, "full_tensor", lambda p=penalty: p)()
             loss.backward()
-            with pytest.raises(torchgradx.CoverageError) as refusal:
-                probe.norms()
-            assert set(refusal.value.parameters) == set(names), str(refusal.value)
+            error = refusal(probe)
+            assert set(error.parameters) == set(names), str(error)
             probe.reset()
 
 
 def gradients_are_left(order):
     """Norms alone, of a module that runs again: what was in .grad stays there."""
-    model, probe = attached(lambda: Chain(Scale()), by_block, order, {"weight_grad": False})
+    model, probe = attached(lambda: Chain(scale()), by_block, order, {"weight_grad": False})
     with probe:
         for step in range(2):
             square(model, samples(step, N, T)).backward()
@@ -238,21 +213,21 @@ def scenarios(rank, folder):
                         exact, make, shard, order, options
                     )
             table[f"a weight without its layer, {order}, {mode}"] = functools.partial(
-                exact, lambda: Chain(Uncalled(), Scale()), by_block, order, options
+                exact, lambda: Chain(uncalled(), scale()), by_block, order, options
             )
             table[f"a weight without its layer, checkpointed, {order}, {mode}"] = functools.partial(
-                exact, lambda: Chain(Uncalled(True)), by_block, order, options
+                exact, lambda: Chain(uncalled(True)), by_block, order, options
             )
             table[f"another run, {order}, {mode}"] = functools.partial(
-                refused, lambda: Chain(Counts()), by_block, order,
+                refused, lambda: Chain(counts()), by_block, order,
                 {**options, "layout": {"blocks.0": "batch"}}, ["blocks.0.scale"],
             )  # fmt: skip
             for name in ("into.weight", "blocks.0.scale"):
                 table[f"a penalty on {name}, {order}, {mode}"] = functools.partial(
-                    refused, lambda: Chain(Scale()), freed, order, options, [name], name
+                    refused, lambda: Chain(scale()), freed, order, options, [name], name
                 )
             makes = {title: functools.partial(reshaped, *ways) for title, ways in ROWS.items()}
-            makes |= {"types": lambda: Chain(Types()), "token": Token}
+            makes |= {"types": lambda: Chain(Types()), "token": token}
             for title, make in makes.items():
                 table[f"{title}, {order}, {mode}"] = functools.partial(
                     exact, make, by_block, order, options
@@ -267,7 +242,7 @@ def scenarios(rank, folder):
             )
             # What is viewed in more dimensions is as wide as there are samples.
             table[f"as many features, {order}, {mode}"] = functools.partial(
-                exact, lambda: Chain(Scale((1, 1, -1))), by_block, order,
+                exact, lambda: Chain(scale(1, 1, -1)), by_block, order,
                 {**options, "layout": {"blocks.0": "batch"}}, n=WIDTH,
             )  # fmt: skip
         table[f"gradients are left, {order}"] = functools.partial(gradients_are_left, order)

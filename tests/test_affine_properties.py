@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import test_affine as affine
 import test_properties as products
 import torch
 from backends import set_threads, to
-from oracle_affine import FROZEN, Affine, Operands, assert_sq_norms, operands, truth
+from oracle_affine import Affine, Operands, assert_sq_norms, operands, truth
 from oracle_gather import Gather
 
 # Each way through the kernels: rows and planes, statistics by row, by column and none, T = 1.
@@ -50,19 +51,12 @@ def norms(backend, way, o):
     name, how = way
     if way in products.WAYS:
         return products.norms(backend, way, o.x, o.g)
-    x, g, weight, mean, rstd = (None if t is None else to(backend, t)[0] for t in o)
     if name == "gather":
-        return backend.operator("gather_sq_norms")(x, g, 3)[None].cpu()
+        return backend.operator("gather_sq_norms")(*to(backend, o.x, o.g), 3)[None].cpu()
     layer = PROBLEMS[name].layer
-    if layer == "prelu":
-        sq_norms = backend.operator("prelu_sq_norms")(x, g)
-        fused = backend.operator("prelu_fused")(x, g, weight, None)[2] if how == "fused" else None
-    else:
-        statistics = (mean, rstd)
-        sq_norms = backend.operator("affine_sq_norms")(x, g, *statistics, True)
-        arguments = (x, g, weight, *statistics, layer in FROZEN, None, True)
-        fused = backend.operator("affine_fused")(*arguments)[3] if how == "fused" else None
-    return (sq_norms if fused is None else fused).cpu()
+    if how == "fused":
+        return affine.fused(backend, layer, o)[3].cpu()
+    return affine.norms(backend, layer, o).cpu()
 
 
 def _sample_of(o, which):
@@ -166,20 +160,12 @@ def test_any_number_of_threads_is_right(backend, problem, count, planes, threads
     o = operands(problem, torch.float32, "integers")
     o = o._replace(x=_laid("planes" if planes else "", o.x))
     expected = truth(problem, o, "integers")
-    x, g, weight, mean, rstd = (None if t is None else to(backend, t)[0] for t in o)
-    scale = torch.arange(problem.n, dtype=torch.float32, device=backend.device) - 3
-    if problem.layer == "prelu":
-        sq_norms = backend.operator("prelu_sq_norms")(x, g)
-        _, grad_weight, also = backend.operator("prelu_fused")(x, g, weight, scale)
-        grad_bias = None
-    else:
-        sq_norms = backend.operator("affine_sq_norms")(x, g, mean, rstd, True)
-        frozen = problem.layer in FROZEN
-        arguments = (x, g, weight, mean, rstd, frozen, scale, True)
-        _, grad_weight, grad_bias, also = backend.operator("affine_fused")(*arguments)
+    scale = torch.arange(problem.n, dtype=torch.float32) - 3
+    sq_norms = affine.norms(backend, problem.layer, o)
+    _, grad_weight, grad_bias, also = affine.fused(backend, problem.layer, o, scale)
     assert_sq_norms(sq_norms, expected, torch.float32, "integers")
     assert_sq_norms(also, expected, torch.float32, "integers")
     for actual, each in ((grad_weight, expected.weight), (grad_bias, expected.bias)):
-        if actual is not None:
-            total = torch.tensordot(scale.cpu().double(), each, dims=1)
+        if len(actual):  # a PReLU has no bias
+            total = torch.tensordot(scale.double(), each, dims=1)
             assert torch.equal(actual.cpu().double(), total)

@@ -115,7 +115,6 @@ def made(name):
 @modes
 @models
 def test_a_call_and_a_functional_use_have_cross_terms(name, options):
-    need_native(options)
     model, x = made(name)
     check(model, square, x, **options)
 
@@ -176,7 +175,6 @@ def test_a_module_called_with_another_ones_parameter_is_refused(name, options):
 @modes
 @models
 def test_inside_a_checkpoint_it_is_exact_or_refused(name, options):
-    need_native(options)
     model, x = made(name)
     forward = model.function
     model.function = lambda m, x: checkpoint(forward, m, x, use_reentrant=False)
@@ -186,7 +184,6 @@ def test_inside_a_checkpoint_it_is_exact_or_refused(name, options):
 @modes
 @models
 def test_two_forwards_of_the_same_samples(name, options):
-    need_native(options)
     model, x = made(name)
     model, x, z = model.double(), x.double() if x.is_floating_point() else x, x.flip(-1).clone()
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, both_dtypes, check, every_mode, fallback_mode, square
+from attach_oracle import Model, both_dtypes, check, every_mode, fallback_mode, rms_norm, square
 from torch import nn
 
 N = 4
@@ -120,26 +120,15 @@ def batch_norm(kind):
     return layer.eval()
 
 
-class Scale(nn.Module):
+def scale():
     """A leaf module that owns bare parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.gain, self.shift = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(1))
-
-    def forward(self, x):
-        return x * self.gain + self.shift
+    return Model(lambda m, x: x * m.gain + m.shift, gain=torch.randn(3), shift=torch.randn(1))
 
 
-class Mixing(nn.Module):
+def mixing():
     """A leaf module with a matrix of its own, used as an operator and through F.linear."""
-
-    def __init__(self):
-        super().__init__()
-        self.matrix = nn.Parameter(torch.randn(3, 3))
-
-    def forward(self, x):
-        return F.linear(torch.tanh(x @ self.matrix), self.matrix)
+    return Model(lambda m, x: F.linear(torch.tanh(x @ m.matrix), m.matrix),
+                 matrix=torch.randn(3, 3))  # fmt: skip
 
 
 class Doubled(nn.Linear):
@@ -149,30 +138,15 @@ class Doubled(nn.Linear):
         return F.linear(x, self.weight * 2, self.bias) + x[..., :1]
 
 
-class RootMeanSquare(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3))
-
-    def forward(self, x):
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
-
-
-class First(nn.Module):
+def recurrent(kind, **options):
     """The output of a recurrent layer without its state; batch_first or not."""
 
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
+    def forward(m, x):
+        if m.layer.batch_first:
+            return m.layer(x)[0]
+        return m.layer(x.transpose(0, 1))[0].transpose(0, 1)
 
-    def forward(self, x):
-        if self.layer.batch_first:
-            return self.layer(x)[0]
-        return self.layer(x.transpose(0, 1))[0].transpose(0, 1)
-
-
-def recurrent(kind, **options):
-    return lambda: First(kind(3, 4, **options))
+    return lambda: Model(forward, layer=kind(3, 4, **options))
 
 
 IDS = (N, 5)  # token ids of 7
@@ -201,11 +175,11 @@ ELEMENTWISE_LAYERS = {
 
 
 FALLBACK_LAYERS = {
-    "rms norm of one's own": (RootMeanSquare, (N, 5, 3)),
+    "rms norm of one's own": (lambda: rms_norm(3), (N, 5, 3)),
     "transposed conv2d with much output padding": (lambda: nn.ConvTranspose2d(2, 3, 3, stride=2,
         dilation=3, output_padding=2), (N, 2, 4, 3)),
-    "leaf with bare parameters": (Scale, (N, 5, 3)),
-    "leaf with a matrix": (Mixing, (N, 5, 3)),
+    "leaf with bare parameters": (scale, (N, 5, 3)),
+    "leaf with a matrix": (mixing, (N, 5, 3)),
     "leaf subclass of linear": (lambda: Doubled(3, 3), (N, 3)),
     "lstm batch first": (recurrent(nn.LSTM, batch_first=True), (N, 5, 3)),
     "lstm": (recurrent(nn.LSTM), (N, 5, 3)),

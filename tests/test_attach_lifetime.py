@@ -17,12 +17,12 @@ from attach_oracle import (
     a_few_modes,
     close,
     every_mode,
+    exact_step,
     fallback_mode,
     fingerprint,
     loop_model,
     mlp,
     native_missing,
-    need_native,
     same_gradients,
     square,
     title,
@@ -49,7 +49,6 @@ def batch():
 
 
 def only_kernels(options):
-    need_native(options)
     model = net()
     if options.get("backend") == "native":
         model[2] = nn.Identity()
@@ -113,8 +112,7 @@ def test_a_deepcopy_of_an_attached_model_is_unattached_and_runs_its_own_weights(
         close(probe.norms(), want)
     assert fingerprint(copied) == plain
     with torchgradx.attach(copied) as probe:
-        square(copied, x[:3]).backward()  # weights of zeros prove nothing of outputs [4, 4, 4]
-        close(probe.norms(), loop_model(copied, square, x[:3]))
+        exact_step(probe, copied, x[:3])
 
 
 @a_few_modes
@@ -295,20 +293,6 @@ def test_a_lost_probe_lets_go():
     probe = torchgradx.attach(model)
     del probe
     assert type(model) is nn.Linear
-
-
-DICTIONARIES = "_backward_hooks", "_post_accumulate_grad_hooks"
-
-
-def step(model, probe):
-    model.zero_grad()
-    x = torch.randn(4, 3, dtype=torch.float64)
-    square(model, x).backward()
-    close(probe.norms(), loop_model(model, square, x))
-
-
-def left(model):
-    return [p for p in model.parameters() if any(getattr(p, d) is not None for d in DICTIONARIES)]
 
 
 @a_few_modes

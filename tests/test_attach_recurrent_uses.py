@@ -9,11 +9,13 @@ from attach_oracle import (
     a_few_modes,
     check,
     close_named,
+    exact_step,
     loop,
-    need_native,
     same_gradients,
     square,
+    squares,
     tolerance,
+    under_its_masks,
 )
 from clip_oracle import check_clip
 from recurrent_models import (
@@ -80,7 +82,6 @@ def test_checkpointed(kind, reentrant, options):
 @native_mode
 @every_kind
 def test_two_backwards_through_one_graph_add_up(kind, options):
-    need_native(options)
     model, x = net(made(kind, "both ways")).double(), torch.randn(N, T, I).double()
     want = {name: 3 * norms for name, norms in loop(model, square, x).items()}
     with torchgradx.attach(model, **options) as probe:
@@ -93,17 +94,12 @@ def test_two_backwards_through_one_graph_add_up(kind, options):
 @native_mode
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_dropout_between_layers_has_the_masks_of_the_plain_module(kind, options):
-    need_native(options)
     rnn = KINDS[kind](I, H, num_layers=3, dropout=0.5, bidirectional=True)
     model = net(rnn).double()
-    x, rows = torch.randn(N, T, I).double(), []
-    for n in range(N):
-        torch.manual_seed(7)
-        grads = torch.autograd.grad(model(x)[n].square().sum(), list(model.parameters()))
-        rows.append(torch.stack([g.norm() for g in grads]))
+    x = torch.randn(N, T, I).double()
+    want = under_its_masks(model, squares, x)
     torch.manual_seed(7)
     plain = square(model, x)
-    want = dict(zip(dict(model.named_parameters()), torch.stack(rows).unbind(1), strict=True))
     with torchgradx.attach(model, **options) as probe:
         torch.manual_seed(7)
         loss = square(model, x)
@@ -192,7 +188,6 @@ every_way = pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
 @native_mode
 @every_way
 def test_every_step_is_exact(make, options):
-    need_native(options)
     model = make()
     twin = copy.deepcopy(model)
     with torchgradx.attach(model, **options) as probe:
@@ -235,7 +230,4 @@ def test_what_a_loss_writes_over_the_states_is_noticed_as_without_a_probe(write)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             square(model, x).backward()
         model.r.register_forward_hook(lambda m, args, out: (out[0].clone(), out[1]))
-        square(model, x).backward()
-        close_named(
-            probe.norms(per="parameter"), loop(model, square, x), tolerance(model, torch.float32)
-        )
+        exact_step(probe, model, x, rtol=tolerance(model, torch.float32))

@@ -8,14 +8,12 @@ from attach_oracle import (
     a_few_modes,
     check,
     close,
-    close_named,
     every_mode,
     exact_or_refused,
+    exact_step,
     fallback_mode,
-    loop,
     loop_model,
     mlp,
-    need_native,
     square,
 )
 from torch import nn
@@ -136,17 +134,13 @@ def test_so_are_others(name, options):
 def test_a_parameter_frozen_after_attach_no_longer_counts(options):
     model, x = mlp().double(), torch.randn(N, 3).double()
     with torchgradx.attach(model, **options) as probe:
-        square(model, x).backward()
-        close(probe.norms(), loop_model(model, square, x))
+        exact_step(probe, model, x)
         model[0].requires_grad_(False)
-        want = loop(model, square, x)
-        square(model, x).backward()
-        close_named(probe.norms(per="parameter"), want)
+        exact_step(probe, model, x)
 
 
 @every_mode
 def test_a_parameter_frozen_after_its_backward_still_counts(options):
-    need_native(options)
     model, x = mlp().double(), torch.randn(N, 3).double()
     with torchgradx.attach(model, **options) as probe:
         square(model, x).backward()
@@ -159,39 +153,32 @@ def test_a_parameter_frozen_after_its_backward_still_counts(options):
 @every_mode
 def test_parameters_exchanged_between_passes_count_as_what_they_are(options):
     """As loaders and wrappers do: another tensor in the same place, then the first one again."""
-    need_native(options)
     model, x = mlp().double(), torch.randn(N, 3).double()
     first = model[0].weight
     with torchgradx.attach(model, **options) as probe:
         for weight in (first, nn.Parameter(first.detach() * 2), first):
             model[0].weight = weight
-            square(model, x).backward()
-            close(probe.norms(), loop_model(model, square, x))
+            exact_step(probe, model, x)
 
 
 @every_mode
 def test_a_bias_that_is_taken_away_counts_nothing(options):
-    need_native(options)
     model, x = mlp().double(), torch.randn(N, 3).double()
     with torchgradx.attach(model, **options) as probe:
         square(model, x).backward()
         probe.reset()
         model[0].bias = None
-        square(model, x).backward()
-        close(probe.norms(), loop_model(model, square, x))
+        exact_step(probe, model, x)
 
 
 @every_mode
 def test_conditional_paths_change_the_structure_from_step_to_step(options):
-    need_native(options)
     model = Model(lambda m, x: m.head(torch.tanh(m.a(x) if m.first else m.b(m.b(x)))),
                   a=nn.Linear(3, 3), b=nn.Linear(3, 3), head=nn.Linear(3, 2)).double()  # fmt: skip
     with torchgradx.attach(model, **options) as probe:
         for first in (True, False, True, False):
             model.first, x = first, torch.randn(N, 3).double()
-            want = loop(model, square, x)
-            square(model, x).backward()
-            close_named(probe.norms(per="parameter"), want)
+            exact_step(probe, model, x)
 
 
 @pytest.mark.parametrize("t", [50, 1000])
@@ -276,8 +263,7 @@ def test_a_root_that_calls_itself_is_exact_in_steps_of_several_sizes(way, option
     with torchgradx.attach(net, **options) as probe:
         for shape in [(N, T, D), (N, T, D), (N * T, D), (N, T, D), (N, N, D), (2, T, D), (N, D)]:
             x = torch.randn(shape, dtype=torch.float64)
-            square(net, x).backward()
-            close(probe.norms(), loop_model(net, square, x))
+            exact_step(probe, net, x)
 
 
 @a_few_modes

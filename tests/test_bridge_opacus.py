@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from attach_oracle import loop
+from attach_oracle import Model, loop
 from torch import nn
 
 import torchgradx
@@ -137,31 +137,22 @@ def test_samples_in_the_second_dimension(registered):
     close(got, loop(layer, square, x.transpose(0, 1)), torch.float64)
 
 
+def bags(mode, last=False):
+    def forward(m, ids):
+        return m.bag(ids.flatten(), torch.arange(len(ids) + last) * ids.shape[1])
+
+    return Model(forward, bag=nn.EmbeddingBag(6, 5, mode=mode, include_last_offset=last))
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_with_ids_that_repeat(mode, registered):
-    class Bags(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bag = nn.EmbeddingBag(6, 5, mode=mode)
-
-        def forward(self, ids):
-            return self.bag(ids.flatten(), torch.arange(len(ids)) * ids.shape[1])
-
-    model, ids = Bags().double(), torch.tensor([[1, 1, 2], [3, 3, 3], [0, 5, 4], [2, 1, 2]])
+    model, ids = bags(mode).double(), torch.tensor([[1, 1, 2], [3, 3, 3], [0, 5, 4], [2, 1, 2]])
     close(ghost(model, ids), loop(model, square, ids), torch.float64)
 
 
 def test_a_batch_that_opacus_miscounts_is_refused(registered):
-    class Bags(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bag = nn.EmbeddingBag(6, 5, mode="sum", include_last_offset=True)
-
-        def forward(self, ids):
-            return self.bag(ids.flatten(), torch.arange(len(ids) + 1) * ids.shape[1])
-
     with pytest.raises(torchgradx.CoverageError, match="one of 5 samples, and its output has 4"):
-        ghost(Bags(), torch.randint(0, 6, (4, 3)))
+        ghost(bags("sum", last=True), torch.randint(0, 6, (4, 3)))
 
 
 def test_gradients_that_mix_samples_are_refused(registered):

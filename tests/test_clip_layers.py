@@ -9,6 +9,7 @@ from recurrent_models import I, every_kind, every_option, made, net
 from test_attach_attention import E, S, attention
 from test_attach_bags import BAGS
 from test_attach_layers import ELEMENTWISE_LAYERS, FALLBACK_LAYERS, KERNEL_LAYERS
+from test_attach_uses import THRICE
 from torch import nn
 
 LAYERS = KERNEL_LAYERS | ELEMENTWISE_LAYERS | FALLBACK_LAYERS
@@ -85,15 +86,10 @@ def test_bilinear(options):
     check_clip(model, square, torch.randn(N, 5, 3), torch.randn(N, 5, 4), **options)
 
 
-def thrice(m, x):
-    for _ in range(3):
-        x = torch.tanh(m.l(x))
-    return m.o(x)
-
-
 def tied_to_its_head():
-    model = Model(lambda m, ids: m.head(torch.tanh(m.table(ids))), table=nn.Embedding(7, 3),
-                  head=nn.Linear(3, 7))  # fmt: skip
+    """Around a layer that is called twice."""
+    model = Model(lambda m, ids: m.head(torch.tanh(m.l(m.l(m.table(ids))))),
+                  table=nn.Embedding(7, 3), l=nn.Linear(3, 3), head=nn.Linear(3, 7))  # fmt: skip
     model.head.weight = model.table.weight
     return model
 
@@ -106,7 +102,7 @@ def partly_frozen():
 
 
 SHARED = {
-    "a Linear thrice": (lambda: Model(thrice, l=nn.Linear(3, 3), o=nn.Linear(3, 1)), (N, 6, 3)),
+    "a Linear thrice": (THRICE, (N, 6, 3)),
     "an embedding and its head": (tied_to_its_head, None),
     "partly frozen": (partly_frozen, (N, 3)),
     "beside its modules": (Patches, (N, T, 3)),

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 from attach_oracle import DEVICE, Model, mlp, square
-from clip_oracle import bounded, check_clip, gradients, norms_of, refuses, same, weighted
+from clip_oracle import (
+    bounded,
+    check_clip,
+    clipped,
+    gradients,
+    is_sum,
+    norms_of,
+    refuses,
+    weighted,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,18 +36,8 @@ def batch(n=N):
     return torch.randn(n, 3, dtype=torch.float64)
 
 
-def clipped(model, *batches, bound=BOUND, loss=square):
-    """{parameter: the sum over all samples of their clipped gradients}"""
-    rows = [row for x in batches for row in gradients(model, loss, x)]
-    return weighted(rows, bounded(norms_of(rows, "model"), bound), "model")
-
-
 def held(model):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def is_sum(model, want, rtol=1e-9):
-    same(model, want, rtol, {name: g.norm() + 1 for name, g in want.items()})
 
 
 either = pytest.mark.parametrize("weight_grad", [True, False], ids=["", "deferred"])
@@ -59,8 +58,7 @@ def test_accumulation_over_unequal_batches(read, backend, weight_grad):
                 probe.norms()
             norms = probe.clip_grad_norm_(BOUND)
             assert norms.shape == (8,)
-            want = [(len(x), clipped(model, x)) for x in batches]
-            is_sum(model, {name: sum(w[name] / n / 3 for n, w in want) for name in want[0][1]})
+            is_sum(model, clipped(model, *batches, share=1 / 3))
 
 
 def test_a_bound_for_each_sample():
@@ -110,7 +108,7 @@ def test_what_else_is_in_grad_stays():
             twin.zero_grad()
             (2 * sum(p.square().sum() for p in twin.parameters()) + square(twin, y)).backward()
             others, want = held(twin), clipped(model, x)
-            is_sum(model, {name: want[name] / N + others[name] for name in want})
+            is_sum(model, {name: want[name] + others[name] for name in want})
 
 
 @pytest.mark.parametrize("clipped_ones", [0, 1, 2, 3, 4, 6])
@@ -144,8 +142,7 @@ def test_samples_of_several_forwards():
             loss = (model(x) - model(y)).square().sum(1).mean()
         loss.backward()
         probe.clip_grad_norm_(BOUND)
-    want = clipped(model, torch.stack([x, y], 1), loss=pair)
-    is_sum(model, {name: g / N for name, g in want.items()})
+    is_sum(model, clipped(model, torch.stack([x, y], 1), loss=pair))
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": False}, {"weight_grad": False}], ids=str)
@@ -173,8 +170,7 @@ def test_compiled_as_one_graph(nothing_compiled):
             square(step, x).backward()
             dots = probe.dot()
             probe.clip_grad_norm_(BOUND)
-            want = clipped(model, x)
-            is_sum(model, {name: g / N for name, g in want.items()})
+            is_sum(model, clipped(model, x))
             exact = torch.stack([row["4.weight"].sum() for row in gradients(model, square, x)])
             assert torch.allclose(dots, exact, rtol=1e-9)
 
@@ -199,10 +195,10 @@ def test_a_grad_scaler(kind):
                 probe.clip_grad_norm_(BOUND)
             scaler.unscale_(optimizer)
             probe.clip_grad_norm_(BOUND)
-            want = {name: g / N for name, g in clipped(model, x).items()}
+            want = clipped(model, x)
             if accumulated:
                 plain = clipped(model, x, bound=1e9)
-                want = {name: g + plain[name] / N for name, g in want.items()}
+                want = {name: g + plain[name] for name, g in want.items()}
             is_sum(model, want, rtol)
             scaler.step(optimizer)
             scaler.update()
@@ -236,6 +232,7 @@ def test_what_is_not_said_right_changes_nothing():
         refuses(ValueError, "max_norm must be", probe, model, float("nan"))
         refuses(ValueError, r"Tensor \[6\]", probe, model, torch.ones(N - 1))
         refuses(ValueError, "per must be", probe, model, 1.0, per="layer")
+        refuses(ValueError, "nonfinite must be", probe, model, 1.0, nonfinite="skip")
         refuses(ValueError, "factors must turn", probe, model, factors=lambda norms: norms[1:])
         refuses(ValueError, "factors must turn", probe, model, factors=lambda norms: 1.0)
         refuses(ValueError, "must be finite", probe, model, factors=lambda norms: norms / 0)
@@ -293,9 +290,9 @@ def test_a_small_bound_does_not_cancel(max_norm):
         square(model, x).backward()
         probe.clip_grad_norm_(max_norm)
     want = clipped(model, x, bound=max_norm)
-    total = sum(g.square().sum() for g in want.values()).sqrt() / N
+    total = sum(g.square().sum() for g in want.values()).sqrt()
     for name, p in model.named_parameters():
-        assert (p.grad - want[name] / N).norm() <= 1e-3 * total + 1e-300
+        assert (p.grad - want[name]).norm() <= 1e-3 * total + 1e-300
 
 
 def test_gradients_that_are_gone_are_refused():

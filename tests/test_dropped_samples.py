@@ -26,11 +26,6 @@ each_backend = pytest.mark.parametrize("backend", parameters())
 each_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 def spoiled(t):
     t = t.clone()
     t[BAD[0]] = float("nan")

@@ -19,7 +19,6 @@ from emulation.operators import operator, operators
 from oracle import (
     Conv2d,
     Linear,
-    assert_gradient,
     assert_sq_norms,
     case,
     conv2d_truth,
@@ -140,16 +139,8 @@ def assert_right(problem, a, b, kind="integers", ways=CONV2D_ALGORITHMS):
     for way in ways if not linear else LINEAR_ALGORITHMS:
         if way in given:
             assert_sq_norms(given[way], truth, way, a.dtype, kind)
-    weights = torch.arange(problem.n, dtype=torch.float64) - 1
-    terms = truth.terms[0] * problem.n
-    for name, each, magnitude in (
-        ("weight", truth.weight, truth.weight_magnitude),
-        ("bias", truth.bias, truth.bias_magnitude),
-    ):
-        sums = (
-            torch.tensordot(w, x, dims=1) for w, x in ((weights, each), (weights.abs(), magnitude))
-        )
-        assert_gradient(given[name], *sums, terms)
+    scale = torch.arange(problem.n, dtype=torch.float64) - 1
+    hopper.assert_gradients(problem, given["weight"], given["bias"], truth, scale)
 
 
 # Kernels
@@ -171,22 +162,28 @@ def test_every_kernel_is_launched_within_its_bounds(allow_tf32):
                 results(problem, *map(_turned, operands))
                 with operators().batched():
                     results(problem, *operands)
+                    if isinstance(problem, Linear):
+                        operator("linear_scaled")(*operands, torch.ones(problem.n), True)
     with operators().hopper(), operators().dry():
         for problem in hopper.LINEAR + hopper.CONV2D:
             for dtype in hopper.HALVES:
                 hopper.results(problem, *hopper.operands(problem, dtype, "integers"))
     for dtype in DTYPES:
         for affine in elementwise.PROBLEMS:
-            given = elementwise.case(affine, dtype, "integers")[0]
-            with operators().dry():
-                elementwise.results(affine, given)
-                operator("moments")(given.x, 1e-5, True, False)
+            case = elementwise.case(affine, dtype, "integers")[0]
+            for given in (case, elementwise.in_planes(case), elementwise.in_longer_rows(case)):
+                with operators().dry():
+                    elementwise.results(affine, given)
+                    for over_positions in (False, True):
+                        operator("moments")(given.x, 1e-5, True, over_positions)
         with operators().dry():
+            for side in (33, 64):  # elements, and pieces of several
+                operator("turned")(torch.zeros(2, side, side, dtype=dtype).mT)
             operator("gather_sq_norms")(*Gather(2, 9, 3, 40).operands(dtype, "integers"), None)
     bounds = {k.name: k.max_threads for k in cubins.kernels("80").values()}
     launched = _launched(operators())
     assert {name: threads for name, threads in launched.items() if threads > bounds[name]} == {}
-    assert set(bounds) - set(launched) == set(), "no test reaches these kernels"
+    assert sorted(set(bounds) - set(launched)) == [], "no test reaches these kernels"
 
 
 def _turned(x):

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import pytest
 import test_dropped_samples as dropped
+import test_emulated as emulated
 import test_properties
 import torch
 from backends import BACKENDS
 from emulation import build
 from emulation.operators import operators
 from oracle import DTYPES, LINEAR, Conv2d, Linear
-from test_emulated import assert_right, results
+from test_emulated import assert_right
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
 EMULATED = BACKENDS["emulated"]
@@ -49,12 +50,7 @@ def test_operands_of_two_orders_are_put_into_one():
 
 def test_thread_orders_do_not_matter():
     problem = Linear(9, 136, 17, 23)
-    a, b = problem.operands(torch.float32, "gaussians")
-    forward = results(problem, a, b)
-    for order in ("reverse", "shuffled"):
-        with operators().order(order):
-            other = results(problem, a, b)
-        assert [name for name in forward if not torch.equal(forward[name], other[name])] == []
+    emulated.test_the_order_of_threads_does_not_matter(problem, torch.float32, False, bool)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -79,7 +75,6 @@ def test_one_convolution_leaves_samples_out(kind):
 
 def test_one_sum_takes_operands_as_they_lie():
     """Sequence first, expanded, channels last, unaligned: as the same values in row-major order."""
-    torch.manual_seed(0)
     scale = torch.tensor([0.5, 0.0, -2.0])
     rows = torch.randn(7, 3, 24), torch.randn(3, 1, 24).expand(3, 7, 24), torch.randn(3, 7, 25)
     for x in (rows[0].transpose(0, 1), rows[1], rows[2][..., 1:]):

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
 THREADS = 64
 IN = torch.arange(1, 2 * THREADS + 1, dtype=torch.float32)
 OUT_BYTES = 4 * 2 * THREADS
-each_order = pytest.mark.parametrize("order", ORDERS)
 
 
 @cache

@@ -6,7 +6,7 @@ import pytest
 import torch
 from backends import to
 from layouts import offset, strided_inside
-from oracle import DTYPES, accumulation_epsilon, tolerance
+from oracle import DTYPES, accumulation_epsilon, assert_within, tolerance
 from oracle_gather import GATHER, Gather, assert_sq_norms, dots
 
 from torchgradx import ops
@@ -53,9 +53,7 @@ def test_dots_agree_with_the_oracle(backend, problem, padding_idx, s, kind, dtyp
     if kind == "gaussians":
         terms = tolerance(dtype, problem.t) + tolerance(dtype, s)
         allowance = (terms + accumulation_epsilon(dtype)) * magnitude
-    assert actual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert actual.shape == expected.shape
-    assert bool(((actual.cpu().double() - expected).abs() <= allowance).all())
+    assert_within(actual, expected, allowance, dtype)
 
 
 LAYOUTS = {

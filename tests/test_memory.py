@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from attach_oracle import Model
 from backends import BACKENDS, parameters
 from oracle import Conv2d, Linear
 from oracle_gather import Gather
@@ -119,18 +120,14 @@ def _deep():
     return nn.Sequential(*layers), torch.randn(64, 64, 256)
 
 
-class Tied(nn.Module):
+def _tied():
     """Of 64 samples: 4 MiB of logits, and N gradients of the table 256 MiB."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(8192, 128)
-
-    def forward(self, ids):
-        return F.linear(torch.tanh(self.table(ids)), self.table.weight)
+    model = Model(lambda m, ids: F.linear(torch.tanh(m.table(ids)), m.table.weight),
+                  table=nn.Embedding(8192, 128))  # fmt: skip
+    return model, torch.arange(128).view(64, 2)
 
 
-MODELS = {"deep": _deep, "tied": lambda: (Tied(), torch.arange(128).view(64, 2))}
+MODELS = {"deep": _deep, "tied": _tied}
 
 
 def _measure_steps(name):

@@ -18,6 +18,7 @@ from attach_oracle import (
     loop_model,
     same_gradients,
     title,
+    under_its_masks,
 )
 from model_zoo import IGNORED, ROUNDED, ROWS, sample_losses
 
@@ -108,16 +109,11 @@ def test_autocast_gives_what_each_sample_alone_would_have_under_it(row, dtype):
 @every_row
 def test_active_dropout_gives_the_gradient_under_the_masks_of_that_forward(row):
     model, batch = trainable(row, dropout=0.3), row.batch(row.samples[0])
-    live = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    rows = []
-    for n in range(row.samples[0]):  # its own loss within the whole batch, under the same masks
-        torch.manual_seed(7)
-        grads = torch.autograd.grad(row.losses(model, *batch)[n], live.values(), allow_unused=True)
-        rows.append(torch.stack([torch.zeros(()) if g is None else g.norm() for g in grads]))
+    want = under_its_masks(model, row.losses, *batch)
     with torchgradx.attach(model) as probe:
         torch.manual_seed(7)
         row.loss(model, *batch).backward()
-        close_named(probe.norms(per="parameter"), dict(zip(live, torch.stack(rows).T, strict=True)))
+        close_named(probe.norms(per="parameter"), want)
 
 
 def accumulated(model, row, batches, **options):

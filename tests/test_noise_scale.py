@@ -44,39 +44,33 @@ def test_a_step_on_a_quadratic_is_the_sample_covariance():
     assert noise.efficiency(8) == pytest.approx(8 / (8 + trace / signal))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_mean_over_all_batches_is_what_they_are_drawn_from(size):
-    """All len(POINTS)**size batches drawn with replacement: unbiased means equal, not near."""
-    model = quadratic()
-    traces, signals = [], []
-    with torchgradx.attach(model) as probe:
-        for drawn in itertools.product(range(len(POINTS)), repeat=size):
-            noise = NoiseScale(decay=0.0)
-            step(model, probe, noise, POINTS[list(drawn)])
-            traces.append(noise.trace)
-            signals.append(noise.sq_grad_norm)
-    trace = POINTS.var(0, correction=0).sum().item()
-    assert sum(traces) / len(traces) == pytest.approx(trace, rel=1e-12)
-    signal = (AT - POINTS.mean(0)).square().sum().item()
-    assert sum(signals) / len(signals) == pytest.approx(signal, rel=1e-12)
-
-
-@pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (4, 3, 1)])
-def test_accumulated_batches_of_unequal_weight_are_unbiased(sizes):
-    """Weights 1 / (steps * size): the mean over all ways to draw the samples is exact again."""
-    model, points = quadratic(), POINTS[:2, :2] * 3
-    model.w.data = AT[:2].clone()
-    traces, signals = [], []
+def is_unbiased(model, points, sizes):
+    """The mean over all ways to draw batches of these sizes is what they are drawn from."""
+    traces, signals, at = [], [], model.w.detach().clone()
     with torchgradx.attach(model, loss_scale=1 / len(sizes)) as probe:
-        for drawn in itertools.product(range(2), repeat=sum(sizes)):
+        for drawn in itertools.product(range(len(points)), repeat=sum(sizes)):
             noise = NoiseScale(decay=0.0)
             step(model, probe, noise, *points[list(drawn)].split(sizes))
             traces.append(noise.trace)
             signals.append(noise.sq_grad_norm)
     trace = points.var(0, correction=0).sum().item()
     assert sum(traces) / len(traces) == pytest.approx(trace, rel=1e-12)
-    signal = (AT[:2] - points.mean(0)).square().sum().item()
+    signal = (at - points.mean(0)).square().sum().item()
     assert sum(signals) / len(signals) == pytest.approx(signal, rel=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_mean_over_all_batches_is_what_they_are_drawn_from(size):
+    """All len(POINTS)**size batches drawn with replacement: unbiased means equal, not near."""
+    is_unbiased(quadratic(), POINTS, (size,))
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (4, 3, 1)])
+def test_accumulated_batches_of_unequal_weight_are_unbiased(sizes):
+    """Weights 1 / (steps * size): the mean over all ways to draw the samples is exact again."""
+    model = quadratic()
+    model.w.data = AT[:2].clone()
+    is_unbiased(model, POINTS[:2, :2] * 3, sizes)
 
 
 def single_gradients(model, x):
@@ -260,14 +254,13 @@ def test_a_clipped_grad_is_refused():
     assert noise.steps == 1
 
 
-def zero_between(model):
-    model.zero_grad()
+def zero_between(model, to_none=True):
+    model.zero_grad(set_to_none=to_none)
     half_square(model, POINTS[2:]).backward()
 
 
 def zero_in_place_between(model):
-    model.zero_grad(set_to_none=False)
-    half_square(model, POINTS[2:]).backward()
+    zero_between(model, to_none=False)
 
 
 def clip_after(model):

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from attach_oracle import check
+from attach_oracle import Model, check
 from recurrent_models import CELLS, KINDS, net
 from torch import nn
 
@@ -53,20 +53,16 @@ def every_kernel():
             rnn = KINDS[kind](3, 37, batch_first=True)
             check(net(rnn), loss, torch.randn(3, 5, 3), dtype=dtype, backend="native")
         for kind in CELLS:
-            check(Steps(CELLS[kind](19, 37)), loss, torch.randn(3, 4, 19), dtype=dtype)
+            cell = Model(steps, cell=CELLS[kind](19, 37))
+            check(cell, loss, torch.randn(3, 4, 19), dtype=dtype)
 
 
-class Steps(nn.Module):
-    def __init__(self, cell):
-        super().__init__()
-        self.cell = cell
-
-    def forward(self, x):
-        h, states = None, []
-        for step in x.unbind(1):
-            h = self.cell(step, h)
-            states.append(h[0] if isinstance(h, tuple) else h)
-        return torch.stack(states, 1)
+def steps(m, x):
+    h, states = None, []
+    for step in x.unbind(1):
+        h = m.cell(step, h)
+        states.append(h[0] if isinstance(h, tuple) else h)
+    return torch.stack(states, 1)
 
 
 @pytest.mark.skipif(not ops.NATIVE, reason="there are no kernels without the extension")

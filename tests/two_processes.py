@@ -1,7 +1,6 @@
 """Scenarios in two gloo processes on the CPU: each rank has samples of its own, and holds its norms
 against the loop over them. Run by test_attach_distributed.py, once for all."""
 
-import collections
 import contextlib
 import datetime
 import functools
@@ -13,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from attach_oracle import close_named, loop, square
+from attach_oracle import close_named, loop, refusal, square
 from clip_oracle import bounded, gradients, norms_of, same, weighted
+from counters import Counter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
@@ -101,17 +100,8 @@ def split(model):
     return parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
 
 
-class Communication(TorchDispatchMode):
-    """Counts what is sent, by the name of the operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
+def sent_by(func, args):
+    return str(func) if func.namespace in ("c10d", "_c10d_functional") else None
 
 
 # ---- What is asserted ----------------------------------------------------------------------------
@@ -144,15 +134,14 @@ def steps(make, wrap, where, options, shapes=((N, T),) * 2, counted=False, refus
         for step, shape in enumerate(shapes):
             x = samples(step, *shape)
             want = {prefix + name: value for name, value in loop(single, square, x).items()}
-            expected, sent = Communication(), Communication()
+            expected, sent = Counter(sent_by), Counter(sent_by)
             with expected if counted else contextlib.nullcontext():
                 square(plain, x).backward()
             with sent if counted else contextlib.nullcontext():
                 square(wrapped, x).backward()
                 if refused:
-                    with pytest.raises(torchgradx.CoverageError) as refusal:
-                        probe.norms()
-                    assert set(refusal.value.parameters) == set(refused), str(refusal.value)
+                    error = refusal(probe)
+                    assert set(error.parameters) == set(refused), str(error)
                     probe.reset()
                 else:
                     close_named(probe.norms(per="parameter"), want)
@@ -223,7 +212,7 @@ def clipping(make, wrap, where, options, bound=0.5):
                 (square(wrapped, samples(0, sizes[0][rank])) / 2).backward()
             (square(wrapped, samples(1, sizes[1][rank])) / 2).backward()
             before = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
-            with Communication() as sent:
+            with Counter(sent_by) as sent:
                 probe.clip_grad_norm_(limit)
             if deferred:
                 assert not any(g.any() for g in before if g is not None)

@@ -14,3 +14,9 @@ class Mutant:
     old: str
     new: str
     layer: str = "linear"  # or conv2d, batched, affine, gather, hopper: whose problems see it
+
+
+def planted_in(*place: str | list[tuple[str, str, str]]) -> list[Mutant]:
+    """Bugs of one place: file, via, arithmetic, perhaps the layer, and [(name, old, new), ...]."""
+    *where, bugs = place
+    return [Mutant(name, *where[:3], old, new, *where[3:]) for name, old, new in bugs]
