@@ -253,6 +253,7 @@ def test_autocast_is_exact_where_it_widens_normalisations(name, dtype, options, 
     exact_under_autocast(name, dtype, options)
 
 
+@pytest.mark.skipif(not torchgradx.ops.NATIVE, reason="the extension is asked")
 @pytest.mark.parametrize(("enabled", "itemsize"), [(False, 4), (True, 2)])
 def test_an_algorithm_is_chosen_by_the_dtype_that_is_multiplied(enabled, itemsize):
     model = nn.Linear(64, 64)
