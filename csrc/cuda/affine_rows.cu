@@ -108,8 +108,10 @@ __global__ void __launch_bounds__(kMostWarps* warp_threads) affine_rows_kernel(c
     weight[j] = column < D ? weight_at<acc_t>(p.to, column) : acc_t(0);
   }
   Part x, b;
+  acc_t mean = 0, rstd = 0;
   const auto load = [&](int64_t row) {
     const int64_t sample = kSingle ? row : n, t = kSingle ? 0 : row;
+    mean = read<acc_t>(p.mean, sample, t, 0, 0), rstd = read<acc_t>(p.rstd, sample, t, 0, 1);
     x.load(place<scalar_t>(p.input, sample, t, 0, 0), p.input.k, thread, step, D);
     b.load(place<scalar_t>(p.grads, sample, t, 0, 0), p.grads.k, thread, step, D);
   };
@@ -118,8 +120,7 @@ __global__ void __launch_bounds__(kMostWarps* warp_threads) affine_rows_kernel(c
   for (int64_t i = 0; i < cut.rows; ++i) {  // as many for all teams of a block, since they share its barriers
     const bool active = begin + i < end;
     const int64_t row = active ? begin + i : begin, sample = kSingle ? row : n, t = kSingle ? 0 : row;
-    const acc_t mean = active ? read<acc_t>(p.mean, sample, t, 0, 0) : acc_t(0);
-    const acc_t rstd = active ? read<acc_t>(p.rstd, sample, t, 0, 1) : acc_t(0);
+    const acc_t spread = rstd;  // of this row: load() has the next one's
     acc_t features[kColumns], grads[kColumns], inner[2] = {};
     double square[2] = {};
 #pragma unroll
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(kMostWarps* warp_threads) affine_rows_kernel(c
     Part out;
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
-      out[j] = narrow<scalar_t>(rstd * (weight[j] * grads[j] - shift - features[j] * slope));
+      out[j] = narrow<scalar_t>(spread * (weight[j] * grads[j] - shift - features[j] * slope));
       if (scale == acc_t(0)) continue;  // 0 times nan is nan
       sums[j] += scale * grads[j];
       products[j] += scale * (grads[j] * features[j]);
