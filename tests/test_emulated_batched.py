@@ -62,7 +62,7 @@ def test_a_batched_gram_that_cancels_is_noticed(rows, dtype):
 @pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("sizes", [*dropped.LINEAR, (3, 16, 8), (40, 24, 40)])
 def test_one_sum_leaves_samples_out(sizes):
-    """Of a scaled copy: what a sample of factor 0 holds, nan or inf, must not reach the product."""
+    """Nan and inf of a sample of factor 0 must not reach the product of a scaled copy."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         dropped.test_linear(EMULATED, dtype, "linear_scaled", *sizes)
 

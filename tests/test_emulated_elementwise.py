@@ -199,6 +199,6 @@ def test_they_take_what_their_headers_state(name, dtype):
         sets = 1 if t == 1 else n
         bias = 0 if t == 1 else _piece(8 * 2 * n * ceil(k / 32))
         assert taken - results == _piece(8 * sets * parts * k) + bias
-    # What has no statistics of its own takes a sample's column sums too.
+    # Layers without statistics of their own take a sample's column sums too.
     frozen = _taken("affine_fused", x, x, weight, None, None, True, None, True)
     assert frozen - results <= 16 * n * ceil(g * k / 32) + 256 + _piece(8 * n * g * k)

@@ -19,7 +19,7 @@ from torchgradx import ops
 from torchgradx.passes import modes
 
 DEVICE = torch.device(NAME)
-# What reads a number of a tensor, or makes a result whose size depends on one.
+# Operators that read a number of a tensor, or make a result whose size depends on one.
 READ = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique2"}
 N, T, D, V = 4, 6, 8, 11
 

@@ -3,7 +3,7 @@
 // needs nothing but its own element (frozen statistics, PReLU); a GroupNorm's needs its group's sums, and so both
 // operands again (from L2, where they fit it), as does a LayerNorm whose rows affine_rows.cu cannot hold.
 // Squares are taken in double. Sums run in an order that depends on sizes and strides alone.
-// What lies with its features side by side and waits for its sums is affine_sweep.cu's.
+// Features that lie side by side and wait for their sums are affine_sweep.cu's.
 // Workspace: 16 N ceil(C / 32) bytes at most; fused, 2 N C accumulators more. C = G K.
 #include "affine_sweep.cuh"
 

@@ -42,7 +42,7 @@ __device__ __forceinline__ acc_t read(const Statistic& s, int64_t n, int64_t t, 
   return s.data ? static_cast<const acc_t*>(s.data)[n * s.n + t * s.t + g * s.g] : otherwise;
 }
 
-// Where affine_reads_weight.
+// A number of the weight, where affine_reads_weight: halves as they are, others as accumulators.
 template <class acc_t>
 __device__ __forceinline__ acc_t weight_at(const InputGradient& to, int64_t column) {
   if (to.weight_dtype == DType::kHalf) return widen(static_cast<const __half*>(to.weight)[column]);

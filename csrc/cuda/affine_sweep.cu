@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kSweepThreads, 1) affine_sweep_kernel(const Af
   }
 }
 
-// What a sample's parts add up to: sums [parts, 2, C], the i-th of [2, C].
+// The sum of a sample's parts [parts, 2, C]: the i-th of [2, C].
 template <class acc_t>
 __device__ __forceinline__ acc_t joined(const acc_t* sums, int parts, int64_t C, int64_t i) {
   acc_t sum = 0;

@@ -195,12 +195,7 @@ namespace {
 // numbers taken from grad_output. Nothing waits: an id outside of the table makes its sample NaN.
 Tensor gather_dots(const Tensor& indices, const Tensor& grad_rows, const Tensor& activations, const Tensor& grad_output,
                    std::optional<int64_t> padding_idx) {
-  const RowShape s = check_rows(activations, grad_output);
-  check_operand(grad_rows, "grad_rows", 3, "[N, T, D]");
-  check_alike(activations, "activations", grad_rows, "grad_rows");
-  check_indices(indices, grad_rows, "grad_rows");
-  TORCHGRADX_CHECK(grad_rows.size(0) == s.N && grad_rows.size(2) == s.I, "grad_rows must be [N, T, D] with N = ", s.N,
-                   " and D = ", s.I, ", as activations are ", activations.sizes(), "; got ", grad_rows.sizes());
+  const RowShape s = check_gather_dots(indices, grad_rows, activations, grad_output);
   const auto options = grad_rows.options().dtype(accumulator_of(grad_rows));
   const int64_t T = grad_rows.size(1);
   if (grad_rows.numel() == 0 || activations.numel() == 0 || grad_output.numel() == 0) return at::zeros({s.N}, options);

@@ -18,7 +18,7 @@ namespace torchgradx::cuda {
 namespace {
 
 constexpr int kTotalPitch = warp_threads + 1;
-// Of halves, blocks of four warps: three on an SM. Of others, blocks of eight: two.
+// Blocks of four warps for halves: three on an SM. Others have blocks of eight: two.
 constexpr int64_t kTileBytes = 56 << 10, kWiderTileBytes = 72 << 10;
 // Not read off the device, so that all devices add up alike: blocks wanted, and too few for blocks of four warps.
 constexpr int64_t kBlocks = 1024, kFewSamples = 264;

@@ -1,4 +1,4 @@
-// What planes_kernel does with a tile: how it comes to shared memory (stage), and the products of its pixels, for any
+// A tile of planes_kernel: how it comes to shared memory (stage), and the products of its pixels, for any
 // kernel (EachTap) or for square ones of 3, 5 and 7 (Window).
 #pragma once
 
@@ -105,7 +105,7 @@ template <class scalar_t, int kCount>
 struct EachTap {
   using scalar = scalar_t;
   static constexpr int kTaps = kCount;
-  // That an SM is to hold: what registers allow without a spill.
+  // Blocks that an SM is to hold: what registers allow without a spill.
   static constexpr int kResident = kTaps > 9 || sizeof(scalar_t) == sizeof(double) ? 1 : 2;
 
   int reach[kTaps];

@@ -166,7 +166,7 @@ class Convolution final : public Layer {
   Tensor in_order(const Tensor& t) const {
     return o_.one_dimensional ? t.contiguous() : t;
   }
-  // Whether cuDNN has it so, as it does where either lies so.
+  // True if cuDNN has it so, as it does where either lies so.
   bool channels_last(const Tensor& input, const Tensor& weight) const {
     const bool suits = input.is_cuda() && input.dim() == 4 && !o_.one_dimensional && !deep() && o_.groups == 1 &&
                        input.scalar_type() != at::kDouble;

@@ -128,7 +128,7 @@ struct Layer {
   virtual Gradients scaled(const Operands& operands, const Tensor& weight, const Tensor& scale,
                            const Wanted& wanted) const = 0;
   Tensor scaled_bias(const Operands& operands, const Tensor& scale) const;
-  // Whether the samples' own gradients are no larger than the operands, to be kept for clipping in their place.
+  // True if the samples' own gradients are no larger than the operands, to be kept for clipping in their place.
   virtual bool keeps_gradients(const Operands&) const {
     return false;
   }

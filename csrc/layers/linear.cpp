@@ -115,7 +115,7 @@ class Linear final : public Layer {
   }
 
  private:
-  // Of a gradient [O, I]. On a GPU autograd's own copy of one that lies otherwise is slow.
+  // A gradient [O, I] as the weight lies: on a GPU autograd's own copy of one that lies otherwise is slow.
   Tensor as_parameter(const Tensor& gradient) const {
     if (!transposed_) return gradient;
     return gradient.is_cuda() ? turned(gradient.t().unsqueeze(0)).squeeze(0) : gradient.t();

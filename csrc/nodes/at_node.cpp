@@ -117,7 +117,7 @@ struct Served {
   int64_t operand, place, counted;  // see stations.py
 };
 
-// Of one pass: whether a backward wants squared norms alone, or the samples' gradients beside them, for clipping.
+// A pass's answer whether a backward wants squared norms alone, or the samples' gradients beside them, for clipping.
 // Python says it once, when the first gradient is there.
 struct Terms {
   enum Wants : int64_t { kElse, kSquares, kGradients };

@@ -140,6 +140,17 @@ inline void check_indices(const Tensor& indices,                        // [N, T
                    rows_name, " is ", rows.sizes(), "; got ", indices.sizes());
 }
 
+inline RowShape check_gather_dots(const Tensor& indices, const Tensor& grad_rows, const Tensor& activations,
+                                  const Tensor& grad_output) {
+  const RowShape s = check_rows(activations, grad_output);
+  check_operand(grad_rows, "grad_rows", 3, "[N, T, D]");
+  check_alike(activations, "activations", grad_rows, "grad_rows");
+  check_indices(indices, grad_rows, "grad_rows");
+  TORCHGRADX_CHECK(grad_rows.size(0) == s.N && grad_rows.size(2) == s.I, "grad_rows must be [N, T, D] with N = ", s.N,
+                   " and D = ", s.I, ", as activations are ", activations.sizes(), "; got ", grad_rows.sizes());
+  return s;
+}
+
 inline void check_statistic(const std::optional<Tensor>& statistic, const char* name, const Tensor& input) {
   if (!statistic) return;
   check_operand(*statistic, name, 3, "[N, T, 1] or [N, 1, G]");

@@ -7,7 +7,7 @@
 
 namespace torchgradx {
 
-// Whether t [N, R, C] is one that turn.cu copies: rows side by side, of 2, 4 or 8 bytes an element.
+// True if turn.cu copies a t [N, R, C]: rows side by side, of 2, 4 or 8 bytes an element.
 inline bool turns(const Tensor& t) {
   const auto bytes = t.element_size();
   return (bytes == 2 || bytes == 4 || bytes == 8) && plain(t) && t.stride(1) == 1 && t.size(1) > 1 && t.size(2) > 1 &&
