@@ -158,11 +158,12 @@ class FallbackSite:
             return None
         changed = _apart(module, out) if torch.is_grad_enabled() and not plain else None
         outputs = [out] if plain else tensors_in(changed or out)
+        if not outputs:
+            return None  # what it gives is not seen: where gradients come of it, they are refused
         live = [t for t in outputs if t.requires_grad]
         if any(t.is_nested for t in outputs):
             run.refuse(self._index, "nested")
-        if not outputs or any(t.is_nested for t in outputs):
-            return None  # of what is not seen, gradients are refused where they come
+            return None
         first = next((t for t in live if t.dim()), (live or outputs)[0])
         heard = self._audit.forwards.watching or torch._C._len_torch_dispatch_stack()
         if heard and self._recorder.depth():
