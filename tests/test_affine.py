@@ -107,18 +107,13 @@ def test_norms_agree_with_the_oracle(backend, problem, kind, dtype):
     assert torch.equal(norms(backend, problem.layer, o, False), sq_norms[:1])
 
 
-@pytest.mark.grid("backend")
-@each_dtype
-@pytest.mark.parametrize("weights", [None, (-2.0, 3.0), (0.0, 0.0)])
-@each_problem
-def test_fused_makes_every_gradient(backend, problem, weights, dtype):
-    o, expected = case(problem, dtype, "gaussians")
-    scale = None if weights is None else torch.linspace(*weights, problem.n)
+def assert_fused_right(backend, problem, o, expected, scale, kind="gaussians"):
+    dtype = o.x.dtype
     x, w, b, sq_norms = fused(backend, problem.layer, o, scale)
     assert x.dtype == w.dtype == dtype
     assert w.shape == o.weight.shape
     assert b.shape == ((0,) if problem.layer == "prelu" else w.shape)
-    assert_sq_norms(sq_norms, expected, dtype, "gaussians")
+    assert_sq_norms(sq_norms, expected, dtype, kind)
     s = torch.ones(problem.n).double() if scale is None else scale.double()
     terms = problem.n * (problem.t + 4)
 
@@ -132,6 +127,16 @@ def test_fused_makes_every_gradient(backend, problem, weights, dtype):
         assert_gradient(b, total(expected.bias), magnitude, terms)
     count = problem.k * (problem.t if problem.layer == "group_norm" else 1)
     _assert_grad_input(x, expected.input, expected.input_magnitude, count)
+
+
+@pytest.mark.grid("backend")
+@each_dtype
+@pytest.mark.parametrize("weights", [None, (-2.0, 3.0), (0.0, 0.0)])
+@each_problem
+def test_fused_makes_every_gradient(backend, problem, weights, dtype):
+    o, expected = case(problem, dtype, "gaussians")
+    scale = None if weights is None else torch.linspace(*weights, problem.n)
+    assert_fused_right(backend, problem, o, expected, scale)
 
 
 @pytest.mark.grid("backend")

@@ -81,7 +81,8 @@ def assert_right(problem, dtype, kind):
         sq_norms, *_, also = results(problem, operands)
         assert_sq_norms(sq_norms, expected, dtype, kind)
         assert_sq_norms(also, expected, dtype, kind)
-    test_affine.test_fused_makes_every_gradient(EMULATED, problem, (-2.0, 3.0), dtype)
+        scale = torch.linspace(-2.0, 3.0, problem.n)
+        test_affine.assert_fused_right(EMULATED, problem, operands, expected, scale, kind)
     for makes_input in (True, False) if problem.layer != "prelu" else ():
         test_affine.test_each_samples_gradients_are_given(EMULATED, problem, makes_input, dtype)
 

@@ -115,7 +115,7 @@ MUTANTS = [
          "if (warp % sharing > 0) return;")]),
     *planted_in("rowwise.cu", "rowwise", "bfloat16", [
         ("bias: of four neighbours the first", "widen(read.values[j])", "widen(read.values[0])")]),
-    *planted_in("rowwise.cu", "rowwise", "float32", "conv2d", [
+    *planted_in("rowwise.cu", "rowwise", "float32", "affine", [
         ("row sums: weight of the first row for all", "weights[each.divide(int(r))] :",
          "weights[0] :")]),
     *planted_in("rowwise.cu", "rowwise", "float64", [
