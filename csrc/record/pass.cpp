@@ -173,6 +173,13 @@ void Pass::note(int64_t fact) {
   structure = mixed(structure, static_cast<uint64_t>(fact) + 16);
 }
 
+void Pass::note_samples(const Tensor& given) {
+  if (given.is_nested() || given.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return note(-1);
+  int64_t those = 0;
+  for (int64_t d = 0; d < std::min<int64_t>(given.dim(), 8); ++d) those |= int64_t(given.size(d) == n) << d;
+  note(those);
+}
+
 void Pass::watch(int64_t use, const Tensor& output) {
   if (use < forgotten_ || !output.grad_fn()) return;
   Use& seen = uses[use - forgotten_];

@@ -288,7 +288,9 @@ class Pass:
         node = self._owners[place]
         return node is None or _executes(node)
 
-    def call(self, site: int, slots: Sequence[Slot], sizes: Sequence[int]) -> int:
+    def call(
+        self, site: int, slots: Sequence[Slot], sizes: Sequence[int], given: Sequence[Tensor] = ()
+    ) -> int:
         if self.astray:
             self.refuse(site, "outside")
             return -1
@@ -303,6 +305,8 @@ class Pass:
         equal = tuple(size == self.n for size in sizes)
         whole = bool(sizes) and self.n > 0 and sizes[0] % self.n == 0
         self.structure += ((site, equal, whole, self._ago(prod(sizes[:-1]))),)
+        for t in given:  # which of them hold samples depends on their sizes
+            self.structure += (tuple(size == self.n for size in t.shape[:8]),)
         self.count += 1
         self.seen.append((site, list(sizes), None, 0))
         return self.count - 1

@@ -105,8 +105,8 @@ def _packed(node: Any) -> list[Packed] | None:
         SAVED[kind] = [name for name in dir(node) if name.startswith("_raw_saved")]
     saved = [getattr(node, name) for name in SAVED[kind]]
     flat = [t for s in saved for t in (s if isinstance(s, (list, tuple)) else [s])]
-    hooks = [(getattr(t, "unpack_hook", t), getattr(t, "data", None)) for t in flat]
-    return [(hook, data) for hook, data in hooks if hook is not None]
+    hooks = ((getattr(t, "unpack_hook", t), t) for t in flat)
+    return [(hook, getattr(t, "data", None)) for hook, t in hooks if hook is not None]
 
 
 def _known(packed: Packed) -> bool:

@@ -269,11 +269,14 @@ class Audit:
 
     @untraced
     def _received(self, place: int, gradient: Tensor | None) -> Tensor | None:
+        task = torch._C._current_graph_task_id()
+        settled = not self._recorder.auditing and (task, place) in self._lift.delivered
+        if settled and place not in self._shielded:
+            return None
         hooks: dict[int, Any] = self._parameters.tensor(place)._post_accumulate_grad_hooks or {}
         quiet = gradient is None and len(hooks) < 2 and not self._recorder.auditing
         if several_at_once() or (quiet and place not in self.always):
             return None  # the latter: nothing is accumulated, and nobody else would be told
-        task = torch._C._current_graph_task_id()
         always = place in self.always and (task, place) not in self._lift.delivered
         compared = gradient if self._recorder.auditing or always else None
         met = self._recorder.audited(task)

@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ class Regime:
         enabled = there and torch.is_autocast_enabled(kind)
         autocast = torch.get_autocast_dtype(kind) if enabled else None
         if not draws:
-            return Regime(kind, autocast, None)
+            return _without_random(kind, autocast)
         own = torch.cuda.get_rng_state(device) if kind == "cuda" else None
         rng = torch.get_rng_state(), own, random.getstate(), np.random.get_state()
         return Regime(kind, autocast, rng)
@@ -66,6 +67,11 @@ class Regime:
                 yield
             finally:
                 _set_drawing(*before)
+
+
+@cache
+def _without_random(device: str, autocast: torch.dtype | None) -> Regime:
+    return Regime(device, autocast, None)
 
 
 def _set_drawing(python: Any, numpy: Any) -> None:

@@ -38,7 +38,7 @@ from .fallback import (
     whole_gradients,
 )
 from .modules import CONTAINERS, opaque, own_names, parameter_of, same_parameters
-from .native import Hooks, why_mixed
+from .native import MIXED, Hooks, why_mixed
 from .packed import counts_rows, samples_of, why_not
 from .regime import Regime, may_draw
 from .stand_in import as_it_is_now, makes_weight, of_the_user
@@ -75,6 +75,7 @@ class FallbackSite:
         self._closed = rule_named(layer.kind).closed if known else None
         self._call = _OfThread()
         self._lifted = False  # its latest use was served at the graph's nodes
+        self._mixes = isinstance(module, MIXED)
         self._hooks = Hooks(module)
         self._made_first = any(map(makes_weight, module._forward_pre_hooks.values()))
         if self._made_first:
@@ -125,8 +126,11 @@ class FallbackSite:
 
     def _held(self, module: nn.Module) -> dict[int, Tensor]:
         """Return the parameters that are trained, by their places."""
-        own = ((place, parameter_of(module, name)) for place, name in self._own.items())
-        return {place: p for place, p in own if p is not None and p.requires_grad}
+        return {
+            place: p
+            for place, name in self._own.items()
+            if (p := parameter_of(module, name)) is not None and p.requires_grad
+        }
 
     def _opened(self, *_: Any) -> None:
         """Before its first use of its parameters: that may be by a hook which makes its weight."""
@@ -146,7 +150,7 @@ class FallbackSite:
         plain = self._lifted and tensors and not kwargs
         given = list(args) if plain else tensors_in((args, kwargs))
         samples = None if plain else samples_of(out, run.n)
-        mixes = why_mixed(module, [*args, *kwargs.values()], run.n)
+        mixes = why_mixed(module, [*args, *kwargs.values()], run.n) if self._mixes else None
         if mixes:
             run.refuse(self._index, mixes)
             return None
@@ -168,20 +172,20 @@ class FallbackSite:
         heard = self._audit.forwards.watching or torch._C._len_torch_dispatch_stack()
         if heard and self._recorder.depth():
             self._audit.forwards.meet(self._index, given)
-        use = run.call(self._index, list(held.items()), list(first.shape))
-        for t in given:  # which of them hold samples depends on their sizes
-            run.note(sum(2**k for k, size in enumerate(t.shape[:8]) if size == run.n))
+        use = run.call(self._index, list(held.items()), first.shape, given)
         for t in outputs if len(outputs) > 1 else ():
             run.note(hash(look_of(t.shape, run.n)))
         if not torch.is_grad_enabled() or not live:
             return None
         run.enclose(list(held), self._call.first)
-        run.watch(use, end_of(first) if len(outputs) == 1 else first)
+        # The base of one of several may be what another is made from.
+        made = [end_of(first)] if len(outputs) == 1 else outputs
+        run.watch(use, made[0] if len(outputs) == 1 else first)
         if len(outputs) > 1 and run.n > 1 and self._recorder.depth():
             ends = ends_of_module(module, outputs, first, given, self.leads, run.n, samples)
             self._audit.forwards.several(self._index, first, ends)
         regime = self._call.regime or Regime.current(first.device, draws=False)
-        called = Called.of(regime, (args, kwargs), outputs, first, samples)
+        called = Called.of(regime, (args, kwargs), outputs, made, first, samples)
         listen = partial(self._listen, run, use, held, called)
         wrapped = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if self._lifted and len(outputs) == 1 and self._recorder.depth() and not wrapped:

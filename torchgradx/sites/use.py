@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..proof.several import end_of, ends_at
+from ..proof.several import ends_at
 from .outcome import Outcome
 from .regime import Regime
 
@@ -33,11 +33,10 @@ class Called(NamedTuple):
         regime: Regime,
         arguments: Any,
         outputs: list[Tensor],
+        made: list[Tensor],
         first: Tensor,
         samples: Tensor | None,
     ) -> Called:
-        # The base of one of several may be what another is made from.
-        made = [end_of(t) for t in outputs] if len(outputs) == 1 else outputs
         ends: dict[Any, list[tuple[int, int]]] = {}
         for (node, number), k in ends_at(made).items():
             ends.setdefault(node, []).append((k, number))
