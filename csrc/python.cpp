@@ -386,6 +386,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   torchgradx::bind_capture(m);
   torchgradx::bind_outline(m);
   torchgradx::bind_at_node(m);
+  torchgradx::bind_called(m);
   torchgradx::bind_watch(m);
   torchgradx::bind_trace(m);
 }

@@ -44,6 +44,9 @@ from .regime import Regime, may_draw
 from .stand_in import as_it_is_now, makes_weight, of_the_user
 from .use import Called, Use
 
+if ops.NATIVE:
+    from .._C import called
+
 __all__ = ["FallbackSite"]
 
 
@@ -76,6 +79,8 @@ class FallbackSite:
         self._call = _OfThread()
         self._lifted = False  # its latest use was served at the graph's nodes
         self._mixes = isinstance(module, MIXED)
+        beside = any("." in name for name in self._own.values())  # of a container within it
+        self._slots = None if beside or self._mixes else (*map(tuple, (self._own.values(), self._own)),)
         self._hooks = Hooks(module)
         self._made_first = any(map(makes_weight, module._forward_pre_hooks.values()))
         if self._made_first:
@@ -119,8 +124,8 @@ class FallbackSite:
 
     def _before(self, module: nn.Module, args: Any) -> None:
         held = None if self._lifted else next(iter(self._held(module).values()), None)
-        regime = None if held is None else Regime.current(held.device, may_draw(module))
-        self._call.regime = regime
+        draws = held is not None and may_draw(module)
+        self._call.regime = None if held is None else Regime.current(held.device, draws)
         if not self._made_first:
             self._opened()
 
@@ -138,6 +143,12 @@ class FallbackSite:
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """Return what the module gives in place of its output, if anything."""
+        if self._lifted and self._slots and not kwargs and module is self._module:
+            at = self._recorder, self._index, module, *self._slots, self._call.first
+            known = called(*at, args, out)
+            if known is not None:  # it will hardly be listened to
+                self._audit.forwards.postpone(known[1], partial(self._late, args, out, *known))
+                return None
         if module is not self._module:  # a replica, perhaps in a thread of its own
             names = self._own.values() if self._recorder.depth() else ()
             if not same_parameters(module, self._module, names):
@@ -145,23 +156,19 @@ class FallbackSite:
         run, held = self._recorder.current(), self._held(module)
         if run is None or not held or torch._C._are_functorch_transforms_active():
             return None
-        # Known, and of tensors alone: there is less to ask.
-        tensors = isinstance(out, Tensor) and all(isinstance(t, Tensor) for t in args)
-        plain = self._lifted and tensors and not kwargs
-        given = list(args) if plain else tensors_in((args, kwargs))
-        samples = None if plain else samples_of(out, run.n)
+        given, samples = tensors_in((args, kwargs)), samples_of(out, run.n)
         mixes = why_mixed(module, [*args, *kwargs.values()], run.n) if self._mixes else None
         if mixes:
             run.refuse(self._index, mixes)
             return None
-        made = not all(p.is_leaf for p in held.values())
+        leaves = all(p.is_leaf for p in held.values())
         told = (args, kwargs), samples is not None, run.n
-        unsaid = "computed" if made else None if plain else why_not(held.values(), *told)
+        unsaid = why_not(held.values(), *told) if leaves else "computed"
         if unsaid:
             run.refuse(self._index, unsaid)
             return None
-        changed = _apart(module, out) if torch.is_grad_enabled() and not plain else None
-        outputs = [out] if plain else tensors_in(changed or out)
+        changed = _apart(module, out) if torch.is_grad_enabled() else None
+        outputs = tensors_in(changed or out)
         if not outputs:
             return None  # what it gives is not seen: where gradients come of it, they are refused
         live = [t for t in outputs if t.requires_grad]
@@ -185,14 +192,30 @@ class FallbackSite:
             ends = ends_of_module(module, outputs, first, given, self.leads, run.n, samples)
             self._audit.forwards.several(self._index, first, ends)
         regime = self._call.regime or Regime.current(first.device, draws=False)
-        called = Called.of(regime, (args, kwargs), outputs, made, first, samples)
-        listen = partial(self._listen, run, use, held, called)
+        call = Called.of(regime, (args, kwargs), outputs, made, first, samples)
+        listen = partial(self._listen, run, use, held, call)
         wrapped = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if self._lifted and len(outputs) == 1 and self._recorder.depth() and not wrapped:
             self._audit.forwards.postpone(use, listen)  # it will hardly be needed
         else:
             listen()
         return changed
+
+    def _late(
+        self,
+        args: Any,
+        out: Tensor,
+        run: Any,
+        use: int,
+        node: Any,
+        number: int,
+        version: int,
+        autocast: torch.dtype | None,
+    ) -> None:
+        """Listen after all to a call that is not served at the graph's nodes this time."""
+        regime, ends = Regime(out.device.type, autocast, None), {node: [(0, number)]}
+        call = Called(regime, (args, {}), [out], [out], ends, out, None, [version])
+        self._listen(run, use, self._held(self._module), call)
 
     def _listen(
         self,
