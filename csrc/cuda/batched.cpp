@@ -10,6 +10,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/gather.h>
+#include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 
 #include <algorithm>
@@ -140,11 +141,11 @@ void sum_gradients(const Run& run, const Rows& rows, const Gradients& gradients)
     return (gradients.scale ? scaled(run, t, gradients.scale, masks) : t).flatten(0, 1);
   };
   const Tensor a = flat(rows.activations, true), b = flat(rows.grad_output, false);
-  at::from_blob(gradients.weight, {b.size(1), a.size(1)}, a.options())
-      .copy_(product(b.t().unsqueeze(0), a.unsqueeze(0)).squeeze(0));
-  if (gradients.bias)
-    at::from_blob(gradients.bias, {b.size(1)}, b.options())
-        .copy_(b.sum(at::IntArrayRef({0}), false, accumulator_of(b)));
+  Tensor weight = at::from_blob(gradients.weight, {b.size(1), a.size(1)}, a.options());
+  at::mm_out(weight, b.t(), a);
+  if (!gradients.bias) return;
+  Tensor bias = at::from_blob(gradients.bias, {b.size(1)}, b.options());
+  at::sum_out(bias, b, at::IntArrayRef({0}));
 }
 
 // As the framework makes it, and no more reproducible than that.

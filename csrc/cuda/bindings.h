@@ -61,8 +61,8 @@ class Run {
   // launch(workspace, stream), with the workspace until the stream has done with it: torch's allocator sees to that.
   template <class Launch>
   void operator()(const char* kernel, size_t workspace_bytes, const Launch& launch) const {
-    const Tensor workspace = at::empty({int64_t(workspace_bytes)}, bytes_);
-    check(kernel, launch(workspace.mutable_data_ptr(), stream_));
+    const Tensor workspace = workspace_bytes ? at::empty({int64_t(workspace_bytes)}, bytes_) : Tensor();
+    check(kernel, launch(workspace_bytes ? workspace.mutable_data_ptr() : nullptr, stream_));
   }
 
  private:

@@ -196,9 +196,20 @@ Tensor Pass::total(const std::optional<std::vector<int64_t>>& parameters) const 
     for (const Entry& entry : entries) add_to(total, elsewhere, entry);
   else
     for (const int64_t parameter : *parameters) add_to(total, elsewhere, entries[parameter]);
-  // On a GPU two kernels add up all of its parameters, and nothing waits for it: no zeros are copied there.
-  for (const auto& [device, rows] : elsewhere) {
-    const Tensor more = at::stack(rows).sum(0, false, at::kDouble);
+  // On a GPU two kernels add up all of its parameters, and nothing waits for it: no zeros are copied there. What holds
+  // the norms of a weight and of its bias goes in whole: there a view of each would cost half a launch.
+  for (const auto& [device, entries] : elsewhere) {
+    std::unordered_map<const at::TensorImpl*, int64_t> met;
+    for (const Entry* entry : entries) ++met[entry->sq_norms.unsafeGetTensorImpl()];
+    std::vector<Tensor> rows;
+    for (const Entry* entry : entries) {
+      const Tensor& sq_norms = entry->sq_norms;
+      int64_t& uses = met[sq_norms.unsafeGetTensorImpl()];
+      const bool whole = sq_norms.dim() == 2 && uses == sq_norms.size(0);
+      if (whole || uses > 0) rows.push_back(whole ? sq_norms : entry->final().unsqueeze(0));
+      if (whole) uses = 0;
+    }
+    const Tensor more = at::cat(rows).sum(0, false, at::kDouble);
     total = total.defined() ? total.to(more.device()) + more : more;
   }
   return total.defined() ? total : zeros(n);
@@ -206,10 +217,12 @@ Tensor Pass::total(const std::optional<std::vector<int64_t>>& parameters) const 
 
 void Pass::add_to(Tensor& total, OnDevices& elsewhere, const Entry& entry) const {
   if (!entry.sq_norms.defined()) return;
-  if (entry.sq_norms.is_cuda()) return elsewhere[entry.sq_norms.get_device()].push_back(entry.final());
+  const bool narrow = entry.sq_norms.is_contiguous() && entry.sq_norms.scalar_type() == at::kFloat;
+  if (entry.sq_norms.is_cuda() || (entry.sq_norms.is_cpu() && !narrow))
+    return elsewhere[entry.sq_norms.device()].push_back(&entry);
   if (!total.defined()) total = zeros(n);
   // An addition of tensors for each of hundreds of parameters would take longer than their kernels.
-  if (entry.sq_norms.is_cpu() && entry.sq_norms.is_contiguous() && entry.sq_norms.scalar_type() == at::kFloat) {
+  if (entry.sq_norms.is_cpu()) {
     const float* from = entry.sq_norms.const_data_ptr<float>() + entry.row * n;
     double* to = total.mutable_data_ptr<double>();
     for (int64_t i = 0; i < n; ++i) to[i] += from[i];

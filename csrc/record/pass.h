@@ -284,7 +284,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   int64_t forgotten_ = 0;  // uses of earlier forwards of the same samples
   // False: its gradient is another parameter's.
   bool track(int64_t parameter, const Tensor& tensor);
-  using OnDevices = std::map<c10::DeviceIndex, std::vector<Tensor>>;  // GPUs
+  using OnDevices = std::unordered_map<c10::Device, std::vector<const Entry*>>;  // what is no float32 of a CPU
   void add_to(Tensor& total, OnDevices& elsewhere, const Entry& entry) const;
   bool needed(int64_t parameter) const;
   void audit_edges(const Node* at, const std::vector<std::shared_ptr<Pass>>& passes);
