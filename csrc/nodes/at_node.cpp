@@ -169,7 +169,9 @@ class AtNode : public torch::autograd::FunctionPreHook {
     } catch (const std::exception&) {  // it is said where the others are
       return false;
     }
-    if (!found || found->input.scalar_type() != g.scalar_type()) return false;
+    if (!found) return false;
+    if (!found->rstd) found->input = found->input.to(g.scalar_type());  // a product's, of a wider weight
+    if (found->input.scalar_type() != g.scalar_type()) return false;
     if (found->rstd && found->rstd->scalar_type() != wide_of(g)) return false;  // rounded otherwise, under autocast
     const auto& [input, grad, mean, rstd] = *found;
     Tensor sq_norms, gradients;  // [1 or 2, N], [1 or 2, N, P, C]
