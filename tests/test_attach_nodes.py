@@ -285,3 +285,33 @@ def test_recurrent_layers_run_once_under_autocast(kind, batch_first, options):
                 close_named(probe.norms(per="parameter"), want, 3e-2)
                 assert len(calls) == isinstance(recurrent, Counted)
             assert "replay" not in probe.explain() or native_missing()
+
+
+@pytest.mark.skipif(native_missing() is not None, reason="the fallback multiplies")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scale_is_served_without_a_product_of_its_own(dtype):
+    """Under autocast a linear's halves are scaled by a weight of float32."""
+
+    def forward(m, x):
+        return m.head((m.layer(x) * m.gamma).mean(1))
+
+    model = Model(forward, layer=nn.Linear(C, C), head=nn.Linear(C, 2))
+    model.gamma = nn.Parameter(torch.randn(C))
+
+    def products(probe):
+        for _ in range(3):
+            x = torch.randn(N, T, C)
+            want = loop(model, loss, x, dtype=torch.float32)
+            with torch.profiler.profile() as seen:
+                loss(model, x).backward()
+            if probe is not None:
+                close_named(probe.norms(per="parameter"), want, 3e-2)
+        return sum(event.key == "aten::mul" and event.count for event in seen.key_averages())
+
+    def loss(m, x):
+        with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+            return square(m, x).float()
+
+    plain = products(None)
+    with torchgradx.attach(model) as probe:
+        assert products(probe) == plain
