@@ -32,23 +32,23 @@ Tensor norms(const Tensor& like, int64_t N, bool bias, bool empty, const Launche
   return sq_norms;
 }
 
-// launches(run, gradients, sq_norms) unless there is nothing to add up.
+// launches(run, gradients, sq_norms) unless there is nothing to add up. N of none: without norms.
 template <class Launches>
-Fused gradients_and_norms(const Tensor& like, IntArrayRef weight_sizes, int64_t N, const std::optional<Tensor>& scale,
-                          bool bias, bool empty, const Launches& launches) {
+Fused gradients_and_norms(const Tensor& like, IntArrayRef weight_sizes, std::optional<int64_t> N,
+                          const std::optional<Tensor>& scale, bool bias, bool empty, const Launches& launches) {
   const auto make = [&](IntArrayRef sizes, const at::TensorOptions& options) {
     return empty ? at::zeros(sizes, options) : at::empty(sizes, options);
   };
   const auto wide = like.options().dtype(accumulator_of(like));
   const Tensor weight = make(weight_sizes, like.options()),
                grad_bias = make({bias ? weight_sizes[0] : 0}, like.options()),
-               sq_norms = make({1 + int64_t(bias), N}, wide);
+               sq_norms = N ? make({1 + int64_t(bias), *N}, wide) : Tensor();
   if (empty) return {weight, grad_bias, sq_norms};
   const Tensor factors = scale ? scale->to(wide.dtype()).contiguous() : Tensor();
   launches(Run(like),
            Gradients{weight.mutable_data_ptr(), bias ? grad_bias.mutable_data_ptr() : nullptr,
                      scale ? factors.const_data_ptr() : nullptr},
-           rows_of_norms(sq_norms));
+           N ? rows_of_norms(sq_norms) : SqNorms{nullptr, nullptr});
   return {weight, grad_bias, sq_norms};
 }
 
@@ -329,7 +329,7 @@ Scaled linear_scaled(const Tensor& activations, const Tensor& grad_output, const
   const RowShape s = check_rows(activations, grad_output);
   check_scale(scale, s.N, activations);
   const auto [weight, grad_bias, none] =
-      gradients_and_norms(activations, {s.O, s.I}, s.N, scale, bias, grad_output.numel() == 0,
+      gradients_and_norms(activations, {s.O, s.I}, std::nullopt, scale, bias, grad_output.numel() == 0,
                           [&](const Run& run, const Gradients& gradients, const SqNorms&) {
                             scaled_of_rows(run, {activations, grad_output}, gradients);
                           });
@@ -342,9 +342,9 @@ Scaled conv2d_scaled(const Tensor& input, const Tensor& grad_output, IntArrayRef
   check_scale(scale, s.N, input);
   bool channels_last = false;
   const auto [weight, grad_bias, none] = gradients_and_norms(
-      input, {s.O, s.C / s.groups, s.kH, s.kW}, s.N, scale, bias, is_empty(s),
-      [&](const Run& run, const Gradients& gradients, const SqNorms& scratch) {
-        const Served served = images_by_sm90(run, s, input, grad_output, &gradients, {nullptr, nullptr});
+      input, {s.O, s.C / s.groups, s.kH, s.kW}, std::nullopt, scale, bias, is_empty(s),
+      [&](const Run& run, const Gradients& gradients, const SqNorms& no_norms) {
+        const Served served = images_by_sm90(run, s, input, grad_output, &gradients, no_norms);
         channels_last = served == Served::kChannelsLast;
         if (served != Served::kNot) return;
         const int64_t largest = std::max(s.C * s.H * s.W, s.O * s.outH * s.outW);
@@ -354,11 +354,10 @@ Scaled conv2d_scaled(const Tensor& input, const Tensor& grad_output, IntArrayRef
         const Conv2dProblem p = problem_of(s, images.input, images.grads, run);
         if (planes_suit(p))
           run("planes", planes_fused_workspace(p), [&](void* workspace, cudaStream_t on) {
-            return launch_planes_fused(p, gradients, scratch, workspace, on);
+            return launch_planes_fused(p, gradients, no_norms, workspace, on);
           });
         else
-          one_sum ? sum_gradients(run, s, input, grad_output, gradients)
-                  : run_fused(run, p, gradients, {nullptr, nullptr});
+          one_sum ? sum_gradients(run, s, input, grad_output, gradients) : run_fused(run, p, gradients, no_norms);
       });
   return {in_order_of(input, s, weight, channels_last), grad_bias};
 }

@@ -9,7 +9,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <type_traits>
+#include <utility>
 
 #ifdef CUDA_EMULATION
 #include "cuda_emulation.h"
@@ -29,15 +32,27 @@
 
 namespace torchgradx::cuda {
 
-// Beyond 48 KB of dynamic shared memory a kernel has to be asked first; captured graphs allow the asking.
+// Beyond 48 KB of dynamic shared memory a kernel has to be asked first, on each device; captured graphs allow the
+// asking, which takes a good part of a launch's time.
+inline cudaError_t allow_shared(const void* kernel, size_t bytes) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, const void*>, size_t> allowed;
+  int device = 0;
+  cudaError_t error = bytes > 48 * 1024 ? cudaGetDevice(&device) : cudaSuccess;
+  if (bytes <= 48 * 1024 || error != cudaSuccess) return error;
+  const std::lock_guard<std::mutex> lock(mutex);
+  size_t& most = allowed[{device, kernel}];
+  if (bytes <= most) return cudaSuccess;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+  if (error == cudaSuccess) most = bytes;
+  return error;
+}
+
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
                    const Arguments&... arguments) {
-  if (shared_bytes > 48 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
-    if (error != cudaSuccess) return error;
-  }
+  const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), shared_bytes);
+  if (error != cudaSuccess) return error;
   // clang-format off: it takes >>> apart
   kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
   // clang-format on

@@ -26,8 +26,7 @@ using TensorMap = CUtensorMap;
 template <class... Parameters, class... Arguments>
 cudaError_t launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
                             cudaStream_t stream, const Arguments&... arguments) {
-  const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                 cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
+  const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), shared_bytes);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute cooperative;
   cooperative.id = cudaLaunchAttributeCooperative;
