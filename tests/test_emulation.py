@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 import torch
 from emulation import build
-from emulation.emulator import ORDERS, EmulationError, Emulator
+from emulation.emulator import ORDERS, EmulationError, Unit
 from emulation.mutants import MUTANTS, planted
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
@@ -24,31 +24,15 @@ OUT_BYTES = 4 * 2 * THREADS
 
 @cache
 def unit():
-    emulator = Emulator(build.kernels_alone(build.HERE / "unit.cu"))
-    emulator.c.unit_name.restype = ctypes.c_char_p
-    arguments = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-    emulator.c.unit_launch.argtypes = arguments
-    return emulator
-
-
-@cache
-def cases():
-    names = {}
-    while name := unit().c.unit_name(len(names)):
-        names[name.decode()] = len(names)
-    return names
+    pointer = ctypes.c_void_p
+    return Unit("unit.cu", pointer, pointer, ctypes.c_int, ctypes.c_size_t)
 
 
 def launch(name, threads=THREADS, shared_bytes=4 * THREADS):
-    """out [2 * THREADS] of a kernel given IN; EmulationError if the emulator objects"""
-    emulator, out = unit(), torch.full((2 * THREADS,), -1.0)
-    emulator.c.cuda_emulation_clear()
-    spans = ((IN.data_ptr(), OUT_BYTES, False), (out.data_ptr(), OUT_BYTES, True))
-    with emulator.buffers(*spans):
-        which = cases()[name]
-        error = emulator.c.unit_launch(which, *(s[0] for s in spans), threads, shared_bytes)
-    emulator.expect_silence()
-    assert error == 0
+    """out [2 * THREADS] of a kernel given IN"""
+    out = torch.full((2 * THREADS,), -1.0)
+    spans = [(IN.data_ptr(), OUT_BYTES, False), (out.data_ptr(), OUT_BYTES, True)]
+    unit().launch(name, spans, *(s[0] for s in spans), threads, shared_bytes)
     return out
 
 
@@ -130,7 +114,7 @@ FAULTS = {
 
 
 def test_every_kernel_of_the_table_is_tested():
-    assert set(EXPECTED) | set(FAULTS) == set(cases())
+    assert set(EXPECTED) | set(FAULTS) == set(unit().cases)
 
 
 @in_each_order

@@ -13,41 +13,22 @@ import numpy as np
 import pytest
 import torch
 from emulation import build
-from emulation.emulator import ORDERS, EmulationError, Emulator
+from emulation.emulator import ORDERS, EmulationError, Unit
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
 
 
 @cache
 def unit():
-    emulator = Emulator(build.kernels_alone(build.HERE / "unit_sm90.cu"))
-    emulator.c.unit_name.restype = ctypes.c_char_p
-    emulator.c.unit_launch.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 4]
-    return emulator
-
-
-@cache
-def cases():
-    names = {}
-    while name := unit().c.unit_name(len(names)):
-        names[name.decode()] = len(names)
-    return names
+    return Unit("unit_sm90.cu", *[ctypes.c_void_p] * 4)
 
 
 def launch(name, a, b, numbers, out):
-    """`out`, written; EmulationError if the emulator objects. a and b: what the kernel reads."""
-    emulator = unit()
-    emulator.c.cuda_emulation_clear()
+    """`out`, written. a and b: what the kernel reads."""
     host = np.array(numbers, np.int32)
     given = [torch.as_tensor(x).contiguous() for x in (a, b)]
-    spans = [(x.data_ptr(), x.numel() * x.element_size(), False) for x in given]
-    spans.append((out.data_ptr(), out.numel() * out.element_size(), True))
-    with emulator.buffers(*spans):
-        error = emulator.c.unit_launch(
-            cases()[name], spans[0][0], spans[1][0], host.ctypes.data, spans[2][0]
-        )
-    emulator.expect_silence()
-    assert error == 0
+    spans = [(x.data_ptr(), x.numel() * x.element_size(), x is out) for x in (*given, out)]
+    unit().launch(name, spans, spans[0][0], spans[1][0], host.ctypes.data, spans[2][0])
     return out
 
 
@@ -279,8 +260,8 @@ def _with(name):
 
 
 def test_every_kernel_of_the_table_is_tested():
-    right = {name for name in cases() if "/" not in name or name.endswith("/none")}
-    assert right | set(FAULTS) == set(cases())
+    right = {name for name in unit().cases if "/" not in name or name.endswith("/none")}
+    assert right | set(FAULTS) == set(unit().cases)
 
 
 @in_each_order

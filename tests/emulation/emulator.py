@@ -141,3 +141,23 @@ class Emulator:
         with Path("/proc/self/maps").open() as maps:
             line = next(line for line in maps if line.rstrip().endswith(str(self.path)))
         return int(line.split("-")[0], 16)
+
+
+class Unit(Emulator):
+    """Small kernels in a file of this folder, by name, for tests of the emulator itself."""
+
+    def __init__(self, source: str, *arguments: type) -> None:
+        super().__init__(build.kernels_alone(build.HERE / source))
+        self.c.unit_name.restype = ctypes.c_char_p
+        self.c.unit_launch.argtypes = [ctypes.c_int, *arguments]
+        self.cases: dict[str, int] = {}
+        while name := self.c.unit_name(len(self.cases)):
+            self.cases[name.decode()] = len(self.cases)
+
+    def launch(self, name: str, spans: list[tuple[int, int, bool]], *arguments: int) -> None:
+        """Raise EmulationError if the emulator objects."""
+        self.c.cuda_emulation_clear()
+        with self.buffers(*spans):
+            error = self.c.unit_launch(self.cases[name], *arguments)
+        self.expect_silence()
+        assert error == 0

@@ -288,9 +288,7 @@ class Pass:
         node = self._owners[place]
         return node is None or _executes(node)
 
-    def call(
-        self, site: int, slots: Sequence[Slot], sizes: Sequence[int], given: Sequence[Tensor] = ()
-    ) -> int:
+    def call(self, site: int, slots: Sequence[Slot], sizes: Sequence[int], given: Any = ()) -> int:
         if self.astray:
             self.refuse(site, "outside")
             return -1
@@ -304,9 +302,8 @@ class Pass:
         self.silent |= not torch.is_grad_enabled()
         equal = tuple(size == self.n for size in sizes)
         whole = bool(sizes) and self.n > 0 and sizes[0] % self.n == 0
-        self.structure += ((site, equal, whole, self._ago(prod(sizes[:-1]))),)
-        for t in given:  # which of them hold samples depends on their sizes
-            self.structure += (tuple(size == self.n for size in t.shape[:8]),)
+        shown = (tuple(size == self.n for size in t.shape[:8]) for t in given)
+        self.structure += ((site, equal, whole, self._ago(prod(sizes[:-1])), *shown),)
         self.count += 1
         self.seen.append((site, list(sizes), None, 0))
         return self.count - 1
