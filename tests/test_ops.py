@@ -81,10 +81,10 @@ def test_bias_sq_norms_agree_with_the_oracle(backend, problem, dtype):
     assert bool(((actual.double() - truth.sq_norms()[1]).abs() <= allowance).all())
 
 
-SCALES = {
-    "none": lambda n: None,
-    "weights": lambda n: torch.linspace(-2, 3, n),
-    "zeros": lambda n: torch.zeros(n),
+SCALES = {  # and what they weight with
+    "none": lambda n, device: (None, torch.ones(n)),
+    "weights": lambda n, device: (torch.linspace(-2, 3, n).to(device), torch.linspace(-2, 3, n)),
+    "zeros": lambda n, device: (torch.zeros(n, device=device), torch.zeros(n)),
 }
 each_scale = pytest.mark.parametrize("make_scale", SCALES.values(), ids=SCALES)
 
@@ -95,10 +95,8 @@ each_scale = pytest.mark.parametrize("make_scale", SCALES.values(), ids=SCALES)
 @each_linear
 def test_scale_weights_the_gradients_and_not_sq_norms(backend, problem, make_scale, dtype):
     a, b, truth = case(problem, dtype, "gaussians")
-    scale = make_scale(problem.n)
-    weights = torch.ones(problem.n) if scale is None else scale
-    on_device = None if scale is None else scale.to(backend.device)
-    fused = backend.linear_fused(*to(backend, a, b), on_device, True)
+    scale, weights = make_scale(problem.n, backend.device)
+    fused = backend.linear_fused(*to(backend, a, b), scale, True)
     _assert_fused(fused, truth, weights, problem.t, dtype)
 
 
@@ -108,10 +106,8 @@ def test_scale_weights_the_gradients_and_not_sq_norms(backend, problem, make_sca
 @each_conv2d
 def test_conv2d_scale_weights_the_gradients_and_not_sq_norms(backend, problem, make_scale, dtype):
     x, b, truth = case(problem, dtype, "gaussians")
-    scale = make_scale(problem.n)
-    weights = torch.ones(problem.n) if scale is None else scale
-    on_device = None if scale is None else scale.to(backend.device)
-    fused = backend.conv2d_fused(*to(backend, x, b), problem, on_device, True)
+    scale, weights = make_scale(problem.n, backend.device)
+    fused = backend.conv2d_fused(*to(backend, x, b), problem, scale, True)
     _assert_fused(fused, truth, weights, b[:1, 0].numel(), dtype)
 
 
