@@ -36,8 +36,8 @@ class Deferred(Books):
             self._versions = [p._version for p in self._parameters.tensors()]
 
     def _unsure(self, kept: set[int]) -> set[int]:
-        again = (use for _, use, _ in self._kept if runs_again(use))
-        return {place for use in again for place in use.parameters}
+        again = (places for _, use, places in self._kept if runs_again(use))
+        return {place for places in again for place in places}
 
     def _check_grads(self, kept: set[int], unscaled: float) -> None:
         pass

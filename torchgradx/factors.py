@@ -42,9 +42,9 @@ class Group:
 
     def factors(self, k: int, p: Tensor, unscaled: float, less_1: bool) -> tuple[Tensor, float]:
         """Return [N] of pass k, and a scale for the sums: float16 keeps small factors apart."""
-        narrow, wide = p.dtype == torch.float16, accumulation_dtype(p.dtype)
-        key = k, p.device, narrow, wide, less_1
+        key = k, p.device, p.dtype, less_1
         if key not in self._made:
+            narrow, wide = p.dtype == torch.float16, accumulation_dtype(p.dtype)
             factors = self._factors.split(self._sizes)[k].to(p.device)
             factors = (factors - 1 if less_1 else factors) * unscaled
             largest = float(factors.abs().amax()) if narrow and len(factors) else 1.0

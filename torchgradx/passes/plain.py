@@ -63,11 +63,11 @@ class Recorder:
         finish: Callable[[Pass, int], None],
         drained: Callable[[], None],
         met: Callable[[int, Tensor], None],
-        booked: Callable[[Pass, Any], None],
+        received: Callable[[int, Tensor | None], None],
         astray: Callable[[], Pass | None],
     ) -> None:
-        self._astray = astray
-        self.book, self.books = booked, False
+        self._received, self._astray = received, astray
+        self.books = self.shields = False
         self.began, self.finish = began, finish
         self.balance = [0] * parameters
         self._refusals: dict[int, list[tuple[int, str]]] = {}  # by backward; -1: outside of any
@@ -167,6 +167,25 @@ class Recorder:
     def audited(self, task: int) -> bool:
         return task in self._audited
 
+    def put_gate(self, place: int, node: Any, p: Tensor) -> None:
+        """Have a parameter's node let nothing through, or tell of what comes of other backwards."""
+        here = weakref.ref(self)
+
+        def gate(grads: tuple[Tensor | None]) -> tuple[None] | None:
+            of = here()
+            if of is None or not (of.shields or of.books):
+                return None
+            met = of.audited(torch._C._current_graph_task_id())
+            follow: Any = p._post_accumulate_grad_hooks
+            if (met and follow) if of.shields else not (met or grads[0] is None):
+                of._received(place, grads[0])
+            return (None,) if of.shields and met else None
+
+        gates: Any = node.metadata.setdefault("torchgradx gates", weakref.WeakSet())
+        if (self.shields or self.books) and self not in gates:
+            gates.add(self)
+            node.register_prehook(gate)
+
     def follow(self, formers: Sequence[Recorder]) -> None:
         """Nothing is held here: those removed before have left."""
 
@@ -259,15 +278,16 @@ class Pass:
         self._terms: dict[int, list[tuple[Term, Versions]]] = {}
         self._late: set[int] = set()
         self.dots: Tensor | None = None
+        self._booked: list[Any] = []
 
     def state(self) -> Any:
         """Return what backwards have brought."""
         terms = {place: list(kept) for place, kept in self._terms.items()}
         flags = self.create_graph, self.retained
-        return dict(self._sq_norms), terms, set(self._late), self.dots, flags
+        return dict(self._sq_norms), terms, set(self._late), self.dots, [*self._booked], flags
 
     def restore(self, state: Any) -> None:
-        self._sq_norms, self._terms, self._late, self.dots, flags = state
+        self._sq_norms, self._terms, self._late, self.dots, self._booked, flags = state
         self.create_graph, self.retained = flags
 
     def forget(self) -> None:
@@ -281,6 +301,7 @@ class Pass:
             node = torch.autograd.graph.get_gradient_edge(tensor).node
             anothers = node is not self._owners[place] and node in self._owners
             self._owners[place] = node
+            self.recorder.put_gate(place, node, tensor)
             return not anothers
         return True
 
@@ -378,6 +399,13 @@ class Pass:
 
     def add_dots(self, dots: Tensor) -> None:
         self.dots = dots.double() + (0 if self.dots is None else self.dots)
+
+    def book(self, use: Any) -> None:
+        self._booked.append(use)
+
+    def take_booked(self) -> list[Any]:
+        booked, self._booked = self._booked, []
+        return booked
 
     def total(self, places: Sequence[int] | None = None) -> Tensor:
         total = torch.zeros(self.n, dtype=torch.float64)

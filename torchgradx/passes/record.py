@@ -160,11 +160,18 @@ class Record:
         self._fates = {"reset"} if self._fates else self._fates
         self._read = False
 
+    def close(self) -> None:
+        """The probe leaves; what is recorded stays to be read."""
+        self.books.close()
+        self._recorder.shields = False
+        for run, _ in self.runs:
+            run.take_booked()
+
     def undo(self, tasks: Sequence[int]) -> None:
         """Backwards that failed leave nothing; the passes that they began are forgotten."""
         self.runs = [entry for entry in self.runs if entry[0].recorded]
         self.mismatched = {key for key in self.mismatched if key[0] not in tasks}
-        self.books.undo(tasks, alone=not self.runs)
+        self.books.undo(alone=not self.runs)
         if not self.runs:
             self.note("backward_failed")
 
@@ -290,11 +297,14 @@ class Record:
 
     def _groups(self, per: str) -> dict[str, list[int]]:
         """The places of what was trainable in any of the passes, by parameter or by module."""
+        places = sorted(set().union(*(run.trainable for run, _ in self.runs)))
+        if per == "model":
+            return {"": places} if places else {}
         groups: dict[str, list[int]] = {}
-        for place in sorted(set().union(*(run.trainable for run, _ in self.runs))):
+        for place in places:
             name = self._parameters.names[place]
-            keys = {"parameter": name, "module": name.rpartition(".")[0], "model": ""}
-            groups.setdefault(keys[per], []).append(place)
+            key = name if per == "parameter" else name.rpartition(".")[0]
+            groups.setdefault(key, []).append(place)
         return groups
 
     def factors(self, runs: Sequence[Any]) -> Tensor:
