@@ -336,7 +336,8 @@ void bind_capture(py::module_& m) {
       .def_property_readonly("parameters", &Booked::parameters)
       .def_property_readonly("intact", &Booked::intact)
       .def("weighted", &Booked::weighted, py::arg("factors"), py::arg("parameters"),
-           py::call_guard<py::gil_scoped_release>());  // it may run autograd
+           py::call_guard<py::gil_scoped_release>())  // it may run autograd
+      .attr("runs_again") = false;
 
   py::class_<Recurrence>(m, "Recurrence")
       .def(py::init([](int64_t cell, bool biases, bool both_ways, bool projects, bool single, bool training,

@@ -12,7 +12,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from .sites.copies import untraced
 if TYPE_CHECKING:
     from .table import Parameters
 
-__all__ = ["Books", "Sum", "dense", "runs_again"]
+__all__ = ["Books", "Sum", "dense"]
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -47,6 +46,7 @@ class Books:
     def __init__(self, recorder: Any, parameters: Parameters) -> None:
         self._recorder, self._parameters = recorder, parameters
         self._kept: deque[tuple[Any, Any, list[int]]] = deque()  # (pass, use, its parameters)
+        self._tensors: list[Tensor] = []  # the table, while it is clipped
         self._others: dict[int, Tensor] = {}  # by place
         self._versions: list[int] = []  # of the parameters, when the record began
         self._heard: dict[int, tuple[Tensor, Any]] = {}  # by place, and our hook
@@ -114,9 +114,9 @@ class Books:
             if self._scaled:
                 self._samples[place] = _sample(p.grad)
 
-    def _changed(self, places: Iterable[int]) -> Iterator[int]:
+    def _changed(self, places: Iterable[int], tensors: Sequence[Tensor]) -> Iterator[int]:
         """Of which .grad is not as a backward left it (under DDP, which averages: gone)."""
-        tensors, averaged = self._parameters.tensors(), self._ddp() is not None
+        averaged = self._ddp() is not None
         for place in places:
             grad = tensors[place].grad
             if grad is None or (not averaged and _mark(grad) != self._marks.get(place)):
@@ -125,7 +125,9 @@ class Books:
     @property
     def disturbed(self) -> bool:
         """Return True if anything but this record's backwards has changed .grad."""
-        return self._torn or any(True for _ in self._changed(self._marks))
+        return self._torn or any(
+            True for _ in self._changed(self._marks, self._parameters.tensors())
+        )
 
     def _as_before(self, place: int) -> bool:
         before, grad = self._samples.get(place), self._parameters.tensor(place).grad
@@ -157,7 +159,7 @@ class Books:
             raise RuntimeError(
                 "this record is clipped already: clip once, between backward and step"
             )
-        tensors = self._parameters.tensors()
+        tensors = self._tensors = self._parameters.tensors()
         if scattered(tensors):
             self._refuse("clip_sharded", (k for k, p in enumerate(tensors) if scattered([p])))
         self._kept.extend((run, use, use.parameters) for run in runs for use in run.take_booked())
@@ -176,14 +178,14 @@ class Books:
         return kept - self._marks.keys()
 
     def _check_grads(self, kept: set[int], unscaled: float) -> None:
-        tensors = self._parameters.tensors()
+        tensors = self._tensors
         self._refuse("clip_between", kept if self._torn else ())
         missing = (k for k in kept if tensors[k].grad is None or k not in self._marks)
         self._refuse("clip_missing", missing)
         # unscale_ leaves no trace of it in versions
         scaled = (k for k in kept if unscaled != 1 and self._as_before(k))
         self._refuse("clip_scaled", scaled)
-        self._refuse("clip_changed", self._changed(kept))
+        self._refuse("clip_changed", self._changed(kept, tensors))
 
     def _refuse(self, why: str, places: Iterable[int]) -> None:
         names = [self._parameters.names[place] for place in sorted(set(places))]
@@ -200,11 +202,11 @@ class Books:
         # Processes that share their gradients go the same way, whatever their samples are.
         clipped = [group for group in groups if ddp is not None or group.clips]
         met: set[int] = set()
-        tensors = self._parameters.tensors()
         for found in self._sums(runs, clipped, unscaled, corrects=ddp is None):
-            add, before = found.differs or found.place in met, self._besides(found.place, unscaled)
-            _put(tensors[found.place], found, before, add, ddp is None)
-            met.add(found.place)
+            place = found.place
+            before = self._besides(place, unscaled) if place in self._others else None
+            _put(self._tensors[place], found, before, found.differs or place in met, ddp is None)
+            met.add(place)
         self.closed = True
         if ddp is not None:
             self._average(ddp, met, unscaled)
@@ -213,14 +215,16 @@ class Books:
         self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float, corrects: bool
     ) -> Iterator[Sum]:
         """Yield the sums of each kept use, and drop it. corrects: .grad, where few are clipped."""
-        numbers, tensors = {id(run): k for k, run in enumerate(runs)}, self._parameters.tensors()
+        numbers, tensors = {id(run): k for k, run in enumerate(runs)}, self._tensors
         live = ((g, place) for g in groups for place in g.places if place not in self._idle)
         group_of = {place: group for group, place in live}
 
         def of(run: Any, use: Any, parameters: Sequence[int]) -> Iterator[Sum]:
-            wanted = filter(group_of.__contains__, parameters)
-            for group, share in groupby(wanted, group_of.__getitem__):
-                places = list(share)
+            shares: dict[Group, list[int]] = {}
+            for place in parameters:
+                if place in group_of:
+                    shares.setdefault(group_of[place], []).append(place)
+            for group, places in shares.items():
                 p = tensors[places[0]]
                 differs = corrects and p.dtype not in HALVES and group.few
                 factors, scale = group.factors(numbers[id(run)], p, unscaled, differs)
@@ -231,7 +235,7 @@ class Books:
                 for place, made in zip(places, weighted, strict=True):
                     yield Sum(place, made, scale, differs)
 
-        again = [entry for entry in self._kept if runs_again(entry[1])]
+        again = [entry for entry in self._kept if entry[1].runs_again]
         yield from [found for entry in again for found in of(*entry)]  # one may fail
         for entry in again:
             self._kept.remove(entry)
@@ -243,17 +247,11 @@ class Books:
         return None if others is None else others * unscaled
 
     def _average(self, ddp: Any, met: set[int], unscaled: float) -> None:
-        tensors = enumerate(self._parameters.tensors())
-        grads = {place: p.grad for place, p in tensors if p.grad is not None}
+        grads = {k: p.grad for k, p in enumerate(self._tensors) if p.grad is not None}
         for place in grads.keys() - met:  # others' samples came to it
             before = self._besides(place, unscaled)
             grads[place].copy_(torch.zeros(()) if before is None else before)
         mean_over(ddp, list(grads.values()))
-
-
-def runs_again(use: Any) -> bool:
-    """Return True for a use whose module is recomputed to clip it."""
-    return bool(getattr(use, "runs_again", False))
 
 
 def _nothing_came(place: int, runs: Sequence[Any]) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .gate import put_gate
 from .versions import Versions
 
 __all__ = ["Pass", "Recorder", "receives"]
@@ -66,7 +67,7 @@ class Recorder:
         received: Callable[[int, Tensor | None], None],
         astray: Callable[[], Pass | None],
     ) -> None:
-        self._received, self._astray = received, astray
+        self.received, self._astray = received, astray
         self.books = self.shields = False
         self.began, self.finish = began, finish
         self.balance = [0] * parameters
@@ -166,25 +167,6 @@ class Recorder:
 
     def audited(self, task: int) -> bool:
         return task in self._audited
-
-    def put_gate(self, place: int, node: Any, p: Tensor) -> None:
-        """Have a parameter's node let nothing through, or tell of what comes of other backwards."""
-        here = weakref.ref(self)
-
-        def gate(grads: tuple[Tensor | None]) -> tuple[None] | None:
-            of = here()
-            if of is None or not (of.shields or of.books):
-                return None
-            met = of.audited(torch._C._current_graph_task_id())
-            follow: Any = p._post_accumulate_grad_hooks
-            if (met and follow) if of.shields else not (met or grads[0] is None):
-                of._received(place, grads[0])
-            return (None,) if of.shields and met else None
-
-        gates: Any = node.metadata.setdefault("torchgradx gates", weakref.WeakSet())
-        if (self.shields or self.books) and self not in gates:
-            gates.add(self)
-            node.register_prehook(gate)
 
     def follow(self, formers: Sequence[Recorder]) -> None:
         """Nothing is held here: those removed before have left."""
@@ -301,7 +283,7 @@ class Pass:
             node = torch.autograd.graph.get_gradient_edge(tensor).node
             anothers = node is not self._owners[place] and node in self._owners
             self._owners[place] = node
-            self.recorder.put_gate(place, node, tensor)
+            put_gate(self.recorder, place, node, tensor)
             return not anothers
         return True
 

@@ -45,10 +45,10 @@ class Listening:
 
 def others(hooks: Any) -> bool:
     """Return True if a tensor's hooks are not all ours."""
-    return any(
-        not isinstance(hook, partial) or not hook.func.__module__.startswith("torchgradx.")
-        for hook in (hooks.values() if hooks else ())
-    )
+    for hook in hooks.values() if hooks else ():
+        if not isinstance(hook, partial) or not hook.func.__module__.startswith("torchgradx."):
+            return True
+    return False
 
 
 def forget(where: Iterable[Tensor]) -> bool:
