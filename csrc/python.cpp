@@ -184,12 +184,12 @@ void bind_pass(py::module_& m) {
           "dots",
           [](const Pass& self) { return self.dots.defined() ? std::optional<Tensor>(self.dots) : std::nullopt; })
       .def("add_dots", &Pass::add_dots)
-      .def("book", [](Pass& self, py::object use) { self.book({nullptr, std::make_shared<Callback>(Callback{use})}); })
+      .def("book", [](Pass& self, py::object use) { self.book(std::make_shared<Callback>(Callback{std::move(use)})); })
       .def("take_booked",
            [](Pass& self) {
              py::list uses;
              for (const Kept& kept : self.take_booked())
-               uses.append(kept.use ? py::cast(kept.use) : kept.other->function);
+               uses.append(kept.index() == 0 ? py::cast(std::get<0>(kept)) : std::get<1>(kept)->function);
              return uses;
            })
       .def("finish", [](Pass& self, int64_t parameter, const Tensor& sq_norms) { self.finish(parameter, sq_norms); })

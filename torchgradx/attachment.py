@@ -137,7 +137,8 @@ class Attachment:
         attachments.discard(self)
         self._audit.stop()
         self._record.frames.turn(False)
-        self._record.close()
+        self._recorder.shields = False
+        self._record.books.close(run for run, _ in self._record.runs)
         self._drained()
 
     def _drained(self) -> None:

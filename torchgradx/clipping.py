@@ -68,8 +68,10 @@ class Books:
         """From now on uses are kept. scaled: .grad will have to be unscaled."""
         self._recorder.books, self._scaled = True, scaled
 
-    def close(self) -> None:
+    def close(self, runs: Iterable[Any]) -> None:
         self._recorder.books = False
+        for run in runs:
+            run.take_booked()
         where = [p for p, _ in self._heard.values()]
         for place in list(self._heard):
             self._forget(place)
@@ -125,9 +127,8 @@ class Books:
     @property
     def disturbed(self) -> bool:
         """Return True if anything but this record's backwards has changed .grad."""
-        return self._torn or any(
-            True for _ in self._changed(self._marks, self._parameters.tensors())
-        )
+        changed = self._changed(self._marks, self._parameters.tensors())
+        return self._torn or next(changed, None) is not None
 
     def _as_before(self, place: int) -> bool:
         before, grad = self._samples.get(place), self._parameters.tensor(place).grad

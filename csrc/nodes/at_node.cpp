@@ -183,8 +183,7 @@ class AtNode : public torch::autograd::FunctionPreHook {
       if (!pass_->arrive({place}, nullptr)) continue;
       for (int64_t more = 1; more < counted; ++more) pass_->arrive({place}, nullptr);
       pass_->finish(place, sq_norms, static_cast<int64_t>(row));
-      if (gradients.defined())
-        pass_->book({std::make_shared<Booked>(place, gradients[static_cast<int64_t>(row)]), nullptr});
+      if (gradients.defined()) pass_->book(std::make_shared<Booked>(place, gradients[static_cast<int64_t>(row)]));
     }
     return true;
   }

@@ -108,8 +108,7 @@ void Use::serve(const Operands& operands, const Saved& saved, const Tensor& weig
     add(site->layer->weight_dots(operands, of_part(v, site->weight_rows)));
   if (const Tensor v = wants_bias ? direction(site->bias) : Tensor(); v.defined())
     add(widened(site->layer->bias_rows(operands)).sum(1).mv(of_part(v, site->bias_rows).flatten()));
-  if (!site->recorder->books) return;
-  pass->book({std::make_shared<Booked>(*this, saved, weight, grad_output, gradients), nullptr});
+  if (site->recorder->books) pass->book(std::make_shared<Booked>(*this, saved, weight, grad_output, gradients));
 }
 
 }  // namespace torchgradx

@@ -16,6 +16,7 @@
 #include <string>
 #include <unordered_map>
 #include <utility>
+#include <variant>
 #include <vector>
 
 namespace torchgradx {
@@ -90,10 +91,7 @@ struct Owners {
 
 using Refusal = std::pair<int64_t, std::string>;  // (site, cause): torchgradx/refusals.py
 
-struct Kept {  // for clipping: a use of the extension's, or one that Python made
-  std::shared_ptr<Booked> use;
-  std::shared_ptr<Callback> other;
-};
+using Kept = std::variant<std::shared_ptr<Booked>, std::shared_ptr<Callback>>;  // for clipping: a use, or Python's own
 
 struct Tally {                   // of what a backward adds to the record besides norms
   std::vector<int64_t> balance;  // graph edges into each parameter, minus recorded uses: anything but 0 is unaccounted

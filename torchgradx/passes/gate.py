@@ -1,4 +1,4 @@
-"""What csrc/record/backward.cpp puts at a parameter's node, where there is no extension."""
+"""What a backward does at the node of a parameter."""
 
 from __future__ import annotations
 
@@ -8,11 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["put_gate"]
+__all__ = ["executes", "put_gate", "receives"]
+
+
+def executes(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad, which only captures: no .grad receives anything
+        return False
+
+
+def receives(parameter: Tensor) -> bool:
+    """Return True if this backward adds to a parameter's .grad."""
+    return executes(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
 def put_gate(recorder: Any, place: int, node: Any, p: Tensor) -> None:
-    """Have the node of p let nothing through under norms only, or tell what met no pass."""
+    """As Gate in csrc/record/backward.cpp."""
     here = weakref.ref(recorder)
 
     def gate(grads: tuple[Tensor | None]) -> tuple[None] | None:

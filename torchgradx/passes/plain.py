@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gate import put_gate
+from .gate import executes, put_gate
 from .versions import Versions
 
-__all__ = ["Pass", "Recorder", "receives"]
+__all__ = ["Pass", "Recorder"]
 
 Term = tuple[int, Tensor | None, Tensor, Any]  # (site or -1, activations, gradients, whose rows)
 Slot = tuple[int, Tensor]  # a parameter's place in the table, and the tensor that stands there now
@@ -26,18 +26,6 @@ Slot = tuple[int, Tensor]  # a parameter's place in the table, and the tensor th
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _executes(node: Any) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # autograd.grad, which only captures: no .grad receives anything
-        return False
-
-
-def receives(parameter: Tensor) -> bool:
-    """Return True if this backward adds to a parameter's .grad."""
-    return _executes(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
 class _OfThread(threading.local):
@@ -289,7 +277,7 @@ class Pass:
 
     def _needed(self, place: int) -> bool:
         node = self._owners[place]
-        return node is None or _executes(node)
+        return node is None or executes(node)
 
     def call(
         self, site: int, slots: Sequence[Slot], sizes: Sequence[int], given: Sequence[Tensor] = ()

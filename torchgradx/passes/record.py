@@ -160,13 +160,6 @@ class Record:
         self._fates = {"reset"} if self._fates else self._fates
         self._read = False
 
-    def close(self) -> None:
-        """The probe leaves; what is recorded stays to be read."""
-        self.books.close()
-        self._recorder.shields = False
-        for run, _ in self.runs:
-            run.take_booked()
-
     def undo(self, tasks: Sequence[int]) -> None:
         """Backwards that failed leave nothing; the passes that they began are forgotten."""
         self.runs = [entry for entry in self.runs if entry[0].recorded]
@@ -297,13 +290,10 @@ class Record:
 
     def _groups(self, per: str) -> dict[str, list[int]]:
         """The places of what was trainable in any of the passes, by parameter or by module."""
-        places = sorted(set().union(*(run.trainable for run, _ in self.runs)))
-        if per == "model":
-            return {"": places} if places else {}
         groups: dict[str, list[int]] = {}
-        for place in places:
-            name = self._parameters.names[place]
-            key = name if per == "parameter" else name.rpartition(".")[0]
+        for place in sorted(set().union(*(run.trainable for run, _ in self.runs))):
+            name = "" if per == "model" else self._parameters.names[place]
+            key = name.rpartition(".")[0] if per == "module" else name
             groups.setdefault(key, []).append(place)
         return groups
 

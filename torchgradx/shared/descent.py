@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ops import NATIVE
-from ..passes.plain import receives
+from ..passes.gate import receives
 from ..passes.unpacking import spared
 from ..proof.layout import BATCH, NOWHERE, SEQUENCE
 from ..refusals import cause
