@@ -20,9 +20,9 @@ namespace {
 using torch::autograd::SavedVariable;
 
 // A tensor kept as autograd keeps one, for layers that run again in Python.
-struct Kept {
+struct Packed {
   SavedVariable value;
-  explicit Kept(const Tensor& t) : value(t.detach(), /*is_output=*/false) {}
+  explicit Packed(const Tensor& t) : value(t.detach(), /*is_output=*/false) {}
   Tensor unpack() const {
     return value.unpack();
   }
@@ -93,8 +93,7 @@ void bind_pass(py::module_& m) {
       .def_readwrite("auditing", &Recorder::auditing)
       .def_property("asking", &Recorder::asking, &Recorder::set_asking)
       .def_readwrite("books", &Recorder::books)
-      .def("book",
-           [](const Recorder& self, std::shared_ptr<Pass> run, py::object use) { self.booked()(run, std::move(use)); })
+      .def_readwrite("shields", &Recorder::shields)
       .def("audited", &Recorder::audited)
       .def_property_readonly("sound",  // nothing was refused, and every edge belongs to a use
                              [](const Recorder& self) {
@@ -185,6 +184,14 @@ void bind_pass(py::module_& m) {
           "dots",
           [](const Pass& self) { return self.dots.defined() ? std::optional<Tensor>(self.dots) : std::nullopt; })
       .def("add_dots", &Pass::add_dots)
+      .def("book", [](Pass& self, py::object use) { self.book(std::make_shared<Callback>(Callback{std::move(use)})); })
+      .def("take_booked",
+           [](Pass& self) {
+             py::list uses;
+             for (const Kept& kept : self.take_booked())
+               uses.append(kept.index() == 0 ? py::cast(std::get<0>(kept)) : std::get<1>(kept)->function);
+             return uses;
+           })
       .def("finish", [](Pass& self, int64_t parameter, const Tensor& sq_norms) { self.finish(parameter, sq_norms); })
       .def("clear", &Pass::clear)
       .def("state", &Pass::state)
@@ -329,7 +336,8 @@ void bind_capture(py::module_& m) {
       .def_property_readonly("parameters", &Booked::parameters)
       .def_property_readonly("intact", &Booked::intact)
       .def("weighted", &Booked::weighted, py::arg("factors"), py::arg("parameters"),
-           py::call_guard<py::gil_scoped_release>());  // it may run autograd
+           py::call_guard<py::gil_scoped_release>())  // it may run autograd
+      .attr("runs_again") = false;
 
   py::class_<Recurrence>(m, "Recurrence")
       .def(py::init([](int64_t cell, bool biases, bool both_ways, bool projects, bool single, bool training,
@@ -376,7 +384,7 @@ void bind_capture(py::module_& m) {
     return found;
   });
 
-  py::class_<Kept>(m, "Saved").def(py::init<const Tensor&>()).def("unpack", &Kept::unpack);
+  py::class_<Packed>(m, "Saved").def(py::init<const Tensor&>()).def("unpack", &Packed::unpack);
 }
 
 }  // namespace torchgradx

@@ -149,6 +149,22 @@ def test_without_clipping_nothing_comes_to_grad():
         refuses(torchgradx.CoverageError, "nothing is recorded", probe, model, BOUND)
 
 
+def test_grad_stays_as_it_was_whatever_gradient_the_framework_makes():
+    """A user's weight gets one from its own product, at a node that a change of dtype replaces."""
+    model, x = nn.Sequential(rms_norm(4), nn.Linear(4, 3)), torch.randn(N, 5, 4)
+    with torchgradx.attach(model, **DEFERRED) as probe:
+        for dtype in (torch.float32, torch.float64):
+            model.to(dtype)
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 2)
+            square(model, x.to(dtype)).backward()
+            probe.norms()
+            assert all(bool((p.grad == 2).all()) for p in model.parameters())
+        with probe.paused():
+            square(model, x.to(dtype)).backward()
+        assert all(bool((p.grad != 2).any()) for p in model.parameters())
+
+
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_hooks_on_parameters_are_refused(where):
     """They see the gradient that is not clipped, or none: what they do to it would be lost."""

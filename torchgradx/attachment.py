@@ -73,7 +73,7 @@ class Attachment:
             self._layers = find_layers(model, self._parameters, options)
             verdicts = known(model, options)
         forward_to = partial(weakly, weakref.ref(self))  # the graph owns what it calls
-        methods = ("_began", "_finish", "_drained", "_met", "_booked", "_astray")
+        methods = ("_began", "_finish", "_drained", "_met", "_received", "_astray")
         count = len(self._parameters.names)
         self._recorder = Recorder(count, *map(forward_to, methods))
         shared = (self._recorder, self._parameters, self._layers, options)
@@ -116,8 +116,7 @@ class Attachment:
                 site = site_of(modules[layer.name], layer, index, context)
                 self._sites.append(site)
                 self._trace.add(modules[layer.name], layer, getattr(site, "core", None))
-            if not self._options["weight_grad"]:
-                self._audit.shield()
+            self._recorder.shields = not self._options["weight_grad"]
             self._audit.attend()
             if self._options["clip"]:
                 scaled = isinstance(self._options["loss_scale"], torch.amp.GradScaler)
@@ -138,7 +137,8 @@ class Attachment:
         attachments.discard(self)
         self._audit.stop()
         self._record.frames.turn(False)
-        self._record.books.close()
+        self._recorder.shields = False
+        self._record.books.close(run for run, _ in self._record.runs)
         self._drained()
 
     def _drained(self) -> None:
@@ -355,8 +355,11 @@ class Attachment:
     def _finish(self, run: Pass, parameter: int) -> None:
         self._record.finish(run, parameter)
 
-    def _booked(self, run: Pass, use: Any) -> None:
-        self._record.books.keep(run, use)
+    def _received(self, place: int, gradient: Tensor | None) -> None:
+        if self._recorder.shields:
+            self._audit.mute(place)
+        elif gradient is not None:
+            self._record.books.apart(place, gradient)
 
     def _settle(self) -> None:
         """Cache verdicts once their backward has ended and matched .grad."""

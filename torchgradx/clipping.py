@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .factors import Group
-from .passes.plain import receives
-from .proof.listening import forget
+from .proof.listening import forget, others
 from .refusals import RefusedError, refused_all
 from .sharding import data_parallel, mean_over, scattered
 from .sites.copies import untraced
@@ -27,7 +26,7 @@ from .sites.copies import untraced
 if TYPE_CHECKING:
     from .table import Parameters
 
-__all__ = ["Books", "Sum", "dense", "runs_again"]
+__all__ = ["Books", "Sum", "dense"]
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -46,10 +45,11 @@ class Books:
 
     def __init__(self, recorder: Any, parameters: Parameters) -> None:
         self._recorder, self._parameters = recorder, parameters
-        self._kept: deque[tuple[Any, Any, int]] = deque()  # (pass, use, backward)
+        self._kept: deque[tuple[Any, Any, list[int]]] = deque()  # (pass, use, its parameters)
+        self._tensors: list[Tensor] = []  # the table, while it is clipped
         self._others: dict[int, Tensor] = {}  # by place
         self._versions: list[int] = []  # of the parameters, when the record began
-        self._heard: dict[int, tuple[Tensor, list[Any]]] = {}  # by place, and our hooks
+        self._heard: dict[int, tuple[Tensor, Any]] = {}  # by place, and our hook
         self._marks: dict[int, tuple[int, int]] = {}  # .grad as backwards left it, by place
         self._samples: dict[int, Tensor] = {}  # of .grad then, where it is to be unscaled
         self._scaled = False
@@ -68,8 +68,10 @@ class Books:
         """From now on uses are kept. scaled: .grad will have to be unscaled."""
         self._recorder.books, self._scaled = True, scaled
 
-    def close(self) -> None:
+    def close(self, runs: Iterable[Any]) -> None:
         self._recorder.books = False
+        for run in runs:
+            run.take_booked()
         where = [p for p, _ in self._heard.values()]
         for place in list(self._heard):
             self._forget(place)
@@ -88,7 +90,7 @@ class Books:
             return
         tensors = self._parameters.tensors()
         if not first:
-            self._torn = self._torn or any(map(self._changed, self._marks))
+            self._torn = self.disturbed
             return
         self.clear()
         for place, p in enumerate(tensors):
@@ -101,12 +103,11 @@ class Books:
         """Also where another parameter stood before."""
         self._forget(place)
         after = partial(self._accumulated, place)
-        before = p.register_hook(partial(self._received, place))
-        self._heard[place] = p, [before, p.register_post_accumulate_grad_hook(after)]
+        self._heard[place] = p, p.register_post_accumulate_grad_hook(after)
 
     def _forget(self, place: int) -> None:
-        for handle in self._heard.pop(place, (None, []))[1]:
-            handle.remove()
+        if place in self._heard:
+            self._heard.pop(place)[1].remove()
 
     @untraced
     def _accumulated(self, place: int, p: Tensor) -> None:
@@ -115,17 +116,19 @@ class Books:
             if self._scaled:
                 self._samples[place] = _sample(p.grad)
 
-    def _changed(self, place: int) -> bool:
-        """Return True if .grad is not as a backward left it (under DDP, which averages: gone)."""
-        grad = self._parameters.tensor(place).grad
-        if grad is None or self._ddp() is not None:
-            return grad is None
-        return _mark(grad) != self._marks.get(place)
+    def _changed(self, places: Iterable[int], tensors: Sequence[Tensor]) -> Iterator[int]:
+        """Of which .grad is not as a backward left it (under DDP, which averages: gone)."""
+        averaged = self._ddp() is not None
+        for place in places:
+            grad = tensors[place].grad
+            if grad is None or (not averaged and _mark(grad) != self._marks.get(place)):
+                yield place
 
     @property
     def disturbed(self) -> bool:
         """Return True if anything but this record's backwards has changed .grad."""
-        return self._torn or any(map(self._changed, self._marks))
+        changed = self._changed(self._marks, self._parameters.tensors())
+        return self._torn or next(changed, None) is not None
 
     def _as_before(self, place: int) -> bool:
         before, grad = self._samples.get(place), self._parameters.tensor(place).grad
@@ -133,24 +136,16 @@ class Books:
             return False
         return bool(before.any()) and torch.equal(_sample(grad), before)
 
-    def keep(self, run: Any, use: Any) -> None:
-        self._kept.append((run, use, torch._C._current_graph_task_id()))
-
-    def undo(self, tasks: Sequence[int], alone: bool) -> None:
-        """Drop what failed backwards brought; alone: the record holds nothing else."""
+    def undo(self, alone: bool) -> None:
+        """Backwards failed; alone: the record holds nothing else."""
         if alone:
             self.clear()
         elif self._recorder.books:
-            self._kept = deque(entry for entry in self._kept if entry[2] not in tasks)
             self._torn = True  # of their gradients a part is there
 
-    @untraced
-    def _received(self, place: int, gradient: Tensor) -> None:
+    def apart(self, place: int, gradient: Tensor) -> None:
         """Keep apart what comes from a backward that met no pass."""
-        task = torch._C._current_graph_task_id()
-        if not self._kept or self._recorder.audited(task):
-            return
-        if receives(self._parameters.tensor(place)):
+        if self._versions and not self.closed:
             before = self._others.get(place)
             gradient = gradient.detach()
             self._others[place] = gradient.clone() if before is None else before + gradient
@@ -165,16 +160,17 @@ class Books:
             raise RuntimeError(
                 "this record is clipped already: clip once, between backward and step"
             )
-        tensors = self._parameters.tensors()
-        self._refuse("clip_sharded", (k for k, p in enumerate(tensors) if scattered([p])))
-        uses = [use for _, use, _ in self._kept]
-        kept = {place for use in uses for place in use.parameters}
+        tensors = self._tensors = self._parameters.tensors()
+        if scattered(tensors):
+            self._refuse("clip_sharded", (k for k, p in enumerate(tensors) if scattered([p])))
+        self._kept.extend((run, use, use.parameters) for run in runs for use in run.take_booked())
+        kept = {place for _, _, places in self._kept for place in places}
         self._idle = {place for place in self._unsure(kept) if _nothing_came(place, runs)}
         kept -= self._idle
         stale = (k for k in kept if tensors[k]._version != self._versions[k])
         self._refuse("clip_weights", stale)
         self._refuse("clip_hooks", (k for k in kept if _hooked(tensors[k])))
-        torn = (k for use in uses if not use.intact for k in use.parameters)
+        torn = (k for _, use, places in self._kept if not use.intact for k in places)
         self._refuse("clip_inputs", torn)
         self._check_grads(kept, unscaled)
 
@@ -183,14 +179,14 @@ class Books:
         return kept - self._marks.keys()
 
     def _check_grads(self, kept: set[int], unscaled: float) -> None:
-        tensors = self._parameters.tensors()
+        tensors = self._tensors
         self._refuse("clip_between", kept if self._torn else ())
         missing = (k for k in kept if tensors[k].grad is None or k not in self._marks)
         self._refuse("clip_missing", missing)
         # unscale_ leaves no trace of it in versions
         scaled = (k for k in kept if unscaled != 1 and self._as_before(k))
         self._refuse("clip_scaled", scaled)
-        self._refuse("clip_changed", filter(self._changed, kept))
+        self._refuse("clip_changed", self._changed(kept, tensors))
 
     def _refuse(self, why: str, places: Iterable[int]) -> None:
         names = [self._parameters.names[place] for place in sorted(set(places))]
@@ -208,9 +204,10 @@ class Books:
         clipped = [group for group in groups if ddp is not None or group.clips]
         met: set[int] = set()
         for found in self._sums(runs, clipped, unscaled, corrects=ddp is None):
-            add, before = found.differs or found.place in met, self._besides(found.place, unscaled)
-            _put(self._parameters.tensor(found.place), found, before, add, ddp is None)
-            met.add(found.place)
+            place = found.place
+            before = self._besides(place, unscaled) if place in self._others else None
+            _put(self._tensors[place], found, before, found.differs or place in met, ddp is None)
+            met.add(place)
         self.closed = True
         if ddp is not None:
             self._average(ddp, met, unscaled)
@@ -219,17 +216,17 @@ class Books:
         self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float, corrects: bool
     ) -> Iterator[Sum]:
         """Yield the sums of each kept use, and drop it. corrects: .grad, where few are clipped."""
-        numbers = {id(run): k for k, run in enumerate(runs)}
+        numbers, tensors = {id(run): k for k, run in enumerate(runs)}, self._tensors
         live = ((g, place) for g in groups for place in g.places if place not in self._idle)
         group_of = {place: group for group, place in live}
 
-        def of(run: Any, use: Any) -> Iterator[Sum]:
-            shares: dict[int, list[int]] = {}
-            for place in use.parameters:
+        def of(run: Any, use: Any, parameters: Sequence[int]) -> Iterator[Sum]:
+            shares: dict[Group, list[int]] = {}
+            for place in parameters:
                 if place in group_of:
-                    shares.setdefault(id(group_of[place]), []).append(place)
-            for places in shares.values():
-                p, group = self._parameters.tensor(places[0]), group_of[places[0]]
+                    shares.setdefault(group_of[place], []).append(place)
+            for group, places in shares.items():
+                p = tensors[places[0]]
                 differs = corrects and p.dtype not in HALVES and group.few
                 factors, scale = group.factors(numbers[id(run)], p, unscaled, differs)
                 try:
@@ -239,29 +236,23 @@ class Books:
                 for place, made in zip(places, weighted, strict=True):
                     yield Sum(place, made, scale, differs)
 
-        again = [entry for entry in self._kept if runs_again(entry[1])]
-        yield from [found for run, use, _ in again for found in of(run, use)]  # one may fail
+        again = [entry for entry in self._kept if entry[1].runs_again]
+        yield from [found for entry in again for found in of(*entry)]  # one may fail
+        for entry in again:
+            self._kept.remove(entry)
         while self._kept:
-            run, use, _ = self._kept.popleft()
-            if not runs_again(use):
-                yield from of(run, use)
+            yield from of(*self._kept.popleft())
 
     def _besides(self, place: int, unscaled: float) -> Tensor | None:
         others = self._others.get(place)
         return None if others is None else others * unscaled
 
     def _average(self, ddp: Any, met: set[int], unscaled: float) -> None:
-        tensors = enumerate(self._parameters.tensors())
-        grads = {place: p.grad for place, p in tensors if p.grad is not None}
+        grads = {k: p.grad for k, p in enumerate(self._tensors) if p.grad is not None}
         for place in grads.keys() - met:  # others' samples came to it
             before = self._besides(place, unscaled)
             grads[place].copy_(torch.zeros(()) if before is None else before)
         mean_over(ddp, list(grads.values()))
-
-
-def runs_again(use: Any) -> bool:
-    """Return True for a use whose module is recomputed to clip it."""
-    return bool(getattr(use, "runs_again", False))
 
 
 def _nothing_came(place: int, runs: Sequence[Any]) -> bool:
@@ -285,11 +276,7 @@ def _sample(grad: Tensor) -> Tensor:
 
 def _hooked(p: Tensor) -> bool:
     """Return True if it has hooks of the user's."""
-    for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks):
-        for hook in hooks.values() if hooks else ():
-            if not isinstance(hook, partial) or not hook.func.__module__.startswith(__package__):
-                return True
-    return False
+    return others(p._backward_hooks) or others(p._post_accumulate_grad_hooks)
 
 
 def dense(made: Tensor) -> Tensor:

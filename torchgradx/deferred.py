@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .clipping import Books, Sum, dense, runs_again
+from .clipping import Books, Sum, dense
 from .factors import Group, report_overflow
 from .sharding import mean_over
 
@@ -36,15 +36,15 @@ class Deferred(Books):
             self._versions = [p._version for p in self._parameters.tensors()]
 
     def _unsure(self, kept: set[int]) -> set[int]:
-        again = (use for _, use, _ in self._kept if runs_again(use))
-        return {place for use in again for place in use.parameters}
+        again = (places for _, use, places in self._kept if use.runs_again)
+        return {place for places in again for place in places}
 
     def _check_grads(self, kept: set[int], unscaled: float) -> None:
         pass
 
     def clip(self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float) -> None:
         """Add the weighted sums to .grad, under DistributedDataParallel their mean."""
-        tensors, ddp = self._parameters.tensors(), self._ddp()
+        tensors, ddp = self._tensors, self._ddp()
         sums: Iterable[Sum] = self._sums(runs, groups, unscaled, corrects=False)
         if ddp is not None:
             sums = _averaged(ddp, tensors, sums)

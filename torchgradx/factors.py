@@ -42,14 +42,15 @@ class Group:
 
     def factors(self, k: int, p: Tensor, unscaled: float, less_1: bool) -> tuple[Tensor, float]:
         """Return [N] of pass k, and a scale for the sums: float16 keeps small factors apart."""
-        narrow, wide = p.dtype == torch.float16, accumulation_dtype(p.dtype)
-        key = k, p.device, narrow, wide, less_1
+        key = k, p.device, p.dtype, less_1
         if key not in self._made:
+            narrow, wide = p.dtype == torch.float16, accumulation_dtype(p.dtype)
             factors = self._factors.split(self._sizes)[k].to(p.device)
-            factors = (factors - 1 if less_1 else factors) * unscaled
+            factors = factors - 1 if less_1 else factors
+            factors = factors if unscaled == 1 else factors * unscaled
             largest = float(factors.abs().amax()) if narrow and len(factors) else 1.0
             scale = largest if 0 < largest < float("inf") else 1.0
-            self._made[key] = (factors / scale).to(wide), scale
+            self._made[key] = (factors if scale == 1 else factors / scale).to(wide), scale
         return self._made[key]
 
 
@@ -65,7 +66,6 @@ def factors_of(
     says so.
     """
     exact = norms.double()
-    spoiled = 0.0 if drops else float("nan")
     if factors is None:
         if isinstance(max_norm, Tensor):
             bound = max_norm.to(norms.device, torch.float64)
@@ -79,7 +79,9 @@ def factors_of(
                 f"{max_norm!r}"
             )
         found = torch.where(exact <= bound, 1.0, bound / exact)
-        return found.masked_fill(~exact.isfinite(), spoiled)
+        if drops:
+            return found.masked_fill(~exact.isfinite(), 0.0)
+        return found + (exact - exact)  # nan where it is not finite, by fewer kernels
     found = factors(norms.clone())
     if not isinstance(found, Tensor) or found.shape != norms.shape:
         got = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
@@ -87,6 +89,7 @@ def factors_of(
     found = found.detach().double().masked_fill(norms == 0, 0.0)  # of a gradient of zeros
     if not bool((found.isfinite() | ~norms.isfinite()).all()):
         raise ValueError(f"factors must be finite where the norms are; got {found}")
+    spoiled = 0.0 if drops else float("nan")
     return found.masked_fill(~exact.isfinite() & (found != 0), spoiled)
 
 

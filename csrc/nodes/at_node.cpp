@@ -2,7 +2,7 @@
 // a user's RMSNorm, a layer scale, the framework's norms under a user's class. The kernels read the node's gradient and
 // its saved operand once, and make nothing of their size. torchgradx/shared/descent.py serves what this does not.
 #include "../operators/ops.h"
-#include "../record/pass.h"
+#include "site.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/generated/Functions.h>
@@ -121,9 +121,9 @@ struct Served {
 // Python says it once, when the first gradient is there.
 struct Terms {
   enum Wants : int64_t { kElse, kSquares, kGradients };
-  Callback ask, keep;  // keep(place, gradients [N, C] acc)
+  Callback ask;
   std::atomic<int64_t> task{-1}, wants{kElse};
-  Terms(py::object ask, py::object keep) : ask{std::move(ask)}, keep{std::move(keep)} {}
+  explicit Terms(py::object ask) : ask{std::move(ask)} {}
 };
 
 class AtNode : public torch::autograd::FunctionPreHook {
@@ -185,10 +185,7 @@ class AtNode : public torch::autograd::FunctionPreHook {
       if (!pass_->arrive({place}, nullptr)) continue;
       for (int64_t more = 1; more < counted; ++more) pass_->arrive({place}, nullptr);
       pass_->finish(place, sq_norms, static_cast<int64_t>(row));
-      if (!gradients.defined()) continue;
-      const Tensor kept = gradients[static_cast<int64_t>(row)];
-      py::gil_scoped_acquire gil;
-      terms_->keep.function(place, kept.size(1) == 1 ? kept.squeeze(1) : kept.sum(1));
+      if (gradients.defined()) pass_->book(std::make_shared<Booked>(place, gradients[static_cast<int64_t>(row)]));
     }
     return true;
   }
@@ -197,8 +194,7 @@ class AtNode : public torch::autograd::FunctionPreHook {
 }  // namespace
 
 void bind_at_node(py::module_& m) {
-  py::class_<Terms, std::shared_ptr<Terms>>(m, "Terms")
-      .def(py::init<py::object, py::object>(), py::arg("ask"), py::arg("keep"));
+  py::class_<Terms, std::shared_ptr<Terms>>(m, "Terms").def(py::init<py::object>(), py::arg("ask"));
   m.def(
       "serve_at",  // False: a node of no such kind, or of other operands
       [](const py::object& python, std::shared_ptr<Pass> pass, const std::map<int64_t, std::array<int64_t, 2>>& leaves,

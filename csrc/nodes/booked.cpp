@@ -1,5 +1,6 @@
 // What a pass asks of a use besides norms: to be kept until its gradients are wanted once more, each sample's share
 // times a factor; and the products of each sample's gradient with given directions.
+#include "../operators/ops.h"
 #include "site.h"
 
 #include <ATen/ATen.h>
@@ -23,10 +24,9 @@ Booked::Booked(const Use& use, const Saved& saved, const Tensor& weight, const T
     : site_(use.site),
       layout_(site_->layout_of(*use.pass, use.index)),
       segments_(site_->segments_of(*use.pass, use.index)),
+      parameters_(use.parameters()),
       weight_(weight.defined() ? weight.detach() : weight),
-      gradients_(gradients),
-      of_weight_(use.wants_weight),
-      of_bias_(use.wants_bias) {
+      gradients_(gradients) {
   if (gradients_.defined()) return;
   saved_ = saved, grad_output_ = grad_output.detach();
   const bool alone = use.pass->n == 1;  // its gradient may become the .grad of what is expanded over the batch
@@ -39,12 +39,7 @@ Booked::Booked(const Use& use, const Saved& saved, const Tensor& weight, const T
   if (use.borrows && saved_.input.defined()) saved_.input = saved_.input.clone();
 }
 
-std::vector<int64_t> Booked::parameters() const {
-  std::vector<int64_t> parameters;
-  if (of_weight_) parameters.push_back(site_->weight);
-  if (of_bias_) parameters.push_back(site_->bias);
-  return parameters;
-}
+Booked::Booked(int64_t parameter, Tensor gradients) : parameters_({parameter}), gradients_(std::move(gradients)) {}
 
 bool Booked::intact() const {
   return versions_[0].stands() && versions_[1].stands();
@@ -52,11 +47,12 @@ bool Booked::intact() const {
 
 std::vector<Tensor> Booked::weighted(const Tensor& factors, const std::vector<int64_t>& parameters) const {
   const at::NoGradGuard no_grad;
+  if (!site_) return {affine_sum(gradients_, factors, gradients_.scalar_type())};
   const auto asked = [&](int64_t parameter) {
     return std::find(parameters.begin(), parameters.end(), parameter) != parameters.end();
   };
   const Layer& layer = *site_->layer;
-  const Wanted wanted{false, of_weight_ && asked(site_->weight), of_bias_ && asked(site_->bias)};
+  const Wanted wanted{false, asked(site_->weight), asked(site_->bias)};
   std::vector<Tensor> found;
   const auto give = [&](const Gradients& made) {
     if (wanted.weight) found.push_back(among(made.weight, site_->weight_rows, 0));
@@ -112,10 +108,7 @@ void Use::serve(const Operands& operands, const Saved& saved, const Tensor& weig
     add(site->layer->weight_dots(operands, of_part(v, site->weight_rows)));
   if (const Tensor v = wants_bias ? direction(site->bias) : Tensor(); v.defined())
     add(widened(site->layer->bias_rows(operands)).sum(1).mv(of_part(v, site->bias_rows).flatten()));
-  if (!site->recorder->books) return;
-  auto booked = std::make_shared<Booked>(*this, saved, weight, grad_output, gradients);
-  py::gil_scoped_acquire gil;
-  site->recorder->booked()(pass, std::move(booked));
+  if (site->recorder->books) pass->book(std::make_shared<Booked>(*this, saved, weight, grad_output, gradients));
 }
 
 }  // namespace torchgradx

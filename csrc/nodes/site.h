@@ -101,19 +101,23 @@ struct Use : torch::CustomClassHolder {
 class Booked {
  public:
   Booked(const Use& use, const Saved& saved, const Tensor& weight, const Tensor& grad_output, const Tensor& gradients);
-  std::vector<int64_t> parameters() const;
+  Booked(int64_t parameter, Tensor gradients);  // [N, P, C] in the wider type, at a node of the framework's
+  at::IntArrayRef parameters() const {
+    return parameters_;
+  }
   bool intact() const;  // what it keeps is as it was
-  // Of these parameters: the sums over the samples, each times its factor [N]. Those of factor 0 are left out.
+  // Of these, all or some of its parameters: the sums over the samples, each times its factor [N]. Those of factor 0
+  // are left out.
   std::vector<Tensor> weighted(const Tensor& factors, const std::vector<int64_t>& parameters) const;
 
  private:
   std::shared_ptr<Site> site_;
-  Layout layout_;
+  Layout layout_ = Layout::kBatch;
   std::shared_ptr<Segments> segments_;
+  c10::SmallVector<int64_t, 2> parameters_;
   Saved saved_;
   Tensor weight_, grad_output_;
-  Tensor gradients_;  // of each sample, in place of saved_ and grad_output_; or undefined
-  bool of_weight_, of_bias_;
+  Tensor gradients_;                 // of each sample, in place of saved_ and grad_output_; or undefined
   std::array<Version, 2> versions_;  // of what it keeps
 };
 

@@ -6,10 +6,47 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace torchgradx {
 
 using torch::autograd::get_current_graph_task_id;
+using torch::autograd::variable_list;
+
+namespace {
+
+// At a parameter's node: under norms only nothing goes through, and clipping is told of what met no pass.
+struct Gate : torch::autograd::FunctionPreHook {
+  std::weak_ptr<Recorder> recorder;
+  int64_t parameter;
+  Node* node;  // which owns this
+
+  Gate(const std::shared_ptr<Recorder>& recorder, int64_t parameter, Node* node)
+      : recorder(recorder), parameter(parameter), node(node) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    const auto of = recorder.lock();
+    if (!of || !(of->shields || of->books)) return grads;
+    const bool met = of->audited(get_current_graph_task_id());
+    // The user's hooks that follow what is accumulated are called where nothing is, too.
+    if (of->shields ? met && node->tensor_post_acc_grad_hooks() : !met && grads[0].defined()) {
+      py::gil_scoped_acquire gil;
+      of->received()(parameter, grads[0]);
+    }
+    return of->shields && met ? variable_list(1) : grads;
+  }
+};
+
+}  // namespace
+
+void Recorder::put_gate(int64_t parameter, const NodePtr& node) {
+  if (!node || !(shields || books)) return;
+  for (const auto& hook : node->pre_hooks()) {
+    const auto* gate = dynamic_cast<const Gate*>(hook.get());
+    if (gate && gate->recorder.lock().get() == this) return;
+  }
+  node->add_pre_hook(std::make_unique<Gate>(shared_from_this(), parameter, &*node));
+}
 
 Tally& Recorder::tally(int64_t task) {
   Tally& found = tallies_[task];
@@ -164,10 +201,23 @@ void Pass::enter(int64_t task, const Node* at) {
 }
 
 Pass::State Pass::state() const {
-  return {entries, dots, create_graph, retained};
+  const std::lock_guard<std::mutex> lock(recorder->mutex);
+  return {entries, booked_, dots, create_graph, retained};
+}
+
+void Pass::book(Kept use) {
+  const std::lock_guard<std::mutex> lock(recorder->mutex);
+  booked_.push_back(std::move(use));
+}
+
+std::vector<Kept> Pass::take_booked() {
+  const std::lock_guard<std::mutex> lock(recorder->mutex);
+  return std::exchange(booked_, {});
 }
 
 void Pass::restore(const State& state) {
+  take_booked();
+  for (const Kept& use : state.booked) book(use);
   entries = state.entries, dots = state.dots;
   create_graph = state.create_graph, retained = state.retained;
 }

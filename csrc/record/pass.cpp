@@ -75,13 +75,13 @@ std::vector<const Node*> roots_beside(const std::unordered_set<Node*>& reached) 
 }  // namespace
 
 Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object met,
-                   py::object booked, py::object astray)
+                   py::object received, py::object astray)
     : parameters(parameters),
       began_(new Callback{std::move(began)}),
       finish_(new Callback{std::move(finish)}),
       drained_(new Callback{std::move(drained)}),
       met_(new Callback{std::move(met)}),
-      booked_(new Callback{std::move(booked)}),
+      received_(new Callback{std::move(received)}),
       astray_(new Callback{std::move(astray)}),
       before_{at::RecordFunction::currentThreadId(), 0, at::sequence_number::peek()} {}
 
@@ -115,7 +115,10 @@ Pass::Pass(std::shared_ptr<Recorder> recorder, int64_t n, const std::vector<Tens
   }
   // Hundreds of parameters are looked up anew only where one was exchanged.
   owners_ = this->recorder->owners();
-  if (!same(owners_, parameters)) this->recorder->set_owners(owners_ = owners_of(parameters));
+  if (!same(owners_, parameters)) {
+    this->recorder->set_owners(owners_ = owners_of(parameters));
+    for (size_t p = 0; p < parameters.size(); ++p) this->recorder->put_gate(static_cast<int64_t>(p), owners_->of[p]);
+  }
   structure = mixed(structure, n > 1 ? 7 : 8);  // where there is one sample nothing is proven
 }
 
@@ -124,6 +127,7 @@ bool Pass::track(int64_t parameter, const Tensor& tensor) {
   if (!node || owners_->of[parameter] == node) return true;
   const auto found = owners_->parameter.find(&*node);
   if (found != owners_->parameter.end() && owners_->of[found->second] == node) return false;
+  recorder->put_gate(parameter, node);
   auto owners = std::make_shared<Owners>(*owners_);  // of this pass alone
   owners->parameter[&*node] = parameter;
   std::swap(owners->of[parameter], node);
@@ -367,6 +371,7 @@ std::vector<int64_t> Pass::changed() const {
 void Pass::clear() {
   recorded = false;
   dots = Tensor();
+  take_booked();
   for (Entry& entry : entries) {
     entry.parts = 0;
     entry.late = false;

@@ -16,6 +16,7 @@
 #include <string>
 #include <unordered_map>
 #include <utility>
+#include <variant>
 #include <vector>
 
 namespace torchgradx {
@@ -26,6 +27,7 @@ using torch::autograd::Node;
 using NodePtr =
     std::decay_t<decltype(std::declval<const Tensor&>().grad_fn())>;  // shared or intrusive: torch changed it
 
+class Booked;
 class Pass;
 struct Segments;
 
@@ -89,6 +91,8 @@ struct Owners {
 
 using Refusal = std::pair<int64_t, std::string>;  // (site, cause): torchgradx/refusals.py
 
+using Kept = std::variant<std::shared_ptr<Booked>, std::shared_ptr<Callback>>;  // for clipping: a use, or Python's own
+
 struct Tally {                   // of what a backward adds to the record besides norms
   std::vector<int64_t> balance;  // graph edges into each parameter, minus recorded uses: anything but 0 is unaccounted
   std::vector<Refusal> refusals;
@@ -103,7 +107,7 @@ struct Stretch {  // of the graph nodes made on a thread, by sequence number
 class Recorder : public std::enable_shared_from_this<Recorder> {
  public:
   Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object met,
-           py::object booked, py::object astray);
+           py::object received, py::object astray);
 
   void enlist(const std::shared_ptr<Pass>& pass);
   void push(std::shared_ptr<Pass> pass);  // enlisted; nullptr: record nothing on this thread until pop()
@@ -139,10 +143,11 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   // Backwards, and parameters of which something is recorded that these did not receive.
   std::vector<std::pair<int64_t, int64_t>> untaken(const std::vector<int64_t>& tasks) const;
 
-  // Clipping: uses are kept as they arrive.
-  bool books = false;
-  py::object booked() const {
-    return booked_->function;
+  bool books = false;    // clipping: uses are kept as they arrive
+  bool shields = false;  // norms only: what a recorded backward brings leaves .grad as it was
+  void put_gate(int64_t parameter, const NodePtr& node);
+  py::object received() const {
+    return received_->function;
   }
 
   // Uses whose saved tensors went through hooks (checkpointing): their layers must stay as they are until they die.
@@ -173,7 +178,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   }
 
  private:
-  std::unique_ptr<Callback> began_, finish_, drained_, met_, booked_, astray_;
+  std::unique_ptr<Callback> began_, finish_, drained_, met_, received_, astray_;
   // The sum, how large its terms were, and whether somebody wrote into it: a single term is on its way to be .grad.
   struct Recorded {
     Tensor sum;
@@ -228,6 +233,8 @@ class Pass : public std::enable_shared_from_this<Pass> {
   std::vector<std::optional<Tensor>> directions;  // by parameter; none, or empty: no products with it
   Tensor dots;                                    // [N] in float64, of what has arrived; undefined before
   void add_dots(const Tensor& dots);
+  void book(Kept use);
+  std::vector<Kept> take_booked();
 
   struct Use {
     int64_t site;
@@ -271,6 +278,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
 
   struct State {  // of what backwards bring
     std::vector<Entry> entries;
+    std::vector<Kept> booked;
     Tensor dots;
     bool create_graph, retained;
   };
@@ -280,6 +288,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
 
  private:
   std::atomic<int64_t> task_{-1};  // the latest backward that came to it
+  std::vector<Kept> booked_;       // under the recorder's mutex
   void enter(int64_t task, const Node* at);
   int64_t forgotten_ = 0;  // uses of earlier forwards of the same samples
   // False: its gradient is another parameter's.

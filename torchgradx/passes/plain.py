@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .gate import executes, put_gate
 from .versions import Versions
 
-__all__ = ["Pass", "Recorder", "receives"]
+__all__ = ["Pass", "Recorder"]
 
 Term = tuple[int, Tensor | None, Tensor, Any]  # (site or -1, activations, gradients, whose rows)
 Slot = tuple[int, Tensor]  # a parameter's place in the table, and the tensor that stands there now
@@ -25,18 +26,6 @@ Slot = tuple[int, Tensor]  # a parameter's place in the table, and the tensor th
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _executes(node: Any) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # autograd.grad, which only captures: no .grad receives anything
-        return False
-
-
-def receives(parameter: Tensor) -> bool:
-    """Return True if this backward adds to a parameter's .grad."""
-    return _executes(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
 class _OfThread(threading.local):
@@ -63,11 +52,11 @@ class Recorder:
         finish: Callable[[Pass, int], None],
         drained: Callable[[], None],
         met: Callable[[int, Tensor], None],
-        booked: Callable[[Pass, Any], None],
+        received: Callable[[int, Tensor | None], None],
         astray: Callable[[], Pass | None],
     ) -> None:
-        self._astray = astray
-        self.book, self.books = booked, False
+        self.received, self._astray = received, astray
+        self.books = self.shields = False
         self.began, self.finish = began, finish
         self.balance = [0] * parameters
         self._refusals: dict[int, list[tuple[int, str]]] = {}  # by backward; -1: outside of any
@@ -259,15 +248,16 @@ class Pass:
         self._terms: dict[int, list[tuple[Term, Versions]]] = {}
         self._late: set[int] = set()
         self.dots: Tensor | None = None
+        self._booked: list[Any] = []
 
     def state(self) -> Any:
         """Return what backwards have brought."""
         terms = {place: list(kept) for place, kept in self._terms.items()}
         flags = self.create_graph, self.retained
-        return dict(self._sq_norms), terms, set(self._late), self.dots, flags
+        return dict(self._sq_norms), terms, set(self._late), self.dots, [*self._booked], flags
 
     def restore(self, state: Any) -> None:
-        self._sq_norms, self._terms, self._late, self.dots, flags = state
+        self._sq_norms, self._terms, self._late, self.dots, self._booked, flags = state
         self.create_graph, self.retained = flags
 
     def forget(self) -> None:
@@ -281,12 +271,13 @@ class Pass:
             node = torch.autograd.graph.get_gradient_edge(tensor).node
             anothers = node is not self._owners[place] and node in self._owners
             self._owners[place] = node
+            put_gate(self.recorder, place, node, tensor)
             return not anothers
         return True
 
     def _needed(self, place: int) -> bool:
         node = self._owners[place]
-        return node is None or _executes(node)
+        return node is None or executes(node)
 
     def call(self, site: int, slots: Sequence[Slot], sizes: Sequence[int], given: Any = ()) -> int:
         if self.astray:
@@ -375,6 +366,13 @@ class Pass:
 
     def add_dots(self, dots: Tensor) -> None:
         self.dots = dots.double() + (0 if self.dots is None else self.dots)
+
+    def book(self, use: Any) -> None:
+        self._booked.append(use)
+
+    def take_booked(self) -> list[Any]:
+        booked, self._booked = self._booked, []
+        return booked
 
     def total(self, places: Sequence[int] | None = None) -> Tensor:
         total = torch.zeros(self.n, dtype=torch.float64)

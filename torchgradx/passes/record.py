@@ -164,7 +164,7 @@ class Record:
         """Backwards that failed leave nothing; the passes that they began are forgotten."""
         self.runs = [entry for entry in self.runs if entry[0].recorded]
         self.mismatched = {key for key in self.mismatched if key[0] not in tasks}
-        self.books.undo(tasks, alone=not self.runs)
+        self.books.undo(alone=not self.runs)
         if not self.runs:
             self.note("backward_failed")
 
@@ -292,9 +292,9 @@ class Record:
         """The places of what was trainable in any of the passes, by parameter or by module."""
         groups: dict[str, list[int]] = {}
         for place in sorted(set().union(*(run.trainable for run, _ in self.runs))):
-            name = self._parameters.names[place]
-            keys = {"parameter": name, "module": name.rpartition(".")[0], "model": ""}
-            groups.setdefault(keys[per], []).append(place)
+            name = "" if per == "model" else self._parameters.names[place]
+            key = name.rpartition(".")[0] if per == "module" else name
+            groups.setdefault(key, []).append(place)
         return groups
 
     def factors(self, runs: Sequence[Any]) -> Tensor:

@@ -26,7 +26,7 @@ from ..shared.lift import Lift, Met
 from ..sites.copies import untraced
 from .forwards import Forwards, Looked
 from .layout import NOWHERE
-from .listening import Listening
+from .listening import Listening, others
 from .routes import routes
 from .structure import Examiner
 from .verdict import Verdict, finite, from_outside
@@ -63,7 +63,6 @@ class Audit:
         # What their first pass has yet to agree with: (key, key whatever the sizes, verdict, pass).
         self._pending: list[tuple[Any, Any, Verdict, Any]] = []
         self._listening, self._always_listening = Listening(), Listening()
-        self._shielded: dict[int, tuple[int, int]] = {}  # by place: the keys of our two hooks
         self._heard_at = WeakIdKeyDictionary()  # tensors that we listen at in every backward
         self._deferred: set[int] = set()
         self._awaiting: dict[tuple[int, int], Tensor] = {}  # what deferred parameters received
@@ -72,7 +71,7 @@ class Audit:
         native = [set(layer.parameters) for layer in layers if layer.kind != "vmap"]
         # Nothing counts the uses inside a module that is run again: its sum is compared every time.
         self.always = set().union(*rerun).difference(*native)
-        self._before: dict[int, tuple[Tensor | None, dict[int, Any], int]] = {}
+        self._muted: dict[int, tuple[dict[int, Any], int]] = {}  # by place: hooks, and backward
 
     # Forward
 
@@ -201,31 +200,19 @@ class Audit:
 
     # Backward
 
-    def shield(self) -> None:
-        """Norms only: what a recorded backward brings leaves .grad as it was."""
-        for place, p in enumerate(self._parameters.tensors()):
-            if p.requires_grad and place not in self._shielded:
-                self._shield(place, p)
-
-    def _shield(self, place: int, p: Tensor) -> None:
-        before = self._always_listening.before(p, partial(self._received, place))
-        last = self._always_listening.after(p, partial(self._accumulated, place))
-        self._shielded[place] = before, last
-        self._heard_at[p] = place
-
     def _hears(self, place: int) -> bool:
         """Return whether what is recorded of a parameter will be held against what it receives."""
         return place in self.always or self._recorder.auditing
 
     def attend(self) -> None:
         """Compare always what modules that run again receive."""
-        self.always &= {*self._heard(self.always), *self._shielded}
+        self.always &= set(self._heard(self.always))
 
     def _heard(self, places: Iterable[int]) -> Iterator[int]:
         tensors = self._parameters.wholes()
         for place in places:
             p = tensors[place]
-            if p.requires_grad and p.is_leaf and place not in self._shielded:
+            if p.requires_grad and p.is_leaf:
                 self._hear(place, p)
                 yield place
 
@@ -246,18 +233,13 @@ class Audit:
             for p in both:
                 if not p.requires_grad or p in self._heard_at:
                     continue
-                if place in self._shielded:
-                    self._shield(place, p)
-                elif place in self.always:
+                if place in self.always:
                     self._hear(place, p)
 
     def hooked(self) -> list[int]:
         """Norms only: the parameters with hooks of the user's, which are called with a gradient."""
-        if not self._shielded:
-            return []
-        tensors = self._parameters.wholes()
-        return [place for place, (ours, _) in self._shielded.items()
-                if any(key != ours for key in tensors[place]._backward_hooks or ())]  # fmt: skip
+        tensors = self._parameters.wholes() if self._recorder.shields else []
+        return [place for place, p in enumerate(tensors) if others(p._backward_hooks)]
 
     def _listen(self) -> None:
         """Hold what each parameter receives against what is recorded, until settled."""
@@ -268,46 +250,31 @@ class Audit:
             list(self._heard(set(range(len(self._parameters.names))) - self.always))
 
     @untraced
-    def _received(self, place: int, gradient: Tensor | None) -> Tensor | None:
-        task = torch._C._current_graph_task_id()
-        settled = not self._recorder.auditing and (task, place) in self._lift.delivered
-        if settled and place not in self._shielded:
-            return None
-        hooks: dict[int, Any] = self._parameters.tensor(place)._post_accumulate_grad_hooks or {}
-        quiet = gradient is None and len(hooks) < 2 and not self._recorder.auditing
-        if several_at_once() or (quiet and place not in self.always):
-            return None  # the latter: nothing is accumulated, and nobody else would be told
-        always = place in self.always and (task, place) not in self._lift.delivered
-        compared = gradient if self._recorder.auditing or always else None
-        met = self._recorder.audited(task)
-        if compared is not None and not met:  # this backward met no pass, as yet
+    def _received(self, place: int, gradient: Tensor | None) -> None:
+        key = torch._C._current_graph_task_id(), place
+        always = place in self.always and key not in self._lift.delivered
+        if gradient is None or several_at_once() or not (always or self._recorder.auditing):
+            return
+        met = self._recorder.audited(key[0])
+        if not met:  # this backward met no pass, as yet
             self._began(None)
-            self._unmet.add((task, place))
-        if compared is not None and met and place not in self._deferred:
-            self._compare((task, place), compared.detach())
-        elif compared is not None:
-            self._awaiting[task, place] = compared.detach().clone()
-        if not met or place not in self._shielded or (gradient is None and len(hooks) == 1):
-            return None
-        p = self._parameters.tensor(place)
-        self._before[place] = p.grad, dict(hooks), task
-        if gradient is not None:
-            p.grad = None
-        for theirs in set(hooks) - {self._shielded[place][1]}:
-            del hooks[theirs]  # nothing is accumulated, so nothing follows it
-        return None
+            self._unmet.add(key)
+        if met and place not in self._deferred:
+            self._compare(key, gradient.detach())
+        else:
+            self._awaiting[key] = gradient.detach().clone()
 
-    @untraced
-    def _accumulated(self, place: int, p: Tensor) -> None:
-        if place in self._before:
-            p.grad, hooks, _ = self._before.pop(place)
-            p._post_accumulate_grad_hooks.clear()
-            p._post_accumulate_grad_hooks.update(hooks)
+    def mute(self, place: int) -> None:
+        """Norms only: nothing is accumulated in this backward, so no hook follows it."""
+        hooks: Any = self._parameters.tensor(place)._post_accumulate_grad_hooks
+        if hooks:
+            self._muted[place] = dict(hooks), torch._C._current_graph_task_id()
+            hooks.clear()
 
     def over(self, tasks: Sequence[int], done: bool) -> None:
         """End backwards, however they did. One inside of another meets a pass if that other did."""
         self._lift.delivered = {key for key in self._lift.delivered if key[0] not in tasks}
-        if self._unmet or self._before or self._awaiting:
+        if self._unmet or self._muted or self._awaiting:
             self._clear(tasks, done)
         if done and self.always:  # what runs again may use other weights than its forward did
             left = self._recorder.untaken(tasks)
@@ -322,8 +289,9 @@ class Audit:
             inside = {key for key in unmet if not (ops.NATIVE and self._recorder.audited(key[0]))}
             if done and any(map(self._recorder.audited, tasks)):
                 self._record.mismatched |= inside
-        for place in [place for place, (*_, task) in self._before.items() if task in tasks]:
-            self._accumulated(place, self._parameters.tensor(place))
+        for place in [place for place, (_, task) in self._muted.items() if task in tasks]:
+            hooks: Any = self._parameters.tensor(place)._post_accumulate_grad_hooks
+            hooks.update(self._muted.pop(place)[0])
         for key in [key for key in self._awaiting if key[0] in tasks]:
             gradient = self._awaiting.pop(key)  # of a use that no gradient came to
             if done and self._recorder.audited(key[0]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .. import ops
 
-__all__ = ["Listening", "forget"]
+__all__ = ["Listening", "forget", "others"]
 
 
 class Listening:
@@ -19,24 +20,16 @@ class Listening:
         self._handles: list[Any] = []
         self.heard: dict[int, Tensor] = {}  # by id: where our hooks are, or what they left
 
-    def before(self, p: Tensor, hook: Callable[[Tensor], Tensor | None]) -> int:
-        """Sees the gradient as it comes, before the user's own hooks change it; its key."""
+    def before(self, p: Tensor, hook: Callable[[Tensor], None]) -> None:
+        """Sees the gradient as it comes, before the user's own hooks change it."""
         handle = p.register_hook(hook)
         hooks: dict[int, Any] = p._backward_hooks  # type: ignore[assignment]
         theirs = {key: h for key, h in hooks.items() if key != handle.id}
         for key in theirs:  # torch calls them as they were put in, whatever move_to_end() says
             del hooks[key]
         hooks.update(theirs)
-        return self._keep(p, handle)
-
-    def after(self, p: Tensor, hook: Callable[[Tensor], None]) -> int:
-        """Is called once .grad has it; its key."""
-        return self._keep(p, p.register_post_accumulate_grad_hook(hook))
-
-    def _keep(self, p: Tensor, handle: Any) -> int:
         self._handles.append(handle)
         self.heard[id(p)] = p
-        return handle.id
 
     def stop(self) -> None:
         for handle in self._handles:
@@ -48,6 +41,14 @@ class Listening:
         """Remove what is left, where nobody listens any more and no backward runs."""
         if self.heard and not self._handles and forget(self.heard.values()):
             self.heard = {}
+
+
+def others(hooks: Any) -> bool:
+    """Return True if a tensor's hooks are not all ours."""
+    for hook in hooks.values() if hooks else ():
+        if not isinstance(hook, partial) or not hook.func.__module__.startswith("torchgradx."):
+            return True
+    return False
 
 
 def forget(where: Iterable[Tensor]) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ops import NATIVE
-from ..passes.plain import receives
+from ..passes.gate import receives
 from ..passes.unpacking import spared
 from ..proof.layout import BATCH, NOWHERE, SEQUENCE
 from ..refusals import cause
@@ -94,7 +94,7 @@ class Descent:
             known[leaf.place] += 1
             if known[leaf.place] > leaf.calls:  # the sum over its uses waits for this one too
                 run.expect(leaf.place, tensors[leaf.place])
-        terms = Terms(self._wants, self._keep) if guarded else None  # not ours: it holds this
+        terms = Terms(self._wants) if guarded else None  # not ours: it holds this
         for node, station in way.items():
             if terms is not None and self._in_one(node, station, terms):
                 continue
@@ -121,11 +121,6 @@ class Descent:
         if not self._counts or torch.is_grad_enabled() or self._compares:
             return 0
         return 1 if self._final else 2 * self._books
-
-    @untraced
-    def _keep(self, place: int, gradients: Tensor) -> None:
-        shape = self._tensors[place].shape
-        self._recorder.book(self._run, BySample(place, gradients.reshape(-1, *shape)))
 
     def _at_once(self, station: Station, incoming: Sequence[Tensor | None]) -> None:
         self._arrive(station, incoming)
@@ -336,7 +331,7 @@ class Descent:
             if self._recorder.books:
                 if self._run.n == 1 and isinstance(whole, Tensor):
                     whole = whole.clone()  # it becomes .grad, into which another backward adds
-                self._recorder.book(self._run, BySample(leaf.place, whole))
+                self._run.book(BySample(leaf.place, whole))
             v = self._run.directions[leaf.place] if self._run.directions else None
             if v is not None:
                 self._run.add_dots(along(whole, v))

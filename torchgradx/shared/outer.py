@@ -180,6 +180,8 @@ def _added_up(g: LookedUp, rows: Tensor) -> Tensor:
 class BySample:
     """Gradients of one parameter, kept as they are for clipping."""
 
+    runs_again = False
+
     def __init__(self, place: int, grads: Gradients) -> None:
         self.parameters, self._grads = [place], grads
         self._versions = Versions(operands(grads))

@@ -15,7 +15,7 @@ __all__ = ["Booked"]
 
 
 class Booked:
-    runs_again = True
+    runs_again = True  # its module, to clip it
 
     def __init__(self, call: Call, places: list[int], silent: Any) -> None:
         self.parameters, self._call, self._silent = places, as_it_stands(call), silent

@@ -353,10 +353,10 @@ class FallbackSite:
             for place, name in zip(places, names, strict=True):
                 run.finish(place, norms[name])
             if books:
-                self._recorder.book(run, Booked(call, places, self._silent))
+                run.book(Booked(call, places, self._silent))
             return
         if books and not small:
-            self._recorder.book(run, Booked(call, places, self._silent))
+            run.book(Booked(call, places, self._silent))
         way, chunks = per_sample_gradients(call, self._silent, books and not small)
         self.layer.notes[way] = None
         kept: list[list[Tensor]] = [[] for _ in places]
@@ -379,7 +379,7 @@ class FallbackSite:
         for k, place in enumerate(places):
             joined = torch.cat(kept[k]) if kept[k] else torch.zeros(0)
             if small and kept[k]:
-                self._recorder.book(run, BySample(place, joined))
+                run.book(BySample(place, joined))
             if waits[k]:
                 run.add(place, joined)
             elif small and kept[k]:

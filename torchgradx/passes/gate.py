@@ -1,0 +1,43 @@
+"""What a backward does at the node of a parameter."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["executes", "put_gate", "receives"]
+
+
+def executes(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad, which only captures: no .grad receives anything
+        return False
+
+
+def receives(parameter: Tensor) -> bool:
+    """Return True if this backward adds to a parameter's .grad."""
+    return executes(torch.autograd.graph.get_gradient_edge(parameter).node)
+
+
+def put_gate(recorder: Any, place: int, node: Any, p: Tensor) -> None:
+    """As Gate in csrc/record/backward.cpp."""
+    here = weakref.ref(recorder)
+
+    def gate(grads: tuple[Tensor | None]) -> tuple[None] | None:
+        of = here()
+        if of is None or not (of.shields or of.books):
+            return None
+        met = of.audited(torch._C._current_graph_task_id())
+        follow: Any = p._post_accumulate_grad_hooks
+        if (met and follow) if of.shields else not (met or grads[0] is None):
+            of.received(place, grads[0])
+        return (None,) if of.shields and met else None
+
+    gates: Any = node.metadata.setdefault("torchgradx gates", weakref.WeakSet())
+    if (recorder.shields or recorder.books) and recorder not in gates:
+        gates.add(recorder)
+        node.register_prehook(gate)
