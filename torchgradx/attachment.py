@@ -290,7 +290,10 @@ class Attachment:
         looked = self._audit.forwards.stop(whole, out)
         key: Any = None if run is None else self._audit.key(run, looked)
         seen = self._seen.last
-        known = whole and seen is None and self._seen.ids is None and self._audit.knows(key)
+        plain = whole and run and seen is None and self._seen.ids is None and out is not None
+        known, recalled = plain and self._audit.knows(key), None
+        if plain and not known and not self._segments.applies(None):
+            known = recalled = self._audit.recall(run, key, looked, tensors_in(out))
         uses = [] if run is None or known else [*self._seen.inner, *run.uses()]
         self._recorder.pop()
         self._seen.calls.pop()
@@ -314,7 +317,7 @@ class Attachment:
         elif seen is None:
             alone = run.n == 1 and one_of_several(self._options, (args, kwargs), out)
             with self._samples.quiet():
-                self._audit.examine(run, key, looked, alone, uses, outputs, self._sites)
+                self._audit.examine(run, key, looked, alone, recalled, uses, outputs, self._sites)
                 self._segments.rescue(run, uses, outputs, self._sites, looked.ends)
             self._audit.forwards.listen(run.layouts)
         else:

@@ -31,6 +31,9 @@ from .routes import routes
 from .structure import Examiner
 from .verdict import Verdict, finite, from_outside
 
+if ops.NATIVE:
+    from .._C import undelivered
+
 if TYPE_CHECKING:
     from ..passes.record import Record
     from ..sites.recurrent import Site
@@ -85,7 +88,24 @@ class Audit:
         verdicts = self._proven.get(key)
         return verdicts is not None and len(verdicts) == 1 and verdicts[0].lasting
 
-    def examine(self, run: Any, key: Any, looked: Looked, broadcast: bool, *shown: Any) -> None:
+    def recall(self, run: Any, key: Any, looked: Looked, outputs: Sequence[Tensor]) -> Any:
+        """Return (verdict, where its plan's nodes are) where nothing else is to be looked at."""
+        held = self._proven.get(key, ())
+        if not ops.NATIVE or len(held) != 1 or looked.ends or self._parameters.gathered():
+            return None
+        verdict = held[0]
+        more = verdict.routes or verdict.reach or verdict.zeros is not None or verdict.refusals
+        if verdict.plan is None or more or any(pending[0] == key for pending in self._pending):
+            return None
+        try:
+            met = self._lift.recall(run, verdict.plan, outputs)
+        except Exception:  # it is said where a forward is examined
+            return None
+        return met and (verdict, met)
+
+    def examine(
+        self, run: Any, key: Any, looked: Looked, broadcast: bool, recalled: Any, *shown: Any
+    ) -> None:
         """Apply what is known of a forward's structure, or examine it. Never fails the forward."""
         if broadcast:
             run.refuse(-1, "one_row")
@@ -93,7 +113,12 @@ class Audit:
             self._tell(run, self._proven[key][0])
             return
         try:
-            self._examine(run, key, looked, *shown)
+            if recalled:
+                self._tell(run, recalled[0])
+                tensors = self._parameters.latest()  # its graph shows the same
+                self._lift.begin(run, recalled[1], self.forwards.first, tensors)
+            else:
+                self._examine(run, key, looked, *shown)
         except CoverageError:  # the user's backward would fail
             raise
         except Exception as error:
@@ -120,7 +145,7 @@ class Audit:
 
         def fits(verdict: Verdict) -> bool:
             """Return whether this pass goes the way that was proven."""
-            if not verdict.holds(self._parameters.tensors(), chosen):
+            if not verdict.holds(self._parameters.tensors, chosen):
                 return False
             if verdict.reach != self.examiner.reach(uses, outputs, looked):
                 return False
@@ -129,8 +154,8 @@ class Audit:
 
         held = [v for k, _, v, _ in self._pending if k == key] + self._proven.get(key, [])
         verdict = next(filter(fits, held), None)
-        calls = self._calls(key, uses)
         if verdict is None:
+            calls = self._calls(key, uses)
             for other in self._alike.get(calls, ()):
                 moved = self.examiner.transferred(other, run, uses, outputs, sites, looked)
                 if moved is not None and fits(moved):
@@ -155,7 +180,7 @@ class Audit:
             self._follow(run, verdict.sites)
         met = meet(verdict)
         if met:
-            self._lift.begin(run, met, uses, self.forwards.first)
+            self._lift.begin(run, met, self.forwards.first, self._parameters.wholes())
 
     def expect(self, keys: list[Any], verdict: Verdict, run: Any) -> None:
         """Cache a verdict under these keys once the pass's backward has agreed."""
@@ -231,7 +256,10 @@ class Audit:
 
     def _hear(self, place: int, p: Tensor) -> None:
         listening = self._always_listening if place in self.always else self._listening
-        listening.before(p, partial(self._received, place))
+        hook = partial(self._received, place)
+        if ops.NATIVE:  # without Python where it would return at once
+            hook = partial(undelivered, self._recorder, self._lift.delivered, place, hook)
+        listening.before(p, hook)
         if place in self.always:
             self._heard_at[p] = place
 
@@ -306,7 +334,8 @@ class Audit:
 
     def over(self, tasks: Sequence[int], done: bool) -> None:
         """End backwards, however they did. One inside of another meets a pass if that other did."""
-        self._lift.delivered = {key for key in self._lift.delivered if key[0] not in tasks}
+        delivered = self._lift.delivered
+        delivered -= {key for key in delivered if key[0] in tasks}
         if self._unmet or self._before or self._awaiting:
             self._clear(tasks, done)
         if done and self.always:  # what runs again may use other weights than its forward did

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..ops import NATIVE
+from ..proof.layout import BATCH, SEQUENCE
 from .frontier import Graph, Node, Plan, below, is_leaf
 from .products import CAST, SUM, gives_on, is_elementwise
+
+if NATIVE:
+    from .._C import Stop
 
 __all__ = ["Leaf", "Station", "Trail", "Way", "stations"]
 
@@ -31,6 +36,10 @@ class Station:
     inward: dict[int, tuple[int, int]] = field(default_factory=dict)  # to a node's key and output
     leaves: dict[int, Leaf] = field(default_factory=dict)
 
+    def counted(self) -> dict[int, tuple[int, int]]:
+        """Return by operand the parameter's place, and how many of its edges are counted."""
+        return {operand: (leaf.place, leaf.counted) for operand, leaf in self.leaves.items()}
+
 
 class Way(NamedTuple):
     """Between the frontier and the parameters to serve."""
@@ -48,15 +57,23 @@ class Trail(NamedTuple):
     guarded: list[int]
     inside: list[bool]
     links: list[int]
+    stops: list[Any]  # of stations that the extension may serve: at_node.cpp
 
     @staticmethod
     def of(way: Way, numbers: dict[Node, int]) -> Trail:
+        stops = [
+            Stop(numbers[node], k, station.layout == SEQUENCE, station.counted())
+            for k, (node, station) in enumerate(way.stations.items())
+            if station.layout in (BATCH, SEQUENCE) and not station.inward
+            if all(leaf.alone and leaf.counted for leaf in station.leaves.values())
+        ]
         return Trail(
             [numbers[node] for node in way.stations],
             [*way.stations.values()],
             [numbers[node] for node in way.guarded],
             [*way.guarded.values()],
             [numbers[node] for node in way.links],
+            stops,
         )
 
 

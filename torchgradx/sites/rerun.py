@@ -80,7 +80,8 @@ class FallbackSite:
         self._lifted = False  # its latest use was served at the graph's nodes
         self._mixes = isinstance(module, MIXED)
         beside = any("." in name for name in self._own.values())  # of a container within it
-        self._slots = None if beside or self._mixes else (*map(tuple, (self._own.values(), self._own)),)
+        plain = not beside and not self._mixes
+        self._slots = (tuple(self._own.values()), tuple(self._own)) if plain else None
         self._hooks = Hooks(module)
         self._made_first = any(map(makes_weight, module._forward_pre_hooks.values()))
         if self._made_first:
@@ -123,11 +124,12 @@ class FallbackSite:
         return own or any(children)
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        held = None if self._lifted else next(iter(self._held(module).values()), None)
-        draws = held is not None and may_draw(module)
-        self._call.regime = None if held is None else Regime.current(held.device, draws)
+        call, held = self._call, None
+        if not self._lifted:
+            held = next(iter(self._held(module).values()), None)
+        call.regime = held if held is None else Regime.current(held.device, may_draw(module))
         if not self._made_first:
-            self._opened()
+            call.first = torch.autograd._get_sequence_nr()
 
     def _held(self, module: nn.Module) -> dict[int, Tensor]:
         """Return the parameters that are trained, by their places."""
