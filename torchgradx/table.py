@@ -93,10 +93,6 @@ class Parameters:
         kept = {id(whole): part for part, whole in pairs(self._modules)}
         return [kept.get(id(p), p) for p in self.tensors()] if kept else self.tensors()
 
-    def latest(self) -> list[Tensor]:
-        """Return what `tensors` returned last."""
-        return self._tensors
-
     def wholes(self) -> list[Tensor]:
         """Return the same, as forwards have computed with them."""
         found = {id(part): whole for part, whole in pairs(self._modules)}

@@ -80,9 +80,6 @@ def of_each(given: Any, n: int) -> list[Tensor]:
 def flattened(arguments: Any, n: int, batch_dim: int) -> bool:
     """Return True if the first tensor holds flattened or packed rows, not N samples nor one."""
     args, kwargs = arguments
-    first = args[0] if args and isinstance(args[0], Tensor) else None
-    if first is not None and first.dim() and _has_sizes(first) and _size(first, batch_dim) == n:
-        return False  # as most
     if any(of_each(given, n) for given in (*args, *kwargs.values())):
         return False
     first = next((t for t in sized(arguments) if t.dim()), None)

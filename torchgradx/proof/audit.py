@@ -8,6 +8,7 @@ the graph into a parameter must belong to a recorded use (csrc/record/pass.cpp).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from math import hypot
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ if ops.NATIVE:
 
 if TYPE_CHECKING:
     from ..passes.record import Record
+    from ..shared.frontier import Plan
     from ..sites.recurrent import Site
     from ..table import Parameters
 
@@ -91,16 +93,15 @@ class Audit:
     def recall(self, run: Any, key: Any, looked: Looked, outputs: Sequence[Tensor]) -> Any:
         """Return (verdict, where its plan's nodes are) where nothing else is to be looked at."""
         held = self._proven.get(key, ())
-        if not ops.NATIVE or len(held) != 1 or looked.ends or self._parameters.gathered():
+        if len(held) != 1 or self._parameters.gathered():
             return None
-        verdict = held[0]
+        verdict, met = held[0], None
+        if verdict.lasting or not ops.NATIVE:
+            return (verdict, None) if verdict.lasting else None
         more = verdict.routes or verdict.reach or verdict.zeros is not None or verdict.refusals
-        if verdict.plan is None or more or any(pending[0] == key for pending in self._pending):
-            return None
-        try:
-            met = self._lift.recall(run, verdict.plan, outputs)
-        except Exception:  # it is said where a forward is examined
-            return None
+        if not more and not looked.ends and all(pending[0] != key for pending in self._pending):
+            with suppress(Exception):  # it is said where a forward is examined
+                met = self._lift.recall(run, verdict.plan, outputs)
         return met and (verdict, met)
 
     def examine(
@@ -109,16 +110,14 @@ class Audit:
         """Apply what is known of a forward's structure, or examine it. Never fails the forward."""
         if broadcast:
             run.refuse(-1, "one_row")
-        if self.knows(key) and not self._parameters.gathered():
-            self._tell(run, self._proven[key][0])
-            return
         try:
-            if recalled:
-                self._tell(run, recalled[0])
-                tensors = self._parameters.latest()  # its graph shows the same
-                self._lift.begin(run, recalled[1], self.forwards.first, tensors)
-            else:
+            if not recalled:
                 self._examine(run, key, looked, *shown)
+                return
+            verdict, met = recalled
+            self._tell(run, verdict)
+            if met:
+                self._lift.begin(run, met, self.forwards.first)
         except CoverageError:  # the user's backward would fail
             raise
         except Exception as error:
@@ -133,13 +132,9 @@ class Audit:
         outputs: Sequence[Tensor],
         sites: Sequence[Site],
     ) -> None:
-        mets: dict[int, Met] = {}  # by plan: each walks the graph
-
-        def meet(verdict: Verdict) -> Met | None:
-            plan = verdict.plan
-            if plan is not None and id(plan) not in mets:
-                mets[id(plan)] = self._lift.meet(run, plan, uses, sites, outputs)
-            return mets.get(id(plan))
+        @cache
+        def meet(plan: Plan | None) -> Met | None:
+            return self._lift.meet(run, plan, uses, sites, outputs) if plan else None
 
         chosen = cache(partial(routes, outputs, run.n))
 
@@ -149,7 +144,7 @@ class Audit:
                 return False
             if verdict.reach != self.examiner.reach(uses, outputs, looked):
                 return False
-            met = meet(verdict)
+            met = meet(verdict.plan)
             return met is None or (met.way is not None and not met.mute and met.same)
 
         held = [v for k, _, v, _ in self._pending if k == key] + self._proven.get(key, [])
@@ -178,9 +173,9 @@ class Audit:
         self._tell(run, verdict)
         if self._parameters.gathered():
             self._follow(run, verdict.sites)
-        met = meet(verdict)
+        met = meet(verdict.plan)
         if met:
-            self._lift.begin(run, met, self.forwards.first, self._parameters.wholes())
+            self._lift.begin(run, met, self.forwards.first)
 
     def expect(self, keys: list[Any], verdict: Verdict, run: Any) -> None:
         """Cache a verdict under these keys once the pass's backward has agreed."""

@@ -41,8 +41,8 @@ class Met(NamedTuple):
 
     lifted: list[int]  # sites
     enclosed: list[int]  # parameters read beside the calls of their modules, of edges not counted
-    way: dict[Node, Station] | None  # but for stations that the extension serves
-    # None: consumed otherwise than when it was proven
+    # But for stations that the extension serves. None: consumed otherwise than when it was proven.
+    way: dict[Node, Station] | None
     same: bool = False  # its nodes look as they did, or their sizes leave no doubt
     ends: Sequence[tuple[Watched, int]] = ()  # of the frontier, with the layouts that were proven
     shapes: tuple[Shape | None, ...] = ()  # of the nodes now
@@ -252,10 +252,9 @@ class Lift:
             plan.trails[outline.key] = met._replace(ends=())
         return placed
 
-    def recall(self, run: Any, plan: Plan, outputs: Sequence[Tensor]) -> Met | None:
+    def recall(self, run: Any, plan: Any, outputs: Sequence[Tensor]) -> Met | None:
         """Return a plan's nodes in a graph that looks as one in which it held; else None."""
-        outline = Outline(run, outputs)
-        known = _known(plan, outline)
+        known = _known(plan, outline := Outline(run, outputs))
         met = known and _placed(run.n, known, outline)
         return None if met is None or met.mute else met
 
@@ -288,9 +287,8 @@ class Lift:
         enclosed = sorted(read - called - counted)
         return Met(lifted, enclosed, {}, same, ends, shapes, leaves, sorted(counted)), way
 
-    def begin(self, run: Any, met: Met, first: int, tensors: Sequence[Tensor]) -> None:
-        """Listen at the frontier, and below it. first: of the nodes that the forward made.
-        tensors: the table of parameters, as the forward has computed with them."""
+    def begin(self, run: Any, met: Met, first: int) -> None:
+        """Listen at the frontier, and below it. first: of the nodes that the forward made."""
         lifted = met.lifted  # what listens must not own the graph, which the outline does
 
         def refuse(where: Any, why: str) -> None:
@@ -314,7 +312,7 @@ class Lift:
             met.way,
             met.leaves,
             met.packed,
-            tensors,
+            self._parameters.wholes(),
             hears=self._hears,
             delivered=self.delivered,
             refuse=partial(refuse, self._recorder),
@@ -323,7 +321,8 @@ class Lift:
         )
         if met.trail is not None:
             met.outline.guard(run, met.trail.guarded, met.trail.inside, lifted)
-            descent.serve(met.outline, met.trail)
+            if run.n:
+                descent.serve(met.outline, met.trail)
 
     def _hears(self, leaf: Leaf) -> bool:
         """Return whether its gradient will be compared. What is counted edge by edge need not be,
@@ -349,10 +348,8 @@ class Lift:
 
 def _known(plan: Plan, outline: Any) -> Met | None:
     """Return what was found of a plan's nodes in a graph that looks the same."""
-    for look, met in plan.trails.items():
-        if outline.looks(look):
-            return met if all(map(gives_on, outline.nodes(met.trail.links))) else None
-    return None
+    met = next((met for look, met in plan.trails.items() if outline.looks(look)), None)
+    return met if met and all(map(gives_on, outline.nodes(met.trail.links))) else None
 
 
 def _placed(n: int, met: Met, outline: Any) -> Met:

@@ -36,10 +36,6 @@ class Station:
     inward: dict[int, tuple[int, int]] = field(default_factory=dict)  # to a node's key and output
     leaves: dict[int, Leaf] = field(default_factory=dict)
 
-    def counted(self) -> dict[int, tuple[int, int]]:
-        """Return by operand the parameter's place, and how many of its edges are counted."""
-        return {operand: (leaf.place, leaf.counted) for operand, leaf in self.leaves.items()}
-
 
 class Way(NamedTuple):
     """Between the frontier and the parameters to serve."""
@@ -61,12 +57,12 @@ class Trail(NamedTuple):
 
     @staticmethod
     def of(way: Way, numbers: dict[Node, int]) -> Trail:
-        stops = [
-            Stop(numbers[node], k, station.layout == SEQUENCE, station.counted())
-            for k, (node, station) in enumerate(way.stations.items())
-            if station.layout in (BATCH, SEQUENCE) and not station.inward
-            if all(leaf.alone and leaf.counted for leaf in station.leaves.values())
-        ]
+        stops = []
+        for k, (node, s) in enumerate(way.stations.items()):
+            counted = {operand: (x.place, x.counted) for operand, x in s.leaves.items() if x.alone}
+            plain = s.layout in (BATCH, SEQUENCE) and not s.inward and len(counted) == len(s.leaves)
+            if plain and all(count for _, count in counted.values()):
+                stops.append(Stop(numbers[node], k, s.layout == SEQUENCE, counted))
         return Trail(
             [numbers[node] for node in way.stations],
             [*way.stations.values()],
