@@ -6,7 +6,7 @@ import fnmatch
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter, is_
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["Context", "Parameters", "declared_layout", "find_layers", "owns_backward"]
 
 LAYOUTS = {"batch": BATCH, "sequence": SEQUENCE}
-_TRAINED = attrgetter("requires_grad")
 _MODES = "training", "_backward_hooks", "_backward_pre_hooks"  # hooks make nodes of the graph
 
 
@@ -102,12 +101,11 @@ class Parameters:
         """Return True if a backward gathers parameters from several processes."""
         return FSDP in sys.modules and gathers(self._modules)
 
-    def regime(self) -> tuple[tuple[Any, ...], ...]:
+    def regime(self) -> tuple[Any, ...]:
         """Return modes, hooks that add or hide graph nodes, and what is trained."""
         saving = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        modes = [column(self._states, key) for key in _MODES]
         odd = [m.training for m in self._odd]
-        return (*modes, *odd, saving), tuple(map(_TRAINED, self._tensors))
+        return facts(self._states, _MODES, self._tensors), saving, *odd
 
     def changed(self) -> bool:
         """Return True if modules, parameters, ties or options changed since attach."""
@@ -126,12 +124,13 @@ def _values(tables: Iterable[dict[str, Any]]) -> list[Any]:
 
 
 if ops.NATIVE:
-    from ._C import column, stand
+    from ._C import facts, stand
 else:
 
-    def column(tables: Iterable[dict[str, Any]], key: str) -> bytes:
-        """Return of each dictionary whether it holds something true there."""
-        return bytes(bool(table.get(key)) for table in tables)
+    def facts(tables: Iterable[dict[str, Any]], keys: Any, tensors: list[Tensor]) -> bytes:
+        """Return of each dictionary whether these are true, of each tensor if it is trained."""
+        held = [bool(table.get(key)) for table in tables for key in keys]
+        return bytes([*held, *(t.requires_grad for t in tensors)])
 
     def stand(tables: Iterable[dict[str, Any]], before: list[Any]) -> bool:
         """Return True if these dictionaries hold what they did, in order."""

@@ -3,10 +3,6 @@
 
 #include "../record/pass.h"
 
-#include <array>
-#include <atomic>
-#include <map>
-
 namespace torchgradx {
 
 // A pass's answer whether a backward wants squared norms alone, or the samples' gradients beside them, for clipping.

@@ -26,7 +26,7 @@ class Outline {
  public:
   Outline(const Pass& pass, const std::vector<Tensor>& outputs) {
     numbers_.reserve(1024);
-    key_.reserve(1 << 14);
+    key_.reserve(1 << 13);
     note(pass.n);
     for (const Tensor& t : outputs) note(t.grad_fn() ? number(t.grad_fn()) : -1), note(t.output_nr());
     for (size_t k = 0; k < nodes_.size(); ++k) describe(pass, k);  // grows as it goes
@@ -126,12 +126,14 @@ void bind_outline(py::module_& m) {
         if (k == before.size() || PyList_GET_ITEM(before.ptr(), k++) != value.ptr()) return false;
     return k == before.size();
   });
-  m.def("column", [](const py::list& tables, const py::str& key) {  // of each dictionary: whether this is true
-    std::string flags;
-    for (const py::handle table : tables) {
-      PyObject* const found = PyDict_GetItemWithError(table.ptr(), key.ptr());
-      flags.push_back(static_cast<char>(found && PyObject_IsTrue(found)));
-    }
+  m.def("facts", [](const py::list& tables, const py::tuple& keys, const std::vector<Tensor>& tensors) {
+    std::string flags;  // of each dictionary: whether these are true; of each tensor: whether it is trained
+    for (const py::handle table : tables)
+      for (const py::handle key : keys) {
+        PyObject* const found = PyDict_GetItemWithError(table.ptr(), key.ptr());
+        flags.push_back(static_cast<char>(found && PyObject_IsTrue(found)));
+      }
+    for (const Tensor& t : tensors) flags.push_back(static_cast<char>(t.requires_grad()));
     return py::bytes(flags);
   });
   py::class_<Outline>(m, "Outline")
