@@ -290,8 +290,11 @@ class Attachment:
         looked = self._audit.forwards.stop(whole, out)
         key: Any = None if run is None else self._audit.key(run, looked)
         seen = self._seen.last
-        known = whole and seen is None and self._seen.ids is None and self._audit.knows(key)
-        uses = [] if run is None or known else [*self._seen.inner, *run.uses()]
+        outputs, recalled = tensors_in(out), None
+        if whole and run and seen is None and not self._segments.applies(self._seen.ids):
+            recalled = self._audit.recall(run, key, looked, outputs)
+        uses = [] if run is None or recalled else [*self._seen.inner, *run.uses()]
+        outputs = outputs if uses else []
         self._recorder.pop()
         self._seen.calls.pop()
         inner = run and self._recorder.depth() and self._recorder.current() is run
@@ -306,7 +309,6 @@ class Attachment:
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 metadata: Any = node.metadata
                 metadata.setdefault("torchgradx", []).append(run)
-        outputs = tensors_in(out) if uses else []
         if run.in_graph:
             run.refuse(-1, "graph_and_eager")
         elif self._segments.examine(run, self._seen.ids, uses, outputs, self._sites, looked.ends):
@@ -314,7 +316,7 @@ class Attachment:
         elif seen is None:
             alone = run.n == 1 and one_of_several(self._options, (args, kwargs), out)
             with self._samples.quiet():
-                self._audit.examine(run, key, looked, alone, uses, outputs, self._sites)
+                self._audit.examine(run, key, looked, alone, recalled, uses, outputs, self._sites)
                 self._segments.rescue(run, uses, outputs, self._sites, looked.ends)
             self._audit.forwards.listen(run.layouts)
         else:
@@ -322,9 +324,9 @@ class Attachment:
             seen.append((verdict, [(site, sizes) for site, sizes, *_ in uses]))
         if seen is None and not run.in_graph:
             self._samples.listen(run, (key[0], *key[2:]), module, (args, kwargs or {}), out)
-        if not uses and not known and not run.refusals:
+        if not uses and not recalled and not run.refusals:
             self._record.note("no_use")
-        elif not uses and not known:  # nothing else would tell of its backward
+        elif not uses and not recalled:  # nothing else would tell of its backward
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 node.register_prehook(lambda _: run.arrive(run.trainable, True) and None)
 

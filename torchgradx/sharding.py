@@ -39,7 +39,11 @@ def _known(module: str, *names: str) -> tuple[type, ...]:
 def gathers(modules: Iterable[nn.Module]) -> bool:
     """Return True if a backward of their graph communicates: on one rank alone it would hang."""
     sharded = _known(FSDP, "FSDPModule", "FullyShardedDataParallel")
-    return bool(sharded) and any(isinstance(module, sharded) for module in modules)
+    return bool(sharded) and _any_of(modules, sharded)
+
+
+def _any_of(modules: Iterable[nn.Module], kinds: tuple[type, ...]) -> bool:
+    return any(issubclass(kind, kinds) for kind in set(map(type, modules)))
 
 
 def flattened(model: nn.Module) -> bool:
@@ -78,10 +82,10 @@ def part_here(p: Tensor) -> Tensor:
     return p._local_tensor if scattered([p]) else p  # type: ignore[attr-defined]
 
 
-def pairs(modules: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
+def pairs(modules: Sequence[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
     """Return (part, whole) of what fully_shard puts into one place in turn."""
     kinds = _known(FSDP, "FSDPModule")
-    for module in modules if kinds else ():
+    for module in modules if kinds and _any_of(modules, kinds) else ():
         for p in _gathered_by(module) if isinstance(module, kinds) else ():
             if "_unsharded_param" in vars(p):
                 yield p.sharded_param, p._unsharded_param

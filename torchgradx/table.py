@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Context", "Parameters", "declared_layout", "find_layers", "owns_backward"]
 
 LAYOUTS = {"batch": BATCH, "sequence": SEQUENCE}
+_MODES = "training", "_backward_hooks", "_backward_pre_hooks"  # hooks make nodes of the graph
 
 
 def _owner(name: str) -> str:
@@ -60,8 +61,10 @@ class Parameters:
         self._children = [m._modules for m in self._modules if m._modules]
         self._childless = [m._modules for m in self._modules if not m._modules]
         self._held = [m._parameters for m in self._modules]
-        self._standing = self._stand()
-        self._shape = self._present()
+        self._standing, self._there = _values(self._held), _values(self._children)
+        self._lengths = list(map(len, self._held))
+        self._states = list(map(vars, self._modules))
+        self._odd = [m for m in self._modules if "training" not in vars(m)]  # it is computed
         tied = [name for name, place in self._aliases.items() if self.names[place] != name]
         self._tied = [(modules[_owner(n)]._parameters, _key(n), self._aliases[n]) for n in tied]
 
@@ -76,11 +79,9 @@ class Parameters:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensor in each place now; the last one, where there is none."""
-        now = self._stand()
-        same = len(now) == len(self._standing) and all(map(is_, now, self._standing))
-        if not same:
+        if not stand(self._held, self._standing):
             self._tensors = list(map(self.tensor, range(len(self._slots))))
-            self._standing = now
+            self._standing = _values(self._held)
             self.computed = not all(p.is_leaf for p in self._tensors)
         return self._tensors
 
@@ -100,32 +101,41 @@ class Parameters:
         """Return True if a backward gathers parameters from several processes."""
         return FSDP in sys.modules and gathers(self._modules)
 
-    def regime(self) -> tuple[tuple[Any, ...], ...]:
+    def regime(self) -> tuple[Any, ...]:
         """Return modes, hooks that add or hide graph nodes, and what is trained."""
-        training, hooked = [], []
-        for k, module in enumerate(self._modules):  # at every forward: one loop
-            training.append(module.training)
-            if module._backward_hooks or module._backward_pre_hooks:
-                hooked.append(k)
         saving = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        return (*training, *hooked, saving), tuple([p.requires_grad for p in self._tensors])
+        odd = [m.training for m in self._odd]
+        return facts(self._states, _MODES, self._tensors), saving, *odd
 
     def changed(self) -> bool:
         """Return True if modules, parameters, ties or options changed since attach."""
-        if self.altered or any(self._childless) or self._present() != self._shape:
+        here = stand(self._children, self._there) and list(map(len, self._held)) == self._lengths
+        if self.altered or any(self._childless) or not here:
             return True
         now = self.tensors() if self._tied else []
         return any(held.get(key) is not now[place] for held, key, place in self._tied)
 
-    def _stand(self) -> list[Tensor | None]:
-        return [p for held in self._held for p in held.values()]
-
-    def _present(self) -> tuple[list[nn.Module | None], list[int]]:
-        children = [child for held in self._children for child in held.values()]
-        return children, list(map(len, self._held))
-
     def trainable(self) -> list[int]:
         return [place for place, p in enumerate(self.tensors()) if p.requires_grad]
+
+
+def _values(tables: Iterable[dict[str, Any]]) -> list[Any]:
+    return [value for table in tables for value in table.values()]
+
+
+if ops.NATIVE:
+    from ._C import facts, stand
+else:
+
+    def facts(tables: Iterable[dict[str, Any]], keys: Any, tensors: list[Tensor]) -> bytes:
+        """Return of each dictionary whether these are true, of each tensor if it is trained."""
+        held = [bool(table.get(key)) for table in tables for key in keys]
+        return bytes([*held, *(t.requires_grad for t in tensors)])
+
+    def stand(tables: Iterable[dict[str, Any]], before: list[Any]) -> bool:
+        """Return True if these dictionaries hold what they did, in order."""
+        now = _values(tables)
+        return len(now) == len(before) and all(map(is_, now, before))
 
 
 def find_layers(

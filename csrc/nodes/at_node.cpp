@@ -1,6 +1,8 @@
 // Squared norms of what acts element by element on samples, at the node that the framework made for it: `weight * h` of
 // a user's RMSNorm, a layer scale, the framework's norms under a user's class. The kernels read the node's gradient and
 // its saved operand once, and make nothing of their size. torchgradx/shared/descent.py serves what this does not.
+#include "at_node.h"
+
 #include "../operators/ops.h"
 #include "site.h"
 
@@ -78,6 +80,9 @@ std::optional<Arranged> product(generated::MulBackward0& node, int64_t weight, c
   const auto& edge = node.next_edge(weight);
   const auto shape = edge.function->input_metadata(edge.input_nr).shape_as_dim_vector();
   if (!x.defined() || x.sizes() != g.sizes() || g.is_complex()) return std::nullopt;
+  const bool last = shape.size() == 1 && x.dim() > 1 && shape[0] == x.size(-1);
+  if (last && !sequence && x.size(0) > 0 && x.size(0) % n == 0)  // as most: a view is enough
+    return Arranged{x.reshape({n, -1, 1, x.size(-1)}), g.reshape({n, -1, 1, x.size(-1)}), {}, {}};
   const auto by_sample = [&](const Tensor& t) {  // [N, *what the node would get for one sample]
     if (t.size(0) == 1 && n > 1)
       return sequence ? t[0].unflatten(0, {-1, n}).movedim(1, 0) : t[0].unflatten(0, {n, -1});
@@ -109,33 +114,15 @@ std::optional<Arranged> operands_of(Node& node, int64_t weight, const Tensor& g,
   return std::nullopt;
 }
 
-bool is_product(const Node& node) {
-  return dynamic_cast<const generated::MulBackward0*>(&node) != nullptr;
+template <class... Saved>
+bool unhooked(const Saved&... saved) {  // not saved through hooks, which may give it out once
+  return !(saved.has_hooks() || ...);
 }
-
-struct Served {
-  int64_t operand, place, counted;  // see stations.py
-};
-
-// A pass's answer whether a backward wants squared norms alone, or the samples' gradients beside them, for clipping.
-// Python says it once, when the first gradient is there.
-struct Terms {
-  enum Wants : int64_t { kElse, kSquares, kGradients };
-  Callback ask;
-  std::atomic<int64_t> task{-1}, wants{kElse};
-  explicit Terms(py::object ask) : ask{std::move(ask)} {}
-};
 
 class AtNode : public torch::autograd::FunctionPreHook {
  public:
-  AtNode(Node& node, std::shared_ptr<Pass> pass, std::vector<Served> leaves, bool sequence,
-         std::shared_ptr<Terms> terms, py::object otherwise)
-      : node_(node),
-        pass_(std::move(pass)),
-        leaves_(std::move(leaves)),
-        sequence_(sequence),
-        terms_(std::move(terms)),
-        otherwise_{std::move(otherwise)} {}
+  AtNode(Node& node, std::shared_ptr<Pass> pass, std::shared_ptr<const Stop> stop, std::shared_ptr<Terms> terms)
+      : node_(node), pass_(std::move(pass)), stop_(std::move(stop)), terms_(std::move(terms)) {}
 
   variable_list operator()(const variable_list& grads) override {
     const int64_t task = torch::autograd::get_current_graph_task_id();
@@ -149,23 +136,22 @@ class AtNode : public torch::autograd::FunctionPreHook {
     py::tuple given(grads.size());
     for (size_t k = 0; k < grads.size(); ++k)
       given[k] = grads[k].defined() ? py::cast(grads[k]) : py::object(py::none());
-    otherwise_.function(given);
+    terms_->otherwise.function(stop_->station, given);
     return grads;
   }
 
  private:
   Node& node_;  // which owns this
   const std::shared_ptr<Pass> pass_;
-  const std::vector<Served> leaves_;
-  const bool sequence_;
+  const std::shared_ptr<const Stop> stop_;
   const std::shared_ptr<Terms> terms_;
-  Callback otherwise_;
 
   bool serve(const Tensor& g) {
-    const bool bias = leaves_.back().operand == 2;
+    const auto& leaves = stop_->leaves;
+    const bool bias = leaves.count(2) > 0;
     std::optional<Arranged> found;
     try {
-      found = operands_of(node_, leaves_[0].operand, g.detach(), pass_->n, sequence_);
+      found = operands_of(node_, leaves.begin()->first, g.detach(), pass_->n, stop_->sequence);
     } catch (const std::exception&) {  // it is said where the others are
       return false;
     }
@@ -180,12 +166,14 @@ class AtNode : public torch::autograd::FunctionPreHook {
     else
       std::tie(std::ignore, sq_norms, gradients) =
           affine_by_sample(input.detach(), grad, std::nullopt, mean, rstd, /*frozen=*/false, bias);
-    for (size_t row = 0; row < leaves_.size(); ++row) {
-      const auto& [operand, place, counted] = leaves_[row];
+    int64_t row = -1;
+    for (const auto& [operand, leaf] : leaves) {
+      const auto [place, counted] = leaf;
+      ++row;
       if (!pass_->arrive({place}, nullptr)) continue;
       for (int64_t more = 1; more < counted; ++more) pass_->arrive({place}, nullptr);
-      pass_->finish(place, sq_norms, static_cast<int64_t>(row));
-      if (gradients.defined()) pass_->book(std::make_shared<Booked>(place, gradients[static_cast<int64_t>(row)]));
+      pass_->finish(place, sq_norms, row);
+      if (gradients.defined()) pass_->book(std::make_shared<Booked>(place, gradients[row]));
     }
     return true;
   }
@@ -193,27 +181,32 @@ class AtNode : public torch::autograd::FunctionPreHook {
 
 }  // namespace
 
+bool can_serve(const Node& node, const Stop& stop) {
+  const auto whole = [&] { return stop.leaves.count(1) && stop.leaves.size() == 1 + stop.leaves.count(2); };
+  if (auto* of = dynamic_cast<const generated::MulBackward0*>(&node))
+    return stop.leaves.size() == 1 && unhooked(of->self_, of->other_);
+  if (auto* of = dynamic_cast<const generated::NativeLayerNormBackward0*>(&node))
+    return whole() && unhooked(of->input_, of->weight_, of->result1_, of->result2_);
+  if (auto* of = dynamic_cast<const generated::FusedRmsNormBackward0*>(&node))
+    return whole() && unhooked(of->input_, of->weight_, of->result1_);
+  if (auto* of = dynamic_cast<const generated::NativeGroupNormBackward0*>(&node))
+    return whole() && unhooked(of->input_, of->weight_, of->result1_, of->result2_);
+  if (auto* of = dynamic_cast<const generated::NativeBatchNormBackward0*>(&node))
+    return whole() &&
+           unhooked(of->input_, of->weight_, of->running_mean_, of->running_var_, of->result1_, of->result2_);
+  return false;
+}
+
+void serve_at(Node& node, std::shared_ptr<Pass> pass, std::shared_ptr<const Stop> stop, std::shared_ptr<Terms> terms) {
+  node.add_pre_hook(std::make_unique<AtNode>(node, std::move(pass), std::move(stop), std::move(terms)));
+}
+
 void bind_at_node(py::module_& m) {
-  py::class_<Terms, std::shared_ptr<Terms>>(m, "Terms").def(py::init<py::object>(), py::arg("ask"));
-  m.def(
-      "serve_at",  // False: a node of no such kind, or of other operands
-      [](const py::object& python, std::shared_ptr<Pass> pass, const std::map<int64_t, std::array<int64_t, 2>>& leaves,
-         bool sequence, std::shared_ptr<Terms> terms, py::object otherwise) {
-        if (!torch::autograd::THPCppFunction_Check(python.ptr())) return false;
-        Node& node = *reinterpret_cast<torch::autograd::THPCppFunction*>(python.ptr())->cdata;
-        const bool norm = dynamic_cast<generated::NativeLayerNormBackward0*>(&node) ||
-                          dynamic_cast<generated::FusedRmsNormBackward0*>(&node) ||
-                          dynamic_cast<generated::NativeGroupNormBackward0*>(&node) ||
-                          dynamic_cast<generated::NativeBatchNormBackward0*>(&node);
-        const bool whole = norm ? leaves.count(1) && leaves.size() == 1 + leaves.count(2) : leaves.size() == 1;
-        if (!whole || !(norm || is_product(node)) || pass->n < 1) return false;
-        std::vector<Served> those;
-        for (const auto& [operand, leaf] : leaves) those.push_back({operand, leaf[0], leaf[1]});
-        node.add_pre_hook(std::make_unique<AtNode>(node, std::move(pass), std::move(those), sequence, std::move(terms),
-                                                   std::move(otherwise)));
-        return true;
-      },
-      py::arg("node"), py::arg("run"), py::arg("leaves"), py::arg("sequence"), py::arg("terms"), py::arg("otherwise"));
+  py::class_<Terms, std::shared_ptr<Terms>>(m, "Terms")
+      .def(py::init<py::object, py::object>(), py::arg("ask"), py::arg("otherwise"));
+  py::class_<Stop, std::shared_ptr<Stop>>(m, "Stop").def(
+      py::init<int64_t, int64_t, bool, std::map<int64_t, std::array<int64_t, 2>>>(), py::arg("node"),
+      py::arg("station"), py::arg("sequence"), py::arg("leaves"));
 }
 
 }  // namespace torchgradx

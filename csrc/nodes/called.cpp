@@ -86,6 +86,12 @@ void bind_called(py::module_& m) {
       },
       py::arg("recorder"), py::arg("site"), py::arg("module"), py::arg("names"), py::arg("places"), py::arg("first"),
       py::arg("args"), py::arg("out"));
+  m.def("undelivered",  // calls a parameter's hook where `delivered` lacks (backward, place), and in an audit
+        [](const Recorder& recorder, const py::set& delivered, int64_t place, const py::object& hook,
+           const py::object& gradient) -> py::object {
+          const auto key = std::make_pair(torch::autograd::get_current_graph_task_id(), place);
+          return recorder.auditing || !delivered.contains(key) ? hook(gradient) : py::none();
+        });
 }
 
 }  // namespace torchgradx

@@ -1,5 +1,5 @@
 // How a forward's graph looks, so that what was found of its nodes can be taken over by another that looks the same.
-#include "pass.h"
+#include "../nodes/at_node.h"
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
@@ -25,19 +25,32 @@ bool is_a(const T& object, const char* name) {
 class Outline {
  public:
   Outline(const Pass& pass, const std::vector<Tensor>& outputs) {
+    numbers_.reserve(1024);
+    key_.reserve(1 << 13);
     note(pass.n);
     for (const Tensor& t : outputs) note(t.grad_fn() ? number(t.grad_fn()) : -1), note(t.output_nr());
     for (size_t k = 0; k < nodes_.size(); ++k) describe(pass, k);  // grows as it goes
-    for (const Pass::Use& use : pass.uses) {
-      const auto found = use.node ? numbers_.find(&*use.node) : numbers_.end();
-      note(use.site), note(found == numbers_.end() ? -1 : found->second), note(use.output_nr);
-    }
   }
 
-  // The same for graphs of the same nodes, edges, sizes and dtypes, with the parameters and the uses in the same
-  // places.
+  // The same for graphs of the same nodes, edges, sizes and dtypes, with the parameters in the same places.
   py::bytes key() const {
     return {reinterpret_cast<const char*>(key_.data()), key_.size() * sizeof(int64_t)};
+  }
+  bool looks(const py::bytes& other) const {
+    const size_t size = key_.size() * sizeof(int64_t);
+    return static_cast<size_t>(PyBytes_GET_SIZE(other.ptr())) == size &&
+           std::memcmp(PyBytes_AS_STRING(other.ptr()), key_.data(), size) == 0;
+  }
+  using Stops = std::vector<std::shared_ptr<const Stop>>;
+  std::vector<int64_t> served(const Stops& stops) const {  // the stations that serve() serves
+    std::vector<int64_t> found;
+    for (const auto& stop : stops)
+      if (can_serve(*nodes_.at(stop->node), *stop)) found.push_back(stop->station);
+    return found;
+  }
+  void serve(const std::shared_ptr<Pass>& pass, const Stops& stops, const std::shared_ptr<Terms>& terms) const {
+    for (const auto& stop : stops)
+      if (Node& node = *nodes_.at(stop->node); can_serve(node, *stop)) serve_at(node, pass, stop, terms);
   }
   py::list nodes(const std::vector<int64_t>& numbers) const {
     py::list found;
@@ -76,7 +89,7 @@ class Outline {
     if (is_a(*node, "PyNode"))
       note(reinterpret_cast<int64_t>(Py_TYPE(python_of(node).ptr())));
     else
-      note(static_cast<int64_t>(typeid(*node).hash_code()));
+      note(reinterpret_cast<int64_t>(typeid(*node).name()));  // its address: no hash of it
     note(pass.place_of(*node));
     note(node->num_inputs());
     for (uint32_t i = 0; i < node->num_inputs(); ++i) {
@@ -107,9 +120,29 @@ template <class Python, class Hooks>
 }  // namespace
 
 void bind_outline(py::module_& m) {
+  m.def("stand", [](const py::list& tables, const py::list& before) {  // whether these dictionaries hold what they did
+    size_t k = 0;
+    for (const py::handle table : tables)
+      for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(table))
+        if (k == before.size() || PyList_GET_ITEM(before.ptr(), k++) != value.ptr()) return false;
+    return k == before.size();
+  });
+  m.def("facts", [](const py::list& tables, const py::tuple& keys, const std::vector<Tensor>& tensors) {
+    std::string flags;  // of each dictionary: whether these are true; of each tensor: whether it is trained
+    for (const py::handle table : tables)
+      for (const py::handle key : keys) {
+        PyObject* const found = PyDict_GetItemWithError(table.ptr(), key.ptr());
+        flags.push_back(static_cast<char>(found && PyObject_IsTrue(found)));
+      }
+    for (const Tensor& t : tensors) flags.push_back(static_cast<char>(t.requires_grad()));
+    return py::bytes(flags);
+  });
   py::class_<Outline>(m, "Outline")
       .def(py::init<const Pass&, const std::vector<Tensor>&>())
       .def_property_readonly("key", &Outline::key)
+      .def("looks", &Outline::looks)
+      .def("served", &Outline::served)
+      .def("serve", &Outline::serve)
       .def("nodes", &Outline::nodes)
       .def("guard", &Outline::guard)
       .def("numbers", &Outline::numbers);

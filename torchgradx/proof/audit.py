@@ -8,6 +8,7 @@ the graph into a parameter must belong to a recorded use (csrc/record/pass.cpp).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from math import hypot
 from typing import TYPE_CHECKING, Any
@@ -31,8 +32,12 @@ from .routes import routes
 from .structure import Examiner
 from .verdict import Verdict, finite, from_outside
 
+if ops.NATIVE:
+    from .._C import undelivered
+
 if TYPE_CHECKING:
     from ..passes.record import Record
+    from ..shared.frontier import Plan
     from ..sites.recurrent import Site
     from ..table import Parameters
 
@@ -84,15 +89,34 @@ class Audit:
         verdicts = self._proven.get(key)
         return verdicts is not None and len(verdicts) == 1 and verdicts[0].lasting
 
-    def examine(self, run: Any, key: Any, looked: Looked, broadcast: bool, *shown: Any) -> None:
+    def recall(self, run: Any, key: Any, looked: Looked, outputs: Sequence[Tensor]) -> Any:
+        """Return (verdict, where its plan's nodes are) where nothing else is to be looked at."""
+        held = self._proven.get(key, ())
+        if len(held) != 1 or self._parameters.gathered():
+            return None
+        verdict, met = held[0], None
+        if verdict.lasting or not ops.NATIVE:
+            return (verdict, None) if verdict.lasting else None
+        more = verdict.routes or verdict.reach or verdict.zeros is not None or verdict.refusals
+        if not more and not looked.ends and all(pending[0] != key for pending in self._pending):
+            with suppress(Exception):  # it is said where a forward is examined
+                met = self._lift.recall(run, verdict.plan, outputs)
+        return met and (verdict, met)
+
+    def examine(
+        self, run: Any, key: Any, looked: Looked, broadcast: bool, recalled: Any, *shown: Any
+    ) -> None:
         """Apply what is known of a forward's structure, or examine it. Never fails the forward."""
         if broadcast:
             run.refuse(-1, "one_row")
-        if self.knows(key) and not self._parameters.gathered():
-            self._tell(run, self._proven[key][0])
-            return
         try:
-            self._examine(run, key, looked, *shown)
+            if not recalled:
+                self._examine(run, key, looked, *shown)
+                return
+            verdict, met = recalled
+            self._tell(run, verdict)
+            if met:
+                self._lift.begin(run, met, self.forwards.first)
         except CoverageError:  # the user's backward would fail
             raise
         except Exception as error:
@@ -107,29 +131,25 @@ class Audit:
         outputs: Sequence[Tensor],
         sites: Sequence[Site],
     ) -> None:
-        mets: dict[int, Met] = {}  # by plan: each walks the graph
-
-        def meet(verdict: Verdict) -> Met | None:
-            plan = verdict.plan
-            if plan is not None and id(plan) not in mets:
-                mets[id(plan)] = self._lift.meet(run, plan, uses, sites, outputs)
-            return mets.get(id(plan))
+        @cache
+        def meet(plan: Plan | None) -> Met | None:
+            return self._lift.meet(run, plan, uses, sites, outputs) if plan else None
 
         chosen = cache(partial(routes, outputs, run.n))
 
         def fits(verdict: Verdict) -> bool:
             """Return whether this pass goes the way that was proven."""
-            if not verdict.holds(self._parameters.tensors(), chosen):
+            if not verdict.holds(self._parameters.tensors, chosen):
                 return False
             if verdict.reach != self.examiner.reach(uses, outputs, looked):
                 return False
-            met = meet(verdict)
+            met = meet(verdict.plan)
             return met is None or (met.way is not None and not met.mute and met.same)
 
         held = [v for k, _, v, _ in self._pending if k == key] + self._proven.get(key, [])
         verdict = next(filter(fits, held), None)
-        calls = self._calls(key, uses)
         if verdict is None:
+            calls = self._calls(key, uses)
             for other in self._alike.get(calls, ()):
                 moved = self.examiner.transferred(other, run, uses, outputs, sites, looked)
                 if moved is not None and fits(moved):
@@ -152,9 +172,9 @@ class Audit:
         self._tell(run, verdict)
         if self._parameters.gathered():
             self._follow(run, verdict.sites)
-        met = meet(verdict)
+        met = meet(verdict.plan)
         if met:
-            self._lift.begin(run, met, uses, self.forwards.first)
+            self._lift.begin(run, met, self.forwards.first)
 
     def expect(self, keys: list[Any], verdict: Verdict, run: Any) -> None:
         """Cache a verdict under these keys once the pass's backward has agreed."""
@@ -218,7 +238,10 @@ class Audit:
 
     def _hear(self, place: int, p: Tensor) -> None:
         listening = self._always_listening if place in self.always else self._listening
-        listening.before(p, partial(self._received, place))
+        hook = partial(self._received, place)
+        if ops.NATIVE:  # without Python where it would return at once
+            hook = partial(undelivered, self._recorder, self._lift.delivered, place, hook)
+        listening.before(p, hook)
         if place in self.always:
             self._heard_at[p] = place
 
@@ -273,7 +296,8 @@ class Audit:
 
     def over(self, tasks: Sequence[int], done: bool) -> None:
         """End backwards, however they did. One inside of another meets a pass if that other did."""
-        self._lift.delivered = {key for key in self._lift.delivered if key[0] not in tasks}
+        delivered = self._lift.delivered
+        delivered -= {key for key in delivered if key[0] in tasks}
         if self._unmet or self._muted or self._awaiting:
             self._clear(tasks, done)
         if done and self.always:  # what runs again may use other weights than its forward did

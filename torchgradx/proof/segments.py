@@ -117,6 +117,9 @@ class SegmentExaminer:
         said = ["rows by sample_ids"] * (self._options["sample_ids"] is not None)
         return said + ["routed rows: by the indices that they were taken by"] * bool(self._routed)
 
+    def applies(self, ids: Tensor | None) -> bool:
+        return ids is not None or bool(self._routed and self._parameters.regime() in self._routed)
+
     def examine(
         self,
         run: Any,
@@ -130,7 +133,7 @@ class SegmentExaminer:
 
         Never fails the forward. several: (site, node) of uses with several outputs.
         """
-        if ids is None and (not self._routed or self._parameters.regime() not in self._routed):
+        if not self.applies(ids):
             return False
         before = run.refusals, run.layouts
         try:

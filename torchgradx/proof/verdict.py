@@ -54,10 +54,10 @@ class Verdict:
         """Return whether passes of this structure need not be looked at."""
         return not (self.plan or self.routes or self.reach or self.zeros is not None)
 
-    def holds(self, tensors: Sequence[Tensor], chosen: Callable[[], list[Any]]) -> bool:
+    def holds(self, tensors: Callable[[], list[Tensor]], chosen: Callable[[], list[Any]]) -> bool:
         """Return whether another pass, whose batch chose so, would be shown no more than this."""
         if self.zeros is not None:
-            now = versions(tensors)
+            now = versions(tensors())
             self.patience -= self.blind or now != self.zeros
             if self.patience <= 0:
                 return False

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..ops import NATIVE
 from ..passes.gate import receives
 from ..passes.unpacking import spared
-from ..proof.layout import BATCH, NOWHERE, SEQUENCE
+from ..proof.layout import NOWHERE
 from ..refusals import cause
 from ..sharding import shards
 from ..sites.copies import untraced
@@ -49,10 +49,10 @@ from .products import (
     spread,
     through,
 )
-from .stations import Leaf, Station
+from .stations import Leaf, Station, Trail
 
 if NATIVE:
-    from .._C import Terms, hooked, serve_at
+    from .._C import Terms, hooked
 
 __all__ = ["Descent"]
 
@@ -68,50 +68,44 @@ class Descent:
         run: Any,
         recorder: Any,
         way: dict[Node, Station],
+        leaves: Sequence[Leaf],
         packed: Collection[int],
         tensors: Sequence[Tensor],
         *,
         hears: Callable[[Leaf], bool],
-        delivered: Callable[[int], None],
+        delivered: set[tuple[int, int]],
         refuse: Callable[[str], None],
         norms_only: bool,
         guarded: bool,
     ) -> None:
-        """packed: keys of stations that saved through hooks. tensors: the table of parameters."""
+        """way: what `serve` does not serve. packed: keys of stations that saved through hooks.
+        tensors: the table of parameters. delivered: see Lift."""
         self._run, self._recorder, self._norms_only = run, recorder, norms_only
         self._packed, self._tensors = packed, tensors
         self._hears, self._delivered, self._refuse = hears, delivered, refuse
         self._task, self._final, self._books, self._rounding = -1, True, False, 0.0
         self._held: dict[tuple[int, int], Gradients] = {}  # on their way, by node and output
         self._ready: list[tuple[Leaf, Gradients, bool]] = []
-        self._leaves = [leaf for station in way.values() for leaf in station.leaves.values()]
+        self._leaves = leaves
         # Then only a hook of the user's on the way changes what comes down it.
         self._guarded, self._compares = guarded, True
         known: Counter[int] = Counter()
-        for leaf in self._leaves:
+        for leaf in leaves:
             if leaf.alone:
                 continue
             known[leaf.place] += 1
             if known[leaf.place] > leaf.calls:  # the sum over its uses waits for this one too
                 run.expect(leaf.place, tensors[leaf.place])
-        terms = Terms(self._wants) if guarded else None  # not ours: it holds this
         for node, station in way.items():
-            if terms is not None and self._in_one(node, station, terms):
-                continue
             node.register_prehook(partial(self._arrive, station))
             if station.leaves:
                 node.register_hook(self._deliver)
 
-    def _in_one(self, node: Node, station: Station, terms: Any) -> bool:
-        """Have a node of the frontier whose operands are parameters alone served by the extension,
+    def serve(self, outline: Any, trail: Trail) -> None:
+        """Have nodes of the frontier whose operands are parameters alone served by the extension,
         where a backward wants squared norms, and the samples' gradients to clip at most."""
-        leaves, layout = station.leaves, station.layout
-        plain = layout in (BATCH, SEQUENCE) and station.key not in self._packed
-        if not plain or station.inward or not all(x.alone and x.counted for x in leaves.values()):
-            return False
-        places = {operand: (leaf.place, leaf.counted) for operand, leaf in leaves.items()}
-        otherwise = partial(self._at_once, station)
-        return serve_at(node, self._run, places, layout == SEQUENCE, terms, otherwise)
+        self._stations = trail.stations
+        outline.serve(self._run, trail.stops, Terms(self._wants, self._at_once))
 
     @untraced
     def _wants(self) -> int:
@@ -122,8 +116,8 @@ class Descent:
             return 0
         return 1 if self._final else 2 * self._books
 
-    def _at_once(self, station: Station, incoming: Sequence[Tensor | None]) -> None:
-        self._arrive(station, incoming)
+    def _at_once(self, station: int, incoming: Sequence[Tensor | None]) -> None:
+        self._arrive(self._stations[station], incoming)
         self._deliver()
 
     @untraced
@@ -154,17 +148,18 @@ class Descent:
         self._task, self._rounding = torch._C._current_graph_task_id(), 0.0
         self._held.clear()
         self._ready.clear()
-        arrives = [self._run.arrive([leaf.place], True) for leaf in self._leaves]
+        arrives = any(self._run.arrive([leaf.place], True) for leaf in self._leaves)
         served = (self._tensors[leaf.place] for leaf in self._leaves)
-        self._counts = any(arrives) and any(map(receives, served))
+        self._counts = arrives and any(map(receives, served))
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         again = self._run.keep or self._run.retained or keeps or bool(self._run.directions)
         self._books = self._recorder.books and not again
         self._final = not (again or self._recorder.books)
-        self._compares = not self._guarded or any(map(self._hears, self._leaves))
-        for leaf in self._leaves if self._counts else ():
-            if leaf.counted:
-                self._delivered(leaf.place)
+        hears = (self._hears(leaf) for leaf in self._leaves if not leaf.counted)
+        self._compares = not self._guarded or self._recorder.auditing or any(hears)
+        if self._counts:
+            counted = (leaf.place for leaf in self._leaves if leaf.counted)
+            self._delivered.update((self._task, place) for place in counted)
 
     def _compare(
         self,

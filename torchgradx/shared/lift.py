@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
@@ -40,16 +39,19 @@ Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, 
 class Met(NamedTuple):
     """A plan's nodes, in a pass."""
 
-    plan: Plan
-    read: set[int]
-    called: set[int]
-    way: dict[Node, Station] | None  # None: consumed otherwise than when it was proven
-    same: bool  # its nodes look as they did, or their sizes leave no doubt
-    ends: list[tuple[Watched, int]]  # of the frontier, with the layouts that were proven
-    shapes: tuple[Shape | None, ...]  # of the nodes now
+    lifted: list[int]  # sites
+    enclosed: list[int]  # parameters read beside the calls of their modules, of edges not counted
+    # But for stations that the extension serves. None: consumed otherwise than when it was proven.
+    way: dict[Node, Station] | None
+    same: bool = False  # its nodes look as they did, or their sizes leave no doubt
+    ends: Sequence[tuple[Watched, int]] = ()  # of the frontier, with the layouts that were proven
+    shapes: tuple[Shape | None, ...] = ()  # of the nodes now
+    leaves: Sequence[Leaf] = ()  # all that are served
+    counted: Sequence[int] = ()  # the parameters of those whose edges are
     mute: tuple[str, ...] = ()  # nodes that saved in a way in which they cannot be asked, by name
     packed: frozenset[int] = frozenset()  # keys of stations that saved through hooks
-    guard: Callable[..., None] | None = None  # the way, see Pass::guard; None: nothing does
+    trail: Trail | None = None
+    outline: Any = None  # of this graph; None: nothing guards the way
 
 
 class Start(NamedTuple):
@@ -75,7 +77,7 @@ class Lift:
     ) -> None:
         self._recorder, self._parameters, self._layers = recorder, parameters, layers
         self._hears_always, self._norms_only = hears, norms_only
-        # Backwards, and parameters whose every edge was counted there.
+        # Backwards, and parameters whose every edge was counted there. Hooks hold this set.
         self.delivered: set[tuple[int, int]] = set()
 
     def start(
@@ -231,22 +233,30 @@ class Lift:
         """Find a plan's nodes in the graph of this pass: where those of another were that looks the
         same, or by a walk."""
         if not NATIVE or self._parameters.gathered():
-            return self._walk(run.n, plan, uses, sites, outputs)[0]
-        outline = Outline(run, outputs)
-        met, trail = plan.trails.get(outline.key, (None, None))
-        if met is None or not all(map(gives_on, outline.nodes(trail.links))):
             met, way = self._walk(run.n, plan, uses, sites, outputs)
             if way is None:
                 return met
-            trail = Trail.of(way, outline.numbers())
-            if met.same and not met.mute:
-                if len(plan.trails) >= TRAILS:
-                    plan.trails.clear()
-                plan.trails[outline.key] = met._replace(way={}, ends=[]), trail
-        else:
-            found = dict(zip(outline.nodes(trail.nodes), trail.stations, strict=True))
-            met = _asked(met._replace(way=found), outline.numbers)
-        return met._replace(guard=partial(outline.guard, run, trail.guarded, trail.inside))
+            return _asked(met._replace(way=way.stations), lambda: Graph(outputs).parents)
+        outline = Outline(run, outputs)
+        known = _known(plan, outline)
+        if known is not None:
+            return _placed(run.n, known, outline)
+        met, way = self._walk(run.n, plan, uses, sites, outputs)
+        if way is None:
+            return met
+        met = met._replace(trail=Trail.of(way, outline.numbers()))
+        placed = _placed(run.n, met, outline)
+        if met.same and not placed.mute:
+            if len(plan.trails) >= TRAILS:
+                plan.trails.clear()
+            plan.trails[outline.key] = met._replace(ends=())
+        return placed
+
+    def recall(self, run: Any, plan: Any, outputs: Sequence[Tensor]) -> Met | None:
+        """Return a plan's nodes in a graph that looks as one in which it held; else None."""
+        known = _known(plan, outline := Outline(run, outputs))
+        met = known and _placed(run.n, known, outline)
+        return None if met is None or met.mute else met
 
     def _walk(
         self,
@@ -261,6 +271,7 @@ class Lift:
         mixing = {k for k, own in plan.starts if not own}
         shared = {place for k in beside for place in self._layers[uses[k][0]].parameters}
         graph, called = self._graph({*read, *shared}, uses, mixing, beside, sites, outputs)
+        lifted = sorted({self._served(k, uses)[0] for k, _ in plan.starts})
         starts: list[Node] = []
         every = self._parameters.wholes()
         for k, own in plan.starts:
@@ -268,56 +279,55 @@ class Lift:
             starts += self._own(places, graph, every) if own else [uses[k][2]]
         climbed = plan.climb(graph, starts)
         if climbed is None:
-            return Met(plan, read, called, None, False, [], ()), None
+            return Met(lifted, sorted(read - called), None), None
         way = stations(graph, plan, climbed, self._leaves(plan, uses, called).get)
         same, shapes, ends = plan.fits(graph, climbed, n)
-        met = Met(plan, read, called, way.stations, same, ends, shapes)
-        return _asked(met, lambda: graph.parents), way
+        leaves = [leaf for station in way.stations.values() for leaf in station.leaves.values()]
+        counted = {leaf.place for leaf in leaves if leaf.counted}
+        enclosed = sorted(read - called - counted)
+        return Met(lifted, enclosed, {}, same, ends, shapes, leaves, sorted(counted)), way
 
-    def begin(self, run: Any, met: Met, uses: Sequence[Use], first: int) -> None:
+    def begin(self, run: Any, met: Met, first: int) -> None:
         """Listen at the frontier, and below it. first: of the nodes that the forward made."""
-        read, called, way = met.read, met.called, met.way
-        lifted = {self._served(k, uses)[0] for k, _ in met.plan.starts}
+        lifted = met.lifted  # what listens must not own the graph, which the outline does
 
         def refuse(where: Any, why: str) -> None:
             for site in lifted:
                 where.refuse(site, why)
 
-        leaves = [leaf for s in (way or {}).values() for leaf in s.leaves.values()]
-        counted = {leaf.place for leaf in leaves if leaf.counted}
-        run.enclose(sorted(read - called - counted), first)
-        if counted:
-            run.disclose(sorted(counted))
-        if way is None:
+        run.enclose(met.enclosed, first)
+        if met.counted:
+            run.disclose(met.counted)
+        if met.way is None:
             refuse(run, "otherwise")
             return
         if met.mute:
             refuse(run, cause("node_twice", node=met.mute[0]))
             return
-        if met.guard:
-            met.guard(sorted(lifted))
         for site in lifted:
             self._layers[site].notes["lifted"] = None
-        Descent(
+        descent = Descent(
             run,
             self._recorder,
-            way,
+            met.way,
+            met.leaves,
             met.packed,
             self._parameters.wholes(),
             hears=self._hears,
-            delivered=self._deliver,
+            delivered=self.delivered,
             refuse=partial(refuse, self._recorder),
             norms_only=self._norms_only,
-            guarded=met.guard is not None,
+            guarded=met.trail is not None,
         )
+        if met.trail is not None:
+            met.outline.guard(run, met.trail.guarded, met.trail.inside, lifted)
+            if run.n:
+                descent.serve(met.outline, met.trail)
 
     def _hears(self, leaf: Leaf) -> bool:
         """Return whether its gradient will be compared. What is counted edge by edge need not be,
         once its structure is known."""
         return self._recorder.auditing or (not leaf.counted and self._hears_always(leaf.place))
-
-    def _deliver(self, place: int) -> None:
-        self.delivered.add((torch._C._current_graph_task_id(), place))
 
     def _leaves(self, plan: Plan, uses: Sequence[Use], called: set[int]) -> dict[int, Leaf]:
         """The parameters to serve, by their tensors' ids."""
@@ -334,6 +344,25 @@ class Lift:
                 leaf = Leaf(place, alone, calls[place], int(counted))
                 leaves[id(tensors[place])] = leaf
         return leaves
+
+
+def _known(plan: Plan, outline: Any) -> Met | None:
+    """Return what was found of a plan's nodes in a graph that looks the same."""
+    met = next((met for look, met in plan.trails.items() if outline.looks(look)), None)
+    return met if met and all(map(gives_on, outline.nodes(met.trail.links))) else None
+
+
+def _placed(n: int, met: Met, outline: Any) -> Met:
+    """Find the nodes of a trail in this graph, of stations that the extension does not serve."""
+    trail: Any = met.trail
+    served = set(outline.served(trail.stops)) if n else set()
+    met = met._replace(outline=outline)
+    if len(served) == len(trail.nodes):
+        return met
+    rest = [k for k in range(len(trail.nodes)) if k not in served]
+    nodes = outline.nodes([trail.nodes[k] for k in rest])
+    way = dict(zip(nodes, (trail.stations[k] for k in rest), strict=True))
+    return _asked(met._replace(way=way), outline.numbers)
 
 
 def _asked(met: Met, every: Callable[[], Iterable[Node]]) -> Met:

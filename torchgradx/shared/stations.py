@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..ops import NATIVE
+from ..proof.layout import BATCH, SEQUENCE
 from .frontier import Graph, Node, Plan, below, is_leaf
 from .products import CAST, SUM, gives_on, is_elementwise
+
+if NATIVE:
+    from .._C import Stop
 
 __all__ = ["Leaf", "Station", "Trail", "Way", "stations"]
 
@@ -48,15 +53,23 @@ class Trail(NamedTuple):
     guarded: list[int]
     inside: list[bool]
     links: list[int]
+    stops: list[Any]  # of stations that the extension may serve: at_node.cpp
 
     @staticmethod
     def of(way: Way, numbers: dict[Node, int]) -> Trail:
+        stops = []
+        for k, (node, s) in enumerate(way.stations.items()):
+            counted = {operand: (x.place, x.counted) for operand, x in s.leaves.items() if x.alone}
+            plain = s.layout in (BATCH, SEQUENCE) and not s.inward and len(counted) == len(s.leaves)
+            if plain and all(count for _, count in counted.values()):
+                stops.append(Stop(numbers[node], k, s.layout == SEQUENCE, counted))
         return Trail(
             [numbers[node] for node in way.stations],
             [*way.stations.values()],
             [numbers[node] for node in way.guarded],
             [*way.guarded.values()],
             [numbers[node] for node in way.links],
+            stops,
         )
 
 

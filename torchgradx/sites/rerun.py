@@ -42,7 +42,7 @@ from .native import MIXED, Hooks, why_mixed
 from .packed import counts_rows, samples_of, why_not
 from .regime import Regime, may_draw
 from .stand_in import as_it_is_now, makes_weight, of_the_user
-from .use import Called, Use
+from .use import Called, Use, apart
 
 if ops.NATIVE:
     from .._C import called
@@ -80,7 +80,8 @@ class FallbackSite:
         self._lifted = False  # its latest use was served at the graph's nodes
         self._mixes = isinstance(module, MIXED)
         beside = any("." in name for name in self._own.values())  # of a container within it
-        self._slots = None if beside or self._mixes else (*map(tuple, (self._own.values(), self._own)),)
+        plain = not beside and not self._mixes
+        self._slots = (tuple(self._own.values()), tuple(self._own)) if plain else None
         self._hooks = Hooks(module)
         self._made_first = any(map(makes_weight, module._forward_pre_hooks.values()))
         if self._made_first:
@@ -123,11 +124,12 @@ class FallbackSite:
         return own or any(children)
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        held = None if self._lifted else next(iter(self._held(module).values()), None)
-        draws = held is not None and may_draw(module)
-        self._call.regime = None if held is None else Regime.current(held.device, draws)
+        call, held = self._call, None
+        if not self._lifted:
+            held = next(iter(self._held(module).values()), None)
+        call.regime = held if held is None else Regime.current(held.device, may_draw(module))
         if not self._made_first:
-            self._opened()
+            call.first = torch.autograd._get_sequence_nr()
 
     def _held(self, module: nn.Module) -> dict[int, Tensor]:
         """Return the parameters that are trained, by their places."""
@@ -167,7 +169,7 @@ class FallbackSite:
         if unsaid:
             run.refuse(self._index, unsaid)
             return None
-        changed = _apart(module, out) if torch.is_grad_enabled() else None
+        changed = apart(module, out) if torch.is_grad_enabled() else None
         outputs = tensors_in(changed or out)
         if not outputs:
             return None  # what it gives is not seen: where gradients come of it, they are refused
@@ -201,21 +203,9 @@ class FallbackSite:
             listen()
         return changed
 
-    def _late(
-        self,
-        args: Any,
-        out: Tensor,
-        run: Any,
-        use: int,
-        node: Any,
-        number: int,
-        version: int,
-        autocast: torch.dtype | None,
-    ) -> None:
+    def _late(self, args: Any, out: Tensor, run: Any, use: int, *seen: Any) -> None:
         """Listen after all to a call that is not served at the graph's nodes this time."""
-        regime, ends = Regime(out.device.type, autocast, None), {node: [(0, number)]}
-        call = Called(regime, (args, {}), [out], [out], ends, out, None, [version])
-        self._listen(run, use, self._held(self._module), call)
+        self._listen(run, use, self._held(self._module), Called.seen(args, out, *seen))
 
     def _listen(
         self,
@@ -348,7 +338,7 @@ class FallbackSite:
                 totals = whole_gradients(call, self._silent)
                 for place, name, total in zip(places, names, totals, strict=True):
                     size = float(norms[name].sqrt().sum())
-                    rounding = _rounding(use, call, total, size, size)
+                    rounding = use.rounding(call.grads, total, size, size)
                     self._recorder.add_recorded(place, total, rounding)
             for place, name in zip(places, names, strict=True):
                 run.finish(place, norms[name])
@@ -373,7 +363,7 @@ class FallbackSite:
             for k, (place, g) in enumerate(zip(places, found, strict=True)):
                 if compared[k]:
                     size = every + terms_of_bias(call, names[k]) * len(g) / run.n
-                    rounding = _rounding(use, call, g, size, alone)
+                    rounding = use.rounding(call.grads, g, size, alone)
                     self._recorder.add_recorded(place, g.sum(0), rounding)
                 kept[k].append(g if waits[k] or small else sq_norms(g))
         for k, place in enumerate(places):
@@ -404,21 +394,3 @@ class FallbackSite:
             yield
         finally:
             self._recorder.pop()
-
-
-def _apart(module: nn.Module, out: Any) -> Any:
-    """An LSTMCell makes its h from its c: to a copy of c no gradient comes but the loss's. What is
-    written over a view puts another node in its node's place, but for a copy. A user's module may
-    keep its outputs, or have them share memory: it is run once more, see of_the_loss."""
-    stock = stock_of(type(module))
-    if stock is nn.LSTMCell:
-        return out[0], out[1].clone()
-    views = stock in (nn.LSTM, nn.MultiheadAttention) and isinstance(out[0], Tensor)
-    return (out[0].clone(), *out[1:]) if views and out[0]._base is not None else None
-
-
-def _rounding(use: Use, call: Call, gradient: Tensor, size: float, alone: float) -> float:
-    """Return the rounding of a sum of terms of this size; `alone`: sum of the samples' norms."""
-    kinds = {call.regime.autocast or gradient.dtype}
-    kinds.update(g.dtype for g in call.grads if g is not None)
-    return size * max(torch.finfo(kind).eps for kind in kinds) + alone * use.eps / 32  # of 64

@@ -3,6 +3,7 @@ there."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..proof.several import ends_at
+from .copies import stock_of
 from .outcome import Outcome
 from .regime import Regime
 
-__all__ = ["Called", "Use"]
+__all__ = ["Called", "Use", "apart"]
 
 
 class Called(NamedTuple):
@@ -42,6 +44,14 @@ class Called(NamedTuple):
             ends.setdefault(node, []).append((k, number))
         versions = [t._version for t in outputs]
         return Called(regime, arguments, outputs, made, ends, first, samples, versions)
+
+    @staticmethod
+    def seen(
+        args: Any, out: Tensor, node: Any, number: int, version: int, autocast: torch.dtype | None
+    ) -> Called:
+        """Of what the extension noted of it (csrc/nodes/called.cpp)."""
+        regime, ends = Regime(out.device.type, autocast, None), {node: [(0, number)]}
+        return Called(regime, (args, {}), [out], [out], ends, out, None, [version])
 
     def gave(self, eps: float) -> list[Outcome | None]:
         """Return what the outputs were, of those that nobody has written into."""
@@ -74,3 +84,23 @@ class Use:
         self.arrived.clear()
         grads, self.grads = self.grads, [None] * len(self.grads)
         return grads
+
+    def rounding(
+        self, grads: Sequence[Tensor | None], gradient: Tensor, size: float, alone: float
+    ) -> float:
+        """Return the rounding of a sum of terms of this size; alone: sum of the samples' norms."""
+        kinds = {self.regime.autocast or gradient.dtype}
+        kinds.update(g.dtype for g in grads if g is not None)
+        rounding = size * max(torch.finfo(kind).eps for kind in kinds)
+        return rounding + alone * self.eps / 32  # of 64
+
+
+def apart(module: nn.Module, out: Any) -> Any:
+    """An LSTMCell makes its h from its c: to a copy of c no gradient comes but the loss's. What is
+    written over a view puts another node in its node's place, but for a copy. A user's module may
+    keep its outputs, or have them share memory: it is run once more, see of_the_loss."""
+    stock = stock_of(type(module))
+    if stock is nn.LSTMCell:
+        return out[0], out[1].clone()
+    views = stock in (nn.LSTM, nn.MultiheadAttention) and isinstance(out[0], Tensor)
+    return (out[0].clone(), *out[1:]) if views and out[0]._base is not None else None
