@@ -248,13 +248,13 @@ class Pass:
         self._terms: dict[int, list[tuple[Term, Versions]]] = {}
         self._late: set[int] = set()
         self.dots: Tensor | None = None
-        self._booked: list[Any] = []
+        self._booked: tuple[Any, ...] = ()
 
     def state(self) -> Any:
         """Return what backwards have brought."""
         terms = {place: list(kept) for place, kept in self._terms.items()}
         flags = self.create_graph, self.retained
-        return dict(self._sq_norms), terms, set(self._late), self.dots, [*self._booked], flags
+        return dict(self._sq_norms), terms, set(self._late), self.dots, self._booked, flags
 
     def restore(self, state: Any) -> None:
         self._sq_norms, self._terms, self._late, self.dots, self._booked, flags = state
@@ -368,10 +368,10 @@ class Pass:
         self.dots = dots.double() + (0 if self.dots is None else self.dots)
 
     def book(self, use: Any) -> None:
-        self._booked.append(use)
+        self._booked += (use,)
 
-    def take_booked(self) -> list[Any]:
-        booked, self._booked = self._booked, []
+    def take_booked(self) -> tuple[Any, ...]:
+        booked, self._booked = self._booked, ()
         return booked
 
     def total(self, places: Sequence[int] | None = None) -> Tensor:
