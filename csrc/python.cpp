@@ -147,15 +147,7 @@ void bind_pass(py::module_& m) {
       .def_readonly("silent", &Pass::silent)
       .def("refuse",
            [](Pass& self, int64_t site, const std::string& reason) { self.refusals.emplace_back(site, reason); })
-      .def(
-          "call",  // of a site, given these
-          [](Pass& self, int64_t site, const std::vector<Slot>& slots, const std::vector<int64_t>& sizes,
-             const std::vector<Tensor>& given) {
-            const int64_t use = self.call(site, slots, sizes);
-            for (const Tensor& t : given) self.note_samples(t);
-            return use;
-          },
-          py::arg("site"), py::arg("slots"), py::arg("sizes"), py::arg("given") = std::vector<Tensor>())
+      .def("call", &Pass::call, py::arg("site"), py::arg("slots"), py::arg("sizes"), py::arg("given"))
       .def("expect", &Pass::expect)
       .def("note", &Pass::note)
       .def("watch", &Pass::watch)

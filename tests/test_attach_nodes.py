@@ -312,7 +312,7 @@ def test_a_table_of_positions_is_compared_on_its_first_pass_alone():
 
 
 def steady_calls(operator, model, loss, dtype=torch.float64, off=1e-9, probe=None):
-    """How often an operator is called by a backward of a known structure."""
+    """Return how often an operator is called by a backward of a known structure."""
     model.to(dtype)
     for _ in range(3):
         x = torch.randn(N, T, C, dtype=dtype)

@@ -117,7 +117,7 @@ class Books:
                 self._samples[place] = _sample(p.grad)
 
     def _changed(self, places: Iterable[int], tensors: Sequence[Tensor]) -> Iterator[int]:
-        """Of which .grad is not as a backward left it (under DDP, which averages: gone)."""
+        """Yield those whose .grad is not as a backward left it (DDP averages it: it is gone)."""
         averaged = self._ddp() is not None
         for place in places:
             grad = tensors[place].grad

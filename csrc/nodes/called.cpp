@@ -71,8 +71,7 @@ void bind_called(py::module_& m) {
         const auto run = recorder.current();
         if (!run || slots.empty() || !output.requires_grad() || !output.grad_fn() || output.dim() == 0)
           return py::none();
-        const int64_t use = run->call(site, slots, output.sizes());
-        for (const Tensor& t : given) run->note_samples(t);
+        const int64_t use = run->call(site, slots, output.sizes(), given);
         std::vector<int64_t> those;
         for (const Slot& slot : slots) those.push_back(slot.first);
         run->enclose(those, first);

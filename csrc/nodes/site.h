@@ -106,7 +106,7 @@ class Booked {
     return parameters_;
   }
   bool intact() const;  // what it keeps is as it was
-  // Of these, all or some of its parameters: the sums over the samples, each times its factor [N]. Those of factor 0
+  // The sums of these, all or some of its parameters, over the samples, each times its factor [N]. Those of factor 0
   // are left out.
   std::vector<Tensor> weighted(const Tensor& factors, const std::vector<int64_t>& parameters) const;
 

@@ -106,7 +106,7 @@ class Outline {
   }
 };
 
-// How many hooks there are beside the extension's own, of which Python's are in one dictionary. Their class is known by
+// Counts the hooks beside the extension's own, of which Python's are in one dictionary. Their class is known by
 // its name alone, which a sanitizer would look up.
 template <class Python, class Hooks>
 [[gnu::no_sanitize("vptr")]] size_t count(const Hooks& hooks, const char* python) {

@@ -60,6 +60,14 @@ uint64_t mixed(uint64_t hash, uint64_t value) {
   return (hash ^ value) * 0x9E3779B97F4A7C15u + (hash >> 29);
 }
 
+// The dimensions of a tensor that may hold the samples, as bits.
+int64_t samples_in(const Tensor& given, int64_t n) {
+  if (given.is_nested() || given.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return -1;
+  int64_t those = 0;
+  for (int64_t d = 0; d < std::min<int64_t>(given.dim(), 8); ++d) those |= int64_t(given.size(d) == n) << d;
+  return those;
+}
+
 // Where a backward begins, which is not among the nodes that it reaches. Torch hands out those alone, by address: they
 // are a member of what holds the others.
 std::vector<const Node*> roots_beside(const std::unordered_set<Node*>& reached) {
@@ -141,7 +149,8 @@ bool Pass::needed(int64_t parameter) const {
   return !owner || executes(&*owner);
 }
 
-int64_t Pass::call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef sizes) {
+int64_t Pass::call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef sizes,
+                   const std::vector<Tensor>& given) {
   if (astray) {
     refusals.emplace_back(site, "outside");
     return -1;
@@ -158,6 +167,7 @@ int64_t Pass::call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef
   if (!sizes.empty()) structure = mixed(structure, n > 0 && sizes[0] % n == 0 ? 3 : 4);
   const int64_t rows = sizes.empty() ? 0 : c10::multiply_integers(sizes.slice(0, sizes.size() - 1));
   note(ago(rows));
+  for (const Tensor& t : given) note(samples_in(t, n));
   uses.push_back({site, at::DimVector(sizes), rows, NodePtr(), 0});
   return forgotten_ + static_cast<int64_t>(uses.size()) - 1;
 }
@@ -175,13 +185,6 @@ void Pass::expect(int64_t parameter, const Tensor& tensor) {
 
 void Pass::note(int64_t fact) {
   structure = mixed(structure, static_cast<uint64_t>(fact) + 16);
-}
-
-void Pass::note_samples(const Tensor& given) {
-  if (given.is_nested() || given.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return note(-1);
-  int64_t those = 0;
-  for (int64_t d = 0; d < std::min<int64_t>(given.dim(), 8); ++d) those |= int64_t(given.size(d) == n) << d;
-  note(those);
 }
 
 void Pass::watch(int64_t use, const Tensor& output) {

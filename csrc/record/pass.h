@@ -247,10 +247,10 @@ class Pass : public std::enable_shared_from_this<Pass> {
   void forget_uses();
 
   // Forward: counts a use of these parameters; returns its place, or -1 in a recomputation.
-  int64_t call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef sizes);
+  int64_t call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef sizes,
+               const std::vector<Tensor>& given = {});
   void expect(int64_t parameter, const Tensor& tensor);  // one more use of it, which is no module's
   void note(int64_t fact);                               // that its structure depends on
-  void note_samples(const Tensor& given);                // which of its dimensions may hold samples
   void watch(int64_t use, const Tensor& output);
   // Nodes made since `first` on this thread belong to a module that is run again whole: its uses of these need no
   // counting.

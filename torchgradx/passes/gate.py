@@ -1,4 +1,4 @@
-"""What a backward does at the node of a parameter."""
+"""Gates at the nodes of parameters, for norms only and for clipping."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def receives(parameter: Tensor) -> bool:
 
 
 def put_gate(recorder: Any, place: int, node: Any, p: Tensor) -> None:
-    """As Gate in csrc/record/backward.cpp."""
+    """Do as Gate in csrc/record/backward.cpp."""
     here = weakref.ref(recorder)
 
     def gate(grads: tuple[Tensor | None]) -> tuple[None] | None:

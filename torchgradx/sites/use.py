@@ -49,7 +49,7 @@ class Called(NamedTuple):
     def seen(
         args: Any, out: Tensor, node: Any, number: int, version: int, autocast: torch.dtype | None
     ) -> Called:
-        """Of what the extension noted of it (csrc/nodes/called.cpp)."""
+        """Return a call as the extension noted it (csrc/nodes/called.cpp)."""
         regime, ends = Regime(out.device.type, autocast, None), {node: [(0, number)]}
         return Called(regime, (args, {}), [out], [out], ends, out, None, [version])
 
