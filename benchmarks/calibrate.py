@@ -1,8 +1,8 @@
-"""Fits the constants of torchgradx/cost.py to this machine: `make calibrate`.
+"""Fits the constants of torchgradx/plan/cost.py to this machine: `make calibrate`.
 
 For each algorithm the two rates that fit its times best: least squares of the relative error of
 flop / rate + bytes / rate, on one thread. Then how well the model chooses with the constants that
-it has. --write puts the fitted ones into torchgradx/cost.py.
+it has. --write puts the fitted ones into torchgradx/plan/cost.py.
 
     python benchmarks/calibrate.py [--write]
 """
@@ -22,9 +22,9 @@ from grid import COUNT
 from kernels import GEMM_FLOP, by_problem, regret, regrets
 from tqdm import tqdm
 
-from torchgradx import cost
+from torchgradx.plan import cost
 
-MODEL = ROOT / "torchgradx/cost.py"
+MODEL = ROOT / "torchgradx/plan/cost.py"
 TABLE = re.compile(r"(?<=\nRATES: dict\[str, dict\[str, Rates\]\] = )\{.*?\n\}\n", re.DOTALL)
 WORST = 10  # shown
 
@@ -77,7 +77,7 @@ def table(rates: dict[str, dict[str, cost.Rates]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fit the cost model's constants.")
-    parser.add_argument("--write", action="store_true", help="into torchgradx/cost.py")
+    parser.add_argument("--write", action="store_true", help="into torchgradx/plan/cost.py")
     parser.add_argument("--quick", action="store_true", help="a few problems, once each")
     options = parser.parse_args()
     quick = ["--quick"] if options.quick else []

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchgradx import cost, ops
+from torchgradx import ops
+from torchgradx.plan import cost
 
 Run = Callable[[], object]
 

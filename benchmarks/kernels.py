@@ -22,7 +22,7 @@ from fresh import say
 from grid import Case, alone, cases, linear
 from timing import Budget, interleaved
 
-from torchgradx import cost
+from torchgradx.plan import cost
 
 GEMM = 512  # rows, columns
 READ = 1 << 18  # floats: 1 MiB

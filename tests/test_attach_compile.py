@@ -2,6 +2,7 @@
 `eager` and `aot_eager` trace as the others do, and need no compiler."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -268,11 +269,12 @@ def test_a_thousand_steps_leave_nothing_behind():
         return probe.norms()
 
     step()
+    gc.collect()  # what other tests left in cycles
     alive = torchgradx._C.links()
     for _ in range(1000):
         step()
         compiled(x)  # meets no backward
-    assert torchgradx._C.links() == alive
+    assert torchgradx._C.links() <= alive
 
 
 def warming_up(m, x, weight):

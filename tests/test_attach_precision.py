@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
-from torchgradx.cost import Problem, make_plan
+from torchgradx.plan.cost import Problem, make_plan
 
 N = 4
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

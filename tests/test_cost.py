@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchgradx.cost import ALGORITHMS, Cost, Plan, Problem, plan
+from torchgradx.plan.cost import ALGORITHMS, Cost, Plan, Problem, plan
 
 
 def linear(n, t, i, o, weight_grad=False):

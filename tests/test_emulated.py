@@ -119,7 +119,7 @@ from emulation.operators import operator
 torch.backends.{name} = "tf32"
 a, ones = torch.full((2, 64, 128), 1 + 2.0**-12), torch.ones(2, 64, 128)  # TF32 keeps ten bits
 grad = operator("linear_fused")(a, ones, None, False)[0]
-from torchgradx import gpu
+from torchgradx.plan import gpu
 torch.cuda.get_device_properties = lambda index: None
 gpu.from_properties = lambda properties, tf32, compiled: tf32
 print(float(grad.unique()), gpu.gpu_of(torch.device("cuda", 0)))

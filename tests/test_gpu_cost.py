@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import torchgradx
-from torchgradx import gpu, ops
-from torchgradx.cost import Problem, plan
-from torchgradx.gpu import RATES, Gpu, from_properties
+from torchgradx import ops
+from torchgradx.layers.table import Parameters, find_layers
+from torchgradx.plan import gpu
+from torchgradx.plan.cost import Problem, plan
+from torchgradx.plan.gpu import RATES, Gpu, from_properties
 from torchgradx.sites import native
-from torchgradx.table import Parameters, find_layers
 
 H200 = Gpu("H200", RATES[9, 0], 132, 1.8e9, 4.3e12)
 A100 = Gpu("A100", RATES[8, 0], 108, 1.41e9, 1.6e12)

@@ -10,8 +10,8 @@ from test_attach_bags import BAGS, PAIRS
 from test_attach_layers import ELEMENTWISE_LAYERS, KERNEL_LAYERS
 from torch import nn
 
-from torchgradx.rules import RULES, rule_of
-from torchgradx.sites.modules import RECURRENT
+from torchgradx.layers.modules import RECURRENT
+from torchgradx.layers.rules import RULES, rule_of
 
 LAYERS = {name: make for name, (make, _) in (KERNEL_LAYERS | ELEMENTWISE_LAYERS).items()}
 # Of more than one input: a part of a model

@@ -10,7 +10,8 @@ from attach_oracle import Model, close
 from torch import nn
 
 import torchgradx
-from torchgradx import token_weights, tokens
+from torchgradx import token_weights
+from torchgradx.record import tokens
 
 N, T, V = 4, 5, 7
 LENGTHS = (5, 2, 0, 3)

@@ -16,7 +16,7 @@ from torch import nn
 
 import torchgradx
 from torchgradx import ops
-from torchgradx.passes import modes
+from torchgradx.record import modes
 
 DEVICE = torch.device(NAME)
 # Operators that read a number of a tensor, or make a result whose size depends on one.

@@ -16,8 +16,8 @@ from .jobs import (
     score,
 )
 from .probe import Probe
+from .record.tokens import token_weights
 from .scoring import grad_norms
-from .tokens import token_weights
 from .verify import Report, verify
 
 __version__ = _version("torchgradx")

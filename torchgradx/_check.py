@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import cost
-from .gpu import Gpu, gpu_of
+from .plan import cost
+from .plan.gpu import Gpu, gpu_of
 from .reference.chunks import accumulation_dtype
 
 __all__ = ["algorithm", "conv2d_operands", "embedding_operands", "linear_operands", "scale"]

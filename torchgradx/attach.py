@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .attachment import attachments
 from .options import Scale
 from .probe import Probe
-from .tokens import MEAN, ONE
+from .record.tokens import MEAN, ONE
 
 __all__ = ["attach", "attached", "set_aside"]
 

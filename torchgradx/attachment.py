@@ -20,26 +20,26 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
+from .layers.table import Context, Parameters, find_layers
 from .options import check as check_options
 from .options import fitting, placed
-from .passes import plain
-from .passes.backwards import Backwards, weakly
-from .passes.frames import Told
-from .passes.modes import unheard
-from .passes.record import Record
 from .proof.arguments import batch_size, one_of_several, tensors_in
 from .proof.audit import Audit
 from .proof.samples import Samples
 from .proof.segments import SegmentExaminer, rows_of
 from .proof.verdict import Verdict, known
+from .record import plain
+from .record.backwards import Backwards, weakly
+from .record.frames import Told
+from .record.modes import unheard
+from .record.record import Record
+from .record.tokens import TokenWatch
 from .refusals import cause
 from .sharding import uncovered
 from .sites.native import Hooks, call_of_hook, is_running
 from .sites.recurrent import Site, site_of
 from .sites.standing import Standing
 from .sites.trace import Call, Trace, outside, root_of
-from .table import Context, Parameters, find_layers
-from .tokens import TokenWatch
 
 if ops.NATIVE:
     from ._C import Pass, Recorder

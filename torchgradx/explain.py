@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from .rules import Layer, rule_named
+from .layers.rules import Layer, rule_named
 
 if TYPE_CHECKING:
-    from .table import Parameters
+    from .layers.table import Parameters
 
 __all__ = ["Explanation", "explanation"]
 

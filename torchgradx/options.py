@@ -37,7 +37,7 @@ Per = Literal["model", "module", "parameter"]
 NonFinite = Literal["keep", "drop"]
 
 if TYPE_CHECKING:
-    from .table import Parameters
+    from .layers.table import Parameters
 
 
 def check_per(per: str) -> None:

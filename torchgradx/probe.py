@@ -1,6 +1,6 @@
 """Probe: everything that a user can ask of an attachment.
 
-Readers check that the record can be read (`_ready`), and then ask it (passes/record.py).
+Readers check that the record can be read (`_ready`), and then ask it (record/record.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from .attachment import Attachment, attachments
 from .explain import Explanation, explanation
 from .options import Model, NonFinite, Parts, Per, Scale, check_per, check_scale, placed
-from .passes.frames import runs
 from .proof.accounts import require_all
+from .record.frames import runs
 
 __all__ = ["Probe"]
 

@@ -22,7 +22,7 @@ enum class Layout : int64_t {
   kSecond = 4,
   kSegments = 16
 };
-enum class Algorithm : int64_t { kRank1 = 0, kGram = 1, kDirect = 2, kFused = 3 };  // as in cost.py
+enum class Algorithm : int64_t { kRank1 = 0, kGram = 1, kDirect = 2, kFused = 3 };  // as in plan/cost.py
 
 namespace cpu {
 struct SharedGrads;

@@ -123,7 +123,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   int64_t former() const;  // which of them what runs again on this thread is of; -1: none
 
   // The record: everything since it was last cleared. What a backward adds counts apart until it has ended, for one
-  // that fails leaves nothing behind: torchgradx/passes/backwards.py.
+  // that fails leaves nothing behind: torchgradx/record/backwards.py.
   void open(int64_t task);
   void merge(const std::vector<int64_t>& tasks);  // they have ended: with what came outside of any, -1
   void drop(const std::vector<int64_t>& tasks);

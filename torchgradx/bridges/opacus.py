@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import ops
+from ..layers.rules import RULES
 from ..reference.chunks import accumulation_dtype
 from ..refusals import cause, refused_all
-from ..rules import RULES
 from ..sites.bags import embedding_bag_sq_norms
 
 __all__ = ["SAMPLERS", "Registration", "register"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from .. import ops
-from ..gpu import compiled_for
+from ..plan.gpu import compiled_for
 
 __all__ = ["table"]
 

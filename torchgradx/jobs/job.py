@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..attach import attach, set_aside
+from ..layers.table import Parameters
 from ..probe import Probe
 from ..scoring import gradients_put_by
 from ..sharding import gathers
-from ..table import Parameters
 from . import fingerprint
 from .partial import Gathered, ResumeError
 from .pool import Pool, Split, missed, moved, split_batch

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from ..refusals import cause, key_of, refused
 
 if TYPE_CHECKING:
-    from ..passes.record import Record
-    from ..rules import Layer
-    from ..table import Parameters
+    from ..layers.rules import Layer
+    from ..layers.table import Parameters
+    from ..record.record import Record
 
 __all__ = ["require_all"]
 

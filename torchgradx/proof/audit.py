@@ -19,9 +19,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import ops
 from ..errors import CoverageError
-from ..passes.modes import several_at_once
+from ..layers.rules import Layer
+from ..record.modes import several_at_once
 from ..refusals import cause
-from ..rules import Layer
 from ..sharding import scattered
 from ..shared.lift import Lift, Met
 from ..sites.copies import untraced
@@ -36,10 +36,10 @@ if ops.NATIVE:
     from .._C import undelivered
 
 if TYPE_CHECKING:
-    from ..passes.record import Record
+    from ..layers.table import Parameters
+    from ..record.record import Record
     from ..shared.frontier import Plan
     from ..sites.recurrent import Site
-    from ..table import Parameters
 
 __all__ = ["Audit"]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
-from ..passes.modes import unheard
+from ..record.modes import unheard
 from ..sharding import part_here
 from .arguments import flattened, sized
 from .constant import Watch

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ..passes.unpacking import answers_again, checkpointed
+from ..record.unpacking import answers_again, checkpointed
 from ..refusals import cause, refused_all
 from .rows import Rows
 from .seeds import SILENT, digits_of, halves, weighted

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..layers.rules import Layer
 from ..refusals import cause, key_of
-from ..rules import Layer
 from .layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
 from .owners import Owned, fitted, mask_joins, owners_below
 from .verdict import Verdict
@@ -27,8 +27,8 @@ if ops.NATIVE:
     from .. import _C
 
 if TYPE_CHECKING:
+    from ..layers.table import Parameters
     from ..sites.recurrent import Site
-    from ..table import Parameters
     from .audit import Audit
 
 __all__ = ["SegmentExaminer", "rows_of", "segments_from"]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..layers.rules import Layer
 from ..refusals import cause
-from ..rules import Layer
 from ..shared.frontier import Graph, from_views
 from ..shared.lift import Lift
 from ..sites.native import NativeSite
@@ -38,8 +38,8 @@ from .several import End, ends_of_node
 from .verdict import Verdict, versions
 
 if TYPE_CHECKING:
+    from ..layers.table import Parameters
     from ..sites.recurrent import Site
-    from ..table import Parameters
 
 __all__ = ["Examiner"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..layers.modules import build_of
 from ..refusals import cause
 from ..shared.frontier import Plan
-from ..sites.modules import build_of
 from .routes import alike
 
 __all__ = ["Verdict", "finite", "from_outside", "known", "versions"]

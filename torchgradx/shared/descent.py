@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..ops import NATIVE
-from ..passes.gate import receives
-from ..passes.unpacking import spared
 from ..proof.layout import NOWHERE
+from ..record.gate import receives
+from ..record.unpacking import spared
 from ..refusals import cause
 from ..sharding import shards
 from ..sites.copies import untraced

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from ..layers.rules import Layer
 from ..ops import NATIVE
-from ..passes.unpacking import answers_twice, are_offloaded, asked, hides
 from ..proof.layout import Finding, Watched
+from ..record.unpacking import answers_twice, are_offloaded, asked, hides
 from ..refusals import cause
-from ..rules import Layer
 from ..sites.native import NativeSite
 from ..sites.recurrent import Site
 from ..sites.rerun import FallbackSite

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..passes.versions import Versions
+from ..record.versions import Versions
 from ..reference import chunks
 from ..reference.chunks import accumulation_dtype
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from ..passes.versions import Versions
+from ..record.versions import Versions
 from .fallback import Call, as_it_stands, weighted, whole_gradients, without
 
 __all__ = ["Booked"]

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import ops
-from ..gpu import gpu_of
+from ..layers.rules import Layer, rule_named
+from ..layers.table import Context, declared_layout, owns_backward
+from ..plan.gpu import gpu_of
 from ..proof.layout import BATCH, SECOND, SEQUENCE
 from ..refusals import cause
-from ..rules import Layer, rule_named
-from ..table import Context, declared_layout, owns_backward
 from .attention import Part, attending
 from .copies import Hook, keep_out, let_in, stock_of, untraced
 from .trace import Trace

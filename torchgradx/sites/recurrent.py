@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from .. import ops
+from ..layers.rules import Layer, rule_named
+from ..layers.table import Context, declared_layout, owns_backward
 from ..proof.layout import BATCH
-from ..rules import Layer, rule_named
-from ..table import Context, declared_layout, owns_backward
 from . import through_time
 from .copies import Hook, stock_of
 from .native import NativeSite, core

@@ -14,19 +14,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import ops
-from ..passes.backwards import at_the_end
-from ..passes.unpacking import saved, unpacked
+from ..layers.modules import CONTAINERS, opaque, own_names, parameter_of, same_parameters
+from ..layers.rules import Layer, rule_named
+from ..layers.table import Context, declared_layout
 from ..proof.arguments import tensors_in
 from ..proof.layout import BATCH, NOWHERE, SEGMENTS, SEQUENCE, SHARED
 from ..proof.several import end_of, ends_of_module, made_from_others, needed_by, of_the_loss
+from ..record.backwards import at_the_end
+from ..record.unpacking import saved, unpacked
 from ..reference.chunks import along
 from ..refusals import RefusedError, cause
-from ..rules import Layer, rule_named
 from ..sharding import scattered
 from ..shared.frontier import coarsest
 from ..shared.outer import BySample, sq_norms
 from ..shared.sizes import look_of
-from ..table import Context, declared_layout
 from .booked import Booked
 from .copies import stock_of, untraced
 from .fallback import (
@@ -37,7 +38,6 @@ from .fallback import (
     terms_of_bias,
     whole_gradients,
 )
-from .modules import CONTAINERS, opaque, own_names, parameter_of, same_parameters
 from .native import MIXED, Hooks, why_mixed
 from .packed import counts_rows, samples_of, why_not
 from .regime import Regime, may_draw

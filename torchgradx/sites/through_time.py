@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .. import ops
+from ..layers.modules import recurrent_weights
 from ..proof.layout import BATCH, SEQUENCE
 from .fallback import Call, as_it_stands, run_again
-from .modules import recurrent_weights
 from .packed import Packed
 
 if ops.NATIVE:

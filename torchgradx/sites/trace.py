@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
 from .. import ops
+from ..layers.rules import Layer
 from ..proof.arguments import batch_size
-from ..rules import Layer
 
 if ops.NATIVE:
     from .. import _C

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..sharding import mean_over
 from .clipping import Books, Sum, dense
 from .factors import Group, report_overflow
-from .sharding import mean_over
 
 if TYPE_CHECKING:
-    from .table import Parameters
+    from ..layers.table import Parameters
 
 __all__ = ["Deferred"]
 

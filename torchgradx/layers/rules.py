@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from . import ops
-from .cost import Plan, Problem, plan
-from .gpu import Gpu
-from .sites import attention, closed
+from .. import ops
+from ..plan.cost import Plan, Problem, plan
+from ..plan.gpu import Gpu
+from ..sites import attention, closed
 
 if ops.NATIVE:
-    from . import _C
+    from .. import _C
 
 __all__ = ["RULES", "Layer", "Rule", "rule_named", "rule_of"]
 

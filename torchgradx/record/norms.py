@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import ops
-from .reference.chunks import accumulation_dtype
-from .rules import Layer
+from .. import ops
+from ..layers.rules import Layer
+from ..reference.chunks import accumulation_dtype
 
 __all__ = ["Term", "combine"]
 

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import ops
-from .proof.layout import BATCH, SEQUENCE
-from .refusals import refused_all
+from .. import ops
+from ..proof.layout import BATCH, SEQUENCE
+from ..refusals import refused_all
+from ..sharding import FSDP, gathers, pairs
+from .modules import modules_in_order, opaque, own_names, recurrent_weights
 from .rules import Layer, rule_of
-from .sharding import FSDP, gathers, pairs
-from .sites.modules import modules_in_order, opaque, own_names, recurrent_weights
 
 if TYPE_CHECKING:
-    from .proof.audit import Audit
-    from .sites.standing import Standing
-    from .sites.trace import Trace
+    from ..proof.audit import Audit
+    from ..sites.standing import Standing
+    from ..sites.trace import Trace
 
 __all__ = ["Context", "Parameters", "declared_layout", "find_layers", "owns_backward"]
 
@@ -124,7 +124,7 @@ def _values(tables: Iterable[dict[str, Any]]) -> list[Any]:
 
 
 if ops.NATIVE:
-    from ._C import facts, stand
+    from .._C import facts, stand
 else:
 
     def facts(tables: Iterable[dict[str, Any]], keys: Any, tensors: list[Tensor]) -> bytes:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..reference.chunks import accumulation_dtype
 from .norms import Term, combine
-from .reference.chunks import accumulation_dtype
 
 __all__ = ["combine_segments"]
 

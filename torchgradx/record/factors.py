@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from .reference.chunks import accumulation_dtype
+from ..reference.chunks import accumulation_dtype
 
 __all__ = ["Group", "factors_of", "is_unscaled", "report_overflow", "unscaled_by"]
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .passes.modes import several_at_once, unheard
-from .proof.arguments import tensors_in
+from ..proof.arguments import tensors_in
+from .modes import several_at_once, unheard
 
 __all__ = ["MEAN", "ONE", "TokenWatch", "token_weights"]
 
 # The defaults of attach(loss_reduction=, loss_scale=), objects that no caller can pass by value.
-MEAN = "".join(["me", "an"])
-ONE = float("1.0")
+MEAN: str = "".join(["me", "an"])
+ONE: float = float("1.0")
 
 RECTIFIERS = ("Relu", "Threshold", "Clamp", "Hardtanh")  # whose gradient is zero here and there
 LATEST = 64  # looks whose answers are kept, where nobody reads

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..clipping import Books
-from ..deferred import Deferred
-from ..factors import Group, factors_of, is_unscaled, unscaled_by
-from ..norms import combine
+from ..layers.rules import Layer
 from ..options import Scale, check_scale
 from ..refusals import SECTIONS, refused_all
-from ..rules import Layer
-from ..segments import combine_segments
+from .clipping import Books
+from .deferred import Deferred
+from .factors import Group, factors_of, is_unscaled, unscaled_by
 from .frames import NONE, Answer, Frames, Told
+from .norms import combine
+from .segments import combine_segments
 
 if ops.NATIVE:
     from .. import _C
 
 if TYPE_CHECKING:
-    from ..table import Parameters
+    from ..layers.table import Parameters
 
 __all__ = ["Record"]
 

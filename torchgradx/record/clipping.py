@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..proof.listening import forget, others
+from ..refusals import RefusedError, refused_all
+from ..sharding import data_parallel, mean_over, scattered
+from ..sites.copies import untraced
 from .factors import Group
-from .proof.listening import forget, others
-from .refusals import RefusedError, refused_all
-from .sharding import data_parallel, mean_over, scattered
-from .sites.copies import untraced
 
 if TYPE_CHECKING:
-    from .table import Parameters
+    from ..layers.table import Parameters
 
 __all__ = ["Books", "Sum", "dense"]
 

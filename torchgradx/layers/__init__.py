@@ -1,0 +1,1 @@
+"""What is known of a model before any data: its parameters, its layers, and the kernel for each."""

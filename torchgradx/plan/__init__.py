@@ -1,0 +1,1 @@
+"""Which algorithm runs: integers in, a plan out. No tensors."""
