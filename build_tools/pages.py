@@ -1,10 +1,12 @@
 """What mkdocs is told of our pages: benchmark tables, and how our docstrings introduce code."""
 
 import json
+import re
 from pathlib import Path
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 COLUMNS = ("fused", "clip", "fused=False", "scoring")
+DEFAULTS = {"MEAN": '"mean"', "ONE": "1.0"}  # of attach(): objects of our own with these values
 WRONG = 0.1  # of a norm: a rival that is off by more is not quoted
 GPU_COLUMNS = ("deferred clip", "Opacus hooks", "Opacus ghost", "Opacus ghost, clips")
 
@@ -25,6 +27,8 @@ def on_page_markdown(markdown, **kwargs):
 
 
 def on_page_content(html, **kwargs):
+    for name, value in DEFAULTS.items():
+        html = re.sub(rf"(?<=>){name}(?=</)", value, html)
     return html.replace("::</p>", ":</p>")  # as reStructuredText ends a line before code
 
 
