@@ -123,6 +123,31 @@ def test_branches_that_begin_as_zeros(name, moves, options):
                     p.add_(q.grad, alpha=-0.1)
 
 
+def written(m, x):
+    h = 2 * m.first(x)
+    h[x[..., 0] > 0] = m.token.to(h.dtype)  # as wav2vec2's SpecAugment
+    return m.last(torch.tanh(h))
+
+
+def chosen(m, x):
+    h = torch.where(x[..., :1] > 0, m.token, m.first(x))
+    return m.last(torch.tanh(torch.where(x[..., 1:2] > 0, h, m.token)))
+
+
+@a_few_modes
+@pytest.mark.parametrize("forward", [written, chosen], ids=["written", "chosen"])
+def test_a_token_in_the_place_of_those_masked(forward, options):
+    """Where a mask is drawn anew in each forward, running the model again gives another one."""
+    parts = {"first": nn.Linear(3, C), "last": nn.Linear(C, 2)}
+    model, x = Model(forward, **parts), torch.randn(N, T, 3).double()
+    model.token = nn.Parameter(torch.randn(C))
+    model = model.double()
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        close_named(probe.norms(per="parameter"), loop(model, square, x))
+        assert "lifted" in probe.explain() or options.get("backend") == "vmap"
+
+
 class Scaled(nn.Embedding):
     """As Gemma's and BART's."""
 

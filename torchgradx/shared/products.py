@@ -48,6 +48,9 @@ ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
     ),
     "ExpandBackward0": lambda node, k, g: g,
     "RepeatBackward0": lambda node, k, g: g,
+    "WhereBackward0": lambda node, k, g: g.masked_fill(
+        node._saved_condition if k else ~node._saved_condition, 0
+    ),
 }
 LINKS = {CAST, *(f"{name}Backward0" for name in (
     "Alias", "Clone", "ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View",
@@ -119,7 +122,13 @@ CHANNELS_FIRST = {"NativeGroupNormBackward0", "NativeBatchNormBackward0"}
 
 
 def in_closed_form(node: Node) -> bool:
-    return is_elementwise(node) or node.name() in ROWS or node.name() == TABLE
+    return is_elementwise(node) or node.name() in {*ROWS, TABLE} or _mask(node) is not None
+
+
+def _mask(node: Node) -> Tensor | None:
+    """Return where a node wrote values, operand 1: x[mask] = values."""
+    where = node._saved_indices if node.name() == "IndexPutBackward0" else ()
+    return where[0] if len(where) == 1 and where[0].dtype == torch.bool else None
 
 
 def counts_ids(node: Node) -> bool:
@@ -197,6 +206,10 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradient
         if product is None:
             return None
         pieces = by_sample(product, layout, n)
+        return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
+    if operand == 1 and (mask := _mask(node)) is not None:
+        rows = mask.view(*mask.shape, *[1] * (g.dim() - mask.dim()))
+        pieces = by_sample(g.masked_fill(~rows, 0), layout, n)
         return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
     if name in COLUMNS and operand == 0 and layout == LAST:
         grads, columns = (by_sample(t, layout, n) for t in (g, node._saved_mat2))
