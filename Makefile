@@ -85,9 +85,11 @@ clean:  ## remove all that make has made, .venv included (an environment named b
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
+# The stamp is a constraint: no extra's library brings another torch than the one that we are built for.
 $(DONE)/torch: | $(BIN)/python
 	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) install "$(TORCH)"
-	mkdir -p $(DONE) && touch $@
+	mkdir -p $(DONE)
+	$(BIN)/python -c "import torch; print('torch==' + torch.__version__.split('+')[0])" > $@
 
 # Built once, whatever the extras. setuptools packs whatever an earlier build left in build/lib*.
 WHEELS := $(DONE)/wheels
@@ -99,11 +101,11 @@ $(DONE)/wheel: $(DONE)/torch $(SOURCES)
 
 # BackPACK asks for torchvision, which would bring a torch of its own, and runs without it.
 $(DONE)/bench: $(DONE)/wheel
-	$(PIP) install "$$(echo $(WHEELS)/*.whl)[bench]"
+	$(PIP) install -c $(DONE)/torch "$$(echo $(WHEELS)/*.whl)[bench]"
 	$(PIP) install --no-deps backpack-for-pytorch==1.7.1 einops unfoldNd
 	touch $@
 
 # One stamp for each extra; the package itself is there already.
 $(DONE)/%: $(DONE)/wheel
-	$(PIP) install "$$(echo $(WHEELS)/*.whl)[$*]"
+	$(PIP) install -c $(DONE)/torch "$$(echo $(WHEELS)/*.whl)[$*]"
 	touch $@

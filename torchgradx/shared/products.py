@@ -38,6 +38,7 @@ CAST = "ToCopyBackward0"  # autocast's
 FEW = 8  # samples
 SUM = "AddBackward0"
 TABLE = "EmbeddingBackward0"
+WRITTEN = "IndexPutBackward0"  # x[mask] = values, operand 1
 # A node's product elementwise, before it is summed over what the operand was broadcast along.
 ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
     SUM: lambda node, k, g: g * node._saved_alpha if k and node._saved_alpha != 1 else g,
@@ -122,13 +123,7 @@ CHANNELS_FIRST = {"NativeGroupNormBackward0", "NativeBatchNormBackward0"}
 
 
 def in_closed_form(node: Node) -> bool:
-    return is_elementwise(node) or node.name() in {*ROWS, TABLE} or _mask(node) is not None
-
-
-def _mask(node: Node) -> Tensor | None:
-    """Return where a node wrote values, operand 1: x[mask] = values."""
-    where = node._saved_indices if node.name() == "IndexPutBackward0" else ()
-    return where[0] if len(where) == 1 and where[0].dtype == torch.bool else None
+    return is_elementwise(node) or node.name() in {*ROWS, TABLE, WRITTEN}
 
 
 def counts_ids(node: Node) -> bool:
@@ -207,7 +202,10 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradient
             return None
         pieces = by_sample(product, layout, n)
         return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
-    if operand == 1 and (mask := _mask(node)) is not None:
+    if name == WRITTEN and operand == 1:
+        mask, *others = node._saved_indices
+        if others or mask is None or mask.dtype != torch.bool:
+            return None
         rows = mask.view(*mask.shape, *[1] * (g.dim() - mask.dim()))
         pieces = by_sample(g.masked_fill(~rows, 0), layout, n)
         return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
