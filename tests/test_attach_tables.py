@@ -33,6 +33,22 @@ def test_a_position_table_is_exact(ids, n, t, options):
     check(positional(IDS[ids]), square, tokens(n, t), **options)
 
 
+class Positions(nn.Embedding):
+    """As BART's, which is given the ids of the tokens too."""
+
+    def forward(self, ids, positions):
+        return super().forward(positions[None] + 2)
+
+
+@fallback_mode
+def test_a_table_that_is_given_the_samples_too_is_exact(options):
+    model = Model(lambda m, i: m.o(torch.tanh(m.t(i) + m.p(i, torch.arange(i.shape[1])))),
+                  t=nn.Embedding(TOKENS, D), p=Positions(2 * N + 2, D),
+                  o=nn.Linear(D, 2))  # fmt: skip
+    for n, t in [(N, T), (N, 2 * N), (N, N), (2, T)]:
+        check(model, square, tokens(n, t), **options)
+
+
 @fallback_mode
 @pytest.mark.parametrize("ids", ["[T]", "[1, T]", "repeated, [1, T]", "a mask", "a mask [T]"])
 def test_what_a_model_is_called_with_for_all_samples_is_of_none(ids, options):

@@ -45,6 +45,16 @@ class Memory:
         """Return the uses that were given the same for any batch, as far as that was seen."""
         return set(_where(self.constant, uses))
 
+    def see(self, uses: Sequence[Any], constant: Callable[[Any, int], bool]) -> None:
+        """Note the uses that made the same for any batch, though they were given more than that, as
+        positions beside the ids that they are of."""
+        calls: dict[int, list[bool]] = {}
+        for site, _, node, number in uses:
+            calls.setdefault(site, []).append(node is not None and constant(node, number))
+        for site, made in calls.items():
+            given = self.constant.setdefault((site, len(made)), [None] * len(made))
+            given[:] = [1 if same else one for one, same in zip(given, made, strict=True)]
+
     def anchors(self, uses: Sequence[Any]) -> dict[int, int]:
         """Return layouts of uses that got a view of the model's argument, or its like."""
         return _where(self.anchored, uses)

@@ -70,9 +70,11 @@ class Examiner:
         """Return what a forward shows of its structure."""
         n, graph, memory = run.n, Graph(outputs), self._forwards.memory
         watched, ends = self._watched(n, uses, outputs, sites, looked, graph)
+        constant = None if looked.watch is None else looked.watch.is_constant
+        if constant is not None:
+            memory.see(uses, constant)
         tables = memory.tables(uses) if n > 1 else set()
         tables = {k for k in tables if sites[uses[k][0]].declared < 0}
-        constant = None if looked.watch is None else looked.watch.is_constant
         start = self._lift.start(n, uses, sites, outputs, tables, constant)
         region = start.region.watched
         every = [*watched, *(end.watched for _, end in ends), *region]
