@@ -9,12 +9,15 @@ from attach_oracle import (
     check,
     exact_or_refused,
     fallback_mode,
+    refusal,
     refused,
     square,
     square_second,
 )
 from broadcast_models import TOKENS, D, N, T, constant, in_place, positional, relative, tokens
 from torch import nn
+
+import torchgradx
 
 sizes = pytest.mark.parametrize(("n", "t"), [(N, T), (N, N), (D, T), (1, T), (T, 1), (2, 2 * N)])
 IDS = {
@@ -31,6 +34,16 @@ IDS = {
 @pytest.mark.parametrize("ids", IDS)
 def test_a_position_table_is_exact(ids, n, t, options):
     check(positional(IDS[ids]), square, tokens(n, t), **options)
+
+
+def test_what_is_made_of_all_data_is_no_table_in_a_later_step_either():
+    model = Model(lambda m, x: m.o(torch.tanh(m.t(x) + m.scale * x.mean(0))),
+                  t=nn.Linear(D, D), o=nn.Linear(D, 2)).double()  # fmt: skip
+    model.scale = nn.Parameter(torch.randn(D).double())
+    with torchgradx.attach(model) as probe:
+        for _ in range(3):
+            square(model, torch.randn(N, D).double()).backward()
+            refusal(probe, "scale")
 
 
 class Positions(nn.Embedding):

@@ -375,6 +375,8 @@ class Audit:
                         self._keep(self._proven, one, verdict)
                 if calls is not None and run.n > 1:  # one sample tells nothing of several
                     self._keep(self._alike, calls, verdict)
+            else:  # the next one is to be shown no less
+                self.forwards.memory.watches = max(1, self.forwards.memory.watches)
             if entry in self._pending:  # another thread may settle, too
                 self._pending.remove(entry)
         if ops.NATIVE and not self._pending and (self._recorder.auditing or self.always):
