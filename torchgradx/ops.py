@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _check, fakes, reference
+from . import _check, reference
+from .reference import fakes
 from .reference.linear import conv2d_sq_norms_of_rows
 
 __all__ = [
