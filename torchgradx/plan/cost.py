@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from . import gpu
 
 __all__ = ["ALGORITHMS", "Algorithm", "Cost", "Plan", "Problem", "make_plan", "plan"]
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """One layer's backward as integers.
 
     For a convolution t is H'W' and i and o are of one group: i = C / groups * kH * kW.
