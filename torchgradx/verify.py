@@ -32,14 +32,11 @@ class Report:
     def errors(self) -> dict[str, float]:
         """Return each parameter's largest difference, relative to the sample's whole norm."""
         whole = torch.stack([v.double().square() for v in self.loop.values()]).sum(0).sqrt()
-
-        def largest(off: Tensor) -> float:
-            return float((off / whole).where(off != 0, 0).max()) if len(off) else 0.0
-
-        return {
-            name: largest((self.norms[name].double() - loop.double()).abs())
-            for name, loop in self.loop.items()
-        }
+        found = {}
+        for name, loop in self.loop.items():
+            off = (self.norms[name].double() - loop.double()).abs()
+            found[name] = float((off / whole).where(off != 0, 0).max()) if len(off) else 0.0
+        return found
 
     @property
     def agrees(self) -> bool:
