@@ -59,7 +59,7 @@ def pure(name: str, p: cost.Problem) -> cost.Cost | None:
     """What a run consists of; None where "fused" takes its norms from another algorithm."""
     if name == "weight_grad":
         return cost.weight_grad(p)
-    parts = [part for part in cost.ALGORITHMS[name].parts(p) if part[0] != "weight_grad"]
+    parts = [part for part in cost.parts_of(p, name) if part[0] != "weight_grad"]
     if {part for part, _ in parts} != {name}:
         return None
     return sum((c for _, c in parts), cost.Cost(0, 0))

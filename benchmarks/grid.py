@@ -74,7 +74,7 @@ def conv2d(n: int, c: int, o: int, side: int, kernel: int, groups: int) -> Case:
 
 def worthwhile(problem: cost.Problem, runs: dict[str, Run]) -> Case:
     """Less a Gram whose FLOP are many times direct's."""
-    flop = {name: cost.ALGORITHMS[name].cost(problem).flop for name in ("gram", "direct")}
+    flop = {name: cost.cost_of(problem, name).flop for name in ("gram", "direct")}
     if flop["gram"] > SLOWEST * flop["direct"]:
         del runs["gram"]
     return Case(problem, runs)
@@ -96,6 +96,6 @@ def alone(name: str, p: cost.Problem) -> cost.Cost:
     """FLOP and bytes of a run, which but for "fused" makes norms or the weight gradient alone."""
     if name == "weight_grad":
         return cost.weight_grad(p)
-    parts = cost.ALGORITHMS[name].parts(p)
+    parts = cost.parts_of(p, name)
     asked = (c for part, c in parts if part != "weight_grad")
     return sum(asked, cost.Cost(0, 0))

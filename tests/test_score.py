@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 import torchgradx
-from torchgradx.jobs import job
+from torchgradx import scoring
 
 N, C = 23, 4
 
@@ -268,7 +268,7 @@ def test_scores_are_of_the_eval_mode_unless_said_otherwise():
 def test_a_pool_is_attached_once_and_needs_the_memory_of_a_batch(monkeypatch):
     attached, alive, most = [], weakref.WeakSet(), []
     monkeypatch.setattr(
-        job, "attach", lambda *a, **k: attached.append(1) or torchgradx.attach(*a, **k)
+        scoring, "attach", lambda *a, **k: attached.append(1) or torchgradx.attach(*a, **k)
     )
 
     class Watched(nn.Module):

@@ -5,16 +5,15 @@ Every text says what was expected, what came, and where it helps what to do.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .plan import cost
-from .plan.gpu import Gpu, gpu_of
+from .plan.cost import Problem, make_plan, plan
+from .plan.gpu import gpu_of
 from .reference.chunks import accumulation_dtype
 
 __all__ = ["algorithm", "conv2d_operands", "embedding_operands", "linear_operands", "scale"]
@@ -34,42 +33,43 @@ def _seen(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def _dense(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
-
-
-def _refuse_tensor(name: str, value: Any) -> NoReturn:
+def _dense(name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor; got {_seen(value)}")
     if value.layout is not torch.strided or value.is_nested:
         layout = "a nested tensor: pad it" if value.is_nested else f"{value.layout}: densify it"
         raise TypeError(f"{name} must be a dense (strided) tensor; got {layout}")
-    raise TypeError(
-        f"{name} must be float16, bfloat16, float32 or float64; got {value.dtype}: convert it"
-    )
+
+
+def _operand(name: str, value: Any) -> Tensor:
+    """Return a dense tensor of a supported dtype, without its autograd graph."""
+    _dense(name, value)
+    if value.dtype not in DTYPES:
+        raise TypeError(
+            f"{name} must be float16, bfloat16, float32 or float64; got {value.dtype}: convert it"
+        )
+    detached: Tensor = value.detach() if value.requires_grad else value
+    return detached
+
+
+def _same_device(first_name: str, first: Tensor, name: str, value: Tensor) -> None:
+    if value.device != first.device:
+        raise TypeError(
+            f"{name} must be on {first.device}, as {first_name} is; got {value.device}: move one"
+        )
 
 
 def _pair(first_name: str, first: Any, second_name: str, second: Any) -> tuple[Tensor, Tensor]:
-    """Return two tensors of one supported dtype on one device, without their autograd graphs."""
-    for name, value in ((first_name, first), (second_name, second)):
-        if not _dense(value):
-            _refuse_tensor(name, value)
-    dtype = first.dtype
-    if dtype not in DTYPES:
-        _refuse_tensor(first_name, first)
-    if second.dtype is not dtype:
+    """Return two operands of one dtype on one device."""
+    _dense(second_name, second)
+    first = _operand(first_name, first)
+    if second.dtype is not first.dtype:
         raise TypeError(
-            f"{second_name} must be {dtype}, as {first_name} is; got {second.dtype}: convert one"
+            f"{second_name} must be {first.dtype}, as {first_name} is; got {second.dtype}: "
+            "convert one"
         )
-    if second.device != first.device:
-        raise TypeError(
-            f"{second_name} must be on {first.device}, as {first_name} is; "
-            f"got {second.device}: move one"
-        )
-    return (
-        first.detach() if first.requires_grad else first,
-        second.detach() if second.requires_grad else second,
-    )
+    _same_device(first_name, first, second_name, second)
+    return first, _operand(second_name, second)
 
 
 def linear_operands(activations: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,18 +97,11 @@ def embedding_operands(
     indices: Tensor, grad_output: Tensor, padding_idx: Any
 ) -> tuple[Tensor, Tensor]:
     """[N, *], [N, *, D] -> [N, T], [N, T, D]"""
-    for name, value in (("indices", indices), ("grad_output", grad_output)):
-        if not _dense(value):
-            _refuse_tensor(name, value)
+    _dense("indices", indices)
     if indices.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"indices must be int32 or int64; got {indices.dtype}: convert it")
-    if grad_output.dtype not in DTYPES:
-        _refuse_tensor("grad_output", grad_output)
-    if grad_output.device != indices.device:
-        raise TypeError(
-            f"grad_output must be on {indices.device}, as indices is; "
-            f"got {grad_output.device}: move one"
-        )
+    grad_output = _operand("grad_output", grad_output)
+    _same_device("indices", indices, "grad_output", grad_output)
     if padding_idx is not None and type(padding_idx) is not int:
         raise TypeError(f"padding_idx must be an int or None; got {_seen(padding_idx)}")
     if padding_idx is not None and not 0 <= padding_idx < 2**63:
@@ -122,7 +115,7 @@ def embedding_operands(
             f" and {list(shape)}"
         )
     n, t = shape[0], prod(shape[1:])
-    return indices.reshape(n, t), grad_output.detach().reshape(n, t, grad_output.shape[-1])
+    return indices.reshape(n, t), grad_output.reshape(n, t, grad_output.shape[-1])
 
 
 def scale(value: Tensor | None, operand: Tensor, operand_name: str) -> Tensor | None:
@@ -131,30 +124,23 @@ def scale(value: Tensor | None, operand: Tensor, operand_name: str) -> Tensor | 
         return None
     if not isinstance(value, Tensor):
         raise TypeError(f"scale must be a torch.Tensor [N] or None; got {_seen(value)}")
-    if not _dense(value) or value.dtype not in DTYPES:
-        _refuse_tensor("scale", value)
-    if value.device != operand.device:
-        raise TypeError(
-            f"scale must be on {operand.device}, as {operand_name} is; got {value.device}: move it"
-        )
-    n = operand.shape[0]
-    if value.shape != (n,):
-        raise ValueError(f"scale must be [N] with N = {n}; got {list(value.shape)}")
-    return value.detach().to(accumulation_dtype(operand.dtype))
+    weights, n = _operand("scale", value), operand.shape[0]
+    _same_device(operand_name, operand, "scale", weights)
+    if weights.shape != (n,):
+        raise ValueError(f"scale must be [N] with N = {n}; got {list(weights.shape)}")
+    return weights.to(accumulation_dtype(operand.dtype))
 
 
 def _integers(name: str, value: Any, least: int) -> Pair:
     """Return a pair, for an int or a pair of them."""
-    if type(value) is int:
-        first = second = value
-    elif not isinstance(value, (tuple, list)):
+    pair = (value, value) if type(value) is int else value
+    if not isinstance(pair, (tuple, list)):
         raise TypeError(f"{name} must be an int or a pair of ints; got {_seen(value)}")
-    elif len(value) != 2:
+    if len(pair) != 2:
         raise ValueError(f"{name} must be an int or a pair of ints; got {_seen(value)}")
-    else:
-        first, second = value
-        if type(first) is not int or type(second) is not int:
-            raise TypeError(f"{name} must be an int or a pair of ints; got {_seen(value)}")
+    first, second = pair
+    if type(first) is not int or type(second) is not int:
+        raise TypeError(f"{name} must be an int or a pair of ints; got {_seen(value)}")
     if not (least <= first <= LARGEST and least <= second <= LARGEST):
         raise ValueError(f"{name} must be from {least} to {LARGEST}; got {_seen(value)}")
     return first, second
@@ -234,27 +220,10 @@ def algorithm(operand: Tensor, t: int, i: int, o: int, groups: int, forced: str 
     """Return the algorithm to run: by the cost model, or as forced unless it refuses."""
     if forced is not None and type(forced) is not str:
         raise TypeError(f"algorithm must be a str or None; got {_seen(forced)}")
-    layer = "linear" if operand.dim() == 3 else "conv2d"
-    # Dynamo warns of caches, and has no need of them.
-    choose = _choose if torch.compiler.is_compiling() else _choose_once
+    layer: Any = "linear" if operand.dim() == 3 else "conv2d"
     device = gpu_of(operand.device) if operand.is_cuda else None
-    return choose(layer, operand.shape[0], t, i, o, groups, operand.itemsize, device, forced)
-
-
-def _choose(
-    layer: Any,
-    n: int,
-    t: int,
-    i: int,
-    o: int,
-    groups: int,
-    itemsize: int,
-    device: Gpu | None,
-    forced: str | None,
-) -> str:
-    problem = cost.Problem(layer, n, t, i, o, groups, itemsize, device=device)
-    return cost.make_plan(problem, forced).algorithm
-
-
-# A Problem is a dataclass, dearer to make than to look up: here its integers are the key.
-_choose_once = lru_cache(maxsize=4096)(_choose)
+    n, itemsize = operand.shape[0], operand.itemsize
+    problem = Problem(layer, n, t, i, o, groups, itemsize, device=device)
+    # Dynamo warns of caches, and has no need of them.
+    choose = make_plan if torch.compiler.is_compiling() else plan
+    return choose(problem, forced).algorithm

@@ -41,56 +41,42 @@ def explanation(
         part = f", {layer.role}" if layer.role else ""
         title = f"{layer.name or '(root)'}: {layer.type_name}{part}"
         title = f"{title}  [{', '.join(names) or 'frozen'}]"
-        way = _way(layer) if names else "frozen"
-        ways[way] += 1
-        if way == AGAIN:
-            again[layer.type_name] += 1
         if not names:
+            ways["frozen"] += 1
             lines.append(title)
-        elif verbose:
-            lines += [title, *(f"  {line}" for line in _how(layer).splitlines())]
+            continue
+        way, brief, full = _served(layer)
+        ways[way] += 1
+        again[layer.type_name] += way == AGAIN
+        if verbose:
+            lines += [title, *(f"  {line}" for line in full.splitlines())]
         else:
-            lines.append(f"{title}: {_brief(layer)}")
+            lines.append(f"{title}: {brief}")
     return Explanation("\n".join([_summary(ways, again), *lines]))
 
 
 def _summary(ways: Counter[str], again: Counter[str]) -> str:
     total = ways.total()
     text = ", ".join(f"{count} {way}" for way, count in ways.most_common())
-    types = ", ".join(f"{count} {name}" for name, count in again.most_common())
+    types = ", ".join(f"{count} {name}" for name, count in again.most_common() if count)
     return f"{total} layer{'s' * (total != 1)}: {text}" + (f" ({types})" if types else "")
 
 
-def _way(layer: Layer) -> str:
-    """Return it in a word or two, to be counted."""
+def _served(layer: Layer) -> tuple[str, str, str]:
+    """Return what serves it: in a word, to be counted; in a line; all that was weighed."""
     if "lifted" in layer.notes:
-        return "at the graph's nodes"
-    if layer.kind in ("vmap", "recurrent"):
-        return "through time" if set(layer.notes) == {"through time"} else AGAIN
-    if layer.plans:
-        return next(reversed(layer.plans.values())).algorithm
-    return _how(layer).partition(":")[0]
-
-
-def _brief(layer: Layer) -> str:
-    if layer.plans and "lifted" not in layer.notes:
-        return "; ".join(plan.brief() for plan in layer.plans.values())
-    return _how(layer)
-
-
-def _how(layer: Layer) -> str:
-    if "lifted" in layer.notes:
-        return (
-            "lifted: its gradients by sample are taken at the graph's nodes, where samples come in"
-        )
+        text = "its gradients by sample are taken at the graph's nodes, where samples come in"
+        return "at the graph's nodes", f"lifted: {text}", f"lifted: {text}"
     if layer.kind in ("vmap", "recurrent"):
         ways = " and ".join(layer.notes) or "vmap"
         beside = "through time" in layer.notes
         why = "the framework's gradients stay" if beside else f"no kernel for {layer.type_name}"
-        return f"{ways}: {why}; its own forward is run again in backward"
-    way = rule_named(layer.kind).way
-    if way:
-        return way
-    if not layer.plans:
-        return f"{layer.kind}: no single use seen; several uses of a parameter are combined"
-    return "\n".join(repr(plan) for plan in layer.plans.values())
+        text = f"{ways}: {why}; its own forward is run again in backward"
+        return "through time" if ways == "through time" else AGAIN, text, text
+    if layer.plans:
+        plans = list(layer.plans.values())
+        brief = "; ".join(plan.brief() for plan in plans)
+        return plans[-1].algorithm, brief, "\n".join(map(repr, plans))
+    unseen = f"{layer.kind}: no single use seen; several uses of a parameter are combined"
+    text = rule_named(layer.kind).way or unseen
+    return text.partition(":")[0], text, text

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _check, fakes, reference
+from . import _check, reference
+from .reference import fakes
 from .reference.linear import conv2d_sq_norms_of_rows
 
 __all__ = [
@@ -82,34 +83,43 @@ def _operator(name: str, fake: Operator) -> Operator:
     twin: Operator = getattr(reference, name)
 
     def serve(*arguments: Any) -> Any:
-        shapes = fake(*arguments)  # refuses what the twin would stumble over
-        return shapes if arguments[0].is_meta else twin(*arguments)
+        return (fake if arguments[0].is_meta else twin)(*arguments)
 
     serve.__name__ = serve.__qualname__ = name
     serve.__doc__ = twin.__doc__
     if not NATIVE:
         return serve
-    torch.library.register_fake(f"torchgradx::{name}", fake)
+    overload: Any = getattr(torch.ops.torchgradx, name).default
+
+    def checked(function: Operator) -> Operator:
+        def call(*arguments: Any) -> Any:
+            for argument, value in zip(overload._schema.arguments, arguments, strict=True):
+                if value is None and isinstance(argument.type, torch.TensorType):
+                    raise ValueError(f"{argument.name} must be a tensor; got None")
+            return function(*arguments)
+
+        return call
+
+    torch.library.register_fake(f"torchgradx::{name}", checked(fake))
     # On every device for which no backend has registered a kernel.
-    _library.impl(name, serve, "CompositeExplicitAutograd")
-    overload: Operator = getattr(torch.ops.torchgradx, name).default
+    _library.impl(name, checked(serve), "CompositeExplicitAutograd")
     return overload
 
 
 if NATIVE:
     _library = torch.library.Library("torchgradx", "IMPL")
 
-rank1_sq_norms = _operator("rank1_sq_norms", fakes.linear_sq_norms)
-gram_sq_norms = _operator("gram_sq_norms", fakes.linear_sq_norms)
-direct_sq_norms = _operator("direct_sq_norms", fakes.linear_sq_norms)
+rank1_sq_norms = _operator("rank1_sq_norms", fakes.sq_norms)
+gram_sq_norms = _operator("gram_sq_norms", fakes.sq_norms)
+direct_sq_norms = _operator("direct_sq_norms", fakes.sq_norms)
 bias_sq_norms = _operator("bias_sq_norms", fakes.bias_sq_norms)
 linear_fused = _operator("linear_fused", fakes.linear_fused)
 linear_scaled = _operator("linear_scaled", fakes.linear_scaled)
-conv2d_gram_sq_norms = _operator("conv2d_gram_sq_norms", fakes.conv2d_sq_norms)
-conv2d_direct_sq_norms = _operator("conv2d_direct_sq_norms", fakes.conv2d_sq_norms)
+conv2d_gram_sq_norms = _operator("conv2d_gram_sq_norms", fakes.sq_norms)
+conv2d_direct_sq_norms = _operator("conv2d_direct_sq_norms", fakes.sq_norms)
 conv2d_fused = _operator("conv2d_fused", fakes.conv2d_fused)
 conv2d_scaled = _operator("conv2d_scaled", fakes.conv2d_scaled)
-affine_sq_norms = _operator("affine_sq_norms", fakes.affine_sq_norms)
+affine_sq_norms = _operator("affine_sq_norms", fakes.sq_norms)
 affine_fused = _operator("affine_fused", fakes.affine_fused)
 affine_by_sample = _operator("affine_by_sample", fakes.affine_by_sample)
 prelu_sq_norms = _operator("prelu_sq_norms", fakes.prelu_sq_norms)

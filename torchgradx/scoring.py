@@ -19,7 +19,7 @@ from .refusals import cause, refused_all
 from .shared.frontier import signed
 
 __all__ = [
-    "Loss", "call", "grad_norms", "gradients_put_by", "norms_alone", "one_sample", "sample_norms",
+    "Loss", "call", "grad_norms", "norms_alone", "norms_only", "one_sample", "sample_norms",
 ]  # fmt: skip
 
 Loss = Callable[[Any, Any], Tensor]
@@ -46,13 +46,19 @@ def one_sample(tree: Any, sample: int, n: int, dim: int) -> Any:
 
 
 @contextlib.contextmanager
-def gradients_put_by(model: nn.Module) -> Iterator[None]:
-    """Whatever runs inside, and however it ends, every .grad is as before."""
+def norms_only(model: nn.Module, **options: Any) -> Iterator[Probe]:
+    """Attach for norms alone, beside a standing probe; every .grad is afterwards as before."""
     before = [(p, p.grad) for p in model.parameters()]
     for p, _ in before:
         p.grad = None
     try:
-        yield
+        with (
+            set_aside(model),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            attach(model, **{"weight_grad": False, **options}) as probe,
+        ):
+            yield probe
     finally:
         for p, gradient in before:
             p.grad = gradient
@@ -211,13 +217,7 @@ def norms_alone(
 ) -> Tensor | dict[str, Tensor]:
     """See `grad_norms` and `sample_norms`."""
     check_loss(loss_fn)
-    with (
-        set_aside(model),
-        gradients_put_by(model),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        attach(model, loss_reduction=loss_reduction, **{"weight_grad": False, **options}) as probe,
-    ):
+    with norms_only(model, loss_reduction=loss_reduction, **options) as probe:
         output = call(model, inputs)
         compare = compare and options.get("sample_ids") is None  # what it reads is by sample
         return sample_norms(probe, output, targets, loss_fn, per, loss_reduction, compare)

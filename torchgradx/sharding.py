@@ -13,17 +13,9 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
-    "FSDP",
-    "data_parallel",
-    "flattened",
-    "gathers",
-    "mean_over",
-    "pairs",
-    "part_here",
-    "scattered",
-    "shards",
-    "uncovered",
-]
+    "FSDP", "data_parallel", "flattened", "gathers", "mean_over", "pairs", "part_here", "scattered",
+    "shards", "uncovered",
+]  # fmt: skip
 
 FSDP, TENSOR = "torch.distributed.fsdp", "torch.distributed.tensor"
 
@@ -39,22 +31,18 @@ def _known(module: str, *names: str) -> tuple[type, ...]:
 def gathers(modules: Iterable[nn.Module]) -> bool:
     """Return True if a backward of their graph communicates: on one rank alone it would hang."""
     sharded = _known(FSDP, "FSDPModule", "FullyShardedDataParallel")
-    return bool(sharded) and _any_of(modules, sharded)
-
-
-def _any_of(modules: Iterable[nn.Module], kinds: tuple[type, ...]) -> bool:
-    return any(issubclass(kind, kinds) for kind in set(map(type, modules)))
+    return any(issubclass(kind, sharded) for kind in set(map(type, modules)))
 
 
 def flattened(model: nn.Module) -> bool:
     """Return True if FullyShardedDataParallel has made one flat parameter of many."""
     kinds = _known(FSDP, "FullyShardedDataParallel")
-    return bool(kinds) and any(isinstance(module, kinds) for module in model.modules())
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def uncovered(model: nn.Module, parameters: Sequence[Tensor]) -> str | None:
     """Return the cause for which a forward cannot be recorded, if there is one."""
-    if TENSOR in sys.modules and _split(model, parameters):
+    if _split(model, parameters):
         return "tensor_parallel"
     if vars(model).get("_is_replica"):
         return "data_parallel"
@@ -67,25 +55,26 @@ def _split(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
     if not kinds or kinds[0] not in set(map(type, tensors)):
         return False
     sharded = _known(FSDP, "FSDPModule")
-    modules = [module for module in model.modules() if sharded and isinstance(module, sharded)]
+    modules = [module for module in model.modules() if isinstance(module, sharded)]
     return not modules or any(p.is_dtensor for module in modules for p in _gathered_by(module))
 
 
 def scattered(parameters: Iterable[Tensor]) -> bool:
     """Return True if only a part of any of them is here now."""
     kinds = _known(TENSOR, "DTensor")
-    return bool(kinds) and any(isinstance(p, kinds) for p in parameters)
+    return any(isinstance(p, kinds) for p in parameters)
 
 
 def part_here(p: Tensor) -> Tensor:
     """Return what is here of a parameter, from which fully_shard brings the whole together."""
-    return p._local_tensor if scattered([p]) else p  # type: ignore[attr-defined]
+    part: Tensor = getattr(p, "_local_tensor", p)
+    return part
 
 
 def pairs(modules: Sequence[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
     """Return (part, whole) of what fully_shard puts into one place in turn."""
     kinds = _known(FSDP, "FSDPModule")
-    for module in modules if kinds and _any_of(modules, kinds) else ():
+    for module in modules:
         for p in _gathered_by(module) if isinstance(module, kinds) else ():
             if "_unsharded_param" in vars(p):
                 yield p.sharded_param, p._unsharded_param

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from numbers import Real
@@ -32,14 +32,11 @@ class Report:
     def errors(self) -> dict[str, float]:
         """Return each parameter's largest difference, relative to the sample's whole norm."""
         whole = torch.stack([v.double().square() for v in self.loop.values()]).sum(0).sqrt()
-
-        def largest(off: Tensor) -> float:
-            return float((off / whole).where(off != 0, 0).max()) if len(off) else 0.0
-
-        return {
-            name: largest((self.norms[name].double() - loop.double()).abs())
-            for name, loop in self.loop.items()
-        }
+        found = {}
+        for name, loop in self.loop.items():
+            off = (self.norms[name].double() - loop.double()).abs()
+            found[name] = float((off / whole).where(off != 0, 0).max()) if len(off) else 0.0
+        return found
 
     @property
     def agrees(self) -> bool:
@@ -113,19 +110,25 @@ def verify(
         raise VerificationError(str(error)) from error
     assert isinstance(norms, dict)
     n = len(next(iter(norms.values()))) if norms else 0
+    twin = copy.deepcopy(model, _computed_by(model))
+    held = dict(twin.named_parameters())
+    live = [held[name] for name in norms]
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(state)
-        given = (model, loss_fn, inputs, targets, n)
+        given = (twin, live, loss_fn, inputs, targets, n)
         if options.get("sample_ids") is not None:
-            mean = n if loss_reduction == "mean" else 1
-            loop = _loop_by_rows(*given, options, mean, list(norms))
+            loop = _loop_by_rows(*given, options, n if loss_reduction == "mean" else 1)
         else:
-            loop = _loop(*given, batch_dim, list(norms))
+            loop = _loop(*given, batch_dim)
+        found = {name: held[name].new_zeros(n, dtype=torch.float64) for name in norms}
+        for sample, gradients in enumerate(loop):
+            for norm, gradient in zip(found.values(), gradients, strict=True):
+                norm[sample] = 0 if gradient is None else gradient.double().norm()
     if rtol is None:
         dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
         # A norm over a long sum keeps half its digits at least, whatever the order of summation.
         rtol = max((torch.finfo(d).eps for d in dtypes), default=0.0) ** 0.5
-    report = Report(norms, loop, rtol)
+    report = Report(norms, found, rtol)
     if not report.agrees:
         why = f"does the model or the loss mix samples, or draw random numbers?{_random(model)}"
         try:
@@ -146,71 +149,54 @@ def _random(model: nn.Module) -> str:
     return f" Dropout is on in {', '.join(named[:5])}{more}: say model.eval()." if named else ""
 
 
+Gradients = Iterator[Sequence[Tensor | None]]  # of each sample, by parameter
+
+
 def _loop(
     model: nn.Module,
+    live: Sequence[Tensor],
     loss_fn: Loss,
     inputs: Any,
     targets: Any,
     n: int,
     batch_dim: int,
-    names: list[str],
-) -> dict[str, Tensor]:
-    """{parameter: [N]} on a copy of the model, one sample at a time."""
-    twin = copy.deepcopy(model, _computed_by(model))
-    held = dict(twin.named_parameters())
-    found: dict[str, list[Tensor]] = {name: [] for name in names}
+) -> Gradients:
+    """One sample at a time."""
     for sample in range(n):
         one_input = one_sample(inputs, sample, n, batch_dim)
         one_target = one_sample(targets, sample, n, 0)
-        twin.zero_grad()
+        model.zero_grad()
         with torch.enable_grad():
-            loss = loss_fn(call(twin, one_input), one_target)
+            loss = loss_fn(call(model, one_input), one_target)
             loss.backward()  # reentrant checkpoints allow no grad()
-        for name in names:
-            gradient = held[name].grad
-            none = torch.zeros((), dtype=held[name].dtype, device=held[name].device)
-            found[name].append(none if gradient is None else gradient.detach().double().norm())
-    empty = torch.zeros(0, dtype=torch.float64)
-    return {
-        name: torch.stack([v.double() for v in values]) if values else empty
-        for name, values in found.items()
-    }
+        yield [p.grad for p in live]
 
 
 def _loop_by_rows(
     model: nn.Module,
+    live: Sequence[Tensor],
     loss_fn: Loss,
     inputs: Any,
     targets: Any,
     n: int,
     options: Mapping[str, Any],
     factor: float,
-    names: list[str],
-) -> dict[str, Tensor]:
+) -> Gradients:
     """The same, where no sample can be cut out: its rows of the outputs' gradient, pulled back."""
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     ids = options["sample_ids"](args if isinstance(args, (tuple, list)) else (args,), kwargs)
-    scale = options.get("loss_scale", 1.0)
-    scales = (
-        scale.double() if isinstance(scale, Tensor) else torch.full((n,), float(scale)).double()
-    )
-    twin = copy.deepcopy(model, _computed_by(model))
-    held = dict(twin.named_parameters())
-    live = [held[name] for name in names]
     with torch.enable_grad():
-        output = call(twin, inputs)
+        output = call(model, inputs)
         outputs = [t for t in tensors_in(output) if t.requires_grad]
         seeds = torch.autograd.grad(loss_fn(output, targets), outputs, allow_unused=True)
     pairs = [(t, g) for t, g in zip(outputs, seeds, strict=True) if g is not None]
-    norms = torch.zeros(len(names), n, dtype=torch.float64)
+    scales = torch.as_tensor(options.get("loss_scale", 1.0)).expand(n)
+    weights = torch.where(scales == 0, 0.0, factor / scales.abs())
     for sample in range(n):
         of_one = [g * _rows_of_one(g, ids, sample, n) for _, g in pairs]
         roots = [t for t, _ in pairs]
         found = torch.autograd.grad(roots, live, of_one, retain_graph=True, allow_unused=True)
-        for k, g in enumerate(found):
-            norms[k, sample] = 0.0 if g is None else float(g.double().norm())
-    weights = torch.where(scales == 0, 0.0, factor / scales.abs())
-    return dict(zip(names, norms * weights, strict=True))
+        yield [None if g is None else g.double() * weights[sample] for g in found]
 
 
 def _rows_of_one(g: Tensor, ids: Tensor, sample: int, n: int) -> Tensor:

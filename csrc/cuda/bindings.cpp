@@ -304,7 +304,7 @@ Tensor conv2d_direct_sq_norms(const Tensor& input, const Tensor& grad_output, In
   });
 }
 
-// The weight's gradient of halves lies as the input does, as the framework's: fakes.py says the same.
+// The weight's gradient of halves lies as the input does, as the framework's: reference/fakes.py says so.
 Tensor in_order_of(const Tensor& input, const ConvShape& s, const Tensor& weight, bool channels_last) {
   if (s.kH * s.kW == 1 || input.element_size() != 2) return weight;
   const Tensor made = channels_last ? weight.view({s.O, s.kH, s.kW, s.C}).permute({0, 3, 1, 2}) : weight;

@@ -24,13 +24,14 @@ from ..sites.bags import embedding_bag_sq_norms
 
 __all__ = ["SAMPLERS", "Registration", "register"]
 
-Found = tuple[Callable[[], Tensor], Callable[[], Tensor]]  # squared norms of weight and bias
+# A weight's squared norms, and rows [N, T, O] that add up to the bias's gradient.
+Found = tuple[Callable[[], Tensor], Tensor]
 Sampler = Callable[[Any, list[Tensor], Tensor], dict[nn.Parameter, Tensor]]
 
 
 def linear(layer: nn.Linear, inputs: list[Tensor], g: Tensor) -> Found:
     x = inputs[0].to(g.dtype)
-    return lambda: ops.linear_sq_norms(x, g), lambda: _bias(g.unsqueeze(1).flatten(1, -2))
+    return lambda: ops.linear_sq_norms(x, g), g.unsqueeze(1).flatten(1, -2)
 
 
 def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: list[Tensor], g: Tensor) -> Found:
@@ -49,7 +50,7 @@ def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: list[Tensor], 
         geometry = {name: form[name] for name in ("stride", "dilation", "groups")}
         return ops.conv2d_sq_norms(x, b, form["kernel_size"], padding=padding, **geometry)
 
-    return weight, lambda: _bias(g.flatten(2).mT)
+    return weight, g.flatten(2).mT
 
 
 def _flat(x: Tensor, g: Tensor, form: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -70,13 +71,13 @@ def embedding(layer: nn.Embedding, inputs: list[Tensor], g: Tensor) -> Found:
     ids, padding = inputs[0], layer.padding_idx
     if layer.scale_grad_by_freq:
         raise refused_all("scale_grad_by_freq", ())
-    return lambda: ops.embedding_sq_norms(ids, g, padding_idx=padding), _none
+    return lambda: ops.embedding_sq_norms(ids, g, padding_idx=padding), g
 
 
 def bag(layer: nn.EmbeddingBag, inputs: list[Tensor], g: Tensor) -> Found:
     ids, offsets, weights = [*inputs, None, None][:3]
     form = (layer.mode, weights, layer.padding_idx)
-    return lambda: embedding_bag_sq_norms(ids, g, offsets, *form), _none  # type: ignore[arg-type]
+    return lambda: embedding_bag_sq_norms(ids, g, offsets, *form), g  # type: ignore[arg-type]
 
 
 def rows_norm(layer: nn.LayerNorm | nn.RMSNorm, inputs: list[Tensor], g: Tensor) -> Found:
@@ -101,15 +102,7 @@ def _affine(x: Tensor, g: Tensor, eps: float, centred: bool, over_positions: boo
         mean, rstd = ops.moments(x, eps, centred, over_positions)
         return ops.affine_sq_norms(x, g, mean if centred else None, rstd, False)[0]
 
-    return weight, lambda: _bias(g.flatten(2))
-
-
-def _bias(g: Tensor) -> Tensor:  # [N, T, O]
-    return ops.bias_sq_norms(g)
-
-
-def _none() -> Tensor:
-    raise AssertionError("a table has no bias")
+    return weight, g.flatten(2)
 
 
 def _sampler(find: Callable[..., Found]) -> Sampler:
@@ -120,9 +113,12 @@ def _sampler(find: Callable[..., Found]) -> Sampler:
         if said != len(g):  # and has multiplied g by it, under a mean
             kind = type(layer).__name__
             raise refused_all(cause("opacus_samples", layer=kind, said=said, n=len(g)), ())
-        parameters = layer.weight, getattr(layer, "bias", None)
-        wanted = zip(parameters, find(layer, inputs, g), strict=True)
-        return {p: sq().sqrt() for p, sq in wanted if p is not None and p.requires_grad}
+        weight_sq_norms, rows = find(layer, inputs, g)
+        bias = getattr(layer, "bias", None)
+        found = {layer.weight: weight_sq_norms().sqrt()} if layer.weight.requires_grad else {}
+        if bias is not None and bias.requires_grad:
+            found[bias] = ops.bias_sq_norms(rows).sqrt()
+        return found
 
     return sampler
 

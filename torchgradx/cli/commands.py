@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from glob import escape
 from pathlib import Path
@@ -244,10 +245,8 @@ def _or_usage_error(what: str, call: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return call(*args, **kwargs)
     except (ValueError, TypeError, ImportError, OSError) as error:
-        frame = error.__traceback__
-        while frame is not None and frame.tb_next is not None:
-            frame = frame.tb_next
-        where = frame.tb_frame.f_globals.get("__name__", "") if frame is not None else ""
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        where = frame.f_globals.get("__name__", "")
         if where.startswith(("torchgradx.", "torch.utils.data.")):
             text = str(error).replace("resume=False", "--fresh").replace("split=", "--split")
             raise UsageError(f"{what}: {text}") from error

@@ -11,7 +11,7 @@ from ..plan.gpu import compiled_for
 __all__ = ["table"]
 
 
-def facts() -> dict[str, str]:
+def table() -> str:
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     named = []
     for gpu in gpus:
@@ -20,7 +20,7 @@ def facts() -> dict[str, str]:
     serves = [f"{d}: {'CUDA kernels' if ops.kernels_on(d) else 'vmap'}" for d in gpus]
     auto = "; ".join(["native: C++ CPU kernels", *serves]) if ops.NATIVE else "vmap: pure Python"
     cpu = torch.backends.cpu.get_cpu_capability()
-    return {
+    facts = {
         "torchgradx": f"{version('torchgradx')}, in {Path(__file__).parent.parent}",
         "torch": torch.__version__,
         "extension": f"not loaded: {ops.WHY_NOT_NATIVE}" if ops.WHY_NOT_NATIVE else "loaded",
@@ -31,7 +31,4 @@ def facts() -> dict[str, str]:
         "device": ", ".join(named) or "CPU only",
         "backend auto": auto,
     }
-
-
-def table() -> str:
-    return "\n".join(f"{name:14}{fact}" for name, fact in facts().items())
+    return "\n".join(f"{name:14}{fact}" for name, fact in facts.items())

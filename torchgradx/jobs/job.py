@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..attach import attach, set_aside
 from ..layers.table import Parameters
 from ..probe import Probe
-from ..scoring import gradients_put_by
+from ..scoring import norms_only
 from ..sharding import gathers
 from . import fingerprint
 from .partial import Gathered, ResumeError
@@ -154,21 +153,13 @@ class Job:
                     gathered.add(indices, rows)
                     advance(len(indices))
 
-    @contextlib.contextmanager
-    def _attached(self, model: nn.Module) -> Iterator[Probe | None]:
+    def _attached(self, model: nn.Module) -> contextlib.AbstractContextManager[Probe | None]:
         if not self.quantity.backwards:
-            yield None
-            return
-        options = {"weight_grad": False, "check": "samples", **self.options}
-        options["loss_reduction"] = self.quantity.loss_reduction
-        with (
-            set_aside(model),
-            gradients_put_by(model),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            attach(model, **options) as probe,
-        ):
-            yield probe
+            return contextlib.nullcontext()
+        reduction = self.quantity.loss_reduction
+        return norms_only(
+            model, **{"check": "samples", **self.options, "loss_reduction": reduction}
+        )
 
     def _rows(
         self, found: Mapping[str, Tensor], prefix: str, columns: list[str]

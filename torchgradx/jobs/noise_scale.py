@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from numbers import Real
 from typing import Any
 
@@ -176,24 +177,22 @@ class NoiseScale:
     def _sq_grads(self, groups: Mapping[str, Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
         """[K], [K]: of gradients that are whole on this rank, and of those of which a part is."""
         sums = torch.zeros(2, len(self._names), dtype=torch.float64)
-        found: dict[torch.dtype, list[tuple[int, int, Tensor]]] = {}
+        found: list[tuple[int, int, Tensor]] = []
         for k, gradients in enumerate(groups.values()):
             for gradient in gradients:
                 part = getattr(gradient, "_local_tensor", None)  # of a DTensor
                 values = gradient if part is None else part
                 values = values.coalesce().values() if values.is_sparse else values
-                found.setdefault(values.dtype, []).append((int(part is not None), k, values))
-        for dtype, entries in found.items():  # one message to the device and one back
-            wide = torch.promote_types(dtype, torch.float32)
-            norms = torch._foreach_norm([values for *_, values in entries], 2, wide)
-            sq_norms = torch.stack(norms).double().cpu().square()
-            for (sharded, k, _), sq_norm in zip(entries, sq_norms, strict=True):
-                sums[sharded, k] += sq_norm
+                found.append((int(part is not None), k, values))
         if not found:
             raise RuntimeError(
                 "there is no .grad: call update() between backward() and zero_grad(), with "
                 "attach(weight_grad=True)"
             )
+        wide = reduce(torch.promote_types, (v.dtype for *_, v in found), torch.float32)
+        norms = torch.stack(torch._foreach_norm([values for *_, values in found], 2, wide))
+        for (sharded, k, _), norm in zip(found, norms.double().cpu(), strict=True):
+            sums[sharded, k] += norm.square()
         return sums[0], sums[1]
 
     # What is known
@@ -311,7 +310,7 @@ class NoiseScale:
 
 
 def _inverse(share: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.where(share > 0, 1 / np.where(share > 0, share, 1), math.inf)
+    return np.divide(1, share, out=np.full_like(share, math.inf), where=share > 0)
 
 
 def _said(ratio: float, low: float, high: float) -> str:

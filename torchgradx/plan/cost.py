@@ -7,18 +7,16 @@ The model of a CPU is here, that of a GPU in gpu.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from . import gpu
 
-__all__ = ["ALGORITHMS", "Algorithm", "Cost", "Plan", "Problem", "make_plan", "plan"]
+__all__ = ["ALGORITHMS", "Cost", "Plan", "Problem", "cost_of", "make_plan", "plan"]
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """One layer's backward as integers.
 
     For a convolution t is H'W' and i and o are of one group: i = C / groups * kH * kW.
@@ -101,25 +99,28 @@ def _direct(p: Problem) -> Cost:
     return Cost(2 * tiles * p.t + 2 * tiles, _operands(p) + 4 * tiles)
 
 
+NORMS = {"rank1": _rank1, "gram": _gram, "direct": _direct}
+ALGORITHMS = (*NORMS, "fused")
+
 Parts = tuple[tuple[str, Cost], ...]  # what an algorithm consists of, by the rates that it runs at
 
 
-def _beside(name: str, norms: Callable[[Problem], Cost]) -> Callable[[Problem], Parts]:
-    """Return the cost of norms, alone or beside the wanted weight gradient of the framework."""
+def parts_of(p: Problem, algorithm: str) -> Parts:
+    """Return the norms' part, and the wanted weight gradient: the framework's but for fused.
 
-    def parts(p: Problem) -> Parts:
-        alone = ((name, norms(p)),)
-        return (*alone, ("weight_grad", weight_grad(p))) if p.weight_grad else alone
-
-    return parts
-
-
-def _fused(p: Problem) -> Parts:
-    """Return the cost of tiles that are also squared; or of a Gram or rank1 where T is small."""
+    fused makes the gradient in tiles that it squares as well; or takes a Gram or rank1 for small T.
+    """
+    if algorithm != "fused":
+        norms = (algorithm, NORMS[algorithm](p))
+        return (norms, ("weight_grad", weight_grad(p))) if p.weight_grad else (norms,)
     tiles = p.n * p.groups * p.i * p.o
     ends, gram = ("fused", Cost(4 * tiles, 12 * tiles)), ("gram", _gram(p))
     ways = (ends, gram, ("rank1", _rank1(p))) if p.t <= 1 else (ends, gram)
     return ("fused", weight_grad(p)), min(ways, key=lambda way: _seconds(p, (way,)))
+
+
+def cost_of(p: Problem, algorithm: str) -> Cost:
+    return sum((cost for _, cost in parts_of(p, algorithm)), Cost(0, 0))
 
 
 def _seconds(p: Problem, parts: Parts) -> float:
@@ -127,60 +128,27 @@ def _seconds(p: Problem, parts: Parts) -> float:
     return sum(c.flop / rates[name].flop + c.bytes / rates[name].bytes for name, c in parts)
 
 
-def _never(p: Problem) -> str | None:
-    return None
+def seconds(p: Problem, algorithm: str) -> float:
+    if p.device:
+        return gpu.seconds(p, algorithm)
+    beside = p.weight_grad and algorithm != "fused"
+    return _seconds(p, parts_of(p, algorithm)) + CALL * (3 if beside else 1)
 
 
-def _unless_one_position(p: Problem) -> str | None:
-    if p.t <= 1:
-        return None
-    return f"rank1 needs T = 1: a sum over T = {p.t} positions is not of rank one"
-
-
-def _unless_weight_grad(p: Problem) -> str | None:
-    if p.weight_grad:
-        return None
-    return "fused computes the weight gradient with the norms, and none is wanted"
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    name: str
-    formula: str
-    refuses: Callable[[Problem], str | None]  # the reason, as a sentence
-    parts: Callable[[Problem], Parts]
-
-    def cost(self, problem: Problem) -> Cost:
-        """Return the cost, with that of the framework's weight gradient if this makes none."""
-        total = Cost(0, 0)
-        for _, cost in self.parts(problem):
-            total += cost
-        return total
-
-    def seconds(self, problem: Problem) -> float:
-        if problem.device:
-            return gpu.seconds(problem, self.name)
-        beside = problem.weight_grad and self.name != "fused"
-        return _seconds(problem, self.parts(problem)) + CALL * (3 if beside else 1)
-
-
-ALGORITHMS: dict[str, Algorithm] = {
-    a.name: a
-    for a in (
-        Algorithm("rank1", "|a|^2 |b|^2", _unless_one_position, _beside("rank1", _rank1)),
-        Algorithm("gram", "sum_st (a_s.a_t)(b_s.b_t)", _never, _beside("gram", _gram)),
-        Algorithm("direct", "|sum_t b_t a_t^T|^2", _never, _beside("direct", _direct)),
-        Algorithm("fused", "direct, and the weight gradient", _unless_weight_grad, _fused),
-    )
-}
+def refusal(p: Problem, algorithm: str) -> str:
+    """Return why an algorithm cannot serve, as a sentence; nothing if it can."""
+    if algorithm == "rank1" and p.t > 1:
+        return f"rank1 needs T = 1: a sum over T = {p.t} positions is not of rank one"
+    if algorithm == "fused" and not p.weight_grad:
+        return "fused computes the weight gradient with the norms, and none is wanted"
+    return ""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice, what it costs, and what else there was."""
+    """The choice, what it takes, and what else there was."""
 
     algorithm: str
-    cost: Cost
     seconds: float
     refused: dict[str, str]  # algorithm -> why
     alternatives: dict[str, float]  # algorithm -> seconds
@@ -207,7 +175,7 @@ class Plan:
         lines = [f"{self._sizes}: {wanted}{self._where}"]
         times = {self.algorithm: self.seconds, **self.alternatives}
         for name, seconds in times.items():
-            cost = ALGORITHMS[name].cost(p)
+            cost = cost_of(p, name)
             mark = "<- chosen" if name == self.algorithm else ""
             line = (
                 f"  {name:<7}{cost.flop / 1e6:>12.2f} MFLOP{cost.bytes / 1e6:>10.2f} MB"
@@ -227,23 +195,16 @@ def make_plan(problem: Problem, algorithm: str | None = None) -> Plan:
     if algorithm is not None and algorithm not in ALGORITHMS:
         names = ", ".join(repr(name) for name in ALGORITHMS)
         raise ValueError(f"algorithm must be None or one of {names}; got {algorithm!r}")
-    refused: dict[str, str] = {}
-    times: dict[str, float] = {}
-    fastest = ""
-    for name, candidate in ALGORITHMS.items():
-        reason = candidate.refuses(problem)
-        if reason is not None:
-            refused[name] = reason
-            continue
-        times[name] = candidate.seconds(problem)
-        if not fastest or times[name] < times[fastest]:
-            fastest = name
+    reasons = {name: refusal(problem, name) for name in ALGORITHMS}
+    refused = {name: reason for name, reason in reasons.items() if reason}
     if algorithm in refused:
         raise ValueError(f"algorithm={algorithm!r} refuses: {refused[algorithm]}")
+    times = {name: seconds(problem, name) for name in ALGORITHMS if name not in refused}
+    fastest = next(iter(times))
+    for name, time in times.items():  # min() by a key of symbolic sizes breaks Dynamo's graph
+        fastest = name if time < times[fastest] else fastest
     chosen = algorithm or fastest
-    seconds = times.pop(chosen)
-    cost = ALGORITHMS[chosen].cost(problem)
-    return Plan(chosen, cost, seconds, refused, times, problem)
+    return Plan(chosen, times.pop(chosen), refused, times, problem)
 
 
 plan = lru_cache(maxsize=4096)(make_plan)

@@ -53,12 +53,6 @@ class Gpu:
     sm90: bool = False  # Hopper's own kernel serves halves: csrc/cuda/direct_sm90.cu
 
 
-def rates_of(capability: tuple[int, int]) -> Rates:
-    """A capability that is not listed has the rates of the newest below it."""
-    *_, newest = (RATES[known] for known in RATES if known <= max(capability, (8, 0)))
-    return newest
-
-
 def _tf32() -> bool:
     """As the kernels read it: allow_tf32 raises once fp32_precision has been set."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
@@ -94,9 +88,12 @@ def compiled_for() -> str:
 
 
 def from_properties(properties: Any, tf32: bool, compiled: str = "") -> Gpu:
-    """Clocks in kHz and a bus in bits, where the driver tells them; double data rate."""
+    """Clocks in kHz and a bus in bits, where the driver tells them; double data rate.
+
+    A capability that is not listed has the rates of the newest below it.
+    """
     capability = (properties.major, properties.minor)
-    rates = rates_of(capability)
+    *_, rates = (RATES[known] for known in RATES if known <= max(capability, (8, 0)))
     clock = 1e3 * getattr(properties, "clock_rate", 0)
     memory = 1e3 * getattr(properties, "memory_clock_rate", 0)
     bandwidth = 2 * memory * getattr(properties, "memory_bus_width", 0) / 8
@@ -142,65 +139,54 @@ def _up(count: int, step: int) -> int:
     return -(-count // step) * step
 
 
-def _moved(p: Problem) -> float:
-    gpu = p.device
-    assert gpu is not None
+def _moved(p: Problem, gpu: Gpu) -> float:
     return p.itemsize * p.n * p.t * p.groups * (p.i + p.o) / gpu.bandwidth
 
 
-def _on_tensor_cores(p: Problem) -> bool:
-    assert p.device is not None
-    return p.itemsize == 2 or (p.itemsize == 4 and p.device.tf32)
+def _on_tensor_cores(p: Problem, gpu: Gpu) -> bool:
+    return p.itemsize == 2 or (p.itemsize == 4 and gpu.tf32)
 
 
-def _reached(p: Problem, by: str) -> float:
+def _reached(p: Problem, gpu: Gpu, by: str) -> float:
     """FLOP a second of one multiprocessor"""
-    assert p.device is not None
     on_tensor_cores, on_others = REACHED[by]
-    share = on_tensor_cores if _on_tensor_cores(p) else on_others
-    return share * products(p.device, p.itemsize)
+    share = on_tensor_cores if _on_tensor_cores(p, gpu) else on_others
+    return share * products(gpu, p.itemsize)
 
 
-def _tiles(p: Problem, by: str, tiles: int, flop: int, ends: int) -> float:
+def _tiles(p: Problem, gpu: Gpu, by: str, tiles: int, flop: int, ends: int) -> float:
     """`tiles`, each of `flop` in products and `ends` afterwards, shared among multiprocessors"""
-    gpu = p.device
-    assert gpu is not None
-    one = flop / _reached(p, by) + ends / _sums(gpu, p.itemsize)
-    return max(_up(tiles, gpu.multiprocessors) / gpu.multiprocessors * one, _moved(p))
+    one = flop / _reached(p, gpu, by) + ends / _sums(gpu, p.itemsize)
+    return max(_up(tiles, gpu.multiprocessors) / gpu.multiprocessors * one, _moved(p, gpu))
 
 
-def _batched(p: Problem, flop: int, products: int, launches: int) -> float:
+def _batched(p: Problem, gpu: Gpu, flop: int, products: int, launches: int) -> float:
     """Return the time of batched products: `products` accumulators, each written and read."""
-    gpu = p.device
-    assert gpu is not None
     itemsize = max(p.itemsize, 4)
-    whole = _reached(p, "linear") * gpu.multiprocessors
+    whole = _reached(p, gpu, "linear") * gpu.multiprocessors
     return flop / whole + 2 * itemsize * products / gpu.bandwidth + launches * LAUNCH
 
 
-def _weight_grad(p: Problem) -> float:
-    gpu = p.device
-    assert gpu is not None
+def _weight_grad(p: Problem, gpu: Gpu) -> float:
     flop = 2 * p.n * p.t * p.groups * p.i * p.o
-    return max(flop / (_reached(p, p.layer) * gpu.multiprocessors), _moved(p)) + LAUNCH
+    return max(flop / (_reached(p, gpu, p.layer) * gpu.multiprocessors), _moved(p, gpu)) + LAUNCH
 
 
-def _rank1(p: Problem) -> float:
-    return _moved(p) + LAUNCH
+def _rank1(p: Problem, gpu: Gpu) -> float:
+    return _moved(p, gpu) + LAUNCH
 
 
-def _gram(p: Problem) -> float:
-    assert p.device is not None
+def _gram(p: Problem, gpu: Gpu) -> float:
     if p.layer == "linear" and SOME <= p.t <= MOST:
         along, features = _up(p.t, 8), p.i + p.o
-        padding = 2 * p.itemsize * p.n * p.t * features / p.device.bandwidth if p.t % 8 else 0
+        padding = 2 * p.itemsize * p.n * p.t * features / gpu.bandwidth if p.t % 8 else 0
         flop = 2 * p.n * along * _up(along, 64) * features
-        return _batched(p, flop, 2 * p.n * along**2, 6) + padding
+        return _batched(p, gpu, flop, 2 * p.n * along**2, 6) + padding
     span = 64 if p.t <= 64 or p.itemsize == 8 else 128  # positions of a tile
     along = _up(p.t, span) // span
     flop = 2 * span**2 * (_up(p.i, DEPTH) + _up(p.o, DEPTH))
     pairs = p.n * p.groups * along * (along + 1) // 2
-    return _tiles(p, "gram", pairs, flop, 2 * span**2) + 2 * LAUNCH
+    return _tiles(p, gpu, "gram", pairs, flop, 2 * span**2) + 2 * LAUNCH
 
 
 def _by_planes(p: Problem) -> bool:
@@ -208,20 +194,17 @@ def _by_planes(p: Problem) -> bool:
     return p.layer == "conv2d" and p.groups >= 8 and p.i * p.o <= 16 * 9
 
 
-def _by_sm90(p: Problem) -> bool:
+def _by_sm90(p: Problem, gpu: Gpu) -> bool:
     """Return True if Hopper's kernel serves: rows of whole 16 bytes, several positions."""
-    assert p.device is not None
-    return p.device.sm90 and p.itemsize == 2 and p.groups == 1 and p.i % 8 == 0 and p.t > 1
+    return gpu.sm90 and p.itemsize == 2 and p.groups == 1 and p.i % 8 == 0 and p.t > 1
 
 
-def _sm90(p: Problem, with_gradient: bool) -> float:
+def _sm90(p: Problem, gpu: Gpu, with_gradient: bool) -> float:
     """Return the time of csrc/cuda/direct_sm90.cu, fitted to 28 layers on an H200.
 
     A tile of one sample takes clocks for every 16 positions and some for its end; the sums of
     tiles that multiprocessors share take a fixed time.
     """
-    gpu = p.device
-    assert gpu is not None
     wide, end, fixed = (192, 960, 17e-6) if with_gradient else (256, 680, 8e-6)
     tall = (_up(p.o, 128) // 128) * (_up(p.i, wide) // wide)
     flat = (_up(p.o, 64) // 64) * (_up(p.i, 384) // 384)
@@ -229,37 +212,38 @@ def _sm90(p: Problem, with_gradient: bool) -> float:
     return items * (_up(p.t, 16) // 16 * wide * 1.45 + end) / gpu.clock + fixed
 
 
-def _gradient(p: Problem, ends: int) -> float:
+def _gradient(p: Problem, gpu: Gpu, ends: int) -> float:
     """Tiles of every sample's gradient, and `ends` FLOP for each element"""
     if _by_planes(p):
-        return _moved(p) + 2 * LAUNCH
-    if _by_sm90(p):
-        return max(_sm90(p, ends > 2), _moved(p))
+        return _moved(p, gpu) + 2 * LAUNCH
+    if _by_sm90(p, gpu):
+        return max(_sm90(p, gpu, ends > 2), _moved(p, gpu))
     if p.layer == "linear" and p.t >= MANY:
-        return _batched(p, 2 * p.n * p.t * p.i * p.o, p.n * p.i * p.o, 3)
+        return _batched(p, gpu, 2 * p.n * p.t * p.i * p.o, p.n * p.i * p.o, 3)
     high, wide = TILE[p.itemsize]
     tiles = p.n * p.groups * (_up(p.o, high) // high) * (_up(p.i, wide) // wide)
     flop = 2 * high * wide * _up(p.t, DEPTH)
-    return _tiles(p, "direct", tiles, flop, ends * high * wide) + 2 * LAUNCH
+    return _tiles(p, gpu, "direct", tiles, flop, ends * high * wide) + 2 * LAUNCH
 
 
-def _fused(p: Problem) -> float:
+def _fused(p: Problem, gpu: Gpu) -> float:
     """Return the cost of one sum over all samples, with norms beside it for few positions."""
-    assert p.device is not None
     if p.layer == "linear" and p.t <= 1:
-        return _weight_grad(p) + _rank1(p)
-    if p.layer == "linear" and p.t <= 16 and _on_tensor_cores(p):
-        return min(_gradient(p, 4), _weight_grad(p) + _gram(p))
-    return _gradient(p, 4)
+        return _weight_grad(p, gpu) + _rank1(p, gpu)
+    if p.layer == "linear" and p.t <= 16 and _on_tensor_cores(p, gpu):
+        return min(_gradient(p, gpu, 4), _weight_grad(p, gpu) + _gram(p, gpu))
+    return _gradient(p, gpu, 4)
 
 
 def seconds(p: Problem, algorithm: str) -> float:
-    """Return the time of all that the problem asks for."""
+    """Return the time of all that a problem with a device asks for."""
+    gpu = p.device
+    assert gpu is not None
     if algorithm == "fused":
-        return _fused(p)
+        return _fused(p, gpu)
     if algorithm == "direct":
-        norms = _gradient(p, 2)
+        norms = _gradient(p, gpu, 2)
     else:
-        norms = {"rank1": _rank1, "gram": _gram}[algorithm](p)
-    beside = _weight_grad(p) + LAUNCH  # its bias is a kernel more
+        norms = {"rank1": _rank1, "gram": _gram}[algorithm](p, gpu)
+    beside = _weight_grad(p, gpu) + LAUNCH  # its bias is a kernel more
     return norms + beside if p.weight_grad else norms

@@ -6,47 +6,9 @@ whose intermediates fit in CHUNK elements. Shapes are as there; row 0 of every s
 the weight's, row 1 the bias's.
 """
 
-from .affine import (
-    affine_by_sample,
-    affine_fused,
-    affine_sq_norms,
-    moments,
-    prelu_fused,
-    prelu_sq_norms,
-    turned,
-)
-from .gather import gather_dots, gather_sq_norms
-from .linear import (
-    bias_sq_norms,
-    conv2d_direct_sq_norms,
-    conv2d_fused,
-    conv2d_gram_sq_norms,
-    conv2d_scaled,
-    direct_sq_norms,
-    gram_sq_norms,
-    linear_fused,
-    linear_scaled,
-    rank1_sq_norms,
-)
+from . import affine, gather, linear
+from .affine import *  # noqa: F403
+from .gather import *  # noqa: F403
+from .linear import *  # noqa: F403
 
-__all__ = [
-    "affine_by_sample",
-    "affine_fused",
-    "affine_sq_norms",
-    "bias_sq_norms",
-    "conv2d_direct_sq_norms",
-    "conv2d_fused",
-    "conv2d_gram_sq_norms",
-    "conv2d_scaled",
-    "direct_sq_norms",
-    "gather_dots",
-    "gather_sq_norms",
-    "gram_sq_norms",
-    "linear_fused",
-    "linear_scaled",
-    "moments",
-    "prelu_fused",
-    "prelu_sq_norms",
-    "rank1_sq_norms",
-    "turned",
-]
+__all__ = [*affine.__all__, *gather.__all__, *linear.__all__]

@@ -6,24 +6,44 @@ min(x, 0) for a PReLU; the bias's with f = 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from .chunks import accumulation_dtype, chunks, norms, precise_dtype, scaled_sum
+from . import fakes
+from .chunks import accumulation_dtype, chunks, norms, precise_dtype, scaled_sum, weights_of
 
-__all__ = ["affine_by_sample", "affine_fused", "affine_sq_norms", "moments", "prelu_fused",
-           "prelu_sq_norms", "turned"]  # fmt: skip
+__all__ = [
+    "affine_by_sample", "affine_fused", "affine_sq_norms", "moments", "prelu_fused",
+    "prelu_sq_norms", "turned",
+]  # fmt: skip
 
-AffineFused = tuple[Tensor, Tensor, Tensor, Tensor]
-Features = Callable[[Tensor, slice], Tensor]  # of a chunk of input
 
-
-def _statistic(statistic: Tensor, chunk: slice) -> Tensor:
+def _of(statistic: Tensor, chunk: slice) -> Tensor:
     """[N or 1, T or 1, G or 1] -> [n or 1, T or 1, G or 1, 1]"""
     part = statistic if statistic.shape[0] == 1 else statistic[chunk]
     return part[..., None]
+
+
+def _normalised(x: Tensor, mean: Tensor | None, rstd: Tensor | None, chunk: slice) -> Tensor:
+    centred = x if mean is None else x - _of(mean, chunk)
+    return centred if rstd is None else centred * _of(rstd, chunk)
+
+
+def _chunks(input: Tensor, grad_output: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield chunks of samples: x and g [n, T, G, K] in the dtype of sums."""
+    wide = accumulation_dtype(input.dtype)
+    for chunk in chunks(input.shape[0], input.shape[1:].numel()):
+        yield chunk, input[chunk].to(wide), grad_output[chunk].to(wide)
+
+
+def _gradients(g: Tensor, feature: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
+    """Return the samples' own gradients [1 + bias, n, 1, G K], and their squared norms."""
+    each = [(g * feature).sum(1), g.sum(1)] if bias else [(g * feature).sum(1)]
+    gradients = torch.stack(each).flatten(2).unsqueeze(2)
+    sq_norms = norms(gradients.flatten(0, 1)).square().view(gradients.shape[:2])
+    return gradients, sq_norms.to(g.dtype)
 
 
 def _by_feature(weight: Tensor, input: Tensor) -> Tensor:
@@ -32,68 +52,6 @@ def _by_feature(weight: Tensor, input: Tensor) -> Tensor:
     if weight.dim() > 1 and features[0] != 1 and weight.shape != features:
         raise ValueError(f"weight must be [G, K], {list(features)}; got {list(weight.shape)}")
     return weight.to(accumulation_dtype(input.dtype)).reshape(features)
-
-
-def _xhat(mean: Tensor | None, rstd: Tensor | None) -> Features:
-    def features(x: Tensor, chunk: slice) -> Tensor:
-        centred = x if mean is None else x - _statistic(mean, chunk)
-        return centred if rstd is None else centred * _statistic(rstd, chunk)
-
-    return features
-
-
-def _negative(x: Tensor, chunk: slice) -> Tensor:
-    return x.clamp(max=0)
-
-
-def _chunks(
-    input: Tensor, grad_output: Tensor, features: Features
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Chunks of samples: x, g and the feature, all [n, T, G, K] in the dtype of sums."""
-    wide = accumulation_dtype(input.dtype)
-    for chunk in chunks(input.shape[0], input.shape[1:].numel()):
-        x, g = input[chunk].to(wide), grad_output[chunk].to(wide)
-        yield chunk, x, g, features(x, chunk)
-
-
-def _by_sample(input: Tensor, grad_output: Tensor, features: Features, bias: bool) -> Tensor:
-    """[1 + bias, N, 1, G K]: the samples' own gradients."""
-    sizes = 1 + bias, input.shape[0], *input.shape[2:]
-    gradients = input.new_empty(sizes, dtype=accumulation_dtype(input.dtype))
-    for chunk, _, g, f in _chunks(input, grad_output, features):
-        gradients[0, chunk] = (g * f).sum(1)
-        if bias:
-            gradients[1, chunk] = g.sum(1)
-    return gradients.flatten(2).unsqueeze(2)
-
-
-def _sq_norms(each: Tensor) -> Tensor:
-    return norms(each.flatten(0, 1)).square().view(each.shape[:2]).to(each.dtype)
-
-
-def _total(gradients: Tensor, scale: Tensor | None, weight: Tensor) -> Tensor:
-    """The sum of one parameter's gradients [N, 1, G K], in the shape and dtype of the weight."""
-    scale = gradients.new_ones(len(gradients)) if scale is None else scale.to(gradients.dtype)
-    return scaled_sum(scale, gradients.flatten(1)).to(weight.dtype).view(weight.shape)
-
-
-def empty_in_lines(input: Tensor, by_row: bool) -> Tensor:
-    """A result's memory, as the kernels lay it out: csrc/cpu/affine_layer.h says how and why."""
-    n, t, g, k = input.shape
-    sample, position, group, feature = input.stride()
-    contiguous = (k == 1 or feature == 1) and (g == 1 or group == k)
-    if by_row or t <= 1 or (g * k > 1 and (contiguous or position != 1)):
-        if sample < position:
-            return input.new_empty(t, n, g, k).transpose(0, 1)
-        return input.new_empty(n, t, g, k)
-    return input.new_empty(n, g, k, t).permute(0, 3, 1, 2)
-
-
-def is_by_row(input: Tensor, rstd: Tensor | None, frozen: bool) -> bool:
-    """Return True if statistics are of each position's features."""
-    if rstd is None or frozen:
-        return False
-    return input.shape[2] == 1 and rstd.shape[1] == input.shape[1]
 
 
 @torch.no_grad()
@@ -105,7 +63,34 @@ def affine_sq_norms(
     bias: bool,
 ) -> Tensor:
     """|sum_t b_nt xhat_nt|^2 and |sum_t b_nt|^2: -> [1 + bias, N]"""
-    return _sq_norms(_by_sample(input, grad_output, _xhat(mean, rstd), bias))
+    sq_norms = fakes.sq_norms(input, bias)
+    for chunk, x, g in _chunks(input, grad_output):
+        sq_norms[:, chunk] = _gradients(g, _normalised(x, mean, rstd, chunk), bias)[1]
+    return sq_norms
+
+
+def _affine(
+    input: Tensor,
+    grad_output: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    frozen: bool,
+    bias: bool,
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Yield chunks of samples: grad_input, by a weight of 1 if there is none; _gradients()."""
+    w = 1 if weight is None else _by_feature(weight, input)
+    if not (frozen or rstd is not None or weight is None):
+        raise ValueError("rstd must be given unless frozen; got None")
+    dims = (3,) if fakes.is_by_row(input, rstd, frozen) else (1, 3)
+    for chunk, x, g in _chunks(input, grad_output):
+        xhat, inner = _normalised(x, mean, rstd, chunk), g * w
+        if not frozen:
+            slope = (inner * xhat).mean(dims, keepdim=True)
+            shift = inner.mean(dims, keepdim=True) if mean is not None else 0
+            inner = inner - shift - xhat * slope
+        inner = inner if rstd is None else inner * _of(rstd, chunk)
+        yield chunk, inner, *_gradients(g, xhat, bias)
 
 
 @torch.no_grad()
@@ -119,22 +104,13 @@ def affine_by_sample(
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad_input, sq_norms, and the samples' own gradients [1 + bias, N, P, G K], P = 1."""
-    if not (frozen or rstd is not None or weight is None):
-        raise ValueError("rstd must be given unless frozen; got None")
-    features, by_row = _xhat(mean, rstd), is_by_row(input, rstd, frozen)
-    each, dims = _by_sample(input, grad_output, features, bias), (3,) if by_row else (1, 3)
-    if weight is None:
-        return input.new_empty(0), _sq_norms(each), each
-    grad_input, w = empty_in_lines(input, by_row), _by_feature(weight, input)
-    for chunk, _, g, xhat in _chunks(input, grad_output, features):
-        inner = g * w
-        if not frozen:
-            slope = (inner * xhat).mean(dims, keepdim=True)
-            shift = inner.mean(dims, keepdim=True) if mean is not None else 0
-            inner = inner - shift - xhat * slope
-        inner = inner if rstd is None else inner * _statistic(rstd, chunk)
-        grad_input[chunk] = inner.to(input.dtype)
-    return grad_input, _sq_norms(each), each
+    rest = weight, mean, rstd, frozen, bias
+    grad_input, sq_norms, gradients = fakes.affine_by_sample(input, grad_output, *rest)
+    for chunk, inner, each, squares in _affine(input, grad_output, *rest):
+        gradients[:, chunk], sq_norms[:, chunk] = each, squares
+        if weight is not None:
+            grad_input[chunk] = inner
+    return grad_input, sq_norms, gradients
 
 
 @torch.no_grad()
@@ -147,19 +123,30 @@ def affine_fused(
     frozen: bool,
     scale: Tensor | None,  # [N]
     bias: bool,
-) -> AffineFused:
+) -> fakes.AffineFused:
     """grad_input, sum_n scale_n of the weight's and the bias's gradients, and their sq_norms."""
-    grad_input, sq_norms, each = affine_by_sample(
+    found = fakes.affine_fused(input, grad_output, weight, mean, rstd, frozen, scale, bias)
+    grad_input, grad_weight, grad_bias, sq_norms = found
+    weights = weights_of(scale, input)
+    totals = weights.new_zeros(1 + bias, 1, weight.numel())
+    for chunk, inner, each, squares in _affine(
         input, grad_output, weight, mean, rstd, frozen, bias
-    )
-    totals = [_total(gradients, scale, weight) for gradients in each]
-    return grad_input, totals[0], totals[1] if bias else weight.new_empty(0), sq_norms
+    ):
+        grad_input[chunk], sq_norms[:, chunk] = inner, squares
+        totals += scaled_sum(weights[chunk], each.transpose(0, 1))
+    grad_weight.copy_(totals[0].view_as(weight))
+    if bias:
+        grad_bias.copy_(totals[1].view_as(weight))
+    return found
 
 
 @torch.no_grad()
 def prelu_sq_norms(input: Tensor, grad_output: Tensor) -> Tensor:
     """|sum_t b_nt min(x_nt, 0)|^2: [N, T, G, K], the same -> [1, N]"""
-    return _sq_norms(_by_sample(input, grad_output, _negative, False))
+    sq_norms = fakes.sq_norms(input, False)
+    for chunk, x, g in _chunks(input, grad_output):
+        sq_norms[:, chunk] = _gradients(g, x.clamp(max=0), False)[1]
+    return sq_norms
 
 
 @torch.no_grad()
@@ -170,11 +157,14 @@ def prelu_fused(
     scale: Tensor | None,  # [N]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad_input, sum_n scale_n of the weight's gradients, and their sq_norms [1, N]."""
-    each = _by_sample(input, grad_output, _negative, False)
-    grad_input, w = empty_in_lines(input, False), _by_feature(weight, input)
-    for chunk, x, g, _ in _chunks(input, grad_output, _negative):
-        grad_input[chunk] = torch.where(x > 0, g, g * w).to(input.dtype)
-    return grad_input, _total(each[0], scale, weight), _sq_norms(each)
+    grad_input, grad_weight, sq_norms = fakes.prelu_fused(input, grad_output, weight, scale)
+    w, weights = _by_feature(weight, input), weights_of(scale, input)
+    total = weights.new_zeros(1, weight.numel())
+    for chunk, x, g in _chunks(input, grad_output):
+        (each,), sq_norms[:, chunk] = _gradients(g, x.clamp(max=0), False)
+        total += scaled_sum(weights[chunk], each)
+        grad_input[chunk] = torch.where(x > 0, g, g * w)
+    return grad_input, grad_weight.copy_(total.view_as(weight)), sq_norms
 
 
 @torch.no_grad()
@@ -185,11 +175,9 @@ def moments(
     over_positions: bool,
 ) -> tuple[Tensor, Tensor]:
     """mean [N, T, G] over K, or [N, 1, G] over T and K; rstd likewise. Not centred: mean is [0]."""
-    n, t, groups, _ = input.shape
-    wide, dims = accumulation_dtype(input.dtype), (1, 3) if over_positions else (3,)
-    rstd = input.new_empty(n, 1 if over_positions else t, groups, dtype=wide)
-    mean = torch.empty_like(rstd) if centred else rstd.new_empty(0)
-    for chunk in chunks(n, input.shape[1:].numel()):
+    mean, rstd = fakes.moments(input, eps, centred, over_positions)
+    dims = (1, 3) if over_positions else (3,)
+    for chunk in chunks(input.shape[0], input.shape[1:].numel()):
         x = input[chunk].to(precise_dtype(input))
         if centred:
             middle = x.mean(dims, keepdim=True)

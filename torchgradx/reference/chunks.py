@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK", "accumulation_dtype", "along", "chunks", "norms", "precise_dtype", "scaled_sum"]
+__all__ = [
+    "CHUNK", "accumulation_dtype", "along", "chunks", "norms", "precise_dtype", "scaled_sum",
+    "weights_of",
+]  # fmt: skip
 
 CHUNK = 1 << 19  # elements of one chunk's largest intermediate: 2 MiB of float32
 
@@ -35,6 +38,12 @@ def chunks(count: int, elements: int) -> Iterator[slice]:
 def norms(rows: Tensor) -> Tensor:
     """[N, T, D] -> [N], in float64, since squares leave float32's range long before norms do"""
     return torch.linalg.vector_norm(rows, dim=(1, 2), dtype=precise_dtype(rows))
+
+
+def weights_of(scale: Tensor | None, operand: Tensor) -> Tensor:
+    """[N], of 1 where no scale is given, in the dtype of sums"""
+    wide = accumulation_dtype(operand.dtype)
+    return operand.new_ones(len(operand), dtype=wide) if scale is None else scale.to(wide)
 
 
 def scaled_sum(scale: Tensor, grads: Tensor) -> Tensor:

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .chunks import accumulation_dtype, chunks, norms, scaled_sum
+from . import fakes
+from .chunks import accumulation_dtype, chunks, norms, scaled_sum, weights_of
 
 __all__ = [
-    "bias_sq_norms",
-    "conv2d_direct_sq_norms",
-    "conv2d_fused",
-    "conv2d_gram_sq_norms",
-    "conv2d_scaled",
-    "conv2d_sq_norms_of_rows",
-    "direct_sq_norms",
-    "gram_sq_norms",
-    "linear_fused",
-    "linear_scaled",
+    "bias_sq_norms", "conv2d_direct_sq_norms", "conv2d_fused", "conv2d_gram_sq_norms",
+    "conv2d_scaled", "direct_sq_norms", "gram_sq_norms", "linear_fused", "linear_scaled",
     "rank1_sq_norms",
-]
+]  # fmt: skip
 
 # Below this share of its terms' absolute sum a Gram has lost four digits to cancellation.
 CANCELLED = 1e-4
-
-Fused = tuple[Tensor, Tensor, Tensor]  # grad_weight, grad_bias [O] (or [0]), sq_norms [1 + bias, N]
-Scaled = tuple[Tensor, Tensor]
 
 
 def _with_bias(sq_norms: Tensor, grad_output: Tensor, bias: bool) -> Tensor:
@@ -100,13 +92,11 @@ def linear_fused(
     grad_output: Tensor,  # [N, T, O]
     scale: Tensor | None,  # [N]
     bias: bool,
-) -> Fused:
+) -> fakes.Fused:
     """sum_n scale_n G_n, sum_nt scale_n b_nt, and |G_n|^2 not scaled."""
-    (n, _, i), o = activations.shape, grad_output.shape[2]
-    wide = accumulation_dtype(activations.dtype)
-    weights = activations.new_ones(n, dtype=wide) if scale is None else scale.to(wide)
-    grad_weight = activations.new_zeros(o, i, dtype=wide)
-    sq_norms = activations.new_empty(n, dtype=wide)
+    weights = weights_of(scale, activations)
+    grad_weight = weights.new_zeros(grad_output.shape[2], activations.shape[2])
+    sq_norms = torch.empty_like(weights)
     for chunk, gradients in _sample_gradients(activations, grad_output):
         sq_norms[chunk] = norms(gradients).square()
         grad_weight += scaled_sum(weights[chunk], gradients)
@@ -114,9 +104,9 @@ def linear_fused(
     return grad_weight.to(activations.dtype), grad_bias, _with_bias(sq_norms, grad_output, bias)
 
 
-def linear_scaled(activations: Tensor, grad_output: Tensor, scale: Tensor, bias: bool) -> Scaled:
-    """sum_n scale_n G_n and sum_nt scale_n b_nt, without norms."""
-    return linear_fused(activations, grad_output, scale, bias)[:2]
+def linear_scaled(*arguments: Any) -> fakes.Scaled:
+    """linear_fused without norms"""
+    return linear_fused(*arguments)[:2]
 
 
 def _grad_bias(grad_output: Tensor, weights: Tensor, bias: bool) -> Tensor:
@@ -154,56 +144,23 @@ def _pixels_last(grad_output: Tensor) -> Tensor:
     return grad_output.reshape(n, o, height * width).mT
 
 
+@torch.no_grad()
 def conv2d_sq_norms_of_rows(
     sq_norms_of_rows: Callable[[Tensor, Tensor, bool], Tensor],
-    input: Tensor,
-    grad_output: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    bias: bool,
+    input: Tensor,  # [N, C, H, W]
+    grad_output: Tensor,  # [N, O, H', W']
+    *rest: Any,  # kernel_size, stride, padding, dilation, groups, bias
 ) -> Tensor:
     """A linear kernel applied to chunks of the patches, summed over the groups -> [1 + bias, N]"""
-    n, dtype = input.shape[0], accumulation_dtype(input.dtype)
-    sq_norms = input.new_empty(n, dtype=dtype)
-    geometry = (kernel_size, stride, padding, dilation, groups)
+    *geometry, bias = rest
+    sq_norms = input.new_empty(len(input), dtype=accumulation_dtype(input.dtype))
     for chunk, a, b in _rows(input, grad_output, *geometry):
-        sq_norms[chunk] = sq_norms_of_rows(a, b, False)[0].view(-1, groups).sum(1)
+        sq_norms[chunk] = sq_norms_of_rows(a, b, False)[0].view(-1, geometry[-1]).sum(1)
     return _with_bias(sq_norms, _pixels_last(grad_output), bias)
 
 
-@torch.no_grad()
-def conv2d_gram_sq_norms(
-    input: Tensor,  # [N, C, H, W]
-    grad_output: Tensor,  # [N, O, H', W']
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    bias: bool,
-) -> Tensor:
-    """gram_sq_norms of the patches, summed over the groups -> [1 + bias, N]"""
-    geometry = (kernel_size, stride, padding, dilation, groups)
-    return conv2d_sq_norms_of_rows(gram_sq_norms, input, grad_output, *geometry, bias)
-
-
-@torch.no_grad()
-def conv2d_direct_sq_norms(
-    input: Tensor,  # [N, C, H, W]
-    grad_output: Tensor,  # [N, O, H', W']
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    bias: bool,
-) -> Tensor:
-    """direct_sq_norms of the patches, summed over the groups -> [1 + bias, N]"""
-    geometry = (kernel_size, stride, padding, dilation, groups)
-    return conv2d_sq_norms_of_rows(direct_sq_norms, input, grad_output, *geometry, bias)
+conv2d_gram_sq_norms = partial(conv2d_sq_norms_of_rows, gram_sq_norms)
+conv2d_direct_sq_norms = partial(conv2d_sq_norms_of_rows, direct_sq_norms)
 
 
 @torch.no_grad()
@@ -217,37 +174,25 @@ def conv2d_fused(
     groups: int,
     scale: Tensor | None,  # [N]
     bias: bool,
-) -> Fused:
+) -> fakes.Fused:
     """linear_fused of the patches; grad_weight [O, C / groups, kH, kW]"""
-    n, o, channels = input.shape[0], grad_output.shape[1], input.shape[1] // groups
-    wide = accumulation_dtype(input.dtype)
-    weights = input.new_ones(n, dtype=wide) if scale is None else scale.to(wide)
-    grad_weight = input.new_zeros(o, channels, *kernel_size, dtype=wide)
+    o, channels = grad_output.shape[1], input.shape[1] // groups
+    weights = weights_of(scale, input)
+    grad_weight = weights.new_zeros(o, channels, *kernel_size)
     by_group = grad_weight.view(groups, o // groups, channels * kernel_size[0] * kernel_size[1])
-    sq_norms = input.new_empty(n, dtype=wide)
+    sq_norms = torch.empty_like(weights)
     for chunk, a, b in _rows(input, grad_output, kernel_size, stride, padding, dilation, groups):
         in_chunk = sq_norms[chunk].zero_()
         for group in range(groups):
             one = slice(group, None, groups)
-            partial, _, partial_sq = linear_fused(a[one], b[one], weights[chunk], False)
-            by_group[group] += partial
+            partial_sum, _, partial_sq = linear_fused(a[one], b[one], weights[chunk], False)
+            by_group[group] += partial_sum
             in_chunk += partial_sq[0]
     pixels = _pixels_last(grad_output)
     grad_bias = _grad_bias(pixels, weights, bias)
     return grad_weight.to(input.dtype), grad_bias, _with_bias(sq_norms, pixels, bias)
 
 
-def conv2d_scaled(
-    input: Tensor,
-    grad_output: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    scale: Tensor,
-    bias: bool,
-) -> Scaled:
-    """linear_scaled of the patches"""
-    geometry = (kernel_size, stride, padding, dilation, groups)
-    return conv2d_fused(input, grad_output, *geometry, scale, bias)[:2]
+def conv2d_scaled(*arguments: Any) -> fakes.Scaled:
+    """conv2d_fused without norms"""
+    return conv2d_fused(*arguments)[:2]
