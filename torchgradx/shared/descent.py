@@ -26,7 +26,6 @@ from .frontier import Node, dtype_of, shape_of
 from .outer import (
     BySample,
     Gradients,
-    LookedUp,
     Outer,
     added,
     along,
@@ -34,6 +33,7 @@ from .outer import (
     in_full,
     size,
     sq_norms,
+    to_add,
     total,
 )
 from .products import (
@@ -317,12 +317,8 @@ class Descent:
                 self._run.arrive([leaf.place])
             if squared:
                 self._run.finish(leaf.place, whole)
-            elif isinstance(whole, Outer):
-                self._run.add(leaf.place, whole.left, whole.right)
-            elif isinstance(whole, LookedUp):
-                self._run.add(leaf.place, whole.rows, whole.ids)
             else:
-                self._run.add(leaf.place, whole)
+                self._run.add(leaf.place, *to_add(whole))
             if self._recorder.books:
                 if self._run.n == 1 and isinstance(whole, Tensor):
                     whole = whole.clone()  # it becomes .grad, into which another backward adds

@@ -31,6 +31,7 @@ __all__ = [
     "operands",
     "size",
     "sq_norms",
+    "to_add",
     "total",
     "weighted",
 ]
@@ -45,6 +46,9 @@ class Outer:
 
     left: Tensor  # [N, T, A]
     right: Tensor  # [N, T, B]
+
+    def __len__(self) -> int:
+        return len(self.left)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,6 +70,9 @@ class LookedUp:
     rows: Tensor  # [N, T, D]
     count: int  # V
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
     @property
     def dtype(self) -> torch.dtype:
         return self.rows.dtype
@@ -79,6 +86,13 @@ def operands(g: Gradients) -> list[Tensor]:
     if isinstance(g, LookedUp):
         return [g.ids, g.rows]
     return [g.left, g.right] if isinstance(g, Outer) else [g]
+
+
+def to_add(g: Gradients) -> Sequence[Tensor]:
+    """Return it as Pass.add takes it: gradients, or gradients and activations, or rows and ids."""
+    if isinstance(g, LookedUp):
+        return g.rows, g.ids
+    return (g.left, g.right) if isinstance(g, Outer) else (g,)
 
 
 def in_full(g: Gradients) -> Tensor:
@@ -154,7 +168,7 @@ def along(g: Gradients, direction: Tensor) -> Tensor:
         return chunks.along(g, direction)
     if isinstance(g, LookedUp):
         return (direction[g.ids] * g.rows.to(direction.dtype)).sum((1, 2))
-    products = g.right.to(direction.dtype) @ direction.mT
+    products = g.right.to(direction.dtype) @ direction.flatten(1).mT
     return (products * g.left.to(direction.dtype)).sum((1, 2))
 
 

@@ -80,11 +80,10 @@ class _Forward(nn.Module):
 def per_sample_gradients(
     call: Call,
     silent: Callable[[], contextlib.AbstractContextManager[None]],
-    whole: bool = False,
 ) -> tuple[str, Chunks]:
     """("vmap" or "replay", chunks of samples with their gradients [n, *shape], one a parameter).
 
-    `silent` keeps what runs again from being recorded. `whole`: the batch will run again as well.
+    `silent` keeps what runs again from being recorded.
     """
 
     def chunks_of(way: Callable[[Call], Chunks]) -> Chunks:
@@ -100,8 +99,7 @@ def per_sample_gradients(
         # It refuses in many ways, or rounds otherwise; the replay's error is the one to show.
         return "replay", chunks_of(_by_replay)
     rest = _or_replayed(chunks, partial(chunks_of, _by_replay), len(begun) and begun[0][0].stop)
-    chunks = itertools.chain(begun, rest)
-    return "vmap", _held_against_the_whole(call, silent, chunks) if whole else chunks
+    return "vmap", itertools.chain(begun, rest)
 
 
 def _or_replayed(chunks: Chunks, replayed: Callable[[], Chunks], done: int) -> Chunks:
@@ -254,23 +252,6 @@ def whole_gradients(
     with silent(), call.regime.again():
         again = replace(as_its_own(call), n=1, layout=BATCH, samples=None)
         return [gradients[0] for _, found in _by_replay(again) for gradients in found]
-
-
-def _held_against_the_whole(
-    call: Call, silent: Callable[[], contextlib.AbstractContextManager[None]], chunks: Chunks
-) -> Chunks:
-    """A sample alone may find no use for a state that the module keeps of the batch."""
-    sums, sizes = torch.zeros(()), 0.0
-    for chunk, found in chunks:
-        flat = [g.reshape(len(g), -1).double() for g in found]
-        sums = sums.to(flat[0].device) + torch.cat([g.sum(0) for g in flat])
-        sizes += sum(float(g.norm(dim=1).sum()) for g in flat)
-        yield chunk, found
-    total = torch.cat([g.flatten().double() for g in whole_gradients(call, silent)])
-    kinds = [call.regime.autocast, *(g.dtype for g in call.grads if g is not None)]
-    eps = max(torch.finfo(kind).eps for kind in kinds if kind is not None)
-    if float((total - sums).norm()) > 64 * eps * sizes:
-        raise RefusedError("other_gradients")
 
 
 def weighted(call: Call, factors: Tensor) -> Call:

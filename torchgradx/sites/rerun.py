@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,11 +22,10 @@ from ..proof.layout import BATCH, NOWHERE, SEGMENTS, SEQUENCE, SHARED
 from ..proof.several import end_of, ends_of_module, made_from_others, needed_by, of_the_loss
 from ..record.backwards import at_the_end
 from ..record.unpacking import saved, unpacked
-from ..reference.chunks import along
 from ..refusals import RefusedError, cause
 from ..sharding import scattered
 from ..shared.frontier import coarsest
-from ..shared.outer import BySample, sq_norms
+from ..shared.outer import BySample, Gradients, along, size, sq_norms, to_add, total
 from ..shared.sizes import look_of
 from .booked import Booked
 from .copies import stock_of, untraced
@@ -36,7 +35,6 @@ from .fallback import (
     dim_of,
     per_sample_gradients,
     terms_of_bias,
-    whole_gradients,
 )
 from .native import MIXED, Hooks, why_mixed
 from .packed import counts_rows, samples_of, why_not
@@ -324,56 +322,47 @@ class FallbackSite:
             return
         if any(grads[k] is not None for k in use.inner):
             call = of_the_loss(call, use.inner, self._silent)
-        # For clipping: gradients by sample where they are smaller than what they were made from.
-        books = bool(self._recorder.books)
-        held = (parameter_of(use.module, name) for name in names)
-        elements = sum(p.numel() for p in held if p is not None) * run.n
-        small = books and elements <= sum(g.numel() for g in grads if g is not None)
-        waits = [run.waits(place) for place in places]
-        directions = {k: run.directions[place] for k, place in enumerate(places) if run.directions}
-        direct = any(v is not None for v in directions.values())
-        norms = self._closed(call) if self._closed and not any(waits) and not direct else None
-        if norms is not None:
-            if self._recorder.auditing:
-                totals = whole_gradients(call, self._silent)
-                for place, name, total in zip(places, names, totals, strict=True):
-                    size = float(norms[name].sqrt().sum())
-                    rounding = use.rounding(call.grads, total, size, size)
-                    self._recorder.add_recorded(place, total, rounding)
-            for place, name in zip(places, names, strict=True):
-                run.finish(place, norms[name])
-            if books:
-                run.book(Booked(call, places, self._silent))
+        found = self._closed(call) if self._closed else None
+        if found is not None:
+            self._file(use, call, [[found[name] for name in names]], bool(self._recorder.books))
             return
-        if books and not small:
+        if self._recorder.books:
             run.book(Booked(call, places, self._silent))
-        way, chunks = per_sample_gradients(call, self._silent, books and not small)
+        way, chunks = per_sample_gradients(call, self._silent)
         self.layer.notes[way] = None
-        kept: list[list[Tensor]] = [[] for _ in places]
-        dots: list[Tensor] = []
+        self._file(use, call, (gradients for _, gradients in chunks), False)
+
+    def _file(
+        self, use: Use, call: Call, chunks: Iterable[Sequence[Gradients]], books: bool
+    ) -> None:
+        """Give a pass the gradients of its samples, one for each parameter, chunk by chunk."""
+        run, places = use.run, use.places
+        waits = [run.waits(place) for place in places]
+        directions = [run.directions[place] if run.directions else None for place in places]
         compared = [self._recorder.auditing or place in self._audit.always for place in places]
-        for _, found in chunks:
+        kept: list[list[Gradients]] = [[] for _ in places]
+        dots: list[Tensor] = []
+        for found in chunks:
             if any(compared):
-                alone = sum(float(sq_norms(f).sqrt().sum()) for f in found)
-                every = sum(float(f.detach().double().norm()) for f in found) * run.n
-            if direct:
-                dotted = directions.items()
-                each = [along(found[k], v).double() for k, v in dotted if v is not None]
-                dots.append(torch.stack(each).sum(0))
+                alone = sum(float(sq_norms(g).sqrt().sum()) for g in found)
+                every = sum(map(size, found)) * run.n
+            each = [along(g, v).double() for g, v in zip(found, directions, strict=True)
+                    if v is not None]  # fmt: skip
+            dots += [torch.stack(each).sum(0)] if each else []
             for k, (place, g) in enumerate(zip(places, found, strict=True)):
                 if compared[k]:
-                    size = every + terms_of_bias(call, names[k]) * len(g) / run.n
-                    rounding = use.rounding(call.grads, g, size, alone)
-                    self._recorder.add_recorded(place, g.sum(0), rounding)
-                kept[k].append(g if waits[k] or small else sq_norms(g))
-        for k, place in enumerate(places):
-            joined = torch.cat(kept[k]) if kept[k] else torch.zeros(0)
-            if small and kept[k]:
-                run.book(BySample(place, joined))
-            if waits[k]:
-                run.add(place, joined)
-            elif small and kept[k]:
-                run.finish(place, sq_norms(joined))
+                    held = parameter_of(use.module, call.names[k])
+                    summed = total(g) if held is None else total(g).view_as(held)
+                    terms = every + terms_of_bias(call, call.names[k]) * len(g) / run.n
+                    rounding = use.rounding(call.grads, summed, terms, alone)
+                    self._recorder.add_recorded(place, summed, rounding)
+                if books:
+                    run.book(BySample(place, g))
+                kept[k].append(g if waits[k] else sq_norms(g))
+        for place, waiting, column in zip(places, waits, kept, strict=True):
+            joined = column[0] if len(column) == 1 else torch.cat([torch.zeros(0), *column])  # type: ignore[list-item]
+            if waiting:
+                run.add(place, *to_add(joined))
             else:
                 run.finish(place, joined)
         if dots:
