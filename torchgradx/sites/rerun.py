@@ -27,11 +27,11 @@ from ..sharding import scattered
 from ..shared.frontier import coarsest
 from ..shared.outer import BySample, Gradients, along, size, sq_norms, to_add, total
 from ..shared.sizes import look_of
-from .booked import Booked
 from .copies import stock_of, untraced
 from .fallback import (
     CHANNELS_FIRST,
     Call,
+    Kept,
     dim_of,
     per_sample_gradients,
     terms_of_bias,
@@ -327,9 +327,8 @@ class FallbackSite:
             self._file(use, call, [[found[name] for name in names]], bool(self._recorder.books))
             return
         if self._recorder.books:
-            run.book(Booked(call, places, self._silent))
-        way, chunks = per_sample_gradients(call, self._silent)
-        self.layer.notes[way] = None
+            run.book(Kept(call, places, self._silent))
+        chunks = per_sample_gradients(call, self._silent, self.layer.notes)
         self._file(use, call, (gradients for _, gradients in chunks), False)
 
     def _file(
