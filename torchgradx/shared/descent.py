@@ -29,7 +29,6 @@ from .outer import (
     Outer,
     added,
     along,
-    difference,
     in_full,
     size,
     sq_norms,
@@ -177,7 +176,7 @@ class Descent:
             if g is None or casts:
                 continue
             own = size(g)
-            off = own if mine is None else difference(g, mine)
+            off = own if mine is None else size(g - total(mine))
             if off > 64 * (self._rounding + own * torch.finfo(g.dtype).eps):
                 self._refuse("not_its_sum")
 
@@ -245,8 +244,7 @@ class Descent:
             return
         operands = (*station.inward, *station.leaves)
         if len(held) == 1:
-            ask_one = partial(self._ask, node)
-            formed = {k: spread(node, k, live[0], lambda g: ask_one([g])) for k in operands}
+            formed = {k: spread(node, k, live[0]) for k in operands}
             if None not in formed.values():
                 for k, whole in formed.items():
                     self._send(station, k, self._reduced(station, k, whole))  # type: ignore

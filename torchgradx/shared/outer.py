@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ __all__ = [
     "Outer",
     "added",
     "along",
-    "difference",
     "in_full",
     "operands",
     "size",
@@ -120,23 +118,6 @@ def size(g: Gradients) -> float:
     if isinstance(g, LookedUp):
         return float(g.rows.norm(dim=2, dtype=accumulation_dtype(g.dtype)).sum())
     return float((chunks.norms(g.left) * chunks.norms(g.right)).norm())
-
-
-def difference(g: Tensor, mine: Gradients) -> float:
-    """The norm of g less the sum over the samples; of a matrix, of one product with it, about as
-    large, which costs no other matrix."""
-    if not isinstance(mine, Outer):
-        return size(g - total(mine))
-    wide = accumulation_dtype(g.dtype)
-    left, right = (_random(length, wide, g.device) for length in g.shape)
-    ours = (mine.left.to(wide) @ left) * (mine.right.to(wide) @ right)
-    return abs(float(g.to(wide) @ right @ left - ours.sum()))
-
-
-@cache
-def _random(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    own = torch.Generator().manual_seed(length)
-    return torch.randn(length, dtype=dtype, generator=own).to(device)
 
 
 def sq_norms(g: Gradients) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..proof.arguments import tensors_in
 from ..proof.layout import BATCH, SEGMENTS, SEQUENCE
@@ -142,69 +142,44 @@ def _by_vmap(call: Call) -> Chunks:
     if call.samples is not None:
         raise ValueError("a packed sequence has no dimension of samples")
     module = _Forward(call.module)
-    inputs: list[Tensor] = []
-
-    def place(leaf: Any) -> Any:
-        piece = _pieces(call, leaf)
-        if piece is None:
-            return leaf
-        inputs.append(piece)
-        return _Place(len(inputs) - 1)
-
-    args, kwargs = tree_map(place, call.arguments)
-    grads = [None if g is None else _pieces(call, g) for g in call.grads]
+    leaves, spec = tree_flatten(call.arguments)
+    pieces = [_pieces(call, leaf) for leaf in leaves]
+    arrived = {k: _pieces(call, g) for k, g in enumerate(call.grads) if g is not None}
+    grads = [g for g in arrived.values() if g is not None]
+    if len(grads) < len(arrived):
+        raise ValueError("an output's samples are elsewhere than in the first")
     names = [f"module.{name}" for name in call.names]
     held = dict(module.named_parameters(remove_duplicate=False))
     parameters = {name: held[name].detach() for name in names}
 
     def objective(
-        parameters: dict[str, Tensor], inputs: list[Tensor], grads: list[Tensor]
+        parameters: dict[str, Tensor], leaves: list[Any], grads: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        fill = lambda leaf: inputs[leaf.index] if isinstance(leaf, _Place) else leaf  # noqa: E731
-        out = functional_call(module, parameters, tree_map(fill, args), tree_map(fill, kwargs))
-        outputs = tensors_in(out)
-        return _inner(outputs, grads), [outputs[k] for k in kept if call.gave]
+        args, kwargs = tree_unflatten(leaves, spec)
+        outputs = tensors_in(functional_call(module, parameters, args, kwargs))
+        outputs = [outputs[k] for k in arrived]
+        total = torch.zeros(())
+        for out, g in zip(outputs, grads, strict=True):
+            if out.shape != g.shape:
+                raise ValueError(f"a sample's output is {out.shape}, its gradient {g.shape}")
+            wide = torch.promote_types(out.dtype, torch.float32)
+            total = total + (out.to(wide) * g.to(wide)).sum()
+        return total, outputs if call.gave else []
 
-    given = [g for g in grads if g is not None]
-    if len(given) < sum(g is not None for g in call.grads):
-        raise ValueError("an output's samples are elsewhere than in the first")
-    kept = [k for k, g in enumerate(grads) if g is not None]
-
-    def one(parameters: dict[str, Tensor], inputs: list[Tensor], given: list[Tensor]) -> Any:
-        spread: list[Any] = [None] * len(grads)
-        for k, g in zip(kept, given, strict=True):
-            spread[k] = g
-        return objective(parameters, inputs, spread)
-
-    mapped = vmap(grad(one, has_aux=True), in_dims=(None, 0, 0), randomness="error")
+    dims = [None if piece is None else 0 for piece in pieces]
+    mapped = vmap(grad(objective, has_aux=True), in_dims=(None, dims, 0), randomness="error")
     shown = [g if call.gave else None for g in call.grads]
     wholes = [None if g is None else torch.full_like(g, torch.nan) for g in shown]
     within = replace(call, grads=wholes)
     shares: list[Any] = [_pieces(within, t) for t in wholes if t is not None]
     for chunk in _chunks(call.n, sum(p.numel() for p in parameters.values())):
-        found, outputs = mapped(parameters, [t[chunk] for t in inputs], [g[chunk] for g in given])
+        here = [leaf if piece is None else piece[chunk]
+                for leaf, piece in zip(leaves, pieces, strict=True)]  # fmt: skip
+        found, outputs = mapped(parameters, here, [g[chunk] for g in grads])
         for share, out in zip(shares, outputs, strict=False):
             share[chunk] = out
         same(call.gave, wholes)
         yield chunk, [found[name] for name in names]
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Stands for a batched tensor among the arguments."""
-
-    index: int
-
-
-def _inner(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
-    total = torch.zeros(())
-    for out, g in zip(outputs, grads, strict=True):
-        if g is not None:
-            if out.shape != g.shape:
-                raise ValueError(f"a sample's output is {out.shape}, its gradient {g.shape}")
-            wide = torch.promote_types(out.dtype, torch.float32)
-            total = total + (out.to(wide) * g.to(wide)).sum()
-    return total
 
 
 def terms_of_bias(call: Call, name: str) -> float:

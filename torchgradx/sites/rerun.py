@@ -32,7 +32,6 @@ from .fallback import (
     CHANNELS_FIRST,
     Call,
     Kept,
-    dim_of,
     per_sample_gradients,
     terms_of_bias,
 )
@@ -316,7 +315,8 @@ class FallbackSite:
         names = [self._own[place] for place in places]
         how = layout, use.first, use.regime, samples, use.gave
         call = Call(use.module, names, arguments, grads, run.n, *how)
-        if use.number < 0 and not self._clear(call):
+        said = self.fixed or self.declared >= 0
+        if use.number < 0 and len(grads) > 1 and run.n > 1 and not said:  # nothing proved them
             where = {"n": run.n, "shape": list(use.first), "name": self.layer.name}
             self._recorder.refuse(self._index, cause("unproven", **where, more="reentrant"))
             return
@@ -366,14 +366,6 @@ class FallbackSite:
                 run.finish(place, joined)
         if dots:
             run.add_dots(torch.cat(dots))
-
-    def _clear(self, call: Call) -> bool:
-        """Return True if unproven samples can be nowhere else in several outputs."""
-        if self.fixed or self.declared >= 0 or len(call.grads) == 1 or call.n == 1:
-            return True
-        live = [g for g in call.grads if g is not None]
-        there = all(g.dim() and g.shape[dim_of(call, g)] == call.n for g in live)
-        return there and all(g.shape[: self.leads(g.dim())].count(call.n) == 1 for g in live)
 
     @contextlib.contextmanager
     def _silent(self) -> Iterator[None]:
