@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..refusals import RefusedError
 
-__all__ = ["Outcome", "roundings", "same"]
+__all__ = ["Outcome", "same"]
 
 KEPT = 1 << 14  # elements of an output
 HALF = 1e-4  # rounding units above it are of halves
@@ -53,16 +53,13 @@ def same(gave: Sequence[Outcome | None], again: Sequence[Tensor | None]) -> None
     if gave and len(gave) != len(again):
         raise RefusedError("other_outputs")
     for before, now in zip(gave, again, strict=False):
-        apart = 0.0 if before is None or now is None else before.apart(now)
-        if before is not None and apart > roundings(before.eps) * before.eps:
+        if before is None or now is None:
+            continue
+        roundings = ROUNDINGS_OF_HALVES if before.eps > HALF else ROUNDINGS
+        if before.apart(now) > roundings * before.eps:
             raise RefusedError("other_outputs")
 
 
-def roundings(eps: float) -> float:
-    """How many of this size may part the same numbers, as a batch makes them and its samples."""
-    return ROUNDINGS_OF_HALVES if eps > HALF else ROUNDINGS
-
-
 def _elements(t: Tensor) -> Tensor:
-    """From all over; the odd step meets all of its columns."""
+    """Take every so many; the step is odd, for not all to be of the same columns."""
     return t.reshape(-1)[:: t.numel() // KEPT | 1]

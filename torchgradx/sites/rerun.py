@@ -39,7 +39,7 @@ from .native import MIXED, Hooks, why_mixed
 from .packed import counts_rows, samples_of, why_not
 from .regime import Regime, may_draw
 from .stand_in import as_it_is_now, makes_weight, of_the_user
-from .use import Called, Use, apart
+from .use import Called, Use, apart, by_node
 
 if ops.NATIVE:
     from .._C import called
@@ -188,10 +188,12 @@ class FallbackSite:
         made = [end_of(first)] if len(outputs) == 1 else outputs
         run.watch(use, made[0] if len(outputs) == 1 else first)
         if len(outputs) > 1 and run.n > 1 and self._recorder.depth():
-            ends = ends_of_module(module, outputs, first, given, self.leads, run.n, samples)
-            self._audit.forwards.several(self._index, first, ends)
+            others = ends_of_module(module, outputs, first, given, self.leads, run.n, samples)
+            self._audit.forwards.several(self._index, first, others)
         regime = self._call.regime or Regime.current(first.device, draws=False)
-        call = Called.of(regime, (args, kwargs), outputs, made, first, samples)
+        versions = [t._version for t in outputs]
+        ends = by_node(made)
+        call = Called(regime, (args, kwargs), outputs, made, ends, first, samples, versions)
         listen = partial(self._listen, run, use, held, call)
         wrapped = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if self._lifted and len(outputs) == 1 and self._recorder.depth() and not wrapped:
@@ -200,17 +202,24 @@ class FallbackSite:
             listen()
         return changed
 
-    def _late(self, args: Any, out: Tensor, run: Any, use: int, *seen: Any) -> None:
-        """Listen after all to a call that is not served at the graph's nodes this time."""
-        self._listen(run, use, self._held(self._module), Called.seen(args, out, *seen))
-
-    def _listen(
+    def _late(
         self,
+        args: Any,
+        out: Tensor,
         run: Any,
+        use: int,
+        node: Any,
         number: int,
-        held: dict[int, Tensor],
-        called: Called,
+        version: int,
+        autocast: torch.dtype | None,
     ) -> None:
+        """Listen after all to a call, as csrc/nodes/called.cpp noted it, that is not served at the
+        graph's nodes this time."""
+        regime, ends = Regime(out.device.type, autocast, None), {node: [(0, number)]}
+        call = Called(regime, (args, {}), [out], [out], ends, out, None, [version])
+        self._listen(run, use, self._held(self._module), call)
+
+    def _listen(self, run: Any, number: int, held: dict[int, Tensor], called: Called) -> None:
         regime, arguments, outputs, made, ends, first, samples, _ = called
         leaves, spec = tree_flatten(arguments)
         kinds = regime.autocast, *(t.dtype for t in outputs)
@@ -359,7 +368,9 @@ class FallbackSite:
                     run.book(BySample(place, g))
                 kept[k].append(g if waits[k] else sq_norms(g))
         for place, waiting, column in zip(places, waits, kept, strict=True):
-            joined = column[0] if len(column) == 1 else torch.cat([torch.zeros(0), *column])  # type: ignore[list-item]
+            joined = column[0] if column else torch.zeros(0)
+            if len(column) > 1:
+                joined = torch.cat(column)  # type: ignore[arg-type]
             if waiting:
                 run.add(place, *to_add(joined))
             else:
