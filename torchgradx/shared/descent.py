@@ -244,7 +244,8 @@ class Descent:
             return
         operands = (*station.inward, *station.leaves)
         if len(held) == 1:
-            formed = {k: spread(node, k, live[0]) for k in operands}
+            ask_one = partial(self._ask, node)
+            formed = {k: spread(node, k, live[0], lambda g: ask_one([g])) for k in operands}
             if None not in formed.values():
                 for k, whole in formed.items():
                     self._send(station, k, self._reduced(station, k, whole))  # type: ignore

@@ -52,6 +52,10 @@ ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
 LINKS = {CAST, *(f"{name}Backward0" for name in (
     "Alias", "Clone", "ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View",
 ))}  # fmt: skip
+# Of one operand, which each element's gradient reaches times a factor of its own.
+POINTWISE = {f"{name}Backward{k}" for k in (0, 1) for name in (
+    "Abs", "Exp", "Log", "Neg", "Pow", "Relu", "Sigmoid", "Silu", "Softplus", "Tanh",
+)}  # fmt: skip
 # rows @ b: the saved rows, and which operand b is
 ROWS = {
     "MmBackward0": ("_saved_self", 1),
@@ -221,15 +225,20 @@ def looked_up(node: Node, ids: Tensor, g: Tensor) -> LookedUp:
     return LookedUp(ids, rows, count)
 
 
-def spread(node: Node, operand: int, g: Tensor) -> Gradients | None:
+def spread(
+    node: Node, operand: int, g: Tensor, ask: Callable[[Tensor], Sequence[Tensor | None]]
+) -> Gradients | None:
     """Return a node's product [N, *] for the gradients [N, *] of its one output, which no sample's
-    rows have; None: it has no closed form."""
+    rows have; None: it has no closed form. ask: the node's products for one gradient."""
     name, shape = node.name(), shape_of(*node.next_functions[operand])
     product = _turned(node, g)
     if gives_on(node):
         product = g.reshape(len(g), *shape)
     elif name in ELEMENTWISE and not g.is_complex():
         product = _summed(ELEMENTWISE[name](node, operand, g), shape)
+    elif name in POINTWISE and not g.is_complex() and shape == shape_of(node, 0):
+        factor = ask(torch.ones_like(g[0]))[operand]
+        product = None if factor is None else g * factor
     elif name == "IndexBackward0" and len(shape) == 2:
         ids = node._saved_indices
         if len(ids) == 1 and ids[0].dtype == torch.long:
