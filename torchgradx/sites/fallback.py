@@ -64,7 +64,7 @@ class Call:
 
 
 class _Forward(nn.Module):
-    """The module's forward, and before it the hooks that make its weight: see _untouched."""
+    """The module's forward, after the hooks that make its weight (weight_norm of old)."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
