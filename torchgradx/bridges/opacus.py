@@ -20,7 +20,8 @@ from .. import ops
 from ..layers.rules import RULES
 from ..reference.chunks import accumulation_dtype
 from ..refusals import cause, refused_all
-from ..sites.bags import embedding_bag_sq_norms
+from ..shared.outer import sq_norms
+from ..sites.closed import rows_of_bags
 
 __all__ = ["SAMPLERS", "Registration", "register"]
 
@@ -75,9 +76,7 @@ def embedding(layer: nn.Embedding, inputs: list[Tensor], g: Tensor) -> Found:
 
 
 def bag(layer: nn.EmbeddingBag, inputs: list[Tensor], g: Tensor) -> Found:
-    ids, offsets, weights = [*inputs, None, None][:3]
-    form = (layer.mode, weights, layer.padding_idx)
-    return lambda: embedding_bag_sq_norms(ids, g, offsets, *form), g  # type: ignore[arg-type]
+    return lambda: sq_norms(rows_of_bags(layer, g, *inputs)), g
 
 
 def rows_norm(layer: nn.LayerNorm | nn.RMSNorm, inputs: list[Tensor], g: Tensor) -> Found:

@@ -26,14 +26,13 @@ from .frontier import Node, dtype_of, shape_of
 from .outer import (
     BySample,
     Gradients,
-    LookedUp,
     Outer,
     added,
     along,
-    difference,
     in_full,
     size,
     sq_norms,
+    to_add,
     total,
 )
 from .products import (
@@ -177,7 +176,7 @@ class Descent:
             if g is None or casts:
                 continue
             own = size(g)
-            off = own if mine is None else difference(g, mine)
+            off = own if mine is None else size(g - total(mine))
             if off > 64 * (self._rounding + own * torch.finfo(g.dtype).eps):
                 self._refuse("not_its_sum")
 
@@ -317,12 +316,8 @@ class Descent:
                 self._run.arrive([leaf.place])
             if squared:
                 self._run.finish(leaf.place, whole)
-            elif isinstance(whole, Outer):
-                self._run.add(leaf.place, whole.left, whole.right)
-            elif isinstance(whole, LookedUp):
-                self._run.add(leaf.place, whole.rows, whole.ids)
             else:
-                self._run.add(leaf.place, whole)
+                self._run.add(leaf.place, *to_add(whole))
             if self._recorder.books:
                 if self._run.n == 1 and isinstance(whole, Tensor):
                     whole = whole.clone()  # it becomes .grad, into which another backward adds

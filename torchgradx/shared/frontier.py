@@ -376,7 +376,7 @@ def survey(
         return True
 
     groups = [group for group in groups if served(group)]
-    found = climb(_starts(groups))
+    found = climb(node for group in groups for node in group.starts)
     return Plan(
         tuple((group.use, all(map(is_leaf, group.starts))) for group in groups),
         tuple(map(name_of, found)),
@@ -391,7 +391,3 @@ def _shapes(graph: Graph, ends: Iterable[tuple[Node, int | None]]) -> tuple[Shap
     return tuple(
         None if layout is None else shape_of(node, graph.last(node)) for node, layout in ends
     )
-
-
-def _starts(groups: Iterable[Group]) -> list[Node]:
-    return [node for group in groups for node in group.starts]

@@ -214,11 +214,8 @@ class Lift:
 
     def own(self, k: int, uses: Sequence[Use], graph: Graph) -> tuple[Node, ...]:
         """The ends of the graph that are parameters of a use, or of what -1 - place stands for."""
-        return self._own(self._served(k, uses)[1], graph, self._parameters.wholes())
-
-    @staticmethod
-    def _own(places: Iterable[int], graph: Graph, every: Sequence[Tensor]) -> tuple[Node, ...]:
-        tensors = (every[place] for place in places)
+        every = self._parameters.wholes()
+        tensors = (every[place] for place in self._served(k, uses)[1])
         nodes = [get_gradient_edge(p).node for p in tensors if p.requires_grad]
         return tuple(node for node in nodes if node in graph.parents)
 
@@ -273,10 +270,8 @@ class Lift:
         graph, called = self._graph({*read, *shared}, uses, mixing, beside, sites, outputs)
         lifted = sorted({self._served(k, uses)[0] for k, _ in plan.starts})
         starts: list[Node] = []
-        every = self._parameters.wholes()
         for k, own in plan.starts:
-            places = self._served(k, uses)[1]
-            starts += self._own(places, graph, every) if own else [uses[k][2]]
+            starts += self.own(k, uses, graph) if own else [uses[k][2]]
         climbed = plan.climb(graph, starts)
         if climbed is None:
             return Met(lifted, sorted(read - called), None), None

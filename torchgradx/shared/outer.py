@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,11 +25,11 @@ __all__ = [
     "Outer",
     "added",
     "along",
-    "difference",
     "in_full",
     "operands",
     "size",
     "sq_norms",
+    "to_add",
     "total",
     "weighted",
 ]
@@ -45,6 +44,9 @@ class Outer:
 
     left: Tensor  # [N, T, A]
     right: Tensor  # [N, T, B]
+
+    def __len__(self) -> int:
+        return len(self.left)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,6 +68,9 @@ class LookedUp:
     rows: Tensor  # [N, T, D]
     count: int  # V
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
     @property
     def dtype(self) -> torch.dtype:
         return self.rows.dtype
@@ -79,6 +84,13 @@ def operands(g: Gradients) -> list[Tensor]:
     if isinstance(g, LookedUp):
         return [g.ids, g.rows]
     return [g.left, g.right] if isinstance(g, Outer) else [g]
+
+
+def to_add(g: Gradients) -> Sequence[Tensor]:
+    """Return it as Pass.add takes it: gradients, or gradients and activations, or rows and ids."""
+    if isinstance(g, LookedUp):
+        return g.rows, g.ids
+    return (g.left, g.right) if isinstance(g, Outer) else (g,)
 
 
 def in_full(g: Gradients) -> Tensor:
@@ -106,23 +118,6 @@ def size(g: Gradients) -> float:
     if isinstance(g, LookedUp):
         return float(g.rows.norm(dim=2, dtype=accumulation_dtype(g.dtype)).sum())
     return float((chunks.norms(g.left) * chunks.norms(g.right)).norm())
-
-
-def difference(g: Tensor, mine: Gradients) -> float:
-    """The norm of g less the sum over the samples; of a matrix, of one product with it, about as
-    large, which costs no other matrix."""
-    if not isinstance(mine, Outer):
-        return size(g - total(mine))
-    wide = accumulation_dtype(g.dtype)
-    left, right = (_random(length, wide, g.device) for length in g.shape)
-    ours = (mine.left.to(wide) @ left) * (mine.right.to(wide) @ right)
-    return abs(float(g.to(wide) @ right @ left - ours.sum()))
-
-
-@cache
-def _random(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    own = torch.Generator().manual_seed(length)
-    return torch.randn(length, dtype=dtype, generator=own).to(device)
 
 
 def sq_norms(g: Gradients) -> Tensor:
@@ -154,7 +149,7 @@ def along(g: Gradients, direction: Tensor) -> Tensor:
         return chunks.along(g, direction)
     if isinstance(g, LookedUp):
         return (direction[g.ids] * g.rows.to(direction.dtype)).sum((1, 2))
-    products = g.right.to(direction.dtype) @ direction.mT
+    products = g.right.to(direction.dtype) @ direction.flatten(1).mT
     return (products * g.left.to(direction.dtype)).sum((1, 2))
 
 

@@ -58,9 +58,7 @@ LINKS = {CAST, *(f"{name}Backward0" for name in (
 ))}  # fmt: skip
 # Of one operand, which each element's gradient reaches times a factor of its own.
 POINTWISE = {f"{name}Backward{k}" for k in (0, 1) for name in (
-    "Abs", "Clamp", "ClampMax", "ClampMin", "Elu", "Exp", "Gelu", "Hardtanh", "Hardsigmoid",
-    "Hardswish", "LeakyRelu", "Log", "Neg", "Pow", "Reciprocal", "Relu", "Rsqrt", "Sigmoid", "Silu",
-    "Softplus", "Sqrt", "Tanh",
+    "Abs", "Exp", "Log", "Neg", "Pow", "Relu", "Sigmoid", "Silu", "Softplus", "Tanh",
 )}  # fmt: skip
 # rows @ b: the saved rows, and which operand b is
 ROWS = {
@@ -71,24 +69,17 @@ ROWS = {
 COLUMNS = {"MmBackward0", "BmmBackward0"}  # a @ columns: likewise, looked at from a
 
 
-# How nodes that turn their operand turn a gradient back.
-TURNED: dict[str, Callable[[Node, int], Sequence[int]]] = {
-    "PermuteBackward0": lambda node, dims: _inverse([signed(d) % dims for d in node._saved_dims]),
-    "TBackward0": lambda node, dims: [*range(dims)][::-1],
-    "TransposeBackward0": lambda node, dims: _swapped(
-        dims, signed(node._saved_dim0), signed(node._saved_dim1)
-    ),
-}
-
-
-def _inverse(dims: Sequence[int]) -> list[int]:
-    return sorted(range(len(dims)), key=dims.__getitem__)
-
-
-def _swapped(dims: int, one: int, other: int) -> list[int]:
-    order = [*range(dims)]
-    order[one], order[other] = order[other], order[one]
-    return order
+def _turned(node: Node, g: Tensor) -> Tensor | None:
+    """Return a gradient [N, *], turned back by a node that turned its operand; None: by another."""
+    name, dims = node.name(), g.dim() - 1
+    if name == "TBackward0":
+        return g.mT if dims == 2 else g
+    if name == "TransposeBackward0":
+        return g.transpose(*(1 + signed(d) % dims for d in (node._saved_dim0, node._saved_dim1)))
+    if name == "PermuteBackward0":
+        order = [signed(d) % dims for d in node._saved_dims]
+        return g.permute(0, *(1 + order.index(d) for d in range(dims)))
+    return None
 
 
 def _over_features(node: Node) -> Tensor:
@@ -251,11 +242,9 @@ def spread(
     """Return a node's product [N, *] for the gradients [N, *] of its one output, which no sample's
     rows have; None: it has no closed form. ask: the node's products for one gradient."""
     name, shape = node.name(), shape_of(*node.next_functions[operand])
-    product: Tensor | None = None
+    product = _turned(node, g)
     if gives_on(node):
         product = g.reshape(len(g), *shape)
-    elif name in TURNED:
-        product = g.permute(0, *(d + 1 for d in TURNED[name](node, g.dim() - 1)))
     elif name in ELEMENTWISE and not g.is_complex():
         product = _summed(ELEMENTWISE[name](node, operand, g), shape)
     elif name in POINTWISE and not g.is_complex() and shape == shape_of(node, 0):
@@ -274,8 +263,8 @@ def through(node: Node, g: Outer) -> Outer | None:
     name = node.name()
     if name == CAST:
         return g.to(dtype_of(*node.next_functions[0]))
-    turns = name in TURNED and list(TURNED[name](node, 2)) == [1, 0]
-    return g.turned() if turns else None
+    turned = _turned(node, torch.empty(1, 2, 3))  # as it turns a matrix
+    return g.turned() if turned is not None and turned.shape[1] == 3 else None
 
 
 def by_sample(g: Tensor, layout: int, n: int) -> Tensor:

@@ -8,10 +8,8 @@ replayed once with its random state, and each sample's gradient is one vector-Ja
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,21 +17,22 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..proof.arguments import tensors_in
 from ..proof.layout import BATCH, SEGMENTS, SEQUENCE
+from ..record.versions import Versions
 from ..refusals import RefusedError, cause
 from ..shared.frontier import below
-from .outcome import OtherOutputsError, Outcome, same
-from .packed import as_rows, of_rows
+from .outcome import Outcome, same
+from .packed import as_rows
 from .regime import Regime
-from .stand_in import held_besides, of_its_own, put, state_of_its_own
+from .stand_in import of_its_own, put, state_of_its_own
 
-__all__ = ["Call", "as_it_stands", "as_its_own", "by_sample", "dim_of",
-           "per_sample_gradients", "run_again", "terms_of_bias", "weighted",
-           "whole_gradients", "without"]  # fmt: skip
+__all__ = ["Call", "Kept", "as_it_stands", "as_its_own", "by_sample", "dim_of",
+           "per_sample_gradients", "run_again", "terms_of_bias"]  # fmt: skip
 
+Silent = Callable[[], contextlib.AbstractContextManager[None]]
 Chunks = Iterator[tuple[slice, list[Tensor]]]
 
 CHANNELS_FIRST = (_ConvNd, _NormBase, nn.GroupNorm)
@@ -65,7 +64,7 @@ class Call:
 
 
 class _Forward(nn.Module):
-    """The module's forward, and before it the hooks that make its weight: see _untouched."""
+    """The module's forward, after the hooks that make its weight (weight_norm of old)."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -77,43 +76,26 @@ class _Forward(nn.Module):
         return self.module.forward(*args, **kwargs)
 
 
-def per_sample_gradients(
-    call: Call,
-    silent: Callable[[], contextlib.AbstractContextManager[None]],
-    whole: bool = False,
-) -> tuple[str, Chunks]:
-    """("vmap" or "replay", chunks of samples with their gradients [n, *shape], one a parameter).
+def per_sample_gradients(call: Call, silent: Silent, notes: dict[str, None]) -> Chunks:
+    """Yield gradients [n, *shape], one a parameter, for so many samples at a time.
 
-    `silent` keeps what runs again from being recorded. `whole`: the batch will run again as well.
+    `silent` keeps what runs again from being recorded. `notes` get "vmap" or "replay".
     """
-
-    def chunks_of(way: Callable[[Call], Chunks]) -> Chunks:
+    done = 0
+    try:
         with silent(), call.regime.again():
-            yield from way(as_its_own(call))
-
-    try:
-        chunks = chunks_of(_by_vmap)
-        begun = list(itertools.islice(chunks, 1))
-    except Exception as error:
-        if isinstance(error, OtherOutputsError) and error.gross:
-            raise
-        # It refuses in many ways, or rounds otherwise; the replay's error is the one to show.
-        return "replay", chunks_of(_by_replay)
-    rest = _or_replayed(chunks, partial(chunks_of, _by_replay), len(begun) and begun[0][0].stop)
-    chunks = itertools.chain(begun, rest)
-    return "vmap", _held_against_the_whole(call, silent, chunks) if whole else chunks
-
-
-def _or_replayed(chunks: Chunks, replayed: Callable[[], Chunks], done: int) -> Chunks:
-    """Yield chunks; if vmap fails, replay samples from `done` on."""
-    try:
-        for chunk, found in chunks:
-            yield chunk, found
-            done = chunk.stop
-    except OtherOutputsError as error:
-        if error.gross:
-            raise
-        yield from (both for both in replayed() if both[0].start >= done)
+            for chunk, found in _by_vmap(as_its_own(call)):
+                notes["vmap"] = None
+                yield chunk, found
+                done = chunk.stop
+        return
+    except Exception:  # it refuses in many ways, or rounds otherwise
+        pass  # the replay's error is the one to show
+    notes["replay"] = None
+    with silent(), call.regime.again():
+        for chunk, found in _by_replay(as_its_own(call)):
+            if chunk.start >= done:
+                yield chunk, found
 
 
 def dim_of(call: Call, t: Tensor) -> int:
@@ -160,71 +142,44 @@ def _by_vmap(call: Call) -> Chunks:
     if call.samples is not None:
         raise ValueError("a packed sequence has no dimension of samples")
     module = _Forward(call.module)
-    inputs: list[Tensor] = []
-
-    def place(leaf: Any) -> Any:
-        piece = _pieces(call, leaf)
-        if piece is None:
-            return leaf
-        inputs.append(piece)
-        return _Place(len(inputs) - 1)
-
-    args, kwargs = tree_map(place, call.arguments)
-    grads = [None if g is None else _pieces(call, g) for g in call.grads]
+    leaves, spec = tree_flatten(call.arguments)
+    pieces = [_pieces(call, leaf) for leaf in leaves]
+    arrived = {k: _pieces(call, g) for k, g in enumerate(call.grads) if g is not None}
+    grads = [g for g in arrived.values() if g is not None]
+    if len(grads) < len(arrived):
+        raise ValueError("an output's samples are elsewhere than in the first")
     names = [f"module.{name}" for name in call.names]
     held = dict(module.named_parameters(remove_duplicate=False))
-    if any(held_besides(module, {id(held[name]) for name in names})):
-        raise ValueError("it has its parameters in a list of its own, which functional_call misses")
     parameters = {name: held[name].detach() for name in names}
 
     def objective(
-        parameters: dict[str, Tensor], inputs: list[Tensor], grads: list[Tensor]
+        parameters: dict[str, Tensor], leaves: list[Any], grads: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        fill = lambda leaf: inputs[leaf.index] if isinstance(leaf, _Place) else leaf  # noqa: E731
-        out = functional_call(module, parameters, tree_map(fill, args), tree_map(fill, kwargs))
-        outputs = tensors_in(out)
-        return _inner(outputs, grads), [outputs[k] for k in kept if call.gave]
+        args, kwargs = tree_unflatten(leaves, spec)
+        outputs = tensors_in(functional_call(module, parameters, args, kwargs))
+        outputs = [outputs[k] for k in arrived]
+        total = torch.zeros(())
+        for out, g in zip(outputs, grads, strict=True):
+            if out.shape != g.shape:
+                raise ValueError(f"a sample's output is {out.shape}, its gradient {g.shape}")
+            wide = torch.promote_types(out.dtype, torch.float32)
+            total = total + (out.to(wide) * g.to(wide)).sum()
+        return total, outputs if call.gave else []
 
-    given = [g for g in grads if g is not None]
-    if len(given) < sum(g is not None for g in call.grads):
-        raise ValueError("an output's samples are elsewhere than in the first")
-    kept = [k for k, g in enumerate(grads) if g is not None]
-
-    def one(parameters: dict[str, Tensor], inputs: list[Tensor], given: list[Tensor]) -> Any:
-        spread: list[Any] = [None] * len(grads)
-        for k, g in zip(kept, given, strict=True):
-            spread[k] = g
-        return objective(parameters, inputs, spread)
-
-    mapped = vmap(grad(one, has_aux=True), in_dims=(None, 0, 0), randomness="error")
+    dims = [None if piece is None else 0 for piece in pieces]
+    mapped = vmap(grad(objective, has_aux=True), in_dims=(None, dims, 0), randomness="error")
     shown = [g if call.gave else None for g in call.grads]
     wholes = [None if g is None else torch.full_like(g, torch.nan) for g in shown]
     within = replace(call, grads=wholes)
     shares: list[Any] = [_pieces(within, t) for t in wholes if t is not None]
     for chunk in _chunks(call.n, sum(p.numel() for p in parameters.values())):
-        found, outputs = mapped(parameters, [t[chunk] for t in inputs], [g[chunk] for g in given])
+        here = [leaf if piece is None else piece[chunk]
+                for leaf, piece in zip(leaves, pieces, strict=True)]  # fmt: skip
+        found, outputs = mapped(parameters, here, [g[chunk] for g in grads])
         for share, out in zip(shares, outputs, strict=False):
             share[chunk] = out
         same(call.gave, wholes)
         yield chunk, [found[name] for name in names]
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Stands for a batched tensor among the arguments."""
-
-    index: int
-
-
-def _inner(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
-    total = torch.zeros(())
-    for out, g in zip(outputs, grads, strict=True):
-        if g is not None:
-            if out.shape != g.shape:
-                raise ValueError(f"a sample's output is {out.shape}, its gradient {g.shape}")
-            wide = torch.promote_types(out.dtype, torch.float32)
-            total = total + (out.to(wide) * g.to(wide)).sum()
-    return total
 
 
 def terms_of_bias(call: Call, name: str) -> float:
@@ -247,57 +202,50 @@ def by_sample(call: Call, t: Tensor) -> Tensor | None:
     return None if pieces is None else pieces.flatten(1, -2)
 
 
-def whole_gradients(
-    call: Call, silent: Callable[[], contextlib.AbstractContextManager[None]]
-) -> list[Tensor]:
-    """The sums over the samples."""
+def _sums(call: Call, silent: Silent) -> list[Tensor]:
+    """Return the sums over the samples."""
     with silent(), call.regime.again():
         again = replace(as_its_own(call), n=1, layout=BATCH, samples=None)
         return [gradients[0] for _, found in _by_replay(again) for gradients in found]
 
 
-def _held_against_the_whole(
-    call: Call, silent: Callable[[], contextlib.AbstractContextManager[None]], chunks: Chunks
-) -> Chunks:
-    """A sample alone may find no use for a state that the module keeps of the batch."""
-    sums, sizes = torch.zeros(()), 0.0
-    for chunk, found in chunks:
-        flat = [g.reshape(len(g), -1).double() for g in found]
-        sums = sums.to(flat[0].device) + torch.cat([g.sum(0) for g in flat])
-        sizes += sum(float(g.norm(dim=1).sum()) for g in flat)
-        yield chunk, found
-    total = torch.cat([g.flatten().double() for g in whole_gradients(call, silent)])
-    kinds = [call.regime.autocast, *(g.dtype for g in call.grads if g is not None)]
-    eps = max(torch.finfo(kind).eps for kind in kinds if kind is not None)
-    if float((total - sums).norm()) > 64 * eps * sizes:
-        raise RefusedError("other_gradients")
+def _owners(call: Call, t: Tensor, packed: bool) -> Tensor:
+    """Return the sample of each row of an argument or an output, as a tensor beside it; -1 for rows
+    of none. `packed`: it has the rows of a packed sequence, if there is one."""
+    if call.samples is not None and (packed or call.layout == SEGMENTS):
+        return as_rows(call.samples, t)
+    if call.n == 1:
+        return torch.zeros([1] * t.dim(), dtype=torch.long, device=t.device)
+    if not t.dim():
+        raise RefusedError("one_number")
+    dim = dim_of(call, t)
+    each, rest = divmod(t.shape[dim], call.n)
+    if rest:
+        raise RefusedError(cause("not_found", shape=list(t.shape), n=call.n))
+    samples = torch.arange(call.n, device=t.device)
+    minor = each > 1 and call.layout != BATCH
+    rows = samples.repeat(each) if minor else samples.repeat_interleave(each)
+    return rows.view([-1 if d == dim else 1 for d in range(t.dim())])
 
 
-def weighted(call: Call, factors: Tensor) -> Call:
+def _beside(by_sample: Tensor, owners: Tensor) -> Tensor:
+    """[N] for each row; 0 for those of no sample."""
+    return torch.cat([by_sample, by_sample.new_zeros(1)])[owners]
+
+
+def _weighted(call: Call, factors: Tensor) -> Call:
     """Multiply each sample's share of the gradients by its factor [N]; 0 where that is 0."""
 
     def times(g: Tensor | None) -> Tensor | None:
         if g is None or not g.numel():
             return g
-        if call.samples is not None and (call.layout == SEGMENTS or g is call.grads[0]):
-            rows = of_rows(factors, call.samples, g)
-        else:
-            by_row, dim = _by_row(call, g, factors)
-            rows = by_row.view([-1 if d == dim else 1 for d in range(g.dim())])
+        rows = _beside(factors, _owners(call, g, g is call.grads[0]))
         return (g * rows).masked_fill_(rows == 0, 0).to(g.dtype)
 
     return replace(call, grads=[times(g) for g in call.grads])
 
 
-def _by_row(call: Call, t: Tensor, by_sample: Tensor) -> tuple[Tensor, int]:
-    """[N] for each row of an argument or an output, and the dimension of these."""
-    dim = dim_of(call, t)
-    each = t.shape[dim] // call.n
-    minor = each > 1 and call.layout != BATCH
-    return by_sample.repeat(each) if minor else by_sample.repeat_interleave(each), dim
-
-
-def without(call: Call, left_out: Tensor) -> Call:
+def _without(call: Call, left_out: Tensor) -> Call:
     """Put a sample that stays in place of those left out [N], which may make nan of a 0."""
     stays = torch.arange(call.n, device=left_out.device)
     stays = torch.where(left_out, stays[~left_out][0], stays)
@@ -306,16 +254,41 @@ def without(call: Call, left_out: Tensor) -> Call:
         if not isinstance(t, Tensor) or not t.is_floating_point():
             return t
         if call.samples is not None:
-            return t.masked_fill(of_rows(left_out, call.samples, t), 0) if t.dim() > 1 else t
+            rows = _beside(left_out, _owners(call, t, packed=True))
+            return t.masked_fill(rows, 0) if t.dim() > 1 else t
         if _pieces(call, t) is None:
             return t
-        rows_of, dim = _by_row(call, t, torch.arange(call.n, device=t.device))
-        rows = rows_of.argsort(stable=True).unflatten(0, (call.n, -1))  # of each sample
-        source = torch.empty_like(rows_of)
+        owners = _owners(call, t, packed=False)
+        rows = owners.flatten().argsort(stable=True).unflatten(0, (call.n, -1))
+        source = torch.empty_like(owners.flatten())
         source[rows] = rows[stays]
-        return t.index_select(dim, source)
+        return t.index_select(dim_of(call, t), source)
 
     return replace(call, arguments=tree_map(leaf, call.arguments), gave=())
+
+
+class Kept:
+    """A call kept for clipping: it runs once more."""
+
+    runs_again = True
+
+    def __init__(self, call: Call, places: list[int], silent: Silent) -> None:
+        self.parameters, self._call, self._silent = places, as_it_stands(call), silent
+        kept = [*tree_leaves(call.arguments), *call.module.parameters(), *self._call.grads]
+        self._versions = Versions(t for t in kept if isinstance(t, Tensor))
+
+    @property
+    def intact(self) -> bool:
+        return self._versions.stand()
+
+    def weighted(self, factors: Tensor, places: list[int]) -> list[Tensor]:
+        call, left_out = _weighted(self._call, factors), factors == 0
+        found = _sums(call, self._silent)
+        if bool(left_out.all()):
+            found = [torch.zeros_like(g) for g in found]
+        elif bool(left_out.any()) and not all(bool(g.isfinite().all()) for g in found):
+            found = _sums(_without(call, left_out), self._silent)
+        return [g for place, g in zip(self.parameters, found, strict=True) if place in places]
 
 
 def run_again(call: Call) -> tuple[list[Tensor], list[Tensor]]:
@@ -337,10 +310,11 @@ def _by_replay(call: Call) -> Chunks:
         _same_alone(outputs)
     both = zip(outputs, call.grads, strict=True)  # of others' parameters, an output has no graph
     pairs = [(out, g) for out, g in both if g is not None and out.requires_grad]
+    owners = [_owners(call, g, g is call.grads[0]) for _, g in pairs]
     for chunk in _chunks(call.n, sum(p.numel() for p in parameters)):
         found = []
         for sample in range(chunk.start, chunk.stop):
-            masked = [_only(call, g, sample) for _, g in pairs]
+            masked = [g.where(of == sample, 0) for (_, g), of in zip(pairs, owners, strict=True)]
             gradients = torch.autograd.grad(
                 [out for out, _ in pairs],
                 parameters,
@@ -372,27 +346,6 @@ def as_its_own(call: Call) -> Call:
     leaf = lambda v: v if isinstance(v, Tensor) else state_of_its_own(v, seen)  # noqa: E731
     arguments = tree_map(leaf, call.arguments)
     return replace(call, module=of_its_own(call.module), arguments=arguments)
-
-
-def _only(call: Call, g: Tensor, sample: int) -> Tensor:
-    """g with all but one sample's rows zero."""
-    if call.n == 1 and call.samples is None:
-        return g
-    if call.samples is not None and (call.layout == SEGMENTS or g is call.grads[0]):
-        return g.where(as_rows(call.samples == sample, g), 0)
-    if not g.dim():
-        raise RefusedError("one_number")
-    masked, dim = torch.zeros_like(g), dim_of(call, g)
-    per_sample, rest = divmod(g.shape[dim], call.n)
-    if rest:
-        raise RefusedError(cause("not_found", shape=list(g.shape), n=call.n))
-    if per_sample == 1 or call.layout == BATCH:
-        rows = slice(sample * per_sample, (sample + 1) * per_sample)
-    else:
-        rows = slice(sample, None, call.n)
-    place = (slice(None),) * dim + (rows,)
-    masked[place] = g[place]
-    return masked
 
 
 def _chunks(n: int, elements: int) -> Iterator[slice]:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..refusals import cause
 
-__all__ = ["Packed", "as_rows", "counts_rows", "of_rows", "samples_of", "why_not"]
+__all__ = ["Packed", "as_rows", "counts_rows", "samples_of", "why_not"]
 
 
 class Packed:
@@ -48,16 +48,11 @@ def counts_rows(t: Tensor, rows: int) -> int:
     return next((k for k in range(1, t.dim() + 1) if t.shape[:k].numel() == rows), 0)
 
 
-def as_rows(by_row: Tensor, t: Tensor) -> Tensor:
-    """[rows] beside a tensor whose leading dimensions count them; one of others: False or 0."""
-    dims = counts_rows(t, len(by_row))
-    rows = by_row.view(t.shape[:dims]) if dims else by_row.new_zeros(())
+def as_rows(samples: Tensor, t: Tensor) -> Tensor:
+    """[rows] beside a tensor whose leading dimensions count them; beside any other -1."""
+    dims = counts_rows(t, len(samples))
+    rows = samples.view(t.shape[:dims]) if dims else samples.new_full((), -1)
     return rows.view(*rows.shape, *[1] * (t.dim() - rows.dim()))
-
-
-def of_rows(by_sample: Tensor, samples: Tensor, t: Tensor) -> Tensor:
-    """[N] for each row of a tensor; False or 0 for those of no sample."""
-    return as_rows(torch.cat([by_sample, by_sample.new_zeros(1)])[samples], t)
 
 
 def why_not(parameters: Iterable[Tensor], arguments: Any, packs: bool, n: int) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,27 +22,24 @@ from ..proof.layout import BATCH, NOWHERE, SEGMENTS, SEQUENCE, SHARED
 from ..proof.several import end_of, ends_of_module, made_from_others, needed_by, of_the_loss
 from ..record.backwards import at_the_end
 from ..record.unpacking import saved, unpacked
-from ..reference.chunks import along
 from ..refusals import RefusedError, cause
 from ..sharding import scattered
 from ..shared.frontier import coarsest
-from ..shared.outer import BySample, sq_norms
+from ..shared.outer import BySample, Gradients, along, size, sq_norms, to_add, total
 from ..shared.sizes import look_of
-from .booked import Booked
 from .copies import stock_of, untraced
 from .fallback import (
     CHANNELS_FIRST,
     Call,
-    dim_of,
+    Kept,
     per_sample_gradients,
     terms_of_bias,
-    whole_gradients,
 )
 from .native import MIXED, Hooks, why_mixed
 from .packed import counts_rows, samples_of, why_not
 from .regime import Regime, may_draw
 from .stand_in import as_it_is_now, makes_weight, of_the_user
-from .use import Called, Use, apart
+from .use import Called, Use, apart, by_node
 
 if ops.NATIVE:
     from .._C import called
@@ -191,10 +188,12 @@ class FallbackSite:
         made = [end_of(first)] if len(outputs) == 1 else outputs
         run.watch(use, made[0] if len(outputs) == 1 else first)
         if len(outputs) > 1 and run.n > 1 and self._recorder.depth():
-            ends = ends_of_module(module, outputs, first, given, self.leads, run.n, samples)
-            self._audit.forwards.several(self._index, first, ends)
+            others = ends_of_module(module, outputs, first, given, self.leads, run.n, samples)
+            self._audit.forwards.several(self._index, first, others)
         regime = self._call.regime or Regime.current(first.device, draws=False)
-        call = Called.of(regime, (args, kwargs), outputs, made, first, samples)
+        versions = [t._version for t in outputs]
+        ends = by_node(made)
+        call = Called(regime, (args, kwargs), outputs, made, ends, first, samples, versions)
         listen = partial(self._listen, run, use, held, call)
         wrapped = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if self._lifted and len(outputs) == 1 and self._recorder.depth() and not wrapped:
@@ -203,17 +202,24 @@ class FallbackSite:
             listen()
         return changed
 
-    def _late(self, args: Any, out: Tensor, run: Any, use: int, *seen: Any) -> None:
-        """Listen after all to a call that is not served at the graph's nodes this time."""
-        self._listen(run, use, self._held(self._module), Called.seen(args, out, *seen))
-
-    def _listen(
+    def _late(
         self,
+        args: Any,
+        out: Tensor,
         run: Any,
+        use: int,
+        node: Any,
         number: int,
-        held: dict[int, Tensor],
-        called: Called,
+        version: int,
+        autocast: torch.dtype | None,
     ) -> None:
+        """Listen after all to a call, as csrc/nodes/called.cpp noted it, that is not served at the
+        graph's nodes this time."""
+        regime, ends = Regime(out.device.type, autocast, None), {node: [(0, number)]}
+        call = Called(regime, (args, {}), [out], [out], ends, out, None, [version])
+        self._listen(run, use, self._held(self._module), call)
+
+    def _listen(self, run: Any, number: int, held: dict[int, Tensor], called: Called) -> None:
         regime, arguments, outputs, made, ends, first, samples, _ = called
         leaves, spec = tree_flatten(arguments)
         kinds = regime.autocast, *(t.dtype for t in outputs)
@@ -318,74 +324,59 @@ class FallbackSite:
         names = [self._own[place] for place in places]
         how = layout, use.first, use.regime, samples, use.gave
         call = Call(use.module, names, arguments, grads, run.n, *how)
-        if use.number < 0 and not self._clear(call):
+        said = self.fixed or self.declared >= 0
+        if use.number < 0 and len(grads) > 1 and run.n > 1 and not said:  # nothing proved them
             where = {"n": run.n, "shape": list(use.first), "name": self.layer.name}
             self._recorder.refuse(self._index, cause("unproven", **where, more="reentrant"))
             return
         if any(grads[k] is not None for k in use.inner):
             call = of_the_loss(call, use.inner, self._silent)
-        # For clipping: gradients by sample where they are smaller than what they were made from.
-        books = bool(self._recorder.books)
-        held = (parameter_of(use.module, name) for name in names)
-        elements = sum(p.numel() for p in held if p is not None) * run.n
-        small = books and elements <= sum(g.numel() for g in grads if g is not None)
-        waits = [run.waits(place) for place in places]
-        directions = {k: run.directions[place] for k, place in enumerate(places) if run.directions}
-        direct = any(v is not None for v in directions.values())
-        norms = self._closed(call) if self._closed and not any(waits) and not direct else None
-        if norms is not None:
-            if self._recorder.auditing:
-                totals = whole_gradients(call, self._silent)
-                for place, name, total in zip(places, names, totals, strict=True):
-                    size = float(norms[name].sqrt().sum())
-                    rounding = use.rounding(call.grads, total, size, size)
-                    self._recorder.add_recorded(place, total, rounding)
-            for place, name in zip(places, names, strict=True):
-                run.finish(place, norms[name])
-            if books:
-                run.book(Booked(call, places, self._silent))
+        found = self._closed(call) if self._closed else None
+        if found is not None:
+            self._file(use, call, [[found[name] for name in names]], bool(self._recorder.books))
             return
-        if books and not small:
-            run.book(Booked(call, places, self._silent))
-        way, chunks = per_sample_gradients(call, self._silent, books and not small)
-        self.layer.notes[way] = None
-        kept: list[list[Tensor]] = [[] for _ in places]
-        dots: list[Tensor] = []
+        if self._recorder.books:
+            run.book(Kept(call, places, self._silent))
+        chunks = per_sample_gradients(call, self._silent, self.layer.notes)
+        self._file(use, call, (gradients for _, gradients in chunks), False)
+
+    def _file(
+        self, use: Use, call: Call, chunks: Iterable[Sequence[Gradients]], books: bool
+    ) -> None:
+        """Give a pass the gradients of its samples, one for each parameter, chunk by chunk."""
+        run, places = use.run, use.places
+        waits = [run.waits(place) for place in places]
+        directions = [run.directions[place] if run.directions else None for place in places]
         compared = [self._recorder.auditing or place in self._audit.always for place in places]
-        for _, found in chunks:
+        kept: list[list[Gradients]] = [[] for _ in places]
+        dots: list[Tensor] = []
+        for found in chunks:
             if any(compared):
-                alone = sum(float(sq_norms(f).sqrt().sum()) for f in found)
-                every = sum(float(f.detach().double().norm()) for f in found) * run.n
-            if direct:
-                dotted = directions.items()
-                each = [along(found[k], v).double() for k, v in dotted if v is not None]
-                dots.append(torch.stack(each).sum(0))
+                alone = sum(float(sq_norms(g).sqrt().sum()) for g in found)
+                every = sum(map(size, found)) * run.n
+            each = [along(g, v).double() for g, v in zip(found, directions, strict=True)
+                    if v is not None]  # fmt: skip
+            dots += [torch.stack(each).sum(0)] if each else []
             for k, (place, g) in enumerate(zip(places, found, strict=True)):
                 if compared[k]:
-                    size = every + terms_of_bias(call, names[k]) * len(g) / run.n
-                    rounding = use.rounding(call.grads, g, size, alone)
-                    self._recorder.add_recorded(place, g.sum(0), rounding)
-                kept[k].append(g if waits[k] or small else sq_norms(g))
-        for k, place in enumerate(places):
-            joined = torch.cat(kept[k]) if kept[k] else torch.zeros(0)
-            if small and kept[k]:
-                run.book(BySample(place, joined))
-            if waits[k]:
-                run.add(place, joined)
-            elif small and kept[k]:
-                run.finish(place, sq_norms(joined))
+                    held = parameter_of(use.module, call.names[k])
+                    summed = total(g) if held is None else total(g).view_as(held)
+                    terms = every + terms_of_bias(call, call.names[k]) * len(g) / run.n
+                    rounding = use.rounding(call.grads, summed, terms, alone)
+                    self._recorder.add_recorded(place, summed, rounding)
+                if books:
+                    run.book(BySample(place, g))
+                kept[k].append(g if waits[k] else sq_norms(g))
+        for place, waiting, column in zip(places, waits, kept, strict=True):
+            joined = column[0] if column else torch.zeros(0)
+            if len(column) > 1:
+                joined = torch.cat(column)  # type: ignore[arg-type]
+            if waiting:
+                run.add(place, *to_add(joined))
             else:
                 run.finish(place, joined)
         if dots:
             run.add_dots(torch.cat(dots))
-
-    def _clear(self, call: Call) -> bool:
-        """Return True if unproven samples can be nowhere else in several outputs."""
-        if self.fixed or self.declared >= 0 or len(call.grads) == 1 or call.n == 1:
-            return True
-        live = [g for g in call.grads if g is not None]
-        there = all(g.dim() and g.shape[dim_of(call, g)] == call.n for g in live)
-        return there and all(g.shape[: self.leads(g.dim())].count(call.n) == 1 for g in live)
 
     @contextlib.contextmanager
     def _silent(self) -> Iterator[None]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator
-from enum import Enum
 from types import MethodType
 from typing import Any
 
@@ -20,12 +18,9 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .copies import stock_of
 
-__all__ = ["as_it_is_now", "held_besides", "makes_weight", "of_its_own", "of_the_user", "put",
-           "state_of_its_own"]  # fmt: skip
+__all__ = ["as_it_is_now", "makes_weight", "of_its_own", "of_the_user", "put", "state_of_its_own"]
 
 DRAW = (np.random.Generator, np.random.RandomState, random.Random)
-SAID = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
-DEPTH = 4  # of what is held in what
 OF_TORCH = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}
 
 
@@ -86,33 +81,11 @@ def as_it_is_now(module: nn.Module) -> nn.Module:
 
 def put(module: nn.Module, swaps: dict[int, Tensor]) -> None:
     """Let a stand-in compute with other tensors, by the ids of those that they replace."""
-    for m, name in list(held_besides(module, swaps)):
-        vars(m)[name] = state_of_its_own(vars(m)[name], dict(swaps))
     for m in module.modules():
         held = {key: swaps.get(id(p), p) for key, p in m._parameters.items()}
         m.__dict__["_parameters"] = held
         if isinstance(m, nn.RNNBase):  # holds its weights a second time
             m.__dict__["_flat_weights"] = [swaps.get(id(w), w) for w in m._flat_weights]
-
-
-def held_besides(module: nn.Module, ids: Collection[int]) -> Iterator[tuple[nn.Module, str]]:
-    """Yield these tensors where a module has them in a list of its own, or the like."""
-    for m in module.modules():
-        for name in set(vars(m)) - OF_TORCH:
-            if any(id(t) in ids for t in _tensors_of(vars(m)[name], 0)):
-                yield m, name
-
-
-def _tensors_of(value: Any, depth: int) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif depth > DEPTH or isinstance(value, (*SAID, nn.Module, type)):
-        return
-    elif isinstance(value, (dict, list, tuple, set, deque)):
-        for v in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_of(v, depth + 1)
-    elif is_memory(value, 0):
-        yield from _tensors_of(vars(value), depth)
 
 
 def makes_weight(hook: Any) -> bool:
@@ -125,10 +98,8 @@ def _is_method(value: Any, module: nn.Module) -> bool:
 
 
 def state_of_its_own(value: Any, seen: dict[int, Any]) -> Any:
-    """A copy of what a forward may remember in: tensors, containers, generators, and objects that
-    hold nothing else. All other things are what they are. `seen`: the copies, by id."""
-    if isinstance(value, SAID):
-        return value
+    """Copy what a forward may remember in: tensors, containers, generators. All other things stay
+    what they are. `seen`: the copies, by id."""
     if id(value) not in seen:
         seen[id(value)] = value  # should it hold itself
         seen[id(value)] = _copied(value, seen)
@@ -147,32 +118,6 @@ def _copied(value: Any, seen: dict[int, Any]) -> Any:
         for key, v in value.items() if isinstance(value, dict) else enumerate(value):
             twin[key] = state_of_its_own(v, seen)
         return twin
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(state_of_its_own(v, seen) for v in value))
     if type(value) in (tuple, set):
         return type(value)(state_of_its_own(v, seen) for v in value)
-    if isinstance(value, bytearray):
-        return bytearray(value)
-    if is_memory(value, 0):
-        twin = copy.copy(value)
-        vars(twin).update({key: state_of_its_own(v, seen) for key, v in vars(value).items()})
-        return twin
     return value
-
-
-def is_memory(value: Any, depth: int) -> bool:
-    """Return True if an object holds tensors, numbers and the like alone, as a cache."""
-    if isinstance(value, (*SAID, Tensor, torch.Generator, np.ndarray, *DRAW)):
-        return depth > 0
-    if depth > DEPTH or isinstance(value, (nn.Module, type)) or callable(value):
-        return False
-    parts = value.values() if isinstance(value, dict) else value
-    if isinstance(value, (dict, list, tuple, set, deque)):
-        exact = isinstance(value, (dict, list, deque)) or type(value) in (tuple, set)
-        if not exact and not hasattr(value, "_fields"):  # it is not copied
-            return depth > 0 and all(isinstance(v, SAID) for v in parts)
-        return depth > 0 and all(is_memory(v, depth + 1) for v in parts)
-    held = getattr(value, "__dict__", None) or {}
-    if hasattr(type(value), "__del__"):  # a copy would close the file
-        return False
-    return bool(held) and all(is_memory(v, depth + 1) for v in held.values())

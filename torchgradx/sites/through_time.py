@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .. import ops
 from ..layers.modules import recurrent_weights
 from ..proof.layout import BATCH, SEQUENCE
+from ..shared.outer import Gradients, Outer
 from .fallback import Call, as_it_stands, run_again
 from .packed import Packed
 
@@ -139,8 +140,8 @@ def served(module: Any, input: Any, hx: Any = None) -> bool:
     return [tuple(t.shape) for t in given] == [tuple(w) for w in wanted]
 
 
-def beside(call: Call) -> dict[str, Tensor] | None:
-    """Squared norms [N] by parameter, from one more run of the module; None: it is replayed."""
+def beside(call: Call) -> dict[str, Gradients] | None:
+    """Return gradients by parameter, from one more run of the module; None: it is replayed."""
     args, kwargs = call.arguments
     module: Any = as_it_stands(call).module
     weights = recurrent_weights(module)
@@ -160,14 +161,16 @@ def beside(call: Call) -> dict[str, Tensor] | None:
     arrived = [k for k, g in enumerate(call.grads) if g is not None]
     made, given = [outputs[k] for k in arrived], [call.grads[k] for k in arrived]
     torch.autograd.grad(made, parameters, given, allow_unused=True)
-    sq_norms = {name: torch.zeros(call.n) for name in call.names}
+    found: dict[str, Gradients] = {
+        name: torch.zeros(call.n, *p.shape) for name, p in zip(call.names, parameters, strict=True)
+    }
     pairs = [pair for gathered in met for pair in gathered.operands]
     for (weight, bias), pair in zip(weights, pairs, strict=True):
-        if pair and weight in sq_norms:
-            sq_norms[weight] = ops.linear_sq_norms(*pair)
-        if pair and bias in sq_norms:
-            sq_norms[bias] = ops.bias_sq_norms(pair[1])
-    return sq_norms
+        if pair and weight in found:
+            found[weight] = Outer(pair[1], pair[0])
+        if pair and bias in found:
+            found[bias] = pair[1].sum(1)
+    return found
 
 
 def _a_row_each(call: Call) -> bool:

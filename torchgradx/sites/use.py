@@ -15,7 +15,7 @@ from .copies import stock_of
 from .outcome import Outcome
 from .regime import Regime
 
-__all__ = ["Called", "Use", "apart"]
+__all__ = ["Called", "Use", "apart", "by_node"]
 
 
 class Called(NamedTuple):
@@ -30,33 +30,18 @@ class Called(NamedTuple):
     samples: Tensor | None
     versions: list[int]  # of the outputs
 
-    @staticmethod
-    def of(
-        regime: Regime,
-        arguments: Any,
-        outputs: list[Tensor],
-        made: list[Tensor],
-        first: Tensor,
-        samples: Tensor | None,
-    ) -> Called:
-        ends: dict[Any, list[tuple[int, int]]] = {}
-        for (node, number), k in ends_at(made).items():
-            ends.setdefault(node, []).append((k, number))
-        versions = [t._version for t in outputs]
-        return Called(regime, arguments, outputs, made, ends, first, samples, versions)
-
-    @staticmethod
-    def seen(
-        args: Any, out: Tensor, node: Any, number: int, version: int, autocast: torch.dtype | None
-    ) -> Called:
-        """Return a call as the extension noted it (csrc/nodes/called.cpp)."""
-        regime, ends = Regime(out.device.type, autocast, None), {node: [(0, number)]}
-        return Called(regime, (args, {}), [out], [out], ends, out, None, [version])
-
     def gave(self, eps: float) -> list[Outcome | None]:
         """Return what the outputs were, of those that nobody has written into."""
         pairs = zip(self.outputs, self.versions, strict=True)
         return [Outcome.of(t, eps) if t._version == version else None for t, version in pairs]
+
+
+def by_node(made: Sequence[Tensor]) -> dict[Any, list[tuple[int, int]]]:
+    """Return where these are made, as Called.ends has it."""
+    ends: dict[Any, list[tuple[int, int]]] = {}
+    for (node, number), k in ends_at(made).items():
+        ends.setdefault(node, []).append((k, number))
+    return ends
 
 
 @dataclass
