@@ -218,7 +218,3 @@ def test_attention_over_packed_rows_has_samples_where_positions_are_presumed(sha
         model(x, k).square().sum(1).mean().backward()
         want = of_each(twin, x, k)
         exact_or(torchgradx.CoverageError, "att", probe, want)
-
-
-def h(m, x):
-    return torch.tanh(m.a(x))

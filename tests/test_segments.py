@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attach_oracle import Model, refusal
+from attach_oracle import Model, close_named, refusal
 from segment_models import CASES, GPT, Case, D, DeepSet, spread
 from torch import nn
 from torch.nn import functional as F
@@ -39,13 +39,6 @@ def norms_of(gradients):
     return {name: g.flatten(1).norm(dim=1) for name, g in gradients.items()}
 
 
-def agree(got, want, rtol):
-    whole = torch.stack([v.square() for v in want.values()]).sum(0).sqrt()
-    for name, norms in want.items():
-        off = (got[name].double() - norms).abs() / whole.clamp_min(1e-300)
-        assert float(off.max()) <= rtol, (name, got[name], norms)
-
-
 def step(model, case):
     """A training step's backward: the mean over samples of each one's own loss."""
     model.zero_grad()
@@ -65,7 +58,7 @@ def test_norms_are_those_of_single_samples_in_every_step(name, mode):
             step(model, case)
             norms = probe.norms(per="parameter")
             assert probe.norms().shape == (case.n,)
-            agree(norms, norms_of(want), 1e-9)
+            close_named(norms, norms_of(want))
             if mode != "norms":
                 for key, p in model.named_parameters():
                     torch.testing.assert_close(p.grad, want[key].mean(0), rtol=1e-9, atol=1e-12)
@@ -119,7 +112,7 @@ def test_autocast(name):
                     gradients = loop(model, case, case.loss_of_one)
                 step(model, case)
             want = norms_of({name: g.double() for name, g in gradients.items()})
-            agree(probe.norms(per="parameter"), want, 6e-2)
+            close_named(probe.norms(per="parameter"), want, 6e-2)
 
 
 def test_two_passes_and_no_row_of_a_sample():
@@ -148,7 +141,7 @@ def test_two_forwards_of_the_same_samples():
             with probe.same_samples():
                 losses = [case.loss(case.batch(model), case.y) for case in cases]
             sum(losses).backward()
-            agree(probe.norms(per="parameter"), want, 1e-9)
+            close_named(probe.norms(per="parameter"), want)
 
 
 def test_rows_of_very_unequal_samples_are_not_padded():
@@ -220,7 +213,7 @@ def test_rows_of_one_document_each_prove_nothing_of_rows_of_several():
             if len(rows[0]) > 1:
                 refusal(probe, "fed by several samples")
             else:
-                agree(probe.norms(per="parameter"), want, 1e-9)
+                close_named(probe.norms(per="parameter"), want)
 
 
 def test_outputs_of_rows_are_not_those_of_as_many_documents():

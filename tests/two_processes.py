@@ -292,15 +292,6 @@ def scenarios(rank):
         ("fused", "beside"), kind(reentrant=True))  # fmt: skip
     add("DDP, recurrent", ddp(), ("before", "outside"), ("fused",), kind(extra=True))
     add("FSDP", sharded(), ("before", "inside"), counted=True)
-    add(
-        "FSDP, kept gathered",
-        sharded(reshard_after_forward=False),
-        ("before", "inside"),
-        ("fused",),
-    )
-    for name, reentrant in (("checkpointed", False), ("checkpointed reentrantly", True)):
-        add(f"FSDP, {name}", sharded(), ("before", "inside"), few,
-            kind(reentrant=reentrant))  # fmt: skip
     add("FSDP, recurrent", sharded(), ("before", "inside"), few, kind(extra=True),
         shapes=((5, T),) * 2)  # fmt: skip
     # What the root multiplies is as wide as there are samples, and it cannot be run again.
