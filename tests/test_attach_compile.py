@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from attach_oracle import (
     Model,
     close_named,
+    joined,
     loop,
     mlp,
     penalised,
@@ -154,7 +155,7 @@ def test_accumulation_and_passes_of_the_same_samples():
     want = [loop(model, square, x) for x in batches]
     for x in batches:
         square(compiled, x).backward()
-    close_named(probe.norms(per="parameter"), {k: torch.cat([w[k] for w in want]) for k in want[0]})
+    close_named(probe.norms(per="parameter"), joined(want))
 
     def siamese(model, a, b):
         return (model(a) - model(b)).square().flatten(1).sum(1).mean()

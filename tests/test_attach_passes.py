@@ -11,6 +11,7 @@ from attach_oracle import (
     close_named,
     every_mode,
     exact_step,
+    joined,
     loop,
     loop_model,
     mlp,
@@ -74,8 +75,7 @@ def test_micro_batches_with_a_leftover_one_give_every_samples_norm(model, read_e
 @a_few_modes
 def test_the_record_is_in_the_order_of_the_forwards_whatever_that_of_the_backwards(model, options):
     x, z = samples(), samples(6)
-    want = {k: torch.cat([a, b]) for (k, a), b in zip(
-        loop(model, square, x).items(), loop(model, square, z).values(), strict=True)}  # fmt: skip
+    want = joined([loop(model, square, x), loop(model, square, z)])
     with torchgradx.attach(model, **options) as probe:
         first, second = square(model, x), square(model, z)
         second.backward()

@@ -47,24 +47,6 @@ def test_a_module_called_twice_counts_its_cross_terms(kind, options):
     check(model, square, torch.randn(N, T, I), **options)
 
 
-FROZEN = {
-    "input weights": ["weight_ih_l0"],
-    "state weights": ["weight_hh_l0"],
-    "biases": ["bias_ih_l0", "bias_hh_l0"],
-    "all but a bias": ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0"],
-}
-
-
-@native_mode
-@pytest.mark.parametrize("frozen", FROZEN)
-@every_kind
-def test_frozen_parameters_count_nothing(kind, frozen, options):
-    model = net(made(kind, "plain"))
-    for name in FROZEN[frozen]:
-        getattr(model.r, name).requires_grad_(False)
-    check(model, square, torch.randn(N, T, I), input_grad=True, **options)
-
-
 @a_few_modes
 @pytest.mark.parametrize("reentrant", [False, True])
 @every_kind
