@@ -103,6 +103,20 @@ def positional(positions, ids):
                  t=nn.Embedding(7, 4), p=nn.Embedding(positions, 4), l=nn.Linear(4, 2))  # fmt: skip
 
 
+def routed(m, x):
+    """Two experts, each fed the rows that chose it."""
+    h = m.r(x).flatten(0, 1)
+    first = h[:, 0] > 0
+    y = torch.zeros_like(h)
+    for expert, rows in ((m.e0, first), (m.e1, ~first)):
+        y = y.index_put((rows.nonzero()[:, 0],), expert(h[rows]))
+    return y.view_as(x)
+
+
+def experts():
+    return Model(routed, r=nn.Linear(3, 3), e0=nn.Linear(3, 3), e1=nn.Linear(3, 3))
+
+
 def pooled():
     return Model(lambda m, x: m.head(torch.tanh(m.l(x)).mean(1)), l=nn.Linear(3, N),
                  head=nn.Linear(N, 2))  # fmt: skip
@@ -125,6 +139,7 @@ UNSAID = {
     "a table of N queries": (lambda: table(N, against_all), (N, 3)),
     "a table of N positions": (lambda: table(N, added), (N, N, 3)),
     "position ids, T = N": (lambda: positional(N, torch.arange), (N, N)),
+    "experts": (experts, (N, 5, 3)),
     "pooled, T = N": (pooled, (N, N, 3)),
     "tokens mixed, T = D = N": (swapped, (N, N, N)),
 }
