@@ -44,6 +44,7 @@ GIVEN = {
     "prelu": (lambda: nn.PReLU(C), lambda: IMAGES.permute(0, 3, 1, 2)),
     "embedding": (lambda: nn.Embedding(9, 6), lambda: torch.randint(9, (SIDE, N)).t()),
     "lstm": (lambda: nn.LSTM(SIDE, 6, batch_first=True), lambda: ROWS.transpose(1, 2)),
+    "gru cell": (lambda: nn.GRUCell(C, 6), lambda: ROWS[:, 0]),
 }
 
 
@@ -60,6 +61,7 @@ def test_outputs_lie_in_memory_as_they_would(name, dtype, options):
     for a, b in zip(*([t] if torch.is_tensor(t) else t[:1] for t in (got, want)), strict=True):
         assert torch.equal(a, b)
         assert a.stride() == b.stride()
+        assert a._base is None or b._base is not None, "a view cannot be detached in place"
 
 
 @every_mode
