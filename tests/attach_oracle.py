@@ -126,6 +126,11 @@ def loop(model, loss, *batch, dims=0, dtype=torch.float64):
     return dict(zip(live, columns, strict=True))
 
 
+def joined(passes):
+    """The norms of several passes, in their order."""
+    return {name: torch.cat([norms[name] for norms in passes]) for name in passes[0]}
+
+
 def per_module(norms):
     modules = {}
     for name, value in norms.items():

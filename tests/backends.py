@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from emulation import build, operators
-from oracle import Conv2d
+from oracle import Conv2d, Linear
 from torch import Tensor
 
 from torchgradx import ops, reference
@@ -30,6 +30,9 @@ CUDA_OPERATORS = (
 )
 
 
+Problem = Linear | Conv2d | None  # None: a Linear
+
+
 @dataclass(frozen=True)
 class Backend:
     name: str
@@ -37,35 +40,35 @@ class Backend:
     device: str = "cpu"
     missing: str = ""  # why it is not here
 
-    def linear(self, algorithm: str, a: Tensor, b: Tensor, bias: bool = True) -> Tensor:
-        """sq_norms [1 + bias, N] of activations [N, T, I] and grad_output [N, T, O]"""
-        if algorithm == "fused":
-            return self.linear_fused(a, b, None, bias)[2]
-        sq_norms: Tensor = self.operator(f"{algorithm}_sq_norms")(a, b, bias)
-        return sq_norms
-
-    def linear_fused(
-        self, a: Tensor, b: Tensor, scale: Tensor | None = None, bias: bool = True
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        fused: tuple[Tensor, Tensor, Tensor] = self.operator("linear_fused")(a, b, scale, bias)
-        return fused
-
-    def conv2d(
-        self, algorithm: str, x: Tensor, b: Tensor, problem: Conv2d, bias: bool = True
+    def norms(
+        self, algorithm: str, a: Tensor, b: Tensor, problem: Problem = None, bias: bool = True
     ) -> Tensor:
-        """sq_norms [1 + bias, N] of input [N, C, H, W] and grad_output [N, O, H', W']"""
+        """sq_norms [1 + bias, N] of a Linear's operands [N, T, I] and [N, T, O], or of a
+        convolution's [N, C, H, W] and [N, O, H', W']"""
         if algorithm == "fused":
-            return self.conv2d_fused(x, b, problem, None, bias)[2]
-        operator = self.operator(f"conv2d_{algorithm}_sq_norms")
-        sq_norms: Tensor = operator(x, b, *problem.geometry, bias)
+            return self.fused(a, b, problem, None, bias)[2]
+        name, geometry = _call(problem)
+        sq_norms: Tensor = self.operator(f"{name}{algorithm}_sq_norms")(a, b, *geometry, bias)
         return sq_norms
 
-    def conv2d_fused(
-        self, x: Tensor, b: Tensor, problem: Conv2d, scale: Tensor | None = None, bias: bool = True
+    def fused(
+        self,
+        a: Tensor,
+        b: Tensor,
+        problem: Problem = None,
+        scale: Tensor | None = None,
+        bias: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        operator = self.operator("conv2d_fused")
-        fused: tuple[Tensor, Tensor, Tensor] = operator(x, b, *problem.geometry, scale, bias)
+        """grad_weight, grad_bias, sq_norms"""
+        name, geometry = _call(problem)
+        operator = self.operator(f"{name or 'linear_'}fused")
+        fused: tuple[Tensor, Tensor, Tensor] = operator(a, b, *geometry, scale, bias)
         return fused
+
+
+def _call(problem: Problem) -> tuple[str, tuple[Any, ...]]:
+    """What an operator's name begins with, and the arguments that a convolution has more."""
+    return ("conv2d_", problem.geometry) if isinstance(problem, Conv2d) else ("", ())
 
 
 def _no_cuda() -> str:
@@ -105,6 +108,12 @@ def parameters() -> list[Any]:
 
 def supports(algorithm: str, t: int) -> bool:
     return algorithm != "rank1" or t <= 1
+
+
+def algorithms_of(problem: Linear | Conv2d) -> list[str]:
+    if isinstance(problem, Conv2d):
+        return [*CONV2D_ALGORITHMS]
+    return [algorithm for algorithm in LINEAR_ALGORITHMS if supports(algorithm, problem.t)]
 
 
 def set_threads(backend: Backend, threads: Callable[[int], None], count: int) -> None:

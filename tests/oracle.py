@@ -228,12 +228,15 @@ def conv2d_truth(input: Tensor, grad_output: Tensor, problem: Conv2d) -> Truth:
     return _truth(forward, shape, grad_output[0:1, 0].numel(), input, grad_output)
 
 
+def truth_of(a: Tensor, b: Tensor, problem: Linear | Conv2d) -> Truth:
+    return linear_truth(a, b) if isinstance(problem, Linear) else conv2d_truth(a, b, problem)
+
+
 @cache
 def case(problem: Linear | Conv2d, dtype: torch.dtype, kind: Kind) -> tuple[Tensor, Tensor, Truth]:
     """Operands and truth of a problem of the tables, made once."""
     a, b = problem.operands(dtype, kind)
-    truth = linear_truth(a, b) if isinstance(problem, Linear) else conv2d_truth(a, b, problem)
-    return a, b, truth
+    return a, b, truth_of(a, b, problem)
 
 
 def assert_sq_norms(

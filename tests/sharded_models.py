@@ -5,13 +5,11 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, close_named, loop, refusal, square
+from attach_oracle import Model, refusal, square
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
-from two_processes import MODES, N, same_gradients, samples
-
-import torchgradx
+from two_processes import MODES, N, attached, samples, steps
 
 T, WIDTH = 6, 8
 
@@ -137,41 +135,26 @@ def by_layer(model, **options):
     by_block(model, **options)
 
 
+def in_place(shard):
+    return lambda model: shard(model) or model
+
+
+PLACE = {"before": "before", "after": "inside"}  # of the probe, as two_processes calls it
+
+
 def made(make):
     torch.manual_seed(0)
     return make().double()
 
 
-def attached(make, shard, order, options):
-    model = made(make)
-    if order == "before":
-        probe = torchgradx.attach(model, **options)
-        shard(model)
-    else:
-        shard(model)
-        probe = torchgradx.attach(model, **options)
-    return model, probe
-
-
 # ---- What is asserted ----------------------------------------------------------------------------
 def exact(make, shard, order, options, n=N):
-    single, twin = made(make), made(make)
-    shard(twin)
-    model, probe = attached(make, shard, order, options)
-    with probe:
-        for step in range(2):
-            x = samples(step, n + step, T)
-            square(model, x).backward()
-            close_named(probe.norms(per="parameter"), loop(single, square, x))
-            if options.get("weight_grad", True):
-                square(twin, x).backward()
-                same_gradients(model, twin)
-            model.zero_grad()
-            twin.zero_grad()
+    """Sizes of the second step are others."""
+    steps(lambda: made(make), in_place(shard), PLACE[order], options, ((n, T), (n + 1, T)))
 
 
 def refused(make, shard, order, options, names, penalised=None, n=N):
-    model, probe = attached(make, shard, order, options)
+    model, probe, _ = attached(made(make), in_place(shard), PLACE[order], options)
     with probe:
         for step in range(2):
             loss = square(model, samples(step, n, T))
@@ -186,7 +169,10 @@ def refused(make, shard, order, options, names, penalised=None, n=N):
 
 def gradients_are_left(order):
     """Norms alone, of a module that runs again: what was in .grad stays there."""
-    model, probe = attached(lambda: Chain(scale()), by_block, order, {"weight_grad": False})
+    options = {"weight_grad": False}
+    model, probe, _ = attached(
+        made(lambda: Chain(scale())), in_place(by_block), PLACE[order], options
+    )
     with probe:
         for step in range(2):
             square(model, samples(step, N, T)).backward()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import layouts
 import pytest
 import torch
 from backends import to
-from layouts import cut_from_larger, offset, strided_inside
 from oracle import DTYPES, assert_gradient, tolerance
 from oracle_affine import (
     EPS,
@@ -205,17 +205,11 @@ def _in_order(*order):
     return lambda x: x.permute(order).contiguous().permute(back)
 
 
-LAYOUTS = {
-    "contiguous": lambda x: x,
+LAYOUTS = layouts.LAYOUTS | {
     "planes": _in_order(0, 2, 3, 1),
     "sequence_first": _in_order(1, 0, 2, 3),
     "groups_inside": _in_order(0, 1, 3, 2),
     "samples_inside": _in_order(1, 2, 3, 0),
-    "one_sample_expanded": lambda x: x[:1].expand_as(x),
-    "one_number_expanded": lambda x: x.flatten()[:1].view(1, 1, 1, 1).expand_as(x),
-    "cut_from_larger": cut_from_larger,
-    "strided_inside": strided_inside,
-    "offset": offset,
 }
 OF_LAYOUTS = [
     Affine("layer_norm", 3, 5, 1, 33),

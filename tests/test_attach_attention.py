@@ -1,7 +1,5 @@
 """nn.MultiheadAttention as the Linears that it is made of, however it is called."""
 
-import copy
-
 import pytest
 import torch
 from attach_oracle import (
@@ -9,13 +7,9 @@ from attach_oracle import (
     a_few_modes,
     both_dtypes,
     check,
-    close_named,
     every_mode,
     fallback_mode,
-    loop,
     need_native,
-    per_model,
-    same_gradients,
     square,
     square_second,
 )
@@ -173,32 +167,7 @@ def test_attention_in_a_checkpoint(way, training, reentrant, options):
         return checkpoint(m.inner, m.i(x), y, z, use_reentrant=reentrant)
 
     model = Model(how, i=nn.Linear(E, E), inner=inner).train(training)
-    want = loop(model, square, *(batch := [t.double() for t in three()]))
-    model = model.double()
-    twin = copy.deepcopy(model)
-    with torchgradx.attach(model, **options) as probe:
-        square(model, *batch).backward()
-        close_named(probe.norms(per="parameter"), want)
-    if options.get("weight_grad", True):
-        square(twin, *batch).backward()
-        same_gradients(model, twin, 1e-9)
-
-
-@a_few_modes
-def test_dropout_in_attention_is_that_of_the_forward(options):
-    """A replay is not needed to know the masks: each sample's gradient adds up to the batch's."""
-    model = calls(to_itself(), dropout=0.5)().double()
-    x = torch.randn(1, T, E).double()
-    with torchgradx.attach(model, **options) as probe:
-        torch.manual_seed(1)
-        square(model, x).backward()
-        norm = probe.norms()
-    twin = copy.deepcopy(model)
-    twin.zero_grad()
-    torch.manual_seed(1)
-    square(twin, x).backward()
-    grads = {name: p.grad.norm().reshape(1) for name, p in twin.named_parameters()}
-    assert torch.allclose(norm, per_model(grads), rtol=1e-9)
+    check(model, square, *three(), **options)
 
 
 def test_attention_is_served_by_its_linears():

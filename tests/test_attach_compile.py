@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from attach_oracle import (
     Model,
     close_named,
+    joined,
     loop,
     mlp,
     penalised,
@@ -154,7 +155,7 @@ def test_accumulation_and_passes_of_the_same_samples():
     want = [loop(model, square, x) for x in batches]
     for x in batches:
         square(compiled, x).backward()
-    close_named(probe.norms(per="parameter"), {k: torch.cat([w[k] for w in want]) for k in want[0]})
+    close_named(probe.norms(per="parameter"), joined(want))
 
     def siamese(model, a, b):
         return (model(a) - model(b)).square().flatten(1).sum(1).mean()
@@ -349,3 +350,40 @@ def test_compiled_autograd_is_refused():
     square(twin, x).backward()
     same_gradients(model, twin, 1e-9)
     refusal(probe)
+
+
+# The operators that a whole graph records with, by themselves
+
+# A token is another each time, which AOTAutograd's own check would hold against the operator.
+STATIC = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+@extension
+def test_the_operators_keep_what_they_tell_the_compiler():
+    model = mlp()
+    with torchgradx.attach(model) as probe:
+        use = f"{probe._trace._held[0]}/1"
+        x = torch.randn(N, 3, requires_grad=True)
+        args = (x, model[0].weight, model[0].bias, torchgradx._C.token(None), use)
+        torch.library.opcheck(torch.ops.torchgradx.trace_layer.default, args, test_utils=STATIC)
+        given = [t.detach() for t in args[:4]]  # never beneath autograd
+        back = (torch.randn(N, 5), *given, use, [True, False, True])
+        torch.library.opcheck(torch.ops.torchgradx.trace_backward.default, back)
+
+
+@extension
+@pytest.mark.parametrize(
+    ("use", "token", "match"),
+    [("", torch.zeros(1, dtype=torch.int64), "use must be"),
+     ("-1/1", torch.zeros(1, dtype=torch.int64), "without its probe"),
+     (None, torch.zeros(0, dtype=torch.int64), "token must be"),
+     (None, torch.zeros(1), "Long")]
+)  # fmt: skip
+def test_a_call_of_ones_own_is_refused(use, token, match):
+    model = mlp()
+    with torchgradx.attach(model) as probe:
+        key = torchgradx._C.Key(probe._sites[0].core)
+        with pytest.raises(RuntimeError, match=match):
+            torch.ops.torchgradx.trace_layer(
+                torch.randn(N, 3), model[0].weight, None, token, f"{key}/1" if use is None else use
+            )

@@ -13,6 +13,7 @@ from attach_oracle import (
     close,
     close_named,
     every_mode,
+    joined,
     loop,
     loop_model,
     mlp,
@@ -29,11 +30,6 @@ import torchgradx
 N = 4
 
 
-def joined(first, second):
-    """The norms of two passes of one record."""
-    return {name: torch.cat([first[name], second[name]]) for name in first}
-
-
 @a_few_modes
 def test_two_models_of_an_adversarial_game_are_exact_in_either_ones_step(options):
     maker = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)).double()
@@ -41,7 +37,7 @@ def test_two_models_of_an_adversarial_game_are_exact_in_either_ones_step(options
     through = lambda m, z: square(judge, m(z))  # noqa: E731
     judged = lambda m, z: square(m, maker(z))  # noqa: E731
     made = maker(z).detach()
-    real_and_made = joined(loop(judge, square, x), loop(judge, square, made))
+    real_and_made = joined([loop(judge, square, x), loop(judge, square, made)])
     of_maker, of_judge = loop(maker, through, z), loop(judge, judged, z)
     with torchgradx.attach(maker, **options) as p, torchgradx.attach(judge, **options) as q:
         for _ in range(2):

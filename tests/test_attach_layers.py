@@ -3,8 +3,20 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, both_dtypes, check, every_mode, fallback_mode, rms_norm, square
+from attach_oracle import (
+    Model,
+    a_few_modes,
+    both_dtypes,
+    check,
+    every_mode,
+    fallback_mode,
+    need_native,
+    rms_norm,
+    square,
+)
 from torch import nn
+
+import torchgradx
 
 N = 4
 
@@ -240,6 +252,64 @@ def test_convolutions_used_twice_count_their_cross_terms(name, images, options):
 
     x = torch.randn(shape[0], images, *shape[1:])
     check(Model(of_images, conv=make()), square, x, **options)
+
+
+SEVERAL = 3
+OF_IMAGES = (
+    *("conv1d", "conv1d stride padding dilation", "conv2d", "conv2d padding", "conv2d stride"),
+    *("conv2d without bias", "conv2d everything", "conv2d groups", "conv2d depthwise"),
+    *("conv2d circular", "conv2d kernel of the image's size", "conv3d", "transposed conv1d"),
+    "transposed conv2d with everything",
+)
+
+
+def of_images(layer, last=False):
+    """[N, SEVERAL, C, ...] -> [N, O]: the words of a text by their letters, or augmented views."""
+
+    def forward(m, x):
+        h = m.conv(x.transpose(0, 1).flatten(0, 1) if last else x.flatten(0, 1))
+        h = torch.tanh(h).flatten(2).mean(2)
+        h = h.unflatten(0, (SEVERAL, -1)).transpose(0, 1) if last else h.unflatten(0, (-1, SEVERAL))
+        return m.head(h.mean(1))
+
+    return Model(forward, conv=layer, head=nn.Linear(layer.out_channels, 3))
+
+
+def several_images(name):
+    make, (n, *sizes) = KERNEL_LAYERS[name]
+    return make(), torch.randn(n, SEVERAL, *sizes)
+
+
+@a_few_modes
+@pytest.mark.parametrize("name", OF_IMAGES)
+def test_several_images_of_each_sample_are_exact(name, options):
+    layer, x = several_images(name)
+    check(of_images(layer), square, x, **options)
+
+
+@a_few_modes
+def test_images_before_samples_are_exact(options):
+    layer, x = several_images("conv2d padding")
+    check(of_images(layer, last=True), square, x, **options)
+
+
+@pytest.mark.parametrize("name", [name for name in OF_IMAGES if name != "conv3d"])
+def test_several_images_are_served_in_one_piece(name):
+    need_native({"backend": "native"})
+    layer, x = several_images(name)
+    model = of_images(layer)
+    with torchgradx.attach(model) as probe:
+        square(model, x).backward()
+        probe.norms()
+        assert "several uses" not in str(probe.explain())
+
+
+@pytest.mark.parametrize("algorithm", ["rank1", "gram", "direct"])
+@pytest.mark.parametrize("kernel", [3, (2, 3, 1)], ids=str)
+def test_three_dimensions_of_one_pixel_are_exact_by_each_algorithm(kernel, algorithm):
+    layer = nn.Conv3d(2, 4, kernel, padding=1 if kernel == 3 else (1, 1, 0), stride=2)
+    options = {"backend": "native", "algorithm": algorithm}
+    check(nn.Sequential(layer, nn.Flatten()), square, torch.randn(N, 2, 1, 1, 1), **options)
 
 
 @both_dtypes

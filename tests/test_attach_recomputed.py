@@ -12,6 +12,7 @@ from attach_oracle import (
     a_few_modes,
     close_named,
     exact_step,
+    joined,
     loop,
     mlp,
     refusal,
@@ -73,8 +74,7 @@ def test_each_pass_is_its_own(steps, make, reentrant, options):
     for step in steps.split():
         kind, k = step[0], int(step[1]) if step[1].isdigit() else 0
         if step == "read":
-            want = [loop(model, square, batches[k]) for k in sorted(fresh)]
-            want = {name: torch.cat([w[name] for w in want]) for name in want[0]}
+            want = joined([loop(model, square, batches[k]) for k in sorted(fresh)])
             close_named(probe.norms(per="parameter"), want)
             fresh = []
         elif step == "remove":

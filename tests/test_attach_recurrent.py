@@ -127,27 +127,30 @@ def test_wherever_onednn_keeps_gates_and_cells(size, steps, backwards, options):
     check(model, square, torch.randn(N, steps, size[0]), dtype=torch.float32, **options)
 
 
-SHARED_FROZEN = {
+FROZEN = {
     "none": [],
     "the first bias": ["bias_ih_l0"],
     "the second bias": ["bias_hh_l0"],
     "biases": ["bias_ih_l0", "bias_hh_l0"],
-    "a weight": ["weight_ih_l0"],
+    "input weights": ["weight_ih_l0"],
+    "state weights": ["weight_hh_l0"],
+    "all but a bias": ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0"],
 }
 
 
 @native_mode
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("frozen", SHARED_FROZEN)
+@pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("steps", [3, 20])
-@pytest.mark.parametrize("kind", ["lstm", "rnn"])
+@pytest.mark.parametrize("kind", ["lstm", "gru", "rnn"])
 def test_what_two_weights_share_of_the_gates_gradients(kind, steps, frozen, dtype, options):
     """Of 3 steps norms come from a Gram matrix, of 20 from tiles, in one sweep for both."""
     rnn = KINDS[kind](48, 80)
-    for name in SHARED_FROZEN[frozen]:
+    for name in FROZEN[frozen]:
         rnn.get_parameter(name).requires_grad_(False)
     model = Model(lambda m, x: states_of(m.r(x.transpose(0, 1)))[1], r=rnn)
-    check(model, square, torch.randn(N, steps, 48), dtype=dtype, **options)
+    x = torch.randn(N, steps, 48)
+    check(model, square, x, dtype=dtype, input_grad=True, **options)
 
 
 laid_out_as_known = pytest.mark.skipif(

@@ -13,9 +13,7 @@ from attach_oracle import (
     loop,
     same_gradients,
     square,
-    squares,
     tolerance,
-    under_its_masks,
 )
 from clip_oracle import check_clip
 from recurrent_models import (
@@ -49,24 +47,6 @@ def test_a_module_called_twice_counts_its_cross_terms(kind, options):
     check(model, square, torch.randn(N, T, I), **options)
 
 
-FROZEN = {
-    "input weights": ["weight_ih_l0"],
-    "state weights": ["weight_hh_l0"],
-    "biases": ["bias_ih_l0", "bias_hh_l0"],
-    "all but a bias": ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0"],
-}
-
-
-@native_mode
-@pytest.mark.parametrize("frozen", FROZEN)
-@every_kind
-def test_frozen_parameters_count_nothing(kind, frozen, options):
-    model = net(made(kind, "plain"))
-    for name in FROZEN[frozen]:
-        getattr(model.r, name).requires_grad_(False)
-    check(model, square, torch.randn(N, T, I), input_grad=True, **options)
-
-
 @a_few_modes
 @pytest.mark.parametrize("reentrant", [False, True])
 @every_kind
@@ -88,23 +68,6 @@ def test_two_backwards_through_one_graph_add_up(kind, options):
         loss = square(model, x)
         loss.backward(retain_graph=True)
         (2 * loss).backward()
-        close_named(probe.norms(per="parameter"), want)
-
-
-@native_mode
-@pytest.mark.parametrize("kind", ["lstm", "gru"])
-def test_dropout_between_layers_has_the_masks_of_the_plain_module(kind, options):
-    rnn = KINDS[kind](I, H, num_layers=3, dropout=0.5, bidirectional=True)
-    model = net(rnn).double()
-    x = torch.randn(N, T, I).double()
-    want = under_its_masks(model, squares, x)
-    torch.manual_seed(7)
-    plain = square(model, x)
-    with torchgradx.attach(model, **options) as probe:
-        torch.manual_seed(7)
-        loss = square(model, x)
-        loss.backward()
-        assert torch.equal(loss, plain)
         close_named(probe.norms(per="parameter"), want)
 
 

@@ -5,8 +5,18 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, a_few_modes, close_named, exact_or, loop
-from flat_rows import of_each, owned
+from attach_oracle import (
+    Model,
+    a_few_modes,
+    close_named,
+    exact_or,
+    exact_step,
+    loop,
+    need_native,
+    refusal,
+    square,
+)
+from segment_models import WORDS, Experts
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -150,6 +160,22 @@ def test_batches_of_the_same_sizes_that_choose_otherwise_are_exact_or_refused(
     assert exact == 0 if reentrant else exact >= 4
 
 
+def owned(k):
+    """[N, rows]: ones where a row is a sample's."""
+    return F.one_hot(torch.arange(len(k)).repeat_interleave(k), len(k)).T.double()
+
+
+def of_each(twin, x, k, dim=0):
+    """The norms by a loop over the samples' own rows."""
+    found = []
+    for rows in x.split(k.tolist(), dim):
+        twin.zero_grad()
+        twin(rows, torch.tensor([rows.shape[dim]])).square().sum().backward()
+        found.append([0.0 if p.grad is None else p.grad.norm().item() for p in twin.parameters()])
+    names = [name for name, _ in twin.named_parameters()]
+    return dict(zip(names, torch.tensor(found, dtype=torch.float64).T, strict=True))
+
+
 def apart(k):
     """[N, rows, 1]: flags of the rows that are not a sample's."""
     return owned(k)[..., None] == 0
@@ -220,5 +246,115 @@ def test_attention_over_packed_rows_has_samples_where_positions_are_presumed(sha
         exact_or(torchgradx.CoverageError, "att", probe, want)
 
 
-def h(m, x):
-    return torch.tanh(m.a(x))
+# Rows that a batch's own values send to experts
+
+SHAPES = [(4, 6), (4, 6), (4, 4), (3, 5), (1, 7), (4, 6)]  # N = T among them
+ROUTED_MODES = {"default": {}, "beside": {"fused": False}, "norms": {"weight_grad": False}}
+
+
+def next_words(model, x):
+    return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
+
+
+@pytest.mark.parametrize("mode", ROUTED_MODES)
+@pytest.mark.parametrize("way", ["index_add", "put", "mask", "positions"])
+def test_experts_that_are_given_the_rows_of_their_tokens(way, mode):
+    model = Experts(way).double()
+    with torchgradx.attach(model, **ROUTED_MODES[mode]) as probe:
+        for shape in SHAPES:
+            model.zero_grad()
+            exact_step(probe, model, torch.randint(0, WORDS, shape), loss=next_words)
+
+
+@pytest.mark.skipif(not ops.NATIVE, reason="layers run again by backwards there")
+def test_batches_that_send_other_rows_need_no_further_proof(backwards):
+    model, proofs = Experts().double(), []
+    with torchgradx.attach(model) as probe:
+        for _ in range(12):
+            backwards.clear()
+            out = model(torch.randint(0, WORDS, (6, 8)))
+            F.cross_entropy(out.flatten(0, 1), torch.randint(0, WORDS, (48,))).backward()
+            assert (probe.norms() > 0).all()
+            proofs.append(len(backwards))
+    assert proofs[0] > 0
+    assert proofs[-4:] == [0] * 4
+
+
+def test_rows_that_several_samples_feed_are_still_refused():
+    class Mixing(Experts):
+        def forward(self, tokens):
+            return super().forward(tokens) + self.head(self.ln(self.emb(tokens))).mean(0)
+
+    model = Mixing().double()
+    with torchgradx.attach(model) as probe:
+        for _ in range(3):
+            out = model(torch.randint(0, WORDS, (4, 6)))
+            F.cross_entropy(out.flatten(0, 1), torch.randint(0, WORDS, (24,))).backward()
+            refusal(probe)
+
+
+def put(part, k, n):
+    return torch.zeros(n, 4).to(part).index_add(0, k, part)
+
+
+def turned(x):
+    """Another sample's place for each; its own of one alone."""
+    return torch.arange(len(x)).flip(0)
+
+
+def picked(x):
+    return (x[:, 0] > -0.5).nonzero()[:, 0]
+
+
+EXACT = {
+    "taken and put back": lambda m, x, h: m.c(h) + m.d(h[turned(x)])[turned(x)],
+    "some": lambda m, x, h: h + put(m.d(h[picked(x)]), picked(x), len(x)),
+}
+MIXED = {
+    "what is given is data": lambda m, x, h: m.a(x) + m.b(x)[turned(x)],
+    "taken from others by place": lambda m, x, h: m.a(x) + m.b(x).index_select(0, turned(x)),
+    "data, all": lambda m, x, h: m.b(x)[turned(x)],
+    "beside its own": lambda m, x, h: m.c(h) + m.d(h)[turned(x)],
+    "all": lambda m, x, h: m.d(h)[turned(x)],
+    "given another's": lambda m, x, h: m.c(h) + m.d(h[turned(x)]),
+    "put where others are": lambda m, x, h: h + put(m.d(h[:1]), turned(x)[:1], len(x)),
+    "another's, detached": lambda m, x, h: h + put(m.d(h.detach()[:1]), turned(x)[:1], len(x)),
+}
+
+
+def exchanging(way):
+    layers = {name: nn.Linear(3 if name in "iab" else 4, 4) for name in "iabcd"}
+    model = Model(lambda m, x: m.way(m, x, torch.tanh(m.i(x))), **layers).double()
+    model.way = way
+    return model
+
+
+def exchanged(model, probe, mixes):
+    """A step that is exact, or refused where samples mix."""
+    x = torch.randn(4, 3).double()
+    if not mixes:
+        exact_step(probe, model, x)
+        return
+    square(model, x).backward()
+    refusal(probe)
+    probe.reset()
+
+
+@pytest.mark.parametrize("mode", ROUTED_MODES)
+@pytest.mark.parametrize("name", [*EXACT, *MIXED])
+def test_rows_are_served_where_they_come_back_to_whom_they_were_taken_from(name, mode):
+    need_native({"backend": "native"})
+    model = exchanging({**EXACT, **MIXED}[name])
+    with torchgradx.attach(model, **ROUTED_MODES[mode]) as probe:
+        for _ in range(3):
+            exchanged(model, probe, name in MIXED)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_rows_that_mix_are_refused_after_routed_ones_too(name):
+    need_native({"backend": "native"})
+    model = exchanging(EXACT["some"])
+    with torchgradx.attach(model) as probe:
+        for mixes in (False, False, True, False):
+            model.way = MIXED[name] if mixes else EXACT["some"]
+            exchanged(model, probe, mixes)

@@ -279,51 +279,42 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_of_several_children_the_whole_step_counts(way):
+class Own(Parts):
+    def __init__(self):
+        super().__init__(WAYS["itself"])
+        self.shift = nn.Parameter(torch.randn(5, dtype=torch.float64))
+
+    def forward(self, x):
+        return super().forward(x) + self.shift
+
+
+TASKS = {
+    **{name: lambda way=way: Parts(way) for name, way in WAYS.items()},
+    # What the task returns shows where samples are; of its parts there is a loss alone.
+    "itself, as many samples as classes": lambda: Parts(WAYS["itself"], SIZE),
+    "its parts, as many samples as classes": lambda: Parts(WAYS["its parts"], SIZE),
+    "a parameter of its own": Own,
+}
+
+
+@pytest.mark.parametrize("make", TASKS.values(), ids=TASKS)
+def test_of_several_children_the_whole_step_counts(make):
     class Copies(lightning.Callback):
         def on_train_batch_end(self, trainer, task, *rest):
             self.one = copy.deepcopy(task)
 
-    task, data, read, copies = Parts(way), batches(2), [], Copies()
+    task, data, read, copies = make(), batches(2), [], Copies()
     twin = copy.deepcopy(task)
     norms = GradNorms(per="parameter", on_norms=lambda norms, step: read.append(norms))
     trainer = fit(task, data, norms, copies)
     assert not copies.one._forward_hooks
     x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
-    close_named(read[0], loop(twin, lambda task, x, y: F.cross_entropy(way(task, x), y), x, y))
+    want = loop(twin, lambda task, x, y: F.cross_entropy(task.way(task, x), y), x, y)
+    close_named(read[0], want)
     assert "training_step" not in vars(trainer.strategy)
     fit(twin, data)
     parameters_close(task, twin)
     assert fingerprint(task) == fingerprint(twin)
-
-
-@pytest.mark.parametrize("way", [WAYS["itself"], WAYS["its parts"]])
-def test_what_the_task_returns_shows_where_samples_are(way):
-    """With as many samples as classes; of its parts there is a loss alone."""
-    task, data, read = Parts(way, SIZE), batches(), []
-    twin = copy.deepcopy(task)
-    norms = GradNorms(per="parameter", on_norms=lambda norms, step: read.append(norms))
-    fit(task, data, norms, accumulate_grad_batches=1)
-    want = loop(twin, lambda task, x, y: F.cross_entropy(way(task, x), y), *data[0])
-    close_named(read[0], want)
-
-
-def test_parameters_of_the_tasks_own_are_those_of_its_forward():
-    class Own(Parts):
-        def __init__(self):
-            super().__init__(WAYS["itself"])
-            self.shift = nn.Parameter(torch.randn(5, dtype=torch.float64))
-
-        def forward(self, x):
-            return super().forward(x) + self.shift
-
-    task, data, read = Own(), batches(2), []
-    twin = copy.deepcopy(task)
-    norms = GradNorms(per="parameter", on_norms=lambda norms, step: read.append(norms))
-    fit(task, data, norms)
-    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
-    close_named(read[0], loop(twin, cross_entropy, x, y))
 
 
 def test_a_module_that_the_step_does_not_call_is_refused_with_a_hint():

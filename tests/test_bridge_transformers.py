@@ -16,6 +16,8 @@ NEEDED = 'needs `pip install ".[bridges]"`'
 transformers = pytest.importorskip("transformers", reason=NEEDED)
 pytest.importorskip("accelerate", reason=NEEDED)
 
+from model_zoo import ROWS  # noqa: E402
+
 from torchgradx.bridges.transformers import GradNorms  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # on devices that are not there
@@ -105,16 +107,26 @@ class Loops(transformers.TrainerCallback):
         self.want.append({k: torch.cat([norms[k] for norms in found]) * share for k in found[0]})
 
 
-CASES = {"a classifier": (Classifier, vectors, mean_loss), "GPT-2": (gpt2, texts, token_sum)}
+ROW = {row.name: row for row in ROWS}
+CHECKPOINTED = {"gradient_checkpointing": True}
+CASES = {
+    "a classifier": (Classifier, vectors, mean_loss, {}),
+    "GPT-2": (gpt2, texts, token_sum, {}),
+    "GPT-NeoX, checkpointed": (ROW["gpt-neox"].build, texts, token_sum, CHECKPOINTED),
+    "OPT": (ROW["opt"].build, texts, token_sum, {}),
+    "LoRA on GPT-2": (ROW["lora on gpt2"].build, texts, token_sum, {}),
+    "LoRA on GPT-2, checkpointed": (ROW["lora on gpt2"].build, texts, token_sum, CHECKPOINTED),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_norms_of_every_step_and_training_is_as_without(name, tmp_path):
-    build, samples, loss = CASES[name]
+    build, samples, loss, options = CASES[name]
+    options = options | {"eval_strategy": "steps", "eval_steps": 1}
     model, data, read = build(), samples(), []
     twin = copy.deepcopy(model)
     loops = Loops(model, loss)
-    trainer = trainer_of(model, data, tmp_path, loops, eval_strategy="steps", eval_steps=1)
+    trainer = trainer_of(model, data, tmp_path, loops, **options)
     keep = {"per": "parameter", "on_norms": lambda norms, step: read.append(norms)}
     with GradNorms(trainer, **keep) as norms:
         trainer.train()
@@ -124,7 +136,7 @@ def test_norms_of_every_step_and_training_is_as_without(name, tmp_path):
     assert len(read) == len(loops.want) == STEPS
     for got, want in zip(read, loops.want, strict=True):
         close_named(got, want, 64 * torch.finfo(torch.float32).eps)
-    trainer_of(twin, data, tmp_path, eval_strategy="steps", eval_steps=1).train()
+    trainer_of(twin, data, tmp_path, **options).train()
     assert fingerprint(model) == fingerprint(twin)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q)

@@ -8,7 +8,7 @@ from clip_oracle import check_clip
 from recurrent_models import I, every_kind, every_option, made, net
 from test_attach_attention import E, S, attention
 from test_attach_bags import BAGS
-from test_attach_layers import ELEMENTWISE_LAYERS, FALLBACK_LAYERS, KERNEL_LAYERS
+from test_attach_layers import ELEMENTWISE_LAYERS, FALLBACK_LAYERS, KERNEL_LAYERS, of_images
 from test_attach_uses import THRICE
 from torch import nn
 
@@ -107,6 +107,7 @@ SHARED = {
     "partly frozen": (partly_frozen, (N, 3)),
     "beside its modules": (Patches, (N, T, 3)),
     "a table of positions": (positional, None),
+    "several images of a sample": (lambda: of_images(nn.Conv2d(2, 6, 3, 2, 1)), (N, 3, 2, 7, 6)),
 }  # fmt: skip
 
 

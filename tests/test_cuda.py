@@ -37,11 +37,10 @@ def matmul():
 def results(way, a, b):
     """All that an operator gives."""
     layer, algorithm = way
-    if layer in PROBLEMS:
-        if algorithm == "fused":
-            return CUDA.conv2d_fused(a, b, PROBLEMS[layer])
-        return (CUDA.conv2d(algorithm, a, b, PROBLEMS[layer]),)
-    return CUDA.linear_fused(a, b) if algorithm == "fused" else (CUDA.linear(algorithm, a, b),)
+    problem = PROBLEMS.get(layer)
+    if algorithm == "fused":
+        return CUDA.fused(a, b, problem)
+    return (CUDA.norms(algorithm, a, b, problem),)
 
 
 def same(these, those):
@@ -108,10 +107,8 @@ def test_many_blocks_give_the_same_bits_each_time(name):
     a, b = to(CUDA, *problem.operands(dtype, "gaussians"))
 
     def run():
-        if isinstance(problem, Linear):
-            return (*CUDA.linear_fused(a, b), *(CUDA.linear(x, a, b) for x in ("gram", "direct")))
-        each = (CUDA.conv2d(x, a, b, problem) for x in ("gram", "direct"))
-        return (*CUDA.conv2d_fused(a, b, problem), *each)
+        each = (CUDA.norms(x, a, b, problem) for x in ("gram", "direct"))
+        return (*CUDA.fused(a, b, problem), *each)
 
     first = run()
     assert all(same(run(), first) for _ in range(5))
@@ -133,8 +130,8 @@ def test_many_runs_have_the_norms_of_one(name, dtype):
     each = (b[n].double().T @ a[n].double() for n in range(problem.n))
     parts = [(g.square().sum(), scale[n].double() * g) for n, g in enumerate(each)]
     sq = torch.stack([s for s, _ in parts])
-    weight, _, fused = CUDA.linear_fused(a, b, scale)
-    for sq_norms in (fused, CUDA.linear("direct", a, b), CUDA.linear("gram", a, b)):
+    weight, _, fused = CUDA.fused(a, b, problem, scale)
+    for sq_norms in (fused, CUDA.norms("direct", a, b), CUDA.norms("gram", a, b)):
         torch.testing.assert_close(sq_norms[0].double(), sq, rtol=2.0**-23, atol=0)
     total = sum(g for _, g in parts)
     assert isinstance(total, Tensor)
@@ -155,10 +152,7 @@ def test_workspaces_are_bounded(name):
     algorithm, problem = CASES[name]
     a, b = to(CUDA, *problem.operands(torch.float32, "integers"))
     torch.bmm(a.flatten(1)[:, None, :8], a.flatten(1)[:, :8, None])  # cuBLAS' own, taken once
-    if isinstance(problem, Linear):
-        extra = _extra_bytes(lambda: CUDA.linear(algorithm, a, b))
-    else:
-        extra = _extra_bytes(lambda: CUDA.conv2d(algorithm, a, b, problem))
+    extra = _extra_bytes(lambda: CUDA.norms(algorithm, a, b, problem))
     assert 0 < extra <= BOUND, f"{extra / MIB:.0f} MiB"
 
 
@@ -183,7 +177,7 @@ def test_float32_is_rounded_to_tf32_where_torch_allows_it_and_only_there(allowed
     a = torch.full((2, 64, 128), 1 + 2.0**-12, device="cuda")  # TF32 keeps ten bits
     ones = torch.ones(2, 64, 128, device="cuda")
     expected = 128.0 if allowed else 128 * (1 + 2.0**-12)
-    assert bool((CUDA.linear_fused(a, ones)[0] == expected).all())
+    assert bool((CUDA.fused(a, ones)[0] == expected).all())
 
 
 def test_copies_on_the_device_keep_strides_and_offsets():

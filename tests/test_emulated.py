@@ -13,7 +13,7 @@ import pytest
 import test_emulated_elementwise as elementwise
 import test_emulated_sm90 as hopper
 import torch
-from backends import BACKENDS, CONV2D_ALGORITHMS, LINEAR_ALGORITHMS, supports
+from backends import BACKENDS, algorithms_of
 from emulation import build
 from emulation.operators import operator, operators
 from oracle import (
@@ -21,8 +21,7 @@ from oracle import (
     Linear,
     assert_sq_norms,
     case,
-    conv2d_truth,
-    linear_truth,
+    truth_of,
 )
 from oracle_gather import Gather
 from test_memory import BOUND, CASES, WIDE
@@ -58,16 +57,11 @@ def allow_tf32():
     matmul.allow_tf32 = before
 
 
-def results(problem, a, b, ways=CONV2D_ALGORITHMS):
-    """All that the operators have to say of a problem, of a convolution by these algorithms."""
+def results(problem, a, b, ways=None):
+    """All that the operators have to say of a problem, by these algorithms or by all."""
     scale = torch.arange(problem.n, dtype=torch.float32) - 1
-    if isinstance(problem, Linear):
-        ways = [way for way in LINEAR_ALGORITHMS if supports(way, problem.t)]
-        norms = {way: EMULATED.linear(way, a, b) for way in ways}
-        fused = EMULATED.linear_fused(a, b, scale)
-    else:
-        norms = {way: EMULATED.conv2d(way, a, b, problem) for way in ways}
-        fused = EMULATED.conv2d_fused(a, b, problem, scale)
+    norms = {way: EMULATED.norms(way, a, b, problem) for way in ways or algorithms_of(problem)}
+    fused = EMULATED.fused(a, b, problem, scale)
     return norms | dict(zip(("weight", "bias", "scaled"), fused, strict=True))
 
 
@@ -131,14 +125,11 @@ def _of_tf32(x):
     return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
-def assert_right(problem, a, b, kind="integers", ways=CONV2D_ALGORITHMS):
-    """Every operator against the oracle, of a convolution by these algorithms."""
-    linear = isinstance(problem, Linear)
-    truth = linear_truth(a, b) if linear else conv2d_truth(a, b, problem)
-    given = results(problem, a, b, ways)
-    for way in ways if not linear else LINEAR_ALGORITHMS:
-        if way in given:
-            assert_sq_norms(given[way], truth, way, a.dtype, kind)
+def assert_right(problem, a, b, kind="integers", ways=None):
+    """Every operator against the oracle, by these algorithms or by all."""
+    truth, given = truth_of(a, b, problem), results(problem, a, b, ways)
+    for way in ways or algorithms_of(problem):
+        assert_sq_norms(given[way], truth, way, a.dtype, kind)
     scale = torch.arange(problem.n, dtype=torch.float64) - 1
     hopper.assert_gradients(problem, given["weight"], given["bias"], truth, scale)
 
@@ -214,17 +205,14 @@ def test_results_and_workspace_are_bounded(name):
     library = operators()
     with library.dry(), library.multiprocessors(132):
         operands = problem.operands(torch.float32, "integers")
-        if isinstance(problem, Linear):
-            EMULATED.linear(algorithm, *operands)
-        else:
-            EMULATED.conv2d(algorithm, *operands, problem)
+        EMULATED.norms(algorithm, *operands, problem)
     assert library.allocated() <= BOUND
 
 
 def test_allocations_are_counted():
     a, b = WIDE.operands(torch.float32, "integers")
     with operators().dry():
-        EMULATED.linear_fused(a, b)
+        EMULATED.fused(a, b)
     assert operators().allocated() >= 4 * WIDE.i * WIDE.o
 
 

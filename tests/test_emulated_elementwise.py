@@ -1,5 +1,5 @@
 """What only the emulation can ask of the kernels of element-wise parameters and of tables: any
-order of threads, every way of cutting a problem, every byte of workspace."""
+order of threads, every way of cutting a problem, and the bytes of workspaces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from emulation.operators import operator, operators
 from oracle_affine import FROZEN, Affine, assert_sq_norms, case
 from oracle_gather import Gather
 from test_affine import fused, norms
-from test_emulated_launchers import _piece, _wide
+from test_emulated_launchers import _wide
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
 EMULATED = BACKENDS["emulated"]
@@ -150,56 +150,32 @@ def _taken(name, *arguments):
     return operators().allocated()
 
 
-# N, T, G, K, and what the headers state: the warps of a team of rows, its parts
-LARGE = {
-    "long": (8, 1024, 1, 768, 4, 64),
-    "samples": (4096, 16, 1, 1024, 4, 1),
-    "rows": (4096, 1, 1, 1024, 4, 512),
-    "too wide": (16, 512, 1, 16384, 0, 0),
-    "groups": (64, 784, 32, 16, 0, 0),
+LARGE = {  # N, T, G, K
+    "long": (8, 1024, 1, 768),
+    "samples": (4096, 16, 1, 1024),
+    "rows": (4096, 1, 1, 1024),
+    "too wide": (16, 512, 1, 16384),
+    "groups": (64, 784, 32, 16),
+    "one chunk of rows side by side": (16, 196, 32, 8),
+    "few positions a block": (8, 49, 2, 1024),
+    "many samples": (520, 40, 1, 16),
 }
-
-
-# N, T, G, K of rows side by side, and their parts: of 1024 blocks, or one in which four positions
-# are a thread's
-SIDE_BY_SIDE = {
-    "one chunk": (16, 196, 32, 8, 7),
-    "few positions a block": (8, 49, 2, 1024, 2),
-    "many samples": (520, 40, 1, 16, 1),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", SIDE_BY_SIDE)
-def test_side_by_side_they_take_what_their_header_states(name, dtype):
-    n, t, g, k, parts = SIDE_BY_SIDE[name]
-    x, stat, columns = torch.ones(n, t, g, k, dtype=dtype), torch.ones(n, 1, g), 8 * n * g * k
-    norms_alone = _taken("affine_sq_norms", x, x, stat, stat, True) - 8 * n
-    assert norms_alone <= (_piece(columns * parts) if parts > 1 else 16 * n + 256)
-    arguments = (x, x, torch.ones(g, k), stat, stat, False, None, True)
-    results = n * t * g * k * dtype.itemsize + 8 * g * k + 8 * n
-    taken = _taken("affine_fused", *arguments) - results
-    assert taken == _piece(columns) + _piece(8 * n * g) + _piece(columns * parts)
-    assert _taken("moments", x, 1e-5, True, True) - 8 * n * g == _piece(columns * parts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", LARGE)
-def test_they_take_what_their_headers_state(name, dtype):
-    n, t, g, k, _, parts = LARGE[name]
+def test_workspaces_are_no_copies_of_activations(name, dtype):
+    n, t, g, k = LARGE[name]
     x, weight = _wide(n, t, g, k, dtype=dtype), torch.ones(g, k)
-    rows = g == 1
-    stat = torch.ones((n, t, 1) if rows else (n, 1, g))
-    norms_alone = _taken("affine_sq_norms", x, x, stat, stat, True) - 8 * n
-    assert norms_alone <= 16 * n * ceil(g * k / 32) + 256
+    stat = torch.ones((n, t, 1) if g == 1 else (n, 1, g))
+    activations, norms = n * t * g * k * dtype.itemsize, 8 * n
+    assert _taken("affine_sq_norms", x, x, stat, stat, True) <= norms + activations // 2
+    results = activations + 8 * g * k + norms
     taken = _taken("affine_fused", x, x, weight, stat, stat, False, None, True)
-    results = n * t * g * k * dtype.itemsize + 8 * g * k + 8 * n
-    if parts == 0:
-        assert taken - results <= norms_alone + _piece(8 * n * g * k)
-    else:
-        sets = 1 if t == 1 else n
-        bias = 0 if t == 1 else _piece(8 * 2 * n * ceil(k / 32))
-        assert taken - results == _piece(8 * sets * parts * k) + bias
-    # Layers without statistics of their own take a sample's column sums too.
-    frozen = _taken("affine_fused", x, x, weight, None, None, True, None, True)
-    assert frozen - results <= 16 * n * ceil(g * k / 32) + 256 + _piece(8 * n * g * k)
+    assert taken <= results + activations // 2
+    # Layers without statistics of their own take a sample's column sums.
+    taken = _taken("affine_fused", x, x, weight, None, None, True, None, True)
+    assert taken <= results + 16 * n * ceil(g * k / 32) + 512 + 8 * n * g * k
+    if g > 1:
+        taken = _taken("moments", x, 1e-5, True, True)
+        assert taken <= 2 * stat.nbytes + activations // 2

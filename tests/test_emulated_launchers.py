@@ -1,12 +1,10 @@
-"""Sizes at both ends, dimensions of zero and more than an int holds; and every byte of workspace,
-as each kernel's header states it."""
+"""Sizes at both ends, dimensions of zero and more than an int holds; the bytes of workspaces."""
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
 from itertools import product
-from math import ceil
 
 import pytest
 import torch
@@ -122,87 +120,34 @@ def test_a_bias_of_millions_is_summed():
     assert torch.equal(few, expected)
 
 
-# Workspaces
-
-
-def _piece(bytes_):
-    return ceil(bytes_ / 256) * 256
-
-
-TILES = {torch.float32: (128, 128), torch.float64: (64, 64), torch.bfloat16: (128, 192)}
-WARPS = 8
-
-
-def _direct(dtype, n, i, o, groups=1):
-    high, wide = TILES[dtype]
-    rows = groups * ceil(o / groups / high)
-    tiles = rows * ceil(i / wide)
-    return _piece(8 * WARPS * n * tiles) + _piece(8 * WARPS * n * rows)
-
-
-def _gram(dtype, n, t, i, o, groups=1):
-    side = 64 if t <= 64 or dtype == torch.float64 else 128
-    tiles = ceil(t / side)
-    sums = 32 * WARPS * n * groups * tiles * (tiles + 1) // 2
-    return _piece(sums) + _piece(n) + _piece(_direct(dtype, n, i, o, groups))
-
-
-def _accumulator(dtype):
-    return 8 if dtype == torch.float64 else 4
-
-
-def _bias(n, o):
-    return _piece(8 * n * ceil(o / 32))
-
-
-# N, T, I, O: gradients of all samples, or T x T of one, would be gigabytes.
+# Workspaces. N, T, I, O: gradients of all samples, or T x T of one, would be gigabytes.
 LARGE = {
     "many samples": (4096, 2, 1024, 768),
     "long": (2, 1 << 16, 96, 130),
     "both": (64, 2048, 1024, 4096),
 }
-each_shape = pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE)
-each_dtype = pytest.mark.parametrize("dtype", TILES, ids=str)
+TILE, MULTIPROCESSORS = 128 * 192, 132
 
 
-def _taken(call, multiprocessors=132):
+def _taken(name, *arguments, multiprocessors=MULTIPROCESSORS):
     with operators().dry(), operators().multiprocessors(multiprocessors):
-        call()
+        operator(name)(*arguments)
     return operators().allocated()
 
 
-@each_dtype
-@each_shape
-def test_norms_take_what_their_headers_state(shape, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE)
+def test_workspaces_are_a_small_part_of_what_they_spare(shape, dtype):
     n, t, i, o = shape
     a, b = _wide(n, t, i, dtype=dtype), _wide(n, t, o, dtype=dtype)
-    results = 2 * n * _accumulator(dtype)
-    direct, gram = _direct(dtype, n, i, o), _gram(dtype, n, t, i, o)
-    assert _taken(lambda: operator("direct_sq_norms")(a, b, True)) == results + direct
-    both = results + gram + _bias(n, o)
-    assert _taken(lambda: operator("gram_sq_norms")(a, b, True)) == both
-    assert _taken(lambda: operator("rank1_sq_norms")(a[:, :1], b[:, :1], True)) == results
-    assert direct < max(n * i * o * dtype.itemsize / 100, 1024)
-    assert gram - direct < max(n * t * t * dtype.itemsize, n << 12) / 10
-
-
-@each_dtype
-@each_shape
-def test_fused_takes_what_its_header_states(shape, dtype):
-    n, t, i, o = shape
-    a, b = _wide(n, t, i, dtype=dtype), _wide(n, t, o, dtype=dtype)
-    scale, acc = torch.ones((n,), dtype=torch.float64), _accumulator(dtype)
-    if acc == 4:
-        scale = scale.float()  # else a copy is made
-    results = o * (i + 1) * dtype.itemsize + 2 * n * acc
-
-    def call():
-        return operator("linear_fused")(a, b, scale, True)
-
-    whole = results + _direct(dtype, n, i, o)
-    assert _taken(call, 1) == whole, "one part needs no copies"
-    high, across = TILES[dtype]
-    tiles = ceil(o / high) * ceil(i / across)
-    most = min(n, ceil(2 * 132 / tiles))
-    pieces = {p: _piece(p * i * o * acc) + _piece(p * o * acc) for p in range(2, most + 1)}
-    assert _taken(call) - whole in {0, *pieces.values()}
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    norms, gradient = 2 * n * wide.itemsize, o * (i + 1) * dtype.itemsize
+    direct = max(n * gradient // 100, 1024)
+    gram = direct + max(n * t * t * dtype.itemsize, n << 12) // 10
+    assert _taken("rank1_sq_norms", a[:, :1], b[:, :1], True) == norms
+    assert _taken("direct_sq_norms", a, b, True) <= norms + direct
+    assert _taken("gram_sq_norms", a, b, True) <= norms + gram
+    fused = "linear_fused", a, b, torch.ones(n, dtype=wide), True
+    assert _taken(*fused, multiprocessors=1) <= norms + gradient + direct, "one part, no copies"
+    copies = 2 * MULTIPROCESSORS * TILE * wide.itemsize + o * (i + 1) * wide.itemsize
+    assert _taken(*fused) <= norms + gradient + direct + copies

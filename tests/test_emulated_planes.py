@@ -78,13 +78,13 @@ def test_pixels_beyond_the_last_outputs_reach_may_be_infinite(side, layout):
     x[..., reach, :] = x[..., reach] = float("inf")
     truth = conv2d_truth(x, b, problem)
     assert truth.weight.isfinite().all()
-    sq_norms = EMULATED.conv2d("direct", *map(LAYOUTS[layout], (x, b)), problem)
+    sq_norms = EMULATED.norms("direct", *map(LAYOUTS[layout], (x, b)), problem)
     assert_sq_norms(sq_norms, truth, "direct", x.dtype)
 
 
 def test_a_sample_of_factor_zero_is_left_out_whatever_it_holds():
     x, b = PROBLEMS[0].operands(torch.bfloat16, "gaussians")
-    without = EMULATED.conv2d_fused(x[::2], b[::2], PROBLEMS[0])
+    without = EMULATED.fused(x[::2], b[::2], PROBLEMS[0])
     x[1], b[1] = float("nan"), float("inf")
-    given = EMULATED.conv2d_fused(x, b, PROBLEMS[0], torch.tensor([1.0, 0.0, 1.0]))
+    given = EMULATED.fused(x, b, PROBLEMS[0], torch.tensor([1.0, 0.0, 1.0]))
     torch.testing.assert_close(given[:2], without[:2])

@@ -14,8 +14,7 @@ from oracle import (
     assert_gradient,
     assert_sq_norms,
     case,
-    conv2d_truth,
-    linear_truth,
+    truth_of,
 )
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
@@ -81,15 +80,11 @@ def scales(problem):
 
 
 def norms(problem, a, b, bias=True):
-    if isinstance(problem, Linear):
-        return EMULATED.linear("direct", a, b, bias)
-    return EMULATED.conv2d("direct", a, b, problem, bias)
+    return EMULATED.norms("direct", a, b, problem, bias)
 
 
 def fused(problem, a, b, scale, bias=True):
-    if isinstance(problem, Linear):
-        return EMULATED.linear_fused(a, b, scale, bias)
-    return EMULATED.conv2d_fused(a, b, problem, scale, bias)
+    return EMULATED.fused(a, b, problem, scale, bias)
 
 
 def results(problem, a, b):
@@ -117,19 +112,16 @@ def assert_gradients(problem, weight, bias, truth, scale):
         assert_gradient(actual, *sums, truth.terms[0] * problem.n)
 
 
+EXACT = [*LINEAR[:3], *LINEAR[6:10], *CONV2D[:2], *CONV2D[5:7]]  # where float32 holds every sum
+
+
 @pytest.mark.grid(pairs=False)
 @pytest.mark.parametrize("dtype", HALVES)
 @each_problem
 def test_it_is_right(problem, dtype):
-    a, b = operands(problem, dtype, "gaussians")
-    assert_right(problem, a, b, case(problem, dtype, "gaussians")[2], "gaussians")
-
-
-@pytest.mark.parametrize("problem", [*LINEAR[:3], *LINEAR[6:10], *CONV2D[:2], *CONV2D[5:7]])
-def test_it_is_exact(problem):
-    """Where every sum of integers is one that float32 holds."""
-    a, b = operands(problem, torch.bfloat16, "integers")
-    assert_right(problem, a, b, case(problem, torch.bfloat16, "integers")[2], "integers")
+    for kind in ("gaussians", "integers") if problem in EXACT else ("gaussians",):
+        a, b = operands(problem, dtype, kind)
+        assert_right(problem, a, b, case(problem, dtype, kind)[2], kind)
 
 
 @each_problem
@@ -248,16 +240,14 @@ def test_only_where_it_serves():
         (Conv2d(2, 16, 16, (6, 6), (3, 3), groups=2), torch.bfloat16),
     ):
         a, b = operands(problem, dtype, "integers")
-        linear = isinstance(problem, Linear)
-        truth = linear_truth(a, b) if linear else conv2d_truth(a, b, problem)
-        assert_right(problem, a, b, truth, "integers")
+        assert_right(problem, a, b, truth_of(a, b, problem), "integers")
     assert library.launches("direct_sm90") == before
 
 
 def test_no_samples_and_no_positions():
     for problem in (Linear(0, 16, 64, 64), Linear(2, 0, 64, 64)):
         a, b = problem.operands(torch.bfloat16, "integers")
-        assert EMULATED.linear("direct", a, b).tolist() == [[0.0] * problem.n] * 2
+        assert EMULATED.norms("direct", a, b).tolist() == [[0.0] * problem.n] * 2
         weight, bias, _ = operator("linear_fused")(a, b, None, True)
         assert not weight.any()
         assert not bias.any()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, close_named, loop, refusal, square
+from attach_oracle import Model, exact_step, loop, refusal, square
 from torch import nn
 
 import torchgradx
@@ -80,11 +80,8 @@ def test_sizes_that_leave_no_doubt_cost_nothing(backwards):
     with torchgradx.attach(model) as probe:
         for n, t in [(4, 6), (4, 7), (5, 6), (3, 8)]:
             backwards.clear()
-            x = torch.randn(n, t, 3).double()
-            square(model, x).backward()
-            first = (n, t) == (4, 6)
-            assert bool(backwards) == first
-            close_named(probe.norms(per="parameter"), loop(model, square, x))
+            exact_step(probe, model, torch.randn(n, t, 3).double())
+            assert bool(backwards) == ((n, t) == (4, 6))
 
 
 def trembling(mixed=0.0):

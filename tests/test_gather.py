@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import layouts
 import pytest
 import torch
 from backends import to
-from layouts import offset, strided_inside
 from oracle import DTYPES, accumulation_epsilon, assert_within, tolerance
 from oracle_gather import GATHER, Gather, assert_sq_norms, dots
 
@@ -56,14 +56,10 @@ def test_dots_agree_with_the_oracle(backend, problem, padding_idx, s, kind, dtyp
     assert_within(actual, expected, allowance, dtype)
 
 
-LAYOUTS = {
-    "contiguous": lambda x: x,
+LAYOUTS = layouts.LAYOUTS | {
     "sequence_first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "features_outside": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
-    "one_sample_expanded": lambda x: x[:1].expand_as(x),
     "one_position_expanded": lambda x: x[:, :1].expand_as(x),
-    "offset": offset,
-    "strided_inside": strided_inside,
 }
 
 

@@ -100,13 +100,11 @@ def _measure(name):
     backend, extra = BACKENDS[name], {}
     torch.set_num_threads(2)
     for case, (algorithm, problem) in CASES.items():
-        run = backend.linear if isinstance(problem, Linear) else backend.conv2d
-        shape = () if isinstance(problem, Linear) else (problem,)
-        tiny = problem._replace(n=2) if shape else problem._replace(n=2, t=2)
+        linear = isinstance(problem, Linear)
+        tiny = problem._replace(n=2, t=2) if linear else problem._replace(n=2)
         for p in (tiny, problem):  # first what stays: thread pools, BLAS buffers
             operands = p.operands(torch.float32, "integers")
-            arguments = (algorithm, *operands, *((p,) if shape else ()))
-            extra[case] = _extra_bytes(lambda call=run, args=arguments: call(*args))
+            extra[case] = _extra_bytes(partial(backend.norms, algorithm, *operands, p))
     for case, call in _newer_cases(backend):
         extra[case] = _extra_bytes(call)
     a, b = WIDE.operands(torch.float32, "integers")

@@ -14,6 +14,8 @@ from attach_oracle import (
     close,
     close_named,
     exact_or_refused,
+    exact_step,
+    joined,
     loop,
     loop_model,
     same_gradients,
@@ -72,9 +74,7 @@ def test_no_module_runs_again(row):
     model = trainable(row)
     with torchgradx.attach(model) as probe:
         for n in (*row.samples, row.samples[0]):
-            batch = row.batch(n)
-            row.loss(model, *batch).backward()
-            close_named(probe.norms(per="parameter"), loop(model, row.loss, *batch), 1e-6)
+            exact_step(probe, model, *row.batch(n), loss=row.loss, rtol=1e-6)
         lines = probe.explain().splitlines()[1:]
     again = {line.partition(":")[0] for line in lines if "vmap" in line or "replay" in line}
     assert again == AGAIN.get(row.name, set())
@@ -116,28 +116,24 @@ def test_active_dropout_gives_the_gradient_under_the_masks_of_that_forward(row):
         close_named(probe.norms(per="parameter"), want)
 
 
-def accumulated(model, row, batches, **options):
+@every_mode
+@every_row
+def test_accumulated_batches_are_exact(row, options):
     """One read after several backwards: all samples in order, and the gradient of their sum."""
+    model = trainable(row)
+    batches = [row.batch(*size) for size in zip(row.samples, (7, 5), strict=True)]
     twin = copy.deepcopy(model)
     loops = [loop(model, row.loss, *batch) for batch in batches]
     with torchgradx.attach(model, **options) as probe:
         for batch in batches:
             row.loss(model, *batch).backward()
-        want = {name: torch.cat([norms[name] for norms in loops]) for name in loops[0]}
-        close_named(probe.norms(per="parameter"), want)
+        close_named(probe.norms(per="parameter"), joined(loops))
     for batch in batches:
         row.loss(twin, *batch).backward()
     if options.get("weight_grad", True):
         same_gradients(model, twin, RTOL)
     else:
         assert all(p.grad is None for p in model.parameters())
-
-
-@every_mode
-@every_row
-def test_accumulated_batches_are_exact(row, options):
-    sizes = zip(row.samples, (7, 5), strict=True)
-    accumulated(trainable(row), row, [row.batch(*size) for size in sizes], **options)
 
 
 CHECKPOINTED = {

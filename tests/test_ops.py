@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import layouts
 import pytest
 import torch
-from backends import CONV2D_ALGORITHMS, LINEAR_ALGORITHMS, OPERATORS, supports, to
-from layouts import cut_from_larger, offset, strided_inside
+from backends import OPERATORS, algorithms_of, to
 from oracle import (
     CONV2D,
     DTYPES,
@@ -15,9 +15,8 @@ from oracle import (
     assert_gradient,
     assert_sq_norms,
     case,
-    conv2d_truth,
     draw,
-    linear_truth,
+    truth_of,
 )
 from torch import Tensor
 
@@ -36,37 +35,30 @@ def _one_thread(threads):
     threads(1)
 
 
-LINEAR_CASES = [
-    pytest.param(algorithm, problem, id=f"{algorithm}-{'x'.join(map(str, problem))}")
-    for algorithm in LINEAR_ALGORITHMS
-    for problem in LINEAR
-    if supports(algorithm, problem.t)
+def _title(problem):
+    if isinstance(problem, Linear):
+        return f"linear-{'x'.join(map(str, problem))}"
+    return f"conv2d-{CONV2D.index(problem)}"
+
+
+PROBLEMS = [*LINEAR, *CONV2D]
+each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=_title)
+CASES = [
+    pytest.param(algorithm, problem, id=f"{algorithm}-{_title(problem)}")
+    for problem in PROBLEMS
+    for algorithm in algorithms_of(problem)
 ]
-each_conv2d = pytest.mark.parametrize("problem", CONV2D)
 
 
 @pytest.mark.grid("backend", "algorithm")
 @each_dtype
 @each_kind
-@pytest.mark.parametrize(("algorithm", "problem"), LINEAR_CASES)
-def test_linear_agrees_with_the_oracle(backend, algorithm, problem, kind, dtype):
+@pytest.mark.parametrize(("algorithm", "problem"), CASES)
+def test_norms_agree_with_the_oracle(backend, algorithm, problem, kind, dtype):
     a, b, truth = case(problem, dtype, kind)
-    sq_norms = backend.linear(algorithm, *to(backend, a, b), bias=True)
+    sq_norms = backend.norms(algorithm, *to(backend, a, b), problem)
     assert_sq_norms(sq_norms, truth, algorithm, dtype, kind)
-    alone = backend.linear(algorithm, *to(backend, a, b), bias=False)
-    assert torch.equal(alone, sq_norms[:1])
-
-
-@pytest.mark.grid("backend", "algorithm")
-@each_dtype
-@each_kind
-@each_conv2d
-@pytest.mark.parametrize("algorithm", CONV2D_ALGORITHMS)
-def test_conv2d_agrees_with_the_oracle(backend, algorithm, problem, kind, dtype):
-    x, b, truth = case(problem, dtype, kind)
-    sq_norms = backend.conv2d(algorithm, *to(backend, x, b), problem, bias=True)
-    assert_sq_norms(sq_norms, truth, algorithm, dtype, kind)
-    alone = backend.conv2d(algorithm, *to(backend, x, b), problem, bias=False)
+    alone = backend.norms(algorithm, *to(backend, a, b), problem, bias=False)
     assert torch.equal(alone, sq_norms[:1])
 
 
@@ -92,94 +84,57 @@ each_scale = pytest.mark.parametrize("make_scale", SCALES.values(), ids=SCALES)
 @pytest.mark.grid("backend", "dtype")
 @each_dtype
 @each_scale
-@each_linear
+@each_problem
 def test_scale_weights_the_gradients_and_not_sq_norms(backend, problem, make_scale, dtype):
     a, b, truth = case(problem, dtype, "gaussians")
     scale, weights = make_scale(problem.n, backend.device)
-    fused = backend.linear_fused(*to(backend, a, b), scale, True)
-    _assert_fused(fused, truth, weights, problem.t, dtype)
-
-
-@pytest.mark.grid("backend", "dtype")
-@each_dtype
-@each_scale
-@each_conv2d
-def test_conv2d_scale_weights_the_gradients_and_not_sq_norms(backend, problem, make_scale, dtype):
-    x, b, truth = case(problem, dtype, "gaussians")
-    scale, weights = make_scale(problem.n, backend.device)
-    fused = backend.conv2d_fused(*to(backend, x, b), problem, scale, True)
-    _assert_fused(fused, truth, weights, b[:1, 0].numel(), dtype)
-
-
-def _assert_fused(fused, truth, weights, t, dtype):
-    grad_weight, grad_bias, sq_norms = fused
-    w, terms = weights.double(), t * len(weights)
+    grad_weight, grad_bias, sq_norms = backend.fused(*to(backend, a, b), problem, scale)
+    w, terms = weights.double(), truth.terms[0] * problem.n
     expected = torch.tensordot(w, truth.weight, dims=1)
+    magnitude = torch.tensordot(w.abs(), truth.weight_magnitude, dims=1)
     assert grad_weight.dtype == grad_bias.dtype == dtype
-    assert_gradient(
-        grad_weight, expected, torch.tensordot(w.abs(), truth.weight_magnitude, dims=1), terms
-    )
+    assert_gradient(grad_weight, expected, magnitude, terms)
     assert_gradient(grad_bias, w @ truth.bias, w.abs() @ truth.bias_magnitude, terms)
     assert_sq_norms(sq_norms, truth, "fused", dtype)
 
 
-LAYOUTS = {
-    "contiguous": lambda x: x,
+LAYOUTS = layouts.LAYOUTS | {
     "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
     "sequence_first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "features_outside": lambda x: x.transpose(1, -1).contiguous().transpose(1, -1),
-    "one_sample_expanded": lambda x: x[:1].expand_as(x),
     "one_position_expanded": lambda x: (
         x[:, :, :1].expand_as(x) if x.dim() == 4 else x[:, :1].expand_as(x)
     ),
-    "one_number_expanded": lambda x: x.flatten()[:1].view([1] * x.dim()).expand_as(x),
-    "cut_from_larger": cut_from_larger,
-    "strided_inside": strided_inside,
-    "offset": offset,
 }
-LINEAR_OF_LAYOUTS = [Linear(3, 17, 33, 15), Linear(3, 1, 33, 15), Linear(2, 5, 64, 32)]
-CONV2D_OF_LAYOUTS = [
-    Conv2d(3, 4, 6, (7, 5), (3, 3), (1, 1), (1, 1), (1, 1), 2),
-    Conv2d(2, 8, 16, (6, 6), (3, 3), (1, 1), (1, 1)),
-    Conv2d(2, 8, 16, (6, 6), (1, 1)),
-    Conv2d(3, 4, 4, (9, 8), (3, 2), (2, 1), (1, 0), (1, 2), 4),
-    Conv2d(3, 8, 8, (9, 8), (3, 2), (2, 1), (1, 0), (1, 2), 8),
-]
-each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+OF_LAYOUTS = {
+    "linear": Linear(3, 17, 33, 15),
+    "linear of one position": Linear(3, 1, 33, 15),
+    "linear of whole tiles": Linear(2, 5, 64, 32),
+    "conv2d in groups": Conv2d(3, 4, 6, (7, 5), (3, 3), (1, 1), (1, 1), (1, 1), 2),
+    "conv2d": Conv2d(2, 8, 16, (6, 6), (3, 3), (1, 1), (1, 1)),
+    "conv2d of rows": Conv2d(2, 8, 16, (6, 6), (1, 1)),
+    "conv2d depthwise": Conv2d(3, 4, 4, (9, 8), (3, 2), (2, 1), (1, 0), (1, 2), 4),
+    "conv2d depthwise, as many as to be lanes": Conv2d(
+        3, 8, 8, (9, 8), (3, 2), (2, 1), (1, 0), (1, 2), 8),
+}  # fmt: skip
 
 
 @pytest.mark.grid("backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("float32", "bfloat16"))
-@pytest.mark.parametrize("problem", LINEAR_OF_LAYOUTS)
-@each_layout
-def test_strides_do_not_matter_to_linear(backend, layout, problem, dtype):
-    if layout == "channels_last":
-        pytest.skip("of four dimensions only")
+@pytest.mark.parametrize("problem", OF_LAYOUTS.values(), ids=OF_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_do_not_matter(backend, layout, problem, dtype):
     a, b = problem.operands(dtype, "integers")
+    if layout == "channels_last" and a.dim() != 4:
+        pytest.skip("of four dimensions only")
     laid = LAYOUTS[layout]
     for x, y in ((laid(a), b), (a, laid(b)), (laid(a), laid(b))):
-        truth = linear_truth(x, y)
-        for algorithm in LINEAR_ALGORITHMS:
-            if supports(algorithm, problem.t):
-                sq_norms = backend.linear(algorithm, *to(backend, x, y))
-                assert_sq_norms(sq_norms, truth, algorithm, dtype, "integers")
-        grad_weight = backend.linear_fused(*to(backend, x, y))[0].cpu()
+        truth = truth_of(x, y, problem)
+        for algorithm in algorithms_of(problem):
+            sq_norms = backend.norms(algorithm, *to(backend, x, y), problem)
+            assert_sq_norms(sq_norms, truth, algorithm, dtype, "integers")
+        grad_weight = backend.fused(*to(backend, x, y), problem)[0].cpu()
         assert torch.equal(grad_weight, truth.weight.sum(0).to(dtype))
-
-
-@pytest.mark.grid("backend")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("float32", "bfloat16"))
-@pytest.mark.parametrize("problem", CONV2D_OF_LAYOUTS)
-@each_layout
-def test_strides_do_not_matter_to_conv2d(backend, layout, problem, dtype):
-    x, b = problem.operands(dtype, "integers")
-    x, b = LAYOUTS[layout](x), LAYOUTS[layout](b)
-    truth = conv2d_truth(x, b, problem)
-    for algorithm in CONV2D_ALGORITHMS:
-        sq_norms = backend.conv2d(algorithm, *to(backend, x, b), problem)
-        assert_sq_norms(sq_norms, truth, algorithm, dtype, "integers")
-    grad_weight = backend.conv2d_fused(*to(backend, x, b), problem)[0].cpu()
-    assert torch.equal(grad_weight, truth.weight.sum(0).to(dtype))
 
 
 def _elementwise_arguments(operator, bias):

@@ -7,14 +7,18 @@ patches, normalisations, and the gates of recurrent layers, at sizes off every v
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from attach_oracle import Model, check
+from oracle import DTYPES, Linear, assert_sq_norms, case, linear_truth
 from recurrent_models import CELLS, KINDS, net
 from torch import nn
 
 from torchgradx import ops
+
+pytestmark = pytest.mark.skipif(not ops.NATIVE, reason="the kernels are the extension's")
 
 BUILDS = ["default", "AVX2", "AVX512"]  # as torch names them, in order
 
@@ -65,7 +69,6 @@ def steps(m, x):
     return torch.stack(states, 1)
 
 
-@pytest.mark.skipif(not ops.NATIVE, reason="there are no kernels without the extension")
 @pytest.mark.parametrize("build", BUILDS)
 def test_kernels_built_for_each_processor(build):
     mine = torch.backends.cpu.get_cpu_capability()
@@ -77,6 +80,55 @@ def test_kernels_built_for_each_processor(build):
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-4000:]
     assert run.stdout.split()[0].lower() == build.lower()
+
+
+# The Gram of up to 128 rows: every remainder of a tile and of a vector, nothing beyond the rows
+
+POSITIONS = [2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129]
+WIDTHS = [(1, 3), (4, 2), (5, 8), (7, 15), (16, 17), (31, 32), (33, 64), (255, 256), (257, 600)]
+PROBLEMS = [Linear(2, t, *WIDTHS[k % len(WIDTHS)]) for k, t in enumerate(POSITIONS)] + [
+    Linear(2, 6, i, o) for i, o in WIDTHS
+]
+OPERANDS = ("integers", "gaussians")
+LESSER = {"AVX512": ("avx2", "default"), "AVX2": ("default",)}
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
+
+each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: "x".join(map(str, p)))
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+
+
+@each_dtype
+@each_problem
+def test_a_gram_of_rows_agrees_with_the_oracle(problem, dtype):
+    _, t, i, o = problem
+    for kind in OPERANDS if t * t * i * o < 2**24 else OPERANDS[1:]:  # of integers exact
+        a, b, truth = case(problem, dtype, kind)
+        actual = ops.gram_sq_norms(a, b, True)
+        assert_sq_norms(actual, truth, "gram", dtype, kind)
+
+
+def test_what_an_earlier_gram_left_behind_adds_nothing():
+    large = torch.full((1, 128, 300), float("nan"))
+    ops.gram_sq_norms(large, large, False)
+    a, b = torch.randn(3, 5, 7), torch.randn(3, 5, 9)
+    sq_norms = ops.gram_sq_norms(a, b, True)
+    assert_sq_norms(sq_norms, linear_truth(a, b), "gram", torch.float32)
+
+
+@pytest.mark.parametrize("processor", LESSER.get(CAPABILITY, ()))
+def test_the_builds_for_lesser_processors_agree_too(processor):
+    here = Path(__file__).parent
+    chosen = [f"{here}/test_processors.py", f"{here}/test_ops.py"]
+    which = (
+        "(gram_of_rows or (norms_agree and linear) or behind) and not emulated and not reference"
+    )
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, "-k", which],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": processor, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backends import CONV2D_ALGORITHMS, LINEAR_ALGORITHMS, set_threads, supports, to
+from backends import (
+    CONV2D_ALGORITHMS,
+    LINEAR_ALGORITHMS,
+    algorithms_of,
+    set_threads,
+    supports,
+    to,
+)
 from oracle import Conv2d, Linear, assert_sq_norms, case, conv2d_truth, linear_truth
 
 # Every way to norms, as (operands, norms of operands): the properties hold of each.
@@ -31,21 +38,17 @@ def operands(way, kind="gaussians"):
 def norms(backend, way, a, b):
     """sq_norms [2, N]"""
     layer, algorithm = way
-    a, b = to(backend, a, b)
-    if layer in PROBLEMS:
-        return backend.conv2d(algorithm, a, b, PROBLEMS[layer]).cpu()
-    return backend.linear(algorithm, a, b).cpu()
+    return backend.norms(algorithm, *to(backend, a, b), PROBLEMS.get(layer)).cpu()
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_repeated_weight_gradients_are_bitwise_equal(backend, count, threads):
     set_threads(backend, threads, count)
-    linear = to(backend, *Linear(9, 33, 65, 130).operands(torch.float32, "gaussians"))
-    images = {p: to(backend, *p.operands(torch.float32, "gaussians")) for p in PROBLEMS.values()}
+    problems = Linear(9, 33, 65, 130), *PROBLEMS.values()
+    given = {p: to(backend, *p.operands(torch.float32, "gaussians")) for p in problems}
 
     def gradients():
-        convolved = [backend.conv2d_fused(*images[p], p)[0] for p in images]
-        return [backend.linear_fused(*linear)[0], *convolved]
+        return [backend.fused(*given[p], p)[0] for p in problems]
 
     first = gradients()
     for _ in range(5):
@@ -72,15 +75,10 @@ def test_any_number_of_threads_is_right(backend, problem, count, threads):
     a, b, truth = case(problem, torch.float32, "integers")
     a, b = to(backend, a, b)
     scale = torch.arange(problem.n, dtype=torch.float32, device=backend.device) - 3
-    if isinstance(problem, Linear):
-        ways = [way for way in LINEAR_ALGORITHMS if supports(way, problem.t)]
-        each = {way: backend.linear(way, a, b) for way in ways}
-        grad_weight, grad_bias, _ = backend.linear_fused(a, b, scale)
-    else:
-        each = {way: backend.conv2d(way, a, b, problem) for way in CONV2D_ALGORITHMS}
-        grad_weight, grad_bias, _ = backend.conv2d_fused(a, b, problem, scale)
-    for way, sq_norms in each.items():
+    for way in algorithms_of(problem):
+        sq_norms = backend.norms(way, a, b, problem)
         assert_sq_norms(sq_norms, truth, way, torch.float32, "integers")
+    grad_weight, grad_bias, _ = backend.fused(a, b, problem, scale)
     weights = scale.cpu().double()
     expected = torch.tensordot(weights, truth.weight, dims=1)
     assert torch.equal(grad_weight.cpu().double(), expected)
@@ -112,7 +110,7 @@ def test_squares_below_float32s_range_still_add_up(backend, algorithm):
     """90 000 squares of 2.5 times float32's smallest number: rounded one by one, 2 or 3 of it."""
     t = 2 if supports(algorithm, 2) else 1
     a, b = torch.ones(2, t, 300), torch.full((2, t, 300), (2.5 * 2.0**-149) ** 0.5 / t)
-    sq_norms = backend.linear(algorithm, *to(backend, a, b))[0].cpu().double()
+    sq_norms = backend.norms(algorithm, *to(backend, a, b))[0].cpu().double()
     expected = linear_truth(a, b).sq_norms()[0]
     torch.testing.assert_close(sq_norms, expected, rtol=1e-4, atol=0)
 
@@ -124,7 +122,7 @@ def test_the_squares_of_a_long_row_may_leave_float32s_range(backend, exponent):
     a[0] *= 2.0**exponent
     a[1, 0, 300] *= 2.0**exponent
     b = torch.randn(3, 1, 650) * 2.0 ** -max(exponent, 0)
-    sq_norms = backend.linear("rank1", *to(backend, a, b))[0].cpu().double()
+    sq_norms = backend.norms("rank1", *to(backend, a, b))[0].cpu().double()
     expected = linear_truth(a, b).sq_norms()[0]
     torch.testing.assert_close(sq_norms, expected, rtol=1e-6, atol=0)
 
@@ -133,7 +131,7 @@ def test_the_squares_of_a_long_row_may_leave_float32s_range(backend, exponent):
 def test_so_do_a_depthwise_convolutions(backend, algorithm):
     problem = Conv2d(2, 8, 8, (18, 18), (18, 18), groups=8)
     x, b = torch.ones(2, 8, 18, 18), torch.full((2, 8, 1, 1), (2.5 * 2.0**-149) ** 0.5)
-    sq_norms = backend.conv2d(algorithm, *to(backend, x, b), problem)[0].cpu().double()
+    sq_norms = backend.norms(algorithm, *to(backend, x, b), problem)[0].cpu().double()
     expected = conv2d_truth(x, b, problem).sq_norms()[0]
     torch.testing.assert_close(sq_norms, expected, rtol=1e-4, atol=0)
 
@@ -155,7 +153,7 @@ def test_a_gram_that_cancels_is_noticed(backend, rows, dtype):
     rho = share[0] / share[1]
     assert bool((rho < 1e-4).all()), f"nothing cancels: {rho}"
     a, b = to(backend, a, b)
-    assert_sq_norms(backend.linear("gram", a, b), truth, "direct", dtype)
+    assert_sq_norms(backend.norms("gram", a, b), truth, "direct", dtype)
 
 
 def test_a_conv2d_gram_that_cancels_is_noticed(backend):
@@ -165,7 +163,7 @@ def test_a_conv2d_gram_that_cancels_is_noticed(backend):
     b = b[:, :, :1, :1] * torch.tensor([1.0, -1.0]).repeat(18).view(6, 6)
     truth = conv2d_truth(x, b, problem)
     x, b = to(backend, x, b)
-    assert_sq_norms(backend.conv2d("gram", x, b, problem), truth, "direct", torch.float32)
+    assert_sq_norms(backend.norms("gram", x, b, problem), truth, "direct", torch.float32)
 
 
 def test_half_operands_accumulate_in_float32(backend):
@@ -173,7 +171,7 @@ def test_half_operands_accumulate_in_float32(backend):
     for dtype in (torch.bfloat16, torch.float16):
         a, b = to(backend, *torch.ones(2, 1, 2051, 1, dtype=dtype))
         for algorithm in ("gram", "direct", "fused"):
-            assert backend.linear(algorithm, a, b).tolist() == [[2051.0**2], [2051.0**2]]
+            assert backend.norms(algorithm, a, b).tolist() == [[2051.0**2], [2051.0**2]]
 
 
 def test_large_half_operands_do_not_overflow(backend):
@@ -181,4 +179,4 @@ def test_large_half_operands_do_not_overflow(backend):
     a, b = to(backend, *torch.full((2, 1, 4, 8), 300.0, dtype=torch.float16))
     for algorithm in ("gram", "direct", "fused"):
         expected = 64 * (4 * 300.0**2) ** 2
-        assert backend.linear(algorithm, a, b)[0].tolist() == [pytest.approx(expected, rel=1e-6)]
+        assert backend.norms(algorithm, a, b)[0].tolist() == [pytest.approx(expected, rel=1e-6)]

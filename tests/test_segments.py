@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from attach_oracle import Model, refusal
-from segment_models import CASES, GPT, Case, D, DeepSet, spread
+from attach_oracle import Model, close_named, refusal
+from segment_models import CASES, GPT, Case, D, DeepSet, Packed, spread
 from torch import nn
 from torch.nn import functional as F
 
@@ -39,13 +39,6 @@ def norms_of(gradients):
     return {name: g.flatten(1).norm(dim=1) for name, g in gradients.items()}
 
 
-def agree(got, want, rtol):
-    whole = torch.stack([v.square() for v in want.values()]).sum(0).sqrt()
-    for name, norms in want.items():
-        off = (got[name].double() - norms).abs() / whole.clamp_min(1e-300)
-        assert float(off.max()) <= rtol, (name, got[name], norms)
-
-
 def step(model, case):
     """A training step's backward: the mean over samples of each one's own loss."""
     model.zero_grad()
@@ -65,7 +58,7 @@ def test_norms_are_those_of_single_samples_in_every_step(name, mode):
             step(model, case)
             norms = probe.norms(per="parameter")
             assert probe.norms().shape == (case.n,)
-            agree(norms, norms_of(want), 1e-9)
+            close_named(norms, norms_of(want))
             if mode != "norms":
                 for key, p in model.named_parameters():
                     torch.testing.assert_close(p.grad, want[key].mean(0), rtol=1e-9, atol=1e-12)
@@ -119,7 +112,7 @@ def test_autocast(name):
                     gradients = loop(model, case, case.loss_of_one)
                 step(model, case)
             want = norms_of({name: g.double() for name, g in gradients.items()})
-            agree(probe.norms(per="parameter"), want, 6e-2)
+            close_named(probe.norms(per="parameter"), want, 6e-2)
 
 
 def test_two_passes_and_no_row_of_a_sample():
@@ -148,7 +141,7 @@ def test_two_forwards_of_the_same_samples():
             with probe.same_samples():
                 losses = [case.loss(case.batch(model), case.y) for case in cases]
             sum(losses).backward()
-            agree(probe.norms(per="parameter"), want, 1e-9)
+            close_named(probe.norms(per="parameter"), want)
 
 
 def test_rows_of_very_unequal_samples_are_not_padded():
@@ -220,7 +213,7 @@ def test_rows_of_one_document_each_prove_nothing_of_rows_of_several():
             if len(rows[0]) > 1:
                 refusal(probe, "fed by several samples")
             else:
-                agree(probe.norms(per="parameter"), want, 1e-9)
+                close_named(probe.norms(per="parameter"), want)
 
 
 def test_outputs_of_rows_are_not_those_of_as_many_documents():
@@ -270,3 +263,105 @@ def test_a_model_without_sample_ids_is_as_before():
         out = model(x, torch.arange(5).expand(3, 5))
         F.cross_entropy(out.flatten(0, 1), x.flatten()).backward()
         assert probe.norms().shape == (3,)
+
+
+# What reads their norms: grad_norms, verify, NoiseScale, explain()
+
+
+def drawn(name, sizes, seed=0):
+    torch.manual_seed(seed)
+    case = CASES[name][0]()
+    return case.model().to(DOUBLE), case.draw(sizes, torch.Generator().manual_seed(seed))
+
+
+def test_grad_norms_and_verify():
+    model, case = drawn("graphs", [3, 4, 2])
+    inputs = {"x": case.x, "edges": case.edges, "ids": case.ids, "n": case.n}
+    want = norms_of(loop(model, case, case.loss_of_one))
+    got = torchgradx.grad_norms(
+        model, F.cross_entropy, inputs, case.y, per="parameter", sample_ids=ids_of
+    )
+    for name, norms in want.items():
+        torch.testing.assert_close(got[name].double(), norms, rtol=1e-9, atol=1e-12)
+    report = torchgradx.verify(model, F.cross_entropy, inputs, case.y, sample_ids=ids_of)
+    assert report.agrees
+    for name, norms in want.items():
+        torch.testing.assert_close(report.loop[name], norms, rtol=1e-9, atol=1e-12)
+
+
+def test_a_mean_over_all_tokens_with_token_weights():
+    model, case = drawn("packed", [[3, 4, 2]])
+    inputs = {"tokens": case.x, "positions": case.at, "ids": case.ids}
+    y = torch.cat(case.y)
+    options = {
+        "sample_ids": ids_of,
+        "loss_reduction": "sum",
+        "loss_scale": torchgradx.token_weights(y, sample_ids=case.ids.flatten()),
+    }
+
+    def loss(out, y):
+        return F.cross_entropy(out.flatten(0, 1), y)
+
+    want = norms_of(loop(model, case, case.loss_of_one))
+    got = torchgradx.grad_norms(model, loss, inputs, y, per="parameter", **options)
+    for name, norms in want.items():
+        torch.testing.assert_close(got[name].double(), norms, rtol=1e-9, atol=1e-12)
+    assert torchgradx.verify(model, loss, inputs, y, **options).agrees
+
+
+def test_verify_finds_documents_that_see_each_other():
+    model, case = drawn("packed", [[3, 4, 2]])
+    inputs = {"tokens": case.x, "positions": case.at, "ids": case.ids, "joins": True}
+    y = torch.cat(case.y)
+
+    def loss(out, y):
+        return F.cross_entropy(out.flatten(0, 1), y, reduction="sum")
+
+    options = {"sample_ids": ids_of, "loss_reduction": "sum", "check": "off"}
+    with pytest.raises(torchgradx.VerificationError):
+        torchgradx.verify(model, loss, inputs, y, **options)
+
+
+def test_score_takes_items_alone():
+    data = [(torch.zeros(4), 0)] * 2
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    with pytest.raises(ValueError, match="score gives one number for each item"):
+        torchgradx.score(nn.Linear(4, 3), F.cross_entropy, loader, sample_ids=ids_of)
+
+
+def test_explain_and_the_noise_scale():
+    model, case = drawn("packed", [[3, 4, 2], [4, 5]])
+    scale = torchgradx.NoiseScale()
+    with torchgradx.attach(model, sample_ids=ids_of) as probe:
+        for _ in range(3):
+            step(model, case)
+            scale.update(probe)
+        assert "rows by sample_ids" in probe.explain()
+    assert scale.critical_batch_size is not None
+
+
+def test_mixing_that_zeros_hide_is_refused_once_it_shows():
+    """A residual branch of zeros, as of an adapter, that turns the documents of a row around."""
+
+    class Turning(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gpt, self.b = GPT(tied=False), nn.Linear(23, 23, bias=False)
+            nn.init.zeros_(self.b.weight)
+
+        def forward(self, tokens, positions, ids):
+            out = self.gpt(tokens, positions, ids)
+            return out + self.b(out.flip(1))
+
+    model = Turning().to(DOUBLE)
+    with torchgradx.attach(model, sample_ids=ids_of) as probe:
+        for k in range(3):
+            case = Packed().draw([[3, 3, 3]], torch.Generator().manual_seed(k))
+            model.zero_grad()
+            out = model(case.x, case.at, ids=case.ids)
+            case.loss(out, case.y).backward()
+            if k:
+                refusal(probe, "fed by several samples")
+            probe.reset()
+            with torch.no_grad():
+                model.b.weight.normal_()

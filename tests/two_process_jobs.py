@@ -1,5 +1,5 @@
-"""Jobs in two gloo processes on the CPU, held against one process. Run by test_jobs_distributed.py,
-once for all."""
+"""Jobs in two gloo processes on the CPU, held against one process. Run by
+test_attach_distributed.py, once for all."""
 
 import itertools
 import os
@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
-from two_processes import outcomes_of
 
 import torchgradx
 
@@ -255,17 +254,10 @@ SCENARIOS = {
 }
 
 
-def _table(rank, folder):
-    return {
-        name: partial(scenario, _made(Path(folder) / f"of {k}"))
-        for k, (name, scenario) in enumerate(SCENARIOS.items())
-    }
+def scenarios(rank, folder):
+    def run(scenario, number):
+        made = Path(folder) / f"of {number}"
+        made.mkdir(exist_ok=True)
+        scenario(made)
 
-
-def _made(folder):
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
-def outcomes(folder):
-    return outcomes_of(_table, folder)
+    return {name: partial(run, scenario, k) for k, (name, scenario) in enumerate(SCENARIOS.items())}

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from attach_oracle import close_named, loop, refusal, square
+from attach_oracle import close_named, joined, loop, refusal, square
 from clip_oracle import bounded, gradients, norms_of, same, weighted
 from counters import Counter
 from torch import nn
@@ -166,9 +166,8 @@ def accumulation(options):
             with wrapped.no_sync():
                 (square(wrapped, x) / total).backward()
         (square(wrapped, batches[-1]) / total).backward()
-        want = [loop(single, square, x) for x in batches]
-        whole = {name: torch.cat([w[name] for w in want]) for name in want[0]}
-        close_named(probe.norms(per="parameter"), whole)
+        want = joined([loop(single, square, x) for x in batches])
+        close_named(probe.norms(per="parameter"), want)
 
 
 def half_precision(options):
@@ -266,7 +265,7 @@ def a_sharded_layer_is_left_as_it_was():
 
 
 # ---- The table -----------------------------------------------------------------------------------
-def scenarios(rank):
+def _table(rank):
     """{name: (what to run, *its arguments)}"""
     table = {}
 
@@ -292,15 +291,6 @@ def scenarios(rank):
         ("fused", "beside"), kind(reentrant=True))  # fmt: skip
     add("DDP, recurrent", ddp(), ("before", "outside"), ("fused",), kind(extra=True))
     add("FSDP", sharded(), ("before", "inside"), counted=True)
-    add(
-        "FSDP, kept gathered",
-        sharded(reshard_after_forward=False),
-        ("before", "inside"),
-        ("fused",),
-    )
-    for name, reentrant in (("checkpointed", False), ("checkpointed reentrantly", True)):
-        add(f"FSDP, {name}", sharded(), ("before", "inside"), few,
-            kind(reentrant=reentrant))  # fmt: skip
     add("FSDP, recurrent", sharded(), ("before", "inside"), few, kind(extra=True),
         shapes=((5, T),) * 2)  # fmt: skip
     # What the root multiplies is as wide as there are samples, and it cannot be run again.
@@ -337,8 +327,8 @@ def scenarios(rank):
     return table
 
 
-def _table(rank, folder):
-    return {name: _bound(*entry) for name, entry in scenarios(rank).items()}
+def scenarios(rank, folder):
+    return {name: _bound(*entry) for name, entry in _table(rank).items()}
 
 
 def _bound(run, *arguments):
@@ -362,10 +352,6 @@ def _work(rank, table, folder):
         torch.save(outcomes, f"{folder}/{rank}")
         dist.barrier()
     os._exit(0)  # gloo's threads do not always survive an orderly exit
-
-
-def outcomes(folder):
-    return outcomes_of(_table, folder)
 
 
 def outcomes_of(table, folder):

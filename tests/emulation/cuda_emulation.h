@@ -38,7 +38,7 @@ struct Site {  // of a synchronisation in the kernel's source
 };
 
 void barrier(Site site);
-void grid_barrier(Site site);
+void grid_barrier(Site site = Site::here());
 void warp_barrier(unsigned mask, Site site);
 
 // A rendezvous of the whole warp: every lane hands in `bytes` bytes, the last to arrive runs `combine`, if any, over

@@ -6,9 +6,10 @@ import contextlib
 import ctypes
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from emulation import build
 
@@ -44,49 +45,36 @@ class Emulator:
                 self.c.cuda_emulation_forget(address)
 
     @contextlib.contextmanager
-    def order(self, name: str, seed: int = 7) -> Iterator[None]:
-        self.c.cuda_emulation_order(ORDERS[name], seed)
+    def _within(self, function: Callable[..., None], on: Any, off: Any) -> Iterator[None]:
+        function(*on)
         try:
             yield
         finally:
-            self.c.cuda_emulation_order(ORDERS["forward"], 0)
+            function(*off)
 
-    @contextlib.contextmanager
-    def unchecked(self) -> Iterator[None]:
+    def _flag(self, name: str) -> contextlib.AbstractContextManager[None]:
+        flag = ctypes.c_bool.in_dll(self.c, f"cuda_emulation_{name}")
+        return self._within(lambda value: setattr(flag, "value", value), [True], [False])
+
+    def order(self, name: str, seed: int = 7) -> contextlib.AbstractContextManager[None]:
+        forward = ORDERS["forward"], 0
+        return self._within(self.c.cuda_emulation_order, (ORDERS[name], seed), forward)
+
+    def unchecked(self) -> contextlib.AbstractContextManager[None]:
         """Without the check of every access: several times faster, for large problems."""
-        self.c.cuda_emulation_check(0)
-        try:
-            yield
-        finally:
-            self.c.cuda_emulation_check(1)
+        return self._within(self.c.cuda_emulation_check, [0], [1])
 
-    @contextlib.contextmanager
-    def dry(self) -> Iterator[None]:
+    def dry(self) -> contextlib.AbstractContextManager[None]:
         """Launches do nothing: for what a call allocates, at any size."""
-        self.c.cuda_emulation_dry(1)
-        try:
-            yield
-        finally:
-            self.c.cuda_emulation_dry(0)
+        return self._within(self.c.cuda_emulation_dry, [1], [0])
 
-    @contextlib.contextmanager
-    def multiprocessors(self, count: int) -> Iterator[None]:
+    def multiprocessors(self, count: int) -> contextlib.AbstractContextManager[None]:
         """A device of so many; few by default, so that small problems are split too."""
-        self.c.cuda_emulation_multiprocessors(count)
-        try:
-            yield
-        finally:
-            self.c.cuda_emulation_multiprocessors(5)
+        return self._within(self.c.cuda_emulation_multiprocessors, [count], [5])
 
-    @contextlib.contextmanager
-    def hopper(self) -> Iterator[None]:
+    def hopper(self) -> contextlib.AbstractContextManager[None]:
         """A Hopper processor: with its shared memory, and kernels that are for it alone."""
-        flag = ctypes.c_bool.in_dll(self.c, "cuda_emulation_sm90")
-        flag.value = True
-        try:
-            yield
-        finally:
-            flag.value = False
+        return self._flag("sm90")
 
     def launches(self, name: str = "") -> int:
         """So far, of kernels whose names contain that."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from emulation import build
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -14,6 +16,12 @@ class Mutant:
     old: str
     new: str
     layer: str = "linear"  # or conv2d, batched, affine, gather, hopper: whose problems see it
+
+
+def file_of(text: str, pattern: str) -> str:
+    """Whichever of a kernel's files has it: its parts move between them."""
+    files = sorted(build.KERNELS.glob(pattern))
+    return next((file.name for file in files if text in file.read_text()), files[0].name)
 
 
 def planted_in(*place: str | list[tuple[str, str, str]]) -> list[Mutant]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from emulation import build
-from emulation.mutant import Mutant
+from emulation.mutant import Mutant, file_of
 
 BARRIER = "__syncthreads();\n"
 PLANTED = [  # name, text, what takes its place
@@ -40,11 +39,7 @@ PLANTED = [  # name, text, what takes its place
 ]  # fmt: skip
 
 
-def _file_of(text: str) -> str:
-    return "planes.cuh" if text in (build.KERNELS / "planes.cuh").read_text() else "planes.cu"
-
-
 MUTANTS = [
-    Mutant(f"planes: {name}", _file_of(old), "planes", "bfloat16", old, new, "planes")
+    Mutant(f"planes: {name}", file_of(old, "planes.cu*"), "planes", "bfloat16", old, new, "planes")
     for name, old, new in PLANTED
 ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from emulation import build
-from emulation.mutant import Mutant
+from emulation.mutant import Mutant, file_of
 
 PLANTED = [  # name, text, what takes its place
     # Barriers and phases
@@ -119,13 +118,7 @@ PLANTED = [  # name, text, what takes its place
 ]  # fmt: skip
 
 
-def _file_of(text: str) -> str:
-    """Whichever of the kernel's files has it: its parts move between them."""
-    files = sorted(build.KERNELS.glob("*sm90*"))
-    return next((file.name for file in files if text in file.read_text()), files[0].name)
-
-
 MUTANTS = [
-    Mutant(f"hopper: {name}", _file_of(old), "direct_sm90", "bfloat16", old, new, "hopper")
+    Mutant(f"hopper: {name}", file_of(old, "*sm90*"), "direct_sm90", "bfloat16", old, new, "hopper")
     for name, old, new in PLANTED
 ]

@@ -6,10 +6,9 @@ are copied into it, read-only; results and workspaces are what the binding alloc
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,15 +54,9 @@ class Operators(Emulator):
         stack.enter_context(self.buffers((flat.data_ptr(), bytes_, False)))
         return flat.as_strided(x.shape, x.stride())
 
-    @contextmanager
-    def batched(self) -> Iterator[None]:
+    def batched(self) -> AbstractContextManager[None]:
         """With the framework's batched products wherever a GPU would have them."""
-        flag = ctypes.c_bool.in_dll(self.c, "cuda_emulation_batched")
-        flag.value = True
-        try:
-            yield
-        finally:
-            flag.value = False
+        return self._flag("batched")
 
     def allocated(self) -> int:
         """Bytes that the last call took for its results and workspace."""

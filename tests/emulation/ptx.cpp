@@ -132,7 +132,7 @@ void copy_async(void* shared, const void* global, size_t bytes, int valid_bytes)
   mine().open.push_back({shared, global, bytes, size_t(valid_bytes)});
 }
 
-void copy_async_commit() {
+void cp_async_commit() {
   mine().groups.push_back(std::move(mine().open));
   mine().open.clear();
 }
@@ -173,7 +173,7 @@ void mma_float16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], 
   mma(d, a, b, site, multiply_halves<decode_float16>);
 }
 
-void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site) {
+void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site) {
   for (const uint32_t bits : {a[0], a[1], a[2], a[3], b[0], b[1]})
     if (bits & 0x1fffu && (bits & 0x7f800000u) != 0x7f800000u)
       report("mma of tf32: %a did not go through to_tf32", double(__uint_as_float(bits)));

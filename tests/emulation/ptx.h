@@ -7,12 +7,12 @@
 namespace cuda_emulation {
 
 void copy_async(void* shared, const void* global, size_t bytes, int valid_bytes);
-void copy_async_commit();
+void cp_async_commit();
 void copy_async_wait(size_t left);
 void load_matrices(uint32_t (&r)[4], const void* row, bool transposed, Site site);
 void mma_bfloat16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site);
 void mma_float16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site);
-void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site);
+void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site = Site::here());
 float decode_bfloat16(uint32_t bits);
 float decode_float16(uint32_t bits);
 
@@ -20,6 +20,8 @@ float decode_float16(uint32_t bits);
 
 namespace torchgradx::cuda {
 
+using cuda_emulation::cp_async_commit;
+using cuda_emulation::mma_m16n8k8_tf32;
 using cuda_emulation::Site;
 
 inline void cp_async_16(void* shared, const void* global, int valid_bytes = 16) {
@@ -32,10 +34,6 @@ inline void cp_async_8(void* shared, const void* global, int valid_bytes = 8) {
 
 inline void cp_async_4(void* shared, const void* global, int valid_bytes = 4) {
   cuda_emulation::copy_async(shared, global, 4, valid_bytes);
-}
-
-inline void cp_async_commit() {
-  cuda_emulation::copy_async_commit();
 }
 
 template <int left>
@@ -65,10 +63,6 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
 inline uint32_t to_tf32(float value) {
   const uint32_t bits = __float_as_uint(value);
   return (bits & 0x7f800000u) == 0x7f800000u ? bits : (bits + 0x1000u) & ~0x1fffu;
-}
-
-inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site = Site::here()) {
-  cuda_emulation::mma_tf32(d, a, b, site);
 }
 
 }  // namespace torchgradx::cuda

@@ -11,18 +11,18 @@
 namespace cuda_emulation {
 
 uint32_t shared_address(const void* shared);
-void barrier_init(uint64_t* barrier, uint32_t arrivals, Site site);
+void barrier_init(uint64_t* barrier, uint32_t arrivals, Site site = Site::here());
 void barrier_init_fence();
-void barrier_expect(uint64_t* barrier, uint32_t bytes, Site site);
-void barrier_arrive(uint64_t* barrier, Site site);
-void barrier_wait(uint64_t* barrier, uint32_t parity, Site site);
+void barrier_expect(uint64_t* barrier, uint32_t bytes, Site site = Site::here());
+void barrier_arrive(uint64_t* barrier, Site site = Site::here());
+void barrier_wait(uint64_t* barrier, uint32_t parity, Site site = Site::here());
 void fence_async_shared();
 void copy_box(void* shared, const CUtensorMap& map, uint64_t* barrier, const int (&at)[4], Site site);
 
 enum class Half { bfloat16, float16 };
 void wgmma(float* d, int columns, Half half, uint64_t of_a, uint64_t of_b, bool adds, Site site);
-void wgmma_fence(Site site);
-void wgmma_commit(Site site);
+void wgmma_fence(Site site = Site::here());
+void wgmma_commit(Site site = Site::here());
 void wgmma_wait(int left, Site site);
 void change_registers(int registers, bool more, Site site);
 
@@ -31,9 +31,16 @@ void change_registers(int registers, bool more, Site site);
 namespace torchgradx::cuda {
 
 using TensorMap = CUtensorMap;
+using cuda_emulation::barrier_arrive;
+using cuda_emulation::barrier_expect;
+using cuda_emulation::barrier_init;
 using cuda_emulation::barrier_init_fence;
+using cuda_emulation::barrier_wait;
 using cuda_emulation::fence_async_shared;
+using cuda_emulation::grid_barrier;
 using cuda_emulation::shared_address;
+using cuda_emulation::wgmma_commit;
+using cuda_emulation::wgmma_fence;
 
 template <class... Parameters, class... Arguments>
 cudaError_t launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,
@@ -41,37 +48,9 @@ cudaError_t launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block
   return launch_emulated(true, kernel, grid, block, shared_bytes, arguments...);
 }
 
-inline void grid_barrier(Site site = Site::here()) {
-  cuda_emulation::grid_barrier(site);
-}
-
-inline void barrier_init(uint64_t* barrier, uint32_t arrivals, Site site = Site::here()) {
-  cuda_emulation::barrier_init(barrier, arrivals, site);
-}
-
-inline void barrier_expect(uint64_t* barrier, uint32_t bytes, Site site = Site::here()) {
-  cuda_emulation::barrier_expect(barrier, bytes, site);
-}
-
-inline void barrier_arrive(uint64_t* barrier, Site site = Site::here()) {
-  cuda_emulation::barrier_arrive(barrier, site);
-}
-
-inline void barrier_wait(uint64_t* barrier, uint32_t parity, Site site = Site::here()) {
-  cuda_emulation::barrier_wait(barrier, parity, site);
-}
-
 inline void copy_box(void* shared, const TensorMap& map, uint64_t* barrier, int x0, int x1, int x2, int x3,
                      Site site = Site::here()) {
   cuda_emulation::copy_box(shared, map, barrier, {x0, x1, x2, x3}, site);
-}
-
-inline void wgmma_fence(Site site = Site::here()) {
-  cuda_emulation::wgmma_fence(site);
-}
-
-inline void wgmma_commit(Site site = Site::here()) {
-  cuda_emulation::wgmma_commit(site);
 }
 
 template <int left>
