@@ -315,7 +315,7 @@ class SegmentExaminer:
                 layouts[k] = made[key]
         shown = [True] * len(uses)
         if new and (n > 1 or padded) and self._options["check"] != "off":
-            shown = self._prove(n, uses, owned, heads, layouts, sites)
+            shown = self._prove(run, uses, owned, heads, layouts, sites)
         for k, (site, *_) in enumerate(uses):
             layout = layouts[k]
             if isinstance(layout, str):
@@ -329,7 +329,7 @@ class SegmentExaminer:
 
     def _prove(
         self,
-        n: int,
+        run: Any,
         uses: Sequence[Any],
         owned: Sequence[Owned | None],
         heads: Sequence[tuple[Tensor, Tensor]],
@@ -342,7 +342,7 @@ class SegmentExaminer:
                     samples=None if o is None else o.owners)
             for (_, _, node, number), o in zip(uses, owned, strict=True)
         ]  # fmt: skip
-        findings = Seeding(heads, watched, n + 1, self._unspent).prove()
+        findings = Seeding(heads, watched, run.n + 1, self._unspent, not run.in_graph).prove()
         shown = []
         for k, (_, sizes, _, _) in enumerate(uses):
             layout = None if findings is None else findings[k].layout
