@@ -354,9 +354,10 @@ def in_order(outputs: Iterable[Tensor]) -> list[Any]:
 
 
 def is_python(node: Any, compiled: bool = False) -> bool:
-    """Return whether a backward may do what it likes. compiled: that of a compiled part does not."""
+    """Return whether a backward may do what it likes; compiled: but for that of compiled parts."""
     pure = ["FlexAttentionAutogradOpBackward"] + ["CompiledFunctionBackward"] * compiled
-    return isinstance(node, torch.autograd.function.BackwardCFunction) and node.name() not in pure
+    own = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return own and str(node.name()) not in pure
 
 
 def _is_half(node: Any) -> bool:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["SegmentExaminer", "rows_of", "segments_from"]
 
 # Rows of a sequence's or an image's neighbours are not the model's rows.
-SERVED = ("linear", "transposed linear", "embedding", "layernorm", "rmsnorm", "prelu", "vmap")
+SERVED = ("linear", "transposed linear", "geometric linear", "embedding", "layernorm", "rmsnorm",
+          "prelu", "vmap")  # fmt: skip
 FEW = 16  # runs of samples whose rows stay where they are: more of them are sorted by length
 ROUTED = ("mixes", "not_found", "unproven")
 NONE = Verdict([], [], None, True, [], [])
