@@ -40,6 +40,7 @@ GPT = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 128,
 LLAMA = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4,
          "num_attention_heads": 4}  # fmt: skip
 GROUPED = LLAMA | {"num_key_value_heads": 2, "head_dim": 64}
+MIXTRAL = GROUPED | {"intermediate_size": 256, "num_local_experts": 4, "num_experts_per_tok": 2}
 BERT = LLAMA | {"intermediate_size": 1024, "hidden_dropout_prob": 0.0,
                 "attention_probs_dropout_prob": 0.0}  # fmt: skip
 T5 = {"d_model": 256, "d_kv": 64, "d_ff": 688, "num_layers": 3, "num_heads": 4,
@@ -51,13 +52,24 @@ class Example(NamedTuple):
     model: nn.Module
     inputs: dict[str, Tensor]  # by keyword; of an image model, "" alone
     targets: Tensor  # [N] or [N, T]
+    ids: Tensor | None = None  # [B, T] of packed documents; the loss is a mean over them
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of attach()."""
+        return {} if self.ids is None else {"sample_ids": lambda args, kwargs: self.ids}
 
     def step(self, model: nn.Module) -> None:
         inputs = dict(self.inputs)
         image = inputs.pop("", None)
         out = model(**inputs) if image is None else model(image)
         out = getattr(out, "logits", out)
-        loss = F.cross_entropy(out.flatten(0, -2), self.targets.flatten())
+        if self.ids is None:
+            loss = F.cross_entropy(out.flatten(0, -2), self.targets.flatten())
+        else:
+            each = F.cross_entropy(out.flatten(0, -2), self.targets.flatten(), reduction="none")
+            counts = self.ids.flatten().bincount()
+            loss = (each / counts[self.ids.flatten()]).sum() / len(counts)
         model.zero_grad()
         loss.backward()
 
@@ -74,6 +86,17 @@ def text(kind: str, config: dict[str, Any], n: int = 8, t: int = 128) -> Example
     if kind.startswith("T5"):
         inputs["decoder_input_ids"] = torch.randint(3, VOCABULARY, (n, t))
     return Example(model, inputs, ids if "Classification" not in kind else ids[:, 0] % 2)
+
+
+def packed(lengths: tuple[int, ...] = (32, 64, 96, 128, 128, 160, 192, 224)) -> Example:
+    """GPT-2 on documents in one row: a block-diagonal mask, positions that restart."""
+    config = GPT | {"n_positions": max(lengths)}
+    example = text("GPT2LMHeadModel", config, 1, sum(lengths))
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    at = torch.cat([torch.arange(length) for length in lengths])[None]
+    mask = (ids[:, :, None] == ids[:, None, :]).tril()[:, None]
+    inputs = example.inputs | {"position_ids": at, "attention_mask": mask}
+    return example._replace(inputs=inputs, ids=ids)
 
 
 def adapted(**options: Any) -> Example:
@@ -104,6 +127,8 @@ MODELS: dict[str, tuple[str, Callable[[], Example]]] = {
     "Llama": ("transformers", lambda: text("LlamaForCausalLM", LLAMA)),
     "Gemma 3": ("transformers", lambda: text("Gemma3ForCausalLM", GROUPED)),
     "Qwen 3": ("transformers", lambda: text("Qwen3ForCausalLM", GROUPED)),
+    "GPT-2, packed": ("transformers", packed),
+    "Mixtral": ("transformers", lambda: text("MixtralForCausalLM", MIXTRAL)),
     "T5": ("transformers", lambda: text("T5ForConditionalGeneration", T5, t=64)),
     "Mamba": ("transformers", lambda: text(
         "MambaForCausalLM", {"hidden_size": 128, "num_hidden_layers": 4}, n=4, t=64)),
@@ -169,7 +194,7 @@ def rivals_of(
 def peak(name: str, norms: bool) -> dict[str, Any]:
     """Return the peak of a process, in MiB, that takes three steps."""
     example = MODELS[name][1]()
-    probe = torchgradx.attach(example.model) if norms else None
+    probe = torchgradx.attach(example.model, **example.options) if norms else None
     for _ in range(3):
         example.step(example.model)
         if probe is not None:
@@ -192,13 +217,13 @@ def measured(name: str) -> dict[str, Any]:
         probe.norms()
         sgd[ours].step()
 
-    with torchgradx.attach(twin, check="samples") as probe:
+    with torchgradx.attach(twin, check="samples", **example.options) as probe:
         example.step(twin)
         want = probe.norms()
     steps, said = rivals_of(example, want)
     plain()
     plain()
-    probe = torchgradx.attach(ours)
+    probe = torchgradx.attach(ours, **example.options)
     start = time.perf_counter()
     with_norms()
     first = time.perf_counter() - start

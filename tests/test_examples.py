@@ -132,6 +132,22 @@ def test_a_transformers_layers_have_all_of_its_gradient(tmp_path):
     assert (tmp_path / "transformer_layers.png").stat().st_size > 50_000
 
 
+def test_packed_documents_have_norms_and_losses_of_their_own(tmp_path):
+    summary = run("packed_documents.py", "--quick", "--out", tmp_path)
+    rows = rows_of(tmp_path / "packed_documents.csv")
+    assert [int(row["item"]) for row in rows] == list(range(200))
+    assert all(float(row["norm"]) > 0 for row in rows)
+    damaged = [row["kind"] != "sound" for row in rows]
+    assert sum(damaged) == 20
+    for name, words in (("norm", "norms find"), ("loss", "losses")):
+        order = sorted(range(200), key=lambda k: -float(rows[k][name]))
+        found = sum(damaged[k] for k in order[:20])
+        assert found >= 5  # chance: 2
+        assert f"{words} {found}" in summary
+    assert summary.startswith("Of 20 damaged documents")
+    assert (tmp_path / "packed_documents.png").stat().st_size > 50_000
+
+
 def test_what_spikes_the_loss_is_named_by_norm_more_than_by_loss(tmp_path):
     summary = run("loss_spikes.py", "--quick", "--out", tmp_path)
     rows = rows_of(tmp_path / "loss_spikes.csv")

@@ -322,13 +322,6 @@ def test_verify_finds_documents_that_see_each_other():
         torchgradx.verify(model, loss, inputs, y, **options)
 
 
-def test_score_takes_items_alone():
-    data = [(torch.zeros(4), 0)] * 2
-    loader = torch.utils.data.DataLoader(data, batch_size=2)
-    with pytest.raises(ValueError, match="score gives one number for each item"):
-        torchgradx.score(nn.Linear(4, 3), F.cross_entropy, loader, sample_ids=ids_of)
-
-
 def test_explain_and_the_noise_scale():
     model, case = drawn("packed", [[3, 4, 2], [4, 5]])
     scale = torchgradx.NoiseScale()

@@ -37,6 +37,8 @@ assert_type(torchgradx.grad_norms(model, loss, x, y, per="module"), dict[str, to
 assert_type(torchgradx.score(model, loss, [], kind="egl"), NDArray[Any])
 assert_type(torchgradx.score(model, loss, [], per="parameter"), dict[str, NDArray[Any]])
 assert_type(torchgradx.score(model, loss, [], kind=["norm", "loss"]), dict[str, NDArray[Any]])
+ids = lambda args, kwargs: args[1]
+assert_type(torchgradx.score(model, loss, [], sample_ids=ids), dict[str, NDArray[Any]])
 probe.loss_scale = torchgradx.token_weights(y)
 torchgradx.NoiseScale().update(probe)
 """

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import test_score_segments as segments
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -92,6 +93,14 @@ def chosen_samples_of_several_models(folder):
     whole = score(models, DataLoader(pool(), 4), distributed=False)
     assert np.flatnonzero(~np.isnan(got)).tolist() == chosen
     same(got[chosen], whole[chosen])
+
+
+def packed_documents(folder):
+    """Rows of unequal numbers of documents: rank 0 has those of even items."""
+    got, want = (segments.score(segments.gpt(), distributed=d) for d in (True, False))
+    assert list(got) == ["item", "id", "norm"]
+    for name, column in want.items():
+        same(got[name], column)
 
 
 def interrupted_and_resumed(folder):
@@ -246,6 +255,7 @@ SCENARIOS = {
     "score, an error on one rank before they meet": an_error_on_one_rank_before_they_meet,
     "score, a wrong argument on one rank": a_wrong_argument_on_one_rank,
     "score, interrupted and resumed": interrupted_and_resumed,
+    "score, packed documents": packed_documents,
     "noise scale, DDP": partial(noise, DistributedDataParallel, "model"),
     "noise scale, DDP, by parameter": partial(noise, DistributedDataParallel, "parameter"),
     "noise scale, not averaged": noise_that_is_not_averaged,

@@ -98,7 +98,9 @@ segments_mixed: rows of its output {shape} are fed by several samples of sample_
 segments_kind: a {kind} is not served by rows of sample_ids
     > Give it padded samples [N, ...] in a model without sample_ids, or freeze it
 segments_unproven: no weighted backward can run, which would prove whose its rows are
-    > Leave reentrant checkpoints and Functions of your own out, or pass check="off"
+    > Leave reentrant checkpoints and Functions of your own out. If a part is compiled (as flex
+    attention is), set torch._functorch.config.donated_buffer = False before the first forward.
+    Or pass check="off"
 packed: it was given a packed sequence, and does not return one of {n} samples first
     > Pass padded sequences, or use a stock LSTM, GRU or RNN with fused=True
 

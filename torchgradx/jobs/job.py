@@ -26,6 +26,7 @@ from .pool import Pool, Split, missed, moved, split_batch
 from .progress import progress
 from .quantities import Quantities
 from .ranks import Ranks
+from .segments import items_of
 
 __all__ = ["Job"]
 
@@ -71,12 +72,23 @@ class Job:
             )
 
     def columns(self) -> dict[str, NDArray[Any]]:
-        """Return {name: [N]}, of all ranks."""
+        """Return {name: [N]}, of all ranks; with sample_ids the item and id of each entry too."""
         assert self._gathered is not None
-        whole = self.ranks.whole(self._gathered.mean(), self._mine)
-        whole[~self.wanted] = np.nan
+        mine, mean = self._gathered.mean()
+        counts = self.ranks.sum(torch.from_numpy(np.bincount(mine, minlength=len(self.pool))))
+        items = np.repeat(np.arange(len(self.pool)), counts.numpy())
+        whole = np.zeros((len(items), len(self._gathered.columns)))
+        whole[self._mine[items]] = mean
+        whole = self.ranks.sum(torch.from_numpy(whole)).numpy()
+        named: dict[str, NDArray[Any]] = {}
+        if self.quantity.by_sample:
+            firsts = np.cumsum(counts.numpy()) - counts.numpy()
+            named = {"item": items, "id": np.arange(len(items)) - firsts[items]}
+        else:
+            rows, whole = whole, np.full((len(self.pool), whole.shape[1]), np.nan)
+            whole[items] = rows
         values = np.ascontiguousarray(whole.T.astype(self._dtype))
-        return dict(zip(self._gathered.columns, values, strict=True))
+        return named | dict(zip(self._gathered.columns, values, strict=True))
 
     def close(self, remove: bool = False) -> None:
         if self._gathered is not None:
@@ -141,17 +153,25 @@ class Job:
             for place, (indices, batch) in enumerate(self.pool.read(batches)):
                 inputs, targets = (self.split or split_batch)(moved(batch, first.device))
                 lacking = self.split is None and self.quantity.loss_fn is not None
+                n, order = len(indices), None
+                if self.quantity.by_sample:
+                    indices, order, n, grid = items_of(indices, inputs, self.options)
+                    if grid and list(self.quantity.kinds) != ["norm"]:
+                        raise ValueError('kind must be "norm" with sample_ids [B, T]')
+                if not n:
+                    advance(len(batches[place]))
+                    continue
                 with missed(targets, lacking and self.quantity.needs_loss):
                     found = self.quantity(inner, probe, inputs, targets)
                     rows = self._rows(found, prefix, gathered.columns)
-                if len(rows) != len(indices):
+                if len(rows) != n:
                     raise ValueError(
-                        f"the loader made a batch of {len(rows)} of {len(indices)} samples, so "
-                        "that no one knows which is which: its collate_fn must keep them all"
+                        f"the loader made a batch of {len(rows)} of {n} samples, so that no one "
+                        "knows which is which: its collate_fn must keep them all"
                     )
                 if place < count:
-                    gathered.add(indices, rows)
-                    advance(len(indices))
+                    gathered.add(indices, rows if order is None else rows[order])
+                    advance(len(batches[place]))
 
     def _attached(self, model: nn.Module) -> contextlib.AbstractContextManager[Probe | None]:
         if not self.quantity.backwards:

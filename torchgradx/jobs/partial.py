@@ -33,15 +33,18 @@ class ResumeError(ValueError):
 
 
 class Gathered:
-    """Scores [N, K] of one model after another, in memory and, given a path, in a file."""
+    """Scores of one model after another, in memory and, given a path, in a file.
+
+    A row of K scores is of an item of the dataset, or of one of the samples in it.
+    """
 
     def __init__(self, size: int, columns: list[str]) -> None:
         self.columns = columns
         self.models: list[str] = []  # fingerprints
-        self.values = np.full((size, len(columns)), np.nan)
         self.done = np.zeros(size, bool)  # by the last of the models
         self.path: Path | None = None
-        self._sums: Any = 0.0  # over the models before the last
+        self._batches = [(np.zeros(0, np.int64), np.zeros((0, len(columns))))]  # of the last model
+        self._sums: tuple[NDArray[np.int64], NDArray[np.float64]] | None = None  # of those before
         self._db: sqlite3.Connection | None = None
 
     def keep(self, path: Path, facts: Mapping[str, Any], resume: bool) -> None:
@@ -77,27 +80,37 @@ class Gathered:
             if model == len(self.models):
                 self.begin(mark)
             found = np.frombuffer(indices, np.int64)
-            self.add(found, np.frombuffer(values).reshape(len(found), -1))
+            self.add(found, np.frombuffer(values).reshape(len(found), len(self.columns)))
         self._db, self.path = db, path
 
     def begin(self, model: str) -> None:
         if self.models:
-            self._sums = self._sums + self.values
+            self._sums = self._summed()
+            del self._batches[1:]
         self.models.append(model)
         self.done[:] = False
-        self.values[:] = np.nan
 
     def add(self, indices: NDArray[np.int64], values: NDArray[np.float64]) -> None:
-        self.values[indices] = values
+        self._batches.append((indices, values))
         self.done[indices] = True
         if self._db is not None:
             row = len(self.models) - 1, self.models[-1], indices.tobytes(), values.tobytes()
             self._db.execute("INSERT INTO scores VALUES (?, ?, ?, ?)", row)
 
-    def mean(self) -> NDArray[np.float64]:
-        """[N, K], NaN where nothing was scored"""
-        mean: NDArray[np.float64] = (self._sums + self.values) / len(self.models)
-        return mean
+    def mean(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the item of each row, in ascending order, and the rows [R, K]."""
+        items, sums = self._summed()
+        return items, sums / len(self.models)
+
+    def _summed(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        indices, values = map(np.concatenate, zip(*self._batches, strict=True))
+        order = indices.argsort(kind="stable")
+        items, rows = indices[order], values[order]
+        if self._sums is None:
+            return items, rows
+        if not np.array_equal(items, self._sums[0]):
+            raise ValueError("sample_ids must name the same samples for each of several models")
+        return items, self._sums[1] + rows
 
     def close(self, remove: bool = False) -> None:
         if self._db is not None:

@@ -76,9 +76,11 @@ class Quantities:
     loss_reduction: str
     logits: Logits | None
     top_classes: int | None
-    batch_dim: int
+    options: Mapping[str, Any]  # of attach
 
     def __post_init__(self) -> None:
+        self.batch_dim = self.options.get("batch_dim", 0)
+        self.by_sample = self.options.get("sample_ids") is not None
         self.needs_loss = "norm" in self.kinds or "loss" in self.kinds
         self.backwards = [kind for kind in self.kinds if kind not in OF_OUTPUT]
 
@@ -119,7 +121,7 @@ class Quantities:
     ) -> Any:
         norms = sample_norms(
             probe, output, targets, loss_fn or self.loss_fn or own_loss, self.per,
-            self.loss_reduction, retain_graph=keep,
+            self.loss_reduction, not self.by_sample, keep,
         )  # fmt: skip
         probe.reset()  # the same pass is recorded anew
         return norms

@@ -52,11 +52,6 @@ class Ranks:
         self._parted = least != most
         return not self._parted
 
-    def whole(self, values: NDArray[np.float64], mine: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """[N, K] of which each rank knows the rows that are its own."""
-        rows = np.where(mine[:, None], values, 0.0)
-        return self.sum(torch.from_numpy(rows)).numpy()
-
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Raise on all ranks if one fails, wherever they meet next: none waits in vain."""

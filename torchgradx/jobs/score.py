@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from ..attach import attach
 from ..options import Model, Parts, check_loss, check_per
@@ -25,6 +25,18 @@ __all__ = ["score"]
 
 Models = nn.Module | Iterable[nn.Module]
 Kind = Literal["norm", "egl", "el2n", "loss", "margin", "entropy"]
+SampleIds = Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
+
+
+@overload
+def score(
+    model: Models,
+    loss_fn: Loss | None,
+    loader: Any,
+    *,
+    sample_ids: SampleIds,
+    **options: Any,
+) -> dict[str, NDArray[Any]]: ...
 
 
 @overload
@@ -35,6 +47,7 @@ def score(
     *,
     per: Model = "model",
     kind: Kind = "norm",
+    sample_ids: None = None,
     **options: Any,
 ) -> NDArray[Any]: ...
 
@@ -112,6 +125,17 @@ def score(
 
     A list of kinds scores all of them in one pass. docs/which_score.md says which finds what.
 
+    With `sample_ids` an item may hold several samples, as a packed row its documents. Equivalent to
+    this, with the norm of each as above::
+
+        entries = [(item, id, norm(model, document)) for item in range(len(dataset))
+                   for id, document in enumerate(documents_of(dataset[item]))]
+
+    From ids [B, T] row b is the b-th item of the batch; where there are as many samples as items
+    (graphs, bags, items packed by the collate_fn), sample n is item n; of a batch of one item all
+    are its own. "id" counts the samples of an item, by their ids. Kinds other than "norm" need
+    outputs of one row for each sample.
+
     Args:
         model: a module, or an iterable of them (a generator makes one at a time): the mean of
             their scores.
@@ -133,15 +157,19 @@ def score(
         split: batch -> (inputs, targets), both as of `grad_norms`. Unless given, the last of a
             sequence is the targets, and a dict is the inputs, its "labels" the targets.
         logits: the model's output -> [N, C]. Unless given, the output or its `.logits`.
-        indices: the samples to score; the others' scores are NaN.
+        indices: the samples to score; the others' scores are NaN (with `sample_ids`: the items to
+            score; the others have no entries).
         eval_mode: False scores in the mode that the model is in.
         distributed: False has this process score everything.
-        options: of `attach`: loss_scale, batch_dim, batch_size, layout, algorithm, backend, check
-            ("samples" unless given: two samples are also run alone, once per structure).
+        options: of `attach`: loss_scale, batch_dim, batch_size, sample_ids, layout, algorithm,
+            backend, check ("samples" unless given: two samples are also run alone, once per
+            structure).
 
     Returns:
         An array [len(dataset)], float32 (float64 for float64 models); a dict of them by name for
-        per="module" and "parameter", by kind for a list of kinds.
+        per="module" and "parameter", by kind for a list of kinds. With `sample_ids` always a dict
+        of arrays with an entry for each sample, in the order of "item" (int64, index of the
+        dataset) and "id" (int64), which are its first two.
 
     Raises:
         ValueError, TypeError: an argument is not as above; the text names it.
@@ -171,8 +199,7 @@ def score(
                 "per, top_classes, eval_mode, loss_reduction and whether out is given must be the "
                 "same on all ranks"
             )
-    batch_dim = options.get("batch_dim", 0)
-    quantity = Quantities(kinds, per, loss_fn, loss_reduction, logits, top_classes, batch_dim)
+    quantity = Quantities(kinds, per, loss_fn, loss_reduction, logits, top_classes, options)
     shown = progress and ranks.rank == 0
     partial = path and ranks.beside(path)
     job = Job(
@@ -194,7 +221,8 @@ def score(
                 if ranks.rank == 0:
                     save_scores(path, columns)
             job.close(remove=True)
-        return columns[kind] if per == "model" and isinstance(kind, str) else columns
+        one = per == "model" and isinstance(kind, str) and not quantity.by_sample
+        return columns[str(kind)] if one else columns
     finally:
         job.close()
 
@@ -230,8 +258,8 @@ def _check(
         raise TypeError(f"score() knows no {', '.join(sorted(unknown))}, nor does attach()")
     if options.get("weight_grad"):
         raise ValueError("score leaves .grad as it is: weight_grad=True cannot be had")
-    if options.get("sample_ids") is not None:
-        raise ValueError("score gives one number for each item: use attach(sample_ids=) in a loop")
+    if options.get("sample_ids") is not None and "loss" in kinds and loss_fn is None:
+        raise ValueError('kind="loss" needs a loss_fn with sample_ids: .loss is of the batch')
 
 
 def _wanted(indices: Any, size: int) -> NDArray[np.bool_]:

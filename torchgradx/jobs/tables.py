@@ -20,7 +20,8 @@ Scores = NDArray[np.floating[Any]] | Mapping[str, NDArray[np.floating[Any]]]
 def save_scores(path: str | os.PathLike[str], scores: Scores, *, name: str = "norm") -> None:
     """Write scores as the ending of `path` says; a file that is there is replaced at once.
 
-    .npz: an array [N] by name. .csv and .parquet: a column "index", 0 to N - 1, and one by name.
+    .npz: an array [N] by name. .csv and .parquet: a column "index", 0 to N - 1 (unless there is
+    a column "item", as of `score(sample_ids=)`), and one by name.
 
     Args:
         path: ends in .npz, .csv or .parquet (which needs pyarrow).
@@ -36,7 +37,7 @@ def save_scores(path: str | os.PathLike[str], scores: Scores, *, name: str = "no
     lengths = {len(column) for column in columns.values()}
     if len(lengths) > 1:
         raise ValueError(f"scores must be of one length; got {sorted(lengths)}")
-    index = {"index": np.arange(max(lengths, default=0))}
+    index = {} if "item" in columns else {"index": np.arange(max(lengths, default=0))}
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with beside.open("wb") as file:

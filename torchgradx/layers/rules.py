@@ -308,6 +308,12 @@ def _rules() -> Iterator[tuple[type[nn.Module] | str, Rule]]:
         "transposed linear", _elsewhere(*conv1d), _conv1d,
         lambda layer: _C.linear_layer(transposed=True), _all_but_last, argument="x"
     )  # fmt: skip
+    geometric = "torch_geometric.nn.dense.linear", "Linear"
+    sizes = _constants(in_features="in_channels", out_features="out_channels")
+    yield ".".join(geometric), Rule(
+        "geometric linear", _elsewhere(*geometric), lambda module: sizes(module)["constants"],
+        lambda layer: _C.linear_layer(), _all_but_last, argument="x"
+    )  # fmt: skip
     for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         yield _row(kind, _convolution, _convolution_layer, _one, methods=("_conv_forward",))
     for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):

@@ -81,12 +81,15 @@ class Seeding:
         uses: Sequence[Watched],
         n: int,
         unspent: Callable[[], AbstractContextManager[None]] = nullcontext,
+        compiled: bool = False,
     ) -> None:
-        """unspent: what each backward of the graph runs under."""
+        """unspent: what each backward of the graph runs under. compiled: parts may be run again."""
         self._heads, self._uses, self._n, self._unspent = heads, uses, n, unspent
         self._known = [k for k, use in enumerate(uses) if use.node is not None]
         self._nodes = nodes = in_order(t for t, _ in heads)
-        self.able = bool(heads) and not any(is_python(v) or not answers_again(v) for v in nodes)
+        self.able = bool(heads) and not any(
+            is_python(v, compiled) or not answers_again(v) for v in nodes
+        )
         wanted = {uses[k].node for k in self._known}
         above: set[Any] = set()  # those that lead to another one that is wanted
         for node in reversed(nodes):
@@ -350,8 +353,11 @@ def in_order(outputs: Iterable[Tensor]) -> list[Any]:
     return order[::-1]
 
 
-def is_python(node: Any) -> bool:
-    return isinstance(node, torch.autograd.function.BackwardCFunction)
+def is_python(node: Any, compiled: bool = False) -> bool:
+    """Return whether a backward may do what it likes; compiled: but for that of compiled parts."""
+    pure = ["FlexAttentionAutogradOpBackward"] + ["CompiledFunctionBackward"] * compiled
+    own = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return own and str(node.name()) not in pure
 
 
 def _is_half(node: Any) -> bool:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["SegmentExaminer", "rows_of", "segments_from"]
 
 # Rows of a sequence's or an image's neighbours are not the model's rows.
-SERVED = ("linear", "transposed linear", "embedding", "layernorm", "rmsnorm", "prelu", "vmap")
+SERVED = ("linear", "transposed linear", "geometric linear", "embedding", "layernorm", "rmsnorm",
+          "prelu", "vmap")  # fmt: skip
 FEW = 16  # runs of samples whose rows stay where they are: more of them are sorted by length
 ROUTED = ("mixes", "not_found", "unproven")
 NONE = Verdict([], [], None, True, [], [])
@@ -315,7 +316,7 @@ class SegmentExaminer:
                 layouts[k] = made[key]
         shown = [True] * len(uses)
         if new and (n > 1 or padded) and self._options["check"] != "off":
-            shown = self._prove(n, uses, owned, heads, layouts, sites)
+            shown = self._prove(run, uses, owned, heads, layouts, sites)
         for k, (site, *_) in enumerate(uses):
             layout = layouts[k]
             if isinstance(layout, str):
@@ -329,7 +330,7 @@ class SegmentExaminer:
 
     def _prove(
         self,
-        n: int,
+        run: Any,
         uses: Sequence[Any],
         owned: Sequence[Owned | None],
         heads: Sequence[tuple[Tensor, Tensor]],
@@ -342,7 +343,7 @@ class SegmentExaminer:
                     samples=None if o is None else o.owners)
             for (_, _, node, number), o in zip(uses, owned, strict=True)
         ]  # fmt: skip
-        findings = Seeding(heads, watched, n + 1, self._unspent).prove()
+        findings = Seeding(heads, watched, run.n + 1, self._unspent, not run.in_graph).prove()
         shown = []
         for k, (_, sizes, _, _) in enumerate(uses):
             layout = None if findings is None else findings[k].layout

@@ -1,0 +1,344 @@
+"""score(sample_ids=): an entry for each document or graph, against a loop over single ones."""
+
+import csv
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+import torch
+from segment_models import GPT, WORDS, Convolving, D, ring
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import torchgradx
+
+LENGTHS = [[3, 4, 2], [5], [1, 6, 1, 1], [2, 2], [4, 4], [9], [2, 3, 4]]
+S = 9  # positions of a row
+
+
+def spread_row(lengths):
+    """Document ids of a row, padded with -1, and the positions in its documents."""
+    ids, at = torch.full((S,), -1), torch.zeros(S, dtype=torch.long)
+    start = 0
+    for k, length in enumerate(lengths):
+        ids[start : start + length], at[start : start + length] = k, torch.arange(length)
+        start += length
+    return ids, at
+
+
+class Corpus:
+    """Packed rows, each an item: its tokens, positions, document ids, and next tokens."""
+
+    def __init__(self, lengths=LENGTHS, read=None):
+        generator = torch.Generator().manual_seed(3)
+        self.lengths, self.read = lengths, read or (lambda index: None)
+        self.tokens = torch.randint(0, WORDS, (len(lengths), S), generator=generator)
+        self.targets = torch.randint(0, WORDS, (len(lengths), S), generator=generator)
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        self.read(index)
+        ids, at = spread_row(self.lengths[index])
+        return self.tokens[index], at, ids, self.targets[index]
+
+    def documents(self):
+        """(item, id, tokens, positions, targets) of each, alone."""
+        for item in range(len(self)):
+            tokens, at, ids, targets = self[item]
+            for k in range(len(self.lengths[item])):
+                one = ids == k
+                yield item, k, tokens[one][None], at[one][None], targets[one]
+
+
+def packed(samples):
+    """Rows of several items, whose documents are numbered one after another."""
+    tokens, at, ids, targets = map(torch.stack, zip(*samples, strict=True))
+    counts = ids.amax(1) + 1
+    first = (counts.cumsum(0) - counts)[:, None]
+    ids = torch.where(ids < 0, ids, ids + first)
+    return tokens, at, ids, (ids, targets)
+
+
+def mean_of_documents(out, targets):
+    """The mean over documents of each one's mean over its tokens."""
+    ids, words = targets
+    each = F.cross_entropy(out.transpose(1, 2), words, reduction="none")
+    return torch.stack([each[ids == k].mean() for k in range(int(ids.max()) + 1)]).mean()
+
+
+def ids_of(args, kwargs):
+    return args[2]
+
+
+def gpt(seed=0):
+    torch.manual_seed(seed)
+    return GPT(tied=False, layers=1).double()
+
+
+def score(model, data=None, batch=3, **options):
+    loader = DataLoader(data or Corpus(), batch, collate_fn=packed)
+    options = {"sample_ids": ids_of, "progress": False, **options}
+    return torchgradx.score(model, mean_of_documents, loader, **options)
+
+
+def loop(model, data=None):
+    """[(item, id, {parameter: norm})] of each document alone."""
+    found = []
+    for item, k, tokens, at, targets in (data or Corpus()).documents():
+        loss = F.cross_entropy(model(tokens, at)[0], targets)
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        names = [name for name, _ in model.named_parameters()]
+        norms = {name: float(g.norm()) for name, g in zip(names, grads, strict=True)}
+        found.append((item, k, norms))
+    return found
+
+
+def whole(norms):
+    return sum(norm**2 for norm in norms.values()) ** 0.5
+
+
+@pytest.mark.parametrize("batch", [1, 3, 20])
+def test_packed_rows_have_an_entry_for_each_document(batch):
+    model = gpt()
+    got, want = score(model, batch=batch), loop(model)
+    assert list(got) == ["item", "id", "norm"]
+    assert [(i, k) for i, k, _ in want] == list(zip(got["item"], got["id"], strict=True))
+    np.testing.assert_allclose(got["norm"], [whole(norms) for *_, norms in want], rtol=1e-9)
+
+
+def test_the_parts_of_each_documents_norm_and_the_mean_of_two_models():
+    models = gpt(), gpt(1)
+    got = score(models, per="parameter")
+    want = [loop(model) for model in models]
+    for name, _ in models[0].named_parameters():
+        means = [(a[2][name] + b[2][name]) / 2 for a, b in zip(*want, strict=True)]
+        np.testing.assert_allclose(got[name], means, rtol=1e-8, atol=1e-12)
+
+
+def test_of_chosen_items_alone():
+    model = gpt()
+    got, every = score(model, indices=[6, 2]), score(model)
+    chosen = np.isin(every["item"], [2, 6])
+    for name, column in got.items():
+        np.testing.assert_allclose(column, every[name][chosen], rtol=1e-12)
+
+
+def test_a_mean_over_all_tokens_of_the_batch():
+    model = gpt()
+
+    def token_mean(out, targets):
+        ids, words = targets
+        return F.cross_entropy(out[ids >= 0], words[ids >= 0])
+
+    def shares(args, kwargs):
+        return torchgradx.token_weights(args[2], sample_ids=args[2])
+
+    loader = DataLoader(Corpus(), 3, collate_fn=packed)
+    got = torchgradx.score(
+        model, token_mean, loader, sample_ids=ids_of, loss_reduction="sum", loss_scale=shares,
+        progress=False,
+    )  # fmt: skip
+    np.testing.assert_allclose(got["norm"], [whole(n) for *_, n in loop(model)], rtol=1e-9)
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_items_that_the_collate_function_packs_have_an_entry_each(columns):
+    """One row of documents, each an item: ids [1, S]; as a set of rows: ids [S]."""
+    model, data = gpt(), list(Corpus().documents())
+
+    def one_row(samples):
+        _, _, tokens, at, targets = zip(*samples, strict=True)
+        ids = [torch.full_like(words, k) for k, words in enumerate(targets)]
+        made = [torch.cat([one.view(1, -1) for one in each], 1) for each in (tokens, at, ids)]
+        return *made, (made[2], torch.cat(targets)[None])
+
+    loader = DataLoader(data, 4, shuffle=True, collate_fn=one_row)
+    got = torchgradx.score(model, mean_of_documents, loader, sample_ids=ids_of, progress=False)
+    assert got["item"].tolist() == list(range(len(data)))
+    assert not got["id"].any()
+    np.testing.assert_allclose(got["norm"], [whole(n) for *_, n in loop(model)], rtol=1e-9)
+
+
+# ---- Graphs --------------------------------------------------------------------------------------
+SIZES = [3, 5, 2, 4, 7, 2]
+
+
+def graphs():
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (
+            torch.randn(size, D, generator=generator, dtype=torch.float64),
+            ring(size, 2, generator),
+            torch.randint(0, 3, (), generator=generator),
+        )
+        for size in SIZES
+    ]
+
+
+def concatenated(samples):
+    x, edges, y = zip(*samples, strict=True)
+    sizes = torch.tensor([len(each) for each in x])
+    starts = (sizes.cumsum(0) - sizes).tolist()
+    joined = torch.cat([each + start for each, start in zip(edges, starts, strict=True)], 1)
+    batch = torch.repeat_interleave(torch.arange(len(x)), sizes)
+    return torch.cat(x), joined, batch, len(x), torch.stack(y)
+
+
+def test_concatenated_graphs_have_an_entry_for_each_item_and_kind():
+    torch.manual_seed(0)
+    model, data = Convolving().double(), graphs()
+    kinds = ["norm", "loss", "el2n", "margin", "entropy", "egl"]
+    loader = DataLoader(data, 4, collate_fn=concatenated)
+    got = torchgradx.score(
+        model, F.cross_entropy, loader, kind=kinds, sample_ids=ids_of, progress=False
+    )
+    assert list(got) == ["item", "id", *kinds]
+    assert got["item"].tolist() == list(range(len(SIZES)))
+    assert not got["id"].any()
+    for k, (x, edges, y) in enumerate(data):
+        out = model(x, edges, torch.zeros(len(x), dtype=torch.long), 1)
+        p = out.detach().softmax(1)[0]
+        losses = F.cross_entropy(out.expand(3, 3), torch.arange(3), reduction="none")
+        norms = [
+            torch.cat([g.flatten() for g in torch.autograd.grad(
+                one, list(model.parameters()), retain_graph=True)]).norm()
+            for one in losses
+        ]  # fmt: skip
+        first, second = p.sort(descending=True).values[:2]
+        want = {
+            "norm": norms[int(y)], "loss": losses[y].detach(), "margin": first - second,
+            "el2n": (p - F.one_hot(y, 3)).norm(), "entropy": -(p * p.log()).sum(),
+            "egl": (p * torch.stack(norms)).sum(),
+        }  # fmt: skip
+        for kind, value in want.items():
+            assert got[kind][k] == pytest.approx(float(value), rel=1e-8), (kind, k)
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ending", [".npz", ".csv", ".parquet"])
+def test_a_file_has_the_item_and_the_id_of_each_entry(tmp_path, ending):
+    out = tmp_path / f"scores{ending}"
+    want = score(gpt(), out=out)
+    if ending == ".npz":
+        with np.load(out) as archive:
+            got = dict(archive)
+    elif ending == ".csv":
+        with out.open(newline="") as file:
+            names, *rows = csv.reader(file)
+        got = {n: np.array(c, float) for n, c in zip(names, zip(*rows, strict=True), strict=True)}
+    else:
+        table = pytest.importorskip("pyarrow.parquet").read_table(out)
+        got = {name: table[name].to_numpy() for name in table.column_names}
+    assert list(got) == list(want)
+    for name, column in want.items():
+        np.testing.assert_array_equal(got[name], column)
+
+
+KILLED = """
+    import sys, time
+    sys.path.insert(0, {tests!r})
+    import test_score_segments as t
+    def read(index):
+        with open({log!r}, "a") as log:
+            log.write(f"{{index}}\\n")
+        time.sleep({pause})
+    t.score([t.gpt(0), t.gpt(1)], t.Corpus(read=read), batch=2, out={out!r})
+"""
+
+
+def start(tmp_path, pause):
+    code = textwrap.dedent(KILLED).format(
+        tests=os.path.dirname(__file__), log=str(tmp_path / "log"), pause=pause,
+        out=str(tmp_path / "scores.csv"),
+    )  # fmt: skip
+    return subprocess.Popen([sys.executable, "-c", code])
+
+
+def test_a_kill_in_the_second_model_loses_no_finished_batch(tmp_path):
+    log, looked = tmp_path / "log", len(LENGTHS)  # items that the fingerprint reads: all
+    victim = start(tmp_path, 0.1)
+    deadline = time.monotonic() + 120
+    done = looked + len(LENGTHS) + 5  # of the second model two batches, at least
+    while time.monotonic() < deadline and (not log.exists() or len(log.read_text().split()) < done):
+        time.sleep(0.02)
+    victim.send_signal(signal.SIGKILL)
+    assert victim.wait() == -signal.SIGKILL
+    with sqlite3.connect(tmp_path / "scores.csv.partial") as file:
+        kept = file.execute("SELECT model, indices FROM scores").fetchall()
+    file.close()
+    items = [k for model, i in kept if model == 1 for k in np.frombuffer(i, np.int64)]
+    assert items[:4] == [0, 0, 0, 1], "of each document its item"
+    log.unlink()
+    assert start(tmp_path, 0).wait() == 0
+    again = [int(index) for index in log.read_text().split()[looked:]]
+    assert again == [k for k in range(len(LENGTHS)) if k not in items]
+    with (tmp_path / "scores.csv").open(newline="") as rows:
+        got = list(csv.DictReader(rows))
+    want = score([gpt(0), gpt(1)])
+    for name, column in want.items():
+        np.testing.assert_allclose([float(row[name]) for row in got], column, rtol=1e-9)
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+def renumbered(rows):
+    """A collate function whose ids are these."""
+
+    def collate(samples):
+        tokens, at, _, (_, words) = packed(samples)
+        ids = torch.tensor(rows).repeat_interleave(3, 1)[: len(tokens)]
+        return tokens, at, ids, (ids, words)
+
+    return collate
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[[0, 1, 2], [1, 3, 4]], [[0, 1, 1], [-1, -1, -1]], [[1, 1, 1], [0, 0, 0]], [[0, 1, 2]]],
+)
+def test_samples_whose_item_is_not_clear_are_refused(rows):
+    loader = DataLoader(Corpus([[3, 3, 3]] * 2), 2, collate_fn=renumbered(rows))
+    with pytest.raises(ValueError, match="in a batch of 2 items, and does not show which item"):
+        torchgradx.score(
+            gpt(), lambda out, y: out.square().mean(), loader, sample_ids=ids_of, progress=False
+        )
+
+
+def test_kinds_that_are_not_by_sample_are_refused():
+    for kind in ("loss", "entropy", ["norm", "el2n"]):
+        with pytest.raises(ValueError, match=r'kind must be "norm" with sample_ids \[B, T\]'):
+            score(gpt(), kind=kind)
+    loader = DataLoader(graphs(), 4, collate_fn=concatenated)
+    with pytest.raises(ValueError, match="needs a loss_fn with sample_ids"):
+        torchgradx.score(nn.Linear(2, 2), None, loader, kind="loss", sample_ids=ids_of)
+    with pytest.raises(ValueError, match="sample_ids must name the same samples"):
+        score([gpt(0), gpt(1)], Halved())
+
+
+class Halved(Corpus):
+    """Documents that are others when they are read again."""
+
+    reads = 0
+
+    def __getitem__(self, index):
+        self.reads += 1
+        tokens, at, ids, targets = super().__getitem__(index)
+        if self.reads > len(self):
+            ids = torch.where(ids == 0, 0, -1)
+        return tokens, at, ids, targets
+
+
+def test_a_row_of_padding_alone_has_no_entry():
+    model, data = gpt(), Corpus([[3, 4], [], [2, 2]])
+    for batch in (3, 1):
+        got = score(model, data, batch=batch)
+        assert got["item"].tolist() == [0, 0, 2, 2]
+        np.testing.assert_allclose(got["norm"], [whole(n) for *_, n in loop(model, data)], 1e-9)

@@ -1,0 +1,105 @@
+"""Graphs of torch_geometric, with its batch vector as ids, against a loop over single graphs."""
+
+import warnings
+
+import pytest
+import torch
+from attach_oracle import refusal
+from segment_models import CLASSES, SIZES, D, Graphs
+from test_segments import DOUBLE, agree, joined, loop, norms_of, step
+from torch import nn
+from torch.nn import functional as F
+
+import torchgradx
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it scripts functions
+    data = pytest.importorskip("torch_geometric.data")
+    from torch_geometric import nn as geometric
+    from torch_geometric.loader import DataLoader
+
+
+def mlp(ins, outs):
+    return nn.Sequential(nn.Linear(ins, outs), nn.ReLU(), nn.Linear(outs, outs))
+
+
+CONVOLUTIONS = {
+    "GCN": geometric.GCNConv,
+    "GAT": lambda ins, outs: geometric.GATConv(ins, outs, heads=2, concat=False),
+    "GIN": lambda ins, outs: geometric.GINConv(mlp(ins, outs), train_eps=True),
+    "SAGE": geometric.SAGEConv,
+    "EdgeConv": lambda ins, outs: geometric.EdgeConv(mlp(2 * ins, outs)),
+}
+POOLS = {"mean": geometric.global_mean_pool, "add": geometric.global_add_pool}
+
+
+class Net(nn.Module):
+    def __init__(self, name, pool="mean"):
+        super().__init__()
+        self.a, self.b = CONVOLUTIONS[name](D, 8), CONVOLUTIONS[name](8, 8)
+        self.out, self.pool = nn.Linear(8, CLASSES), POOLS[pool]
+
+    def forward(self, x, edges, batch):
+        h = self.b(self.a(x, edges).relu(), edges).relu()
+        return self.out(self.pool(h, batch))
+
+
+class Batched(Graphs):
+    """Graphs as a model of torch_geometric is called on them."""
+
+    def batch(self, model):
+        return model(self.x, self.edges, self.ids)
+
+    def alone(self, model, k):
+        x = self.x[self.ids == k]
+        return model(x, self.own[k], torch.zeros(len(x), dtype=torch.long))
+
+
+def batch_of(args, kwargs):
+    return args[2]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_norms_are_those_of_single_graphs(name, pool, fused):
+    model = Net(name, pool).to(DOUBLE)
+    with torchgradx.attach(model, sample_ids=batch_of, fused=fused) as probe:
+        for k, sizes in enumerate([*SIZES[:2], SIZES[3], SIZES[0]]):
+            case = Batched().draw(sizes, torch.Generator().manual_seed(k))
+            with probe.paused():
+                want = norms_of(loop(model, case, case.loss_of_one))
+            step(model, case)
+            agree(probe.norms(per="parameter"), want, 1e-9)
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_an_edge_between_two_graphs_is_refused_in_every_step(name):
+    model = Net(name).to(DOUBLE)
+    with torchgradx.attach(model, sample_ids=batch_of) as probe:
+        for meet in (False, True, True, False):
+            case = Batched().draw([4, 3, 5], torch.Generator().manual_seed(2))
+            if meet:
+                joined(case)
+            step(model, case)
+            if meet:
+                refusal(probe, "fed by several samples")
+            else:
+                assert (probe.norms() > 0).all()
+
+
+def test_score_with_its_loader():
+    case = Batched().draw([3, 5, 2, 4, 6], torch.Generator().manual_seed(4))
+    model = Net("GCN").to(DOUBLE)
+    pool = [
+        data.Data(x=case.x[case.ids == k], edge_index=case.own[k], y=case.y[k : k + 1])
+        for k in range(case.n)
+    ]
+    got = torchgradx.score(
+        model, F.cross_entropy, DataLoader(pool, batch_size=2), sample_ids=batch_of,
+        split=lambda b: ((b.x, b.edge_index, b.batch), b.y), progress=False,
+    )  # fmt: skip
+    want = norms_of(loop(model, case, case.loss_of_one))
+    whole = torch.stack([norms.square() for norms in want.values()]).sum(0).sqrt()
+    assert got["item"].tolist() == list(range(case.n))
+    torch.testing.assert_close(torch.from_numpy(got["norm"]), whole, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,47 @@
+"""Which item of the dataset a batch's samples come from, where `sample_ids` names the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..proof.segments import rows_of
+
+__all__ = ["items_of"]
+
+Indices = NDArray[np.int64]
+
+
+def items_of(
+    items: Indices, inputs: Any, options: Mapping[str, Any]
+) -> tuple[Indices, Indices, int, bool]:
+    """Return the item of each sample, which sample it is, N, and whether ids are [B, T].
+
+    items: those of the batch. A sample without rows is left out, unless each item is a sample.
+    """
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+    args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+    told = rows_of({"batch_size": None, **options}, args, kwargs)
+    assert told is not None
+    ids, n, each = told[0].cpu(), told[1], np.arange(told[1])
+    grid = ids.dim() == 2
+    by_row = grid and len(ids) == len(items)  # an item is a row
+    if not n or (len(items) == n and not by_row):  # nothing but padding; or an item is a sample
+        return items[:n], each, n, grid
+    rows = torch.arange(len(items))[:, None] if by_row else torch.zeros((), dtype=torch.long)
+    keys = (rows * n + ids)[ids >= 0].unique().numpy()  # by row, then by id
+    places, samples = keys // n, keys % n
+    in_one_row = len(np.unique(samples)) == len(samples)
+    either = len(items) == n and not np.array_equal(keys, each * (n + 1))  # by row, or by sample
+    if not (by_row or len(items) == 1) or not in_one_row or either:
+        raise ValueError(
+            f"sample_ids(args, kwargs) has {n} samples in a batch of {len(items)} items, and does "
+            "not show which item each is of: have the collate_fn make a row of ids [B, T] of each "
+            "item, numbered row by row, or one sample of each item, or set the loader's "
+            "batch_size to 1"
+        )
+    return items[places], samples, n, grid
