@@ -6,9 +6,9 @@ torch refuses its backward on a CPU before it looks at the graph; all but the ke
 import pytest
 import torch
 import torch._functorch.config
-from attach_oracle import refusal
+from attach_oracle import close_named, refusal
 from segment_models import ROWS, WORDS, Packed
-from test_segments import DOUBLE, agree, ids_of, loop, norms_of, step
+from test_segments import DOUBLE, ids_of, loop, norms_of, step
 from torch import nn
 from torch.nn.attention import flex_attention as flex
 
@@ -61,7 +61,7 @@ def test_documents_of_a_flex_attention_are_exact(attend):
             with probe.paused():
                 want = norms_of(loop(model, case, case.loss_of_one))
             step(model, case)
-            agree(probe.norms(per="parameter"), want, 1e-9)
+            close_named(probe.norms(per="parameter"), want, 1e-9)
 
 
 def test_documents_that_its_mask_lets_see_each_other_are_refused(attend):

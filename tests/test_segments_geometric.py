@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 import torch
-from attach_oracle import refusal
+from attach_oracle import close_named, refusal
 from segment_models import CLASSES, SIZES, D, Graphs
-from test_segments import DOUBLE, agree, joined, loop, norms_of, step
+from test_segments import DOUBLE, joined, loop, norms_of, step
 from torch import nn
 from torch.nn import functional as F
 
@@ -70,7 +70,7 @@ def test_norms_are_those_of_single_graphs(name, pool, fused):
             with probe.paused():
                 want = norms_of(loop(model, case, case.loss_of_one))
             step(model, case)
-            agree(probe.norms(per="parameter"), want, 1e-9)
+            close_named(probe.norms(per="parameter"), want, 1e-9)
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
