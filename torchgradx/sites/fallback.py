@@ -24,7 +24,7 @@ from ..proof.layout import BATCH, SEGMENTS, SEQUENCE
 from ..record.versions import Versions
 from ..refusals import RefusedError, cause
 from ..shared.frontier import below
-from .outcome import Outcome, same
+from .outcome import OtherOutputsError, Outcome, same
 from .packed import as_rows
 from .regime import Regime
 from .stand_in import of_its_own, put, state_of_its_own
@@ -89,8 +89,9 @@ def per_sample_gradients(call: Call, silent: Silent, notes: dict[str, None]) -> 
                 yield chunk, found
                 done = chunk.stop
         return
-    except Exception:  # it refuses in many ways, or rounds otherwise
-        pass  # the replay's error is the one to show
+    except Exception as error:  # it refuses in many ways, or rounds otherwise
+        if isinstance(error, OtherOutputsError) and error.gross:
+            raise  # else the replay's error is the one to show
     notes["replay"] = None
     with silent(), call.regime.again():
         for chunk, found in _by_replay(as_its_own(call)):

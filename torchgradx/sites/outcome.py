@@ -14,12 +14,22 @@ from torch import Tensor, nn
 
 from ..refusals import RefusedError
 
-__all__ = ["Outcome", "same"]
+__all__ = ["OtherOutputsError", "Outcome", "same"]
 
 KEPT = 1 << 14  # elements of an output
 HALF = 1e-4  # rounding units above it are of halves
+GROSS = 1e-2  # a difference that is none of rounding, where terms cancel; halves have no such bound
 ROUNDINGS = 1024.0  # that may differ between a batch and its samples, as in a cosine times 64
 ROUNDINGS_OF_HALVES = 4.0  # their sums are made in float32
+
+
+class OtherOutputsError(RefusedError):
+    """What ran again gave something else. gross: a sample alone does by far, so that others are in
+    what it gave in its batch."""
+
+    def __init__(self, gross: bool) -> None:
+        super().__init__("other_outputs")
+        self.gross = gross
 
 
 @dataclass(frozen=True)
@@ -51,13 +61,14 @@ class Outcome:
 def same(gave: Sequence[Outcome | None], again: Sequence[Tensor | None]) -> None:
     """Raise where outputs of what ran again, as far as they are there, are not the forward's."""
     if gave and len(gave) != len(again):
-        raise RefusedError("other_outputs")
+        raise OtherOutputsError(True)
     for before, now in zip(gave, again, strict=False):
         if before is None or now is None:
             continue
         roundings = ROUNDINGS_OF_HALVES if before.eps > HALF else ROUNDINGS
-        if before.apart(now) > roundings * before.eps:
-            raise RefusedError("other_outputs")
+        apart = before.apart(now)
+        if apart > roundings * before.eps:
+            raise OtherOutputsError(apart > GROSS and before.eps < HALF)
 
 
 def _elements(t: Tensor) -> Tensor:
