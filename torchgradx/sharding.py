@@ -74,7 +74,7 @@ def part_here(p: Tensor) -> Tensor:
 def pairs(modules: Sequence[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
     """Return (part, whole) of what fully_shard puts into one place in turn."""
     kinds = _known(FSDP, "FSDPModule")
-    for module in modules:
+    for module in modules if kinds else ():
         for p in _gathered_by(module) if isinstance(module, kinds) else ():
             if "_unsharded_param" in vars(p):
                 yield p.sharded_param, p._unsharded_param
