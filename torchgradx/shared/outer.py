@@ -65,15 +65,22 @@ class LookedUp:
     """[N, V, D], of which a sample's has its rows added up where its ids say."""
 
     ids: Tensor  # [N, T]
-    rows: Tensor  # [N, T, D]
+    rows: Tensor  # [N, T, D]; where there are bags, each row's weight [N, T, 1]
     count: int  # V
+    bags: Tensor | None = None  # [N, D]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.rows.dtype
+        return self.rows.dtype if self.bags is None else self.bags.dtype
+
+    @property
+    def each(self) -> Tensor:
+        """[N, T, D]"""
+        rows = self.rows if self.bags is None else self.rows * self.bags.unsqueeze(1)
+        return rows.to(self.dtype)
 
 
 Gradients = Tensor | Outer | LookedUp
@@ -82,22 +89,23 @@ Gradients = Tensor | Outer | LookedUp
 def operands(g: Gradients) -> list[Tensor]:
     """Return what it holds, some of which others may write into."""
     if isinstance(g, LookedUp):
-        return [g.ids, g.rows]
+        return [g.ids, g.rows, *([] if g.bags is None else [g.bags])]
     return [g.left, g.right] if isinstance(g, Outer) else [g]
 
 
 def to_add(g: Gradients) -> Sequence[Tensor]:
     """Return it as Pass.add takes it: gradients, or gradients and activations, or rows and ids."""
     if isinstance(g, LookedUp):
-        return g.rows, g.ids
+        return g.each, g.ids
     return (g.left, g.right) if isinstance(g, Outer) else (g,)
 
 
 def in_full(g: Gradients) -> Tensor:
     """[N, *]"""
     if isinstance(g, LookedUp):
-        zeros = g.rows.new_zeros(len(g.ids), g.count, g.rows.shape[2])
-        return zeros.scatter_add_(1, g.ids.unsqueeze(2).expand_as(g.rows), g.rows)
+        rows = g.each
+        zeros = rows.new_zeros(len(g.ids), g.count, rows.shape[2])
+        return zeros.scatter_add_(1, g.ids.unsqueeze(2).expand_as(rows), rows)
     return g.left.mT @ g.right if isinstance(g, Outer) else g
 
 
@@ -106,7 +114,7 @@ def total(g: Gradients) -> Tensor:
     if isinstance(g, Tensor):
         return g.sum(0)
     if isinstance(g, LookedUp):
-        return _added_up(g, g.rows)
+        return _added_up(g, g.each)
     return g.left.flatten(0, 1).mT @ g.right.flatten(0, 1)
 
 
@@ -116,7 +124,7 @@ def size(g: Gradients) -> float:
         g = torch.view_as_real(g.resolve_conj()) if g.is_complex() else g
         return float(torch.linalg.vector_norm(g, dtype=accumulation_dtype(g.dtype)))
     if isinstance(g, LookedUp):
-        return float(g.rows.norm(dim=2, dtype=accumulation_dtype(g.dtype)).sum())
+        return float(g.each.norm(dim=2, dtype=accumulation_dtype(g.dtype)).sum())
     return float((chunks.norms(g.left) * chunks.norms(g.right)).norm())
 
 
@@ -125,7 +133,10 @@ def sq_norms(g: Gradients) -> Tensor:
     if isinstance(g, Outer):
         return ops.linear_sq_norms(g.right, g.left)
     if isinstance(g, LookedUp):
-        return ops.embedding_sq_norms(g.ids, g.rows)
+        found = ops.embedding_sq_norms(g.ids, g.rows)
+        if g.bags is not None:  # a row is a number times its bag
+            found = found * torch.linalg.vector_norm(g.bags, dim=1, dtype=found.dtype).square()
+        return found
     rows = g[:, None].flatten(1)  # of a single number: [N]
     return torch.linalg.vector_norm(rows, dim=1, dtype=accumulation_dtype(g.dtype)).square()
 
@@ -138,7 +149,7 @@ def added(g: Gradients, other: Gradients | None) -> Gradients:
         return Outer(*(torch.cat(pair, 1) for pair in pairs))
     if isinstance(g, LookedUp) and isinstance(other, LookedUp):
         return LookedUp(
-            torch.cat([g.ids, other.ids], 1), torch.cat([g.rows, other.rows], 1), g.count
+            torch.cat([g.ids, other.ids], 1), torch.cat([g.each, other.each], 1), g.count
         )
     return in_full(g) + in_full(other)
 
@@ -148,7 +159,7 @@ def along(g: Gradients, direction: Tensor) -> Tensor:
     if isinstance(g, Tensor):
         return chunks.along(g, direction)
     if isinstance(g, LookedUp):
-        return (direction[g.ids] * g.rows.to(direction.dtype)).sum((1, 2))
+        return (direction[g.ids] * g.each.to(direction.dtype)).sum((1, 2))
     products = g.right.to(direction.dtype) @ direction.flatten(1).mT
     return (products * g.left.to(direction.dtype)).sum((1, 2))
 
@@ -161,7 +172,7 @@ def weighted(g: Gradients, factors: Tensor) -> Tensor:
         grad: Tensor = ops.linear_scaled(g.right, g.left, factors, False)[0]
         return grad
     if isinstance(g, LookedUp):
-        kept = torch.where(factors.view(-1, 1, 1) != 0, g.rows, 0)  # whatever its numbers
+        kept = torch.where(factors.view(-1, 1, 1) != 0, g.each, 0)  # whatever its numbers
         return _added_up(g, kept.to(wide) * factors.to(wide).view(-1, 1, 1))
     rows = g.reshape(len(factors), 1, -1).to(wide)
     return chunks.scaled_sum(factors.to(wide), rows) if _sum is None else _sum(rows, factors, wide)

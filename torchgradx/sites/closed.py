@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ..reference.chunks import accumulation_dtype
 from ..shared.outer import Gradients, LookedUp, Outer
 from .fallback import Call, by_sample
 
@@ -55,7 +56,8 @@ def rows_of_bags(
     weights: Tensor | None = None,  # as ids; of mode "sum" only
 ) -> LookedUp:
     """Return a gradient for each id of a bag: the bag's, times the id's weight."""
-    weights = torch.ones_like(ids, dtype=g.dtype) if weights is None else weights.to(g.dtype)
+    wide = accumulation_dtype(g.dtype)
+    weights = torch.ones_like(ids, dtype=wide) if weights is None else weights.to(wide)
     if module.padding_idx is not None:
         weights = weights.where(ids != module.padding_idx, 0)
     if offsets is not None:
@@ -69,5 +71,6 @@ def rows_of_bags(
     elif module.mode == "max":  # each feature's gradient goes to one id
         values = module.weight[ids].masked_fill(rows == 0, -torch.inf)
         largest = torch.zeros_like(values).scatter_(1, values.argmax(1, keepdim=True), 1)
-        rows = largest.to(g.dtype) * rows
-    return LookedUp(ids, rows * g.unsqueeze(1), module.num_embeddings)
+        rows = largest.to(g.dtype) * rows.to(g.dtype) * g.unsqueeze(1)
+        return LookedUp(ids, rows, module.num_embeddings)
+    return LookedUp(ids, rows, module.num_embeddings, g)
