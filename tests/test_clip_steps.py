@@ -61,6 +61,26 @@ def test_accumulation_over_unequal_batches(read, backend, weight_grad):
             is_sum(model, clipped(model, *batches, share=1 / 3))
 
 
+def test_samples_that_are_run_alone_leave_nothing_in_grad():
+    """A reentrant checkpoint has their backward reach .grad."""
+
+    def forward(m, x):
+        return m.head(checkpoint(m.inner, m.first(x), use_reentrant=True))
+
+    parts = {
+        "first": nn.Linear(3, 3),
+        "inner": nn.Sequential(nn.Linear(3, 3), nn.Tanh()),
+        "head": nn.Linear(3, 2),
+    }
+    model, x = Model(forward, **parts).double(), torch.randn(4, 3).double()
+    plain = Model(lambda m, x: m.head(m.inner(m.first(x))), **copy.deepcopy(parts)).double()
+    want = clipped(plain, x)
+    with torchgradx.attach(model, clip=True, check="samples") as probe:
+        square(model, x).backward()
+        probe.clip_grad_norm_(BOUND)
+        is_sum(model, want)
+
+
 def test_a_gradient_of_zeros_is_left_alone():
     x = batch()
     x[2] = 0
