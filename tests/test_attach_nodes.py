@@ -136,7 +136,7 @@ def chosen(m, x):
 @a_few_modes
 @pytest.mark.parametrize("forward", [written, chosen], ids=["written", "chosen"])
 def test_a_token_in_the_place_of_those_masked(forward, options):
-    """Where a mask is drawn anew in each forward, running the model again gives another one."""
+    """Running such a model again would draw another mask."""
     parts = {"first": nn.Linear(3, C), "last": nn.Linear(C, 2)}
     model, x = Model(forward, **parts), torch.randn(N, T, 3).double()
     model.token = nn.Parameter(torch.randn(C))

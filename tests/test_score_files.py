@@ -113,8 +113,8 @@ KILLED = """
 """
 
 
-def start(tmp_path, pause):
-    code = textwrap.dedent(KILLED).format(
+def start(tmp_path, pause, code=KILLED):
+    code = textwrap.dedent(code).format(
         tests=os.path.dirname(__file__), log=str(tmp_path / "log"), pause=pause,
         out=str(tmp_path / "scores.csv"),
     )  # fmt: skip

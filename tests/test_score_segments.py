@@ -1,18 +1,15 @@
 """score(sample_ids=): an entry for each document or graph, against a loop over single ones."""
 
 import csv
-import os
 import signal
 import sqlite3
-import subprocess
-import sys
-import textwrap
 import time
 
 import numpy as np
 import pytest
 import torch
 from segment_models import GPT, WORDS, Convolving, D, ring
+from test_score_files import lines, start
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -255,20 +252,12 @@ KILLED = """
 """
 
 
-def start(tmp_path, pause):
-    code = textwrap.dedent(KILLED).format(
-        tests=os.path.dirname(__file__), log=str(tmp_path / "log"), pause=pause,
-        out=str(tmp_path / "scores.csv"),
-    )  # fmt: skip
-    return subprocess.Popen([sys.executable, "-c", code])
-
-
 def test_a_kill_in_the_second_model_loses_no_finished_batch(tmp_path):
     log, looked = tmp_path / "log", len(LENGTHS)  # items that the fingerprint reads: all
-    victim = start(tmp_path, 0.1)
+    victim = start(tmp_path, 0.1, KILLED)
     deadline = time.monotonic() + 120
     done = looked + len(LENGTHS) + 5  # of the second model two batches, at least
-    while time.monotonic() < deadline and (not log.exists() or len(log.read_text().split()) < done):
+    while time.monotonic() < deadline and len(lines(log)) < done:
         time.sleep(0.02)
     victim.send_signal(signal.SIGKILL)
     assert victim.wait() == -signal.SIGKILL
@@ -278,8 +267,8 @@ def test_a_kill_in_the_second_model_loses_no_finished_batch(tmp_path):
     items = [k for model, i in kept if model == 1 for k in np.frombuffer(i, np.int64)]
     assert items[:4] == [0, 0, 0, 1], "of each document its item"
     log.unlink()
-    assert start(tmp_path, 0).wait() == 0
-    again = [int(index) for index in log.read_text().split()[looked:]]
+    assert start(tmp_path, 0, KILLED).wait() == 0
+    again = [int(index) for index in lines(log)[looked:]]
     assert again == [k for k in range(len(LENGTHS)) if k not in items]
     with (tmp_path / "scores.csv").open(newline="") as rows:
         got = list(csv.DictReader(rows))

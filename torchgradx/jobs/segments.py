@@ -1,4 +1,4 @@
-"""Which item of the dataset a batch's samples come from, where `sample_ids` names the samples."""
+"""The item of the dataset that each sample of a batch is from, where `sample_ids` names them."""
 
 from __future__ import annotations
 

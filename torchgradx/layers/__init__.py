@@ -1,1 +1,1 @@
-"""What is known of a model before any data: its parameters, its layers, and the kernel for each."""
+"""A model before any data: its parameters, its layers, and the kernel for each of them."""

@@ -53,9 +53,7 @@ class Layer:
     dilation: tuple[int, ...] = ()
     pre_pad: tuple[int, ...] = ()  # what `padding` cannot say, as for F.pad
     pad_mode: str = "constant"
-    depth: tuple[
-        int, ...
-    ] = ()  # of the first of three dimensions: kernel, stride, padding, dilation
+    depth: tuple[int, ...] = ()  # of the first of three: kernel, stride, padding, dilation
     transposed: bool = False
     role: str = ""  # of one among several layers that a module is
     weight_rows: tuple[int, int, int] = WHOLE  # those before, those after, and in how many parts

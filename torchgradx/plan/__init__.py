@@ -1,1 +1,1 @@
-"""Which algorithm runs: integers in, a plan out. No tensors."""
+"""The choice of an algorithm: integers in, a plan out. No tensors."""

@@ -46,6 +46,7 @@ __all__ = [
 # rows n*T+t | rows t*N+n | of no sample, see shared | no gradient comes from the outputs, and if
 # one does come it is refused | [T, N K, *] | [*, N K] | [*, K N, *]
 BATCH, SEQUENCE, SHARED, NOWHERE, SECOND, LAST, MINOR = range(7)
+FLEX, COMPILED = "FlexAttentionAutogradOpBackward", "CompiledFunctionBackward"
 SEGMENTS = 16  # and from there on: as one of a pass's vectors says, see segments.py
 LOOSE = (
     0.25  # of a row's size: what it is off by at most where sums come in another order each time
@@ -354,10 +355,9 @@ def in_order(outputs: Iterable[Tensor]) -> list[Any]:
 
 
 def is_python(node: Any, compiled: bool = False) -> bool:
-    """Return whether a backward may do what it likes; compiled: but for that of compiled parts."""
-    pure = ["FlexAttentionAutogradOpBackward"] + ["CompiledFunctionBackward"] * compiled
+    """Return True if a backward may do what it likes; compiled: that of a compiled part may not."""
     own = isinstance(node, torch.autograd.function.BackwardCFunction)
-    return own and str(node.name()) not in pure
+    return own and node.name() != FLEX and not (compiled and node.name() == COMPILED)
 
 
 def _is_half(node: Any) -> bool:

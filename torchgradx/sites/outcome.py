@@ -24,8 +24,8 @@ ROUNDINGS_OF_HALVES = 4.0  # their sums are made in float32
 
 
 class OtherOutputsError(RefusedError):
-    """What ran again gave something else. gross: a sample alone does by far, so that others are in
-    what it gave in its batch."""
+    """A module that ran again gave something else. gross: by far, so that other samples are in what
+    a sample gives in its batch."""
 
     def __init__(self, gross: bool) -> None:
         super().__init__("other_outputs")

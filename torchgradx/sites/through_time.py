@@ -162,7 +162,8 @@ def beside(call: Call) -> dict[str, Gradients] | None:
     made, given = [outputs[k] for k in arrived], [call.grads[k] for k in arrived]
     torch.autograd.grad(made, parameters, given, allow_unused=True)
     found: dict[str, Gradients] = {
-        name: torch.zeros(call.n, *p.shape) for name, p in zip(call.names, parameters, strict=True)
+        name: torch.zeros(()).expand(call.n, *p.shape)
+        for name, p in zip(call.names, parameters, strict=True)
     }
     pairs = [pair for gathered in met for pair in gathered.operands]
     for (weight, bias), pair in zip(weights, pairs, strict=True):
