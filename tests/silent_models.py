@@ -6,6 +6,8 @@ MODELS = {name: (make, verdict under check="graph", verdict under check="samples
 of the samples alone. Every SILENT of the first column is one that docs/limits.md names.
 """
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from attach_oracle import Model, Same, mlp, square
@@ -142,8 +144,13 @@ def with_queue(forward):
     return model
 
 
-def frozen_batch_norm():
-    frozen = nn.Sequential(nn.Conv1d(T, 3, 1), nn.BatchNorm1d(3)).requires_grad_(False)
+class OwnBatchNorm(nn.BatchNorm1d):
+    def forward(self, x):
+        return torch.relu(super().forward(x))
+
+
+def frozen_batch_norm(norm):
+    frozen = nn.Sequential(nn.Conv1d(T, 3, 1), norm).requires_grad_(False)
     return nn.Sequential(frozen, nn.ReLU(), nn.Flatten(), nn.Linear(15, 2))
 
 
@@ -235,7 +242,10 @@ for title, (way, verdict) in BETWEEN.items():
     add(f"between: {title}", make, verdict, EXACT if verdict == EXACT else REFUSED, X4)
 add("a queue that has this batch", lambda: with_queue(queue), SILENT, REFUSED, X3)
 add("a buffer of its own rows", lambda: with_queue(own_rows), EXACT, EXACT, X3)
-add("a frozen BatchNorm", frozen_batch_norm, REFUSED, REFUSED, torch.randn(N, T, 5))
+for title, norm in {"": nn.BatchNorm1d(3), " without weights": nn.BatchNorm1d(3, affine=False),
+                    " of the user's": OwnBatchNorm(3)}.items():  # fmt: skip
+    make = lambda norm=norm: frozen_batch_norm(copy.deepcopy(norm))  # noqa: E731
+    add(f"a frozen BatchNorm{title}", make, REFUSED, REFUSED, torch.randn(N, T, 5))
 for again in (False, True):
     where = "a reentrant checkpoint" if again else "a Function of the user's"
     make = lambda again=again: Model(  # noqa: E731

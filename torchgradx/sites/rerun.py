@@ -153,13 +153,15 @@ class FallbackSite:
             if not same_parameters(module, self._module, names):
                 return None
         run, held = self._recorder.current(), self._held(module)
-        if run is None or not held or torch._C._are_functorch_transforms_active():
+        if run is None or torch._C._are_functorch_transforms_active():
             return None
-        given, samples = tensors_in((args, kwargs)), samples_of(out, run.n)
         mixes = why_mixed(module, [*args, *kwargs.values()], run.n) if self._mixes else None
-        if mixes:
+        if mixes and (held or mixes == "batch_statistics"):  # these mix what is above them too
             run.refuse(self._index, mixes)
             return None
+        if not held:
+            return None
+        given, samples = tensors_in((args, kwargs)), samples_of(out, run.n)
         leaves = all(p.is_leaf for p in held.values())
         told = (args, kwargs), samples is not None, run.n
         unsaid = why_not(held.values(), *told) if leaves else "computed"
