@@ -25,6 +25,7 @@ from .options import check as check_options
 from .options import fitting, placed
 from .proof.arguments import batch_size, one_of_several, tensors_in
 from .proof.audit import Audit
+from .proof.forwards import Forward
 from .proof.samples import Samples
 from .proof.segments import SegmentExaminer, rows_of
 from .proof.verdict import Verdict, known
@@ -76,17 +77,16 @@ class Attachment:
         methods = ("_began", "_finish", "_drained", "_met", "_received", "_astray")
         count = len(self._parameters.names)
         self._recorder = Recorder(count, *map(forward_to, methods))
+        self._sites: list[Site] = []
         shared = (self._recorder, self._parameters, self._layers, options)
         self._record = Record(*shared)
         checked = verdicts.setdefault("samples", {})
         norms = self._record.sq_norms
         self._samples = Samples(self._recorder, self._parameters, options, norms, checked)
         self._record.refused = self._samples.refused
-        self._audit = Audit(*shared, self._record, verdicts, forward_to("_began"))
-        unspent = self._audit.forwards.unspent
-        given = (self._parameters, self._layers, options)
+        self._audit = Audit(*shared, self._sites, self._record, verdicts, forward_to("_began"))
         routed = verdicts.setdefault("routed", {})
-        self._segments = SegmentExaminer(*given, self._audit, unspent, routed)
+        self._segments = SegmentExaminer(*shared[1:], self._sites, self._audit, routed)
         self._backwards = Backwards(self._recorder, forward_to("_over"), forward_to("_finished"))
         directions = {} if options["directions"] is None else options["directions"]
         self._directed = placed(directions, self._parameters)  # by place; empty: no directions
@@ -96,7 +96,6 @@ class Attachment:
         self._paused = 0
         self._asides = 0  # contexts in which another probe has the model
         self._seen = _Seen()
-        self._sites: list[Site] = []
         self._hooks: Hooks | None = None
         self._listen(model)
         attachments.add(self)
@@ -156,7 +155,8 @@ class Attachment:
         for part in (self._hooks, *self._sites):
             if part is not None:
                 part.remove()
-        self._hooks, self._sites = None, []
+        self._hooks = None
+        self._sites.clear()
         self._standing.leave()
 
     @property
@@ -309,19 +309,22 @@ class Attachment:
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 metadata: Any = node.metadata
                 metadata.setdefault("torchgradx", []).append(run)
+        forward = Forward(run, uses, outputs, looked)
         if run.in_graph:
             run.refuse(-1, "graph_and_eager")
-        elif self._segments.examine(run, self._seen.ids, uses, outputs, self._sites, looked.ends):
+        elif self._segments.examine(forward, self._seen.ids):
             self._audit.forwards.listen(run.layouts)
         elif seen is None:
-            alone = run.n == 1 and one_of_several(self._options, (args, kwargs), out)
+            if run.n == 1 and one_of_several(self._options, (args, kwargs), out):
+                run.refuse(-1, "one_row")
             with self._samples.quiet():
-                self._audit.examine(run, key, looked, alone, recalled, uses, outputs, self._sites)
-                self._segments.rescue(run, uses, outputs, self._sites, looked.ends)
+                self._audit.examine(forward, key, recalled)
+                self._segments.rescue(forward)
             self._audit.forwards.listen(run.layouts)
         else:
-            verdict = self._audit.examiner.verdict(run, uses, outputs, self._sites, looked)
-            seen.append((verdict, [(site, sizes) for site, sizes, *_ in uses]))
+            seen.append(
+                (self._audit.examiner.verdict(forward), [(site, sizes) for site, sizes, *_ in uses])
+            )
         if seen is None and not run.in_graph:
             self._samples.listen(run, (key[0], *key[2:]), module, (args, kwargs or {}), out)
         if not uses and not recalled and not run.refusals:

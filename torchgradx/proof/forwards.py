@@ -12,6 +12,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +22,13 @@ from torch.utils._pytree import tree_map
 
 from ..record.modes import unheard
 from ..sharding import part_here
+from ..shared.frontier import Graph
 from .arguments import flattened, sized
 from .constant import Watch
 from .layout import SHARED
 from .several import End
 
-__all__ = ["Forwards", "Looked", "Memory"]
+__all__ = ["Forward", "Forwards", "Looked", "Memory"]
 
 
 @dataclass
@@ -81,6 +83,25 @@ class Looked(NamedTuple):
     nodes: int  # of the graph that it made
     kind: Any  # of outputs
     flat: bool  # the first argument shows no N: its rows may be of any sample
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward of the model that has ended."""
+
+    run: Any  # its pass
+    uses: Sequence[Any]  # (site, sizes of the output, its node, its number there)
+    outputs: Sequence[Tensor]  # of the model
+    looked: Looked
+
+    @property
+    def n(self) -> int:
+        n: int = self.run.n
+        return n
+
+    @cached_property
+    def graph(self) -> Graph:
+        return Graph(self.outputs)
 
 
 class _OfThread(threading.local):
