@@ -6,13 +6,14 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from . import ops
+from .layers.table import Parameters
 from .reference.chunks import accumulation_dtype
 from .refusals import refused_all
 from .sharding import flattened
@@ -35,9 +36,6 @@ Model = Literal["model"]  # per= of which a result is one Tensor,
 Parts = Literal["module", "parameter"]  # and of which it is a dict of them
 Per = Literal["model", "module", "parameter"]
 NonFinite = Literal["keep", "drop"]
-
-if TYPE_CHECKING:
-    from .layers.table import Parameters
 
 
 def check_per(per: str) -> None:

@@ -12,19 +12,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..layers.table import Parameters
 from ..proof.listening import forget, others
 from ..refusals import RefusedError, refused_all
 from ..sharding import data_parallel, mean_over, scattered
 from ..sites.copies import untraced
 from .factors import Group
-
-if TYPE_CHECKING:
-    from ..layers.table import Parameters
 
 __all__ = ["Books", "Sum", "dense"]
 

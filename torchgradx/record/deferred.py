@@ -4,17 +4,15 @@ clipped sums are added to .grad. One weight gradient for each use in place of tw
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..layers.table import Parameters
 from ..sharding import mean_over
 from .clipping import Books, Sum, dense
 from .factors import Group, report_overflow
-
-if TYPE_CHECKING:
-    from ..layers.table import Parameters
 
 __all__ = ["Deferred"]
 

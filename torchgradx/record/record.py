@@ -6,13 +6,14 @@ import inspect
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..layers.rules import Layer
+from ..layers.table import Parameters
 from ..options import Scale, check_scale
 from ..refusals import SECTIONS, refused_all
 from .clipping import Books
@@ -24,9 +25,6 @@ from .segments import combine_segments
 
 if ops.NATIVE:
     from .. import _C
-
-if TYPE_CHECKING:
-    from ..layers.table import Parameters
 
 __all__ = ["Record"]
 
