@@ -363,7 +363,7 @@ class Attachment:
     def _received(self, place: int, gradient: Tensor | None) -> None:
         if self._recorder.shields:
             self._audit.mute(place)
-        elif gradient is not None:
+        elif gradient is not None and not self._samples.silent:
             self._record.books.apart(place, gradient)
 
     def _settle(self) -> None:
