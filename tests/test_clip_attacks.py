@@ -174,3 +174,11 @@ def test_a_parameter_that_the_forward_does_not_use_is_left_as_it_is(retain, befo
     assert bool((model.w.grad == 1).all()) if before else model.w.grad is None
     model.w.grad = None
     is_sum(model, clipped(model, x))
+
+
+def test_samples_that_run_alone_are_no_part_of_what_else_grad_holds():
+    model, x = mlp().double(), batch()
+    with torchgradx.attach(model, clip=True, check="samples") as probe:
+        square(model, x).backward()
+        probe.clip_grad_norm_(BOUND)
+        is_sum(model, clipped(model, x))

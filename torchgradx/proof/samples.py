@@ -288,7 +288,9 @@ def _of_one(arguments: tuple[Any, Any], n: int, sample: int, dim: int) -> tuple[
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return leaf
         d = dim if leaf.dim() > dim else 0
-        return leaf.detach().narrow(d, sample, 1) if leaf.shape[d] == n else leaf
+        if leaf.shape[d] != n:
+            return leaf
+        return leaf.detach().narrow(d, sample, 1).requires_grad_(leaf.requires_grad)
 
     found: tuple[Any, Any] = tree_map(one, arguments)
     return found
