@@ -16,7 +16,6 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from . import ops
@@ -87,7 +86,8 @@ class Attachment:
         self._audit = Audit(*shared, self._sites, self._record, verdicts, forward_to("_began"))
         routed = verdicts.setdefault("routed", {})
         self._segments = SegmentExaminer(*shared[1:], self._sites, self._audit, routed)
-        self._backwards = Backwards(self._recorder, forward_to("_over"), forward_to("_finished"))
+        check = weakly(weakref.ref(self._samples), "check")
+        self._backwards = Backwards(self._recorder, forward_to("_over"), check)
         directions = {} if options["directions"] is None else options["directions"]
         self._directed = placed(directions, self._parameters)  # by place; empty: no directions
         self._directions = dict(directions)
@@ -117,9 +117,7 @@ class Attachment:
                 self._trace.add(modules[layer.name], layer, getattr(site, "core", None))
             self._recorder.shields = not self._options["weight_grad"]
             self._audit.attend()
-            if self._options["clip"]:
-                scaled = isinstance(self._options["loss_scale"], torch.amp.GradScaler)
-                self._record.books.open(scaled)
+            self._recorder.books = self._options["clip"]
             root = root_of(model)
             self._hooks = Hooks(root)
             add, told = self._hooks.add, {"with_kwargs": True}
@@ -348,9 +346,6 @@ class Attachment:
             run.outside = None
         self._record.begin(run)
         run.hooked = self._audit.hooked()
-
-    def _finished(self, runs: list[Pass]) -> None:
-        self._samples.check(runs)
 
     def _over(self, tasks: list[int], done: bool) -> None:
         self._audit.over(tasks, done)

@@ -22,8 +22,7 @@ from torch.autograd.graph import GradientEdge
 
 from ..record.unpacking import answers_again, checkpointed
 from ..refusals import cause, refused_all
-from .rows import Rows
-from .seeds import SILENT, digits_of, halves, weighted
+from .rows import SILENT, Rows, digits_of, halves, weighted
 
 __all__ = [
     "BATCH",

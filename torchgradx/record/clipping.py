@@ -41,8 +41,8 @@ class Sum(NamedTuple):
 class Books:
     """What the passes of a record keep, and what .grad holds besides."""
 
-    def __init__(self, recorder: Any, parameters: Parameters) -> None:
-        self._recorder, self._parameters = recorder, parameters
+    def __init__(self, recorder: Any, parameters: Parameters, loss_scale: Any) -> None:
+        self._recorder, self._parameters, self._loss_scale = recorder, parameters, loss_scale
         self._kept: deque[tuple[Any, Any, list[int]]] = deque()  # (pass, use, its parameters)
         self._tensors: list[Tensor] = []  # the table, while it is clipped
         self._others: dict[int, Tensor] = {}  # by place
@@ -50,7 +50,7 @@ class Books:
         self._heard: dict[int, tuple[Tensor, Any]] = {}  # by place, and our hook
         self._marks: dict[int, tuple[int, int]] = {}  # .grad as backwards left it, by place
         self._samples: dict[int, Tensor] = {}  # of .grad then, where it is to be unscaled
-        self._scaled = False
+        self._scaled = isinstance(loss_scale, torch.amp.GradScaler)
         self._idle: set[int] = set()  # places that no gradient came to
         self._torn = False  # .grad changed between passes of a record
         self.closed = False  # clipped already
@@ -61,10 +61,6 @@ class Books:
         ddp = data_parallel(module)
         if ddp is not None:
             self._ddp = weakref.ref(ddp)
-
-    def open(self, scaled: bool) -> None:
-        """From now on uses are kept. scaled: .grad will have to be unscaled."""
-        self._recorder.books, self._scaled = True, scaled
 
     def close(self, runs: Iterable[Any]) -> None:
         self._recorder.books = False

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layers.table import Parameters
 from ..sharding import mean_over
 from .clipping import Books, Sum, dense
 from .factors import Group, report_overflow
@@ -23,10 +22,6 @@ class Deferred(Books):
     """What the passes of a record keep. Nothing of .grad needs watching: backward leaves it."""
 
     disturbed = False
-
-    def __init__(self, recorder: Any, parameters: Parameters, loss_scale: Any) -> None:
-        super().__init__(recorder, parameters)
-        self._loss_scale = loss_scale
 
     def begin(self, first: bool) -> None:
         if self._recorder.books and first:
@@ -58,7 +53,7 @@ class Deferred(Books):
         finally:
             _copy(tensors, waiting)
         self.closed = True
-        if isinstance(self._loss_scale, torch.amp.GradScaler):
+        if self._scaled:
             grads = (tensors[place].grad for place in met)
             report_overflow(self._loss_scale, [g for g in grads if g is not None])
 

@@ -6,6 +6,7 @@ import inspect
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,8 +21,7 @@ from .clipping import Books
 from .deferred import Deferred
 from .factors import Group, factors_of, is_unscaled, unscaled_by
 from .frames import NONE, Answer, Frames, Told
-from .norms import combine
-from .segments import combine_segments
+from .norms import combine, combine_segments
 
 if ops.NATIVE:
     from .. import _C
@@ -44,13 +44,12 @@ class Record:
     ) -> None:
         self._recorder, self._parameters, self._layers = recorder, parameters, layers
         self._options = options
-        self.books = Books(recorder, parameters)
-        if not options["weight_grad"]:
-            self.books = Deferred(recorder, parameters, options["loss_scale"])
+        scale = options["loss_scale"]
+        books = Books if options["weight_grad"] else Deferred
+        self.books = books(recorder, parameters, scale)
         self.frames = Frames(recorder)
         self._serial = 0  # of forwards
         # What the user said that losses are scaled by, each from one forward on, in order.
-        scale = options["loss_scale"]
         self._asked: Callable[..., Scale] | None = scale if callable(scale) else None
         self._scales: list[tuple[int, Any]] = [(0, 1.0 if callable(scale) else scale)]
         self._read = False
@@ -133,12 +132,13 @@ class Record:
     def _scale_from(self, serial: int, scale: Any) -> None:
         scale = scale.detach().clone() if isinstance(scale, Tensor) else scale
         entries = self._scales[-MANY:]
-        entries.insert(bisect_right(entries, serial, key=_first), (serial, scale))
+        entries.insert(bisect_right(entries, serial, key=itemgetter(0)), (serial, scale))
         self._scales = entries
 
     def _scale_of(self, serial: int) -> Scale:
         """Return the scale said before a pass's forward, times a GradScaler's at its backward."""
-        said: Any = self._scales[max(1, bisect_right(self._scales, serial, key=_first)) - 1][1]
+        place = bisect_right(self._scales, serial, key=itemgetter(0))
+        said: Any = self._scales[max(1, place) - 1][1]
         scaler, scale = self._options["loss_scale"], 1.0
         if isinstance(scaler, torch.amp.GradScaler):
             scale = scaler.get_scale() if scaler.is_enabled() else 1.0
@@ -346,10 +346,6 @@ class Record:
         known = ("removed",) * (not attached) + ("frozen",) * (not names)
         fates = (fate for fate in SECTIONS["Nothing is recorded"] if fate in self._fates)
         raise refused_all(next(iter((*known, *fates, "not_called"))), names)
-
-
-def _first(entry: tuple[int, Any]) -> int:
-    return entry[0]
 
 
 def _norms(
