@@ -12,6 +12,7 @@ extension a dispatch mode does the same, under which autocast may round a few op
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -42,10 +43,11 @@ class Watch:
         self, held: Iterable[Tensor], arguments: Sequence[Tensor], n: int, batch_dim: int
     ) -> None:
         """held: parameters and buffers."""
-        # Of each call of a site: 1 if it is given constants alone; the layout of the samples in
-        # what it is given. None: that does not show.
-        self.inputs: dict[int, list[int | None]] = {}
-        self.anchored: dict[int, list[int | None]] = {}
+        # By site and the place among its calls: 1 if it is given constants alone; the layout of the
+        # samples in what it is given. None: that does not show.
+        self.inputs: dict[tuple[int, int], int | None] = {}
+        self.anchored: dict[tuple[int, int], int | None] = {}
+        self._calls: Counter[int] = Counter()
         whole = (t for t in arguments if t.shape[batch_dim : batch_dim + 1] == (n,))
         first = next(whole, None)
         shared = [t for t in arguments if first is not None and _is_shared(t, first, n, batch_dim)]
@@ -68,10 +70,11 @@ class Watch:
 
     def meet(self, site: int, given: Sequence[Tensor]) -> None:
         """A site is called with these."""
-        constant = all(map(self._seen.knows_constant, given))
-        self.inputs.setdefault(site, []).append(1 if constant else None)
+        call = site, self._calls[site]
+        self._calls[site] += 1
+        self.inputs[call] = 1 if all(map(self._seen.knows_constant, given)) else None
         dim = self._seen.holds(given[0]) if given else -1
-        self.anchored.setdefault(site, []).append((BATCH, SEQUENCE, None)[dim])
+        self.anchored[call] = (BATCH, SEQUENCE, None)[dim]
 
 
 class Mode(TorchDispatchMode):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,9 +37,9 @@ class Memory:
     """Facts that forwards of one regime have shown; outlives the probe."""
 
     watches: int = 1  # so many of the next forwards are watched
-    # Of what a site was given in each of its calls, by its place and the number of these.
-    constant: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
-    anchored: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
+    # Of what sites were given, by the site and the place among its calls; None: it differed.
+    constant: dict[tuple[int, int], int | None] = field(default_factory=dict)
+    anchored: dict[tuple[int, int], int | None] = field(default_factory=dict)
     picks: bool = False  # how many rows layers are given was up to data
     # Of the samples in the outputs, by their place and number of dimensions.
     dims: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -55,23 +56,21 @@ class Memory:
         self.watches = max(0, self.watches - 1)
         self.picks = self.picks or watch.picks
         for seen, inputs in (self.constant, watch.inputs), (self.anchored, watch.anchored):
-            for site, given in inputs.items():
-                before = seen.setdefault((site, len(given)), list(given))
-                before[:] = [a if a == b else None for a, b in zip(before, given, strict=True)]
+            for call, one in inputs.items():
+                seen[call] = one if seen.get(call, one) == one else None
 
 
-def _where(seen: dict[tuple[int, int], list[int | None]], uses: Sequence[Any]) -> dict[int, int]:
+def _where(seen: dict[tuple[int, int], int | None], uses: Sequence[Any]) -> dict[int, int]:
     """Return what was seen of these uses; of a site called more often, if its calls were alike."""
-    calls: dict[int, list[int]] = {}
-    for k, (site, *_) in enumerate(uses):
-        calls.setdefault(site, []).append(k)
+    calls: Counter[int] = Counter()
     found: dict[int, int] = {}
-    for site, those in calls.items():
-        given = seen.get((site, len(those)))
-        if given is None:
-            others = {one for (other, _), each in seen.items() if other == site for one in each}
-            given = [others.pop() if len(others) == 1 else None] * len(those)
-        found.update((k, one) for k, one in zip(those, given, strict=True) if one is not None)
+    for k, (site, *_) in enumerate(uses):
+        call = site, calls[site]
+        calls[site] += 1
+        ones = {one for (other, _), one in seen.items() if other == site}
+        one = seen[call] if call in seen else ones.pop() if len(ones) == 1 else None
+        if one is not None:
+            found[k] = one
     return found
 
 
