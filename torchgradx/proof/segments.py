@@ -23,7 +23,7 @@ from ..sites.recurrent import Site
 from .audit import Audit
 from .forwards import Forward
 from .layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
-from .owners import Owned, fitted, mask_joins, owners_below
+from .owners import MAPPING, Owned, fitted, mask_joins, owners_below
 from .verdict import Verdict
 
 if ops.NATIVE:
@@ -330,12 +330,6 @@ class SegmentExaminer:
                 layouts[k] = NOWHERE
             shown.append(served and layout not in (None, NOWHERE) and not isinstance(layout, str))
         return shown
-
-
-MAPPING = {f"{name}Backward0" for name in (
-    "Index", "IndexSelect", "Gather", "IndexAdd", "IndexCopy", "IndexPut", "IndexPutImpl",
-    "IndexReduce", "Scatter", "ScatterAdd", "ScatterReduce",
-)}  # fmt: skip
 
 
 def _batch_first(owned: Owned, n: int) -> bool:
