@@ -145,11 +145,8 @@ class Attachment:
             return
         if busy:
             _leaving.add(self)  # a forward under way leaves at its end
-        else:
-            self._leave_model()
-            _leaving.discard(self)
-
-    def _leave_model(self) -> None:
+            return
+        _leaving.discard(self)
         for part in (self._hooks, *self._sites):
             if part is not None:
                 part.remove()
@@ -326,7 +323,7 @@ class Attachment:
         if seen is None and not run.in_graph:
             self._samples.listen(run, (key[0], *key[2:]), module, (args, kwargs or {}), out)
         if not uses and not recalled and not run.refusals:
-            self._record.note("no_use")
+            self._record.fates.add("no_use")
         elif not uses and not recalled:  # nothing else would tell of its backward
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 node.register_prehook(lambda _: run.arrive(run.trainable, True) and None)

@@ -245,9 +245,7 @@ class Audit:
             if place not in called:
                 run.expect(place, both[1])
             for p in both:
-                if not p.requires_grad or p in self._heard_at:
-                    continue
-                if place in self.always:
+                if place in self.always and p.requires_grad and p not in self._heard_at:
                     self._hear(place, p)
 
     def hooked(self) -> list[int]:

@@ -123,7 +123,7 @@ class Samples:
                 t.register_hook(partial(self._arrive, run.serial, call, k))
 
     def _skipped(self, n: int, module: nn.Module, arguments: tuple[Any, Any]) -> str | None:
-        if not _same(self._generators, _generators(self._parameters.tensors())):
+        if self._generators != _generators(self._parameters.tensors()):
             return RANDOM
         if data_parallel(module) is not None or self._parameters.gathered():
             return DISTRIBUTED
@@ -306,18 +306,15 @@ def _sharing(arguments: Any, n: int, dim: int) -> bool:
 
 
 def _generators(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return the states of all random generators, to be compared."""
     devices = {p.device for p in tensors if p.device.type == "cuda"}
-    own = [torch.cuda.get_rng_state(device) for device in devices]
-    return torch.get_rng_state(), random.getstate(), np.random.get_state(), own
-
-
-def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    (torch_, python, numpy, devices), others = one, other
+    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+    _, keys, *places = np.random.get_state()
     return (
-        torch.equal(torch_, others[0])
-        and python == others[1]
-        and all(np.array_equal(a, b) for a, b in zip(numpy, others[2], strict=True))
-        and all(map(torch.equal, devices, others[3]))
+        [t.numpy().tobytes() for t in states],
+        random.getstate(),
+        np.asarray(keys).tobytes(),
+        places,
     )
 
 

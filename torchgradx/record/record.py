@@ -53,7 +53,7 @@ class Record:
         self._asked: Callable[..., Scale] | None = scale if callable(scale) else None
         self._scales: list[tuple[int, Any]] = [(0, 1.0 if callable(scale) else scale)]
         self._read = False
-        self._fates: set[str] = set()  # keys of what became of forwards, while nothing is recorded
+        self.fates: set[str] = set()  # keys of what became of forwards, while nothing is recorded
         self._entry = threading.RLock()
         self._compares = False  # .grad with the samples' own gradients: somebody asked for it
         self._there: list[Tensor] = []  # how large .grad was before the record's first gradient
@@ -64,21 +64,17 @@ class Record:
     def takes(self, on: bool, told: Told = UNTOLD, outside: bool = False) -> Answer:
         """Return a forward's number (0: record nothing) and what was said of its samples."""
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing() or self.unreal():
-            self.note("traced")
+            self.fates.add("traced")
             return NONE
         now = Answer(self.next(), told)
         found = self.frames.answer(on, now, outside)
         if not on:
-            self.note("paused")
+            self.fates.add("paused")
         elif not torch.is_grad_enabled():
-            self.note("no_grad")
+            self.fates.add("no_grad")
         else:
-            self.note("called_directly" if outside else "no_backward")
+            self.fates.add("called_directly" if outside else "no_backward")
         return found if torch.is_grad_enabled() else NONE
-
-    def note(self, fate: str) -> None:
-        """Keep what became of a forward, for the refusal where nothing is recorded."""
-        self._fates.add(fate)
 
     def unreal(self) -> bool:
         """Return True if tensors are fake or on meta, and so have no values."""
@@ -155,7 +151,7 @@ class Record:
         self.mismatched = set()
         self.refused.clear()
         self._recorder.clear()
-        self._fates = {"reset"} if self._fates else self._fates
+        self.fates = {"reset"} if self.fates else self.fates
         self._read = False
 
     def undo(self, tasks: Sequence[int]) -> None:
@@ -164,7 +160,7 @@ class Record:
         self.mismatched = {key for key in self.mismatched if key[0] not in tasks}
         self.books.undo(alone=not self.runs)
         if not self.runs:
-            self.note("backward_failed")
+            self.fates.add("backward_failed")
 
     def finish(self, run: Any, place: int) -> None:
         """All uses of a parameter are in: combine them, and let their operands go."""
@@ -344,7 +340,7 @@ class Record:
         if refusals:
             raise refused_all(refusals[0], names)
         known = ("removed",) * (not attached) + ("frozen",) * (not names)
-        fates = (fate for fate in SECTIONS["Nothing is recorded"] if fate in self._fates)
+        fates = (fate for fate in SECTIONS["Nothing is recorded"] if fate in self.fates)
         raise refused_all(next(iter((*known, *fates, "not_called"))), names)
 
 
