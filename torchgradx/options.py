@@ -54,13 +54,12 @@ def check_scale(scale: Any, scaler: str = "") -> None:
     if not number and not isinstance(scale, Tensor):
         expected = f"a number, a Tensor [N]{scaler}" if scaler else "a number or a Tensor [N]"
         raise TypeError(f"loss_scale must be {expected}; got {scale!r}")
-    if number and not (scale and isfinite(scale)):
-        raise ValueError(f"loss_scale must be finite and not 0, or a Tensor [N]; got {scale}")
-    if isinstance(scale, Tensor) and scale.dim() > 1:
-        got = list(scale.shape)
-        raise ValueError(
-            f"loss_scale must be finite and not 0, or a Tensor [N]; got a Tensor {got}"
-        )
+    means_nothing = (
+        scale.dim() > 1 if isinstance(scale, Tensor) else not (scale and isfinite(scale))
+    )
+    if means_nothing:
+        got = f"a Tensor {list(scale.shape)}" if isinstance(scale, Tensor) else scale
+        raise ValueError(f"loss_scale must be finite and not 0, or a Tensor [N]; got {got}")
 
 
 def placed(directions: Any, parameters: Parameters) -> list[Tensor | None]:
@@ -130,11 +129,7 @@ def check(model: Any, options: dict[str, Any]) -> None:
     if ids is not None and (options["layout"] or options["batch_dim"]):
         raise ValueError("sample_ids says where all samples are: leave layout and batch_dim out")
     size = options["batch_size"]
-    if (
-        size is not None
-        and not callable(size)
-        and (isinstance(size, bool) or not isinstance(size, int))
-    ):
+    if not (size is None or callable(size) or type(size) is int):
         raise TypeError(
             f"batch_size must be an int or a callable (args, kwargs) -> int; got {size!r}"
         )

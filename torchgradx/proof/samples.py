@@ -310,12 +310,8 @@ def _generators(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     devices = {p.device for p in tensors if p.device.type == "cuda"}
     states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
     _, keys, *places = np.random.get_state()
-    return (
-        [t.numpy().tobytes() for t in states],
-        random.getstate(),
-        np.asarray(keys).tobytes(),
-        places,
-    )
+    arrays = [*(t.numpy() for t in states), np.asarray(keys)]
+    return [array.tobytes() for array in arrays], random.getstate(), places
 
 
 @contextmanager
