@@ -54,11 +54,9 @@ def check_scale(scale: Any, scaler: str = "") -> None:
     if not number and not isinstance(scale, Tensor):
         expected = f"a number, a Tensor [N]{scaler}" if scaler else "a number or a Tensor [N]"
         raise TypeError(f"loss_scale must be {expected}; got {scale!r}")
-    means_nothing = (
-        scale.dim() > 1 if isinstance(scale, Tensor) else not (scale and isfinite(scale))
-    )
-    if means_nothing:
-        got = f"a Tensor {list(scale.shape)}" if isinstance(scale, Tensor) else scale
+    several = isinstance(scale, Tensor) and scale.dim() > 1
+    if several or (number and not (scale and isfinite(scale))):
+        got = f"a Tensor {list(scale.shape)}" if several else scale
         raise ValueError(f"loss_scale must be finite and not 0, or a Tensor [N]; got {got}")
 
 

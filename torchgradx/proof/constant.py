@@ -19,12 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from .. import ops
@@ -102,22 +97,10 @@ class Mode(TorchDispatchMode):
         self.__enter__()
 
     def stop(self) -> None:
-        """Leave, also from beneath the modes of a forward that an interrupt left: what was found
-        on entering is theirs to put back."""
+        """Leave. Beneath modes that an interrupt left it stays, and does nothing."""
         self._on, self._known = False, {}
-        users = [m for m in _get_current_dispatch_mode_stack() if not hasattr(m, "_mode_key")]
-        if self not in users:
-            return
-        above = [_pop_mode() for _ in users[users.index(self) + 1 :]]
-        if above:
-            _pop_mode()
-            for name, found in vars(self).items():
-                if name.startswith("old_"):
-                    getattr(above[-1], name)[-1] = found.pop()
-        else:
+        if _get_current_dispatch_mode() is self:
             self.__exit__(None, None, None)
-        for mode in reversed(above):
-            _push_mode(mode)
 
     def is_constant(self, node: Any, number: int) -> bool:
         return self._bits.get((node, number), False)
