@@ -48,27 +48,16 @@ class Watch:
         shared = [t for t in arguments if first is not None and _is_shared(t, first, n, batch_dim)]
         # Data comes after them: one of it may be a view of what holds samples.
         data = [t for t in arguments if all(t is not other for other in shared)]
-        kind = _C.Watch if ops.NATIVE else _mode()
-        self._seen = kind([*held, *shared], data, n, batch_dim)
-
-    def stop(self) -> None:
-        self._seen.stop()
-
-    @property
-    def picks(self) -> bool:
-        """Return True if data decided how many rows there are (x[mask]) and no node shows it."""
-        return bool(self._seen.picks)
-
-    def is_constant(self, node: Any, number: int) -> bool:
-        """Return whether this output of a graph node is known to be the same for any batch."""
-        return bool(self._seen.is_constant(node, number))
+        # picks: data decided how many rows there are (x[mask]) and no node shows it;
+        # is_constant(node, number): this output of it is known to be the same for any batch.
+        self.seen = (_C.Watch if ops.NATIVE else _mode())([*held, *shared], data, n, batch_dim)
 
     def meet(self, site: int, given: Sequence[Tensor]) -> None:
         """A site is called with these."""
         call = site, self._calls[site]
         self._calls[site] += 1
-        self.inputs[call] = 1 if all(map(self._seen.knows_constant, given)) else None
-        dim = self._seen.holds(given[0]) if given else -1
+        self.inputs[call] = 1 if all(map(self.seen.knows_constant, given)) else None
+        dim = self.seen.holds(given[0]) if given else -1
         self.anchored[call] = (BATCH, SEQUENCE, None)[dim]
 
 

@@ -54,7 +54,7 @@ class Memory:
 
     def learn(self, watch: Watch) -> None:
         self.watches = max(0, self.watches - 1)
-        self.picks = self.picks or watch.picks
+        self.picks = self.picks or watch.seen.picks
         for seen, inputs in (self.constant, watch.inputs), (self.anchored, watch.anchored):
             for call, one in inputs.items():
                 seen[call] = one if seen.get(call, one) == one else None
@@ -154,7 +154,7 @@ class Forwards:
         watch, ends = local.watch, local.ends
         local.watch, local.ends = None, {}
         if watch is not None:
-            watch.stop()
+            watch.seen.stop()
             if outputs is not None:  # else it failed, or was left by an interrupt
                 self.memory.learn(watch)
         return Looked(watch, ends, nodes, _kind(outputs), local.flat)

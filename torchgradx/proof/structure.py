@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..layers.rules import Layer
 from ..layers.table import Parameters
@@ -66,7 +65,7 @@ class Examiner:
         watched, ends = self._watched(forward)
         tables = memory.tables(uses) if n > 1 else set()
         tables = {k for k in tables if sites[uses[k][0]].declared < 0}
-        constant = None if watch is None else watch.is_constant
+        constant = None if watch is None else watch.seen.is_constant
         start = self._lift.start(n, uses, sites, outputs, tables, constant)
         region = start.region.watched
         every = [*watched, *(end.watched for _, end in ends), *region]
@@ -151,10 +150,8 @@ class Examiner:
         weights = {place for layer in self._layers for place in layer.parameters} - biases
         tensors = self._parameters.tensors()
         live = [tensors[place].detach().any() for place in weights if tensors[place].numel()]
-        by_device: dict[Any, list[Tensor]] = {}
-        for flag in live:
-            by_device.setdefault(flag.device, []).append(flag)
-        return not all(bool(torch.stack(flags).all()) for flags in by_device.values())
+        flags = [flag.to(live[0].device) for flag in live]
+        return bool(flags) and not bool(torch.stack(flags).all())
 
     def _doubts(
         self,
