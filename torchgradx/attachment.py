@@ -46,8 +46,6 @@ if ops.NATIVE:
 else:
     Pass, Recorder = plain.Pass, plain.Recorder
 
-__all__ = ["Attachment", "attachments"]
-
 attachments: weakref.WeakSet[Any] = weakref.WeakSet()  # the probes that are attached
 _leaving: set[Attachment] = set()  # removed, and a graph in flight may run their layers again
 

@@ -18,19 +18,6 @@ from .reference.chunks import accumulation_dtype
 from .refusals import refused_all
 from .sharding import flattened
 
-__all__ = [
-    "Model",
-    "Parts",
-    "Per",
-    "Scale",
-    "check",
-    "check_loss",
-    "check_per",
-    "check_scale",
-    "fitting",
-    "placed",
-]
-
 Scale = float | Tensor  # of a loss: a number, or a Tensor [N]
 Model = Literal["model"]  # per= of which a result is one Tensor,
 Parts = Literal["module", "parameter"]  # and of which it is a dict of them

@@ -17,8 +17,6 @@ from .options import Model, NonFinite, Parts, Per, Scale, check_per, check_scale
 from .proof.accounts import require_all
 from .record.frames import runs
 
-__all__ = ["Probe"]
-
 
 class Probe(Attachment):
     """The handle of an attachment; see `attach`. Also a context manager that removes itself."""

@@ -9,8 +9,6 @@ from ..layers.table import Parameters
 from ..record.record import Record
 from ..refusals import cause, key_of, refused
 
-__all__ = ["require_all"]
-
 
 def require_all(record: Record, recorder: Any, parameters: Parameters, layers: list[Layer]) -> None:
     """Raise a CoverageError if anything in the record is not accounted for."""

@@ -39,8 +39,6 @@ from .verdict import Verdict, finite, from_outside
 if ops.NATIVE:
     from .._C import undelivered
 
-__all__ = ["Audit"]
-
 MANY, VARIANTS = 4096, 8  # structures: sizes that never repeat must not add up; ways through each
 PART = 1 << 18  # elements compared at a time, in float64
 

@@ -28,8 +28,6 @@ from .layout import BATCH, SEQUENCE
 if ops.NATIVE:
     from .. import _C
 
-__all__ = ["Mode", "Watch"]
-
 
 class Watch:
     """Watches the operators of this thread, from here to `stop`."""

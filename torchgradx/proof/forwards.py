@@ -29,8 +29,6 @@ from .constant import Watch
 from .layout import SHARED
 from .several import End
 
-__all__ = ["Forward", "Forwards", "Looked", "Memory"]
-
 
 @dataclass
 class Memory:

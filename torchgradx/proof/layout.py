@@ -25,24 +25,6 @@ from ..record.unpacking import answers_again, checkpointed
 from ..refusals import cause, refused_all
 from .rows import SILENT, Rows, digits_of, halves, weighted
 
-__all__ = [
-    "BATCH",
-    "LAST",
-    "MINOR",
-    "NOWHERE",
-    "SECOND",
-    "SEGMENTS",
-    "SEQUENCE",
-    "SHARED",
-    "Finding",
-    "Seeding",
-    "Watched",
-    "from_sizes",
-    "heads_of",
-    "in_order",
-    "owners",
-]
-
 # rows n*T+t | rows t*N+n | of no sample, see shared | no gradient comes from the outputs, and if
 # one does come it is refused | [T, N K, *] | [*, N K] | [*, K N, *]
 BATCH, SEQUENCE, SHARED, NOWHERE, SECOND, LAST, MINOR = range(7)

@@ -20,8 +20,6 @@ from torch import Tensor
 from ..shared.frontier import Node, is_leaf, shape_of, signed
 from .layout import in_order
 
-__all__ = ["MAPPING", "Owned", "fitted", "mask_joins", "owners_below"]
-
 Shape = Sequence[int]
 Outs = dict[int, "Owned"]  # by output of a node
 ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Pow", "Lerp", "Rsub")

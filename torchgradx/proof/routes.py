@@ -18,8 +18,6 @@ from ..shared.frontier import Node, below, is_leaf, shape_of, signed
 if ops.NATIVE:
     from .. import _C
 
-__all__ = ["alike", "routes"]
-
 # What a node saves of the rows that it takes from its operand, or puts into what it makes.
 TAKES = {
     "EmbeddingBackward0": "indices",

@@ -13,8 +13,6 @@ from math import comb, inf, sqrt
 import torch
 from torch import Tensor
 
-__all__ = ["SILENT", "Rows", "digits_of", "halves", "weighted"]
-
 SILENT = -10000  # an exponent: the seed is zero
 
 

@@ -29,8 +29,6 @@ from ..sharding import data_parallel
 from ..sites.regime import Regime
 from .arguments import sized, tensors_in
 
-__all__ = ["Samples"]
-
 HALF = (torch.float16, torch.bfloat16)
 TOLERANCE, TOLERANCE_OF_HALF = 1e-3, 5e-2  # relative to the norm over all parameters
 RANDOM = "the forward draws random numbers"

@@ -29,8 +29,6 @@ from .verdict import Verdict
 if ops.NATIVE:
     from .. import _C
 
-__all__ = ["SegmentExaminer", "rows_of", "segments_from"]
-
 # Rows of a sequence's or an image's neighbours are not the model's rows.
 SERVED = ("linear", "transposed linear", "embedding", "layernorm", "rmsnorm", "prelu", "vmap")
 FEW = 16  # runs of samples whose rows stay where they are: more of them are sorted by length

@@ -38,8 +38,6 @@ from .routes import routes
 from .several import End, ends_of_node
 from .verdict import Verdict, versions
 
-__all__ = ["Examiner"]
-
 
 class Examiner:
     """Examines the structures that one probe meets."""

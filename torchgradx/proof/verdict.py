@@ -14,8 +14,6 @@ from ..refusals import cause
 from ..shared.frontier import Plan
 from .routes import alike
 
-__all__ = ["Verdict", "finite", "from_outside", "known", "versions"]
-
 CHOICES = ("layout", "batch_dim", "backend", "fused", "weight_grad", "check")
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, dict[str, dict[Any, Any]]]]] = (
     weakref.WeakKeyDictionary()

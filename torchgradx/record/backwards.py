@@ -16,8 +16,6 @@ import torch
 
 from ..sites.copies import untraced
 
-__all__ = ["Backwards", "at_the_end", "weakly"]
-
 at_the_end = torch.autograd.Variable._execution_engine.queue_callback  # of the current backward
 
 

@@ -24,8 +24,6 @@ from ..sharding import data_parallel, mean_over, scattered
 from ..sites.copies import untraced
 from .factors import Group
 
-__all__ = ["Books", "Sum", "dense"]
-
 HALVES = (torch.float16, torch.bfloat16)
 
 

@@ -13,8 +13,6 @@ from ..sharding import mean_over
 from .clipping import Books, Sum, dense
 from .factors import Group, report_overflow
 
-__all__ = ["Deferred"]
-
 MANY = 64  # sums that wait for a copy: their memory must not add up
 
 

@@ -20,8 +20,6 @@ from torch.utils import checkpoint
 
 from ..refusals import cause
 
-__all__ = ["NONE", "Answer", "Frames", "Told", "runs"]
-
 _C = torch._C._autograd
 MANY = 1024  # calls under no_grad that are kept
 Reentrant: Any = checkpoint.CheckpointFunction._backward_cls

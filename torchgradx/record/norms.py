@@ -17,8 +17,6 @@ from .. import ops
 from ..layers.rules import Layer
 from ..reference.chunks import accumulation_dtype
 
-__all__ = ["combine", "combine_segments"]
-
 # (layer, activations, grad_output) of an outer product, (layer, ids, grad_output) of a table looked
 # up, or (None, None, per-sample gradients); (None, activations, grad_output) as of a plain Linear,
 # (None, ids, grad_output) as of a plain table

@@ -19,8 +19,6 @@ from .backwards import at_the_end
 from .gate import executes, put_gate
 from .versions import Versions
 
-__all__ = ["Pass", "Recorder"]
-
 Term = tuple[int, Tensor | None, Tensor, Any]  # (site or -1, activations, gradients, whose rows)
 Slot = tuple[int, Tensor]  # a parameter's place in the table, and the tensor that stands there now
 

@@ -26,8 +26,6 @@ from .norms import combine, combine_segments
 if ops.NATIVE:
     from .. import _C
 
-__all__ = ["Record"]
-
 MANY = 1024  # scales of a loss: those of forwards that meet no backward must not add up
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 UNTOLD = Told()
