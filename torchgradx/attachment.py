@@ -27,7 +27,7 @@ from .proof.audit import Audit
 from .proof.forwards import Forward
 from .proof.samples import Samples
 from .proof.segments import SegmentExaminer, rows_of
-from .proof.verdict import Verdict, known
+from .proof.verdict import Attached, Verdict, known
 from .record import plain
 from .record.backwards import Backwards, weakly
 from .record.frames import Told
@@ -75,15 +75,13 @@ class Attachment:
         count = len(self._parameters.names)
         self._recorder = Recorder(count, *map(forward_to, methods))
         self._sites: list[Site] = []
-        shared = (self._recorder, self._parameters, self._layers, options)
-        self._record = Record(*shared)
-        checked = verdicts.setdefault("samples", {})
-        norms = self._record.sq_norms
-        self._samples = Samples(self._recorder, self._parameters, options, norms, checked)
+        given = (self._recorder, self._parameters, self._layers, options)
+        shared = Attached(*given, self._sites, verdicts)
+        self._record = Record(shared)
+        self._samples = Samples(shared, self._record.sq_norms)
         self._record.refused = self._samples.refused
-        self._audit = Audit(*shared, self._sites, self._record, verdicts, forward_to("_began"))
-        routed = verdicts.setdefault("routed", {})
-        self._segments = SegmentExaminer(*shared[1:], self._sites, self._audit, routed)
+        self._audit = Audit(shared, self._record, forward_to("_began"))
+        self._segments = SegmentExaminer(shared, self._audit)
         check = weakly(weakref.ref(self._samples), "check")
         self._backwards = Backwards(self._recorder, forward_to("_over"), check)
         directions = {} if options["directions"] is None else options["directions"]

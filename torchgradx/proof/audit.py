@@ -7,7 +7,7 @@ the graph into a parameter must belong to a recorded use (csrc/record/pass.cpp).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from math import hypot
@@ -19,8 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import ops
 from ..errors import CoverageError
-from ..layers.rules import Layer
-from ..layers.table import Parameters
 from ..record.modes import several_at_once
 from ..record.record import Record
 from ..refusals import cause
@@ -28,13 +26,12 @@ from ..sharding import scattered
 from ..shared.frontier import Plan
 from ..shared.lift import Lift, Met
 from ..sites.copies import untraced
-from ..sites.recurrent import Site
 from .forwards import Forward, Forwards, Looked
 from .layout import NOWHERE
 from .listening import Listening, others
 from .routes import routes
 from .structure import Examiner
-from .verdict import Verdict, finite, from_outside
+from .verdict import Attached, Verdict, finite, from_outside
 
 if ops.NATIVE:
     from .._C import undelivered
@@ -44,25 +41,15 @@ PART = 1 << 18  # elements compared at a time, in float64
 
 
 class Audit:
-    def __init__(
-        self,
-        recorder: Any,
-        parameters: Parameters,
-        layers: Sequence[Layer],
-        options: Mapping[str, Any],
-        sites: Sequence[Site],
-        record: Record,
-        known: dict[str, dict[Any, Any]],
-        began: Callable[[None], None],
-    ) -> None:
+    def __init__(self, shared: Attached, record: Record, began: Callable[[None], None]) -> None:
         self._record, self._began = record, began
-        self._recorder, self._parameters, self._layers = recorder, parameters, layers
-        self._sites = sites
+        self._recorder, self._parameters, self._layers, options, self._sites, known = shared
+        recorder, parameters, layers = shared.recorder, shared.parameters, shared.layers
         self._proven: dict[Any, list[Verdict]] = known.setdefault("structures", {})
         self._alike: dict[Any, list[Verdict]] = known.setdefault("sizes", {})  # whatever the sizes
         self.forwards = Forwards(parameters, known.setdefault("memories", {}))
         self._lift = Lift(recorder, parameters, layers, self._hears, not options["weight_grad"])
-        self.examiner = Examiner(parameters, layers, options, sites, self.forwards, self._lift)
+        self.examiner = Examiner(shared, self.forwards, self._lift)
         # What their first pass has yet to agree with: (key, key whatever the sizes, verdict, pass).
         self._pending: list[tuple[Any, Any, Verdict, Any]] = []
         self._listening, self._always_listening = Listening(), Listening()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from ..refusals import RefusedError, cause
 from ..sharding import data_parallel
 from ..sites.regime import Regime
 from .arguments import sized, tensors_in
+from .verdict import Attached
 
 HALF = (torch.float16, torch.bfloat16)
 TOLERANCE, TOLERANCE_OF_HALF = 1e-3, 5e-2  # relative to the norm over all parameters
@@ -57,20 +58,14 @@ class _OfThread(threading.local):
 class Samples:
     """Checks the passes of one probe."""
 
-    def __init__(
-        self,
-        recorder: Any,
-        parameters: Any,
-        options: Mapping[str, Any],
-        sq_norms: Callable[[Any, int], Tensor],
-        checked: dict[Any, str | None],
-    ) -> None:
-        self.on = options["check"] == "samples"
+    def __init__(self, shared: Attached, sq_norms: Callable[[Any, int], Tensor]) -> None:
+        self._recorder, self._parameters, _, self._options, _, known = shared
+        self.on = shared.options["check"] == "samples"
         self._local = _OfThread()
         self.refused: dict[int, str] = {}  # by parameter
-        self._recorder, self._parameters, self._options = recorder, parameters, options
         self._sq_norms = sq_norms
-        self._checked = checked  # structure -> why it was skipped, or None
+        # Structure -> why it was skipped, or None.
+        self._checked: dict[Any, str | None] = known.setdefault("samples", {})
         self._generators: Any = None
         self._arrived: dict[int, list[Call]] = {}  # by serial number of the pass
 

@@ -16,15 +16,12 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..layers.rules import Layer
-from ..layers.table import Parameters
 from ..refusals import cause, key_of
-from ..sites.recurrent import Site
 from .audit import Audit
 from .forwards import Forward
 from .layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
 from .owners import MAPPING, Owned, fitted, mask_joins, owners_below
-from .verdict import Verdict
+from .verdict import Attached, Verdict
 
 if ops.NATIVE:
     from .. import _C
@@ -93,18 +90,11 @@ def segments_from(owners: Tensor, n: int) -> Any:
 class SegmentExaminer:
     """Finds the owners of every use of a pass."""
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        layers: Sequence[Layer],
-        options: Mapping[str, Any],
-        sites: Sequence[Site],
-        audit: Audit,
-        routed: dict[Any, Any],
-    ) -> None:
-        self._parameters, self._layers, self._options = parameters, layers, options
-        self._sites, self._audit = sites, audit
-        self._routed = routed  # regimes whose rows go where a batch's values send them
+    def __init__(self, shared: Attached, audit: Audit) -> None:
+        _, self._parameters, self._layers, self._options, self._sites, known = shared
+        self._audit = audit
+        # Regimes whose rows go where a batch's values send them.
+        self._routed: dict[Any, bool] = known.setdefault("routed", {})
         self._by_sample: dict[tuple[int, int], bool] = {}  # outputs by place and dimensions
 
     @property

@@ -8,19 +8,16 @@ calls: for nothing where its sizes leave no doubt, else by one backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..layers.rules import Layer
-from ..layers.table import Parameters
 from ..refusals import cause
 from ..shared.frontier import from_views
 from ..shared.lift import Lift
 from ..sites.native import NativeSite
-from ..sites.recurrent import Site
 from .forwards import Forward, Forwards
 from .layout import (
     BATCH,
@@ -36,25 +33,16 @@ from .layout import (
 )
 from .routes import routes
 from .several import End, ends_of_node
-from .verdict import Verdict, versions
+from .verdict import Attached, Verdict, versions
 
 
 class Examiner:
     """Examines the structures that one probe meets."""
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        layers: Sequence[Layer],
-        options: Mapping[str, Any],
-        sites: Sequence[Site],
-        forwards: Forwards,
-        lift: Lift,
-    ) -> None:
-        self._parameters, self._layers, self._options = parameters, layers, options
-        self._sites = sites
+    def __init__(self, shared: Attached, forwards: Forwards, lift: Lift) -> None:
+        _, self._parameters, self._layers, self._options, self._sites, _ = shared
         self._forwards, self._lift = forwards, lift
-        self._proves = options["check"] != "off"
+        self._proves = shared.options["check"] != "off"
 
     def verdict(self, forward: Forward) -> Verdict:
         """Return what a forward shows of its structure."""

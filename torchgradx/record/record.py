@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..layers.rules import Layer
-from ..layers.table import Parameters
 from ..options import Scale, check_scale
+from ..proof.verdict import Attached
 from ..refusals import SECTIONS, refused_all
 from .clipping import Books
 from .deferred import Deferred
@@ -33,19 +32,12 @@ CPU = torch.device("cpu")
 
 
 class Record:
-    def __init__(
-        self,
-        recorder: Any,
-        parameters: Parameters,
-        layers: Sequence[Layer],
-        options: Mapping[str, Any],
-    ) -> None:
-        self._recorder, self._parameters, self._layers = recorder, parameters, layers
-        self._options = options
-        scale = options["loss_scale"]
-        books = Books if options["weight_grad"] else Deferred
-        self.books = books(recorder, parameters, scale)
-        self.frames = Frames(recorder)
+    def __init__(self, shared: Attached) -> None:
+        self._recorder, self._parameters, self._layers, self._options, *_ = shared
+        scale = shared.options["loss_scale"]
+        books = Books if shared.options["weight_grad"] else Deferred
+        self.books = books(shared.recorder, shared.parameters, scale)
+        self.frames = Frames(shared.recorder)
         self._serial = 0  # of forwards
         # What the user said that losses are scaled by, each from one forward on, in order.
         self._asked: Callable[..., Scale] | None = scale if callable(scale) else None
