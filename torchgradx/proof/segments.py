@@ -30,7 +30,7 @@ if ops.NATIVE:
 SERVED = ("linear", "transposed linear", "embedding", "layernorm", "rmsnorm", "prelu", "vmap")
 FEW = 16  # runs of samples whose rows stay where they are: more of them are sorted by length
 ROUTED = ("mixes", "not_found", "unproven")
-NONE = Verdict([], [], None, True, [], [])
+NONE = Verdict([], [])
 
 
 class Segments(NamedTuple):

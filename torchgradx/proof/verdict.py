@@ -48,10 +48,10 @@ class Verdict:
 
     layouts: list[int]  # of each use
     refusals: list[tuple[int, str]]  # (site, cause)
-    plan: Plan | None  # for the uses of layout SHARED
-    complete: bool  # False: another forward must be looked at
-    sites: list[int]  # of each use
-    routes: list[Any]  # what its batch chose, see routes.py
+    plan: Plan | None = None  # for the uses of layout SHARED
+    complete: bool = True  # False: another forward must be looked at
+    sites: Sequence[int] = ()  # of each use
+    routes: Sequence[Any] = ()  # what its batch chose, see routes.py
     reach: tuple[bool, ...] = ()  # which outputs of parts with several it saw; empty: all
     sure: Sequence[bool] = ()  # of each use: no other layout has the same rows
     # Versions of the parameters, where weights are all zeros, as of adapters that are yet to be
@@ -89,10 +89,10 @@ def from_outside(run: Any) -> Verdict:
             first = forward()
             seen.append(first if first[0].complete else forward())  # watched in the first
     except Exception as error:  # no reason to end a training step
-        return _nothing(cause("eager_failed", error=error))
+        return Verdict([], [(-1, cause("eager_failed", error=error))])
     sizes = [(site, list(sizes)) for site, sizes, *_ in run.uses()]
     if [use for _, uses in seen for use in uses] != sizes:
-        return _nothing("other_layers")
+        return Verdict([], [(-1, "other_layers")])
     verdicts = [verdict for verdict, _ in seen]
     return Verdict(
         [how for verdict in verdicts for how in verdict.layouts],
@@ -108,7 +108,3 @@ def finite(run: Any) -> bool:
     """Return False where a pass shows nothing: inf and nan agree with whatever was received."""
     waiting = [g for place in run.waiting() for _, _, g, _ in run.terms(place)]
     return all(bool(t.isfinite().all()) for t in (run.total(None), *waiting))
-
-
-def _nothing(why: str) -> Verdict:
-    return Verdict([], [(-1, why)], None, True, [], [])
