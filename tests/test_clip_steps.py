@@ -45,10 +45,11 @@ either = pytest.mark.parametrize("weight_grad", [True, False], ids=["", "deferre
 
 @either
 @pytest.mark.parametrize("backend", ["auto", "vmap"])
+@pytest.mark.parametrize("check", ["graph", "samples"])
 @pytest.mark.parametrize("read", [False, True], ids=["unread", "norms read before"])
-def test_accumulation_over_unequal_batches(read, backend, weight_grad):
+def test_accumulation_over_unequal_batches(read, check, backend, weight_grad):
     model, batches = net(), [batch(4), batch(1), batch(3)]
-    options = {"backend": backend, "weight_grad": weight_grad}
+    options = {"backend": backend, "weight_grad": weight_grad, "check": check}
     with torchgradx.attach(model, clip=True, loss_scale=1 / 3, **options) as probe:
         for set_to_none in (True, False):
             model.zero_grad(set_to_none=set_to_none)

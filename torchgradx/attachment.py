@@ -16,7 +16,6 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from . import ops
@@ -25,9 +24,10 @@ from .options import check as check_options
 from .options import fitting, placed
 from .proof.arguments import batch_size, one_of_several, tensors_in
 from .proof.audit import Audit
+from .proof.forwards import Forward
 from .proof.samples import Samples
 from .proof.segments import SegmentExaminer, rows_of
-from .proof.verdict import Verdict, known
+from .proof.verdict import Attached, Verdict, known
 from .record import plain
 from .record.backwards import Backwards, weakly
 from .record.frames import Told
@@ -45,8 +45,6 @@ if ops.NATIVE:
     from ._C import Pass, Recorder
 else:
     Pass, Recorder = plain.Pass, plain.Recorder
-
-__all__ = ["Attachment", "attachments"]
 
 attachments: weakref.WeakSet[Any] = weakref.WeakSet()  # the probes that are attached
 _leaving: set[Attachment] = set()  # removed, and a graph in flight may run their layers again
@@ -76,18 +74,16 @@ class Attachment:
         methods = ("_began", "_finish", "_drained", "_met", "_received", "_astray")
         count = len(self._parameters.names)
         self._recorder = Recorder(count, *map(forward_to, methods))
-        shared = (self._recorder, self._parameters, self._layers, options)
-        self._record = Record(*shared)
-        checked = verdicts.setdefault("samples", {})
-        norms = self._record.sq_norms
-        self._samples = Samples(self._recorder, self._parameters, options, norms, checked)
+        self._sites: list[Site] = []
+        given = (self._recorder, self._parameters, self._layers, options)
+        shared = Attached(*given, self._sites, verdicts)
+        self._record = Record(shared)
+        self._samples = Samples(shared, self._record.sq_norms)
         self._record.refused = self._samples.refused
-        self._audit = Audit(*shared, self._record, verdicts, forward_to("_began"))
-        unspent = self._audit.forwards.unspent
-        given = (self._parameters, self._layers, options)
-        routed = verdicts.setdefault("routed", {})
-        self._segments = SegmentExaminer(*given, self._audit, unspent, routed)
-        self._backwards = Backwards(self._recorder, forward_to("_over"), forward_to("_finished"))
+        self._audit = Audit(shared, self._record, forward_to("_began"))
+        self._segments = SegmentExaminer(shared, self._audit)
+        check = weakly(weakref.ref(self._samples), "check")
+        self._backwards = Backwards(self._recorder, forward_to("_over"), check)
         directions = {} if options["directions"] is None else options["directions"]
         self._directed = placed(directions, self._parameters)  # by place; empty: no directions
         self._directions = dict(directions)
@@ -96,7 +92,6 @@ class Attachment:
         self._paused = 0
         self._asides = 0  # contexts in which another probe has the model
         self._seen = _Seen()
-        self._sites: list[Site] = []
         self._hooks: Hooks | None = None
         self._listen(model)
         attachments.add(self)
@@ -118,9 +113,7 @@ class Attachment:
                 self._trace.add(modules[layer.name], layer, getattr(site, "core", None))
             self._recorder.shields = not self._options["weight_grad"]
             self._audit.attend()
-            if self._options["clip"]:
-                scaled = isinstance(self._options["loss_scale"], torch.amp.GradScaler)
-                self._record.books.open(scaled)
+            self._recorder.books = self._options["clip"]
             root = root_of(model)
             self._hooks = Hooks(root)
             add, told = self._hooks.add, {"with_kwargs": True}
@@ -148,15 +141,13 @@ class Attachment:
             return
         if busy:
             _leaving.add(self)  # a forward under way leaves at its end
-        else:
-            self._leave_model()
-            _leaving.discard(self)
-
-    def _leave_model(self) -> None:
+            return
+        _leaving.discard(self)
         for part in (self._hooks, *self._sites):
             if part is not None:
                 part.remove()
-        self._hooks, self._sites = None, []
+        self._hooks = None
+        self._sites.clear()
         self._standing.leave()
 
     @property
@@ -309,23 +300,26 @@ class Attachment:
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 metadata: Any = node.metadata
                 metadata.setdefault("torchgradx", []).append(run)
+        forward = Forward(run, uses, outputs, looked)
         if run.in_graph:
             run.refuse(-1, "graph_and_eager")
-        elif self._segments.examine(run, self._seen.ids, uses, outputs, self._sites, looked.ends):
+        elif self._segments.examine(forward, self._seen.ids):
             self._audit.forwards.listen(run.layouts)
         elif seen is None:
-            alone = run.n == 1 and one_of_several(self._options, (args, kwargs), out)
+            if run.n == 1 and one_of_several(self._options, (args, kwargs), out):
+                run.refuse(-1, "one_row")
             with self._samples.quiet():
-                self._audit.examine(run, key, looked, alone, recalled, uses, outputs, self._sites)
-                self._segments.rescue(run, uses, outputs, self._sites, looked.ends)
+                self._audit.examine(forward, key, recalled)
+                self._segments.rescue(forward)
             self._audit.forwards.listen(run.layouts)
         else:
-            verdict = self._audit.examiner.verdict(run, uses, outputs, self._sites, looked)
-            seen.append((verdict, [(site, sizes) for site, sizes, *_ in uses]))
+            seen.append(
+                (self._audit.examiner.verdict(forward), [(site, sizes) for site, sizes, *_ in uses])
+            )
         if seen is None and not run.in_graph:
             self._samples.listen(run, (key[0], *key[2:]), module, (args, kwargs or {}), out)
         if not uses and not recalled and not run.refusals:
-            self._record.note("no_use")
+            self._record.fates.add("no_use")
         elif not uses and not recalled:  # nothing else would tell of its backward
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 node.register_prehook(lambda _: run.arrive(run.trainable, True) and None)
@@ -345,9 +339,6 @@ class Attachment:
             run.outside = None
         self._record.begin(run)
         run.hooked = self._audit.hooked()
-
-    def _finished(self, runs: list[Pass]) -> None:
-        self._samples.check(runs)
 
     def _over(self, tasks: list[int], done: bool) -> None:
         self._audit.over(tasks, done)

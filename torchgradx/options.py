@@ -6,38 +6,23 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from . import ops
+from .layers.table import Parameters
 from .reference.chunks import accumulation_dtype
 from .refusals import refused_all
 from .sharding import flattened
-
-__all__ = [
-    "Model",
-    "Parts",
-    "Per",
-    "Scale",
-    "check",
-    "check_loss",
-    "check_per",
-    "check_scale",
-    "fitting",
-    "placed",
-]
 
 Scale = float | Tensor  # of a loss: a number, or a Tensor [N]
 Model = Literal["model"]  # per= of which a result is one Tensor,
 Parts = Literal["module", "parameter"]  # and of which it is a dict of them
 Per = Literal["model", "module", "parameter"]
 NonFinite = Literal["keep", "drop"]
-
-if TYPE_CHECKING:
-    from .layers.table import Parameters
 
 
 def check_per(per: str) -> None:
@@ -56,13 +41,10 @@ def check_scale(scale: Any, scaler: str = "") -> None:
     if not number and not isinstance(scale, Tensor):
         expected = f"a number, a Tensor [N]{scaler}" if scaler else "a number or a Tensor [N]"
         raise TypeError(f"loss_scale must be {expected}; got {scale!r}")
-    if number and not (scale and isfinite(scale)):
-        raise ValueError(f"loss_scale must be finite and not 0, or a Tensor [N]; got {scale}")
-    if isinstance(scale, Tensor) and scale.dim() > 1:
-        got = list(scale.shape)
-        raise ValueError(
-            f"loss_scale must be finite and not 0, or a Tensor [N]; got a Tensor {got}"
-        )
+    several = isinstance(scale, Tensor) and scale.dim() > 1
+    if several or (number and not (scale and isfinite(scale))):
+        got = f"a Tensor {list(scale.shape)}" if several else scale
+        raise ValueError(f"loss_scale must be finite and not 0, or a Tensor [N]; got {got}")
 
 
 def placed(directions: Any, parameters: Parameters) -> list[Tensor | None]:
@@ -132,11 +114,7 @@ def check(model: Any, options: dict[str, Any]) -> None:
     if ids is not None and (options["layout"] or options["batch_dim"]):
         raise ValueError("sample_ids says where all samples are: leave layout and batch_dim out")
     size = options["batch_size"]
-    if (
-        size is not None
-        and not callable(size)
-        and (isinstance(size, bool) or not isinstance(size, int))
-    ):
+    if not (size is None or callable(size) or type(size) is int):
         raise TypeError(
             f"batch_size must be an int or a callable (args, kwargs) -> int; got {size!r}"
         )

@@ -17,13 +17,6 @@ from .options import Model, NonFinite, Parts, Per, Scale, check_per, check_scale
 from .proof.accounts import require_all
 from .record.frames import runs
 
-__all__ = ["Probe"]
-
-INSIDE = (
-    "paused() was called within what torch.utils.checkpoint runs, and will run again: pause around "
-    "the checkpoint"
-)
-
 
 class Probe(Attachment):
     """The handle of an attachment; see `attach`. Also a context manager that removes itself."""
@@ -259,7 +252,10 @@ class Probe(Attachment):
             RuntimeError: within what a checkpoint runs, of which all is recorded or nothing.
         """
         if runs("_checkpoint_hook"):
-            raise RuntimeError(INSIDE)
+            raise RuntimeError(
+                "paused() was called within what torch.utils.checkpoint runs, and will run again: "
+                "pause around the checkpoint"
+            )
         self._paused += 1
         self._trace.on = False
         try:

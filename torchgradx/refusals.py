@@ -14,9 +14,6 @@ from typing import NamedTuple
 
 from .errors import CoverageError
 
-__all__ = ["SECTIONS", "RefusedError", "cause", "first_words", "key_of", "refused", "refused_all",
-           "sentence"]  # fmt: skip
-
 # == section, key: text, > remedy; {fields} are filled in
 TABLE = """
 == Nothing is recorded

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..layers.rules import Layer
+from ..layers.table import Parameters
+from ..record.record import Record
 from ..refusals import cause, key_of, refused
-
-if TYPE_CHECKING:
-    from ..layers.rules import Layer
-    from ..layers.table import Parameters
-    from ..record.record import Record
-
-__all__ = ["require_all"]
 
 
 def require_all(record: Record, recorder: Any, parameters: Parameters, layers: list[Layer]) -> None:

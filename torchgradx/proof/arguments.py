@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["batch_size", "flattened", "of_each", "one_of_several", "sized", "tensors_in"]
-
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return tensors of arguments or outputs in order, in dataclasses and distributions too."""

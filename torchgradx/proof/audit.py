@@ -7,11 +7,11 @@ the graph into a parameter must belong to a recorded use (csrc/record/pass.cpp).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from math import hypot
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,52 +19,37 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import ops
 from ..errors import CoverageError
-from ..layers.rules import Layer
 from ..record.modes import several_at_once
+from ..record.record import Record
 from ..refusals import cause
 from ..sharding import scattered
+from ..shared.frontier import Plan
 from ..shared.lift import Lift, Met
 from ..sites.copies import untraced
-from .forwards import Forwards, Looked
+from .forwards import Forward, Forwards, Looked
 from .layout import NOWHERE
 from .listening import Listening, others
 from .routes import routes
 from .structure import Examiner
-from .verdict import Verdict, finite, from_outside
+from .verdict import Attached, Verdict, finite, from_outside
 
 if ops.NATIVE:
     from .._C import undelivered
-
-if TYPE_CHECKING:
-    from ..layers.table import Parameters
-    from ..record.record import Record
-    from ..shared.frontier import Plan
-    from ..sites.recurrent import Site
-
-__all__ = ["Audit"]
 
 MANY, VARIANTS = 4096, 8  # structures: sizes that never repeat must not add up; ways through each
 PART = 1 << 18  # elements compared at a time, in float64
 
 
 class Audit:
-    def __init__(
-        self,
-        recorder: Any,
-        parameters: Parameters,
-        layers: Sequence[Layer],
-        options: Mapping[str, Any],
-        record: Record,
-        known: dict[str, dict[Any, Any]],
-        began: Callable[[None], None],
-    ) -> None:
+    def __init__(self, shared: Attached, record: Record, began: Callable[[None], None]) -> None:
         self._record, self._began = record, began
-        self._recorder, self._parameters, self._layers = recorder, parameters, layers
+        self._recorder, self._parameters, self._layers, options, self._sites, known = shared
+        recorder, parameters, layers = shared.recorder, shared.parameters, shared.layers
         self._proven: dict[Any, list[Verdict]] = known.setdefault("structures", {})
         self._alike: dict[Any, list[Verdict]] = known.setdefault("sizes", {})  # whatever the sizes
         self.forwards = Forwards(parameters, known.setdefault("memories", {}))
         self._lift = Lift(recorder, parameters, layers, self._hears, not options["weight_grad"])
-        self.examiner = Examiner(parameters, layers, options, self.forwards, self._lift)
+        self.examiner = Examiner(shared, self.forwards, self._lift)
         # What their first pass has yet to agree with: (key, key whatever the sizes, verdict, pass).
         self._pending: list[tuple[Any, Any, Verdict, Any]] = []
         self._listening, self._always_listening = Listening(), Listening()
@@ -103,15 +88,12 @@ class Audit:
                 met = self._lift.recall(run, verdict.plan, outputs)
         return met and (verdict, met)
 
-    def examine(
-        self, run: Any, key: Any, looked: Looked, broadcast: bool, recalled: Any, *shown: Any
-    ) -> None:
+    def examine(self, forward: Forward, key: Any, recalled: Any) -> None:
         """Apply what is known of a forward's structure, or examine it. Never fails the forward."""
-        if broadcast:
-            run.refuse(-1, "one_row")
+        run = forward.run
         try:
             if not recalled:
-                self._examine(run, key, looked, *shown)
+                self._examine(forward, key)
                 return
             verdict, met = recalled
             self._tell(run, verdict)
@@ -122,18 +104,12 @@ class Audit:
         except Exception as error:
             run.refuse(-1, cause("not_examined", error=f"{type(error).__name__}: {error}"))
 
-    def _examine(
-        self,
-        run: Any,
-        key: Any,
-        looked: Looked,
-        uses: Sequence[Any],
-        outputs: Sequence[Tensor],
-        sites: Sequence[Site],
-    ) -> None:
+    def _examine(self, forward: Forward, key: Any) -> None:
+        run, uses, outputs = forward.run, forward.uses, forward.outputs
+
         @cache
         def meet(plan: Plan | None) -> Met | None:
-            return self._lift.meet(run, plan, uses, sites, outputs) if plan else None
+            return self._lift.meet(run, plan, uses, self._sites, outputs) if plan else None
 
         chosen = cache(partial(routes, outputs, run.n))
 
@@ -141,7 +117,7 @@ class Audit:
             """Return whether this pass goes the way that was proven."""
             if not verdict.holds(self._parameters.tensors, chosen):
                 return False
-            if verdict.reach != self.examiner.reach(uses, outputs, looked):
+            if verdict.reach != self.examiner.reach(forward):
                 return False
             met = meet(verdict.plan)
             return met is None or (met.way is not None and not met.mute and met.same)
@@ -151,13 +127,13 @@ class Audit:
         if verdict is None:
             calls = self._calls(key, uses)
             for other in self._alike.get(calls, ()):
-                moved = self.examiner.transferred(other, run, uses, outputs, sites, looked)
+                moved = self.examiner.transferred(other, forward)
                 if moved is not None and fits(moved):
                     verdict = moved
                     self._keep(self._proven, key, moved)
                     break
         if verdict is None:
-            verdict = self.examiner.verdict(run, uses, outputs, sites, looked)
+            verdict = self.examiner.verdict(forward)
             tired = [v for v in held if v.zeros is not None]
             if tired and verdict.zeros is not None:  # zeros still: look less often
                 looks = 1 + max(v.looks for v in tired)
@@ -254,9 +230,7 @@ class Audit:
             if place not in called:
                 run.expect(place, both[1])
             for p in both:
-                if not p.requires_grad or p in self._heard_at:
-                    continue
-                if place in self.always:
+                if place in self.always and p.requires_grad and p not in self._heard_at:
                     self._hear(place, p)
 
     def hooked(self) -> list[int]:

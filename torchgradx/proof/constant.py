@@ -12,18 +12,14 @@ extension a dispatch mode does the same, under which autocast may round a few op
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from .. import ops
@@ -31,8 +27,6 @@ from .layout import BATCH, SEQUENCE
 
 if ops.NATIVE:
     from .. import _C
-
-__all__ = ["Mode", "Watch"]
 
 
 class Watch:
@@ -42,36 +36,27 @@ class Watch:
         self, held: Iterable[Tensor], arguments: Sequence[Tensor], n: int, batch_dim: int
     ) -> None:
         """held: parameters and buffers."""
-        # Of each call of a site: 1 if it is given constants alone; the layout of the samples in
-        # what it is given. None: that does not show.
-        self.inputs: dict[int, list[int | None]] = {}
-        self.anchored: dict[int, list[int | None]] = {}
+        # By site and the place among its calls: 1 if it is given constants alone; the layout of the
+        # samples in what it is given. None: that does not show.
+        self.inputs: dict[tuple[int, int], int | None] = {}
+        self.anchored: dict[tuple[int, int], int | None] = {}
+        self._calls: Counter[int] = Counter()
         whole = (t for t in arguments if t.shape[batch_dim : batch_dim + 1] == (n,))
         first = next(whole, None)
         shared = [t for t in arguments if first is not None and _is_shared(t, first, n, batch_dim)]
         # Data comes after them: one of it may be a view of what holds samples.
         data = [t for t in arguments if all(t is not other for other in shared)]
-        kind = _C.Watch if ops.NATIVE else _mode()
-        self._seen = kind([*held, *shared], data, n, batch_dim)
-
-    def stop(self) -> None:
-        self._seen.stop()
-
-    @property
-    def picks(self) -> bool:
-        """Return True if data decided how many rows there are (x[mask]) and no node shows it."""
-        return bool(self._seen.picks)
-
-    def is_constant(self, node: Any, number: int) -> bool:
-        """Return whether this output of a graph node is known to be the same for any batch."""
-        return bool(self._seen.is_constant(node, number))
+        # picks: data decided how many rows there are (x[mask]) and no node shows it;
+        # is_constant(node, number): this output of it is known to be the same for any batch.
+        self.seen = (_C.Watch if ops.NATIVE else _mode())([*held, *shared], data, n, batch_dim)
 
     def meet(self, site: int, given: Sequence[Tensor]) -> None:
         """A site is called with these."""
-        constant = all(map(self._seen.knows_constant, given))
-        self.inputs.setdefault(site, []).append(1 if constant else None)
-        dim = self._seen.holds(given[0]) if given else -1
-        self.anchored.setdefault(site, []).append((BATCH, SEQUENCE, None)[dim])
+        call = site, self._calls[site]
+        self._calls[site] += 1
+        self.inputs[call] = 1 if all(map(self.seen.knows_constant, given)) else None
+        dim = self.seen.holds(given[0]) if given else -1
+        self.anchored[call] = (BATCH, SEQUENCE, None)[dim]
 
 
 class Mode(TorchDispatchMode):
@@ -99,22 +84,10 @@ class Mode(TorchDispatchMode):
         self.__enter__()
 
     def stop(self) -> None:
-        """Leave, also from beneath the modes of a forward that an interrupt left: what was found
-        on entering is theirs to put back."""
+        """Leave. Beneath modes that an interrupt left it stays, and does nothing."""
         self._on, self._known = False, {}
-        users = [m for m in _get_current_dispatch_mode_stack() if not hasattr(m, "_mode_key")]
-        if self not in users:
-            return
-        above = [_pop_mode() for _ in users[users.index(self) + 1 :]]
-        if above:
-            _pop_mode()
-            for name, found in vars(self).items():
-                if name.startswith("old_"):
-                    getattr(above[-1], name)[-1] = found.pop()
-        else:
+        if _get_current_dispatch_mode() is self:
             self.__exit__(None, None, None)
-        for mode in reversed(above):
-            _push_mode(mode)
 
     def is_constant(self, node: Any, number: int) -> bool:
         return self._bits.get((node, number), False)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +23,11 @@ from torch.utils._pytree import tree_map
 
 from ..record.modes import unheard
 from ..sharding import part_here
+from ..shared.frontier import Graph
 from .arguments import flattened, sized
 from .constant import Watch
 from .layout import SHARED
 from .several import End
-
-__all__ = ["Forwards", "Looked", "Memory"]
 
 
 @dataclass
@@ -34,9 +35,9 @@ class Memory:
     """Facts that forwards of one regime have shown; outlives the probe."""
 
     watches: int = 1  # so many of the next forwards are watched
-    # Of what a site was given in each of its calls, by its place and the number of these.
-    constant: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
-    anchored: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
+    # Of what sites were given, by the site and the place among its calls; None: it differed.
+    constant: dict[tuple[int, int], int | None] = field(default_factory=dict)
+    anchored: dict[tuple[int, int], int | None] = field(default_factory=dict)
     picks: bool = False  # how many rows layers are given was up to data
     # Of the samples in the outputs, by their place and number of dimensions.
     dims: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -48,12 +49,9 @@ class Memory:
     def see(self, uses: Sequence[Any], constant: Callable[[Any, int], bool]) -> None:
         """Note the uses that made the same for any batch, though they were given more than that, as
         positions beside the ids that they are of."""
-        calls: dict[int, list[bool]] = {}
-        for site, _, node, number in uses:
-            calls.setdefault(site, []).append(node is not None and constant(node, number))
-        for site, made in calls.items():
-            given = self.constant.setdefault((site, len(made)), [None] * len(made))
-            given[:] = [1 if same else one for one, same in zip(given, made, strict=True)]
+        for call, (_, _, node, number) in zip(_calls(uses), uses, strict=True):
+            same = node is not None and constant(node, number)
+            self.constant[call] = 1 if same else self.constant.get(call)
 
     def anchors(self, uses: Sequence[Any]) -> dict[int, int]:
         """Return layouts of uses that got a view of the model's argument, or its like."""
@@ -61,25 +59,28 @@ class Memory:
 
     def learn(self, watch: Watch) -> None:
         self.watches = max(0, self.watches - 1)
-        self.picks = self.picks or watch.picks
+        self.picks = self.picks or watch.seen.picks
         for seen, inputs in (self.constant, watch.inputs), (self.anchored, watch.anchored):
-            for site, given in inputs.items():
-                before = seen.setdefault((site, len(given)), list(given))
-                before[:] = [a if a == b else None for a, b in zip(before, given, strict=True)]
+            for call, one in inputs.items():
+                seen[call] = one if seen.get(call, one) == one else None
 
 
-def _where(seen: dict[tuple[int, int], list[int | None]], uses: Sequence[Any]) -> dict[int, int]:
+def _calls(uses: Sequence[Any]) -> Iterator[tuple[int, int]]:
+    """Yield the site of each use, and its place among the calls of this site."""
+    calls: Counter[int] = Counter()
+    for site, *_ in uses:
+        yield site, calls[site]
+        calls[site] += 1
+
+
+def _where(seen: dict[tuple[int, int], int | None], uses: Sequence[Any]) -> dict[int, int]:
     """Return what was seen of these uses; of a site called more often, if its calls were alike."""
-    calls: dict[int, list[int]] = {}
-    for k, (site, *_) in enumerate(uses):
-        calls.setdefault(site, []).append(k)
     found: dict[int, int] = {}
-    for site, those in calls.items():
-        given = seen.get((site, len(those)))
-        if given is None:
-            others = {one for (other, _), each in seen.items() if other == site for one in each}
-            given = [others.pop() if len(others) == 1 else None] * len(those)
-        found.update((k, one) for k, one in zip(those, given, strict=True) if one is not None)
+    for k, call in enumerate(_calls(uses)):
+        ones = {one for (site, _), one in seen.items() if site == call[0]}
+        one = seen[call] if call in seen else ones.pop() if len(ones) == 1 else None
+        if one is not None:
+            found[k] = one
     return found
 
 
@@ -91,6 +92,25 @@ class Looked(NamedTuple):
     nodes: int  # of the graph that it made
     kind: Any  # of outputs
     flat: bool  # the first argument shows no N: its rows may be of any sample
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward of the model that has ended."""
+
+    run: Any  # its pass
+    uses: Sequence[Any]  # (site, sizes of the output, its node, its number there)
+    outputs: Sequence[Tensor]  # of the model
+    looked: Looked
+
+    @property
+    def n(self) -> int:
+        n: int = self.run.n
+        return n
+
+    @cached_property
+    def graph(self) -> Graph:
+        return Graph(self.outputs)
 
 
 class _OfThread(threading.local):
@@ -144,7 +164,7 @@ class Forwards:
         watch, ends = local.watch, local.ends
         local.watch, local.ends = None, {}
         if watch is not None:
-            watch.stop()
+            watch.seen.stop()
             if outputs is not None:  # else it failed, or was left by an interrupt
                 self.memory.learn(watch)
         return Looked(watch, ends, nodes, _kind(outputs), local.flat)

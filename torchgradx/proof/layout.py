@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -22,35 +23,15 @@ from torch.autograd.graph import GradientEdge
 
 from ..record.unpacking import answers_again, checkpointed
 from ..refusals import cause, refused_all
-from .rows import Rows
-from .seeds import SILENT, digits_of, halves, weighted
-
-__all__ = [
-    "BATCH",
-    "LAST",
-    "MINOR",
-    "NOWHERE",
-    "SECOND",
-    "SEGMENTS",
-    "SEQUENCE",
-    "SHARED",
-    "Finding",
-    "Seeding",
-    "Watched",
-    "from_sizes",
-    "heads_of",
-    "in_order",
-    "owners",
-]
+from .rows import SILENT, Rows, digits_of, halves, weighted
 
 # rows n*T+t | rows t*N+n | of no sample, see shared | no gradient comes from the outputs, and if
 # one does come it is refused | [T, N K, *] | [*, N K] | [*, K N, *]
 BATCH, SEQUENCE, SHARED, NOWHERE, SECOND, LAST, MINOR = range(7)
 FLEX, COMPILED = "FlexAttentionAutogradOpBackward", "CompiledFunctionBackward"
 SEGMENTS = 16  # and from there on: as one of a pass's vectors says, see segments.py
-LOOSE = (
-    0.25  # of a row's size: what it is off by at most where sums come in another order each time
-)
+# Of a row's size: what it is off by at most where sums come in another order each time.
+LOOSE = 0.25
 
 
 @dataclass(frozen=True)
@@ -101,6 +82,7 @@ class Seeding:
         self._half = any(map(_is_half, nodes))  # under autocast, its ends may be wider
         self._loud, self._ran = 0, False
         self._plain: dict[int, Rows] = {}  # what prove() found of the unscaled backward
+        self._owned: dict[Any, dict[int, Tensor]] = {}  # by sizes
 
     def prove(self) -> list[Finding] | None:
         """Run 1 + ceil(log16 N) backwards (more in float16, and where sums tremble). None: they
@@ -134,10 +116,10 @@ class Seeding:
             return False
         flags = [torch.zeros((), dtype=torch.bool, device=self._heads[0][0].device)]
         for k, rows in found.items():
-            use, layout = self._uses[k], layouts[k]
+            layout = layouts[k]
             if layout is None or not rows.elements:
                 continue
-            owner = _owners(use, self._n).get(layout)
+            owner = self._owners(k).get(layout)
             if owner is None or rows.sizes.numel() != len(owner):
                 return False
             flags.append(_heard(rows, kept[owner]))
@@ -157,7 +139,7 @@ class Seeding:
         for k in doubts:
             layout = loose[k].layout
             assert isinstance(layout, int)
-            owned[k] = _owners(self._uses[k], self._n)[layout]
+            owned[k] = self._owners(k)[layout]
         flags = []
         for kept in halves(self._n):
             rows = self._gradients(torch.where(kept, self._loud, SILENT))
@@ -228,31 +210,34 @@ class Seeding:
     ) -> list[Finding]:
         """Return a finding for each use, by one read from the device for all."""
         found = [Finding(BATCH if use.node is None else None) for use in self._uses]
-        groups: dict[Any, list[int]] = {}
+        asked: dict[int, Tensor] = {}
         for k in self._known:
             if k not in plain or any(k not in one for one in scaled):
                 continue
-            use, rows = self._uses[k], plain[k]
-            if not rows.elements:
+            if not plain[k].elements:
                 found[k] = Finding(BATCH)
-            elif rows.elements % prod(use.leads):
+            elif plain[k].elements % prod(self._uses[k].leads):
                 found[k] = Finding(cause("mixes", n=self._n))
             else:
-                key = *use.leads, use.second, use.minor, rows.key, id(use.samples)
-                groups.setdefault(key, []).append(k)
-        asked = [_asked(plain, scaled, digits, group, _owners(self._uses[group[0]], self._n), close)
-                 for group in groups.values()]  # fmt: skip
-        if asked:
-            answers = torch.cat([flags.flatten() for flags in asked]).tolist()
-        for group, flags in zip(groups.values(), asked, strict=True):
-            owned = _owners(self._uses[group[0]], self._n)
-            for k in group:
-                size = flags[0].numel()
-                mine, answers = answers[:size], answers[size:]
-                finding = self._finding(owned, mine[0], mine[1:], plain[k].half)
-                fixed = from_sizes(self._uses[k].leads, self._n) == finding.layout is not None
-                found[k] = replace(finding, sure=finding.sure or fixed)
+                asked[k] = _asked(
+                    plain[k], [one[k] for one in scaled], digits, self._owners(k), close
+                )
+        answers = iter(torch.cat([*asked.values()]).tolist() if asked else ())
+        for k, flags in asked.items():
+            live, *fit = islice(answers, len(flags))
+            finding = self._finding(self._owners(k), live, fit, plain[k].half)
+            fixed = from_sizes(self._uses[k].leads, self._n) == finding.layout is not None
+            found[k] = replace(finding, sure=finding.sure or fixed)
         return found
+
+    def _owners(self, k: int) -> dict[int, Tensor]:
+        use = self._uses[k]
+        if use.samples is not None:
+            return {BATCH: use.samples.cpu()}
+        key = *use.leads, use.second, use.minor
+        if key not in self._owned:
+            self._owned[key] = owners(use.leads, self._n, use.second, use.minor)
+        return self._owned[key]
 
     def _finding(
         self, owned: dict[int, Tensor], live: bool, flags: Sequence[bool], half: bool
@@ -282,37 +267,29 @@ def _heard(rows: Rows, kept: Tensor, shown: Tensor | None = None) -> Tensor:
 
 
 def _asked(
-    plain: dict[int, Rows],
-    scaled: Sequence[dict[int, Rows]],
+    plain: Rows,
+    scaled: Sequence[Rows],
     digits: Sequence[Tensor],
-    group: Sequence[int],
     owned: dict[int, Tensor],
     close: float,
 ) -> Tensor:
-    """[uses, 1 + 3 layouts] of flags, for uses whose rows are counted alike."""
-    first = plain[group[0]]
-    device, n = first.sizes.device, len(digits[0])
-    sizes = torch.stack([plain[k].sizes for k in group])  # [U, rows, 1]
-    projections = torch.stack([plain[k].projections for k in group])
-    live = (sizes != 0).flatten(1).any(1)
-    for one in scaled:
-        live |= torch.stack([one[k].sizes for k in group]).ne(0).flatten(1).any(1)
+    """[1 + 3 layouts] flags of one use: see Seeding._finding."""
+    sizes, device, n = plain.sizes, plain.sizes.device, len(digits[0])  # [rows, 1]
     nan = ~sizes.isfinite()
-    faint = nan | (sizes < first.floor)
-    loud = ((sizes > 0) & ~faint).flatten(1)
-    columns = [live]
+    faint = nan | (sizes < plain.floor)
+    loud = ((sizes > 0) & ~faint).flatten()
+    flags = [torch.stack([(one.sizes != 0).any() for one in (plain, *scaled)]).any()]
     for owner in owned.values():
         fits = torch.ones_like(nan)
         for one, digit in zip(scaled, digits, strict=True):
             exponents = digit[owner].to(device)[:, None]
-            wanted, size = torch.ldexp(projections, exponents), torch.ldexp(sizes, exponents)
-            got = torch.stack([one[k].projections for k in group])
-            fits = fits & (got - wanted).abs().le(max(first.close, close) * size).all(-1, True)
-        of_each = torch.zeros(len(group), n, dtype=torch.int32, device=device)
-        of_each.index_add_(1, owner.to(device), loud.int())
-        columns += [(fits | nan).flatten(1).all(1), (fits | faint).flatten(1).all(1),
-                    (of_each > 0).all(1)]  # fmt: skip
-    return torch.stack(columns, 1)
+            wanted, size = torch.ldexp(plain.projections, exponents), torch.ldexp(sizes, exponents)
+            off = (one.projections - wanted).abs()
+            fits = fits & off.le(max(plain.close, close) * size).all(-1, True)
+        of_each = torch.zeros(n, dtype=torch.int32, device=device)
+        of_each.index_add_(0, owner.to(device), loud.int())
+        flags += [(fits | nan).all(), (fits | faint).all(), (of_each > 0).all()]
+    return torch.stack(flags)
 
 
 def heads_of(
@@ -362,12 +339,6 @@ def is_python(node: Any, compiled: bool = False) -> bool:
 
 def _is_half(node: Any) -> bool:
     return any(m.dtype == torch.float16 for m in getattr(node, "_input_metadata", ()))
-
-
-def _owners(use: Watched, n: int) -> dict[int, Tensor]:
-    if use.samples is not None:
-        return {BATCH: use.samples.cpu()}
-    return owners(use.leads, n, use.second, use.minor)
 
 
 def owners(

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .. import ops
 
-__all__ = ["Listening", "forget", "others"]
-
 
 class Listening:
     def __init__(self) -> None:

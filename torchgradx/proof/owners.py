@@ -20,8 +20,6 @@ from torch import Tensor
 from ..shared.frontier import Node, is_leaf, shape_of, signed
 from .layout import in_order
 
-__all__ = ["Owned", "fitted", "mask_joins", "owners_below"]
-
 Shape = Sequence[int]
 Outs = dict[int, "Owned"]  # by output of a node
 ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Pow", "Lerp", "Rsub")
@@ -218,58 +216,30 @@ class _Walk:
                 owners = out.owners.view(made[:dims]).permute(back).flatten()
                 yield Owned(owners, out.way, out.flags)
 
-    def sliced(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
-        dim, made = self._dim(node, shape), shape_of(node, 0)
-        start, step = signed(node._saved_start), node._saved_step
-        start = max(0, start + shape[dim] if start < 0 else start)
-        places = torch.arange(start, start + made[dim] * step, step)
-        yield from self._placed(outs[0], made, made, dim, places, shape)
-
-    def selected(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
-        dim, made = self._dim(node, shape), shape_of(node, 0)
-        whole = [*made[:dim], 1, *made[dim:]]
-        places = torch.tensor([signed(node._saved_index) % shape[dim]])
-        yield from self._placed(outs[0], made, whole, dim, places, shape)
-
-    def _placed(
-        self, out: Owned, made: Shape, whole: Shape, dim: int, places: Tensor, shape: Shape
-    ) -> Iterator[Owned]:
-        """A part [*whole] of an operand's rows, at these places of one dimension."""
-        owners = self._on_rows(out, whole, dim)
-        if owners is None:
-            yield out
-            return
-        rows = self._none(owners, dim, shape)
-        rows.index_copy_(dim, places.to(rows.device), owners)
-        yield Owned(rows.flatten(), out.way, out.flags)
-
-    def _none(self, owners: Tensor, dim: int, shape: Shape) -> Tensor:
-        """Rows of no sample, as many along a dimension as an operand has."""
-        sizes = [*owners.shape[:dim], shape[dim], *owners.shape[dim + 1 :]]
-        return owners.new_full(sizes, self.n)
-
-    def parted(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
-        """Pieces, each an output."""
+    def viewed(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
+        """Parts of the operand along a dimension, each an output; what is left out is of none."""
         dim, start = self._dim(node, shape), 0
-        unbinds = node.name() == "UnbindBackward0"
         rows: Tensor | None = None
         flags: tuple[Tensor, ...] = ()
         for number in range(len(node._input_metadata)):
-            made = shape_of(node, number)
-            whole = [*made[:dim], 1, *made[dim:]] if unbinds else list(made)
+            made = list(shape_of(node, number))
+            if node.name() in ("SelectBackward0", "UnbindBackward0"):
+                made.insert(dim, 1)
             out = outs.get(number)
             if out is not None:
-                owners = self._on_rows(out, whole, dim)
+                owners = self._on_rows(out, made, dim)
                 if owners is None:
                     yield out
                     return
                 if rows is None:
-                    rows = self._none(owners, dim, shape)
+                    sizes = [*owners.shape[:dim], shape[dim], *owners.shape[dim + 1 :]]
+                    rows = owners.new_full(sizes, self.n)
                 if owners.shape[dim + 1 :] != rows.shape[dim + 1 :]:
                     return
-                rows.narrow(dim, start, whole[dim]).copy_(owners)
+                places = _along(node, start, made[dim], shape[dim])
+                rows.index_copy_(dim, places.to(rows.device), owners)
                 flags += out.flags
-            start += whole[dim]
+            start += made[dim]
         if rows is not None:
             yield Owned(rows.flatten(), next(iter(outs.values())).way, flags)
 
@@ -378,14 +348,26 @@ class _Walk:
         return rows.flatten(), prod(shape[:covered]), rows.dim(), ()
 
 
+def _along(node: Node, start: int, size: int, whole: int) -> Tensor:
+    """Return the places of an output of a view along the dimension that it takes a part of.
+
+    start: of what is split, where this output begins. whole: the operand's size.
+    """
+    step = 1
+    if node.name() == "SelectBackward0":
+        start = signed(node._saved_index) % whole
+    elif node.name() == "SliceBackward0":
+        start, step = signed(node._saved_start), node._saved_step
+        start = max(0, start + whole if start < 0 else start)
+    return torch.arange(start, start + size * step, step)
+
+
 Rule = Callable[[_Walk, Node, Outs, int, Shape], Iterator[Owned]]
 RULES: dict[str, Rule] = {
     f"{name}Backward0": rule
     for rule, names in {
         _Walk.turned: ("Transpose", "Permute"),
-        _Walk.sliced: ("Slice",),
-        _Walk.selected: ("Select",),
-        _Walk.parted: ("Split", "SplitWithSizes", "Unbind", "UnsafeSplit"),
+        _Walk.viewed: ("Select", "Slice", "Split", "SplitWithSizes", "Unbind", "UnsafeSplit"),
         _Walk.joined: ("Cat", "Stack"),
         _Walk.taken: ("Index", "IndexSelect", "Gather"),
         _Walk.put: ("IndexAdd", "IndexCopy", "IndexPut", "IndexPutImpl", "IndexReduce", "Scatter",
@@ -393,3 +375,4 @@ RULES: dict[str, Rule] = {
     }.items()
     for name in names
 }  # fmt: skip
+MAPPING = {name for name, rule in RULES.items() if rule in (_Walk.taken, _Walk.put)}  # by index

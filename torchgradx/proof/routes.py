@@ -18,34 +18,16 @@ from ..shared.frontier import Node, below, is_leaf, shape_of, signed
 if ops.NATIVE:
     from .. import _C
 
-__all__ = ["alike", "routes"]
-
-# What a node saves of the rows that it takes from its operand, or puts into what it makes.
-TAKES = {
-    "EmbeddingBackward0": "indices",
-    "EmbeddingBagBackward0": "indices",
-    "GatherBackward0": "index",
-    "IndexBackward0": "indices",
-    "IndexSelectBackward0": "index",
-    "MaskedSelectBackward0": "mask",
-    "PackPaddedSequenceBackward0": "result1",
-    "SortBackward0": "indices",
-    "SortBackward1": "indices",
-    "TakeBackward0": "index",
-    "TopkBackward0": "indices",
-}
-PUTS = {
-    "IndexAddBackward0": "index",
-    "IndexCopyBackward0": "index",
-    "IndexPutBackward0": "indices",
-    "IndexPutImplBackward0": "indices",
-    "IndexReduceBackward0": "index",
-    "MaskedScatterBackward0": "mask",
-    "PutBackward0": "index",
-    "ScatterAddBackward0": "index",
-    "ScatterBackward0": "index",
-    "ScatterReduceBackward0": "index",
-}
+# Nodes that take rows from their operand, or put rows into what they make; what they save of these.
+TAKES = {f"{name}Backward0" for name in (
+    "Embedding", "EmbeddingBag", "Gather", "Index", "IndexSelect", "MaskedSelect",
+    "PackPaddedSequence", "Sort", "Take", "Topk",
+)} | {"SortBackward1"}  # fmt: skip
+PUTS = {f"{name}Backward0" for name in (
+    "IndexAdd", "IndexCopy", "IndexPut", "IndexPutImpl", "IndexReduce", "MaskedScatter", "Put",
+    "Scatter", "ScatterAdd", "ScatterReduce",
+)}  # fmt: skip
+SAVED = ("index", "indices", "mask", "result1")
 ENDS = {"EmbeddingBagBackward0": ("offsets",), "SegmentReduceBackward0": ("lengths", "offsets")}
 TURNS = {"CloneBackward0", "PermuteBackward0", "TBackward0", "ToCopyBackward0",
          "TransposeBackward0"}  # fmt: skip
@@ -124,7 +106,7 @@ def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:
         shape = shape_of(*operand)
     else:
         shape = shape_of(node, 0)
-    key = {**TAKES, **PUTS}[name]
+    key = next(key for key in SAVED if hasattr(type(node), f"_raw_saved_{key}"))
     raw = getattr(node, f"_raw_saved_{key}")
     raw = [*raw] if isinstance(raw, (list, tuple)) else [raw]
     dim = _dim(node) % max(1, len(shape))

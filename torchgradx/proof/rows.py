@@ -1,15 +1,53 @@
-"""Rows of an output's gradient, as far as a proof compares them between backwards (layout.py)."""
+"""What goes into the backwards that prove where samples are (layout.py), and what is kept of them.
+
+In go random numbers, the same each time, those of sample n times a power of two; of what comes out,
+projections of the rows are compared between backwards.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, sqrt
-from typing import Any
+from itertools import combinations, islice
+from math import comb, inf, sqrt
 
 import torch
 from torch import Tensor
 
-__all__ = ["Rows"]
+SILENT = -10000  # an exponent: the seed is zero
+
+
+def weighted(t: Tensor, exponents: Tensor, dim: int | Tensor) -> Tensor:
+    """Return a number whose gradient by `t` is random, that of sample n times 2^exponents[n]; a
+    Tensor says of which sample each leading row is, the last one being of none, and zero."""
+    generator = torch.Generator(t.device).manual_seed(t.numel())
+    gradient = torch.randn(t.shape, generator=generator, device=t.device).to(t.dtype)
+    exponents = exponents.to(t.device, torch.int32)
+    if isinstance(dim, Tensor):
+        rows = gradient.view(len(dim), -1)
+        rows.ldexp_(exponents[dim][:, None]).masked_fill_(dim[:, None] == len(exponents) - 1, 0)
+    else:
+        gradient.ldexp_(exponents.view([-1 if k == dim else 1 for k in range(t.dim())]))
+    with torch.enable_grad():
+        root = t.sum()  # autograd.grad given a gradient imports sympy, 35 MiB
+    assert root.grad_fn
+    root.grad_fn.register_hook(lambda *_: (gradient,))
+    return root
+
+
+def digits_of(n: int, base: int) -> list[Tensor]:
+    """Exponents [N] below `base`, whose combination is another for each sample."""
+    samples = torch.arange(n)
+    digits: list[Tensor] = []
+    while not digits or base ** len(digits) < n:
+        digits.append(samples // base ** len(digits) % base)
+    return digits
+
+
+def halves(n: int) -> list[Tensor]:
+    """Masks [N], of which each sample is False in as many, and no two samples in the same ones."""
+    count = next(k for k in range(2, n + 2) if comb(k, k // 2) >= n)
+    chosen = list(islice(combinations(range(count), count // 2), n))
+    return [torch.tensor([k not in mine for mine in chosen]) for k in range(count)]
 
 
 @dataclass(frozen=True)
@@ -27,11 +65,6 @@ class Rows:
     close: float  # how near a projection comes, over its row's size
     floor: float  # of sizes: below it subnormal numbers may have made the difference
     half: bool  # something on the way here had float16
-
-    @property
-    def key(self) -> Any:
-        kept = self.projections
-        return kept.shape, kept.dtype, kept.device, self.close, self.floor, self.half
 
     @staticmethod
     def of(g: Tensor, count: int, half: bool) -> Rows:

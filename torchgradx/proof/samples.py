@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,11 +26,9 @@ from torch.utils._pytree import tree_map
 
 from ..refusals import RefusedError, cause
 from ..sharding import data_parallel
-from ..shared.frontier import Graph
 from ..sites.regime import Regime
 from .arguments import sized, tensors_in
-
-__all__ = ["Samples"]
+from .verdict import Attached
 
 HALF = (torch.float16, torch.bfloat16)
 TOLERANCE, TOLERANCE_OF_HALF = 1e-3, 5e-2  # relative to the norm over all parameters
@@ -60,20 +58,14 @@ class _OfThread(threading.local):
 class Samples:
     """Checks the passes of one probe."""
 
-    def __init__(
-        self,
-        recorder: Any,
-        parameters: Any,
-        options: Mapping[str, Any],
-        sq_norms: Callable[[Any, int], Tensor],
-        checked: dict[Any, str | None],
-    ) -> None:
-        self.on = options["check"] == "samples"
+    def __init__(self, shared: Attached, sq_norms: Callable[[Any, int], Tensor]) -> None:
+        self._recorder, self._parameters, _, self._options, _, known = shared
+        self.on = shared.options["check"] == "samples"
         self._local = _OfThread()
         self.refused: dict[int, str] = {}  # by parameter
-        self._recorder, self._parameters, self._options = recorder, parameters, options
         self._sq_norms = sq_norms
-        self._checked = checked  # structure -> why it was skipped, or None
+        # Structure -> why it was skipped, or None.
+        self._checked: dict[Any, str | None] = known.setdefault("samples", {})
         self._generators: Any = None
         self._arrived: dict[int, list[Call]] = {}  # by serial number of the pass
 
@@ -124,7 +116,7 @@ class Samples:
                 t.register_hook(partial(self._arrive, run.serial, call, k))
 
     def _skipped(self, n: int, module: nn.Module, arguments: tuple[Any, Any]) -> str | None:
-        if not _same(self._generators, _generators(self._parameters.tensors())):
+        if self._generators != _generators(self._parameters.tensors()):
             return RANDOM
         if data_parallel(module) is not None or self._parameters.gathered():
             return DISTRIBUTED
@@ -236,16 +228,17 @@ def _instead(seed: Tensor, g: Tensor) -> Tensor:
 def _pulled_back(
     roots: Sequence[Tensor], seeds: Sequence[Tensor], live: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """Gradients of the live tensors, without the hooks of the user's on them."""
+    """Return the gradients of the live tensors, without the hooks of the user's on them.
+
+    By backward(), as a reentrant checkpoint allows nothing else.
+    """
     kinds = [h for p in live for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]
     hooks = [(held, dict(held)) for held in kinds]
     grads = [p.grad for p in live]
     try:
         for held, _ in hooks:
             held.clear()
-        if not any(map(_is_reentrant, Graph(roots).parents)):
-            return torch.autograd.grad(roots, live, seeds, allow_unused=True)
-        for p in live:  # a reentrant checkpoint allows backward() alone
+        for p in live:
             p.grad = None
         torch.autograd.backward(roots, seeds)
         return [p.grad for p in live]
@@ -254,10 +247,6 @@ def _pulled_back(
             held.update(before)
         for p, g in zip(live, grads, strict=True):
             p.grad = g
-
-
-def _is_reentrant(node: Any) -> bool:
-    return isinstance(node, torch.utils.checkpoint.CheckpointFunction._backward_cls)
 
 
 def _seed(g: Tensor, alone: Tensor, n: int, sample: int, dim: int, mean: bool) -> Tensor:
@@ -292,7 +281,9 @@ def _of_one(arguments: tuple[Any, Any], n: int, sample: int, dim: int) -> tuple[
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return leaf
         d = dim if leaf.dim() > dim else 0
-        return leaf.detach().narrow(d, sample, 1) if leaf.shape[d] == n else leaf
+        if leaf.shape[d] != n:
+            return leaf
+        return leaf.detach().narrow(d, sample, 1).requires_grad_(leaf.requires_grad)
 
     found: tuple[Any, Any] = tree_map(one, arguments)
     return found
@@ -308,19 +299,12 @@ def _sharing(arguments: Any, n: int, dim: int) -> bool:
 
 
 def _generators(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return the states of all random generators, to be compared."""
     devices = {p.device for p in tensors if p.device.type == "cuda"}
-    own = [torch.cuda.get_rng_state(device) for device in devices]
-    return torch.get_rng_state(), random.getstate(), np.random.get_state(), own
-
-
-def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    (torch_, python, numpy, devices), others = one, other
-    return (
-        torch.equal(torch_, others[0])
-        and python == others[1]
-        and all(np.array_equal(a, b) for a, b in zip(numpy, others[2], strict=True))
-        and all(map(torch.equal, devices, others[3]))
-    )
+    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+    _, keys, *places = np.random.get_state()
+    arrays = [*(t.numpy() for t in states), np.asarray(keys)]
+    return [array.tobytes() for array in arrays], random.getstate(), places
 
 
 @contextmanager

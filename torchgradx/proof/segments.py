@@ -7,38 +7,31 @@ verdicts are by use, since a loop over the experts that were hit makes another g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..layers.rules import Layer
 from ..refusals import cause, key_of
+from .audit import Audit
+from .forwards import Forward
 from .layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
-from .owners import Owned, fitted, mask_joins, owners_below
-from .verdict import Verdict
+from .owners import MAPPING, Owned, fitted, mask_joins, owners_below
+from .verdict import Attached, Verdict
 
 if ops.NATIVE:
     from .. import _C
-
-if TYPE_CHECKING:
-    from ..layers.table import Parameters
-    from ..sites.recurrent import Site
-    from .audit import Audit
-
-__all__ = ["SegmentExaminer", "rows_of", "segments_from"]
 
 # Rows of a sequence's or an image's neighbours are not the model's rows.
 SERVED = ("linear", "transposed linear", "geometric linear", "embedding", "layernorm", "rmsnorm",
           "prelu", "vmap")  # fmt: skip
 FEW = 16  # runs of samples whose rows stay where they are: more of them are sorted by length
 ROUTED = ("mixes", "not_found", "unproven")
-NONE = Verdict([], [], None, True, [], [])
+NONE = Verdict([], [])
 
 
 class Segments(NamedTuple):
@@ -98,18 +91,11 @@ def segments_from(owners: Tensor, n: int) -> Any:
 class SegmentExaminer:
     """Finds the owners of every use of a pass."""
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        layers: Sequence[Layer],
-        options: Mapping[str, Any],
-        audit: Audit,
-        unspent: Callable[[], AbstractContextManager[None]],
-        routed: dict[Any, Any],
-    ) -> None:
-        self._parameters, self._layers, self._options = parameters, layers, options
-        self._audit, self._unspent = audit, unspent
-        self._routed = routed  # regimes whose rows go where a batch's values send them
+    def __init__(self, shared: Attached, audit: Audit) -> None:
+        _, self._parameters, self._layers, self._options, self._sites, known = shared
+        self._audit = audit
+        # Regimes whose rows go where a batch's values send them.
+        self._routed: dict[Any, bool] = known.setdefault("routed", {})
         self._by_sample: dict[tuple[int, int], bool] = {}  # outputs by place and dimensions
 
     @property
@@ -121,24 +107,17 @@ class SegmentExaminer:
     def applies(self, ids: Tensor | None) -> bool:
         return ids is not None or bool(self._routed and self._parameters.regime() in self._routed)
 
-    def examine(
-        self,
-        run: Any,
-        ids: Tensor | None,
-        uses: Sequence[Any],
-        outputs: Sequence[Tensor],
-        sites: Sequence[Site],
-        several: Collection[Any],
-    ) -> bool:
+    def examine(self, forward: Forward, ids: Tensor | None) -> bool:
         """Give a pass the owners of its uses' rows, or refuse it; False: it is of another kind.
 
-        Never fails the forward. several: (site, node) of uses with several outputs.
+        Never fails the forward.
         """
         if not self.applies(ids):
             return False
+        run = forward.run
         before = run.refusals, run.layouts
         try:
-            self._examine(run, ids, uses, outputs, sites, several)
+            self._examine(forward, ids)
         except Exception as error:
             run.refuse(-1, cause("not_examined", error=f"{type(error).__name__}: {error}"))
         if ids is None and run.refusals != before[0]:  # it has tables, perhaps
@@ -146,15 +125,9 @@ class SegmentExaminer:
             return False
         return True
 
-    def rescue(
-        self,
-        run: Any,
-        uses: Sequence[Any],
-        outputs: Sequence[Tensor],
-        sites: Sequence[Site],
-        several: Collection[Any],
-    ) -> None:
+    def rescue(self, forward: Forward) -> None:
         """Look for the owners of rows that have no layout: experts get rows by their values."""
+        run, uses = forward.run, forward.uses
         refused = {site for site, why in run.refusals if key_of(why) in ROUTED}
         here = {site for site, *_ in uses}  # none of a structure that is known as it is
         said = self._options["batch_dim"] or self._options["layout"]
@@ -164,7 +137,7 @@ class SegmentExaminer:
         causes, layouts = run.refusals, run.layouts
         run.refusals, run.layouts = [], []
         try:
-            self._examine(run, None, uses, outputs, sites, several)
+            self._examine(forward, None)
         except Exception:  # the first causes stand
             run.refusals = [(-1, "segments_outputs")]
         failed = {site for site, _ in run.refusals}
@@ -179,20 +152,13 @@ class SegmentExaminer:
                        for (site, *_), old, new in zip(uses, layouts, found or layouts, strict=True)
                       ]  # fmt: skip
 
-    def _examine(
-        self,
-        run: Any,
-        told: Tensor | None,
-        uses: Sequence[Any],
-        outputs: Sequence[Tensor],
-        sites: Sequence[Site],
-        several: Collection[Any],
-    ) -> None:
-        ids = torch.arange(run.n) if told is None else told
-        n, grid = run.n, list(ids.shape)
+    def _examine(self, forward: Forward, told: Tensor | None) -> None:
+        run, n, uses = forward.run, forward.n, forward.uses
+        ids = torch.arange(n) if told is None else told
+        grid = list(ids.shape)
         flat = ids.flatten()
         flat = torch.where(flat < 0, n, flat)
-        live = [t for t in outputs if t.grad_fn is not None and t.is_floating_point()]
+        live = [t for t in forward.outputs if t.grad_fn is not None and t.is_floating_point()]
         heads = [(t, rows) for k, t in enumerate(live)
                  if (rows := self._head(k, t, flat, grid, n)) is not None]  # fmt: skip
         if uses and not heads:
@@ -208,14 +174,14 @@ class SegmentExaminer:
             run.refuse(-1, cause("segments_mixed", shape=grid))
         owned: list[Owned | None] = []
         for site, sizes, node, number in uses:
-            leads = sizes[: sites[site].leads(len(sizes))]
+            leads = sizes[: self._sites[site].leads(len(sizes))]
             of_use = self._owned(found, node, number, leads, flat, grid, names, n)
             if told is None and of_use is not None:  # by indices alone: both ends are shown
-                single = (site, node) not in several and not self._layers[site].inside
+                single = (site, node) not in forward.looked.ends and not self._layers[site].inside
                 if not single or not (_batch_first(of_use, n) or _from_inputs(found, node, n)):
                     of_use = None
             owned.append(of_use)
-        self._settle(run, uses, owned, heads, names, flat, grid, sites)
+        self._settle(forward, owned, heads, names, flat, grid)
 
     def _head(self, k: int, t: Tensor, flat: Tensor, grid: list[int], n: int) -> Tensor | None:
         """Return owners of an output's leading rows, if they are the model's or one per sample."""
@@ -273,16 +239,14 @@ class SegmentExaminer:
 
     def _settle(
         self,
-        run: Any,
-        uses: Sequence[Any],
+        forward: Forward,
         owned: Sequence[Owned | None],
         heads: Sequence[tuple[Tensor, Tensor]],
         names: set[str],
         flat: Tensor,
         grid: list[int],
-        sites: Sequence[Site],
     ) -> None:
-        n = run.n
+        run, n, uses = forward.run, forward.n, forward.uses
         flags = list({id(f): f for o in owned if o for f in o.flags}.values())
         mixed = dict(zip(map(id, flags), _read(flags), strict=True))
         rows = flat.view(grid) if len(grid) == 2 else flat[:, None]
@@ -316,7 +280,7 @@ class SegmentExaminer:
                 layouts[k] = made[key]
         shown = [True] * len(uses)
         if new and (n > 1 or padded) and self._options["check"] != "off":
-            shown = self._prove(run, uses, owned, heads, layouts, sites)
+            shown = self._prove(run, uses, owned, heads, layouts)
         for k, (site, *_) in enumerate(uses):
             layout = layouts[k]
             if isinstance(layout, str):
@@ -335,7 +299,6 @@ class SegmentExaminer:
         owned: Sequence[Owned | None],
         heads: Sequence[tuple[Tensor, Tensor]],
         layouts: list[int | str],
-        sites: Sequence[Site],
     ) -> list[bool]:
         """Hold owners against weighted backwards; return which of them these show."""
         watched = [
@@ -343,7 +306,8 @@ class SegmentExaminer:
                     samples=None if o is None else o.owners)
             for (_, _, node, number), o in zip(uses, owned, strict=True)
         ]  # fmt: skip
-        findings = Seeding(heads, watched, run.n + 1, self._unspent, not run.in_graph).prove()
+        unspent = self._audit.forwards.unspent
+        findings = Seeding(heads, watched, run.n + 1, unspent, not run.in_graph).prove()
         shown = []
         for k, (_, sizes, _, _) in enumerate(uses):
             layout = None if findings is None else findings[k].layout
@@ -356,12 +320,6 @@ class SegmentExaminer:
                 layouts[k] = NOWHERE
             shown.append(served and layout not in (None, NOWHERE) and not isinstance(layout, str))
         return shown
-
-
-MAPPING = {f"{name}Backward0" for name in (
-    "Index", "IndexSelect", "Gather", "IndexAdd", "IndexCopy", "IndexPut", "IndexPutImpl",
-    "IndexReduce", "Scatter", "ScatterAdd", "ScatterReduce",
-)}  # fmt: skip
 
 
 def _batch_first(owned: Owned, n: int) -> bool:

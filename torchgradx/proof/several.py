@@ -20,17 +20,6 @@ from ..sites.fallback import Call, as_its_own, dim_of, run_again
 from ..sites.regime import Regime
 from .layout import BATCH, SEQUENCE, Watched, owners
 
-__all__ = [
-    "End",
-    "end_of",
-    "ends_at",
-    "ends_of_module",
-    "ends_of_node",
-    "made_from_others",
-    "needed_by",
-    "of_the_loss",
-]
-
 
 @dataclass(frozen=True)
 class End:

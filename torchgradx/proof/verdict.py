@@ -5,16 +5,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..layers.modules import build_of
+from ..layers.rules import Layer
+from ..layers.table import Parameters
 from ..refusals import cause
 from ..shared.frontier import Plan
+from ..sites.recurrent import Site
 from .routes import alike
-
-__all__ = ["Verdict", "finite", "from_outside", "known", "versions"]
 
 CHOICES = ("layout", "batch_dim", "backend", "fused", "weight_grad", "check")
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, dict[str, dict[Any, Any]]]]] = (
@@ -30,16 +31,27 @@ def known(model: nn.Module, options: Mapping[str, Any]) -> dict[str, dict[Any, A
     return _known[model][1].setdefault(choices, {})
 
 
+class Attached(NamedTuple):
+    """What the parts of one probe share."""
+
+    recorder: Any
+    parameters: Parameters
+    layers: Sequence[Layer]
+    options: Mapping[str, Any]
+    sites: Sequence[Site]  # by layer; none before they are made and after they have left
+    known: dict[str, dict[Any, Any]]  # see `known`
+
+
 @dataclass
 class Verdict:
     """The layouts that hold for a structure, and what is refused."""
 
     layouts: list[int]  # of each use
     refusals: list[tuple[int, str]]  # (site, cause)
-    plan: Plan | None  # for the uses of layout SHARED
-    complete: bool  # False: another forward must be looked at
-    sites: list[int]  # of each use
-    routes: list[Any]  # what its batch chose, see routes.py
+    plan: Plan | None = None  # for the uses of layout SHARED
+    complete: bool = True  # False: another forward must be looked at
+    sites: Sequence[int] = ()  # of each use
+    routes: Sequence[Any] = ()  # what its batch chose, see routes.py
     reach: tuple[bool, ...] = ()  # which outputs of parts with several it saw; empty: all
     sure: Sequence[bool] = ()  # of each use: no other layout has the same rows
     # Versions of the parameters, where weights are all zeros, as of adapters that are yet to be
@@ -77,10 +89,10 @@ def from_outside(run: Any) -> Verdict:
             first = forward()
             seen.append(first if first[0].complete else forward())  # watched in the first
     except Exception as error:  # no reason to end a training step
-        return _nothing(cause("eager_failed", error=error))
+        return Verdict([], [(-1, cause("eager_failed", error=error))])
     sizes = [(site, list(sizes)) for site, sizes, *_ in run.uses()]
     if [use for _, uses in seen for use in uses] != sizes:
-        return _nothing("other_layers")
+        return Verdict([], [(-1, "other_layers")])
     verdicts = [verdict for verdict, _ in seen]
     return Verdict(
         [how for verdict in verdicts for how in verdict.layouts],
@@ -96,7 +108,3 @@ def finite(run: Any) -> bool:
     """Return False where a pass shows nothing: inf and nan agree with whatever was received."""
     waiting = [g for place in run.waiting() for _, _, g, _ in run.terms(place)]
     return all(bool(t.isfinite().all()) for t in (run.total(None), *waiting))
-
-
-def _nothing(why: str) -> Verdict:
-    return Verdict([], [(-1, why)], None, True, [], [])

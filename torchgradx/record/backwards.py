@@ -16,8 +16,6 @@ import torch
 
 from ..sites.copies import untraced
 
-__all__ = ["Backwards", "at_the_end", "weakly"]
-
 at_the_end = torch.autograd.Variable._execution_engine.queue_callback  # of the current backward
 
 
@@ -78,8 +76,7 @@ class Backwards:
 
     def at_rest(self) -> bool:
         """Return True if none runs, on this thread at all, or on others that met a pass."""
-        running = torch._C._current_graph_task_id() != -1
-        return not running and all(backward.over for backward in self._living())
+        return torch._C._current_graph_task_id() == -1 and not self.under_way()
 
     def under_way(self) -> bool:
         """Return True if another thread runs one."""
@@ -116,7 +113,8 @@ class _Backward:
         self.before: dict[Any, Any] = {}  # passes that others brought gradients, as they were then
         self.thread = threading.get_ident()
         self.done = self.over = False
-        self._calls, self._end, self._finished = 0, ended, finished
+        self._calls, self._finished = 0, finished
+        self._end: Callable[[_Backward], None] | None = ended
 
     def knows(self, run: Any) -> bool:
         return run in self.begun or run in self.before
@@ -150,13 +148,10 @@ class _Backward:
 
     def end(self) -> None:
         """Once."""
-        end, self._end, self.over = self._end, _nothing, True
-        end(self)
+        end, self._end, self.over = self._end, None, True
+        if end is not None:
+            end(self)
 
     @untraced
     def __del__(self) -> None:
         self.end()
-
-
-def _nothing(backward: _Backward) -> None:
-    pass

@@ -12,21 +12,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..layers.table import Parameters
 from ..proof.listening import forget, others
 from ..refusals import RefusedError, refused_all
 from ..sharding import data_parallel, mean_over, scattered
 from ..sites.copies import untraced
 from .factors import Group
-
-if TYPE_CHECKING:
-    from ..layers.table import Parameters
-
-__all__ = ["Books", "Sum", "dense"]
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -43,8 +39,8 @@ class Sum(NamedTuple):
 class Books:
     """What the passes of a record keep, and what .grad holds besides."""
 
-    def __init__(self, recorder: Any, parameters: Parameters) -> None:
-        self._recorder, self._parameters = recorder, parameters
+    def __init__(self, recorder: Any, parameters: Parameters, loss_scale: Any) -> None:
+        self._recorder, self._parameters, self._loss_scale = recorder, parameters, loss_scale
         self._kept: deque[tuple[Any, Any, list[int]]] = deque()  # (pass, use, its parameters)
         self._tensors: list[Tensor] = []  # the table, while it is clipped
         self._others: dict[int, Tensor] = {}  # by place
@@ -52,7 +48,7 @@ class Books:
         self._heard: dict[int, tuple[Tensor, Any]] = {}  # by place, and our hook
         self._marks: dict[int, tuple[int, int]] = {}  # .grad as backwards left it, by place
         self._samples: dict[int, Tensor] = {}  # of .grad then, where it is to be unscaled
-        self._scaled = False
+        self._scaled = isinstance(loss_scale, torch.amp.GradScaler)
         self._idle: set[int] = set()  # places that no gradient came to
         self._torn = False  # .grad changed between passes of a record
         self.closed = False  # clipped already
@@ -63,10 +59,6 @@ class Books:
         ddp = data_parallel(module)
         if ddp is not None:
             self._ddp = weakref.ref(ddp)
-
-    def open(self, scaled: bool) -> None:
-        """From now on uses are kept. scaled: .grad will have to be unscaled."""
-        self._recorder.books, self._scaled = True, scaled
 
     def close(self, runs: Iterable[Any]) -> None:
         self._recorder.books = False

@@ -4,7 +4,7 @@ clipped sums are added to .grad. One weight gradient for each use in place of tw
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +13,6 @@ from ..sharding import mean_over
 from .clipping import Books, Sum, dense
 from .factors import Group, report_overflow
 
-if TYPE_CHECKING:
-    from ..layers.table import Parameters
-
-__all__ = ["Deferred"]
-
 MANY = 64  # sums that wait for a copy: their memory must not add up
 
 
@@ -25,10 +20,6 @@ class Deferred(Books):
     """What the passes of a record keep. Nothing of .grad needs watching: backward leaves it."""
 
     disturbed = False
-
-    def __init__(self, recorder: Any, parameters: Parameters, loss_scale: Any) -> None:
-        super().__init__(recorder, parameters)
-        self._loss_scale = loss_scale
 
     def begin(self, first: bool) -> None:
         if self._recorder.books and first:
@@ -60,7 +51,7 @@ class Deferred(Books):
         finally:
             _copy(tensors, waiting)
         self.closed = True
-        if isinstance(self._loss_scale, torch.amp.GradScaler):
+        if self._scaled:
             grads = (tensors[place].grad for place in met)
             report_overflow(self._loss_scale, [g for g in grads if g is not None])
 

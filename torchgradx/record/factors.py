@@ -12,8 +12,6 @@ from torch.amp.grad_scaler import OptState
 
 from ..reference.chunks import accumulation_dtype
 
-__all__ = ["Group", "factors_of", "is_unscaled", "report_overflow", "unscaled_by"]
-
 
 class Group:
     """Parameters that are clipped together, and the samples' factors [N1 + N2 + ...]."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
 from ..refusals import cause
-
-__all__ = ["NONE", "Answer", "Frames", "Told", "runs"]
 
 _C = torch._C._autograd
 MANY = 1024  # calls under no_grad that are kept
@@ -89,7 +88,7 @@ class Frames:
     def _again(self, thread: int, number: int, on: bool, now: Answer, outside: bool) -> Answer:
         """As `answer`, in the backward of a node: its thread, and its number there."""
         notes, node = self._notes.setdefault(thread, _Notes()), torch._C._current_autograd_node()
-        turn = bisect_right(notes.turns, number, key=_first) - 1
+        turn = bisect_right(notes.turns, number, key=itemgetter(0)) - 1
         recorded = turn >= 0 and notes.turns[turn][1]
         if thread == self._born[0] and number < self._born[1]:
             return NONE
@@ -105,17 +104,13 @@ class Frames:
         if number < notes.lost:
             self._recorder.refuse(-1, cause("forgotten", many=MANY))
             return NONE
-        call = bisect_right(notes.calls, number, key=_first) + notes.count
+        call = bisect_right(notes.calls, number, key=itemgetter(0)) + notes.count
         if call >= len(notes.calls):  # it ran first when there was no probe, or is no checkpoint
             return now if on and not isinstance(node, Reentrant) else NONE
         before, found = notes.calls[call]
         if not _C._get_current_graph_task_keep_graph():  # never again: what was told may go
             notes.calls[call] = before, Answer(found.serial)
         return found
-
-
-def _first(entry: tuple[int, Any]) -> int:
-    return entry[0]
 
 
 def runs(kind: str) -> bool:

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["executes", "put_gate", "receives"]
-
 
 def executes(node: Any) -> bool:
     try:

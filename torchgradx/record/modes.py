@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, 
 
 from ..proof.constant import Mode
 
-__all__ = ["several_at_once", "unheard"]
-
 SEVERAL = torch._C._dispatch_key_parse("VmapMode")  # by name at each call it takes longer
 
 NOTHING: AbstractContextManager[None] = nullcontext()

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .backwards import at_the_end
 from .gate import executes, put_gate
 from .versions import Versions
-
-__all__ = ["Pass", "Recorder"]
 
 Term = tuple[int, Tensor | None, Tensor, Any]  # (site or -1, activations, gradients, whose rows)
 Slot = tuple[int, Tensor]  # a parameter's place in the table, and the tensor that stands there now
@@ -33,13 +32,6 @@ class _OfThread(threading.local):
         self.stack: list[tuple[Pass | None, int]] = []  # with the number of its first node
         self.asking = False
         self.asked: list[tuple[int, Any, Any]] = []  # backward, whether it runs, pass
-
-
-class _Until:
-    """Owned by a backward, as a callback for its end, for as long as it runs."""
-
-    def __call__(self) -> None:
-        pass
 
 
 class Recorder:
@@ -119,8 +111,11 @@ class Recorder:
         asked = [entry for entry in self._local.asked if entry[1]() is not None]
         running = next((entry[1] for entry in asked if entry[0] == task), None)
         if running is None:
-            until = _Until()
-            torch.autograd.Variable._execution_engine.queue_callback(until)
+
+            def until() -> None:
+                """Lives as long as the backward that owns it runs."""
+
+            at_the_end(until)
             running = weakref.ref(until)
         ours = (task, running, run and weakref.ref(run))
         self._local.asked = [*(entry for entry in asked if entry[0] != task), ours]

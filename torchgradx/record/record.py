@@ -5,30 +5,25 @@ from __future__ import annotations
 import inspect
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..layers.rules import Layer
 from ..options import Scale, check_scale
+from ..proof.verdict import Attached
 from ..refusals import SECTIONS, refused_all
 from .clipping import Books
 from .deferred import Deferred
 from .factors import Group, factors_of, is_unscaled, unscaled_by
 from .frames import NONE, Answer, Frames, Told
-from .norms import combine
-from .segments import combine_segments
+from .norms import combine, combine_segments
 
 if ops.NATIVE:
     from .. import _C
-
-if TYPE_CHECKING:
-    from ..layers.table import Parameters
-
-__all__ = ["Record"]
 
 MANY = 1024  # scales of a loss: those of forwards that meet no backward must not add up
 FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -37,26 +32,18 @@ CPU = torch.device("cpu")
 
 
 class Record:
-    def __init__(
-        self,
-        recorder: Any,
-        parameters: Parameters,
-        layers: Sequence[Layer],
-        options: Mapping[str, Any],
-    ) -> None:
-        self._recorder, self._parameters, self._layers = recorder, parameters, layers
-        self._options = options
-        self.books = Books(recorder, parameters)
-        if not options["weight_grad"]:
-            self.books = Deferred(recorder, parameters, options["loss_scale"])
-        self.frames = Frames(recorder)
+    def __init__(self, shared: Attached) -> None:
+        self._recorder, self._parameters, self._layers, self._options, *_ = shared
+        scale = shared.options["loss_scale"]
+        books = Books if shared.options["weight_grad"] else Deferred
+        self.books = books(shared.recorder, shared.parameters, scale)
+        self.frames = Frames(shared.recorder)
         self._serial = 0  # of forwards
         # What the user said that losses are scaled by, each from one forward on, in order.
-        scale = options["loss_scale"]
         self._asked: Callable[..., Scale] | None = scale if callable(scale) else None
         self._scales: list[tuple[int, Any]] = [(0, 1.0 if callable(scale) else scale)]
         self._read = False
-        self._fates: set[str] = set()  # keys of what became of forwards, while nothing is recorded
+        self.fates: set[str] = set()  # keys of what became of forwards, while nothing is recorded
         self._entry = threading.RLock()
         self._compares = False  # .grad with the samples' own gradients: somebody asked for it
         self._there: list[Tensor] = []  # how large .grad was before the record's first gradient
@@ -67,21 +54,17 @@ class Record:
     def takes(self, on: bool, told: Told = UNTOLD, outside: bool = False) -> Answer:
         """Return a forward's number (0: record nothing) and what was said of its samples."""
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing() or self.unreal():
-            self.note("traced")
+            self.fates.add("traced")
             return NONE
         now = Answer(self.next(), told)
         found = self.frames.answer(on, now, outside)
         if not on:
-            self.note("paused")
+            self.fates.add("paused")
         elif not torch.is_grad_enabled():
-            self.note("no_grad")
+            self.fates.add("no_grad")
         else:
-            self.note("called_directly" if outside else "no_backward")
+            self.fates.add("called_directly" if outside else "no_backward")
         return found if torch.is_grad_enabled() else NONE
-
-    def note(self, fate: str) -> None:
-        """Keep what became of a forward, for the refusal where nothing is recorded."""
-        self._fates.add(fate)
 
     def unreal(self) -> bool:
         """Return True if tensors are fake or on meta, and so have no values."""
@@ -135,12 +118,13 @@ class Record:
     def _scale_from(self, serial: int, scale: Any) -> None:
         scale = scale.detach().clone() if isinstance(scale, Tensor) else scale
         entries = self._scales[-MANY:]
-        entries.insert(bisect_right(entries, serial, key=_first), (serial, scale))
+        entries.insert(bisect_right(entries, serial, key=itemgetter(0)), (serial, scale))
         self._scales = entries
 
     def _scale_of(self, serial: int) -> Scale:
         """Return the scale said before a pass's forward, times a GradScaler's at its backward."""
-        said: Any = self._scales[max(1, bisect_right(self._scales, serial, key=_first)) - 1][1]
+        place = bisect_right(self._scales, serial, key=itemgetter(0))
+        said: Any = self._scales[max(1, place) - 1][1]
         scaler, scale = self._options["loss_scale"], 1.0
         if isinstance(scaler, torch.amp.GradScaler):
             scale = scaler.get_scale() if scaler.is_enabled() else 1.0
@@ -157,7 +141,7 @@ class Record:
         self.mismatched = set()
         self.refused.clear()
         self._recorder.clear()
-        self._fates = {"reset"} if self._fates else self._fates
+        self.fates = {"reset"} if self.fates else self.fates
         self._read = False
 
     def undo(self, tasks: Sequence[int]) -> None:
@@ -166,7 +150,7 @@ class Record:
         self.mismatched = {key for key in self.mismatched if key[0] not in tasks}
         self.books.undo(alone=not self.runs)
         if not self.runs:
-            self.note("backward_failed")
+            self.fates.add("backward_failed")
 
     def finish(self, run: Any, place: int) -> None:
         """All uses of a parameter are in: combine them, and let their operands go."""
@@ -346,12 +330,8 @@ class Record:
         if refusals:
             raise refused_all(refusals[0], names)
         known = ("removed",) * (not attached) + ("frozen",) * (not names)
-        fates = (fate for fate in SECTIONS["Nothing is recorded"] if fate in self._fates)
+        fates = (fate for fate in SECTIONS["Nothing is recorded"] if fate in self.fates)
         raise refused_all(next(iter((*known, *fates, "not_called"))), names)
-
-
-def _first(entry: tuple[int, Any]) -> int:
-    return entry[0]
 
 
 def _norms(

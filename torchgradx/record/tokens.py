@@ -17,8 +17,6 @@ from torch import Tensor
 from ..proof.arguments import tensors_in
 from .modes import several_at_once, unheard
 
-__all__ = ["MEAN", "ONE", "TokenWatch", "token_weights"]
-
 # The defaults of attach(loss_reduction=, loss_scale=), objects that no caller can pass by value.
 MEAN: str = "".join(["me", "an"])
 ONE: float = float("1.0")

@@ -20,18 +20,6 @@ from ..sharding import shards
 if NATIVE:
     from .._C import Saved, packed
 
-__all__ = [
-    "answers_again",
-    "answers_twice",
-    "are_offloaded",
-    "asked",
-    "checkpointed",
-    "hides",
-    "saved",
-    "spared",
-    "unpacked",
-]
-
 Unpack = Callable[[Any], Tensor]
 Packed = tuple[Unpack, Any]  # the hook that unpacks, and what it is given
 SAVED: dict[str, list[str]] = {}  # by a node's name: the attributes that it saved

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-__all__ = ["Versions"]
-
 
 class Versions:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
