@@ -266,7 +266,7 @@ def test_backward_may_run_in_another_thread(kind, options):
         close_named(probe.norms(per="parameter"), loop(model, square, x))
 
 
-THREADS, ROUNDS = 6, 12
+THREADS, ATTACHED, ROUNDS = 6, 40, 3
 
 
 @pytest.fixture
@@ -290,23 +290,24 @@ MODELS = {"layers": mlp, "a module with a parameter of its own": own}
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_steps_in_threads(make, fused, switching):
     """The first rounds prove the structure, all at once."""
-    model, x = make().double(), torch.randn(THREADS, 3, 3).double()
-    twin = copy.deepcopy(model)
+    twin, x = make().double(), torch.randn(THREADS, 3, 3).double()
+    want = loop_model(twin, square, x.flatten(0, 1)).sort()[0]
     square_of_all = [square(twin, part) for part in x]
     torch.stack(square_of_all).sum().backward()
-    want = loop_model(twin, square, x.flatten(0, 1)).sort()[0]
-    with torchgradx.attach(model, fused=fused) as probe:
-        for _ in range(ROUNDS):
-            model.zero_grad()
-            step = lambda part: square(model, part).backward()  # noqa: E731
-            threads = [threading.Thread(target=step, args=(part,), daemon=True) for part in x]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(60)
-            assert not any(thread.is_alive() for thread in threads)
-            close(probe.norms().sort()[0], want)
-            same_gradients(model, twin, 1e-9)
+    for _ in range(ATTACHED):
+        model = copy.deepcopy(twin)
+        with torchgradx.attach(model, fused=fused) as probe:
+            for _ in range(ROUNDS):
+                model.zero_grad()
+                step = lambda part, model=model: square(model, part).backward()  # noqa: E731
+                threads = [threading.Thread(target=step, args=(part,), daemon=True) for part in x]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join(60)
+                assert not any(thread.is_alive() for thread in threads)
+                close(probe.norms().sort()[0], want)
+                same_gradients(model, twin, 1e-9)
 
 
 def fake_input(model, x):

@@ -16,8 +16,6 @@ from .plan.cost import Problem, make_plan, plan
 from .plan.gpu import gpu_of
 from .reference.chunks import accumulation_dtype
 
-__all__ = ["algorithm", "conv2d_operands", "embedding_operands", "linear_operands", "scale"]
-
 Pair = tuple[int, int]
 Geometry = tuple[Pair, Pair, Pair, Pair, int]  # kernel_size, stride, padding, dilation, groups
 

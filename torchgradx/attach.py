@@ -15,8 +15,6 @@ from .options import Scale
 from .probe import Probe
 from .record.tokens import MEAN, ONE
 
-__all__ = ["attach", "attached", "set_aside"]
-
 
 def attach(
     model: nn.Module,

@@ -80,10 +80,10 @@ class Attachment:
         self._record = Record(shared)
         self._samples = Samples(shared, self._record.sq_norms)
         self._record.refused = self._samples.refused
-        self._audit = Audit(shared, self._record, forward_to("_began"))
-        self._segments = SegmentExaminer(shared, self._audit)
         check = weakly(weakref.ref(self._samples), "check")
         self._backwards = Backwards(self._recorder, forward_to("_over"), check)
+        self._audit = Audit(shared, self._record, self._backwards)
+        self._segments = SegmentExaminer(shared, self._audit)
         directions = {} if options["directions"] is None else options["directions"]
         self._directed = placed(directions, self._parameters)  # by place; empty: no directions
         self._directions = dict(directions)
@@ -331,7 +331,7 @@ class Attachment:
 
     def _began(self, run: Pass | None) -> None:
         self._backwards.meet(run)
-        if not run or run.recorded:
+        if run is None or run.recorded:
             return
         self._unwind()
         if run.in_graph and run.outside:
@@ -360,5 +360,4 @@ class Attachment:
             return
         if self._seen.last is None and not self._record.unreal():
             self._backwards.sweep()
-            if self._backwards.at_rest():
-                self._audit.settle()
+            self._audit.settle()

@@ -12,8 +12,6 @@ from .layers.rules import Layer, rule_named
 if TYPE_CHECKING:
     from .layers.table import Parameters
 
-__all__ = ["Explanation", "explanation"]
-
 AGAIN = "run again by vmap or a replay"
 
 

@@ -18,10 +18,6 @@ from .proof.arguments import tensors_in
 from .refusals import cause, refused_all
 from .shared.frontier import signed
 
-__all__ = [
-    "Loss", "call", "grad_norms", "norms_alone", "norms_only", "one_sample", "sample_norms",
-]  # fmt: skip
-
 Loss = Callable[[Any, Any], Tensor]
 MEAN, SUM = 1, 2  # as the nodes of torch's losses number them
 

@@ -12,11 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "FSDP", "data_parallel", "flattened", "gathers", "mean_over", "pairs", "part_here", "scattered",
-    "shards", "uncovered",
-]  # fmt: skip
-
 FSDP, TENSOR = "torch.distributed.fsdp", "torch.distributed.tensor"
 
 

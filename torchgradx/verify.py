@@ -16,8 +16,6 @@ from .errors import CoverageError, VerificationError
 from .proof.arguments import tensors_in
 from .scoring import Loss, call, norms_alone, one_sample
 
-__all__ = ["Report", "verify"]
-
 DROPOUT = nn.modules.dropout._DropoutNd
 
 

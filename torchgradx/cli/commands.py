@@ -25,8 +25,6 @@ from . import named
 from .facts import table
 from .named import UsageError
 
-__all__ = ["main"]
-
 EXIT_CODES = """\
 exit codes:
   0    done

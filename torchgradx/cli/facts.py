@@ -8,8 +8,6 @@ import torch
 from .. import ops
 from ..plan.gpu import compiled_for
 
-__all__ = ["table"]
-
 
 def table() -> str:
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-__all__ = ["LOSSES", "UsageError", "dataset", "found", "loss", "model"]
-
 LOSSES = ("cross_entropy", "mse_loss", "l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
 
 

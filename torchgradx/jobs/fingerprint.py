@@ -17,8 +17,6 @@ from torch.utils.data import Subset, TensorDataset
 
 from .pool import Pool, random_state_kept
 
-__all__ = ["of_dataset", "of_function", "of_model", "of_samples", "of_values"]
-
 PLAIN = (int, float, str, bytes, bool, np.generic, type(None))
 SAMPLES = 8  # of a dataset that are looked at, spread over it
 

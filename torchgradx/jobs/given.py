@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ..probe import Probe
 
-__all__ = ["norms_of"]
-
 
 def norms_of(given: Any) -> Tensor:
     """Return norms [N]: those of a probe's record, or those of a Tensor, an array or a sequence."""

@@ -28,8 +28,6 @@ from .quantities import Quantities
 from .ranks import Ranks
 from .segments import items_of
 
-__all__ = ["Job"]
-
 
 @dataclass
 class Job:

@@ -18,8 +18,6 @@ from ..probe import Probe
 from .given import norms_of
 from .ranks import Ranks, running
 
-__all__ = ["NoiseScale"]
-
 MODEL = ""  # the name of the one group of per="model"
 SPANS = np.array([1 / 6, 1 / 3])  # of the two averages, as parts of the steps so far
 LONGEST = np.array([100.0, 200.0])  # steps

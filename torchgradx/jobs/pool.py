@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-__all__ = ["Pool", "Split", "missed", "moved", "random_state_kept", "split_batch"]
-
 Split = Callable[[Any], tuple[Any, Any]]
 Indices = NDArray[np.int64]
 

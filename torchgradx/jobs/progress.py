@@ -8,8 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-__all__ = ["progress"]
-
 EVERY = 10.0  # seconds between lines
 
 

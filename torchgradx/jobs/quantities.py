@@ -17,8 +17,6 @@ from torch.nn import functional as F
 from ..probe import Probe
 from ..scoring import Loss, call, one_sample, sample_norms
 
-__all__ = ["KINDS", "OF_OUTPUT", "Logits", "Quantities"]
-
 Logits = Callable[[Any], Tensor]
 
 

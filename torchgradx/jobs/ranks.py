@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-__all__ = ["Ranks", "running"]
-
 
 def running() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

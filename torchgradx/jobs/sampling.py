@@ -11,8 +11,6 @@ from torch.utils.data import Dataset, Sampler
 
 from .given import norms_of
 
-__all__ = ["ImportanceSampler", "IndexedDataset"]
-
 Indices = Any  # a Tensor, an array or a sequence of ints
 
 

@@ -21,8 +21,6 @@ from .quantities import KINDS, OF_OUTPUT, Logits, Quantities
 from .ranks import Ranks
 from .tables import checked_path, save_scores
 
-__all__ = ["score"]
-
 Models = nn.Module | Iterable[nn.Module]
 Kind = Literal["norm", "egl", "el2n", "loss", "margin", "entropy"]
 SampleIds = Callable[[tuple[Any, ...], dict[str, Any]], Tensor]

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from ..proof.segments import rows_of
 
-__all__ = ["items_of"]
-
 Indices = NDArray[np.int64]
 
 

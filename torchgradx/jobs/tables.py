@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Scores", "checked_path", "save_scores"]
-
 Scores = NDArray[np.floating[Any]] | Mapping[str, NDArray[np.floating[Any]]]
 
 

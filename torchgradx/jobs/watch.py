@@ -16,8 +16,6 @@ from torch import Tensor
 from ..probe import Probe
 from .given import norms_of
 
-__all__ = ["Outlier", "OutlierWatch"]
-
 MODEL = ""  # the name of norms that are of the whole model
 
 

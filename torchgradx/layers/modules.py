@@ -10,18 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-__all__ = [
-    "CONTAINERS",
-    "RECURRENT",
-    "build_of",
-    "modules_in_order",
-    "opaque",
-    "own_names",
-    "parameter_of",
-    "recurrent_weights",
-    "same_parameters",
-]
-
 # Never called: their parameters are their owner's.
 CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 PLAIN = {bool, bytes, complex, float, int, str, type(None), torch.device, torch.dtype}

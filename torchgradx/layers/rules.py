@@ -25,8 +25,6 @@ from ..sites import attention, closed
 if ops.NATIVE:
     from .. import _C
 
-__all__ = ["RULES", "Layer", "Rule", "rule_named", "rule_of"]
-
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WHOLE = (0, 0, 1)
 LATEST = 2  # plans that explain() shows: lengths may never repeat

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ..sites.standing import Standing
     from ..sites.trace import Trace
 
-__all__ = ["Context", "Parameters", "declared_layout", "find_layers", "owns_backward"]
-
 LAYOUTS = {"batch": BATCH, "sequence": SEQUENCE}
 _MODES = "training", "_backward_hooks", "_backward_pre_hooks"  # hooks make nodes of the graph
 

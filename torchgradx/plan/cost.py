@@ -13,8 +13,6 @@ from typing import Literal, NamedTuple
 
 from . import gpu
 
-__all__ = ["ALGORITHMS", "Cost", "Plan", "Problem", "cost_of", "make_plan", "plan"]
-
 
 class Problem(NamedTuple):
     """One layer's backward as integers.

@@ -16,8 +16,6 @@ import torch
 if TYPE_CHECKING:
     from .cost import Problem
 
-__all__ = ["Gpu", "gpu_of", "seconds"]
-
 
 @dataclass(frozen=True)
 class Rates:

@@ -7,7 +7,8 @@ the graph into a parameter must belong to a recorded use (csrc/record/pass.cpp).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from math import hypot
@@ -19,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import ops
 from ..errors import CoverageError
+from ..record.backwards import Backwards
 from ..record.modes import several_at_once
 from ..record.record import Record
 from ..refusals import cause
@@ -37,12 +39,13 @@ if ops.NATIVE:
     from .._C import undelivered
 
 MANY, VARIANTS = 4096, 8  # structures: sizes that never repeat must not add up; ways through each
+FORWARDS = 7  # that wait for a backward: those of which none comes must not add up
 PART = 1 << 18  # elements compared at a time, in float64
 
 
 class Audit:
-    def __init__(self, shared: Attached, record: Record, began: Callable[[None], None]) -> None:
-        self._record, self._began = record, began
+    def __init__(self, shared: Attached, record: Record, backwards: Backwards) -> None:
+        self._record, self._backwards = record, backwards
         self._recorder, self._parameters, self._layers, options, self._sites, known = shared
         recorder, parameters, layers = shared.recorder, shared.parameters, shared.layers
         self._proven: dict[Any, list[Verdict]] = known.setdefault("structures", {})
@@ -52,6 +55,8 @@ class Audit:
         self.examiner = Examiner(shared, self.forwards, self._lift)
         # What their first pass has yet to agree with: (key, key whatever the sizes, verdict, pass).
         self._pending: list[tuple[Any, Any, Verdict, Any]] = []
+        self._entry = threading.RLock()  # of what is pending, and of who listens
+        self._midway: set[int] = set()  # backwards that had begun when the listening did
         self._listening, self._always_listening = Listening(), Listening()
         self._heard_at = WeakIdKeyDictionary()  # tensors that we listen at in every backward
         self._deferred: set[int] = set()
@@ -143,8 +148,7 @@ class Audit:
             for old in tired:
                 self._drop(key, old)
             if verdict.complete:
-                self._pending.append((key, calls, verdict, run))
-                self._listen()
+                self._await(key, calls, verdict, run)
         self._tell(run, verdict)
         if self._parameters.gathered():
             self._follow(run, verdict.sites)
@@ -154,8 +158,12 @@ class Audit:
 
     def expect(self, keys: list[Any], verdict: Verdict, run: Any) -> None:
         """Cache a verdict under these keys once the pass's backward has agreed."""
-        self._pending.append((keys, None, verdict, run))
-        self._listen()
+        self._await(keys, None, verdict, run)
+
+    def _await(self, *entry: Any) -> None:
+        with self._entry:
+            self._pending.append(entry)
+            self._listen()
 
     def _calls(self, key: Any, uses: Sequence[Any]) -> Any:
         """Return what a verdict holds for, whatever the sizes of a batch."""
@@ -170,7 +178,8 @@ class Audit:
             verdicts.pop(next(iter(verdicts)), None)
 
     def _drop(self, key: Any, verdict: Verdict) -> None:
-        self._pending = [entry for entry in self._pending if entry[2] is not verdict]
+        with self._entry:
+            self._pending = [entry for entry in self._pending if entry[2] is not verdict]
         kept = self._proven.get(key, [])
         kept[:] = [other for other in kept if other is not verdict]
 
@@ -181,7 +190,7 @@ class Audit:
         known = next((v for v in held if not v.routes), None)  # what batches choose does not show
         verdict = known or from_outside(run)
         if known is None and verdict.complete:
-            self._pending.append((key, None, verdict, run))
+            self._await(key, None, verdict, run)
         self._tell(run, verdict)
         if verdict.plan is not None:
             run.refuse(-1, "tables_in_graph")
@@ -240,21 +249,27 @@ class Audit:
 
     def _listen(self) -> None:
         """Hold what each parameter receives against what is recorded, until settled."""
-        if not ops.NATIVE:
-            self._listening.stop()  # what is trained may be another
-        if not self._recorder.auditing or not ops.NATIVE:
-            self._recorder.auditing = True
+        with self._entry:
+            if not ops.NATIVE:
+                self._listening.stop()  # what is trained may be another
+            if self._recorder.auditing and ops.NATIVE:
+                return
+            if not self._recorder.auditing:  # first: what begins from here on is recorded whole
+                self._recorder.auditing = True
+                self._midway = {*self._backwards.open} - {torch._C._current_graph_task_id()}
             list(self._heard(set(range(len(self._parameters.names))) - self.always))
 
     @untraced
     def _received(self, place: int, gradient: Tensor | None) -> None:
         key = torch._C._current_graph_task_id(), place
         always = place in self.always and key not in self._lift.delivered
-        if gradient is None or several_at_once() or not (always or self._recorder.auditing):
+        with self._entry:
+            whole = self._recorder.auditing and key[0] not in self._midway
+        if gradient is None or several_at_once() or not (always or whole):
             return
         met = self._recorder.audited(key[0])
         if not met:  # this backward met no pass, as yet
-            self._began(None)
+            self._backwards.meet(None)
             self._unmet.add(key)
         if met and place not in self._deferred:
             self._compare(key, gradient.detach())
@@ -271,26 +286,26 @@ class Audit:
     def over(self, tasks: Sequence[int], done: bool) -> None:
         """End backwards, however they did. One inside of another meets a pass if that other did."""
         delivered = self._lift.delivered
-        delivered -= {key for key in delivered if key[0] in tasks}
         if self._unmet or self._muted or self._awaiting:
             self._clear(tasks, done)
         if done and self.always:  # what runs again may use other weights than its forward did
-            left = self._recorder.untaken(tasks)
+            left = {key for key in self._recorder.untaken(tasks) if key not in delivered}
             tensors = self._parameters.wholes() if left else []
             self._record.mismatched |= {key for key in left if tensors[key[1]] in self._heard_at}
+        delivered -= {key for key in list(delivered) if key[0] in tasks}
 
     def _clear(self, tasks: Sequence[int], done: bool) -> None:
         if torch._C._current_graph_task_id() == -1:
-            unmet = {key for key in self._unmet if key[0] in tasks}
+            unmet = {key for key in list(self._unmet) if key[0] in tasks}
             self._unmet -= unmet
             # Of one that met a pass later the edges tell, where they are counted.
             inside = {key for key in unmet if not (ops.NATIVE and self._recorder.audited(key[0]))}
             if done and any(map(self._recorder.audited, tasks)):
                 self._record.mismatched |= inside
-        for place in [place for place, (_, task) in self._muted.items() if task in tasks]:
+        for place in [p for p, (_, task) in list(self._muted.items()) if task in tasks]:
             hooks: Any = self._parameters.tensor(place)._post_accumulate_grad_hooks
             hooks.update(self._muted.pop(place)[0])
-        for key in [key for key in self._awaiting if key[0] in tasks]:
+        for key in [key for key in list(self._awaiting) if key[0] in tasks]:
             gradient = self._awaiting.pop(key)  # of a use that no gradient came to
             if done and self._recorder.audited(key[0]):
                 self._compare(key, gradient)
@@ -338,24 +353,33 @@ class Audit:
         return bool(busy or self.always)
 
     def settle(self) -> None:
-        """A structure whose first backward has come and agreed is known from now on."""
-        for entry in list(self._pending):
-            key, calls, verdict, run = entry
-            if not run.recorded and len(self._pending) < 8:
-                continue
-            if run.recorded and not self._record.mismatched and finite(run):
+        """Outside of any backward: a structure whose first one agreed is known from now on."""
+        with self._entry:
+            waiting: list[Any] = []
+            come: list[Any] = []
+            for entry in self._pending:
+                (come if entry[-1].recorded else waiting).append(entry)
+            if not self._backwards.at_rest():  # all of `come` had begun before this
+                return
+            for key, calls, verdict, run in come:
+                if self._record.mismatched or not finite(run):
+                    self._watch_again()
+                    continue
                 for one in key if isinstance(key, list) else [key]:
                     if not self.knows(one):
                         self._keep(self._proven, one, verdict)
                 if calls is not None and run.n > 1:  # one sample tells nothing of several
                     self._keep(self._alike, calls, verdict)
-            else:  # the next one is to be shown no less
-                self.forwards.memory.watches = max(1, self.forwards.memory.watches)
-            if entry in self._pending:  # another thread may settle, too
-                self._pending.remove(entry)
-        if ops.NATIVE and not self._pending and (self._recorder.auditing or self.always):
-            self._stop_listening()  # without the extension, which counts edges, it goes on
-        self._listening.leave()  # if a backward kept it from that
+            self._pending = waiting[-FORWARDS:]
+            if len(waiting) > FORWARDS:
+                self._watch_again()
+            if ops.NATIVE and not self._pending and (self._recorder.auditing or self.always):
+                self._stop_listening()  # without the extension, which counts edges, it goes on
+            self._listening.leave()  # if a backward kept it from that
+
+    def _watch_again(self) -> None:
+        """The next forward is to be shown no less."""
+        self.forwards.memory.watches = max(1, self.forwards.memory.watches)
 
     def _stop_listening(self) -> None:
         self._recorder.auditing = False

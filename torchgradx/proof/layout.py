@@ -210,7 +210,7 @@ class Seeding:
     ) -> list[Finding]:
         """Return a finding for each use, by one read from the device for all."""
         found = [Finding(BATCH if use.node is None else None) for use in self._uses]
-        asked: dict[int, Tensor] = {}
+        groups: dict[Any, list[int]] = {}  # of uses that are asked together
         for k in self._known:
             if k not in plain or any(k not in one for one in scaled):
                 continue
@@ -219,24 +219,30 @@ class Seeding:
             elif plain[k].elements % prod(self._uses[k].leads):
                 found[k] = Finding(cause("mixes", n=self._n))
             else:
-                asked[k] = _asked(
-                    plain[k], [one[k] for one in scaled], digits, self._owners(k), close
-                )
-        answers = iter(torch.cat([*asked.values()]).tolist() if asked else ())
-        for k, flags in asked.items():
-            live, *fit = islice(answers, len(flags))
-            finding = self._finding(self._owners(k), live, fit, plain[k].half)
-            fixed = from_sizes(self._uses[k].leads, self._n) == finding.layout is not None
-            found[k] = replace(finding, sure=finding.sure or fixed)
+                groups.setdefault((id(self._owners(k)), plain[k].key), []).append(k)
+        asked = [
+            _asked([plain[k] for k in group], [[one[k] for k in group] for one in scaled],
+                   digits, self._owners(group[0]), close)
+            for group in groups.values()
+        ]  # fmt: skip
+        answers = iter(torch.cat([flags.flatten() for flags in asked]).tolist() if asked else ())
+        for group, flags in zip(groups.values(), asked, strict=True):
+            for k in group:
+                live, *fit = islice(answers, flags.shape[1])
+                finding = self._finding(self._owners(k), live, fit, plain[k].half)
+                fixed = from_sizes(self._uses[k].leads, self._n) == finding.layout is not None
+                found[k] = replace(finding, sure=finding.sure or fixed)
         return found
 
     def _owners(self, k: int) -> dict[int, Tensor]:
         use = self._uses[k]
-        if use.samples is not None:
-            return {BATCH: use.samples.cpu()}
-        key = *use.leads, use.second, use.minor
+        key = *use.leads, use.second, use.minor, id(use.samples)
         if key not in self._owned:
-            self._owned[key] = owners(use.leads, self._n, use.second, use.minor)
+            self._owned[key] = (
+                owners(use.leads, self._n, use.second, use.minor)
+                if use.samples is None
+                else {BATCH: use.samples.cpu()}
+            )
         return self._owned[key]
 
     def _finding(
@@ -267,29 +273,33 @@ def _heard(rows: Rows, kept: Tensor, shown: Tensor | None = None) -> Tensor:
 
 
 def _asked(
-    plain: Rows,
-    scaled: Sequence[Rows],
+    plain: Sequence[Rows],
+    scaled: Sequence[Sequence[Rows]],
     digits: Sequence[Tensor],
     owned: dict[int, Tensor],
     close: float,
 ) -> Tensor:
-    """[1 + 3 layouts] flags of one use: see Seeding._finding."""
-    sizes, device, n = plain.sizes, plain.sizes.device, len(digits[0])  # [rows, 1]
+    """[uses, 1 + 3 layouts] flags of uses whose rows are counted alike: see Seeding._finding."""
+    sizes = torch.stack([rows.sizes for rows in plain])  # [uses, rows, 1]
+    projections = torch.stack([rows.projections for rows in plain])
+    device, n, close = sizes.device, len(digits[0]), max(plain[0].close, close)
     nan = ~sizes.isfinite()
-    faint = nan | (sizes < plain.floor)
-    loud = ((sizes > 0) & ~faint).flatten()
-    flags = [torch.stack([(one.sizes != 0).any() for one in (plain, *scaled)]).any()]
+    faint = nan | (sizes < plain[0].floor)
+    loud = ((sizes > 0) & ~faint).flatten(1)
+    every = [sizes, *(torch.stack([rows.sizes for rows in one]) for one in scaled)]
+    flags = [torch.stack([one.ne(0).flatten(1).any(1) for one in every]).any(0)]
     for owner in owned.values():
         fits = torch.ones_like(nan)
         for one, digit in zip(scaled, digits, strict=True):
             exponents = digit[owner].to(device)[:, None]
-            wanted, size = torch.ldexp(plain.projections, exponents), torch.ldexp(sizes, exponents)
-            off = (one.projections - wanted).abs()
-            fits = fits & off.le(max(plain.close, close) * size).all(-1, True)
-        of_each = torch.zeros(n, dtype=torch.int32, device=device)
-        of_each.index_add_(0, owner.to(device), loud.int())
-        flags += [(fits | nan).all(), (fits | faint).all(), (of_each > 0).all()]
-    return torch.stack(flags)
+            wanted, size = torch.ldexp(projections, exponents), torch.ldexp(sizes, exponents)
+            off = (torch.stack([rows.projections for rows in one]) - wanted).abs()
+            fits = fits & off.le(close * size).all(-1, True)
+        of_each = torch.zeros(len(plain), n, dtype=torch.int32, device=device)
+        of_each.index_add_(1, owner.to(device), loud.int())
+        flags += [(fits | nan).flatten(1).all(1), (fits | faint).flatten(1).all(1),
+                  (of_each > 0).all(1)]  # fmt: skip
+    return torch.stack(flags, 1)
 
 
 def heads_of(

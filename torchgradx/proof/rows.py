@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations, islice
 from math import comb, inf, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,6 +66,11 @@ class Rows:
     close: float  # how near a projection comes, over its row's size
     floor: float  # of sizes: below it subnormal numbers may have made the difference
     half: bool  # something on the way here had float16
+
+    @property
+    def key(self) -> Any:
+        kept = self.projections
+        return kept.shape, kept.dtype, kept.device, self.close, self.floor, self.half
 
     @staticmethod
     def of(g: Tensor, count: int, half: bool) -> Rows:

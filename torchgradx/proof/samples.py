@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 from ..refusals import RefusedError, cause
 from ..sharding import data_parallel
+from ..shared.frontier import Graph
 from ..sites.regime import Regime
 from .arguments import sized, tensors_in
 from .verdict import Attached
@@ -228,17 +229,16 @@ def _instead(seed: Tensor, g: Tensor) -> Tensor:
 def _pulled_back(
     roots: Sequence[Tensor], seeds: Sequence[Tensor], live: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """Return the gradients of the live tensors, without the hooks of the user's on them.
-
-    By backward(), as a reentrant checkpoint allows nothing else.
-    """
+    """Return the gradients of the live tensors, without the hooks of the user's on them."""
     kinds = [h for p in live for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]
     hooks = [(held, dict(held)) for held in kinds]
     grads = [p.grad for p in live]
     try:
         for held, _ in hooks:
             held.clear()
-        for p in live:
+        if not any(map(_is_reentrant, Graph(roots).parents)):
+            return torch.autograd.grad(roots, live, seeds, allow_unused=True)
+        for p in live:  # a reentrant checkpoint allows backward() alone
             p.grad = None
         torch.autograd.backward(roots, seeds)
         return [p.grad for p in live]
@@ -247,6 +247,10 @@ def _pulled_back(
             held.update(before)
         for p, g in zip(live, grads, strict=True):
             p.grad = g
+
+
+def _is_reentrant(node: Any) -> bool:
+    return isinstance(node, torch.utils.checkpoint.CheckpointFunction._backward_cls)
 
 
 def _seed(g: Tensor, alone: Tensor, n: int, sample: int, dim: int, mean: bool) -> Tensor:

@@ -221,6 +221,11 @@ class Examiner:
             fits = agrees(found)
             if fits is None:
                 doubt = any(seeding.differs(other, found) for other in others)
+            for other in others if fits is False else ():
+                instead = Seeding(other, watched, n, self._forwards.unspent).prove()
+                if instead is not None and agrees(instead) is not False:
+                    heads, found, fits = other, instead, True
+                    break
             mixes = any(isinstance(f.layout, str) for f in found)
             doubt = doubt or (fits is False and not mixes)
         if not doubt:

@@ -8,7 +8,6 @@ added is taken back at once. A backward inside of another (reentrant checkpoints
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +41,7 @@ class Backwards:
         """finished: called within the outermost backward, when all else is done, with the passes
         that it was the first to come to. over: called after each."""
         self._recorder, self._over, self._finished = recorder, over, finished
-        self.open: dict[int, weakref.ref[_Backward]] = {}  # by graph task
+        self.open: dict[int, _Backward] = {}  # by graph task
 
     def meet(self, run: Any) -> None:
         """The backward that runs now comes to a pass; None: only its number is wanted."""
@@ -50,27 +49,21 @@ class Backwards:
         if task == -1:
             return
         met = self._present(task)
-        others = self._living() if len(self.open) > 1 else ()
-        if run is not None and not met.knows(run) and not any(b.knows(run) for b in others):
+        if run is not None and not any(b.knows(run) for b in list(self.open.values())):
             met.meet(run)
 
     def _present(self, task: int) -> _Backward:
-        known = self.open.get(task)
-        found = known() if known else None
+        found = self.open.get(task)
         if found is None:
-            found = _Backward(task, self._ended, self._finished)
-            self.open[task] = weakref.ref(found)
+            found = self.open[task] = _Backward(task, self._ended, self._finished)
             self._recorder.open(task)
-            at_the_end(found)
+            at_the_end(_End(found))
         return found
-
-    def _living(self) -> list[_Backward]:
-        return [backward for ref in list(self.open.values()) if (backward := ref()) is not None]
 
     def sweep(self) -> None:
         """Outside of any backward: one that an exception's traceback keeps from going is over."""
         if self.open and torch._C._current_graph_task_id() == -1:
-            for backward in self._living():
+            for backward in list(self.open.values()):
                 if backward.thread == threading.get_ident():
                     backward.end()
 
@@ -82,7 +75,7 @@ class Backwards:
         """Return True if another thread runs one."""
         if not self.open or torch._C._current_graph_task_id() != -1:
             return False
-        return not all(backward.over for backward in self._living())
+        return not all(backward.over for backward in list(self.open.values()))
 
     def _ended(self, backward: _Backward) -> None:
         self.open.pop(backward.tasks[0], None)
@@ -100,8 +93,6 @@ class Backwards:
 
 
 class _Backward:
-    """Owned by the engine, as a callback for the end."""
-
     def __init__(
         self,
         task: int,
@@ -136,22 +127,34 @@ class _Backward:
         for run, state in self.before.items():
             run.restore(state)
 
-    @untraced
-    def __call__(self) -> None:
-        self._calls += 1
-        if self._calls < 4:  # after what is done at the end, and at the end of that: it may fail
-            at_the_end(self)
-        else:
-            self.done = self.over = True
-            if torch._C._current_autograd_node() is None:  # no backward runs around this one
-                self._finished(self.begun)
-
     def end(self) -> None:
         """Once."""
         end, self._end, self.over = self._end, None, True
         if end is not None:
             end(self)
 
+    def called(self) -> bool:
+        """At the end, for as long as this returns True."""
+        self._calls += 1
+        if self._calls < 4:  # after what is done at the end, and at the end of that: it may fail
+            return True
+        self.done = self.over = True
+        if torch._C._current_autograd_node() is None:  # no backward runs around this one
+            self._finished(self.begun)
+        return False
+
+
+class _End:
+    """Owned by the engine alone, which lets it go in the thread of the backward that ends."""
+
+    def __init__(self, backward: _Backward) -> None:
+        self._backward = backward
+
+    @untraced
+    def __call__(self) -> None:
+        if self._backward.called():
+            at_the_end(self)
+
     @untraced
     def __del__(self) -> None:
-        self.end()
+        self._backward.end()

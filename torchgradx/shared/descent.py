@@ -53,8 +53,6 @@ from .stations import Leaf, Station, Trail
 if NATIVE:
     from .._C import Terms, hooked
 
-__all__ = ["Descent"]
-
 G = TypeVar("G", bound=Gradients)
 CHUNK = 1 << 23  # elements of parameters' gradients at a time: 32 MiB of float32
 

@@ -19,22 +19,6 @@ from ..proof.layout import LAST, MINOR, NOWHERE, SECOND, SEQUENCE, Finding, Watc
 from ..sharding import shards
 from .sizes import columns_of, look_of, rows_of
 
-__all__ = [
-    "Graph",
-    "Group",
-    "Node",
-    "Plan",
-    "Region",
-    "below",
-    "coarsest",
-    "dtype_of",
-    "from_views",
-    "is_leaf",
-    "shape_of",
-    "signed",
-    "survey",
-]
-
 Node = Any
 Shape = tuple[int, ...]
 VIEWS = {f"{name}Backward0" for name in (

@@ -30,8 +30,6 @@ from .stations import Leaf, Station, Trail, Way, stations
 if NATIVE:
     from .._C import Outline
 
-__all__ = ["Lift", "Met", "Start", "Use"]
-
 TRAILS = 8  # of one plan: its sizes may never repeat
 Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, output of the node)
 
@@ -343,7 +341,8 @@ class Lift:
 
 def _known(plan: Plan, outline: Any) -> Met | None:
     """Return what was found of a plan's nodes in a graph that looks the same."""
-    met = next((met for look, met in plan.trails.items() if outline.looks(look)), None)
+    seen = list(plan.trails.items())  # other threads add to it
+    met = next((met for look, met in seen if outline.looks(look)), None)
     return met if met and all(map(gives_on, outline.nodes(met.trail.links))) else None
 
 

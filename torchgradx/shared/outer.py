@@ -18,23 +18,6 @@ from ..record.versions import Versions
 from ..reference import chunks
 from ..reference.chunks import accumulation_dtype
 
-__all__ = [
-    "BySample",
-    "Gradients",
-    "LookedUp",
-    "Outer",
-    "added",
-    "along",
-    "in_full",
-    "operands",
-    "size",
-    "sq_norms",
-    "to_add",
-    "total",
-    "weighted",
-]
-
-
 _sum = torch.ops.torchgradx.affine_sum.default if ops.NATIVE else None
 
 

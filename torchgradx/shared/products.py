@@ -16,24 +16,6 @@ from ..proof.layout import BATCH, LAST, MINOR, SECOND, SEQUENCE
 from .frontier import Node, dtype_of, shape_of, signed
 from .outer import Gradients, LookedUp, Outer
 
-__all__ = [
-    "CAST",
-    "SUM",
-    "TABLE",
-    "by_sample",
-    "closed",
-    "counts_ids",
-    "dense",
-    "fitted",
-    "gives_on",
-    "in_closed_form",
-    "is_elementwise",
-    "looked_up",
-    "mapped",
-    "spread",
-    "through",
-]
-
 CAST = "ToCopyBackward0"  # autocast's
 FEW = 8  # samples
 SUM = "AddBackward0"

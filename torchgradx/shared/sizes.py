@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-__all__ = ["columns_of", "look_of", "rows_of"]
-
 
 def rows_of(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
     """The dimensions that may hold samples: the first two that are not a leading 1."""

@@ -15,8 +15,6 @@ from .products import CAST, SUM, gives_on, is_elementwise
 if NATIVE:
     from .._C import Stop
 
-__all__ = ["Leaf", "Station", "Trail", "Way", "stations"]
-
 
 @dataclass(frozen=True)
 class Leaf:

@@ -26,8 +26,6 @@ from ..refusals import cause
 if ops.NATIVE:
     from .. import _C
 
-__all__ = ["Part", "accepts", "attending", "parts"]
-
 SELF, OUT = "query, key and value", "output"
 TWO = ("query of two", "key and value")
 THREE = ("query", "key", "value")

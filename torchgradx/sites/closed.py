@@ -17,8 +17,6 @@ from ..reference.chunks import accumulation_dtype
 from ..shared.outer import Gradients, LookedUp, Outer
 from .fallback import Call, by_sample
 
-__all__ = ["Form", "bilinear", "embedding_bag", "rows_of_bags"]
-
 Form = Callable[[Call], dict[str, Gradients] | None]  # by parameter
 
 

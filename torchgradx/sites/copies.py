@@ -17,8 +17,6 @@ from torch._C._dynamo import eval_frame
 
 from ..refusals import sentence
 
-__all__ = ["Hook", "keep_out", "let_in", "stock_of", "swapped", "untraced"]
-
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 FLAGS = ("_with_kwargs", "_always_called")
 

@@ -29,9 +29,6 @@ from .packed import as_rows
 from .regime import Regime
 from .stand_in import of_its_own, put, state_of_its_own
 
-__all__ = ["Call", "Kept", "as_it_stands", "as_its_own", "by_sample", "dim_of",
-           "per_sample_gradients", "run_again", "terms_of_bias"]  # fmt: skip
-
 Silent = Callable[[], contextlib.AbstractContextManager[None]]
 Chunks = Iterator[tuple[slice, list[Tensor]]]
 

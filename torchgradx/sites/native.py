@@ -25,8 +25,6 @@ from .trace import Trace
 if ops.NATIVE:
     from .. import _C
 
-__all__ = ["MIXED", "Hooks", "NativeSite", "call_of_hook", "core", "is_running", "why_mixed"]
-
 MIXING = ("batchnorm1d", "batchnorm2d", "batchnorm3d")
 MIXED = (_BatchNorm, nn.RNNBase, nn.MultiheadAttention)  # of which some calls mix samples
 CALL = nn.Module._call_impl.__code__

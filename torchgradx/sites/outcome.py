@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from ..refusals import RefusedError
 
-__all__ = ["OtherOutputsError", "Outcome", "same"]
-
 KEPT = 1 << 14  # elements of an output
 HALF = 1e-4  # rounding units above it are of halves
 GROSS = 1e-2  # a difference that is none of rounding, where terms cancel; halves have no such bound

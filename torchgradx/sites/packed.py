@@ -12,8 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 from ..refusals import cause
 
-__all__ = ["Packed", "as_rows", "counts_rows", "samples_of", "why_not"]
-
 
 class Packed:
     """A PackedSequence: where its rows are in [T, N, *]."""

@@ -23,8 +23,6 @@ from .rerun import FallbackSite
 if ops.NATIVE:
     from .. import _C
 
-__all__ = ["Site", "site_of"]
-
 
 class RecurrentSite(FallbackSite):
     """A recurrent module as a whole."""

@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Regime", "may_draw"]
-
 
 @dataclass(frozen=True)
 class Regime:

@@ -44,8 +44,6 @@ from .use import Called, Use, apart, by_node
 if ops.NATIVE:
     from .._C import called
 
-__all__ = ["FallbackSite"]
-
 
 class _OfThread(threading.local):
     regime: Regime | None  # None: as after the call; it draws no random numbers

@@ -18,8 +18,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .copies import stock_of
 
-__all__ = ["as_it_is_now", "makes_weight", "of_its_own", "of_the_user", "put", "state_of_its_own"]
-
 DRAW = (np.random.Generator, np.random.RandomState, random.Random)
 OF_TORCH = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}
 

@@ -17,8 +17,6 @@ from torch import nn
 
 from .copies import stock_of, swapped
 
-__all__ = ["Standing"]
-
 MANY = 8  # removed probes that graphs keep; more are looked for among the garbage
 
 _standing: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Standing]]] = (

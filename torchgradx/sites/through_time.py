@@ -26,8 +26,6 @@ from .packed import Packed
 if ops.NATIVE:
     from .. import _C
 
-__all__ = ["beside", "run", "served"]
-
 PLAIN = {Tensor, nn.Parameter}
 CELLS = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}  # Cell in csrc/layers/recurrence.h
 

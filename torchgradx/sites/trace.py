@@ -28,8 +28,6 @@ from ..proof.arguments import batch_size
 if ops.NATIVE:
     from .. import _C
 
-__all__ = ["Call", "Trace", "outside", "root_of"]
-
 # What the compiler is told of a layer: its forward, in plain PyTorch.
 PLAIN: dict[str, Callable[[Layer, Tensor, Tensor, Tensor | None], Tensor]] = {
     "linear": lambda layer, x, w, b: F.linear(x, w, b),

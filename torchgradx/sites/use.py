@@ -15,8 +15,6 @@ from .copies import stock_of
 from .outcome import Outcome
 from .regime import Regime
 
-__all__ = ["Called", "Use", "apart", "by_node"]
-
 
 class Called(NamedTuple):
     """A call of a module, as it was when the call ended."""
