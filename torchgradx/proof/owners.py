@@ -26,7 +26,7 @@ ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Pow", "Lerp",
 FAINT = -1e4  # what is added to the scores of a pair that attention leaves out is less
 # the operand that has the rows of what a product makes
 PRODUCTS = {"AddmmBackward0": 1, "BaddbmmBackward0": 1, "BmmBackward0": 0, "LinearBackward0": 0,
-            "MmBackward0": 0, "torchgradx::LayerBackward": 0}  # fmt: skip
+            "GroupedMmBackward0": 0, "MmBackward0": 0, "torchgradx::LayerBackward": 0}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,17 @@ def owners_below(
         if not is_leaf(node):
             walk.descend(node)
     return walk.found, names, masks
+
+
+def owners_within(
+    end: tuple[Node, int], rows: Tensor, nodes: Iterable[Node], n: int, grid: Shape
+) -> dict[tuple[Node, int], Owned]:
+    """Return owners by node and output among the nodes below an output of these rows [*grid]."""
+    walk = _Walk(n, tuple(grid))
+    walk.found[end] = Owned(rows, 0)
+    for node in sorted(nodes, key=lambda node: -node._sequence_nr()):
+        walk.descend(node)
+    return walk.found
 
 
 def fitted(owned: Owned, shape: Shape, rows: Shape) -> Tensor | None:

@@ -302,7 +302,8 @@ class Examiner:
             leads = sizes[: self._sites[site].leads(len(sizes))]
             second = isinstance(self._sites[site], NativeSite)
             others = several.get((site, node), ()) if node is not None else ()
-            packed = next((end.watched.samples for end in others), None)
+            own = (end.watched for end in others if end.watched.output_nr == number)
+            packed = next((end.samples for end in own if end.node is node), None)
             watched.append(Watched(None if trusted else node, number, leads, second, packed))
             if self._layers[site].inside and node is not None and not trusted and n > 1:
                 ends += [(k, end) for end in ends_of_node(node, graph, forward.outputs, leads, n)]

@@ -1,14 +1,14 @@
-"""Gradients by sample of a matrix, as the rows that they are made of: x @ w, looked at from w, and
-those of a table that ids look up.
+"""Gradients by sample of a matrix, as the rows that they are made of: x @ w, looked at from w, of
+several such matrices, and those of a table that ids look up.
 
-[N, A, B] would be as large as N weights. On their way to a parameter, gradients are such a product,
-such rows, or a Tensor [N, *]; what is asked of all three is below.
+[N, A, B] would be as large as N weights. On their way to a parameter, gradients are such products,
+such rows, or a Tensor [N, *]; what is asked of all of them is below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -66,21 +66,78 @@ class LookedUp:
         return rows.to(self.dtype)
 
 
-Gradients = Tensor | Outer | LookedUp
+@dataclass(frozen=True)
+class Grouped:
+    """[N, E, A, B], of which a sample's e-th matrix is left^T right over the rows of both."""
+
+    left: Tensor  # [R, A]
+    right: Tensor  # [R, B]
+    matrix: Tensor  # [R], E: of none
+    owners: Tensor  # [R], N: of none
+    count: int  # N
+    matrices: int  # E
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.left.dtype
+
+    @staticmethod
+    def joined(parts: Sequence[Grouped]) -> Grouped:
+        if len(parts) == 1:
+            return parts[0]
+        rows = zip(*((g.left, g.right, g.matrix, g.owners) for g in parts), strict=True)
+        left, right, matrix, owners = map(torch.cat, rows)
+        return Grouped(left, right, matrix, owners, parts[0].count, parts[0].matrices)
+
+    def alike(self) -> Iterator[tuple[Outer, Tensor, Tensor]]:
+        """Yield pairs of a sample and a matrix that have as many rows: their [P, A, B], the samples
+        and the matrices."""
+        pairs = self.count * self.matrices
+        none = (self.owners == self.count) | (self.matrix == self.matrices)
+        pair = (self.owners * self.matrices + self.matrix).masked_fill(none, pairs)
+        lengths = torch.bincount(pair, minlength=pairs + 1)[:pairs]
+        by_length = lengths.argsort(stable=True)
+        rank = torch.full((pairs + 1,), pairs, device=pair.device)
+        rank[by_length] = torch.arange(pairs, device=pair.device)
+        order = rank[pair].argsort(stable=True)
+        left, right = self.left[order], self.right[order]
+        first = row = 0
+        sizes = lengths[by_length].unique_consecutive(return_counts=True)
+        for length, count in torch.stack(sizes).T.tolist():
+            those, rows = by_length[first : first + count], length * count
+            first += count
+            if length:
+                part = (t[row : row + rows].view(count, length, -1) for t in (left, right))
+                yield Outer(*part), those // self.matrices, those % self.matrices
+            row += rows
+
+    def summed(self, right: Tensor) -> Tensor:
+        """[E, A, B]: the sum over all rows, of these in place of `right`."""
+        order = self.matrix.argsort(stable=True)
+        counts = torch.bincount(self.matrix, minlength=self.matrices + 1).tolist()
+        left, right = self.left[order], right[order]
+        parts = zip(left.split(counts), right.split(counts), strict=True)
+        return torch.stack([a.mT @ b for a, b in parts][: self.matrices])
+
+
+Gradients = Tensor | Outer | LookedUp | Grouped
 
 
 def operands(g: Gradients) -> list[Tensor]:
     """Return what it holds, some of which others may write into."""
     if isinstance(g, LookedUp):
         return [g.ids, g.rows, *([] if g.bags is None else [g.bags])]
-    return [g.left, g.right] if isinstance(g, Outer) else [g]
+    return [g] if isinstance(g, Tensor) else [g.left, g.right]
 
 
 def to_add(g: Gradients) -> Sequence[Tensor]:
     """Return it as Pass.add takes it: gradients, or gradients and activations, or rows and ids."""
     if isinstance(g, LookedUp):
         return g.each, g.ids
-    return (g.left, g.right) if isinstance(g, Outer) else (g,)
+    return (g.left, g.right) if isinstance(g, Outer) else (in_full(g),)
 
 
 def in_full(g: Gradients) -> Tensor:
@@ -89,6 +146,11 @@ def in_full(g: Gradients) -> Tensor:
         rows = g.each
         zeros = rows.new_zeros(len(g.ids), g.count, rows.shape[2])
         return zeros.scatter_add_(1, g.ids.unsqueeze(2).expand_as(rows), rows)
+    if isinstance(g, Grouped):
+        full = g.left.new_zeros(g.count, g.matrices, g.left.shape[1], g.right.shape[1])
+        for outer, samples, matrices in g.alike():
+            full[samples, matrices] = outer.left.mT @ outer.right
+        return full
     return g.left.mT @ g.right if isinstance(g, Outer) else g
 
 
@@ -98,6 +160,8 @@ def total(g: Gradients) -> Tensor:
         return g.sum(0)
     if isinstance(g, LookedUp):
         return _added_up(g, g.each)
+    if isinstance(g, Grouped):
+        return g.summed(g.right)
     return g.left.flatten(0, 1).mT @ g.right.flatten(0, 1)
 
 
@@ -108,6 +172,8 @@ def size(g: Gradients) -> float:
         return float(torch.linalg.vector_norm(g, dtype=accumulation_dtype(g.dtype)))
     if isinstance(g, LookedUp):
         return float(g.each.norm(dim=2, dtype=accumulation_dtype(g.dtype)).sum())
+    if isinstance(g, Grouped):
+        return float((g.left.norm(dim=1) * g.right.norm(dim=1)).sum())
     return float((chunks.norms(g.left) * chunks.norms(g.right)).norm())
 
 
@@ -119,6 +185,11 @@ def sq_norms(g: Gradients) -> Tensor:
         found = ops.embedding_sq_norms(g.ids, g.rows)
         if g.bags is not None:  # a row is a number times its bag
             found = found * torch.linalg.vector_norm(g.bags, dim=1, dtype=found.dtype).square()
+        return found
+    if isinstance(g, Grouped):
+        found = g.left.new_zeros(g.count, dtype=accumulation_dtype(g.dtype))
+        for outer, samples, _ in g.alike():
+            found.index_add_(0, samples, sq_norms(outer).to(found.dtype))
         return found
     rows = g[:, None].flatten(1)  # of a single number: [N]
     return torch.linalg.vector_norm(rows, dim=1, dtype=accumulation_dtype(g.dtype)).square()
@@ -143,6 +214,12 @@ def along(g: Gradients, direction: Tensor) -> Tensor:
         return chunks.along(g, direction)
     if isinstance(g, LookedUp):
         return (direction[g.ids] * g.each.to(direction.dtype)).sum((1, 2))
+    if isinstance(g, Grouped):
+        dots = direction.new_zeros(g.count)
+        for outer, samples, matrices in g.alike():
+            products = outer.left.to(dots.dtype) @ direction[matrices]
+            dots.index_add_(0, samples, (products * outer.right.to(dots.dtype)).sum((1, 2)))
+        return dots
     products = g.right.to(direction.dtype) @ direction.flatten(1).mT
     return (products * g.left.to(direction.dtype)).sum((1, 2))
 
@@ -157,6 +234,11 @@ def weighted(g: Gradients, factors: Tensor) -> Tensor:
     if isinstance(g, LookedUp):
         kept = torch.where(factors.view(-1, 1, 1) != 0, g.each, 0)  # whatever its numbers
         return _added_up(g, kept.to(wide) * factors.to(wide).view(-1, 1, 1))
+    if isinstance(g, Grouped):
+        of_rows = torch.cat([factors.to(wide), factors.new_zeros(1, dtype=wide)])[g.owners, None]
+        wide_left = torch.where(of_rows != 0, g.left, 0).to(wide)  # whatever its numbers
+        kept = torch.where(of_rows != 0, g.right, 0).to(wide) * of_rows
+        return replace(g, left=wide_left).summed(kept)
     rows = g.reshape(len(factors), 1, -1).to(wide)
     return chunks.scaled_sum(factors.to(wide), rows) if _sum is None else _sum(rows, factors, wide)
 

@@ -25,9 +25,10 @@ from ..record.unpacking import saved, unpacked
 from ..refusals import RefusedError, cause
 from ..sharding import scattered
 from ..shared.frontier import coarsest
-from ..shared.outer import BySample, Gradients, along, size, sq_norms, to_add, total
+from ..shared.outer import BySample, Gradients, Grouped, along, size, sq_norms, to_add, total
 from ..shared.sizes import look_of
 from .copies import stock_of, untraced
+from .experts import Product, ends_of_products, products_of
 from .fallback import (
     CHANNELS_FIRST,
     Call,
@@ -74,6 +75,9 @@ class FallbackSite:
         self._call = _OfThread()
         self._lifted = False  # its latest use was served at the graph's nodes
         self._mixes = isinstance(module, MIXED)
+        tensors = [parameter_of(module, name) for name in self._own.values()]
+        # [experts, *, *] each: products with their matrices may be all that it does with them
+        self._experts = ops.NATIVE and all(p is not None and p.dim() == 3 for p in tensors)
         beside = any("." in name for name in self._own.values())  # of a container within it
         plain = not beside and not self._mixes
         self._slots = (tuple(self._own.values()), tuple(self._own)) if plain else None
@@ -183,9 +187,18 @@ class FallbackSite:
             run.note(hash(look_of(t.shape, run.n)))
         if not torch.is_grad_enabled() or not live:
             return None
-        run.enclose(list(held), self._call.first)
         # The base of one of several may be what another is made from.
         made = [end_of(first)] if len(outputs) == 1 else outputs
+        wrapped = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        products: dict[Any, Product] = {}
+        if self._experts and len(outputs) == 1 and self._recorder.depth() and not wrapped:
+            end, leads = made[0], first.shape[: self.leads(first.dim())]
+            products = products_of(
+                (end.grad_fn, end.output_nr), leads, given, held, run.n, self.presumed
+            )
+            self._audit.forwards.several(self._index, first, ends_of_products(products))
+        if not products:  # else each of its edges is counted
+            run.enclose(list(held), self._call.first)
         run.watch(use, made[0] if len(outputs) == 1 else first)
         if len(outputs) > 1 and run.n > 1 and self._recorder.depth():
             others = ends_of_module(module, outputs, first, given, self.leads, run.n, samples)
@@ -194,8 +207,7 @@ class FallbackSite:
         versions = [t._version for t in outputs]
         ends = by_node(made)
         call = Called(regime, (args, kwargs), outputs, made, ends, first, samples, versions)
-        listen = partial(self._listen, run, use, held, call)
-        wrapped = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        listen = partial(self._listen, run, use, held, call, products)
         if self._lifted and len(outputs) == 1 and self._recorder.depth() and not wrapped:
             self._audit.forwards.postpone(use, listen)  # it will hardly be needed
         else:
@@ -217,9 +229,16 @@ class FallbackSite:
         graph's nodes this time."""
         regime, ends = Regime(out.device.type, autocast, None), {node: [(0, number)]}
         call = Called(regime, (args, {}), [out], [out], ends, out, None, [version])
-        self._listen(run, use, self._held(self._module), call)
+        self._listen(run, use, self._held(self._module), call, {})
 
-    def _listen(self, run: Any, number: int, held: dict[int, Tensor], called: Called) -> None:
+    def _listen(
+        self,
+        run: Any,
+        number: int,
+        held: dict[int, Tensor],
+        called: Called,
+        products: dict[Any, Product],
+    ) -> None:
         regime, arguments, outputs, made, ends, first, samples, _ = called
         leaves, spec = tree_flatten(arguments)
         kinds = regime.autocast, *(t.dtype for t in outputs)
@@ -244,7 +263,10 @@ class FallbackSite:
             several=len(ends) > 1,
             inner=made_from_others(made, leaves) if len(ends) > 1 else set(),
             gave=called.gave(self._eps[kinds]) if own else [],
+            products=[*products.values()],
         )
+        for node, product in products.items():
+            node.register_prehook(partial(self._at_product, use, product))
         if use.several:
             self._audit.defer(use.places)
         for node, pairs in ends.items():
@@ -321,6 +343,11 @@ class FallbackSite:
             if any(g is not None and bool(g.any()) for g in grads):
                 self._recorder.refuse(self._index, "no_output")
             return
+        if use.products and layout == self.presumed:
+            use.task, use.parts = torch._C._current_graph_task_id(), {}
+            self._audit.deliver(places)
+            self.layer.notes["products"] = None
+            return
         names = [self._own[place] for place in places]
         how = layout, use.first, use.regime, samples, use.gave
         call = Call(use.module, names, arguments, grads, run.n, *how)
@@ -339,6 +366,36 @@ class FallbackSite:
             run.book(Kept(call, places, self._silent))
         chunks = per_sample_gradients(call, self._silent, self.layer.notes)
         self._file(use, call, (gradients for _, gradients in chunks), False)
+
+    @untraced
+    def _at_product(self, use: Use, product: Product, incoming: Sequence[Tensor | None]) -> None:
+        run, place = use.run, product.place
+        if not run.arrive([place]) or use.task != torch._C._current_graph_task_id():
+            return
+        try:
+            parameter = parameter_of(self._module, self._own[place])
+            assert parameter is not None
+            node = torch._C._current_autograd_node()
+            parts = use.parts.setdefault(place, [])
+            parts.append(product.gradients(node, incoming[0], run.n, parameter))
+            if len(parts) == sum(other.place == place for other in use.products):
+                self._take(run, place, Grouped.joined(use.parts.pop(place)))
+        except Exception as error:  # never from inside backward()
+            why = cause("failed", error=f"{type(error).__name__}: {error}")
+            self._recorder.refuse(self._index, why)
+
+    def _take(self, run: Any, place: int, whole: Grouped) -> None:
+        if self._recorder.auditing:
+            rounding = size(whole) * torch.finfo(whole.dtype).eps
+            self._recorder.add_recorded(place, total(whole), rounding)
+        if run.waits(place):
+            run.add(place, *to_add(whole))
+        else:
+            run.finish(place, sq_norms(whole))
+        if self._recorder.books:
+            run.book(BySample(place, whole))
+        if run.directions and run.directions[place] is not None:
+            run.add_dots(along(whole, run.directions[place]))
 
     def _file(
         self, use: Use, call: Call, chunks: Iterable[Sequence[Gradients]], books: bool

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..proof.several import ends_at
+from ..shared.outer import Grouped
 from .copies import stock_of
+from .experts import Product
 from .outcome import Outcome
 from .regime import Regime
 
@@ -60,6 +62,9 @@ class Use:
     several: bool  # nodes that the outputs are of
     inner: set[int]  # outputs that others are made from
     gave: list[Outcome | None]  # where a user's forward runs again
+    products: Sequence[Product] = ()  # see experts.py
+    task: int = -1  # the backward in which these serve it
+    parts: dict[int, list[Grouped]] = field(default_factory=dict)  # by place, of those that came
     arrived: list[int] = field(default_factory=list)  # the backward, once a node that has been
 
     def forget(self) -> list[Tensor | None]:
