@@ -116,7 +116,7 @@ class Audit:
         def meet(plan: Plan | None) -> Met | None:
             return self._lift.meet(run, plan, uses, self._sites, outputs) if plan else None
 
-        chosen = cache(partial(routes, outputs, run.n))
+        chosen = cache(partial(routes, outputs, run.n, forward.looked.by_row))
 
         def fits(verdict: Verdict) -> bool:
             """Return whether this pass goes the way that was proven."""

@@ -75,7 +75,8 @@ class Mode(TorchDispatchMode):
         self._on, self.picks, self._n, self._batch_dim = True, False, n, batch_dim
         # By storage, which views and in-place writes share: is it constant, and how far apart are
         # samples, 0 where that is not known. A weak reference keeps its address.
-        self._known: dict[int, tuple[StorageWeakRef, bool, int]] = {}
+        # Counted: places, of which data chose how many there are.
+        self._known: dict[int, tuple[StorageWeakRef, bool, int, bool]] = {}
         self._bits: dict[tuple[Any, int], bool] = {}  # as consumed, by node and output
         for t in constants:
             self._mark(t, True)
@@ -132,15 +133,23 @@ class Mode(TorchDispatchMode):
         with torch._C._DisableAutocast():  # it has done its part, above
             out = func(*args, **kwargs)
         constant = all(bits)
-        if not constant and torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
-            self.picks = self.picks or _picks(func, operands)
+        counted = any(map(self._counted, operands))
+        picks = torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
+        if picks and func._schema.name == "aten::index":  # as many as the index, if it is no mask
+            picks = counted or any(t.dtype in (torch.bool, torch.uint8) for t in operands)
+        counted = counted or picks
+        # Places alone are no rows, and what has a gradient is seen in the graph.
+        picks = picks and not func._schema.name.startswith("aten::nonzero")
+        if picks and not constant and not any(t.requires_grad for t in operands):
+            self.picks = True
         for t in () if constant else _written(func, args, kwargs):
             self._mark(t, False)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 alike = bool(shapes) and not t.is_nested and t.shape in shapes
                 apart = self._apart(t, self._batch_dim) if alike else self._known_apart(t)
-                self._mark(t, constant or _is_of_sizes(func), apart)
+                placed = counted and not t.is_floating_point()
+                self._mark(t, constant or _is_of_sizes(func), apart, placed)
         return out
 
     def knows_constant(self, t: Tensor) -> bool:
@@ -153,10 +162,15 @@ class Mode(TorchDispatchMode):
         # A number that Python made; and parameters that fully_shard brings together.
         return not t.dim() or (t.is_leaf and t.requires_grad)
 
-    def _mark(self, t: Tensor, constant: bool, apart: int = 0) -> None:
+    def _counted(self, t: Tensor) -> bool:
+        storage = _storage_of(t)
+        known = None if storage is None else self._known.get(storage._cdata)
+        return known is not None and known[3]
+
+    def _mark(self, t: Tensor, constant: bool, apart: int = 0, counted: bool = False) -> None:
         storage = _storage_of(t)
         if storage is not None:
-            self._known[storage._cdata] = StorageWeakRef(storage), constant, apart
+            self._known[storage._cdata] = StorageWeakRef(storage), constant, apart, counted
 
 
 class _Untraced(Mode):
@@ -189,12 +203,6 @@ def _is_of_sizes(func: Any) -> bool:
         or name.startswith("new_")
         or (schema is not None and name == "bernoulli" and schema.overload_name == "p")
     )
-
-
-def _picks(func: Any, operands: Sequence[Tensor]) -> bool:
-    """Return whether it takes rows of data; what has a gradient is seen in the graph."""
-    name = func._schema.name.removeprefix("aten::")
-    return not name.startswith("nonzero") and not any(t.requires_grad for t in operands)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -92,6 +92,7 @@ class Looked(NamedTuple):
     nodes: int  # of the graph that it made
     kind: Any  # of outputs
     flat: bool  # the first argument shows no N: its rows may be of any sample
+    by_row: Set[Any] = frozenset()  # nodes that took a sample's rows from its own, see experts.py
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class _OfThread(threading.local):
         self.caches: list[dict[Any, Any]] = []  # of selective checkpoints
         self.first = 0  # of the graph's nodes that this forward made
         self.ends: dict[tuple[int, Any], list[End]] = {}
+        self.by_row: Set[Any] = frozenset()
         self.flat = False
         self.postponed: list[tuple[int, Callable[[], None]]] = []
 
@@ -160,14 +162,14 @@ class Forwards:
         if outputs is None:  # it failed
             local.postponed = []
         if not whole:
-            return Looked(None, local.ends, nodes, _kind(outputs), local.flat)
-        watch, ends = local.watch, local.ends
-        local.watch, local.ends = None, {}
+            return Looked(None, local.ends, nodes, _kind(outputs), local.flat, local.by_row)
+        watch, ends, by_row = local.watch, local.ends, local.by_row
+        local.watch, local.ends, local.by_row = None, {}, frozenset()
         if watch is not None:
             watch.seen.stop()
             if outputs is not None:  # else it failed, or was left by an interrupt
                 self.memory.learn(watch)
-        return Looked(watch, ends, nodes, _kind(outputs), local.flat)
+        return Looked(watch, ends, nodes, _kind(outputs), local.flat, by_row)
 
     def postpone(self, use: int, listen: Callable[[], None]) -> None:
         """Listen to a use at the end of the forward only, if it is not SHARED."""
@@ -183,6 +185,10 @@ class Forwards:
         """A use has outputs beside its first."""
         if first.grad_fn is not None:
             self._local.ends.setdefault((site, first.grad_fn), []).extend(ends)
+
+    def routed(self, nodes: Set[Any]) -> None:
+        """Nodes of a use sent rows by their values, each sample's to its own."""
+        self._local.by_row |= nodes
 
     def meet(self, site: int, given: Sequence[Tensor]) -> None:
         """A use of a site where operators are watched, or under a selective checkpoint."""

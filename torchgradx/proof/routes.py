@@ -6,7 +6,7 @@ structure with such operations holds for the batches that choose as the proven o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -45,12 +45,17 @@ ALL = {"MaskedScatterBackward0", "MaskedSelectBackward0", "PackPaddedSequenceBac
        "PutBackward0", "TakeBackward0"}  # whatever the dimension  # fmt: skip
 
 
-def routes(outputs: Iterable[Tensor], n: int) -> list[Any]:
-    """Return what this graph's batch chose; empty: nothing. None in it: it was not seen."""
+def routes(outputs: Iterable[Tensor], n: int, by_row: Set[Node] = frozenset()) -> list[Any]:
+    """Return what this graph's batch chose; empty: nothing. None in it: it was not seen.
+
+    by_row: nodes by which each sample's rows stay its own, whatever was chosen.
+    """
     found: list[Any] = []
     chosen = False
     for node in below(t.grad_fn for t in outputs if t.grad_fn is not None) if n > 1 else ():
         name = node.name()
+        if node in by_row:
+            continue
         if name == INTO_SLICES or (name in JOINS and _joins_samples(node, n)):
             chosen = True
             found.append(tuple(shape_of(*edge) for edge in node.next_functions if edge[0]))

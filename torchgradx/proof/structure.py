@@ -124,7 +124,7 @@ class Examiner:
     def _chosen(self, forward: Forward, watched: Sequence[Watched]) -> list[Any]:
         """Return what the batch's own values chose; None in it: of rows to come nothing shows."""
         n = forward.n
-        chosen = routes(forward.outputs, n)
+        chosen = routes(forward.outputs, n, forward.looked.by_row)
         cut = self._forwards.memory.picks and any(from_sizes(u.leads, n) is None for u in watched)
         if n > 1 and (forward.looked.flat or cut or any(0 in use.leads for use in watched)):
             chosen.append(None)

@@ -7,20 +7,23 @@ samples of a product's rows follow from those of the module's output, by the ind
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..proof.layout import Watched, owners
-from ..proof.owners import owners_within
+from ..proof.owners import MAPPING, Owned, fitted, owners_within
 from ..proof.several import End
-from ..shared.frontier import Node, below, is_leaf, shape_of, signed
+from ..shared.frontier import Node, is_leaf, shape_of, signed
 from ..shared.outer import Grouped
 from ..shared.products import CAST
 
 TURNS = {"TBackward0", "TransposeBackward0"}
+RANKS = {"SortBackward0", "SortBackward1", "TopkBackward0"}
 OPERANDS = {"GroupedMmBackward0": 1, "MmBackward0": 1}  # which one is the weight
 
 
@@ -48,22 +51,33 @@ class Product:
         return Grouped(left, right, matrix, self.owners, count, len(parameter))
 
 
+class Products(NamedTuple):
+    """All that a call's output has of its module's parameters. Empty: something else, or the
+    samples of their rows do not show."""
+
+    of: Mapping[Node, Product]
+    ends: list[End]  # what a proof holds their rows against
+    by_row: frozenset[Node]  # nodes that move rows by their values, each sample's to its own
+
+
+NONE = Products({}, [], frozenset())
+
+
 def products_of(
     end: tuple[Node, int],
     leads: Sequence[int],
-    given: Iterable[Tensor],
+    given: Sequence[Tensor],
     held: Mapping[int, Tensor],
     n: int,
     layout: int,
-) -> dict[Node, Product]:
-    """Return the products that are all that a call's output has of its module's parameters.
-
-    Empty: it has something else of them, or of which samples their rows are does not show.
-    """
+) -> Products:
+    """end: where the output is, which has rows [*leads] of this layout, as given[0] has."""
     rows = owners(leads, n).get(layout)
-    if rows is None:
-        return {}
-    nodes = below([end[0]], {t.grad_fn for t in given})
+    first = given[0].grad_fn if given else None
+    if rows is None or first is None:
+        return NONE
+    rows = rows.to(given[0].device)
+    nodes = _between(end[0], first)
     leaves = {id(p): place for place, p in held.items()}
     found: dict[Node, Product] = {}
     edges = 0
@@ -74,17 +88,51 @@ def products_of(
         if product is not None:
             found[node] = product
     if not found or edges != len(found):
-        return {}
-    device = next(iter(held.values())).device
-    owned = owners_within(end, rows.to(device), nodes, n, leads)
+        return NONE
+    owned = owners_within(end, rows, nodes, n, leads)
+    source = owned.get((first, given[0].output_nr))
+    if source is None:
+        return NONE
+    whole = fitted(source, given[0].shape, given[0].shape[: len(leads)])
+    if whole is None or whole.shape != rows.shape:
+        return NONE
+    flags = [((whole != rows) & (whole != n)).any(), *source.flags]
     for node, product in found.items():
         of_rows = owned.get((node, 0))
         if of_rows is None or len(of_rows.owners) != shape_of(node, 0)[0]:
-            return {}
-        if of_rows.flags and bool(torch.stack(of_rows.flags).any()):
-            return {}
+            return NONE
         product.owners = of_rows.owners
+        flags += of_rows.flags
+    if bool(torch.stack(flags).any()):
+        return NONE
+    ends = [End(Watched(node, 0, [len(p.owners)], samples=p.owners), (p.owners, p.owners))
+            for node, p in found.items()]  # fmt: skip
+    return Products(found, ends, frozenset(node for node in nodes if _by_row(node, owned)))
+
+
+def _between(end: Node, first: Node) -> list[Node]:
+    """Return the nodes made after `first` that lead to an end."""
+    found, seen = [end], {end}
+    for node in found:  # grows as it goes
+        for child, _ in node.next_functions:
+            if child is None or child in seen or is_leaf(child):
+                continue
+            if child._sequence_nr() > first._sequence_nr():
+                seen.add(child)
+                found.append(child)
     return found
+
+
+def _by_row(node: Node, owned: Mapping[Any, Owned]) -> bool:
+    """Return whether a node's indices are of rows whose owners are known, or of features."""
+    of_rows = owned.get((node, 0))
+    if of_rows is None:
+        return False
+    if node.name() not in RANKS:
+        return node.name() in MAPPING
+    shape = shape_of(node, 0)
+    along = signed(node._saved_dim) % max(1, len(shape))
+    return prod(shape[:along]) % len(of_rows.owners) == 0
 
 
 def _place(child: Node, leaves: Mapping[int, int]) -> int | None:
@@ -112,11 +160,3 @@ def _product(
     if not plain or node._saved_self.shape[1:] != (rows,) or shape_of(node, 0)[1:] != (columns,):
         return None
     return Product(place, matrix, turned, torch.empty(0))
-
-
-def ends_of_products(products: Mapping[Node, Product]) -> list[End]:
-    """Return what a proof holds the products' rows against."""
-    return [
-        End(Watched(node, 0, [len(p.owners)], samples=p.owners), (p.owners, p.owners))
-        for node, p in products.items()
-    ]

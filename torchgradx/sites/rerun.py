@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..shared.frontier import coarsest
 from ..shared.outer import BySample, Gradients, Grouped, along, size, sq_norms, to_add, total
 from ..shared.sizes import look_of
 from .copies import stock_of, untraced
-from .experts import Product, ends_of_products, products_of
+from .experts import NONE, Product, products_of
 from .fallback import (
     CHANNELS_FIRST,
     Call,
@@ -190,14 +190,17 @@ class FallbackSite:
         # The base of one of several may be what another is made from.
         made = [end_of(first)] if len(outputs) == 1 else outputs
         wrapped = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        products: dict[Any, Product] = {}
+        products = NONE
         if self._experts and len(outputs) == 1 and self._recorder.depth() and not wrapped:
-            end, leads = made[0], first.shape[: self.leads(first.dim())]
-            products = products_of(
-                (end.grad_fn, end.output_nr), leads, given, held, run.n, self.presumed
+            place, leads = (
+                (made[0].grad_fn, made[0].output_nr),
+                first.shape[: self.leads(first.dim())],
             )
-            self._audit.forwards.several(self._index, first, ends_of_products(products))
-        if not products:  # else each of its edges is counted
+            with contextlib.suppress(Exception):  # else it runs again
+                products = products_of(place, leads, given, held, run.n, self.presumed)
+            self._audit.forwards.several(self._index, first, products.ends)
+            self._audit.forwards.routed(products.by_row)
+        if not products.of:  # else each of its edges is counted
             run.enclose(list(held), self._call.first)
         run.watch(use, made[0] if len(outputs) == 1 else first)
         if len(outputs) > 1 and run.n > 1 and self._recorder.depth():
@@ -207,7 +210,7 @@ class FallbackSite:
         versions = [t._version for t in outputs]
         ends = by_node(made)
         call = Called(regime, (args, kwargs), outputs, made, ends, first, samples, versions)
-        listen = partial(self._listen, run, use, held, call, products)
+        listen = partial(self._listen, run, use, held, call, products.of)
         if self._lifted and len(outputs) == 1 and self._recorder.depth() and not wrapped:
             self._audit.forwards.postpone(use, listen)  # it will hardly be needed
         else:
@@ -237,7 +240,7 @@ class FallbackSite:
         number: int,
         held: dict[int, Tensor],
         called: Called,
-        products: dict[Any, Product],
+        products: Mapping[Any, Product],
     ) -> None:
         regime, arguments, outputs, made, ends, first, samples, _ = called
         leaves, spec = tree_flatten(arguments)
