@@ -163,9 +163,10 @@ class Watch {
       const std::string& name = handle->schema().name();
       const auto is = [&](const char* start) { return name.rfind(start, 0) == 0; };
       // Places alone are no rows, and what has a gradient is in the graph (routes.py).
-      operation->picks = handle->hasTag(at::Tag::dynamic_output_shape);
+      const bool by_value = is("aten::one_hot") || is("aten::bincount");  // as many as there are values, not rows
+      operation->picks = handle->hasTag(at::Tag::dynamic_output_shape) && !by_value;
       operation->by_index = name == "aten::index";
-      operation->places = is("aten::nonzero");
+      operation->places = is("aten::nonzero") || is("aten::argwhere");
       const bool likes = name.size() > 5 && name.compare(name.size() - 5, 5, "_like") == 0;
       const bool drawn = name == "aten::bernoulli" && handle->schema().overload_name() == "p";
       operation->of_sizes = likes || drawn || is("aten::new_");
@@ -178,7 +179,7 @@ class Watch {
     bool masked = false;
     for (const Tensor& t : operands) {
       if (!t.defined()) continue;
-      operation->counted = operation->counted || self->counted(t);
+      operation->counted = operation->counted || (t.dim() > 0 && self->counted(t));
       masked = masked || t.scalar_type() == at::kBool || t.scalar_type() == at::kByte;
     }
     if (operation->by_index) operation->picks = operation->counted || masked;

@@ -29,6 +29,10 @@ if ops.NATIVE:
     from .. import _C
 
 
+PLACES = ("aten::nonzero", "aten::argwhere")
+BY_VALUE = ("aten::one_hot", "aten::bincount")  # as many as there are values, not rows
+
+
 class Watch:
     """Watches the operators of this thread, from here to `stop`."""
 
@@ -135,11 +139,12 @@ class Mode(TorchDispatchMode):
         constant = all(bits)
         counted = any(map(self._counted, operands))
         picks = torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
+        picks = picks and func._schema.name not in BY_VALUE
         if picks and func._schema.name == "aten::index":  # as many as the index, if it is no mask
             picks = counted or any(t.dtype in (torch.bool, torch.uint8) for t in operands)
         counted = counted or picks
         # Places alone are no rows, and what has a gradient is seen in the graph.
-        picks = picks and not func._schema.name.startswith("aten::nonzero")
+        picks = picks and not func._schema.name.startswith(PLACES)
         if picks and not constant and not any(t.requires_grad for t in operands):
             self.picks = True
         for t in () if constant else _written(func, args, kwargs):
@@ -165,7 +170,7 @@ class Mode(TorchDispatchMode):
     def _counted(self, t: Tensor) -> bool:
         storage = _storage_of(t)
         known = None if storage is None else self._known.get(storage._cdata)
-        return known is not None and known[3]
+        return known is not None and known[3] and t.dim() > 0
 
     def _mark(self, t: Tensor, constant: bool, apart: int = 0, counted: bool = False) -> None:
         storage = _storage_of(t)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,11 +103,17 @@ def products_of(
             return NONE
         product.owners = of_rows.owners
         flags += of_rows.flags
+    by_row = [node for node in nodes if node.name() in MAPPING and (node, 0) in owned]
+    for node in nodes:
+        apart = _ranks(node, owned.get((node, 0)))
+        if apart is not None:
+            by_row.append(node)
+            flags.append(apart)
     if bool(torch.stack(flags).any()):
         return NONE
     ends = [End(Watched(node, 0, [len(p.owners)], samples=p.owners), (p.owners, p.owners))
             for node, p in found.items()]  # fmt: skip
-    return Products(found, ends, frozenset(node for node in nodes if _by_row(node, owned)))
+    return Products(found, ends, frozenset(by_row))
 
 
 def _between(end: Node, first: Node) -> list[Node]:
@@ -123,16 +129,20 @@ def _between(end: Node, first: Node) -> list[Node]:
     return found
 
 
-def _by_row(node: Node, owned: Mapping[Any, Owned]) -> bool:
-    """Return whether a node's indices are of rows whose owners are known, or of features."""
-    of_rows = owned.get((node, 0))
-    if of_rows is None:
-        return False
-    if node.name() not in RANKS:
-        return node.name() in MAPPING
+def _ranks(node: Node, made: Owned | None) -> Tensor | None:
+    """Return whether a choice of the largest is among several samples; None: it is no such node, or
+    of owners that are not known."""
+    if node.name() not in RANKS or made is None:
+        return None
     shape = shape_of(node, 0)
-    along = signed(node._saved_dim) % max(1, len(shape))
-    return prod(shape[:along]) % len(of_rows.owners) == 0
+    rows = prod(shape[: signed(node._saved_dim) % max(1, len(shape))])
+    each = (
+        made.owners
+        if rows % len(made.owners)
+        else made.owners.repeat_interleave(rows // len(made.owners))
+    )
+    each = each.view(rows, -1)
+    return (each != each[:, :1]).any()
 
 
 def _place(child: Node, leaves: Mapping[int, int]) -> int | None:
