@@ -65,6 +65,9 @@ def _served(layer: Layer) -> tuple[str, str, str]:
     if "lifted" in layer.notes:
         text = "its gradients by sample are taken at the graph's nodes, where samples come in"
         return "at the graph's nodes", f"lifted: {text}", f"lifted: {text}"
+    if layer.notes.keys() == {"products"}:
+        text = "products: one for each expert, their rows' samples by the indices between"
+        return "at the graph's nodes", text, text
     if layer.kind in ("vmap", "recurrent"):
         ways = " and ".join(layer.notes) or "vmap"
         beside = "through time" in layer.notes

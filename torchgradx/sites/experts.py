@@ -7,22 +7,24 @@ samples of a product's rows follow from those of the module's output, by the ind
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..proof.layout import Watched, owners
-from ..proof.owners import MAPPING, Owned, fitted, owners_within
+from ..proof.owners import MAPPING, Owned, owners_within
 from ..proof.several import End
 from ..shared.frontier import Node, is_leaf, shape_of, signed
-from ..shared.outer import Grouped
+from ..shared.outer import BySample, Grouped, along, size, sq_norms, to_add, total
 from ..shared.products import CAST
+from .copies import untraced
 
-TURNS = {"TBackward0", "TransposeBackward0"}
 RANKS = {"SortBackward0", "SortBackward1", "TopkBackward0"}
 OPERANDS = {"GroupedMmBackward0": 1, "MmBackward0": 1}  # which one is the weight
 
@@ -63,16 +65,69 @@ class Products(NamedTuple):
 NONE = Products({}, [], frozenset())
 
 
+class Served:
+    """A call's products, in one backward at a time."""
+
+    def __init__(
+        self,
+        run: Any,
+        recorder: Any,
+        products: Mapping[Node, Product],
+        held: Mapping[int, Tensor],
+        eps: float,
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """held: parameters by their places. eps: of the coarsest gradient inside."""
+        self._run, self._recorder, self._held = run, recorder, held
+        self._eps, self._failed, self._task = eps, failed, -1
+        self._count = Counter(product.place for product in products.values())
+        self._parts: dict[int, list[Grouped]] = {}
+        for node, product in products.items():
+            node.register_prehook(partial(self._arrive, product))
+
+    def begin(self) -> None:
+        """Serve this backward: else the module runs again, and edges are counted only."""
+        self._task, self._parts = torch._C._current_graph_task_id(), {}
+
+    @untraced
+    def _arrive(self, product: Product, incoming: Sequence[Tensor | None]) -> None:
+        place = product.place
+        if not self._run.arrive([place]) or self._task != torch._C._current_graph_task_id():
+            return
+        try:
+            node, parameter = torch._C._current_autograd_node(), self._held[place]
+            parts = self._parts.setdefault(place, [])
+            parts.append(product.gradients(node, incoming[0], self._run.n, parameter))
+            if len(parts) == self._count[place]:
+                self._take(place, Grouped.joined(self._parts.pop(place)))
+        except Exception as error:  # never from inside backward()
+            self._failed(error)
+
+    def _take(self, place: int, whole: Grouped) -> None:
+        run = self._run
+        if self._recorder.auditing:
+            rounding = size(whole) * max(self._eps, torch.finfo(whole.dtype).eps)
+            self._recorder.add_recorded(place, total(whole), rounding)
+        if run.waits(place):
+            run.add(place, *to_add(whole))
+        else:
+            run.finish(place, sq_norms(whole))
+        if self._recorder.books:
+            run.book(BySample(place, whole))
+        if run.directions and run.directions[place] is not None:
+            run.add_dots(along(whole, run.directions[place]))
+
+
 def products_of(
-    end: tuple[Node, int],
+    out: Tensor,
     leads: Sequence[int],
     given: Sequence[Tensor],
     held: Mapping[int, Tensor],
     n: int,
     layout: int,
 ) -> Products:
-    """end: where the output is, which has rows [*leads] of this layout, as given[0] has."""
-    rows = owners(leads, n).get(layout)
+    """out: which has rows [*leads] of this layout, as what it is made of."""
+    rows, end = owners(leads, n).get(layout), (out.grad_fn, out.output_nr)
     first = given[0].grad_fn if given else None
     if rows is None or first is None:
         return NONE
@@ -90,16 +145,22 @@ def products_of(
     if not found or edges != len(found):
         return NONE
     owned = owners_within(end, rows, nodes, n, leads)
-    source = owned.get((first, given[0].output_nr))
-    if source is None:
-        return NONE
-    whole = fitted(source, given[0].shape, given[0].shape[: len(leads)])
-    if whole is None or whole.shape != rows.shape:
-        return NONE
-    flags = [((whole != rows) & (whole != n)).any(), *source.flags]
+    flags: list[Tensor] = []
+    inside = set(nodes)
+    for edge in {edge for node in nodes for edge in node.next_functions}:
+        if edge[0] is None or edge[0] in inside or is_leaf(edge[0]):
+            continue
+        source = owned.get(edge)  # what rows of an input come to, they must be of
+        its = None if source is None else owners([len(source.owners)], n).get(layout)
+        if source is None or its is None:
+            return NONE
+        its = its.to(rows.device)
+        flags += [((source.owners != its) & (source.owners != n)).any(), *source.flags]
     for node, product in found.items():
         of_rows = owned.get((node, 0))
         if of_rows is None or len(of_rows.owners) != shape_of(node, 0)[0]:
+            return NONE
+        if node.next_functions[0][0] is None:  # rows that are data: whose, nothing shows
             return NONE
         product.owners = of_rows.owners
         flags += of_rows.flags
@@ -149,6 +210,18 @@ def _place(child: Node, leaves: Mapping[int, int]) -> int | None:
     return leaves.get(id(child.variable)) if child is not None and is_leaf(child) else None
 
 
+def _turns(node: Node) -> bool:
+    """Return whether a node transposes matrices, and moves nothing else."""
+    dims = len(shape_of(node, 0))
+    if node.name() == "PermuteBackward0":
+        order = [signed(dim) % dims for dim in node._saved_dims]
+        return order == [*range(dims - 2), dims - 1, dims - 2]
+    if node.name() == "TransposeBackward0":
+        swapped = {signed(node._saved_dim0) % dims, signed(node._saved_dim1) % dims}
+        return swapped == {dims - 2, dims - 1}
+    return bool(node.name() == "TBackward0")
+
+
 def _product(
     node: Node, operand: int, leaves: Mapping[int, int], held: Mapping[int, Tensor]
 ) -> Product | None:
@@ -156,7 +229,7 @@ def _product(
     while child is not None and not is_leaf(child):
         if child.name() == "SelectBackward0" and signed(child._saved_dim) == 0 and matrix is None:
             matrix = signed(child._saved_index)
-        elif child.name() in TURNS:
+        elif _turns(child):
             turned = not turned
         elif child.name() != CAST:
             return None

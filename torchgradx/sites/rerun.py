@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,17 +25,11 @@ from ..record.unpacking import saved, unpacked
 from ..refusals import RefusedError, cause
 from ..sharding import scattered
 from ..shared.frontier import coarsest
-from ..shared.outer import BySample, Gradients, Grouped, along, size, sq_norms, to_add, total
+from ..shared.outer import BySample, Gradients, along, size, sq_norms, to_add, total
 from ..shared.sizes import look_of
 from .copies import stock_of, untraced
-from .experts import NONE, Product, products_of
-from .fallback import (
-    CHANNELS_FIRST,
-    Call,
-    Kept,
-    per_sample_gradients,
-    terms_of_bias,
-)
+from .experts import NONE, Served, products_of
+from .fallback import CHANNELS_FIRST, Call, Kept, per_sample_gradients, terms_of_bias
 from .native import MIXED, Hooks, why_mixed
 from .packed import counts_rows, samples_of, why_not
 from .regime import Regime, may_draw
@@ -54,13 +48,7 @@ class _OfThread(threading.local):
 class FallbackSite:
     """A module whose parameters no kernel sees: run again in backward, see fallback.py."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        layer: Layer,
-        index: int,
-        context: Context,
-    ) -> None:
+    def __init__(self, module: nn.Module, layer: Layer, index: int, context: Context) -> None:
         self.layer, self.declared = layer, declared_layout(layer, context.options)
         self._module, self._index = module, index
         self._recorder, self._audit = context.recorder, context.audit
@@ -78,6 +66,7 @@ class FallbackSite:
         tensors = [parameter_of(module, name) for name in self._own.values()]
         # [experts, *, *] each: products with their matrices may be all that it does with them
         self._experts = ops.NATIVE and all(p is not None and p.dim() == 3 for p in tensors)
+        self._by_products = False  # its latest call was
         beside = any("." in name for name in self._own.values())  # of a container within it
         plain = not beside and not self._mixes
         self._slots = (tuple(self._own.values()), tuple(self._own)) if plain else None
@@ -116,7 +105,7 @@ class FallbackSite:
     @property
     def by_nodes(self) -> bool:
         """Return True if gradients may be taken at graph nodes: of a module of the user's."""
-        if self.declared >= 0 or opaque(self._module):
+        if self.declared >= 0 or self._by_products or opaque(self._module):
             return False
         children = (c for c in self._module.children() if not isinstance(c, CONTAINERS))
         own = not stock_of(type(self._module)).__module__.startswith("torch.nn.")
@@ -160,8 +149,7 @@ class FallbackSite:
         mixes = why_mixed(module, [*args, *kwargs.values()], run.n) if self._mixes else None
         if mixes and (held or mixes == "batch_statistics"):  # these mix what is above them too
             run.refuse(self._index, mixes)
-            return None
-        if not held:
+        if mixes or not held:
             return None
         given, samples = tensors_in((args, kwargs)), samples_of(out, run.n)
         leaves = all(p.is_leaf for p in held.values())
@@ -192,12 +180,10 @@ class FallbackSite:
         wrapped = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         products = NONE
         if self._experts and len(outputs) == 1 and self._recorder.depth() and not wrapped:
-            place, leads = (
-                (made[0].grad_fn, made[0].output_nr),
-                first.shape[: self.leads(first.dim())],
-            )
+            leads = first.shape[: self.leads(first.dim())]
             with contextlib.suppress(Exception):  # else it runs again
-                products = products_of(place, leads, given, held, run.n, self.presumed)
+                products = products_of(made[0], leads, given, held, run.n, self.presumed)
+            self._by_products = bool(products.of)
             self._audit.forwards.several(self._index, first, products.ends)
             self._audit.forwards.routed(products.by_row)
         if not products.of:  # else each of its edges is counted
@@ -208,9 +194,8 @@ class FallbackSite:
             self._audit.forwards.several(self._index, first, others)
         regime = self._call.regime or Regime.current(first.device, draws=False)
         versions = [t._version for t in outputs]
-        ends = by_node(made)
-        call = Called(regime, (args, kwargs), outputs, made, ends, first, samples, versions)
-        listen = partial(self._listen, run, use, held, call, products.of)
+        whole = outputs, made, by_node(made), first, samples, versions, products.of
+        listen = partial(self._listen, run, use, held, Called(regime, (args, kwargs), *whole))
         if self._lifted and len(outputs) == 1 and self._recorder.depth() and not wrapped:
             self._audit.forwards.postpone(use, listen)  # it will hardly be needed
         else:
@@ -232,17 +217,10 @@ class FallbackSite:
         graph's nodes this time."""
         regime, ends = Regime(out.device.type, autocast, None), {node: [(0, number)]}
         call = Called(regime, (args, {}), [out], [out], ends, out, None, [version])
-        self._listen(run, use, self._held(self._module), call, {})
+        self._listen(run, use, self._held(self._module), call)
 
-    def _listen(
-        self,
-        run: Any,
-        number: int,
-        held: dict[int, Tensor],
-        called: Called,
-        products: Mapping[Any, Product],
-    ) -> None:
-        regime, arguments, outputs, made, ends, first, samples, _ = called
+    def _listen(self, run: Any, number: int, held: dict[int, Tensor], called: Called) -> None:
+        regime, arguments, outputs, made, ends, first, samples, _, products = called
         leaves, spec = tree_flatten(arguments)
         kinds = regime.autocast, *(t.dtype for t in outputs)
         if kinds not in self._eps:
@@ -266,10 +244,9 @@ class FallbackSite:
             several=len(ends) > 1,
             inner=made_from_others(made, leaves) if len(ends) > 1 else set(),
             gave=called.gave(self._eps[kinds]) if own else [],
-            products=[*products.values()],
         )
-        for node, product in products.items():
-            node.register_prehook(partial(self._at_product, use, product))
+        if products:
+            use.products = Served(run, self._recorder, products, held, use.eps, self._failed)
         if use.several:
             self._audit.defer(use.places)
         for node, pairs in ends.items():
@@ -314,17 +291,14 @@ class FallbackSite:
         try:
             arguments = tree_unflatten([unpacked(leaf) for leaf in leaves], spec)
             self._deliver(use, grads, arguments)
-        except Exception as error:  # never from inside backward()
+        except Exception:  # never from inside backward()
             if use.hooked and arguments is None:
                 raise  # but as without us, where a checkpoint cannot run its layers again
             if ops.NATIVE and not use.run.reaches(use.places):
                 return  # it has parameters that it does not use
-            why = cause("failed", error=f"{type(error).__name__}: {error}")
-            if isinstance(error, RefusedError):
-                why = error.cause
             if scattered(use.module.parameters()):
-                why = "sharded_apart"
-            self._recorder.refuse(self._index, why)
+                error = RefusedError("sharded_apart")
+            self._failed(error)
         if not use.run.retained:
             use.arguments[0].clear()
         if use.several:  # after all that is queued already
@@ -347,7 +321,7 @@ class FallbackSite:
                 self._recorder.refuse(self._index, "no_output")
             return
         if use.products and layout == self.presumed:
-            use.task, use.parts = torch._C._current_graph_task_id(), {}
+            use.products.begin()
             self._audit.deliver(places)
             self.layer.notes["products"] = None
             return
@@ -369,36 +343,6 @@ class FallbackSite:
             run.book(Kept(call, places, self._silent))
         chunks = per_sample_gradients(call, self._silent, self.layer.notes)
         self._file(use, call, (gradients for _, gradients in chunks), False)
-
-    @untraced
-    def _at_product(self, use: Use, product: Product, incoming: Sequence[Tensor | None]) -> None:
-        run, place = use.run, product.place
-        if not run.arrive([place]) or use.task != torch._C._current_graph_task_id():
-            return
-        try:
-            parameter = parameter_of(self._module, self._own[place])
-            assert parameter is not None
-            node = torch._C._current_autograd_node()
-            parts = use.parts.setdefault(place, [])
-            parts.append(product.gradients(node, incoming[0], run.n, parameter))
-            if len(parts) == sum(other.place == place for other in use.products):
-                self._take(run, place, Grouped.joined(use.parts.pop(place)))
-        except Exception as error:  # never from inside backward()
-            why = cause("failed", error=f"{type(error).__name__}: {error}")
-            self._recorder.refuse(self._index, why)
-
-    def _take(self, run: Any, place: int, whole: Grouped) -> None:
-        if self._recorder.auditing:
-            rounding = size(whole) * torch.finfo(whole.dtype).eps
-            self._recorder.add_recorded(place, total(whole), rounding)
-        if run.waits(place):
-            run.add(place, *to_add(whole))
-        else:
-            run.finish(place, sq_norms(whole))
-        if self._recorder.books:
-            run.book(BySample(place, whole))
-        if run.directions and run.directions[place] is not None:
-            run.add_dots(along(whole, run.directions[place]))
 
     def _file(
         self, use: Use, call: Call, chunks: Iterable[Sequence[Gradients]], books: bool
@@ -437,6 +381,10 @@ class FallbackSite:
                 run.finish(place, joined)
         if dots:
             run.add_dots(torch.cat(dots))
+
+    def _failed(self, error: Exception) -> None:
+        why = cause("failed", error=f"{type(error).__name__}: {error}")
+        self._recorder.refuse(self._index, getattr(error, "cause", why))  # a RefusedError's
 
     @contextlib.contextmanager
     def _silent(self) -> Iterator[None]:

@@ -3,17 +3,17 @@ there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..proof.several import ends_at
-from ..shared.outer import Grouped
 from .copies import stock_of
-from .experts import Product
+from .experts import Product, Served
 from .outcome import Outcome
 from .regime import Regime
 
@@ -29,6 +29,7 @@ class Called(NamedTuple):
     first: Tensor  # whose rows are proven
     samples: Tensor | None
     versions: list[int]  # of the outputs
+    products: Mapping[Any, Product] = MappingProxyType({})  # by node, see experts.py
 
     def gave(self, eps: float) -> list[Outcome | None]:
         """Return what the outputs were, of those that nobody has written into."""
@@ -62,9 +63,7 @@ class Use:
     several: bool  # nodes that the outputs are of
     inner: set[int]  # outputs that others are made from
     gave: list[Outcome | None]  # where a user's forward runs again
-    products: Sequence[Product] = ()  # see experts.py
-    task: int = -1  # the backward in which these serve it
-    parts: dict[int, list[Grouped]] = field(default_factory=dict)  # by place, of those that came
+    products: Served | None = None  # by which its parameters are all used, see experts.py
     arrived: list[int] = field(default_factory=list)  # the backward, once a node that has been
 
     def forget(self) -> list[Tensor | None]:
