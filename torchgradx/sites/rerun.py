@@ -291,14 +291,13 @@ class FallbackSite:
         try:
             arguments = tree_unflatten([unpacked(leaf) for leaf in leaves], spec)
             self._deliver(use, grads, arguments)
-        except Exception:  # never from inside backward()
+        except Exception as error:  # never from inside backward()
             if use.hooked and arguments is None:
                 raise  # but as without us, where a checkpoint cannot run its layers again
             if ops.NATIVE and not use.run.reaches(use.places):
                 return  # it has parameters that it does not use
-            if scattered(use.module.parameters()):
-                error = RefusedError("sharded_apart")
-            self._failed(error)
+            sharded = scattered(use.module.parameters())
+            self._failed(RefusedError("sharded_apart") if sharded else error)
         if not use.run.retained:
             use.arguments[0].clear()
         if use.several:  # after all that is queued already
