@@ -66,7 +66,7 @@ class FallbackSite:
         tensors = [parameter_of(module, name) for name in self._own.values()]
         # [experts, *, *] each: products with their matrices may be all that it does with them
         self._experts = ops.NATIVE and all(p is not None and p.dim() == 3 for p in tensors)
-        self._by_products = False  # its latest call was
+        self._by_products = False  # some call was
         beside = any("." in name for name in self._own.values())  # of a container within it
         plain = not beside and not self._mixes
         self._slots = (tuple(self._own.values()), tuple(self._own)) if plain else None
@@ -183,7 +183,7 @@ class FallbackSite:
             leads = first.shape[: self.leads(first.dim())]
             with contextlib.suppress(Exception):  # else it runs again
                 products = products_of(made[0], leads, given, held, run.n, self.presumed)
-            self._by_products = bool(products.of)
+            self._by_products = self._by_products or bool(products.of)
             self._audit.forwards.several(self._index, first, products.ends)
             self._audit.forwards.routed(products.by_row)
         if not products.of:  # else each of its edges is counted
