@@ -185,3 +185,108 @@ def test_a_parameter_of_two_calls_is_one_sum():
     with torchgradx.attach(model) as probe:
         for _ in range(2):
             exact_step(probe, model, torch.randn(N, T, D).double())
+
+
+class Own(nn.Module):
+    """Parameters as those of experts, and any use of them."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(E, D, D) / 2) for _ in "ud")
+        self.use, self.shift = use, 0
+
+    def forward(self, h):
+        return self.use(self, h)
+
+
+def one(m, rows, k=0):
+    return torch.tanh(rows @ m.up[k]) @ m.down[k]
+
+
+def by_place(m, h):
+    """Rows of another sample, once `shift` says so."""
+    rows = torch.arange(len(h))
+    return torch.zeros_like(h).index_add(0, rows, one(m, h[(rows + m.shift * T) % len(h)]))
+
+
+def samples_in_order(m, h):
+    order = h.view(-1, T, D)[:, 0, 0].detach().argsort()
+    if not m.shift:
+        order = order.sort()[0]
+    return one(m, h.view(-1, T, D).transpose(0, 1)[:, order])[:, order.argsort()].transpose(0, 1)
+
+
+def by_a_matrix(m, h):
+    order = h[:, 0].detach().argsort() if m.shift else torch.arange(len(h))
+    p = F.one_hot(order, len(h)).to(h.dtype)
+    return p.T @ one(m, p @ h)
+
+
+def and_a_penalty(m, h):
+    a = m.up[0]
+    both = torch.tanh(h @ a) + torch.sin(h.cos() @ a) + torch.tanh(h) @ m.down[0]
+    return both + m.shift * m.up.square().mean() * torch.tanh(h.detach()).abs()
+
+
+def some(m, h):
+    rows = (h[:, 0] > 0).nonzero()[:, 0]
+    return torch.zeros_like(h).index_add(0, rows, one(m, h)[rows])
+
+
+SWITCHED = {f.__name__: f for f in (by_place, samples_in_order, by_a_matrix, and_a_penalty)}
+PLAIN = {
+    "a product at the end": lambda m, h: one(m, h).view(h.shape),
+    "the last matrix": lambda m, h: one(m, h, -1) + h,
+    "some rows of a product": some,
+}
+
+
+def stack(use):
+    model = Model(lambda m, x: m.last(torch.tanh(m.own(torch.tanh(m.first(x)).flatten(0, 1)))
+                                      ).reshape(*x.shape[:2], -1),
+                  first=nn.Linear(D, D), own=Own(use), last=nn.Linear(D, 2))  # fmt: skip
+    return model.double()
+
+
+@pytest.mark.parametrize("use", SWITCHED)
+def test_what_was_proven_does_not_hold_once_rows_go_elsewhere(use):
+    model = stack(SWITCHED[use])
+    with torchgradx.attach(model) as probe:
+        for model.own.shift in (0, 0, 1, 1):
+            x = torch.randn(N, T, D).double()
+            want = loop(model, square, x)
+            square(model, x).backward()
+            exact_or(torchgradx.CoverageError, "", probe, want)
+            probe.reset()
+
+
+@pytest.mark.parametrize("use", PLAIN)
+def test_products_as_users_write_them(use):
+    model = stack(PLAIN[use])
+    with torchgradx.attach(model) as probe:
+        for _ in range(3):
+            exact_step(probe, model, torch.randn(N, T, D).double())
+
+
+@pytest.mark.parametrize("taken", ["where", "argsort"])
+def test_data_rows_taken_by_data_are_looked_at_again(taken):
+    """As many rows of all samples, then of some more than of others."""
+
+    def forward(m, x, mask):
+        rows = torch.where(mask)
+        if taken == "argsort":
+            order = (~mask.flatten()).int().argsort(stable=True)[: len(rows[0])]
+            rows = order // mask.shape[1], order % mask.shape[1]
+        h = torch.tanh(m.first(x[rows]))
+        own = (rows[0][None] == torch.arange(len(x))[:, None]).to(h)
+        return m.last(own / own.sum(1, keepdim=True) @ h)
+
+    model = Model(forward, first=nn.Linear(D, D), last=nn.Linear(D, 2)).double()
+    with torchgradx.attach(model) as probe:
+        for counts in ([5, 5, 5, 5], [3, 3, 3, 3], [2, 4, 3, 3], [4, 2, 3, 3]):
+            mask = torch.arange(T) < torch.tensor(counts)[:, None]
+            x = torch.randn(N, T, D).double()
+            want = loop(model, square, x, mask)
+            square(model, x, mask).backward()
+            exact_or(torchgradx.CoverageError, "", probe, want)
+            probe.reset()

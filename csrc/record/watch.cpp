@@ -19,7 +19,6 @@ struct Known {
   c10::weak_intrusive_ptr<c10::StorageImpl> memory;
   bool constant;
   int64_t apart;
-  bool counted;
 };
 
 bool has_storage(const Tensor& t) {
@@ -40,7 +39,6 @@ void tensors_in(const c10::IValue& value, std::vector<Tensor>& found) {
 // Of an operator, which is observed around all that it calls.
 struct Operation : at::ObserverContext {
   bool constant = true, pointwise = false, picks = false, of_sizes = false;
-  bool by_index = false, places = false, counted = false;
   bool of_python = false;                  // torch.tensor(list): nobody knows of what data
   std::vector<std::vector<int64_t>> like;  // sizes of its operands that stand as an argument does
   std::vector<Tensor> written;
@@ -94,16 +92,10 @@ class Watch {
       if (known == apart(t, dim)) return dim;
     return -1;
   }
-  // Places, of which data chose how many there are: what is taken by them is as many.
-  bool counted(const Tensor& t) const {
-    if (!has_storage(t)) return false;
-    const auto found = known_.find(t.storage().unsafeGetStorageImpl());
-    return found != known_.end() && found->second.counted;
-  }
-  void mark(const Tensor& t, bool constant, int64_t apart, bool counted = false) {
+  void mark(const Tensor& t, bool constant, int64_t apart) {
     if (!has_storage(t)) return;
     const auto key = t.storage().unsafeGetStorageImpl();
-    known_.insert_or_assign(key, Known{t.storage().getWeakStorageImpl(), constant, apart, counted});
+    known_.insert_or_assign(key, Known{t.storage().getWeakStorageImpl(), constant, apart});
   }
   bool consumed(const py::object& node, uint32_t number) const {
     using torch::autograd::THPCppFunction;
@@ -163,10 +155,7 @@ class Watch {
       const std::string& name = handle->schema().name();
       const auto is = [&](const char* start) { return name.rfind(start, 0) == 0; };
       // Places alone are no rows, and what has a gradient is in the graph (routes.py).
-      const bool by_value = is("aten::one_hot") || is("aten::bincount");  // as many as there are values, not rows
-      operation->picks = handle->hasTag(at::Tag::dynamic_output_shape) && !by_value;
-      operation->by_index = name == "aten::index";
-      operation->places = is("aten::nonzero") || is("aten::argwhere");
+      operation->picks = handle->hasTag(at::Tag::dynamic_output_shape) && !is("aten::nonzero");
       const bool likes = name.size() > 5 && name.compare(name.size() - 5, 5, "_like") == 0;
       const bool drawn = name == "aten::bernoulli" && handle->schema().overload_name() == "p";
       operation->of_sizes = likes || drawn || is("aten::new_");
@@ -176,15 +165,6 @@ class Watch {
         if (arguments[k].alias_info() && arguments[k].alias_info()->isWrite())
           tensors_in(function.inputs()[k], operation->written);
     }
-    bool masked = false;
-    for (const Tensor& t : operands) {
-      if (!t.defined()) continue;
-      operation->counted = operation->counted || (t.dim() > 0 && self->counted(t));
-      masked = masked || t.scalar_type() == at::kBool || t.scalar_type() == at::kByte;
-    }
-    if (operation->by_index) operation->picks = operation->counted || masked;
-    operation->counted = operation->counted || operation->picks;
-    operation->picks = operation->picks && !operation->places;
     for (const Tensor& t : operands) {
       if (!t.defined()) continue;
       const bool constant = self->is_constant(t);
@@ -218,8 +198,7 @@ class Watch {
       if (!t.defined()) continue;
       const bool alike = std::find(like.begin(), like.end(), t.sizes().vec()) != like.end();
       const bool constant = (operation->constant && !(operation->of_python && t.dim() > 0)) || operation->of_sizes;
-      self->mark(t, constant, alike ? self->apart(t, self->batch_dim_) : self->known_apart(t),
-                 operation->counted && !t.is_floating_point());
+      self->mark(t, constant, alike ? self->apart(t, self->batch_dim_) : self->known_apart(t));
     }
   }
 };
@@ -234,7 +213,7 @@ void bind_watch(py::module_& m) {
       .def("holds", &Watch::holds)
       .def("knows_constant", &Watch::is_constant)
       .def("is_constant", &Watch::consumed)
-      .def_readonly("picks", &Watch::picks);
+      .def_readwrite("picks", &Watch::picks);
 }
 
 bool watching() {

@@ -29,10 +29,6 @@ if ops.NATIVE:
     from .. import _C
 
 
-PLACES = ("aten::nonzero", "aten::argwhere")
-BY_VALUE = ("aten::one_hot", "aten::bincount")  # as many as there are values, not rows
-
-
 class Watch:
     """Watches the operators of this thread, from here to `stop`."""
 
@@ -79,8 +75,7 @@ class Mode(TorchDispatchMode):
         self._on, self.picks, self._n, self._batch_dim = True, False, n, batch_dim
         # By storage, which views and in-place writes share: is it constant, and how far apart are
         # samples, 0 where that is not known. A weak reference keeps its address.
-        # Counted: places, of which data chose how many there are.
-        self._known: dict[int, tuple[StorageWeakRef, bool, int, bool]] = {}
+        self._known: dict[int, tuple[StorageWeakRef, bool, int]] = {}
         self._bits: dict[tuple[Any, int], bool] = {}  # as consumed, by node and output
         for t in constants:
             self._mark(t, True)
@@ -137,24 +132,15 @@ class Mode(TorchDispatchMode):
         with torch._C._DisableAutocast():  # it has done its part, above
             out = func(*args, **kwargs)
         constant = all(bits)
-        counted = any(map(self._counted, operands))
-        picks = torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
-        picks = picks and func._schema.name not in BY_VALUE
-        if picks and func._schema.name == "aten::index":  # as many as the index, if it is no mask
-            picks = counted or any(t.dtype in (torch.bool, torch.uint8) for t in operands)
-        counted = counted or picks
-        # Places alone are no rows, and what has a gradient is seen in the graph.
-        picks = picks and not func._schema.name.startswith(PLACES)
-        if picks and not constant and not any(t.requires_grad for t in operands):
-            self.picks = True
+        if not constant and torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
+            self.picks = self.picks or _picks(func, operands)
         for t in () if constant else _written(func, args, kwargs):
             self._mark(t, False)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 alike = bool(shapes) and not t.is_nested and t.shape in shapes
                 apart = self._apart(t, self._batch_dim) if alike else self._known_apart(t)
-                placed = counted and not t.is_floating_point()
-                self._mark(t, constant or _is_of_sizes(func), apart, placed)
+                self._mark(t, constant or _is_of_sizes(func), apart)
         return out
 
     def knows_constant(self, t: Tensor) -> bool:
@@ -167,15 +153,10 @@ class Mode(TorchDispatchMode):
         # A number that Python made; and parameters that fully_shard brings together.
         return not t.dim() or (t.is_leaf and t.requires_grad)
 
-    def _counted(self, t: Tensor) -> bool:
-        storage = _storage_of(t)
-        known = None if storage is None else self._known.get(storage._cdata)
-        return known is not None and known[3] and t.dim() > 0
-
-    def _mark(self, t: Tensor, constant: bool, apart: int = 0, counted: bool = False) -> None:
+    def _mark(self, t: Tensor, constant: bool, apart: int = 0) -> None:
         storage = _storage_of(t)
         if storage is not None:
-            self._known[storage._cdata] = StorageWeakRef(storage), constant, apart, counted
+            self._known[storage._cdata] = StorageWeakRef(storage), constant, apart
 
 
 class _Untraced(Mode):
@@ -208,6 +189,12 @@ def _is_of_sizes(func: Any) -> bool:
         or name.startswith("new_")
         or (schema is not None and name == "bernoulli" and schema.overload_name == "p")
     )
+
+
+def _picks(func: Any, operands: Sequence[Tensor]) -> bool:
+    """Return whether it takes rows of data; what has a gradient is seen in the graph."""
+    name = func._schema.name.removeprefix("aten::")
+    return not name.startswith("nonzero") and not any(t.requires_grad for t in operands)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

@@ -186,9 +186,20 @@ class Forwards:
         if first.grad_fn is not None:
             self._local.ends.setdefault((site, first.grad_fn), []).extend(ends)
 
-    def routed(self, nodes: Set[Any]) -> None:
-        """Nodes of a use sent rows by their values, each sample's to its own."""
+    @property
+    def picks(self) -> bool:
+        """Return whether this forward, watched, has taken rows of data by data."""
+        watch = self._local.watch
+        return watch is not None and bool(watch.seen.picks)
+
+    def routed(self, nodes: Set[Any], picks: bool) -> None:
+        """Nodes of a use sent rows by their values, each sample's to its own.
+
+        picks: before it. What it took itself went nowhere but into these.
+        """
         self._local.by_row |= nodes
+        if self._local.watch is not None:
+            self._local.watch.seen.picks = picks
 
     def meet(self, site: int, given: Sequence[Tensor]) -> None:
         """A use of a site where operators are watched, or under a selective checkpoint."""

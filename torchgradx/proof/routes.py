@@ -55,6 +55,8 @@ def routes(outputs: Iterable[Tensor], n: int, by_row: Set[Node] = frozenset()) -
     for node in below(t.grad_fn for t in outputs if t.grad_fn is not None) if n > 1 else ():
         name = node.name()
         if node in by_row:
+            chosen = True
+            found.append("by row")
             continue
         if name == INTO_SLICES or (name in JOINS and _joins_samples(node, n)):
             chosen = True

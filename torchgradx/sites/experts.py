@@ -15,18 +15,25 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..proof.layout import Watched, owners
-from ..proof.owners import MAPPING, Owned, owners_within
+from ..proof.owners import MAPPING, PRODUCTS, Owned, owners_within
 from ..proof.several import End
 from ..shared.frontier import Node, is_leaf, shape_of, signed
 from ..shared.outer import BySample, Grouped, along, size, sq_norms, to_add, total
-from ..shared.products import CAST
+from ..shared.products import CAST, POINTWISE
 from .copies import untraced
 
-RANKS = {"SortBackward0", "SortBackward1", "TopkBackward0"}
 OPERANDS = {"GroupedMmBackward0": 1, "MmBackward0": 1}  # which one is the weight
+# Nodes of which it is known what they do with rows: none; among others along a dimension; by index.
+KEEPS = {f"{name}Backward0" for name in (
+    "Add", "Alias", "Clone", "Div", "Gelu", "Mul", "ReshapeAlias", "Sub", "ToCopy", "UnsafeView",
+    "Unsqueeze", "View",
+)} | POINTWISE  # fmt: skip
+ALONG = {"CatBackward0", "SelectBackward0", "SliceBackward0", "SoftmaxBackward0", "SplitBackward0",
+         "SplitWithSizesBackward0", "SumBackward1"}  # fmt: skip
+RANKS = {"SortBackward0", "SortBackward1", "TopkBackward0"}
 
 
 @dataclass
@@ -118,6 +125,13 @@ class Served:
             run.add_dots(along(whole, run.directions[place]))
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Return whether all parameters of a module are its own, and [E, *, *] each."""
+    parameters = [*module.parameters()]
+    own = len(parameters) == len([*module.parameters(recurse=False)])
+    return own and all(p.dim() == 3 for p in parameters)
+
+
 def products_of(
     out: Tensor,
     leads: Sequence[int],
@@ -125,8 +139,10 @@ def products_of(
     held: Mapping[int, Tensor],
     n: int,
     layout: int,
+    start: int,
 ) -> Products:
-    """out: which has rows [*leads] of this layout, as what it is made of."""
+    """out: which has rows [*leads] of this layout, as what it is made of. start: of the nodes that
+    the call made."""
     rows, end = owners(leads, n).get(layout), (out.grad_fn, out.output_nr)
     first = given[0].grad_fn if given else None
     if rows is None or first is None:
@@ -142,7 +158,8 @@ def products_of(
         product = None if operand is None else _product(node, operand, leaves, held)
         if product is not None:
             found[node] = product
-    if not found or edges != len(found):
+    ways = {_last(node, OPERANDS[node.name()]) for node in found}
+    if not found or not edges == len(found) == len(ways):
         return NONE
     owned = owners_within(end, rows, nodes, n, leads)
     flags: list[Tensor] = []
@@ -164,16 +181,22 @@ def products_of(
             return NONE
         product.owners = of_rows.owners
         flags += of_rows.flags
-    by_row = [node for node in nodes if node.name() in MAPPING and (node, 0) in owned]
+    by_row: set[Node] = set()
     for node in nodes:
-        apart = _ranks(node, owned.get((node, 0)))
-        if apart is not None:
-            by_row.append(node)
-            flags.append(apart)
+        made = next((owned[node, k] for k in _outputs(node) if (node, k) in owned), None)
+        if made is None:
+            continue
+        if not _is_known(node, made):
+            return NONE
+        within = node._sequence_nr() >= start and not bool((made.owners == n).any())
+        if node.name() in RANKS or (node.name() in MAPPING and within):
+            by_row.add(node)
     if bool(torch.stack(flags).any()):
         return NONE
-    ends = [End(Watched(node, 0, [len(p.owners)], samples=p.owners), (p.owners, p.owners))
-            for node, p in found.items()]  # fmt: skip
+    ends = []
+    for node, product in found.items():
+        its = product.owners.masked_fill(product.owners == n, 0)  # of none: they receive zeros
+        ends.append(End(Watched(node, 0, [len(its)], samples=its), (its, its)))
     return Products(found, ends, frozenset(by_row))
 
 
@@ -190,20 +213,28 @@ def _between(end: Node, first: Node) -> list[Node]:
     return found
 
 
-def _ranks(node: Node, made: Owned | None) -> Tensor | None:
-    """Return whether a choice of the largest is among several samples; None: it is no such node, or
-    of owners that are not known."""
-    if node.name() not in RANKS or made is None:
-        return None
-    shape = shape_of(node, 0)
-    rows = prod(shape[: signed(node._saved_dim) % max(1, len(shape))])
-    each = (
-        made.owners
-        if rows % len(made.owners)
-        else made.owners.repeat_interleave(rows // len(made.owners))
-    )
-    each = each.view(rows, -1)
-    return (each != each[:, :1]).any()
+def _outputs(node: Node) -> range:
+    return range(len(node._input_metadata))
+
+
+def _is_known(node: Node, made: Owned) -> bool:
+    """Return whether the owners below a node follow from what it made, whatever the batch."""
+    name, shape, owned = node.name(), shape_of(node, 0), made.owners
+    if name in KEEPS:
+        return True
+    if name in MAPPING:
+        indices = getattr(node, "_saved_indices", None)
+        return signed(node._saved_dim) == 0 if indices is None else indices[0] is not None
+    if name in ALONG or name in RANKS:
+        operand = node.next_functions[0]
+        whole = len(shape if operand[0] is None else shape_of(*operand))
+        dims = node._saved_dim if name == "SumBackward1" else (node._saved_dim,)
+        rows = prod(shape[: min(signed(dim) % max(1, whole) for dim in dims)])
+        if rows % len(owned) == 0:
+            return True
+        each = owned.view(rows, -1)  # what it works along may be of one sample
+        return not bool((each != each[:, :1]).any())
+    return name in PRODUCTS and node.next_functions[PRODUCTS[name]][0] is not None
 
 
 def _place(child: Node, leaves: Mapping[int, int]) -> int | None:
@@ -228,7 +259,7 @@ def _product(
     child, matrix, turned = node.next_functions[operand][0], None, False
     while child is not None and not is_leaf(child):
         if child.name() == "SelectBackward0" and signed(child._saved_dim) == 0 and matrix is None:
-            matrix = signed(child._saved_index)
+            matrix = signed(child._saved_index) % shape_of(*child.next_functions[0])[0]
         elif _turns(child):
             turned = not turned
         elif child.name() != CAST:
@@ -243,3 +274,11 @@ def _product(
     if not plain or node._saved_self.shape[1:] != (rows,) or shape_of(node, 0)[1:] != (columns,):
         return None
     return Product(place, matrix, turned, torch.empty(0))
+
+
+def _last(node: Node, operand: int) -> tuple[Node, int]:
+    """Return where a chain of views ends that leads to a parameter: its own edge."""
+    edge, child = (node, operand), node.next_functions[operand][0]
+    while not is_leaf(child):
+        edge, child = (child, 0), child.next_functions[0][0]
+    return edge

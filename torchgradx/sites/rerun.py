@@ -28,7 +28,7 @@ from ..shared.frontier import coarsest
 from ..shared.outer import BySample, Gradients, along, size, sq_norms, to_add, total
 from ..shared.sizes import look_of
 from .copies import stock_of, untraced
-from .experts import NONE, Served, products_of
+from .experts import NONE, Served, is_experts, products_of
 from .fallback import CHANNELS_FIRST, Call, Kept, per_sample_gradients, terms_of_bias
 from .native import MIXED, Hooks, why_mixed
 from .packed import counts_rows, samples_of, why_not
@@ -43,6 +43,7 @@ if ops.NATIVE:
 class _OfThread(threading.local):
     regime: Regime | None  # None: as after the call; it draws no random numbers
     first = 0  # of the nodes that a call makes
+    picks = False  # see Forwards.picks
 
 
 class FallbackSite:
@@ -63,9 +64,8 @@ class FallbackSite:
         self._call = _OfThread()
         self._lifted = False  # its latest use was served at the graph's nodes
         self._mixes = isinstance(module, MIXED)
-        tensors = [parameter_of(module, name) for name in self._own.values()]
         # [experts, *, *] each: products with their matrices may be all that it does with them
-        self._experts = ops.NATIVE and all(p is not None and p.dim() == 3 for p in tensors)
+        self._experts = ops.NATIVE and context.options["backend"] == "auto" and is_experts(module)
         self._by_products = False  # some call was
         beside = any("." in name for name in self._own.values())  # of a container within it
         plain = not beside and not self._mixes
@@ -116,6 +116,7 @@ class FallbackSite:
         if not self._lifted:
             held = next(iter(self._held(module).values()), None)
         call.regime = held if held is None else Regime.current(held.device, may_draw(module))
+        call.picks = self._audit.forwards.picks
         if not self._made_first:
             call.first = torch.autograd._get_sequence_nr()
 
@@ -182,11 +183,13 @@ class FallbackSite:
         if self._experts and len(outputs) == 1 and self._recorder.depth() and not wrapped:
             leads = first.shape[: self.leads(first.dim())]
             with contextlib.suppress(Exception):  # else it runs again
-                products = products_of(made[0], leads, given, held, run.n, self.presumed)
-            self._by_products = self._by_products or bool(products.of)
+                how = run.n, self.presumed, self._call.first
+                products = products_of(made[0], leads, given, held, *how)
+        if products.of:
+            self._by_products = True
             self._audit.forwards.several(self._index, first, products.ends)
-            self._audit.forwards.routed(products.by_row)
-        if not products.of:  # else each of its edges is counted
+            self._audit.forwards.routed(products.by_row, self._call.picks)
+        else:  # of products, each edge is counted
             run.enclose(list(held), self._call.first)
         run.watch(use, made[0] if len(outputs) == 1 else first)
         if len(outputs) > 1 and run.n > 1 and self._recorder.depth():
@@ -245,8 +248,6 @@ class FallbackSite:
             inner=made_from_others(made, leaves) if len(ends) > 1 else set(),
             gave=called.gave(self._eps[kinds]) if own else [],
         )
-        if products:
-            use.products = Served(run, self._recorder, products, held, use.eps, self._failed)
         if use.several:
             self._audit.defer(use.places)
         for node, pairs in ends.items():
@@ -256,6 +257,8 @@ class FallbackSite:
             if use.hooked:  # a checkpoint: what runs again must save as much again
                 self._recorder.hold()
                 weakref.finalize(prehook, self._recorder.release)
+        if products:  # after the hook that begins it: an end may be a product
+            use.products = Served(run, self._recorder, products, held, use.eps, self._failed)
 
     @untraced
     def _arrive(self, use: Use, met: list[int], ends: list[tuple[int, int]], incoming: Any) -> None:
