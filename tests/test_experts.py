@@ -139,7 +139,7 @@ def test_rows_of_another_sample_are_refused(way):
 
 
 def test_what_is_routed_may_be_data():
-    """Of rows without a gradient the graph does not show whose they are: they run again."""
+    """Rows without a gradient run again: the graph does not show whose they are."""
     model = mixture(Experts(), first=False).double()
     with torchgradx.attach(model) as probe:
         for _ in range(2):

@@ -77,8 +77,10 @@ def _where(seen: dict[tuple[int, int], int | None], uses: Sequence[Any]) -> dict
     """Return what was seen of these uses; of a site called more often, if its calls were alike."""
     found: dict[int, int] = {}
     for k, call in enumerate(_calls(uses)):
-        ones = {one for (site, _), one in seen.items() if site == call[0]}
-        one = seen[call] if call in seen else ones.pop() if len(ones) == 1 else None
+        one = seen.get(call)
+        if call not in seen:
+            ones = {one for (site, _), one in seen.items() if site == call[0]}
+            one = ones.pop() if len(ones) == 1 else None
         if one is not None:
             found[k] = one
     return found

@@ -93,7 +93,7 @@ def _dims(shape: Shape, length: int) -> int:
     return next((k for k, rows in enumerate(_products(shape)) if rows == length), -1)
 
 
-def _saved(node: Node, key: str) -> Any:
+def saved(node: Node, key: str) -> Any:
     """Return what a node saved; None where hooks keep it, or where it is not there."""
     raw = getattr(node, f"_raw_saved_{key}", None)
     several = raw if isinstance(raw, (list, tuple)) else [raw]
@@ -104,7 +104,7 @@ def _saved(node: Node, key: str) -> Any:
 
 def mask_of(node: Node) -> Tensor | None:
     """Return the mask of a node of scaled dot-product attention."""
-    masks = (_saved(node, key) for key in ("attn_mask", "attn_bias"))
+    masks = (saved(node, key) for key in ("attn_mask", "attn_bias"))
     return next((mask for mask in masks if mask is not None), None)
 
 
@@ -314,8 +314,8 @@ class _Walk:
         """Rows of a tensor [*shape] that a node's indices name, of how many; how many leading
         dimensions of what is taken (or put) these are, -1 where they are none of rows; flags."""
         if hasattr(node, "_saved_indices"):
-            return self._by_indices(_saved(node, "indices"), shape)
-        dim, index = self._dim(node, shape), _saved(node, "index")
+            return self._by_indices(saved(node, "indices"), shape)
+        dim, index = self._dim(node, shape), saved(node, "index")
         if index is None:
             return None
         if dim >= max(1, len(self._grid)) or (dim == 1 and tuple(shape[:2]) != self._grid):

@@ -32,7 +32,7 @@ def known(model: nn.Module, options: Mapping[str, Any]) -> dict[str, dict[Any, A
 
 
 class Attached(NamedTuple):
-    """What the parts of one probe share."""
+    """Things that the parts of one probe share."""
 
     recorder: Any
     parameters: Parameters

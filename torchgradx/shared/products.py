@@ -64,6 +64,13 @@ def _turned(node: Node, g: Tensor) -> Tensor | None:
     return None
 
 
+def transposes(node: Node) -> bool:
+    """Return whether a node transposes matrices, and moves nothing else."""
+    probe = torch.empty(1, *range(1, 1 + len(shape_of(node, 0))))
+    turned = _turned(node, probe)
+    return turned is not None and turned.shape == probe.mT.shape
+
+
 def _over_features(node: Node) -> Tensor:
     normalised: Tensor = (node._saved_input - node._saved_result1) * node._saved_result2
     return normalised
@@ -245,8 +252,7 @@ def through(node: Node, g: Outer) -> Outer | None:
     name = node.name()
     if name == CAST:
         return g.to(dtype_of(*node.next_functions[0]))
-    turned = _turned(node, torch.empty(1, 2, 3))  # as it turns a matrix
-    return g.turned() if turned is not None and turned.shape[1] == 3 else None
+    return g.turned() if transposes(node) else None
 
 
 def by_sample(g: Tensor, layout: int, n: int) -> Tensor:

@@ -18,19 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from ..proof.layout import Watched, owners
-from ..proof.owners import MAPPING, PRODUCTS, Owned, owners_within
+from ..proof.owners import MAPPING, PRODUCTS, Owned, owners_within, saved
 from ..proof.several import End
 from ..shared.frontier import Node, is_leaf, shape_of, signed
 from ..shared.outer import BySample, Grouped, along, size, sq_norms, to_add, total
-from ..shared.products import CAST, POINTWISE
+from ..shared.products import CAST, LINKS, POINTWISE, transposes
 from .copies import untraced
 
 OPERANDS = {"GroupedMmBackward0": 1, "MmBackward0": 1}  # which one is the weight
 # Nodes of which it is known what they do with rows: none; among others along a dimension; by index.
-KEEPS = {f"{name}Backward0" for name in (
-    "Add", "Alias", "Clone", "Div", "Gelu", "Mul", "ReshapeAlias", "Sub", "ToCopy", "UnsafeView",
-    "Unsqueeze", "View",
-)} | POINTWISE  # fmt: skip
+KEEPS = LINKS | POINTWISE | {f"{name}Backward0" for name in ("Add", "Div", "Gelu", "Mul", "Sub")}
 ALONG = {"CatBackward0", "SelectBackward0", "SliceBackward0", "SoftmaxBackward0", "SplitBackward0",
          "SplitWithSizesBackward0", "SumBackward1"}  # fmt: skip
 RANKS = {"SortBackward0", "SortBackward1", "TopkBackward0"}
@@ -152,14 +149,14 @@ def products_of(
     leaves = {id(p): place for place, p in held.items()}
     found: dict[Node, Product] = {}
     edges = 0
+    their: set[tuple[Node, int]] = set()  # edges of parameters, of each product
     for node in nodes:
         edges += sum(_place(child, leaves) is not None for child, _ in node.next_functions)
-        operand = OPERANDS.get(node.name())
-        product = None if operand is None else _product(node, operand, leaves, held)
-        if product is not None:
-            found[node] = product
-    ways = {_last(node, OPERANDS[node.name()]) for node in found}
-    if not found or not edges == len(found) == len(ways):
+        made_of = _product(node, leaves, held)
+        if made_of is not None:
+            found[node], edge = made_of
+            their.add(edge)
+    if not found or not edges == len(found) == len(their):
         return NONE
     owned = owners_within(end, rows, nodes, n, leads)
     flags: list[Tensor] = []
@@ -183,13 +180,16 @@ def products_of(
         flags += of_rows.flags
     by_row: set[Node] = set()
     for node in nodes:
-        made = next((owned[node, k] for k in _outputs(node) if (node, k) in owned), None)
+        outputs = range(len(node._input_metadata))
+        made = next((owned[node, k] for k in outputs if (node, k) in owned), None)
         if made is None:
             continue
         if not _is_known(node, made):
             return NONE
-        within = node._sequence_nr() >= start and not bool((made.owners == n).any())
-        if node.name() in RANKS or (node.name() in MAPPING and within):
+        own = node.name() in MAPPING and node._sequence_nr() >= start  # nothing else has its rows,
+        if node.name() in RANKS or (
+            own and not bool((made.owners == n).any())
+        ):  # and all come back
             by_row.add(node)
     if bool(torch.stack(flags).any()):
         return NONE
@@ -211,10 +211,6 @@ def _between(end: Node, first: Node) -> list[Node]:
                 seen.add(child)
                 found.append(child)
     return found
-
-
-def _outputs(node: Node) -> range:
-    return range(len(node._input_metadata))
 
 
 def _is_known(node: Node, made: Owned) -> bool:
@@ -241,44 +237,28 @@ def _place(child: Node, leaves: Mapping[int, int]) -> int | None:
     return leaves.get(id(child.variable)) if child is not None and is_leaf(child) else None
 
 
-def _turns(node: Node) -> bool:
-    """Return whether a node transposes matrices, and moves nothing else."""
-    dims = len(shape_of(node, 0))
-    if node.name() == "PermuteBackward0":
-        order = [signed(dim) % dims for dim in node._saved_dims]
-        return order == [*range(dims - 2), dims - 1, dims - 2]
-    if node.name() == "TransposeBackward0":
-        swapped = {signed(node._saved_dim0) % dims, signed(node._saved_dim1) % dims}
-        return swapped == {dims - 2, dims - 1}
-    return bool(node.name() == "TBackward0")
-
-
 def _product(
-    node: Node, operand: int, leaves: Mapping[int, int], held: Mapping[int, Tensor]
-) -> Product | None:
-    child, matrix, turned = node.next_functions[operand][0], None, False
+    node: Node, leaves: Mapping[int, int], held: Mapping[int, Tensor]
+) -> tuple[Product, tuple[Node, int]] | None:
+    """Return a node's product with a matrix of a parameter, and the parameter's edge: a node above
+    it, and its operand there."""
+    edge = node, OPERANDS.get(node.name(), -1)
+    if edge[1] < 0:
+        return None
+    child, matrix, turned = node.next_functions[edge[1]][0], None, False
     while child is not None and not is_leaf(child):
         if child.name() == "SelectBackward0" and signed(child._saved_dim) == 0 and matrix is None:
             matrix = signed(child._saved_index) % shape_of(*child.next_functions[0])[0]
-        elif _turns(child):
+        elif transposes(child):
             turned = not turned
         elif child.name() != CAST:
             return None
-        child = child.next_functions[0][0]
+        edge, child = (child, 0), child.next_functions[0][0]
     place = _place(child, leaves)
     if place is None or (matrix is None) == (node.name() == "MmBackward0"):
         return None
-    rows, columns = held[place].shape[1:][::-1] if turned else held[place].shape[1:]
-    saved = getattr(node, "_raw_saved_self", None)
-    plain = saved is not None and getattr(saved, "unpack_hook", None) is None
-    if not plain or node._saved_self.shape[1:] != (rows,) or shape_of(node, 0)[1:] != (columns,):
+    sizes, rows = held[place].shape[1:], saved(node, "self")
+    fits = rows is not None and (*rows.shape[1:], *shape_of(node, 0)[1:])
+    if fits != tuple(sizes[::-1] if turned else sizes):
         return None
-    return Product(place, matrix, turned, torch.empty(0))
-
-
-def _last(node: Node, operand: int) -> tuple[Node, int]:
-    """Return where a chain of views ends that leads to a parameter: its own edge."""
-    edge, child = (node, operand), node.next_functions[operand][0]
-    while not is_leaf(child):
-        edge, child = (child, 0), child.next_functions[0][0]
-    return edge
+    return Product(place, matrix, turned, torch.empty(0)), edge

@@ -219,7 +219,7 @@ class FallbackSite:
         """Listen after all to a call, as csrc/nodes/called.cpp noted it, that is not served at the
         graph's nodes this time."""
         regime, ends = Regime(out.device.type, autocast, None), {node: [(0, number)]}
-        call = Called(regime, (args, {}), [out], [out], ends, out, None, [version])
+        call = Called(regime, (args, {}), [out], [out], ends, out, None, [version], {})
         self._listen(run, use, self._held(self._module), call)
 
     def _listen(self, run: Any, number: int, held: dict[int, Tensor], called: Called) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ class Called(NamedTuple):
     first: Tensor  # whose rows are proven
     samples: Tensor | None
     versions: list[int]  # of the outputs
-    products: Mapping[Any, Product] = MappingProxyType({})  # by node, see experts.py
+    products: Mapping[Any, Product]  # by node, see experts.py
 
     def gave(self, eps: float) -> list[Outcome | None]:
         """Return what the outputs were, of those that nobody has written into."""
