@@ -140,6 +140,23 @@ def test_a_second_backward_adds_to_the_norms_as_it_does_to_the_gradient(options)
         close(probe.norms(), want)
 
 
+@pytest.mark.parametrize("options", [{}, {"fused": False}, {"backend": "vmap"}], ids=str)
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_backward_of_the_last_layer_that_was_read_and_zeroed_does_not_count(to_none, options):
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    x = samples()
+    want = loop_model(net, square, x)
+    with torchgradx.attach(net, **options) as probe:
+        for _ in range(2):
+            loss = square(net, x)
+            loss.backward(inputs=[*net[2].parameters()], retain_graph=True)
+            probe.norms()
+            net.zero_grad(to_none)
+            loss.backward()
+            close(probe.norms(), want)
+            net.zero_grad(to_none)
+
+
 def test_a_loss_scale_given_at_reading_overrides_the_one_attached(model):
     x = samples()
     want = loop_model(model, square, x)

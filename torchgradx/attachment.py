@@ -330,6 +330,8 @@ class Attachment:
     # Backward
 
     def _began(self, run: Pass | None) -> None:
+        if run is not None and run.recorded:
+            self._record.come_again(run)
         self._backwards.meet(run)
         if run is None or run.recorded:
             return

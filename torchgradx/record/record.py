@@ -92,6 +92,17 @@ class Record:
             for site, reason in run.refusals:
                 self._recorder.refuse(site, reason)
 
+    def come_again(self, run: Any) -> None:
+        """Another backward of a pass in the record: it adds to it, as it does to .grad.
+
+        What was read and then zeroed in .grad is of the record before.
+        """
+        if not (self._read and self._options["weight_grad"]):
+            return
+        grads = (p.grad for p in map(self._parameters.tensor, run.trainable))
+        if not any(bool(g.norm()) for g in grads if g is not None):
+            self.clear()
+
     @property
     def scale(self) -> Any:
         """Return what losses are scaled by in the passes to come, as the user said it."""
