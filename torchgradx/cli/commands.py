@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 
 from ..errors import CoverageError, VerificationError
 from ..jobs import score
-from ..jobs.pool import Pool, missed, moved, random_state_kept, split_batch
+from ..jobs.pool import Pool, missed, moved, split_batch
+from ..kept import random_state_kept
 from ..verify import verify
 from . import named
 from .facts import table

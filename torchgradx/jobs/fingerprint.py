@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset, TensorDataset
 
-from .pool import Pool, random_state_kept
+from ..kept import random_state_kept
+from .pool import Pool
 
 PLAIN = (int, float, str, bytes, bool, np.generic, type(None))
 SAMPLES = 8  # of a dataset that are looked at, spread over it

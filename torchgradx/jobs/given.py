@@ -1,4 +1,4 @@
-"""Arguments of a job's update(): a probe, or norms that were read from one."""
+"""Arguments of jobs: a probe, or norms that were read from one; indices of a dataset."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..probe import Probe
@@ -24,3 +25,16 @@ def norms_of(given: Any) -> Tensor:
     if norms.dim() != 1:
         raise ValueError(f"norms must be [N]; got {list(norms.shape)}")
     return norms.detach()
+
+
+def indices_of(given: Any, size: int | None = None) -> NDArray[np.int64]:
+    """Return indices [B]. size: of the dataset, which they must be within."""
+    found = given.cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
+    if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
+        raise TypeError(f"indices must be integers [B]; got {found.dtype} {list(found.shape)}")
+    found = found.astype(np.int64)
+    if size is not None and found.size and not 0 <= found.min() <= found.max() < size:
+        raise ValueError(
+            f"indices must be from 0 to {size - 1}; got {found.min()} to {found.max()}"
+        )
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..kept import model_kept
 from ..layers.table import Parameters
 from ..probe import Probe
 from ..scoring import norms_only
@@ -144,7 +145,7 @@ class Job:
             said = f"going on from {before:,} of {total:,} samples, in {gathered.path}"
             print(said, file=sys.stderr, flush=True)
         with (
-            _untouched(inner, self.eval_mode),
+            model_kept(inner, self.eval_mode),
             self._attached(inner) as probe,
             progress(total, before, self.shown) as advance,
         ):
@@ -188,27 +189,3 @@ class Job:
         if not columns:
             return np.zeros((0, 0))
         return torch.stack([found[name].double() for name in columns], 1).cpu().numpy()
-
-
-@contextlib.contextmanager
-def _untouched(model: nn.Module, eval_mode: bool) -> Iterator[None]:
-    """Run in eval mode, if so told; afterwards modes and buffers are as before."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    if eval_mode:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                module._buffers[name] = buffer
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -93,22 +92,6 @@ class Pool:
         holders = (self._loader, self._sampler, getattr(self._sampler, "sampler", None))
         held = (getattr(holder, "generator", None) for holder in holders)
         return [generator for generator in held if isinstance(generator, torch.Generator)]
-
-
-@contextlib.contextmanager
-def random_state_kept(generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """Whatever is drawn inside, of torch, numpy or Python, is drawn again after it."""
-    python, numpy = random.getstate(), np.random.get_state()
-    states = [generator.get_state() for generator in generators]
-    try:
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:

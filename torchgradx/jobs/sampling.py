@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from .given import norms_of
+from .given import indices_of, norms_of
 
 Indices = Any  # a Tensor, an array or a sequence of ints
 
@@ -132,7 +132,7 @@ class ImportanceSampler(Sampler[int]):
 
         mean(weights * losses) over a batch has the mean loss over the dataset as its expectation.
         """
-        where = self._places(indices)
+        where = torch.from_numpy(indices_of(indices, self.size))
         weights = (1 / (self.size * self._p[where])).float()
         return weights.to(indices.device) if isinstance(indices, Tensor) else weights
 
@@ -142,7 +142,7 @@ class ImportanceSampler(Sampler[int]):
         `norms` may be the probe, if `probe.loss_scale` is set to the weights before the forward.
         A norm that is not finite leaves what was known of its sample.
         """
-        where = self._places(indices)
+        where = torch.from_numpy(indices_of(indices, self.size))
         values = norms_of(norms).to("cpu", torch.float64)
         if values.shape != where.shape:
             raise ValueError(
@@ -154,14 +154,6 @@ class ImportanceSampler(Sampler[int]):
         for place, value in zip(where[good].tolist(), values[good].tolist(), strict=True):
             self._norms[place] = value  # in order, which an indexed assignment does not promise
         self._seen += len(where)
-
-    def _places(self, indices: Indices) -> Tensor:
-        where = torch.as_tensor(indices).to("cpu")
-        if where.dim() != 1 or where.is_floating_point() or where.dtype == torch.bool:
-            raise TypeError(f"indices must be integers [B]; got {where.dtype} {list(where.shape)}")
-        if len(where) and not 0 <= int(where.min()) <= int(where.max()) < self.size:
-            raise ValueError(f"indices must be from 0 to {self.size - 1}; got {where.tolist()}")
-        return where.long()
 
     # Checkpoints
 

@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..attach import attach
+from ..kept import random_state_kept
 from ..options import Model, Parts, check_loss, check_per
 from ..scoring import Loss
 from . import fingerprint
+from .given import indices_of
 from .job import Job
-from .pool import Pool, Split, random_state_kept
+from .pool import Pool, Split
 from .quantities import KINDS, OF_OUTPUT, Logits, Quantities
 from .ranks import Ranks
 from .tables import checked_path, save_scores
@@ -144,7 +146,7 @@ def score(
             are moved to the model's device.
         per: "model", "module" or "parameter", as in `Probe.norms`; the latter two for one of the
             kinds "norm" and "egl".
-        progress: a bar (tqdm's, if installed) on stderr.
+        progress: tqdm's bar on stderr, where that is installed.
         kind, top_classes: see above.
         out: a file to write, .npz, .csv or .parquet. Until it is whole, `<out>.partial` beside it
             holds every batch that is done (of rank r: `<out>.rank<r>.partial`).
@@ -263,13 +265,6 @@ def _check(
 def _wanted(indices: Any, size: int) -> NDArray[np.bool_]:
     if indices is None:
         return np.ones(size, bool)
-    chosen = np.asarray(indices)
-    if chosen.ndim != 1 or (chosen.size and not np.issubdtype(chosen.dtype, np.integer)):
-        raise TypeError(f"indices must be integers, of one dimension; got {indices!r:.60}")
-    if chosen.size and not 0 <= chosen.min() <= chosen.max() < size:
-        raise ValueError(
-            f"indices must be from 0 to {size - 1}; got {chosen.min()} to {chosen.max()}"
-        )
     wanted = np.zeros(size, bool)
-    wanted[chosen.astype(np.int64)] = True
+    wanted[indices_of(indices, size)] = True
     return wanted

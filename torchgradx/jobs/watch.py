@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..probe import Probe
-from .given import norms_of
+from .given import indices_of, norms_of
 
 MODEL = ""  # the name of norms that are of the whole model
 
@@ -47,10 +47,8 @@ class OutlierWatch:
         window: how many norms the quantile is of; 8 bytes each.
         warmup: no finite norm is flagged before so many were seen.
         writer: a callable (dict, step), such as a Lightning logger's log_metrics, or a TensorBoard
-            SummaryWriter. Gets <tag>/mean, /max, /threshold and /outliers at each step; a
-            SummaryWriter also a histogram of the window now and then.
+            SummaryWriter. Gets <tag>/mean, /max, /threshold and /outliers at each step.
         tag: what the names in `writer` begin with.
-        histogram_every: steps between histograms; 0: none.
         keep: how many of the latest outliers `outliers` holds.
     """
 
@@ -63,7 +61,6 @@ class OutlierWatch:
         warmup: int = 256,
         writer: Any = None,
         tag: str = "grad_norm",
-        histogram_every: int = 100,
         keep: int = 1000,
     ) -> None:
         if not 0 <= quantile <= 1:
@@ -74,7 +71,7 @@ class OutlierWatch:
             raise ValueError(f"warmup must be from 1 to window = {window!r}; got {warmup!r}")
         self.quantile, self.factor = quantile, factor
         self.window, self.warmup = window, warmup
-        self.writer, self.tag, self.histogram_every = writer, tag, histogram_every
+        self.writer, self.tag = writer, tag
         self.outliers: deque[Outlier] = deque(maxlen=keep)
         self.steps = 0
         self._latest: dict[str, NDArray[np.float64]] = {}
@@ -103,7 +100,9 @@ class OutlierWatch:
         flagged: list[Outlier] = []
         scalars: dict[str, float] = {}
         for name, values in zip(groups, together, strict=True):
-            ids = _ids(indices, len(values))
+            ids = np.arange(len(values)) if indices is None else indices_of(indices)
+            if ids.shape != values.shape:
+                raise ValueError(f"indices must be [{len(values)}], as norms are; got {len(ids)}")
             threshold = self._threshold(name)
             wrong = ~np.isfinite(values) | (values > threshold)  # nothing is above NaN
             found = [
@@ -124,12 +123,6 @@ class OutlierWatch:
         elif self.writer is not None:
             for tag, value in scalars.items():
                 self.writer.add_scalar(tag, value, step)
-            if self.histogram_every and self.steps % self.histogram_every == 0:
-                for name in groups:
-                    if len(self._latest[name]):
-                        self.writer.add_histogram(
-                            f"{self._tag(name)}/window", self._latest[name], step
-                        )
         self.outliers.extend(flagged)
         self.steps += 1
         return flagged
@@ -145,11 +138,7 @@ class OutlierWatch:
         latest = self._latest.get(name, ())
         if len(latest) < self.warmup:
             return math.nan
-        # np.quantile takes four times as long.
-        place = self.quantile * (len(latest) - 1)
-        low, high = math.floor(place), math.ceil(place)
-        held = np.partition(latest, (low, high))
-        return float(self.factor * (held[low] + (held[high] - held[low]) * (place - low)))
+        return float(self.factor * np.quantile(latest, self.quantile))
 
     def _tag(self, name: str) -> str:
         return f"{self.tag}/{name}" if name else self.tag
@@ -174,12 +163,3 @@ class OutlierWatch:
         self._latest = {name: np.array(values, float)[-self.window :] for name, values in latest}
         self.outliers.clear()
         self.outliers.extend(Outlier(*outlier) for outlier in state["outliers"])
-
-
-def _ids(indices: Any, count: int) -> NDArray[np.int64]:
-    if indices is None:
-        return np.arange(count)
-    ids = indices.cpu().numpy() if isinstance(indices, Tensor) else np.asarray(indices)
-    if ids.shape != (count,):
-        raise ValueError(f"indices must be [{count}], as norms are; got {list(ids.shape)}")
-    return ids

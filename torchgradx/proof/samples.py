@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ..kept import model_kept, random_state_kept
 from ..refusals import RefusedError, cause
 from ..sharding import data_parallel
 from ..shared.frontier import Graph
@@ -194,7 +195,13 @@ class Samples:
         """Run the model on one sample, and return the gradients by its parameters."""
         dim, mean = self._options["batch_dim"], self._options["loss_reduction"] == "mean"
         args, kwargs = _of_one(call.arguments, n, sample, dim)
-        with self.quiet(), _kept(call.module), call.regime.again(), torch.enable_grad():
+        with (
+            self.quiet(),
+            model_kept(call.module),
+            random_state_kept(),
+            call.regime.again(),
+            torch.enable_grad(),
+        ):
             self._recorder.push(None)
             try:
                 with _eager():
@@ -309,26 +316,6 @@ def _generators(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     _, keys, *places = np.random.get_state()
     arrays = [*(t.numpy() for t in states), np.asarray(keys)]
     return [array.tobytes() for array in arrays], random.getstate(), places
-
-
-@contextmanager
-def _kept(module: nn.Module) -> Iterator[None]:
-    """Buffers, modes and random generators are afterwards as they were."""
-    buffers = [(b, b.clone()) for b in module.buffers()]
-    modes = [(m, m.training) for m in module.modules()]
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng({p.device for p in module.parameters() if p.is_cuda}):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        for m, training in modes:
-            m.training = training
-        with torch.no_grad():
-            for b, value in buffers:
-                if not torch.equal(b, value):
-                    b.copy_(value)
 
 
 def _eager() -> Any:
