@@ -271,3 +271,29 @@ def test_verify_reports_a_refusal_as_its_own_error():
     with pytest.raises(torchgradx.VerificationError, match=r"1\.weight"):
         torchgradx.verify(model, F.cross_entropy, x, y)
     assert torchgradx.verify(model.eval(), F.cross_entropy, x, y) is not None
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_wrong_gradient_of_torchs_own_is_noted(dtype, mixes):
+    """BatchNorm in eval mode, of a batch of one, whose gradient does not lie as its input does."""
+    rows = Model(lambda m, x: m.norm(x).flatten(2).transpose(1, 2), norm=nn.BatchNorm2d(8))
+    rows, x = rows.to(dtype).eval(), torch.randn(N, 8, 4, 4, dtype=dtype)
+    target = torch.randn(N, 16, 8, dtype=dtype)
+
+    def loss(out, y):
+        out = out - out.mean(0) if mixes and len(out) > 1 else out
+        return (out * y).cos().mean()
+
+    if mixes:
+        with pytest.raises(torchgradx.VerificationError, match="norms differ"):
+            torchgradx.verify(rows, loss, x, target)
+        return
+    report = torchgradx.verify(rows, loss, x, target)
+    assert report.agrees
+    assert "wrong: norm.weight, norm.bias" in str(report)
+    x = x.double().requires_grad_()  # if this holds no more, torch is mended, and the note may go
+    norm = nn.BatchNorm2d(8).double().eval()
+    assert not torch.autograd.gradcheck(
+        lambda x: norm(x).flatten(2).transpose(1, 2), x[:1], raise_exception=False
+    )

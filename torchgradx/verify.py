@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from numbers import Real
 from typing import Any
@@ -26,6 +27,7 @@ class Report:
     norms: Mapping[str, Tensor]  # name -> [N]
     loop: Mapping[str, Tensor]
     rtol: float
+    note: str = ""  # of torch's own gradients, where they are wrong
 
     def errors(self) -> dict[str, float]:
         """Return each parameter's largest difference, relative to the sample's whole norm."""
@@ -53,7 +55,7 @@ class Report:
             f"{'' if error <= self.rtol else ' differs'}</td></tr>"
             for name, error in self.errors().items()
         )
-        return f"<table>{head}{''.join(rows)}</table>"
+        return f"<table>{head}{''.join(rows)}</table>{escape(self.note)}"
 
     def __str__(self) -> str:
         errors = self.errors()
@@ -62,7 +64,7 @@ class Report:
         for name, error in errors.items():
             wrong = "" if error <= self.rtol else "  <- differs"
             lines.append(f"{name:<{width}}  {error:13.2e}{wrong}")
-        return "\n".join(lines)
+        return "\n".join([*lines, self.note] if self.note else lines)
 
 
 def verify(
@@ -80,7 +82,9 @@ def verify(
     """Compare a model's norms with a loop over single samples; `.grad` and the model are untouched.
 
     The loop sees each sample alone, so it also finds what no attachment can: a loss that mixes
-    samples (in-batch negatives) has no gradient by sample.
+    samples (in-batch negatives) has no gradient by sample. Where differences of a sample's loss
+    show that torch's own gradient is wrong for it alone, norms are compared with that of its rows
+    of the batch, and the report's `note` says so.
 
     Args:
         model, loss_fn, inputs, targets, loss_reduction: as of `grad_norms`. Tensors with N in their
@@ -99,11 +103,12 @@ def verify(
         raise TypeError(f"rtol must be a number or None; got {rtol!r}")
     if rtol is not None and not rtol >= 0:
         raise ValueError(f"rtol must be 0 or more; got {rtol}")
-    common = {"batch_dim": batch_dim, "check": check, **options}
+    options = {"batch_dim": batch_dim, "check": check, **options}
+    graph = {**options, "check": "graph"} if check == "samples" else options  # all run alone below
     state = torch.get_rng_state()
-    call = (model, loss_fn, inputs, targets, "parameter", loss_reduction, common)
+    call = (model, loss_fn, inputs, targets, "parameter", loss_reduction)
     try:
-        norms = norms_alone(*call, compare=False)
+        norms = norms_alone(*call, graph, compare=False)
     except CoverageError as error:
         raise VerificationError(str(error)) from error
     assert isinstance(norms, dict)
@@ -111,26 +116,41 @@ def verify(
     twin = copy.deepcopy(model, _computed_by(model))
     held = dict(twin.named_parameters())
     live = [held[name] for name in norms]
-    with torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(state)
-        given = (twin, live, loss_fn, inputs, targets, n)
-        if options.get("sample_ids") is not None:
-            loop = _loop_by_rows(*given, options, n if loss_reduction == "mean" else 1)
-        else:
-            loop = _loop(*given, batch_dim)
-        found = {name: held[name].new_zeros(n, dtype=torch.float64) for name in norms}
-        for sample, gradients in enumerate(loop):
-            for norm, gradient in zip(found.values(), gradients, strict=True):
-                norm[sample] = 0 if gradient is None else gradient.double().norm()
     if rtol is None:
         dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
         # A norm over a long sum keeps half its digits at least, whatever the order of summation.
         rtol = max((torch.finfo(d).eps for d in dtypes), default=0.0) ** 0.5
-    report = Report(norms, found, rtol)
+
+    def compared(loop: Gradients, note: str = "") -> Report:
+        found = {name: held[name].new_zeros(n, dtype=torch.float64) for name in norms}
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(state)
+            for sample, gradients in enumerate(loop):
+                for norm, gradient in zip(found.values(), gradients, strict=True):
+                    norm[sample] = 0 if gradient is None else gradient.double().norm()
+        return Report(norms, found, rtol, note)
+
+    alone = partial(_loss_alone, twin, loss_fn, inputs, targets, n, batch_dim)
+    rows = (twin, live, loss_fn, inputs, targets, n, options, loss_reduction)
+    if options.get("sample_ids") is not None:
+        report = compared(_loop_by_rows(*rows))
+    else:
+        report = compared(_loop(twin, live, n, alone))
+        where = {name: int((norms[name] - report.loop[name]).abs().argmax())
+                 for name, error in report.errors().items() if not error <= rtol}  # fmt: skip
+        told = _picked(_loop(twin, live, n, alone), norms, where)
+        of_rows = _picked(_loop_by_rows(*rows), norms, where) if where else {}
+        if where and all(
+            _is_slope(held[name], partial(alone, sample), of_rows[name])
+            and not _is_slope(held[name], partial(alone, sample), told[name])
+            for name, sample in where.items()
+        ):
+            note = f"torch's own gradient of a sample alone is wrong: {', '.join(where)}"
+            report = compared(_loop_by_rows(*rows), note)
     if not report.agrees:
         why = f"does the model or the loss mix samples, or draw random numbers?{_random(model)}"
         try:
-            norms_alone(*call)
+            norms_alone(*call, options)
         except CoverageError as error:  # the loss itself shows it
             why = str(error)
         raise VerificationError(
@@ -151,23 +171,49 @@ Gradients = Iterator[Sequence[Tensor | None]]  # of each sample, by parameter
 
 
 def _loop(
-    model: nn.Module,
-    live: Sequence[Tensor],
-    loss_fn: Loss,
-    inputs: Any,
-    targets: Any,
-    n: int,
-    batch_dim: int,
+    model: nn.Module, live: Sequence[Tensor], n: int, alone: Callable[[int], Tensor]
 ) -> Gradients:
     """One sample at a time."""
     for sample in range(n):
-        one_input = one_sample(inputs, sample, n, batch_dim)
-        one_target = one_sample(targets, sample, n, 0)
         model.zero_grad()
-        with torch.enable_grad():
-            loss = loss_fn(call(model, one_input), one_target)
-            loss.backward()  # reentrant checkpoints allow no grad()
+        alone(sample).backward()  # reentrant checkpoints allow no grad()
         yield [p.grad for p in live]
+
+
+@torch.enable_grad()
+def _loss_alone(
+    model: nn.Module, loss_fn: Loss, inputs: Any, targets: Any, n: int, batch_dim: int, sample: int
+) -> Tensor:
+    given, target = one_sample(inputs, sample, n, batch_dim), one_sample(targets, sample, n, 0)
+    return loss_fn(call(model, given), target)
+
+
+def _picked(
+    loop: Gradients, names: Iterable[str], where: Mapping[str, int]
+) -> dict[str, Tensor | None]:
+    """Return gradients by parameter, each of one sample."""
+    found: dict[str, Tensor | None] = {}
+    for sample, gradients in enumerate(loop if where else ()):
+        each = zip(names, gradients, strict=True)
+        found |= {name: g for name, g in each if where.get(name) == sample}
+    return found
+
+
+def _is_slope(p: Tensor, loss: Callable[[], Tensor], gradient: Tensor | None) -> bool:
+    """Return True if differences of a loss along a gradient by p say that it is one."""
+    if gradient is None or not gradient.any():
+        return False
+    norm, before = float(gradient.norm()), p.detach().clone()
+    eps = torch.finfo(p.dtype).eps
+    step = eps ** (1 / 3) * max(1.0, float(before.norm()))
+    losses = []
+    for side in (step, -step):
+        p.data = before + gradient.to(p) * (side / norm)
+        torch.manual_seed(0)
+        losses.append(float(loss().detach()))
+    p.data = before
+    slope = (losses[0] - losses[1]) / (2 * step)
+    return abs(slope - norm) <= 0.05 * norm + 10 * eps * max(map(abs, losses)) / step
 
 
 def _loop_by_rows(
@@ -178,18 +224,19 @@ def _loop_by_rows(
     targets: Any,
     n: int,
     options: Mapping[str, Any],
-    factor: float,
+    loss_reduction: str,
 ) -> Gradients:
     """The same, where no sample can be cut out: its rows of the outputs' gradient, pulled back."""
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-    ids = options["sample_ids"](args if isinstance(args, (tuple, list)) else (args,), kwargs)
+    of = options.get("sample_ids") or (lambda args, kwargs: torch.arange(n))
+    ids = of(args if isinstance(args, (tuple, list)) else (args,), kwargs)
     with torch.enable_grad():
         output = call(model, inputs)
         outputs = [t for t in tensors_in(output) if t.requires_grad]
         seeds = torch.autograd.grad(loss_fn(output, targets), outputs, allow_unused=True)
     pairs = [(t, g) for t, g in zip(outputs, seeds, strict=True) if g is not None]
     scales = torch.as_tensor(options.get("loss_scale", 1.0)).expand(n)
-    weights = torch.where(scales == 0, 0.0, factor / scales.abs())
+    weights = torch.where(scales == 0, 0.0, (n if loss_reduction == "mean" else 1) / scales.abs())
     for sample in range(n):
         of_one = [g * _rows_of_one(g, ids, sample, n) for _, g in pairs]
         roots = [t for t, _ in pairs]
