@@ -111,14 +111,9 @@ void bind_pass(py::module_& m) {
       .def_property_readonly("held", &Recorder::held);
 
   py::class_<Segments, std::shared_ptr<Segments>>(m, "Segments")
-      .def(py::init([](const Tensor& owners, const std::optional<Tensor>& order,
-                       const std::vector<std::tuple<int64_t, int64_t, int64_t, Tensor>>& runs) {
-             Segments segments{owners, order.value_or(Tensor()), {}};
-             for (const auto& [first, count, length, samples] : runs)
-               segments.runs.push_back({first, count, length, samples});
-             return segments;
-           }),
-           py::arg("owners"), py::arg("order"), py::arg("runs"))
+      .def(py::init<const Tensor&, const std::optional<Tensor>&, const Tensor&,
+                    const std::vector<std::pair<int64_t, int64_t>>&>(),
+           py::arg("owners"), py::arg("order"), py::arg("samples"), py::arg("runs"))
       .def_readonly("owners", &Segments::owners);
   py::class_<Pass::State>(m, "State");
   py::class_<Pass, std::shared_ptr<Pass>>(m, "Pass")

@@ -64,6 +64,21 @@ def test_launches_wait_for_what_their_stream_has_yet_to_do(way):
     assert same(actual, expected)
 
 
+@pytest.mark.parametrize("lengths", [[1, 4000], [300, 17, 64, 900, 5] * 20], ids=str)
+def test_samples_of_several_lengths_take_one_call(lengths):
+    a = torch.randn(sum(lengths), 512, device="cuda", dtype=torch.bfloat16)
+    g = torch.randn(sum(lengths), 264, device="cuda", dtype=torch.bfloat16)
+    starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    found = torch.ops.torchgradx.segments_fused(a, g, starts, max(lengths), True, True)
+    if not found:
+        pytest.skip("Hopper's kernel alone takes them")
+    weight, _, norms = found
+    pairs = zip(a.double().split(lengths), g.double().split(lengths), strict=True)
+    each = torch.stack([y.T @ x for x, y in pairs])
+    assert torch.allclose(norms[0].double(), each.square().sum((1, 2)), rtol=1e-4)
+    assert torch.allclose(weight.double(), each.sum(0), 1e-2, 1e-2 * float(each.sum(0).abs().max()))
+
+
 @each_way
 def test_a_captured_call_replays_on_new_operands(way):
     a, b = to(CUDA, *operands(way))

@@ -65,6 +65,7 @@ Fused gradients_and_norms(const Tensor& like, IntArrayRef weight_sizes, std::opt
 //                            few positions: one sum; Grams, and the bias beside them
 //                            many: batched gradients
 //                            else: fused
+//   segments_fused           direct_sm90, or nothing
 //   conv2d_fused             planes, if it suits; fused
 //   linear_scaled            one sum where samples are short or direct_sm90 does not suit, which rounds the scaled
 //                            gradients to their dtype; direct_sm90
@@ -325,6 +326,34 @@ Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, IntArrayRef k
   return {in_order_of(input, s, weight, channels_last), grad_bias, sq_norms};
 }
 
+std::vector<Tensor> segments_fused(const Tensor& activations, const Tensor& grad_output, const Tensor& starts,
+                                   int64_t longest, bool weight, bool bias) {
+  const Tensor all_a = activations.unsqueeze(0), all_g = grad_output.unsqueeze(0);
+  const RowShape s = check_rows(all_a, all_g);
+  TORCHGRADX_CHECK(starts.scalar_type() == at::kInt && starts.dim() == 1 && starts.is_contiguous() &&
+                       starts.device() == activations.device(),
+                   "starts must be [N + 1] of int32 on ", activations.device(), "; got ", starts.scalar_type(), " ",
+                   starts.sizes(), " on ", starts.device());
+  const int64_t N = starts.size(0) - 1;
+  if (N < 1 || s.T == 0 || s.O == 0 || s.I % 8 || s.I == 0 || activations.element_size() != 2) return {};
+  const Rows rows{aligned_rows(all_a), aligned_rows(all_g)};
+  const auto problem = [&](const Run& run) {
+    LinearProblem p = problem_of(rows, run);
+    p.N = N, p.T = longest, p.starts = starts.const_data_ptr<int>(), p.rows = s.T;
+    return p;
+  };
+  if (!sm90_suits(problem(Run(activations)))) return {};
+  if (!weight)
+    return {norms(activations, N, bias, false,
+                  [&](const Run& run, const SqNorms& sq_norms) { run_sm90(run, problem(run), nullptr, sq_norms); })};
+  const auto [made, of_bias, sq] =
+      gradients_and_norms(activations, {s.O, s.I}, N, std::nullopt, bias, false,
+                          [&](const Run& run, const Gradients& gradients, const SqNorms& sq_norms) {
+                            run_sm90(run, problem(run), &gradients, sq_norms);
+                          });
+  return {made, of_bias, sq};
+}
+
 Scaled linear_scaled(const Tensor& activations, const Tensor& grad_output, const Tensor& scale, bool bias) {
   const RowShape s = check_rows(activations, grad_output);
   check_scale(scale, s.N, activations);
@@ -372,6 +401,7 @@ IMPLEMENT_OPERATORS(m) {
   m.impl("direct_sq_norms", direct_sq_norms);
   m.impl("bias_sq_norms", bias_sq_norms);
   m.impl("linear_fused", linear_fused);
+  m.impl("segments_fused", segments_fused);
   m.impl("linear_scaled", linear_scaled);
   m.impl("conv2d_gram_sq_norms", conv2d_gram_sq_norms);
   m.impl("conv2d_direct_sq_norms", conv2d_direct_sq_norms);

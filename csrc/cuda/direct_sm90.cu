@@ -27,13 +27,23 @@ struct Layer {
   Image input, grads;
   int64_t N;
   int kernel_width, taps, stride_x, stride_y, dilation_x, dilation_y, pad_x, pad_y;
+  const int* starts = nullptr;  // of a LinearProblem
+  int64_t rows = 0;
 };
 
+// Lengths that never repeat would be planned anew each time: three leading bits are enough to choose by.
+int64_t rounded(int64_t length) {
+  int64_t step = kDepth;
+  while (length > 8 * step) step *= 2;
+  return (length + step - 1) / step * step;
+}
+
 Layer layer_of(const LinearProblem& p) {
+  const int64_t length = p.starts ? rounded(p.T) : p.T;
   const auto image = [&](const DenseOperand& x, int64_t features) {
-    return Image{x.data, features, p.T, 1, x.t, p.T * x.t, x.n};
+    return Image{x.data, features, length, 1, x.t, p.T * x.t, x.n};
   };
-  return {image(p.activations, p.I), image(p.grad_output, p.O), p.N, 1, 1, 1, 1, 1, 1, 0, 0};
+  return {image(p.activations, p.I), image(p.grad_output, p.O), p.N, 1, 1, 1, 1, 1, 1, 0, 0, p.starts, p.rows};
 }
 
 Layer layer_of(const Conv2dProblem& p) {
@@ -67,7 +77,7 @@ bool suits(const Layer& layer, int64_t features) {
   return layer.N > 0 && layer.grads.width > 0 && layer.grads.height > 0 && layer.input.channels > 0 &&
          layer.input.channels % kPiece == 0 &&  // the weight's rows are written in such pieces
          fits_a_map(layer.input) && fits_a_map(layer.grads) && layer.stride_x <= 8 && layer.stride_y <= 8 &&
-         std::max({layer.N, layer.input.width, layer.input.height, features}) < kMost;
+         std::max({layer.N, layer.input.width, layer.input.height, layer.rows, features}) < kMost;
 }
 
 struct Kind {
@@ -230,6 +240,7 @@ Arguments carve(const Plan& plan, const Layer& layer, const Gradients* gradients
                 Carver& carver) {
   Arguments p{};
   p.schedule = plan.schedule, p.boxes = plan.boxes;
+  p.starts = layer.starts;
   p.O = int(layer.grads.channels), p.channels = int(layer.input.channels);
   p.parts = (p.schedule.whole ? p.schedule.blocks : p.schedule.tiles()) * kWarps;
   const int high = plan.kind.tall ? 2 : 1;
@@ -279,9 +290,12 @@ cudaError_t launch_layer(const Layer& layer, DType dtype, int blocks, const Grad
   const Arguments p = carve(plan, layer, gradients, sq_norms, carver);
   TensorMap grads, input;
   const Boxes& b = plan.boxes;
-  cudaError_t error = encode(grads, layer.grads, layer.N, dtype, b.width, b.height, 1, 1);
-  if (error == cudaSuccess)
-    error = encode(input, layer.input, layer.N, dtype, b.width + (b.halo ? 2 : 0), b.height, b.stride_x, b.stride_y);
+  const auto map = [&](TensorMap& to, Image image, int more, int stride_x, int stride_y) {
+    if (layer.starts) image.width = layer.rows;  // of all samples
+    return encode(to, image, layer.starts ? 1 : layer.N, dtype, b.width + more, b.height, stride_x, stride_y);
+  };
+  cudaError_t error = map(grads, layer.grads, 0, 1, 1);
+  if (error == cudaSuccess) error = map(input, layer.input, b.halo ? 2 : 0, b.stride_x, b.stride_y);
   if (error != cudaSuccess) return error;
   return dtype == DType::kHalf ? start<__half>(plan, gradients, grads, input, p, stream)
                                : start<__nv_bfloat16>(plan, gradients, grads, input, p, stream);

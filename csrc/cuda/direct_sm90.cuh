@@ -2,7 +2,8 @@
 // the same products, for Linear and Conv2d without copies of patches. 2 N T I O FLOP at the tensor cores' own speed.
 //
 // A block is three warpgroups. One thread of the first copies boxes into a ring of stages; its warps 1 and 2 add up the
-// bias from the same stages, each tile of a row of tiles for its own samples. The other two multiply: each has a tile
+// bias from the same stages, each tile of a row of tiles for its own samples; its warp 3 parts samples of several
+// lengths, whose rows stand one after another. The other two multiply: each has a tile
 // of 64 x kColumns of one sample's gradient in registers, which it squares and adds to its sum over the samples, while
 // the other's products go on. kTall: the two stand on top of each other (128 x kColumns), else side by side (64 x 2
 // kColumns), for few outputs. Tiles which blocks have shared are added up after a barrier of the whole grid, in the
@@ -38,27 +39,61 @@ __device__ __forceinline__ void copy_boxes(const TensorMap& grads, const TensorM
       tap_y[j] = y * boxes.dilation_y - boxes.pad_y;
     }
 #pragma unroll 1
-    for (int n = at.first; n < at.last; ++n)
+    for (int n = at.first; n < at.last; ++n) {
+      const Extent extent(p, n);
 #pragma unroll 1
       for (int down = 0; down < boxes.down; ++down)
 #pragma unroll 1
-        for (int across = 0; across < boxes.across; ++across) {
-          const int x = across * boxes.width, y = down * boxes.height;
-          uint64_t* const full = barriers.full + ring.stage;
+        for (int across = 0; across < extent.count; ++across) {
+          const int x = extent.first + across * boxes.width, y = down * boxes.height;
+          uint64_t* const copied = barriers.copied + ring.stage;
           unsigned char* const stage = stages + ring.stage * boxes.stage_bytes;
           barrier_wait(barriers.empty + ring.stage, ring.parity ^ 1);
-          barrier_expect(full, boxes.copied_bytes);
+          barrier_expect(copied, boxes.copied_bytes);
 #pragma unroll
           for (int j = 0; j < Shape::kGradBoxes; ++j)
-            copy_box(stage + j * boxes.grad_bytes, grads, full, row + j * kBox, x, y, n);
+            copy_box(stage + j * boxes.grad_bytes, grads, copied, row + j * kBox, x, y, extent.image);
 #pragma unroll
           for (int j = 0; j < kMost; ++j)
             if (j < count)
-              copy_box(stage + boxes.input_offset + j * boxes.input_bytes, input, full, channel[j],
-                       x * boxes.stride_x + tap_x[j], y * boxes.stride_y + tap_y[j], n);
+              copy_box(stage + boxes.input_offset + j * boxes.input_bytes, input, copied, channel[j],
+                       x * boxes.stride_x + tap_x[j], y * boxes.stride_y + tap_y[j], extent.image);
           ring.advance(boxes.stages);
         }
+    }
   }
+}
+
+// A warp, where samples differ in length: rows behind a sample's last one, up to a whole step, are the next sample's in
+// its last boxes, and become zeros. All boxes of a stage are alike there.
+template <int kColumns, bool kTall>
+__device__ __forceinline__ void clear_tails(const Arguments& p, unsigned char* stages, const Barriers& barriers,
+                                            int lane) {
+  using Shape = Tile<kColumns, kTall>;
+  constexpr int kBoxes = Shape::kGradBoxes + Shape::kUnits * Shape::kWide, kPieces = 2 * kBox / 16;  // of a row
+  const Boxes& boxes = p.boxes;
+  Ring ring;
+  Segment at;
+  for (int number = 0; segment_of(p.schedule, blockIdx.x, number, at); ++number)
+#pragma unroll 1
+    for (int n = at.first; n < at.last; ++n) {
+      const Extent extent(p, n);
+#pragma unroll 1
+      for (int rectangle = 0; rectangle < extent.rectangles; ++rectangle) {
+        barrier_wait(barriers.copied + ring.stage, ring.parity);
+        const int first = extent.rows - rectangle * boxes.width, last = extent.steps(boxes, rectangle) * kDepth;
+        const int pieces = (last - first) * kPieces;
+        if (pieces > 0) {
+          unsigned char* const stage = stages + ring.stage * boxes.stage_bytes + first * 2 * kBox;
+          for (int i = lane; i < pieces * kBoxes; i += warp_threads)
+            *reinterpret_cast<uint4*>(stage + i / pieces * boxes.grad_bytes + i % pieces * 16) = make_uint4(0, 0, 0, 0);
+          fence_async_shared();
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(barriers.full + ring.stage);
+        ring.advance(boxes.stages);
+      }
+    }
 }
 
 // f(std::integral_constant of steps): the compiler lets wgmmas run on only where it knows how many there are.
@@ -94,7 +129,6 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t stages, co
   const Descriptor input(
       stages + boxes.input_offset + (kTall ? 0 : group * (boxes.halo ? 1 : Shape::kWide) * boxes.input_bytes),
       boxes.between, boxes.group);
-  const int rectangles = boxes.across * boxes.down;
   float d[Shape::kRegisters], total[kGradient ? Shape::kRegisters : 1];
   Ring ring;
   Segment at;
@@ -112,15 +146,16 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t stages, co
       *out = p.schedule.whole && number > 0 ? *out + square : square;
     };
     for (int n = at.first; n < at.last; ++n) {
+      const Extent extent(p, n);
       int before = ring.stage;
       const auto release = [&](int stage) {
         if (lane == 0) barrier_arrive(barriers.empty + stage);
       };
 #pragma unroll 1
-      for (int rectangle = 0; rectangle < rectangles; ++rectangle) {
+      for (int rectangle = 0; rectangle < extent.rectangles; ++rectangle) {
         if (kGradient && group == 1 && rectangle == 0) barrier_wait(barriers.first + ring.stage, ring.parity);
         barrier_wait(barriers.full + ring.stage, ring.parity);
-        const int steps = rectangle < boxes.shorter ? boxes.steps : boxes.last_steps;
+        const int steps = extent.steps(boxes, rectangle);
         const uint32_t stage = ring.stage * boxes.stage_bytes;
         with_constant(steps, [&](auto constant) {
           keep(d);
@@ -234,9 +269,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                        const GRID_CONSTANT Arguments p) {
 #if defined(CUDA_EMULATION) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   DYNAMIC_SHARED(unsigned char, shared);
-  STATIC_SHARED(uint64_t, barrier_words, [3][kMostStages]);
+  STATIC_SHARED(uint64_t, barrier_words, [4][kMostStages]);
   STATIC_SHARED(float, bias_totals, [kBiasWarps][kBox]);
-  const Barriers barriers{barrier_words[0], barrier_words[1], barrier_words[2]};
+  const Barriers barriers{barrier_words[p.starts ? 3 : 0], barrier_words[0], barrier_words[1], barrier_words[2]};
   const uint32_t address = shared_address(shared), aligned = (address + 1023) & ~1023u;
   unsigned char* const stages = shared + (aligned - address);
   const int group = __shfl_sync(full_warp, int(threadIdx.x) / kGroup, 0);
@@ -250,6 +285,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.boxes.stages; ++i) {
       barrier_init(barriers.full + i, 1);
+      if (p.starts) barrier_init(barriers.copied + i, 1);
       barrier_init(barriers.empty + i, kWarps + (p.bias ? kBiasWarps : 0));
       barrier_init(barriers.first + i, kWarps / 2);
     }
@@ -263,6 +299,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp == 0 && lane == 0) copy_boxes<kColumns, kTall>(grads, input, p, stages, barriers);
     if (p.bias && (warp == 1 || warp == 2))
       add_bias<half_t, kColumns, kTall>(p, stages, barriers, bias_totals[warp - 1], warp - 1, lane);
+    if (p.starts && warp == 3) clear_tails<kColumns, kTall>(p, stages, barriers, lane);
     __syncwarp();
     grid_barrier();
   } else {

@@ -35,6 +35,9 @@ struct LinearProblem {
   DenseOperand activations;  // [N, T, I]
   DenseOperand grad_output;  // [N, T, O]
   Device device;
+  // Samples of several lengths, up to T, of direct_sm90 alone: n's are rows starts[n] to starts[n + 1] of [1, rows, *].
+  const int* starts = nullptr;
+  int64_t rows = 0;
 };
 
 struct Conv2dProblem {

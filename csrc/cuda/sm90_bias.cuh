@@ -28,13 +28,15 @@ __device__ __forceinline__ void add_bias(const Arguments& p, const unsigned char
 #pragma unroll 1
     for (int n = at.first; n < at.last; ++n) {
       const bool takes = which < Shape::kGradBoxes && n % p.schedule.tiles_across == at.across;
+      const Extent extent(p, n);
       float sum[kPiece] = {};
 #pragma unroll 1
-      for (int rectangle = 0; rectangle < boxes.across * boxes.down; ++rectangle) {
+      for (int rectangle = 0; rectangle < extent.rectangles; ++rectangle) {
         barrier_wait(barriers.full + ring.stage, ring.parity);
         const unsigned char* const box = stages + ring.stage * boxes.stage_bytes + which * boxes.grad_bytes;
+        const int steps = extent.rows ? extent.steps(boxes, rectangle) : boxes.steps;
 #pragma unroll 2
-        for (int step = 0; takes && step < boxes.steps; ++step) {
+        for (int step = 0; takes && step < steps; ++step) {
           uint4 pieces[kLoads];
 #pragma unroll
           for (int j = 0; j < kLoads; ++j)

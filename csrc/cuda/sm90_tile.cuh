@@ -19,6 +19,7 @@ struct Arguments {
   int O, channels;                  // of the weight [O, taps, channels]
   int parts;                        // of a sample's squares
   bool bias;                        // its squares are wanted
+  const int* starts;                // [N + 1]: rows of each sample, where these differ in length; or null
   const float* scale;               // [N], or null
   void* weight;                     // [O, taps, channels] half_t
   void* bias_gradient;              // [O] half_t, or null
@@ -27,6 +28,23 @@ struct Arguments {
   float* squares;                   // [N, parts]
   float* bias_squares;              // [N, boxes of all outputs]
   float *sq_norms, *bias_sq_norms;  // [N], or null
+};
+
+// A sample's rectangles, and how many steps each of them has.
+struct Extent {
+  int image, first, rows, count, rectangles;  // rows: of a sample, where these differ; count: along x
+
+  __device__ __forceinline__ Extent(const Arguments& p, int n) : image(n), first(0), rows(0), count(p.boxes.across) {
+    if (p.starts) {
+      image = 0, first = p.starts[n], rows = p.starts[n + 1] - first;
+      count = (rows + p.boxes.width - 1) / p.boxes.width;
+    }
+    rectangles = count * p.boxes.down;
+  }
+  __device__ __forceinline__ int steps(const Boxes& boxes, int rectangle) const {
+    if (rows) return min((rows - rectangle * boxes.width + kDepth - 1) / kDepth, boxes.steps);
+    return rectangle < boxes.shorter ? boxes.steps : boxes.last_steps;
+  }
 };
 
 template <class half_t>
@@ -68,7 +86,9 @@ struct Ring {  // the stage at hand, and the parity of its barriers' phase
 };
 
 struct Barriers {
-  uint64_t *full, *empty, *first;  // [stages]: copied; read; the first warpgroup's products have been started
+  // [stages]: copied; to be read; read; the first warpgroup's products have been started. The first two are one, but
+  // where a warp has to put zeros behind the last row of a sample.
+  uint64_t *copied, *full, *empty, *first;
 };
 
 template <int kColumns, bool kTall>

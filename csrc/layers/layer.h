@@ -124,6 +124,13 @@ struct Layer {
   // Gradients and [1 + bias, N] from one pass.
   virtual std::pair<Gradients, Tensor> fused(const Operands& operands, const Tensor& weight,
                                              const Wanted& wanted) const = 0;
+  // The same of rows in which samples of several lengths follow each other, as segments_fused has them; without
+  // wanted.weight norms alone. Nothing where no kernel serves them so.
+  virtual std::optional<std::pair<Gradients, Tensor>> fused_segments(const Saved&, const Tensor& /*grad_output*/,
+                                                                     const Tensor& /*starts*/, int64_t /*longest*/,
+                                                                     const Wanted&) const {
+    return std::nullopt;
+  }
   // The sum over the samples of scale [N K] times each one's gradient; a sample of scale 0 is left out, nan included.
   virtual Gradients scaled(const Operands& operands, const Tensor& weight, const Tensor& scale,
                            const Wanted& wanted) const = 0;

@@ -103,6 +103,15 @@ class Linear final : public Layer {
     return {{Tensor(), as_parameter(weight), wanted.bias ? bias : Tensor()}, sq};
   }
 
+  std::optional<std::pair<Gradients, Tensor>> fused_segments(const Saved& saved, const Tensor& grad_output,
+                                                             const Tensor& starts, int64_t longest,
+                                                             const Wanted& wanted) const override {
+    const auto made = segments_fused(dense(saved.input), grad_output, starts, longest, wanted.weight, wanted.bias);
+    if (made.empty()) return std::nullopt;
+    if (!wanted.weight) return {{Gradients{}, made.back()}};
+    return {{Gradients{Tensor(), as_parameter(made[0]), wanted.bias ? made[1] : Tensor()}, made.back()}};
+  }
+
   Gradients scaled(const Operands& operands, const Tensor&, const Tensor& scale, const Wanted& wanted) const override {
     const Tensor &a = operands.activations, &b = operands.grad_output;
     const auto [weight, bias] = linear_scaled(a, b, scale, wanted.bias);

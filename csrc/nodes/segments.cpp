@@ -21,6 +21,19 @@ int64_t rounded(int64_t size) {
 
 }  // namespace
 
+Segments::Segments(const Tensor& owners, const std::optional<Tensor>& order, const Tensor& samples,
+                   const std::vector<std::pair<int64_t, int64_t>>& runs)
+    : owners(owners), order(order.value_or(Tensor())), samples(samples) {
+  int64_t row = 0, sample = 0;
+  std::vector<int32_t> starts{0};
+  for (const auto& [count, length] : runs) {
+    this->runs.push_back({row, count, length, samples.narrow(0, sample, count)});
+    for (int64_t k = 0; k < count; ++k) starts.push_back(static_cast<int32_t>(row += length));
+    sample += count, longest = std::max(longest, length);
+  }
+  this->starts = at::tensor(starts, at::kInt).to(owners.device());
+}
+
 std::optional<Tensor> Segments::flat(const Tensor& t) const {
   if (!t.defined()) return t;
   int64_t count = 1, dims = 0;
@@ -77,7 +90,20 @@ Tensor Use::norms_of_runs(const Segments& segments, const FlatUse& sorted, const
     add(gradients->weight, more.weight);
     if (bias) add(gradients->bias, more.bias);
   };
-  for (const Segments::Run& run : segments.runs) {
+  const auto put = [&](const Tensor& samples, const Tensor& sq) {
+    if (!sq_norms.defined()) sq_norms = at::zeros({1 + bias, pass->n}, sq.options());
+    sq_norms.index_copy_(1, samples, sq);
+  };
+  const auto at_once = fuses_at_once(segments, sorted.grad_output)
+                           ? layer.fused_segments(sorted.saved, sorted.grad_output, segments.starts, segments.longest,
+                                                  {false, gradients != nullptr, bias})
+                           : std::nullopt;
+  if (at_once) {
+    put(segments.samples, at_once->second);
+    if (gradients) add_all(at_once->first);
+  }
+  for (size_t k = 0; !at_once && k < segments.runs.size(); ++k) {
+    const Segments::Run& run = segments.runs[k];
     const FlatUse part = sorted.narrowed(run.first, run.count * run.length);
     const Operands operands = *layer.operands(part.saved, part.grad_output, run.count, Layout::kBatch);
     const Algorithm algorithm = plan_of_run(run.count, layer.positions(operands), operands.grad_output);
@@ -90,8 +116,7 @@ Tensor Use::norms_of_runs(const Segments& segments, const FlatUse& sorted, const
       if (gradients) add_all(layer.backward(part.saved, weight, part.grad_output, wanted));
       sq = layer.sq_norms(operands, algorithm, bias);
     }
-    if (!sq_norms.defined()) sq_norms = at::zeros({1 + bias, pass->n}, sq.options());
-    sq_norms.index_copy_(1, run.samples, sq);
+    put(run.samples, sq);
   }
   const int64_t rest = segments.rows() - segments.owned();
   if (gradients && rest > 0) {  // padding: what it adds to .grad stays as the framework has it
@@ -105,6 +130,14 @@ Tensor Use::norms_of_runs(const Segments& segments, const FlatUse& sorted, const
   if (sq_norms.defined()) return sq_norms;
   const auto kind = sorted.grad_output.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   return at::zeros({1 + bias, pass->n}, dtype.dtype(kind));
+}
+
+// Whether one launch for all lengths suits them, planned as samples of the mean one.
+bool Use::fuses_at_once(const Segments& segments, const Tensor& grad_output) const {
+  if (segments.runs.size() < 2) return false;
+  const int64_t count = segments.samples.size(0);
+  const Algorithm typical = plan_of_run(count, segments.owned() / count, grad_output);
+  return typical == Algorithm::kFused || typical == Algorithm::kDirect;
 }
 
 bool Use::fuses_runs(const Segments& segments, const Tensor& grad_output) const {

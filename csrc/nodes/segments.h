@@ -15,7 +15,14 @@ struct Segments {
   };
   Tensor owners;          // [rows]: the sample of each, N where it is of none
   Tensor order;           // [rows]: sorted, those of no sample last; undefined: they are so already
-  std::vector<Run> runs;  // in that order
+  Tensor samples;         // those that have rows, in that order
+  std::vector<Run> runs;  // of them
+  Tensor starts;          // [samples + 1] int32: their rows, sorted
+  int64_t longest = 0;    // of the samples
+
+  // runs: how many samples, and how many rows each of them has
+  Segments(const Tensor& owners, const std::optional<Tensor>& order, const Tensor& samples,
+           const std::vector<std::pair<int64_t, int64_t>>& runs);
 
   int64_t rows() const {
     return owners.size(0);

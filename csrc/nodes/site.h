@@ -90,6 +90,7 @@ struct Use : torch::CustomClassHolder {
   Tensor norms_of_runs(const Segments& segments, const FlatUse& sorted, const Tensor& weight, bool bias,
                        Gradients* gradients) const;
   bool fuses_runs(const Segments& segments, const Tensor& grad_output) const;
+  bool fuses_at_once(const Segments& segments, const Tensor& grad_output) const;
   Algorithm plan_of_run(int64_t count, int64_t length, const Tensor& operand) const;
   void serve_rows(const Segments& segments, const Operands& by_row, const Saved& saved, const Tensor& weight,
                   const Tensor& grad_output);

@@ -24,6 +24,10 @@ Tensor plain_affine_sum(const Tensor& gradients, const std::optional<Tensor>& sc
   return rows.sum(at::IntArrayRef({0, 1})).to(dtype);
 }
 
+std::vector<Tensor> no_segments(const Tensor&, const Tensor&, const Tensor&, int64_t, bool, bool) {
+  return {};
+}
+
 template <class Signature>
 auto find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
@@ -60,6 +64,12 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
   using Signature = Fused(const Tensor&, const Tensor&, const std::optional<Tensor>&, bool);
   static const auto op = find<Signature>("torchgradx::linear_fused");
   return op.call(activations, grad_output, scale, bias);
+}
+
+std::vector<Tensor> segments_fused(const Tensor& activations, const Tensor& grad_output, const Tensor& starts,
+                                   int64_t longest, bool weight, bool bias) {
+  static const auto op = find<decltype(segments_fused)>("torchgradx::segments_fused");
+  return op.call(activations, grad_output, starts, longest, weight, bias);
 }
 
 Scaled linear_scaled(const Tensor& activations, const Tensor& grad_output, const Tensor& scale, bool bias) {
@@ -165,4 +175,5 @@ Tensor gather_dots(const Tensor& indices, const Tensor& grad_rows, const Tensor&
 
 TORCH_LIBRARY_IMPL(torchgradx, CompositeExplicitAutograd, m) {
   m.impl("affine_sum", torchgradx::plain_affine_sum);
+  m.impl("segments_fused", torchgradx::no_segments);
 }

@@ -33,6 +33,13 @@ Fused linear_fused(
     const Tensor& activations, const Tensor& grad_output,
     // [N], weights each sample in the returned gradients, not in sq_norms; one of 0 is left out, nan included
     const std::optional<Tensor>& scale, bool bias);
+// Samples of several lengths in one launch: n's rows are starts[n] to starts[n + 1], one at least and `longest` at
+// most.
+// -> [[O, I], [O], [1 + bias, N]], or without `weight` the last alone; nothing where no kernel takes them so.
+std::vector<Tensor> segments_fused(const Tensor& activations,  // [rows, I]
+                                   const Tensor& grad_output,  // [rows, O]
+                                   const Tensor& starts,       // [N + 1] int32
+                                   int64_t longest, bool weight, bool bias);
 // The weighted gradients alone.
 Scaled linear_scaled(const Tensor& activations, const Tensor& grad_output, const Tensor& scale, bool bias);
 

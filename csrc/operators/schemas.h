@@ -12,6 +12,9 @@ inline void define_operators(torch::Library& m) {
   m.def("direct_sq_norms(Tensor activations, Tensor grad_output, bool bias) -> Tensor");
   m.def("bias_sq_norms(Tensor grad_output) -> Tensor");
   m.def("linear_fused(Tensor activations, Tensor grad_output, Tensor? scale, bool bias) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "segments_fused(Tensor activations, Tensor grad_output, Tensor starts, int longest, bool weight, bool bias) "
+      "-> Tensor[]");
   m.def("linear_scaled(Tensor activations, Tensor grad_output, Tensor scale, bool bias) -> (Tensor, Tensor)");
   m.def(
       "conv2d_gram_sq_norms(Tensor input, Tensor grad_output, int[2] kernel_size, int[2] stride, int[2] padding, "

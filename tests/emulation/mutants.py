@@ -204,7 +204,7 @@ def planted(mutant: Mutant, folder: Path) -> Path:
     product = r"\1" if mutant.arithmetic == "tf32" else r"\2"
     for name in ("direct.cu", "gram.cu"):
         _rewrite(kernels / name, r"\bdevice\.tf32 \? (f\(.*\)) : (f\(.*\));", rf"{product};", 1)
-    if mutant.layer == "hopper":
+    if mutant.layer in ("hopper", "segments"):
         _rewrite(kernels / "direct_sm90.cu", "start<__half>", "start<__nv_bfloat16>", 1)
     linear, patches = r"return f\(make_layer<.*?;", r"return is_pointwise.*: (f\(.*;)"
     if mutant.layer == "linear":
@@ -266,6 +266,11 @@ def battery(arithmetic: str, layer: str) -> None:
         import test_emulated_sm90 as hopper
 
         hopper.battery()
+        return
+    if layer == "segments":
+        import test_emulated_segments as segments
+
+        segments.battery()
         return
     if layer == "affine":
         import test_affine as moments

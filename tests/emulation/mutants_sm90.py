@@ -38,12 +38,12 @@ PLANTED = [  # name, text, what takes its place
      "    grid_barrier();\n    finish", "    finish"),
     # Fences, registers
     ("barriers initialised without a fence", "    barrier_init_fence();\n", ""),
-    ("zeros written without a fence", "    fence_async_shared();\n", ""),
+    ("zeros written without a fence", "0);\n    fence_async_shared();\n", "0);\n"),
     ("wgmma without its fence", "          wgmma_fence();\n", ""),
     ("more registers than there are", "take_registers<224>", "take_registers<240>"),
     # Boxes
     ("fewer bytes expected than copied",
-     "full, boxes.copied_bytes", "full, boxes.copied_bytes - 128"),
+     "copied, boxes.copied_bytes", "copied, boxes.copied_bytes - 128"),
     ("bytes of an unclipped box", "input_boxes * rows)", "input_boxes * width * height)"),
     ("a stage of no multiple of 1024 bytes",
      "row_bytes, 1024)) * 1024;", "row_bytes, 128)) * 128;"),
@@ -85,8 +85,7 @@ PLANTED = [  # name, text, what takes its place
      "return int(std::max<int64_t>(1, positions / kDepth));"),
     ("shared memory behind a box is not cleared",
      "b.clears = width * height % kDepth != 0;", "b.clears = false;"),
-    ("the bias leaves out a step", "takes && step < boxes.steps",
-     "takes && step < boxes.steps - 1"),
+    ("the bias leaves out a step", "takes && step < steps", "takes && step < steps - 1"),
     # Sums
     ("a sample of factor 0 is multiplied", "if (scale != 0) {", "{"),
     ("a sample of factor 0 counts in the bias",
@@ -117,8 +116,32 @@ PLANTED = [  # name, text, what takes its place
      "down * 2 * kRows + warp % 4 * 16"),
 ]  # fmt: skip
 
+OF_SEGMENTS = [  # samples of several lengths
+    ("rows behind a segment stay the next one's", "if (pieces > 0) {", "if (pieces > 1000) {"),
+    ("a box's rows behind a segment stay", "i < pieces * kBoxes;", "i < pieces * (kBoxes - 1);"),
+    ("one row behind a segment stays", "(last - first) * kPieces", "(last - first - 1) * kPieces"),
+    ("a segment's last row is cleared", "+ first * 2 * kBox;", "+ (first - 1) * 2 * kBox;"),
+    ("zeros behind a segment without a fence",
+     "          fence_async_shared();\n        }\n", "        }\n"),
+    ("lanes clear on while one says that it is done",
+     "        __syncwarp();\n        if (lane == 0) barrier_arrive(barriers.full",
+     "        if (lane == 0) barrier_arrive(barriers.full"),
+    ("readers do not wait for zeros", "barrier_words[p.starts ? 3 : 0]", "barrier_words[0]"),
+    ("zeros do not wait for copies",
+     "        barrier_wait(barriers.copied + ring.stage, ring.parity);\n", ""),
+    ("a segment has a row too few", "p.starts[n + 1] - first;", "p.starts[n + 1] - first - 1;"),
+    ("every segment begins at the first row", "first = p.starts[n], rows = p.starts[n + 1] - first",
+     "rows = p.starts[n + 1] - p.starts[n]"),
+    ("rectangles of a segment are rounded down", "(rows + p.boxes.width - 1)", "(rows)"),
+    ("steps of a segment are rounded down", "boxes.width + kDepth - 1) / kDepth",
+     "boxes.width) / kDepth"),
+    ("the bias reads behind a segment",
+     "extent.rows ? extent.steps(boxes, rectangle) : boxes.steps", "boxes.steps"),
+]  # fmt: skip
+
 
 MUTANTS = [
-    Mutant(f"hopper: {name}", file_of(old, "*sm90*"), "direct_sm90", "bfloat16", old, new, "hopper")
-    for name, old, new in PLANTED
+    Mutant(f"{layer}: {name}", file_of(old, "*sm90*"), "direct_sm90", "bfloat16", old, new, layer)
+    for layer, planted in (("hopper", PLANTED), ("segments", OF_SEGMENTS))
+    for name, old, new in planted
 ]

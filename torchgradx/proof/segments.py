@@ -8,7 +8,7 @@ verdicts are by use, since a loop over the experts that were hit makes another g
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -76,16 +76,8 @@ def segments_from(owners: Tensor, n: int) -> Any:
         rank[held] = torch.arange(len(held))
         order = rank.to(owners.device)[owners].argsort(stable=True)
     samples = torch.tensor(held, dtype=torch.long, device=owners.device)
-    runs: list[tuple[int, int, int, Tensor]] = []
-    row = first = 0
-    for k, sample in enumerate(held):
-        length = counts[sample]
-        row += length
-        if k + 1 == len(held) or counts[held[k + 1]] != length:
-            members = samples[first : k + 1]
-            runs.append((row - length * len(members), len(members), length, members))
-            first = k + 1
-    return _C.Segments(owners, order, runs)
+    alike = groupby(counts[sample] for sample in held)
+    return _C.Segments(owners, order, samples, [(len(list(same)), rows) for rows, same in alike])
 
 
 class SegmentExaminer:

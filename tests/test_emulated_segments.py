@@ -1,0 +1,135 @@
+"""Samples of several lengths in one launch of Hopper's kernel (csrc/cuda/direct_sm90.cuh) under
+emulation, against each sample's own product in float64; and the node that asks for it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from emulation import build
+from emulation.operators import operator, operators
+
+pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
+HALVES = (torch.bfloat16, torch.float16)
+
+LENGTHS = (
+    [1, 300],
+    [16, 32, 5, 48],  # whole steps, and not
+    [7, 1, 1, 64, 63, 65, 2],
+    [129, 17, 400],  # several rectangles each
+    [1] * 20 + [40],
+)
+FEATURES = ((8, 8), (72, 64), (200, 136), (64, 392))
+
+
+@pytest.fixture(autouse=True)
+def _hopper():
+    with operators().hopper():
+        yield
+
+
+def rows(lengths, inputs, outputs, dtype):
+    count = sum(lengths) + 3  # and some of no sample
+    a, g = torch.randn(count, inputs, dtype=dtype), torch.randn(count, outputs, dtype=dtype)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    return a, g, starts.int()
+
+
+def truth(a, g, starts):
+    """[N, O, I + 1]"""
+    a, g = F.pad(a.double(), (0, 1), value=1.0), g.double()
+    return torch.stack([g[i:j].T @ a[i:j] for i, j in pairwise(starts)])
+
+
+def near(actual, expected, rtol):
+    assert torch.allclose(actual.double(), expected, rtol, rtol * float(expected.abs().max()))
+
+
+def assert_right(given, a, g, starts, of=slice(None)):
+    weight, bias, norms = given
+    each = truth(a, g, starts)
+    sq = each[of].square().sum(1)
+    assert torch.allclose(norms[0, of].double(), sq[:, :-1].sum(1), rtol=1e-4)
+    assert torch.allclose(norms[1, of].double(), sq[:, -1], rtol=1e-4)
+    if of == slice(None):
+        eps = torch.finfo(a.dtype).eps
+        near(weight, each.sum(0)[:, :-1], eps)
+        near(bias, each.sum(0)[:, -1], eps)
+
+
+def served(a, g, starts, bias=True):
+    longest = int(starts.diff().max())
+    before = operators().launches()
+    given = operator("segments_fused")(a, g, starts, longest, True, bias)
+    (alone,) = operator("segments_fused")(a, g, starts, longest, False, bias)
+    assert operators().launches() == before + 2
+    return given, alone
+
+
+@pytest.mark.grid(pairs=False)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_segments_are_right_when_emulated(lengths, features, dtype):
+    a, g, starts = rows(lengths, *features, dtype)
+    given, alone = served(a, g, starts)
+    assert_right(given, a, g, starts)
+    assert torch.allclose(alone, given[2], rtol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 2, 13])
+def test_segments_by_any_number_of_multiprocessors_are_right_when_emulated(count):
+    a, g, starts = rows(LENGTHS[2], 200, 136, torch.bfloat16)
+    with operators().multiprocessors(count):
+        assert_right(served(a, g, starts)[0], a, g, starts)
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "shuffled"])
+def test_the_order_of_threads_does_not_matter_to_emulated_segments(order):
+    a, g, starts = rows(LENGTHS[3], 72, 64, torch.bfloat16)
+    first, _ = served(a, g, starts)
+    with operators().order(order):
+        second, _ = served(a, g, starts)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("sample", [0, 2, 4])
+def test_an_emulated_segment_without_numbers_leaves_the_others_alone(poison, sample):
+    a, g, starts = rows(LENGTHS[2], 72, 64, torch.bfloat16)
+    a[starts[sample] : starts[sample + 1]] = poison
+    g[starts[sample] : starts[sample + 1]] = poison
+    others = [n for n in range(len(starts) - 1) if n != sample]
+    given, alone = served(a, g, starts)
+    assert_right(given, a, g, starts, others)
+    assert not alone[:, sample].isfinite().any()
+
+
+def test_emulated_segments_without_a_bias():
+    a, g, starts = rows(LENGTHS[1], 72, 64, torch.bfloat16)
+    (weight, bias, norms), alone = served(a, g, starts, False)
+    each = truth(a, g, starts)[:, :, :-1]
+    assert bias.numel() == 0
+    assert norms.shape == alone.shape == (1, 4)
+    assert torch.allclose(norms[0].double(), each.square().sum((1, 2)), rtol=1e-4)
+    near(weight, each.sum(0), torch.finfo(a.dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_emulated_segments_of_other_dtypes_are_not_served(dtype):
+    a, g, starts = rows(LENGTHS[0], 72, 64, dtype)
+    assert operator("segments_fused")(a, g, starts, 300, True, True) == []
+
+
+def battery():
+    """What planted bugs are held to."""
+    with operators().hopper():
+        for lengths in LENGTHS:
+            for features in FEATURES[1:3]:
+                with operators().multiprocessors(2):
+                    a, g, starts = rows(lengths, *features, torch.bfloat16)
+                    assert_right(served(a, g, starts)[0], a, g, starts)
+        for sample in range(7):
+            test_an_emulated_segment_without_numbers_leaves_the_others_alone(float("nan"), sample)
