@@ -1,7 +1,5 @@
 """Rows that are not one per sample: sample_ids, held against a loop over single samples."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from attach_oracle import Model, close_named, refusal
@@ -360,64 +358,3 @@ def test_mixing_that_zeros_hide_is_refused_once_it_shows():
             probe.reset()
             with torch.no_grad():
                 model.b.weight.normal_()
-
-
-@pytest.fixture
-def at_once():
-    """Calls of a kernel that takes samples of several lengths, as a GPU has it: whether gradients
-    are wanted, and the lengths."""
-    calls = []
-
-    def fused(a, g, starts, longest, weight, bias):
-        assert starts.dtype is torch.int32
-        parts = [(a[i:j], g[i:j]) for i, j in pairwise(starts.tolist())]
-        calls.append((weight, [len(x) for x, _ in parts]))
-        assert longest == max(calls[-1][1])
-        each = torch.stack([y.T @ x for x, y in parts])
-        sums = torch.stack([y.sum(0) for _, y in parts])
-        sq_norms = torch.stack([t.flatten(1).square().sum(1) for t in (each, sums)[: 1 + bias]])
-        return [each.sum(0), sums.sum(0), sq_norms] if weight else [sq_norms]
-
-    library = torch.library.Library("torchgradx", "IMPL")
-    library.impl("segments_fused", fused, "CPU")
-    yield calls
-    library._destroy()
-
-
-@pytest.mark.skipif(not ops.NATIVE, reason="the pure-Python recorder has no kernels")
-@pytest.mark.parametrize("mode", ["default", "beside", "norms"])
-def test_samples_of_several_lengths_are_served_at_once_where_a_kernel_takes_them(at_once, mode):
-    make, sizes = CASES["packed"]
-    model = make().model().to(DOUBLE)
-    options = {**MODES[mode], "algorithm": "direct"}
-    with torchgradx.attach(model, sample_ids=ids_of, **options) as probe:
-        for k, each in enumerate(sizes):
-            case = make().draw(each, torch.Generator().manual_seed(k))
-            with probe.paused():
-                want = loop(model, case, case.loss_of_one)
-            step(model, case)
-            close_named(probe.norms(per="parameter"), norms_of(want))
-    assert at_once
-    assert all(len(set(lengths)) > 1 and not weight for weight, lengths in at_once)
-
-
-@pytest.mark.skipif(not ops.NATIVE, reason="the pure-Python recorder has no kernels")
-@pytest.mark.parametrize("bias", [True, False])
-def test_weight_gradients_of_several_lengths_come_from_the_same_call(at_once, bias):
-    model = nn.Linear(256, 192, bias).to(DOUBLE)
-    x = torch.randn(1, 230, 256, dtype=DOUBLE)
-    ids = torch.tensor([0] * 80 + [1] * 100 + [2] * 40 + [-1] * 10)[None]  # padding at the end
-    with torchgradx.attach(model, sample_ids=lambda *_: ids, loss_reduction="sum") as probe:
-        model(x).sin().sum().backward()
-        norms = probe.norms(per="parameter")
-    got = [p.grad for p in model.parameters()]
-    for n in range(3):
-        model.zero_grad()
-        model(x[:, ids[0] == n]).sin().sum().backward()
-        for name, p in model.named_parameters():
-            torch.testing.assert_close(norms[name][n], p.grad.norm())
-    model.zero_grad()
-    model(x).sin().sum().backward()
-    for before, p in zip(got, model.parameters(), strict=True):
-        torch.testing.assert_close(before, p.grad)
-    assert at_once == [(True, [80, 100, 40])]

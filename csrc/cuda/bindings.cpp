@@ -15,43 +15,6 @@
 namespace torchgradx::cuda {
 namespace {
 
-// Results
-
-SqNorms rows_of_norms(const Tensor& sq_norms) {  // [1 + bias, N]
-  char* const first = static_cast<char*>(sq_norms.mutable_data_ptr());
-  return {first, sq_norms.size(0) > 1 ? first + sq_norms.size(1) * sq_norms.element_size() : nullptr};
-}
-
-// launches(run, sq_norms) unless there is nothing to add up.
-template <class Launches>
-Tensor norms(const Tensor& like, int64_t N, bool bias, bool empty, const Launches& launches) {
-  const auto options = like.options().dtype(accumulator_of(like));
-  if (empty) return at::zeros({1 + int64_t(bias), N}, options);
-  const Tensor sq_norms = at::empty({1 + int64_t(bias), N}, options);
-  launches(Run(like), rows_of_norms(sq_norms));
-  return sq_norms;
-}
-
-// launches(run, gradients, sq_norms) unless there is nothing to add up. N of none: without norms.
-template <class Launches>
-Fused gradients_and_norms(const Tensor& like, IntArrayRef weight_sizes, std::optional<int64_t> N,
-                          const std::optional<Tensor>& scale, bool bias, bool empty, const Launches& launches) {
-  const auto make = [&](IntArrayRef sizes, const at::TensorOptions& options) {
-    return empty ? at::zeros(sizes, options) : at::empty(sizes, options);
-  };
-  const auto wide = like.options().dtype(accumulator_of(like));
-  const Tensor weight = make(weight_sizes, like.options()),
-               grad_bias = make({bias ? weight_sizes[0] : 0}, like.options()),
-               sq_norms = N ? make({1 + int64_t(bias), *N}, wide) : Tensor();
-  if (empty) return {weight, grad_bias, sq_norms};
-  const Tensor factors = scale ? scale->to(wide.dtype()).contiguous() : Tensor();
-  launches(Run(like),
-           Gradients{weight.mutable_data_ptr(), bias ? grad_bias.mutable_data_ptr() : nullptr,
-                     scale ? factors.const_data_ptr() : nullptr},
-           N ? rows_of_norms(sq_norms) : SqNorms{nullptr, nullptr});
-  return {weight, grad_bias, sq_norms};
-}
-
 // Which launcher serves what. All take every dtype and every stride; tensor cores, copies of 16 bytes and the
 // treatment of a 1 x 1 convolution as rows are the launchers' own choice.
 //

@@ -33,36 +33,34 @@ auto find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-using Norms = Tensor(const Tensor&, const Tensor&, bool);
 using ConvNorms = Tensor(const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, int64_t,
                          bool);
 
 }  // namespace
 
 Tensor rank1_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias) {
-  static const auto op = find<Norms>("torchgradx::rank1_sq_norms");
+  static const auto op = find<decltype(rank1_sq_norms)>("torchgradx::rank1_sq_norms");
   return op.call(activations, grad_output, bias);
 }
 
 Tensor gram_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias) {
-  static const auto op = find<Norms>("torchgradx::gram_sq_norms");
+  static const auto op = find<decltype(gram_sq_norms)>("torchgradx::gram_sq_norms");
   return op.call(activations, grad_output, bias);
 }
 
 Tensor direct_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias) {
-  static const auto op = find<Norms>("torchgradx::direct_sq_norms");
+  static const auto op = find<decltype(direct_sq_norms)>("torchgradx::direct_sq_norms");
   return op.call(activations, grad_output, bias);
 }
 
 Tensor bias_sq_norms(const Tensor& grad_output) {
-  static const auto op = find<Tensor(const Tensor&)>("torchgradx::bias_sq_norms");
+  static const auto op = find<decltype(bias_sq_norms)>("torchgradx::bias_sq_norms");
   return op.call(grad_output);
 }
 
 Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const std::optional<Tensor>& scale,
                    bool bias) {
-  using Signature = Fused(const Tensor&, const Tensor&, const std::optional<Tensor>&, bool);
-  static const auto op = find<Signature>("torchgradx::linear_fused");
+  static const auto op = find<decltype(linear_fused)>("torchgradx::linear_fused");
   return op.call(activations, grad_output, scale, bias);
 }
 
@@ -73,7 +71,7 @@ std::vector<Tensor> segments_fused(const Tensor& activations, const Tensor& grad
 }
 
 Scaled linear_scaled(const Tensor& activations, const Tensor& grad_output, const Tensor& scale, bool bias) {
-  static const auto op = find<Scaled(const Tensor&, const Tensor&, const Tensor&, bool)>("torchgradx::linear_scaled");
+  static const auto op = find<decltype(linear_scaled)>("torchgradx::linear_scaled");
   return op.call(activations, grad_output, scale, bias);
 }
 
@@ -105,69 +103,58 @@ Scaled conv2d_scaled(const Tensor& input, const Tensor& grad_output, const Geome
 
 Tensor affine_sq_norms(const Tensor& input, const Tensor& grad_output, const std::optional<Tensor>& mean,
                        const std::optional<Tensor>& rstd, bool bias) {
-  using Signature =
-      Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, const std::optional<Tensor>&, bool);
-  static const auto op = find<Signature>("torchgradx::affine_sq_norms");
+  static const auto op = find<decltype(affine_sq_norms)>("torchgradx::affine_sq_norms");
   return op.call(input, grad_output, mean, rstd, bias);
 }
 
 AffineFused affine_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
                          const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool frozen,
                          const std::optional<Tensor>& scale, bool bias) {
-  using Signature = AffineFused(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&,
-                                const std::optional<Tensor>&, bool, const std::optional<Tensor>&, bool);
-  static const auto op = find<Signature>("torchgradx::affine_fused");
+  static const auto op = find<decltype(affine_fused)>("torchgradx::affine_fused");
   return op.call(input, grad_output, weight, mean, rstd, frozen, scale, bias);
 }
 
 BySample affine_by_sample(const Tensor& input, const Tensor& grad_output, const std::optional<Tensor>& weight,
                           const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool frozen,
                           bool bias) {
-  using Signature = BySample(const Tensor&, const Tensor&, const std::optional<Tensor>&, const std::optional<Tensor>&,
-                             const std::optional<Tensor>&, bool, bool);
-  static const auto op = find<Signature>("torchgradx::affine_by_sample");
+  static const auto op = find<decltype(affine_by_sample)>("torchgradx::affine_by_sample");
   return op.call(input, grad_output, weight, mean, rstd, frozen, bias);
 }
 
 Tensor affine_sum(const Tensor& gradients, const std::optional<Tensor>& scale, at::ScalarType dtype) {
-  using Signature = Tensor(const Tensor&, const std::optional<Tensor>&, at::ScalarType);
-  static const auto op = find<Signature>("torchgradx::affine_sum");
+  static const auto op = find<decltype(affine_sum)>("torchgradx::affine_sum");
   return op.call(gradients, scale, dtype);
 }
 
 Tensor prelu_sq_norms(const Tensor& input, const Tensor& grad_output) {
-  static const auto op = find<Tensor(const Tensor&, const Tensor&)>("torchgradx::prelu_sq_norms");
+  static const auto op = find<decltype(prelu_sq_norms)>("torchgradx::prelu_sq_norms");
   return op.call(input, grad_output);
 }
 
 Fused prelu_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
                   const std::optional<Tensor>& scale) {
-  using Signature = Fused(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&);
-  static const auto op = find<Signature>("torchgradx::prelu_fused");
+  static const auto op = find<decltype(prelu_fused)>("torchgradx::prelu_fused");
   return op.call(input, grad_output, weight, scale);
 }
 
 std::tuple<Tensor, Tensor> moments(const Tensor& input, double eps, bool centred, bool over_positions) {
-  using Signature = std::tuple<Tensor, Tensor>(const Tensor&, double, bool, bool);
-  static const auto op = find<Signature>("torchgradx::moments");
+  static const auto op = find<decltype(moments)>("torchgradx::moments");
   return op.call(input, eps, centred, over_positions);
 }
 
 Tensor turned(const Tensor& input) {
-  static const auto op = find<Tensor(const Tensor&)>("torchgradx::turned");
+  static const auto op = find<decltype(turned)>("torchgradx::turned");
   return op.call(input);
 }
 
 Tensor gather_sq_norms(const Tensor& indices, const Tensor& grad_output, std::optional<int64_t> padding_idx) {
-  using Signature = Tensor(const Tensor&, const Tensor&, std::optional<int64_t>);
-  static const auto op = find<Signature>("torchgradx::gather_sq_norms");
+  static const auto op = find<decltype(gather_sq_norms)>("torchgradx::gather_sq_norms");
   return op.call(indices, grad_output, padding_idx);
 }
 
 Tensor gather_dots(const Tensor& indices, const Tensor& grad_rows, const Tensor& activations, const Tensor& grad_output,
                    std::optional<int64_t> padding_idx) {
-  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, std::optional<int64_t>);
-  static const auto op = find<Signature>("torchgradx::gather_dots");
+  static const auto op = find<decltype(gather_dots)>("torchgradx::gather_dots");
   return op.call(indices, grad_rows, activations, grad_output, padding_idx);
 }
 
