@@ -37,10 +37,11 @@ test: $(DONE)/test  ## build, then the test suite against the installed package
 test-all: $(DONE)/test  ## the same with every case of each grid of parameters (tests/grids.py)
 	$(PYTEST) --all-cases tests $(PYTEST_ARGS)
 
-bench: $(DONE)/bench  ## build, then time it against the plain step and the rivals; results, plots, README
+bench: $(DONE)/bench  ## build, then time it against the plain step and the rivals, and real models; results, plots, README
 	$(BIN)/python -W ignore benchmarks/run.py
+	$(BIN)/python -W ignore benchmarks/zoo.py
 
-zoo: $(DONE)/bench  ## time real models with norms: of transformers, peft and timm (pip install .[zoo])
+zoo: $(DONE)/bench  ## the real models alone: of transformers, peft and timm (pip install .[zoo])
 	$(BIN)/python -W ignore benchmarks/zoo.py
 
 calibrate: $(DONE)/bench  ## fit the cost model's constants to this machine; WRITE=1 puts them into it

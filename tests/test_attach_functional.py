@@ -4,13 +4,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import (
+    ANY,
     Model,
+    a_few_modes,
     check,
     close,
+    close_named,
     each_of,
     exact_or_refused,
     fallback_mode,
     loop,
+    loop_model,
+    native_missing,
     need_native,
     per_model,
     refused,
@@ -18,6 +23,7 @@ from attach_oracle import (
     title,
 )
 from clip_oracle import check_clip
+from computed_models import COMPUTED, FULL, PAIRS, around
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -202,3 +208,103 @@ def test_two_forwards_of_the_same_samples(name, options):
 def test_what_runs_again_by_vmap_refuses_it_by_name():
     model, x = made("with bias")
     refused(model, square, x, names=["l.weight", "l.bias"], backend="vmap")
+
+
+computed = pytest.mark.parametrize("name", COMPUTED)
+
+
+@each_of([*ANY, {"backend": "vmap"}])
+@computed
+def test_a_weight_of_a_convolution_may_be_computed(name, options):
+    model, x = around(name)
+    check(model, square, x, **options)
+
+
+@computed
+def test_a_computed_weight_is_served_at_the_graphs_nodes(name):
+    """In steps of other sizes too."""
+    model, _ = around(name)
+    batches = [COMPUTED[name][1](n).double() for n in (N, N, 3, 1, N)]
+    wants = [loop(model, square, batch) for batch in batches]
+    with torchgradx.attach(model) as probe:
+        for batch, want in zip(batches, wants, strict=True):
+            square(model, batch).backward()
+            close_named(probe.norms(per="parameter"), want)
+        assert ("vmap" in probe.explain()) == bool(native_missing())
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": False}, {"weight_grad": False}], ids=title)
+@computed
+def test_gradients_of_a_computed_weight_are_clipped(name, options):
+    model, x = around(name)
+    check_clip(model, square, x, **options)
+    with torchgradx.attach(model, clip=True, **options) as probe:
+        square(model, x).backward()
+        probe.clip_grad_norm_(1.0)
+        again = "vmap" in probe.explain()
+    assert native_missing() or again == (name in FULL)
+
+
+@computed
+def test_a_computed_weight_inside_a_checkpoint(name):
+    model, x = around(name, reentrant=False)
+    check(model, square, x)
+    model, x = around(name, reentrant=True)
+    exact_or_refused(model, square, x)
+
+
+@computed
+def test_a_computed_weight_under_autocast(name):
+    def loss(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return square(model, x).float()
+
+    model, x = around(name)
+    model, x = model.float(), x.float()
+    want = loop_model(model, loss, x, dtype=torch.float32)
+    with torchgradx.attach(model) as probe:
+        loss(model, x).backward()
+        close(probe.norms(), want, 16 * torch.finfo(torch.bfloat16).eps)
+
+
+@a_few_modes
+def test_a_weight_computed_of_its_batch_is_refused(options):
+    def forward(m, x):
+        return m.last(torch.tanh(F.conv2d(x, m.w * m.first(x).mean(), padding=1)).flatten(1))
+
+    parts = {"first": nn.Conv2d(4, 4, 1), "last": nn.Linear(100, 2), "w": PAIRS["w"]}
+    refused(Model(forward, **parts), square, torch.randn(N, 4, 5, 5), names=["w"], **options)
+
+
+@pytest.mark.parametrize("name", ["standardised", "weight_norm", "weight_norm of a Linear", "both"])
+def test_a_computed_weight_of_halves(name):
+    model, x = around(name)
+    model, x = model.bfloat16(), x.bfloat16()
+    want = loop_model(model, square, x, dtype=torch.float32)
+    with torchgradx.attach(model) as probe:
+        square(model, x).backward()
+        close(probe.norms(), want, 0.05)
+
+
+@pytest.mark.parametrize("name", ["standardised", "weight_norm", "weight_norm by position"])
+def test_a_sample_that_is_dropped_leaves_no_nan_in_what_a_weight_is_computed_from(name):
+    model, x = around(name)
+    square(model, x[1:]).backward()
+    want = [0.75 * p.grad for p in model.parameters()]
+    model.zero_grad()
+    x[0] = torch.nan
+    with torchgradx.attach(model, clip=True) as probe:
+        square(model, x).backward()
+        probe.clip_grad_norm_(1e9, nonfinite="drop")
+    for p, g in zip(model.parameters(), want, strict=True):
+        assert (p.grad - g).abs().max() <= 1e-9 * g.abs().max()
+
+
+def test_rows_of_which_next_to_nothing_is_left_beside_the_weight_itself():
+    """As differences of squares in float32 they would have no digit."""
+    model, x = around("weight_norm, cancelled")
+    model, x = model.float(), x.float()
+    want = loop(model, square, x)["part.v"]
+    with torchgradx.attach(model) as probe:
+        square(model, x).backward()
+        close(probe.norms(per="parameter")["part.v"].double(), want, 1e-2)

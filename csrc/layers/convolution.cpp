@@ -91,9 +91,11 @@ class Convolution final : public Layer {
     return o;
   }
   std::optional<Operands> one_image(const Operands& operands) const override {
-    if (deep() || !operands.activations.defined()) return std::nullopt;
+    if (!operands.activations.defined()) return std::nullopt;
     const auto in_depth = [&](const Tensor& t) { return t.unflatten(0, {-1, operands.images}).transpose(1, 2); };
     Operands whole{in_depth(operands.activations), in_depth(operands.grad_output)};
+    whole.padded = operands.padded;
+    if (operands.bias_grad.defined()) whole.bias_grad = in_depth(operands.bias_grad);
     stack(whole, {1, 1, 0, 1});
     return whole;
   }
@@ -185,20 +187,21 @@ class Convolution final : public Layer {
     return {o_.kernel_size, o_.stride, operands.padded ? across_ : o_.padding, o_.dilation, o_.groups};
   }
   void stack(Operands& o, const std::vector<int64_t>& depth) const {  // depth: as in ConvolutionOptions
+    const int64_t above = o.padded ? 0 : o_.padding[0];
     if (o_.transposed)
-      std::tie(o.grad_output, o.activations) = stacked(o.grad_output, o.activations, depth);
+      std::tie(o.grad_output, o.activations) = stacked(o.grad_output, o.activations, depth, above);
     else
-      std::tie(o.activations, o.grad_output) = stacked(o.activations, o.grad_output, depth);
+      std::tie(o.activations, o.grad_output) = stacked(o.activations, o.grad_output, depth, above);
     o.padded = true;
   }
   // [M, C, D, H, W] -> [M, C kD, D' R sH, W] and [M, O, D', H', W'] -> [M, O, D' R, W']: R rows of the output for each
   // of its depths, of which those beyond H', where the kernel would span two depths, are zero.
-  std::pair<Tensor, Tensor> stacked(const Tensor& from, const Tensor& to, const std::vector<int64_t>& depth) const {
+  std::pair<Tensor, Tensor> stacked(const Tensor& from, const Tensor& to, at::IntArrayRef depth, int64_t above) const {
     const int64_t kernel = depth[0], stride = depth[1], padding = depth[2], dilation = depth[3];
-    const int64_t depths = to.size(2), height = from.size(3) + 2 * o_.padding[0], step = o_.stride[0];
+    const int64_t depths = to.size(2), height = from.size(3) + 2 * above, step = o_.stride[0];
     const int64_t rows = depths == 1 ? to.size(3) : (height + step - 1) / step;
     const int64_t below = depths == 1 ? 0 : rows * step - height;
-    const Tensor padded = at::constant_pad_nd(from, {0, 0, o_.padding[0], o_.padding[0] + below, padding, padding});
+    const Tensor padded = at::constant_pad_nd(from, {0, 0, above, above + below, padding, padding});
     const Tensor spans = padded.unfold(2, (kernel - 1) * dilation + 1, stride).slice(-1, 0, std::nullopt, dilation);
     const Tensor image = spans.narrow(2, 0, depths).permute({0, 1, 5, 2, 3, 4}).flatten(3, 4).flatten(1, 2);
     // Where the kernel is taller than a step, the last of the rows need more below them.

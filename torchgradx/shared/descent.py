@@ -22,11 +22,13 @@ from ..record.unpacking import spared
 from ..refusals import cause
 from ..sharding import shards
 from ..sites.copies import untraced
+from .convolved import Convolved
 from .frontier import Node, dtype_of, shape_of
 from .outer import (
     BySample,
     Gradients,
     Outer,
+    Rowwise,
     added,
     along,
     in_full,
@@ -225,13 +227,16 @@ class Descent:
     def _pass(self, station: Station, node: Node, held: list[Gradients | None]) -> None:
         """Through a node of which all outputs are shared."""
         live: dict[int, Tensor] = {}
+        operands = (*station.inward, *station.leaves)
         for k, g in enumerate(held):
-            outer = through(node, g) if isinstance(g, Outer) else None
-            if outer is not None:
-                self._send(station, 0, self._reduced(station, 0, outer))
+            rows = isinstance(g, (Outer, Convolved, Rowwise)) and not k
+            products = through(node, g) if rows else None  # type: ignore[arg-type]
+            if products is not None:
+                for operand in operands:
+                    self._send(station, operand, self._reduced(station, operand, products[operand]))
                 return
             if g is not None:
-                live[k] = in_full(g)
+                live[k] = in_full(g).to(dtype_of(node, k))
         if not live:
             return
         if node.name() == TABLE and not counts_ids(node):  # the same ids for all samples
@@ -240,7 +245,6 @@ class Descent:
             for operand in (*station.inward, *station.leaves):
                 self._send(station, operand, self._reduced(station, operand, found))
             return
-        operands = (*station.inward, *station.leaves)
         if len(held) == 1:
             ask_one = partial(self._ask, node)
             formed = {k: spread(node, k, live[0], lambda g: ask_one([g])) for k in operands}
@@ -314,6 +318,8 @@ class Descent:
                 self._run.arrive([leaf.place])
             if squared:
                 self._run.finish(leaf.place, whole)
+            elif leaf.alone and self._books:
+                self._run.finish(leaf.place, sq_norms(whole))
             else:
                 self._run.add(leaf.place, *to_add(whole))
             if self._recorder.books:

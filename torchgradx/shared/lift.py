@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, partial
+from math import prod
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -22,9 +23,9 @@ from ..refusals import cause
 from ..sites.native import NativeSite
 from ..sites.recurrent import Site
 from ..sites.rerun import FallbackSite
-from .descent import Descent
-from .frontier import Graph, Group, Node, Plan, Region, Shape, survey
-from .products import counts_ids, gives_on, in_closed_form
+from .descent import CHUNK, Descent
+from .frontier import Graph, Group, Node, Plan, Region, Shape, shape_of, survey
+from .products import counts_ids, gives_on, in_closed_form, keeps_rows
 from .stations import Leaf, Station, Trail, Way, stations
 
 if NATIVE:
@@ -130,15 +131,23 @@ class Lift:
         def able(node: Node, ends: bool) -> bool:
             return answers_twice(node) and not counts_ids(node) and (not hides(node) or shown())
 
-        def cheap(node: Node, ends: bool) -> bool:
-            """Return True if asking a node costs less than running its module again."""
+        def cheap(large: int, node: Node, ends: bool) -> bool:
+            """Return True if asking a node costs less than running its module again. large: the
+            size of a weight of which there is no room for a gradient a sample; 0: none is."""
+            if large and not ends and prod(shape_of(node, 0)) >= large and not keeps_rows(node):
+                return False
             return able(node, ends) and (not ends or n == 1 or in_closed_form(node))
+
+        def way(leaves: Sequence[Node]) -> Callable[[Node, bool], bool]:
+            kernels = [p for p in (leaf.variable for leaf in leaves) if p.dim() > 2]
+            most = max((p.numel() for p in kernels if p.numel() > max(p.shape)), default=0)
+            large = most if self._recorder.books or n * most > CHUNK else 0
+            return able if once else partial(cheap, large)
 
         groups = [Group(k, (uses[k][2],), lambda node, ends: True) for k in sorted(mixing)]
         # What is sharded apart, or checkpointed reentrantly inside, cannot be run again.
         once = self._parameters.gathered() or any(node is None for _, _, node, _ in uses)
-        way = able if once else cheap
-        groups += [Group(k, self.own(k, uses, graph), way) for k in beside]
+        groups += [Group(k, own, way(own)) for k in beside if (own := self.own(k, uses, graph))]
         groups += [Group(k, self.own(k, uses, graph), able) for k in read]
         layouts = start.region.layouts(of_region, proven)
         plan = survey(n, graph, groups, start.region, layouts)

@@ -1,5 +1,5 @@
 """Gradients by sample of a matrix, as the rows that they are made of: x @ w, looked at from w, of
-several such matrices, and those of a table that ids look up.
+several such matrices, of a convolution's weight, and those of a table that ids look up.
 
 [N, A, B] would be as large as N weights. On their way to a parameter, gradients are such products,
 such rows, or a Tensor [N, *]; what is asked of all of them is below.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ from .. import ops
 from ..record.versions import Versions
 from ..reference import chunks
 from ..reference.chunks import accumulation_dtype
+from .convolved import Convolved
 
+CANCELLED = 0.05  # of rows' squares: what is left has lost two digits
 _sum = torch.ops.torchgradx.affine_sum.default if ops.NATIVE else None
 
 
@@ -41,6 +44,21 @@ class Outer:
 
     def to(self, dtype: torch.dtype) -> Outer:
         return Outer(self.left.to(dtype), self.right.to(dtype))
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return self.left.shape[2], self.right.shape[2]
+
+    def part(self, samples: slice) -> Outer:
+        return Outer(self.left[samples], self.right[samples])
+
+    def times(self, rows: Tensor) -> Outer:
+        """Multiply each row of the matrices [A, B] by its number [A]."""
+        return Outer(self.left * rows, self.right)
+
+    def along_rows(self, matrix: Tensor) -> Tensor:
+        """[N, A]: the product of each row with that of a matrix [A, B]."""
+        return (self.left * (self.right @ matrix.mT)).sum(1)
 
 
 @dataclass(frozen=True)
@@ -123,13 +141,75 @@ class Grouped:
         return torch.stack([a.mT @ b for a, b in parts][: self.matrices])
 
 
-Gradients = Tensor | Outer | LookedUp | Grouped
+@dataclass(frozen=True)
+class Rowwise:
+    """[N, *shape]: gradients of a computed weight, as those of what it was computed from: row by
+    row, without what lies along units, times a scale."""
+
+    of: Outer | Convolved
+    shape: Sequence[int]  # of what it was computed from
+    scale: Tensor | None = None  # [rows]; None: it is the weight, in another shape
+    units: Sequence[Tensor] = ()  # [rows or 1, *], orthogonal, of norm 1 or less by row
+    along: Sequence[Tensor] = ()  # [N, rows]: products with each unit
+    dim: int = 0  # of the rows in `shape`, where they are not those of the matrices
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.of.dtype
+
+    def back(self, g: Tensor) -> Tensor:
+        """Take gradients [n, *] of the weight to [n, *shape]."""
+        if self.scale is not None:
+            g = rest = g.reshape(len(g), *self.units[-1].shape)
+            for unit in self.units:
+                rest = rest - unit * by_row(g * unit, self.dim)
+            g = rest * self.scale.view([-1 if d == self.dim else 1 for d in range(g.dim() - 1)])
+        return g.reshape(len(g), *self.shape)
+
+    def parts(self) -> Iterator[Tensor]:
+        """Yield [n, *] of the weight, so many samples at a time."""
+        step = chunks.chunks(len(self), prod(self.shape))
+        return (in_full(self.of.part(samples)) for samples in step)
+
+    def along_rows(self, unit: Tensor, dim: int) -> Tensor:
+        """[N, rows]: products of the weight's rows with a unit's."""
+        if not dim:
+            return self.of.along_rows(unit.flatten(1))
+        each = (by_row(g.reshape(-1, *unit.shape) * unit, dim) for g in self.parts())
+        return torch.cat([*each]).flatten(1)
+
+    def sq_norms(self) -> Tensor:
+        """[N]"""
+        if self.dim or self.scale is None:
+            return torch.cat([sq_norms(self.back(g)) for g in self.parts()])
+        found = whole = sq_norms(self.of.times(self.scale))
+        for unit, along in zip(self.units, self.along, strict=True):
+            share = self.scale.square() * (2 - unit.flatten(1).square().sum(1))
+            found = found - (along.square() @ share).to(found.dtype)
+        for k in (found < CANCELLED * whole).nonzero().flatten().tolist():
+            found[k] = sq_norms(self.back(in_full(self.of.part(slice(k, k + 1)))))[0]
+        return found
+
+
+def by_row(products: Tensor, dim: int) -> Tensor:
+    """Sum [N, *] over all but the samples and the rows, which are dimension `dim` of *."""
+    return products.sum([d for d in range(1, products.dim()) if d != 1 + dim], True)
+
+
+Gradients = Tensor | Outer | LookedUp | Grouped | Convolved | Rowwise
 
 
 def operands(g: Gradients) -> list[Tensor]:
     """Return what it holds, some of which others may write into."""
     if isinstance(g, LookedUp):
         return [g.ids, g.rows, *([] if g.bags is None else [g.bags])]
+    if isinstance(g, Convolved):
+        return [g.images, g.grads]
+    if isinstance(g, Rowwise):  # the others are its own
+        return operands(g.of)
     return [g] if isinstance(g, Tensor) else [g.left, g.right]
 
 
@@ -151,6 +231,10 @@ def in_full(g: Gradients) -> Tensor:
         for outer, samples, matrices in g.alike():
             full[samples, matrices] = outer.left.mT @ outer.right
         return full
+    if isinstance(g, Convolved):
+        return g.in_full()
+    if isinstance(g, Rowwise):
+        return torch.cat(list(map(g.back, g.parts())))
     return g.left.mT @ g.right if isinstance(g, Outer) else g
 
 
@@ -162,6 +246,10 @@ def total(g: Gradients) -> Tensor:
         return _added_up(g, g.each)
     if isinstance(g, Grouped):
         return g.summed(g.right)
+    if isinstance(g, Convolved):
+        return g.total()
+    if isinstance(g, Rowwise):
+        return g.back(total(g.of)[None])[0]
     return g.left.flatten(0, 1).mT @ g.right.flatten(0, 1)
 
 
@@ -174,6 +262,11 @@ def size(g: Gradients) -> float:
         return float(g.each.norm(dim=2, dtype=accumulation_dtype(g.dtype)).sum())
     if isinstance(g, Grouped):
         return float((g.left.norm(dim=1) * g.right.norm(dim=1)).sum())
+    if isinstance(g, Rowwise):
+        return size(g.of) * (1.0 if g.scale is None else float(g.scale.abs().max()))
+    if isinstance(g, Convolved):
+        images, grads = (chunks.norms(t.flatten(1)[:, None]) for t in (g.images, g.grads))
+        return float((images * grads).norm()) * prod(g.shape[2:]) ** 0.5
     return float((chunks.norms(g.left) * chunks.norms(g.right)).norm())
 
 
@@ -191,6 +284,11 @@ def sq_norms(g: Gradients) -> Tensor:
         for outer, samples, _ in g.alike():
             found.index_add_(0, samples, sq_norms(outer).to(found.dtype))
         return found
+    if isinstance(g, Rowwise):
+        return g.sq_norms()
+    if isinstance(g, Convolved):
+        known = g.sq_norms()
+        return Rowwise(g, g.shape).sq_norms() if known is None else known
     rows = g[:, None].flatten(1)  # of a single number: [N]
     return torch.linalg.vector_norm(rows, dim=1, dtype=accumulation_dtype(g.dtype)).square()
 
@@ -220,6 +318,11 @@ def along(g: Gradients, direction: Tensor) -> Tensor:
             products = outer.left.to(dots.dtype) @ direction[matrices]
             dots.index_add_(0, samples, (products * outer.right.to(dots.dtype)).sum((1, 2)))
         return dots
+    if isinstance(g, Convolved):
+        return g.along(direction)
+    if isinstance(g, Rowwise):  # the way back is symmetric
+        rows = g.back(direction[None]).flatten()
+        return along(g.of, rows.view(g.of.shape))
     products = g.right.to(direction.dtype) @ direction.flatten(1).mT
     return (products * g.left.to(direction.dtype)).sum((1, 2))
 
@@ -227,6 +330,13 @@ def along(g: Gradients, direction: Tensor) -> Tensor:
 def weighted(g: Gradients, factors: Tensor) -> Tensor:
     """[*]: the sum over the samples, each times its factor [N]; those of factor 0 left out."""
     wide = accumulation_dtype(g.dtype)
+    if isinstance(g, Rowwise):
+        return g.back(weighted(g.of, factors)[None])[0]
+    if isinstance(g, Convolved):
+        of_images = factors.to(wide).view(-1, *[1] * (g.grads.dim() - 1))
+        images, grads = (torch.where(of_images != 0, t, 0).to(wide)  # whatever its numbers
+                         for t in (g.images, g.grads * of_images))  # fmt: skip
+        return replace(g, images=images, grads=grads).total()
     if isinstance(g, Outer):
         g = g.to(wide)
         grad: Tensor = ops.linear_scaled(g.right, g.left, factors, False)[0]

@@ -7,17 +7,21 @@ samples where its output has none, or with all samples but one masked where it h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
 from ..proof.layout import BATCH, LAST, MINOR, SECOND, SEQUENCE
-from .frontier import Node, dtype_of, shape_of, signed
-from .outer import Gradients, LookedUp, Outer
+from ..reference.chunks import accumulation_dtype
+from .convolved import Convolved
+from .frontier import Node, dtype_of, is_leaf, shape_of, signed
+from .outer import Gradients, LookedUp, Outer, Rowwise
 
 CAST = "ToCopyBackward0"  # autocast's
 FEW = 8  # samples
+CONVOLUTION = "ConvolutionBackward0"
 SUM = "AddBackward0"
 TABLE = "EmbeddingBackward0"
 WRITTEN = "IndexPutBackward0"  # x[mask] = values, operand 1
@@ -102,8 +106,45 @@ NORMALISED: dict[str, Callable[[Node], Tensor | None]] = {
 CHANNELS_FIRST = {"NativeGroupNormBackward0", "NativeBatchNormBackward0"}
 
 
+def _standardised(node: Node, g: Rowwise) -> Sequence[Gradients] | None:
+    """Of a weight [1, A, *], normalised by its own statistics."""
+    x, weight = node._saved_input, node._saved_weight
+    mean, rstd = (t.to(g.dtype) for t in (node._saved_result1, node._saved_result2))
+    if not node._saved_training or x.shape[:2] != (1, g.of.shape[0]):
+        return None
+    normalised = (x[0].flatten(1) - mean[:, None]) * rstd[:, None]
+    units = torch.ones_like(normalised[:1]), normalised
+    along = [g.along_rows(unit, 0) for unit in units]
+    root, scale = normalised.shape[1] ** 0.5, rstd if weight is None else rstd * weight
+    within, of_units = ([t / root for t in found] for found in (units, along))
+    return Rowwise(g.of, x.shape, scale, within, of_units), *along[::-1]
+
+
+def _weight_norm(node: Node, g: Rowwise) -> Sequence[Gradients] | None:
+    """Of g * v / |v|, by a dimension of v."""
+    v, of_v, norms = (t.to(g.dtype) for t in (node._saved_v, node._saved_g, node._saved_result1))
+    dim = signed(node._saved_dim) % v.dim()
+    if not dim and len(v) != g.of.shape[0]:
+        return None
+    along, scale = g.along_rows(v / norms, dim), (of_v / norms).flatten()
+    return Rowwise(g.of, v.shape, scale, [v / norms], [along], dim), along.view(-1, *norms.shape)
+
+
+# What computes weights row by row, of weights alone: the gradients of its operands.
+BY_ROWS: dict[str, Callable[[Node, Rowwise], Sequence[Gradients] | None]] = {
+    "NativeBatchNormBackward0": _standardised,
+    "WeightNormInterfaceBackward0": _weight_norm,
+}
+
+
+def keeps_rows(node: Node) -> bool:
+    """Return whether through() may take a weight's gradients on as the operands that they are."""
+    known = is_leaf(node) or node.name() in {CAST, *BY_ROWS}
+    return known or gives_on(node) or transposes(node)
+
+
 def in_closed_form(node: Node) -> bool:
-    return is_elementwise(node) or node.name() in {*ROWS, TABLE, WRITTEN}
+    return is_elementwise(node) or node.name() in {*ROWS, CONVOLUTION, TABLE, WRITTEN}
 
 
 def counts_ids(node: Node) -> bool:
@@ -197,6 +238,8 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradient
         return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
     if name == TABLE:
         return looked_up(node, *(by_sample(t, layout, n) for t in (node._saved_indices, g)))
+    if name == CONVOLUTION:
+        return _convolution(node, operand, g, layout, n)
     saved, place = ROWS.get(name, ("", -1))
     if operand == place:
         rows = getattr(node, saved)
@@ -209,6 +252,22 @@ def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradient
         if rows.dim() == 3 and (rows.shape[2], grads.shape[2]) == tuple(shape_of(*edge)):
             return Outer(rows, grads if alpha == 1 else grads * alpha)
     return None
+
+
+def _convolution(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradients | None:
+    by_row = layout == BATCH or (layout == SEQUENCE and g.shape[1] != n)  # else by channel
+    stride = node._saved_stride
+    fits = all(k < step for k, step in zip(node._saved_output_padding, stride, strict=True))
+    if not operand or not by_row or len(g) % n or not fits:
+        return None
+    order = (n, -1) if layout == BATCH else (-1, n)
+    grads = g.unflatten(0, order).movedim(order.index(n), 0)
+    if operand == 2:
+        return grads.flatten(3).sum((1, 3))
+    ends = node._saved_input.unflatten(0, order).movedim(order.index(n), 0), grads
+    sizes = stride, node._saved_padding, node._saved_dilation
+    images, grads = reversed(ends) if node._saved_transposed else ends
+    return Convolved(images, grads, shape_of(*node.next_functions[1]), sizes, node._saved_groups)
 
 
 def _sequence_first(rows: Tensor, g: Tensor, layout: int, n: int) -> bool:
@@ -247,12 +306,21 @@ def spread(
     return None if product is None else product.to(dtype_of(*node.next_functions[operand]))
 
 
-def through(node: Node, g: Outer) -> Outer | None:
-    """Return what a node that turns or casts a matrix makes of it."""
+def through(node: Node, g: Outer | Convolved | Rowwise) -> Sequence[Gradients] | None:
+    """Return by operand what a node makes of a weight's gradients where rows stay rows: it casts,
+    reshapes or turns the weight, or computed it row by row; None: another."""
     name = node.name()
-    if name == CAST:
-        return g.to(dtype_of(*node.next_functions[0]))
-    return g.turned() if transposes(node) else None
+    if not isinstance(g, Rowwise):
+        if name == CAST:
+            return [g.to(dtype_of(*node.next_functions[0]))]
+        if isinstance(g, Outer) and transposes(node):
+            return [g.turned()]
+        g = Rowwise(g, g.shape)
+    if name in BY_ROWS and g.scale is None:
+        return BY_ROWS[name](node, replace(g, of=g.of.to(accumulation_dtype(g.dtype))))
+    if name == CAST or not gives_on(node):
+        return None
+    return [replace(g, shape=shape_of(*e)) if e[0] else g for e in node.next_functions]
 
 
 def by_sample(g: Tensor, layout: int, n: int) -> Tensor:

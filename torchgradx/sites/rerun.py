@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import ops
-from ..layers.modules import CONTAINERS, opaque, own_names, parameter_of, same_parameters
+from ..layers.modules import CONTAINERS, own_names, parameter_of, same_parameters
 from ..layers.rules import Layer, rule_named
 from ..layers.table import Context, declared_layout
 from ..proof.arguments import tensors_in
@@ -105,11 +105,12 @@ class FallbackSite:
     @property
     def by_nodes(self) -> bool:
         """Return True if gradients may be taken at graph nodes: of a module of the user's."""
-        if self.declared >= 0 or self._by_products or opaque(self._module):
+        attends = isinstance(self._module, nn.MultiheadAttention)
+        if self.declared >= 0 or self._by_products or attends:
             return False
         children = (c for c in self._module.children() if not isinstance(c, CONTAINERS))
         own = not stock_of(type(self._module)).__module__.startswith("torch.nn.")
-        return own or any(children)
+        return own or self._made_first or any(children)
 
     def _before(self, module: nn.Module, args: Any) -> None:
         call, held = self._call, None
