@@ -87,10 +87,8 @@ class Experts(nn.Module):
         ids = chosen.flatten()
 
         def product(x, w, b):
-            if self.turned:
-                y = torch.bmm(w[ids], x.unsqueeze(-1)).squeeze(-1)
-            else:
-                y = (x.unsqueeze(1) @ w[ids]).squeeze(1)
+            pair = (w[ids], x.unsqueeze(2)) if self.turned else (x.unsqueeze(1), w[ids])
+            y = torch.bmm(*pair).flatten(1)
             return y if b is None else y + b[ids]
 
         y = self.through(h.repeat_interleave(K, dim=0), product) * weights.flatten()[:, None]

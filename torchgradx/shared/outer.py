@@ -70,8 +70,7 @@ class LookedUp:
 class Pairs:
     """Rows of a sample and a matrix each, ordered by these and by how many a pair has.
 
-    lengths: of each pair, on the device. Whoever has read them may say so (`known`), so that nobody
-    has to wait for them once more.
+    lengths: of each pair, on the device. known: the same; a copy on the CPU waits for nothing.
     """
 
     def __init__(self, owners: Tensor, matrix: Tensor, count: int, matrices: int) -> None:
@@ -82,39 +81,22 @@ class Pairs:
         self.of_rows = (owners * matrices + matrix).masked_fill(none, pairs)
         lengths = self.of_rows.new_zeros(pairs + 1)
         self.lengths = lengths.index_add_(0, self.of_rows, torch.ones_like(self.of_rows))[:pairs]
-        self.known: Tensor | None = None
+        self.known = self.lengths
 
     @cached_property
-    def _on_cpu(self) -> Tensor:
-        return self.lengths.cpu() if self.known is None else self.known
-
-    @cached_property
-    def _by_length(self) -> tuple[Tensor, Tensor, list[list[int]]]:
+    def by_length(self) -> tuple[Tensor, Tensor, list[list[int]]]:
         """Pairs by their lengths, the order of the rows, and each length with its count."""
         by_length = self.lengths.argsort(stable=True)
         rank = torch.full((len(by_length) + 1,), len(by_length), device=by_length.device)
         rank[by_length] = torch.arange(len(by_length), device=by_length.device)
-        sizes = torch.stack(self._on_cpu.unique(return_counts=True), 1)
+        sizes = torch.stack(self.known.unique(return_counts=True), 1)
         return by_length, rank[self.of_rows].argsort(stable=True), sizes.tolist()
-
-    def alike(self, *operands: Tensor) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:
-        """Yield pairs that have as many rows: the operands' [P, L, *], samples and matrices."""
-        by_length, order, sizes = self._by_length
-        operands = tuple(t[order] for t in operands)
-        first = row = 0
-        for length, count in sizes:
-            those, rows = by_length[first : first + count], length * count
-            first += count
-            if length:
-                part = [t[row : row + rows].view(count, length, -1) for t in operands]
-                yield part, those // self.matrices, those % self.matrices
-            row += rows
 
     def summed(self, left: Tensor, right: Tensor) -> Tensor:
         """[E, A, B]: the sum of left^T right over all rows of each matrix."""
         matrix = self.of_rows % self.matrices + self.matrices * (self.of_rows == len(self.lengths))
         order = matrix.argsort(stable=True)
-        counts = self._on_cpu.view(self.count, self.matrices).sum(0).tolist()
+        counts = self.known.view(self.count, self.matrices).sum(0).tolist()
         rest = len(order) - sum(counts)
         parts = zip(*(t[order].split([*counts, rest]) for t in (left, right)), strict=True)
         return torch.stack([a.mT @ b for a, b in parts][: self.matrices])
@@ -138,8 +120,16 @@ class Grouped:
     def alike(self) -> Iterator[tuple[Outer, Tensor, Tensor]]:
         """Yield pairs of a sample and a matrix that have as many rows: their [P, A, B], the samples
         and the matrices."""
-        for part, samples, matrices in self.pairs.alike(self.left, self.right):
-            yield Outer(*part), samples, matrices
+        by_length, order, sizes = self.pairs.by_length
+        left, right = self.left[order], self.right[order]
+        first = row = 0
+        for length, count in sizes:
+            those, rows = by_length[first : first + count], length * count
+            first += count
+            if length:
+                part = (t[row : row + rows].view(count, length, -1) for t in (left, right))
+                yield Outer(*part), those // self.pairs.matrices, those % self.pairs.matrices
+            row += rows
 
     @property
     def rows(self) -> Tensor:

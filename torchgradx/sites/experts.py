@@ -22,7 +22,7 @@ from ..proof.owners import MAPPING, PRODUCTS, Owned, owners_within, saved
 from ..proof.several import End
 from ..shared.frontier import Node, is_leaf, shape_of, signed
 from ..shared.outer import BySample, Grouped, Pairs, along, size, sq_norms, to_add, total
-from ..shared.products import LINKS, POINTWISE, transposes
+from ..shared.products import CAST, LINKS, POINTWISE, transposes
 from .copies import untraced
 
 # By the operand that the parameter is: the one with the rows, and the name of it as the node saved
@@ -57,13 +57,6 @@ class Product:
     rows: int  # the operand that has them
     saved: str  # their name
 
-    @property
-    def each(self) -> int:
-        """Return how many rows each of the node's has: of a batched product, a matrix."""
-        if self.node.name() != "BmmBackward0":
-            return 1
-        return shape_of(self.node, 0)[2 - self.operand]
-
     def fits(self, parameter: Tensor) -> bool:
         """Return whether the node's operand is made of such a parameter's matrices alone."""
         name, sizes, out = self.node.name(), tuple(parameter.shape[1:]), shape_of(self.node, 0)
@@ -79,7 +72,8 @@ class Product:
         if turned != (self.saved == "mat2"):
             sizes = sizes[::-1]
         before = () if one else (len(parameter) if name == GROUPED else out[0],)
-        return len(sizes) == 2 and made == (*before, *sizes)
+        single = name != "BmmBackward0" or out[2 - self.operand] == 1  # a row, or column, each
+        return len(sizes) == 2 and made == (*before, *sizes) and single
 
     def matrices(self, matrices: int, device: torch.device) -> Tensor:
         """[R]: the matrix of each row; of none: `matrices`, as many as there are."""
@@ -88,7 +82,7 @@ class Product:
             return torch.full((count,), self.matrix, device=device)
         if self.node.name() == GROUPED:
             return torch.bucketize(torch.arange(count, device=device), self.matrix, right=True)
-        return (self.matrix % matrices).repeat_interleave(self.each)
+        return self.matrix % matrices
 
     def operands(self, g: Tensor | None, parameter: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two, by row, that its gradient is made of, from what its node receives."""
@@ -274,11 +268,10 @@ def _groups(
         its, count = [p for p in products if p.place == place], len(held[place])
         owners = [owned[p.node, 0].owners for p in its]
         chosen = (p.matrix if isinstance(p.matrix, int) else id(p.matrix) for p in its)
-        key = *map(id, owners), *chosen, *(p.each for p in its)
+        key = *map(id, owners), *chosen
         if key not in pairs:
-            of_rows = [t.repeat_interleave(p.each) for t, p in zip(owners, its, strict=True)]
-            matrix = [p.matrices(count, t.device) for p, t in zip(its, owners, strict=True)]
-            pairs[key] = Pairs(torch.cat(of_rows), torch.cat(matrix), n, count)
+            matrix = torch.cat([p.matrices(count, owners[0].device) for p in its])
+            pairs[key] = Pairs(torch.cat(owners), matrix, n, count)
         groups[place] = Group(its, pairs[key])
     return groups
 
@@ -339,7 +332,7 @@ def _products(
                 matrix = chosen
             elif transposes(child):
                 turned = not turned
-            elif not _keeps(child):
+            elif child.name() != CAST:
                 break
             edge, child = (child, 0), child.next_functions[0][0]
         place = _place(child, leaves)
@@ -347,12 +340,6 @@ def _products(
             product = Product(node, place, operand, edge, matrix, turned, *which)
             if product.fits(held[place]):
                 yield product
-
-
-def _keeps(node: Node) -> bool:
-    """Return whether a node gives what it is given, in another dtype perhaps, as matmul's own."""
-    same = node.next_functions[0][0] and shape_of(node, 0) == shape_of(*node.next_functions[0])
-    return bool(same) and node.name() in {*LINKS, "ExpandBackward0"}
 
 
 def _chosen(node: Node) -> int | Tensor | None:
