@@ -1,5 +1,7 @@
 """Experts whose weights are the matrices of one parameter [E, *, *], as transformers has them."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
-E, K, D, H = 4, 2, 8, 4  # experts, of each token, width, width within
-N, T = 4, 5
+E, K, D, H = 4, 2, 8, 16  # experts, of each token, width, width within
+N, T = 5, 4
 native = pytest.mark.skipif(native_missing() is not None, reason="the fallback runs them again")
 
 
@@ -34,40 +36,71 @@ def grouped_mm(x, w, ends):
 
 
 class Experts(nn.Module):
-    def __init__(self, way="each", turned=False, of_whom=lambda h: h):
+    def __init__(self, way="each", turned=False, biased=False, of_whom=lambda h: h):
         super().__init__()
         sizes = ((H, D), (D, H)) if turned else ((D, H), (H, D))
         self.up, self.down = (nn.Parameter(torch.randn(E, *size) / 2) for size in sizes)
+        for name, size in (("up_bias", H), ("down_bias", D)):
+            setattr(self, name, nn.Parameter(torch.randn(E, size)) if biased else None)
         self.way, self.turned, self.of_whom = getattr(self, way), turned, of_whom
 
     def forward(self, h, weights, chosen):  # [R, D], [R, K], [R, K]
         return self.way(self.of_whom(h), weights, chosen)
 
+    def through(self, x, product):
+        """product: of rows, a parameter and a bias."""
+        y = product(x, self.up, self.up_bias)
+        if self.up_bias is None:
+            return product(torch.tanh(y), self.down, None)
+        gate, up = y[:, ::2].clamp(max=1.0), y[:, 1::2].clamp(min=-1.0, max=1.0)
+        gated = torch.cat([gate * torch.sigmoid(gate), up + 1], 1)
+        return product(gated, self.down, self.down_bias)
+
     def each(self, h, weights, chosen, experts=range(E)):
+        def product(e, x, w, b):
+            if self.turned:
+                return nn.functional.linear(x, w[e], None if b is None else b[e])
+            return x @ w[e] if b is None else x @ w[e] + b[e]
+
         out = torch.zeros_like(h)
         for e in experts:
             rows, k = torch.where(chosen == e)
-            up, down = (w[e].T if self.turned else w[e] for w in (self.up, self.down))
-            y = torch.tanh(h[rows] @ up) @ down
-            out = out.index_add(0, rows, (y * weights[rows, k, None]).to(out.dtype))
+            y = self.through(h[rows], partial(product, e)) * weights[rows, k, None]
+            out = out.index_add(0, rows, y.to(out.dtype))
         return out
 
     def hit(self, h, weights, chosen):
         return self.each(h, weights, chosen, chosen.unique())
 
     def grouped(self, h, weights, chosen):
-        order = chosen.flatten().argsort(stable=True)
-        ends = chosen.flatten().bincount(minlength=E).cumsum(0).int()
-        up, down = (w.mT if self.turned else w for w in (self.up, self.down))
-        y = torch.tanh(grouped_mm(h[order // K], up, ends))
-        y = grouped_mm(y, down, ends) * weights.flatten()[order, None]
+        ids, order = chosen.flatten().sort(stable=True)
+        ends = ids.bincount(minlength=E).cumsum(0).int()
+
+        def product(x, w, b):
+            y = grouped_mm(x, w.mT if self.turned else w, ends)
+            return y if b is None else y.add_(b[ids])
+
+        y = self.through(h[order // K], product) * weights.flatten()[order, None]
         return y[order.argsort()].view(*chosen.shape, -1).sum(1)
+
+    def batched(self, h, weights, chosen):
+        ids = chosen.flatten()
+
+        def product(x, w, b):
+            pair = (w[ids], x.unsqueeze(2)) if self.turned else (x.unsqueeze(1), w[ids])
+            y = torch.bmm(*pair).flatten(1)
+            return y if b is None else y + b[ids]
+
+        y = self.through(h.repeat_interleave(K, dim=0), product) * weights.flatten()[:, None]
+        return y.view(*chosen.shape, -1).sum(1)
 
 
 def mixture(experts, first=True):
     def forward(m, x):
         h = (torch.tanh(m.first(x)) if first else x).flatten(0, 1)
-        weights, chosen = torch.softmax(m.router(h), -1).topk(K)
+        scores = torch.softmax(m.router(h), -1)
+        weights, chosen = scores.topk(K)
+        weights = weights * scores.gather(1, chosen)
         return m.last(torch.tanh(h + m.experts(h, weights, chosen))).view(*x.shape[:2], -1)
 
     layers = {"first": nn.Linear(D, D)} if first else {}
@@ -81,6 +114,12 @@ WAYS = {
     "each that was hit": lambda: Experts("hit"),
     "grouped": lambda: Experts("grouped"),
     "grouped, turned": lambda: Experts("grouped", turned=True),
+    "batched": lambda: Experts("batched"),
+    "batched, turned": lambda: Experts("batched", turned=True),
+    "each, biased": lambda: Experts(biased=True),
+    "each, turned and biased": lambda: Experts(turned=True, biased=True),
+    "grouped, biased": lambda: Experts("grouped", biased=True),
+    "batched, turned and biased": lambda: Experts("batched", turned=True, biased=True),
 }
 of_ways = pytest.mark.parametrize("way", WAYS)
 
@@ -95,7 +134,7 @@ def test_norms(way, options):
     dtype, rtol = precision(way)
     model = mixture(WAYS[way]()).to(dtype)
     with torchgradx.attach(model, **options) as probe:
-        for n, t in ((N, T), (N, T), (3, 7), (1, T)):
+        for n, t in ((N, T), (N, T), (4, 7), (1, T)):
             x = torch.randn(n, t, D, dtype=dtype)
             want = loop(model, square, x, dtype=dtype)
             model.zero_grad()
@@ -111,18 +150,25 @@ def test_clipping_and_directions(way, options):
 
 
 @native
-@pytest.mark.parametrize("way", [way for way in WAYS if "hit" not in way])
+@of_ways
 def test_nothing_runs_again_and_one_proof_holds_whatever_a_batch_chooses(way, backwards):
-    dtype, _ = precision(way)
+    """And of whatever size it is. No row hits the first expert."""
+    dtype, rtol = precision(way)
     model, calls = mixture(WAYS[way]()).to(dtype), []
+    model.router.bias.data[0] = -9
     model.experts.register_forward_hook(lambda *_: calls.append(1))
     with torchgradx.attach(model) as probe:
-        for step in range(4):
+        sizes = {(N, 16 * T): 0, (N, 9 * T): 0, (7, T): 1, (2, 3): 2, (N, T): 0}
+        for size, proofs in [((N, 16 * T), 2), *sizes.items()]:
+            x = torch.randn(*size, D, dtype=dtype)
+            want = loop(model, square, x, dtype=dtype)
+            model.zero_grad()
+            calls.clear()
             backwards.clear()
-            square(model, torch.randn(N, 16 * T, D, dtype=dtype)).backward()
-            probe.norms()
-            assert len(calls) == step + 1
-            assert bool(backwards) == (step == 0)
+            square(model, x).backward()
+            close_named(probe.norms(per="parameter"), want, rtol)
+            assert len(calls) == 1
+            assert len(backwards) <= proofs
         assert "run again" not in str(probe.explain())
 
 
@@ -278,8 +324,8 @@ def test_data_rows_taken_by_data_are_looked_at_again(taken):
     model = Model(forward, first=nn.Linear(D, D), last=nn.Linear(D, 2)).double()
     with torchgradx.attach(model) as probe:
         for counts in ([5, 5, 5, 5], [3, 3, 3, 3], [2, 4, 3, 3], [4, 2, 3, 3]):
-            mask = torch.arange(T) < torch.tensor(counts)[:, None]
-            x = torch.randn(N, T, D).double()
+            mask = torch.arange(5) < torch.tensor(counts)[:, None]
+            x = torch.randn(*mask.shape, D).double()
             want = loop(model, square, x, mask)
             square(model, x, mask).backward()
             exact_or(torchgradx.CoverageError, "", probe, want)

@@ -12,6 +12,8 @@ import torch
 from attach_oracle import DEVICE as NAME
 from attach_oracle import rms_norm
 from counters import Counter
+from test_experts import WAYS as WAYS_OF_EXPERTS
+from test_experts import mixture
 from torch import nn
 
 import torchgradx
@@ -115,3 +117,25 @@ def test_a_steady_step_waits_for_nothing(way, monkeypatch):
         with counted(allowed):
             loss.backward()
             reads(probe)
+
+
+@pytest.mark.skipif(not ops.NATIVE, reason="the fallback runs them again")
+@pytest.mark.parametrize("way", ["grouped", "grouped, biased", "batched, turned"])
+def test_experts_are_waited_for_once_a_call(way, monkeypatch):
+    """In the forward, for whose rows they have, and how many. No sample is in E columns."""
+    monkeypatch.setattr(modes, "_off", contextlib.nullcontext)
+    model, copied, cpu = mixture(WAYS_OF_EXPERTS[way]()).to(DEVICE), [], torch.Tensor.cpu
+    with torchgradx.attach(model, loss_reduction="sum") as probe:
+        for _ in range(3):
+            loss = model(torch.randn(5, T, D, device=DEVICE)).square().sum()
+            loss.backward()
+            probe.norms()
+        monkeypatch.setattr(torch.Tensor, "cpu", lambda t: copied.append(t) or cpu(t))
+        # on a CPU, random states are compared beside it
+        with counted(1) if DEVICE.type == "cpu" else contextlib.nullcontext():
+            loss = model(torch.randn(5, T, D, device=DEVICE)).square().sum()
+        assert len(copied) == 1
+        with counted():
+            loss.backward()
+            probe.norms()
+        assert len(copied) == 1

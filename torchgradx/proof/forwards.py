@@ -11,7 +11,7 @@ import contextlib
 import copy
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -94,7 +94,7 @@ class Looked(NamedTuple):
     nodes: int  # of the graph that it made
     kind: Any  # of outputs
     flat: bool  # the first argument shows no N: its rows may be of any sample
-    by_row: Set[Any] = frozenset()  # nodes that took a sample's rows from its own, see experts.py
+    by_row: Mapping[Any, Any]  # nodes that took a sample's rows from its own, see `routed`
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class _OfThread(threading.local):
         self.caches: list[dict[Any, Any]] = []  # of selective checkpoints
         self.first = 0  # of the graph's nodes that this forward made
         self.ends: dict[tuple[int, Any], list[End]] = {}
-        self.by_row: Set[Any] = frozenset()
+        self.by_row: dict[Any, Any] = {}
         self.flat = False
         self.postponed: list[tuple[int, Callable[[], None]]] = []
 
@@ -166,7 +166,7 @@ class Forwards:
         if not whole:
             return Looked(None, local.ends, nodes, _kind(outputs), local.flat, local.by_row)
         watch, ends, by_row = local.watch, local.ends, local.by_row
-        local.watch, local.ends, local.by_row = None, {}, frozenset()
+        local.watch, local.ends, local.by_row = None, {}, {}
         if watch is not None:
             watch.seen.stop()
             if outputs is not None:  # else it failed, or was left by an interrupt
@@ -194,12 +194,12 @@ class Forwards:
         watch = self._local.watch
         return watch is not None and bool(watch.seen.picks)
 
-    def routed(self, nodes: Set[Any], picks: bool) -> None:
-        """Nodes of a use sent rows by their values, each sample's to its own.
+    def routed(self, use: int, nodes: Mapping[Any, int], picks: bool) -> None:
+        """Nodes of a use sent rows by their values, each sample's to its own; so many did not.
 
         picks: before it. What it took itself went nowhere but into these.
         """
-        self._local.by_row |= nodes
+        self._local.by_row.update({node: (use, others) for node, others in nodes.items()})
         if self._local.watch is not None:
             self._local.watch.seen.picks = picks
 

@@ -9,7 +9,7 @@ weighted backwards (segments.py). Owners are [rows], of the leading dimensions; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -62,10 +62,18 @@ def owners_below(
 
 
 def owners_within(
-    end: tuple[Node, int], rows: Tensor, nodes: Iterable[Node], n: int, grid: Shape
+    end: tuple[Node, int],
+    rows: Tensor,
+    nodes: Iterable[Node],
+    n: int,
+    grid: Shape,
+    only: Mapping[Node, int],
 ) -> dict[tuple[Node, int], Owned]:
-    """Return owners by node and output among the nodes below an output of these rows [*grid]."""
-    walk = _Walk(n, tuple(grid))
+    """Return owners by node and output among the nodes below an output of these rows [*grid].
+
+    only: the operand with the rows, of nodes that have a parameter in another.
+    """
+    walk = _Walk(n, tuple(grid), only)
     walk.found[end] = Owned(rows, 0)
     for node in sorted(nodes, key=lambda node: -node._sequence_nr()):
         walk.descend(node)
@@ -121,8 +129,10 @@ def mask_joins(mask: Tensor, owners: Tensor, n: int) -> Tensor | None:
 
 
 class _Walk:
-    def __init__(self, n: int, grid: tuple[int, ...]) -> None:
-        self.n, self._grid = n, grid
+    def __init__(
+        self, n: int, grid: tuple[int, ...], only: Mapping[Node, int] | None = None
+    ) -> None:
+        self.n, self._grid, self._only = n, grid, only or {}
         self.found: dict[tuple[Node, int], Owned] = {}
 
     def descend(self, node: Node) -> None:
@@ -141,7 +151,7 @@ class _Walk:
                 self._merge((child, number), shape, Owned(owned.owners, way, owned.flags))
 
     def _goes_on(self, node: Node, name: str, operand: int) -> bool:
-        only = PRODUCTS.get(name)
+        only = self._only.get(node, PRODUCTS.get(name))
         if only is None or operand == only:
             return True
         return name == "MmBackward0" and node.next_functions[0][0] is None  # by a matrix of data

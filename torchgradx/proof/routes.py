@@ -6,7 +6,7 @@ structure with such operations holds for the batches that choose as the proven o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,18 +45,18 @@ ALL = {"MaskedScatterBackward0", "MaskedSelectBackward0", "PackPaddedSequenceBac
        "PutBackward0", "TakeBackward0"}  # whatever the dimension  # fmt: skip
 
 
-def routes(outputs: Iterable[Tensor], n: int, by_row: Set[Node] = frozenset()) -> list[Any]:
+def routes(outputs: Iterable[Tensor], n: int, by_row: Mapping[Node, Any]) -> list[Any]:
     """Return what this graph's batch chose; empty: nothing. None in it: it was not seen.
 
-    by_row: nodes by which each sample's rows stay its own, whatever was chosen.
+    by_row: nodes by which each sample's rows stay its own, whatever was chosen, and what they are
+    of: a string each, that says nothing of the choice.
     """
     found: list[Any] = []
-    chosen = False
+    chosen, kept = False, set()
     for node in below(t.grad_fn for t in outputs if t.grad_fn is not None) if n > 1 else ():
         name = node.name()
         if node in by_row:
-            chosen = True
-            found.append("by row")
+            kept.add(f"by row in {by_row[node]}")
             continue
         if name == INTO_SLICES or (name in JOINS and _joins_samples(node, n)):
             chosen = True
@@ -76,7 +76,7 @@ def routes(outputs: Iterable[Tensor], n: int, by_row: Set[Node] = frozenset()) -
             found += [_saved(node, key) for key in ENDS[name]]
         if name in PLACES:
             found.append(tuple(getattr(node, f"_saved_{key}") for key in PLACES[name]))
-    return found if chosen else []
+    return [*sorted(kept), *(found if chosen else ())]
 
 
 def alike(one: Sequence[Any], other: Sequence[Any]) -> bool:

@@ -241,10 +241,14 @@ class Examiner:
     def transferred(self, verdict: Verdict, forward: Forward) -> Verdict | None:
         """Return what was proven of the same calls, if it holds for a batch of another size."""
         n, uses, outputs = forward.n, forward.uses, forward.outputs
-        if verdict.refusals or verdict.routes or verdict.zeros is not None or n == 1:
+        if verdict.refusals or verdict.zeros is not None or n == 1 or not verdict.complete:
             return None
         watched, ends = self._watched(forward)
-        if ends or not verdict.complete or self._chosen(forward, watched):
+        chosen = self._chosen(forward, watched)
+        by_row = all(isinstance(choice, str) for choice in (*chosen, *verdict.routes))
+        if not by_row or chosen != verdict.routes:
+            return None
+        if any(end.watched.samples is None for _, end in ends):  # else this graph shows its rows'
             return None
         doubtful = False
         for k, (use, layout) in enumerate(zip(watched, verdict.layouts, strict=True)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 import torch
@@ -84,61 +85,77 @@ class LookedUp:
         return rows.to(self.dtype)
 
 
+class Pairs:
+    """Rows of a sample and a matrix each, ordered by these and by how many a pair has.
+
+    lengths: of each pair, on the device. known: the same; a copy on the CPU waits for nothing.
+    """
+
+    def __init__(self, owners: Tensor, matrix: Tensor, count: int, matrices: int) -> None:
+        """owners: [R], N: of none. matrix: [R], E: of none."""
+        self.count, self.matrices = count, matrices
+        pairs = count * matrices
+        none = (owners == count) | (matrix == matrices)
+        self.of_rows = (owners * matrices + matrix).masked_fill(none, pairs)
+        lengths = self.of_rows.new_zeros(pairs + 1)
+        self.lengths = lengths.index_add_(0, self.of_rows, torch.ones_like(self.of_rows))[:pairs]
+        self.known = self.lengths
+
+    @cached_property
+    def by_length(self) -> tuple[Tensor, Tensor, list[list[int]]]:
+        """Pairs by their lengths, the order of the rows, and each length with its count."""
+        by_length = self.lengths.argsort(stable=True)
+        rank = torch.full((len(by_length) + 1,), len(by_length), device=by_length.device)
+        rank[by_length] = torch.arange(len(by_length), device=by_length.device)
+        sizes = torch.stack(self.known.unique(return_counts=True), 1)
+        return by_length, rank[self.of_rows].argsort(stable=True), sizes.tolist()
+
+    def summed(self, left: Tensor, right: Tensor) -> Tensor:
+        """[E, A, B]: the sum of left^T right over all rows of each matrix."""
+        matrix = self.of_rows % self.matrices + self.matrices * (self.of_rows == len(self.lengths))
+        order = matrix.argsort(stable=True)
+        counts = self.known.view(self.count, self.matrices).sum(0).tolist()
+        rest = len(order) - sum(counts)
+        parts = zip(*(t[order].split([*counts, rest]) for t in (left, right)), strict=True)
+        return torch.stack([a.mT @ b for a, b in parts][: self.matrices])
+
+
 @dataclass(frozen=True)
 class Grouped:
     """[N, E, A, B], of which a sample's e-th matrix is left^T right over the rows of both."""
 
     left: Tensor  # [R, A]
     right: Tensor  # [R, B]
-    matrix: Tensor  # [R], E: of none
-    owners: Tensor  # [R], N: of none
-    count: int  # N
-    matrices: int  # E
+    pairs: Pairs
 
     def __len__(self) -> int:
-        return self.count
+        return self.pairs.count
 
     @property
     def dtype(self) -> torch.dtype:
         return self.left.dtype
 
-    @staticmethod
-    def joined(parts: Sequence[Grouped]) -> Grouped:
-        if len(parts) == 1:
-            return parts[0]
-        rows = zip(*((g.left, g.right, g.matrix, g.owners) for g in parts), strict=True)
-        left, right, matrix, owners = map(torch.cat, rows)
-        return Grouped(left, right, matrix, owners, parts[0].count, parts[0].matrices)
-
     def alike(self) -> Iterator[tuple[Outer, Tensor, Tensor]]:
         """Yield pairs of a sample and a matrix that have as many rows: their [P, A, B], the samples
         and the matrices."""
-        pairs = self.count * self.matrices
-        none = (self.owners == self.count) | (self.matrix == self.matrices)
-        pair = (self.owners * self.matrices + self.matrix).masked_fill(none, pairs)
-        lengths = torch.bincount(pair, minlength=pairs + 1)[:pairs]
-        by_length = lengths.argsort(stable=True)
-        rank = torch.full((pairs + 1,), pairs, device=pair.device)
-        rank[by_length] = torch.arange(pairs, device=pair.device)
-        order = rank[pair].argsort(stable=True)
+        by_length, order, sizes = self.pairs.by_length
         left, right = self.left[order], self.right[order]
         first = row = 0
-        sizes = lengths[by_length].unique_consecutive(return_counts=True)
-        for length, count in torch.stack(sizes).T.tolist():
+        for length, count in sizes:
             those, rows = by_length[first : first + count], length * count
             first += count
             if length:
                 part = (t[row : row + rows].view(count, length, -1) for t in (left, right))
-                yield Outer(*part), those // self.matrices, those % self.matrices
+                yield Outer(*part), those // self.pairs.matrices, those % self.pairs.matrices
             row += rows
 
-    def summed(self, right: Tensor) -> Tensor:
-        """[E, A, B]: the sum over all rows, of these in place of `right`."""
-        order = self.matrix.argsort(stable=True)
-        counts = torch.bincount(self.matrix, minlength=self.matrices + 1).tolist()
-        left, right = self.left[order], right[order]
-        parts = zip(left.split(counts), right.split(counts), strict=True)
-        return torch.stack([a.mT @ b for a, b in parts][: self.matrices])
+    @property
+    def rows(self) -> Tensor:
+        """[N, E, B]: where `left` is ones, as of biases."""
+        wide = self.right.to(accumulation_dtype(self.dtype))
+        full = wide.new_zeros(len(self.pairs.lengths) + 1, wide.shape[1])
+        full = full.index_add_(0, self.pairs.of_rows, wide)[:-1].to(self.dtype)
+        return full.view(self.pairs.count, self.pairs.matrices, -1)
 
 
 @dataclass(frozen=True)
@@ -227,7 +244,8 @@ def in_full(g: Gradients) -> Tensor:
         zeros = rows.new_zeros(len(g.ids), g.count, rows.shape[2])
         return zeros.scatter_add_(1, g.ids.unsqueeze(2).expand_as(rows), rows)
     if isinstance(g, Grouped):
-        full = g.left.new_zeros(g.count, g.matrices, g.left.shape[1], g.right.shape[1])
+        sizes = g.pairs.count, g.pairs.matrices, g.left.shape[1], g.right.shape[1]
+        full = g.left.new_zeros(sizes)
         for outer, samples, matrices in g.alike():
             full[samples, matrices] = outer.left.mT @ outer.right
         return full
@@ -245,7 +263,7 @@ def total(g: Gradients) -> Tensor:
     if isinstance(g, LookedUp):
         return _added_up(g, g.each)
     if isinstance(g, Grouped):
-        return g.summed(g.right)
+        return g.pairs.summed(g.left, g.right)
     if isinstance(g, Convolved):
         return g.total()
     if isinstance(g, Rowwise):
@@ -280,7 +298,7 @@ def sq_norms(g: Gradients) -> Tensor:
             found = found * torch.linalg.vector_norm(g.bags, dim=1, dtype=found.dtype).square()
         return found
     if isinstance(g, Grouped):
-        found = g.left.new_zeros(g.count, dtype=accumulation_dtype(g.dtype))
+        found = g.left.new_zeros(len(g), dtype=accumulation_dtype(g.dtype))
         for outer, samples, _ in g.alike():
             found.index_add_(0, samples, sq_norms(outer).to(found.dtype))
         return found
@@ -313,7 +331,7 @@ def along(g: Gradients, direction: Tensor) -> Tensor:
     if isinstance(g, LookedUp):
         return (direction[g.ids] * g.each.to(direction.dtype)).sum((1, 2))
     if isinstance(g, Grouped):
-        dots = direction.new_zeros(g.count)
+        dots = direction.new_zeros(len(g))
         for outer, samples, matrices in g.alike():
             products = outer.left.to(dots.dtype) @ direction[matrices]
             dots.index_add_(0, samples, (products * outer.right.to(dots.dtype)).sum((1, 2)))
@@ -345,10 +363,11 @@ def weighted(g: Gradients, factors: Tensor) -> Tensor:
         kept = torch.where(factors.view(-1, 1, 1) != 0, g.each, 0)  # whatever its numbers
         return _added_up(g, kept.to(wide) * factors.to(wide).view(-1, 1, 1))
     if isinstance(g, Grouped):
-        of_rows = torch.cat([factors.to(wide), factors.new_zeros(1, dtype=wide)])[g.owners, None]
+        by_pair = factors.to(wide).repeat_interleave(g.pairs.matrices)
+        of_rows = torch.cat([by_pair, by_pair.new_zeros(1)])[g.pairs.of_rows, None]
         wide_left = torch.where(of_rows != 0, g.left, 0).to(wide)  # whatever its numbers
         kept = torch.where(of_rows != 0, g.right, 0).to(wide) * of_rows
-        return replace(g, left=wide_left).summed(kept)
+        return g.pairs.summed(wide_left, kept)
     rows = g.reshape(len(factors), 1, -1).to(wide)
     return chunks.scaled_sum(factors.to(wide), rows) if _sum is None else _sum(rows, factors, wide)
 

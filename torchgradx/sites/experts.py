@@ -1,14 +1,14 @@
 """Products with matrices that are parts of one parameter [E, *, *]: a mixture's experts.
 
-x[rows] @ weight[e], one product for each expert that was hit, or a grouped product of all. The
+x[rows] @ weight[e] + bias[e], one product for each expert that was hit, a grouped product of all,
+or one with weight[ids]. A bias [E, *] is added to its expert's rows: their product with ones. The
 samples of a product's rows follow from those of the module's output, by the indices between
 (proof/owners.py), and the first pass of a structure proves them like any other output.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -21,52 +21,98 @@ from ..proof.layout import Watched, owners
 from ..proof.owners import MAPPING, PRODUCTS, Owned, owners_within, saved
 from ..proof.several import End
 from ..shared.frontier import Node, is_leaf, shape_of, signed
-from ..shared.outer import BySample, Grouped, along, size, sq_norms, to_add, total
+from ..shared.outer import BySample, Grouped, Pairs, along, size, sq_norms, to_add, total
 from ..shared.products import CAST, LINKS, POINTWISE, transposes
 from .copies import untraced
 
-OPERANDS = {"GroupedMmBackward0": 1, "MmBackward0": 1}  # which one is the weight
+# By the operand that the parameter is: the one with the rows, and the name of it as the node saved
+# it; none where it is added to them.
+OPERANDS: dict[str, dict[int, tuple[int, str]]] = {
+    "AddBackward0": {0: (1, ""), 1: (0, "")},
+    "AddmmBackward0": {0: (1, ""), 2: (1, "mat1")},
+    "BmmBackward0": {0: (1, "mat2"), 1: (0, "self")},
+    "GroupedMmBackward0": {1: (0, "self")},
+    "MmBackward0": {1: (0, "self")},
+}
+GROUPED, SINGLE = "GroupedMmBackward0", ("AddmmBackward0", "MmBackward0")
 # Nodes of which it is known what they do with rows: none; among others along a dimension; by index.
-KEEPS = LINKS | POINTWISE | {f"{name}Backward0" for name in ("Add", "Div", "Gelu", "Mul", "Sub")}
+KEEPS = LINKS | POINTWISE | {f"{name}Backward0" for name in (
+    "Add", "ClampMax", "ClampMin", "Div", "Expand", "Gelu", "Mul", "Sub",
+)} | {"ClampBackward1", "SqueezeBackward1"}  # fmt: skip
 ALONG = {"CatBackward0", "SelectBackward0", "SliceBackward0", "SoftmaxBackward0", "SplitBackward0",
          "SplitWithSizesBackward0", "SumBackward1"}  # fmt: skip
 RANKS = {"SortBackward0", "SortBackward1", "TopkBackward0"}
 
 
-@dataclass
+@dataclass(eq=False)
 class Product:
     """One product of a call."""
 
+    node: Node
     place: int  # of the parameter
-    matrix: int | None  # of the parameter; None: a grouped product, of all
+    operand: int  # of the node: the parameter
+    edge: tuple[Node, int]  # of the parameter: a node that leads to it, and the operand there
+    matrix: int | Tensor  # of the parameter; each row's; where the rows of each end, if grouped
     turned: bool  # the parameter holds each matrix transposed
-    owners: Tensor  # the sample of each row
+    rows: int  # the operand that has them
+    saved: str  # their name
 
-    def gradients(self, node: Node, g: Tensor | None, count: int, parameter: Tensor) -> Grouped:
-        """Return those by sample, of the product's node and what it receives."""
-        rows = node._saved_self
+    def fits(self, parameter: Tensor) -> bool:
+        """Return whether the node's operand is made of such a parameter's matrices alone."""
+        name, sizes, out = self.node.name(), tuple(parameter.shape[1:]), shape_of(self.node, 0)
+        made = shape_of(*self.node.next_functions[self.operand])
+        one, turned = isinstance(self.matrix, int), self.turned
+        if any(getattr(self.node, f"_saved_{factor}", 1) != 1 for factor in ("alpha", "beta")):
+            return False
+        if not self.saved:  # [O], or a row each
+            fits = out[1:] == sizes and made == (sizes if one else out)
+            return fits and len(sizes) == 1 and not turned
+        if saved(self.node, self.saved) is None or one != (name in SINGLE):
+            return False
+        if turned != (self.saved == "mat2"):
+            sizes = sizes[::-1]
+        before = () if one else (len(parameter) if name == GROUPED else out[0],)
+        single = name != "BmmBackward0" or out[2 - self.operand] == 1  # a row, or column, each
+        return len(sizes) == 2 and made == (*before, *sizes) and single
+
+    def matrices(self, matrices: int, device: torch.device) -> Tensor:
+        """[R]: the matrix of each row; of none: `matrices`, as many as there are."""
+        count = shape_of(self.node, 0)[0]
+        if isinstance(self.matrix, int):
+            return torch.full((count,), self.matrix, device=device)
+        if self.node.name() == GROUPED:
+            return torch.bucketize(torch.arange(count, device=device), self.matrix, right=True)
+        return self.matrix % matrices
+
+    def operands(self, g: Tensor | None, parameter: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two, by row, that its gradient is made of, from what its node receives."""
         if g is None:
-            g = rows.new_zeros(len(rows), *shape_of(node, 0)[1:])
-        if self.matrix is None:
-            places = torch.arange(len(g), device=g.device)
-            matrix = torch.bucketize(places, node._saved_offs, right=True)
-        else:
-            matrix = torch.full((len(g),), self.matrix, device=g.device)
-        pair = (g, rows) if self.turned else (rows, g)
-        left, right = (t.detach().to(parameter.dtype) for t in pair)
-        return Grouped(left, right, matrix, self.owners, count, len(parameter))
+            g = parameter.new_zeros(shape_of(self.node, 0))
+        rows = getattr(self.node, f"_saved_{self.saved}") if self.saved else g.new_ones(len(g), 1)
+        if self.saved == "mat2":  # a matrix @ columns
+            g, rows = g.mT, rows.mT
+        left, right = (t.detach().flatten(0, -2).to(parameter.dtype) for t in (rows, g))
+        return (right, left) if self.turned else (left, right)
+
+
+class Group(NamedTuple):
+    """All products with one parameter's matrices."""
+
+    products: list[Product]
+    pairs: Pairs  # of their rows, in this order
 
 
 class Products(NamedTuple):
     """All that a call's output has of its module's parameters. Empty: something else, or the
     samples of their rows do not show."""
 
-    of: Mapping[Node, Product]
+    of: Mapping[int, Group]  # by the parameters' places
     ends: list[End]  # what a proof holds their rows against
-    by_row: frozenset[Node]  # nodes that move rows by their values, each sample's to its own
+    # nodes that move rows by their values, each sample's to its own, and how many others there are
+    by_row: Mapping[Node, int]
 
 
-NONE = Products({}, [], frozenset())
+NONE = Products({}, [], {})
 
 
 class Served:
@@ -76,41 +122,43 @@ class Served:
         self,
         run: Any,
         recorder: Any,
-        products: Mapping[Node, Product],
+        groups: Mapping[int, Group],
         held: Mapping[int, Tensor],
         eps: float,
         failed: Callable[[Exception], None],
     ) -> None:
         """held: parameters by their places. eps: of the coarsest gradient inside."""
-        self._run, self._recorder, self._held = run, recorder, held
+        self._run, self._recorder, self._groups, self._held = run, recorder, groups, held
         self._eps, self._failed, self._task = eps, failed, -1
-        self._count = Counter(product.place for product in products.values())
-        self._parts: dict[int, list[Grouped]] = {}
-        for node, product in products.items():
-            node.register_prehook(partial(self._arrive, product))
+        self._parts: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
+        for place, group in groups.items():
+            for k, product in enumerate(group.products):
+                product.node.register_prehook(partial(self._arrive, place, k))
 
     def begin(self) -> None:
         """Serve this backward: else the module runs again, and edges are counted only."""
         self._task, self._parts = torch._C._current_graph_task_id(), {}
 
     @untraced
-    def _arrive(self, product: Product, incoming: Sequence[Tensor | None]) -> None:
-        place = product.place
+    def _arrive(self, place: int, k: int, incoming: Sequence[Tensor | None]) -> None:
         if not self._run.arrive([place]) or self._task != torch._C._current_graph_task_id():
             return
         try:
-            node, parameter = torch._C._current_autograd_node(), self._held[place]
-            parts = self._parts.setdefault(place, [])
-            parts.append(product.gradients(node, incoming[0], self._run.n, parameter))
-            if len(parts) == self._count[place]:
-                self._take(place, Grouped.joined(self._parts.pop(place)))
+            group, parts = self._groups[place], self._parts.setdefault(place, {})
+            parts[k] = group.products[k].operands(incoming[0], self._held[place])
+            if len(parts) == len(group.products):
+                pairs = [parts[k] for k in range(len(parts))]
+                left, right = (torch.cat(column) for column in zip(*pairs, strict=True))
+                del self._parts[place]
+                self._take(place, Grouped(left, right, group.pairs))
         except Exception as error:  # never from inside backward()
             self._failed(error)
 
-    def _take(self, place: int, whole: Grouped) -> None:
+    def _take(self, place: int, grouped: Grouped) -> None:
         run = self._run
+        whole = grouped.rows if self._held[place].dim() == 2 else grouped
         if self._recorder.auditing:
-            rounding = size(whole) * max(self._eps, torch.finfo(whole.dtype).eps)
+            rounding = size(grouped) * max(self._eps, torch.finfo(whole.dtype).eps)
             self._recorder.add_recorded(place, total(whole), rounding)
         if run.waits(place):
             run.add(place, *to_add(whole))
@@ -123,10 +171,11 @@ class Served:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether all parameters of a module are its own, and [E, *, *] each."""
+    """Return whether all parameters of a module are its own, [E, *, *] or, its biases, [E, *]."""
     parameters = [*module.parameters()]
     own = len(parameters) == len([*module.parameters(recurse=False)])
-    return own and all(p.dim() == 3 for p in parameters)
+    dims = {p.dim() for p in parameters}
+    return own and 3 in dims <= {2, 3} and len({len(p) for p in parameters}) == 1
 
 
 def products_of(
@@ -139,7 +188,7 @@ def products_of(
     start: int,
 ) -> Products:
     """out: which has rows [*leads] of this layout, as what it is made of. start: of the nodes that
-    the call made."""
+    the call made. Reads from the device once."""
     rows, end = owners(leads, n).get(layout), (out.grad_fn, out.output_nr)
     first = given[0].grad_fn if given else None
     if rows is None or first is None:
@@ -147,22 +196,16 @@ def products_of(
     rows = rows.to(given[0].device)
     nodes = _between(end[0], first)
     leaves = {id(p): place for place, p in held.items()}
-    found: dict[Node, Product] = {}
-    edges = 0
-    their: set[tuple[Node, int]] = set()  # edges of parameters, of each product
-    for node in nodes:
-        edges += sum(_place(child, leaves) is not None for child, _ in node.next_functions)
-        made_of = _product(node, leaves, held)
-        if made_of is not None:
-            found[node], edge = made_of
-            their.add(edge)
-    if not found or not edges == len(found) == len(their):
+    edges = [edge for node in nodes for edge in node.next_functions if edge[0] is not None]
+    products = [product for node in nodes for product in _products(node, leaves, held)]
+    uses = sum(_place(child, leaves) is not None for child, _ in edges)
+    if not products or not uses == len(products) == len({product.edge for product in products}):
         return NONE
-    owned = owners_within(end, rows, nodes, n, leads)
-    flags: list[Tensor] = []
+    owned = owners_within(end, rows, nodes, n, leads, {p.node: p.rows for p in products})
+    flags: list[Tensor] = []  # none of which may be
     inside = set(nodes)
-    for edge in {edge for node in nodes for edge in node.next_functions}:
-        if edge[0] is None or edge[0] in inside or is_leaf(edge[0]):
+    for edge in dict.fromkeys(edges):
+        if edge[0] in inside or is_leaf(edge[0]):
             continue
         source = owned.get(edge)  # what rows of an input come to, they must be of
         its = None if source is None else owners([len(source.owners)], n).get(layout)
@@ -170,34 +213,67 @@ def products_of(
             return NONE
         its = its.to(rows.device)
         flags += [((source.owners != its) & (source.owners != n)).any(), *source.flags]
-    for node, product in found.items():
-        of_rows = owned.get((node, 0))
-        if of_rows is None or len(of_rows.owners) != shape_of(node, 0)[0]:
+    for product in products:
+        of_rows = owned.get((product.node, 0))
+        if of_rows is None or len(of_rows.owners) != shape_of(product.node, 0)[0]:
             return NONE
-        if node.next_functions[0][0] is None:  # rows that are data: whose, nothing shows
-            return NONE
-        product.owners = of_rows.owners
+        if product.node.next_functions[product.rows][0] is None:
+            return NONE  # rows that are data: whose, nothing shows
         flags += of_rows.flags
-    by_row: set[Node] = set()
+    by_row = {node for node in nodes if node.name() in RANKS}
+    movers: list[Node] = []
+    lost: list[Tensor] = []  # of movers: whether rows of theirs come to nothing
     for node in nodes:
         outputs = range(len(node._input_metadata))
         made = next((owned[node, k] for k in outputs if (node, k) in owned), None)
         if made is None:
             continue
-        if not _is_known(node, made):
+        doubts = _doubts(node, made)
+        if doubts is None:
             return NONE
-        own = node.name() in MAPPING and node._sequence_nr() >= start  # nothing else has its rows,
-        if node.name() in RANKS or (
-            own and not bool((made.owners == n).any())
-        ):  # and all come back
-            by_row.add(node)
-    if bool(torch.stack(flags).any()):
+        flags += doubts
+        if node.name() in MAPPING and node._sequence_nr() >= start:
+            movers.append(node)  # nothing else has its rows, and if all come back:
+            lost.append((made.owners == n).any())
+    groups = _groups(products, owned, held, n)
+    pairs = list(dict.fromkeys(group.pairs for group in groups.values()))
+    answers = torch.stack([*flags, *lost]).long()
+    read = torch.cat([answers, *(p.lengths for p in pairs)]).cpu()  # all that is read, at once
+    answers, *lengths = read.split([len(answers), *(len(p.lengths) for p in pairs)])
+    doubtful, lossy = (part.tolist() for part in answers.split([len(flags), len(lost)]))
+    if any(doubtful):
         return NONE
+    for p, known in zip(pairs, lengths, strict=True):
+        p.known = known
+    by_row |= {node for node, loses in zip(movers, lossy, strict=True) if not loses}
     ends = []
-    for node, product in found.items():
-        its = product.owners.masked_fill(product.owners == n, 0)  # of none: they receive zeros
+    for node in dict.fromkeys(product.node for product in products):
+        its = owned[node, 0].owners
+        its = its.masked_fill(its == n, 0)  # of none: they receive zeros
         ends.append(End(Watched(node, 0, [len(its)], samples=its), (its, its)))
-    return Products(found, ends, frozenset(by_row))
+    return Products(groups, ends, dict.fromkeys(by_row, sum(lossy)))
+
+
+def _groups(
+    products: Sequence[Product],
+    owned: Mapping[tuple[Node, int], Owned],
+    held: Mapping[int, Tensor],
+    n: int,
+) -> dict[int, Group]:
+    """Return the products by their parameters' places. Those whose rows are seen to be the same
+    share their pairs."""
+    groups: dict[int, Group] = {}
+    pairs: dict[Any, Pairs] = {}
+    for place in dict.fromkeys(product.place for product in products):
+        its, count = [p for p in products if p.place == place], len(held[place])
+        owners = [owned[p.node, 0].owners for p in its]
+        chosen = (p.matrix if isinstance(p.matrix, int) else id(p.matrix) for p in its)
+        key = *map(id, owners), *chosen
+        if key not in pairs:
+            matrix = torch.cat([p.matrices(count, owners[0].device) for p in its])
+            pairs[key] = Pairs(torch.cat(owners), matrix, n, count)
+        groups[place] = Group(its, pairs[key])
+    return groups
 
 
 def _between(end: Node, first: Node) -> list[Node]:
@@ -213,52 +289,65 @@ def _between(end: Node, first: Node) -> list[Node]:
     return found
 
 
-def _is_known(node: Node, made: Owned) -> bool:
-    """Return whether the owners below a node follow from what it made, whatever the batch."""
+def _doubts(node: Node, made: Owned) -> list[Tensor] | None:
+    """Return flags, of which none may be set if the owners below a node follow from what it made,
+    whatever the batch; None: they do not."""
     name, shape, owned = node.name(), shape_of(node, 0), made.owners
     if name in KEEPS:
-        return True
+        return []
+    along = name in ALONG or name in RANKS
     if name in MAPPING:
         indices = getattr(node, "_saved_indices", None)
-        return signed(node._saved_dim) == 0 if indices is None else indices[0] is not None
-    if name in ALONG or name in RANKS:
+        if indices is None and signed(node._saved_dim) != 0:
+            along = True
+        else:
+            return [] if indices is None or indices[0] is not None else None
+    if along:
         operand = node.next_functions[0]
         whole = len(shape if operand[0] is None else shape_of(*operand))
         dims = node._saved_dim if name == "SumBackward1" else (node._saved_dim,)
         rows = prod(shape[: min(signed(dim) % max(1, whole) for dim in dims)])
-        if rows % len(owned) == 0:
-            return True
+        if not len(owned) or rows % len(owned) == 0:
+            return []
         each = owned.view(rows, -1)  # what it works along may be of one sample
-        return not bool((each != each[:, :1]).any())
-    return name in PRODUCTS and node.next_functions[PRODUCTS[name]][0] is not None
+        return [(each != each[:, :1]).any()]
+    return [] if name in PRODUCTS and node.next_functions[PRODUCTS[name]][0] is not None else None
 
 
 def _place(child: Node, leaves: Mapping[int, int]) -> int | None:
     return leaves.get(id(child.variable)) if child is not None and is_leaf(child) else None
 
 
-def _product(
+def _products(
     node: Node, leaves: Mapping[int, int], held: Mapping[int, Tensor]
-) -> tuple[Product, tuple[Node, int]] | None:
-    """Return a node's product with a matrix of a parameter, and the parameter's edge: a node above
-    it, and its operand there."""
-    edge = node, OPERANDS.get(node.name(), -1)
-    if edge[1] < 0:
+) -> Iterator[Product]:
+    """Yield a node's products with matrices of parameters."""
+    for operand, which in OPERANDS.get(node.name(), {}).items():
+        edge, turned = (node, operand), which[1] == "mat2"
+        matrix = saved(node, "offs") if node.name() == GROUPED else None
+        child = node.next_functions[operand][0]
+        while child is not None and not is_leaf(child):
+            chosen = _chosen(child) if matrix is None else None
+            if chosen is not None:
+                matrix = chosen
+            elif transposes(child):
+                turned = not turned
+            elif child.name() != CAST:
+                break
+            edge, child = (child, 0), child.next_functions[0][0]
+        place = _place(child, leaves)
+        if place is not None and matrix is not None:
+            product = Product(node, place, operand, edge, matrix, turned, *which)
+            if product.fits(held[place]):
+                yield product
+
+
+def _chosen(node: Node) -> int | Tensor | None:
+    """Return the matrix that a node takes from a parameter, or those that it takes by ids."""
+    if node.name() == "SelectBackward0" and signed(node._saved_dim) == 0:
+        return signed(node._saved_index) % shape_of(*node.next_functions[0])[0]
+    ids = saved(node, "indices") if node.name() == "IndexBackward0" else None
+    if not ids or len(ids) > 1 or ids[0].dtype != torch.long or ids[0].dim() != 1:
         return None
-    child, matrix, turned = node.next_functions[edge[1]][0], None, False
-    while child is not None and not is_leaf(child):
-        if child.name() == "SelectBackward0" and signed(child._saved_dim) == 0 and matrix is None:
-            matrix = signed(child._saved_index) % shape_of(*child.next_functions[0])[0]
-        elif transposes(child):
-            turned = not turned
-        elif child.name() != CAST:
-            return None
-        edge, child = (child, 0), child.next_functions[0][0]
-    place = _place(child, leaves)
-    if place is None or (matrix is None) == (node.name() == "MmBackward0"):
-        return None
-    sizes, rows = held[place].shape[1:], saved(node, "self")
-    fits = rows is not None and (*rows.shape[1:], *shape_of(node, 0)[1:])
-    if fits != tuple(sizes[::-1] if turned else sizes):
-        return None
-    return Product(place, matrix, turned, torch.empty(0)), edge
+    chosen: Tensor = ids[0]
+    return chosen

@@ -189,7 +189,7 @@ class FallbackSite:
         if products.of:
             self._by_products = True
             self._audit.forwards.several(self._index, first, products.ends)
-            self._audit.forwards.routed(products.by_row, self._call.picks)
+            self._audit.forwards.routed(use, products.by_row, self._call.picks)
         else:  # of products, each edge is counted
             run.enclose(list(held), self._call.first)
         run.watch(use, made[0] if len(outputs) == 1 else first)

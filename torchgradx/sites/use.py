@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..proof.several import ends_at
 from .copies import stock_of
-from .experts import Product, Served
+from .experts import Group, Served
 from .outcome import Outcome
 from .regime import Regime
 
@@ -28,7 +28,7 @@ class Called(NamedTuple):
     first: Tensor  # whose rows are proven
     samples: Tensor | None
     versions: list[int]  # of the outputs
-    products: Mapping[Any, Product]  # by node, see experts.py
+    products: Mapping[int, Group]  # by place, see experts.py
 
     def gave(self, eps: float) -> list[Outcome | None]:
         """Return what the outputs were, of those that nobody has written into."""
