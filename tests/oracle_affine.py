@@ -12,14 +12,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from oracle import (
-    Kind,
-    _sq_norm,
-    accumulation_epsilon,
-    assert_within,
-    draw,
-    sum_of_squares,
-)
+from oracle import Kind, _sq_norm, accumulation_epsilon, assert_within, draw, sum_of_squares
 from torch import Tensor
 from torch.nn import functional as F
 

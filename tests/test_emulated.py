@@ -16,13 +16,7 @@ import torch
 from backends import BACKENDS, algorithms_of
 from emulation import build
 from emulation.operators import operator, operators
-from oracle import (
-    Conv2d,
-    Linear,
-    assert_sq_norms,
-    case,
-    truth_of,
-)
+from oracle import Conv2d, Linear, assert_sq_norms, case, truth_of
 from oracle_gather import Gather
 from test_memory import BOUND, CASES, WIDE
 

@@ -10,7 +10,7 @@ import pytest
 import test_affine
 import torch
 import torch.nn.functional as F
-from backends import BACKENDS
+from backends import BACKENDS, each_dtype
 from emulation import build
 from emulation.operators import operator, operators
 from oracle_affine import FROZEN, Affine, assert_sq_norms, case
@@ -44,9 +44,7 @@ PROBLEMS = (
     Affine("prelu", 2, 1100, 3, 1),
     Affine("prelu", 3, 9, 1, 1),
 )
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: "-".join(map(str, p)))
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 
 
 def in_planes(o):

@@ -8,14 +8,7 @@ import torch
 from backends import BACKENDS
 from emulation import build
 from emulation.operators import operator, operators
-from oracle import (
-    Conv2d,
-    Linear,
-    assert_gradient,
-    assert_sq_norms,
-    case,
-    truth_of,
-)
+from oracle import Conv2d, Linear, assert_gradient, assert_sq_norms, case, truth_of
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
 EMULATED = BACKENDS["emulated"]

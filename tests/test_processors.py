@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from attach_oracle import Model, check
-from oracle import DTYPES, Linear, assert_sq_norms, case, linear_truth
+from backends import each_dtype
+from oracle import Linear, assert_sq_norms, case, linear_truth
 from recurrent_models import CELLS, KINDS, net
 from torch import nn
 
@@ -94,7 +95,6 @@ LESSER = {"AVX512": ("avx2", "default"), "AVX2": ("default",)}
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 
 each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: "x".join(map(str, p)))
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 
 
 @each_dtype

@@ -290,8 +290,7 @@ def renumbered(rows):
 
 
 @pytest.mark.parametrize(
-    "rows",
-    [[[0, 1, 2], [1, 3, 4]], [[0, 1, 1], [-1, -1, -1]], [[1, 1, 1], [0, 0, 0]], [[0, 1, 2]]],
+    "rows", [[[0, 1, 2], [1, 3, 4]], [[0, 1, 1], [-1, -1, -1]], [[1, 1, 1], [0, 0, 0]], [[0, 1, 2]]]
 )
 def test_samples_whose_item_is_not_clear_are_refused(rows):
     loader = DataLoader(Corpus([[3, 3, 3]] * 2), 2, collate_fn=renumbered(rows))
