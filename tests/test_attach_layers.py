@@ -14,6 +14,7 @@ from attach_oracle import (
     rms_norm,
     square,
 )
+from recurrent_models import made, net
 from torch import nn
 
 import torchgradx
@@ -150,17 +151,6 @@ class Doubled(nn.Linear):
         return F.linear(x, self.weight * 2, self.bias) + x[..., :1]
 
 
-def recurrent(kind, **options):
-    """The output of a recurrent layer without its state; batch_first or not."""
-
-    def forward(m, x):
-        if m.layer.batch_first:
-            return m.layer(x)[0]
-        return m.layer(x.transpose(0, 1))[0].transpose(0, 1)
-
-    return lambda: Model(forward, layer=kind(3, 4, **options))
-
-
 IDS = (N, 5)  # token ids of 7
 ELEMENTWISE_LAYERS = {
     "layer norm": (lambda: nn.LayerNorm(3), (N, 5, 3)),
@@ -193,15 +183,13 @@ FALLBACK_LAYERS = {
     "leaf with bare parameters": (scale, (N, 5, 3)),
     "leaf with a matrix": (mixing, (N, 5, 3)),
     "leaf subclass of linear": (lambda: Doubled(3, 3), (N, 3)),
-    "lstm batch first": (recurrent(nn.LSTM, batch_first=True), (N, 5, 3)),
-    "lstm": (recurrent(nn.LSTM), (N, 5, 3)),
-    "lstm both ways, two layers": (recurrent(nn.LSTM, num_layers=2, bidirectional=True,
-        batch_first=True), (N, 5, 3)),
-    "gru": (recurrent(nn.GRU, batch_first=True), (N, 5, 3)),
-    "gru without biases": (recurrent(nn.GRU, batch_first=True, bias=False), (N, 5, 3)),
-    "rnn": (recurrent(nn.RNN, batch_first=True), (N, 5, 3)),
     "gru cell": (lambda: nn.GRUCell(3, 4), (N, 3)),
 }  # fmt: skip
+FALLBACK_LAYERS |= {
+    f"{kind}, {option}": (lambda kind=kind, option=option: net(made(kind, option)), (N, 5, 3))
+    for kind in ("lstm", "gru", "rnn")
+    for option in ("plain", "batch first", "no biases", "both ways, three layers")
+}
 
 
 @both_dtypes

@@ -80,14 +80,33 @@ MODELS = {
 }  # fmt: skip
 
 
+WIDENED = ("layer_norm", "native_layer_norm", "group_norm", "_softmax", "tanh")
+
+
+@pytest.fixture(params=["as on a CPU", "as on a GPU"])
+def normalisations(request):
+    """A GPU's autocast computes some operators in float32, which the CPU's leaves as they are."""
+    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+
+    def wide(t):
+        return t.float() if t.is_floating_point() else t
+
+    def widened(stock, *args, **kwargs):
+        with torch.autocast("cpu", enabled=False):
+            return stock(*tree_map_only(torch.Tensor, wide, args), **kwargs)
+
+    for name in WIDENED if request.param == "as on a GPU" else ():
+        library.impl(name, partial(widened, getattr(torch.ops.aten, name).default))
+    yield
+    library._destroy()
+
+
 @a_few_modes
 @halves
 @pytest.mark.parametrize("name", MODELS)
-def test_autocast_is_exact_within_its_rounding_however_layers_are_used(name, dtype, options):
-    exact_under_autocast(name, dtype, options)
-
-
-def exact_under_autocast(name, dtype, options):
+def test_autocast_is_exact_within_its_rounding_however_layers_are_used(
+    name, dtype, options, normalisations
+):
     make, shape = MODELS[name]
     net, x = make(), torch.randn(shape)
 
@@ -223,34 +242,6 @@ def test_a_first_pass_of_nan_approves_of_no_later_one(options):
         square(net, x).backward()
         error = refusal(probe)
     assert "l.weight" in error.parameters
-
-
-WIDENED = ("layer_norm", "native_layer_norm", "group_norm", "_softmax", "tanh")
-
-
-@pytest.fixture
-def as_on_a_gpu():
-    """A GPU's autocast computes some operators in float32, which the CPU's leaves as they are."""
-    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
-
-    def wide(t):
-        return t.float() if t.is_floating_point() else t
-
-    def widened(stock, *args, **kwargs):
-        with torch.autocast("cpu", enabled=False):
-            return stock(*tree_map_only(torch.Tensor, wide, args), **kwargs)
-
-    for name in WIDENED:
-        library.impl(name, partial(widened, getattr(torch.ops.aten, name).default))
-    yield
-    library._destroy()
-
-
-@a_few_modes
-@halves
-@pytest.mark.parametrize("name", MODELS)
-def test_autocast_is_exact_where_it_widens_normalisations(name, dtype, options, as_on_a_gpu):
-    exact_under_autocast(name, dtype, options)
 
 
 @pytest.mark.skipif(not torchgradx.ops.NATIVE, reason="the extension is asked")

@@ -6,8 +6,7 @@ from attach_oracle import Model, each_of, square, square_second
 from broadcast_models import WAYS, D, N, Patches, T, positional, tokens
 from clip_oracle import check_clip
 from recurrent_models import I, every_kind, every_option, made, net
-from test_attach_attention import E, S, attention
-from test_attach_bags import BAGS
+from test_attach_attention import BAGS, E, S, attention
 from test_attach_layers import ELEMENTWISE_LAYERS, FALLBACK_LAYERS, KERNEL_LAYERS, of_images
 from test_attach_uses import THRICE
 from torch import nn

@@ -1,5 +1,5 @@
 """Jobs in two gloo processes on the CPU, held against one process. Run by
-test_attach_distributed.py, once for all."""
+test_two_processes.py, once for all."""
 
 import itertools
 import os
