@@ -1,14 +1,23 @@
-"""What a first pass costs: extra backwards, whatever the number of layers and outputs."""
+"""What steps cost: backwards in a first pass, whatever the number of layers and outputs; and waits
+in a steady step: no number is read back from the device, nothing is copied there.
 
+On a CPU the operations are counted that would wait on a GPU; on a GPU torch itself raises.
+"""
+
+import contextlib
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, exact_step, loop, refusal, square
+from attach_oracle import DEVICE as NAME
+from attach_oracle import Model, exact_step, loop, refusal, rms_norm, square
+from counters import Counter
 from torch import nn
 
 import torchgradx
+from torchgradx import ops
+from torchgradx.record import modes
 
 
 def bound(n):
@@ -115,3 +124,93 @@ def test_samples_that_mix_where_sums_tremble_are_refused(mixed):
     with torchgradx.attach(model) as probe:
         square(model, torch.randn(6, 6, 6)).backward()
         refusal(probe, "mix")
+
+
+# ---- A steady step -------------------------------------------------------------------------------
+DEVICE = torch.device(NAME)
+# Operators that read a number of a tensor, or make a result whose size depends on one.
+READ = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique2"}
+N, T, D, V = 4, 6, 8, 11
+
+
+def waits(func, args):
+    name = func.name().partition("::")[2].partition(".")[0]
+    indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+    masks = any(i is not None and i.dtype == torch.bool for i in indices)
+    return name if name in READ or masks else None
+
+
+@contextlib.contextmanager
+def counted(allowed=0):
+    """On a GPU the first wait raises."""
+    if DEVICE.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    else:
+        with Counter(waits) as counter:
+            yield
+        assert counter.counts.total() <= allowed, counter.counts
+
+
+class Block(nn.Module):
+    """A transformer-like model with every way that parameters are served."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.positions = nn.Embedding(V, D), nn.Parameter(torch.randn(T, D))
+        self.norm, self.own = nn.LayerNorm(D), rms_norm(D)
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+        self.gamma = nn.Parameter(torch.rand(D))
+        self.head = nn.Linear(D, V, bias=False)
+
+    def forward(self, ids):
+        x = self.table(ids) + self.positions
+        x = x + self.gamma * self.down(torch.tanh(self.up(self.norm(x))))
+        return self.head(self.own(x))
+
+
+def loss_of(model, ids):
+    return model(ids).logsumexp(-1).mean()
+
+
+def read(probe):
+    probe.norms()
+
+
+def clip(probe, **options):
+    probe.clip_grad_norm_(0.01, **options)
+
+
+DEFERRED = {"clip": True, "weight_grad": False}
+SCALE = torch.rand(N, dtype=torch.float64, device=DEVICE) + 0.5
+WAYS = {  # options of attach, what reads, reads of the CPU's own memory that decide what is done
+    "norms": ({}, read, 0),
+    "norms alone": ({"weight_grad": False}, read, 0),
+    "clip": ({"clip": True}, clip, 4),
+    "deferred clip": (DEFERRED, clip, 0),
+    "dropping": (DEFERRED, lambda probe: clip(probe, nonfinite="drop"), 0),
+    "by parameter": (DEFERRED, lambda probe: clip(probe, per="parameter"), 0),
+    "a tensor for the loss": ({"loss_scale": SCALE}, read, 0),
+}
+
+
+@pytest.mark.skipif(not ops.NATIVE, reason="is of the kernels")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_steady_step_waits_for_nothing(way, monkeypatch):
+    monkeypatch.setattr(modes, "_off", contextlib.nullcontext)  # the counter hears ours too
+    options, reads, allowed = WAYS[way]
+    torch.manual_seed(0)
+    model = Block().to(DEVICE)
+    ids = torch.randint(0, V, (N, T), device=DEVICE)
+    with torchgradx.attach(model, **{"loss_reduction": "mean", **options}) as probe:
+        for _ in range(3):  # the first prove where the samples are
+            loss_of(model, ids).backward()
+            reads(probe)
+            model.zero_grad()
+        loss = loss_of(model, ids)
+        with counted(allowed):
+            loss.backward()
+            reads(probe)
