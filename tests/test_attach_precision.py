@@ -45,19 +45,6 @@ def checkpointed(reentrant):
     return lambda m, x: m.out(checkpoint(m.block, torch.tanh(m.l(x)), use_reentrant=reentrant))
 
 
-def loop_of_mixed(net, x):
-    """The loop over single samples as they are: the oracle's makes one dtype of all."""
-    rows = []
-    for n in range(len(x)):
-        net.zero_grad()
-        square(net, x[n : n + 1]).backward()
-        grads = [p.grad for p in net.parameters()]
-        rows.append([0.0 if g is None else g.double().norm() for g in grads])
-    net.zero_grad()
-    names = [name for name, _ in net.named_parameters()]
-    return dict(zip(names, torch.tensor(rows).unbind(1), strict=True))
-
-
 def shared(function, **more):
     return lambda: Model(function, l=nn.Linear(8, 8), out=nn.Linear(8, 2), **more)
 
@@ -143,7 +130,7 @@ def test_parameters_of_several_dtypes_count_together_in_the_widest(options):
     net = Model(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8).double(),
                 c=nn.Linear(8, 2).bfloat16())  # fmt: skip
     x = torch.randn(N, 8)
-    want = loop_of_mixed(net, x)
+    want = loop(net, square, x, dtype=None)
     with torchgradx.attach(net, **options) as probe:
         square(net, x).backward()
         close_named(probe.norms(per="parameter"), want, 24 * torch.finfo(torch.bfloat16).eps)
@@ -169,7 +156,7 @@ def test_a_module_that_computes_in_a_coarser_dtype(name, positions, wide, coarse
     own.kind = coarse
     net = nn.Sequential(nn.Linear(8, 8), own, nn.Linear(8, 4)).to(wide)
     x = torch.randn(N, *positions, 8, dtype=wide)
-    want = loop_of_mixed(net, x)
+    want = loop(net, square, x, dtype=None)
     with torchgradx.attach(net, **options) as probe:
         for _ in range(2):
             square(net, x).backward()

@@ -1,8 +1,6 @@
 """What only the emulation can ask of the kernels of element-wise parameters and of tables: any
 order of threads, every way of cutting a problem, and the bytes of workspaces."""
 
-from __future__ import annotations
-
 from math import ceil
 
 import oracle_gather
@@ -49,10 +47,7 @@ each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: "-".jo
 
 def in_planes(o):
     """The same numbers, positions side by side."""
-
-    def planes(x):
-        return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-
+    planes = test_affine.LAYOUTS["planes"]
     return o._replace(x=planes(o.x), g=planes(o.g))
 
 
