@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import Model, close, close_named, fingerprint, loop, per_model, per_module
+from test_token_weights import token_mean
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -245,9 +246,6 @@ def test_a_token_mean_is_told_as_by_grad_norms():
     model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7))
     x, y = torch.randint(0, 7, (3, 5)), torch.randint(0, 7, (3, 5))
     y[0, 1:] = -100
-
-    def token_mean(output, y):
-        return F.cross_entropy(output.flatten(0, 1), y.flatten())
 
     with pytest.raises(torchgradx.VerificationError, match="token_weights"):
         torchgradx.verify(model, token_mean, x, y)
