@@ -3,8 +3,6 @@
 A backend offers the raw operators of csrc/operators/ops.h by name, on a device.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Operands are [N, T, G, K], as the operators have them. Integers come with intege
 no layer would have, and are exact in float32; Gaussians with a layer's true statistics.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple

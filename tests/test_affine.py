@@ -1,7 +1,5 @@
 """Normalisations, scales and PReLU against the oracle: norms, gradients, statistics, layouts."""
 
-from __future__ import annotations
-
 import layouts
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The public functions: what they take, what they equal, and what they say when they refuse."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from oracle import CONV2D, Conv2d, assert_gradient, assert_sq_norms, case, linear_truth

@@ -1,8 +1,6 @@
 """Hopper's kernel (csrc/cuda/direct_sm90.cuh) under emulation, through the operators, against the
 float64 oracle. Ragged shapes as they ran on an H200; every order of threads; one launch each."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from backends import BACKENDS

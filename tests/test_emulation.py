@@ -4,8 +4,6 @@ The kernels are in emulation/unit.cu. A fault must be found in every thread orde
 do not depend on who happens to come first.
 """
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Tables looked up by id: the norms of their gradients, and their dot with a tied Linear's."""
 
-from __future__ import annotations
-
 import layouts
 import pytest
 import torch

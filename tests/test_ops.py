@@ -1,7 +1,5 @@
 """Every operator, backend, dtype and problem against the oracle, and in every memory format."""
 
-from __future__ import annotations
-
 import layouts
 import pytest
 import torch

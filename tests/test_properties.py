@@ -1,7 +1,5 @@
 """What is true of per-sample norms whatever computes them, and what must not go wrong."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from backends import CONV2D_ALGORITHMS, LINEAR_ALGORITHMS, algorithms_of, set_threads, supports, to

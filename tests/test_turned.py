@@ -1,7 +1,5 @@
 """Copies between planes and channels last against the framework's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from backends import each_dtype, to
