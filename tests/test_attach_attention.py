@@ -108,21 +108,17 @@ def test_attention_with_rows_of_its_own_runs_again(way, options):
 
 
 @every_mode
+@pytest.mark.parametrize("t", [T, N])
 @pytest.mark.parametrize("across", [False, True], ids=["to itself", "across"])
-def test_attention_with_the_sequence_first(across, options):
+def test_attention_with_the_sequence_first(across, t, options):
     def how(m, x, y):
         return m.a(x, y, y)[0] if across else m.a(x, x, x)[0]
 
     model = calls(how, batch_first=False)()
-    check(model, square_second, torch.randn(T, N, E), torch.randn(S, N, E), dims=1,
+    check(model, square_second, torch.randn(t, N, E), torch.randn(S, N, E), dims=1,
           batch_dim=1, **options)  # fmt: skip
-
-
-@every_mode
-def test_attention_where_there_are_as_many_positions_as_samples(options):
-    x = torch.randn(N, N, E)
-    check(calls(to_itself())(), square, x, **options)
-    check(calls(to_itself(), batch_first=False)(), square_second, x, dims=1, batch_dim=1, **options)
+    if t == N and not across:
+        check(calls(to_itself())(), square, torch.randn(N, N, E), **options)
 
 
 @a_few_modes

@@ -144,6 +144,11 @@ def mixing():
                  matrix=torch.randn(3, 3))  # fmt: skip
 
 
+def listed():
+    weights = nn.ParameterList([torch.randn(3) for _ in range(2)])
+    return Model(lambda m, x: sum(torch.tanh(x * w) for w in m.weights), weights=weights)
+
+
 class Doubled(nn.Linear):
     """A subclass with a forward of its own is not a Linear."""
 
@@ -171,6 +176,7 @@ ELEMENTWISE_LAYERS = {
     "embedding with padding": (lambda: nn.Embedding(7, 3, padding_idx=2), IDS),
     "embedding of bounded rows": (lambda: nn.Embedding(7, 3, max_norm=1.0), IDS),
     "embedding of one id": (lambda: nn.Embedding(7, 3), (N,)),
+    "embedding with sparse gradients": (lambda: nn.Embedding(7, 3, sparse=True), IDS),
     "prelu": (lambda: nn.PReLU(), (N, 3)),
     "prelu per channel": (lambda: nn.PReLU(3), (N, 3, 4)),
 }
@@ -182,6 +188,7 @@ FALLBACK_LAYERS = {
         dilation=3, output_padding=2), (N, 2, 4, 3)),
     "leaf with bare parameters": (scale, (N, 5, 3)),
     "leaf with a matrix": (mixing, (N, 5, 3)),
+    "leaf with a list of parameters": (listed, (N, 3)),
     "leaf subclass of linear": (lambda: Doubled(3, 3), (N, 3)),
     "gru cell": (lambda: nn.GRUCell(3, 4), (N, 3)),
 }  # fmt: skip
