@@ -93,9 +93,8 @@ def tied():
     return Model(lambda m, x: m.r[0](x)[0] + m.r[1](x)[0], r=model)
 
 
-def of(**options):
-    rnn = nn.LSTM(WIDE, STATES, batch_first=True, **options)
-    return lambda: Model(lambda m, x: m.r(x)[0], r=rnn)
+def of(forward=lambda m, x: m.r(x)[0], **options):
+    return lambda: Model(forward, r=nn.LSTM(WIDE, STATES, batch_first=True, **options))
 
 
 def with_frozen(*names):
@@ -108,18 +107,9 @@ def with_frozen(*names):
     return make
 
 
-def from_a_state():
-    rnn = nn.LSTM(WIDE, STATES, batch_first=True)
-    state = torch.randn(1, 1, STATES)
-    return Model(
-        lambda m, x: m.r(x, (state.to(x).expand(1, len(x), STATES).contiguous(),) * 2)[0], r=rnn
-    )
-
-
-def called_twice():
-    return Model(
-        lambda m, x: m.r(x)[0] + m.r(x.flip(1))[0], r=nn.LSTM(WIDE, STATES, batch_first=True)
-    )
+def from_a_state(m, x):
+    state = torch.linspace(-2, 2, STATES).to(x).expand(1, len(x), STATES).contiguous()
+    return m.r(x, (state, state))[0]
 
 
 WAYS = {
@@ -127,8 +117,8 @@ WAYS = {
     "both ways": of(bidirectional=True),
     "the first bias frozen": with_frozen("bias_ih_l0"),
     "the first weight frozen": with_frozen("weight_ih_l0"),
-    "from a state": from_a_state,
-    "called twice": called_twice,
+    "from a state": of(from_a_state),
+    "called twice": of(lambda m, x: m.r(x)[0] + m.r(x.flip(1))[0]),
     "weights tied": tied,
 }
 every_way = pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)

@@ -82,19 +82,17 @@ def test_operands_are_left_as_they_were():
     assert all(torch.equal(t, u) for t, u in zip((A, B, X, Y), before, strict=True))
 
 
-def _same(a, b):
-    return ops.linear_sq_norms(a, b) + ops.linear_weight_grad(a, b)[1]
-
-
-def _same_conv2d(x, b):
-    return ops.conv2d_sq_norms(x, b, 3) + ops.conv2d_weight_grad(x, b, 3)[1]
+TRACED = [
+    (lambda a, b: ops.linear_sq_norms(a, b) + ops.linear_weight_grad(a, b)[1], A, B),
+    (lambda x, b: ops.conv2d_sq_norms(x, b, 3) + ops.conv2d_weight_grad(x, b, 3)[1], X, Y),
+    (ops.embedding_sq_norms, IDS, torch.randn(3, 5, 2)),
+]
 
 
 @pytest.mark.skipif(not ops.NATIVE, reason="torchgradx._C is not built")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_traces_through_without_a_break(dynamic):
-    table = ops.embedding_sq_norms, (IDS, torch.randn(3, 5, 2))
-    for function, operands in ((_same, (A, B)), (_same_conv2d, (X, Y)), table):
+    for function, *operands in TRACED:
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
         for n in (4, 3):
             halved = [t[:n] for t in operands]

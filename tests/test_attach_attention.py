@@ -61,10 +61,6 @@ def weights_too(m, x, y, _):
     return torch.cat([out.flatten(1), weights.flatten(1)], 1)
 
 
-def of_three_and_of_two(m, x, y, z):
-    return m.a(m.a(x, y, z)[0], y, y)[0]
-
-
 to_two = {"kdim": 4, "vdim": 2}
 # (a model of x [N, T, E], y [N, S, E] and z [N, S, E])
 WAYS = {
@@ -80,7 +76,7 @@ WAYS = {
     "of three tensors": calls(lambda m, x, y, z: m.a(x, y, z, need_weights=False)[0]),
     "of three sizes": calls(lambda m, x, y, z: m.a(x, y[..., :4], z[..., :2])[0], **to_two),
     "across twice": calls(lambda m, x, y, z: m.a(m.a(x, y, y)[0], y, y)[0]),
-    "of three tensors and of two": calls(of_three_and_of_two),
+    "of three tensors and of two": calls(lambda m, x, y, z: m.a(m.a(x, y, z)[0], y, y)[0]),
     "query and key, another value": calls(lambda m, x, y, z: m.a(y, y, z)[0]),
 }  # fmt: skip
 FALLBACK_WAYS = {
@@ -222,10 +218,6 @@ def tied_to_a_head():
     return made
 
 
-def several_bags(m, ids):
-    return m.bag(ids.reshape(2 * len(ids), -1)).unflatten(0, (-1, 2))
-
-
 BAGS = {
     "sum": bag(mode="sum"),
     "mean": bag(mode="mean"),
@@ -237,7 +229,9 @@ BAGS = {
     "of other sizes, max": bag(of_other_sizes, mode="max"),
     "sparse": bag(mode="sum", sparse=True),
     "weighted": weighted_bag,
-    "several of a sample": bag(several_bags, mode="sum"),
+    "several of a sample": bag(
+        lambda m, ids: m.bag(ids.reshape(2 * len(ids), -1)).unflatten(0, (-1, 2)), mode="sum"
+    ),
     "twice": bag(lambda m, ids: m.bag(ids[:, :3]) * m.bag(ids), mode="mean"),
     "its table in a head": tied_to_a_head,
 }

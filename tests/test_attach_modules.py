@@ -36,17 +36,14 @@ def of_three_layers(kind, **options):
     return Model(lambda m, x: m.r(x)[0], r=rnn)
 
 
-def dropping_attention():
-    return Model(lambda m, x: m.a(*[m.i(x)] * 3)[0], i=nn.Linear(3, 4),
-                 a=nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True))  # fmt: skip
-
-
 DROPPING = {
     "linears": lambda: nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)),
     "an LSTM": lambda: of_three_layers(nn.LSTM),
     "a GRU both ways": lambda: of_three_layers(nn.GRU, bidirectional=True),
-    "attention": dropping_attention,
-}
+    "attention": lambda: Model(
+        lambda m, x: m.a(*[m.i(x)] * 3)[0], i=nn.Linear(3, 4),
+        a=nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)),
+}  # fmt: skip
 
 
 @a_few_modes
@@ -118,18 +115,12 @@ def test_outputs_that_are_not_seen_are_exact_or_refused(name, own, options):
 D = 4
 
 
-def attending():
-    return Model(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(D, 2, batch_first=True))
-
-
-def placed():
-    return Model(lambda m, x: m.o(x + m.p.tanh() * m.gain), o=nn.Linear(D, 2),
-                 p=torch.randn(5, D), gain=torch.randn(D))  # fmt: skip
-
-
 EMPTY = {
-    "attention": attending,
-    "parameters of the root": placed,
+    "attention": lambda: Model(lambda m, x: m.a(x, x, x)[0],
+                               a=nn.MultiheadAttention(D, 2, batch_first=True)),
+    "parameters of the root": lambda: Model(
+        lambda m, x: m.o(x + m.p.tanh() * m.gain), o=nn.Linear(D, 2), p=torch.randn(5, D),
+        gain=torch.randn(D)),
     "one slope": lambda: Model(lambda m, x: m.a(m.l(x)), a=nn.PReLU(), l=nn.Linear(D, 3)),
     "a recurrent layer": lambda: Model(lambda m, x: m.r(x)[0], r=nn.GRU(D, 3, batch_first=True)),
     "a replay": lambda: Model(lambda m, x: m.l(x), l=nn.utils.parametrizations.weight_norm(
