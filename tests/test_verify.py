@@ -163,7 +163,8 @@ def test_a_loss_that_raises_leaves_nothing_behind(call):
 # ---- verify --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    "make", [classifier, lambda: nn.Sequential(nn.Flatten(), nn.Linear(18, 5))]
+    "make",
+    [classifier, lambda: nn.Sequential(nn.Flatten(), nn.Linear(18, 7), nn.Tanh(), nn.Linear(7, 5))],
 )
 def test_verify_reports_on_a_model_that_is_right(make, dtype):
     model, (x, y) = make().to(dtype), samples()
