@@ -103,6 +103,7 @@ def test_attention_with_rows_of_its_own_runs_again(way, options):
     check(FALLBACK_WAYS[way](), square, *three(), **options)
 
 
+@pytest.mark.grid("across", "t")
 @every_mode
 @pytest.mark.parametrize("t", [T, N])
 @pytest.mark.parametrize("across", [False, True], ids=["to itself", "across"])

@@ -108,6 +108,7 @@ OUTSIDE = {
 }
 
 
+@pytest.mark.grid("last", "use")
 @a_few_modes
 @pytest.mark.parametrize("last", [False, True], ids=["", "no module's backward comes before it"])
 @pytest.mark.parametrize("use", OUTSIDE.values(), ids=OUTSIDE)

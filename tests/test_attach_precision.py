@@ -88,6 +88,7 @@ def normalisations(request):
     library._destroy()
 
 
+@pytest.mark.grid("name", "normalisations")
 @a_few_modes
 @halves
 @pytest.mark.parametrize("name", MODELS)
