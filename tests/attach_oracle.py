@@ -112,8 +112,9 @@ def count(batch, dims):
 
 
 def loop(model, loss, *batch, dims=0, dtype=torch.float64):
-    """{parameter: [N] norms of the gradient of loss(model, sample n)}, one sample at a time."""
-    model = copy.deepcopy(model).to(dtype)
+    """{parameter: [N] norms of the gradient of loss(model, sample n)}, one sample at a time.
+    dtype=None: in the dtypes that the model and the batch have."""
+    model = copy.deepcopy(model).to(dtype=dtype)
     batch = [as_dtype(t.detach(), dtype) for t in batch]
     live = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rows = []

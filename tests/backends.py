@@ -3,8 +3,6 @@
 A backend offers the raw operators of csrc/operators/ops.h by name, on a device.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from emulation import build, operators
-from oracle import Conv2d, Linear
+from oracle import DTYPES, Conv2d, Linear
 from torch import Tensor
 
 from torchgradx import ops, reference
@@ -21,6 +19,8 @@ from torchgradx import ops, reference
 LINEAR_ALGORITHMS = ("rank1", "gram", "direct", "fused")
 CONV2D_ALGORITHMS = ("gram", "direct", "fused")
 OPERATORS = reference.__all__
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+each_kind = pytest.mark.parametrize("kind", ["integers", "gaussians"])
 CUDA_OPERATORS = (
     *("rank1_sq_norms", "gram_sq_norms", "direct_sq_norms", "bias_sq_norms", "linear_fused"),
     *("conv2d_gram_sq_norms", "conv2d_direct_sq_norms", "conv2d_fused"),

@@ -13,11 +13,16 @@ def tokens(n=N, t=T):
     return torch.randint(0, TOKENS, (n, t))
 
 
-def positional(ids=lambda t: torch.arange(t)[None], **options):
-    """A GPT's first layers."""
-    return Model(lambda m, i: m.o(torch.tanh(m.t(i) + m.p(ids(i.shape[1])))),
-                 t=nn.Embedding(TOKENS, D), p=nn.Embedding(2 * N, D, **options),
+def placed(places, table=None):
+    """Tokens' rows, and what `places` of (model, ids, ...) reads of another table."""
+    return Model(lambda m, i, *more: m.o(torch.tanh(m.t(i) + places(m, i, *more))),
+                 t=nn.Embedding(TOKENS, D), p=table or nn.Embedding(2 * N, D),
                  o=nn.Linear(D, 2))  # fmt: skip
+
+
+def positional(ids=lambda t: torch.arange(t)[None]):
+    """A GPT's first layers."""
+    return placed(lambda m, i: m.p(ids(i.shape[1])))
 
 
 def constant(use, shape=(T, D), **parts):
@@ -38,8 +43,9 @@ def relative(shared, read=False):
         scores = m.q(x) @ m.k(x).transpose(1, 2) + m.q(x) @ keys.T
         return m.o(torch.tanh(scores) @ x)  # a softmax has no gradient for a bias of keys
 
-    return Model(forward, p=nn.Embedding(2 * N, D), norm=nn.LayerNorm(D), q=nn.Linear(D, D),
-                 k=nn.Linear(D, D), r=nn.Linear(D, D), o=nn.Linear(D, 2))  # fmt: skip
+    linears = {name: nn.Linear(D, D) for name in ("qk" if shared else "qkr")}
+    return Model(forward, p=nn.Embedding(2 * N, D), norm=nn.LayerNorm(D), o=nn.Linear(D, 2),
+                 **linears)  # fmt: skip
 
 
 def against_all(m, x):

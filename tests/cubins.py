@@ -4,8 +4,6 @@ The disassembler is of the packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisa
 an older nvcc wrote; the toolkit's own does not come with every installation.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -7,8 +7,6 @@ other parameter. Of slow tests, `grid(pairs=False)` takes each value of each par
 choice is the same in every run.
 """
 
-from __future__ import annotations
-
 import heapq
 import zlib
 from collections import defaultdict

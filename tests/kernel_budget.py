@@ -6,8 +6,6 @@ Minimum counts are static, of one instantiation: fewer means that the compiler f
 than tensor cores, ldmatrix or cp.async, or that a loop is no longer unrolled.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 

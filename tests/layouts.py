@@ -24,6 +24,7 @@ LAYOUTS = {
     "contiguous": lambda x: x,
     "one_sample_expanded": lambda x: x[:1].expand_as(x),
     "one_number_expanded": lambda x: x.flatten()[:1].view([1] * x.dim()).expand_as(x),
+    "sequence_first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "cut_from_larger": cut_from_larger,
     "strided_inside": strided_inside,
     "offset": offset,

@@ -4,8 +4,6 @@ Each sample's loss is the mean over its own labelled positions, the batch's the 
 library's own mean is over all tokens, under which long samples weigh more.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

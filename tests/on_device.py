@@ -4,8 +4,6 @@ torch.set_default_device would reach into torchgradx too, whose own temporaries 
 leaves on the CPU. So a tensor that torchgradx makes stays where it is without a default device.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ Two kinds of operands:
 * Gaussians, with a bound from epsilon and the lengths of the sums (`tolerance`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

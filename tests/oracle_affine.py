@@ -5,21 +5,12 @@ Operands are [N, T, G, K], as the operators have them. Integers come with intege
 no layer would have, and are exact in float32; Gaussians with a layer's true statistics.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import torch
-from oracle import (
-    Kind,
-    _sq_norm,
-    accumulation_epsilon,
-    assert_within,
-    draw,
-    sum_of_squares,
-)
+from oracle import Kind, _sq_norm, accumulation_epsilon, assert_within, draw, sum_of_squares
 from torch import Tensor
 from torch.nn import functional as F
 

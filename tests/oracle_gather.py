@@ -1,7 +1,5 @@
 """The oracle for tables looked up by id: the framework's embedding in float64, sample by sample."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

@@ -80,3 +80,45 @@ def computes_halves() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+# One sweep takes whole vectors, and more steps than a Gram matrix does.
+STEPS, WIDE, STATES = 20, 48, 80
+
+
+def tied():
+    """Two modules with one W_hh: its norm has cross terms, and the first's W_ih has none."""
+    model = nn.ModuleList(nn.LSTM(WIDE, STATES, batch_first=True) for _ in range(2))
+    model[1].weight_hh_l0 = model[0].weight_hh_l0
+    return Model(lambda m, x: m.r[0](x)[0] + m.r[1](x)[0], r=model)
+
+
+def of(forward=lambda m, x: m.r(x)[0], **options):
+    return lambda: Model(forward, r=nn.LSTM(WIDE, STATES, batch_first=True, **options))
+
+
+def with_frozen(*names):
+    def make():
+        model = of()()
+        for name in names:
+            model.r.get_parameter(name).requires_grad_(False)
+        return model
+
+    return make
+
+
+def from_a_state(m, x):
+    state = torch.linspace(-2, 2, STATES).to(x).expand(1, len(x), STATES).contiguous()
+    return m.r(x, (state, state))[0]
+
+
+WAYS = {
+    "forwards": of(),
+    "both ways": of(bidirectional=True),
+    "the first bias frozen": with_frozen("bias_ih_l0"),
+    "the first weight frozen": with_frozen("weight_ih_l0"),
+    "from a state": of(from_a_state),
+    "called twice": of(lambda m, x: m.r(x)[0] + m.r(x.flip(1))[0]),
+    "weights tied": tied,
+}
+every_way = pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)

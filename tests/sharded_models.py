@@ -1,5 +1,5 @@
 """Models with parameters beside sharded blocks, in two gloo processes: run by
-test_attach_distributed.py, once for all."""
+test_two_processes.py, once for all."""
 
 import functools
 
@@ -181,55 +181,48 @@ def gradients_are_left(order):
 
 
 # ---- The table -----------------------------------------------------------------------------------
+TOLD, BLOCK_TOLD = {"layout": {"*": "batch"}}, {"layout": {"blocks.0": "batch"}}
+WAYS = {"by block": by_block, "by layer": by_layer,
+        "by block, kept": functools.partial(by_block, reshard_after_forward=False),
+        "by block, freed": functools.partial(by_block, reshard_after_forward=True)}  # fmt: skip
+PLANS = {"plain": None, "checkpointed": False, "checkpointed reentrantly": True}
+
+
+def rows(mode):
+    """Yield (title, what is asserted, model, way of sharding, options, what else it is given)."""
+    for way, shard in WAYS.items():
+        for plan, reentrant in PLANS.items():
+            if (way == "by layer" and plan != "plain") or ("," in way and mode == "vmap"):
+                continue
+            yield f"{plan}, {way}", exact, functools.partial(ViT, reentrant), shard, {}, {}
+    title = "a weight without its layer"
+    yield title, exact, lambda: Chain(uncalled(), scale()), by_block, {}, {}
+    yield f"{title}, checkpointed", exact, lambda: Chain(uncalled(True)), by_block, {}, {}
+    names = {"names": ["blocks.0.scale"]}
+    yield "another run", refused, lambda: Chain(counts()), by_block, BLOCK_TOLD, names
+    for name in ("into.weight", "blocks.0.scale"):
+        how = {"names": [name], "penalised": name}
+        freed = WAYS["by block, freed"]
+        yield f"a penalty on {name}", refused, lambda: Chain(scale()), freed, {}, how
+    makes = {title: functools.partial(reshaped, *between) for title, between in ROWS.items()}
+    makes |= {"types": lambda: Chain(Types()), "token": token}
+    for title, make in makes.items():
+        yield title, exact, make, by_block, {}, {}
+    flattened = makes["flattened"]
+    names = {"names": [name for name, _ in flattened().named_parameters()]}
+    yield "equal sizes", refused, flattened, by_block, {}, {"n": T, **names}
+    yield "equal sizes that are told", exact, flattened, by_block, TOLD, {"n": T}
+    # What is viewed in more dimensions is as wide as there are samples.
+    wide = {"n": WIDTH}
+    yield "as many features", exact, lambda: Chain(scale(1, 1, -1)), by_block, BLOCK_TOLD, wide
+
+
 def scenarios(rank, folder):
     table = {}
-    kept = functools.partial(by_block, reshard_after_forward=False)
-    freed = functools.partial(by_block, reshard_after_forward=True)
-    ways = {"by block": by_block, "by block, kept": kept, "by block, freed": freed,
-            "by layer": by_layer}  # fmt: skip
-    plans = {"plain": None, "checkpointed": False, "checkpointed reentrantly": True}
-    for order in ("before", "after"):
+    for order in PLACE:
         for mode, options in MODES.items():
-            for way, shard in ways.items():
-                for plan, reentrant in plans.items():
-                    if (way == "by layer" and plan != "plain") or ("," in way and mode == "vmap"):
-                        continue
-                    make = functools.partial(ViT, reentrant)
-                    table[f"{plan}, {way}, {order}, {mode}"] = functools.partial(
-                        exact, make, shard, order, options
-                    )
-            table[f"a weight without its layer, {order}, {mode}"] = functools.partial(
-                exact, lambda: Chain(uncalled(), scale()), by_block, order, options
-            )
-            table[f"a weight without its layer, checkpointed, {order}, {mode}"] = functools.partial(
-                exact, lambda: Chain(uncalled(True)), by_block, order, options
-            )
-            table[f"another run, {order}, {mode}"] = functools.partial(
-                refused, lambda: Chain(counts()), by_block, order,
-                {**options, "layout": {"blocks.0": "batch"}}, ["blocks.0.scale"],
-            )  # fmt: skip
-            for name in ("into.weight", "blocks.0.scale"):
-                table[f"a penalty on {name}, {order}, {mode}"] = functools.partial(
-                    refused, lambda: Chain(scale()), freed, order, options, [name], name
-                )
-            makes = {title: functools.partial(reshaped, *ways) for title, ways in ROWS.items()}
-            makes |= {"types": lambda: Chain(Types()), "token": token}
-            for title, make in makes.items():
-                table[f"{title}, {order}, {mode}"] = functools.partial(
-                    exact, make, by_block, order, options
-                )
-            flattened = makes["flattened"]
-            every = [name for name, _ in flattened().named_parameters()]
-            table[f"equal sizes, {order}, {mode}"] = functools.partial(
-                refused, flattened, by_block, order, options, every, n=T
-            )
-            table[f"equal sizes that are told, {order}, {mode}"] = functools.partial(
-                exact, flattened, by_block, order, {**options, "layout": {"*": "batch"}}, n=T
-            )
-            # What is viewed in more dimensions is as wide as there are samples.
-            table[f"as many features, {order}, {mode}"] = functools.partial(
-                exact, lambda: Chain(scale(1, 1, -1)), by_block, order,
-                {**options, "layout": {"blocks.0": "batch"}}, n=WIDTH,
-            )  # fmt: skip
+            for title, run, make, shard, more, how in rows(mode):
+                call = functools.partial(run, make, shard, order, options | more, **how)
+                table[f"{title}, {order}, {mode}"] = call
         table[f"gradients are left, {order}"] = functools.partial(gradients_are_left, order)
     return table

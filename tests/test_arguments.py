@@ -1,7 +1,5 @@
 """The public functions: what they take, what they equal, and what they say when they refuse."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from oracle import CONV2D, Conv2d, assert_gradient, assert_sq_norms, case, linear_truth
@@ -10,6 +8,7 @@ from torchgradx import ops
 
 A, B = torch.randn(8, 128, 64), torch.randn(8, 128, 32)
 X, Y = torch.randn(4, 6, 9, 8), torch.randn(4, 4, 7, 6)  # a 3x3 convolution's, without padding
+IDS, G = torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 5, 2)  # of a table
 
 
 @pytest.mark.parametrize("positions", [(), (5,), (3, 2), (2, 1, 3), (0,), (2, 0)])
@@ -83,18 +82,17 @@ def test_operands_are_left_as_they_were():
     assert all(torch.equal(t, u) for t, u in zip((A, B, X, Y), before, strict=True))
 
 
-def _same(a, b):
-    return ops.linear_sq_norms(a, b) + ops.linear_weight_grad(a, b)[1]
-
-
-def _same_conv2d(x, b):
-    return ops.conv2d_sq_norms(x, b, 3) + ops.conv2d_weight_grad(x, b, 3)[1]
+TRACED = [
+    (lambda a, b: ops.linear_sq_norms(a, b) + ops.linear_weight_grad(a, b)[1], A, B),
+    (lambda x, b: ops.conv2d_sq_norms(x, b, 3) + ops.conv2d_weight_grad(x, b, 3)[1], X, Y),
+    (ops.embedding_sq_norms, IDS, torch.randn(3, 5, 2)),
+]
 
 
 @pytest.mark.skipif(not ops.NATIVE, reason="torchgradx._C is not built")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_traces_through_without_a_break(dynamic):
-    for function, operands in ((_same, (A, B)), (_same_conv2d, (X, Y))):
+    for function, *operands in TRACED:
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
         for n in (4, 3):
             halved = [t[:n] for t in operands]
@@ -159,6 +157,22 @@ REFUSALS = [
         'padding="same" needs stride = 1; got stride = (2, 2)'),
     (lambda: ops.conv2d_weight_grad(X, Y, 3, padding="full"), ValueError,
         'padding must be an int, a pair, "same" or "valid"; got str \'full\''),
+    (lambda: ops.embedding_sq_norms(IDS.float(), G), TypeError,
+        "indices must be int32 or int64; got torch.float32: convert it"),
+    (lambda: ops.embedding_sq_norms(IDS, G.long()), TypeError,
+        "grad_output must be float16, bfloat16, float32 or float64; got torch.int64: convert it"),
+    (lambda: ops.embedding_sq_norms(IDS, G[:, :4]), ValueError,
+        "grad_output must be [N, *, D] where indices are [N, *]; got [3, 4, 2] and [3, 5]"),
+    (lambda: ops.embedding_sq_norms(IDS, G, padding_idx=-1), ValueError,
+        "padding_idx must be an id, from 0 on; got -1: add num_embeddings to it"),
+    (lambda: ops.embedding_sq_norms(IDS, G, padding_idx=1.0), TypeError,
+        "padding_idx must be an int or None; got float 1.0"),
+    (lambda: ops.embedding_sq_norms(IDS, G.to("meta")), TypeError,
+        "grad_output must be on cpu, as indices is; got meta: move one"),
+    (lambda: ops.embedding_sq_norms([1], G), TypeError,
+        "indices must be a torch.Tensor; got list [1]"),
+    (lambda: ops.embedding_sq_norms(IDS - 3, G), IndexError,
+        "indices must be from 0 on; got -3 in sample 0, position 0"),
 ]  # fmt: skip
 
 

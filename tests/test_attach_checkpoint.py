@@ -102,23 +102,23 @@ def test_a_checkpoint_around_the_whole_model_is_exact(reentrant, options):
     check(model, loss, torch.randn(N, 3), **options)
 
 
-def root_alone(m, x):
-    return m.o(checkpoint(lambda t: torch.tanh(t @ m.w), m.i(x), use_reentrant=True))
+OUTSIDE = {
+    "the root's alone": lambda m, t: torch.tanh(t @ m.w),
+    "a layer's weight": lambda m, t: torch.tanh(t @ m.i.weight @ m.w),
+}
 
 
-def weight_of_a_layer(m, x):
-    return m.o(checkpoint(lambda t: torch.tanh(t @ m.i.weight @ m.w), m.i(x), use_reentrant=True))
-
-
-def last_of_all(m, x):
-    """No module's backward comes before it."""
-    return checkpoint(lambda t: torch.tanh(t @ m.w), m.i(x), use_reentrant=True)
-
-
+@pytest.mark.grid("last", "use")
 @a_few_modes
-@pytest.mark.parametrize("forward", [root_alone, weight_of_a_layer, last_of_all])
-def test_what_a_reentrant_checkpoint_uses_outside_of_modules_is_refused(forward, options):
+@pytest.mark.parametrize("last", [False, True], ids=["", "no module's backward comes before it"])
+@pytest.mark.parametrize("use", OUTSIDE.values(), ids=OUTSIDE)
+def test_what_a_reentrant_checkpoint_uses_outside_of_modules_is_refused(use, last, options):
     """Its backward is one inside the other, and may meet no module at all."""
+
+    def forward(m, x):
+        y = checkpoint(functools.partial(use, m), m.i(x), use_reentrant=True)
+        return y if last else m.o(y)
+
     model = Model(forward, w=torch.randn(3, 4), o=nn.Linear(4, 2), i=nn.Linear(3, 3))
     refused(model, square, torch.randn(4, 3), names=["w"], match="use_reentrant=False|beyond",
             **options)  # fmt: skip

@@ -25,11 +25,9 @@ import torchgradx
 
 N, C, SIDE = 4, 8, 9
 ROWS, IMAGES = torch.randn(N, SIDE, C), torch.randn(N, SIDE, SIDE, C)  # channels last
+CIRCULAR = {"padding": 1, "padding_mode": "circular"}
 GIVEN = {
-    "conv1d padded": (
-        lambda: nn.Conv1d(C, 6, 3, padding=1, padding_mode="circular"),
-        lambda: ROWS.transpose(1, 2),
-    ),
+    "conv1d padded": (lambda: nn.Conv1d(C, 6, 3, **CIRCULAR), lambda: ROWS.transpose(1, 2)),
     "transposed conv1d": (lambda: nn.ConvTranspose1d(C, 6, 3), lambda: ROWS.transpose(1, 2)),
     "conv2d, samples second": (lambda: nn.Conv2d(C, 6, 3), lambda: IMAGES.permute(1, 3, 0, 2)),
     "conv3d": (lambda: nn.Conv3d(C, 6, (1, 2, 2)), lambda: IMAGES[:, None].permute(0, 4, 1, 2, 3)),

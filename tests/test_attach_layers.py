@@ -14,6 +14,7 @@ from attach_oracle import (
     rms_norm,
     square,
 )
+from recurrent_models import made, net
 from torch import nn
 
 import torchgradx
@@ -143,22 +144,16 @@ def mixing():
                  matrix=torch.randn(3, 3))  # fmt: skip
 
 
+def listed():
+    weights = nn.ParameterList([torch.randn(3) for _ in range(2)])
+    return Model(lambda m, x: sum(torch.tanh(x * w) for w in m.weights), weights=weights)
+
+
 class Doubled(nn.Linear):
     """A subclass with a forward of its own is not a Linear."""
 
     def forward(self, x):
         return F.linear(x, self.weight * 2, self.bias) + x[..., :1]
-
-
-def recurrent(kind, **options):
-    """The output of a recurrent layer without its state; batch_first or not."""
-
-    def forward(m, x):
-        if m.layer.batch_first:
-            return m.layer(x)[0]
-        return m.layer(x.transpose(0, 1))[0].transpose(0, 1)
-
-    return lambda: Model(forward, layer=kind(3, 4, **options))
 
 
 IDS = (N, 5)  # token ids of 7
@@ -181,6 +176,7 @@ ELEMENTWISE_LAYERS = {
     "embedding with padding": (lambda: nn.Embedding(7, 3, padding_idx=2), IDS),
     "embedding of bounded rows": (lambda: nn.Embedding(7, 3, max_norm=1.0), IDS),
     "embedding of one id": (lambda: nn.Embedding(7, 3), (N,)),
+    "embedding with sparse gradients": (lambda: nn.Embedding(7, 3, sparse=True), IDS),
     "prelu": (lambda: nn.PReLU(), (N, 3)),
     "prelu per channel": (lambda: nn.PReLU(3), (N, 3, 4)),
 }
@@ -192,16 +188,15 @@ FALLBACK_LAYERS = {
         dilation=3, output_padding=2), (N, 2, 4, 3)),
     "leaf with bare parameters": (scale, (N, 5, 3)),
     "leaf with a matrix": (mixing, (N, 5, 3)),
+    "leaf with a list of parameters": (listed, (N, 3)),
     "leaf subclass of linear": (lambda: Doubled(3, 3), (N, 3)),
-    "lstm batch first": (recurrent(nn.LSTM, batch_first=True), (N, 5, 3)),
-    "lstm": (recurrent(nn.LSTM), (N, 5, 3)),
-    "lstm both ways, two layers": (recurrent(nn.LSTM, num_layers=2, bidirectional=True,
-        batch_first=True), (N, 5, 3)),
-    "gru": (recurrent(nn.GRU, batch_first=True), (N, 5, 3)),
-    "gru without biases": (recurrent(nn.GRU, batch_first=True, bias=False), (N, 5, 3)),
-    "rnn": (recurrent(nn.RNN, batch_first=True), (N, 5, 3)),
     "gru cell": (lambda: nn.GRUCell(3, 4), (N, 3)),
 }  # fmt: skip
+FALLBACK_LAYERS |= {
+    f"{kind}, {option}": (lambda kind=kind, option=option: net(made(kind, option)), (N, 5, 3))
+    for kind in ("lstm", "gru", "rnn")
+    for option in ("plain", "batch first", "no biases", "both ways, three layers")
+}
 
 
 @both_dtypes

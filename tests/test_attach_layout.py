@@ -18,7 +18,7 @@ from attach_oracle import (
     square,
     square_second,
 )
-from test_first_pass import t5
+from test_steps_cost import t5
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

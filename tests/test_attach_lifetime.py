@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -93,15 +94,33 @@ def test_after_removal_with_a_graph_in_flight_nothing_is_left_once_it_dies(then,
     assert fingerprint(model) == before
 
 
+def pickled(model, dump, load):
+    """Without a word of torchgradx, which it does not need."""
+    file = io.BytesIO()
+    dump(model, file)
+    assert b"torchgradx" not in file.getvalue()
+    file.seek(0)
+    return load(file)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickled(model, pickle.dump, pickle.load),
+    "torch.save": lambda m: pickled(m, torch.save, partial(torch.load, weights_only=False)),
+}
+
+
 @a_few_modes
-def test_a_deepcopy_of_an_attached_model_is_unattached_and_runs_its_own_weights(options):
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_an_attached_model_is_unattached_and_runs_its_own_weights(how, options):
     model, x = net().double(), batch().double()
     plain = fingerprint(model)
     want = loop_model(model, square, x)
     with torchgradx.attach(model, **options) as probe:
         square(model, x).backward()
-        copied = copy.deepcopy(model)
+        copied = COPIES[how](model)
         assert fingerprint(copied) == plain
+        assert torch.equal(copied(x), model(x))
         with torch.no_grad():
             for p in copied.parameters():
                 p.zero_()
@@ -113,25 +132,6 @@ def test_a_deepcopy_of_an_attached_model_is_unattached_and_runs_its_own_weights(
     assert fingerprint(copied) == plain
     with torchgradx.attach(copied) as probe:
         exact_step(probe, copied, x[:3])
-
-
-@a_few_modes
-@pytest.mark.parametrize("how", ["pickle", "torch.save"])
-def test_a_pickled_attached_model_is_unattached_and_needs_no_torchgradx(how, options):
-    model, x, file = net().double(), batch().double(), io.BytesIO()
-    plain = fingerprint(model)
-    with torchgradx.attach(model, **options) as probe:
-        square(model, x).backward()
-        if how == "pickle":
-            pickle.dump(model, file)
-        else:
-            torch.save(model, file)
-        assert b"torchgradx" not in file.getvalue()
-        file.seek(0)
-        loaded = pickle.load(file) if how == "pickle" else torch.load(file, weights_only=False)
-        assert fingerprint(loaded) == plain
-        assert torch.equal(loaded(x), model(x))
-        close(probe.norms(), loop_model(loaded, square, x))
 
 
 def activations(model, run):

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+import torch.nn.functional as F
 from attach_oracle import (
     Model,
     a_few_modes,
@@ -65,10 +66,6 @@ def test_a_model_that_returns_its_samples_in_another_dimension_is_exact(name, po
 WORDS = 5
 
 
-def resized(x):
-    return nn.functional.interpolate(x[None], (4, 4))[0]
-
-
 def padded(m, xs):
     lengths = torch.tensor([len(x) for x in xs])
     h = m.l(pad_sequence(xs, batch_first=True))
@@ -80,7 +77,7 @@ FORWARDS = {
     "stacked": (lambda m, xs: torch.tanh(m.l(torch.stack(xs))).sum(1), lambda n: [(WORDS, 3)] * n),
     "stacked tokens": (lambda m, xs: torch.tanh(m.l(torch.stack(xs))), lambda n: [(WORDS, 3)] * n),
     "padded": (padded, lambda n: [(2 + k, 3) for k in range(n)]),
-    "images": (lambda m, xs: m.c(torch.stack([resized(x) for x in xs])).flatten(1),
+    "images": (lambda m, xs: m.c(torch.cat([F.interpolate(x[None], 4) for x in xs])).flatten(1),
                lambda n: [(3, 5 + k, 6) for k in range(n)]),
 }  # fmt: skip
 
@@ -213,22 +210,15 @@ def by_sequence(m, x):
     return y.sum(0) + w.square().sum((1, 2))[:, None]
 
 
-def cells_alone(m, x):
-    return m.r(x)[1][1].transpose(0, 1)
-
-
-def states_alone(m, x):
-    return m.r(x)[1][0].transpose(0, 1)
-
-
 EXACT = {
     "sequences of N with their weights": (
         lambda: Model(by_sequence, a=nn.MultiheadAttention(4, 2)), (N, N, 4)),
     "cells alone, of N units": (
-        lambda: Model(cells_alone, r=nn.LSTM(3, N, batch_first=True)), (N, T, 3)),
+        lambda: Model(lambda m, x: m.r(x)[1][1].transpose(0, 1),
+                      r=nn.LSTM(3, N, batch_first=True)), (N, T, 3)),
     "states alone, both ways, of N units": (
-        lambda: Model(states_alone, r=nn.LSTM(3, N, 2, batch_first=True, bidirectional=True)),
-        (N, N, 3)),
+        lambda: Model(lambda m, x: m.r(x)[1][0].transpose(0, 1),
+                      r=nn.LSTM(3, N, 2, batch_first=True, bidirectional=True)), (N, N, 3)),
     "both": (lambda: Model(lambda m, x: m.t(x)[0] + m.t(x)[1], t=two()), (N, T, 3)),
 }  # fmt: skip
 

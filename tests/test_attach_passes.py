@@ -229,24 +229,17 @@ def test_forwards_of_the_same_samples_add_their_gradients(model, how, options):
         exact_step(probe, model, z)
 
 
+MEAN_NOTHING = {
+    "batch_size": [0, 2.0],
+    "layout": ["batch", {"": "samples"}, {1: "batch"}, {"no_module": "batch"}, {"a.*": "batch"}],
+    "directions": [torch.ones(2)],
+    "loss_scale": [0.0, float("nan"), float("inf"), torch.ones(2, 2), "1"],
+    **{name: ["surely not"] for name in ("loss_reduction", "backend", "algorithm")},
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("batch_size", 0),
-        ("batch_size", 2.0),
-        ("layout", "batch"),
-        ("layout", {"": "samples"}),
-        ("layout", {1: "batch"}),
-        ("layout", {"no_such_module": "batch"}),
-        ("layout", {"body.*": "batch"}),
-        ("directions", torch.ones(2)),
-        ("loss_scale", 0.0),
-        ("loss_scale", float("nan")),
-        ("loss_scale", float("inf")),
-        ("loss_scale", torch.ones(2, 2)),
-        ("loss_scale", "1"),
-        *((name, "surely not") for name in ("loss_reduction", "backend", "algorithm")),
-    ],
+    ("name", "value"), [(name, v) for name, values in MEAN_NOTHING.items() for v in values]
 )
 def test_a_value_that_means_nothing_is_refused_and_the_model_left_alone(model, name, value):
     with pytest.raises((ValueError, TypeError), match=name) as error:

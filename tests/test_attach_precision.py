@@ -45,19 +45,6 @@ def checkpointed(reentrant):
     return lambda m, x: m.out(checkpoint(m.block, torch.tanh(m.l(x)), use_reentrant=reentrant))
 
 
-def loop_of_mixed(net, x):
-    """The loop over single samples as they are: the oracle's makes one dtype of all."""
-    rows = []
-    for n in range(len(x)):
-        net.zero_grad()
-        square(net, x[n : n + 1]).backward()
-        grads = [p.grad for p in net.parameters()]
-        rows.append([0.0 if g is None else g.double().norm() for g in grads])
-    net.zero_grad()
-    names = [name for name, _ in net.named_parameters()]
-    return dict(zip(names, torch.tensor(rows).unbind(1), strict=True))
-
-
 def shared(function, **more):
     return lambda: Model(function, l=nn.Linear(8, 8), out=nn.Linear(8, 2), **more)
 
@@ -80,14 +67,34 @@ MODELS = {
 }  # fmt: skip
 
 
+WIDENED = ("layer_norm", "native_layer_norm", "group_norm", "_softmax", "tanh")
+
+
+@pytest.fixture(params=["as on a CPU", "as on a GPU"])
+def normalisations(request):
+    """A GPU's autocast computes some operators in float32, which the CPU's leaves as they are."""
+    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+
+    def wide(t):
+        return t.float() if t.is_floating_point() else t
+
+    def widened(stock, *args, **kwargs):
+        with torch.autocast("cpu", enabled=False):
+            return stock(*tree_map_only(torch.Tensor, wide, args), **kwargs)
+
+    for name in WIDENED if request.param == "as on a GPU" else ():
+        library.impl(name, partial(widened, getattr(torch.ops.aten, name).default))
+    yield
+    library._destroy()
+
+
+@pytest.mark.grid("name", "normalisations")
 @a_few_modes
 @halves
 @pytest.mark.parametrize("name", MODELS)
-def test_autocast_is_exact_within_its_rounding_however_layers_are_used(name, dtype, options):
-    exact_under_autocast(name, dtype, options)
-
-
-def exact_under_autocast(name, dtype, options):
+def test_autocast_is_exact_within_its_rounding_however_layers_are_used(
+    name, dtype, options, normalisations
+):
     make, shape = MODELS[name]
     net, x = make(), torch.randn(shape)
 
@@ -124,7 +131,7 @@ def test_parameters_of_several_dtypes_count_together_in_the_widest(options):
     net = Model(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8).double(),
                 c=nn.Linear(8, 2).bfloat16())  # fmt: skip
     x = torch.randn(N, 8)
-    want = loop_of_mixed(net, x)
+    want = loop(net, square, x, dtype=None)
     with torchgradx.attach(net, **options) as probe:
         square(net, x).backward()
         close_named(probe.norms(per="parameter"), want, 24 * torch.finfo(torch.bfloat16).eps)
@@ -150,7 +157,7 @@ def test_a_module_that_computes_in_a_coarser_dtype(name, positions, wide, coarse
     own.kind = coarse
     net = nn.Sequential(nn.Linear(8, 8), own, nn.Linear(8, 4)).to(wide)
     x = torch.randn(N, *positions, 8, dtype=wide)
-    want = loop_of_mixed(net, x)
+    want = loop(net, square, x, dtype=None)
     with torchgradx.attach(net, **options) as probe:
         for _ in range(2):
             square(net, x).backward()
@@ -223,34 +230,6 @@ def test_a_first_pass_of_nan_approves_of_no_later_one(options):
         square(net, x).backward()
         error = refusal(probe)
     assert "l.weight" in error.parameters
-
-
-WIDENED = ("layer_norm", "native_layer_norm", "group_norm", "_softmax", "tanh")
-
-
-@pytest.fixture
-def as_on_a_gpu():
-    """A GPU's autocast computes some operators in float32, which the CPU's leaves as they are."""
-    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
-
-    def wide(t):
-        return t.float() if t.is_floating_point() else t
-
-    def widened(stock, *args, **kwargs):
-        with torch.autocast("cpu", enabled=False):
-            return stock(*tree_map_only(torch.Tensor, wide, args), **kwargs)
-
-    for name in WIDENED:
-        library.impl(name, partial(widened, getattr(torch.ops.aten, name).default))
-    yield
-    library._destroy()
-
-
-@a_few_modes
-@halves
-@pytest.mark.parametrize("name", MODELS)
-def test_autocast_is_exact_where_it_widens_normalisations(name, dtype, options, as_on_a_gpu):
-    exact_under_autocast(name, dtype, options)
 
 
 @pytest.mark.skipif(not torchgradx.ops.NATIVE, reason="the extension is asked")

@@ -1,5 +1,7 @@
-"""nn.LSTM, nn.GRU, nn.RNN and their cells, batches and packed sequences: every option."""
+"""nn.LSTM, nn.GRU, nn.RNN and their cells, batches and packed sequences: every option; used more
+than once, in part, in place, clipped, checkpointed."""
 
+import copy
 from platform import machine
 
 import pytest
@@ -9,33 +11,46 @@ from attach_oracle import (
     NATIVE,
     VMAP,
     Model,
+    a_few_modes,
     check,
+    close_named,
     each_of,
     every_mode,
     exact_step,
     fallback_mode,
+    loop,
     refused,
+    same_gradients,
     square,
+    tolerance,
 )
+from clip_oracle import check_clip
 from recurrent_models import (
     CELLS,
     KINDS,
     OPTIONS,
+    STATES,
+    STEPS,
+    WIDE,
     H,
     I,
     N,
     T,
+    computes_halves,
     dtypes,
     every_kind,
     every_option,
+    every_way,
     made,
     native_mode,
     net,
     served,
+    served_mode,
     states_of,
 )
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 from torchgradx import ops
@@ -276,3 +291,98 @@ def test_rows_that_the_user_sorted_are_not_taken_for_the_samples(options):
 
     model = Model(forward, i=nn.Linear(I, I), r=nn.GRU(I, H, batch_first=True))
     refused(model, square, torch.randn(N, T, I), LENGTHS, names=["r.weight_ih_l0"], **options)
+
+
+# ---- In training ---------------------------------------------------------------------------------
+@served
+@served_mode
+@every_kind
+def test_a_module_called_twice_counts_its_cross_terms(kind, options):
+    rnn = KINDS[kind](I, I, batch_first=True)
+    model = Model(lambda m, x: m.r(m.r(x)[0] + x)[0], r=rnn)
+    check(model, square, torch.randn(N, T, I), **options)
+
+
+@a_few_modes
+@pytest.mark.parametrize("reentrant", [False, True])
+@every_kind
+def test_checkpointed(kind, reentrant, options):
+    def forward(m, x):
+        return checkpoint(lambda t: m.r(t)[0], torch.tanh(m.i(x)), use_reentrant=reentrant)
+
+    for more in ({}, {"num_layers": 2, "bidirectional": True}):
+        model = Model(forward, i=nn.Linear(I, I), r=KINDS[kind](I, H, batch_first=True, **more))
+        check(model, square, torch.randn(N, T, I), input_grad=True, **options)
+
+
+@pytest.mark.skipif(not ops.NATIVE, reason="replayed without the extension")
+@pytest.mark.parametrize("kind", [*KINDS, *(f"{kind} cell" for kind in CELLS)])
+def test_with_gradients_of_the_framework_a_module_runs_once_more_and_not_for_each_sample(kind):
+    if kind in KINDS:
+        layer, x = KINDS[kind](I, H, num_layers=2, batch_first=True), torch.randn(N, T, I)
+    else:
+        layer, x = CELLS[kind.removesuffix(" cell")](I, H), torch.randn(N, I)
+    several = kind in KINDS or kind == "lstm cell"
+    model = Model(lambda m, x: m.r(x)[0] if several else m.r(x), r=layer)
+    with torchgradx.attach(model, fused=False) as probe:
+        square(model, x).backward()
+        probe.norms()
+        text = probe.explain()
+    assert "through time: the framework's gradients stay" in text
+    assert "replay" not in text
+    assert "vmap" not in text
+    if kind == "lstm" and not computes_halves():
+        return
+    with torchgradx.attach(model, fused=False) as probe, torch.autocast("cpu", torch.bfloat16):
+        square(model, x).backward()
+        probe.norms()
+        # our forward is of one dtype
+        assert ("through time and" if kind == "lstm" else "lifted") in probe.explain()
+
+
+@native_mode
+@every_way
+def test_every_step_is_exact(make, options):
+    model = make()
+    twin = copy.deepcopy(model)
+    with torchgradx.attach(model, **options) as probe:
+        for samples, steps in [
+            (N, STEPS),
+            (N, STEPS),
+            (N + 1, STEPS),
+            (N, STEPS + 9),
+            (N, STEPS),
+            (N, 1),
+            (N, 2),
+        ]:
+            x = torch.randn(samples, steps, WIDE)
+            for m in (model, twin):
+                m.zero_grad()
+                square(m, x).backward()
+            rtol = tolerance(model, torch.float32)
+            close_named(probe.norms(per="parameter"), loop(model, square, x), rtol)
+            if options.get("weight_grad", True):
+                exactly = options.get("fused") is False
+                same_gradients(model, twin, None if exactly else rtol)
+
+
+@served
+@every_way
+def test_what_else_a_step_is_asked_for(make):
+    check_clip(make(), square, torch.randn(N, STEPS, WIDE), dtype=torch.float32)
+
+
+@served
+@pytest.mark.parametrize(
+    "write", [torch.relu_, lambda y: y.detach().zero_() + y], ids=["y", "alias"]
+)
+def test_what_a_loss_writes_over_the_states_is_noticed_as_without_a_probe(write):
+    model = Model(lambda m, x: write(m.r(x)[0]), r=nn.LSTM(WIDE, STATES, batch_first=True))
+    x = torch.randn(N, STEPS, WIDE)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square(copy.deepcopy(model), x).backward()
+    with torchgradx.attach(model) as probe:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            square(model, x).backward()
+        model.r.register_forward_hook(lambda m, args, out: (out[0].clone(), out[1]))
+        exact_step(probe, model, x, rtol=tolerance(model, torch.float32))

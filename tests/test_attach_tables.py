@@ -14,7 +14,7 @@ from attach_oracle import (
     square,
     square_second,
 )
-from broadcast_models import TOKENS, D, N, T, constant, in_place, positional, relative, tokens
+from broadcast_models import TOKENS, D, N, T, constant, in_place, placed, relative, tokens
 from torch import nn
 
 import torchgradx
@@ -27,13 +27,18 @@ IDS = {
     "reversed": lambda t: torch.arange(t).flip(0)[None],
     "distances": lambda t: (torch.arange(t)[:, None] - torch.arange(t)).abs()[0],
 }
+MASKS = {
+    "[1, T] > 1": lambda t: torch.arange(t)[None] > 1,
+    "[T] > 1": lambda t: torch.arange(t) > 1,
+}
 
 
 @fallback_mode
 @sizes
 @pytest.mark.parametrize("ids", IDS)
 def test_a_position_table_is_exact(ids, n, t, options):
-    check(positional(IDS[ids]), square, tokens(n, t), **options)
+    model = placed(lambda m, i: m.p(IDS[ids](i.shape[1])))
+    check(model, square, tokens(n, t), **options)
 
 
 def test_what_is_made_of_all_data_is_no_table_in_a_later_step_either():
@@ -55,27 +60,17 @@ class Positions(nn.Embedding):
 
 @fallback_mode
 def test_a_table_that_is_given_the_samples_too_is_exact(options):
-    model = Model(lambda m, i: m.o(torch.tanh(m.t(i) + m.p(i, torch.arange(i.shape[1])))),
-                  t=nn.Embedding(TOKENS, D), p=Positions(2 * N + 2, D),
-                  o=nn.Linear(D, 2))  # fmt: skip
+    model = placed(lambda m, i: m.p(i, torch.arange(i.shape[1])), Positions(2 * N + 2, D))
     for n, t in [(N, T), (N, 2 * N), (N, N), (2, T)]:
         check(model, square, tokens(n, t), **options)
 
 
 @fallback_mode
-@pytest.mark.parametrize("ids", ["[T]", "[1, T]", "repeated, [1, T]", "a mask", "a mask [T]"])
+@pytest.mark.parametrize("ids", ["[T]", "[1, T]", "repeated", *MASKS])
 def test_what_a_model_is_called_with_for_all_samples_is_of_none(ids, options):
     """Ids and masks; of as many positions as samples there may be refusals."""
-    given = {
-        "[T]": torch.arange,
-        "[1, T]": lambda t: torch.arange(t)[None],
-        "repeated, [1, T]": lambda t: (torch.arange(t) // 2)[None],
-        "a mask": lambda t: torch.arange(t)[None] > 1,
-        "a mask [T]": lambda t: torch.arange(t) > 1,
-    }[ids]
-    model = Model(lambda m, i, p: m.o(torch.tanh(m.t(i) + m.p(p.long()))),
-                  t=nn.Embedding(TOKENS, D), p=nn.Embedding(2 * N, D),
-                  o=nn.Linear(D, 2))  # fmt: skip
+    given = (IDS | MASKS)[ids]
+    model = placed(lambda m, i, p: m.p(p.long()))
     for n, t in [(N, T), (N, 2 * N), (1, T), (N, 1), (2, T)]:
         check(model, lambda m, i: square(m, i, given(i.shape[1])), tokens(n, t), **options)
     exact_or_refused(model, lambda m, i: square(m, i, given(N)), tokens(N, N), **options)
@@ -83,9 +78,7 @@ def test_what_a_model_is_called_with_for_all_samples_is_of_none(ids, options):
 
 @a_few_modes
 def test_positions_of_a_sequence_first_model_are_exact(options):
-    model = Model(lambda m, i: m.o(torch.tanh(m.t(i) + m.p(torch.arange(len(i)))[:, None])),
-                  t=nn.Embedding(TOKENS, D), p=nn.Embedding(2 * N, D),
-                  o=nn.Linear(D, 2))  # fmt: skip
+    model = placed(lambda m, i: m.p(torch.arange(len(i)))[:, None])
     for t in (T, N):
         check(model, square_second, tokens(N, t).T, dims=1, batch_dim=1, **options)
 
@@ -96,10 +89,7 @@ def test_positions_of_a_sequence_first_model_are_exact(options):
 @pytest.mark.parametrize("shared", [False, True])
 def test_relative_positions_through_modules_are_exact(shared, read, n, t, options):
     """`shared`: the same Linear for samples and for positions, so terms of both kinds cross."""
-    model = relative(shared, read)
-    if shared:
-        del model.r
-    check(model, square, torch.randn(n, t, D), **options)
+    check(relative(shared, read), square, torch.randn(n, t, D), **options)
 
 
 @fallback_mode
@@ -214,14 +204,12 @@ def test_what_is_computed_from_several_samples_is_refused(how, t, options):
 @fallback_mode
 def test_a_row_of_the_samples_own_ids_is_theirs(options):
     """Given once more, it looks like positions; it is a view of the same memory."""
-    model = Model(lambda m, i, p: m.o(torch.tanh(m.e(i) - m.e(i).mean(0) + m.e(p))),
-                  e=nn.Embedding(TOKENS, D), o=nn.Linear(D, 2))  # fmt: skip
-    refused(model, lambda m, i: square(m, i, i[:1]), torch.randint(0, TOKENS, (N, T)),
-            names={"e.weight"}, **options)  # fmt: skip
+    model = placed(lambda m, i, p: m.t(p) - m.t(i).mean(0))
+    refused(model, lambda m, i: square(m, i, i[:1]), tokens(), names={"t.weight"}, **options)
 
 
 @a_few_modes
 def test_a_penalty_on_the_table_is_refused(options):
-    model = positional()
+    model = placed(lambda m, i: m.p(torch.arange(i.shape[1])))
     loss = lambda m, i: square(m, i) + m.p.weight.square().sum()  # noqa: E731
     refused(model, loss, tokens(), names={"p.weight"}, **options)

@@ -33,6 +33,7 @@ from broadcast_models import (
     relative,
     tokens,
 )
+from recurrent_models import KINDS, made, net
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -45,18 +46,20 @@ SHARED = {
     "queries": (lambda: constant(against_all, l=nn.Linear(D, D)), lambda: torch.randn(N, T, D)),
     "patches": (Patches, lambda: torch.randn(N, T, 3)),
 }
+RECURRENT = {  # several outputs, which run again when the backward ends
+    kind: (lambda kind=kind: net(made(kind, "both ways")), lambda: torch.randn(N, T, 3))
+    for kind in KINDS
+}
 each_model = pytest.mark.parametrize("name", SHARED)
 
 
 def shared_example(name, dtype=torch.float64):
-    make, data = SHARED[name]
+    make, data = (SHARED | RECURRENT)[name]
     model, x = make(), data()
-    if hasattr(model, "r"):
-        del model.r
     return model.to(dtype), x.to(dtype) if x.is_floating_point() else x
 
 
-@each_model
+@pytest.mark.parametrize("name", SHARED | RECURRENT)
 @a_few_modes
 def test_several_backwards_through_one_graph_add_up(name, options):
     model, x = shared_example(name)

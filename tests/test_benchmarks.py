@@ -1,7 +1,5 @@
 """The benchmark suite where no clock is needed: verdicts, comparisons, the README's table."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

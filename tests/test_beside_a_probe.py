@@ -6,17 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import Model, close, loop, per_model
+from test_score import C, classifier, entropy, pool
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchgradx
 
-N, C = 6, 4
-
-
-def plain():
-    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, C)).double()
+N = 6
 
 
 def shared():
@@ -41,7 +38,7 @@ def recurrent():
 
 
 MODELS = {
-    "plain": plain,
+    "plain": classifier,
     "shared": shared,
     "checkpoint": lambda: checkpointed(False),
     "reentrant checkpoint": lambda: checkpointed(True),
@@ -51,11 +48,7 @@ OPTIONS = [{}, {"weight_grad": False}, {"fused": False}, {"clip": True}, {"backe
 
 
 def batch(n=N):
-    return torch.randn(n, 5, dtype=torch.float64), torch.randint(0, C, (n,))
-
-
-def entropy(model, x, y):
-    return F.cross_entropy(model(x), y)
+    return pool(n).tensors
 
 
 def norms_of(model, x, y):
@@ -111,7 +104,7 @@ def test_whatever_runs_between_leaves_the_record_as_it_is(name, options):
 
 
 def test_a_part_or_the_whole_of_an_attached_model_may_be_scored():
-    body, (x, y) = plain(), batch()
+    body, (x, y) = classifier(), batch()
     whole = nn.Sequential(body, nn.Linear(C, C).double())
     with torchgradx.attach(body) as probe:
         loss = entropy(body, x, y)
@@ -126,7 +119,7 @@ def test_a_part_or_the_whole_of_an_attached_model_may_be_scored():
 
 
 def test_another_probe_is_still_refused_and_one_that_fails_gives_the_model_back():
-    model, (x, y) = plain(), batch()
+    model, (x, y) = classifier(), batch()
     with torchgradx.attach(model) as probe:
         with pytest.raises(RuntimeError, match="is attached already"):
             torchgradx.attach(model)
@@ -141,7 +134,7 @@ def test_another_probe_is_still_refused_and_one_that_fails_gives_the_model_back(
 
 
 def test_a_probe_that_is_removed_inside_leaves():
-    model, (x, y) = plain(), batch()
+    model, (x, y) = classifier(), batch()
     probe = torchgradx.attach(model)
 
     def removes(output, y):
@@ -149,5 +142,5 @@ def test_a_probe_that_is_removed_inside_leaves():
         return F.cross_entropy(output, y)
 
     close(torchgradx.grad_norms(model, removes, x, y), norms_of(model, x, y))
-    assert [type(m) for m in model.modules()] == [type(m) for m in plain().modules()]
+    assert [type(m) for m in model.modules()] == [type(m) for m in classifier().modules()]
     torchgradx.attach(model).remove()

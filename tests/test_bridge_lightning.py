@@ -1,18 +1,14 @@
 """The Lightning callback in real fits: norms against a loop, the fit untouched, nothing left."""
 
-from __future__ import annotations
-
 import copy
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import close, close_named, fingerprint, loop, per_model
+from processes import python
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -194,10 +190,7 @@ def test_after_an_exception_nothing_is_left(where):
 
 def test_under_ddp_each_rank_has_the_norms_of_its_own_samples():
     script = Path(__file__).parent / "two_trainers.py"
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = python(script, timeout=300, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert done.stdout.count(f"rank {rank}: 4 norms") == 4, done.stdout

@@ -1,7 +1,5 @@
 """The callback in Hugging Face's Trainer: norms against a loop, training as without it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -3,13 +3,13 @@
 import csv
 import os
 import sqlite3
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import python
 from torch.utils.data import DataLoader
 
 import torchgradx
@@ -164,11 +164,8 @@ def test_torchrun_shares_the_pool(user):
         pytest.skip("this torch has no gloo")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     given = ["--model", "mine:make", "--data", "mine:pool", "--out", "s.csv", "--device", "cpu"]
-    done = subprocess.run(
-        [sys.executable, *launch, "-m", "torchgradx", "score", *given],
-        capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([".", *sys.path])},
-    )  # fmt: skip
+    path = os.pathsep.join([".", *sys.path])
+    done = python(*launch, "-m", "torchgradx", "score", *given, timeout=300, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("s.csv: norm of 20 samples\n")
     assert done.stdout.count("largest norm") == 1, "of one rank"
@@ -196,20 +193,6 @@ def test_score_of_a_refused_model_ends_with_1_and_names_the_parameters(user, cap
     said = capsys.readouterr().err
     assert "refused" in said
     assert "fc.weight" in said
-
-
-def test_info_and_no_argument_at_all_print_the_facts(capsys):
-    assert cli.main(["info"]) == 0
-    facts = capsys.readouterr().out
-    assert facts.startswith("torchgradx ")
-    done = subprocess.run(
-        [sys.executable, "-c", "import runpy; runpy.run_module('torchgradx', run_name='__main__')"],
-        capture_output=True, text=True, cwd=os.path.dirname(sys.executable),
-    )  # fmt: skip
-    assert done.returncode == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [
-        line.split()[0] for line in facts.splitlines()
-    ]
 
 
 # ---- What is said --------------------------------------------------------------------------------

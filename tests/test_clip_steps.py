@@ -8,16 +8,7 @@ import numpy as np
 import pytest
 import torch
 from attach_oracle import DEVICE, Model, mlp, square
-from clip_oracle import (
-    bounded,
-    check_clip,
-    clipped,
-    gradients,
-    is_sum,
-    norms_of,
-    refuses,
-    weighted,
-)
+from clip_oracle import bounded, check_clip, clipped, gradients, is_sum, norms_of, refuses, weighted
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -1,7 +1,5 @@
 """The cost models of CPUs and GPUs, specified by tables: integers in, a verdict out."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -46,11 +44,6 @@ VERDICTS = [
 ]
 
 
-@pytest.mark.parametrize(("problem", "verdict"), VERDICTS)
-def test_verdicts(problem, verdict):
-    assert plan(problem).algorithm == verdict, plan(problem)
-
-
 REFUSALS = [
     (linear(8, 128, 64, 32), "rank1", "rank1 needs T = 1: a sum over T = 128 positions is not"),
     (conv2d(8, 2, 64, 32), "rank1", "rank1 needs T = 1: a sum over T = 2 positions is not"),
@@ -73,12 +66,6 @@ def test_a_forced_refusal_raises_the_reason_that_the_plan_shows(problem, algorit
 @pytest.mark.parametrize("algorithm", ["gram", "direct"])
 def test_gram_and_direct_never_refuse(algorithm, t, weight_grad):
     assert plan(linear(8, t, 64, 32, weight_grad), algorithm).algorithm == algorithm
-
-
-def test_an_unknown_algorithm_is_told_the_names():
-    names = "'rank1', 'gram', 'direct', 'fused'"
-    with pytest.raises(ValueError, match=f"one of {names}; got 'ghost'"):
-        plan(linear(8, 1, 64, 32), "ghost")
 
 
 @pytest.mark.parametrize("problem", [problem for problem, _ in VERDICTS])
@@ -126,58 +113,30 @@ def on_gpu(kind, n, t, i, o, groups=1, device=H200, itemsize=2, **options):
 
 
 ON_A_GPU = [
-    (on_gpu("linear", 256, 1, 784, 1024), "rank1", "both operands are read once, and that is all"),
-    (
-        on_gpu("linear", 256, 1, 784, 1024, weight_grad=True),
-        "fused",
-        "one sum over all samples, and rank1",
-    ),
-    (on_gpu("linear", 8, 1024, 768, 768), "direct", "T beyond 2 I O / (I + O) = 768"),
-    (
-        on_gpu("linear", 8, 1024, 768, 768, weight_grad=True),
-        "fused",
-        "the tiles are there to be squared",
-    ),
-    (on_gpu("linear", 64, 197, 768, 3072), "gram", "T far below 2 I O / (I + O) = 1229"),
-    (on_gpu("linear", 64, 197, 768, 3072, itemsize=4), "gram", "the same without tensor cores"),
-    (on_gpu("linear", 64, 64, 768, 3072), "gram", "a tile of 64 positions holds them all"),
-    (
-        on_gpu("linear", 8, 128, 4096, 4096),
-        "gram",
-        "8 x 704 tiles of a gradient against 8 of a Gram",
-    ),
-    (
-        on_gpu("linear", 2, 128, 1024, 1024),
-        "direct",
-        "2 tiles of a Gram leave 130 multiprocessors idle",
-    ),
-    (on_gpu("linear", 8, 128, 4096, 8), "direct", "LoRA: a gradient of one row of tiles"),
-    (on_gpu("linear", 64, 2048, 768, 8), "direct", "LoRA, long: bound by memory"),
-    (
-        on_gpu("linear", 64, 64, 768, 3072, device=A100),
-        "gram",
-        "half as many tensor cores, the same order",
-    ),
-    (
-        on_gpu("linear", 64, 64, 768, 3072, device=L4, itemsize=8),
-        "gram",
-        "4 FLOP of float64 a clock",
-    ),
-    (on_gpu("conv2d", 64, 3136, 576, 64), "direct", "56 x 56 pixels of 64 channels"),
-    (on_gpu("conv2d", 64, 3136, 576, 64, weight_grad=True), "fused", "and their gradient"),
-    (on_gpu("conv2d", 64, 49, 4608, 512), "gram", "7 x 7 pixels of 512 channels"),
-    (on_gpu("conv2d", 32, 3136, 9, 1, 64), "direct", "depthwise: bound by memory"),
-    (
-        on_gpu("conv2d", 32, 49, 9, 1, 960, weight_grad=True),
-        "fused",
-        "depthwise, small and with gradient",
-    ),
+    (on_gpu("linear", 256, 1, 784, 1024), "rank1"),  # both operands are read once, and that is all
+    (on_gpu("linear", 256, 1, 784, 1024, weight_grad=True), "fused"),  # one sum, and rank1
+    (on_gpu("linear", 8, 1024, 768, 768), "direct"),  # T beyond 2 I O / (I + O) = 768
+    (on_gpu("linear", 8, 1024, 768, 768, weight_grad=True), "fused"),  # the tiles are there
+    (on_gpu("linear", 64, 197, 768, 3072), "gram"),  # T far below 2 I O / (I + O) = 1229
+    (on_gpu("linear", 64, 197, 768, 3072, itemsize=4), "gram"),  # the same without tensor cores
+    (on_gpu("linear", 64, 64, 768, 3072), "gram"),  # a tile of 64 positions holds them all
+    (on_gpu("linear", 8, 128, 4096, 4096), "gram"),  # 8 x 704 tiles of a gradient, 8 of a Gram
+    (on_gpu("linear", 2, 128, 1024, 1024), "direct"),  # 2 of a Gram leave 130 multiprocessors idle
+    (on_gpu("linear", 8, 128, 4096, 8), "direct"),  # LoRA: a gradient of one row of tiles
+    (on_gpu("linear", 64, 2048, 768, 8), "direct"),  # LoRA, long: bound by memory
+    (on_gpu("linear", 64, 64, 768, 3072, device=A100), "gram"),  # half as many tensor cores
+    (on_gpu("linear", 64, 64, 768, 3072, device=L4, itemsize=8), "gram"),  # 4 FLOP a clock
+    (on_gpu("conv2d", 64, 3136, 576, 64), "direct"),  # 56 x 56 pixels of 64 channels
+    (on_gpu("conv2d", 64, 3136, 576, 64, weight_grad=True), "fused"),  # and their gradient
+    (on_gpu("conv2d", 64, 49, 4608, 512), "gram"),  # 7 x 7 pixels of 512 channels
+    (on_gpu("conv2d", 32, 3136, 9, 1, 64), "direct"),  # depthwise: bound by memory
+    (on_gpu("conv2d", 32, 49, 9, 1, 960, weight_grad=True), "fused"),  # depthwise, small
 ]
 
 
-@pytest.mark.parametrize(("problem", "verdict", "reason"), ON_A_GPU)
-def test_verdicts_on_a_gpu(problem, verdict, reason):
-    assert plan(problem).algorithm == verdict, f"{reason}\n{plan(problem)}"
+@pytest.mark.parametrize(("problem", "verdict"), VERDICTS + ON_A_GPU)
+def test_verdicts(problem, verdict):
+    assert plan(problem).algorithm == verdict, plan(problem)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
@@ -186,18 +145,10 @@ def test_more_of_anything_takes_no_less(capability, itemsize):
     device = Gpu("a card", RATES[capability], 100, 1.5e9, 2e12)
     sizes = {"n": 64, "t": 128, "i": 256, "o": 256}
     for algorithm in ("gram", "direct", "fused"):
+        given = {"device": device, "itemsize": itemsize, "weight_grad": algorithm == "fused"}
         for size in sizes:
             times = [
-                gpu.seconds(
-                    on_gpu(
-                        "linear",
-                        **{**sizes, size: count},
-                        device=device,
-                        itemsize=itemsize,
-                        weight_grad=algorithm == "fused",
-                    ),
-                    algorithm,
-                )
+                gpu.seconds(on_gpu("linear", **{**sizes, size: count}, **given), algorithm)
                 for count in (128, 256, 1024, 4096)  # below, other kernels serve
             ]
             assert times == sorted(times), (algorithm, size)

@@ -4,8 +4,6 @@ The operators themselves are tested by test_ops.py and test_properties.py, "cuda
 their backends. Where there is no GPU all of this is skipped.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,17 +1,15 @@
 """torchgradx._cuda without a GPU: found, built, linked and loaded beside whatever torch is here."""
 
-from __future__ import annotations
-
-import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from backends import CUDA_OPERATORS
+from emulation.build import cuda_toolkit
+from processes import run
 
 import torchgradx
 from torchgradx import ops
@@ -19,31 +17,6 @@ from torchgradx import ops
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(torchgradx.__file__).parent
 needs_extension = pytest.mark.skipif(not ops.NATIVE, reason="installed without the extension")
-
-
-def _toolkit():
-    spec = importlib.util.spec_from_file_location(
-        "cuda_toolkit", ROOT / "build_tools/cuda_toolkit.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-cuda_toolkit = _toolkit()
-
-
-def run(*command, cwd, **environment):
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 # Whether CUDA kernels are built, and with what

@@ -1,8 +1,6 @@
 """The CUDA kernels without a GPU: compiled for each architecture, warnings and spills as errors,
 and their machine code held to a budget (kernel_budget.py)."""
 
-from __future__ import annotations
-
 import cubins
 import pytest
 from cubins import ARCHITECTURES, SOURCES

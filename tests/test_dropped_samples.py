@@ -1,7 +1,5 @@
 """A sample whose factor is 0 is left out of weighted sums, whatever its numbers: 0 * nan is nan."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from backends import parameters, to

@@ -1,11 +1,7 @@
 """What only the emulation can ask of the CUDA operators: any order of threads, any number of
 multiprocessors, every kernel's launches, every byte of workspace, TF32 to the last bit."""
 
-from __future__ import annotations
-
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import cubins
@@ -16,14 +12,9 @@ import torch
 from backends import BACKENDS, algorithms_of
 from emulation import build
 from emulation.operators import operator, operators
-from oracle import (
-    Conv2d,
-    Linear,
-    assert_sq_norms,
-    case,
-    truth_of,
-)
+from oracle import Conv2d, Linear, assert_sq_norms, case, truth_of
 from oracle_gather import Gather
+from processes import python
 from test_memory import BOUND, CASES, WIDE
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
@@ -99,10 +90,7 @@ def test_tf32_loses_nothing_of_operands_that_it_can_hold(problem, kind, allow_tf
 def test_tf32_is_allowed_by_torchs_newer_setting_too(name):
     """After which the older one can no longer be read."""
     script = NEWER_SETTING.format(name=name)
-    here = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=here, capture_output=True, text=True, check=False
-    )
+    done = python("-c", script, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["128.0", "True"]
 
@@ -239,11 +227,7 @@ print(refused)
 
 def test_malformed_calls_are_refused_before_a_kernel_sees_them(tmp_path):
     calls = 2000
-    command = [sys.executable, "-c", FUZZ, "1", str(calls)]
-    here = Path(__file__).parent
-    done = subprocess.run(
-        command, cwd=here, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = python("-c", FUZZ, 1, calls, cwd=Path(__file__).parent, timeout=300)
     last = done.stdout.splitlines()[-1]
     assert done.returncode == 0, f"{done.returncode} in {last}: {done.stderr}"
     assert re.fullmatch(r"\d+", last)

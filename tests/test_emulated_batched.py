@@ -1,8 +1,6 @@
 """The ways that a GPU's batched products serve, emulated but for the products themselves; runs of a
 few kilobytes, so that small problems have several."""
 
-from __future__ import annotations
-
 import pytest
 import test_dropped_samples as dropped
 import test_emulated as emulated

@@ -1,8 +1,6 @@
 """What only the emulation can ask of the kernels of element-wise parameters and of tables: any
 order of threads, every way of cutting a problem, and the bytes of workspaces."""
 
-from __future__ import annotations
-
 from math import ceil
 
 import oracle_gather
@@ -10,7 +8,7 @@ import pytest
 import test_affine
 import torch
 import torch.nn.functional as F
-from backends import BACKENDS
+from backends import BACKENDS, each_dtype
 from emulation import build
 from emulation.operators import operator, operators
 from oracle_affine import FROZEN, Affine, assert_sq_norms, case
@@ -44,17 +42,12 @@ PROBLEMS = (
     Affine("prelu", 2, 1100, 3, 1),
     Affine("prelu", 3, 9, 1, 1),
 )
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: "-".join(map(str, p)))
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 
 
 def in_planes(o):
     """The same numbers, positions side by side."""
-
-    def planes(x):
-        return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-
+    planes = test_affine.LAYOUTS["planes"]
     return o._replace(x=planes(o.x), g=planes(o.g))
 
 

@@ -1,7 +1,5 @@
 """Sizes at both ends, dimensions of zero and more than an int holds; the bytes of workspaces."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 from itertools import product

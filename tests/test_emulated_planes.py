@@ -1,8 +1,6 @@
 """Depthwise convolutions (csrc/cuda/planes.cu) under the emulation, against float64: each window
 and the loop over taps, ragged tiles, each memory order and alignment."""
 
-from __future__ import annotations
-
 import pytest
 import test_emulated as emulated
 import torch

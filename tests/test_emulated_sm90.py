@@ -1,21 +1,12 @@
 """Hopper's kernel (csrc/cuda/direct_sm90.cuh) under emulation, through the operators, against the
 float64 oracle. Ragged shapes as they ran on an H200; every order of threads; one launch each."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from backends import BACKENDS
 from emulation import build
 from emulation.operators import operator, operators
-from oracle import (
-    Conv2d,
-    Linear,
-    assert_gradient,
-    assert_sq_norms,
-    case,
-    truth_of,
-)
+from oracle import Conv2d, Linear, assert_gradient, assert_sq_norms, case, truth_of
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
 EMULATED = BACKENDS["emulated"]

@@ -4,8 +4,6 @@ The kernels are in emulation/unit.cu. A fault must be found in every thread orde
 do not depend on who happens to come first.
 """
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 
@@ -48,12 +46,8 @@ in_each_order = pytest.mark.usefixtures("_each_order")
 ROW = IN[:THREADS]
 
 
-def _lanes(x):
-    return x.view(-1, 32)
-
-
 def _warp_functions():
-    x = _lanes(ROW)
+    x = ROW.view(-1, 32)
     down = torch.cat([x[:, 4:], x[:, 28:]], 1)  # past the warp's end: one's own
     up = torch.cat([x[:, :1], x[:, :-1]], 1)
     return (down + 1000 * up + 1e6 * x[:, 3:4] + 0.5).flatten()

@@ -4,8 +4,6 @@ The kernels are in emulation/unit_sm90.cu. Where bytes lie is written here once 
 manual's words: the addresses that ran on an H200.
 """
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 

@@ -6,16 +6,14 @@ was called last is in the child's log. For AddressSanitizer run a child by hand:
 `LD_PRELOAD=libasan.so python tests/test_fuzz.py <seed> <calls> <log>`.
 """
 
-from __future__ import annotations
-
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import python
 from torch import Tensor
 
 from torchgradx import ops, reference
@@ -236,13 +234,7 @@ def run(seed, calls, log_path):
 @pytest.mark.parametrize("seed", range(CHILDREN))
 def test_malformed_calls_are_refused_by_name(seed, tmp_path):
     log, calls = tmp_path / "last_call", CALLS // CHILDREN
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, str(seed), str(calls), str(log)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    result = python("-W", "ignore", __file__, seed, calls, log, timeout=120)
     assert result.returncode == 0, f"{result.returncode} in {log.read_text()}: {result.stderr}"
     assert result.stdout == ""
     # Some damage is harmless (a dimension of 1 more everywhere); most is not.

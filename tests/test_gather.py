@@ -1,25 +1,16 @@
 """Tables looked up by id: the norms of their gradients, and their dot with a tied Linear's."""
 
-from __future__ import annotations
-
 import layouts
 import pytest
 import torch
-from backends import to
-from oracle import DTYPES, accumulation_epsilon, assert_within, tolerance
+from backends import each_dtype, each_kind, to
+from oracle import accumulation_epsilon, assert_within, tolerance
 from oracle_gather import GATHER, Gather, assert_sq_norms, dots
 
 from torchgradx import ops
 
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
-each_kind = pytest.mark.parametrize("kind", ["integers", "gaussians"])
 each_problem = pytest.mark.parametrize("problem", GATHER, ids=lambda p: "-".join(map(str, p)))
 each_ids = pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=("int32", "int64"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(threads):
-    threads(1)
 
 
 @pytest.mark.grid("backend", "dtype")
@@ -57,7 +48,6 @@ def test_dots_agree_with_the_oracle(backend, problem, padding_idx, s, kind, dtyp
 
 
 LAYOUTS = layouts.LAYOUTS | {
-    "sequence_first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "features_outside": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
     "one_position_expanded": lambda x: x[:, :1].expand_as(x),
 }
@@ -128,39 +118,3 @@ def test_embedding_sq_norms_of_any_rank(positions, padding_idx):
     sq_norms = ops.embedding_sq_norms(ids, g, padding_idx=padding_idx)
     flat = ids.reshape(4, -1)
     assert_sq_norms(sq_norms, flat, g.reshape(4, flat.shape[1], 6), 3, padding_idx, "gaussians")
-
-
-@pytest.mark.skipif(not ops.NATIVE, reason="torchgradx._C is not built")
-def test_compile_traces_through_without_a_break():
-    compiled = torch.compile(ops.embedding_sq_norms, backend="aot_eager", fullgraph=True)
-    for n in (4, 3):
-        ids, g = torch.randint(0, 3, (n, 5)), torch.randn(n, 5, 6)
-        torch.testing.assert_close(compiled(ids, g), ops.embedding_sq_norms(ids, g))
-
-
-IDS, G = torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 5, 2)
-REFUSALS = [
-    (lambda: ops.embedding_sq_norms(IDS.float(), G), TypeError,
-        "indices must be int32 or int64; got torch.float32: convert it"),
-    (lambda: ops.embedding_sq_norms(IDS, G.long()), TypeError,
-        "grad_output must be float16, bfloat16, float32 or float64; got torch.int64: convert it"),
-    (lambda: ops.embedding_sq_norms(IDS, G[:, :4]), ValueError,
-        "grad_output must be [N, *, D] where indices are [N, *]; got [3, 4, 2] and [3, 5]"),
-    (lambda: ops.embedding_sq_norms(IDS, G, padding_idx=-1), ValueError,
-        "padding_idx must be an id, from 0 on; got -1: add num_embeddings to it"),
-    (lambda: ops.embedding_sq_norms(IDS, G, padding_idx=1.0), TypeError,
-        "padding_idx must be an int or None; got float 1.0"),
-    (lambda: ops.embedding_sq_norms(IDS, G.to("meta")), TypeError,
-        "grad_output must be on cpu, as indices is; got meta: move one"),
-    (lambda: ops.embedding_sq_norms([1], G), TypeError,
-        "indices must be a torch.Tensor; got list [1]"),
-    (lambda: ops.embedding_sq_norms(IDS - 3, G), IndexError,
-        "indices must be from 0 on; got -3 in sample 0, position 0"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "error", "text"), REFUSALS, ids=[r[2][:40] for r in REFUSALS])
-def test_a_refusal_names_the_argument_and_what_came(call, error, text):
-    with pytest.raises(error) as raised:
-        call()
-    assert text in str(raised.value)

@@ -1,11 +1,8 @@
 """`make gpu` and its benchmark as far as they run without a GPU: code paths, shapes, failures."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 import time
@@ -14,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import python, run
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks/gpu.py"
@@ -26,9 +24,7 @@ from isolated import Processes, Task  # noqa: E402
 
 
 def benchmark(*arguments):
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    return python("-W", "ignore", SCRIPT, *arguments, OMP_NUM_THREADS="1")
 
 
 OURS = {"fused", "scoring", "clip", "deferred clip", "fused=False"}
@@ -125,10 +121,9 @@ def run_stages(folder, broken, **environment):
     for name in ("python", "compute-sanitizer"):
         (folder / name).write_text(stub)
         (folder / name).chmod(0o755)
-    environment = {**os.environ, "PYTHON": str(folder / "python"), **environment}
+    environment = {"PYTHON": str(folder / "python"), **environment}
     environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "OUT": str(folder / "out")}
-    command = ["bash", str(folder / ".ci/gpu")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = run("bash", folder / ".ci/gpu", **environment)
     seen = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("=== ")]
     return done, seen
 
@@ -204,7 +199,6 @@ for file, name in ((torchgradx.__file__, "ours"), ("test.py", "theirs")):
     exec(compile("made[name] = torch.nn.Linear(2, 2).weight.device.type", file, "exec"))
 print(made["ours"], made["theirs"], torch.ones(1, device="cpu").device.type)
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path])}
-    command = [sys.executable, "-W", "ignore", "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    path = os.pathsep.join([str(ROOT / "tests"), *sys.path])
+    done = python("-W", "ignore", "-c", program, PYTHONPATH=path)
     assert done.stdout.split() == ["cpu", "meta", "cpu"], done.stderr

@@ -5,12 +5,9 @@ The measurement runs in a process of its own, on the kernel's high-water mark of
 so that it sees torch's allocator and the kernels' own buffers alike.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
-import subprocess
 import sys
 from functools import partial
 from itertools import product
@@ -23,6 +20,7 @@ from attach_oracle import Model
 from backends import BACKENDS, parameters
 from oracle import Conv2d, Linear
 from oracle_gather import Gather
+from processes import python
 from torch import nn
 
 import torchgradx
@@ -149,11 +147,8 @@ def _measure_steps(name):
 
 
 def _measured(what):
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, what],
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed goes back at once
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    at_once = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # goes back what is freed
+    result = python("-W", "ignore", __file__, what, **at_once)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from attach_oracle import Model, mlp, square
+from clip_oracle import gradients, group_of
 from torch import nn
 
 import torchgradx
@@ -73,26 +74,14 @@ def test_accumulated_batches_of_unequal_weight_are_unbiased(sizes):
     is_unbiased(model, POINTS[:2, :2] * 3, sizes)
 
 
-def single_gradients(model, x):
-    """{parameter: [N, its size]}"""
-    rows = []
-    for n in range(len(x)):
-        model.zero_grad()
-        square(model, x[n : n + 1]).backward()
-        rows.append([p.grad.flatten().clone() for p in model.parameters()])
-    names = [name for name, _ in model.named_parameters()]
-    return {k: torch.stack(v) for k, v in zip(names, zip(*rows, strict=True), strict=True)}
-
-
 @pytest.mark.parametrize("per", ["model", "module", "parameter"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_each_part_of_a_network_equals_a_loop(per, reduction):
     model, x = mlp().double(), torch.randn(6, 3, dtype=torch.float64)
-    gradients = single_gradients(model, x)
-    parts = {}
-    for name, rows in gradients.items():
-        key = {"model": "", "module": name.rpartition(".")[0]}.get(per, name)
-        parts.setdefault(key, []).append(rows)
+    rows, parts = gradients(model, square, x), {}
+    for name in rows[0]:
+        each = torch.stack([row[name].flatten() for row in rows])
+        parts.setdefault(group_of(name, per), []).append(each)
     traces = {k: torch.cat(v, 1).var(0).sum().item() for k, v in parts.items()}
     means = {k: torch.cat(v, 1).mean(0).square().sum().item() for k, v in parts.items()}
     noise = NoiseScale(per=per, decay=0.9)

@@ -1,14 +1,11 @@
 """Every operator, backend, dtype and problem against the oracle, and in every memory format."""
 
-from __future__ import annotations
-
 import layouts
 import pytest
 import torch
-from backends import OPERATORS, algorithms_of, to
+from backends import OPERATORS, algorithms_of, each_dtype, each_kind, to
 from oracle import (
     CONV2D,
-    DTYPES,
     LINEAR,
     Conv2d,
     Linear,
@@ -22,17 +19,7 @@ from torch import Tensor
 
 from torchgradx import ops
 
-KINDS = ("integers", "gaussians")
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
-each_kind = pytest.mark.parametrize("kind", KINDS)
 each_linear = pytest.mark.parametrize("problem", LINEAR, ids=lambda p: "x".join(map(str, p)))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(threads):
-    """Thousands of tiny problems: waking a second thread costs more than they do. Threads are
-    the subject of test_properties.py."""
-    threads(1)
 
 
 def _title(problem):
@@ -100,7 +87,6 @@ def test_scale_weights_the_gradients_and_not_sq_norms(backend, problem, make_sca
 
 LAYOUTS = layouts.LAYOUTS | {
     "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
-    "sequence_first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "features_outside": lambda x: x.transpose(1, -1).contiguous().transpose(1, -1),
     "one_position_expanded": lambda x: (
         x[:, :, :1].expand_as(x) if x.dim() == 4 else x[:, :1].expand_as(x)

@@ -1,21 +1,22 @@
-"""What is installed, what a source distribution holds, and what an import does and does not do."""
+"""What is installed, what a source distribution holds, what an import does and does not do; and the
+public names as a type checker and a notebook see them."""
 
 import importlib.metadata
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
+import processes
 import pytest
 import torch
-from attach_oracle import Model, refusal
+import torch.nn.functional as F
+from attach_oracle import Model, mlp, refusal, square
 
 import torchgradx
-from torchgradx import ops
+from torchgradx import cli, ops
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(torchgradx.__file__).parent
@@ -24,15 +25,9 @@ needs_extension = pytest.mark.skipif(not ops.NATIVE, reason="installed without t
 
 def python(code, *, path=None, cwd=None):
     """Run `code` in a fresh interpreter, outside the source tree unless `cwd` says otherwise."""
-    environment = {**os.environ, "PYTHONPATH": str(path)} if path else os.environ
-    return subprocess.run(
-        [sys.executable, "-W", "always::RuntimeWarning", "-c", code],
-        cwd=cwd or Path(sys.executable).parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    environment = {"PYTHONPATH": str(path)} if path else {}
+    warned, cwd = ["-W", "always::RuntimeWarning"], cwd or Path(sys.executable).parent
+    return processes.python(*warned, "-c", code, cwd=cwd, timeout=120, **environment)
 
 
 def checked(run):
@@ -70,11 +65,8 @@ def test_a_wheel_is_loaded_and_says_what_it_needs(tmp_path):
             wheel.writestr("torchgradx-0.dist-info/METADATA", f"Metadata-Version: 2.1\n{metadata}")
             for path in kept:
                 wheel.write(path, path.relative_to(PACKAGE.parent))
-    command = [sys.executable, str(ROOT / "build_tools" / "built_wheel.py")]
-    whole, bare = (
-        subprocess.run([*command, str(tmp_path / name)], capture_output=True, text=True)
-        for name in ("whole.whl", "bare.whl")
-    )
+    script = ROOT / "build_tools" / "built_wheel.py"
+    whole, bare = (processes.python(script, tmp_path / f"{name}.whl") for name in ("whole", "bare"))
     assert re.search(r"^_C\..* needs GLIBC 2\.\d+, GLIBCXX 3\.4", checked(whole), re.MULTILINE)
     assert f"torch         {torch.__version__}" in whole.stdout
     assert bare.returncode != 0
@@ -158,12 +150,14 @@ def test_refusals_of_autograds_thread_keep_their_numbers_and_sizes():
     assert text in str(error)
 
 
-def test_the_facts_are_printed():
-    facts = checked(python("import runpy; runpy.run_module('torchgradx', run_name='__main__')"))
-    names = re.findall(r"^(\w+(?: \w+)?)  +\S", facts, re.MULTILINE)
-    assert names == [
-        *("torchgradx", "torch", "extension", "CPU", "CUDA kernels", "device", "backend auto")
-    ]
+def test_the_facts_are_printed_by_info_and_without_an_argument(capsys):
+    assert cli.main(["info"]) == 0
+    code = "import runpy; runpy.run_module('torchgradx', run_name='__main__')"
+    for facts in (capsys.readouterr().out, checked(python(code))):
+        names = re.findall(r"^(\w+(?: \w+)?)  +\S", facts, re.MULTILINE)
+        assert names == [
+            *("torchgradx", "torch", "extension", "CPU", "CUDA kernels", "device", "backend auto")
+        ]
     assert ("loaded" if ops.NATIVE else "not loaded") in facts
     assert f"CUDA kernels  {'compiled for ' if ops.CUDA else 'none: ' + ops.WHY_NOT_CUDA}" in facts
     assert importlib.metadata.version("torchgradx") in facts
@@ -235,7 +229,98 @@ def test_the_sdist_is_complete_and_needs_no_torch(tmp_path):
 @pytest.mark.skipif(not shutil.which("make"), reason="no make here")
 def test_make_alone_lists_every_target():
     # Within `make test` a make below it would say which directory it enters.
-    command = ["make", "--no-print-directory"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = checked(processes.run("make", "--no-print-directory", cwd=ROOT))
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
     assert [line.split()[0] for line in listed.splitlines()] == phony[1:]
+
+
+# ---- Types, and what is shown --------------------------------------------------------------------
+TYPES = """
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from typing import Any, assert_type
+import torchgradx
+
+model = torch.nn.Linear(3, 2)
+probe = torchgradx.attach(model, clip=True)
+assert_type(probe.norms(), torch.Tensor)
+assert_type(probe.norms(loss_scale=2.0), torch.Tensor)
+assert_type(probe.norms(per="module"), dict[str, torch.Tensor])
+assert_type(probe.norms("parameter"), dict[str, torch.Tensor])
+assert_type(probe.clip_grad_norm_(1.0), torch.Tensor)
+assert_type(probe.clip_grad_norm_(1.0, "parameter"), dict[str, torch.Tensor])
+assert_type(probe.clip_grad_norm_(factors=lambda n: 1 / n, per="module"), dict[str, torch.Tensor])
+loss = torch.nn.functional.cross_entropy
+x = y = torch.ones(2)
+assert_type(torchgradx.grad_norms(model, loss, x, y), torch.Tensor)
+assert_type(torchgradx.grad_norms(model, loss, x, y, per="module"), dict[str, torch.Tensor])
+assert_type(torchgradx.score(model, loss, [], kind="egl"), NDArray[Any])
+assert_type(torchgradx.score(model, loss, [], per="parameter"), dict[str, NDArray[Any]])
+assert_type(torchgradx.score(model, loss, [], kind=["norm", "loss"]), dict[str, NDArray[Any]])
+ids = lambda args, kwargs: args[1]
+assert_type(torchgradx.score(model, loss, [], sample_ids=ids), dict[str, NDArray[Any]])
+probe.loss_scale = torchgradx.token_weights(y)
+torchgradx.NoiseScale().update(probe)
+"""
+FENCE = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+# torch's own backward is untyped, and pages that annotated their functions would not read better.
+MYPY = ["-m", "mypy", "--strict", "--follow-imports=silent", "--config-file="]
+MYPY += ["--disable-error-code=no-untyped-call", "--disable-error-code=no-untyped-def"]
+
+
+def test_results_have_the_types_that_their_arguments_ask_for_and_the_readme_is_typed(tmp_path):
+    pytest.importorskip("mypy")
+    blocks = FENCE.findall((ROOT / "README.md").read_text())
+    ours = [block for block in blocks if "bridges" not in block]  # two callbacks of one name
+    assert ours
+    (tmp_path / "results.py").write_text(TYPES)
+    (tmp_path / "readme.py").write_text("\n".join(ours))
+    done = processes.python(*MYPY, "results.py", "readme.py", cwd=tmp_path, MYPYPATH=str(ROOT))
+    assert done.returncode == 0, done.stdout
+
+
+# ---- What is shown -------------------------------------------------------------------------------
+def recorded():
+    model = mlp()
+    probe = torchgradx.attach(model)
+    square(model, torch.randn(4, 3)).backward()
+    return model, probe
+
+
+def test_a_probe_shows_what_it_holds():
+    model, probe = recorded()
+    assert repr(probe) == "Probe(Sequential, 4 parameters, 4 samples recorded)"
+    probe.remove()
+    assert repr(probe) == "Probe(Sequential, removed)"
+    assert model is not None
+
+
+def test_explain_is_a_string_that_notebooks_show_as_it_is():
+    _, probe = recorded()
+    text = probe.explain()
+    assert isinstance(text, str)
+    assert text._repr_html_().startswith("<pre>2 layers: 2 ")
+    probe.remove()
+
+
+def test_a_report_shows_a_table():
+    x, y = torch.randn(4, 3), torch.randint(0, 2, (4,))
+    report = torchgradx.verify(mlp(), F.cross_entropy, x, y)
+    assert repr(report).startswith("Report(agrees: 4 parameters, largest error ")
+    html = report._repr_html_()
+    assert html.count("<tr>") == 5
+    assert "<td>0.weight</td>" in html
+    wrong = torchgradx.Report({"<w>": torch.ones(2)}, {"<w>": torch.full((2,), 2.0)}, 1e-3)
+    assert repr(wrong).startswith("Report(differs")
+    assert "<td>&lt;w&gt;</td><td>5.00e-01 differs</td>" in wrong._repr_html_()
+
+
+def test_only_public_names_are_listed():
+    assert set(dir(torchgradx)) == {*torchgradx.__all__, "__version__"}
+    _, probe = recorded()
+    assert not [name for name in dir(probe) if name.startswith("_")]
+    assert {"norms", "clip_grad_norm_", "loss_scale", "explain"} <= set(dir(probe))
+    probe.remove()

@@ -4,15 +4,14 @@ In a process for each build that this processor can run and would not choose: pr
 patches, normalisations, and the gates of recurrent layers, at sizes off every vector.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from attach_oracle import Model, check
-from oracle import DTYPES, Linear, assert_sq_norms, case, linear_truth
+from backends import each_dtype
+from oracle import Linear, assert_sq_norms, case, linear_truth
+from processes import python
 from recurrent_models import CELLS, KINDS, net
 from torch import nn
 
@@ -74,10 +73,8 @@ def test_kernels_built_for_each_processor(build):
     mine = torch.backends.cpu.get_cpu_capability()
     if mine not in BUILDS or BUILDS.index(build) > BUILDS.index(mine):
         pytest.skip(f"this processor takes {mine}")
-    run = subprocess.run(  # as a script, so that the sources lie on no path: they are not built
-        [sys.executable, __file__], env={**os.environ, "ATEN_CPU_CAPABILITY": build.lower()},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    # As a script, so that the sources lie on no path: they are not built.
+    run = python(__file__, ATEN_CPU_CAPABILITY=build.lower())
     assert run.returncode == 0, run.stderr[-4000:]
     assert run.stdout.split()[0].lower() == build.lower()
 
@@ -94,7 +91,6 @@ LESSER = {"AVX512": ("avx2", "default"), "AVX2": ("default",)}
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 
 each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: "x".join(map(str, p)))
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 
 
 @each_dtype
@@ -119,15 +115,9 @@ def test_what_an_earlier_gram_left_behind_adds_nothing():
 def test_the_builds_for_lesser_processors_agree_too(processor):
     here = Path(__file__).parent
     chosen = [f"{here}/test_processors.py", f"{here}/test_ops.py"]
-    which = (
-        "(gram_of_rows or (norms_agree and linear) or behind) and not emulated and not reference"
-    )
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, "-k", which],
-        env={**os.environ, "ATEN_CPU_CAPABILITY": processor, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    which = "(gram_of_rows or (norms_agree and linear) or behind) and not (emulated or reference)"
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, "-k", which]
+    run = python(*command, ATEN_CPU_CAPABILITY=processor, OMP_NUM_THREADS="1")
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
 
 

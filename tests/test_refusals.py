@@ -64,14 +64,6 @@ def nothing_recorded(what, model, x, probe):
     elif what == "reset":
         square(model, x).backward()
         probe.reset()
-    elif what == "traced":
-        torch.func.functional_call(model, {}, x)
-        torch.func.vmap(model)(x)
-    elif what == "backward_failed":
-        y = model(x)
-        y.register_hook(lambda g: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            y.sum().backward()
     elif what == "frozen":
         model.requires_grad_(False)
         model(x)

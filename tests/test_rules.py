@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_attach_attention import WAYS
-from test_attach_bags import BAGS, PAIRS
+from test_attach_attention import BAGS, PAIRS, WAYS
 from test_attach_layers import ELEMENTWISE_LAYERS, KERNEL_LAYERS
 from torch import nn
 

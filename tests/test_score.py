@@ -295,7 +295,8 @@ class Stream(IterableDataset):
 
 def test_arguments_are_refused_by_name(tmp_path):
     model, data = classifier(), pool()
-    frozen = classifier().requires_grad_(False)
+    frozen, one_class = classifier().requires_grad_(False), nn.Linear(5, 1).double()
+    two = ["norm", "loss"]
     loader = DataLoader(data, 4)
     for kind, words, call in (
         (TypeError, "iterable", lambda: score(model, DataLoader(Stream(), 4))),
@@ -305,16 +306,8 @@ def test_arguments_are_refused_by_name(tmp_path):
         (ValueError, "kind must be", lambda: score(model, loader, kind="length")),
         (ValueError, "kind must be", lambda: score(model, loader, kind=["norm", "norm"])),
         (ValueError, "kind must be", lambda: score(model, loader, kind=[])),
-        (
-            ValueError,
-            "per must be",
-            lambda: score(model, loader, kind=["norm", "loss"], per="module"),
-        ),
-        (
-            ValueError,
-            "C = 2 or more",
-            lambda: score(nn.Linear(5, 1).double(), loader, kind="margin"),
-        ),
+        (ValueError, "per must be", lambda: score(model, loader, kind=two, per="module")),
+        (ValueError, "C = 2 or more", lambda: score(one_class, loader, kind="margin")),
         (ValueError, "per must be", lambda: score(model, loader, kind="el2n", per="module")),
         (ValueError, "top_classes", lambda: score(model, loader, top_classes=2)),
         (ValueError, "loss_scale", lambda: score(model, loader, kind="egl", loss_scale=2.0)),

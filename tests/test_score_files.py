@@ -141,11 +141,8 @@ def test_a_kill_loses_at_most_the_batch_in_hand(tmp_path):
     twice = set(first) & set(second)
     assert len(twice) <= 4, "more than the batch in hand"
     assert set(first) | set(second) == set(range(N))
-    with (tmp_path / "scores.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["index"]) for row in rows] == list(range(N))
     want = score(model(), pool())
-    np.testing.assert_allclose([float(row["norm"]) for row in rows], want, rtol=1e-5)
+    np.testing.assert_allclose(read(tmp_path / "scores.csv")["norm"], want, rtol=1e-5)
     assert sorted(os.listdir(tmp_path)) == ["log", "scores.csv"]
 
 
@@ -222,53 +219,37 @@ class Other(Loss):
     pass
 
 
+def size_of(place, args, kwargs):
+    return len(args[place])
+
+
+PROMPT = {"F": F}  # of functions without a source: what they are made of is not looked at
+exec("def first(out, y): return F.cross_entropy(out, y)\nsecond = lambda *a: first(*a)", PROMPT)
 LOSSES = {
     "the numbers of an object": (Loss(0.1), Loss(0.2)),
     "the object of a method": (Loss(0.1).method, Loss(0.2).method),
     "the class of a method's object": (Loss(0.1).method, Other(0.1).method),
-    "the numbers of a module": (
-        nn.CrossEntropyLoss(label_smoothing=0.1),
-        nn.CrossEntropyLoss(label_smoothing=0.2),
-    ),
+    "the numbers of a module": [nn.CrossEntropyLoss(label_smoothing=by) for by in (0.1, 0.2)],
     "the arguments of a partial": (scaled_by(2.0), scaled_by(3.0)),
     "the text": (
         lambda out, y: 2 * F.cross_entropy(out, y),
         lambda out, y: 3 * F.cross_entropy(out, y),
     ),
     "the name": (double, scaled_by(2.0)),
+    "the name, without a source": (PROMPT["first"], PROMPT["second"]),
+    "an option": (functools.partial(size_of, 0), functools.partial(size_of, -1)),
 }
 
 
-@pytest.mark.parametrize(("one", "other"), LOSSES.values(), ids=LOSSES)
-def test_a_loss_is_told_by(tmp_path, one, other):
-    out, net = tmp_path / "scores.npz", model()
-    interrupted(net, out, loss=one)
-    with pytest.raises(torchgradx.ResumeError, match="loss_fn"):
-        score(net, pool(), loss=other, out=out)
-    score(net, pool(), loss=copy.copy(one), out=out)
-
-
-def test_a_loss_without_a_source_is_told_by_its_name(tmp_path):
-    """As one typed at a prompt: what it is made of is not looked at."""
-    made, out, net = {"F": F}, tmp_path / "scores.npz", model()
-    exec("def first(out, y): return F.cross_entropy(out, y)\nsecond = lambda *a: first(*a)", made)
-    interrupted(net, out, loss=made["first"])
-    with pytest.raises(torchgradx.ResumeError, match="loss_fn"):
-        score(net, pool(), loss=made["second"], out=out)
-    score(net, pool(), loss=made["first"], out=out)
-
-
-def size_of(place, args, kwargs):
-    return len(args[place])
-
-
-def test_an_option_is_told_as_a_loss_is(tmp_path):
-    """A function's address is another in each process."""
-    out, net = tmp_path / "scores.npz", model()
-    interrupted(net, out, batch_size=functools.partial(size_of, 0))
-    with pytest.raises(torchgradx.ResumeError, match="batch_size"):
-        score(net, pool(), out=out, batch_size=functools.partial(size_of, -1))
-    score(net, pool(), out=out, batch_size=functools.partial(size_of, 0))
+@pytest.mark.parametrize("by", LOSSES)
+def test_a_loss_is_told_by(tmp_path, by):
+    """And so is an option: a function's address is another in each process."""
+    (one, other), out, net = LOSSES[by], tmp_path / "scores.npz", model()
+    which, match = ("batch_size",) * 2 if by == "an option" else ("loss", "loss_fn")
+    interrupted(net, out, **{which: one})
+    with pytest.raises(torchgradx.ResumeError, match=match):
+        score(net, pool(), out=out, **{which: other})
+    score(net, pool(), out=out, **{which: copy.copy(one)})
 
 
 def test_a_file_without_scores_binds_nobody(tmp_path):
@@ -303,19 +284,23 @@ def test_two_processes_do_not_write_one_file(tmp_path):
 
 
 # ---- The whole result ----------------------------------------------------------------------------
-def read(path):
+def columns_of(path):
+    """{name: column} of a file of scores."""
     if path.suffix == ".npz":
         with np.load(path) as archive:
             return dict(archive)
     if path.suffix == ".parquet":
         table = pytest.importorskip("pyarrow.parquet").read_table(path)
-        columns = {name: table[name].to_numpy() for name in table.column_names}
-    else:
-        with path.open(newline="") as file:
-            rows = list(csv.reader(file))
-        columns = {n: np.array(c, float) for n, *c in zip(*rows, strict=True)}
-    index = columns.pop("index")
-    assert index.tolist() == list(range(N))
+        return {name: table[name].to_numpy() for name in table.column_names}
+    with path.open(newline="") as file:
+        rows = list(csv.reader(file))
+    return {n: np.array(c, float) for n, *c in zip(*rows, strict=True)}
+
+
+def read(path):
+    columns = columns_of(path)
+    if path.suffix != ".npz":
+        assert columns.pop("index").tolist() == list(range(N))
     return columns
 
 

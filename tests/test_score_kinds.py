@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from attach_oracle import Model, close, loop, per_model
 from test_score import C, N, classifier, entropy, pool, score
+from test_token_weights import token_mean
 from torch import nn
 from torch.utils.data import DataLoader, StackDataset, TensorDataset
 
@@ -119,9 +120,6 @@ def test_token_means_are_scored_by_the_samples_own():
     model = nn.Sequential(nn.Embedding(7, 5), nn.Tanh(), nn.Linear(5, 7)).double()
     x, y = torch.randint(0, 7, (N, 6)), torch.randint(0, 7, (N, 6))
     y[torch.arange(6) >= torch.randint(1, 7, (N, 1))] = -100
-
-    def token_mean(output, y):
-        return F.cross_entropy(output.flatten(0, 1), y.flatten())
 
     seen = []
 

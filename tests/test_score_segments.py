@@ -1,6 +1,5 @@
 """score(sample_ids=): an entry for each document or graph, against a loop over single ones."""
 
-import csv
 import signal
 import sqlite3
 import time
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from segment_models import GPT, WORDS, Convolving, D, ring
-from test_score_files import lines, start
+from test_score_files import columns_of, lines, start
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -225,16 +224,7 @@ def test_concatenated_graphs_have_an_entry_for_each_item_and_kind():
 def test_a_file_has_the_item_and_the_id_of_each_entry(tmp_path, ending):
     out = tmp_path / f"scores{ending}"
     want = score(gpt(), out=out)
-    if ending == ".npz":
-        with np.load(out) as archive:
-            got = dict(archive)
-    elif ending == ".csv":
-        with out.open(newline="") as file:
-            names, *rows = csv.reader(file)
-        got = {n: np.array(c, float) for n, c in zip(names, zip(*rows, strict=True), strict=True)}
-    else:
-        table = pytest.importorskip("pyarrow.parquet").read_table(out)
-        got = {name: table[name].to_numpy() for name in table.column_names}
+    got = columns_of(out)
     assert list(got) == list(want)
     for name, column in want.items():
         np.testing.assert_array_equal(got[name], column)
@@ -270,11 +260,9 @@ def test_a_kill_in_the_second_model_loses_no_finished_batch(tmp_path):
     assert start(tmp_path, 0, KILLED).wait() == 0
     again = [int(index) for index in lines(log)[looked:]]
     assert again == [k for k in range(len(LENGTHS)) if k not in items]
-    with (tmp_path / "scores.csv").open(newline="") as rows:
-        got = list(csv.DictReader(rows))
-    want = score([gpt(0), gpt(1)])
+    got, want = columns_of(tmp_path / "scores.csv"), score([gpt(0), gpt(1)])
     for name, column in want.items():
-        np.testing.assert_allclose([float(row[name]) for row in got], column, rtol=1e-9)
+        np.testing.assert_allclose(got[name], column, rtol=1e-9)
 
 
 # ---- Errors --------------------------------------------------------------------------------------
@@ -290,8 +278,7 @@ def renumbered(rows):
 
 
 @pytest.mark.parametrize(
-    "rows",
-    [[[0, 1, 2], [1, 3, 4]], [[0, 1, 1], [-1, -1, -1]], [[1, 1, 1], [0, 0, 0]], [[0, 1, 2]]],
+    "rows", [[[0, 1, 2], [1, 3, 4]], [[0, 1, 1], [-1, -1, -1]], [[1, 1, 1], [0, 0, 0]], [[0, 1, 2]]]
 )
 def test_samples_whose_item_is_not_clear_are_refused(rows):
     loader = DataLoader(Corpus([[3, 3, 3]] * 2), 2, collate_fn=renumbered(rows))

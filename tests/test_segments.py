@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attach_oracle import Model, close_named, refusal
+from attach_oracle import Model, a_few_modes, close_named, refusal
 from segment_models import CASES, GPT, Case, D, DeepSet, Packed, spread
 from torch import nn
 from torch.nn import functional as F
@@ -11,12 +11,6 @@ import torchgradx
 from torchgradx import ops
 
 DOUBLE = torch.float64
-MODES = {
-    "default": {},
-    "beside": {"fused": False},
-    "norms": {"weight_grad": False},
-    "vmap": {"backend": "vmap"},
-}
 
 
 def ids_of(args, kwargs):
@@ -45,12 +39,12 @@ def step(model, case):
     case.loss(case.batch(model), case.y).backward()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@a_few_modes
 @pytest.mark.parametrize("name", CASES)
-def test_norms_are_those_of_single_samples_in_every_step(name, mode):
+def test_norms_are_those_of_single_samples_in_every_step(name, options):
     make, sizes = CASES[name]
     model = make().model().to(DOUBLE)
-    with torchgradx.attach(model, sample_ids=ids_of, **MODES[mode]) as probe:
+    with torchgradx.attach(model, sample_ids=ids_of, **options) as probe:
         for k, each in enumerate(sizes):  # others at equal totals, and sizes that never repeat
             case = make().draw(each, torch.Generator().manual_seed(k))
             with probe.paused():
@@ -59,7 +53,7 @@ def test_norms_are_those_of_single_samples_in_every_step(name, mode):
             norms = probe.norms(per="parameter")
             assert probe.norms().shape == (case.n,)
             close_named(norms, norms_of(want))
-            if mode != "norms":
+            if options.get("weight_grad", True):
                 for key, p in model.named_parameters():
                     torch.testing.assert_close(p.grad, want[key].mean(0), rtol=1e-9, atol=1e-12)
 

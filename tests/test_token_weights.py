@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, close
+from attach_oracle import Model, close, loop_model
+from clip_oracle import gradients
 from torch import nn
 
 import torchgradx
@@ -31,17 +32,9 @@ def token_mean(logits, y):
     return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
-def own_means(net, x, y):
-    """[N]: the norm of the gradient of each sample's own token mean, one sample at a time."""
-    found = []
-    for n in range(len(x)):
-        net.zero_grad()
-        if bool((y[n] != -100).any()):
-            token_mean(net(x[n : n + 1]), y[n : n + 1]).backward()
-        grads = [p.grad.flatten() for p in net.parameters() if p.grad is not None]
-        found.append(torch.cat(grads).norm() if grads else torch.zeros((), dtype=torch.float64))
-    net.zero_grad()
-    return torch.stack(found)
+def own_mean(net, x, y):
+    """A sample's own token mean; 0 where it has no tokens."""
+    return F.cross_entropy(net(x).mT, y, reduction="sum") / (y != -100).sum().clamp(min=1)
 
 
 # ---- The weights ---------------------------------------------------------------------------------
@@ -71,7 +64,7 @@ def test_arguments_of_weights_are_refused_by_name():
 @pytest.mark.parametrize("backend", ["auto", "vmap"])
 def test_norms_are_those_of_each_samples_own_token_mean(how, backend):
     net, (x, y) = model(), batch()
-    want, w = own_means(net, x, y), token_weights(y)
+    want, w = loop_model(net, own_mean, x, y), token_weights(y)
     given = {
         "attach": {"loss_scale": w},
         "callable": {"loss_scale": lambda args, kwargs: token_weights(y) * len(args[0]) / N},
@@ -90,18 +83,13 @@ def test_norms_are_those_of_each_samples_own_token_mean(how, backend):
 
 def test_every_reader_goes_by_it():
     net, (x, y) = model(), batch()
-    want, w = own_means(net, x, y), token_weights(y)
-    gradients = []
-    for n in range(N):
-        net.zero_grad()
-        (F.cross_entropy(net(x)[n], y[n], reduction="sum") / max(1, LENGTHS[n])).backward()
-        gradients.append({k: p.grad.clone() for k, p in net.named_parameters()})
+    want, w = loop_model(net, own_mean, x, y), token_weights(y)
+    each = gradients(net, own_mean, x, y)
     v = {"2.weight": torch.randn(V, 6, dtype=torch.float64)}
-    net.zero_grad()
     with torchgradx.attach(net, loss_reduction="sum", clip=True, directions=v) as probe:
         probe.loss_scale = w
         token_mean(net(x), y).backward()
-        dots = torch.stack([(g["2.weight"] * v["2.weight"]).sum() for g in gradients])
+        dots = torch.stack([(g["2.weight"] * v["2.weight"]).sum() for g in each])
         torch.testing.assert_close(probe.dot(), dots)
         close(probe.shares, w)
         noise = torchgradx.NoiseScale(decay=0.0)
@@ -110,10 +98,10 @@ def test_every_reader_goes_by_it():
         close(probe.clip_grad_norm_(bound), want)
     for name, p in net.named_parameters():
         factors = [min(1, bound / float(norm)) if norm else 0 for norm in want]
-        clipped = sum(f * s * g[name] for f, s, g in zip(factors, w, gradients, strict=True))
+        clipped = sum(f * s * g[name] for f, s, g in zip(factors, w, each, strict=True))
         torch.testing.assert_close(p.grad, clipped)
     kept = [n for n in range(N) if LENGTHS[n]]  # a sample without tokens is no sample
-    rows = torch.stack([torch.cat([g.flatten() for g in gradients[n].values()]) for n in kept])
+    rows = torch.stack([torch.cat([g.flatten() for g in each[n].values()]) for n in kept])
     shares = w[kept]
     whole = (shares @ rows).square().sum()
     mean, squares = rows.square().sum(1).mean(), shares.square().sum()
@@ -198,17 +186,9 @@ def test_whoever_says_how_the_loss_is_made_is_not_warned(options):
     assert warned(model(), [batch()], token_mean, **options) == []
 
 
-def equal_lengths(logits, y):
-    return token_mean(logits[:, :-1], y[:, :-1].clamp_min(0))
-
-
-def rows_first(logits, y):
-    return F.cross_entropy(logits, y.flatten())
-
-
 def test_other_zeros_are_no_cause_to_warn():
-    net = model()
-    assert warned(net, [batch()], equal_lengths) == []
+    equal_lengths = lambda o, y: token_mean(o[:, :-1], y[:, :-1].clamp_min(0))  # noqa: E731
+    assert warned(model(), [batch()], equal_lengths) == []
     classes = nn.Linear(3, 4).double()
     hinge = [(torch.randn(6, 3, dtype=torch.float64), torch.randint(0, 4, (6,)))]
     assert warned(classes, hinge, lambda o, y: F.multi_margin_loss(o * 100, y)) == []
@@ -223,7 +203,7 @@ def test_unequal_lengths_are_seen_wherever_tokens_are(shape):
     net, loss, options = model(), token_mean, {}
     if shape == "flattened":
         net = Model(lambda m, x: m.inner(x).flatten(0, 1), inner=net)
-        loss = rows_first
+        loss = lambda logits, y: F.cross_entropy(logits, y.flatten())  # noqa: E731
     elif shape == "sequence first":
         net = Model(lambda m, x: m.inner(x), inner=net)
         x, y, options = x.mT.contiguous(), y.mT.contiguous(), {"batch_dim": 1}

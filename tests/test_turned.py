@@ -1,10 +1,8 @@
 """Copies between planes and channels last against the framework's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from backends import to
+from backends import each_dtype, to
 from layouts import offset
 
 # N, R, C: whole pieces and tiles, several tiles, tails of either side, pieces of one element alone
@@ -12,8 +10,6 @@ SIZES = [
     (2, 8, 8), (3, 128, 128), (2, 196, 64), (1, 260, 132), (2, 49, 96), (2, 33, 31), (3, 6, 3),
     (1, 2, 300), (2, 300, 2), (2, 1, 5), (2, 5, 1), (0, 4, 4), (2, 0, 4),
 ]  # fmt: skip
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
 LAYOUTS = {
     "turned": lambda x: x.mT.contiguous().mT,
     "contiguous": lambda x: x,
@@ -27,7 +23,7 @@ LAYOUTS = {
 
 
 @pytest.mark.grid("backend")
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@each_dtype
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES, ids=lambda s: "-".join(map(str, s)))
 def test_a_turned_copy_is_contiguous_and_the_same(backend, size, layout, dtype):

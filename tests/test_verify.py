@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import Model, close, close_named, fingerprint, loop, per_model, per_module
+from test_token_weights import token_mean
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -161,7 +162,10 @@ def test_a_loss_that_raises_leaves_nothing_behind(call):
 
 # ---- verify --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("make", [classifier, lambda: nn.Sequential(nn.Flatten(), mlp_of(18))])
+@pytest.mark.parametrize(
+    "make",
+    [classifier, lambda: nn.Sequential(nn.Flatten(), nn.Linear(18, 7), nn.Tanh(), nn.Linear(7, 5))],
+)
 def test_verify_reports_on_a_model_that_is_right(make, dtype):
     model, (x, y) = make().to(dtype), samples()
     report = torchgradx.verify(model, F.cross_entropy, x.to(dtype), y)
@@ -170,27 +174,15 @@ def test_verify_reports_on_a_model_that_is_right(make, dtype):
         assert name in str(report)
 
 
-def mlp_of(width):
-    return nn.Sequential(nn.Linear(width, 7), nn.Tanh(), nn.Linear(7, 5))
+LOSSES = {
+    "in-batch negatives": lambda out, _: F.cross_entropy(out @ out.T, torch.arange(len(out))),
+    "a ranking": lambda out, _: F.softplus(3 * (out[:, None, 0] - out[None, :, 1])).mean(),
+    "centred": lambda out, y: F.cross_entropy(out - out.mean(0), y),
+    "forgot the mean": lambda out, y: F.cross_entropy(out, y, reduction="sum"),
+}
 
 
-def in_batch_negatives(out, _):
-    return F.cross_entropy(out @ out.T, torch.arange(len(out)))
-
-
-def a_ranking(out, _):
-    return F.softplus(3 * (out[:, None, 0] - out[None, :, 1])).mean()
-
-
-def centred(out, y):
-    return F.cross_entropy(out - out.mean(0), y)
-
-
-def forgot_the_mean(out, y):
-    return F.cross_entropy(out, y, reduction="sum")
-
-
-@pytest.mark.parametrize("loss", [in_batch_negatives, a_ranking, centred, forgot_the_mean])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_verify_finds_a_loss_that_mixes_samples_or_is_not_reduced_as_said(loss):
     model, (x, y) = classifier(), samples()
     before = fingerprint(model)
@@ -245,9 +237,6 @@ def test_a_token_mean_is_told_as_by_grad_norms():
     model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7))
     x, y = torch.randint(0, 7, (3, 5)), torch.randint(0, 7, (3, 5))
     y[0, 1:] = -100
-
-    def token_mean(output, y):
-        return F.cross_entropy(output.flatten(0, 1), y.flatten())
 
     with pytest.raises(torchgradx.VerificationError, match="token_weights"):
         torchgradx.verify(model, token_mean, x, y)

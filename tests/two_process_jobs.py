@@ -1,5 +1,5 @@
 """Jobs in two gloo processes on the CPU, held against one process. Run by
-test_attach_distributed.py, once for all."""
+test_two_processes.py, once for all."""
 
 import itertools
 import os
@@ -12,10 +12,11 @@ import test_score_segments as segments
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from test_score_files import Counted
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import torchgradx
 
@@ -27,20 +28,12 @@ def net(seed=0):
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, C)).double()
 
 
-class Pool(TensorDataset):
-    fails, reads = None, 0
-
-    def __getitem__(self, index):
-        if index == self.fails:
-            raise OSError(f"sample {index} cannot be read")
-        self.reads += 1
-        return super().__getitem__(index)
-
-
 def pool(n=N):
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(n, 5, generator=generator, dtype=torch.float64)
-    return Pool(x, torch.randint(0, C, (n,), generator=generator))
+    data = Counted(x, torch.randint(0, C, (n,), generator=generator))
+    data.reads = []
+    return data
 
 
 def score(model, loader, **options):
@@ -63,7 +56,7 @@ def a_shard_each(n, sampled, folder):
     sampler = DistributedSampler(data, shuffle=True) if sampled else None
     loader = DataLoader(data, 4, sampler=sampler)
     got = score(net(), loader)
-    assert data.reads == len(range(dist.get_rank(), n, 2)), "its shard, and no padding"
+    assert len(data.reads) == len(range(dist.get_rank(), n, 2)), "its shard, and no padding"
     same(got, score(net(), loader, distributed=False))
 
 
@@ -113,7 +106,7 @@ def interrupted_and_resumed(folder):
     data = pool()
     got = score(net(), DataLoader(data, 2), out=out)
     looked_at = len(np.unique(np.linspace(0, N - 1, 8, dtype=int)))
-    assert data.reads - looked_at == (5 if dist.get_rank() == 0 else 0)
+    assert len(data.reads) - looked_at == (5 if dist.get_rank() == 0 else 0)
     same(got, score(net(), DataLoader(pool(), 2), distributed=False))
     dist.barrier()
     assert os.listdir(folder) == ["scores.npz"]

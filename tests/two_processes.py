@@ -1,5 +1,5 @@
 """Scenarios in two gloo processes on the CPU: each rank has samples of its own, and holds its norms
-against the loop over them. Run by test_attach_distributed.py, once for all."""
+against the loop over them. Run by test_two_processes.py, once for all."""
 
 import contextlib
 import datetime

@@ -1,13 +1,12 @@
 """Run by test_bridge_lightning.py: a fit on two processes, each of which checks its own norms."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 
 import lightning
 import torch
 import torch.nn.functional as F
+from test_bridge_lightning import Task
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,26 +15,11 @@ from torchgradx.bridges.lightning import GradNorms
 warnings.simplefilter("ignore")
 
 
-class Task(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-
-    def forward(self, x):
-        return self.model(x)
-
-    def training_step(self, batch):
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 class Parts(Task):
     """Whose training step calls its children, each by itself."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(torch.float32)
         self.decoder = nn.Linear(3, 3)
 
     def forward(self, x):
@@ -61,7 +45,7 @@ class Check(lightning.Callback):
 if __name__ == "__main__":
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(16, 4), torch.randint(0, 3, (16,)))
-    for task in (Task(), Parts()):
+    for task in (Task(torch.float32), Parts()):
         trainer = lightning.Trainer(
             accelerator="cpu", devices=2, strategy="ddp_spawn", max_epochs=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

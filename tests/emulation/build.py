@@ -4,19 +4,20 @@ Kernels are instrumented, the emulator under them is not. Objects are kept by th
 went into them (build/emulation), so that a second run compiles nothing.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "build_tools"))
+import cuda_toolkit  # noqa: E402
+
 HERE = Path(__file__).parent
 CACHE = ROOT / "build/emulation"
 RUNTIME = sorted(HERE.glob("*.cpp"))
@@ -34,11 +35,6 @@ CHECKS = (
 @cache
 def toolkit() -> Path | None:
     """The folder of bin/nvcc and include/cuda_runtime.h, as setup.py finds it."""
-    spec = importlib.util.spec_from_file_location("t", ROOT / "build_tools/cuda_toolkit.py")
-    assert spec
-    assert spec.loader
-    cuda_toolkit = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(cuda_toolkit)
     home: Path | None = cuda_toolkit.toolkit()
     return home if home and (home / "include/cuda_runtime.h").exists() else None
 

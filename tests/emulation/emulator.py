@@ -1,7 +1,5 @@
 """The emulator's controls from Python: thread orders, registered memory, and what it has to say."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import re

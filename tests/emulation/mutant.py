@@ -1,7 +1,5 @@
 """One bug to plant in the CUDA kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from emulation import build

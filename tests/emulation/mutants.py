@@ -8,8 +8,6 @@ emulator's checks (`battery`), until something objects. Two at a time, in forks 
 has torch loaded.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Bugs to plant in the kernel of depthwise convolutions (csrc/cuda/planes.*)."""
 
-from __future__ import annotations
-
 from emulation.mutant import Mutant, file_of
 
 BARRIER = "__syncthreads();\n"

@@ -1,7 +1,5 @@
 """Bugs to plant in Hopper's kernel (csrc/cuda/*sm90*)."""
 
-from __future__ import annotations
-
 from emulation.mutant import Mutant, file_of
 
 PLANTED = [  # name, text, what takes its place

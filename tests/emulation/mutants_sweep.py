@@ -1,7 +1,5 @@
 """Bugs planted in affine_sweep.cu, affine_rows.cu and turn.cu: see mutants.py."""
 
-from __future__ import annotations
-
 from emulation.mutant import planted_in
 
 BARRIER, DROPPED = "__syncthreads();", ";"

@@ -4,8 +4,6 @@ Every tensor that reaches a kernel lies in memory of its own, whose bounds are c
 are copied into it, read-only; results and workspaces are what the binding allocates meanwhile.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack

@@ -4,8 +4,6 @@ The layouts are written here once more, from the manual's figures and not from p
 tests/emulation/wrappers.py` on a machine with a GPU records what that answers (golden/*.json).
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import subprocess
