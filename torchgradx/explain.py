@@ -63,8 +63,11 @@ def _summary(ways: Counter[str], again: Counter[str]) -> str:
 def _served(layer: Layer) -> tuple[str, str, str]:
     """Return what serves it: in a word, to be counted; in a line; all that was weighed."""
     if "lifted" in layer.notes:
-        text = "its gradients by sample are taken at the graph's nodes, where samples come in"
-        return "at the graph's nodes", f"lifted: {text}", f"lifted: {text}"
+        text = (
+            "lifted: its gradients by sample are taken at the graph's nodes, where samples come in"
+        )
+        text += layer.notes["lifted"] or ""
+        return "at the graph's nodes", text, text
     if layer.notes.keys() == {"products"}:
         text = "products: one for each expert, their rows' samples by the indices between"
         return "at the graph's nodes", text, text

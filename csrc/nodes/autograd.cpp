@@ -67,12 +67,11 @@ Tensor attached(const c10::intrusive_ptr<Use>& use, const Tensor& input, const T
   return output;
 }
 
-// As autocast does for the framework's own layers, the weight's cast being cached for the region.
+}  // namespace
+
 Tensor cast(const Tensor& t) {
   return at::autocast::cached_cast(at::autocast::get_autocast_dtype(t.device().type()), t, t.device().type());
 }
-
-}  // namespace
 
 Tensor of_its_own(const Tensor& t) {
   if (!t.is_view() || !plain(t) || has_tangent(t)) return t;

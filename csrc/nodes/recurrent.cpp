@@ -6,6 +6,7 @@
 #include "site.h"
 
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -15,6 +16,10 @@ namespace {
 
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
+
+struct WithoutAutocast : c10::impl::ExcludeDispatchKeyGuard {
+  WithoutAutocast() : ExcludeDispatchKeyGuard(c10::DispatchKeySet(c10::DispatchKey::AutocastCPU)) {}
+};
 
 constexpr int64_t kInput = 0, kState = 1, kCell = 2, kWeights = 3;  // among the node's inputs
 
@@ -66,6 +71,7 @@ struct RecurrentNode : SavingNode {
 
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
+    const WithoutAutocast cast_already;
     std::vector<bool> recorded;
     for (const auto& use : uses) recorded.push_back(use && use->arrive(this));
     variable_list all;
@@ -192,7 +198,7 @@ Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Rec
   const bool late = !in.state.defined() && !into;
   if (!in.state.defined()) in.state = zeros(states);
   if (!in.cell.defined() && of.cell == Cell::kLstm) in.cell = zeros(cells);
-  const variable_list all = listed(in);
+  variable_list all = listed(in);
   if (std::any_of(all.begin(), all.end(), has_tangent)) {
     for (const auto& site : sites)
       if (const auto pass = site->recorder->current()) pass->refusals.emplace_back(site->index, "tangents");
@@ -211,6 +217,11 @@ Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Rec
     any = any || uses.back();
   }
   if (!any) return framework(of, in);
+  if (at::autocast::is_autocast_enabled(at::kCPU)) {  // of an LSTM that goes to oneDNN, see served()
+    for (Tensor& t : all) t = cast(t);
+    in = sequence(all);
+  }
+  const WithoutAutocast cast_already;
   const auto node = make_node<RecurrentNode>();
   node->set_next_edges(torch::autograd::collect_next_edges(all));
   node->of = of, node->uses = uses, node->into = into, node->dtype = in.input.scalar_type();

@@ -58,7 +58,7 @@ class Layer:
     bias_rows: tuple[int, int, int] = WHOLE
     constants: dict[str, Any] = field(default_factory=dict)  # of other layers
     plans: dict[tuple[int, int], Plan] = field(default_factory=dict)  # the latest, by (N, T)
-    notes: dict[str, None] = field(default_factory=dict)  # how the fallback served, once each
+    notes: dict[str, str | None] = field(default_factory=dict)  # how it was served, and more of it
 
     def plan(
         self,

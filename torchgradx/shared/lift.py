@@ -35,6 +35,12 @@ TRAILS = 8  # of one plan: its sizes may never repeat
 Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, output of the node)
 
 
+IN_FULL = (
+    "; its weight is computed: there they are made in full, some samples at a time, and taken "
+    "through what computed it by vmap"
+)
+
+
 class Met(NamedTuple):
     """A plan's nodes, in a pass."""
 
@@ -47,6 +53,7 @@ class Met(NamedTuple):
     shapes: tuple[Shape | None, ...] = ()  # of the nodes now
     leaves: Sequence[Leaf] = ()  # all that are served
     counted: Sequence[int] = ()  # the parameters of those whose edges are
+    in_full: frozenset[int] = frozenset()  # parameters that a node computed with, not row by row
     mute: tuple[str, ...] = ()  # nodes that saved in a way in which they cannot be asked, by name
     packed: frozenset[int] = frozenset()  # keys of stations that saved through hooks
     trail: Trail | None = None
@@ -287,7 +294,13 @@ class Lift:
         leaves = [leaf for station in way.stations.values() for leaf in station.leaves.values()]
         counted = {leaf.place for leaf in leaves if leaf.counted}
         enclosed = sorted(read - called - counted)
-        return Met(lifted, enclosed, {}, same, ends, shapes, leaves, sorted(counted)), way
+        in_full = frozenset(
+            leaf.place
+            for node, station in way.stations.items()
+            if station.layout is None and not keeps_rows(node)
+            for leaf in station.leaves.values()
+        )
+        return Met(lifted, enclosed, {}, same, ends, shapes, leaves, sorted(counted), in_full), way
 
     def begin(self, run: Any, met: Met, first: int) -> None:
         """Listen at the frontier, and below it. first: of the nodes that the forward made."""
@@ -307,7 +320,9 @@ class Lift:
             refuse(run, cause("node_twice", node=met.mute[0]))
             return
         for site in lifted:
-            self._layers[site].notes["lifted"] = None
+            layer = self._layers[site]
+            in_full = not met.in_full.isdisjoint(layer.parameters)
+            layer.notes["lifted"] = IN_FULL if in_full else None
         descent = Descent(
             run,
             self._recorder,

@@ -63,7 +63,8 @@ class BesideSite(FallbackSite):
     @property
     def by_nodes(self) -> bool:
         regime = getattr(self._call, "regime", None)  # of a call on this thread
-        return regime is not None and regime.autocast is not None  # else one more run costs less
+        casts = regime is not None and regime.autocast is not None  # else one more run costs less
+        return casts and not isinstance(self._module, nn.LSTM)
 
 
 class Product:

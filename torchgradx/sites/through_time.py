@@ -121,7 +121,9 @@ def served(module: Any, input: Any, hx: Any = None) -> bool:
             return False
     if not data.numel():
         return False
-    if torch.is_autocast_enabled("cpu") or torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active():
+        return False
+    if torch.is_autocast_enabled("cpu") and not _lowered(module, sizes):
         return False
     if data.dim() != (2 if single or sizes is not None else 3):
         return False
@@ -138,14 +140,23 @@ def served(module: Any, input: Any, hx: Any = None) -> bool:
     return [tuple(t.shape) for t in given] == [tuple(w) for w in wanted]
 
 
+def _lowered(module: Any, sizes: Any) -> bool:
+    """Return True if all that autocast does to a call is to cast what oneDNN is given."""
+    whole = isinstance(module, nn.LSTM) and sizes is None and not module.proj_size
+    bfloat16 = torch.get_autocast_dtype("cpu") is torch.bfloat16
+    onednn: Any = torch.backends.mkldnn
+    return whole and bfloat16 and onednn.enabled and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def beside(call: Call) -> dict[str, Gradients] | None:
     """Return gradients by parameter, from one more run of the module; None: it is replayed."""
     args, kwargs = call.arguments
     module: Any = as_it_stands(call).module
     weights = recurrent_weights(module)
     held = [id(p) for p in module._parameters.values() if p is not None]
-    alone = call.regime.autocast is None and len(set(held)) == len(held)
-    if not (weights and alone and served(module, *args, **kwargs) and _a_row_each(call)):
+    with call.regime.again():
+        known = served(module, *args, **kwargs)
+    if not (weights and known and len(set(held)) == len(held) and _a_row_each(call)):
         return None
     met: list[Any] = []
 
