@@ -1,5 +1,6 @@
 """Half precision, mixed dtypes, GradScaler; steps of inf and nan are shown, and prove nothing."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -16,13 +17,16 @@ from attach_oracle import (
     loop_model,
     mlp,
     refusal,
+    same_gradients,
     square,
 )
+from recurrent_models import computes_halves
 from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
+from torchgradx import ops
 from torchgradx.plan.cost import Problem, make_plan
 
 N = 4
@@ -242,3 +246,32 @@ def test_an_algorithm_is_chosen_by_the_dtype_that_is_multiplied(enabled, itemsiz
         output.float().square().sum().backward()
         chosen = repr(make_plan(Problem("linear", 8, 32, 64, 64, 1, itemsize, True)))
         assert chosen.splitlines()[1].strip() in probe.explain(verbose=True)
+
+
+@pytest.mark.skipif(not ops.NATIVE, reason="replayed without the extension")
+@pytest.mark.skipif(not computes_halves(), reason="oneDNN needs AVX-512 for halves")
+@pytest.mark.parametrize("more", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}])
+@pytest.mark.parametrize("options", [{}, {"fused": False}, {"weight_grad": False}], ids=str)
+def test_an_lstm_under_autocast_goes_through_time(more, options):
+    rnn = nn.LSTM(48, 80, batch_first=True, **more)
+    model, x = Model(lambda m, x: m.r(x)[0], r=rnn), torch.randn(5, 20, 48)
+    twin = copy.deepcopy(model)
+
+    def under(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x)
+        return out.float().square().flatten(1).sum(1).mean()
+
+    want = loop(twin, under, x)
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(2):
+            for m in (model, twin):
+                m.zero_grad()
+                under(m, x).backward()
+            rtol = 24 * torch.finfo(torch.bfloat16).eps
+            close_named(probe.norms(per="parameter"), want, rtol)
+        assert "run again" not in probe.explain().partition("\n")[0]
+        if options.get("weight_grad", True):
+            same_gradients(model, twin, rtol)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(model(x), twin(x))

@@ -339,35 +339,6 @@ def test_with_gradients_of_the_framework_a_module_runs_once_more_and_not_for_eac
         assert ("through time:" if kind == "lstm" else "lifted:") in probe.explain()
 
 
-@pytest.mark.skipif(not ops.NATIVE, reason="replayed without the extension")
-@pytest.mark.skipif(not computes_halves(), reason="oneDNN needs AVX-512 for halves")
-@pytest.mark.parametrize("more", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}])
-@pytest.mark.parametrize("options", [{}, {"fused": False}, {"weight_grad": False}], ids=str)
-def test_an_lstm_under_autocast_goes_through_time(more, options):
-    rnn = nn.LSTM(WIDE, STATES, batch_first=True, **more)
-    model, x = Model(lambda m, x: m.r(x)[0], r=rnn), torch.randn(N, STEPS, WIDE)
-    twin = copy.deepcopy(model)
-
-    def under(model, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = model(x)
-        return out.float().square().flatten(1).sum(1).mean()
-
-    want = loop(twin, under, x)
-    with torchgradx.attach(model, **options) as probe:
-        for _ in range(2):
-            for m in (model, twin):
-                m.zero_grad()
-                under(m, x).backward()
-            rtol = 24 * torch.finfo(torch.bfloat16).eps
-            close_named(probe.norms(per="parameter"), want, rtol)
-        assert "run again" not in probe.explain().partition("\n")[0]
-        if options.get("weight_grad", True):
-            same_gradients(model, twin, rtol)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(model(x), twin(x))
-
-
 @native_mode
 @every_way
 def test_every_step_is_exact(make, options):

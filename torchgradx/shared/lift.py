@@ -25,7 +25,7 @@ from ..sites.recurrent import Site
 from ..sites.rerun import FallbackSite
 from .descent import CHUNK, Descent
 from .frontier import Graph, Group, Node, Plan, Region, Shape, shape_of, survey
-from .products import counts_ids, gives_on, in_closed_form, keeps_rows
+from .products import counts_ids, gives_on, in_closed_form, keeps_rows, makes_in_full
 from .stations import Leaf, Station, Trail, Way, stations
 
 if NATIVE:
@@ -297,7 +297,7 @@ class Lift:
         in_full = frozenset(
             leaf.place
             for node, station in way.stations.items()
-            if station.layout is None and not keeps_rows(node)
+            if station.layout is None and makes_in_full(node)
             for leaf in station.leaves.values()
         )
         return Met(lifted, enclosed, {}, same, ends, shapes, leaves, sorted(counted), in_full), way

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -141,6 +142,12 @@ def keeps_rows(node: Node) -> bool:
     """Return whether through() may take a weight's gradients on as the operands that they are."""
     known = is_leaf(node) or node.name() in {CAST, *BY_ROWS}
     return known or gives_on(node) or transposes(node)
+
+
+def makes_in_full(node: Node) -> bool:
+    """Return whether a weight's gradients go through a node as large as they are."""
+    shape = shape_of(node, 0)
+    return prod(shape) > max(shape, default=1) and not keeps_rows(node)
 
 
 def in_closed_form(node: Node) -> bool:

@@ -73,7 +73,7 @@ class _Forward(nn.Module):
         return self.module.forward(*args, **kwargs)
 
 
-def per_sample_gradients(call: Call, silent: Silent, notes: dict[str, None]) -> Chunks:
+def per_sample_gradients(call: Call, silent: Silent, notes: dict[str, str | None]) -> Chunks:
     """Yield gradients [n, *shape], one a parameter, for so many samples at a time.
 
     `silent` keeps what runs again from being recorded. `notes` get "vmap" or "replay".
