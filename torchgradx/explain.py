@@ -72,7 +72,10 @@ def _served(layer: Layer) -> tuple[str, str, str]:
         text = "products: one for each expert, their rows' samples by the indices between"
         return "at the graph's nodes", text, text
     if layer.kind in ("vmap", "recurrent"):
-        ways = " and ".join(layer.notes) or "vmap"
+        if not layer.notes:
+            text = f"no use seen; no kernel for {layer.type_name}"
+            return "not seen", text, text
+        ways = " and ".join(layer.notes)
         beside = "through time" in layer.notes
         why = "the framework's gradients stay" if beside else f"no kernel for {layer.type_name}"
         text = f"{ways}: {why}; its own forward is run again in backward"

@@ -36,8 +36,8 @@ Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, 
 
 
 IN_FULL = (
-    "; its weight is computed: there they are made in full, some samples at a time, and taken "
-    "through what computed it by vmap"
+    "; where this is computed with parameters alone they are made in full, some samples at a time, "
+    "by vmap"
 )
 
 

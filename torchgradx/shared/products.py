@@ -146,8 +146,8 @@ def keeps_rows(node: Node) -> bool:
 
 def makes_in_full(node: Node) -> bool:
     """Return whether a weight's gradients go through a node as large as they are."""
-    shape = shape_of(node, 0)
-    return prod(shape) > max(shape, default=1) and not keeps_rows(node)
+    shape, known = shape_of(node, 0), keeps_rows(node) or node.name() == TABLE
+    return prod(shape) > max(shape, default=1) and not known
 
 
 def in_closed_form(node: Node) -> bool:
