@@ -12,7 +12,7 @@ from attach_oracle import close_named
 from emulation import build
 from emulation.operators import operator, operators
 from segment_models import CASES
-from test_segments import MODES, ids_of, loop, norms_of, step
+from test_segments import ids_of, loop, norms_of, step
 from torch import nn
 
 import torchgradx
@@ -153,12 +153,11 @@ def at_once():
 
 
 @pytest.mark.skipif(not ops.NATIVE, reason="the pure-Python recorder has no kernels")
-@pytest.mark.parametrize("mode", ["default", "beside", "norms"])
-def test_samples_of_several_lengths_are_served_at_once_where_a_kernel_takes_them(at_once, mode):
+@pytest.mark.parametrize("options", [{}, {"fused": False}, {"weight_grad": False}], ids=str)
+def test_samples_of_several_lengths_are_served_at_once_where_a_kernel_takes_them(at_once, options):
     make, sizes = CASES["packed"]
     model = make().model().double()
-    options = {**MODES[mode], "algorithm": "direct"}
-    with torchgradx.attach(model, sample_ids=ids_of, **options) as probe:
+    with torchgradx.attach(model, sample_ids=ids_of, algorithm="direct", **options) as probe:
         for k, each in enumerate(sizes):
             case = make().draw(each, torch.Generator().manual_seed(k))
             with probe.paused():
