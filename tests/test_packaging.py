@@ -1,4 +1,4 @@
-"""What is installed, what a source distribution holds, what an import does and does not do; and the
+"""The installation, what a source distribution holds, what an import does and does not do; and the
 public names as a type checker and a notebook see them."""
 
 import importlib.metadata

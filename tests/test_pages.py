@@ -107,7 +107,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def example(name, out, made=None):
-    """What an example says, and the rows of its table; it draws a picture too."""
+    """Return what an example says, and the rows of its table; it draws a picture too."""
     for needed in ("sklearn", "matplotlib", "tqdm"):
         pytest.importorskip(needed)
     done = python(EXAMPLES / f"{name}.py", "--quick", "--out", out, MPLBACKEND="agg")

@@ -1,4 +1,4 @@
-"""What steps cost: backwards in a first pass, whatever the number of layers and outputs; and waits
+"""Costs of steps: backwards in a first pass, whatever the number of layers and outputs; and waits
 in a steady step: no number is read back from the device, nothing is copied there.
 
 On a CPU the operations are counted that would wait on a GPU; on a GPU torch itself raises.

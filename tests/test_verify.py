@@ -278,11 +278,23 @@ def test_a_wrong_gradient_of_torchs_own_is_noted(dtype, mixes):
         with pytest.raises(torchgradx.VerificationError, match="norms differ"):
             torchgradx.verify(rows, loss, x, target)
         return
+    state = torch.get_rng_state()
     report = torchgradx.verify(rows, loss, x, target)
+    assert torch.equal(torch.get_rng_state(), state)
     assert report.agrees
     assert "wrong: norm.weight, norm.bias" in str(report)
-    x = x.double().requires_grad_()  # if this holds no more, torch is mended, and the note may go
-    norm = nn.BatchNorm2d(8).double().eval()
-    assert not torch.autograd.gradcheck(
-        lambda x: norm(x).flatten(2).transpose(1, 2), x[:1], raise_exception=False
-    )
+    one = x[:1].double().requires_grad_()  # if this holds no more, torch is mended: the note may go
+    assert not torch.autograd.gradcheck(rows.double(), one, raise_exception=False)
+
+
+@pytest.mark.parametrize("options", [{"batch_dim": 1}, {"loss_reduction": "sum"}], ids=str)
+def test_a_difference_is_reported_where_no_rows_of_the_batch_can_be_pulled_back(options):
+    gives_loss = "loss_reduction" in options
+    model = Model(lambda m, x: m.a(x).square().mean() if gives_loss else m.a(x), a=nn.Linear(3, 4))
+    x = torch.randn(N, N - 1, 3) if gives_loss else torch.randn(N - 1, N, 3)
+
+    def loss(out, _):
+        return 1 * out if gives_loss else out.square().mean() * (1 if N in out.shape else 2)
+
+    with pytest.raises(torchgradx.VerificationError, match="norms differ"):
+        torchgradx.verify(model, loss, x.requires_grad_(), torch.zeros(N), **options)

@@ -1,4 +1,4 @@
-"""What is afterwards as it was: a model's buffers and modes, random generators."""
+"""Keep what a call must leave as it was: a model's buffers and modes, random generators."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ inline Tensor rows_of_patches(const ConvShape& s, const Tensor& input) {
       .reshape({s.N, s.outH * s.outW, s.C * s.kH * s.kW});
 }
 
-// What operators return, for bindings.cpp.
+// Results of operators, for bindings.cpp.
 
 inline SqNorms rows_of_norms(const Tensor& sq_norms) {  // [1 + bias, N]
   char* const first = static_cast<char*>(sq_norms.mutable_data_ptr());

@@ -132,7 +132,7 @@ Tensor Use::norms_of_runs(const Segments& segments, const FlatUse& sorted, const
   return at::zeros({1 + bias, pass->n}, dtype.dtype(kind));
 }
 
-// Whether one launch for all lengths suits them, planned as samples of the mean one.
+// True if one launch for all lengths suits them, planned as samples of the mean one.
 bool Use::fuses_at_once(const Segments& segments, const Tensor& grad_output) const {
   if (segments.runs.size() < 2) return false;
   const int64_t count = segments.samples.size(0);

@@ -122,11 +122,11 @@ class Booked {
   std::array<Version, 2> versions_;  // of what it keeps
 };
 
-// A use of `site` on this thread, or nothing where the plain layer should run. `sizes` to be told in place of the
-// input's, whose first dimension may count something else than rows.
 // As autocast does for the framework's own layers, the weight's cast being cached for the region.
 Tensor cast(const Tensor& t);
 
+// A use of `site` on this thread, or nothing where the plain layer should run. `sizes` to be told in place of the
+// input's, whose first dimension may count something else than rows.
 c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
                                   const std::optional<Tensor>& bias, at::OptionalIntArrayRef sizes = std::nullopt);
 

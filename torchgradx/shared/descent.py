@@ -242,7 +242,7 @@ class Descent:
         if node.name() == TABLE and not counts_ids(node):  # the same ids for all samples
             ids = node._saved_indices.reshape(1, -1).expand(self._run.n, -1)
             found = looked_up(node, ids, live[0])
-            for operand in (*station.inward, *station.leaves):
+            for operand in operands:
                 self._send(station, operand, self._reduced(station, operand, found))
             return
         if len(held) == 1:

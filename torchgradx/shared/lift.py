@@ -294,12 +294,8 @@ class Lift:
         leaves = [leaf for station in way.stations.values() for leaf in station.leaves.values()]
         counted = {leaf.place for leaf in leaves if leaf.counted}
         enclosed = sorted(read - called - counted)
-        in_full = frozenset(
-            leaf.place
-            for node, station in way.stations.items()
-            if station.layout is None and makes_in_full(node)
-            for leaf in station.leaves.values()
-        )
+        made = [s for node, s in way.stations.items() if s.layout is None and makes_in_full(node)]
+        in_full = frozenset(leaf.place for s in made for leaf in s.leaves.values())
         return Met(lifted, enclosed, {}, same, ends, shapes, leaves, sorted(counted), in_full), way
 
     def begin(self, run: Any, met: Met, first: int) -> None:

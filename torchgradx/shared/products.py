@@ -108,7 +108,7 @@ CHANNELS_FIRST = {"NativeGroupNormBackward0", "NativeBatchNormBackward0"}
 
 
 def _standardised(node: Node, g: Rowwise) -> Sequence[Gradients] | None:
-    """Of a weight [1, A, *], normalised by its own statistics."""
+    """Return those of a weight [1, A, *], normalised by its own statistics."""
     x, weight = node._saved_input, node._saved_weight
     mean, rstd = (t.to(g.dtype) for t in (node._saved_result1, node._saved_result2))
     if not node._saved_training or x.shape[:2] != (1, g.of.shape[0]):
@@ -122,7 +122,7 @@ def _standardised(node: Node, g: Rowwise) -> Sequence[Gradients] | None:
 
 
 def _weight_norm(node: Node, g: Rowwise) -> Sequence[Gradients] | None:
-    """Of g * v / |v|, by a dimension of v."""
+    """Return those of g * v / |v|, by a dimension of v."""
     v, of_v, norms = (t.to(g.dtype) for t in (node._saved_v, node._saved_g, node._saved_result1))
     dim = signed(node._saved_dim) % v.dim()
     if not dim and len(v) != g.of.shape[0]:
@@ -131,7 +131,7 @@ def _weight_norm(node: Node, g: Rowwise) -> Sequence[Gradients] | None:
     return Rowwise(g.of, v.shape, scale, [v / norms], [along], dim), along.view(-1, *norms.shape)
 
 
-# What computes weights row by row, of weights alone: the gradients of its operands.
+# Nodes that compute weights row by row, of weights alone: the gradients of their operands.
 BY_ROWS: dict[str, Callable[[Node, Rowwise], Sequence[Gradients] | None]] = {
     "NativeBatchNormBackward0": _standardised,
     "WeightNormInterfaceBackward0": _weight_norm,

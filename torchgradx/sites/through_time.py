@@ -145,7 +145,8 @@ def _lowered(module: Any, sizes: Any) -> bool:
     whole = isinstance(module, nn.LSTM) and sizes is None and not module.proj_size
     bfloat16 = torch.get_autocast_dtype("cpu") is torch.bfloat16
     onednn: Any = torch.backends.mkldnn
-    return whole and bfloat16 and onednn.enabled and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    runs = onednn.is_available() and onednn.enabled
+    return whole and bfloat16 and runs and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def beside(call: Call) -> dict[str, Gradients] | None:
