@@ -49,6 +49,13 @@ CONV2D = (
     Conv2d(2, 3, 16, (8, 12), (4, 4), (4, 4)),  # patches that stand apart: rows
 )
 LONG = Linear(5, 2000, 8, 72)
+CLUSTERS = (  # of two blocks, and on how many multiprocessors
+    (Linear(3, 130, 192, 256), 4),  # one tile, which teams share
+    (Linear(2, 64, 400, 200), 2),  # whole tiles, of which none is full
+    (Linear(2, 400, 184, 504), 4),  # more rectangles than stages
+    (Conv2d(2, 192, 200, (9, 13), (1, 1)), 6),
+)
+CLUSTER = "Li192ELb1ELb1ELi2E"  # of such a kernel's name
 each_problem = pytest.mark.parametrize("problem", LINEAR + CONV2D)
 
 
@@ -137,15 +144,30 @@ def test_one_launch_each(problem):
 ORDERED = (LINEAR[5], LINEAR[8], LINEAR[10], CONV2D[2], CONV2D[4], CONV2D[11])
 
 
-@pytest.mark.parametrize("problem", ORDERED)
-def test_the_order_of_threads_does_not_matter(problem):
+@pytest.mark.parametrize(("problem", "count"), [*((p, 5) for p in ORDERED), *CLUSTERS[:3]])
+def test_the_order_of_threads_does_not_matter(problem, count):
     """Nor does a second launch change a bit."""
     a, b = operands(problem, torch.bfloat16, "gaussians")
-    first = results(problem, a, b)
-    for order in ("forward", "reverse", "shuffled"):
-        with operators().order(order):
-            other = results(problem, a, b)
-        assert [name for name in first if not torch.equal(first[name], other[name])] == []
+    with operators().multiprocessors(count):
+        first = results(problem, a, b)
+        for order in ("forward", "reverse", "shuffled"):
+            with operators().order(order):
+                other = results(problem, a, b)
+            assert [name for name in first if not torch.equal(first[name], other[name])] == []
+
+
+@pytest.mark.grid(pairs=False)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("problem", "count"), CLUSTERS)
+def test_clusters_are_right(problem, count, dtype):
+    a, b = operands(problem, dtype, "gaussians")
+    before = operators().launches(CLUSTER)
+    with operators().multiprocessors(count):
+        assert_right(problem, a, b, case(problem, dtype, "gaussians")[2], "gaussians")
+    assert operators().launches(CLUSTER) == before + 1
+    with operators().multiprocessors(count + 1):  # one would stand alone
+        assert_right(problem, a, b, case(problem, dtype, "gaussians")[2], "gaussians")
+    assert operators().launches(CLUSTER) == before + 1
 
 
 @pytest.mark.grid(pairs=False)
@@ -158,12 +180,15 @@ def test_any_number_of_multiprocessors_is_right(problem, count):
         assert_right(problem, a, b, case(problem, torch.float16, "gaussians")[2], "gaussians")
 
 
-@pytest.mark.parametrize("problem", [LINEAR[5], LINEAR[8], CONV2D[4]])
-def test_without_a_bias(problem):
+@pytest.mark.parametrize(
+    ("problem", "count"), [(LINEAR[5], 5), (LINEAR[8], 5), (CONV2D[4], 5), CLUSTERS[2]]
+)
+def test_without_a_bias(problem, count):
     a, b = operands(problem, torch.bfloat16, "gaussians")
     truth = case(problem, torch.bfloat16, "gaussians")[2]
     assert_sq_norms(norms(problem, a, b, False), truth, "direct", a.dtype, "gaussians")
-    weight, bias, sq_norms = fused(problem, a, b, None, False)
+    with operators().multiprocessors(count):
+        weight, bias, sq_norms = fused(problem, a, b, None, False)
     assert bias.numel() == 0
     assert_sq_norms(sq_norms, truth, "direct", a.dtype, "gaussians")
     full = torch.ones(problem.n)
@@ -260,4 +285,12 @@ def battery():
         for problem in (LINEAR[5], CONV2D[2]):
             test_a_sample_of_factor_zero_is_left_out(problem, float("nan"))
             with operators().order("shuffled"):
-                test_without_a_bias(problem)
+                test_without_a_bias(problem, 5)
+
+
+def clusters():
+    """What planted bugs of clusters are held to."""
+    with operators().hopper():
+        for problem, count in CLUSTERS:
+            test_clusters_are_right(problem, count, torch.bfloat16)
+        test_without_a_bias(*CLUSTERS[2])

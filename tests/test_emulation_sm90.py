@@ -178,6 +178,13 @@ def _grid(fault="none", blocks=5):
     return launch(f"grid/{fault}", given, given, [blocks], torch.full((2 * blocks,), -1.0))
 
 
+def _cluster(fault="none", blocks=4):
+    rows = torch.randint(-(2**31), 2**31, (4 * 2 * 16, 32), dtype=torch.int32)
+    out = torch.zeros(blocks, 64, dtype=torch.int32)
+    launch(f"cluster/{fault}", rows, rows, [blocks], out)
+    return out.long().sum(1) % 2**32, rows.long().sum() % 2**32
+
+
 def _registers(fault="none"):
     given = torch.arange(384.0)
     return launch(f"registers/{fault}", given, given, [], torch.full((384,), -1.0))
@@ -191,6 +198,17 @@ def test_blocks_wait_for_each_other():
 def test_blocks_that_cannot_all_run_are_refused():
     with pytest.raises(EmulationError, match="200 blocks cannot all run at once"):
         _grid(blocks=200)
+
+
+@in_each_order
+def test_blocks_of_a_cluster_copy_for_each_other():
+    sums, truth = _cluster()
+    assert sums.tolist() == [truth] * 4
+
+
+def test_blocks_that_are_no_whole_clusters_are_refused():
+    with pytest.raises(EmulationError, match="3 blocks are no whole clusters"):
+        _cluster(blocks=3)
 
 
 @in_each_order
@@ -240,6 +258,12 @@ FAULTS = {
     "grid/misses": r"deadlock: threads of block \(0, 0, 0\) wait at: grid_barrier at .*\d",
     "grid/no_barrier": "race: ",
     "grid/constant": "__ldg at offset .* of what this launch has written",
+    "cluster/no_cluster_barrier": "no cluster_barrier since|nobody has initialised",
+    "cluster/own_readers": "race: copy to offset",
+    "cluster/one_releases": "deadlock: .*4 arrivals and 0 bytes to come",
+    "cluster/one_copies": "deadlock: .*0 arrivals and 2048 bytes to come",
+    "cluster/ends_early": "deadlock|block . of the cluster has ended",
+    "cluster/no_such_block": "no block 2 in a cluster of 2",
     "registers/too_greedy": r"deadlock: .*take_registers \(\d+ of 65536 would be taken\)",
     "registers/not_less": "give_registers: 240, where the warpgroup has 168",
     "registers/divergent": "divergence: give_registers at",
@@ -254,7 +278,7 @@ def _with(name):
         return _image("boxes", fault)
     if kernel == "box":
         return _box("inside", fault)
-    return _grid(fault) if kernel == "grid" else _registers(fault)
+    return {"grid": _grid, "cluster": _cluster, "registers": _registers}[kernel](fault)
 
 
 def test_every_kernel_of_the_table_is_tested():

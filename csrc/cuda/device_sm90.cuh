@@ -1,6 +1,7 @@
 // Hopper's own instructions (sm_90a): barriers that count bytes, copies of a tensor's boxes into shared memory,
-// products of a warpgroup, and launches whose blocks run together. Beside device.cuh the only file with asm. Under
-// CUDA_EMULATION the first half comes from tests/emulation/ptx_sm90.h. Rules for a kernel, beyond device.cuh's:
+// products of a warpgroup, and launches whose blocks run together, in clusters that reach each other's shared memory.
+// Beside device.cuh the only file with asm. Under CUDA_EMULATION the first half comes from tests/emulation/ptx_sm90.h.
+// Rules for a kernel, beyond device.cuh's:
 // - a warpgroup is 128 threads from a multiple of 128 on; all of it calls wgmma and its fences together;
 // - a stage of shared memory begins at a multiple of 1024 bytes, as the 128-byte swizzle wants;
 // - what threads wrote to shared memory is seen by copies and wgmma only after fence_async_shared and a barrier.
@@ -21,20 +22,40 @@ namespace torchgradx::cuda {
 
 using TensorMap = CUtensorMap;
 
+struct Together {  // a launch: blocks in clusters of so many
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config{};
+
+  Together(unsigned cluster, unsigned blocks, unsigned threads, size_t shared_bytes, cudaStream_t stream) {
+    attributes[0].id = cudaLaunchAttributeCooperative, attributes[0].val.cooperative = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension, attributes[1].val.clusterDim = {cluster, 1, 1};
+    config.gridDim = blocks, config.blockDim = threads, config.dynamicSmemBytes = shared_bytes, config.stream = stream;
+    config.attrs = attributes, config.numAttrs = cluster > 1 ? 2 : 1;
+  }
+};
+
 // A launch whose blocks are all resident, so that they may wait for each other by grid_barrier. Captured graphs allow
 // it.
 template <class... Parameters, class... Arguments>
-cudaError_t launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
-                            cudaStream_t stream, const Arguments&... arguments) {
+cudaError_t launch_together(void (*kernel)(Parameters...), unsigned cluster, unsigned blocks, unsigned threads,
+                            size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
   const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), shared_bytes);
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cooperative;
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared_bytes, config.stream = stream;
-  config.attrs = &cooperative, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
+  const Together launch(cluster, blocks, threads, shared_bytes, stream);
+  return error == cudaSuccess ? cudaLaunchKernelEx(&launch.config, kernel, arguments...) : error;
+}
+
+// Return how many clusters of two blocks are resident at once: fewer than half the processors where some stand alone.
+template <class... Parameters>
+int resident_pairs(void (*kernel)(Parameters...), unsigned threads, size_t shared_bytes) {
+  int count = 0;
+  if (allow_shared(reinterpret_cast<const void*>(kernel), shared_bytes) != cudaSuccess) return 0;
+  const Together launch(2, 2, threads, shared_bytes, nullptr);
+  return cudaOccupancyMaxActiveClusters(&count, kernel, &launch.config) == cudaSuccess ? count : 0;
+}
+
+// All threads of all blocks of a cluster.
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 __device__ __forceinline__ void grid_barrier() {
@@ -63,6 +84,15 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// At the barrier in the same place of another block of the cluster, by its number there; or of this one.
+__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, int rank) {
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(shared_address(barrier)),
+      "r"(rank)
+      : "memory");
+}
+
 // Until the phase of this parity has ended; the first one's parity is 0. The one before the first counts as ended.
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
   const uint32_t address = shared_address(barrier);
@@ -89,6 +119,16 @@ __device__ __forceinline__ void copy_box(void* shared, const TensorMap& map, uin
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
       "[%2];" ::"r"(shared_address(shared)),
       "l"(&map), "r"(shared_address(barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+      : "memory");
+}
+
+// The same into both blocks of a cluster, at the same place, and for the barrier of each at the same place.
+__device__ __forceinline__ void copy_box_to_both(void* shared, const TensorMap& map, uint64_t* barrier, int x0, int x1,
+                                                 int x2, int x3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(shared_address(barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "h"(uint16_t(3))
       : "memory");
 }
 

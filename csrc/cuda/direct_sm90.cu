@@ -83,6 +83,7 @@ bool suits(const Layer& layer, int64_t features) {
 struct Kind {
   int columns;
   bool tall, halo;
+  int cluster = 1;
 };
 
 struct Plan {
@@ -136,13 +137,16 @@ bool lay_out(const Layer& layer, const Kind& kind, int width, int height, Boxes&
 
 // Clocks of one sample of one tile: the products, or the bytes that L2 gives a multiprocessor, of which rows outside of
 // the operands are none, and narrow boxes come slower; a barrier's round for each rectangle, and the squares and sums
-// at the end. Fewer than four stages leave the products waiting. Measured on an H200.
+// at the end. Fewer than four stages leave the products waiting. Measured on an H200. Blocks of a cluster wait for each
+// other: they win 2 to 12 % there, where half as many bytes of the input would win 14.
 double clocks_of(const Layer& layer, const Boxes& b, const Kind& kind, bool gradient) {
   const double rectangles = double(b.across) * b.down, positions = double(layer.grads.width) * layer.grads.height;
   const double steps = double(b.shorter) * b.steps + (rectangles - b.shorter) * b.last_steps;
   const double products = 1.2 * steps * kind.columns + 70 * rectangles;
-  const double bytes = b.copied_bytes * positions / (b.width * b.height) / 36 * (1 + 1.0 / b.width);
-  return (std::max(products, bytes) + 0.05 * (products + bytes)) * (b.stages < 4 ? 1.3 : 1) +
+  const double read = b.copied_bytes - (kind.cluster - 1) * kind.columns * b.width * b.height;  // by this block
+  const double bytes = read * positions / (b.width * b.height) / 36 * (1 + 1.0 / b.width);
+  return (std::max(products, bytes) + 0.05 * (products + bytes)) * (b.stages < 4 ? 1.3 : 1) *
+             (kind.cluster > 1 ? 1.06 : 1) +
          (gradient ? 4.4 : 2.4) * kind.columns - 0.001 * b.width;
 }
 
@@ -164,23 +168,29 @@ Plan plan_for(const Layer& layer, const Kind& kind, bool gradient, int blocks) {
   const int wide = kind.columns / kBox,
             units = kind.halo ? b.taps / b.kernel_width * b.channel_blocks : int(ceil_div(b.blocks, wide));
   Schedule& s = best.schedule;
-  s.N = int(layer.N), s.blocks = blocks;
-  s.tiles_down = int(ceil_div<int64_t>(layer.grads.channels, kRows * (kind.tall ? 2 : 1)));
+  s.N = int(layer.N), s.teams = blocks / kind.cluster;
+  s.tiles_down = int(ceil_div<int64_t>(layer.grads.channels, kRows * (kind.tall ? 2 : 1) * kind.cluster));
   s.tiles_across = kind.tall ? units : ceil_div(units, 2);
-  s.band = std::min(s.tiles_down, 16);
-  s.whole = s.tiles() / blocks, s.left = s.tiles() % blocks;
+  s.band = std::min(s.tiles_down, 16 / kind.cluster);
+  s.whole = s.tiles() / s.teams, s.left = s.tiles() % s.teams;
   const int64_t items = int64_t(s.left) * s.N;
-  s.each = int(items / blocks), s.more = int(items % blocks);
-  best.clocks *= double(s.whole) * s.N + double(ceil_div<int64_t>(items, blocks));
+  s.each = int(items / s.teams), s.more = int(items % s.teams);
+  best.clocks *= double(s.whole) * s.N + double(ceil_div<int64_t>(items, s.teams));
   return best;
+}
+
+// True if clusters of two blocks fill the device.
+bool pairs_fit(int blocks) {
+  const auto kernel = direct_sm90_kernel<__nv_bfloat16, 192, true, true, 2>;
+  return blocks % 2 == 0 && 2 * resident_pairs(kernel, kThreads, kSharedBytes) >= blocks;
 }
 
 Plan choose_plan(const Layer& layer, bool gradient, int blocks) {
   const bool halo = layer.kernel_width == 3 && layer.stride_x == 1 && layer.dilation_x == 1;
   Plan best{};
   for (const Kind kind : {Kind{192, true, false}, Kind{192, false, false}, Kind{gradient ? 128 : 256, true, false},
-                          Kind{192, true, true}, Kind{192, false, true}}) {
-    if (kind.halo && !halo) continue;
+                          Kind{192, true, true}, Kind{192, false, true}, Kind{192, true, false, 2}}) {
+    if ((kind.halo && !halo) || (kind.cluster > 1 && !(gradient && pairs_fit(blocks)))) continue;
     const Plan plan = plan_for(layer, kind, gradient, blocks);
     if (plan.clocks > 0 && (best.clocks == 0 || plan.clocks < best.clocks)) best = plan;
   }
@@ -242,14 +252,15 @@ Arguments carve(const Plan& plan, const Layer& layer, const Gradients* gradients
   p.schedule = plan.schedule, p.boxes = plan.boxes;
   p.starts = layer.starts;
   p.O = int(layer.grads.channels), p.channels = int(layer.input.channels);
-  p.parts = (p.schedule.whole ? p.schedule.blocks : p.schedule.tiles()) * kWarps;
+  const int cluster = plan.kind.cluster, blocks = p.schedule.teams * cluster, tiles = p.schedule.tiles() * cluster;
+  p.parts = (p.schedule.whole ? blocks : tiles) * kWarps;
   const int high = plan.kind.tall ? 2 : 1;
-  const int64_t slots = gradients && p.schedule.left ? 2 * p.schedule.blocks : 0;
+  const int64_t slots = gradients && p.schedule.left ? 2 * blocks : 0;
   p.sums = carver.take<float>(slots * kMultiplying * plan.kind.columns / 2 * sizeof(float));
-  const int64_t bias_sums = gradients && gradients->bias ? p.schedule.tiles() + 2 * p.schedule.blocks : 0;
+  const int64_t bias_sums = gradients && gradients->bias ? tiles + 2 * blocks : 0;
   p.bias_sums = carver.take<float>(bias_sums * high * kRows * sizeof(float));
   p.squares = carver.take<float>(layer.N * p.parts * sizeof(float));
-  p.bias_squares = carver.take<float>(layer.N * p.schedule.tiles_down * high * sizeof(float));
+  p.bias_squares = carver.take<float>(layer.N * p.schedule.tiles_down * cluster * high * sizeof(float));
   p.sq_norms = static_cast<float*>(sq_norms.weight), p.bias_sq_norms = static_cast<float*>(sq_norms.bias);
   p.bias = sq_norms.bias || (gradients && gradients->bias);
   if (!gradients) return p;
@@ -258,21 +269,22 @@ Arguments carve(const Plan& plan, const Layer& layer, const Gradients* gradients
   return p;
 }
 
-template <class half_t, int columns, bool tall, bool gradient>
+template <class half_t, int columns, bool tall, bool gradient, int cluster>
 cudaError_t start(const Plan& plan, const TensorMap& grads, const TensorMap& input, const Arguments& p,
                   cudaStream_t stream) {
   const size_t shared = size_t(plan.boxes.stages) * plan.boxes.stage_bytes + 1024;
-  return launch_together(direct_sm90_kernel<half_t, columns, tall, gradient>, dim3(unsigned(plan.schedule.blocks)),
-                         dim3(kThreads), shared, stream, grads, input, p);
+  return launch_together(direct_sm90_kernel<half_t, columns, tall, gradient, cluster>, cluster,
+                         unsigned(plan.schedule.teams * cluster), kThreads, shared, stream, grads, input, p);
 }
 
 template <class half_t>
 cudaError_t start(const Plan& plan, bool gradient, const TensorMap& grads, const TensorMap& input, const Arguments& p,
                   cudaStream_t stream) {
   const auto with = [&](auto columns, auto tall, auto sums) {
-    return start<half_t, decltype(columns)::value, decltype(tall)::value, decltype(sums)::value>(plan, grads, input, p,
-                                                                                                 stream);
+    return start<half_t, decltype(columns)::value, decltype(tall)::value, decltype(sums)::value, 1>(plan, grads, input,
+                                                                                                    p, stream);
   };
+  if (plan.kind.cluster > 1) return start<half_t, 192, true, true, 2>(plan, grads, input, p, stream);
   using Yes = std::true_type;
   using No = std::false_type;
   if (plan.kind.columns == 128) return with(std::integral_constant<int, 128>(), Yes(), Yes());

@@ -6,8 +6,9 @@
 // lengths, whose rows stand one after another. The other two multiply: each has a tile
 // of 64 x kColumns of one sample's gradient in registers, which it squares and adds to its sum over the samples, while
 // the other's products go on. kTall: the two stand on top of each other (128 x kColumns), else side by side (64 x 2
-// kColumns), for few outputs. Tiles which blocks have shared are added up after a barrier of the whole grid, in the
-// order of samples: two runs give the same bits.
+// kColumns), for few outputs. kCluster: two blocks stand on top of each other and get the same boxes of the input, of
+// which each copies every other one for both. Tiles which blocks have shared are added up after a barrier of the whole
+// grid, in the order of samples: two runs give the same bits.
 #pragma once
 
 #include "sm90_bias.cuh"
@@ -16,7 +17,7 @@
 namespace torchgradx::cuda::sm90 {
 
 // One thread: boxes of every rectangle of every sample, a stage after the other.
-template <int kColumns, bool kTall>
+template <int kColumns, bool kTall, int kCluster>
 __device__ __forceinline__ void copy_boxes(const TensorMap& grads, const TensorMap& input, const Arguments& p,
                                            unsigned char* stages, const Barriers& barriers) {
   using Shape = Tile<kColumns, kTall>;
@@ -25,7 +26,7 @@ __device__ __forceinline__ void copy_boxes(const TensorMap& grads, const TensorM
   const int count = boxes.halo ? Shape::kUnits : kMost;
   Ring ring;
   Segment at;
-  for (int number = 0; segment_of(p.schedule, blockIdx.x, number, at); ++number) {
+  for (int number = 0; segment_of<kCluster>(p.schedule, blockIdx.x, number, at); ++number) {
     const int row = at.down * Shape::kHigh;
     int channel[kMost], tap_x[kMost], tap_y[kMost];  // of the input's boxes, taps in pixels
 #pragma unroll
@@ -55,9 +56,14 @@ __device__ __forceinline__ void copy_boxes(const TensorMap& grads, const TensorM
             copy_box(stage + j * boxes.grad_bytes, grads, copied, row + j * kBox, x, y, extent.image);
 #pragma unroll
           for (int j = 0; j < kMost; ++j)
-            if (j < count)
-              copy_box(stage + boxes.input_offset + j * boxes.input_bytes, input, copied, channel[j],
-                       x * boxes.stride_x + tap_x[j], y * boxes.stride_y + tap_y[j], extent.image);
+            if (j < count) {
+              unsigned char* const to = stage + boxes.input_offset + j * boxes.input_bytes;
+              const int left = x * boxes.stride_x + tap_x[j], top = y * boxes.stride_y + tap_y[j];
+              if constexpr (kCluster == 1)
+                copy_box(to, input, copied, channel[j], left, top, extent.image);
+              else if ((j + ring.stage) % kCluster == int(blockIdx.x) % kCluster)
+                copy_box_to_both(to, input, copied, channel[j], left, top, extent.image);
+            }
           ring.advance(boxes.stages);
         }
     }
@@ -66,7 +72,7 @@ __device__ __forceinline__ void copy_boxes(const TensorMap& grads, const TensorM
 
 // A warp, where samples differ in length: rows behind a sample's last one, up to a whole step, are the next sample's in
 // its last boxes, and become zeros. All boxes of a stage are alike there.
-template <int kColumns, bool kTall>
+template <int kColumns, bool kTall, int kCluster>
 __device__ __forceinline__ void clear_tails(const Arguments& p, unsigned char* stages, const Barriers& barriers,
                                             int lane) {
   using Shape = Tile<kColumns, kTall>;
@@ -74,7 +80,7 @@ __device__ __forceinline__ void clear_tails(const Arguments& p, unsigned char* s
   const Boxes& boxes = p.boxes;
   Ring ring;
   Segment at;
-  for (int number = 0; segment_of(p.schedule, blockIdx.x, number, at); ++number)
+  for (int number = 0; segment_of<kCluster>(p.schedule, blockIdx.x, number, at); ++number)
 #pragma unroll 1
     for (int n = at.first; n < at.last; ++n) {
       const Extent extent(p, n);
@@ -120,7 +126,7 @@ __device__ __forceinline__ void with_constant(int steps, const F& f) {
   }
 }
 
-template <class half_t, int kColumns, bool kTall, bool kGradient>
+template <class half_t, int kColumns, bool kTall, bool kGradient, int kCluster>
 __device__ __forceinline__ void multiply(const Arguments& p, uint32_t stages, const Barriers& barriers, int thread) {
   using Shape = Tile<kColumns, kTall>;
   const Boxes& boxes = p.boxes;
@@ -132,7 +138,7 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t stages, co
   float d[Shape::kRegisters], total[kGradient ? Shape::kRegisters : 1];
   Ring ring;
   Segment at;
-  for (int number = 0; segment_of(p.schedule, blockIdx.x, number, at); ++number) {
+  for (int number = 0; segment_of<kCluster>(p.schedule, blockIdx.x, number, at); ++number) {
     if constexpr (kGradient) {
 #pragma unroll
       for (int i = 0; i < Shape::kRegisters; ++i) total[i] = 0;
@@ -148,8 +154,9 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t stages, co
     for (int n = at.first; n < at.last; ++n) {
       const Extent extent(p, n);
       int before = ring.stage;
-      const auto release = [&](int stage) {
-        if (lane == 0) barrier_arrive(barriers.empty + stage);
+      const auto release = [&](int stage) {  // to all who copy into it
+        if (kCluster == 1 && lane == 0) barrier_arrive(barriers.empty + stage);
+        if (kCluster > 1 && lane < kCluster) barrier_arrive_at(barriers.empty + stage, lane);
       };
 #pragma unroll 1
       for (int rectangle = 0; rectangle < extent.rectangles; ++rectangle) {
@@ -225,26 +232,27 @@ __device__ __forceinline__ void sum_squares(const float* parts, int count, float
 }
 
 // One warp's part of what is left once all blocks have been through: sums of squares, and of shared tiles.
-template <class half_t, int kColumns, bool kTall, bool kGradient>
+template <class half_t, int kColumns, bool kTall, bool kGradient, int kCluster>
 __device__ __forceinline__ void finish(const Arguments& p, int worker, int workers, int lane) {
   using Shape = Tile<kColumns, kTall>;
   constexpr int kStrips = kColumns / 32;
   const Schedule& s = p.schedule;
   for (int item = worker; item < s.N; item += workers) {
     if (p.sq_norms) sum_squares(p.squares + int64_t(item) * p.parts, p.parts, p.sq_norms + item, lane);
-    const int boxes = s.tiles_down * Shape::kGradBoxes;
+    const int boxes = s.tiles_down * kCluster * Shape::kGradBoxes;
     if (p.bias_sq_norms) sum_squares(p.bias_squares + int64_t(item) * boxes, boxes, p.bias_sq_norms + item, lane);
   }
   if constexpr (kGradient) {
-    for (int item = worker; item < s.left * kWarps * kStrips; item += workers) {
-      const int strip = item % kStrips, warp = item / kStrips % kWarps, left = item / (kStrips * kWarps);
+    for (int item = worker; item < s.left * kCluster * kWarps * kStrips; item += workers) {
+      const int strip = item % kStrips, warp = item / kStrips % kWarps, tile = item / (kStrips * kWarps);
+      const int left = tile / kCluster, rank = tile % kCluster;
       const Sharers sharers(s, left);
       if (sharers.count == 0) continue;
       float sum[16] = {};
       sharers.add(sum, [&](float (&values)[16], int slot) {
         const float4* const from = reinterpret_cast<const float4*>(p.sums) +
-                                   int64_t(slot) * kMultiplying * Shape::kRegisters / 4 + strip * 4 * kMultiplying +
-                                   warp * warp_threads + lane;
+                                   (int64_t(slot) * kCluster + rank) * kMultiplying * Shape::kRegisters / 4 +
+                                   strip * 4 * kMultiplying + warp * warp_threads + lane;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float4 part = __ldcg(from + i * kMultiplying);
@@ -252,18 +260,18 @@ __device__ __forceinline__ void finish(const Arguments& p, int worker, int worke
         }
       });
       int down, across;
-      s.place(s.whole * s.blocks + left, down, across);
+      s.place(s.whole * s.teams + left, down, across);
       const int unit = across * Shape::kUnits + (kTall ? 0 : warp / 4);
-      store_strip<half_t>(p, sum, row_of<kTall>(down, warp), column_of(p.boxes, Shape::kWide, unit, strip / 2),
-                          strip % 2 * 32, lane);
+      store_strip<half_t>(p, sum, row_of<kTall>(down * kCluster + rank, warp),
+                          column_of(p.boxes, Shape::kWide, unit, strip / 2), strip % 2 * 32, lane);
     }
     if (p.bias_gradient)
-      for (int item = workers - 1 - worker; item < s.tiles_down * Shape::kHigh / 4; item += workers)
-        finish_bias<half_t, Shape::kHigh>(p, item, lane);
+      for (int item = workers - 1 - worker; item < s.tiles_down * kCluster * Shape::kHigh / 4; item += workers)
+        finish_bias<half_t, Shape::kHigh, kCluster>(p, item, lane);
   }
 }
 
-template <class half_t, int kColumns, bool kTall, bool kGradient>
+template <class half_t, int kColumns, bool kTall, bool kGradient, int kCluster>
 __global__ void __launch_bounds__(kThreads, 1)
     direct_sm90_kernel(const GRID_CONSTANT TensorMap grads, const GRID_CONSTANT TensorMap input,
                        const GRID_CONSTANT Arguments p) {
@@ -286,28 +294,29 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < p.boxes.stages; ++i) {
       barrier_init(barriers.full + i, 1);
       if (p.starts) barrier_init(barriers.copied + i, 1);
-      barrier_init(barriers.empty + i, kWarps + (p.bias ? kBiasWarps : 0));
+      barrier_init(barriers.empty + i, kWarps * kCluster + (p.bias ? kBiasWarps : 0));
       barrier_init(barriers.first + i, kWarps / 2);
     }
     barrier_init_fence();
   }
   __syncthreads();
+  if constexpr (kCluster > 1) cluster_barrier();  // the end's is the grid's
 
   // Each role keeps to its branch up to the end: what follows both would have the registers of the poorer one.
   if (group == 0) {
     give_registers<56>();
-    if (warp == 0 && lane == 0) copy_boxes<kColumns, kTall>(grads, input, p, stages, barriers);
+    if (warp == 0 && lane == 0) copy_boxes<kColumns, kTall, kCluster>(grads, input, p, stages, barriers);
     if (p.bias && (warp == 1 || warp == 2))
-      add_bias<half_t, kColumns, kTall>(p, stages, barriers, bias_totals[warp - 1], warp - 1, lane);
-    if (p.starts && warp == 3) clear_tails<kColumns, kTall>(p, stages, barriers, lane);
+      add_bias<half_t, kColumns, kTall, kCluster>(p, stages, barriers, bias_totals[warp - 1], warp - 1, lane);
+    if (p.starts && warp == 3) clear_tails<kColumns, kTall, kCluster>(p, stages, barriers, lane);
     __syncwarp();
     grid_barrier();
   } else {
     take_registers<224>();
-    multiply<half_t, kColumns, kTall, kGradient>(p, aligned, barriers, int(threadIdx.x) - kGroup);
+    multiply<half_t, kColumns, kTall, kGradient, kCluster>(p, aligned, barriers, int(threadIdx.x) - kGroup);
     grid_barrier();
-    finish<half_t, kColumns, kTall, kGradient>(p, int(blockIdx.x) * kWarps + warp - kGroup / warp_threads,
-                                               int(gridDim.x) * kWarps, lane);
+    finish<half_t, kColumns, kTall, kGradient, kCluster>(p, int(blockIdx.x) * kWarps + warp - kGroup / warp_threads,
+                                                         int(gridDim.x) * kWarps, lane);
   }
 #endif
 }

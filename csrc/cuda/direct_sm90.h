@@ -23,20 +23,20 @@ constexpr int kMostStages = 8;
 constexpr int kRows = 64;                    // of the gradient, of one warpgroup
 constexpr int kSharedBytes = 232448 - 1024;  // what a block may have, less its barriers and totals
 
-// Division of the work: each of G blocks first takes `whole` tiles with all their samples, then its share of the (tile,
+// Division of the work: each of G teams first takes `whole` tiles with all their samples, then its share of the (tile,
 // sample) items of the tiles that are left, in this order. A share touches two tiles at most, since it is shorter than
-// a tile.
+// a tile. A team is a block, or a cluster of two, each of which has half of a tile, one above the other.
 struct Schedule {
-  int N, tiles_down, tiles_across, blocks;
-  int band;         // rows of tiles that neighbouring blocks take together, whose operands then stay in L2
+  int N, tiles_down, tiles_across, teams;
+  int band;         // rows of tiles that neighbouring teams take together, whose operands then stay in L2
   int whole, left;  // tiles
-  int each, more;   // items of a block; the first `more` blocks have one item more
+  int each, more;   // items of a team; the first `more` teams have one item more
 
   HOST_DEVICE int tiles() const {
     return tiles_down * tiles_across;
   }
-  HOST_DEVICE int first_item(int block) const {
-    return block * each + (block < more ? block : more);
+  HOST_DEVICE int first_item(int team) const {
+    return team * each + (team < more ? team : more);
   }
   HOST_DEVICE void place(int tile, int& down, int& across) const {
     const int wide = band * tiles_across, which = tile / wide, within = tile - which * wide;
@@ -50,33 +50,36 @@ struct Schedule {
   }
   HOST_DEVICE int most_sharers() const {  // of a tile
     const int most = each ? (N + each - 1) / each + 1 : N;
-    return most < blocks ? most : blocks;
+    return most < teams ? most : teams;
   }
 };
 
-struct Segment {  // samples [first, last) of a tile
+struct Segment {  // samples [first, last) of a block's tile, in which clusters count half tiles
   int tile, down, across, first, last;
   int slot;  // where the sum is left for finish(); -1: these are all samples
 };
 
 // A block's segment of this number; false behind the last. Of two shares, the one that begins at sample 0 comes first:
 // blocks then stay near the same sample.
+template <int cluster>
 HOST_DEVICE bool segment_of(const Schedule& s, int block, int number, Segment& segment) {
+  const int team = block / cluster, rank = block % cluster;
   if (number < s.whole) {
-    segment.tile = number * s.blocks + block;
+    segment.tile = number * s.teams + team;
     segment.first = 0, segment.last = s.N, segment.slot = -1;
   } else {
-    const int begin = s.first_item(block), end = s.first_item(block + 1), next_tile = (begin / s.N + 1) * s.N;
+    const int begin = s.first_item(team), end = s.first_item(team + 1), next_tile = (begin / s.N + 1) * s.N;
     const int cut = next_tile < end ? next_tile : end, shares = (end > begin) + (end > cut);
     const int share = number - s.whole;
     if (share >= shares) return false;
     const int which = shares == 2 ? 1 - share : share;
     const int from = which ? cut : begin, to = which ? end : cut, tile = from / s.N;
     segment.first = from - tile * s.N, segment.last = segment.first + to - from;
-    segment.slot = to - from == s.N ? -1 : 2 * block + which;
-    segment.tile = s.whole * s.blocks + tile;
+    segment.slot = to - from == s.N ? -1 : (2 * team + which) * cluster + rank;
+    segment.tile = s.whole * s.teams + tile;
   }
   s.place(segment.tile, segment.down, segment.across);
+  segment.tile = segment.tile * cluster + rank, segment.down = segment.down * cluster + rank;
   return true;
 }
 

@@ -8,7 +8,7 @@ namespace torchgradx::cuda::sm90 {
 // Warp 1 or 2: the bias's gradient of every tiles_across-th sample, from one box of grad_output. Lane l takes the 16
 // bytes l % 8 of rows l / 8, l / 8 + 4, ... A box has whole steps of rows; those that no position fills are zero.
 // `total` is this warp's, of shared memory: registers are few here.
-template <class half_t, int kColumns, bool kTall>
+template <class half_t, int kColumns, bool kTall, int kCluster>
 __device__ __forceinline__ void add_bias(const Arguments& p, const unsigned char* stages, const Barriers& barriers,
                                          float* total, int which, int lane) {
   using Shape = Tile<kColumns, kTall>;
@@ -20,7 +20,7 @@ __device__ __forceinline__ void add_bias(const Arguments& p, const unsigned char
   float* const mine = total + kPiece * lane;  // of lanes below 8
   Ring ring;
   Segment at;
-  for (int number = 0; segment_of(p.schedule, blockIdx.x, number, at); ++number) {
+  for (int number = 0; segment_of<kCluster>(p.schedule, blockIdx.x, number, at); ++number) {
     if (lane < kBox / kPiece) {
 #pragma unroll
       for (int i = 0; i < kPiece; ++i) mine[i] = 0;
@@ -63,14 +63,14 @@ __device__ __forceinline__ void add_bias(const Arguments& p, const unsigned char
 #pragma unroll
       for (int distance = 4; distance; distance /= 2) square += __shfl_xor_sync(full_warp, square, distance);
       if (lane == 0)
-        p.bias_squares[(int64_t(n) * p.schedule.tiles_down + at.down) * Shape::kGradBoxes + which] = square;
+        p.bias_squares[(int64_t(n) * p.schedule.tiles_down * kCluster + at.down) * Shape::kGradBoxes + which] = square;
       const float scale = p.scale ? p.scale[n] : 1.f;
       if (scale == 0 || lane >= kBox / kPiece) continue;
 #pragma unroll
       for (int i = 0; i < kPiece; ++i) mine[i] = fmaf(scale, sum[i], mine[i]);
     }
     if (which >= Shape::kGradBoxes || !p.bias_gradient || lane >= kBox / kPiece) continue;
-    const int place = at.slot < 0 ? at.tile : p.schedule.tiles() + at.slot;
+    const int place = at.slot < 0 ? at.tile : p.schedule.tiles() * kCluster + at.slot;
     float* const out = p.bias_sums + int64_t(place) * Shape::kHigh + which * kRows + kPiece * lane;
 #pragma unroll
     for (int i = 0; i < kPiece; ++i) out[i] = mine[i];
@@ -78,22 +78,23 @@ __device__ __forceinline__ void add_bias(const Arguments& p, const unsigned char
 }
 
 // Four outputs of the bias's gradient: a lane takes every 32nd of the sums that the row's tiles and their sharers left.
-template <class half_t, int kHigh>
+template <class half_t, int kHigh, int kCluster>
 __device__ __forceinline__ void finish_bias(const Arguments& p, int item, int lane) {
   const Schedule& s = p.schedule;
   const int down = item / (kHigh / 4), row = item % (kHigh / 4) * 4, most = s.most_sharers();
   float sum[4] = {};
 #pragma unroll 1
   for (int i = lane; i < s.tiles_across * most; i += warp_threads) {
-    const int across = i / most, share = i - across * most, tile = s.tile_at(down, across);
-    const int left = tile - s.whole * s.blocks;
+    const int across = i / most, share = i - across * most, tile = s.tile_at(down / kCluster, across);
+    const int left = tile - s.whole * s.teams;
     int place = share ? -1 : tile;
     if (left >= 0) {
       const Sharers sharers(s, left);
       if (sharers.count) place = share < sharers.count ? s.tiles() + sharers.slot(share) : -1;
     }
     if (place < 0) continue;
-    const float4 part = __ldcg(reinterpret_cast<const float4*>(p.bias_sums + int64_t(place) * kHigh + row));
+    const int64_t at = int64_t(place) * kCluster + down % kCluster;
+    const float4 part = __ldcg(reinterpret_cast<const float4*>(p.bias_sums + at * kHigh + row));
     sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
   }
 #pragma unroll

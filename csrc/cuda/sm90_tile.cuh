@@ -24,7 +24,7 @@ struct Arguments {
   void* weight;                     // [O, taps, channels] half_t
   void* bias_gradient;              // [O] half_t, or null
   float* sums;                      // [2 blocks][128 x kColumns in the order of registers], of shared tiles
-  float* bias_sums;                 // [tiles + 2 blocks][128]: of tiles that one block has, and of shares
+  float* bias_sums;                 // [tiles of blocks + 2 blocks][128]: of tiles that one team has, and of shares
   float* squares;                   // [N, parts]
   float* bias_squares;              // [N, boxes of all outputs]
   float *sq_norms, *bias_sq_norms;  // [N], or null
@@ -124,26 +124,26 @@ __device__ __forceinline__ int row_of(int down, int warp) {
   return kTall ? down * 2 * kRows + warp * 16 : down * kRows + warp % 4 * 16;
 }
 
-// The blocks that share the tile which is number `left` of those left over, in the order of samples. None if one block
+// The teams that share the tile which is number `left` of those left over, in the order of samples. None if one team
 // has it whole, and has written it.
 struct Sharers {
-  int block, count, first_slot;
+  int team, count, first_slot;
 
   __device__ __forceinline__ Sharers(const Schedule& s, int left) {
     const int begin = left * s.N, end = begin + s.N;
-    block = begin / (s.each + 1);
-    while (s.first_item(block + 1) <= begin) ++block;
-    const int from = s.first_item(block);
-    first_slot = 2 * block + (from >= begin ? 0 : 1);
-    if (from <= begin && s.first_item(block + 1) >= end) {
+    team = begin / (s.each + 1);
+    while (s.first_item(team + 1) <= begin) ++team;
+    const int from = s.first_item(team);
+    first_slot = 2 * team + (from >= begin ? 0 : 1);
+    if (from <= begin && s.first_item(team + 1) >= end) {
       count = 0;
       return;
     }
-    for (count = 1; block + count < s.blocks && s.first_item(block + count) < end;) ++count;
+    for (count = 1; team + count < s.teams && s.first_item(team + count) < end;) ++count;
   }
 
   __device__ __forceinline__ int slot(int which) const {
-    return which ? 2 * (block + which) : first_slot;
+    return which ? 2 * (team + which) : first_slot;
   }
 
   // sum += the value of every sharer's slot, several loads in flight.

@@ -14,7 +14,7 @@
 namespace cuda_emulation {
 
 // ready, done, or what a thread waits for
-enum class State { ready, done, at_barrier, at_warp, at_warpgroup, at_phase, at_registers, at_grid };
+enum class State { ready, done, at_barrier, at_warp, at_warpgroup, at_phase, at_registers, at_cluster, at_grid };
 enum class Order { forward, reverse, shuffled };
 
 struct Thread {
@@ -46,11 +46,20 @@ struct Block {
 
 constexpr size_t max_threads = 1024;
 
-Block& current();  // the running thread's
+Block& current();       // the running thread's
+Block& block_at();      // whose shared memory it reaches
+size_t cluster_size();  // blocks of a cluster, which stand in neighbouring slots
 Thread& self();
 void wait(State state, Site site);   // until somebody makes the thread ready
 void fail(const std::string& text);  // ends the launch, from the scheduler
-struct Doing {                       // for reports from within an emulated instruction
+class Elsewhere {                    // the shared memory of a block of the cluster is meant, by its number there
+ public:
+  explicit Elsewhere(int rank);
+  ~Elsewhere() {
+    checker::enter(size_t(running.slot));
+  }
+};
+struct Doing {  // for reports from within an emulated instruction
   explicit Doing(Site site) {
     self().doing = site;
   }
@@ -68,6 +77,7 @@ void end_hopper_thread();
 void end_hopper_block();
 bool land_a_copy(size_t slot);                // false: none is under way
 void order_block();                           // the current block's threads have passed a barrier of the block
+void order_cluster();                         // all threads of the current block's cluster have passed theirs
 void order_warp(size_t warp);                 // __syncwarp
 std::string waits_for(const Thread& thread);  // at_phase, at_registers: in words
 

@@ -173,7 +173,7 @@ const Variable& variable_of(uintptr_t shared, size_t bytes, const char* verb) {
   const Variable* v = nullptr;
   for (const auto& candidate : mine->variables)
     if (shared >= candidate.base) v = &candidate;
-  if (!v || shared + bytes > base() + (size_t(running.slot) + 1) * window_bytes)
+  if (!v || shared + bytes > base() + (size_t(running.at) + 1) * window_bytes)
     report("%s of %zu bytes outside of the block's shared memory", verb, bytes);
   const size_t offset = shared - v->base;
   if (offset + bytes > v->bytes)
@@ -182,6 +182,12 @@ const Variable& variable_of(uintptr_t shared, size_t bytes, const char* verb) {
 }
 
 bool is_ordered(const Shadow& s, bool last_write) {
+  const uint32_t then = last_write ? s.write_interval : s.read_interval;
+  if (running.at != running.slot && !(last_write && s.writer >= clocks::copies)) {  // barriers of its own block: none
+    if (then < mine->first) return true;
+    if (!last_write && s.reader < 0) return clocks::knows_of_warp(s.reader_warp, s.read_warp_epoch);
+    return clocks::knows(last_write ? s.writer : s.reader, last_write ? s.write_clock : s.read_clock);
+  }
   if (last_write) {
     if (s.writer >= clocks::copies)  // whatever else: only its own barrier tells of a copy
       return s.write_interval < mine->first || clocks::knows(s.writer, s.write_clock);
@@ -213,6 +219,7 @@ void begin_launch(const void* arguments, size_t argument_bytes, size_t slots) {
 
 void enter(size_t slot) {
   mine = &blocks[slot];
+  running.at = int(slot);
 }
 
 void begin_block(int64_t number) {
@@ -267,7 +274,7 @@ uint32_t offset_of_shared(const void* address) {
 }
 
 unsigned char* shared_at(uint32_t offset) {
-  return arena->memory.data + size_t(running.slot) * window_bytes + offset;
+  return arena->memory.data + size_t(running.at) * window_bytes + offset;
 }
 
 void poison_shared(void* address, size_t bytes) {

@@ -13,7 +13,7 @@ namespace cuda_emulation::checker {
 
 // The scheduler says where it is. `slots`: blocks that run together; the current one is the last that was entered.
 void begin_launch(const void* arguments, size_t argument_bytes, size_t slots);
-void enter(size_t slot);
+void enter(size_t slot);  // from here on the shared memory of that block is meant
 void begin_block(int64_t number);
 void next_interval();  // a barrier of the block has passed
 void next_epoch();     // a barrier of the whole grid has
@@ -52,6 +52,7 @@ namespace cuda_emulation {
 struct Running {
   int thread = -1;                  // in the block; -1 outside of kernels
   int slot = 0;                     // of the block among those that run
+  int at = 0;                       // slot of the block whose shared memory it reaches: of a cluster, maybe another
   uint32_t* warp_epochs = nullptr;  // of each warp: how many __syncwarp it has passed
 };
 extern Running running;

@@ -1,7 +1,8 @@
 // Which thread knows what of the others, by vector clocks: every thread counts its own arrivals at mbarriers, and a
 // wait hands on what those who arrived knew. So an order that only mbarriers make is told from luck. Units beyond
-// the threads stand for hardware that works beside them. Of the running block; a block's clocks start with its first
-// use of Hopper's instructions.
+// the threads stand for hardware that works beside them. Threads are those of the running block, units those of the
+// block whose shared memory is meant (running.at). Blocks of a cluster have their clocks together, which start with the
+// first use of Hopper's instructions.
 #pragma once
 
 #include <cstddef>

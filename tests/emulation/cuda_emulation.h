@@ -51,8 +51,9 @@ const unsigned char* warp_exchange(const void* value, size_t bytes, Site site, C
 void* dynamic_shared();
 void* static_shared(const void* site, size_t bytes);  // one for each site and block
 
+// cluster: of so many blocks, all of which run together; 0: one block after another.
 cudaError_t run(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, void (*thread)(const void*),
-                const void* arguments, size_t argument_bytes, bool together);
+                const void* arguments, size_t argument_bytes, unsigned cluster);
 
 // Of the device that cuda_runtime.cpp describes.
 size_t most_shared_bytes();
@@ -139,7 +140,7 @@ inline float __uint_as_float(uint32_t bits) {
 namespace torchgradx::cuda {
 
 template <class... Parameters, class... Arguments>
-cudaError_t launch_emulated(bool together, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+cudaError_t launch_emulated(unsigned cluster, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
                             const Arguments&... arguments) {
   struct Call {
     void (*kernel)(Parameters...);
@@ -150,13 +151,13 @@ cudaError_t launch_emulated(bool together, void (*kernel)(Parameters...), dim3 g
     std::apply(call.kernel, call.parameters);
   };
   return cuda_emulation::run(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, thread, &call,
-                             sizeof(call), together);
+                             sizeof(call), cluster);
 }
 
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,
                    const Arguments&... arguments) {
-  return launch_emulated(false, kernel, grid, block, shared_bytes, arguments...);
+  return launch_emulated(0, kernel, grid, block, shared_bytes, arguments...);
 }
 
 }  // namespace torchgradx::cuda

@@ -23,7 +23,7 @@ struct Barrier {
 std::vector<std::map<uintptr_t, Barrier>> all;  // by block
 
 std::map<uintptr_t, Barrier>& mine() {
-  return all[size_t(running.slot)];
+  return all[size_t(running.at)];
 }
 
 unsigned offset_of(const void* barrier) {
@@ -34,9 +34,10 @@ Barrier& find(const void* address, const char* what) {
   const auto it = mine().find(uintptr_t(address));
   if (it == mine().end()) report("%s: nobody has initialised the barrier at %u", what, offset_of(address));
   Barrier& b = it->second;
-  const size_t me = size_t(running.thread);
-  if (me != b.initialiser && !clocks::knows(int(b.initialiser), b.initialised))
-    report("%s: no __syncthreads since the barrier at %u was initialised", what, offset_of(address));
+  const bool here = running.at == running.slot, mine = here && size_t(running.thread) == b.initialiser;
+  if (!mine && !clocks::knows(int(b.initialiser), b.initialised))
+    report("%s: no %s since the barrier at %u was initialised", what, here ? "__syncthreads" : "cluster_barrier",
+           offset_of(address));
   if (!b.fenced) report("%s: no barrier_init_fence since the barrier at %u was initialised", what, offset_of(address));
   return b;
 }
@@ -54,7 +55,7 @@ void end_phase_if_complete(const void* address, Barrier& b) {
   ++b.phase, b.pending = b.arrivals;
   clocks::set(b.arrived, clocks::copies + b.number, b.phase);
   b.ended = b.arrived;
-  for (Thread& t : current().threads)
+  for (Thread& t : block_at().threads)
     if (t.state == State::at_phase && t.phase_of == address && has_ended(b, t.parity)) t.state = State::ready;
 }
 
@@ -103,6 +104,13 @@ void barrier_expect(uint64_t* barrier, uint32_t bytes, Site site) {
 void barrier_arrive(uint64_t* barrier, Site site) {
   const Doing doing(site);
   arrive(barrier, 0, "barrier_arrive");
+}
+
+void barrier_arrive_at(uint64_t* barrier, int rank, Site site) {
+  const Doing doing(site);
+  const unsigned offset = offset_of(barrier);
+  const Elsewhere there(rank);
+  arrive(reinterpret_cast<uint64_t*>(checker::shared_at(offset)), 0, "barrier_arrive_at");
 }
 
 void barrier_wait(uint64_t* barrier, uint32_t parity, Site site) {

@@ -260,10 +260,10 @@ def battery(arithmetic: str, layer: str) -> None:
     tf32 = arithmetic == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = tf32
     dtype = torch.float32 if tf32 else getattr(torch, arithmetic)
-    if layer == "hopper":
+    if layer in ("hopper", "clusters"):
         import test_emulated_sm90 as hopper
 
-        hopper.battery()
+        hopper.battery() if layer == "hopper" else hopper.clusters()
         return
     if layer == "segments":
         import test_emulated_segments as segments

@@ -24,7 +24,8 @@ PLANTED = [  # name, text, what takes its place
      "release(before);\n      float sums", "float sums"),
     ("one group of products is not waited for", "wgmma_wait<0>", "wgmma_wait<1>"),
     ("two groups of products may be under way", "wgmma_wait<1>", "wgmma_wait<2>"),
-    ("the bias is not waited for", "kWarps + (p.bias ? kBiasWarps : 0)", "kWarps"),
+    ("the bias is not waited for", "kWarps * kCluster + (p.bias ? kBiasWarps : 0)",
+     "kWarps * kCluster"),
     ("the second group waits for too many",
      "barriers.first + i, kWarps / 2", "barriers.first + i, kWarps"),
     ("lanes of the bias read on while one releases",
@@ -98,13 +99,13 @@ PLANTED = [  # name, text, what takes its place
      "        sum[i] += __shfl_xor_sync(full_warp, sum[i], 16);\n", ""),
     # Tiles shared by blocks
     ("the first sharer's slot is always its first",
-     "2 * block + (from >= begin ? 0 : 1)", "2 * block"),
-    ("the last sharer is left out", "count = 1; block + count < s.blocks &&",
-     "count = 1; block + count + 1 < s.blocks &&"),
+     "2 * team + (from >= begin ? 0 : 1)", "2 * team"),
+    ("the last sharer is left out", "count = 1; team + count < s.teams &&",
+     "count = 1; team + count + 1 < s.teams &&"),
     ("sharers beyond the last are added", "if (i + j < count) {", "{"),
-    ("slots of two shares are one", "2 * block + which;", "2 * block;"),
-    ("a share ends before the next begins", "s.first_item(block + 1), next_tile",
-     "s.first_item(block + 1) - (block == 0), next_tile"),
+    ("slots of two shares are one", "(2 * team + which) * cluster", "(2 * team) * cluster"),
+    ("a share ends before the next begins", "s.first_item(team + 1), next_tile",
+     "s.first_item(team + 1) - (team == 0), next_tile"),
     # What is written
     ("channels beyond the last are written", "column.tap >= 0 && channel < p.channels",
      "column.tap >= 0"),
@@ -137,9 +138,41 @@ OF_SEGMENTS = [  # samples of several lengths
      "extent.rows ? extent.steps(boxes, rectangle) : boxes.steps", "boxes.steps"),
 ]  # fmt: skip
 
+OF_CLUSTERS = [  # of two blocks
+    ("a cluster's barriers are used before they are there",
+     "if constexpr (kCluster > 1) cluster_barrier();", ""),
+    ("a stage is released to its own block alone", "barriers.empty + stage, lane);",
+     "barriers.empty + stage, int(blockIdx.x) % 2);"),
+    ("readers of one block are waited for", "kWarps * kCluster + (p.bias", "kWarps + (p.bias"),
+    ("both blocks copy the same boxes", "== int(blockIdx.x) % kCluster", "== 0"),
+    ("both blocks copy all boxes", "% kCluster == int(blockIdx.x) % kCluster", ">= 0"),
+    ("a block copies for itself alone", "copy_box_to_both(to", "copy_box(to"),
+    ("the second block has the first's rows",
+     "segment.down = segment.down * cluster + rank", "segment.down = segment.down * cluster"),
+    ("squares of the second block over the first's",
+     "segment.tile = segment.tile * cluster + rank", "segment.tile = segment.tile * cluster"),
+    ("shares of two blocks in one slot", "(2 * team + which) * cluster + rank",
+     "(2 * team + which) * cluster"),
+    ("shares of the first block for both", "rank = tile % kCluster;", "rank = 0;"),
+    ("half of the shared tiles are added up", "s.left * kCluster * kWarps * kStrips",
+     "s.left * kWarps * kStrips"),
+    ("shared tiles of both blocks in the first's rows", "down * kCluster + rank, warp",
+     "down * kCluster, warp"),
+    ("the bias of the first block for both", "int64_t(place) * kCluster + down % kCluster",
+     "int64_t(place) * kCluster"),
+    ("squares of the bias of two blocks in one place", "tiles_down * kCluster + at.down",
+     "tiles_down + at.down"),
+    ("the sums of one team's bias over a tile's", "p.schedule.tiles() * kCluster + at.slot",
+     "p.schedule.tiles() + at.slot"),
+]  # fmt: skip
+
 
 MUTANTS = [
     Mutant(f"{layer}: {name}", file_of(old, "*sm90*"), "direct_sm90", "bfloat16", old, new, layer)
-    for layer, planted in (("hopper", PLANTED), ("segments", OF_SEGMENTS))
+    for layer, planted in (
+        ("hopper", PLANTED),
+        ("segments", OF_SEGMENTS),
+        ("clusters", OF_CLUSTERS),
+    )
     for name, old, new in planted
 ]

@@ -15,9 +15,11 @@ void barrier_init(uint64_t* barrier, uint32_t arrivals, Site site = Site::here()
 void barrier_init_fence();
 void barrier_expect(uint64_t* barrier, uint32_t bytes, Site site = Site::here());
 void barrier_arrive(uint64_t* barrier, Site site = Site::here());
+void barrier_arrive_at(uint64_t* barrier, int rank, Site site = Site::here());
 void barrier_wait(uint64_t* barrier, uint32_t parity, Site site = Site::here());
 void fence_async_shared();
-void copy_box(void* shared, const CUtensorMap& map, uint64_t* barrier, const int (&at)[4], Site site);
+void copy_box(void* shared, const CUtensorMap& map, uint64_t* barrier, const int (&at)[4], bool to_all, Site site);
+void cluster_barrier(Site site = Site::here());
 
 enum class Half { bfloat16, float16 };
 void wgmma(float* d, int columns, Half half, uint64_t of_a, uint64_t of_b, bool adds, Site site);
@@ -32,10 +34,12 @@ namespace torchgradx::cuda {
 
 using TensorMap = CUtensorMap;
 using cuda_emulation::barrier_arrive;
+using cuda_emulation::barrier_arrive_at;
 using cuda_emulation::barrier_expect;
 using cuda_emulation::barrier_init;
 using cuda_emulation::barrier_init_fence;
 using cuda_emulation::barrier_wait;
+using cuda_emulation::cluster_barrier;
 using cuda_emulation::fence_async_shared;
 using cuda_emulation::grid_barrier;
 using cuda_emulation::shared_address;
@@ -43,14 +47,24 @@ using cuda_emulation::wgmma_commit;
 using cuda_emulation::wgmma_fence;
 
 template <class... Parameters, class... Arguments>
-cudaError_t launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,
-                            const Arguments&... arguments) {
-  return launch_emulated(true, kernel, grid, block, shared_bytes, arguments...);
+cudaError_t launch_together(void (*kernel)(Parameters...), unsigned cluster, unsigned blocks, unsigned threads,
+                            size_t shared_bytes, cudaStream_t, const Arguments&... arguments) {
+  return launch_emulated(cluster, kernel, blocks, threads, shared_bytes, arguments...);
+}
+
+template <class... Parameters>
+int resident_pairs(void (*)(Parameters...), unsigned threads, size_t shared_bytes) {
+  return int(cuda_emulation::resident_blocks(threads, shared_bytes) / 2);
 }
 
 inline void copy_box(void* shared, const TensorMap& map, uint64_t* barrier, int x0, int x1, int x2, int x3,
                      Site site = Site::here()) {
-  cuda_emulation::copy_box(shared, map, barrier, {x0, x1, x2, x3}, site);
+  cuda_emulation::copy_box(shared, map, barrier, {x0, x1, x2, x3}, false, site);
+}
+
+inline void copy_box_to_both(void* shared, const TensorMap& map, uint64_t* barrier, int x0, int x1, int x2, int x3,
+                             Site site = Site::here()) {
+  cuda_emulation::copy_box(shared, map, barrier, {x0, x1, x2, x3}, true, site);
 }
 
 template <int left>

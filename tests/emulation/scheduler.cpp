@@ -5,6 +5,7 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <numeric>
 #include <random>
 #include <set>
 
@@ -24,7 +25,7 @@ std::vector<Block> gang;  // those that run
 Stacks stacks;
 Context scheduler;
 dim3 grid, block;
-size_t thread_count = 0, dynamic_bytes = 0;
+size_t thread_count = 0, dynamic_bytes = 0, cluster = 1;
 void (*body)(const void*);
 const void* body_arguments;
 bool failed = false, dry = false;
@@ -110,6 +111,8 @@ std::string state_of(const Thread& thread) {
       return "a warp operation at " + place_of(thread.site);
     case State::at_warpgroup:
       return "a warpgroup's operation at " + place_of(thread.site);
+    case State::at_cluster:
+      return "cluster_barrier at " + place_of(thread.site);
     case State::at_grid:
       return "grid_barrier at " + place_of(thread.site);
     default:
@@ -141,6 +144,15 @@ bool pass_barrier(size_t slot) {
   return true;
 }
 
+bool pass_cluster_barrier(size_t slot) {
+  if (slot % cluster) return false;
+  for (size_t s = slot; s < slot + cluster; ++s)
+    if (!all_at(gang[s], State::at_cluster)) return false;
+  for (size_t s = slot; s < slot + cluster; ++s) enter(s), make_ready(gang[s]);
+  order_cluster();
+  return true;
+}
+
 bool pass_grid_barrier() {
   for (const Block& b : gang)
     if (!all_at(b, State::at_grid)) return false;
@@ -157,7 +169,7 @@ void report_deadlock() {
     enter(slot);
     const Block& b = gang[slot];
     for (const Thread& t : b.threads)
-      diverged &= t.state != State::at_phase && t.state != State::at_registers && t.state != State::at_grid;
+      diverged &= t.state != State::at_phase && t.state != State::at_registers && t.state < State::at_cluster;
     if (b.finished == thread_count) continue;
     std::string all;
     for (const auto& site : places(b)) all += (all.empty() ? "" : "; ") + site;
@@ -197,7 +209,8 @@ void run_gang(const std::vector<int64_t>& numbers) {
       if (!failed && finished(gang[slot])) end_hopper_block();
       return progress;
     });
-    moved = moved || each(pass_barrier) || (!failed && each(land_a_copy)) || (!failed && pass_grid_barrier());
+    moved = moved || each(pass_barrier) || each(pass_cluster_barrier) || (!failed && each(land_a_copy)) ||
+            (!failed && pass_grid_barrier());
     if (!moved && !failed) report_deadlock();
   }
 }
@@ -219,6 +232,19 @@ bool is_valid(size_t shared_bytes) {
 
 Block& current() {
   return gang[size_t(running.slot)];
+}
+Block& block_at() {
+  return gang[size_t(running.at)];
+}
+size_t cluster_size() {
+  return cluster;
+}
+Elsewhere::Elsewhere(int rank) {
+  if (rank < 0 || size_t(rank) >= cluster) report("no block %d in a cluster of %zu", rank, cluster);
+  size_t slot = size_t(running.slot) / cluster * cluster;
+  while (size_t(gang[slot].number) % cluster != size_t(rank)) ++slot;
+  if (gang[slot].finished == thread_count) report("block %d of the cluster has ended", rank);
+  checker::enter(slot);
 }
 Thread& self() {
   return current().threads[size_t(running.thread)];
@@ -288,6 +314,10 @@ void barrier(Site site) {
   wait(State::at_barrier, site);
 }
 
+void cluster_barrier(Site site) {
+  wait(State::at_cluster, site);
+}
+
 void grid_barrier(Site site) {
   wait(State::at_grid, site);
 }
@@ -304,7 +334,9 @@ void* static_shared(const void* site, size_t bytes) {
 }
 
 cudaError_t run(const void* kernel, dim3 grid_, dim3 block_, size_t shared_bytes, void (*thread)(const void*),
-                const void* arguments, size_t argument_bytes, bool together) {
+                const void* arguments, size_t argument_bytes, unsigned cluster_) {
+  const bool together = cluster_ > 0;
+  cluster = std::max(1u, cluster_);
   grid = grid_, block = block_, dynamic_bytes = shared_bytes, body = thread, body_arguments = arguments;
   failed = false;
   thread_count = size_t(block.x) * block.y * block.z;
@@ -314,6 +346,10 @@ cudaError_t run(const void* kernel, dim3 grid_, dim3 block_, size_t shared_bytes
     return cudaErrorInvalidConfiguration;
   }
   const int64_t blocks = int64_t(grid.x) * grid.y * grid.z;
+  if (blocks % int64_t(cluster)) {
+    message = "invalid launch: " + std::to_string(blocks) + " blocks are no whole clusters";
+    return cudaErrorInvalidConfiguration;
+  }
   if (together && blocks > resident_blocks(thread_count, shared_bytes)) {
     message = "invalid launch: " + std::to_string(blocks) + " blocks cannot all run at once";
     return cudaErrorCooperativeLaunchTooLarge;
@@ -326,9 +362,12 @@ cudaError_t run(const void* kernel, dim3 grid_, dim3 block_, size_t shared_bytes
   const size_t at_once = together ? size_t(blocks) : 1;
   stacks.reserve(at_once * thread_count);
   checker::begin_launch(arguments, argument_bytes, at_once);
-  std::vector<int64_t> numbers(static_cast<size_t>(blocks));
-  for (int64_t b = 0; b < blocks; ++b) numbers[size_t(b)] = order == Order::reverse ? blocks - 1 - b : b;
-  if (order == Order::shuffled) std::shuffle(numbers.begin(), numbers.end(), generator);
+  std::vector<int64_t> numbers(static_cast<size_t>(blocks)), clusters(numbers.size() / cluster);
+  std::iota(clusters.begin(), clusters.end(), 0);
+  if (order == Order::shuffled) std::shuffle(clusters.begin(), clusters.end(), generator);
+  for (size_t b = 0; b < numbers.size(); ++b)
+    numbers[b] = clusters[b / cluster] * int64_t(cluster) + int64_t(b % cluster);
+  if (order == Order::reverse) std::reverse(numbers.begin(), numbers.end());
   for (size_t b = 0; b < numbers.size() && !failed; b += at_once)
     run_gang({numbers.begin() + std::ptrdiff_t(b), numbers.begin() + std::ptrdiff_t(b + at_once)});
   running.thread = -1;

@@ -131,19 +131,28 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, voi
 
 }  // namespace
 
-void copy_box(void* shared, const CUtensorMap& map, uint64_t* barrier, const int (&at)[4], Site site) {
+void copy_box(void* shared, const CUtensorMap& map, uint64_t* barrier, const int (&at)[4], bool to_all, Site site) {
   const Doing doing(site);
   if (!checker::is_shared(shared)) report("copy_box: the destination %p is not shared memory", shared);
   if (checker::offset_of_shared(shared) % 1024)
     report("copy_box: the destination %u is not aligned to 1024 bytes, as its swizzle wants",
            checker::offset_of_shared(shared));
-  const Counted counted = begin_counted_copy(barrier);
-  const Copy copy{static_cast<unsigned char*>(shared), read(map), {at[0], at[1], at[2], at[3]}, counted};
+  Copy copy{nullptr, read(map), {at[0], at[1], at[2], at[3]}, {}};
   each_row(copy, [&](size_t, const unsigned char* row, size_t first, size_t end) {
     if (row) checker::check(row + first, end - first, false);
   });
-  checker::begin_copy(shared, extent_of(copy.map).bytes, counted.unit, counted.phase);
-  under_way[size_t(running.slot)].push_back(copy);
+  const uint32_t place = checker::offset_of_shared(shared), of_barrier = checker::offset_of_shared(barrier);
+  const auto begin = [&] {
+    copy.to = checker::shared_at(place);
+    copy.counted = begin_counted_copy(reinterpret_cast<uint64_t*>(checker::shared_at(of_barrier)));
+    checker::begin_copy(copy.to, extent_of(copy.map).bytes, copy.counted.unit, copy.counted.phase);
+    under_way[size_t(running.at)].push_back(copy);
+  };
+  if (!to_all) return begin();
+  for (int rank = 0; rank < int(cluster_size()); ++rank) {
+    const Elsewhere there(rank);
+    begin();
+  }
 }
 
 bool land_a_copy(size_t slot) {

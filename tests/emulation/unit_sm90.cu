@@ -43,7 +43,13 @@ enum Fault {
   constant,
   too_greedy,
   not_less,
-  not_whole
+  not_whole,
+  no_cluster_barrier,
+  own_readers,
+  one_releases,
+  one_copies,
+  ends_early,
+  no_such_block
 };
 
 // Product of a warpgroup: thread 0 of the first copies 16 positions after the other into a ring of two stages, which
@@ -188,6 +194,42 @@ __global__ void grid_kernel(const float* in, float* out) {
   if (thread == 0) out[gridDim.x + block] = sum;
 }
 
+// Clusters of two blocks: of two boxes a round each block copies one, for both. All add up what they got.
+template <Fault fault>
+__global__ void cluster_kernel(const GRID_CONSTANT TensorMap map, uint32_t* out) {
+  constexpr int kWords = 2 * kBoxBytes / 4;
+  DYNAMIC_SHARED(unsigned char, shared);
+  STATIC_SHARED(uint64_t, barriers, [2]);
+  uint64_t *const full = barriers, *const empty = barriers + 1;
+  const uint32_t address = shared_address(shared);
+  unsigned char* const boxes = shared + (((address + 1023) & ~1023u) - address);
+  const int thread = int(threadIdx.x), rank = int(blockIdx.x) % 2;
+  if (thread == 0) {
+    barrier_init(full, 1), barrier_init(empty, fault == own_readers ? 2 : 4);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if (fault != no_cluster_barrier) cluster_barrier();
+  uint32_t sum = 0;
+  for (int round = 0; round < kRounds; ++round) {
+    if (thread == 0) {
+      barrier_wait(empty, round & 1 ^ 1);
+      barrier_expect(full, 2 * kBoxBytes);
+      if (fault != one_copies || rank == 0)
+        copy_box_to_both(boxes + rank * kBoxBytes, map, full, 0, (2 * round + rank) * 16, 0, 0);
+    }
+    __syncwarp();
+    barrier_wait(full, round & 1);
+    for (int i = thread; i < kWords; i += 64) sum += reinterpret_cast<const uint32_t*>(boxes)[i];
+    __syncwarp();
+    if (fault == ends_early && round == kRounds - 2 && rank == 1) break;
+    if (fault == own_readers ? thread % 32 == 0 : thread % 32 < (fault == one_releases ? 1 : 2))
+      barrier_arrive_at(empty, fault == own_readers ? rank : fault == no_such_block ? 2 : thread % 32);
+  }
+  out[blockIdx.x * 64 + thread] = sum;
+  if (fault != ends_early) cluster_barrier();
+}
+
 template <Fault fault>
 __global__ void registers_kernel(const float* in, float* out) {
   if (threadIdx.x < 128) {
@@ -246,7 +288,7 @@ cudaError_t product(const Given& g) {
   const auto type = std::is_same_v<half_t, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const TensorMap a = rows(g.a, g.numbers[0], 64, type), b = rows(g.b, g.numbers[0], columns, type);
   const int bytes = 1024 + kStages * (1 + columns / 64) * kBoxBytes;
-  return launch_together(product_kernel<half_t, columns, fault>, 1, fault == not_whole ? 192 : 256, size_t(bytes),
+  return launch_together(product_kernel<half_t, columns, fault>, 1, 1, fault == not_whole ? 192 : 256, size_t(bytes),
                          nullptr, a, b, static_cast<float*>(g.out));
 }
 
@@ -266,8 +308,15 @@ cudaError_t box(const Given& g) {
 
 template <Fault fault>
 cudaError_t grid(const Given& g) {
-  return launch_together(grid_kernel<fault>, unsigned(g.numbers[0]), 64, 0, nullptr, static_cast<const float*>(g.a),
+  return launch_together(grid_kernel<fault>, 1, unsigned(g.numbers[0]), 64, 0, nullptr, static_cast<const float*>(g.a),
                          static_cast<float*>(g.out));
+}
+
+template <Fault fault>
+cudaError_t cluster(const Given& g) {
+  const TensorMap map = rows(g.a, 2 * kRounds * 16, 64, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16);
+  return launch_together(cluster_kernel<fault>, 2, unsigned(g.numbers[0]), 64, 1024 + 2 * kBoxBytes, nullptr, map,
+                         static_cast<uint32_t*>(g.out));
 }
 
 template <Fault fault>
@@ -330,6 +379,13 @@ constexpr Case kCases[] = {
     CASE(grid, misses),
     CASE(grid, no_barrier),
     CASE(grid, constant),
+    CASE(cluster, none),
+    CASE(cluster, no_cluster_barrier),
+    CASE(cluster, own_readers),
+    CASE(cluster, one_releases),
+    CASE(cluster, one_copies),
+    CASE(cluster, ends_early),
+    CASE(cluster, no_such_block),
     CASE(registers, none),
     CASE(registers, too_greedy),
     CASE(registers, not_less),
