@@ -354,6 +354,7 @@ void bind_capture(py::module_& m) {
       py::arg("sites"), py::arg("of"), py::arg("input"), py::arg("state"), py::arg("cell"), py::arg("weights"),
       py::arg("into").none(true) = nullptr);
   m.def("of_its_own", &of_its_own);
+  m.def("use_operators_everywhere", [](bool on) { operators_everywhere = on; });  // for tests: as on a GPU
 
   // A chain of tensor operations takes longer than a small layer's backward, at a time when their code is in no cache.
   m.def("norms_of", [](const Tensor& sq_norms, double factor, bool wide) {  // [N] in float64, on a CPU

@@ -68,6 +68,28 @@ def test_every_option_has_the_norms_of_the_loop(kind, option, options, dtype):
           input_grad=True, **options)  # fmt: skip
 
 
+@pytest.fixture
+def _as_on_a_gpu():
+    """By the framework's operators, which serve where our kernels do not."""
+    if not ops.NATIVE:
+        pytest.skip("needs the extension")
+    from torchgradx import _C
+
+    _C.use_operators_everywhere(True)
+    yield
+    _C.use_operators_everywhere(False)
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+@every_option
+@every_kind
+def test_every_option_by_the_operators_of_a_gpu(kind, option):
+    for options in ({}, {"fused": False}):
+        check(net(made(kind, option)), square, torch.randn(N, T, I), input_grad=True, **options)
+    if option != "dropout in eval":
+        test_packed_sequences_have_the_norms_of_the_loop(kind, option, {})
+
+
 @native_mode
 @pytest.mark.parametrize("use", ["steps", "last"])
 @pytest.mark.parametrize("steps", [1, N, 7])

@@ -12,7 +12,7 @@ constexpr int64_t kLstmMode = 2;  // as ideep numbers them
 // Where at::lstm goes to oneDNN in float32 (ATen/native/RNN.cpp, use_mkldnn).
 bool in_onednn(const Recurrence& of, const Sequence& in) {
   return of.cell == Cell::kLstm && !of.single && !of.projects && !of.packing.rows.defined() && at::hasMKLDNN() &&
-         at::globalContext().userEnabledMkldnn() && in.input.scalar_type() == at::kFloat;
+         at::globalContext().userEnabledMkldnn() && in.input.is_cpu() && in.input.scalar_type() == at::kFloat;
 }
 
 // [T, B, states] of the rows of a sequence, in the order in which the packed data has them.
@@ -88,7 +88,10 @@ Ran onednn(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps, 
   return {of.both_ways ? at::cat(states, -1) : states[0], stacked(last), stacked(cells)};
 }
 
-// [T, B, P]: the state that each step began with.
+Output arranged(const Recurrence& of, const Ran& ran);
+
+}  // namespace
+
 Tensor shifted(const Recurrence& of, const Tensor& states, const Tensor& first, bool backwards) {
   const int64_t steps = states.size(0);
   if (!backwards) return at::cat({first.unsqueeze(0), states.narrow(0, 0, steps - 1)});
@@ -102,6 +105,8 @@ Tensor shifted(const Recurrence& of, const Tensor& states, const Tensor& first, 
   }
   return previous;
 }
+
+namespace {
 
 Output arranged(const Recurrence& of, const Ran& ran) {
   const Tensor& order = of.packing.unsorted;
@@ -133,7 +138,14 @@ Output framework(const Recurrence& of, const Sequence& in) {
   return arranged(of, stepwise(of, in));
 }
 
+struct Silence : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
 Output run(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps, bool late) {
+  Silence silence;  // of cuDNN, whose weights of a layer are no piece of memory alone
+  std::optional<c10::WarningUtils::WarningHandlerGuard> silent;
+  if (!in.input.is_cpu()) silent.emplace(&silence);
   steps.resize(of.directions());
   const at::NoGradGuard no_grad;
   const Ran ran = in_onednn(of, in) ? onednn(of, in, steps, late) : stepwise(of, in);

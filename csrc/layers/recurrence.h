@@ -86,6 +86,16 @@ struct OutputGradients {  // of one direction
 GateGradients through_time(const Recurrence& of, int64_t direction, const Tensor& input, const Sequence& in,
                            const Steps& steps, const OutputGradients& grads, bool wants_input);
 
+// The same on any device; input, weights and gradients in float32 at least.
+GateGradients by_operators(const Recurrence& of, bool backwards, const Weights& w, const Tensor& input,
+                           const Steps& steps, const Tensor& first_cell, const OutputGradients& grads,
+                           bool wants_input);
+extern bool operators_everywhere;  // on a CPU too: for tests
+
+Tensor lstm_gates(const Weights& w, const Tensor& input, const Tensor& previous);  // activated, [T, B, 4 H]
+// [T, B, *]: what each step began with, from what it left and what the first one began with
+Tensor shifted(const Recurrence& of, const Tensor& after, const Tensor& first, bool backwards);
+
 // [T, B, *] of a layer's input or of its states, and back.
 Tensor by_step(const Recurrence& of, const Tensor& input);
 Tensor from_steps(const Recurrence& of, const Tensor& by_step, const Tensor& like);

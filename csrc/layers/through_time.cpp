@@ -20,13 +20,6 @@ void activate(const Tensor& gates) {  // of an LSTM: input, forget, cell, output
   gates.narrow(-1, 3 * h, h).sigmoid_();
 }
 
-Tensor lstm_gates(const Weights& w, const Tensor& input, const Tensor& previous) {
-  const Tensor gates = at::linear(input.contiguous(), w.ih, maybe(w.ih_bias));
-  gates.add_(at::linear(previous, w.hh, maybe(w.hh_bias)));
-  activate(gates);
-  return gates;
-}
-
 template <class T>
 struct View {  // [T, B, *]
   T* data = nullptr;
@@ -214,6 +207,15 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
 
 }  // namespace
 
+bool operators_everywhere = false;
+
+Tensor lstm_gates(const Weights& w, const Tensor& input, const Tensor& previous) {
+  const Tensor gates = at::linear(input.contiguous(), w.ih, maybe(w.ih_bias));
+  gates.add_(at::linear(previous, w.hh, maybe(w.hh_bias)));
+  activate(gates);
+  return gates;
+}
+
 GateGradients through_time(const Recurrence& of, int64_t direction, const Tensor& input, const Sequence& in,
                            const Steps& steps, const OutputGradients& grads, bool wants_input) {
   const at::AutoDispatchBelowADInplaceOrView below;  // nothing here is differentiated
@@ -222,6 +224,7 @@ GateGradients through_time(const Recurrence& of, int64_t direction, const Tensor
   const Tensor x = widened(input), c = in.cell.defined() ? widened(in.cell[direction]).contiguous() : Tensor();
   const Tensor states = widened(grads.states);  // rows may lie in any order, as those of a batch_first module
   const OutputGradients g{states.stride(2) == 1 ? states : states.contiguous(), grads.last, grads.cell};
+  if (!x.is_cpu() || operators_everywhere) return by_operators(of, direction == 1, w, x, steps, c, g, wants_input);
   const Tensor& sizes = of.packing.batch_sizes;
   const int64_t gates = of.cell == Cell::kLstm ? 4 : of.cell == Cell::kGru ? 3 : 1;
   const Walk walk{x.size(0), x.size(1), w.ih.size(0) / gates, direction == 1,

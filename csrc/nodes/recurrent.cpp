@@ -140,8 +140,8 @@ struct RecurrentNode : SavingNode {
       const int64_t bias = of.biases ? 2 : -1;
       const Tensor g = rows(at.input);
       std::shared_ptr<cpu::SharedGrads> shared;
-      if (at.state.is_same(at.input) && recorded[site] && recorded[site + 1] && uses[site]->wants_weight &&
-          uses[site + 1]->wants_weight)
+      if (input.is_cpu() && at.state.is_same(at.input) && recorded[site] && recorded[site + 1] &&
+          uses[site]->wants_weight && uses[site + 1]->wants_weight)
         shared = std::make_shared<cpu::SharedGrads>(
             cpu::SharedGrads{rows(steps[d].states).squeeze(1), uses[site + 1]->wants_bias, steps[d].late});
       weight(found, site, recorded, {rows(input), {}, {}, shared}, g, from, bias);

@@ -20,7 +20,7 @@ class Packed:
         self.data, sizes, self._sorted, unsorted = sequence
         self.rows = int(sizes[0])
         inside = torch.arange(self.rows) < sizes[:, None]  # [T, N], rows sorted by length
-        steps, row = inside.nonzero(as_tuple=True)
+        steps, row = (t.to(self.data.device) for t in inside.nonzero(as_tuple=True))
         self.fields = [sizes, steps * self.rows + row, self._sorted, unsorted]
         self.samples = row if self._sorted is None else self._sorted[row]  # of each row
         self._places = steps * self.rows + self.samples

@@ -1,8 +1,8 @@
 """The sites of nn.LSTM, nn.GRU, nn.RNN and their cells, which go through time (through_time.py).
 
-Each weight has a site of its own. With fused=False the framework's own gradients stay, and norms
-are made beside them. What is not served, as under autocast, is run again in backward like any other
-module.
+Each weight has a site of its own. With fused=False, and where a GPU runs several layers in one
+piece, the framework's own gradients stay, and norms are made beside them. What is not served, as
+under autocast, is run again in backward like any other module.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from .. import ops
 from ..layers.rules import Layer, rule_named
 from ..layers.table import Context, declared_layout, owns_backward
 from ..proof.layout import BATCH
+from ..shared.outer import Gradients
 from . import through_time
 from .copies import Hook, stock_of
+from .fallback import Call
 from .native import NativeSite, core
 from .rerun import FallbackSite
 
@@ -31,7 +33,7 @@ class RecurrentSite(FallbackSite):
 
     def _attend(self, context: Context) -> None:
         module, options = self._module, context.options
-        self._stock = stock_of(type(module))
+        self._stock, self._closed = stock_of(type(module)), self._beside
         self._strict = options["backend"] == "native"
         self._products = context.products.setdefault(id(module), [])
         context.standing.put(module, _forward_of)[id(module)] = Hook(self._forward)
@@ -39,13 +41,20 @@ class RecurrentSite(FallbackSite):
     def _forward(self, module: Any, input: Any, hx: Any) -> Any:
         run = self._recorder.current()
         trained = any(p is not None and p.requires_grad for p in module._parameters.values())
-        if run is not None and trained and through_time.served(module, input, hx):
+        served = run is not None and trained and through_time.served(module, input, hx)
+        if served and through_time.keeps_outputs(module, input):
             return through_time.run(self._layer, module, input, hx)
-        if run is not None and trained and self._strict:
+        if run is not None and trained and self._strict and not served:
             run.refuse(self._index, "no_kernel")
         self._before(module, ())
         out = self._stock.forward(module, input, hx)
         return self._after(module, (input, hx), {}, out) or out
+
+    def _beside(self, call: Call) -> dict[str, Gradients] | None:
+        found = through_time.beside(call)
+        if found is not None:
+            self.layer.notes["through time"] = None
+        return found
 
     def _layer(self, k: int, layers: int, *given: Any) -> Any:
         count = len(self._products) // layers

@@ -117,13 +117,14 @@ def served(module: Any, input: Any, hx: Any = None) -> bool:
     for t in (data, *given, *module._parameters.values()):
         if t is None:
             continue
-        if type(t) not in PLAIN or t.dtype is not data.dtype or not t.is_cpu:
+        if type(t) not in PLAIN or t.dtype is not data.dtype or t.device != data.device:
             return False
-    if not data.numel():
+    device = data.device.type
+    if not data.numel() or device not in ("cpu", "cuda"):
         return False
     if torch._C._are_functorch_transforms_active():
         return False
-    if torch.is_autocast_enabled("cpu") and not _lowered(module, sizes):
+    if torch.is_autocast_enabled(device) and not (device == "cpu" and _lowered(module, sizes)):
         return False
     if data.dim() != (2 if single or sizes is not None else 3):
         return False
@@ -138,6 +139,13 @@ def served(module: Any, input: Any, hx: Any = None) -> bool:
         if lstm:
             wanted.append(module.get_expected_cell_size(data, sizes))
     return [tuple(t.shape) for t in given] == [tuple(w) for w in wanted]
+
+
+def keeps_outputs(module: Any, input: Any) -> bool:
+    """Return True if layer by layer the outputs have the bits of the module's own: a GPU runs all
+    layers in one piece."""
+    data = input[0] if isinstance(input, PackedSequence) else input
+    return bool(data.is_cpu) or getattr(module, "num_layers", 1) == 1
 
 
 def _lowered(module: Any, sizes: Any) -> bool:
@@ -159,6 +167,9 @@ def beside(call: Call) -> dict[str, Gradients] | None:
         known = served(module, *args, **kwargs)
     if not (weights and known and len(set(held)) == len(held) and _a_row_each(call)):
         return None
+    drops = module.training and getattr(module, "dropout", 0) > 0
+    if drops and not keeps_outputs(module, args[0] if args else kwargs["input"]):
+        return None  # its random numbers are cuDNN's own
     met: list[Any] = []
 
     def layer(k: int, layers: int, *given: Any) -> Any:
