@@ -122,7 +122,7 @@ class Lift:
             if uses[k][2] is not None
             and (isinstance(found[k].layout, str) or (not proven and found[k].layout is None))
         }
-        beside = [k for k in start.beside if not isinstance(found[k].layout, str)]
+        beside = list(start.beside)
         graph, read = start.graph, start.read
         if mixing != start.tables or beside != start.beside:
             every = {place for layer in self._layers for place in layer.parameters}
