@@ -100,23 +100,6 @@ def test_norms_of_a_layer(name, dtype):
         close(ghost(layer, x), want, dtype)
 
 
-def test_what_opacus_gets_wrong_is_still_wrong_without_us():
-    """Or the table above may claim more for it."""
-    for name in ("conv2d circular", "conv1d reflect", "embedding with padding"):
-        make, shape, _ = LAYERS[name]
-        layer, x = make().double(), batch(shape)
-        x = x if x.dtype == torch.int64 else x.double()
-        want, got = loop(layer, square, x)["weight"], ghost(layer, x)["weight"]
-        assert ((got - want).abs() > 1e-3 * want).any(), f"{name}: Opacus has it right now"
-
-
-@pytest.mark.parametrize("view", ["channels_last", "transposed"])
-def test_whatever_the_memory_of_the_input(view, registered):
-    layer, x = nn.Conv2d(4, 6, 3).double(), torch.randn(5, 4, 7, 7, dtype=torch.float64)
-    x = x.to(memory_format=torch.channels_last) if view == "channels_last" else x.mT
-    close(ghost(layer, x), loop(layer, square, x), torch.float64)
-
-
 def test_samples_in_the_second_dimension(registered):
     layer, x = nn.Linear(5, 4).double(), torch.randn(7, 3, 5, dtype=torch.float64)  # [T, N, I]
     model = Ghost(copy.deepcopy(layer).train(), strict=False, batch_first=False)

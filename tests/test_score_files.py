@@ -311,7 +311,7 @@ def test_a_file_holds_what_score_returns(tmp_path, ending):
     net, out = model(), tmp_path / f"scores{ending}"
     whole = score(net, pool(), out=out, indices=range(1, N))
     held = read(out)
-    assert list(held) == ["norm"]
+    assert (list(held), whole.dtype) == (["norm"], np.float32)
     np.testing.assert_array_equal(held["norm"].astype(np.float32), whole)
     named = score(net, pool(), out=out, per="parameter")  # replaces it
     held = read(out)

@@ -71,35 +71,3 @@ def test_norms_are_those_of_single_graphs(name, pool, fused):
                 want = norms_of(loop(model, case, case.loss_of_one))
             step(model, case)
             close_named(probe.norms(per="parameter"), want, 1e-9)
-
-
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_an_edge_between_two_graphs_is_refused_in_every_step(name):
-    model = Net(name).to(DOUBLE)
-    with torchgradx.attach(model, sample_ids=batch_of) as probe:
-        for meet in (False, True, True, False):
-            case = Batched().draw([4, 3, 5], torch.Generator().manual_seed(2))
-            if meet:
-                joined(case)
-            step(model, case)
-            if meet:
-                refusal(probe, "fed by several samples")
-            else:
-                assert (probe.norms() > 0).all()
-
-
-def test_score_with_its_loader():
-    case = Batched().draw([3, 5, 2, 4, 6], torch.Generator().manual_seed(4))
-    model = Net("GCN").to(DOUBLE)
-    pool = [
-        data.Data(x=case.x[case.ids == k], edge_index=case.own[k], y=case.y[k : k + 1])
-        for k in range(case.n)
-    ]
-    got = torchgradx.score(
-        model, F.cross_entropy, DataLoader(pool, batch_size=2), sample_ids=batch_of,
-        split=lambda b: ((b.x, b.edge_index, b.batch), b.y), progress=False,
-    )  # fmt: skip
-    want = norms_of(loop(model, case, case.loss_of_one))
-    whole = torch.stack([norms.square() for norms in want.values()]).sum(0).sqrt()
-    assert got["item"].tolist() == list(range(case.n))
-    torch.testing.assert_close(torch.from_numpy(got["norm"]), whole, rtol=1e-9, atol=1e-12)

@@ -80,15 +80,6 @@ def test_a_writer_may_be_a_function_of_a_dict_and_the_step():
     assert written[1][1] == 7
 
 
-def test_a_summary_writer_of_tensorboard_takes_it(tmp_path):
-    tensorboard = pytest.importorskip("torch.utils.tensorboard")
-    with tensorboard.SummaryWriter(tmp_path) as writer:
-        watch = OutlierWatch(writer=writer, warmup=2)
-        for norms in torch.rand(3, 4):
-            watch.update(norms)
-    assert any(tmp_path.iterdir())
-
-
 def test_a_state_goes_on_as_if_nothing_had_happened():
     one, two = (OutlierWatch(quantile=0.8, factor=1.5, window=21, warmup=10) for _ in range(2))
     norms = spiky(20)
