@@ -15,7 +15,6 @@ from oracle import (
     draw,
     truth_of,
 )
-from torch import Tensor
 
 from torchgradx import ops
 

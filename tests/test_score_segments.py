@@ -1,6 +1,5 @@
 """score(sample_ids=): an entry for each document or graph, against a loop over single ones."""
 
-
 import numpy as np
 import pytest
 import torch

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attach_oracle import Model, a_few_modes, close_named, refusal
-from segment_models import CASES, GPT, Case, D, DeepSet, Packed, spread
+from segment_models import CASES, D, DeepSet, spread
 from torch import nn
 from torch.nn import functional as F
 

@@ -4,11 +4,10 @@ import warnings
 
 import pytest
 import torch
-from attach_oracle import close_named, refusal
+from attach_oracle import close_named
 from segment_models import CLASSES, SIZES, D, Graphs
-from test_segments import DOUBLE, joined, loop, norms_of, step
+from test_segments import DOUBLE, loop, norms_of, step
 from torch import nn
-from torch.nn import functional as F
 
 import torchgradx
 
@@ -16,7 +15,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it scripts functions
     data = pytest.importorskip("torch_geometric.data")
     from torch_geometric import nn as geometric
-    from torch_geometric.loader import DataLoader
 
 
 def mlp(ins, outs):
