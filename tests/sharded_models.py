@@ -84,8 +84,6 @@ def counts():
 ROWS = {
     "sequence first": (lambda x: x.transpose(0, 1),) * 2,
     "flattened": (lambda x: x.flatten(0, 1), lambda y: y.unflatten(0, (-1, T))),
-    "flattened, sequence first": (lambda x: x.transpose(0, 1).flatten(0, 1),
-        lambda y: y.unflatten(0, (T, -1)).transpose(0, 1)),
     "windows": (lambda x: x.unflatten(1, (2, T // 2)).flatten(0, 1),
         lambda y: y.unflatten(0, (-1, 2)).flatten(1, 2)),
 }  # fmt: skip
@@ -95,25 +93,6 @@ def reshaped(into, back):
     """A layer between reshapes of what it is given and what it gives."""
     rows = Model(lambda m, x: back(m.layer(into(x))), layer=nn.Linear(WIDTH, WIDTH))
     return Chain(rows, scale())
-
-
-class Types(nn.Module):
-    """A table that all samples read alike, each on its own rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(2, WIDTH)
-        self.register_buffer("ids", torch.arange(T)[None] % 2)
-
-    def forward(self, x):
-        return torch.tanh(x + self.table(self.ids.expand(len(x), -1)))
-
-
-def token():
-    """Calls a block on what no sample entered."""
-    return Model(lambda m, x: m.out(torch.tanh(m.into(x)) + m.blocks[0](m.token)),
-                 token=torch.randn(1, 1, WIDTH), blocks=nn.ModuleList([Block()]),
-                 into=nn.Linear(3, WIDTH), out=nn.Linear(WIDTH, 2))  # fmt: skip
 
 
 def scale(*shape):
@@ -167,19 +146,6 @@ def refused(make, shard, order, options, names, penalised=None, n=N):
             probe.reset()
 
 
-def gradients_are_left(order):
-    """Norms alone, of a module that runs again: what was in .grad stays there."""
-    options = {"weight_grad": False}
-    model, probe, _ = attached(
-        made(lambda: Chain(scale())), in_place(by_block), PLACE[order], options
-    )
-    with probe:
-        for step in range(2):
-            square(model, samples(step, N, T)).backward()
-            probe.norms()
-            assert all(p.grad is None for p in model.parameters())
-
-
 # ---- The table -----------------------------------------------------------------------------------
 TOLD, BLOCK_TOLD = {"layout": {"*": "batch"}}, {"layout": {"blocks.0": "batch"}}
 WAYS = {"by block": by_block, "by layer": by_layer,
@@ -205,7 +171,6 @@ def rows(mode):
         freed = WAYS["by block, freed"]
         yield f"a penalty on {name}", refused, lambda: Chain(scale()), freed, {}, how
     makes = {title: functools.partial(reshaped, *between) for title, between in ROWS.items()}
-    makes |= {"types": lambda: Chain(Types()), "token": token}
     for title, make in makes.items():
         yield title, exact, make, by_block, {}, {}
     flattened = makes["flattened"]
@@ -224,5 +189,4 @@ def scenarios(rank, folder):
             for title, run, make, shard, more, how in rows(mode):
                 call = functools.partial(run, make, shard, order, options | more, **how)
                 table[f"{title}, {order}, {mode}"] = call
-        table[f"gradients are left, {order}"] = functools.partial(gradients_are_left, order)
     return table
