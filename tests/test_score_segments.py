@@ -124,9 +124,8 @@ def test_of_chosen_items_alone():
         np.testing.assert_allclose(column, every[name][chosen], rtol=1e-12)
 
 
-@pytest.mark.parametrize("columns", [1, 2])
-def test_items_that_the_collate_function_packs_have_an_entry_each(columns):
-    """One row of documents, each an item: ids [1, S]; as a set of rows: ids [S]."""
+def test_items_that_the_collate_function_packs_have_an_entry_each():
+    """One row of documents, each an item: ids [1, S]."""
     model, data = gpt(), list(Corpus().documents())
 
     def one_row(samples):
@@ -198,14 +197,6 @@ def test_concatenated_graphs_have_an_entry_for_each_item_and_kind():
 
 
 # ---- Files ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("ending", [".npz", ".csv", ".parquet"])
-def test_a_file_has_the_item_and_the_id_of_each_entry(tmp_path, ending):
-    out = tmp_path / f"scores{ending}"
-    want = score(gpt(), out=out)
-    got = columns_of(out)
-    assert list(got) == list(want)
-    for name, column in want.items():
-        np.testing.assert_array_equal(got[name], column)
 
 
 def test_what_was_interrupted_in_the_second_model_goes_on_behind_its_finished_batches(tmp_path):
@@ -221,8 +212,10 @@ def test_what_was_interrupted_in_the_second_model_goes_on_behind_its_finished_ba
     reads[:] = []
     score([gpt(0), gpt(1)], Corpus(read=reads.append), batch=2, out=out)
     assert reads == [*range(looked), *range(4, len(LENGTHS))]
+    held = columns_of(out)
+    assert list(held) == ["item", "id", "norm"]
     for name, column in score([gpt(0), gpt(1)]).items():
-        np.testing.assert_allclose(columns_of(out)[name], column, rtol=1e-9)
+        np.testing.assert_allclose(held[name], column, rtol=1e-9)
 
 
 # ---- Errors --------------------------------------------------------------------------------------

@@ -247,39 +247,39 @@ def drawn(name, sizes, seed=0):
     return case.model().to(DOUBLE), case.draw(sizes, torch.Generator().manual_seed(seed))
 
 
-def test_grad_norms_and_verify():
-    model, case = drawn("graphs", [3, 4, 2])
-    inputs = {"x": case.x, "edges": case.edges, "ids": case.ids, "n": case.n}
-    want = norms_of(loop(model, case, case.loss_of_one))
-    got = torchgradx.grad_norms(
-        model, F.cross_entropy, inputs, case.y, per="parameter", sample_ids=ids_of
-    )
-    for name, norms in want.items():
-        torch.testing.assert_close(got[name].double(), norms, rtol=1e-9, atol=1e-12)
-    report = torchgradx.verify(model, F.cross_entropy, inputs, case.y, sample_ids=ids_of)
-    assert report.agrees
-    for name, norms in want.items():
-        torch.testing.assert_close(report.loop[name], norms, rtol=1e-9, atol=1e-12)
+def token_mean(out, y):
+    return F.cross_entropy(out.flatten(0, 1), y)
 
 
-def test_a_mean_over_all_tokens_with_token_weights():
-    model, case = drawn("packed", [[3, 4, 2]])
+def of_tokens(name, rows):
+    """A mean over all tokens, with token weights."""
+    model, case = drawn(name, rows)
+    weights = torchgradx.token_weights(torch.cat(case.y), sample_ids=case.ids.flatten())
+    options = {"loss_reduction": "sum", "loss_scale": weights}
     inputs = {"tokens": case.x, "positions": case.at, "ids": case.ids}
-    y = torch.cat(case.y)
-    options = {
-        "sample_ids": ids_of,
-        "loss_reduction": "sum",
-        "loss_scale": torchgradx.token_weights(y, sample_ids=case.ids.flatten()),
-    }
+    return model, case, token_mean, inputs, torch.cat(case.y), options
 
-    def loss(out, y):
-        return F.cross_entropy(out.flatten(0, 1), y)
 
+def of_graphs(name, sizes):
+    model, case = drawn(name, sizes)
+    inputs = {"x": case.x, "edges": case.edges, "ids": case.ids, "n": case.n}
+    return model, case, F.cross_entropy, inputs, case.y, {}
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "sizes"),
+    [(of_graphs, "graphs", [3, 4, 2]), (of_tokens, "packed", [[3, 4, 2]])],
+)
+def test_grad_norms_and_verify(make, name, sizes):
+    model, case, loss, inputs, y, options = make(name, sizes)
+    options["sample_ids"] = ids_of
     want = norms_of(loop(model, case, case.loss_of_one))
     got = torchgradx.grad_norms(model, loss, inputs, y, per="parameter", **options)
+    report = torchgradx.verify(model, loss, inputs, y, **options)
+    assert report.agrees
     for name, norms in want.items():
-        torch.testing.assert_close(got[name].double(), norms, rtol=1e-9, atol=1e-12)
-    assert torchgradx.verify(model, loss, inputs, y, **options).agrees
+        for found in (got, report.loop):
+            torch.testing.assert_close(found[name].double(), norms, rtol=1e-9, atol=1e-12)
 
 
 def test_explain_and_the_noise_scale():

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import Model, close, close_named, fingerprint, loop, per_model, per_module
-from test_token_weights import token_mean
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -208,18 +207,6 @@ def test_arguments_that_mean_nothing_are_refused_by_name(rtol):
     for call in (torchgradx.grad_norms, torchgradx.verify):
         with pytest.raises(TypeError, match="loss_fn"):
             call(classifier(), None, *samples())
-
-
-def test_a_token_mean_is_told_as_by_grad_norms():
-    model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7))
-    x, y = torch.randint(0, 7, (3, 5)), torch.randint(0, 7, (3, 5))
-    y[0, 1:] = -100
-
-    with pytest.raises(torchgradx.VerificationError, match="token_weights"):
-        torchgradx.verify(model, token_mean, x, y)
-    w = torchgradx.token_weights(y)
-    options = {"loss_reduction": "sum", "loss_scale": w}
-    assert torchgradx.verify(model, token_mean, x, y, **options).agrees
 
 
 def test_dropout_that_is_on_is_named():
