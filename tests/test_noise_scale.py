@@ -204,19 +204,6 @@ def test_what_a_frozen_parameter_still_has_in_its_grad_does_not_count():
     assert found[0] == found[1]
 
 
-def test_shares_and_gradients_are_those_of_the_record():
-    model = quadratic()
-    with torchgradx.attach(model, loss_scale=1 / 2) as probe:
-        with pytest.raises(torchgradx.CoverageError, match="nothing is recorded"):
-            _ = probe.shares
-        for part in (POINTS[:1], POINTS[1:]):
-            (half_square(model, part) / 2).backward()
-        assert probe.shares.tolist() == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 6])
-        assert torch.allclose(probe.shares @ (AT - POINTS), model.w.grad)
-        assert probe.gradients() == {"": [model.w.grad]}
-        assert probe.gradients("parameter") == {"w": [model.w.grad]}
-
-
 def test_a_clipped_grad_is_refused():
     model, noise = quadratic(), NoiseScale()
     with torchgradx.attach(model, clip=True) as probe:
