@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, close, close_named, fingerprint, loop, per_model, per_module
+from attach_oracle import Model, close, fingerprint, loop, per_model
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -108,27 +108,6 @@ def test_batches_of_ones_own_stay_together_and_the_rest_fills_up():
     loader = DataLoader(TensorDataset(torch.arange(13.0)), batch_sampler=own, collate_fn=noted)
     score(nn.Linear(1, 1).double(), loader, F.mse_loss)
     assert met == [[9, 8, 7], [3], [2], [1, 0], [4, 5, 6], [10, 11, 12]]
-
-
-def test_the_parts_of_a_norm_have_the_names_of_the_model():
-    model, data = classifier(), pool()
-    model[0].bias.requires_grad_(False)
-    want = loop(model, entropy, *data.tensors)
-    loader = DataLoader(data, 4, shuffle=True)
-    named = score(model, loader, per="parameter")
-    assert list(named) == [name for name, p in model.named_parameters() if p.requires_grad]
-    close_named({name: torch.tensor(v) for name, v in named.items()}, want)
-    modules = score(model, loader, per="module")
-    assert list(modules) == ["0", "2", "3"]
-    close_named({name: torch.tensor(v) for name, v in modules.items()}, per_module(want))
-
-
-def test_indices_choose_and_the_others_are_nan():
-    model, data = classifier(), pool()
-    want = per_model(loop(model, entropy, *data.tensors))
-    got = score(model, DataLoader(data, 4), indices=np.array([7, 2, 2, 22]))
-    assert np.flatnonzero(~np.isnan(got)).tolist() == [2, 7, 22]
-    close(torch.tensor(got[[2, 7, 22]]), want[[2, 7, 22]])
 
 
 def test_an_empty_pool_has_empty_scores():

@@ -57,19 +57,6 @@ def interrupted(net, out, fails=17, **options):
 
 
 # ---- Going on ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("per", ["model", "parameter"])
-def test_what_was_interrupted_goes_on_and_scores_nothing_twice(tmp_path, per):
-    out, net, data = tmp_path / "scores.npz", model(), pool()
-    interrupted(net, out, per=per)
-    assert os.listdir(tmp_path) == ["scores.npz.partial"]
-    data.reads = []
-    got = score(net, data, batch=7, out=out, per=per)
-    assert data.reads[8:] == list(range(16, N)), "after those of the fingerprint"
-    want = score(net, pool(), per=per)
-    for name in want if per == "parameter" else [None]:
-        a, b = (x if name is None else x[name] for x in (got, want))
-        np.testing.assert_allclose(a, b, rtol=1e-5)
-    assert os.listdir(tmp_path) == ["scores.npz"]
 
 
 def test_of_several_models_those_that_are_done_are_not_scored_again(tmp_path):
@@ -101,21 +88,26 @@ sys.path.insert(0, {tests!r})
 import test_score_files as t
 read = t.Counted.__getitem__
 t.Counted.__getitem__ = lambda data, k: os._exit(9) if k == 17 else read(data, k)
-t.score(t.model(), t.pool(), out={out!r})
+t.score(t.model(), t.pool(), out={out!r}, per={per!r})
 """
 
 
-def test_a_kill_loses_the_batch_in_hand_alone(tmp_path):
+@pytest.mark.parametrize("per", ["model", "parameter"])
+def test_a_kill_loses_the_batch_in_hand_alone(tmp_path, per):
     """Nothing of Python's runs at its end."""
-    out, data = tmp_path / "scores.csv", pool()
-    killed = python("-c", KILLED.format(tests=os.path.dirname(__file__), out=str(out)))
+    out, data = tmp_path / "scores.npz", pool()
+    tests = os.path.dirname(__file__)
+    killed = python("-c", KILLED.format(tests=tests, out=str(out), per=per))
     assert killed.returncode == 9, killed.stderr
+    assert (tmp_path / "scores.npz.partial").exists()
     data.reads = []
-    got = score(model(), data, out=out)
+    got = score(model(), data, batch=7, out=out, per=per)
     assert data.reads[8:] == list(range(16, N)), "after those of the fingerprint"
-    np.testing.assert_allclose(got, score(model(), pool()), rtol=1e-5)
-    np.testing.assert_allclose(read(out)["norm"], got, rtol=1e-5)
-    assert os.listdir(tmp_path) == ["scores.csv"]
+    want = score(model(), pool(), per=per)
+    for name in want if per == "parameter" else [None]:
+        a, b = (x if name is None else x[name] for x in (got, want))
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert os.listdir(tmp_path) == ["scores.npz"]
 
 
 @pytest.mark.parametrize("damage", ["first bytes", "cut"])
@@ -282,6 +274,7 @@ def test_a_file_holds_what_score_returns(tmp_path, ending):
     whole = score(net, pool(), out=out, indices=range(1, N))
     held = read(out)
     assert (list(held), whole.dtype) == (["norm"], np.float32)
+    assert np.flatnonzero(np.isnan(whole)).tolist() == [0]
     np.testing.assert_array_equal(held["norm"].astype(np.float32), whole)
     named = score(net, pool(), out=out, per="parameter")  # replaces it
     held = read(out)
