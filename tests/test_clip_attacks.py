@@ -157,6 +157,24 @@ def test_what_runs_again_stands_as_it_stood():
     assert all(map(torch.equal, *wanted))
 
 
+def test_what_cannot_run_again_leaves_all_as_it_was():
+    fails = []
+
+    def once(m, x):
+        if fails:
+            raise ValueError("not again")
+        return x * m.w.sum(0)
+
+    own = Model(once, w=torch.randn(2, 3))
+    model = nn.Sequential(nn.Linear(3, 3), own, nn.Linear(3, 2))
+    with torchgradx.attach(model, clip=True, layout={"1": "batch"}) as probe:  # it runs again
+        square(model, batch().float()).backward()
+        fails.append(True)
+        refuses(ValueError, "not again", probe, model, BOUND)
+        fails.clear()
+        probe.clip_grad_norm_(BOUND)
+
+
 class Negated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -4,16 +4,16 @@ import warnings
 
 import pytest
 import torch
-from attach_oracle import close_named
+from attach_oracle import close_named, refusal
 from segment_models import CLASSES, SIZES, D, Graphs
-from test_segments import DOUBLE, loop, norms_of, step
+from test_segments import DOUBLE, joined, loop, norms_of, step
 from torch import nn
 
 import torchgradx
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it scripts functions
-    data = pytest.importorskip("torch_geometric.data")
+    pytest.importorskip("torch_geometric.data")
     from torch_geometric import nn as geometric
 
 
@@ -69,3 +69,18 @@ def test_norms_are_those_of_single_graphs(name, pool, fused):
                 want = norms_of(loop(model, case, case.loss_of_one))
             step(model, case)
             close_named(probe.norms(per="parameter"), want, 1e-9)
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_an_edge_between_two_graphs_is_refused_in_every_step(name):
+    model = Net(name).to(DOUBLE)
+    with torchgradx.attach(model, sample_ids=batch_of) as probe:
+        for meet in (False, True, True, False):
+            case = Batched().draw([4, 3, 5], torch.Generator().manual_seed(2))
+            if meet:
+                joined(case)
+            step(model, case)
+            if meet:
+                refusal(probe, "fed by several samples")
+            else:
+                assert (probe.norms() > 0).all()
