@@ -182,28 +182,6 @@ def test_under_ddp_each_rank_has_the_norms_of_its_own_samples():
         assert done.stdout.count(f"rank {rank}: 4 norms") == 4, done.stdout
 
 
-def test_under_manual_optimization_the_tasks_own_scale_is_no_matter():
-    class Manual(Task):
-        automatic_optimization = False
-
-        def training_step(self, batch):
-            x, y = batch
-            self.manual_backward(3 * F.cross_entropy(self(x), y))
-            self.optimizers().step()
-            self.optimizers().zero_grad()
-
-    class Before(lightning.Callback):
-        def on_train_batch_start(self, trainer, task, batch, index):
-            self.want = {k: 3 * v for k, v in loop(task.model, cross_entropy, *batch).items()}
-
-        def on_train_batch_end(self, trainer, task, *rest):
-            close_named(norms.norms, self.want)
-
-    norms = GradNorms(per="parameter")
-    fit(Manual(), batches(), Before(), norms, accumulate_grad_batches=1)
-    assert norms.norms is not None
-
-
 def test_a_step_that_is_skipped_has_no_norms():
     class Skipping(Task):
         def training_step(self, batch):

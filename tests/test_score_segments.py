@@ -124,23 +124,6 @@ def test_of_chosen_items_alone():
         np.testing.assert_allclose(column, every[name][chosen], rtol=1e-12)
 
 
-def test_items_that_the_collate_function_packs_have_an_entry_each():
-    """One row of documents, each an item: ids [1, S]."""
-    model, data = gpt(), list(Corpus().documents())
-
-    def one_row(samples):
-        _, _, tokens, at, targets = zip(*samples, strict=True)
-        ids = [torch.full_like(words, k) for k, words in enumerate(targets)]
-        made = [torch.cat([one.view(1, -1) for one in each], 1) for each in (tokens, at, ids)]
-        return *made, (made[2], torch.cat(targets)[None])
-
-    loader = DataLoader(data, 4, shuffle=True, collate_fn=one_row)
-    got = torchgradx.score(model, mean_of_documents, loader, sample_ids=ids_of, progress=False)
-    assert got["item"].tolist() == list(range(len(data)))
-    assert not got["id"].any()
-    np.testing.assert_allclose(got["norm"], [whole(n) for *_, n in loop(model)], rtol=1e-9)
-
-
 # ---- Graphs --------------------------------------------------------------------------------------
 SIZES = [3, 5, 2, 4, 7, 2]
 

@@ -111,22 +111,6 @@ def test_two_passes_and_no_row_of_a_sample():
     assert (norms[[0, 2, 3, 5]] > 0).all()
 
 
-def test_two_forwards_of_the_same_samples():
-    model = DeepSet().to(DOUBLE)
-    cases = [CASES["index_add"][0]().draw(s, torch.Generator().manual_seed(7))
-             for s in ([2, 3, 1], [1, 5, 2])]  # fmt: skip
-    with torchgradx.attach(model, sample_ids=ids_of) as probe:
-        for _ in range(2):
-            with probe.paused():
-                each = [loop(model, case, case.loss_of_one) for case in cases]
-            want = norms_of({name: each[0][name] + each[1][name] for name in each[0]})
-            model.zero_grad()
-            with probe.same_samples():
-                losses = [case.loss(case.batch(model), case.y) for case in cases]
-            sum(losses).backward()
-            close_named(probe.norms(per="parameter"), want)
-
-
 def test_rows_of_very_unequal_samples_are_not_padded():
     model = DeepSet().to(DOUBLE)
     largest = []
