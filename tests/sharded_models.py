@@ -95,6 +95,25 @@ def reshaped(into, back):
     return Chain(rows, scale())
 
 
+class Types(nn.Module):
+    """A table that all samples read alike, each on its own rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(2, WIDTH)
+        self.register_buffer("ids", torch.arange(T)[None] % 2)
+
+    def forward(self, x):
+        return torch.tanh(x + self.table(self.ids.expand(len(x), -1)))
+
+
+def token():
+    """Calls a block on what no sample entered."""
+    return Model(lambda m, x: m.out(torch.tanh(m.into(x)) + m.blocks[0](m.token)),
+                 token=torch.randn(1, 1, WIDTH), blocks=nn.ModuleList([Block()]),
+                 into=nn.Linear(3, WIDTH), out=nn.Linear(WIDTH, 2))  # fmt: skip
+
+
 def scale(*shape):
     of = torch.linspace(0.5, 1.5, WIDTH)
     return Model(lambda m, x: x * m.scale.view(shape or WIDTH), scale=of)
@@ -171,7 +190,7 @@ def rows(mode):
         freed = WAYS["by block, freed"]
         yield f"a penalty on {name}", refused, lambda: Chain(scale()), freed, {}, how
     makes = {title: functools.partial(reshaped, *between) for title, between in ROWS.items()}
-    for title, make in makes.items():
+    for title, make in (makes | {"types": lambda: Chain(Types()), "token": token}).items():
         yield title, exact, make, by_block, {}, {}
     flattened = makes["flattened"]
     names = {"names": [name for name, _ in flattened().named_parameters()]}

@@ -14,6 +14,7 @@ from backends import each_dtype
 from oracle import Linear, assert_sq_norms, case, linear_truth
 from processes import python
 from recurrent_models import CELLS, KINDS, net
+from torch import nn
 
 from torchgradx import ops
 
@@ -38,6 +39,14 @@ def test_gates_at_sizes_off_every_vector(kind, dtype):
     rnn = KINDS[kind](3, 37, batch_first=True)
     check(net(rnn), loss, torch.randn(3, 5, 3), dtype=dtype, backend="native")
     check(Model(steps, cell=CELLS[kind](19, 37)), loss, torch.randn(3, 4, 19), dtype=dtype)
+
+
+@pytest.mark.parametrize("algorithm", ["gram", "direct"])
+def test_layers_whose_algorithm_is_forced_run_the_kernels_too(algorithm):
+    options = {"algorithm": algorithm, "backend": "native"}
+    check(nn.Linear(19, 37), loss, torch.randn(3, 21, 19), input_grad=True, **options)
+    layer = nn.Conv2d(6, 22, 3, padding=1, groups=2)
+    check(layer, loss, torch.randn(2, 6, 7, 9), input_grad=True, **options)
 
 
 # The Gram of up to 128 rows: every remainder of a tile and of a vector, nothing beyond the rows
@@ -76,12 +85,16 @@ def test_the_build_is_the_one_asked_for():
     assert os.environ.get("ATEN_CPU_CAPABILITY", CAPABILITY.lower()) == CAPABILITY.lower()
 
 
+CHOSEN = ["gram_of_rows", "agree_with", "behind", "gates", "forced", "asked_for", "fused"]
+CHOSEN += ["weights_the_gradients"]
+
+
 @pytest.mark.parametrize("processor", LESSER.get(CAPABILITY, ()))
 def test_the_builds_for_lesser_processors_agree_too(processor):
     here = Path(__file__).parent
     chosen = [f"{here}/test_{name}.py" for name in ("processors", "ops", "affine")]
-    which = "(gram_of_rows or agree_with or behind or gates or asked_for or fused or weights_the)"
+    which = " or ".join(CHOSEN)
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
-    command += ["-k", f"{which} and not (emulated or reference)"]
+    command += ["-k", f"({which}) and not (emulated or reference)"]
     run = python(*command, ATEN_CPU_CAPABILITY=processor, OMP_NUM_THREADS="1")
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
