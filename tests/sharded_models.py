@@ -190,7 +190,8 @@ def rows(mode):
         freed = WAYS["by block, freed"]
         yield f"a penalty on {name}", refused, lambda: Chain(scale()), freed, {}, how
     makes = {title: functools.partial(reshaped, *between) for title, between in ROWS.items()}
-    for title, make in (makes | {"types": lambda: Chain(Types()), "token": token}).items():
+    makes |= {"types": lambda: Chain(Types()), "token": token}
+    for title, make in makes.items():
         yield title, exact, make, by_block, {}, {}
     flattened = makes["flattened"]
     names = {"names": [name for name, _ in flattened().named_parameters()]}
