@@ -84,8 +84,6 @@ def counts():
 ROWS = {
     "sequence first": (lambda x: x.transpose(0, 1),) * 2,
     "flattened": (lambda x: x.flatten(0, 1), lambda y: y.unflatten(0, (-1, T))),
-    "flattened, sequence first": (lambda x: x.transpose(0, 1).flatten(0, 1),
-        lambda y: y.unflatten(0, (T, -1)).transpose(0, 1)),
     "windows": (lambda x: x.unflatten(1, (2, T // 2)).flatten(0, 1),
         lambda y: y.unflatten(0, (-1, 2)).flatten(1, 2)),
 }  # fmt: skip
@@ -167,19 +165,6 @@ def refused(make, shard, order, options, names, penalised=None, n=N):
             probe.reset()
 
 
-def gradients_are_left(order):
-    """Norms alone, of a module that runs again: what was in .grad stays there."""
-    options = {"weight_grad": False}
-    model, probe, _ = attached(
-        made(lambda: Chain(scale())), in_place(by_block), PLACE[order], options
-    )
-    with probe:
-        for step in range(2):
-            square(model, samples(step, N, T)).backward()
-            probe.norms()
-            assert all(p.grad is None for p in model.parameters())
-
-
 # ---- The table -----------------------------------------------------------------------------------
 TOLD, BLOCK_TOLD = {"layout": {"*": "batch"}}, {"layout": {"blocks.0": "batch"}}
 WAYS = {"by block": by_block, "by layer": by_layer,
@@ -224,5 +209,4 @@ def scenarios(rank, folder):
             for title, run, make, shard, more, how in rows(mode):
                 call = functools.partial(run, make, shard, order, options | more, **how)
                 table[f"{title}, {order}, {mode}"] = call
-        table[f"gradients are left, {order}"] = functools.partial(gradients_are_left, order)
     return table

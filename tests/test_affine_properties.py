@@ -76,15 +76,6 @@ def test_a_samples_norms_do_not_depend_on_its_batch(backend, way):
     assert torch.equal(torch.cat(alone, 1), norms(backend, way, o))
 
 
-@pytest.mark.grid("backend")
-@each_way
-@pytest.mark.parametrize("factor", [2.0**-20, -2.0, 2.0**20])
-def test_scaling_by_c_scales_sq_norms_by_c_squared(backend, way, factor):
-    o = draw(way)
-    scaled = norms(backend, way, o._replace(g=o.g * factor))
-    assert torch.equal(scaled, norms(backend, way, o) * factor**2)
-
-
 @each_way
 def test_a_zero_gradient_has_exactly_zero_norm(backend, way):
     o = draw(way)

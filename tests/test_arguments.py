@@ -73,15 +73,6 @@ def test_results_carry_no_autograd_graph():
     assert not any(result.requires_grad for result in results)
 
 
-def test_operands_are_left_as_they_were():
-    before = [t.clone() for t in (A, B, X, Y)]
-    ops.linear_sq_norms(A, B)
-    ops.linear_weight_grad(A, B)
-    ops.conv2d_sq_norms(X, Y, 3)
-    ops.conv2d_weight_grad(X, Y, 3)
-    assert all(torch.equal(t, u) for t, u in zip((A, B, X, Y), before, strict=True))
-
-
 TRACED = [
     (lambda a, b: ops.linear_sq_norms(a, b) + ops.linear_weight_grad(a, b)[1], A, B),
     (lambda x, b: ops.conv2d_sq_norms(x, b, 3) + ops.conv2d_weight_grad(x, b, 3)[1], X, Y),

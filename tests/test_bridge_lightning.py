@@ -152,20 +152,6 @@ def test_what_is_logged(tmp_path):
         assert float(row["grad_norms/mean/0"]) == pytest.approx(float(modules["0"].mean()))
 
 
-def test_a_checkpoint_holds_no_name_of_ours(tmp_path):
-    task, plain = Task(), Task()
-    trainer = fit(task, batches(), GradNorms(), default_root_dir=tmp_path, logger=False)
-    trainer.save_checkpoint(tmp_path / "ours.ckpt")
-    fit(plain, batches()).save_checkpoint(tmp_path / "plain.ckpt")
-    ours, without = (
-        torch.load(tmp_path / name, weights_only=False) for name in ("ours.ckpt", "plain.ckpt")
-    )
-    assert ours.keys() == without.keys()
-    assert ours["state_dict"].keys() == without["state_dict"].keys()
-    assert ours["callbacks"] == without["callbacks"]
-    assert b"torchgradx" not in (tmp_path / "ours.ckpt").read_bytes()
-
-
 class Failing(Task):
     def training_step(self, batch):
         super().training_step(batch)
@@ -194,46 +180,6 @@ def test_under_ddp_each_rank_has_the_norms_of_its_own_samples():
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert done.stdout.count(f"rank {rank}: 4 norms") == 4, done.stdout
-
-
-def test_under_manual_optimization_the_tasks_own_scale_is_no_matter():
-    class Manual(Task):
-        automatic_optimization = False
-
-        def training_step(self, batch):
-            x, y = batch
-            self.manual_backward(3 * F.cross_entropy(self(x), y))
-            self.optimizers().step()
-            self.optimizers().zero_grad()
-
-    class Before(lightning.Callback):
-        def on_train_batch_start(self, trainer, task, batch, index):
-            self.want = {k: 3 * v for k, v in loop(task.model, cross_entropy, *batch).items()}
-
-        def on_train_batch_end(self, trainer, task, *rest):
-            close_named(norms.norms, self.want)
-
-    norms = GradNorms(per="parameter")
-    fit(Manual(), batches(), Before(), norms, accumulate_grad_batches=1)
-    assert norms.norms is not None
-
-
-def test_a_noise_scale_is_that_of_a_loop_of_ones_own():
-    task, data = Task(), batches()
-    plain, noise, own = copy.deepcopy(task.model), torchgradx.NoiseScale(), torchgradx.NoiseScale()
-    norms = GradNorms(on_norms=lambda of, step: noise.update(norms.probe), noise_scale=True)
-    fit(task, data, norms)
-    assert norms.noise_scale.noise_scale == noise.noise_scale
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    with torchgradx.attach(plain, loss_scale=1 / ACCUMULATED) as probe:
-        for index, (x, y) in enumerate(data, start=1):
-            (F.cross_entropy(plain(x), y) / ACCUMULATED).backward()
-            if index % ACCUMULATED == 0:
-                own.update(probe)
-                optimizer.step()
-                optimizer.zero_grad()
-    assert noise.steps == STEPS
-    assert noise.noise_scale == pytest.approx(own.noise_scale)
 
 
 def test_a_step_that_is_skipped_has_no_norms():

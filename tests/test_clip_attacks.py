@@ -14,6 +14,7 @@ from torchgradx import CoverageError
 
 N = 6
 BOUND = 0.5
+EVERY = [{}, {"weight_grad": False}, {"backend": "vmap"}, {"backend": "vmap", "weight_grad": False}]
 
 
 def batch(n=N):
@@ -40,36 +41,77 @@ def test_a_pass_whose_gradients_were_zeroed(to_none):
             is_sum(model, clipped(model, y))
 
 
-def decayed(model):
+def step_of(model, x, change=lambda model, x: None):
+    square(model, x).backward()
+    change(model, x)
+
+
+def decayed(model, x):
     for p in model.parameters():
         p.grad.add_(p.detach(), alpha=0.1)
 
 
-def unscaled(model):
+def unscaled(model, x):
     for p in model.parameters():
         p.grad = p.grad / 1024
 
 
-@pytest.mark.parametrize("change", [decayed, unscaled])
-def test_a_gradient_changed_by_hand(change):
-    model = mlp().double()
-    with torchgradx.attach(model, clip=True) as probe:
-        square(model, batch()).backward()
-        change(model)
-        refuses(CoverageError, "changed since the backward", probe, model, BOUND)
+def input_read_anew(model, x):
+    """Into the buffer of the batch before."""
+    x.copy_(batch())
 
 
-def test_a_hook_after_accumulation():
-    model = mlp().double()
-    with torchgradx.attach(model, clip=True) as probe:
+def weights_stepped(model, x):
+    """What was clipped at some steps only: the others' gradients are not in .grad any more."""
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    model.zero_grad()
+    step_of(model, x)
 
-        def masked(p):
-            p.grad.mul_(2)
 
-        handle = model[0].weight.register_post_accumulate_grad_hook(masked)
-        square(model, batch()).backward()
+SPOILED = {  # what the refusal says, and options with which it comes
+    decayed: ("changed since the backward", [{}]),
+    unscaled: ("changed since the backward", [{}]),
+    input_read_anew: ("0.weight", EVERY),
+    weights_stepped: ("once a step", EVERY),
+}
+CASES = [(change, words, o) for change, (words, options) in SPOILED.items() for o in options]
+
+
+@pytest.mark.parametrize(("change", "words", "options"), CASES)
+def test_what_changes_between_a_backward_and_clipping(change, words, options):
+    model, x = mlp().double(), batch()
+    with torchgradx.attach(model, clip=True, **options) as probe:
+        step_of(model, x, change)
+        refuses(CoverageError, words, probe, model, BOUND)
+        probe.reset()
+        model.zero_grad()
+        step_of(model, x)
+        probe.clip_grad_norm_(BOUND)
+        is_sum(model, clipped(model, x))
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("options", EVERY[:2], ids=str)
+def test_hooks_on_parameters(options, after):
+    """Deferred, they see the gradient that is not clipped, or none: what they do to it is lost."""
+    model, x, seen = mlp().double(), batch(), []
+    p = model[0].weight
+    with torchgradx.attach(model, clip=True, **options) as probe:
+        if after:
+            handle = p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.mul_(2)))
+        else:
+            handle = p.register_hook(lambda g: seen.append(g) or 2 * g)
+        square(model, x).backward()
         refuses(CoverageError, r"Concerned: 0\.weight$", probe, model, BOUND)
+        if options:
+            assert len(seen) == (not after)
         handle.remove()
+        probe.reset()
+        model.zero_grad()
+        square(model, x).backward()
+        probe.clip_grad_norm_(BOUND)
+    is_sum(model, clipped(model, x))
 
 
 def test_two_optimizers_of_which_one_has_unscaled():

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from attach_oracle import mlp, rms_norm, square
-from clip_oracle import clipped, is_sum, refuses
+from clip_oracle import clipped, is_sum
 from counters import Counter
 from torch import nn
 
@@ -137,19 +137,6 @@ def test_a_module_without_a_kernel_is_not_called_by_clipping_where_its_parameter
         is_sum(model, clipped(model, x))
 
 
-def test_without_clipping_nothing_comes_to_grad():
-    model, x = mlp(), torch.randn(N, 3)
-    with torchgradx.attach(model, **DEFERRED) as probe:
-        square(model, x).backward()
-        probe.norms()
-        assert all(p.grad is None for p in model.parameters())
-        probe.clip_grad_norm_(BOUND)  # reading is no end
-        refuses(RuntimeError, "clipped already", probe, model, BOUND)
-        square(model, x).backward()
-        probe.reset()
-        refuses(torchgradx.CoverageError, "nothing is recorded", probe, model, BOUND)
-
-
 def test_grad_stays_as_it_was_whatever_gradient_the_framework_makes():
     """A user's weight gets one from its own product, at a node that a change of dtype replaces."""
     model, x = nn.Sequential(rms_norm(4), nn.Linear(4, 3)), torch.randn(N, 5, 4)
@@ -164,26 +151,6 @@ def test_grad_stays_as_it_was_whatever_gradient_the_framework_makes():
         with probe.paused():
             square(model, x.to(dtype)).backward()
         assert all(bool((p.grad != 2).any()) for p in model.parameters())
-
-
-@pytest.mark.parametrize("where", ["before", "after"])
-def test_hooks_on_parameters_are_refused(where):
-    """They see the gradient that is not clipped, or none: what they do to it would be lost."""
-    model, x, seen = mlp(), torch.randn(N, 3), []
-    p = model[2].weight
-    with torchgradx.attach(model, **DEFERRED) as probe:
-        if where == "before":
-            handle = p.register_hook(lambda g: seen.append(g.clone()))
-        else:
-            handle = p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
-        square(model, x).backward()
-        refuses(torchgradx.CoverageError, r"Concerned: 2\.weight$", probe, model, BOUND)
-        assert len(seen) == (where == "before")
-        handle.remove()
-        probe.reset()
-        square(model, x).backward()
-        probe.clip_grad_norm_(BOUND)
-    is_sum(model, clipped(model, x), 1e-5)
 
 
 def scaled_step(model, optimizer, scaler, probe, x, **clip):
@@ -267,7 +234,7 @@ SPOILED = {
     "sequences": (Sequence, (N, 5, 3)),
 }
 every_way = pytest.mark.parametrize(
-    "options", [{}, {"weight_grad": False}, {"fused": False}], ids=str
+    "options", [{}, {"weight_grad": False}, {"fused": False}, {"backend": "vmap"}], ids=str
 )
 
 
@@ -278,12 +245,12 @@ def left_out(model, x, bad, bound):
 
 
 @every_way
-@pytest.mark.parametrize(  # an LSTM without a kernel is replayed: docs/limits.md
-    "kind", [pytest.param(k, marks=needs_kernels) if k == "sequences" else k for k in SPOILED]
-)
+@pytest.mark.parametrize("kind", SPOILED)
 @pytest.mark.parametrize("number", ["nan", "inf"])
 def test_a_sample_that_is_not_finite_is_dropped(kind, options, number):
     make, shape = SPOILED[kind]
+    if kind == "sequences" and (not ops.NATIVE or "backend" in options):
+        pytest.skip("an LSTM without a kernel is replayed: docs/limits.md")
     model, x = make().double(), torch.randn(shape, dtype=torch.float64)
     x[2] = float(number)
     finite = [n != 2 for n in range(N)]
@@ -303,14 +270,3 @@ def test_a_sample_that_is_not_finite_is_dropped(kind, options, number):
         square(model, x).backward()
         probe.clip_grad_norm_(BOUND)  # "keep": it spoils .grad, as without a probe
         assert not any(p.grad.isfinite().all() for p in model.parameters())
-
-
-@pytest.mark.parametrize("options", [{}, {"weight_grad": False}], ids=str)
-def test_a_module_that_is_run_again_leaves_it_out_too(options):
-    model = mlp().double()
-    x = torch.randn(N, 3, dtype=torch.float64)
-    x[2] = float("nan")
-    with torchgradx.attach(model, clip=True, backend="vmap", **options) as probe:
-        square(model, x).backward()
-        probe.clip_grad_norm_(BOUND, nonfinite="drop")
-    is_sum(model, left_out(model, x, 2, BOUND))

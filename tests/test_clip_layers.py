@@ -54,40 +54,6 @@ def test_recurrent_modules(kind, option, options):
     check_clip(net(made(kind, option)), square, torch.randn(N, T, I), **options)
 
 
-@paths
-def test_a_transposed_linear(options):
-    kind = pytest.importorskip("transformers.pytorch_utils").Conv1D
-    check_clip(nn.Sequential(kind(5, D), nn.Tanh()), square, torch.randn(N, T, D), **options)
-
-
-ATTENTION = {
-    "to itself": (lambda m, x, y: m.a(x, x, x)[0], {}),
-    "to another": (lambda m, x, y: m.a(x, y, y)[0], {}),
-    "twice": (lambda m, x, y: m.a(m.a(x, x, x)[0], y, y)[0], {}),
-    "with keys of its own": (lambda m, x, y: m.a(x, y, y)[0], {"add_bias_kv": True}),
-}
-
-
-@paths
-@pytest.mark.parametrize("name", ATTENTION)
-def test_attention(name, options):
-    how, kinds = ATTENTION[name]
-    model = Model(how, a=attention(**kinds))
-    check_clip(model, square, torch.randn(N, T, E), torch.randn(N, S, E), **options)
-
-
-@paths
-@pytest.mark.parametrize("name", BAGS)
-def test_bags_of_embeddings(name, options):
-    check_clip(BAGS[name](), square, torch.randint(0, 7, (N, 6)), **options)
-
-
-@paths
-def test_bilinear(options):
-    model = Model(lambda m, x, y: m.b(x, y), b=nn.Bilinear(3, 4, 2))
-    check_clip(model, square, torch.randn(N, 5, 3), torch.randn(N, 5, 4), **options)
-
-
 def tied_to_its_head():
     """Around a layer that is called twice."""
     model = Model(lambda m, ids: m.head(torch.tanh(m.l(m.l(m.table(ids))))),
@@ -103,21 +69,40 @@ def partly_frozen():
     return model
 
 
-SHARED = {
-    "a Linear thrice": (THRICE, (N, 6, 3)),
-    "an embedding and its head": (tied_to_its_head, None),
-    "partly frozen": (partly_frozen, (N, 3)),
-    "beside its modules": (Patches, (N, T, 3)),
-    "a table of positions": (positional, None),
-    "several images of a sample": (lambda: of_images(nn.Conv2d(2, 6, 3, 2, 1)), (N, 3, 2, 7, 6)),
-}  # fmt: skip
+def attending(how, **kinds):
+    return lambda: Model(how, a=attention(**kinds))
+
+
+def transposed():
+    kind = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    return nn.Sequential(kind(5, D), nn.Tanh())
+
+
+IDS, SEQUENCES = (), ((N, T, E), (N, S, E))
+MODELS = {  # and the shapes of what they are given
+    "attention": (attending(lambda m, x, y: m.a(x, y, y)[0]), SEQUENCES),
+    "attention twice": (attending(lambda m, x, y: m.a(m.a(x, x, x)[0], y, y)[0]), SEQUENCES),
+    "attention, keys of its own": (
+        attending(lambda m, x, y: m.a(x, y, y)[0], add_bias_kv=True), SEQUENCES),
+    "bilinear": (lambda: Model(lambda m, x, y: m.b(x, y), b=nn.Bilinear(3, 4, 2)),
+                 ((N, 5, 3), (N, 5, 4))),
+    "a transposed Linear": (transposed, ((N, T, D),)),
+    "a Linear thrice": (THRICE, ((N, 6, 3),)),
+    "an embedding and its head": (tied_to_its_head, IDS),
+    "partly frozen": (partly_frozen, ((N, 3),)),
+    "beside its modules": (Patches, ((N, T, 3),)),
+    "a table of positions": (positional, IDS),
+    "several images of a sample": (lambda: of_images(nn.Conv2d(2, 6, 3, 2, 1)), ((N, 3, 2, 7, 6),)),
+} | {f"bags {name}": (make, IDS) for name, make in BAGS.items()}  # fmt: skip
 
 
 @paths
-@pytest.mark.parametrize("name", SHARED)
-def test_parameters_in_several_places(name, options):
-    make, shape = SHARED[name]
-    check_clip(make(), square, torch.randn(shape) if shape else tokens(), **options)
+@pytest.mark.parametrize("name", MODELS)
+def test_each_model(name, options):
+    make, shapes = MODELS[name]
+    check_clip(
+        make(), square, *([torch.randn(shape) for shape in shapes] or [tokens(t=6)]), **options
+    )
 
 
 @native_paths
@@ -132,17 +117,12 @@ def rows(m, x):
     return m.b(torch.tanh(m.a(x.flatten(0, 1)))).unflatten(0, x.shape[:2])
 
 
-PARTS = {"linear, norm": (nn.Linear(3, 3), nn.LayerNorm(3)),
-         "prelu, linear": (nn.PReLU(3), nn.Linear(3, 2))}  # fmt: skip
-
-
 @paths
-@pytest.mark.parametrize("parts", PARTS)
-def test_rows_of_sequences(parts, options):
-    a, b = PARTS[parts]
-    check_clip(Model(rows, a=a, b=b), square, torch.randn(N, T, 3), **options)
-    x = torch.randn(T, N, 3)
-    check_clip(Model(rows, a=a, b=b), square_second, x, dims=1, batch_dim=1, **options)
+@pytest.mark.parametrize("a", [nn.Linear(3, 3), nn.PReLU(3)], ids=["linear", "prelu"])
+def test_rows_of_sequences(a, options):
+    model = Model(rows, a=a, b=nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2)))
+    check_clip(model, square, torch.randn(N, T, 3), **options)
+    check_clip(model, square_second, torch.randn(T, N, 3), dims=1, batch_dim=1, **options)
 
 
 # ---- Dot products, as training asks for them -----------------------------------------------------

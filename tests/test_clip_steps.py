@@ -250,39 +250,6 @@ def test_it_has_to_be_asked_for():
         torchgradx.attach(model, clip="model")
 
 
-@either
-@pytest.mark.parametrize("backend", ["auto", "vmap"])
-def test_inputs_that_have_changed_are_refused(backend, weight_grad):
-    """A buffer that the next batch is read into."""
-    model, x = mlp(), torch.randn(N, 3)
-    options = {"backend": backend, "weight_grad": weight_grad}
-    with torchgradx.attach(model, clip=True, **options) as probe:
-        square(model, x).backward()
-        x.copy_(torch.randn(N, 3))
-        refuses(torchgradx.CoverageError, "0.weight", probe, model, 1.0)
-        probe.reset()
-        square(model, x).backward()
-        probe.clip_grad_norm_(1.0)
-
-
-@either
-def test_a_step_between_the_passes_of_a_record_is_refused(weight_grad):
-    """What was clipped at some steps only: the others' gradients are not in .grad any more."""
-    model, x = mlp(), torch.randn(N, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with torchgradx.attach(model, clip=True, weight_grad=weight_grad) as probe:
-        for _ in range(2):
-            optimizer.zero_grad()
-            square(model, x).backward()
-            with torch.no_grad():
-                model[0].weight.add_(1)
-        refuses(torchgradx.CoverageError, "once a step", probe, model, 1.0)
-        probe.reset()
-        optimizer.zero_grad()
-        square(model, x).backward()
-        probe.clip_grad_norm_(1.0)
-
-
 @pytest.mark.parametrize("max_norm", [0.0, 1e-6])
 def test_a_small_bound_does_not_cancel(max_norm):
     """The clipped sum is made anew: never what is left of a far larger one."""

@@ -283,27 +283,19 @@ def test_results_have_the_types_that_their_arguments_ask_for_and_the_readme_is_t
 
 
 # ---- What is shown -------------------------------------------------------------------------------
-def recorded():
+def test_a_probe_shows_what_it_holds_and_public_names_alone():
     model = mlp()
     probe = torchgradx.attach(model)
     square(model, torch.randn(4, 3)).backward()
-    return model, probe
-
-
-def test_a_probe_shows_what_it_holds():
-    model, probe = recorded()
     assert repr(probe) == "Probe(Sequential, 4 parameters, 4 samples recorded)"
-    probe.remove()
-    assert repr(probe) == "Probe(Sequential, removed)"
-    assert model is not None
-
-
-def test_explain_is_a_string_that_notebooks_show_as_it_is():
-    _, probe = recorded()
     text = probe.explain()
     assert isinstance(text, str)
     assert text._repr_html_().startswith("<pre>2 layers: 2 ")
+    assert not [name for name in dir(probe) if name.startswith("_")]
+    assert {"norms", "clip_grad_norm_", "loss_scale", "explain"} <= set(dir(probe))
+    assert set(dir(torchgradx)) == {*torchgradx.__all__, "__version__"}
     probe.remove()
+    assert repr(probe) == "Probe(Sequential, removed)"
 
 
 def test_a_report_shows_a_table():
@@ -316,11 +308,3 @@ def test_a_report_shows_a_table():
     wrong = torchgradx.Report({"<w>": torch.ones(2)}, {"<w>": torch.full((2,), 2.0)}, 1e-3)
     assert repr(wrong).startswith("Report(differs")
     assert "<td>&lt;w&gt;</td><td>5.00e-01 differs</td>" in wrong._repr_html_()
-
-
-def test_only_public_names_are_listed():
-    assert set(dir(torchgradx)) == {*torchgradx.__all__, "__version__"}
-    _, probe = recorded()
-    assert not [name for name in dir(probe) if name.startswith("_")]
-    assert {"norms", "clip_grad_norm_", "loss_scale", "explain"} <= set(dir(probe))
-    probe.remove()

@@ -4,6 +4,7 @@ In a process for each build that this processor can run and would not choose: pr
 patches, normalisations, and the gates of recurrent layers, at sizes off every vector.
 """
 
+import os
 from pathlib import Path
 
 import pytest
@@ -19,45 +20,9 @@ from torchgradx import ops
 
 pytestmark = pytest.mark.skipif(not ops.NATIVE, reason="the kernels are the extension's")
 
-BUILDS = ["default", "AVX2", "AVX512"]  # as torch names them, in order
-
-LAYERS = {
-    "linear": (nn.Linear(19, 37), (3, 21, 19)),
-    "linear at one position": (nn.Linear(35, 37), (3, 35)),
-    "conv2d": (nn.Conv2d(6, 22, 3, padding=1, groups=2), (2, 6, 7, 9)),
-    "transposed": (nn.ConvTranspose2d(5, 7, 3, stride=2), (2, 5, 5, 4)),
-    "layernorm": (nn.LayerNorm(37), (3, 5, 37)),
-    "rmsnorm": (nn.RMSNorm(37), (3, 5, 37)),
-    "groupnorm": (nn.GroupNorm(3, 9), (3, 9, 5, 7)),
-    "instancenorm": (nn.InstanceNorm2d(9, affine=True), (3, 9, 5, 7)),
-    "prelu": (nn.PReLU(9), (3, 9, 5, 7)),
-}
-ALGORITHMS = {"linear": ("gram", "direct"), "conv2d": ("gram", "direct")}
-
 
 def loss(model, x):
-    """No sum of squares, whose gradient vanishes behind a normalisation."""
     return torch.sigmoid(2 * model(x)).flatten(1).sum(1).mean()
-
-
-def every_kernel():
-    """In a process of its own, whose environment says which build it takes."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    print(torch.backends.cpu.get_cpu_capability())
-    for dtype in (torch.float64, torch.float32):
-        for name, (layer, shape) in LAYERS.items():
-            for algorithm in (None, *ALGORITHMS.get(name, ())):
-                for options in ({}, {"weight_grad": False}):
-                    x = torch.randn(shape)
-                    check(layer, loss, x, dtype=dtype, input_grad=True,
-                          algorithm=algorithm, backend="native", **options)  # fmt: skip
-        for kind in KINDS:
-            rnn = KINDS[kind](3, 37, batch_first=True)
-            check(net(rnn), loss, torch.randn(3, 5, 3), dtype=dtype, backend="native")
-        for kind in CELLS:
-            cell = Model(steps, cell=CELLS[kind](19, 37))
-            check(cell, loss, torch.randn(3, 4, 19), dtype=dtype)
 
 
 def steps(m, x):
@@ -68,15 +33,20 @@ def steps(m, x):
     return torch.stack(states, 1)
 
 
-@pytest.mark.parametrize("build", BUILDS)
-def test_kernels_built_for_each_processor(build):
-    mine = torch.backends.cpu.get_cpu_capability()
-    if mine not in BUILDS or BUILDS.index(build) > BUILDS.index(mine):
-        pytest.skip(f"this processor takes {mine}")
-    # As a script, so that the sources lie on no path: they are not built.
-    run = python(__file__, ATEN_CPU_CAPABILITY=build.lower())
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert run.stdout.split()[0].lower() == build.lower()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gates_at_sizes_off_every_vector(kind, dtype):
+    rnn = KINDS[kind](3, 37, batch_first=True)
+    check(net(rnn), loss, torch.randn(3, 5, 3), dtype=dtype, backend="native")
+    check(Model(steps, cell=CELLS[kind](19, 37)), loss, torch.randn(3, 4, 19), dtype=dtype)
+
+
+@pytest.mark.parametrize("algorithm", ["gram", "direct"])
+def test_layers_whose_algorithm_is_forced_run_the_kernels_too(algorithm):
+    options = {"algorithm": algorithm, "backend": "native"}
+    check(nn.Linear(19, 37), loss, torch.randn(3, 21, 19), input_grad=True, **options)
+    layer = nn.Conv2d(6, 22, 3, padding=1, groups=2)
+    check(layer, loss, torch.randn(2, 6, 7, 9), input_grad=True, **options)
 
 
 # The Gram of up to 128 rows: every remainder of a tile and of a vector, nothing beyond the rows
@@ -111,15 +81,20 @@ def test_what_an_earlier_gram_left_behind_adds_nothing():
     assert_sq_norms(sq_norms, linear_truth(a, b), "gram", torch.float32)
 
 
+def test_the_build_is_the_one_asked_for():
+    assert os.environ.get("ATEN_CPU_CAPABILITY", CAPABILITY.lower()) == CAPABILITY.lower()
+
+
+CHOSEN = ["gram_of_rows", "agree_with", "behind", "gates", "forced", "asked_for", "fused"]
+CHOSEN += ["weights_the_gradients"]
+
+
 @pytest.mark.parametrize("processor", LESSER.get(CAPABILITY, ()))
 def test_the_builds_for_lesser_processors_agree_too(processor):
     here = Path(__file__).parent
-    chosen = [f"{here}/test_processors.py", f"{here}/test_ops.py"]
-    which = "(gram_of_rows or (norms_agree and linear) or behind) and not (emulated or reference)"
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, "-k", which]
+    chosen = [f"{here}/test_{name}.py" for name in ("processors", "ops", "affine")]
+    which = " or ".join(CHOSEN)
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
+    command += ["-k", f"({which}) and not (emulated or reference)"]
     run = python(*command, ATEN_CPU_CAPABILITY=processor, OMP_NUM_THREADS="1")
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
-
-
-if __name__ == "__main__":
-    every_kernel()

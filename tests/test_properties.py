@@ -3,7 +3,7 @@
 import pytest
 import torch
 from backends import CONV2D_ALGORITHMS, LINEAR_ALGORITHMS, algorithms_of, set_threads, supports, to
-from oracle import Conv2d, Linear, assert_sq_norms, case, conv2d_truth, linear_truth
+from oracle import Conv2d, Linear, assert_sq_norms, case, conv2d_truth, linear_truth, truth_of
 
 # Every way to norms, as (operands, norms of operands): the properties hold of each.
 LINEAR = Linear(6, 9, 33, 17)
@@ -95,13 +95,18 @@ def test_extreme_operands_give_the_norm_that_float32_can_hold(backend, way, acti
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("algorithm", LINEAR_ALGORITHMS)
-def test_squares_below_float32s_range_still_add_up(backend, algorithm):
+@pytest.mark.parametrize("way", [w for w in WAYS if w[0] != "conv2d"], ids="-".join)
+def test_squares_below_float32s_range_still_add_up(backend, way):
     """90 000 squares of 2.5 times float32's smallest number: rounded one by one, 2 or 3 of it."""
-    t = 2 if supports(algorithm, 2) else 1
-    a, b = torch.ones(2, t, 300), torch.full((2, t, 300), (2.5 * 2.0**-149) ** 0.5 / t)
-    sq_norms = backend.norms(algorithm, *to(backend, a, b))[0].cpu().double()
-    expected = linear_truth(a, b).sq_norms()[0]
+    layer, algorithm = way
+    t = 2 if layer == "linear" and supports(algorithm, 2) else 1
+    problem = Linear(2, t, 300, 300)
+    if layer == "depthwise":
+        problem = Conv2d(2, 8, 8, (18, 18), (18, 18), groups=8)
+    a, b = (torch.ones_like(x) for x in problem.operands(torch.float32, "integers"))
+    b *= (2.5 * 2.0**-149) ** 0.5 / t
+    sq_norms = backend.norms(algorithm, *to(backend, a, b), problem)[0].cpu().double()
+    expected = truth_of(a, b, problem).sq_norms()[0]
     torch.testing.assert_close(sq_norms, expected, rtol=1e-4, atol=0)
 
 
@@ -115,15 +120,6 @@ def test_the_squares_of_a_long_row_may_leave_float32s_range(backend, exponent):
     sq_norms = backend.norms("rank1", *to(backend, a, b))[0].cpu().double()
     expected = linear_truth(a, b).sq_norms()[0]
     torch.testing.assert_close(sq_norms, expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("algorithm", ["direct", "fused"])
-def test_so_do_a_depthwise_convolutions(backend, algorithm):
-    problem = Conv2d(2, 8, 8, (18, 18), (18, 18), groups=8)
-    x, b = torch.ones(2, 8, 18, 18), torch.full((2, 8, 1, 1), (2.5 * 2.0**-149) ** 0.5)
-    sq_norms = backend.norms(algorithm, *to(backend, x, b), problem)[0].cpu().double()
-    expected = conv2d_truth(x, b, problem).sq_norms()[0]
-    torch.testing.assert_close(sq_norms, expected, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

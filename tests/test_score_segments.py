@@ -1,14 +1,10 @@
 """score(sample_ids=): an entry for each document or graph, against a loop over single ones."""
 
-import signal
-import sqlite3
-import time
-
 import numpy as np
 import pytest
 import torch
 from segment_models import GPT, WORDS, Convolving, D, ring
-from test_score_files import columns_of, lines, start
+from test_score_files import columns_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -128,42 +124,6 @@ def test_of_chosen_items_alone():
         np.testing.assert_allclose(column, every[name][chosen], rtol=1e-12)
 
 
-def test_a_mean_over_all_tokens_of_the_batch():
-    model = gpt()
-
-    def token_mean(out, targets):
-        ids, words = targets
-        return F.cross_entropy(out[ids >= 0], words[ids >= 0])
-
-    def shares(args, kwargs):
-        return torchgradx.token_weights(args[2], sample_ids=args[2])
-
-    loader = DataLoader(Corpus(), 3, collate_fn=packed)
-    got = torchgradx.score(
-        model, token_mean, loader, sample_ids=ids_of, loss_reduction="sum", loss_scale=shares,
-        progress=False,
-    )  # fmt: skip
-    np.testing.assert_allclose(got["norm"], [whole(n) for *_, n in loop(model)], rtol=1e-9)
-
-
-@pytest.mark.parametrize("columns", [1, 2])
-def test_items_that_the_collate_function_packs_have_an_entry_each(columns):
-    """One row of documents, each an item: ids [1, S]; as a set of rows: ids [S]."""
-    model, data = gpt(), list(Corpus().documents())
-
-    def one_row(samples):
-        _, _, tokens, at, targets = zip(*samples, strict=True)
-        ids = [torch.full_like(words, k) for k, words in enumerate(targets)]
-        made = [torch.cat([one.view(1, -1) for one in each], 1) for each in (tokens, at, ids)]
-        return *made, (made[2], torch.cat(targets)[None])
-
-    loader = DataLoader(data, 4, shuffle=True, collate_fn=one_row)
-    got = torchgradx.score(model, mean_of_documents, loader, sample_ids=ids_of, progress=False)
-    assert got["item"].tolist() == list(range(len(data)))
-    assert not got["id"].any()
-    np.testing.assert_allclose(got["norm"], [whole(n) for *_, n in loop(model)], rtol=1e-9)
-
-
 # ---- Graphs --------------------------------------------------------------------------------------
 SIZES = [3, 5, 2, 4, 7, 2]
 
@@ -220,49 +180,25 @@ def test_concatenated_graphs_have_an_entry_for_each_item_and_kind():
 
 
 # ---- Files ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("ending", [".npz", ".csv", ".parquet"])
-def test_a_file_has_the_item_and_the_id_of_each_entry(tmp_path, ending):
-    out = tmp_path / f"scores{ending}"
-    want = score(gpt(), out=out)
-    got = columns_of(out)
-    assert list(got) == list(want)
-    for name, column in want.items():
-        np.testing.assert_array_equal(got[name], column)
 
 
-KILLED = """
-    import sys, time
-    sys.path.insert(0, {tests!r})
-    import test_score_segments as t
+def test_what_was_interrupted_in_the_second_model_goes_on_behind_its_finished_batches(tmp_path):
+    out, reads, looked = tmp_path / "scores.csv", [], len(LENGTHS)  # the fingerprint reads all
+
     def read(index):
-        with open({log!r}, "a") as log:
-            log.write(f"{{index}}\\n")
-        time.sleep({pause})
-    t.score([t.gpt(0), t.gpt(1)], t.Corpus(read=read), batch=2, out={out!r})
-"""
+        reads.append(index)
+        if len(reads) == looked + len(LENGTHS) + 5:
+            raise KeyboardInterrupt
 
-
-def test_a_kill_in_the_second_model_loses_no_finished_batch(tmp_path):
-    log, looked = tmp_path / "log", len(LENGTHS)  # items that the fingerprint reads: all
-    victim = start(tmp_path, 0.1, KILLED)
-    deadline = time.monotonic() + 120
-    done = looked + len(LENGTHS) + 5  # of the second model two batches, at least
-    while time.monotonic() < deadline and len(lines(log)) < done:
-        time.sleep(0.02)
-    victim.send_signal(signal.SIGKILL)
-    assert victim.wait() == -signal.SIGKILL
-    with sqlite3.connect(tmp_path / "scores.csv.partial") as file:
-        kept = file.execute("SELECT model, indices FROM scores").fetchall()
-    file.close()
-    items = [k for model, i in kept if model == 1 for k in np.frombuffer(i, np.int64)]
-    assert items[:4] == [0, 0, 0, 1], "of each document its item"
-    log.unlink()
-    assert start(tmp_path, 0, KILLED).wait() == 0
-    again = [int(index) for index in lines(log)[looked:]]
-    assert again == [k for k in range(len(LENGTHS)) if k not in items]
-    got, want = columns_of(tmp_path / "scores.csv"), score([gpt(0), gpt(1)])
-    for name, column in want.items():
-        np.testing.assert_allclose(got[name], column, rtol=1e-9)
+    with pytest.raises(KeyboardInterrupt):
+        score([gpt(0), gpt(1)], Corpus(read=read), batch=2, out=out)
+    reads[:] = []
+    score([gpt(0), gpt(1)], Corpus(read=reads.append), batch=2, out=out)
+    assert reads == [*range(looked), *range(4, len(LENGTHS))]
+    held = columns_of(out)
+    assert list(held) == ["item", "id", "norm"]
+    for name, column in score([gpt(0), gpt(1)]).items():
+        np.testing.assert_allclose(held[name], column, rtol=1e-9)
 
 
 # ---- Errors --------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attach_oracle import Model, a_few_modes, close_named, refusal
-from segment_models import CASES, GPT, Case, D, DeepSet, Packed, spread
+from segment_models import CASES, D, DeepSet, spread
 from torch import nn
 from torch.nn import functional as F
 
@@ -61,10 +61,11 @@ def test_norms_are_those_of_single_samples_in_every_step(name, options):
 @pytest.mark.parametrize("backend", ["auto", "vmap"])
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_clipping_takes_each_sample_by_its_own_norm(name, deferred, backend):
+def test_clipping_and_products_with_directions_are_by_sample(name, deferred, backend):
     make, sizes = CASES[name]
     model = make().model().to(DOUBLE)
-    options = {"clip": True, "weight_grad": not deferred, "backend": backend}
+    v = {key: torch.randn_like(p) for key, p in model.named_parameters()}
+    options = {"clip": True, "weight_grad": not deferred, "backend": backend, "directions": v}
     with torchgradx.attach(model, sample_ids=ids_of, **options) as probe:
         for k, each in enumerate(sizes[:3]):
             case = make().draw(each, torch.Generator().manual_seed(k))
@@ -73,25 +74,13 @@ def test_clipping_takes_each_sample_by_its_own_norm(name, deferred, backend):
             whole = torch.cat([g.flatten(1) for g in gradients.values()], 1).norm(dim=1)
             factors = (whole.median() / whole).clamp(max=1)
             step(model, case)
+            dots = sum((gradients[key] * v[key]).flatten(1).sum(1) for key in v)
+            torch.testing.assert_close(probe.dot(), dots, rtol=1e-9, atol=1e-12)
             norms = probe.clip_grad_norm_(whole.median())
             torch.testing.assert_close(norms, whole, rtol=1e-9, atol=1e-12)
             for key, p in model.named_parameters():
                 want = torch.einsum("n...,n->...", gradients[key], factors) / case.n
                 torch.testing.assert_close(p.grad, want, rtol=1e-8, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_products_with_directions(name):
-    make, sizes = CASES[name]
-    model = make().model().to(DOUBLE)
-    v = {key: torch.randn_like(p) for key, p in model.named_parameters()}
-    with torchgradx.attach(model, sample_ids=ids_of, directions=v) as probe:
-        case = make().draw(sizes[0], torch.Generator().manual_seed(1))
-        with probe.paused():
-            gradients = loop(model, case, case.loss_of_one)
-        step(model, case)
-        want = sum((gradients[key] * v[key]).flatten(1).sum(1) for key in v)
-        torch.testing.assert_close(probe.dot(), want, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -120,22 +109,6 @@ def test_two_passes_and_no_row_of_a_sample():
     assert norms.shape == (6,)
     assert norms[[1, 4]].tolist() == [0, 0]
     assert (norms[[0, 2, 3, 5]] > 0).all()
-
-
-def test_two_forwards_of_the_same_samples():
-    model = DeepSet().to(DOUBLE)
-    cases = [CASES["index_add"][0]().draw(s, torch.Generator().manual_seed(7))
-             for s in ([2, 3, 1], [1, 5, 2])]  # fmt: skip
-    with torchgradx.attach(model, sample_ids=ids_of) as probe:
-        for _ in range(2):
-            with probe.paused():
-                each = [loop(model, case, case.loss_of_one) for case in cases]
-            want = norms_of({name: each[0][name] + each[1][name] for name in each[0]})
-            model.zero_grad()
-            with probe.same_samples():
-                losses = [case.loss(case.batch(model), case.y) for case in cases]
-            sum(losses).backward()
-            close_named(probe.norms(per="parameter"), want)
 
 
 def test_rows_of_very_unequal_samples_are_not_padded():
@@ -249,16 +222,6 @@ def test_what_sample_ids_returns():
         model(x, ids=b, n=2)
 
 
-def test_a_model_without_sample_ids_is_as_before():
-    model = GPT().to(DOUBLE)
-    assert isinstance(CASES["packed"][0](), Case)
-    x = torch.randint(0, 20, (3, 5))
-    with torchgradx.attach(model) as probe:
-        out = model(x, torch.arange(5).expand(3, 5))
-        F.cross_entropy(out.flatten(0, 1), x.flatten()).backward()
-        assert probe.norms().shape == (3,)
-
-
 # What reads their norms: grad_norms, verify, NoiseScale, explain()
 
 
@@ -268,52 +231,39 @@ def drawn(name, sizes, seed=0):
     return case.model().to(DOUBLE), case.draw(sizes, torch.Generator().manual_seed(seed))
 
 
-def test_grad_norms_and_verify():
-    model, case = drawn("graphs", [3, 4, 2])
-    inputs = {"x": case.x, "edges": case.edges, "ids": case.ids, "n": case.n}
-    want = norms_of(loop(model, case, case.loss_of_one))
-    got = torchgradx.grad_norms(
-        model, F.cross_entropy, inputs, case.y, per="parameter", sample_ids=ids_of
-    )
-    for name, norms in want.items():
-        torch.testing.assert_close(got[name].double(), norms, rtol=1e-9, atol=1e-12)
-    report = torchgradx.verify(model, F.cross_entropy, inputs, case.y, sample_ids=ids_of)
-    assert report.agrees
-    for name, norms in want.items():
-        torch.testing.assert_close(report.loop[name], norms, rtol=1e-9, atol=1e-12)
+def token_mean(out, y):
+    return F.cross_entropy(out.flatten(0, 1), y)
 
 
-def test_a_mean_over_all_tokens_with_token_weights():
-    model, case = drawn("packed", [[3, 4, 2]])
+def of_tokens(name, rows):
+    """A mean over all tokens, with token weights."""
+    model, case = drawn(name, rows)
+    weights = torchgradx.token_weights(torch.cat(case.y), sample_ids=case.ids.flatten())
+    options = {"loss_reduction": "sum", "loss_scale": weights}
     inputs = {"tokens": case.x, "positions": case.at, "ids": case.ids}
-    y = torch.cat(case.y)
-    options = {
-        "sample_ids": ids_of,
-        "loss_reduction": "sum",
-        "loss_scale": torchgradx.token_weights(y, sample_ids=case.ids.flatten()),
-    }
+    return model, case, token_mean, inputs, torch.cat(case.y), options
 
-    def loss(out, y):
-        return F.cross_entropy(out.flatten(0, 1), y)
 
+def of_graphs(name, sizes):
+    model, case = drawn(name, sizes)
+    inputs = {"x": case.x, "edges": case.edges, "ids": case.ids, "n": case.n}
+    return model, case, F.cross_entropy, inputs, case.y, {}
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "sizes"),
+    [(of_graphs, "graphs", [3, 4, 2]), (of_tokens, "packed", [[3, 4, 2]])],
+)
+def test_grad_norms_and_verify(make, name, sizes):
+    model, case, loss, inputs, y, options = make(name, sizes)
+    options["sample_ids"] = ids_of
     want = norms_of(loop(model, case, case.loss_of_one))
     got = torchgradx.grad_norms(model, loss, inputs, y, per="parameter", **options)
+    report = torchgradx.verify(model, loss, inputs, y, **options)
+    assert report.agrees
     for name, norms in want.items():
-        torch.testing.assert_close(got[name].double(), norms, rtol=1e-9, atol=1e-12)
-    assert torchgradx.verify(model, loss, inputs, y, **options).agrees
-
-
-def test_verify_finds_documents_that_see_each_other():
-    model, case = drawn("packed", [[3, 4, 2]])
-    inputs = {"tokens": case.x, "positions": case.at, "ids": case.ids, "joins": True}
-    y = torch.cat(case.y)
-
-    def loss(out, y):
-        return F.cross_entropy(out.flatten(0, 1), y, reduction="sum")
-
-    options = {"sample_ids": ids_of, "loss_reduction": "sum", "check": "off"}
-    with pytest.raises(torchgradx.VerificationError):
-        torchgradx.verify(model, loss, inputs, y, **options)
+        for found in (got, report.loop):
+            torch.testing.assert_close(found[name].double(), norms, rtol=1e-9, atol=1e-12)
 
 
 def test_explain_and_the_noise_scale():
@@ -325,30 +275,3 @@ def test_explain_and_the_noise_scale():
             scale.update(probe)
         assert "rows by sample_ids" in probe.explain()
     assert scale.critical_batch_size is not None
-
-
-def test_mixing_that_zeros_hide_is_refused_once_it_shows():
-    """A residual branch of zeros, as of an adapter, that turns the documents of a row around."""
-
-    class Turning(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gpt, self.b = GPT(tied=False), nn.Linear(23, 23, bias=False)
-            nn.init.zeros_(self.b.weight)
-
-        def forward(self, tokens, positions, ids):
-            out = self.gpt(tokens, positions, ids)
-            return out + self.b(out.flip(1))
-
-    model = Turning().to(DOUBLE)
-    with torchgradx.attach(model, sample_ids=ids_of) as probe:
-        for k in range(3):
-            case = Packed().draw([[3, 3, 3]], torch.Generator().manual_seed(k))
-            model.zero_grad()
-            out = model(case.x, case.at, ids=case.ids)
-            case.loss(out, case.y).backward()
-            if k:
-                refusal(probe, "fed by several samples")
-            probe.reset()
-            with torch.no_grad():
-                model.b.weight.normal_()

@@ -8,15 +8,13 @@ from attach_oracle import close_named, refusal
 from segment_models import CLASSES, SIZES, D, Graphs
 from test_segments import DOUBLE, joined, loop, norms_of, step
 from torch import nn
-from torch.nn import functional as F
 
 import torchgradx
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it scripts functions
-    data = pytest.importorskip("torch_geometric.data")
+    pytest.importorskip("torch_geometric.data")
     from torch_geometric import nn as geometric
-    from torch_geometric.loader import DataLoader
 
 
 def mlp(ins, outs):
@@ -86,20 +84,3 @@ def test_an_edge_between_two_graphs_is_refused_in_every_step(name):
                 refusal(probe, "fed by several samples")
             else:
                 assert (probe.norms() > 0).all()
-
-
-def test_score_with_its_loader():
-    case = Batched().draw([3, 5, 2, 4, 6], torch.Generator().manual_seed(4))
-    model = Net("GCN").to(DOUBLE)
-    pool = [
-        data.Data(x=case.x[case.ids == k], edge_index=case.own[k], y=case.y[k : k + 1])
-        for k in range(case.n)
-    ]
-    got = torchgradx.score(
-        model, F.cross_entropy, DataLoader(pool, batch_size=2), sample_ids=batch_of,
-        split=lambda b: ((b.x, b.edge_index, b.batch), b.y), progress=False,
-    )  # fmt: skip
-    want = norms_of(loop(model, case, case.loss_of_one))
-    whole = torch.stack([norms.square() for norms in want.values()]).sum(0).sqrt()
-    assert got["item"].tolist() == list(range(case.n))
-    torch.testing.assert_close(torch.from_numpy(got["norm"]), whole, rtol=1e-9, atol=1e-12)

@@ -1,12 +1,12 @@
 """grad_norms and verify: one call, nothing left behind; and verify finds what attach cannot."""
 
+import contextlib
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import Model, close, close_named, fingerprint, loop, per_model, per_module
-from test_token_weights import token_mean
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -98,7 +98,7 @@ def test_a_mean_over_what_counts_is_refused_where_samples_count_differently(kind
         torchgradx.verify(model, loss_fn, x, y)
 
 
-def test_weights_that_are_said_and_means_by_sample_are_not_refused():
+def test_means_by_sample_are_not_refused():
     x, y = torch.randn(N, 7, 3).double(), torch.randint(0, 4, (N, 7))
     y[1, 3:], y[4, 5:] = 4, 4
     model = nn.Linear(3, 5).double()
@@ -108,12 +108,6 @@ def test_weights_that_are_said_and_means_by_sample_are_not_refused():
         return sum(F.cross_entropy(o, t, ignore_index=4) for o, t in zip(out, y, strict=True)) / N
 
     close_named(torchgradx.grad_norms(model, each, x, y, per="parameter"), want)
-    counts = (y != 4).sum(1).double()
-    got = torchgradx.grad_norms(
-        model, lambda out, y: padded(nn.Identity(), out, y), x, y, per="parameter",
-        loss_scale=N * counts / counts.sum(),
-    )  # fmt: skip
-    close_named(got, want)
 
 
 def test_a_reduction_that_is_not_the_one_said_is_refused():
@@ -131,12 +125,18 @@ def test_a_reduction_that_is_not_the_one_said_is_refused():
 
 @pytest.mark.parametrize("call", ["grad_norms", "verify"])
 @pytest.mark.parametrize("training", [True, False])
-def test_nothing_is_left_behind(call, training):
+@pytest.mark.parametrize("fails", [True, False])
+def test_nothing_is_left_behind(call, training, fails):
     model, (x, y) = classifier().train(training), samples()
     before = fingerprint(model)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model[0].weight.grad = kept = torch.ones(4, 3, 3)
-    getattr(torchgradx, call)(model, F.cross_entropy, x, y)
+
+    def loss(out, y):
+        return F.cross_entropy(out, y) if not fails else {}["boom"]
+
+    with pytest.raises(KeyError, match="boom") if fails else contextlib.nullcontext():
+        getattr(torchgradx, call)(model, loss, x, y)
     grads = [p.grad for p in model.parameters()]
     assert grads[0] is kept
     assert bool((kept == 1).all())
@@ -144,34 +144,10 @@ def test_nothing_is_left_behind(call, training):
     assert fingerprint(model) == before
     assert x.grad is None
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("call", ["grad_norms", "verify"])
-def test_a_loss_that_raises_leaves_nothing_behind(call):
-    model, (x, y) = classifier(), samples()
-    before = fingerprint(model)
-
-    def boom(out, y):
-        raise KeyError("boom")
-
-    with pytest.raises(KeyError, match="boom"):
-        getattr(torchgradx, call)(model, boom, x, y)
-    assert fingerprint(model) == before
-    assert len(torchgradx.grad_norms(model, F.cross_entropy, x, y)) == N
+    torchgradx.attach(model).remove()  # nothing holds it
 
 
 # ---- verify --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "make",
-    [classifier, lambda: nn.Sequential(nn.Flatten(), nn.Linear(18, 7), nn.Tanh(), nn.Linear(7, 5))],
-)
-def test_verify_reports_on_a_model_that_is_right(make, dtype):
-    model, (x, y) = make().to(dtype), samples()
-    report = torchgradx.verify(model, F.cross_entropy, x.to(dtype), y)
-    assert report is not None
-    for name, _ in model.named_parameters():
-        assert name in str(report)
 
 
 LOSSES = {
@@ -231,18 +207,6 @@ def test_arguments_that_mean_nothing_are_refused_by_name(rtol):
     for call in (torchgradx.grad_norms, torchgradx.verify):
         with pytest.raises(TypeError, match="loss_fn"):
             call(classifier(), None, *samples())
-
-
-def test_a_token_mean_is_told_as_by_grad_norms():
-    model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7))
-    x, y = torch.randint(0, 7, (3, 5)), torch.randint(0, 7, (3, 5))
-    y[0, 1:] = -100
-
-    with pytest.raises(torchgradx.VerificationError, match="token_weights"):
-        torchgradx.verify(model, token_mean, x, y)
-    w = torchgradx.token_weights(y)
-    options = {"loss_reduction": "sum", "loss_scale": w}
-    assert torchgradx.verify(model, token_mean, x, y, **options).agrees
 
 
 def test_dropout_that_is_on_is_named():

@@ -113,17 +113,11 @@ def interrupted_and_resumed(folder):
     same(np.load(out)["norm"], got)
 
 
-def models_that_differ(folder):
-    with pytest.raises(ValueError, match="the same on all ranks"):
-        score(net(dist.get_rank()), DataLoader(pool(), 4))
-    same(
-        score(net(), DataLoader(pool(), 4)), score(net(), DataLoader(pool(), 4), distributed=False)
-    )
-
-
-def pools_that_differ(folder):
+def models_and_pools_that_differ(folder):
     """As a random_split makes them, whose seed is another on each rank."""
     rank = dist.get_rank()
+    with pytest.raises(ValueError, match="the same on all ranks"):
+        score(net(rank), DataLoader(pool(), 4))
     with pytest.raises(ValueError, match=r"random_split .* must be the same on all ranks"):
         score(net(), DataLoader(Subset(pool(), [0, 1, 2 + rank]), 4))
     with pytest.raises(ValueError, match=r"the dataset .* the same on all ranks"):
@@ -151,19 +145,14 @@ def an_error_on_one_rank_before_they_meet(folder):
         score([net(), "net" if rank else net()], loader)
     with pytest.raises((ValueError, RuntimeError), match=r"same on all ranks|another rank"):
         score([net()] * (1 + rank), loader)
-    data = pool()
-    data.fails = 1 if rank else None  # one of those that the partial file tells a dataset by
-    with only_here(1, OSError, "sample 1 cannot be read"):
-        score(net(), DataLoader(data, 4), out=folder / "scores.npz")
-    assert len(score(net(), loader)) == N
-
-
-def a_wrong_argument_on_one_rank(folder):
-    loader, rank = DataLoader(pool(), 4), dist.get_rank()
     with only_here(1, ValueError, "kind must be one of"):
         score(net(), loader, kind="norms" if rank else "norm")
     with only_here(0, ValueError, "indices must be from 0 to 12"):
         score(net(), loader, indices=[3] if rank else [N])
+    data = pool()
+    data.fails = 1 if rank else None  # one of those that the partial file tells a dataset by
+    with only_here(1, OSError, "sample 1 cannot be read"):
+        score(net(), DataLoader(data, 4), out=folder / "scores.npz")
     assert len(score(net(), loader)) == N
 
 
@@ -199,7 +188,7 @@ def noise(wrap, per, folder, sizes=((6, 7), (4, 2))):
         np.testing.assert_allclose(got["averages"][name], pair, rtol=1e-8)
 
 
-def noise_that_is_not_averaged(folder):
+def noise_of_what_is_not_averaged_or_of_one_rank_alone(folder):
     ddp, noise = DistributedDataParallel(net()), torchgradx.NoiseScale()
     x, y = (t[dist.get_rank() :: 2] for t in pool().tensors)
     with torchgradx.attach(ddp) as probe:
@@ -209,22 +198,12 @@ def noise_that_is_not_averaged(folder):
                 noise.update(probe)
         ddp.zero_grad()
         F.cross_entropy(ddp(x), y).backward()
-        noise.update(probe)
-    assert noise.steps == 1
-
-
-def noise_of_which_one_rank_has_none(folder):
-    ddp, noise = DistributedDataParallel(net()), torchgradx.NoiseScale()
-    x, y = (t[dist.get_rank() :: 2] for t in pool().tensors)
-    with torchgradx.attach(ddp) as probe:
-        for wrong in (True, False):
-            ddp.zero_grad()
-            F.cross_entropy(ddp(x), y).backward()
-            if wrong and dist.get_rank():
-                probe.reset()
-            if wrong:
-                with only_here(1, torchgradx.CoverageError, "nothing is recorded"):
-                    noise.update(probe)
+        if dist.get_rank():
+            probe.reset()
+        with only_here(1, torchgradx.CoverageError, "nothing is recorded"):
+            noise.update(probe)
+        ddp.zero_grad()
+        F.cross_entropy(ddp(x), y).backward()
         noise.update(probe)
     assert noise.steps == 1
 
@@ -243,16 +222,13 @@ SCENARIOS = {
     "score, FSDP, one batch more on a rank": partial(a_sharded_model, 9),
     "score, FSDP, fewer samples than ranks": partial(a_sharded_model, 1),
     "score, chosen samples of several models": chosen_samples_of_several_models,
-    "score, models that differ": models_that_differ,
-    "score, pools that differ": pools_that_differ,
+    "score, models and pools that differ": models_and_pools_that_differ,
     "score, an error on one rank before they meet": an_error_on_one_rank_before_they_meet,
-    "score, a wrong argument on one rank": a_wrong_argument_on_one_rank,
     "score, interrupted and resumed": interrupted_and_resumed,
     "score, packed documents": packed_documents,
     "noise scale, DDP": partial(noise, DistributedDataParallel, "model"),
     "noise scale, DDP, by parameter": partial(noise, DistributedDataParallel, "parameter"),
-    "noise scale, not averaged": noise_that_is_not_averaged,
-    "noise scale, nothing recorded on one rank": noise_of_which_one_rank_has_none,
+    "noise scale, what is not averaged": noise_of_what_is_not_averaged_or_of_one_rank_alone,
     "noise scale, FSDP": partial(noise, sharded, "module"),
 }
 

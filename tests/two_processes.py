@@ -151,6 +151,10 @@ def steps(make, wrap, where, options, shapes=((N, T),) * 2, counted=False, refus
                 assert not sent.counts - expected.counts, "the probe communicates"
             if options.get("weight_grad", True):
                 same_gradients(model, twin)
+            elif not refused:  # DistributedDataParallel makes one of zeros
+                grads = [p.grad for p in model.parameters() if p.grad is not None]
+                assert not grads or isinstance(wrapped, DistributedDataParallel)
+                assert not any(g.any() for g in grads)
             model.zero_grad()
             twin.zero_grad()
 
