@@ -19,7 +19,7 @@ from attach_oracle import (
     refusal,
     same_gradients,
     square,
-    square_sum,
+    under_autocast,
 )
 from fullgraph_models import (
     N,
@@ -189,11 +189,7 @@ def test_in_a_compiled_step():
 def test_autocast_is_that_of_the_eager_model(make, backend, dtype):
     model, x = make(), ids(N) if make is tokens else images(N).float()
 
-    def loss(model, x):
-        with torch.autocast("cpu", dtype):
-            out = model(x)
-        return out.float().square().flatten(1).sum(1).mean()
-
+    loss = under_autocast(dtype)
     with torchgradx.attach(model) as probe:
         loss(model, x).backward()
         want = probe.norms(per="parameter")
@@ -256,7 +252,7 @@ def test_what_no_graph_can_hold_says_what_to_do(make, options):
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         with pytest.raises(torch._dynamo.exc.Unsupported, match=r"torchgradx.*without fullgraph"):
             compiled(rows(N))
-    assert square_sum(model, rows(N)).isfinite()
+    assert square(model, rows(N)).isfinite()
 
 
 def test_a_thousand_steps_leave_nothing_behind():

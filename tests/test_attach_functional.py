@@ -9,9 +9,9 @@ from attach_oracle import (
     a_few_modes,
     check,
     close,
-    close_named,
     each_of,
     exact_or_refused,
+    exact_steps,
     fallback_mode,
     loop,
     loop_model,
@@ -21,6 +21,7 @@ from attach_oracle import (
     refused,
     square,
     title,
+    under_autocast,
 )
 from clip_oracle import check_clip
 from computed_models import COMPUTED, FULL, PAIRS, around
@@ -224,14 +225,9 @@ def test_a_weight_of_a_convolution_may_be_computed(name, options):
 def test_a_computed_weight_is_served_at_the_graphs_nodes(name):
     """In steps of other sizes too."""
     model, _ = around(name)
-    batches = [COMPUTED[name][1](n).double() for n in (N, N, 3, 1, N)]
-    wants = [loop(model, square, batch) for batch in batches]
-    with torchgradx.attach(model) as probe:
-        for batch, want in zip(batches, wants, strict=True):
-            square(model, batch).backward()
-            close_named(probe.norms(per="parameter"), want)
-        assert ("run again" in probe.explain()) == bool(native_missing())
-        assert native_missing() or ("in full" in probe.explain()) == (name in FULL)
+    shown = exact_steps(model, *(COMPUTED[name][1](n).double() for n in (N, N, 3, 1, N)))
+    assert ("run again" in shown) == bool(native_missing())
+    assert native_missing() or ("in full" in shown) == (name in FULL)
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": False}, {"weight_grad": False}], ids=title)
@@ -256,12 +252,8 @@ def test_a_computed_weight_inside_a_checkpoint(name):
 
 @computed
 def test_a_computed_weight_under_autocast(name):
-    def loss(model, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return square(model, x).float()
-
     model, x = around(name)
-    model, x = model.float(), x.float()
+    model, x, loss = model.float(), x.float(), under_autocast()
     want = loop_model(model, loss, x, dtype=torch.float32)
     with torchgradx.attach(model) as probe:
         loss(model, x).backward()

@@ -135,22 +135,13 @@ def test_what_is_detached_of_each_or_only_looked_at_is_exact(forward, options):
 EACH, WORDS, CLASSES = 5, 7, 3
 
 
-def each(logits, labels, **options):
-    return F.cross_entropy(logits, labels, reduction="none", **options)
+def each(logits, labels):
+    return F.cross_entropy(logits, labels, reduction="none")
 
 
 def focal(logits, labels):
     rows = each(logits, labels)
     return ((1 - torch.exp(-rows)).square() * rows).mean()
-
-
-def binary(logits, labels, **options):
-    positive = (labels > 0).to(logits)
-    return F.binary_cross_entropy_with_logits(logits[:, 0], positive, reduction="none", **options)
-
-
-def distances(a, b):
-    return torch.cdist(a[:, None], b[:, None]).mean()
 
 
 def logged(logits, labels):
@@ -169,59 +160,32 @@ def columns_in_turn(logits, labels):
     return torch.stack([loss, each(logits, labels).mean()]) @ logits.new_tensor([1.0, 2.0])
 
 
-LOSSES = {
-    "a sum of each": lambda o, y: each(o, y).sum() / len(y),
-    "weighted classes": lambda o, y: each(o, y, weight=torch.arange(1.0, 4).to(o)).mean(),
-    "focal": focal,
-    "binary": lambda o, y: binary(o, y).mean(),
-    "weighted classes, over N": lambda o,
-        y: (F.cross_entropy(o, y, weight=torch.arange(1.0, 4).to(o), reduction="sum") / len(y)),
-    "over a count": lambda o, y: each(o, y).sum() / (y >= 0).sum().clamp(min=1),
-    "a mean that names them": lambda o, y: each(o, y).mean(0),
-    "labels each by itself": lambda o,
-        y: F.multilabel_soft_margin_loss(o, F.one_hot(y, CLASSES).to(o)),
-    "distances": lambda o, y: distances(o, o.square() + 1),
-    "two, the second by a weight": lambda o, y: each(o, y).mean() + 0.1 * o.square().mean(),
-    "several in turn": columns_in_turn,
-    "logged": logged,
-    "two of them, less nan": lambda o, y: torch.stack([each(o, y).mean(), o.mean()]).nansum(),
-}  # fmt: skip
+def of_flat_rows(logits, labels):
+    return each(logits.flatten(0, 1), labels.flatten()).view(labels.shape).mean(1).mean()
 
 
-def of_its_loss(loss, *batch):
-    return Model(lambda m, x, y: loss(m.b(torch.tanh(m.a(x))), y),
-                 a=nn.Linear(4, 7), b=nn.Linear(7, CLASSES))  # fmt: skip
+def masked(logits, labels):
+    rows = each(logits.mT, labels) * (labels != 0)
+    return (rows.sum(1) / (labels != 0).sum(1)).mean()
 
 
-def whole(model, *batch):
-    return model(*batch)
-
-
-def labels(*sizes):
-    return torch.randint(0, CLASSES, (EACH, *sizes))
+LOSSES = {  # of a sample's own classes, or of each of its words
+    "focal": (focal, ()),
+    "over a count": (lambda o, y: each(o, y).sum() / (y >= 0).sum().clamp(min=1), ()),
+    "several in turn": (columns_in_turn, ()),
+    "logged": (logged, ()),
+    "words in rows": (of_flat_rows, (WORDS,)),
+    "words, masked": (masked, (WORDS,)),
+}
 
 
 @a_few_modes
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_that_keeps_the_samples_until_their_mean_is_exact(name, options):
-    check(of_its_loss(LOSSES[name]), whole, torch.randn(EACH, 4), labels(), **options)
-
-
-def masked(o, y):
-    rows = each(o.mT, y) * (y != 0)
-    return (rows.sum(1) / (y != 0).sum(1)).mean()
-
-
-TOKENS = {
-    "tokens": lambda o, y: each(o.mT, y).mean(1).mean(),
-    "rows": lambda o, y: each(o.flatten(0, 1), y.flatten()).view(y.shape).mean(1).mean(),
-    "by sample, masked": masked,
-    "maps": lambda o, y: each(o.mT.unflatten(2, (1, -1)), y[:, None]).mean((1, 2)).mean(),
-}
-
-
-@a_few_modes
-@pytest.mark.parametrize("name", TOKENS)
-def test_a_loss_of_tokens_is_exact(name, options):
-    y = labels(WORDS).index_fill(1, torch.tensor([0]), 1)
-    check(of_its_loss(TOKENS[name]), whole, torch.randn(EACH, WORDS, 4), y, **options)
+    loss, words = LOSSES[name]
+    model = Model(lambda m, x, y: loss(m.b(torch.tanh(m.a(x))), y),
+                  a=nn.Linear(4, 7), b=nn.Linear(7, CLASSES))  # fmt: skip
+    y = torch.randint(0, CLASSES, (EACH, *words))
+    if words:
+        y[:, 0] = 1
+    check(model, lambda m, x, y: m(x, y), torch.randn(EACH, *words, 4), y, **options)

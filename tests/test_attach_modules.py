@@ -13,14 +13,12 @@ from attach_oracle import (
     close,
     close_named,
     exact_or_refused,
-    exact_step,
+    exact_steps,
     loop_model,
     refusal,
     refused,
     square,
-    squares,
     title,
-    under_its_masks,
 )
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
@@ -44,6 +42,23 @@ DROPPING = {
         lambda m, x: m.a(*[m.i(x)] * 3)[0], i=nn.Linear(3, 4),
         a=nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)),
 }  # fmt: skip
+
+
+def under_its_masks(model, losses, *batch, seed=7):
+    """{parameter: [N]}: gradients of each sample's own loss within the whole batch, whose random
+    numbers are the same; losses(model, *batch) is [N]."""
+    live, rows = {name: p for name, p in model.named_parameters() if p.requires_grad}, []
+    for n in range(len(batch[0])):
+        torch.manual_seed(seed)
+        loss = losses(model, *batch)[n]
+        grads = torch.autograd.grad(loss, list(live.values()), allow_unused=True)
+        rows.append(torch.stack([loss.new_zeros(()) if g is None else g.norm() for g in grads]))
+    return dict(zip(live, torch.stack(rows).unbind(1), strict=True))
+
+
+def squares(model, x):
+    """[N]: what `square` is the mean of."""
+    return model(x).square().flatten(1).sum(1)
 
 
 @a_few_modes
@@ -229,10 +244,8 @@ def test_norms_and_gradients_are_exact_in_first_and_later_steps(name, options):
     """Of a known structure kernels take the norms at the nodes."""
     model, first = example(name)
     check(model, square, first, input_grad=True, **options)
-    with torchgradx.attach(model, **options) as probe:
-        for n in (N, N, N + 1, N + 1):
-            x = torch.randn(n, *first.shape[1:], dtype=torch.float64)
-            exact_step(probe, model, x)
+    sizes = [(n, *first.shape[1:]) for n in (N, N, N + 1, N + 1)]
+    exact_steps(model, *(torch.randn(size).double() for size in sizes), **options)
 
 
 @each_model

@@ -19,6 +19,7 @@ from attach_oracle import (
     refusal,
     same_gradients,
     square,
+    under_autocast,
 )
 from recurrent_models import computes_halves
 from torch import nn
@@ -102,11 +103,7 @@ def test_autocast_is_exact_within_its_rounding_however_layers_are_used(
     make, shape = MODELS[name]
     net, x = make(), torch.randn(shape)
 
-    def under(model, x):
-        with torch.autocast(DEVICE, dtype):
-            out = model(x)
-        return out.float().square().flatten(1).sum(1).mean()
-
+    under = under_autocast(dtype)
     want = loop(net, under, x, dtype=torch.float32)
     # two dozen roundings to half on a sample's way, which differ between one sample and a batch
     rtol = 24 * torch.finfo(dtype).eps
@@ -177,10 +174,7 @@ def test_a_step_that_overflows_is_shown_and_the_next_are_exact(options):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     with torchgradx.attach(net, loss_scale=scaler, **options) as probe:
         for overflows in (True, False, False):
-            with torch.autocast(DEVICE, torch.float16):
-                out = net(x)
-            loss = out.float().square().flatten(1).sum(1).mean()
-            scaler.scale(loss).backward()
+            scaler.scale(under_autocast(torch.float16)(net, x)).backward()
             norms = probe.norms()
             if overflows:
                 assert not norms.isfinite().any(), norms
@@ -256,12 +250,7 @@ def test_an_lstm_under_autocast_goes_through_time(more, options):
     rnn = nn.LSTM(48, 80, batch_first=True, **more)
     model, x = Model(lambda m, x: m.r(x)[0], r=rnn), torch.randn(5, 20, 48)
     twin = copy.deepcopy(model)
-
-    def under(model, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = model(x)
-        return out.float().square().flatten(1).sum(1).mean()
-
+    under = under_autocast()
     want = loop(twin, under, x)
     with torchgradx.attach(model, **options) as probe:
         for _ in range(2):

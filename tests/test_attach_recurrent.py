@@ -17,6 +17,7 @@ from attach_oracle import (
     each_of,
     every_mode,
     exact_step,
+    exact_steps,
     fallback_mode,
     loop,
     refused,
@@ -271,12 +272,9 @@ def test_packed_sequences_have_the_norms_of_the_loop(kind, option, options):
 
 @any_mode
 def test_other_lengths_of_as_many_rows_are_other_samples_rows(options):
-    model = packed_net(nn.GRU(I, H, batch_first=True)).double()
-    with torchgradx.attach(model, **options) as probe:
-        for lengths in ([3, 5, 1, 3], [2, 5, 4, 1], [3, 3, 3, 3], [1, 5, 3, 3], [3, 5, 1, 3]):
-            batch = torch.randn(N, T, I, dtype=torch.float64), torch.tensor(lengths)
-            model.zero_grad()
-            exact_step(probe, model, *batch)
+    lengths = [3, 5, 1, 3], [2, 5, 4, 1], [3, 3, 3, 3], [1, 5, 3, 3], [3, 5, 1, 3]
+    batches = [(torch.randn(N, T, I).double(), torch.tensor(each)) for each in lengths]
+    exact_steps(packed_net(nn.GRU(I, H, batch_first=True)).double(), *batches, **options)
 
 
 @any_mode

@@ -11,6 +11,7 @@ from attach_oracle import (
     every_mode,
     exact_or_refused,
     exact_step,
+    exact_steps,
     fallback_mode,
     loop_model,
     mlp,
@@ -255,10 +256,8 @@ ways = pytest.mark.parametrize("way", CALLS, ids=lambda way: way.__name__)
 def test_a_root_that_calls_itself_is_exact_in_steps_of_several_sizes(way, options):
     """Those too that are called on what they call themselves on."""
     net = Model(way, l=nn.Linear(D, D), o=nn.Linear(D, D)).double()
-    with torchgradx.attach(net, **options) as probe:
-        for shape in [(N, T, D), (N, T, D), (N * T, D), (N, T, D), (N, N, D), (2, T, D), (N, D)]:
-            x = torch.randn(shape, dtype=torch.float64)
-            exact_step(probe, net, x)
+    shapes = [(N, T, D), (N, T, D), (N * T, D), (N, T, D), (N, N, D), (2, T, D), (N, D)]
+    exact_steps(net, *(torch.randn(shape).double() for shape in shapes), **options)
 
 
 @a_few_modes

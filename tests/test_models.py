@@ -20,9 +20,9 @@ from attach_oracle import (
     loop_model,
     same_gradients,
     title,
-    under_its_masks,
 )
 from model_zoo import IGNORED, ROUNDED, ROWS, sample_losses
+from test_attach_modules import under_its_masks
 
 import torchgradx
 

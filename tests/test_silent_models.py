@@ -27,21 +27,22 @@ def outcome(make, check, **options):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_check_graph(name):
-    make, verdict, _ = MODELS[name]
+    make, verdict = MODELS[name]
     assert outcome(make, "graph") == verdict
 
 
 @pytest.mark.parametrize("options", [*ANY, {"backend": "vmap"}], ids=title)
 @pytest.mark.parametrize("name", MODELS)
 def test_check_samples(name, options):
-    make, _, verdict = MODELS[name]
-    assert outcome(make, "samples", **options) == verdict
+    make, verdict = MODELS[name]
+    found = EXACT if verdict == EXACT else REFUSED
+    assert outcome(make, "samples", **options) == found
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_second_pass_of_a_structure_is_as_the_first(name):
     """What is refused is refused again; what was checked is not checked twice."""
-    make, _, verdict = MODELS[name]
+    make, verdict = MODELS[name]
     model, loss, batch = make()
     calls = []
     model.register_forward_hook(lambda *_: calls.append(1))
