@@ -74,8 +74,6 @@ BLOCKS = {
     "functional": lambda m, x: F.linear(x, m.last.weight, m.last.bias).tanh(),
     "product": lambda m, x: x + x @ m.linear.weight.t(),
 }
-CALLS_MODULES = {"linear", "linear twice", "norm", "conv", "gru", "places", "scored by places",
-                 "places first", "outputs"}  # fmt: skip
 ENDINGS = {
     "head": lambda m, x: m.head(x),
     "table": lambda m, x: F.linear(x, m.table.weight),
@@ -128,7 +126,7 @@ class Sequence:
 
     def reset(self):
         self.record = []  # (number of its forward, norms)
-        self.read_already = self.strays = self.failed = False
+        self.read_already = self.failed = False
 
     def read(self, certain):
         """certain: nothing may be refused but for a good reason."""
@@ -136,9 +134,8 @@ class Sequence:
         try:
             got = self.probe.norms()
         except torchgradx.CoverageError:
-            assert self.strays or ends or not (certain and self.record)
+            assert ends or not (certain and self.record)
         else:
-            assert not self.strays
             close(got, torch.cat([norms for _, norms in sorted(self.record, key=lambda e: e[0])]))
         self.read_already = True
 
@@ -222,26 +219,9 @@ def reset(s):
     s.reset()
 
 
-def astray(s):
-    if CALLS_MODULES & {*s.model.order}:
-        x = torch.randn(*s.ids().shape, WIDTH, dtype=torch.float64, requires_grad=True)
-        loss = s.model.body(x).sum()
-        if any(p.requires_grad for p in _called(s.model)):
-            loss.backward()
-            s.began()
-            s.strays = True
-
-
-def _called(model):
-    """Parameters of the modules that the body calls."""
-    names = {"scored by places": "places"}
-    names = {names.get(name, name.split()[0]) for name in CALLS_MODULES & {*model.order}}
-    return [p for name in names for p in getattr(model, name).parameters()]
-
-
 EVENTS = [step] * 4 + [
     input_filled_again, two_in_flight, one_backward_of_two, same_samples, backward_twice,
-    backward_that_fails, no_backward, paused, without_grad, reset, astray,
+    backward_that_fails, no_backward, paused, without_grad, reset,
 ]  # fmt: skip
 
 

@@ -204,20 +204,6 @@ def test_segments_of_other_lengths_are_looked_at_anew(way, shape, options):
             close_named(probe.norms(per="parameter"), of_each(twin, x, k, -2))
 
 
-@a_few_modes
-@pytest.mark.parametrize("shape", [(12, 4), (12, 1, 4)])
-def test_attention_over_packed_rows_has_samples_where_positions_are_presumed(shape, options):
-    def forward(m, x, k):
-        apart = owned(k).T @ owned(k) == 0
-        return m.att(x, x, x, attn_mask=apart, need_weights=False)[0].view(len(k), -1, 4).mean(1)
-
-    model, k = Model(forward, att=nn.MultiheadAttention(4, 2)).double(), torch.tensor([4, 4, 4])
-    twin, x = copy.deepcopy(model), torch.randn(shape).double()
-    with torchgradx.attach(model, batch_size=3, **options) as probe:
-        model(x, k).square().sum(1).mean().backward()
-        read_or_refused(probe, of_each(twin, x, k), "att")
-
-
 # Rows that a batch's own values send to experts
 
 SHAPES = [(4, 6), (4, 6), (4, 4), (3, 5), (1, 7), (4, 6)]  # N = T among them
@@ -249,19 +235,6 @@ def test_batches_that_send_other_rows_need_no_further_proof(backwards):
     assert proofs[-4:] == [0] * 4
 
 
-def test_rows_that_several_samples_feed_are_still_refused():
-    class Mixing(Experts):
-        def forward(self, tokens):
-            return super().forward(tokens) + self.head(self.ln(self.emb(tokens))).mean(0)
-
-    model = Mixing().double()
-    with torchgradx.attach(model) as probe:
-        for _ in range(3):
-            out = model(torch.randint(0, WORDS, (4, 6)))
-            F.cross_entropy(out.flatten(0, 1), torch.randint(0, WORDS, (24,))).backward()
-            refusal(probe)
-
-
 def put(part, k, n):
     return torch.zeros(n, 4).to(part).index_add(0, k, part)
 
@@ -282,9 +255,7 @@ EXACT = {
 MIXED = {
     "what is given is data": lambda m, x, h: m.a(x) + m.b(x)[turned(x)],
     "taken from others by place": lambda m, x, h: m.a(x) + m.b(x).index_select(0, turned(x)),
-    "data, all": lambda m, x, h: m.b(x)[turned(x)],
     "beside its own": lambda m, x, h: m.c(h) + m.d(h)[turned(x)],
-    "all": lambda m, x, h: m.d(h)[turned(x)],
     "given another's": lambda m, x, h: m.c(h) + m.d(h[turned(x)]),
     "put where others are": lambda m, x, h: h + put(m.d(h[:1]), turned(x)[:1], len(x)),
     "another's, detached": lambda m, x, h: h + put(m.d(h.detach()[:1]), turned(x)[:1], len(x)),

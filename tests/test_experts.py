@@ -117,7 +117,6 @@ WAYS = {
     "grouped, turned": lambda: Experts("grouped", turned=True),
     "batched": lambda: Experts("batched"),
     "batched, turned": lambda: Experts("batched", turned=True),
-    "each, biased": lambda: Experts(biased=True),
     "each, turned and biased": lambda: Experts(turned=True, biased=True),
     "grouped, biased": lambda: Experts("grouped", biased=True),
     "batched, turned and biased": lambda: Experts("batched", turned=True, biased=True),
@@ -288,36 +287,3 @@ def test_what_was_proven_does_not_hold_once_rows_go_elsewhere(use):
 @pytest.mark.parametrize("use", PLAIN)
 def test_products_as_users_write_them(use):
     exact_steps(stack(PLAIN[use]), *(samples() for _ in range(3)))
-
-
-@pytest.mark.parametrize("taken", ["where", "argsort"])
-def test_data_rows_taken_by_data_are_looked_at_again(taken):
-    """As many rows of all samples, then of some more than of others."""
-
-    def forward(m, x, mask):
-        rows = torch.where(mask)
-        if taken == "argsort":
-            order = (~mask.flatten()).int().argsort(stable=True)[: len(rows[0])]
-            rows = order // mask.shape[1], order % mask.shape[1]
-        h = torch.tanh(m.first(x[rows]))
-        own = (rows[0][None] == torch.arange(len(x))[:, None]).to(h)
-        return m.last(own / own.sum(1, keepdim=True) @ h)
-
-    model = Model(forward, first=nn.Linear(D, D), last=nn.Linear(D, 2)).double()
-    with torchgradx.attach(model) as probe:
-        for counts in ([5, 5, 5, 5], [3, 3, 3, 3], [2, 4, 3, 3], [4, 2, 3, 3]):
-            mask = torch.arange(5) < torch.tensor(counts)[:, None]
-            step_or_refused(probe, model, samples(*mask.shape), mask)
-
-
-def test_data_may_choose_the_order_of_rows_by_a_matrix():
-    def forward(m, x):
-        h = torch.tanh(m.first(x)).flatten(0, 1)
-        order = h[:, 0].detach().argsort()
-        p = F.one_hot(order if m.turns else order.sort()[0], len(h)).to(h)
-        return m.last(p.T @ torch.tanh(m.own(p @ h))).view(*x.shape)
-
-    model = Model(forward, **{name: nn.Linear(D, D) for name in ("first", "own", "last")}).double()
-    with torchgradx.attach(model) as probe:
-        for model.turns in (False, False, True, True):
-            step_or_refused(probe, model, samples())

@@ -47,15 +47,6 @@ def test_a_net_of_300_layers(n, backwards):
     assert 0 < len(backwards) <= bound(n)
 
 
-def bert():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        vocab_size=61, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return transformers.BertForMaskedLM(config), lambda ids: {"input_ids": ids}
-
-
 def t5():
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
@@ -71,10 +62,9 @@ def token_loss(model, keywords, ids):
     return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
-@pytest.mark.parametrize("make", [bert, t5])
-def test_language_models(make, backwards):
-    """A first pass, others of new sizes, of which one has T = N, and a change of mode."""
-    model, keywords = make()
+def test_language_models(backwards):
+    """A first pass, and others of new sizes, of which one has T = N."""
+    model, keywords = t5()
     model.train()
     allowed = [bound(5), 1, 1, 1]
     with torchgradx.attach(model) as probe:
