@@ -42,18 +42,6 @@ a_few_modes = each_of(ANY + VMAP[:1])
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 
 
-class Same(torch.autograd.Function):
-    """A user's own: nothing sees through it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
 class Model(nn.Module):
     """Model(forward, name=module_or_tensor, ...): a module from a function of (model, *inputs)."""
 
@@ -80,10 +68,6 @@ def mlp(width=5):
 def square(model, *batch):
     """Mean over samples of the sum of squares of the sample's output."""
     return model(*batch).square().flatten(1).sum(1).mean()
-
-
-def square_sum(model, *batch):
-    return model(*batch).square().sum()
 
 
 def square_second(model, *batch):
@@ -296,26 +280,22 @@ def check(model, loss, *batch, dtype=torch.float64, dims=0, want=None, rtol=None
     return whole
 
 
-def under_its_masks(model, losses, *batch, seed=7):
-    """{parameter: [N]}: gradients of each sample's own loss within the whole batch, whose random
-    numbers are the same; losses(model, *batch) is [N]."""
-    live, rows = {name: p for name, p in model.named_parameters() if p.requires_grad}, []
-    for n in range(len(batch[0])):
-        torch.manual_seed(seed)
-        loss = losses(model, *batch)[n]
-        grads = torch.autograd.grad(loss, list(live.values()), allow_unused=True)
-        rows.append(torch.stack([loss.new_zeros(()) if g is None else g.norm() for g in grads]))
-    return dict(zip(live, torch.stack(rows).unbind(1), strict=True))
+def under_autocast(dtype=torch.bfloat16, loss=square):
+    """The loss, in float32, of a forward in half precision."""
+
+    def halved(model, *batch):
+        def forward(*batch):
+            with torch.autocast(DEVICE, dtype):
+                return model(*batch).float()
+
+        return loss(forward, *batch)
+
+    return halved
 
 
-def squares(model, x):
-    """[N]: what `square` is the mean of."""
-    return model(x).square().flatten(1).sum(1)
-
-
-def exact_step(probe, model, *batch, loss=square, rtol=1e-9):
+def exact_step(probe, model, *batch, loss=square, rtol=1e-9, want=None):
     """A step, and the norms of it and of each parameter: those of the loop."""
-    want = loop(model, loss, *batch)
+    want = loop(model, loss, *batch) if want is None else want
     loss(model, *batch).backward()
     close_named(probe.norms(per="parameter"), want, rtol)
     close(probe.norms(), per_model(want), rtol)
@@ -328,15 +308,35 @@ def refusal(probe, match=None):
     return refusal.value
 
 
-def exact_or(kind, words, probe, want):
-    """What the probe reads is exact, or an error of this kind with these words."""
+def exact_steps(model, *batches, loss=square, rtol=1e-9, **options):
+    """Steps of one attachment, each of them exact. Returns what explain() says after the last."""
+    batches = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
+    wants = [loop(model, loss, *batch) for batch in batches]
+    with torchgradx.attach(model, **options) as probe:
+        for batch, want in zip(batches, wants, strict=True):
+            exact_step(probe, model, *batch, loss=loss, rtol=rtol, want=want)
+        return probe.explain()
+
+
+def read_or_refused(probe, want, words=""):
+    """What is read is exact, or an error with these words, which is returned."""
     try:
         got = probe.norms(per="parameter")
-    except kind as error:
-        text = str(error)
-        assert words in text, text
+    except torchgradx.CoverageError as error:
+        refusal = error
     else:
-        close_named(got, want)
+        return close_named(got, want)
+    assert words in str(refusal), refusal
+    return refusal
+
+
+def step_or_refused(probe, model, *batch, loss=square, words=""):
+    """A step, and as read_or_refused; the next one begins a new record."""
+    want = loop(model, loss, *batch)
+    loss(model, *batch).backward()
+    refusal = read_or_refused(probe, want, words)
+    probe.reset()
+    return refusal
 
 
 def attempt(model, loss, *batch, **options):

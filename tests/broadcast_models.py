@@ -32,22 +32,6 @@ def constant(use, shape=(T, D), **parts):
     return model
 
 
-def relative(shared, read=False):
-    """Positions that go through LayerNorm and a Linear, then score each query, as in DeBERTa;
-    `read`: rows of the table's weight, the table not being called."""
-
-    def forward(m, x):
-        t = x.shape[1]
-        places = m.norm(m.p.weight[:t] if read else m.p(torch.arange(t)))
-        keys = (m.k if shared else m.r)(places)
-        scores = m.q(x) @ m.k(x).transpose(1, 2) + m.q(x) @ keys.T
-        return m.o(torch.tanh(scores) @ x)  # a softmax has no gradient for a bias of keys
-
-    linears = {name: nn.Linear(D, D) for name in ("qk" if shared else "qkr")}
-    return Model(forward, p=nn.Embedding(2 * N, D), norm=nn.LayerNorm(D), o=nn.Linear(D, 2),
-                 **linears)  # fmt: skip
-
-
 def against_all(m, x):
     return m.o(torch.softmax(x @ m.l(m.c).T, -1) @ m.c)
 
@@ -78,11 +62,8 @@ def in_place(y, change):
 WAYS = {
     "added": lambda x, s: x + s,
     "added, scaled": lambda x, s: torch.add(x, s, alpha=3),
-    "added to": lambda x, s: torch.add(s, x, alpha=3),
     "subtracted": lambda x, s: torch.sub(x, s, alpha=3),
-    "subtracted from": lambda x, s: s - x,
     "multiplied": lambda x, s: x * s,
-    "multiplied by": lambda x, s: s * x,
     "divided by": lambda x, s: x / (s.square() + 1),
     "in place": lambda x, s: (x * 2).add_(s),
     "into a part": lambda x, s: in_place(x * 2, lambda y: y[:, 1:].add_(s[1:])),
@@ -91,14 +72,11 @@ WAYS = {
     "one number": lambda x, s: x * s.sum(),
     "one column": lambda x, s: x * s[:, :1],
     "repeated": lambda x, s: torch.cat([x, s.repeat(len(x), 1, 1)], 1),
-    "one row repeated": lambda x, s: torch.cat([x, s[:1].repeat(len(x), 2, 1)], 1),
     "rows repeated": lambda x, s: x.flatten(0, 1).mul(s.repeat(len(x), 1)).view(x.shape),
-    "each twice": lambda x, s: x * s.repeat_interleave(2, 0)[: x.shape[1]],
     "stacked": lambda x, s: torch.stack([s + x[k] for k in range(len(x))]),
     "matmul": lambda x, s: x @ s.T @ s,
     "addmm": lambda x, s: torch.addmm(s[0], x.flatten(0, 1), s.T @ s, beta=2, alpha=3).view_as(x),
     "einsum": lambda x, s: torch.einsum("ntd,sd->nts", x, s) @ s,
-    "einsum, from the left": lambda x, s: torch.einsum("ld,ntd->nlt", s, x) @ x,
     "einsum, by heads": lambda x, s: torch.einsum("lhd,nthd->nhlt", s.unflatten(-1, (2, -1)),
                                                   x.unflatten(-1, (2, -1))).sum(1) @ x,
     "heads apart": lambda x, s: torch.einsum("nthd,lhd->ntlh", x.unflatten(-1, (2, -1)),
@@ -110,7 +88,6 @@ WAYS = {
         "nhtd,tld->nhtl", x.unflatten(-1, (2, -1)).transpose(1, 2),
         (s[:, None] - s).unflatten(-1, (2, -1))[:, :, 0]).softmax(-1).sum(1) @ x,
     "columns": lambda x, s: (s @ x.flatten(0, 1).T).T.reshape(len(x), -1, len(s)) @ s,
-    "a column each": lambda x, s: (s @ x[:, 0].T).T[:, None] @ s + x,
     "from the left": lambda x, s: torch.softmax(s @ s.T, -1) @ x,
     "bmm": lambda x, s: torch.bmm(x, s.T.expand(len(x), -1, -1)) @ s,
     "attention": lambda x, s: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None],
@@ -121,7 +98,5 @@ WAYS = {
     "transposed": lambda x, s: (x.transpose(0, 1) + s[:, None]).transpose(0, 1),
     "rows t*N+n": lambda x, s: (x.transpose(0, 1).flatten(0, 1) * s.repeat_interleave(len(x), 0)
                                 ).unflatten(0, (-1, len(x))).transpose(0, 1),
-    "one row, rows t*N+n": lambda x, s: (x.transpose(0, 1).flatten(0, 1) * s[:1]
-                                         ).unflatten(0, (-1, len(x))).transpose(0, 1),
     "indexed": lambda x, s: x + s[(x[..., 0] > 0).long()],
 }  # fmt: skip

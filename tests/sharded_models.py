@@ -86,6 +86,8 @@ ROWS = {
     "flattened": (lambda x: x.flatten(0, 1), lambda y: y.unflatten(0, (-1, T))),
     "windows": (lambda x: x.unflatten(1, (2, T // 2)).flatten(0, 1),
         lambda y: y.unflatten(0, (-1, 2)).flatten(1, 2)),
+    "flattened, sequence first": (lambda x: x.transpose(0, 1).flatten(0, 1),
+        lambda y: y.unflatten(0, (T, -1)).transpose(0, 1)),
 }  # fmt: skip
 
 
@@ -95,18 +97,6 @@ def reshaped(into, back):
     return Chain(rows, scale())
 
 
-class Types(nn.Module):
-    """A table that all samples read alike, each on its own rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(2, WIDTH)
-        self.register_buffer("ids", torch.arange(T)[None] % 2)
-
-    def forward(self, x):
-        return torch.tanh(x + self.table(self.ids.expand(len(x), -1)))
-
-
 def token():
     """Calls a block on what no sample entered."""
     return Model(lambda m, x: m.out(torch.tanh(m.into(x)) + m.blocks[0](m.token)),
@@ -114,9 +104,8 @@ def token():
                  into=nn.Linear(3, WIDTH), out=nn.Linear(WIDTH, 2))  # fmt: skip
 
 
-def scale(*shape):
-    of = torch.linspace(0.5, 1.5, WIDTH)
-    return Model(lambda m, x: x * m.scale.view(shape or WIDTH), scale=of)
+def scale():
+    return Model(lambda m, x: x * m.scale, scale=torch.linspace(0.5, 1.5, WIDTH))
 
 
 # ---- Ways of sharding ----------------------------------------------------------------------------
@@ -190,16 +179,13 @@ def rows(mode):
         freed = WAYS["by block, freed"]
         yield f"a penalty on {name}", refused, lambda: Chain(scale()), freed, {}, how
     makes = {title: functools.partial(reshaped, *between) for title, between in ROWS.items()}
-    makes |= {"types": lambda: Chain(Types()), "token": token}
+    makes["token"] = token
     for title, make in makes.items():
         yield title, exact, make, by_block, {}, {}
     flattened = makes["flattened"]
     names = {"names": [name for name, _ in flattened().named_parameters()]}
     yield "equal sizes", refused, flattened, by_block, {}, {"n": T, **names}
     yield "equal sizes that are told", exact, flattened, by_block, TOLD, {"n": T}
-    # What is viewed in more dimensions is as wide as there are samples.
-    wide = {"n": WIDTH}
-    yield "as many features", exact, lambda: Chain(scale(1, 1, -1)), by_block, BLOCK_TOLD, wide
 
 
 def scenarios(rank, folder):

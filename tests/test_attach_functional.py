@@ -9,23 +9,23 @@ from attach_oracle import (
     a_few_modes,
     check,
     close,
-    close_named,
     each_of,
     exact_or_refused,
+    exact_steps,
     fallback_mode,
     loop,
     loop_model,
     native_missing,
     need_native,
-    per_model,
     refused,
     square,
     title,
+    under_autocast,
 )
 from clip_oracle import check_clip
-from computed_models import COMPUTED, FULL, PAIRS, around
 from torch import nn
 from torch.func import functional_call
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
@@ -125,30 +125,6 @@ def test_a_call_and_a_functional_use_have_cross_terms(name, options):
     check(model, square, x, **options)
 
 
-UNCALLED = {
-    "linear": (lambda m, x: F.linear(x, m.l.weight, m.l.bias), linear, rows),
-    "linear, T = N": (lambda m, x: F.linear(x, m.l.weight), linear, lambda: torch.randn(N, N, D)),
-    "twice": (lambda m, x: torch.tanh(x @ m.l.weight) @ m.l.weight, linear, rows),
-    "table": (lambda m, x: F.embedding(x, m.l.weight), lambda: nn.Embedding(V, D), ids),
-    "convolution": (
-        lambda m, x: F.conv2d(x, m.l.weight, m.l.bias).flatten(2).mT,
-        lambda: nn.Conv2d(3, D, 3),
-        images,
-    ),
-}  # fmt: skip
-
-
-@fallback_mode
-@pytest.mark.parametrize("name", UNCALLED)
-def test_a_module_that_is_not_called_itself(name, options):
-    forward, make, batch = UNCALLED[name]
-    model = Model(lambda m, x: m.o(torch.tanh(forward(m, x))), l=make(), o=linear())
-    if "T = N" in name:  # outputs [N, N, ...] may have the samples in either
-        exact_or_refused(model, square, batch(), **options)
-    else:
-        check(model, square, batch(), **options)
-
-
 @models
 @pytest.mark.parametrize("options", [NATIVE, NATIVE | {"fused": False}], ids=title)
 def test_clipping_and_products_with_directions(name, options):
@@ -187,27 +163,113 @@ def test_inside_a_checkpoint_it_is_exact_or_refused(name, options):
     exact_or_refused(model, square, x, **options)
 
 
-@modes
-@models
-def test_two_forwards_of_the_same_samples(name, options):
-    model, x = made(name)
-    model, x, z = model.double(), x.double() if x.is_floating_point() else x, x.flip(-1).clone()
-
-    def both(m, x, z):
-        return (m(x).flatten(1).square() + m(z.to(x.dtype)).flatten(1).sin()).sum(1).mean()
-
-    want = loop(model, both, x, z)
-    with torchgradx.attach(model, **options) as probe:
-        for _ in range(2):
-            with probe.same_samples():
-                value = both(model, x, z)
-            value.backward()
-            close(probe.norms(), per_model(want))
-
-
 def test_what_runs_again_by_vmap_refuses_it_by_name():
     model, x = made("with bias")
     refused(model, square, x, names=["l.weight", "l.bias"], backend="vmap")
+
+
+# ---- Weights that are computed in the forward, by what torch and timm have and by hand -----------
+class Standardised(nn.Conv2d):
+    """As timm's ScaledStdConv2d."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.gain = nn.Parameter(torch.rand(self.out_channels, 1, 1, 1) + 0.5)
+
+    def forward(self, x):
+        rows, gain = self.weight.reshape(1, self.out_channels, -1), (self.gain * 0.7).view(-1)
+        weight = F.batch_norm(rows, None, None, gain, training=True, momentum=0.0, eps=1e-3)
+        return self._conv_forward(x, weight.view_as(self.weight), self.bias)
+
+
+class ByHand(nn.Conv2d):
+    def forward(self, x):
+        var, mean = torch.var_mean(self.weight, (1, 2, 3), keepdim=True)
+        return self._conv_forward(x, (self.weight - mean) / (var + 1e-5).sqrt(), self.bias)
+
+
+def of_images(m, x):
+    """A sample's several, first and last."""
+    first = F.conv2d(x.flatten(0, 1), m.w, m.b, padding=1).unflatten(0, x.shape[:2])
+    last = F.conv2d(x.transpose(0, 1).flatten(0, 1), m.w, padding=1).unflatten(0, (-1, len(x)))
+    return first + last.transpose(0, 1)
+
+
+def near_its_unit(m, x):
+    """Rows of which next to nothing is left beside what lies along the weight."""
+    return F.conv2d(1 + 1e-3 * x, torch._weight_norm(1 + 1e-3 * m.v, m.g, 0))
+
+
+def in_two(m, x):
+    weight = torch._weight_norm(m.v, m.g, 0)
+    return F.conv2d(torch.tanh(F.conv2d(x, weight, padding=1)), weight, m.b * m.b, dilation=2)
+
+
+def of_both(m, x):
+    weight = F.batch_norm(m.v.view(1, 4, -1), None, None, m.h, training=True)
+    return F.conv2d(x, torch._weight_norm(weight.view_as(m.v), m.g, 0))
+
+
+def transposed(m, x):
+    return F.conv_transpose2d(x, m.w, m.b, 2, 1, output_padding=1, groups=2)
+
+
+def beyond_its_stride(m, x):
+    return F.conv_transpose2d(x, m.w, m.b, output_padding=1, dilation=2)
+
+
+def of_a_sample(*size):
+    return lambda n=N: torch.randn(n, *size)
+
+
+IMAGE, SOUND = of_a_sample(4, 5, 5), of_a_sample(4, 9)
+PAIRS = {"w": torch.randn(4, 4, 3, 3), "b": torch.randn(4)}
+NORMED = {"v": torch.randn(4, 4, 3, 3), "g": torch.randn(4, 1, 1, 1)}
+GROUPED = {"padding": 2, "groups": 2}
+COMPUTED = {
+    "a bare weight": (
+        lambda: Model(lambda m, x: F.conv2d(x, m.w, m.b, 2, 1), **PAIRS), IMAGE),
+    "of three dimensions": (
+        lambda: Model(lambda m, x: F.conv3d(x, m.w, groups=2), w=torch.randn(4, 2, 2, 2, 2)),
+        of_a_sample(4, 3, 3, 3)),
+    "transposed": (lambda: Model(transposed, w=torch.randn(4, 2, 3, 3), b=torch.randn(4)), IMAGE),
+    "padded beyond its stride": (lambda: Model(beyond_its_stride, **PAIRS), IMAGE),
+    "several images": (
+        lambda: Model(of_images, w=torch.randn(6, 6, 3, 3), b=torch.randn(6)),
+        of_a_sample(3, 6, 5, 5)),
+    "standardised": (lambda: Standardised(4, 6, 3, padding="same"), IMAGE),
+    "standardised, by channel": (lambda: Standardised(4, 4, 3, 2, groups=4, bias=False), IMAGE),
+    "weight_norm": (
+        lambda: weight_norm(nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect")), IMAGE),
+    "weight_norm, transposed": (
+        lambda: weight_norm(nn.ConvTranspose1d(4, 4, 3, 2, groups=2)), SOUND),
+    "weight_norm by position": (lambda: weight_norm(nn.Conv1d(4, 4, 4, **GROUPED), dim=2), SOUND),
+    "weight_norm of old": (lambda: nn.utils.weight_norm(nn.Conv1d(4, 4, 4, **GROUPED)), SOUND),
+    "weight_norm of a Linear": (lambda: weight_norm(nn.Linear(5, 6)), IMAGE),
+    "weight_norm, cancelled": (
+        lambda: Model(near_its_unit, v=torch.randn(4, 4, 1, 1), g=NORMED["g"]), IMAGE),
+    "in two convolutions": (lambda: Model(in_two, **NORMED, b=torch.randn(4)), IMAGE),
+    "both": (lambda: Model(of_both, **NORMED, h=torch.rand(4) + 0.5), IMAGE),
+    "by hand": (lambda: ByHand(4, 6, 3), IMAGE),
+}  # fmt: skip
+FULL = {"by hand", "weight_norm, cancelled"}  # gradients of the weight's size for each sample
+
+
+def around(name, reentrant=None):
+    """(model, input): the convolution is neither its first nor its last layer."""
+    make, batch = COMPUTED[name]
+    torch.manual_seed(0)
+    part, x = make().double(), batch().double()
+
+    def forward(m, x):
+        h = m.scale * x
+        h = m.part(h) if reentrant is None else checkpoint(m.part, h, use_reentrant=reentrant)
+        return m.last(torch.tanh(0.5 * h).flatten(1))
+
+    with torch.no_grad():
+        last = nn.Linear(part(x)[0].numel(), 2)
+    scale = torch.rand(x.shape[1:]) + 0.5
+    return Model(forward, part=part, scale=scale, last=last).double(), x
 
 
 computed = pytest.mark.parametrize("name", COMPUTED)
@@ -224,14 +286,9 @@ def test_a_weight_of_a_convolution_may_be_computed(name, options):
 def test_a_computed_weight_is_served_at_the_graphs_nodes(name):
     """In steps of other sizes too."""
     model, _ = around(name)
-    batches = [COMPUTED[name][1](n).double() for n in (N, N, 3, 1, N)]
-    wants = [loop(model, square, batch) for batch in batches]
-    with torchgradx.attach(model) as probe:
-        for batch, want in zip(batches, wants, strict=True):
-            square(model, batch).backward()
-            close_named(probe.norms(per="parameter"), want)
-        assert ("run again" in probe.explain()) == bool(native_missing())
-        assert native_missing() or ("in full" in probe.explain()) == (name in FULL)
+    shown = exact_steps(model, *(COMPUTED[name][1](n).double() for n in (N, N, 3, 1, N)))
+    assert ("run again" in shown) == bool(native_missing())
+    assert native_missing() or ("in full" in shown) == (name in FULL)
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": False}, {"weight_grad": False}], ids=title)
@@ -256,12 +313,8 @@ def test_a_computed_weight_inside_a_checkpoint(name):
 
 @computed
 def test_a_computed_weight_under_autocast(name):
-    def loss(model, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return square(model, x).float()
-
     model, x = around(name)
-    model, x = model.float(), x.float()
+    model, x, loss = model.float(), x.float(), under_autocast()
     want = loop_model(model, loss, x, dtype=torch.float32)
     with torchgradx.attach(model) as probe:
         loss(model, x).backward()
@@ -275,16 +328,6 @@ def test_a_weight_computed_of_its_batch_is_refused(options):
 
     parts = {"first": nn.Conv2d(4, 4, 1), "last": nn.Linear(100, 2), "w": PAIRS["w"]}
     refused(Model(forward, **parts), square, torch.randn(N, 4, 5, 5), names=["w"], **options)
-
-
-@pytest.mark.parametrize("name", ["standardised", "weight_norm", "weight_norm of a Linear", "both"])
-def test_a_computed_weight_of_halves(name):
-    model, x = around(name)
-    model, x = model.bfloat16(), x.bfloat16()
-    want = loop_model(model, square, x, dtype=torch.float32)
-    with torchgradx.attach(model) as probe:
-        square(model, x).backward()
-        close(probe.norms(), want, 0.05)
 
 
 @pytest.mark.parametrize("name", ["standardised", "weight_norm", "weight_norm by position"])

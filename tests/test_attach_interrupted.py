@@ -1,7 +1,6 @@
 """A step that an exception interrupts, or in which a probe leaves, leaves nothing behind."""
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from attach_oracle import (
     close,
     each_of,
     exact_step,
-    fingerprint,
     loop_model,
-    mlp,
     refusal,
     same_gradients,
     square,
@@ -191,45 +188,3 @@ def test_a_forward_that_fails_leaves_nothing(net, error, options):
             nothing_recorded(probe)
             assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
             step_is_exact(probe, model, x, options)
-
-
-def not_reentrant(run, x):
-    return checkpoint(run, x, use_reentrant=False)
-
-
-@pytest.mark.parametrize("at", ["before", "after"])
-@pytest.mark.parametrize("collected", ["pre", "forward", "inside"])
-def test_a_probe_that_the_collector_ends_within_a_forward(collected, at):
-    """torch has listed the hooks of the call by then."""
-    model = mlp()
-    x, found_by = torch.randn(4, 3), []
-
-    def collect(*_):
-        found_by.append(gc.collect())
-
-    module = model[1] if collected == "inside" else model
-    register = module.register_forward_hook if collected == "forward" else None
-    register = register or module.register_forward_pre_hook
-    found = fingerprint(model)
-    gc.disable()
-    try:
-        handle = register(collect) if at == "before" else None
-        probe = torchgradx.attach(model)
-        cycle = [not_reentrant(model, x)]
-        cycle.append(cycle)
-        cycle[0].sum().backward()
-        probe.remove()
-        del cycle  # the graph, which the first probe waits for, is the collector's to find
-        found_by.clear()
-        probe = torchgradx.attach(model)
-        handle = handle or register(collect, prepend=True)
-        for _ in range(2):
-            square(model, x).backward()
-        assert probe.norms().shape == (8,)
-        assert any(found_by)
-        handle.remove()
-        probe.remove()
-    finally:
-        gc.enable()
-    gc.collect()
-    assert fingerprint(model) == found

@@ -9,15 +9,14 @@ from attach_oracle import (
     both_dtypes,
     check,
     every_mode,
+    exact_steps,
     fallback_mode,
-    need_native,
+    native_missing,
     rms_norm,
     square,
 )
 from recurrent_models import made, net
 from torch import nn
-
-import torchgradx
 
 N = 4
 
@@ -40,7 +39,6 @@ KERNEL_LAYERS = {
     "linear without bias": (linear(3, 5, bias=False), (N, 3)),
     "linear 3-D": (linear(3, 5), (N, 7, 3)),
     "linear 4-D": (linear(3, 5), (N, 2, 3, 3)),
-    "linear 5-D": (linear(3, 2), (N, 2, 3, 2, 3)),
     "linear one position": (linear(3, 5), (N, 1, 3)),
     "linear one sample": (linear(3, 5), (1, 6, 3)),
     "linear one feature in": (linear(1, 5), (N, 6, 1)),
@@ -50,14 +48,8 @@ KERNEL_LAYERS = {
     "conv1d": (lambda: nn.Conv1d(2, 3, 3), (N, 2, 8)),
     "conv1d stride padding dilation": (lambda: nn.Conv1d(2, 3, 3, stride=2, padding=2, dilation=2),
         (N, 2, 9)),
-    "conv1d groups": (lambda: nn.Conv1d(4, 6, 3, groups=2, bias=False), (N, 4, 8)),
     "conv1d depthwise": (lambda: nn.Conv1d(4, 4, 3, groups=4), (N, 4, 8)),
     "conv1d same": (lambda: nn.Conv1d(2, 3, 3, padding="same", dilation=2), (N, 2, 8)),
-    "conv1d valid": (lambda: nn.Conv1d(2, 3, 3, padding="valid"), (N, 2, 8)),
-    "conv1d circular": (lambda: nn.Conv1d(2, 3, 3, padding=1, padding_mode="circular"), (N, 2, 8)),
-    "conv1d reflect": (lambda: nn.Conv1d(2, 3, 3, padding=2, padding_mode="reflect"), (N, 2, 8)),
-    "conv1d replicate": (lambda: nn.Conv1d(2, 3, 3, padding=1, padding_mode="replicate", stride=2),
-        (N, 2, 8)),
     "conv2d": (conv(2, 3, 3), (N, 2, 6, 7)),
     "conv2d without bias": (conv(2, 3, 3, bias=False), (N, 2, 6, 7)),
     "conv2d 1x1": (conv(3, 4, 1), (N, 3, 5, 4)),
@@ -65,15 +57,11 @@ KERNEL_LAYERS = {
     "conv2d 1x1 padded": (conv(3, 4, 1, padding=1), (N, 3, 5, 4)),
     "conv2d stride": (conv(2, 3, 3, stride=(2, 3)), (N, 2, 7, 9)),
     "conv2d padding": (conv(2, 3, 3, padding=(1, 2)), (N, 2, 5, 4)),
-    "conv2d dilation": (conv(2, 3, 3, dilation=(1, 2), padding=2), (N, 2, 6, 7)),
     "conv2d everything": (conv(4, 6, (3, 2), stride=2, padding=1, dilation=2, groups=2),
         (N, 4, 8, 7)),
-    "conv2d stride beyond kernel": (conv(2, 3, 2, stride=3), (N, 2, 9, 9)),
-    "conv2d oblong kernel": (conv(2, 3, (1, 3)), (N, 2, 4, 5)),
     "conv2d kernel of the image's size": (conv(2, 3, 4), (N, 2, 4, 4)),
     "conv2d one sample": (conv(2, 3, 3), (1, 2, 6, 6)),
     "conv2d same": (conv(2, 3, 3, padding="same"), (N, 2, 5, 6)),
-    "conv2d same dilated": (conv(2, 3, 3, padding="same", dilation=2), (N, 2, 6, 6)),
     "conv2d same, even kernel": (conv(2, 3, (4, 2), padding="same"), (N, 2, 5, 6)),
     "conv2d valid": (conv(2, 3, 3, padding="valid"), (N, 2, 5, 6)),
     "conv2d groups": (conv(4, 6, 3, groups=2), (N, 4, 5, 5)),
@@ -82,25 +70,15 @@ KERNEL_LAYERS = {
     "conv2d circular": (conv(2, 3, 3, padding=1, padding_mode="circular"), (N, 2, 5, 6)),
     "conv2d reflect": (conv(2, 3, 3, padding=(1, 2), padding_mode="reflect"), (N, 2, 5, 6)),
     "conv2d replicate": (conv(2, 3, 3, padding=2, padding_mode="replicate"), (N, 2, 5, 6)),
-    "conv2d same reflect": (conv(2, 3, 3, padding="same", padding_mode="reflect"), (N, 2, 5, 6)),
     "conv2d same circular, even kernel": (conv(2, 3, 4, padding="same", padding_mode="circular"),
         (N, 2, 6, 6)),
-    "conv2d circular groups stride": (conv(4, 4, 3, padding=1, padding_mode="circular", groups=4,
-        stride=2), (N, 4, 6, 6)),
     "conv3d": (conv3d(2, 3, 2, padding=1), (N, 2, 3, 4, 3)),
-    "conv3d without bias": (conv3d(2, 3, 3, bias=False), (N, 2, 4, 3, 5)),
-    "conv3d groups": (conv3d(4, 6, 2, groups=2), (N, 4, 3, 4, 3)),
     "conv3d depthwise": (conv3d(4, 4, (2, 3, 1), groups=4, padding=(0, 1, 0)), (N, 4, 3, 4, 3)),
     "conv3d 1x1x1": (conv3d(3, 4, 1, stride=2), (N, 3, 3, 4, 3)),
     "conv3d everything": (conv3d(4, 6, (2, 3, 2), stride=(2, 1, 3), padding=(1, 2, 1),
         dilation=(1, 2, 2), groups=2), (N, 4, 5, 6, 7)),
     "conv3d stride beyond kernel": (conv3d(2, 3, 2, stride=3), (N, 2, 6, 8, 9)),
-    "conv3d tall kernel": (conv3d(2, 3, (1, 4, 1), stride=(1, 2, 1)), (N, 2, 3, 9, 3)),
-    "conv3d one depth": (conv3d(2, 3, (3, 2, 2)), (N, 2, 3, 4, 3)),
-    "conv3d kernel of the image's size": (conv3d(2, 3, 3), (N, 2, 3, 3, 3)),
-    "conv3d one sample": (conv3d(2, 3, 2), (1, 2, 3, 4, 3)),
     "conv3d same, even kernel": (conv3d(2, 3, (2, 3, 4), padding="same"), (N, 2, 3, 4, 5)),
-    "conv3d circular": (conv3d(2, 3, 3, padding=1, padding_mode="circular"), (N, 2, 3, 4, 3)),
     "transposed conv3d": (lambda: nn.ConvTranspose3d(2, 3, 2, stride=2), (N, 2, 2, 3, 2)),
     "transposed conv3d in groups": (lambda: nn.ConvTranspose3d(4, 2, 3, groups=2, bias=False),
         (N, 4, 2, 2, 3)),
@@ -138,17 +116,6 @@ def scale():
     return Model(lambda m, x: x * m.gain + m.shift, gain=torch.randn(3), shift=torch.randn(1))
 
 
-def mixing():
-    """A leaf module with a matrix of its own, used as an operator and through F.linear."""
-    return Model(lambda m, x: F.linear(torch.tanh(x @ m.matrix), m.matrix),
-                 matrix=torch.randn(3, 3))  # fmt: skip
-
-
-def listed():
-    weights = nn.ParameterList([torch.randn(3) for _ in range(2)])
-    return Model(lambda m, x: sum(torch.tanh(x * w) for w in m.weights), weights=weights)
-
-
 class Doubled(nn.Linear):
     """A subclass with a forward of its own is not a Linear."""
 
@@ -163,7 +130,6 @@ ELEMENTWISE_LAYERS = {
     "layer norm of two dimensions": (lambda: nn.LayerNorm((5, 3)), (N, 2, 5, 3)),
     "layer norm of rows": (lambda: nn.LayerNorm(3, eps=0.1), (N, 3)),
     "rms norm": (lambda: nn.RMSNorm(3), (N, 5, 3)),
-    "rms norm of two dimensions": (lambda: nn.RMSNorm((5, 3), eps=0.1), (N, 2, 5, 3)),
     "group norm": (lambda: nn.GroupNorm(2, 4), (N, 4, 3, 3)),
     "group norm of rows": (lambda: nn.GroupNorm(3, 6, eps=0.1), (N, 6)),
     "instance norm 1d": (lambda: nn.InstanceNorm1d(3, affine=True), (N, 3, 4)),
@@ -187,8 +153,6 @@ FALLBACK_LAYERS = {
     "transposed conv2d with much output padding": (lambda: nn.ConvTranspose2d(2, 3, 3, stride=2,
         dilation=3, output_padding=2), (N, 2, 4, 3)),
     "leaf with bare parameters": (scale, (N, 5, 3)),
-    "leaf with a matrix": (mixing, (N, 5, 3)),
-    "leaf with a list of parameters": (listed, (N, 3)),
     "leaf subclass of linear": (lambda: Doubled(3, 3), (N, 3)),
     "gru cell": (lambda: nn.GRUCell(3, 4), (N, 3)),
 }  # fmt: skip
@@ -225,8 +189,6 @@ def check_leaf(name, make, shape, options, dtype):
 TWICE = {
     "conv2d": (conv(3, 3, 3, padding=1), (N, 3, 4, 5)),
     "conv3d": (conv3d(3, 3, 3, padding=1, groups=3), (N, 3, 2, 3, 4)),
-    "conv3d strided": (conv3d(3, 3, (2, 1, 3), stride=(1, 2, 1), padding=1), (N, 3, 2, 5, 4)),
-    "transposed conv1d": (lambda: nn.ConvTranspose1d(3, 3, 2, stride=2), (N, 3, 4)),
     "transposed conv2d": (lambda: nn.ConvTranspose2d(3, 3, (2, 3), stride=2, padding=1),
         (N, 3, 4, 5)),
     "transposed conv2d in groups": (lambda: nn.ConvTranspose2d(6, 6, 2, stride=2, groups=3),
@@ -278,26 +240,17 @@ def several_images(name):
 
 @a_few_modes
 @pytest.mark.parametrize("name", OF_IMAGES)
-def test_several_images_of_each_sample_are_exact(name, options):
+def test_several_images_of_each_sample_are_exact_and_served_in_one_piece(name, options):
     layer, x = several_images(name)
     check(of_images(layer), square, x, **options)
+    if not options and not native_missing():
+        assert "several uses" not in exact_steps(of_images(layer).double(), x.double())
 
 
 @a_few_modes
 def test_images_before_samples_are_exact(options):
     layer, x = several_images("conv2d padding")
     check(of_images(layer, last=True), square, x, **options)
-
-
-@pytest.mark.parametrize("name", OF_IMAGES)
-def test_several_images_are_served_in_one_piece(name):
-    need_native({"backend": "native"})
-    layer, x = several_images(name)
-    model = of_images(layer)
-    with torchgradx.attach(model) as probe:
-        square(model, x).backward()
-        probe.norms()
-        assert "several uses" not in str(probe.explain())
 
 
 @pytest.mark.parametrize("algorithm", ["rank1", "gram", "direct"])

@@ -8,18 +8,17 @@ from attach_oracle import (
     Model,
     a_few_modes,
     check,
-    close_named,
     every_mode,
     exact_or_refused,
-    exact_step,
+    exact_steps,
     fallback_mode,
-    loop,
     refused,
     square,
     square_second,
 )
 from test_steps_cost import t5
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
@@ -83,26 +82,6 @@ def test_fallback_layers_of_sequence_first_models_are_exact(positions, options):
     check(model, square_second, x, dims=1, batch_dim=1, **options)
 
 
-def table(rows, use):
-    """A table of rows that no sample owns goes through a Linear and meets every sample."""
-    model = Model(use, l=nn.Linear(3, 3), head=nn.Linear(3, 2))
-    model.register_buffer("rows", torch.randn(rows, 3))
-    return model
-
-
-def against_all(m, x):
-    return m.head(torch.softmax(x @ m.l(m.rows).T, -1) @ m.rows)
-
-
-def added(m, x):
-    return m.head(torch.tanh(x + m.l(m.rows)))
-
-
-def positional(positions, ids):
-    return Model(lambda m, i: m.l(torch.tanh(m.t(i) + m.p(ids(i.shape[1])))),
-                 t=nn.Embedding(7, 4), p=nn.Embedding(positions, 4), l=nn.Linear(4, 2))  # fmt: skip
-
-
 def routed(m, x):
     """Two experts, each fed the rows that chose it."""
     h = m.r(x).flatten(0, 1)
@@ -136,25 +115,17 @@ UNSAID = {
     "images t*N+n": (lambda: flattened(True, nn.Conv2d), (N, 3, 2, 5, 5)),
     "transposed": (transposed, (N, 5, 3)),
     "transposed, T = N": (transposed, (N, N, 3)),
-    "a table of N queries": (lambda: table(N, against_all), (N, 3)),
-    "a table of N positions": (lambda: table(N, added), (N, N, 3)),
-    "position ids, T = N": (lambda: positional(N, torch.arange), (N, N)),
     "experts": (experts, (N, 5, 3)),
     "pooled, T = N": (pooled, (N, N, 3)),
     "tokens mixed, T = D = N": (swapped, (N, N, N)),
 }
 
 
-def unsaid(name):
-    make, shape = UNSAID[name]
-    return make(), torch.randint(0, 7, shape) if "ids" in name else torch.randn(shape)
-
-
 @a_few_modes
 @pytest.mark.parametrize("name", UNSAID)
 def test_what_is_not_said_is_exact_or_refused_and_never_wrong(name, options):
-    model, x = unsaid(name)
-    refusal = exact_or_refused(model, square, x, **options)
+    make, shape = UNSAID[name]
+    refusal = exact_or_refused(make(), square, torch.randn(shape), **options)
     if refusal is not None and ("rows" in name or "images" in name or "transposed" in name):
         assert "layout" in str(refusal), f"what to do is not in: {refusal}"
 
@@ -205,15 +176,12 @@ def test_a_first_tensor_that_is_broadcast_is_not_taken_for_the_batch(call, gives
 )
 def test_the_batch_size_may_be_said_or_computed(size, options):
     model = Model(lambda m, heat, inputs: m.l(inputs["x"]) / heat, l=nn.Linear(3, 2)).double()
-    x, heat = torch.randn(N, 6, 3).double(), torch.full((1,), 2.0).double()
+    heat = torch.full((1,), 2.0).double()
 
     def loss(model, x):
         return square(lambda t: model(heat, {"x": t}), x)
 
-    want = loop(model, loss, x)
-    with torchgradx.attach(model, batch_size=size, **options) as probe:
-        loss(model, x).backward()
-        close_named(probe.norms(per="parameter"), want)
+    exact_steps(model, torch.randn(N, 6, 3).double(), loss=loss, batch_size=size, **options)
 
 
 INSIDE = {  # of a reentrant checkpoint, which forbids every proof
@@ -237,61 +205,14 @@ def test_a_layout_inside_a_reentrant_checkpoint_is_said_or_refused(inside, T, op
     check(model, square, x, layout={"*": "sequence"}, **options)
 
 
-WIDTHS, LONGEST = [4, 6], 8
-
-
-def block(width):
-    return nn.TransformerEncoderLayer(width, 2, 8, dropout=0.0)
-
-
-# Of a model and h [T, N, D]
-USES = {
-    "rows t*N+n, scaled": lambda m, h: (h.flatten(0, 1) * m.scale).view(h.shape),
-    "multiplied": lambda m, h: h @ m.w,
-    "positions, added": lambda m, h: h + m.places[: len(h)],
-    "a table's positions, added": lambda m, h: h + m.table(torch.arange(len(h)))[:, None],
-    "a block below positions": lambda m, h: m.block(h + m.places[: len(h)]),
-}
-LENGTHS = {
-    "short first": (1, 6, 1, 8),
-    "long first": (6, 1, 6, 1),
-    "as many as samples between": (8, 1, N, 1, 8),
-}
-FED = {"positions first": lambda m, x: m.i(x.transpose(0, 1)),
-       "samples first": lambda m, x: m.i(x).transpose(0, 1)}  # fmt: skip
-
-
-def model_of(use, fed, width):
-    return Model(
-        lambda m, x: m.o(USES[use](m, FED[fed](m, x)).transpose(0, 1)),
-        i=nn.Linear(3, width),
-        o=nn.Linear(width, 5),
-        scale=torch.randn(width),
-        w=torch.randn(width, width),
-        places=torch.randn(LONGEST, 1, width),
-        table=nn.Embedding(LONGEST, width),
-        block=block(width),
-    ).double()
-
-
 @a_few_modes
-@pytest.mark.parametrize("fed", FED)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("use", USES)
-def test_each_length_is_exact_whichever_came_before(use, lengths, width, fed, options):
-    model = model_of(use, fed, width)
-    with torchgradx.attach(model, **options) as probe:
-        for length in LENGTHS[lengths]:
-            x = torch.randn(N, length, 3, dtype=torch.float64)
-            square(model, x).backward()
-            want = loop(model, square, x)
-            try:
-                got = probe.norms(per="parameter")
-            except torchgradx.CoverageError:
-                assert length == N, f"refused at length {length}"
-            else:
-                close_named(got, want)
+def test_each_length_is_exact_whichever_came_before(options):
+    def forward(m, x):
+        return m.o((m.i(x.transpose(0, 1)) + m.places[: x.shape[1]]).transpose(0, 1))
+
+    model = Model(forward, i=nn.Linear(3, 6), o=nn.Linear(6, 5), places=torch.randn(8, 1, 6))
+    batches = [torch.randn(N, length, 3).double() for length in (1, 6, 1, 8)]
+    exact_steps(model.double(), *batches, **options)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -314,9 +235,130 @@ def test_t5_with_and_without_padding(lengths):
         out = m(input_ids=x, attention_mask=mask, decoder_input_ids=d).logits
         return F.cross_entropy(out.flatten(0, 1), y.flatten())
 
-    with torchgradx.attach(model) as probe:
-        for lens in lengths * 2:
-            x, d, y = (torch.randint(3, 61, (3, 8)) for _ in range(3))
-            mask = (torch.arange(8)[None] < torch.tensor(lens)[:, None]).long()
-            model.zero_grad()
-            exact_step(probe, model, x, mask, d, y, loss=loss, rtol=1e-5)  # its norms are float32
+    batches = []
+    for lens in lengths * 2:
+        x, d, y = (torch.randint(3, 61, (3, 8)) for _ in range(3))
+        batches.append((x, (torch.arange(8)[None] < torch.tensor(lens)[:, None]).long(), d, y))
+    exact_steps(model, *batches, loss=loss, rtol=1e-5)  # its norms are float32
+
+
+# ---- Models that mix, sort, cut and join anything but their samples, or return their loss --------
+T, EDGES = 6, 9
+
+
+def linears(**sizes):
+    return {name: nn.Linear(*size) for name, size in sizes.items()}
+
+
+def ids(high, *sizes):
+    return torch.randint(0, high, sizes)
+
+
+def packed(m, x, lengths):
+    return m.g(pack_padded_sequence(x, lengths, True, enforce_sorted=False))[1][0]
+
+
+def masked_tokens(m, x):
+    """As masked autoencoders: a few of each sample's tokens, in an order of their own, and back."""
+    order = x[:, :, 0].argsort(1)
+    h = torch.tanh(m.l(x.gather(1, order[:, :3, None].expand(-1, -1, 3))))
+    h = torch.cat([h, h.new_zeros(len(x), x.shape[1] - 3, 3)], 1)
+    return m.o(h.gather(1, order.argsort(1)[:, :, None].expand(-1, -1, 3))).flatten(1)
+
+
+def graphs(m, x, start, end):
+    """Each sample a graph: its nodes and edges flattened, by an offset."""
+    offset = torch.arange(len(x))[:, None] * x.shape[1]
+    h, start, end = m.l(x).flatten(0, 1), (start + offset).flatten(), (end + offset).flatten()
+    return m.o(torch.zeros_like(h).index_add(0, end, h[start]).tanh()).view(len(x), -1)
+
+
+def images_among_words(m, words, image):
+    """As LLaVA: all frozen but what comes after."""
+    among = (torch.arange(words.shape[1]) < 2)[None, :, None] & (words >= 0)[:, :, None]
+    h = m.e(words)
+    return m.l(torch.tanh(h.masked_scatter(among.expand_as(h), m.v(image)))).flatten(1)
+
+
+def positions_mixed(m, x):
+    t = x.shape[1]
+    return m.l(torch.ones(t, t).tril().to(x) @ x).flatten(1)
+
+
+def shuffled_keys(m, x):
+    """As momentum encoders have them; here of the layer that is trained."""
+    with torch.no_grad():
+        order = torch.randperm(len(x)).flip(0)
+        keys = m.l(x[order])[order.argsort()]
+    return m.l(x) * keys
+
+
+LENGTHS = torch.tensor([3, 6, 2, 4])
+USUAL = {
+    "packed": (packed, {"g": nn.GRU(3, 2, batch_first=True)}, (N, T, 3), (LENGTHS,)),
+    "masked tokens, T = N": (masked_tokens, linears(l=(3, 3), o=(3, 2)), (N, N, 3), ()),
+    "graphs": (graphs, linears(l=(3, 4), o=(4, 2)), (N, T, 3), (ids(T, N, EDGES),) * 2),
+    "images among words": (
+        images_among_words, {"e": nn.Embedding(7, 3).requires_grad_(False),
+                             "v": nn.Linear(5, 3).requires_grad_(False), "l": nn.Linear(3, 2)},
+        ids(7, N, T), (torch.randn(N, 2, 5),)),
+    "positions mixed, T = N": (positions_mixed, linears(l=(3, 2)), (N, N, 3), ()),
+    "shuffled keys": (shuffled_keys, linears(l=(3, 2)), (N, 3), ()),
+}  # fmt: skip
+
+
+@a_few_modes
+@pytest.mark.parametrize("name", USUAL)
+def test_what_orders_anything_but_the_samples_is_exact(name, options):
+    forward, parts, x, others = USUAL[name]
+    x = x if isinstance(x, torch.Tensor) else torch.randn(x)
+    check(Model(forward, **parts), square, x, *others, **options)
+
+
+EACH, WORDS, CLASSES = 5, 7, 3
+
+
+def each(logits, labels):
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def focal(logits, labels):
+    rows = each(logits, labels)
+    return ((1 - torch.exp(-rows)).square() * rows).mean()
+
+
+def columns_in_turn(logits, labels):
+    loss = logits.new_zeros(())
+    for column in logits.unbind(1):
+        loss += 0.5 * column.square().mean() / logits.new_tensor(2.0)
+    return torch.stack([loss, each(logits, labels).mean()]) @ logits.new_tensor([1.0, 2.0])
+
+
+def of_flat_rows(logits, labels):
+    return each(logits.flatten(0, 1), labels.flatten()).view(labels.shape).mean(1).mean()
+
+
+def masked(logits, labels):
+    rows = each(logits.mT, labels) * (labels != 0)
+    return (rows.sum(1) / (labels != 0).sum(1)).mean()
+
+
+LOSSES = {  # of a sample's own classes, or of each of its words
+    "focal": (focal, ()),
+    "over a count": (lambda o, y: each(o, y).sum() / (y >= 0).sum().clamp(min=1), ()),
+    "several in turn": (columns_in_turn, ()),
+    "words in rows": (of_flat_rows, (WORDS,)),
+    "words, masked": (masked, (WORDS,)),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_keeps_the_samples_until_their_mean_is_exact(name, options):
+    loss, words = LOSSES[name]
+    model = Model(lambda m, x, y: loss(m.b(torch.tanh(m.a(x))), y),
+                  a=nn.Linear(4, 7), b=nn.Linear(7, CLASSES))  # fmt: skip
+    y = torch.randint(0, CLASSES, (EACH, *words))
+    if words:
+        y[:, 0] = 1
+    check(model, lambda m, x, y: m(x, y), torch.randn(EACH, *words, 4), y, **options)

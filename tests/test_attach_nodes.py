@@ -11,12 +11,13 @@ from attach_oracle import (
     Model,
     a_few_modes,
     close_named,
-    exact_step,
+    exact_steps,
     loop,
     native_missing,
     refusal,
     square,
     title,
+    under_autocast,
 )
 from clip_oracle import check_clip
 from torch import nn
@@ -141,10 +142,8 @@ def test_a_token_in_the_place_of_those_masked(forward, options):
     model, x = Model(forward, **parts), torch.randn(N, T, 3).double()
     model.token = nn.Parameter(torch.randn(C))
     model = model.double()
-    with torchgradx.attach(model, **options) as probe:
-        square(model, x).backward()
-        close_named(probe.norms(per="parameter"), loop(model, square, x))
-        assert "lifted" in probe.explain() or options.get("backend") == "vmap"
+    shown = exact_steps(model, x, **options)
+    assert "lifted" in shown or options.get("backend") == "vmap"
 
 
 class Scaled(nn.Embedding):
@@ -162,14 +161,11 @@ def test_an_embedding_of_the_users_is_looked_up_as_a_stock_one(tied, padding, op
     model = Model(lambda m, ids: m.o(torch.tanh(m.e(ids))), **parts).double()
     if tied:
         model.o.weight = model.e.weight
-    with torchgradx.attach(model, **options) as probe:
-        for n in (N, N, N + 1):
-            ids = torch.randint(0, 11, (n, T))
-            model.zero_grad()
-            exact_step(probe, model, ids)
-        assert "e: Scaled  [e.weight]: lifted" in probe.explain() or (tied and native_missing())
+    batches = [torch.randint(0, 11, (n, T)) for n in (N, N, N + 1)]
+    shown = exact_steps(model, *batches, **options)
+    assert "e: Scaled  [e.weight]: lifted" in shown or (tied and native_missing())
     if options.get("clip"):
-        check_clip(model, square, ids[:N])
+        check_clip(model, square, batches[0])
 
 
 class Stop(torch.autograd.Function):
@@ -192,19 +188,16 @@ def test_a_node_that_receives_no_gradient_counts_as_zeros(options):
 
     parts = {key: Model(lambda m, x: x * m.w, w=torch.randn(C)) for key in "sr"}
     model = Model(forward, i=nn.Linear(3, C), o=nn.Linear(C, 2), **parts).double()
-    with torchgradx.attach(model, **options) as probe:
-        for _ in range(3):
-            x = torch.randn(N, T, 3, dtype=torch.float64)
-            exact_step(probe, model, x)
+    exact_steps(model, *(torch.randn(N, T, 3).double() for _ in range(3)), **options)
 
 
 IDS = torch.tensor([[0, 2, -1, 2, 1], [2, 2, 0, 1, 1]])
 MADE = {  # [T, C] that all samples share, of a parameter
     "factors": (lambda p: 16 * torch.sigmoid(p).tanh().exp(), (T, C)),
+    "normalised": (lambda p: F.layer_norm(p, (C,)), (T, C)),
     "kinks": (lambda p: F.relu(-p.clamp(max=0.5)) + p.abs(), (T, C)),
     "powers": (lambda p: F.silu(p.square() + 1).rsqrt(), (T, C)),
     "turns": (lambda p: p.permute(2, 0, 1)[0].transpose(-1, 0).contiguous(), (C, T, 2)),
-    "turned back": (lambda p: p.t().T.mT.unsqueeze(0).squeeze(0), (C, T)),
     "looked up": (lambda p: torch.sigmoid(p)[IDS].mean(0), (3, C)),
     "of itself": (lambda p: p.view(T, C) * p.view(T, C).sum(1, keepdim=True), (T * C,)),
 }
@@ -216,11 +209,8 @@ def test_what_all_samples_share_may_be_made_of_a_parameter(name, options):
     make, shape = MADE[name]
     forward = lambda m, x: m.o(torch.tanh(m.i(x) + make(m.p)))  # noqa: E731
     parts = {"i": nn.Linear(3, C), "o": nn.Linear(C, 2), "p": torch.randn(shape)}
-    model = Model(forward, **parts).double()
-    with torchgradx.attach(model, **options) as probe:
-        for n in (N, N, 2 * N + 1):
-            x = torch.randn(n, T, 3, dtype=torch.float64)
-            exact_step(probe, model, x)
+    batches = [torch.randn(n, T, 3).double() for n in (N, N, 2 * N + 1, 1)]
+    exact_steps(Model(forward, **parts).double(), *batches, **options)
 
 
 def keeping():
@@ -232,40 +222,38 @@ def keeping():
     return Model(forward, **parts).double()
 
 
+def hooked(change):
+    """The loss, and a hook on what is kept."""
+
+    def loss(model, x):
+        value = square(model, x)
+        model.kept.register_hook(change)
+        return value
+
+    return loss
+
+
+ON_THE_WAY = {
+    "a gradient of its own": lambda model, x: square(model, x) + model.kept.square().sum(),
+    "a hook that changes": hooked(lambda g: 3 * g),
+    "a hook that looks": hooked(lambda g: None),
+}
+
+
 @a_few_modes
-def test_a_gradient_that_comes_on_the_way_later_is_refused(options):
+@pytest.mark.parametrize("name", ON_THE_WAY)
+def test_what_changes_a_gradient_on_its_way_later_is_refused(name, options):
     model = keeping()
     with torchgradx.attach(model, **options) as probe:
-        for extra in (False, False, True, False):
+        for loss in (square, square, ON_THE_WAY[name], square):
             x = torch.randn(N, T, 3, dtype=torch.float64)
-            loss = square(model, x) + (model.kept.square().sum() if extra else 0)
-            loss.backward()
-            if extra:
-                refusal(probe)
-                probe.reset()
-            else:
-                model.kept = None
-                close_named(probe.norms(per="parameter"), loop(model, square, x))
-
-
-@a_few_modes
-@pytest.mark.parametrize("changes", [False, True])
-def test_a_hook_on_the_way_may_look_and_not_change(changes, options):
-    model, seen = keeping(), []
-    with torchgradx.attach(model, **options) as probe:
-        for hooked in (False, False, True, False):
-            x = torch.randn(N, T, 3, dtype=torch.float64)
-            loss = square(model, x)
-            if hooked:
-                model.kept.register_hook(lambda g: seen.append(g) or (3 * g if changes else None))
-            loss.backward()
+            loss(model, x).backward()
             model.kept = None
-            if hooked and changes:
+            if loss is square or name == "a hook that looks":
+                close_named(probe.norms(per="parameter"), loop(model, square, x))
+            else:
                 refusal(probe)
                 probe.reset()
-            else:
-                close_named(probe.norms(per="parameter"), loop(model, square, x))
-    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("options", ANY, ids=title)
@@ -284,12 +272,7 @@ def test_recurrent_layers_run_once_under_autocast(kind, batch_first, options):
         return m.o(y.mean(1 if batch_first else 0))
 
     for recurrent in (kind(3, C, batch_first=batch_first), Counted(3, C, batch_first=batch_first)):
-        model = Model(forward, r=recurrent, o=nn.Linear(C, 2))
-
-        def loss(m, x):
-            with torch.autocast("cpu", torch.bfloat16):
-                return square(m, x).float()
-
+        model, loss = Model(forward, r=recurrent, o=nn.Linear(C, 2)), under_autocast()
         with torchgradx.attach(model, **options) as probe:
             for _ in range(3):
                 x = torch.randn(N, T, 3)
@@ -305,12 +288,7 @@ def test_recurrent_layers_run_once_under_autocast(kind, batch_first, options):
 def test_halves_times_a_wider_scale_are_served_without_a_product_of_their_own():
     model = Model(lambda m, x: m.head((m.layer(x) * m.gamma).mean(1)))
     model.layer, model.head = nn.Linear(C, C), nn.Linear(C, 2)
-    model.gamma = nn.Parameter(torch.randn(C))
-
-    def loss(m, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return square(m, x).float()
-
+    model.gamma, loss = nn.Parameter(torch.randn(C)), under_autocast()
     plain = steady_calls("aten::mul", model, loss, torch.float32, 3e-2)
     with torchgradx.attach(model) as probe:
         assert steady_calls("aten::mul", model, loss, torch.float32, 3e-2, probe) == plain

@@ -5,13 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from attach_oracle import (
     DEVICE,
     Model,
     a_few_modes,
     check,
-    close,
     close_named,
     loop,
     loop_model,
@@ -19,6 +17,7 @@ from attach_oracle import (
     refusal,
     same_gradients,
     square,
+    under_autocast,
 )
 from recurrent_models import computes_halves
 from torch import nn
@@ -102,28 +101,11 @@ def test_autocast_is_exact_within_its_rounding_however_layers_are_used(
     make, shape = MODELS[name]
     net, x = make(), torch.randn(shape)
 
-    def under(model, x):
-        with torch.autocast(DEVICE, dtype):
-            out = model(x)
-        return out.float().square().flatten(1).sum(1).mean()
-
+    under = under_autocast(dtype)
     want = loop(net, under, x, dtype=torch.float32)
     # two dozen roundings to half on a sample's way, which differ between one sample and a batch
     rtol = 24 * torch.finfo(dtype).eps
     check(net, under, x, dtype=torch.float32, want=want, rtol=rtol, **options)
-
-
-@a_few_modes
-@halves
-@pytest.mark.parametrize("name", ["a layer used twice", "recurrent", "images"])
-def test_half_precision_models_are_those_of_float64_within_their_rounding(name, dtype, options):
-    make, shape = MODELS[name]
-    net, x = make().to(dtype), torch.randn(shape).to(dtype)
-    want = loop(net, square, x)
-    with torchgradx.attach(net, **options) as probe:
-        square(net, x).backward()
-        close_named(probe.norms(per="parameter"), want, 24 * torch.finfo(dtype).eps)
-        assert probe.norms().dtype == torch.float32
 
 
 @a_few_modes
@@ -142,33 +124,6 @@ def test_parameters_of_several_dtypes_count_together_in_the_widest(options):
         assert probe.norms().dtype == torch.float64
 
 
-CAST = {
-    "a weight": lambda m, h: F.linear(h.to(m.kind), m.w.to(m.kind), m.b.to(m.kind)).to(h.dtype),
-    "a factor": lambda m, h: (h.to(m.kind) * m.b.to(m.kind)).to(h.dtype),
-    "a norm": lambda m, h: (F.rms_norm(h.to(m.kind), (8,)) * (1 + m.b.to(m.kind))).type_as(h),
-}
-
-
-@a_few_modes
-@pytest.mark.parametrize(("wide", "coarse"), [(torch.float32, torch.bfloat16),
-                                              (torch.float64, torch.float32)])  # fmt: skip
-@pytest.mark.parametrize("positions", [(), (6,)], ids=["rows", "sequences"])
-@pytest.mark.parametrize("name", CAST)
-def test_a_module_that_computes_in_a_coarser_dtype(name, positions, wide, coarse, options):
-    """Its sums are rounded as that dtype is, some four times on their way, and no more is asked."""
-    parts = {"w": torch.randn(8, 8) / 3} if name == "a weight" else {}
-    own = Model(CAST[name], b=torch.randn(8), **parts)
-    own.kind = coarse
-    net = nn.Sequential(nn.Linear(8, 8), own, nn.Linear(8, 4)).to(wide)
-    x = torch.randn(N, *positions, 8, dtype=wide)
-    want = loop(net, square, x, dtype=None)
-    with torchgradx.attach(net, **options) as probe:
-        for _ in range(2):
-            square(net, x).backward()
-            for name, norms in probe.norms(per="parameter").items():
-                close(norms, want[name], 4 * torch.finfo(coarse).eps)
-
-
 @a_few_modes
 def test_a_step_that_overflows_is_shown_and_the_next_are_exact(options):
     net, x = mlp(), torch.randn(N, 3)
@@ -177,10 +132,7 @@ def test_a_step_that_overflows_is_shown_and_the_next_are_exact(options):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     with torchgradx.attach(net, loss_scale=scaler, **options) as probe:
         for overflows in (True, False, False):
-            with torch.autocast(DEVICE, torch.float16):
-                out = net(x)
-            loss = out.float().square().flatten(1).sum(1).mean()
-            scaler.scale(loss).backward()
+            scaler.scale(under_autocast(torch.float16)(net, x)).backward()
             norms = probe.norms()
             if overflows:
                 assert not norms.isfinite().any(), norms
@@ -195,7 +147,6 @@ def test_a_step_that_overflows_is_shown_and_the_next_are_exact(options):
 
 
 POISONED = {
-    "rows": (mlp, (N, 3)),
     "positions": (mlp, (N, 6, 3)),
     "images": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(),
                                      nn.Linear(64, 2)), (N, 3, 6, 6)),
@@ -256,12 +207,7 @@ def test_an_lstm_under_autocast_goes_through_time(more, options):
     rnn = nn.LSTM(48, 80, batch_first=True, **more)
     model, x = Model(lambda m, x: m.r(x)[0], r=rnn), torch.randn(5, 20, 48)
     twin = copy.deepcopy(model)
-
-    def under(model, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = model(x)
-        return out.float().square().flatten(1).sum(1).mean()
-
+    under = under_autocast()
     want = loop(twin, under, x)
     with torchgradx.attach(model, **options) as probe:
         for _ in range(2):

@@ -17,6 +17,7 @@ from attach_oracle import (
     each_of,
     every_mode,
     exact_step,
+    exact_steps,
     fallback_mode,
     loop,
     refused,
@@ -29,23 +30,15 @@ from recurrent_models import (
     CELLS,
     KINDS,
     OPTIONS,
-    STATES,
-    STEPS,
-    WIDE,
     H,
     I,
     N,
     T,
     computes_halves,
-    dtypes,
     every_kind,
     every_option,
-    every_way,
     made,
-    native_mode,
     net,
-    served,
-    served_mode,
     states_of,
 )
 from torch import nn
@@ -54,6 +47,10 @@ from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 from torchgradx import ops
+
+served = pytest.mark.skipif(not ops.NATIVE, reason="a replay refuses it")
+native_mode = each_of([*ANY, NATIVE[0]])
+dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 
 
 @dtypes
@@ -91,18 +88,6 @@ def test_every_option_by_the_operators_of_a_gpu(kind, option):
 
 
 @native_mode
-@pytest.mark.parametrize("use", ["steps", "last"])
-@pytest.mark.parametrize("steps", [1, N, 7])
-@every_kind
-def test_a_loss_on_the_steps_or_on_the_last_states_alone(kind, steps, use, options):
-    if use == "last" and steps == N and not (ops.NATIVE and options.get("fused", True)):
-        pytest.skip("run again, nothing tells the steps from the samples")
-    for option in ("plain", "both ways"):
-        model = net(made(kind, option), use)
-        check(model, square, torch.randn(N, steps, I), input_grad=True, **options)
-
-
-@native_mode
 @pytest.mark.parametrize("option", ["plain", "both ways, three layers", "projected"])
 @every_kind
 def test_first_states_and_their_gradients(kind, option, options):
@@ -114,22 +99,6 @@ def test_first_states_and_their_gradients(kind, option, options):
     for dtype in (torch.float64, torch.float32):
         check(net(rnn), square, torch.randn(N, T, I), *first, dtype=dtype, input_grad=True,
               **options)  # fmt: skip
-
-
-INPUTS = {
-    "features apart": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "steps first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "one step for all": lambda x: x[:, :1].expand(-1, T, -1),
-    "every other feature": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
-}
-
-
-@native_mode
-@pytest.mark.parametrize("lies", INPUTS.values(), ids=INPUTS)
-@every_kind
-def test_an_input_may_lie_anyhow(kind, lies, options):
-    model = Model(lambda m, x: m.r(lies(x))[0], r=KINDS[kind](I, H, batch_first=True))
-    check(model, square, torch.randn(N, T, I), input_grad=True, **options)
 
 
 @pytest.mark.grid(pairs=False)
@@ -165,7 +134,6 @@ def test_wherever_onednn_keeps_gates_and_cells(size, steps, backwards, options):
 
 
 FROZEN = {
-    "none": [],
     "the first bias": ["bias_ih_l0"],
     "the second bias": ["bias_hh_l0"],
     "biases": ["bias_ih_l0", "bias_hh_l0"],
@@ -235,8 +203,6 @@ def test_a_cell_unrolled_in_time_is_exact(kind, bias, options, dtype):
 OVER_SAMPLES = {
     "without a batch": (lambda m, x: m.r(x)[0], (N, I), {}),
     "samples in its time": (lambda m, x: m.r(x)[0], (N, T, I), {}),
-    "as many steps as samples": (lambda m, x: m.r(x)[0], (N, N, I), {}),
-    "one step of a batch": (lambda m, x: m.r(x.unsqueeze(1))[0].squeeze(1), (N, I), {}),
     "samples in its batch, of steps": (
         lambda m, x: m.r(x.transpose(0, 1))[0].transpose(0, 1), (N, T, I), {"batch_first": True},
     ),
@@ -256,11 +222,7 @@ any_mode = each_of([*ANY, *VMAP, NATIVE[0]])
 LENGTHS = torch.tensor([3, 5, 1, 3])
 
 
-def both(y, last):
-    return torch.cat([y.flatten(1), 2 * last], 1)
-
-
-def packed_net(rnn, enforce_sorted=False, use=both):
+def packed_net(rnn, enforce_sorted=False):
     def forward(m, x, lengths, h=None):
         first = m.r.batch_first
         x = torch.tanh(m.i(x))
@@ -273,7 +235,7 @@ def packed_net(rnn, enforce_sorted=False, use=both):
         out = m.r(packed, hx)
         assert isinstance(out[0], PackedSequence)
         y, last = states_of((pad_packed_sequence(out[0], True, total_length=x.shape[1])[0], out[1]))
-        return use(y, last)
+        return torch.cat([y.flatten(1), 2 * last], 1)
 
     return Model(forward, i=nn.Linear(I, I), r=rnn)
 
@@ -293,12 +255,9 @@ def test_packed_sequences_have_the_norms_of_the_loop(kind, option, options):
 
 @any_mode
 def test_other_lengths_of_as_many_rows_are_other_samples_rows(options):
-    model = packed_net(nn.GRU(I, H, batch_first=True)).double()
-    with torchgradx.attach(model, **options) as probe:
-        for lengths in ([3, 5, 1, 3], [2, 5, 4, 1], [3, 3, 3, 3], [1, 5, 3, 3], [3, 5, 1, 3]):
-            batch = torch.randn(N, T, I, dtype=torch.float64), torch.tensor(lengths)
-            model.zero_grad()
-            exact_step(probe, model, *batch)
+    lengths = [3, 5, 1, 3], [2, 5, 4, 1], [3, 3, 3, 3], [1, 5, 3, 3], [3, 5, 1, 3]
+    batches = [(torch.randn(N, T, I).double(), torch.tensor(each)) for each in lengths]
+    exact_steps(packed_net(nn.GRU(I, H, batch_first=True)).double(), *batches, **options)
 
 
 @any_mode
@@ -316,13 +275,34 @@ def test_rows_that_the_user_sorted_are_not_taken_for_the_samples(options):
 
 
 # ---- In training ---------------------------------------------------------------------------------
-@served
-@served_mode
-@every_kind
-def test_a_module_called_twice_counts_its_cross_terms(kind, options):
-    rnn = KINDS[kind](I, I, batch_first=True)
-    model = Model(lambda m, x: m.r(m.r(x)[0] + x)[0], r=rnn)
-    check(model, square, torch.randn(N, T, I), **options)
+# One sweep takes whole vectors, and more steps than a Gram matrix does.
+STEPS, WIDE, STATES = 20, 48, 80
+
+
+def tied():
+    """Two modules with one W_hh: its norm has cross terms, and the first's W_ih has none."""
+    model = nn.ModuleList(nn.LSTM(WIDE, STATES, batch_first=True) for _ in range(2))
+    model[1].weight_hh_l0 = model[0].weight_hh_l0
+    return Model(lambda m, x: m.r[0](x)[0] + m.r[1](x)[0], r=model)
+
+
+def of(forward=lambda m, x: m.r(x)[0], **options):
+    return lambda: Model(forward, r=nn.LSTM(WIDE, STATES, batch_first=True, **options))
+
+
+def from_a_state(m, x):
+    state = torch.linspace(-2, 2, STATES).to(x).expand(1, len(x), STATES).contiguous()
+    return m.r(x, (state, state))[0]
+
+
+WAYS = {
+    "forwards": of(),
+    "both ways": of(bidirectional=True),
+    "from a state": of(from_a_state),
+    "called twice": of(lambda m, x: m.r(x)[0] + m.r(x.flip(1))[0]),
+    "weights tied": tied,
+}
+every_way = pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
 
 
 @a_few_modes
@@ -367,15 +347,7 @@ def test_every_step_is_exact(make, options):
     model = make()
     twin = copy.deepcopy(model)
     with torchgradx.attach(model, **options) as probe:
-        for samples, steps in [
-            (N, STEPS),
-            (N, STEPS),
-            (N + 1, STEPS),
-            (N, STEPS + 9),
-            (N, STEPS),
-            (N, 1),
-            (N, 2),
-        ]:
+        for samples, steps in zip([N, N, N + 1, N, N], [STEPS, STEPS, STEPS, 1, 2], strict=True):
             x = torch.randn(samples, steps, WIDE)
             for m in (model, twin):
                 m.zero_grad()

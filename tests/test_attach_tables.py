@@ -1,21 +1,47 @@
-"""What all samples share: position tables, bare parameters, modules called without samples."""
+"""What all samples share (position tables, bare parameters, modules called without samples) and
+each way in which samples meet it."""
+
+import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import (
+    ANY,
+    VMAP,
     Model,
     a_few_modes,
     check,
+    close_named,
+    each_of,
     exact_or_refused,
+    exact_step,
     fallback_mode,
-    refusal,
+    loop,
+    read_or_refused,
     refused,
+    same_gradients,
     square,
     square_second,
 )
-from broadcast_models import TOKENS, D, N, T, constant, in_place, placed, relative, tokens
+from broadcast_models import (
+    TOKENS,
+    WAYS,
+    D,
+    N,
+    Patches,
+    T,
+    against_all,
+    constant,
+    in_place,
+    placed,
+    positional,
+    tokens,
+)
+from recurrent_models import KINDS, made, net
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
@@ -23,9 +49,6 @@ sizes = pytest.mark.parametrize(("n", "t"), [(N, T), (N, N), (D, T), (1, T), (T,
 IDS = {
     "[T]": torch.arange,
     "[1, T]": lambda t: torch.arange(t)[None],
-    "repeated": lambda t: torch.arange(t) // 2,
-    "reversed": lambda t: torch.arange(t).flip(0)[None],
-    "distances": lambda t: (torch.arange(t)[:, None] - torch.arange(t)).abs()[0],
 }
 MASKS = {
     "[1, T] > 1": lambda t: torch.arange(t)[None] > 1,
@@ -41,32 +64,8 @@ def test_a_position_table_is_exact(ids, n, t, options):
     check(model, square, tokens(n, t), **options)
 
 
-def test_what_is_made_of_all_data_is_no_table_in_a_later_step_either():
-    model = Model(lambda m, x: m.o(torch.tanh(m.t(x) + m.scale * x.mean(0))),
-                  t=nn.Linear(D, D), o=nn.Linear(D, 2)).double()  # fmt: skip
-    model.scale = nn.Parameter(torch.randn(D).double())
-    with torchgradx.attach(model) as probe:
-        for _ in range(3):
-            square(model, torch.randn(N, D).double()).backward()
-            refusal(probe, "scale")
-
-
-class Positions(nn.Embedding):
-    """As BART's, which is given the ids of the tokens too."""
-
-    def forward(self, ids, positions):
-        return super().forward(positions[None] + 2)
-
-
 @fallback_mode
-def test_a_table_that_is_given_the_samples_too_is_exact(options):
-    model = placed(lambda m, i: m.p(i, torch.arange(i.shape[1])), Positions(2 * N + 2, D))
-    for n, t in [(N, T), (N, 2 * N), (N, N), (2, T)]:
-        check(model, square, tokens(n, t), **options)
-
-
-@fallback_mode
-@pytest.mark.parametrize("ids", ["[T]", "[1, T]", "repeated", *MASKS])
+@pytest.mark.parametrize("ids", ["[T]", "[1, T]", *MASKS])
 def test_what_a_model_is_called_with_for_all_samples_is_of_none(ids, options):
     """Ids and masks; of as many positions as samples there may be refusals."""
     given = (IDS | MASKS)[ids]
@@ -81,22 +80,6 @@ def test_positions_of_a_sequence_first_model_are_exact(options):
     model = placed(lambda m, i: m.p(torch.arange(len(i)))[:, None])
     for t in (T, N):
         check(model, square_second, tokens(N, t).T, dims=1, batch_dim=1, **options)
-
-
-@fallback_mode
-@sizes
-@pytest.mark.parametrize("read", [False, True])
-@pytest.mark.parametrize("shared", [False, True])
-def test_relative_positions_through_modules_are_exact(shared, read, n, t, options):
-    """`shared`: the same Linear for samples and for positions, so terms of both kinds cross."""
-    check(relative(shared, read), square, torch.randn(n, t, D), **options)
-
-
-@fallback_mode
-def test_a_parameter_that_a_layer_takes_is_exact(options):
-    model = Model(lambda m, x: x @ torch.tanh(m.o(m.rows)).T, rows=torch.randn(3, D),
-                  o=nn.Linear(D, D))  # fmt: skip
-    check(model, square, torch.randn(N, D), **options)
 
 
 @fallback_mode
@@ -154,21 +137,13 @@ def beside_samples(m, i):
     return m.o(torch.tanh(m.t(i) + m.l(m.c) + m.l(m.t(i))))
 
 
-def tied_head(m, i):
-    """The position table is also what the head is tied to."""
-    return m.o(torch.tanh(m.t(i) + m.p(torch.arange(i.shape[1])))) @ m.p.weight.new_ones(2 * N, 1)
-
-
 @fallback_mode
-@pytest.mark.parametrize("use", [tied_embedding, in_two_places, beside_samples, tied_head])
+@pytest.mark.parametrize("use", [tied_embedding, in_two_places, beside_samples])
 @pytest.mark.parametrize("t", [T, N])
 def test_all_uses_of_a_parameter_add_up(use, t, options):
     parts = {"t": nn.Embedding(TOKENS, D), "o": nn.Linear(D, 2)}
-    if use in (in_two_places, tied_head):
+    if use is in_two_places:
         parts["p"] = nn.Embedding(2 * N, D)
-    if use is tied_head:
-        parts["o"] = nn.Linear(D, 2 * N, bias=False)
-        parts["o"].weight = parts["p"].weight
     if use is beside_samples:
         parts["l"] = nn.Linear(D, D)
     check(constant(use, (t, D), **parts), square, tokens(N, t), **options)
@@ -176,16 +151,13 @@ def test_all_uses_of_a_parameter_add_up(use, t, options):
 
 MIXED = {
     "mean of the inputs": lambda m, x: m.l(x.mean(0)),
-    "the first sample": lambda m, x: m.l(x[0]),
     "a constant scaled by the batch": lambda m, x: m.l(m.c[:1] * x.mean()),
     "written into": lambda m, x: m.l(in_place(0 * m.c, lambda z: z[1:].add_(x[0, 1]))),
     "written by a list of tensors": lambda m, x: m.l(in_place(0 * m.c, lambda z:
                                                      torch._foreach_add_([z], [x[0]]))),
-    "of a list": lambda m, x: m.l(torch.tensor(x[0].tolist(), dtype=x.dtype)),
     "mean of what was learned": lambda m, x: m.l(m.i(x).mean(0)),
     "the neighbour": lambda m, x: m.l(x).flip(0),
     "batch statistics": lambda m, x: F.batch_norm(m.l(x).mT, None, None, training=True).mT,
-    "softmax over samples": lambda m, x: torch.softmax(m.l(x), 0),
 }  # fmt: skip
 # Statistics of data concern all parameters: a sample alone has others.
 OF_DATA = {"mean of the inputs", "a constant scaled by the batch"}
@@ -208,8 +180,199 @@ def test_a_row_of_the_samples_own_ids_is_theirs(options):
     refused(model, lambda m, i: square(m, i, i[:1]), tokens(), names={"t.weight"}, **options)
 
 
+# ---- Each way in which samples meet it; changed in place, saved, over steps ----------------------
+SHARED = {
+    "positions": (positional, tokens),
+    "queries": (lambda: constant(against_all, l=nn.Linear(D, D)), lambda: torch.randn(N, T, D)),
+    "patches": (Patches, lambda: torch.randn(N, T, 3)),
+}
+RECURRENT = {  # several outputs, which run again when the backward ends
+    kind: (lambda kind=kind: net(made(kind, "both ways")), lambda: torch.randn(N, T, 3))
+    for kind in KINDS
+}
+each_model = pytest.mark.parametrize("name", SHARED)
+
+
+def shared_example(name, dtype=torch.float64):
+    make, data = (SHARED | RECURRENT)[name]
+    model, x = make(), data()
+    return model.to(dtype), x.to(dtype) if x.is_floating_point() else x
+
+
+@pytest.mark.parametrize("name", SHARED | RECURRENT)
 @a_few_modes
-def test_a_penalty_on_the_table_is_refused(options):
-    model = placed(lambda m, i: m.p(torch.arange(i.shape[1])))
-    loss = lambda m, i: square(m, i) + m.p.weight.square().sum()  # noqa: E731
-    refused(model, loss, tokens(), names={"p.weight"}, **options)
+def test_several_backwards_through_one_graph_add_up(name, options):
+    model, x = shared_example(name)
+    with torchgradx.attach(model, **options) as probe:
+        for batch in (x, x[:1], x[:1]):
+            want = loop(model, lambda *batch: 3 * square(*batch), batch)
+            model.zero_grad()
+            loss = square(model, batch)
+            loss.backward(retain_graph=True)
+            (2 * loss).backward()
+            close_named(probe.norms(per="parameter"), want)
+
+
+@each_model
+@a_few_modes
+def test_batches_of_other_sizes_follow(name, options):
+    """Where a sample's value goes is seen once; where the samples stand is proven for each size."""
+    model, x = shared_example(name)
+    with torchgradx.attach(model, **options) as probe:
+        for batch in (x, torch.cat([x, x])[:7], x[:1], x[:, :3], torch.cat([x, x])[:T], x[:3], x):
+            exact_step(probe, model, batch)
+        model.eval()
+        exact_step(probe, model, x)
+
+
+def checkpointed(function, *args):
+    return checkpoint(function, *args, use_reentrant=False)
+
+
+def reentrant(function, *args):
+    return checkpoint(function, *args, use_reentrant=True)
+
+
+def offloaded(function, *args):
+    with save_on_cpu():
+        return function(*args)
+
+
+def nested(function, *args):
+    return checkpointed(lambda *args: checkpointed(function, *args), *args)
+
+
+def offloaded_inputs(function, *args):
+    with save_on_cpu():
+        return checkpointed(function, *args)
+
+
+AROUND = {"checkpoint": checkpointed, "reentrant": reentrant, "offloaded": offloaded,
+          "nested": nested, "inputs offloaded": offloaded_inputs}  # fmt: skip
+MAY_REFUSE = {"stacked"}  # each sample alone: its nodes hold no row for the others
+
+
+@a_few_modes
+@pytest.mark.parametrize("positions", [T, N])
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_for_samples_to_come_in_is_exact(way, positions, options):
+    def forward(m, x):
+        return m.o(torch.tanh(WAYS[way](x, m.l(m.c))))
+
+    model = constant(forward, (positions, D), l=nn.Linear(D, D))
+    x = torch.randn(N, positions, D)
+    if way in MAY_REFUSE or positions == N:  # outputs [N, N, ...] may have the samples in either
+        exact_or_refused(model, square, x, **options)
+    else:
+        check(model, square, x, **options)
+
+
+MAY_RUN_AGAIN = {"divided by", "into a part", "stacked", "attention", "maximum", "where", "norm",
+                 "indexed"}  # fmt: skip
+
+
+@a_few_modes
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bare_parameter_is_exact_without_running_its_owner_again(way, options):
+    model = Model(lambda m, x: m.o(torch.tanh(WAYS[way](m.i(x), m.w))), w=torch.randn(T, D),
+                  i=nn.Linear(D, D), o=nn.Linear(D, 2))  # fmt: skip
+    x = torch.randn(N, T, D)
+    if way in MAY_RUN_AGAIN:
+        exact_or_refused(model, square, x, **options)
+        return
+    check(model, square, x, **options)
+    with torchgradx.attach(model, **options) as probe:
+        square(model, x).backward()
+        probe.norms()
+        assert "(root): Model  [w]: lifted" in probe.explain()
+
+
+@a_few_modes
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("way", WAYS)
+def test_where_samples_come_in_inside_a_checkpoint(way, around, options):
+    """Or where what is saved lies elsewhere in between."""
+
+    def forward(m, x):
+        inside = lambda x, s: torch.tanh(WAYS[way](x, s))  # noqa: E731
+        return m.o(AROUND[around](inside, m.i(x), m.l(m.c)))
+
+    model = constant(forward, l=nn.Linear(D, D), i=nn.Linear(D, D))
+    x = torch.randn(N, T, D)
+    if around == "reentrant" or way in {*MAY_REFUSE, "into a part"}:  # CopySlices shows to nobody
+        exact_or_refused(model, square, x, **options)
+    else:
+        check(model, square, x, **options)
+
+
+ONE = {
+    "a factor": lambda m, x: m.l(x) * m.t(),
+    "twice": lambda m, x: torch.tanh(m.l(x * m.t())) * m.t(),
+    "in a checkpoint": lambda m, x: checkpoint(
+        lambda x: torch.tanh(m.l(x)) * m.t(), x, use_reentrant=False),
+    "detached": lambda m, x: m.l(x) * m.t().detach(),
+}  # fmt: skip
+
+
+@a_few_modes
+@pytest.mark.parametrize("n", [1, N])
+@pytest.mark.parametrize("numbers", [(), (3,)], ids=str)
+@pytest.mark.parametrize("way", ONE)
+def test_a_module_may_give_one_number(way, numbers, n, options):
+    """As a temperature: of a submodule that is given no sample."""
+    number = Model(lambda m: m.weight.exp().sum(), weight=torch.randn(numbers))
+    model = Model(ONE[way], l=nn.Linear(D, D), t=number)
+    check(model, square, torch.randn(n, T, D), **options)
+
+
+MODES = [*ANY, *VMAP, {"clip": True}, {"clip": True, "fused": False}]
+modes = each_of(MODES)
+
+
+@modes
+@pytest.mark.parametrize("around", ["checkpoint", "offloaded"])
+def test_samples_changed_in_place_by_what_they_share(around, options):
+    """Exact, or refused in a checkpoint: that gives each saved tensor once."""
+
+    def change(m, x):
+        h = m.i(x)
+        h[:, 1:] *= m.l(m.c)[1:]
+        return m.l(h)
+
+    def forward(m, x):
+        return m.o(torch.tanh(AROUND[around](lambda x: change(m, x), m.f(x))))
+
+    parts = {name: nn.Linear(D, D) for name in ("f", "i", "l")}
+    shows = exact_or_refused if around == "checkpoint" else check
+    shows(constant(forward, (T, D), **parts), square, torch.randn(N, T, D), **options)
+
+
+class Once(saved_tensors_hooks):
+    """They forget what they gave, as those of libraries that move activations away."""
+
+    def __init__(self):
+        self.kept = {}
+        super().__init__(self.pack, self.kept.pop)
+
+    def pack(self, t):
+        key = object()
+        self.kept[key] = t
+        return key
+
+
+@a_few_modes
+@each_model
+def test_hooks_that_give_once_are_asked_by_the_engine_alone(name, options):
+    """Nothing is asked for twice, gradients are what they are, and norms exact or refused."""
+    net, x = shared_example(name)
+    twin, want = copy.deepcopy(net), loop(net, square, x)
+    square(twin, x).backward()
+    with torchgradx.attach(net, **options) as probe:
+        for _ in range(2):
+            net.zero_grad()
+            with Once():
+                loss = square(net, x)
+            loss.backward()
+            if options.get("weight_grad", True):
+                same_gradients(net, twin, 1e-9)
+            read_or_refused(probe, want)

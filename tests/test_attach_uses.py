@@ -9,15 +9,14 @@ from attach_oracle import (
     check,
     close,
     every_mode,
-    exact_or_refused,
     exact_step,
+    exact_steps,
     fallback_mode,
     loop_model,
     mlp,
     square,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
@@ -65,12 +64,6 @@ def two_names():
     return nn.Sequential(layer, nn.Tanh(), layer)
 
 
-def adapters():
-    model = Model(lambda m, x: m.base(x) + m.up(m.down(x)), base=nn.Linear(4, 4),
-                  down=nn.Linear(4, 2, bias=False), up=nn.Linear(2, 4, bias=False))  # fmt: skip
-    return nn.Sequential(frozen(model, "base.weight", "base.bias"), nn.Tanh(), nn.Linear(4, 2))
-
-
 def cnn():
     return nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
 
@@ -80,8 +73,8 @@ def linear():
 
 
 THRICE = lambda: Model(thrice, l=linear(), head=nn.Linear(3, 1))  # noqa: E731
+NORMS = lambda: nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 4), nn.LayerNorm(4))  # noqa: E731
 SERVED = {  # by kernels: a model, and the sizes of a batch
-    "a linear thrice": (THRICE, (N, 3)),
     "a linear thrice, positions": (THRICE, (N, 6, 3)),
     "a convolution on two resolutions": (
         lambda: Model(on_two_resolutions, conv=nn.Conv2d(2, 2, 3, 1, 1, groups=2)), (N, 2, 6, 6)),
@@ -99,12 +92,8 @@ SERVED = {  # by kernels: a model, and the sizes of a batch
     "outputs changed in place": (
         lambda: Model(in_place, l=nn.Linear(3, 4), c=nn.Conv1d(1, 2, 3), o=nn.Linear(4, 2)),
         (N, 3)),
-    "adapters of a frozen layer": (adapters, (N, 5, 4)),
     "frozen weights": (lambda: frozen(cnn(), "0.weight", "3.weight"), (N, 3, 6)),
     "a frozen first layer": (lambda: frozen(cnn(), "0.weight", "0.bias"), (N, 3, 6)),
-}  # fmt: skip
-NORMS = lambda: nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 4), nn.LayerNorm(4))  # noqa: E731
-OTHERS = {
     "a norm twice": (
         lambda: Model(lambda m, x: m.o(m.l(torch.tanh(m.l(x)))), l=nn.LayerNorm(3), o=linear()),
         (N, 6, 3)),
@@ -119,15 +108,8 @@ OTHERS = {
 @pytest.mark.parametrize("name", SERVED)
 def test_a_layer_is_exact_however_it_is_used(name, options):
     make, sizes = SERVED[name]
-    check(make(), square, torch.randn(sizes), **options)
-
-
-@fallback_mode
-@pytest.mark.parametrize("name", OTHERS)
-def test_so_are_others(name, options):
-    make, sizes = OTHERS[name]
-    check(make(), square, torch.randint(0, 7, sizes) if "table" in name else torch.randn(sizes),
-          **options)  # fmt: skip
+    x = torch.randint(0, 7, sizes) if "table" in name else torch.randn(sizes)
+    check(make(), square, x, **options)
 
 
 @every_mode
@@ -229,24 +211,11 @@ def flat(m, x):
     return torch.tanh(m.l(x))
 
 
-def chunks(m, x):
-    """As a model that takes large images apart."""
-    if x.dim() == 3 and x.shape[1] > 1:
-        return sum(m(x[:, k : k + 1]) for k in range(x.shape[1])) + m.o(x.mean(1))[:, None]
-    return torch.tanh(m.l(x))
-
-
 def deep(m, x, depth=2):
     return m.o(m(torch.tanh(m.l(x)), depth - 1)) if depth else m.l(x)
 
 
-def checkpointed(m, x):
-    if x.dim() == 3:
-        return m.o(checkpoint(m, x.flatten(0, 1), use_reentrant=False)).unflatten(0, x.shape[:2])
-    return torch.tanh(m.l(x))
-
-
-CALLS = [flat, chunks, deep, checkpointed]
+CALLS = [flat, deep]
 ways = pytest.mark.parametrize("way", CALLS, ids=lambda way: way.__name__)
 
 
@@ -255,18 +224,5 @@ ways = pytest.mark.parametrize("way", CALLS, ids=lambda way: way.__name__)
 def test_a_root_that_calls_itself_is_exact_in_steps_of_several_sizes(way, options):
     """Those too that are called on what they call themselves on."""
     net = Model(way, l=nn.Linear(D, D), o=nn.Linear(D, D)).double()
-    with torchgradx.attach(net, **options) as probe:
-        for shape in [(N, T, D), (N, T, D), (N * T, D), (N, T, D), (N, N, D), (2, T, D), (N, D)]:
-            x = torch.randn(shape, dtype=torch.float64)
-            exact_step(probe, net, x)
-
-
-@a_few_modes
-def test_samples_that_are_mixed_between_calls_are_refused(options):
-    def forward(m, x):
-        if x.dim() == 3:
-            return m(x.flatten(0, 1).sub(x.mean((0, 1)))).unflatten(0, x.shape[:2])
-        return m.o(torch.softmax(m.l(x), 0))
-
-    net = Model(forward, l=nn.Linear(D, D), o=nn.Linear(D, D))
-    assert exact_or_refused(net, square, torch.randn(N, T, D), **options)
+    shapes = [(N, T, D), (N, T, D), (N * T, D), (N, T, D), (N, N, D), (2, T, D), (N, D)]
+    exact_steps(net, *(torch.randn(shape).double() for shape in shapes), **options)

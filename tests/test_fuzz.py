@@ -8,8 +8,8 @@ was called last is in the child's log. For AddressSanitizer run a child by hand:
 
 import random
 import sys
+from inspect import signature
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,15 +25,13 @@ STRANGE_DTYPES = (torch.int64, torch.bool, torch.complex64, torch.uint8, torch.f
 STRANGE = (None, 1, -1, 0, 2.5, True, "3", "same", b"", [], [[1.0]], (3, 3), object(), 2**70, {})
 STRANGE_INTS = (-1, 0, -(2**63), 2**31 - 1, 2**31, 2**62, 2**63 - 1, 2**64, 10**30)
 
-Arguments = dict[str, Any]
 
-
-def valid_linear(rng):
+def linear(rng):
     n, t, i, o = (rng.choice((0, 1, 2, 3, 5)) for _ in range(4))
     return {"activations": torch.ones(n, t, i), "grad_output": torch.ones(n, t, o)}
 
 
-def valid_conv2d(rng):
+def conv2d(rng):
     n, groups, c, o = (rng.choice((1, 2, 3)) for _ in range(4))
     k, s, p, d = ([rng.choice((1, 2, 3)) for _ in range(2)] for _ in range(4))
     size = [d[j] * (k[j] - 1) + 1 + rng.choice((0, 1, 4)) for j in range(2)]
@@ -46,56 +44,53 @@ def valid_conv2d(rng):
     }
 
 
-def valid_embedding(rng):
+def embedding(rng):
     n, t, d = (rng.choice((0, 1, 2, 3, 5)) for _ in range(3))
     ids = torch.ones(n, t, dtype=rng.choice((torch.int32, torch.int64)))
-    return {
-        "indices": ids,
-        "grad_output": torch.ones(n, t, d),
-        "padding_idx": rng.choice((None, 0, 1)),
-    }
+    return {"indices": ids, "grad_output": torch.ones(n, t, d),
+            "padding_idx": rng.choice((None, 0, 1))}  # fmt: skip
 
 
-def valid_gather_dots(rng):
-    arguments, s, v = valid_embedding(rng), rng.choice((0, 1, 3)), rng.choice((2, 5))
+def gather_dots(rng):
+    arguments, s, v = embedding(rng), rng.choice((0, 1, 3)), rng.choice((2, 5))
     n, _, d = arguments["grad_output"].shape
-    return {
-        "indices": arguments["indices"],
-        "grad_rows": arguments["grad_output"],
-        "activations": torch.ones(n, s, d),
-        "grad_output": torch.ones(n, s, v),
-        "padding_idx": arguments["padding_idx"],
-    }
+    others = {"activations": torch.ones(n, s, d), "grad_output": torch.ones(n, s, v)}
+    return arguments | {"grad_rows": arguments["grad_output"]} | others
 
 
-def valid_elementwise(operator, rng):
-    """Of the operators on [N, T, G, K], in the order of their schemas"""
+def elementwise(rng):
     n, t, g, k = (rng.choice((0, 1, 2, 3, 5)) for _ in range(4))
     shape = (n, t, 1) if g == 1 else (n, 1, g)
-    each = {
+    return {
         "input": torch.ones(n, t, g, k),
         "grad_output": torch.ones(n, t, g, k),
         "weight": torch.ones(g, k),
         "mean": rng.choice((None, torch.ones(shape))),
         "rstd": torch.ones(shape),
         "frozen": False,
-        "scale": rng.choice((None, torch.ones(n))),
-        "bias": rng.random() < 0.5,
         "eps": 1e-5,
         "centred": rng.random() < 0.5,
         "over_positions": rng.random() < 0.5,
     }
-    named = {
-        "affine_sq_norms": "input grad_output mean rstd bias",
-        "affine_fused": "input grad_output weight mean rstd frozen scale bias",
-        "affine_by_sample": "input grad_output weight mean rstd frozen bias",
-        "prelu_sq_norms": "input grad_output",
-        "prelu_fused": "input grad_output weight scale",
-        "moments": "input eps centred over_positions",
-    }
-    if operator == "turned":
-        return {"input": torch.ones(n, t, g)}
-    return {name: each[name] for name in named[operator].split()}
+
+
+VALID = {  # by what an operator's name begins with; else a Linear's
+    "conv2d": conv2d,
+    "embedding": embedding,
+    "gather_sq": embedding,
+    "gather_dots": gather_dots,
+    "turned": lambda rng: {"input": torch.ones([rng.choice((0, 1, 2, 5)) for _ in range(3)])},
+    **dict.fromkeys(("affine", "prelu", "moments"), elementwise),
+}
+
+
+def valid(name, names, rng):
+    """The arguments `names` of an operator."""
+    make = next((make for start, make in VALID.items() if name.startswith(start)), linear)
+    arguments = make(rng)
+    scale = torch.ones(len(next(iter(arguments.values()))))
+    arguments |= {"scale": scale, "algorithm": None, "bias": rng.random() < 0.5}
+    return {name: arguments[name] for name in names}
 
 
 def _reshaped(x, rng):
@@ -168,30 +163,15 @@ def damaged(arguments, rng):
 
 def public_call(rng):
     name = rng.choice(ops.__all__)
-    valid = {"linear": valid_linear, "conv2d": valid_conv2d, "embedding": valid_embedding}
-    arguments = valid[name.partition("_")[0]](rng)
-    if name.endswith("weight_grad"):
-        arguments["scale"] = torch.ones(len(arguments["grad_output"]))
-    elif not name.startswith("embedding"):
-        arguments["algorithm"] = None
-    return name, getattr(ops, name), [], damaged(arguments, rng)
+    function = getattr(ops, name)
+    return name, function, [], damaged(valid(name, signature(function).parameters, rng), rng)
 
 
 def raw_call(rng):
     """A call of an overload, past every check in Python."""
     name = rng.choice(reference.__all__)
-    if name.startswith("gather"):
-        arguments = (valid_gather_dots if name.endswith("dots") else valid_embedding)(rng)
-    elif name.startswith(("affine", "prelu", "moments", "turned")):
-        arguments = valid_elementwise(name, rng)
-    else:
-        arguments = (valid_conv2d if name.startswith("conv2d") else valid_linear)(rng)
-        if name.startswith("bias"):
-            del arguments["activations"]
-        else:
-            if name.endswith("fused"):
-                arguments["scale"] = torch.ones(len(arguments["grad_output"]))
-            arguments["bias"] = rng.random() < 0.5
+    schema = getattr(torch.ops.torchgradx, name).default._schema
+    arguments = valid(name, [argument.name for argument in schema.arguments], rng)
     return name, getattr(ops, name), list(damaged(arguments, rng).values()), {}
 
 

@@ -20,9 +20,9 @@ from attach_oracle import (
     loop_model,
     same_gradients,
     title,
-    under_its_masks,
 )
-from model_zoo import IGNORED, ROUNDED, ROWS, sample_losses
+from model_zoo import ROUNDED, ROWS, sample_losses
+from test_attach_modules import under_its_masks
 
 import torchgradx
 
@@ -185,16 +185,6 @@ def test_training_steps_of_changing_sizes_are_exact(row):
             row.loss(model, *batch).backward()
             optimizer.step()
             close_named(probe.norms(per="parameter"), want)
-
-
-@pytest.mark.parametrize("row", [r for r in ROWS if r.kind == "token"], ids=lambda row: row.name)
-def test_the_models_own_loss_over_all_tokens_is_undone_by_a_scale_for_each_sample(row):
-    model, batch = trainable(row), row.batch(row.samples[0])
-    *inputs, labels = batch
-    counts = (labels != IGNORED).sum(1).double()
-    with torchgradx.attach(model, loss_scale=counts / counts.mean()) as probe:
-        model(**row.keywords(*inputs), labels=labels).loss.backward()
-        close_named(probe.norms(per="parameter"), loop(model, row.loss, *batch))
 
 
 PLACED = ("gpt2", "llama", "bert", "roberta", "mistral", "qwen2, tied")  # given positions

@@ -1,14 +1,222 @@
-"""What each level of check= finds of the models in silent_models.py."""
+"""What each level of check= finds of models that do something to their samples where no gradient
+shows it, and of models that only look as if they did.
+
+MODELS = {name: (make, verdict under check="graph")}; `make()` gives (model, loss, batch). Verdicts:
+EXACT, REFUSED, and SILENT: accepted with norms that are not those of the samples alone. Every
+SILENT is one that docs/limits.md names, and is refused under check="samples".
+"""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from attach_oracle import ANY, Model, attempt, close_named, exact_step, loop, refusal, title
-from silent_models import EXACT, MODELS, REFUSED, SILENT
+import torch.nn.functional as F
+from attach_oracle import (
+    ANY,
+    Model,
+    attempt,
+    close_named,
+    loop,
+    mlp,
+    refusal,
+    square,
+    title,
+)
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchgradx
+
+EXACT, REFUSED, SILENT = "exact", "refused", "accepted, and not as alone"
+N, T = 6, 4
+
+
+class Same(torch.autograd.Function):
+    """A user's own: nothing sees through it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def longest_first(x):
+    with torch.no_grad():
+        return x[(x[..., 0] > 0).sum(1).argsort(descending=True)]
+
+
+DATA = {  # of data [N, T, 1], before the first layer
+    "summed up": (lambda x: x.cumsum(0), SILENT),
+    "less the mean": (lambda x: x - x.mean(0), SILENT),
+    "a branch by the mean": (
+        lambda x: x if x.mean() > 9 else x / (1 + (x.mean() < 9) * x.max()), SILENT),
+    "in the last sample's units": (lambda x: x / (1 + x[-1].abs().sum()), SILENT),
+    "flipped": (lambda x: x.flip(0), SILENT),  # norms would stand in the same order
+    "sorted by length": (longest_first, SILENT),
+    "statistics of each": (
+        lambda x: (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True), EXACT),
+    "turned and back": (lambda x: x.flip(0).tanh().flip(0), EXACT),
+    "looked at": (lambda x: x + 0 * float(x.mean()), EXACT),
+}  # fmt: skip
+MEETINGS = {  # of activations h [N, 2] with d, of which no gradient is
+    "contrast": (lambda h, d: F.nll_loss(
+        (h @ d.T).log_softmax(1), torch.arange(len(h)), reduction="none")[:, None], SILENT),
+    "memory": (lambda h, d: (h @ d.T).softmax(1) @ d, SILENT),
+    "less the mean": (lambda h, d: h - d.mean(0), SILENT),
+    "gates": (lambda h, d: h * d.sigmoid() + d, EXACT),
+    "straight through": (lambda h, d: h + (h.round() - h).detach(), EXACT),
+}  # fmt: skip
+
+
+def largest_of_all(h):
+    """The batch's top-k, as sparse autoencoders take it."""
+    values, at = h.flatten().topk(len(h))
+    return torch.zeros_like(h).flatten().scatter(0, at, values).view_as(h)
+
+
+def chosen_by_experts(h):
+    """Each column takes half of the batch."""
+    columns = []
+    for column in h.unbind(1):
+        values, at = column.topk(max(1, len(h) // 2))
+        columns.append(torch.zeros_like(column).scatter(0, at, values))
+    return torch.stack(columns, 1)
+
+
+def sent_to_experts(h):
+    out, to = torch.zeros_like(h), h.argmax(1)
+    for expert in range(h.shape[1]):
+        rows = (to == expert).nonzero().flatten()
+        out = out.index_add(0, rows, h[rows] * (expert + 1.0))
+    return out
+
+
+BETWEEN = {  # of activations [N, 3] between two layers, with their gradient
+    "largest of all": (largest_of_all, SILENT),
+    "chosen by experts": (chosen_by_experts, SILENT),
+    "less the mean": (lambda h: h - h.mean(0), REFUSED),
+    "sent to experts": (sent_to_experts, EXACT),
+    "turned and back": (lambda h: h.flip(0).tanh().flip(0), EXACT),
+}
+
+
+def queue(m, x):
+    h = torch.tanh(m.r(x))
+    m.queue[: len(h)] = h.detach()
+    return h @ m.queue.T
+
+
+def own_rows(m, x):
+    h = torch.tanh(m.r(x))
+    m.queue[: len(h)] = h.detach()
+    return h * m.queue[: len(h)] + h
+
+
+def with_queue(forward):
+    model = Model(forward, r=nn.Linear(3, 2))
+    model.register_buffer("queue", torch.randn(9, 2))
+    return model
+
+
+class OwnBatchNorm(nn.BatchNorm1d):
+    def forward(self, x):
+        return torch.relu(super().forward(x))
+
+
+def frozen_batch_norm(norm):
+    frozen = nn.Sequential(nn.Conv1d(T, 3, 1), copy.deepcopy(norm)).requires_grad_(False)
+    return nn.Sequential(frozen, nn.ReLU(), nn.Flatten(), nn.Linear(15, 2))
+
+
+def no_proof(function, again):
+    """`function` below a reentrant checkpoint or a Function of the user's: nothing is proven."""
+    return (lambda x: checkpoint(function, x, use_reentrant=True)) if again else (
+        lambda x: Same.apply(function(x)))  # fmt: skip
+
+
+def flipped_inside(again):
+    return Model(lambda m, x: no_proof(lambda h: m.b(torch.tanh(h.flip(0))), again)(m.i(x)),
+                 i=nn.Linear(3, 3), b=nn.Linear(3, 2))  # fmt: skip
+
+
+def apart_inside(again):
+    return Model(lambda m, x: no_proof(m.b, again)(m.i(x)), i=nn.Linear(3, 3), b=mlp())
+
+
+def loss_alone(mixes):
+    def forward(m, x):
+        h = torch.tanh(m.r(x))
+        h = h - h.mean(0) if mixes else h
+        return m.o(h).square().sum(1).mean()
+
+    return Model(forward, r=nn.Linear(3, 2), o=nn.Linear(2, 2))
+
+
+def as_returned(model, *batch):
+    return model(*batch)
+
+
+def before_a_layer(way):
+    return Model(lambda m, x: torch.tanh(m.r(way(x))).flatten(1), r=nn.Linear(1, 2))
+
+
+def meeting(way, frozen):
+    def forward(m, x):
+        h = torch.tanh(m.r(x))
+        return way(h, m.frozen(x) if frozen else h.detach())
+
+    return Model(forward, r=nn.Linear(3, 2), frozen=nn.Linear(3, 2).requires_grad_(False))
+
+
+def given_a_neighbours_ids():
+    return Model(lambda m, ids: m.l(m.e(F.pad(ids, (0, 0, 1, -1)))).flatten(1),
+                 e=nn.Embedding(9, 3), l=nn.Linear(3, 2))  # fmt: skip
+
+
+def over_the_largest_count():
+    return Model(lambda m, x, k: m.l(x * (k / k.max())[:, None]), l=nn.Linear(3, 2))
+
+
+def between(way):
+    return Model(lambda m, x: m.b(way(F.softplus(m.a(x)))), a=nn.Linear(4, 3), b=nn.Linear(3, 3))
+
+
+MODELS = {}
+
+
+def add(name, verdict, make, *batch, loss=square):
+    MODELS[name] = (lambda: (make(), loss, batch), verdict)
+
+
+torch.manual_seed(0)
+X1, X3, X4 = (torch.randn(size) for size in ((N, T, 1), (N, 3), (N, 4)))
+X1[1, :2], X1[3, 1:], X4[0] = -1.0, -1.0, X4[0] / 10
+for name, (way, verdict) in DATA.items():
+    add(f"data: {name}", verdict, partial(before_a_layer, way), X1)
+for name, (way, verdict) in MEETINGS.items():
+    for frozen in (False, True):
+        whose = "a frozen part" if frozen else "its detached"
+        add(f"meets {whose}: {name}", verdict, partial(meeting, way, frozen), X3)
+for name, (way, verdict) in BETWEEN.items():
+    add(f"between: {name}", verdict, partial(between, way), X4)
+add("ids: padded and cut", SILENT, given_a_neighbours_ids, torch.randint(0, 9, (N, T)))
+add("a count over the largest", SILENT, over_the_largest_count, X3, torch.arange(1, N + 1))
+add("a queue that has this batch", SILENT, partial(with_queue, queue), X3)
+add("a buffer of its own rows", EXACT, partial(with_queue, own_rows), X3)
+for name, norm in {"": nn.BatchNorm1d(3), " without weights": nn.BatchNorm1d(3, affine=False),
+                    " of the user's": OwnBatchNorm(3)}.items():  # fmt: skip
+    add(f"a frozen BatchNorm{name}", REFUSED, partial(frozen_batch_norm, norm),
+        torch.randn(N, T, 5))  # fmt: skip
+for again in (False, True):
+    where = "a reentrant checkpoint" if again else "a Function of the user's"
+    add(f"{where}: flipped", SILENT, partial(flipped_inside, again), X3)
+    add(f"{where}: apart", EXACT, partial(apart_inside, again), X3)
+add("a loss alone", EXACT, partial(loss_alone, False), X3, loss=as_returned)
+add("a loss alone, mixed", SILENT, partial(loss_alone, True), X3, loss=as_returned)
 
 
 def outcome(make, check, **options):
@@ -27,21 +235,22 @@ def outcome(make, check, **options):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_check_graph(name):
-    make, verdict, _ = MODELS[name]
+    make, verdict = MODELS[name]
     assert outcome(make, "graph") == verdict
 
 
 @pytest.mark.parametrize("options", [*ANY, {"backend": "vmap"}], ids=title)
 @pytest.mark.parametrize("name", MODELS)
 def test_check_samples(name, options):
-    make, _, verdict = MODELS[name]
-    assert outcome(make, "samples", **options) == verdict
+    make, verdict = MODELS[name]
+    found = EXACT if verdict == EXACT else REFUSED
+    assert outcome(make, "samples", **options) == found
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_second_pass_of_a_structure_is_as_the_first(name):
     """What is refused is refused again; what was checked is not checked twice."""
-    make, _, verdict = MODELS[name]
+    make, verdict = MODELS[name]
     model, loss, batch = make()
     calls = []
     model.register_forward_hook(lambda *_: calls.append(1))
@@ -56,20 +265,3 @@ def test_a_second_pass_of_a_structure_is_as_the_first(name):
     probe.remove()
     if verdict == EXACT:
         assert len(calls) - before == 1
-
-
-def test_an_output_from_which_another_is_made_is_checked_as_it_is():
-    """As of an encoder and its decoder, which transformers returns both."""
-    parts = {"e": nn.Linear(3, 4), "d": nn.Linear(4, 2)}
-
-    def forward(m, x):
-        h = torch.tanh(m.e(x))
-        return {"logits": m.d(h), "hidden": h}
-
-    model, x = Model(forward, **parts).double(), torch.randn(5, 6, 3).double()
-    for loss in (
-        lambda m, x: m(x)["logits"].square().flatten(1).sum(1).mean(),
-        lambda m, x: sum(t.square().flatten(1).sum(1).mean() for t in m(x).values()),
-    ):
-        with torchgradx.attach(model, check="samples") as probe:
-            exact_step(probe, model, x, loss=loss)
