@@ -24,8 +24,6 @@ from ..sharding import data_parallel, mean_over, scattered
 from ..sites.copies import untraced
 from .factors import Group
 
-HALVES = (torch.float16, torch.bfloat16)
-
 
 class Sum(NamedTuple):
     """A parameter's weighted gradients, of one use."""
@@ -33,7 +31,6 @@ class Sum(NamedTuple):
     place: int
     made: Tensor
     scale: float  # to be multiplied by
-    differs: bool  # from .grad, of which it is to be a part
 
 
 class Books:
@@ -195,19 +192,17 @@ class Books:
         # Processes that share their gradients go the same way, whatever their samples are.
         clipped = [group for group in groups if ddp is not None or group.clips]
         met: set[int] = set()
-        for found in self._sums(runs, clipped, unscaled, corrects=ddp is None):
+        for found in self._sums(runs, clipped, unscaled):
             place = found.place
             before = self._besides(place, unscaled) if place in self._others else None
-            _put(self._tensors[place], found, before, found.differs or place in met, ddp is None)
+            _put(self._tensors[place], found, before, place in met, ddp is None)
             met.add(place)
         self.closed = True
         if ddp is not None:
             self._average(ddp, met, unscaled)
 
-    def _sums(
-        self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float, corrects: bool
-    ) -> Iterator[Sum]:
-        """Yield the sums of each kept use, and drop it. corrects: .grad, where few are clipped."""
+    def _sums(self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float) -> Iterator[Sum]:
+        """Yield the sums of each kept use, and drop it."""
         numbers, tensors = {id(run): k for k, run in enumerate(runs)}, self._tensors
         live = ((g, place) for g in groups for place in g.places if place not in self._idle)
         group_of = {place: group for group, place in live}
@@ -218,15 +213,13 @@ class Books:
                 if place in group_of:
                     shares.setdefault(group_of[place], []).append(place)
             for group, places in shares.items():
-                p = tensors[places[0]]
-                differs = corrects and p.dtype not in HALVES and group.few
-                factors, scale = group.factors(numbers[id(run)], p, unscaled, differs)
+                factors, scale = group.factors(numbers[id(run)], tensors[places[0]], unscaled)
                 try:
                     weighted = use.weighted(factors, places)
                 except RefusedError as error:
                     self._refuse(error.cause, places)
                 for place, made in zip(places, weighted, strict=True):
-                    yield Sum(place, made, scale, differs)
+                    yield Sum(place, made, scale)
 
         again = [entry for entry in self._kept if entry[1].runs_again]
         yield from [found for entry in again for found in of(*entry)]  # one may fail

@@ -36,7 +36,7 @@ class Deferred(Books):
     def clip(self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float) -> None:
         """Add the weighted sums to .grad, under DistributedDataParallel their mean."""
         tensors, ddp = self._tensors, self._ddp()
-        sums: Iterable[Sum] = self._sums(runs, groups, unscaled, corrects=False)
+        sums: Iterable[Sum] = self._sums(runs, groups, unscaled)
         if ddp is not None:
             sums = _averaged(ddp, tensors, sums)
         met, waiting = set(), dict[int, Tensor]()  # to be copied, many at a time
@@ -89,9 +89,9 @@ def _averaged(ddp: Any, tensors: Sequence[Tensor], sums: Iterable[Sum]) -> list[
     live = [place for place, p in enumerate(tensors) if p.requires_grad]
     parts = {place: torch.zeros_like(tensors[place]) for place in live}
     has = parts[live[0]].new_zeros(len(tensors))
-    for place, made, scale, _ in sums:
+    for place, made, scale in sums:
         parts[place].add_(dense(made).reshape(parts[place].shape), alpha=scale)
         has[place] = 1
     mean_over(ddp, [has, *parts.values()])
     met = has.tolist()
-    return [Sum(place, part, 1.0, False) for place, part in parts.items() if met[place]]
+    return [Sum(place, part, 1.0) for place, part in parts.items() if met[place]]

@@ -16,10 +16,8 @@ from ..reference.chunks import accumulation_dtype
 class Group:
     """Parameters that are clipped together, and the samples' factors [N1 + N2 + ...]."""
 
-    def __init__(
-        self, places: Sequence[int], norms: Tensor, factors: Tensor, sizes: list[int]
-    ) -> None:
-        self.places, self._norms, self._factors, self._sizes = places, norms, factors, sizes
+    def __init__(self, places: Sequence[int], factors: Tensor, sizes: list[int]) -> None:
+        self.places, self._factors, self._sizes = places, factors, sizes
         self._made: dict[Any, tuple[Tensor, float]] = {}
 
     @cached_property
@@ -27,24 +25,12 @@ class Group:
         """Some factor is not 1. Of a GPU it is presumed: to ask would wait for the backward."""
         return not self._factors.is_cpu or bool((self._factors != 1).any())
 
-    @cached_property
-    def few(self) -> bool:
-        """Where half of the samples or more keep a factor of 1, what the others' factors take away
-        is taken from .grad: unless its rounding, that of what is taken away, would cost over two
-        bits. A GPU would have to wait, and multiplies by a 0 as by any other factor."""
-        if not self._factors.is_cpu:
-            return False
-        kept = (self._norms * self._factors.abs()).sum()
-        clipped = (self._factors != 1).sum()
-        return bool(clipped * 2 <= len(self._factors)) and bool(self._norms.sum() <= 4 * kept)
-
-    def factors(self, k: int, p: Tensor, unscaled: float, less_1: bool) -> tuple[Tensor, float]:
+    def factors(self, k: int, p: Tensor, unscaled: float) -> tuple[Tensor, float]:
         """Return [N] of pass k, and a scale for the sums: float16 keeps small factors apart."""
-        key = k, p.device, p.dtype, less_1
+        key = k, p.device, p.dtype
         if key not in self._made:
             narrow, wide = p.dtype == torch.float16, accumulation_dtype(p.dtype)
             factors = self._factors.split(self._sizes)[k].to(p.device)
-            factors = factors - 1 if less_1 else factors
             factors = factors if unscaled == 1 else factors * unscaled
             largest = float(factors.abs().amax()) if narrow and len(factors) else 1.0
             scale = largest if 0 < largest < float("inf") else 1.0

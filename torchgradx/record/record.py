@@ -262,9 +262,8 @@ class Record:
         by_group = norms if isinstance(norms, dict) else {"": norms}
         groups = []
         for key, places in self._groups(per).items():
-            norm = by_group[key]
-            by_sample = factors_of(norm, max_norm, factors, drops)
-            groups.append(Group(places, norm, by_sample, sizes))
+            by_sample = factors_of(by_group[key], max_norm, factors, drops)
+            groups.append(Group(places, by_sample, sizes))
         stays = self._options["weight_grad"] and factors is None and not drops
         if stays and bool(torch.as_tensor(max_norm).isposinf().all()):
             groups = []  # of all processes alike: nothing is touched
