@@ -11,7 +11,6 @@ extension a dispatch mode does the same, under which autocast may round a few op
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from .. import ops
+from ..sites.copies import untraced
 from .layout import BATCH, SEQUENCE
 
 if ops.NATIVE:
@@ -48,7 +48,7 @@ class Watch:
         data = [t for t in arguments if all(t is not other for other in shared)]
         # picks: data decided how many rows there are (x[mask]) and no node shows it;
         # is_constant(node, number): this output of it is known to be the same for any batch.
-        self.seen = (_C.Watch if ops.NATIVE else _mode())([*held, *shared], data, n, batch_dim)
+        self.seen = (_C.Watch if ops.NATIVE else Mode)([*held, *shared], data, n, batch_dim)
 
     def meet(self, site: int, given: Sequence[Tensor]) -> None:
         """A site is called with these."""
@@ -66,7 +66,7 @@ class Mode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import the whole compiler, 70 MiB and two seconds
+        return False  # else torch imports the whole compiler, 70 MiB and two seconds
 
     def __init__(
         self, constants: Iterable[Tensor], data: Iterable[Tensor], n: int, batch_dim: int
@@ -112,6 +112,7 @@ class Mode(TorchDispatchMode):
             return 0
         return t.stride(d) * (t.shape[d] // self._n)
 
+    @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._on:
@@ -157,20 +158,6 @@ class Mode(TorchDispatchMode):
         storage = _storage_of(t)
         if storage is not None:
             self._known[storage._cdata] = StorageWeakRef(storage), constant, apart
-
-
-class _Untraced(Mode):
-    """The mode where the compiler is loaded already, which must not trace it."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return True
-
-    __torch_dispatch__ = Mode.__torch_dispatch__
-
-
-def _mode() -> type[Mode]:
-    return _Untraced if "torch._dynamo" in sys.modules else Mode
 
 
 def _storage_of(t: Tensor) -> torch.UntypedStorage | None:
