@@ -368,7 +368,7 @@ class Audit:
                 return
             for key, calls, verdict, run in come:
                 if self._record.mismatched or not finite(run):
-                    self._watch_again()
+                    self.forwards.watch_again()
                     continue
                 for one in key if isinstance(key, list) else [key]:
                     if not self.knows(one):
@@ -377,14 +377,10 @@ class Audit:
                     self._keep(self._alike, calls, verdict)
             self._pending = waiting[-FORWARDS:]
             if len(waiting) > FORWARDS:
-                self._watch_again()
+                self.forwards.watch_again()
             if ops.NATIVE and not self._pending and (self._recorder.auditing or self.always):
                 self._stop_listening()  # without the extension, which counts edges, it goes on
             self._listening.leave()  # if a backward kept it from that
-
-    def _watch_again(self) -> None:
-        """The next forward is to be shown no less."""
-        self.forwards.memory.watches = max(1, self.forwards.memory.watches)
 
     def _stop_listening(self) -> None:
         self._recorder.auditing = False

@@ -140,6 +140,10 @@ class Forwards:
         regime = self._parameters.regime()
         return self._memories.get(regime) or self._memories.setdefault(regime, Memory())
 
+    def watch_again(self) -> None:
+        """Have the next forward of this regime watched, at least."""
+        self.memory.watches = max(1, self.memory.watches)
+
     @property
     def first(self) -> int:
         return self._local.first

@@ -30,6 +30,7 @@ from .rows import SILENT, Rows, digits_of, halves, weighted
 BATCH, SEQUENCE, SHARED, NOWHERE, SECOND, LAST, MINOR = range(7)
 FLEX, COMPILED = "FlexAttentionAutogradOpBackward", "CompiledFunctionBackward"
 SEGMENTS = 16  # and from there on: as one of a pass's vectors says, see segments.py
+Heads = Sequence[tuple[Tensor, int]]  # outputs, and the dimension in which each has the samples
 # Of a row's size: what it is off by at most where sums come in another order each time.
 LOOSE = 0.25
 
@@ -150,7 +151,7 @@ class Seeding:
             found[k] = found[k] if mixes else loose[k]
         return found
 
-    def differs(self, heads: Sequence[tuple[Tensor, int]], found: Sequence[Finding]) -> bool:
+    def differs(self, heads: Heads, found: Sequence[Finding]) -> bool:
         """Run one backward from other dimensions: True if its rows could be other samples'."""
         digit = torch.arange(self._n) % (4 if self._half else 16)
         try:
@@ -304,7 +305,7 @@ def _asked(
 
 def heads_of(
     outputs: Sequence[Tensor], n: int, dims: dict[tuple[int, int], int], batch_dim: int
-) -> tuple[list[tuple[Tensor, int]], list[list[tuple[Tensor, int]]]]:
+) -> tuple[Heads, Sequence[Heads]]:
     """Return outputs with the dimension of the samples; and with each other one of that size."""
     heads, rests = [], []
     for k, t in enumerate(outputs):
