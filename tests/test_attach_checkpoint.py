@@ -87,7 +87,11 @@ def test_nested_checkpoints_are_exact(shared, outer, inner, options):
 
         return m.l4(checkpoint(around, torch.tanh(m.l0(x)), use_reentrant=outer))
 
-    check(Model(forward, **linears(5)), square, torch.randn(N, 5, 3), **options)
+    model, x = Model(forward, **linears(5)), torch.randn(N, 5, 3)
+    if outer and inner and not torchgradx.ops.NATIVE:
+        refused(model, square, x, names=[], match="use_reentrant=False", **options)
+    else:
+        check(model, square, x, **options)
 
 
 @a_few_modes
