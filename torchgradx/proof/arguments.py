@@ -44,7 +44,7 @@ def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None
     given = [first] if isinstance(first, Tensor) and first.dim() else tensors_in((args, kwargs))
     for tensor in given:
         if tensor.dim() and _has_sizes(tensor):
-            return _size(tensor, options["batch_dim"])
+            return size_of_batch(tensor, options["batch_dim"])
     return None
 
 
@@ -63,31 +63,31 @@ def one_of_several(options: Mapping[str, Any], arguments: Any, outputs: Any) -> 
     return len(first) > 1 and rest[0] in rest[1:]
 
 
-def of_each(given: Any, n: int) -> list[Tensor]:
-    """Tensors of a model's argument in lists of as many as there are samples: each may be one's."""
-    if is_dataclass(given) and not isinstance(given, type):
-        given = vars(given)
-    parts = list(given.values()) if isinstance(given, dict) else given
-    if not isinstance(parts, (list, tuple)):
-        return []
-    if parts is given and len(parts) == n and all(isinstance(part, Tensor) for part in parts):
-        return list(parts)
-    return [t for part in parts for t in of_each(part, n)]
+def _lists_samples(argument: Any, n: int) -> bool:
+    """Return True if a list of N tensors is in a model's argument: each may be a sample's."""
+    if is_dataclass(argument) and not isinstance(argument, type):
+        argument = vars(argument)
+    if isinstance(argument, dict):
+        return any(_lists_samples(part, n) for part in argument.values())
+    if not isinstance(argument, (list, tuple)):
+        return False
+    whole = len(argument) == n and all(isinstance(part, Tensor) for part in argument)
+    return whole or any(_lists_samples(part, n) for part in argument)
 
 
 def flattened(arguments: Any, n: int, batch_dim: int) -> bool:
     """Return True if the first tensor holds flattened or packed rows, not N samples nor one."""
     args, kwargs = arguments
-    if any(of_each(given, n) for given in (*args, *kwargs.values())):
+    if any(_lists_samples(argument, n) for argument in (*args, *kwargs.values())):
         return False
     first = next((t for t in sized(arguments) if t.dim()), None)
-    return first is not None and _size(first, batch_dim) != n
+    return first is not None and size_of_batch(first, batch_dim) != n
 
 
 def _has_sizes(t: Tensor) -> bool:
     return not (t.is_nested and t.layout is torch.strided)
 
 
-def _size(t: Tensor, batch_dim: int) -> int:
+def size_of_batch(t: Tensor, batch_dim: int) -> int:
     """Return the size of the dimension that holds the samples, or of the only one."""
     return t.shape[batch_dim if t.dim() > batch_dim else 0]

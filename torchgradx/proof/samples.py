@@ -29,7 +29,7 @@ from ..refusals import RefusedError, cause
 from ..sharding import data_parallel
 from ..shared.frontier import Graph
 from ..sites.regime import Regime
-from .arguments import sized, tensors_in
+from .arguments import size_of_batch, sized, tensors_in
 from .verdict import Attached
 
 HALF = (torch.float16, torch.bfloat16)
@@ -126,7 +126,7 @@ class Samples:
             return SAMPLE_IDS
         first = next((t for t in sized(arguments) if t.dim()), None)
         dim = self._options["batch_dim"]
-        if first is None or first.shape[dim if first.dim() > dim else 0] != n:
+        if first is None or size_of_batch(first, dim) != n:
             return NO_BATCH
         return None
 
@@ -289,11 +289,9 @@ def _but(t: Tensor, dim: int) -> list[int]:
 
 def _of_one(arguments: tuple[Any, Any], n: int, sample: int, dim: int) -> tuple[Any, Any]:
     def one(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim():
+        if not isinstance(leaf, Tensor) or not leaf.dim() or size_of_batch(leaf, dim) != n:
             return leaf
         d = dim if leaf.dim() > dim else 0
-        if leaf.shape[d] != n:
-            return leaf
         return leaf.detach().narrow(d, sample, 1).requires_grad_(leaf.requires_grad)
 
     found: tuple[Any, Any] = tree_map(one, arguments)
@@ -304,8 +302,7 @@ def _sharing(arguments: Any, n: int, dim: int) -> bool:
     """Return True if an argument may be shared by all samples (a mask [T, T] with T = N)."""
     first, *others = [t for t in sized(arguments) if t.dim()]
     return n in _but(first, dim)[:1] and any(
-        t.dim() < 3 and t.shape != first.shape and t.shape[dim if t.dim() > dim else 0] == n
-        for t in others
+        t.dim() < 3 and t.shape != first.shape and size_of_batch(t, dim) == n for t in others
     )
 
 

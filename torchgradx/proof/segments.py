@@ -162,65 +162,64 @@ class SegmentExaminer:
         return ids is not None or bool(self._routed and self._parameters.regime() in self._routed)
 
     def examine(self, forward: Forward, ids: Tensor | None) -> bool:
-        """Give a pass the owners of its uses' rows, or refuse it; False: it is of another kind.
-
-        Never fails the forward.
-        """
+        """Give a pass the owners of its uses' rows, or refuse it; False: it is of another kind."""
         if not self.applies(ids):
             return False
-        run = forward.run
-        before = run.refusals, run.layouts
-        try:
-            self._examine(forward, ids)
-        except Exception as error:
-            run.refuse(-1, cause("not_examined", error=f"{type(error).__name__}: {error}"))
-        if ids is None and run.refusals != before[0]:  # it has tables, perhaps
-            run.refusals, run.layouts = before
+        refusals, layouts = self._attempt(forward, ids)
+        if ids is None and refusals:  # it has tables, perhaps
             return False
+        forward.run.refusals += refusals
+        forward.run.layouts += layouts
         return True
 
     def rescue(self, forward: Forward) -> None:
         """Look for the owners of rows that have no layout: experts get rows by their values."""
-        run, uses = forward.run, forward.uses
-        refused = {site for site, why in run.refusals if key_of(why) in ROUTED}
+        run, uses, causes = forward.run, forward.uses, forward.run.refusals
+        refused = {site for site, why in causes if key_of(why) in ROUTED}
         here = {site for site, *_ in uses}  # none of a structure that is known as it is
         said = self._options["batch_dim"] or self._options["layout"]
         joint = len(run.layouts) != len(uses)
         if said or joint or run.n < 2 or not refused or not refused <= here:
             return
-        causes, layouts = run.refusals, run.layouts
-        run.refusals, run.layouts = [], []
-        try:
-            self._examine(forward, None)
-        except Exception:  # the first causes stand
-            run.refusals = [(-1, "segments_outputs")]
-        failed = {site for site, _ in run.refusals}
-        found, tables = run.layouts, any(layout == SHARED for layout in layouts)
-        if not failed and not tables and {site for site, _ in causes} == refused:
-            run.refusals = []
-            self._routed[self._parameters.regime()] = True
+        refusals, layouts = self._attempt(forward, None)
+        failed = {site for site, _ in refusals}
+        if -1 in failed:
             return
-        lost = {site for site in refused if site in failed or -1 in failed}
-        run.refusals = [(site, why) for site, why in causes if site not in refused - lost]
-        run.layouts = [new if site in refused - lost else old
-                       for (site, *_), old, new in zip(uses, layouts, found or layouts, strict=True)
+        served = refused - failed
+        if not failed and SHARED not in run.layouts and {site for site, _ in causes} == refused:
+            self._routed[self._parameters.regime()] = True
+            served = here
+        run.refusals = [(site, why) for site, why in causes if site not in served]
+        run.layouts = [new if site in served else old
+                       for (site, *_), old, new in zip(uses, run.layouts, layouts, strict=True)
                       ]  # fmt: skip
 
-    def _examine(self, forward: Forward, ids: Tensor | None) -> None:
+    def _attempt(
+        self, forward: Forward, ids: Tensor | None
+    ) -> tuple[list[tuple[int, str]], list[int]]:
+        """Return what is refused, and each use's layout. Never fails the forward."""
+        try:
+            return self._examine(forward, ids)
+        except Exception as error:
+            return [(-1, cause("not_examined", error=f"{type(error).__name__}: {error}"))], []
+
+    def _examine(
+        self, forward: Forward, ids: Tensor | None
+    ) -> tuple[list[tuple[int, str]], list[int]]:
         run, n, uses = forward.run, forward.n, forward.uses
+        refusals: list[tuple[int, str]] = []
         inputs = Inputs.of(ids, n)
         live = [t for t in forward.outputs if t.grad_fn is not None and t.is_floating_point()]
         heads = [(t, rows) for k, t in enumerate(live)
                  if (rows := self._head(k, t, inputs)) is not None]  # fmt: skip
         if uses and not heads:
-            run.refuse(-1, "segments_outputs")
-            return
+            return [(-1, "segments_outputs")], []
         of_heads = {
             (t.grad_fn, t.output_nr): Owned(rows, hash(len(rows) == n)) for t, rows in heads
         }
         below, names, masks = owners_below(live, of_heads, n, inputs.grid)
         if inputs.joined_by(masks):
-            run.refuse(-1, cause("segments_mixed", shape=inputs.grid))
+            refusals.append((-1, cause("segments_mixed", shape=inputs.grid)))
         graph = _Owners(inputs, below, names)
         owned = [self._owned(graph, use) for use in uses]
         if ids is None:
@@ -232,14 +231,13 @@ class SegmentExaminer:
         proven = [True] * len(uses)
         if new and (n > 1 or inputs.padded) and self._options["check"] != "off":
             proven = self._prove(forward, owned, heads, layouts)
-        for (site, *_), layout in zip(uses, layouts, strict=True):
-            if isinstance(layout, str):
-                run.refuse(site, layout)
+        refusals += [(site, layout) for (site, *_), layout in zip(uses, layouts, strict=True)
+                     if isinstance(layout, str)]  # fmt: skip
         run.segments = segments
-        run.layouts += [NOWHERE if isinstance(layout, str) else layout for layout in layouts]
         if n > 1 and new and not self._audit.examiner.has_zeros(n):
             pending = {key for key, shown in zip(keys, proven, strict=True) if key and shown}
             self._audit.expect(list(pending), NONE, run)
+        return refusals, [NOWHERE if isinstance(layout, str) else layout for layout in layouts]
 
     def _head(self, k: int, t: Tensor, inputs: Inputs) -> Tensor | None:
         """Return owners of an output's leading rows, if they are the model's or one per sample."""

@@ -136,17 +136,8 @@ def made_from_others(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
     """Return outputs that others were made from: their gradients are the module's too."""
     before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
     ends = {end: k for end, k in ends_at(outputs).items() if end[0] not in before}
-    found: set[int] = set()
-    for start in {node for node, _ in ends}:
-        seen: set[Any] = {start, None, *before}
-        rest: list[Any] = [start]
-        while rest:
-            for node, number in rest.pop().next_functions:
-                found.update({ends[node, number]} if (node, number) in ends else ())
-                if node not in seen:
-                    seen.add(node)
-                    rest.append(node)
-    return found
+    nodes = below((node for node, _ in ends), before)
+    return {ends[edge] for node in nodes for edge in node.next_functions if edge in ends}
 
 
 def of_the_loss(
