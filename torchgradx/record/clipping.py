@@ -44,8 +44,6 @@ class Books:
         self._versions: list[int] = []  # of the parameters, when the record began
         self._heard: dict[int, tuple[Tensor, Any]] = {}  # by place, and our hook
         self._marks: dict[int, tuple[int, int]] = {}  # .grad as backwards left it, by place
-        self._samples: dict[int, Tensor] = {}  # of .grad then, where it is to be unscaled
-        self._scaled = isinstance(loss_scale, torch.amp.GradScaler)
         self._idle: set[int] = set()  # places that no gradient came to
         self._torn = False  # .grad changed between passes of a record
         self.closed = False  # clipped already
@@ -70,7 +68,7 @@ class Books:
     def clear(self) -> None:
         """The record ends."""
         self._kept.clear()
-        self._others, self._versions, self._marks, self._samples = {}, [], {}, {}
+        self._others, self._versions, self._marks = {}, [], {}
         self._torn = self.closed = False
 
     def begin(self, first: bool) -> None:
@@ -102,8 +100,6 @@ class Books:
     def _accumulated(self, place: int, p: Tensor) -> None:
         if self._versions and p.grad is not None:
             self._marks[place] = _mark(p.grad)
-            if self._scaled:
-                self._samples[place] = _sample(p.grad)
 
     def _changed(self, places: Iterable[int], tensors: Sequence[Tensor]) -> Iterator[int]:
         """Yield those whose .grad is not as a backward left it (DDP averages it: it is gone)."""
@@ -119,12 +115,6 @@ class Books:
         changed = self._changed(self._marks, self._parameters.tensors())
         return self._torn or next(changed, None) is not None
 
-    def _as_before(self, place: int) -> bool:
-        before, grad = self._samples.get(place), self._parameters.tensor(place).grad
-        if before is None or grad is None:
-            return False
-        return bool(before.any()) and torch.equal(_sample(grad), before)
-
     def undo(self, alone: bool) -> None:
         """Backwards failed; alone: the record holds nothing else."""
         if alone:
@@ -139,7 +129,7 @@ class Books:
             gradient = gradient.detach()
             self._others[place] = gradient.clone() if before is None else before + gradient
 
-    def check(self, unscaled: float, runs: Sequence[Any]) -> None:
+    def check(self, runs: Sequence[Any]) -> None:
         """Raise where nothing can be clipped, before anything is touched."""
         if not self._recorder.books:
             raise RuntimeError(
@@ -161,20 +151,17 @@ class Books:
         self._refuse("clip_hooks", (k for k in kept if _hooked(tensors[k])))
         torn = (k for _, use, places in self._kept if not use.intact for k in places)
         self._refuse("clip_inputs", torn)
-        self._check_grads(kept, unscaled)
+        self._check_grads(kept)
 
     def _unsure(self, kept: set[int]) -> set[int]:
         """Places of uses that may have got no gradient."""
         return kept - self._marks.keys()
 
-    def _check_grads(self, kept: set[int], unscaled: float) -> None:
+    def _check_grads(self, kept: set[int]) -> None:
         tensors = self._tensors
         self._refuse("clip_between", kept if self._torn else ())
         missing = (k for k in kept if tensors[k].grad is None or k not in self._marks)
         self._refuse("clip_missing", missing)
-        # unscale_ leaves no trace of it in versions
-        scaled = (k for k in kept if unscaled != 1 and self._as_before(k))
-        self._refuse("clip_scaled", scaled)
         self._refuse("clip_changed", self._changed(kept, tensors))
 
     def _refuse(self, why: str, places: Iterable[int]) -> None:
@@ -246,17 +233,9 @@ def _nothing_came(place: int, runs: Sequence[Any]) -> bool:
     return not any(bool(t.any()) for t in (*(run.total([place]) for run in runs), *waiting))
 
 
-def _values(grad: Tensor) -> Tensor:
-    return grad._values() if grad.is_sparse else grad
-
-
 def _mark(grad: Tensor) -> tuple[int, int]:
-    return _values(grad).data_ptr(), grad._version
-
-
-def _sample(grad: Tensor) -> Tensor:
-    values = _values(grad).flatten()
-    return values[:: max(1, len(values) // 64)].clone()
+    values = grad._values() if grad.is_sparse else grad
+    return values.data_ptr(), grad._version
 
 
 def _hooked(p: Tensor) -> bool:

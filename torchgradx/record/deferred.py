@@ -30,7 +30,7 @@ class Deferred(Books):
         again = (places for _, use, places in self._kept if use.runs_again)
         return {place for places in again for place in places}
 
-    def _check_grads(self, kept: set[int], unscaled: float) -> None:
+    def _check_grads(self, kept: set[int]) -> None:
         pass
 
     def clip(self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float) -> None:
@@ -51,7 +51,7 @@ class Deferred(Books):
         finally:
             _copy(tensors, waiting)
         self.closed = True
-        if self._scaled:
+        if isinstance(self._loss_scale, torch.amp.GradScaler):
             grads = (tensors[place].grad for place in met)
             report_overflow(self._loss_scale, [g for g in grads if g is not None])
 

@@ -256,7 +256,7 @@ class Record:
         """The norms before it."""
         unscaled = unscaled_by(self._options["loss_scale"])
         runs = [run for run, _ in self._in_order()]
-        self.books.check(unscaled, runs)
+        self.books.check(runs)
         norms = self.norms(per, None)
         sizes = [run.n for run in runs]
         by_group = norms if isinstance(norms, dict) else {"": norms}
