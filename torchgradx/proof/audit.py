@@ -8,7 +8,7 @@ the graph into a parameter must belong to a recorded use (csrc/record/pass.cpp).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from math import hypot
@@ -110,16 +110,18 @@ class Audit:
             run.refuse(-1, cause("not_examined", error=f"{type(error).__name__}: {error}"))
 
     def _examine(self, forward: Forward, key: Any) -> None:
-        run, uses, outputs = forward.run, forward.uses, forward.outputs
+        run = forward.run
 
         @cache
         def meet(plan: Plan | None) -> Met | None:
-            return self._lift.meet(run, plan, uses, self._sites, outputs) if plan else None
+            if plan is None:
+                return None
+            return self._lift.meet(run, plan, forward.uses, self._sites, forward.outputs)
 
-        chosen = cache(partial(routes, outputs, run.n, forward.looked.by_row))
+        chosen = cache(partial(routes, forward.outputs, run.n, forward.looked.by_row))
 
         def fits(verdict: Verdict) -> bool:
-            """Return whether this pass goes the way that was proven."""
+            """Return True if this pass takes the path that was proven."""
             if not verdict.holds(self._parameters.tensors, chosen):
                 return False
             if verdict.reach != self.examiner.reach(forward):
@@ -127,28 +129,9 @@ class Audit:
             met = meet(verdict.plan)
             return met is None or (met.way is not None and not met.mute and met.same)
 
-        held = [v for k, _, v, _ in self._pending if k == key] + self._proven.get(key, [])
-        verdict = next(filter(fits, held), None)
-        if verdict is None:
-            calls = self._calls(key, uses)
-            for other in self._alike.get(calls, ()):
-                moved = self.examiner.transferred(other, forward)
-                if moved is not None and fits(moved):
-                    verdict = moved
-                    self._keep(self._proven, key, moved)
-                    break
-        if verdict is None:
-            verdict = self.examiner.verdict(forward)
-            tired = [v for v in held if v.zeros is not None]
-            if tired and verdict.zeros is not None:  # zeros still: look less often
-                looks = 1 + max(v.looks for v in tired)
-                planned = verdict.plan.layouts if verdict.plan else ()
-                sure = NOWHERE not in (*verdict.layouts, *planned)
-                verdict.looks, verdict.patience = looks, 2 ** max(0, looks - 4) if sure else 1
-            for old in tired:
-                self._drop(key, old)
-            if verdict.complete:
-                self._await(key, calls, verdict, run)
+        cached = [v for k, _, v, _ in self._pending if k == key] + self._proven.get(key, [])
+        verdict = next(filter(fits, cached), None) or self._transferred(forward, key, fits)
+        verdict = verdict or self._new(forward, key, cached)
         self._tell(run, verdict)
         if self._parameters.gathered():
             self._follow(run, verdict.sites)
@@ -156,13 +139,37 @@ class Audit:
         if met:
             self._lift.begin(run, met, self.forwards.first)
 
-    def expect(self, keys: list[Any], verdict: Verdict, run: Any) -> None:
-        """Cache a verdict under these keys once the pass's backward has agreed."""
-        self._await(keys, None, verdict, run)
+    def _transferred(
+        self, forward: Forward, key: Any, fits: Callable[[Verdict], bool]
+    ) -> Verdict | None:
+        """Return the verdict on the same calls with another size of batch, and cache it."""
+        for other in self._alike.get(self._calls(key, forward.uses), ()):
+            verdict = self.examiner.transferred(other, forward)
+            if verdict is not None and fits(verdict):
+                self._keep(self._proven, key, verdict)
+                return verdict
+        return None
 
-    def _await(self, *entry: Any) -> None:
+    def _new(self, forward: Forward, key: Any, cached: Sequence[Verdict]) -> Verdict:
+        """Examine a forward, and have its verdict cached once its backward has agreed."""
+        verdict = self.examiner.verdict(forward)
+        expired = [v for v in cached if v.zeros is not None]
+        if expired and verdict.zeros is not None:  # zeros still: look less often
+            verdict.looks = 1 + max(v.looks for v in expired)
+            planned = verdict.plan.layouts if verdict.plan else ()
+            sure = NOWHERE not in (*verdict.layouts, *planned)
+            verdict.patience = 2 ** max(0, verdict.looks - 4) if sure else 1
+        for old in expired:
+            self._drop(key, old)
+        if verdict.complete:
+            self.expect(key, self._calls(key, forward.uses), verdict, forward.run)
+        return verdict
+
+    def expect(self, key: Any, calls: Any, verdict: Verdict, run: Any) -> None:
+        """Cache a verdict once its pass's backward has agreed: under its key, or a list of keys,
+        and under its calls, whatever the sizes."""
         with self._entry:
-            self._pending.append(entry)
+            self._pending.append((key, calls, verdict, run))
             self._listen()
 
     def _calls(self, key: Any, uses: Sequence[Any]) -> Any:
@@ -190,7 +197,7 @@ class Audit:
         known = next((v for v in held if not v.routes), None)  # what batches choose does not show
         verdict = known or from_outside(run)
         if known is None and verdict.complete:
-            self._await(key, None, verdict, run)
+            self.expect(key, None, verdict, run)
         self._tell(run, verdict)
         if verdict.plan is not None:
             run.refuse(-1, "tables_in_graph")

@@ -236,7 +236,7 @@ class SegmentExaminer:
         run.segments = segments
         if n > 1 and new and not self._audit.examiner.has_zeros(n):
             pending = {key for key, shown in zip(keys, proven, strict=True) if key and shown}
-            self._audit.expect(list(pending), NONE, run)
+            self._audit.expect(list(pending), None, NONE, run)
         return refusals, [NOWHERE if isinstance(layout, str) else layout for layout in layouts]
 
     def _head(self, k: int, t: Tensor, inputs: Inputs) -> Tensor | None:
