@@ -31,7 +31,7 @@ from .proof.verdict import Attached, Verdict, known
 from .record import plain
 from .record.backwards import Backwards, weakly
 from .record.frames import Told
-from .record.modes import unheard
+from .record.modes import without_user_modes
 from .record.record import Record
 from .record.tokens import TokenWatch
 from .refusals import cause
@@ -165,7 +165,7 @@ class Attachment:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if self._hooks is None or self._samples.silent:
             return  # left since torch listed the hooks of this call; or a sample runs alone
-        with unheard():
+        with without_user_modes():
             self._unwind()
             if not self._standing.on:
                 self._drained()
@@ -272,7 +272,7 @@ class Attachment:
             return
         self._unwind()
         if self._seen.calls[-1:] == [call_of_hook()]:  # else it failed before _enter
-            with unheard():
+            with without_user_modes():
                 self._end(module, args, kwargs, out)
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
-from ..record.modes import unheard
+from ..record.modes import without_user_modes
 from ..sharding import part_here
 from ..shared.frontier import Graph
 from .arguments import flattened, sized
@@ -210,7 +210,7 @@ class Forwards:
     def meet(self, site: int, given: Sequence[Tensor]) -> None:
         """A use of a site where operators are watched, or under a selective checkpoint."""
         if self._local.watch is not None:
-            with unheard():
+            with without_user_modes():
                 self._local.watch.meet(site, given)
         for mode in _get_current_dispatch_mode_stack():
             cache = getattr(mode, "storage", None)

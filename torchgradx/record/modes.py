@@ -22,7 +22,7 @@ def several_at_once() -> bool:
     return bool(torch._C._dispatch_tls_is_dispatch_key_included(SEVERAL))
 
 
-def unheard() -> AbstractContextManager[None]:
+def without_user_modes() -> AbstractContextManager[None]:
     """Modes above our own are off inside; one that is entered here is below them."""
     return _off() if torch._C._len_torch_dispatch_stack() else NOTHING
 

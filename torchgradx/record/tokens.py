@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..proof.arguments import tensors_in
-from .modes import several_at_once, unheard
+from .modes import several_at_once, without_user_modes
 
 # The defaults of attach(loss_reduction=, loss_scale=), objects that no caller can pass by value.
 MEAN: str = "".join(["me", "an"])
@@ -116,7 +116,7 @@ class TokenWatch:
             return
         if several_at_once() or torch._C._are_functorch_transforms_active():
             return
-        with torch.no_grad(), unheard():
+        with torch.no_grad(), without_user_modes():
             grad = grad.detach()
             if at < 0:
                 grad, at = grad.view(n, -1, grad.shape[1]), 0
