@@ -131,7 +131,7 @@ class Attachment:
         self._audit.stop()
         self._record.frames.turn(False)
         self._recorder.shields = False
-        self._record.books.close(run for run, _ in self._record.runs)
+        self._record.tape.close(run for run, _ in self._record.runs)
         self._drained()
 
     def _drained(self) -> None:
@@ -232,7 +232,7 @@ class Attachment:
         if told.directed:
             run.directions = fitting(told.directed, parameters)
         if self._recorder.books:
-            self._record.books.within(module)
+            self._record.tape.within(module)
         if told.joint is not None:
             run.keep = True
             told.joint.append(run)
@@ -354,7 +354,7 @@ class Attachment:
         if self._recorder.shields:
             self._audit.mute(place)
         elif gradient is not None and not self._samples.silent:
-            self._record.books.apart(place, gradient)
+            self._record.tape.add_other(place, gradient)
 
     def _settle(self) -> None:
         """Cache verdicts once their backward has ended and matched .grad."""

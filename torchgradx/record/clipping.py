@@ -2,7 +2,7 @@
 the parameters' gradients are made from it, each sample's share times its factor.
 
 With weight gradients they take the place of those that backward left: whatever else .grad holds,
-from before the record or from backwards of other losses, stays. Deferred (weight_grad=False),
+from before the record or from backwards of other losses, stays. DeferredTape (weight_grad=False),
 backward left none: the sums are added to .grad, and nothing in it needs watching.
 """
 
@@ -33,7 +33,7 @@ class Sum(NamedTuple):
     scale: float  # to be multiplied by
 
 
-class Books:
+class ClipTape:
     """What the passes of a record keep, and what .grad holds besides."""
 
     def __init__(self, recorder: Any, parameters: Parameters, loss_scale: Any) -> None:
@@ -122,8 +122,8 @@ class Books:
         elif self._recorder.books:
             self._torn = True  # of their gradients a part is there
 
-    def apart(self, place: int, gradient: Tensor) -> None:
-        """Keep apart what comes from a backward that met no pass."""
+    def add_other(self, place: int, gradient: Tensor) -> None:
+        """Keep a gradient of a backward that reached no pass."""
         if self._versions and not self.closed:
             before = self._others.get(place)
             gradient = gradient.detach()

@@ -1,4 +1,4 @@
-"""Deferred clipping, attach(clip=True, weight_grad=False): backward makes norms alone, and the
+"""DeferredTape clipping, attach(clip=True, weight_grad=False): backward makes norms alone, and the
 clipped sums are added to .grad. One weight gradient for each use in place of two."""
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ..sharding import mean_over
-from .clipping import Books, Sum, dense
+from .clipping import ClipTape, Sum, dense
 from .factors import Group, report_overflow
 
 MANY = 64  # sums that wait for a copy: their memory must not add up
 
 
-class Deferred(Books):
+class DeferredTape(ClipTape):
     """What the passes of a record keep. Nothing of .grad needs watching: backward leaves it."""
 
     disturbed = False

@@ -16,8 +16,8 @@ from .. import ops
 from ..options import Scale, check_scale
 from ..proof.verdict import Attached
 from ..refusals import SECTIONS, refused_all
-from .clipping import Books
-from .deferred import Deferred
+from .clipping import ClipTape
+from .deferred import DeferredTape
 from .factors import Group, factors_of, is_unscaled, unscaled_by
 from .frames import NONE, Answer, Frames, Told
 from .norms import combine, combine_segments
@@ -35,8 +35,8 @@ class Record:
     def __init__(self, shared: Attached) -> None:
         self._recorder, self._parameters, self._layers, self._options, *_ = shared
         scale = shared.options["loss_scale"]
-        books = Books if shared.options["weight_grad"] else Deferred
-        self.books = books(shared.recorder, shared.parameters, scale)
+        tape = ClipTape if shared.options["weight_grad"] else DeferredTape
+        self.tape = tape(shared.recorder, shared.parameters, scale)
         self.frames = Frames(shared.recorder)
         self._serial = 0  # of forwards
         # What the user said that losses are scaled by, each from one forward on, in order.
@@ -81,7 +81,7 @@ class Record:
         with self._entry:  # threads begin a new record once
             if self._read:
                 self.clear()
-            self.books.begin(first=not self.runs)
+            self.tape.begin(first=not self.runs)
             if self._compares and not self.runs:
                 self._there = self._sizes_of_grads(run.trainable)
             scale = self._scale_of(run.serial)
@@ -148,7 +148,7 @@ class Record:
         for run, _ in self.runs:
             run.clear()
         self.runs, self._there = [], []
-        self.books.clear()
+        self.tape.clear()
         self.mismatched = set()
         self.refused.clear()
         self._recorder.clear()
@@ -159,7 +159,7 @@ class Record:
         """Backwards that failed leave nothing; the passes that they began are forgotten."""
         self.runs = [entry for entry in self.runs if entry[0].recorded]
         self.mismatched = {key for key in self.mismatched if key[0] not in tasks}
-        self.books.undo(alone=not self.runs)
+        self.tape.undo(alone=not self.runs)
         if not self.runs:
             self.fates.add("backward_failed")
 
@@ -212,11 +212,11 @@ class Record:
 
     def shares(self) -> Tensor:
         """[N1 + N2 + ...] of the samples' own gradients in .grad."""
-        if self.books.closed:
+        if self.tape.closed:
             raise RuntimeError(".grad is clipped already: read it before clip_grad_norm_")
         if is_unscaled(self._options["loss_scale"]):
             raise RuntimeError(".grad is unscaled already: read it before scaler.unscale_()")
-        if self.books.disturbed:
+        if self.tape.disturbed:
             raise RuntimeError(
                 ".grad was changed between or after this record's backwards, as by zero_grad() or "
                 "clipping: read it before that, and reset() where you zero it"
@@ -256,7 +256,7 @@ class Record:
         """The norms before it."""
         unscaled = unscaled_by(self._options["loss_scale"])
         runs = [run for run, _ in self._in_order()]
-        self.books.check(runs)
+        self.tape.check(runs)
         norms = self.norms(per, None)
         sizes = [run.n for run in runs]
         by_group = norms if isinstance(norms, dict) else {"": norms}
@@ -267,7 +267,7 @@ class Record:
         stays = self._options["weight_grad"] and factors is None and not drops
         if stays and bool(torch.as_tensor(max_norm).isposinf().all()):
             groups = []  # of all processes alike: nothing is touched
-        self.books.clip(runs, groups, unscaled)
+        self.tape.clip(runs, groups, unscaled)
         return norms
 
     def _in_order(self) -> list[tuple[Any, float | Tensor]]:
