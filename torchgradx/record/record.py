@@ -19,7 +19,7 @@ from ..refusals import SECTIONS, refused_all
 from .clipping import ClipTape
 from .deferred import DeferredTape
 from .factors import Group, factors_of, is_unscaled, unscaled_by
-from .frames import NONE, Answer, Frames, Told
+from .frames import NONE, Answer, Frames, PassOptions
 from .norms import combine, combine_segments
 
 if ops.NATIVE:
@@ -27,7 +27,7 @@ if ops.NATIVE:
 
 MANY = 1024  # scales of a loss: those of forwards that meet no backward must not add up
 FAKE = torch._C._TorchDispatchModeKey.FAKE
-UNTOLD = Told()
+PLAIN = PassOptions()
 CPU = torch.device("cpu")
 
 
@@ -51,12 +51,12 @@ class Record:
         self.refused: dict[int, str] = {}  # by parameter: a sample alone has another norm
         self.runs: list[tuple[Any, float | Tensor]] = []  # with the loss scale in force at each
 
-    def takes(self, on: bool, told: Told = UNTOLD, outside: bool = False) -> Answer:
+    def takes(self, on: bool, options: PassOptions = PLAIN, outside: bool = False) -> Answer:
         """Return a forward's number (0: record nothing) and what was said of its samples."""
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing() or self.unreal():
             self.fates.add("traced")
             return NONE
-        now = Answer(self.next(), told)
+        now = Answer(self.next(), options)
         found = self.frames.answer(on, now, outside)
         if not on:
             self.fates.add("paused")
