@@ -280,12 +280,12 @@ class Attachment:
     def _end(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         run = self._recorder.current()
         whole = self._recorder.depth() == 1
-        looked = self._audit.forwards.stop(whole, out)
-        key: Any = None if run is None else self._audit.key(run, looked)
+        trace = self._audit.forwards.stop(whole, out)
+        key: Any = None if run is None else self._audit.key(run, trace)
         seen = self._seen.last
         outputs, recalled = tensors_in(out), None
         if whole and run and seen is None and not self._segments.applies(self._seen.ids):
-            recalled = self._audit.recall(run, key, looked, outputs)
+            recalled = self._audit.recall(run, key, trace, outputs)
         uses = [] if run is None or recalled else [*self._seen.inner, *run.uses()]
         outputs = outputs if uses else []
         self._recorder.pop()
@@ -302,7 +302,7 @@ class Attachment:
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 metadata: Any = node.metadata
                 metadata.setdefault("torchgradx", []).append(run)
-        forward = Forward(run, uses, outputs, looked)
+        forward = Forward(run, uses, outputs, trace)
         if run.in_graph:
             run.refuse(-1, "graph_and_eager")
         elif self._segments.examine(forward, self._seen.ids):

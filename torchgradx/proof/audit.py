@@ -28,7 +28,7 @@ from ..sharding import scattered
 from ..shared.frontier import Plan
 from ..shared.lift import Lift, Met
 from ..sites.copies import untraced
-from .forwards import Forward, Forwards, Looked
+from .forwards import Forward, Forwards, ForwardTrace
 from .layout import NOWHERE
 from .listening import Listening, others
 from .routes import routes
@@ -70,17 +70,17 @@ class Audit:
 
     # Forward
 
-    def key(self, run: Any, looked: Looked) -> Any:
+    def key(self, run: Any, trace: ForwardTrace) -> Any:
         """Return a structure's key. Less can be proven where a checkpoint runs the model again."""
         again = torch._C._current_graph_task_id() != -1
-        return run.structure, run.n, again, looked.nodes, looked.kind, self._parameters.regime()
+        return run.structure, run.n, again, trace.nodes, trace.kind, self._parameters.regime()
 
     def knows(self, key: Any) -> bool:
         verdicts = self._proven.get(key)
         return verdicts is not None and len(verdicts) == 1 and verdicts[0].lasting
 
-    def recall(self, run: Any, key: Any, looked: Looked, outputs: Sequence[Tensor]) -> Any:
-        """Return (verdict, where its plan's nodes are) where nothing else is to be looked at."""
+    def recall(self, run: Any, key: Any, trace: ForwardTrace, outputs: Sequence[Tensor]) -> Any:
+        """Return (verdict, where its plan's nodes are) where nothing else is to be trace at."""
         held = self._proven.get(key, ())
         if len(held) != 1 or self._parameters.gathered():
             return None
@@ -88,7 +88,7 @@ class Audit:
         if verdict.lasting or not ops.NATIVE:
             return (verdict, None) if verdict.lasting else None
         more = verdict.routes or verdict.reach or verdict.zeros is not None or verdict.refusals
-        if not more and not looked.ends and all(pending[0] != key for pending in self._pending):
+        if not more and not trace.ends and all(pending[0] != key for pending in self._pending):
             with suppress(Exception):  # it is said where a forward is examined
                 met = self._lift.recall(run, verdict.plan, outputs)
         return met and (verdict, met)
@@ -118,7 +118,7 @@ class Audit:
                 return None
             return self._lift.meet(run, plan, forward.uses, self._sites, forward.outputs)
 
-        chosen = cache(partial(routes, forward.outputs, run.n, forward.looked.by_row))
+        chosen = cache(partial(routes, forward.outputs, run.n, forward.trace.by_row))
 
         def fits(verdict: Verdict) -> bool:
             """Return True if this pass takes the path that was proven."""

@@ -86,7 +86,7 @@ def _where(seen: dict[tuple[int, int], int | None], uses: Sequence[Any]) -> dict
     return found
 
 
-class Looked(NamedTuple):
+class ForwardTrace(NamedTuple):
     """Facts that one forward showed while it ran."""
 
     watch: Watch | None
@@ -104,7 +104,7 @@ class Forward:
     run: Any  # its pass
     uses: Sequence[Any]  # (site, sizes of the output, its node, its number there)
     outputs: Sequence[Tensor]  # of the model
-    looked: Looked
+    trace: ForwardTrace
 
     @property
     def n(self) -> int:
@@ -161,21 +161,21 @@ class Forwards:
             held = [*map(part_here, model.parameters()), *model.buffers()]
             local.watch = Watch(held, sized(arguments), n, batch_dim)
 
-    def stop(self, whole: bool = True, outputs: Any = None) -> Looked:
+    def stop(self, whole: bool = True, outputs: Any = None) -> ForwardTrace:
         """Stop watching at the end of a forward (whole), or of a call of the model by itself."""
         local = self._local
         nodes = torch.autograd._get_sequence_nr() - local.first
         if outputs is None:  # it failed
             local.postponed = []
         if not whole:
-            return Looked(None, local.ends, nodes, _kind(outputs), local.flat, local.by_row)
+            return ForwardTrace(None, local.ends, nodes, _kind(outputs), local.flat, local.by_row)
         watch, ends, by_row = local.watch, local.ends, local.by_row
         local.watch, local.ends, local.by_row = None, {}, {}
         if watch is not None:
             watch.seen.stop()
             if outputs is not None:  # else it failed, or was left by an interrupt
                 self.memory.learn(watch)
-        return Looked(watch, ends, nodes, _kind(outputs), local.flat, by_row)
+        return ForwardTrace(watch, ends, nodes, _kind(outputs), local.flat, by_row)
 
     def postpone(self, use: int, listen: Callable[[], None]) -> None:
         """Listen to a use at the end of the forward only, if it is not SHARED."""

@@ -287,7 +287,7 @@ class SegmentExaminer:
     ) -> bool:
         """Return whether indices alone show whose rows a use has, above it and below it."""
         site, _, node, _ = use
-        if owned is None or (site, node) in forward.looked.ends or self._layers[site].inside:
+        if owned is None or (site, node) in forward.trace.ends or self._layers[site].inside:
             return False
         return _batch_first(owned, forward.n) or _from_inputs(graph.below, node, forward.n)
 

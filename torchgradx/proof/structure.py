@@ -110,7 +110,7 @@ class Examiner:
         )
 
     def _exam(self, forward: Forward) -> _Exam:
-        uses, memory, watch = forward.uses, self._forwards.memory, forward.looked.watch
+        uses, memory, watch = forward.uses, self._forwards.memory, forward.trace.watch
         constant = None if watch is None else watch.seen.is_constant
         if constant is not None:
             memory.see(uses, constant)
@@ -188,9 +188,9 @@ class Examiner:
     def _chosen(self, forward: Forward, watched: Sequence[Watched]) -> list[Any]:
         """Return what the batch's own values chose; None in it: of rows to come nothing shows."""
         n = forward.n
-        chosen = routes(forward.outputs, n, forward.looked.by_row)
+        chosen = routes(forward.outputs, n, forward.trace.by_row)
         cut = self._forwards.memory.picks and any(from_sizes(u.leads, n) is None for u in watched)
-        if n > 1 and (forward.looked.flat or cut or any(0 in use.leads for use in watched)):
+        if n > 1 and (forward.trace.flat or cut or any(0 in use.leads for use in watched)):
             chosen.append(None)
         return chosen
 
@@ -345,7 +345,7 @@ class Examiner:
 
     def reach(self, forward: Forward) -> tuple[bool, ...]:
         """Tell which outputs, of parts with several, come into the model's; empty: all."""
-        several = forward.looked.ends
+        several = forward.trace.ends
         if not several:
             return ()
         whole = {(t.grad_fn, t.output_nr) for t in forward.outputs}
@@ -359,7 +359,7 @@ class Examiner:
 
     def _watched(self, forward: Forward) -> tuple[list[Watched], list[tuple[int, End]]]:
         """Return the first output of each use, and the others, by use."""
-        n, graph, several = forward.n, forward.graph, forward.looked.ends
+        n, graph, several = forward.n, forward.graph, forward.trace.ends
         watched: list[Watched] = []
         ends: list[tuple[int, End]] = []
         for k, (site, sizes, node, number) in enumerate(forward.uses):
