@@ -71,7 +71,7 @@ class Attachment:
             self._layers = find_layers(model, self._parameters, options)
             verdicts = known(model, options)
         forward_to = partial(weakly, weakref.ref(self))  # the graph owns what it calls
-        methods = ("_began", "_finish", "_drained", "_met", "_received", "_astray")
+        methods = ("_began", "_finish", "_drained", "_site_called", "_received", "_astray")
         count = len(self._parameters.names)
         self._recorder = Recorder(count, *map(forward_to, methods))
         self._sites: list[Site] = []
@@ -326,8 +326,8 @@ class Attachment:
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 node.register_prehook(lambda _: run.arrive(run.trainable, True) and None)
 
-    def _met(self, site: int, given: Tensor) -> None:
-        self._audit.forwards.meet(site, [given])
+    def _site_called(self, site: int, inputs: Tensor) -> None:
+        self._audit.forwards.note_call(site, [inputs])
 
     # Backward
 

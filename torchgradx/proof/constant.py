@@ -33,9 +33,9 @@ class Watch:
     """Watches the operators of this thread, from here to `stop`."""
 
     def __init__(
-        self, held: Iterable[Tensor], arguments: Sequence[Tensor], n: int, batch_dim: int
+        self, constants: Iterable[Tensor], arguments: Sequence[Tensor], n: int, batch_dim: int
     ) -> None:
-        """held: parameters and buffers."""
+        """constants: parameters and buffers."""
         # By site and the place among its calls: 1 if it is given constants alone; the layout of the
         # samples in what it is given. None: that does not show.
         self.inputs: dict[tuple[int, int], int | None] = {}
@@ -48,14 +48,16 @@ class Watch:
         data = [t for t in arguments if all(t is not other for other in shared)]
         # picks: data decided how many rows there are (x[mask]) and no node shows it;
         # is_constant(node, number): this output of it is known to be the same for any batch.
-        self.seen = (_C.Watch if ops.NATIVE else Mode)([*held, *shared], data, n, batch_dim)
+        self.observer = (_C.Watch if ops.NATIVE else Mode)(
+            [*constants, *shared], data, n, batch_dim
+        )
 
-    def meet(self, site: int, given: Sequence[Tensor]) -> None:
-        """A site is called with these."""
+    def note_call(self, site: int, inputs: Sequence[Tensor]) -> None:
+        """Note what a site is called with."""
         call = site, self._calls[site]
         self._calls[site] += 1
-        self.inputs[call] = 1 if all(map(self.seen.knows_constant, given)) else None
-        dim = self.seen.holds(given[0]) if given else -1
+        self.inputs[call] = 1 if all(map(self.observer.knows_constant, inputs)) else None
+        dim = self.observer.holds(inputs[0]) if inputs else -1
         self.anchored[call] = (BATCH, SEQUENCE, None)[dim]
 
 
@@ -73,14 +75,14 @@ class Mode(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._on, self.picks, self._n, self._batch_dim = True, False, n, batch_dim
-        # By storage, which views and in-place writes share: is it constant, and how far apart are
-        # samples, 0 where that is not known. A weak reference keeps its address.
+        # By storage, which views and in-place writes share: is it constant, and how many elements
+        # lie from one sample to the next, 0 where that is not known. A weak reference keeps its address.
         self._known: dict[int, tuple[StorageWeakRef, bool, int]] = {}
         self._bits: dict[tuple[Any, int], bool] = {}  # as consumed, by node and output
         for t in constants:
             self._mark(t, True)
         for t in data:
-            self._mark(t, False, self._apart(t, batch_dim))
+            self._mark(t, False, self._stride(t, batch_dim))
         self.__enter__()
 
     def stop(self) -> None:
@@ -94,20 +96,22 @@ class Mode(TorchDispatchMode):
 
     def stands(self, t: Tensor) -> bool:
         """Return True for views and elementwise results of an argument, samples in place."""
-        return self._known_apart(t) > 0 and self._known_apart(t) == self._apart(t, self._batch_dim)
+        return self._known_stride(t) > 0 and self._known_stride(t) == self._stride(
+            t, self._batch_dim
+        )
 
     def holds(self, t: Tensor) -> int:
         """Return which of the first two dimensions it is seen to have them in; -1: neither."""
-        known = self._known_apart(t)
-        return next((dim for dim in (0, 1) if known > 0 and known == self._apart(t, dim)), -1)
+        known = self._known_stride(t)
+        return next((dim for dim in (0, 1) if known > 0 and known == self._stride(t, dim)), -1)
 
-    def _known_apart(self, t: Tensor) -> int:
+    def _known_stride(self, t: Tensor) -> int:
         storage = _storage_of(t)
         known = None if storage is None else self._known.get(storage._cdata)
         return 0 if known is None else known[2]
 
-    def _apart(self, t: Tensor, d: int) -> int:
-        """From one sample to the next, in elements, if they are in this dimension, n*T+t."""
+    def _stride(self, t: Tensor, d: int) -> int:
+        """Return the elements from one sample to the next, if they are in this dimension, n*T+t."""
         if t.dim() <= d or t.layout is not torch.strided or t.shape[d] % self._n:
             return 0
         return t.stride(d) * (t.shape[d] // self._n)
@@ -140,8 +144,8 @@ class Mode(TorchDispatchMode):
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 alike = bool(shapes) and not t.is_nested and t.shape in shapes
-                apart = self._apart(t, self._batch_dim) if alike else self._known_apart(t)
-                self._mark(t, constant or _is_of_sizes(func), apart)
+                stride = self._stride(t, self._batch_dim) if alike else self._known_stride(t)
+                self._mark(t, constant or _is_of_sizes(func), stride)
         return out
 
     def knows_constant(self, t: Tensor) -> bool:
@@ -154,10 +158,10 @@ class Mode(TorchDispatchMode):
         # A number that Python made; and parameters that fully_shard brings together.
         return not t.dim() or (t.is_leaf and t.requires_grad)
 
-    def _mark(self, t: Tensor, constant: bool, apart: int = 0) -> None:
+    def _mark(self, t: Tensor, constant: bool, stride: int = 0) -> None:
         storage = _storage_of(t)
         if storage is not None:
-            self._known[storage._cdata] = StorageWeakRef(storage), constant, apart
+            self._known[storage._cdata] = StorageWeakRef(storage), constant, stride
 
 
 def _storage_of(t: Tensor) -> torch.UntypedStorage | None:

@@ -35,20 +35,20 @@ class Memory:
     """Facts that forwards of one regime have shown; outlives the probe."""
 
     watches: int = 1  # so many of the next forwards are watched
-    # Of what sites were given, by the site and the place among its calls; None: it differed.
+    # Of the inputs of sites, by the site and the place among its calls; None: it differed.
     constant: dict[tuple[int, int], int | None] = field(default_factory=dict)
     anchored: dict[tuple[int, int], int | None] = field(default_factory=dict)
-    picks: bool = False  # how many rows layers are given was up to data
+    picks: bool = False  # data chose how many rows layers have
     # Of the samples in the outputs, by their place and number of dimensions.
     dims: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def tables(self, uses: Sequence[Any]) -> set[int]:
-        """Return the uses that were given the same for any batch, as far as that was seen."""
+        """Return the uses with constant inputs, as far as that was observed."""
         return set(_where(self.constant, uses))
 
     def see(self, uses: Sequence[Any], constant: Callable[[Any, int], bool]) -> None:
-        """Note the uses that made the same for any batch, though they were given more than that, as
-        positions beside the ids that they are of."""
+        """Note the uses whose outputs are constant, though not all of their inputs are, as positions
+        beside the ids that they are of."""
         for call, (_, _, node, number) in zip(_calls(uses), uses, strict=True):
             same = node is not None and constant(node, number)
             self.constant[call] = 1 if same else self.constant.get(call)
@@ -59,10 +59,10 @@ class Memory:
 
     def learn(self, watch: Watch) -> None:
         self.watches = max(0, self.watches - 1)
-        self.picks = self.picks or watch.seen.picks
-        for seen, inputs in (self.constant, watch.inputs), (self.anchored, watch.anchored):
+        self.picks = self.picks or watch.observer.picks
+        for known, inputs in (self.constant, watch.inputs), (self.anchored, watch.anchored):
             for call, one in inputs.items():
-                seen[call] = one if seen.get(call, one) == one else None
+                known[call] = one if known.get(call, one) == one else None
 
 
 def _calls(uses: Sequence[Any]) -> Iterator[tuple[int, int]]:
@@ -73,13 +73,13 @@ def _calls(uses: Sequence[Any]) -> Iterator[tuple[int, int]]:
         calls[site] += 1
 
 
-def _where(seen: dict[tuple[int, int], int | None], uses: Sequence[Any]) -> dict[int, int]:
-    """Return what was seen of these uses; of a site called more often, if its calls were alike."""
+def _where(known: dict[tuple[int, int], int | None], uses: Sequence[Any]) -> dict[int, int]:
+    """Return what is known of these uses; of a site called more often, if its calls were alike."""
     found: dict[int, int] = {}
     for k, call in enumerate(_calls(uses)):
-        one = seen.get(call)
-        if call not in seen:
-            ones = {one for (site, _), one in seen.items() if site == call[0]}
+        one = known.get(call)
+        if call not in known:
+            ones = {one for (site, _), one in known.items() if site == call[0]}
             one = ones.pop() if len(ones) == 1 else None
         if one is not None:
             found[k] = one
@@ -158,8 +158,8 @@ class Forwards:
         local.postponed = []
         local.flat = n > 1 and flattened(arguments, n, batch_dim)
         if n > 1 and self.memory.watches:
-            held = [*map(part_here, model.parameters()), *model.buffers()]
-            local.watch = Watch(held, sized(arguments), n, batch_dim)
+            constants = [*map(part_here, model.parameters()), *model.buffers()]
+            local.watch = Watch(constants, sized(arguments), n, batch_dim)
 
     def stop(self, whole: bool = True, outputs: Any = None) -> ForwardTrace:
         """Stop watching at the end of a forward (whole), or of a call of the model by itself."""
@@ -172,7 +172,7 @@ class Forwards:
         watch, ends, by_row = local.watch, local.ends, local.by_row
         local.watch, local.ends, local.by_row = None, {}, {}
         if watch is not None:
-            watch.seen.stop()
+            watch.observer.stop()
             if outputs is not None:  # else it failed, or was left by an interrupt
                 self.memory.learn(watch)
         return ForwardTrace(watch, ends, nodes, _kind(outputs), local.flat, by_row)
@@ -196,7 +196,7 @@ class Forwards:
     def picks(self) -> bool:
         """Return whether this forward, watched, has taken rows of data by data."""
         watch = self._local.watch
-        return watch is not None and bool(watch.seen.picks)
+        return watch is not None and bool(watch.observer.picks)
 
     def routed(self, use: int, nodes: Mapping[Any, int], picks: bool) -> None:
         """Nodes of a use sent rows by their values, each sample's to its own; so many did not.
@@ -205,13 +205,13 @@ class Forwards:
         """
         self._local.by_row.update({node: (use, others) for node, others in nodes.items()})
         if self._local.watch is not None:
-            self._local.watch.seen.picks = picks
+            self._local.watch.observer.picks = picks
 
-    def meet(self, site: int, given: Sequence[Tensor]) -> None:
-        """A use of a site where operators are watched, or under a selective checkpoint."""
+    def note_call(self, site: int, inputs: Sequence[Tensor]) -> None:
+        """Note a call of a site where operators are watched, or under a selective checkpoint."""
         if self._local.watch is not None:
             with without_user_modes():
-                self._local.watch.meet(site, given)
+                self._local.watch.note_call(site, inputs)
         for mode in _get_current_dispatch_mode_stack():
             cache = getattr(mode, "storage", None)
             if isinstance(cache, dict) and all(cache is not known for known in self._local.caches):

@@ -111,7 +111,7 @@ class Examiner:
 
     def _exam(self, forward: Forward) -> _Exam:
         uses, memory, watch = forward.uses, self._forwards.memory, forward.trace.watch
-        constant = None if watch is None else watch.seen.is_constant
+        constant = None if watch is None else watch.observer.is_constant
         if constant is not None:
             memory.see(uses, constant)
         tables = memory.tables(uses) if forward.n > 1 else set()

@@ -171,7 +171,7 @@ class FallbackSite:
         first = next((t for t in live if t.dim()), (live or outputs)[0])
         heard = self._audit.forwards.watching or torch._C._len_torch_dispatch_stack()
         if heard and self._recorder.depth():
-            self._audit.forwards.meet(self._index, given)
+            self._audit.forwards.note_call(self._index, given)
         use = run.call(self._index, list(held.items()), first.shape, given)
         for t in outputs if len(outputs) > 1 else ():
             run.note(hash(look_of(t.shape, run.n)))
