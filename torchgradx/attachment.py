@@ -334,7 +334,7 @@ class Attachment:
     def _began(self, run: Pass | None) -> None:
         if run is not None and run.recorded:
             self._record.come_again(run)
-        self._backwards.meet(run)
+        self._backwards.reach(run)
         if run is None or run.recorded:
             return
         self._unwind()

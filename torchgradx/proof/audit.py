@@ -281,7 +281,7 @@ class Audit:
             return
         met = self._recorder.audited(key[0])
         if not met:  # this backward met no pass, as yet
-            self._backwards.meet(None)
+            self._backwards.reach(None)
             self._unmet.add(key)
         if met and place not in self._deferred:
             self._compare(key, gradient.detach())
