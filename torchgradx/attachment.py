@@ -339,7 +339,7 @@ class Attachment:
             return
         self._unwind()
         if run.in_graph and run.outside:
-            self._audit.look(run)
+            self._audit.examine_compiled(run)
             run.outside = None
         self._record.begin(run)
         run.hooked = self._audit.hooked()

@@ -1,4 +1,4 @@
-"""Nothing is silently wrong: what is recorded is held against what the parameters receive.
+"""Nothing is silently wrong: what is recorded is compared with what the parameters receive.
 
 On the first pass of a new structure the places of the samples are proven (structure.py), and each
 parameter's gradient is compared with the sum of what was recorded. In every backward, each edge of
@@ -51,17 +51,19 @@ class Audit:
         self._proven: dict[Any, list[Verdict]] = known.setdefault("structures", {})
         self._alike: dict[Any, list[Verdict]] = known.setdefault("sizes", {})  # whatever the sizes
         self.forwards = Forwards(parameters, known.setdefault("memories", {}))
-        self._lift = Lift(recorder, parameters, layers, self._hears, not options["weight_grad"])
+        self._lift = Lift(recorder, parameters, layers, self._compares, not options["weight_grad"])
         self.examiner = Examiner(shared, self.forwards, self._lift)
         # What their first pass has yet to agree with: (key, key whatever the sizes, verdict, pass).
         self._pending: list[tuple[Any, Any, Verdict, Any]] = []
         self._entry = threading.RLock()  # of what is pending, and of who listens
         self._midway: set[int] = set()  # backwards that had begun when the listening did
         self._listening, self._always_listening = Listening(), Listening()
-        self._heard_at = WeakIdKeyDictionary()  # tensors that we listen at in every backward
+        self._hooked_at = WeakIdKeyDictionary()  # tensors that we listen at in every backward
         self._deferred: set[int] = set()
         self._awaiting: dict[tuple[int, int], Tensor] = {}  # what deferred parameters received
-        self._unmet: set[tuple[int, int]] = set()  # backwards that met no pass, and what they serve
+        self._without_pass: set[tuple[int, int]] = (
+            set()
+        )  # backwards that reached no pass, parameters
         rerun = [set(layer.parameters) for layer in layers if layer.kind == "vmap"]
         native = [set(layer.parameters) for layer in layers if layer.kind != "vmap"]
         # Nothing counts the uses inside a module that is run again: its sum is compared every time.
@@ -81,10 +83,10 @@ class Audit:
 
     def recall(self, run: Any, key: Any, trace: ForwardTrace, outputs: Sequence[Tensor]) -> Any:
         """Return (verdict, where its plan's nodes are) where nothing else is to be trace at."""
-        held = self._proven.get(key, ())
-        if len(held) != 1 or self._parameters.gathered():
+        cached = self._proven.get(key, ())
+        if len(cached) != 1 or self._parameters.gathered():
             return None
-        verdict, met = held[0], None
+        verdict, met = cached[0], None
         if verdict.lasting or not ops.NATIVE:
             return (verdict, None) if verdict.lasting else None
         more = verdict.routes or verdict.reach or verdict.zeros is not None or verdict.refusals
@@ -190,11 +192,11 @@ class Audit:
         kept = self._proven.get(key, [])
         kept[:] = [other for other in kept if other is not verdict]
 
-    def look(self, run: Any) -> None:
+    def examine_compiled(self, run: Any) -> None:
         """Examine a pass of compiled graphs at its first gradient, by forwards that are not."""
         key = run.structure, run.n
-        held = [v for k, _, v, _ in self._pending if k == key] + self._proven.get(key, [])
-        known = next((v for v in held if not v.routes), None)  # what batches choose does not show
+        cached = [v for k, _, v, _ in self._pending if k == key] + self._proven.get(key, [])
+        known = next((v for v in cached if not v.routes), None)  # what batches choose does not show
         verdict = known or from_outside(run)
         if known is None and verdict.complete:
             self.expect(key, None, verdict, run)
@@ -212,8 +214,8 @@ class Audit:
 
     # Backward
 
-    def _hears(self, place: int) -> bool:
-        """Return whether what is recorded of a parameter will be held against what it receives."""
+    def _compares(self, place: int) -> bool:
+        """Return True if what is recorded of a parameter will be compared with what it receives."""
         return place in self.always or self._recorder.auditing
 
     def deliver(self, places: Iterable[int]) -> None:
@@ -223,24 +225,24 @@ class Audit:
 
     def attend(self) -> None:
         """Compare always what modules that run again receive."""
-        self.always &= set(self._heard(self.always))
+        self.always &= set(self._hook_each(self.always))
 
-    def _heard(self, places: Iterable[int]) -> Iterator[int]:
+    def _hook_each(self, places: Iterable[int]) -> Iterator[int]:
         tensors = self._parameters.wholes()
         for place in places:
             p = tensors[place]
             if p.requires_grad and p.is_leaf:
-                self._hear(place, p)
+                self._hook(place, p)
                 yield place
 
-    def _hear(self, place: int, p: Tensor) -> None:
+    def _hook(self, place: int, p: Tensor) -> None:
         listening = self._always_listening if place in self.always else self._listening
         hook = partial(self._received, place)
         if ops.NATIVE:  # without Python where it would return at once
             hook = partial(undelivered, self._recorder, self._lift.delivered, place, hook)
         listening.before(p, hook)
         if place in self.always:
-            self._heard_at[p] = place
+            self._hooked_at[p] = place
 
     def _follow(self, run: Any, sites: Sequence[int]) -> None:
         """fully_shard computes with tensors that it makes in the first forward, of which a pass
@@ -251,8 +253,8 @@ class Audit:
             if place not in called:
                 run.expect(place, both[1])
             for p in both:
-                if place in self.always and p.requires_grad and p not in self._heard_at:
-                    self._hear(place, p)
+                if place in self.always and p.requires_grad and p not in self._hooked_at:
+                    self._hook(place, p)
 
     def hooked(self) -> list[int]:
         """Norms only: the parameters with hooks of the user's, which are called with a gradient."""
@@ -260,7 +262,7 @@ class Audit:
         return [place for place, p in enumerate(tensors) if others(p._backward_hooks)]
 
     def _listen(self) -> None:
-        """Hold what each parameter receives against what is recorded, until settled."""
+        """Compare what each parameter receives with what is recorded, until settled."""
         with self._entry:
             if not ops.NATIVE:
                 self._listening.stop()  # what is trained may be another
@@ -269,7 +271,7 @@ class Audit:
             if not self._recorder.auditing:  # first: what begins from here on is recorded whole
                 self._recorder.auditing = True
                 self._midway = {*self._backwards.open} - {torch._C._current_graph_task_id()}
-            list(self._heard(set(range(len(self._parameters.names))) - self.always))
+            list(self._hook_each(set(range(len(self._parameters.names))) - self.always))
 
     @untraced
     def _received(self, place: int, gradient: Tensor | None) -> None:
@@ -279,11 +281,11 @@ class Audit:
             whole = self._recorder.auditing and key[0] not in self._midway
         if gradient is None or several_at_once() or not (always or whole):
             return
-        met = self._recorder.audited(key[0])
-        if not met:  # this backward met no pass, as yet
+        has_pass = self._recorder.audited(key[0])
+        if not has_pass:  # this backward has reached none yet
             self._backwards.reach(None)
-            self._unmet.add(key)
-        if met and place not in self._deferred:
+            self._without_pass.add(key)
+        if has_pass and place not in self._deferred:
             self._compare(key, gradient.detach())
         else:
             self._awaiting[key] = gradient.detach().clone()
@@ -296,22 +298,22 @@ class Audit:
             hooks.clear()
 
     def over(self, tasks: Sequence[int], done: bool) -> None:
-        """End backwards, however they did. One inside of another meets a pass if that other did."""
+        """End backwards, however they did. One inside of another has its passes."""
         delivered = self._lift.delivered
-        if self._unmet or self._muted or self._awaiting:
+        if self._without_pass or self._muted or self._awaiting:
             self._clear(tasks, done)
         if done and self.always:  # what runs again may use other weights than its forward did
             left = {key for key in self._recorder.untaken(tasks) if key not in delivered}
             tensors = self._parameters.wholes() if left else []
-            self._record.mismatched |= {key for key in left if tensors[key[1]] in self._heard_at}
+            self._record.mismatched |= {key for key in left if tensors[key[1]] in self._hooked_at}
         delivered -= {key for key in list(delivered) if key[0] in tasks}
 
     def _clear(self, tasks: Sequence[int], done: bool) -> None:
         if torch._C._current_graph_task_id() == -1:
-            unmet = {key for key in list(self._unmet) if key[0] in tasks}
-            self._unmet -= unmet
-            # Of one that met a pass later the edges tell, where they are counted.
-            inside = {key for key in unmet if not (ops.NATIVE and self._recorder.audited(key[0]))}
+            ended = {key for key in list(self._without_pass) if key[0] in tasks}
+            self._without_pass -= ended
+            # Of one that reached a pass later the edges tell, where they are counted.
+            inside = {key for key in ended if not (ops.NATIVE and self._recorder.audited(key[0]))}
             if done and any(map(self._recorder.audited, tasks)):
                 self._record.mismatched |= inside
         for place in [p for p, (_, task) in list(self._muted.items()) if task in tasks]:
@@ -361,7 +363,7 @@ class Audit:
 
     @property
     def unsettled(self) -> bool:
-        busy = self._pending or self._recorder.auditing or self._listening.heard
+        busy = self._pending or self._recorder.auditing or self._listening.tensors
         return bool(busy or self.always)
 
     def settle(self) -> None:

@@ -123,7 +123,7 @@ class Seeding:
             owner = self._owners(k).get(layout)
             if owner is None or rows.sizes.numel() != len(owner):
                 return False
-            flags.append(_heard(rows, kept[owner]))
+            flags.append(_leaks(rows, kept[owner]))
         return not bool(torch.stack(flags).any())
 
     def _silenced(self, found: list[Finding], loose: Sequence[Finding]) -> list[Finding]:
@@ -145,9 +145,9 @@ class Seeding:
         for kept in halves(self._n):
             rows = self._gradients(torch.where(kept, self._loud, SILENT))
             shown = {k: self._plain[k].sizes.isfinite() for k in doubts}
-            flags += [torch.stack([_heard(rows[k], kept[owned[k]], shown[k]) for k in doubts])]
-        heard = torch.stack(flags).any(0).tolist()
-        for k, mixes in zip(doubts, heard, strict=True):
+            flags += [torch.stack([_leaks(rows[k], kept[owned[k]], shown[k]) for k in doubts])]
+        leaks = torch.stack(flags).any(0).tolist()
+        for k, mixes in zip(doubts, leaks, strict=True):
             found[k] = found[k] if mixes else loose[k]
         return found
 
@@ -267,10 +267,10 @@ class Seeding:
         return Finding(fits[0], len(usual or fits) == 1)
 
 
-def _heard(rows: Rows, kept: Tensor, shown: Tensor | None = None) -> Tensor:
+def _leaks(rows: Rows, kept: Tensor, shown: Tensor | None = None) -> Tensor:
     """Tell whether a row has a gradient that is not of the samples kept: [rows], as `shown`."""
-    heard = (rows.sizes != 0) & ~kept.to(rows.sizes.device)[:, None]
-    return (heard if shown is None else heard & shown).any()
+    leaks = (rows.sizes != 0) & ~kept.to(rows.sizes.device)[:, None]
+    return (leaks if shown is None else leaks & shown).any()
 
 
 def _asked(
