@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from operator import itemgetter
 from typing import Any
 
 from ..layers.rules import Layer
@@ -23,7 +24,13 @@ def require_all(record: Record, recorder: Any, parameters: Parameters, layers: l
     causes.update(_of_refusals(recorder, layers, places, any(run.silent for run in runs)))
     for place, why in record.refused.items():
         causes.setdefault(place, why)
-    for place, why in sorted(_doubts(record, recorder).items()):
+    doubts = [
+        *((place, _beyond(count)) for place, count in enumerate(recorder.balance) if count),
+        *((place, "not_the_sum") for _, place in record.mismatched),
+        *((place, "overwritten") for run in runs for place in run.changed()),
+        *((place, "late") for run in runs for place in run.late()),
+    ]
+    for place, why in sorted(doubts, key=itemgetter(0)):  # of each parameter the first in this list
         if place in places:
             causes.setdefault(place, why)
     if causes:
@@ -51,20 +58,8 @@ def _of_refusals(
     return causes
 
 
-def _doubts(record: Record, recorder: Any) -> dict[int, str]:
-    """Return causes by parameter of what its uses and its gradient do not agree on."""
-    doubts = {
-        place: cause("beyond" if beyond > 0 else "without_edge", places=abs(beyond))
-        for place, beyond in enumerate(recorder.balance)
-        if beyond
-    }
-    for _, place in record.mismatched:
-        doubts.setdefault(place, "not_the_sum")
-    for place in (place for run, _ in record.runs for place in run.changed()):
-        doubts.setdefault(place, "overwritten")
-    for place in (place for run, _ in record.runs for place in run.late()):
-        doubts.setdefault(place, "late")
-    return doubts
+def _beyond(count: int) -> str:
+    return cause("beyond" if count > 0 else "without_edge", places=abs(count))
 
 
 def _explains(key: str) -> bool:

@@ -61,9 +61,7 @@ class Audit:
         self._hooked_at = WeakIdKeyDictionary()  # tensors that we listen at in every backward
         self._deferred: set[int] = set()
         self._awaiting: dict[tuple[int, int], Tensor] = {}  # what deferred parameters received
-        self._without_pass: set[tuple[int, int]] = (
-            set()
-        )  # backwards that reached no pass, parameters
+        self._without_pass: set[tuple[int, int]] = set()  # backwards, and what they serve
         rerun = [set(layer.parameters) for layer in layers if layer.kind == "vmap"]
         native = [set(layer.parameters) for layer in layers if layer.kind != "vmap"]
         # Nothing counts the uses inside a module that is run again: its sum is compared every time.
@@ -82,7 +80,7 @@ class Audit:
         return verdicts is not None and len(verdicts) == 1 and verdicts[0].lasting
 
     def recall(self, run: Any, key: Any, trace: ForwardTrace, outputs: Sequence[Tensor]) -> Any:
-        """Return (verdict, where its plan's nodes are) where nothing else is to be trace at."""
+        """Return (verdict, where its plan's nodes are) where nothing else has to be examined."""
         cached = self._proven.get(key, ())
         if len(cached) != 1 or self._parameters.gathered():
             return None

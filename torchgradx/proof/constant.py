@@ -75,8 +75,8 @@ class Mode(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._on, self.picks, self._n, self._batch_dim = True, False, n, batch_dim
-        # By storage, which views and in-place writes share: is it constant, and how many elements
-        # lie from one sample to the next, 0 where that is not known. A weak reference keeps its address.
+        # By storage, which views and in-place writes share: is it constant, and the elements from
+        # one sample to the next, 0 where that is not known. A weak reference keeps its address.
         self._known: dict[int, tuple[StorageWeakRef, bool, int]] = {}
         self._bits: dict[tuple[Any, int], bool] = {}  # as consumed, by node and output
         for t in constants:

@@ -47,7 +47,7 @@ class Memory:
         return set(_where(self.constant, uses))
 
     def see(self, uses: Sequence[Any], constant: Callable[[Any, int], bool]) -> None:
-        """Note the uses whose outputs are constant, though not all of their inputs are, as positions
+        """Note the uses with constant outputs, though not all of their inputs are, as positions
         beside the ids that they are of."""
         for call, (_, _, node, number) in zip(_calls(uses), uses, strict=True):
             same = node is not None and constant(node, number)

@@ -214,7 +214,7 @@ class Samples:
             seeds = [_seed(call.grads[k], t, n, sample, dim, mean) for k, t in roots.items()]
             for t, seed in zip(roots.values(), seeds, strict=True):
                 # All that arrived at it: an encoder's output has its decoder's part already.
-                t.register_hook(partial(_instead, seed))
+                t.register_hook(lambda _, seed=seed: seed)
             return _pulled_back(list(roots.values()), seeds, live) if roots else [None] * len(live)
 
     def _differs(self, call: Call, k: int, alone: Tensor, n: int, sample: int) -> None:
@@ -227,10 +227,6 @@ class Samples:
         off, size = ((t.double()).norm() for t in (alone.detach() - batched, batched))
         if off > (TOLERANCE_OF_HALF if half else TOLERANCE) * size:
             raise RefusedError(cause("output_alone", sample=sample))
-
-
-def _instead(seed: Tensor, g: Tensor) -> Tensor:
-    return seed
 
 
 def _pulled_back(

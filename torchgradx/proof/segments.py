@@ -244,14 +244,14 @@ class SegmentExaminer:
         grid, n, count = inputs.grid, inputs.n, len(inputs.owners)
         shape, first = list(t.shape), t.shape[0] if t.dim() else 0
         by_row = first == count or (t.dim() >= len(grid) and shape[: len(grid)] == grid)
-        by_sample = first == n and shape[: len(grid)] != grid
+        if not by_row and first != n:
+            return None
         each, rows = torch.arange(n, device=t.device), inputs.owners.to(t.device)
         if by_row and first == n == count and not torch.equal(each, rows):
-            known = self._by_sample.get((k, t.dim()))  # as it was where sizes told
+            known = self._by_sample.get((k, t.dim()))  # as it was where sizes showed it
             return None if known is None else each if known else rows
-        if by_row or by_sample:
-            self._by_sample[k, t.dim()] = not by_row
-        return rows if by_row else each if by_sample else None
+        self._by_sample[k, t.dim()] = not by_row
+        return rows if by_row else each
 
     def _leads(self, use: Any) -> list[int]:
         """Return the dimensions that count a use's rows."""

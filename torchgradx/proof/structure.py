@@ -59,11 +59,6 @@ class _Exam:
         """Return True if a backward in Python may run what has left no node."""
         return any(map(is_python, self.forward.graph.parents))
 
-    @cached_property
-    def seedable(self) -> bool:
-        """Return True if an output has a dimension of N."""
-        return any(self.forward.n in t.shape for t in self.forward.outputs)
-
 
 @dataclass(frozen=True)
 class _Judged:
@@ -178,9 +173,9 @@ class Examiner:
         if isinstance(mixes, str):
             why, complete = mixes, True
         else:
-            why, complete = cause("unproven", n=n, name=self._layers[site].name), not exam.seedable
-            hidden = exam.reruns or not exam.seedable
-            if hidden and n > 1 and not self._parameters.gathered():
+            seedable = any(n in t.shape for t in exam.forward.outputs)
+            why, complete = cause("unproven", n=n, name=self._layers[site].name), not seedable
+            if (exam.reruns or not seedable) and n > 1 and not self._parameters.gathered():
                 why = cause(why, more="reentrant" if exam.reruns else "loss")
         why = cause(why, shape=list(sizes))
         return _Judged(self._sites[site].presumed, True, why, complete)

@@ -14,8 +14,6 @@ from ..proof.constant import Mode
 
 SEVERAL = torch._C._dispatch_key_parse("VmapMode")  # by name at each call it takes longer
 
-NOTHING: AbstractContextManager[None] = nullcontext()
-
 
 def several_at_once() -> bool:
     """Return True inside a backward of is_grads_batched=True: its gradients are nobody's .grad."""
@@ -24,7 +22,7 @@ def several_at_once() -> bool:
 
 def without_user_modes() -> AbstractContextManager[None]:
     """Modes above our own are off inside; one that is entered here is below them."""
-    return _off() if torch._C._len_torch_dispatch_stack() else NOTHING
+    return _off() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 @contextmanager

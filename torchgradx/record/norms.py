@@ -55,29 +55,22 @@ def combine_segments(n: int, terms: Sequence[Term], owners: Sequence[Tensor | No
     owners: for each term the sample of each of its rows [rows, *], N where it is of none; None: it
     holds the samples in front.
     """
-    wide = accumulation_dtype(terms[0][2].dtype)
-    sq_norms = torch.zeros(n, dtype=wide, device=terms[0][2].device)
-    # those of one sample one after another; of how many rows, and from where
-    orders = [None if rows is None else rows.argsort(stable=True) for rows in owners]
-    counts = [None if rows is None else torch.bincount(rows, minlength=n + 1)[:n]
-              for rows in owners]  # fmt: skip
-    firsts = [None if c is None else c.cumsum(0) - c for c in counts]
-    lengths = torch.stack([c for c in counts if c is not None]).T.tolist()
+    wide, device = accumulation_dtype(terms[0][2].dtype), terms[0][2].device
+    sq_norms = torch.zeros(n, dtype=wide, device=device)
+    owned = {k: rows for k, rows in enumerate(owners) if rows is not None}
+    counts = [torch.bincount(rows, minlength=n + 1) for rows in owned.values()]
+    lengths = torch.stack(counts).tolist()  # by use and sample, read from the device at once
+    rows_of = {k: rows.argsort(stable=True).split(length)
+               for (k, rows), length in zip(owned.items(), lengths, strict=True)}  # fmt: skip
     alike: dict[tuple[int, ...], list[int]] = {}
-    for sample, each in enumerate(lengths):
-        alike.setdefault(tuple(each), []).append(sample)
-    for each, members in alike.items():
-        samples = torch.tensor(members, device=sq_norms.device)
-        length, parts = iter(each), []
-        for (layer, a, g), order, first in zip(terms, orders, firsts, strict=True):
-            if order is None or first is None:
-                parts.append((layer, a if a is None else a[samples], g[samples]))
-                continue
-            t = next(length)
-            if not t:
-                continue
-            rows = order[first[samples][:, None] + torch.arange(t, device=order.device)]
-            parts.append((layer, None if a is None else a[rows], g[rows]))
+    for sample in range(n):
+        alike.setdefault(tuple(length[sample] for length in lengths), []).append(sample)
+    for members in alike.values():
+        samples, parts = torch.tensor(members, device=device), []
+        for k, (layer, a, g) in enumerate(terms):
+            index = torch.stack([rows_of[k][one] for one in members]) if k in rows_of else samples
+            if index.numel():
+                parts.append((layer, None if a is None else a[index], g[index]))
         if parts:
             sq_norms[samples] = combine(len(members), parts).to(wide)
     return sq_norms

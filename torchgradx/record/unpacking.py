@@ -26,13 +26,9 @@ SAVED: dict[str, list[str]] = {}  # by a node's name: the attributes that it sav
 Holder: Any = getattr(checkpoint, "_Holder", ())  # what a checkpoint gives for a tensor
 
 
-def answers_twice(node: Any) -> bool:
-    """Return True if a node may be asked, and be run by the engine after that."""
-    return asked(node)[0]
-
-
 def asked(node: Any) -> tuple[bool, bool]:
-    """Return that, and whether it saved through hooks."""
+    """Return True if a node may be asked, and be run by the engine after that; and whether it saved
+    through hooks."""
     if isinstance(node, BackwardCFunction):  # a user's, which only the engine can call
         return shards(node), False
     found = _packed(node)
