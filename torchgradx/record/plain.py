@@ -22,10 +22,6 @@ Term = tuple[int, Tensor | None, Tensor, Any]  # (site or -1, activations, gradi
 Slot = tuple[int, Tensor]  # a parameter's place in the table, and the tensor that stands there now
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 class _OfThread(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[Pass | None, int]] = []  # with the number of its first node
@@ -111,7 +107,7 @@ class Recorder:
     def current(self) -> Pass | None:
         if self._local.stack:
             return self._local.stack[-1][0]
-        if not _in_backward():
+        if torch._C._current_graph_task_id() == -1:
             return self._astray() if torch.is_grad_enabled() else None
         return self._original()
 
@@ -244,7 +240,7 @@ class Pass:
         for place, tensor in slots:
             if not self._track(place, tensor):
                 self.refuse(site, "anothers")
-        if _in_backward() and not self.recorder.depth():
+        if torch._C._current_graph_task_id() != -1 and not self.recorder.depth():
             return -1
         for place, _ in slots:
             self._calls[place] += 1

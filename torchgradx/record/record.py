@@ -27,7 +27,6 @@ if ops.NATIVE:
 
 MANY = 1024  # scales of a loss: those of forwards that meet no backward must not add up
 FAKE = torch._C._TorchDispatchModeKey.FAKE
-PLAIN = PassOptions()
 CPU = torch.device("cpu")
 
 
@@ -51,7 +50,7 @@ class Record:
         self.refused: dict[int, str] = {}  # by parameter: a sample alone has another norm
         self.runs: list[tuple[Any, float | Tensor]] = []  # with the loss scale in force at each
 
-    def takes(self, on: bool, options: PassOptions = PLAIN, outside: bool = False) -> Answer:
+    def takes(self, on: bool, options: PassOptions = NONE.options, outside: bool = False) -> Answer:
         """Return a forward's number (0: record nothing) and what was said of its samples."""
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing() or self.unreal():
             self.fates.add("traced")
