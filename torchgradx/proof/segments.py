@@ -1,7 +1,7 @@
 """Passes whose rows are of samples as the user's `sample_ids` says, or as rows were routed.
 
 Owners of every use's rows are read off the graph in every pass (owners.py). What that takes on
-trust is proven by weighted backwards, where a use is reached in a way that no pass has shown yet:
+trust is proven by weighted backwards, where no pass has shown the path to a use yet:
 verdicts are by use, since a loop over the experts that were hit makes another graph in each step.
 """
 
@@ -99,7 +99,7 @@ class _Owners(NamedTuple):
             each = found.owners.view(prod(leads), -1)
             rows = each.amin(1)
             flags = (*flags, ((each != rows[:, None]) & (each != n)).any())
-        return None if rows is None else Owned(rows, found.way, flags)
+        return None if rows is None else Owned(rows, found.path, flags)
 
 
 def rows_of(options: Mapping[str, Any], args: Any, kwargs: Any) -> tuple[Tensor, int] | None:
@@ -296,7 +296,7 @@ class SegmentExaminer:
         inputs = graph.inputs
         facts = frozenset(graph.names), inputs.within, inputs.padded, len(inputs.grid)
         whole = self._parameters.regime(), *facts
-        return [None if one is None else ("segments", whole, site, one.way)
+        return [None if one is None else ("segments", whole, site, one.path)
                 for (site, *_), one in zip(forward.uses, owned, strict=True)]  # fmt: skip
 
     def _layouts(
