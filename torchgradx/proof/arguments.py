@@ -30,19 +30,19 @@ def sized(tree: Any) -> list[Tensor]:
 
 def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None:
     """N: as the user says, or off the first tensor that a model is called with."""
-    given = options["batch_size"]
-    if callable(given):
-        n = given(args, kwargs)
+    size = options["batch_size"]
+    if callable(size):
+        n = size(args, kwargs)
         if not hasattr(n, "__index__") or isinstance(n, bool):
             raise TypeError(f"batch_size(args, kwargs) must return an int; got {n!r}")
         if n < 1 and (n < 0 or all(t.numel() for t in tensors_in((args, kwargs)))):
             raise ValueError(f"batch_size(args, kwargs) must return 1 or more; got {n}")
         return n if isinstance(n, int) else int(n)  # of a graph, a symbol
-    if given is not None:
-        return int(given)
+    if size is not None:
+        return int(size)
     first = args[0] if args else None
-    given = [first] if isinstance(first, Tensor) and first.dim() else tensors_in((args, kwargs))
-    for tensor in given:
+    tensors = [first] if isinstance(first, Tensor) and first.dim() else tensors_in((args, kwargs))
+    for tensor in tensors:
         if tensor.dim() and _has_sizes(tensor):
             return size_of_batch(tensor, options["batch_dim"])
     return None
@@ -51,14 +51,14 @@ def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None
 def one_of_several(options: Mapping[str, Any], arguments: Any, outputs: Any) -> bool:
     """Return True if N = 1 was read off a first tensor that is broadcast against others."""
     dim = options["batch_dim"]
-    given = [t.shape for t in sized(arguments) if t.dim() > dim]
-    several = [shape for shape in given if shape[dim] > 1]
+    shapes = [t.shape for t in sized(arguments) if t.dim() > dim]
+    several = [shape for shape in shapes if shape[dim] > 1]
     if not several or options["batch_size"] is not None:
         return False
     made = next((t.shape[dim] for t in sized(outputs) if t.dim() > dim), None)
     if made == 1 or made in {shape[dim] for shape in several}:
         return made != 1
-    first = given[0]  # the first output tells nothing: a loss alone, or with the samples elsewhere
+    first = shapes[0]  # the first output shows nothing: a loss alone, or samples elsewhere
     rest = [(shape[:dim], shape[dim + 1 : len(first)]) for shape in (first, *several)]
     return len(first) > 1 and rest[0] in rest[1:]
 

@@ -38,7 +38,7 @@ from .verdict import Attached, Verdict, finite, from_outside
 if ops.NATIVE:
     from .._C import undelivered
 
-MANY, VARIANTS = 4096, 8  # structures: sizes that never repeat must not add up; ways through each
+MANY, VARIANTS = 4096, 8  # structures: sizes that never repeat must not add up; paths through each
 FORWARDS = 7  # that wait for a backward: those of which none comes must not add up
 PART = 1 << 18  # elements compared at a time, in float64
 
@@ -310,7 +310,7 @@ class Audit:
         if torch._C._current_graph_task_id() == -1:
             ended = {key for key in list(self._without_pass) if key[0] in tasks}
             self._without_pass -= ended
-            # Of one that reached a pass later the edges tell, where they are counted.
+            # One that reached a pass later is judged by its edges, where they are counted.
             inside = {key for key in ended if not (ops.NATIVE and self._recorder.audited(key[0]))}
             if done and any(map(self._recorder.audited, tasks)):
                 self._record.mismatched |= inside
@@ -380,7 +380,7 @@ class Audit:
                 for one in key if isinstance(key, list) else [key]:
                     if not self.knows(one):
                         self._keep(self._proven, one, verdict)
-                if calls is not None and run.n > 1:  # one sample tells nothing of several
+                if calls is not None and run.n > 1:  # one sample shows nothing of several
                     self._keep(self._alike, calls, verdict)
             self._pending = waiting[-FORWARDS:]
             if len(waiting) > FORWARDS:

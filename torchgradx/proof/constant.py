@@ -3,7 +3,7 @@ constants alone?
 
 A gradient that mixes samples may be that of a table that all samples share (positions, relative
 biases), or of something computed from several samples, which has no gradient by sample. The graph
-does not tell these apart, since data needs no gradient. So the operators of one forward are
+does not distinguish these, since data needs no gradient. So the operators of one forward are
 observed, as by a profiler (csrc/record/watch.cpp): no number changes for it. Nothing is constant by
 default: arguments, data hidden in objects, and what comes from NumPy are not. Without the compiled
 extension a dispatch mode does the same, under which autocast may round a few operators otherwise.

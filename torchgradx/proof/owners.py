@@ -1,6 +1,6 @@
 """The sample of each row of a graph's tensors, read off the graph from the outputs down.
 
-Gradients flow downwards: a row's gradient is its sample's if all that it went into is that sample's.
+Gradients flow down: a row's gradient is its sample's if all that was made from it is that sample's.
 Nodes that keep rows pass the owners on; indexing, gathering and scattering map them by the indices
 that their nodes saved, so that an edge between two samples shows in every pass. What a node of
 another kind does with rows (attention, a product over them) is taken on trust here, and proven by
@@ -346,16 +346,16 @@ class _Walk:
     ) -> tuple[Tensor, int, int, tuple[Tensor, ...]] | None:
         if indices is None:
             return None
-        given = list(indices)
-        while given and given[-1] is None:
-            given.pop()
-        if not given or given[0] is None:
-            return (torch.zeros(0), 0, -1, ()) if given else None
-        if any(index is None for index in given):
+        leading = list(indices)
+        while leading and leading[-1] is None:
+            leading.pop()
+        if not leading or leading[0] is None:
+            return (torch.zeros(0), 0, -1, ()) if leading else None
+        if any(index is None for index in leading):
             return None
         parts: list[Tensor] = []
         covered = 0
-        for index in given:
+        for index in leading:
             if index.dtype in (torch.bool, torch.uint8):
                 parts += index.nonzero(as_tuple=True)
                 covered += index.dim()

@@ -1,7 +1,7 @@
-"""What goes into the backwards that prove where samples are (layout.py), and what is kept of them.
+"""Seeds of the backwards that prove where samples are (layout.py), and what is kept of their rows.
 
-In go random numbers, the same each time, those of sample n times a power of two; of what comes out,
-projections of the rows are compared between backwards.
+Seeds are random numbers, the same each time, those of sample n times a power of two. Projections of
+the rows are compared between backwards.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Rows:
     sizes: Tensor  # [rows, 1]
     close: float  # how near a projection comes, over its row's size
     floor: float  # of sizes: below it subnormal numbers may have made the difference
-    half: bool  # something on the way here had float16
+    half: bool  # some tensor above had float16
 
     @property
     def key(self) -> Any:

@@ -233,12 +233,12 @@ def _pulled_back(
     roots: Sequence[Tensor], seeds: Sequence[Tensor], live: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
     """Return the gradients of the live tensors, without the hooks of the user's on them."""
-    kinds = [h for p in live for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]
-    hooks = [(held, dict(held)) for held in kinds]
+    tables = [h for p in live for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]
+    hooks = [(table, dict(table)) for table in tables]
     grads = [p.grad for p in live]
     try:
-        for held, _ in hooks:
-            held.clear()
+        for table in tables:
+            table.clear()
         if not any(map(_is_reentrant, Graph(roots).parents)):
             return torch.autograd.grad(roots, live, seeds, allow_unused=True)
         for p in live:  # a reentrant checkpoint allows backward() alone
@@ -246,8 +246,8 @@ def _pulled_back(
         torch.autograd.backward(roots, seeds)
         return [p.grad for p in live]
     finally:
-        for held, before in hooks:
-            held.update(before)
+        for table, before in hooks:
+            table.update(before)
         for p, g in zip(live, grads, strict=True):
             p.grad = g
 

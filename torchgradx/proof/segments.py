@@ -91,9 +91,9 @@ class _Owners(NamedTuple):
         rows = fitted(found, tuple(node._input_metadata[number].shape), leads)
         flags = found.flags
         if rows is not None:
-            given = self.inputs.owners
-            if rows is not given and len(self.inputs.grid) == 2 and leads == self.inputs.grid:
-                ids = given.to(rows.device)  # what the user says of them holds
+            known = self.inputs.owners
+            if rows is not known and len(self.inputs.grid) == 2 and leads == self.inputs.grid:
+                ids = known.to(rows.device)  # what the user says of them holds
                 flags = (*flags, ((rows != ids) & (rows != n) & (ids != n)).any())
         elif prod(leads) and len(found.owners) % prod(leads) == 0:  # features taken by index
             each = found.owners.view(prod(leads), -1)
@@ -128,17 +128,17 @@ def segments_from(owners: Tensor, n: int) -> Any:
     if not ops.NATIVE:
         return Segments(owners)
     counts = torch.bincount(owners, minlength=n + 1)[:n].tolist()
-    held = [sample for sample, count in enumerate(counts) if count]
+    present = [sample for sample, count in enumerate(counts) if count]
     in_order = bool((owners[1:] >= owners[:-1]).all())
-    changes = sum(counts[a] != counts[b] for a, b in pairwise(held))
+    changes = sum(counts[a] != counts[b] for a, b in pairwise(present))
     order = None
     if not in_order or changes >= max(FEW, 2 * len(set(counts))):
-        held.sort(key=lambda sample: counts[sample])
+        present.sort(key=lambda sample: counts[sample])
         rank = torch.full((n + 1,), n)
-        rank[held] = torch.arange(len(held))
+        rank[present] = torch.arange(len(present))
         order = rank.to(owners.device)[owners].argsort(stable=True)
-    samples = torch.tensor(held, dtype=torch.long, device=owners.device)
-    alike = groupby(counts[sample] for sample in held)
+    samples = torch.tensor(present, dtype=torch.long, device=owners.device)
+    alike = groupby(counts[sample] for sample in present)
     return _C.Segments(owners, order, samples, [(len(list(same)), rows) for rows, same in alike])
 
 
@@ -270,7 +270,7 @@ class SegmentExaminer:
         return self._as_inputs(graph, leads, node._input_metadata[number].device)
 
     def _as_inputs(self, graph: _Owners, leads: list[int], device: torch.device) -> Owned | None:
-        """Return owners of what goes into attention: rows of the model's inputs, in a shape that
+        """Return owners of the inputs of attention: rows of the model's inputs, in a shape that
         nothing else has."""
         grid, rows = graph.inputs.grid, graph.inputs.owners
         by_ids = self._options["sample_ids"] is not None
@@ -369,10 +369,10 @@ def _batch_first(owned: Owned, n: int) -> bool:
 
 
 def _from_inputs(found: Mapping[Any, Owned], node: Any, n: int) -> bool:
-    """Return whether the rows that a use was given were taken from rows n*T+t, each sample's from
-    its own: else it may be given one sample's data for the loss of another."""
+    """Return True if the rows of a use's input were taken from rows n*T+t, each sample's from its
+    own: else its input may be one sample's data for the loss of another."""
     todo, seen = [*node.next_functions], {node}
-    for edge in todo:  # grows as it goes
+    for edge in todo:  # it grows
         at = found.get(edge)
         if edge[0] in seen or at is None:
             continue

@@ -58,14 +58,14 @@ def ends_of_module(
     module: nn.Module,
     outputs: Sequence[Tensor],
     first: Tensor,
-    given: Iterable[Tensor],
+    inputs: Iterable[Tensor],
     leads: Callable[[int], int],
     n: int,
     samples: Tensor | None,
 ) -> list[End]:
-    """first: that with the samples in rows. given: what it was called with. leads: how many
+    """first: that with the samples in rows. inputs: what it was called with. leads: how many
     dimensions of an output count its rows. samples: of each row, where outputs[0] is packed."""
-    before = {(t.grad_fn, t.output_nr) for t in given}
+    before = {(t.grad_fn, t.output_nr) for t in inputs}
     calls = [Call(module, (), ((), {}), outputs, n, how, first.shape, Regime("cpu", None, None))
              for how in (BATCH, SEQUENCE)]  # fmt: skip
     ends = []
@@ -124,12 +124,12 @@ def end_of(t: Tensor) -> Tensor:
     return base if plain and same_order else t  # type: ignore[return-value]
 
 
-def needed_by(node: Any, held: dict[int, Tensor], arguments: list[Any]) -> list[int]:
-    """Return the parameters that every plain backward() needs which comes to this node."""
+def needed_by(node: Any, parameters: dict[int, Tensor], arguments: list[Any]) -> list[int]:
+    """Return the parameters that every plain backward() through this node needs."""
     before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
-    met = {child for inner in below([node], before) for child, _ in inner.next_functions}
-    edges = {place: torch.autograd.graph.get_gradient_edge(p) for place, p in held.items()}
-    return [place for place, edge in edges.items() if edge.node in met]
+    reached = {child for inner in below([node], before) for child, _ in inner.next_functions}
+    edges = {place: torch.autograd.graph.get_gradient_edge(p) for place, p in parameters.items()}
+    return [place for place, edge in edges.items() if edge.node in reached]
 
 
 def made_from_others(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
@@ -143,7 +143,7 @@ def made_from_others(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
 def of_the_loss(
     call: Call, inner: set[int], silent: Callable[[], AbstractContextManager[None]]
 ) -> Call:
-    """The same without what came back into outputs (`inner`) by way of those made from them."""
+    """Return the call without the gradients of outputs (`inner`) that came through others."""
     with silent(), call.regime.again():
         outputs, _ = run_again(as_its_own(call))
         found: dict[int, Tensor] = {}

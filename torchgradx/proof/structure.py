@@ -2,8 +2,8 @@
 
 The first forward of a structure is examined by weighted backwards (layout.py). Where these cannot
 run (reentrant checkpoints, fully_shard, Functions of the user's, models that return only their
-loss), sizes must leave no doubt. A batch of another size is held to what was proven of the same
-calls: for nothing where its sizes leave no doubt, else by one backward.
+loss), sizes must leave no doubt. A batch of another size is compared with what was proven of the
+same calls: for nothing where its sizes leave no doubt, else by one backward.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Judged:
 
 
 class Examiner:
-    """Examines the structures that one probe meets."""
+    """Examines the structures of one probe."""
 
     def __init__(self, shared: Attached, forwards: Forwards, lift: Lift) -> None:
         _, self._parameters, self._layers, self._options, self._sites, _ = shared

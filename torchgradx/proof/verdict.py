@@ -83,17 +83,17 @@ def versions(tensors: Sequence[Tensor]) -> int:
 
 def from_outside(run: Any) -> Verdict:
     """Do the forwards of a pass of compiled graphs once more, without the compiler."""
-    seen: list[tuple[Verdict, list[Any]]] = []
+    shown: list[tuple[Verdict, list[Any]]] = []
     try:
         for forward in run.outside:
             first = forward()
-            seen.append(first if first[0].complete else forward())  # watched in the first
+            shown.append(first if first[0].complete else forward())  # watched in the first
     except Exception as error:  # no reason to end a training step
         return Verdict([], [(-1, cause("eager_failed", error=error))])
     sizes = [(site, list(sizes)) for site, sizes, *_ in run.uses()]
-    if [use for _, uses in seen for use in uses] != sizes:
+    if [use for _, uses in shown for use in uses] != sizes:
         return Verdict([], [(-1, "other_layers")])
-    verdicts = [verdict for verdict, _ in seen]
+    verdicts = [verdict for verdict, _ in shown]
     return Verdict(
         [how for verdict in verdicts for how in verdict.layouts],
         [refusal for verdict in verdicts for refusal in verdict.refusals],

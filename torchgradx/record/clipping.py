@@ -176,17 +176,17 @@ class ClipTape:
         by since the backward.
         """
         ddp = self._ddp() if groups else None
-        # Processes that share their gradients go the same way, whatever their samples are.
+        # Processes that share their gradients do the same, whatever their samples are.
         clipped = [group for group in groups if ddp is not None or group.clips]
-        met: set[int] = set()
+        summed: set[int] = set()
         for found in self._sums(runs, clipped, unscaled):
             place = found.place
             before = self._besides(place, unscaled) if place in self._others else None
-            _put(self._tensors[place], found, before, place in met, ddp is None)
-            met.add(place)
+            _put(self._tensors[place], found, before, place in summed, ddp is None)
+            summed.add(place)
         self.closed = True
         if ddp is not None:
-            self._average(ddp, met, unscaled)
+            self._average(ddp, summed, unscaled)
 
     def _sums(self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float) -> Iterator[Sum]:
         """Yield the sums of each kept use, and drop it."""
@@ -219,9 +219,9 @@ class ClipTape:
         others = self._others.get(place)
         return None if others is None else others * unscaled
 
-    def _average(self, ddp: Any, met: set[int], unscaled: float) -> None:
+    def _average(self, ddp: Any, summed: set[int], unscaled: float) -> None:
         grads = {k: p.grad for k, p in enumerate(self._tensors) if p.grad is not None}
-        for place in grads.keys() - met:  # others' samples came to it
+        for place in grads.keys() - summed:  # others' samples came to it
             before = self._besides(place, unscaled)
             grads[place].copy_(torch.zeros(()) if before is None else before)
         mean_over(ddp, list(grads.values()))

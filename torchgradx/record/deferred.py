@@ -39,7 +39,7 @@ class DeferredTape(ClipTape):
         sums: Iterable[Sum] = self._sums(runs, groups, unscaled)
         if ddp is not None:
             sums = _averaged(ddp, tensors, sums)
-        met, waiting = set(), dict[int, Tensor]()  # to be copied, many at a time
+        summed, waiting = set(), dict[int, Tensor]()  # to be copied, many at a time
         try:
             for found in sums:
                 if found.place in waiting or len(waiting) == MANY:
@@ -47,12 +47,12 @@ class DeferredTape(ClipTape):
                 made = _add(tensors[found.place], found)
                 if made is not None:
                     waiting[found.place] = made
-                met.add(found.place)
+                summed.add(found.place)
         finally:
             _copy(tensors, waiting)
         self.closed = True
         if isinstance(self._loss_scale, torch.amp.GradScaler):
-            grads = (tensors[place].grad for place in met)
+            grads = (tensors[place].grad for place in summed)
             report_overflow(self._loss_scale, [g for g in grads if g is not None])
 
 
@@ -93,5 +93,5 @@ def _averaged(ddp: Any, tensors: Sequence[Tensor], sums: Iterable[Sum]) -> list[
         parts[place].add_(dense(made).reshape(parts[place].shape), alpha=scale)
         has[place] = 1
     mean_over(ddp, [has, *parts.values()])
-    met = has.tolist()
-    return [Sum(place, part, 1.0) for place, part in parts.items() if met[place]]
+    present = has.tolist()
+    return [Sum(place, part, 1.0) for place, part in parts.items() if present[place]]

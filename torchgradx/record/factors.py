@@ -26,7 +26,7 @@ class Group:
         return not self._factors.is_cpu or bool((self._factors != 1).any())
 
     def factors(self, k: int, p: Tensor, unscaled: float) -> tuple[Tensor, float]:
-        """Return [N] of pass k, and a scale for the sums: float16 keeps small factors apart."""
+        """Return [N] of pass k, and a scale for the sums: float16 has few small numbers."""
         key = k, p.device, p.dtype
         if key not in self._made:
             narrow, wide = p.dtype == torch.float16, accumulation_dtype(p.dtype)

@@ -153,7 +153,7 @@ def _rows(term: Term, n: int, chunk: slice) -> tuple[Tensor, Tensor]:
     layer, a, b = term
     assert layer is not None
     assert a is not None
-    if layer.transposed:  # its weight is the other way round
+    if layer.transposed:  # its weight is the transpose
         a, b = b, a
     if not layer.kernel_size:
         return a[chunk], b[chunk]

@@ -1,7 +1,7 @@
 """Recorder and Pass in plain Python: what csrc/record/pass.h says, where there is no extension.
 
 But for the balance of graph edges, which Python cannot see in backward: without the extension every
-pass is held against what the parameters receive, not only the first of a structure.
+pass is compared with what the parameters receive, not only the first of a structure.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Recorder:
         return task in self._audited
 
     def follow(self, formers: Sequence[Recorder]) -> None:
-        """Nothing is held here: those removed before have left."""
+        """Do nothing: recorders removed before have left."""
 
     def hold(self) -> None:
         pass  # nothing here goes through the hooks of a checkpoint
@@ -233,7 +233,7 @@ class Pass:
         node = self._owners[place]
         return node is None or executes(node)
 
-    def call(self, site: int, slots: Sequence[Slot], sizes: Sequence[int], given: Any = ()) -> int:
+    def call(self, site: int, slots: Sequence[Slot], sizes: Sequence[int], inputs: Any = ()) -> int:
         if self.astray:
             self.refuse(site, "outside")
             return -1
@@ -247,16 +247,16 @@ class Pass:
         self.silent |= not torch.is_grad_enabled()
         equal = tuple(size == self.n for size in sizes)
         whole = bool(sizes) and self.n > 0 and sizes[0] % self.n == 0
-        shown = (tuple(size == self.n for size in t.shape[:8]) for t in given)
+        shown = (tuple(size == self.n for size in t.shape[:8]) for t in inputs)
         self.structure += ((site, equal, whole, self._ago(prod(sizes[:-1])), *shown),)
         self.count += 1
         self.seen.append((site, list(sizes), None, 0))
         return self.count - 1
 
     def _ago(self, rows: int) -> int:
-        """How many uses ago as many rows were met: where padding is taken out, there are fewer."""
-        met = ((prod(sizes[:-1]), prod(sizes)) for _, sizes, *_ in reversed(self.seen))  # ids
-        return next((k for k, counts in enumerate(met, 1) if rows in counts), 0)
+        """Return how many uses ago there were as many rows: without padding, there are fewer."""
+        counted = ((prod(sizes[:-1]), prod(sizes)) for _, sizes, *_ in reversed(self.seen))  # ids
+        return next((k for k, counts in enumerate(counted, 1) if rows in counts), 0)
 
     def expect(self, place: int, tensor: Tensor) -> None:
         """One more use of a parameter, which is no module's."""

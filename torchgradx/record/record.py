@@ -25,7 +25,7 @@ from .norms import combine, combine_segments
 if ops.NATIVE:
     from .. import _C
 
-MANY = 1024  # scales of a loss: those of forwards that meet no backward must not add up
+MANY = 1024  # scales of a loss: those of forwards without a backward must not add up
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 CPU = torch.device("cpu")
 
@@ -167,9 +167,9 @@ class Record:
         run.finish(place, self._combined(run, place))
 
     def _combined(self, run: Any, place: int) -> Tensor:
-        given = run.terms(place)
-        terms = [(self._layers[site] if site >= 0 else None, a, g) for site, a, g, _ in given]
-        owners = [segments and segments.owners for *_, segments in given]
+        kept = run.terms(place)
+        terms = [(self._layers[site] if site >= 0 else None, a, g) for site, a, g, _ in kept]
+        owners = [segments and segments.owners for *_, segments in kept]
         with torch.no_grad():
             if any(rows is not None for rows in owners):
                 return combine_segments(run.n, terms, owners)
@@ -297,10 +297,10 @@ class Record:
         return _joined([one * (f.cpu() if isinstance(f, Tensor) else f) for one, f in ones])
 
     def _factors(
-        self, runs: Sequence[Any], given: float | Tensor | None
+        self, runs: Sequence[Any], loss_scale: float | Tensor | None
     ) -> Iterator[float | Tensor]:
         """The same by pass: a number, or a Tensor [N] or []."""
-        by_sample = given if isinstance(given, Tensor) and given.dim() else None
+        by_sample = loss_scale if isinstance(loss_scale, Tensor) and loss_scale.dim() else None
         if by_sample is not None:
             samples = sum(run.n for run, _ in runs)
             if by_sample.numel() != samples:
@@ -310,8 +310,8 @@ class Record:
                 )
         start = 0
         for run, scale in runs:
-            if given is not None:
-                scale = given if by_sample is None else by_sample[start : start + run.n]
+            if loss_scale is not None:
+                scale = loss_scale if by_sample is None else by_sample[start : start + run.n]
             start += run.n
             reduction = float(run.n) if self._options["loss_reduction"] == "mean" else 1.0
             if not isinstance(scale, Tensor):

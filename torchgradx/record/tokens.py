@@ -136,7 +136,7 @@ class TokenWatch:
 
     def warn(self) -> None:
         """Warn, once, if a pass since the last call was of samples of unequal lengths. On a GPU the
-        first call alone waits to know; later ones leave to the next what is on its way."""
+        first call alone waits to know; later ones leave to the next what is not there yet."""
         self._reads += 1
         found, self._found = self._found, []
         sent, self._sent = [*self._sent, *map(_sent, found)], []

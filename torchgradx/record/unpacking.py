@@ -72,7 +72,7 @@ def spared(node: Any) -> Iterator[None]:
 
 
 class _Handles(dict[Any, Any]):
-    """By backward, the way to what a forward that ran again has saved. Giving it out takes it."""
+    """Table by backward of what a forward that ran again has saved. Reading takes an entry out."""
 
     def __setitem__(self, backward: Any, handle: Any) -> None:
         if handle is not None:
