@@ -29,7 +29,7 @@ def sized(tree: Any) -> list[Tensor]:
 
 
 def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None:
-    """N: as the user says, or off the first tensor that a model is called with."""
+    """Return N: as the user says, or as the first tensor of a model's arguments has it."""
     size = options["batch_size"]
     if callable(size):
         n = size(args, kwargs)

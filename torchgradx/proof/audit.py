@@ -217,7 +217,7 @@ class Audit:
         return place in self.always or self._recorder.auditing
 
     def deliver(self, places: Iterable[int]) -> None:
-        """This backward counts their every edge: nothing else need be compared."""
+        """Note that this backward counts their every edge: nothing else need be compared."""
         task = torch._C._current_graph_task_id()
         self._lift.delivered.update((task, place) for place in places)
 
@@ -243,8 +243,8 @@ class Audit:
             self._hooked_at[p] = place
 
     def _follow(self, run: Any, sites: Sequence[int]) -> None:
-        """fully_shard computes with tensors that it makes in the first forward, of which a pass
-        knows those alone that a module was called with; and there nobody listens yet."""
+        """Listen at the tensors that fully_shard makes in the first forward and computes with: a
+        pass knows those alone that a module was called with."""
         called = {place for site in sites for place in self._layers[site].parameters}
         parts, wholes = self._parameters.parts(), self._parameters.wholes()
         for place, both in enumerate(zip(parts, wholes, strict=True)):
@@ -255,7 +255,7 @@ class Audit:
                     self._hook(place, p)
 
     def hooked(self) -> list[int]:
-        """Norms only: the parameters with hooks of the user's, which are called with a gradient."""
+        """Return, for norms only, the parameters with the user's hooks, which get a gradient."""
         tensors = self._parameters.wholes() if self._recorder.shields else []
         return [place for place, p in enumerate(tensors) if others(p._backward_hooks)]
 
@@ -289,7 +289,7 @@ class Audit:
             self._awaiting[key] = gradient.detach().clone()
 
     def mute(self, place: int) -> None:
-        """Norms only: nothing is accumulated in this backward, so no hook follows it."""
+        """Call no hook after this backward, which accumulates nothing: norms only."""
         hooks: Any = self._parameters.tensor(place)._post_accumulate_grad_hooks
         if hooks:
             self._muted[place] = dict(hooks), torch._C._current_graph_task_id()
@@ -324,7 +324,7 @@ class Audit:
 
     @untraced
     def compare_deferred(self, places: Iterable[int]) -> None:
-        """At the end of a backward."""
+        """Compare what deferred parameters received, at the end of a backward."""
         for place in places:
             key = torch._C._current_graph_task_id(), place
             gradient = self._awaiting.pop(key, None)
@@ -356,7 +356,7 @@ class Audit:
         return not difference > allowed  # inf and nan are the scaler's to report
 
     def defer(self, places: Sequence[int]) -> None:
-        """Their gradients by sample come only at the end of the backward."""
+        """Compare these only at the end of the backward: their gradients by sample come then."""
         self._deferred.update(places)
 
     @property
@@ -365,7 +365,7 @@ class Audit:
         return bool(busy or self.always)
 
     def settle(self) -> None:
-        """Outside of any backward: a structure whose first one agreed is known from now on."""
+        """Cache verdicts, outside of any backward, whose first backward has agreed."""
         with self._entry:
             waiting: list[Any] = []
             come: list[Any] = []

@@ -172,7 +172,7 @@ def _storage_of(t: Tensor) -> torch.UntypedStorage | None:
 
 
 def _is_of_sizes(func: Any) -> bool:
-    """zeros_like(x), x.new_ones(...), bernoulli(x, 0.1): nothing of the operand's values."""
+    """Return True for zeros_like(x), x.new_ones(...), bernoulli(x, 0.1): no value of x is read."""
     schema = getattr(func, "_schema", None)
     name = "" if schema is None else schema.name.removeprefix("aten::")
     return bool(

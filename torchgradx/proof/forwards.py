@@ -188,7 +188,7 @@ class Forwards:
                 listen()
 
     def several(self, site: int, first: Tensor, ends: list[End]) -> None:
-        """A use has outputs beside its first."""
+        """Note the outputs of a use beside its first."""
         if first.grad_fn is not None:
             self._local.ends.setdefault((site, first.grad_fn), []).extend(ends)
 
@@ -199,9 +199,9 @@ class Forwards:
         return watch is not None and bool(watch.observer.picks)
 
     def routed(self, use: int, nodes: Mapping[Any, int], picks: bool) -> None:
-        """Nodes of a use sent rows by their values, each sample's to its own; so many did not.
+        """Note nodes of a use that sent rows by values, each sample's to its own; so many did not.
 
-        picks: before it. What it took itself went nowhere but into these.
+        picks: before it. What it took itself was used by these alone.
         """
         self._local.by_row.update({node: (use, others) for node, others in nodes.items()})
         if self._local.watch is not None:
@@ -219,7 +219,7 @@ class Forwards:
 
     @contextlib.contextmanager
     def unspent(self) -> Iterator[None]:
-        """A backward inside leaves selective checkpoints theirs: they serve one, and no second."""
+        """Have a backward inside leave selective checkpoints as they are: they serve one alone."""
         caches = self._local.caches
         before = [{key: tree_map(_detached, kept) for key, kept in c.items()} for c in caches]
         try:

@@ -249,8 +249,8 @@ class Seeding:
     def _finding(
         self, owned: dict[int, Tensor], live: bool, flags: Sequence[bool], half: bool
     ) -> Finding:
-        """flags: for each layout whether all rows fit, all but faint ones, and whether what fits
-        is of every sample."""
+        """Return the finding by flags: for each layout whether all rows fit, whether all but faint
+        ones do, and whether what fits is of every sample."""
         if not live:
             return Finding(NOWHERE)
         by_layout = dict(zip(owned, zip(*[iter(flags)] * 3, strict=True), strict=True))
@@ -280,7 +280,7 @@ def _asked(
     owned: dict[int, Tensor],
     close: float,
 ) -> Tensor:
-    """[uses, 1 + 3 layouts] flags of uses whose rows are counted alike: see Seeding._finding."""
+    """Return flags [uses, 1 + 3 layouts] of uses with as many rows: see Seeding._finding."""
     sizes = torch.stack([rows.sizes for rows in plain])  # [uses, rows, 1]
     projections = torch.stack([rows.projections for rows in plain])
     device, n, close = sizes.device, len(digits[0]), max(plain[0].close, close)
@@ -355,7 +355,7 @@ def _is_half(node: Any) -> bool:
 def owners(
     leads: Sequence[int], n: int, second: bool = False, minor: bool = False
 ) -> dict[int, Tensor]:
-    """Each layout that the sizes allow, and each row's sample under it (as csrc/nodes/site.cpp)."""
+    """Return each layout that sizes allow, and each row's sample in it (as csrc/nodes/site.cpp)."""
     place, found, leads = torch.arange(prod(leads)), {}, leads or [1]  # a number has none
     if leads[0] % n == 0:
         found[BATCH] = place // (len(place) // n)
@@ -371,7 +371,7 @@ def owners(
 
 
 def from_sizes(leads: Sequence[int], n: int) -> int | None:
-    """The layout, where one dimension alone is of the samples' number and no other hides them."""
+    """Return the layout, if one dimension alone has size N and no other hides the samples."""
     first, *rest = leads or [1]
     if n == 1:
         return BATCH

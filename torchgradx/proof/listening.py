@@ -19,7 +19,7 @@ class Listening:
         self.tensors: dict[int, Tensor] = {}  # by id: where our hooks are, or what they left
 
     def before(self, p: Tensor, hook: Callable[[Tensor], None]) -> None:
-        """Sees the gradient as it comes, before the user's own hooks change it."""
+        """Call a hook with the gradient as it comes, before the user's own hooks change it."""
         handle = p.register_hook(hook)
         hooks: dict[int, Any] = p._backward_hooks  # type: ignore[assignment]
         theirs = {key: h for key, h in hooks.items() if key != handle.id}

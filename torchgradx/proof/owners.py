@@ -173,7 +173,7 @@ class _Walk:
     # Rules: owners of an operand [*shape], from those of a node's outputs
 
     def kept(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
-        """The rows of what it makes, some of them broadcast perhaps."""
+        """Yield the owners of what the node makes, some of them broadcast perhaps."""
         elementwise = node.name().startswith(ELEMENTWISE) or node.name() == "ExpandBackward0"
         for number, out in outs.items():
             made, length = shape_of(node, number), len(out.owners)
@@ -204,8 +204,8 @@ class _Walk:
         return Owned(owners.flatten(), out.path, flags)
 
     def _on_rows(self, out: Owned, made: Shape, dim: int) -> Tensor | None:
-        """Owners [*made[:k]] with dim < k, where a dimension counts rows; None: it is of features,
-        along which nothing moves between samples."""
+        """Return owners [*made[:k]], dim < k, where a dimension counts rows; None: it is one
+        of features, along which nothing moves between samples."""
         dims = _dims(made, len(out.owners))
         if dims > dim:
             return out.owners.view(list(made[:dims]))
@@ -238,7 +238,7 @@ class _Walk:
                 yield Owned(owners, out.path, out.flags)
 
     def viewed(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
-        """Parts of the operand along a dimension, each an output; what is left out is of none."""
+        """Yield owners of an operand whose parts are outputs; what is left out is of no sample."""
         dim, start = self._dim(node, shape), 0
         rows: Tensor | None = None
         flags: tuple[Tensor, ...] = ()
@@ -285,7 +285,7 @@ class _Walk:
         yield Owned(part.flatten(), out.path, out.flags)
 
     def taken(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
-        """Rows of the operand, by index: each row is of the sample that it was taken for."""
+        """Yield owners of rows that are taken by index: each is of the sample it was taken for."""
         out, made = outs[0], shape_of(node, 0)
         places = self._places(node, shape)
         if places is None:
@@ -302,7 +302,7 @@ class _Walk:
         yield Owned(rows, out.path, (*out.flags, *flags, mixed))
 
     def put(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
-        """Rows put into others, by index: each is of the sample of the row that it comes to."""
+        """Yield owners of rows that are put by index: each is of the sample of its new place."""
         out, made = outs[0], shape_of(node, 0)
         if operand == 0:
             yield out
@@ -321,7 +321,7 @@ class _Walk:
     def _places(
         self, node: Node, shape: Shape
     ) -> tuple[Tensor, int, int, tuple[Tensor, ...]] | None:
-        """Rows of a tensor [*shape] that a node's indices name, of how many; how many leading
+        """Return rows of a tensor [*shape] that a node's indices name; their count; how many leading
         dimensions of what is taken (or put) these are, -1 where they are none of rows; flags."""
         if hasattr(node, "_saved_indices"):
             return self._by_indices(saved(node, "indices"), shape)

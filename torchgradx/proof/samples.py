@@ -73,13 +73,13 @@ class Samples:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for explain()."""
+        """Return lines for explain()."""
         reasons = dict.fromkeys(filter(None, self._checked.values()))
         return [f"samples not checked alone: {reason}" for reason in reasons]
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Backwards inside are not the user's."""
+        """Mark backwards inside as not the user's."""
         before, self._local.silent = self._local.silent, True
         try:
             yield
@@ -257,7 +257,7 @@ def _is_reentrant(node: Any) -> bool:
 
 
 def _seed(g: Tensor, alone: Tensor, n: int, sample: int, dim: int, mean: bool) -> Tensor:
-    """The part of an output's gradient that is the sample's, in the shape of its output alone."""
+    """Return the sample's part of an output's gradient, in the shape of its output alone."""
     if g.shape == alone.shape:  # the model's own loss, or what all samples share
         return g / n if mean else g
     return _part(g, alone, n, sample, dim)

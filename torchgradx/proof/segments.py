@@ -52,7 +52,7 @@ class Inputs:
 
     @staticmethod
     def of(ids: Tensor | None, n: int) -> Inputs:
-        """ids: as the user says, negative for padding; None: one row for each sample."""
+        """Return inputs by the user's ids, negative for padding; None: one row for each sample."""
         ids = torch.arange(n) if ids is None else ids
         owners = ids.flatten()
         return Inputs(torch.where(owners < 0, n, owners), list(ids.shape), n)
@@ -154,7 +154,7 @@ class SegmentExaminer:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for explain()."""
+        """Return lines for explain()."""
         said = ["rows by sample_ids"] * (self._options["sample_ids"] is not None)
         return said + ["routed rows: by the indices that they were taken by"] * bool(self._routed)
 
@@ -309,7 +309,7 @@ class SegmentExaminer:
         places: dict[int, int] = {}
 
         def place_of(owners: Tensor) -> int:
-            """Layers of one graph have the same segments, though each makes its owners anew."""
+            """Return the place of these owners' segments: layers of one graph have the same."""
             if id(owners) not in places:
                 same = (j for j, one in enumerate(segments) if _equal(one.owners, owners))
                 places[id(owners)] = next(same, len(segments))
@@ -390,5 +390,5 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _read(flags: Sequence[Tensor]) -> list[bool]:
-    """Read all at once from their device."""
+    """Return flags, read from their device at once."""
     return [bool(one) for one in torch.stack(list(flags)).tolist()] if flags else []

@@ -45,7 +45,7 @@ class End:
         return "different_outputs" if use not in fits and use in (BATCH, SEQUENCE, None) else use
 
     def clear(self, use: Watched, layout: int, n: int) -> bool:
-        """Without a proof: whether it is the one that the use is known by, or can be no other."""
+        """Return True if, without a proof, it is the use's output or has the samples there."""
         if (self.watched.node, self.watched.output_nr) == (use.node, use.output_nr):
             return True
         rows, taken = list(self.watched.leads), self.taken[layout == SEQUENCE]
@@ -63,8 +63,8 @@ def ends_of_module(
     n: int,
     samples: Tensor | None,
 ) -> list[End]:
-    """first: that with the samples in rows. inputs: what it was called with. leads: how many
-    dimensions of an output count its rows. samples: of each row, where outputs[0] is packed."""
+    """Return the ends of a call with these inputs. first: the output with the samples in rows.
+    leads: how many dimensions of an output count its rows. samples: of each row, if packed."""
     before = {(t.grad_fn, t.output_nr) for t in inputs}
     calls = [Call(module, (), ((), {}), outputs, n, how, first.shape, Regime("cpu", None, None))
              for how in (BATCH, SEQUENCE)]  # fmt: skip
@@ -108,7 +108,7 @@ def ends_of_node(
 
 
 def ends_at(outputs: Iterable[Tensor]) -> dict[tuple[Any, int], int]:
-    """Which output is at an end of a graph; the first, where it is returned several times."""
+    """Return the output at each end of a graph; the first, where it is returned several times."""
     ends: dict[tuple[Any, int], int] = {}
     for k, t in enumerate(outputs):
         if t.grad_fn is not None:

@@ -19,7 +19,7 @@ at_the_end = torch.autograd.Variable._execution_engine.queue_callback  # of the 
 
 
 def weakly(owner: Callable[[], Any], method: str) -> Callable[..., Any]:
-    """A method to be called while its owner lives."""
+    """Return a function that calls a method while its owner lives."""
 
     @untraced
     def call(*args: Any) -> Any:
@@ -61,7 +61,7 @@ class Backwards:
         return found
 
     def sweep(self) -> None:
-        """Outside of any backward: one that an exception's traceback keeps from going is over."""
+        """End, outside of any backward, those that an exception's traceback keeps alive."""
         if self.open and torch._C._current_graph_task_id() == -1:
             for backward in list(self.open.values()):
                 if backward.thread == threading.get_ident():
@@ -128,13 +128,13 @@ class _Backward:
             run.restore(state)
 
     def end(self) -> None:
-        """Once."""
+        """End it, once."""
         end, self._end, self.over = self._end, None, True
         if end is not None:
             end(self)
 
     def called(self) -> bool:
-        """At the end, for as long as this returns True."""
+        """Return True if the engine is to call this once more, at the end."""
         self._calls += 1
         if self._calls < 4:  # after what is done at the end, and at the end of that: it may fail
             return True

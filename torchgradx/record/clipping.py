@@ -50,7 +50,7 @@ class ClipTape:
         self._ddp: Callable[[], Any] = lambda: None
 
     def within(self, module: nn.Module) -> None:
-        """A forward of this model begins."""
+        """Note the model whose forward begins."""
         ddp = data_parallel(module)
         if ddp is not None:
             self._ddp = weakref.ref(ddp)
@@ -66,13 +66,13 @@ class ClipTape:
         self.clear()
 
     def clear(self) -> None:
-        """The record ends."""
+        """Drop what is kept: the record ends."""
         self._kept.clear()
         self._others, self._versions, self._marks = {}, [], {}
         self._torn = self.closed = False
 
     def begin(self, first: bool) -> None:
-        """A pass's gradients come, of which none has been added to .grad yet."""
+        """Begin a pass, none of whose gradients has been added to .grad yet."""
         if not self._recorder.books:
             return
         tensors = self._parameters.tensors()
@@ -87,7 +87,7 @@ class ClipTape:
         self._others = {k: p.grad.clone() for k, p in enumerate(tensors) if p.grad is not None}
 
     def _hear(self, place: int, p: Tensor) -> None:
-        """Also where another parameter stood before."""
+        """Listen at a parameter, also where another one was before."""
         self._forget(place)
         after = partial(self._accumulated, place)
         self._heard[place] = p, p.register_post_accumulate_grad_hook(after)
@@ -116,7 +116,7 @@ class ClipTape:
         return self._torn or next(changed, None) is not None
 
     def undo(self, alone: bool) -> None:
-        """Backwards failed; alone: the record holds nothing else."""
+        """Note that backwards failed; alone: the record holds nothing else."""
         if alone:
             self.clear()
         elif self._recorder.books:
@@ -154,7 +154,7 @@ class ClipTape:
         self._check_grads(kept)
 
     def _unsure(self, kept: set[int]) -> set[int]:
-        """Places of uses that may have got no gradient."""
+        """Return places of uses that may have got no gradient."""
         return kept - self._marks.keys()
 
     def _check_grads(self, kept: set[int]) -> None:
@@ -228,7 +228,7 @@ class ClipTape:
 
 
 def _nothing_came(place: int, runs: Sequence[Any]) -> bool:
-    """To a parameter that its module did not use."""
+    """Return True if no gradient came to a parameter: its module did not use it."""
     waiting = [g for run in runs for _, _, g, _ in run.terms(place)]
     return not any(bool(t.any()) for t in (*(run.total([place]) for run in runs), *waiting))
 

@@ -57,7 +57,7 @@ class DeferredTape(ClipTape):
 
 
 def _copy(tensors: Sequence[Tensor], waiting: dict[int, Tensor]) -> None:
-    """Into a new .grad each: on a GPU a launch for each would take longer than the copies."""
+    """Copy into new .grad: on a GPU a launch for each would take longer than the copies."""
     grads = [g for place in waiting if (g := tensors[place].grad) is not None]
     if grads:
         torch._foreach_copy_(grads, list(waiting.values()))

@@ -22,7 +22,7 @@ class Group:
 
     @cached_property
     def clips(self) -> bool:
-        """Some factor is not 1. Of a GPU it is presumed: to ask would wait for the backward."""
+        """Return True if a factor is not 1. On a GPU it is presumed: to ask would wait."""
         return not self._factors.is_cpu or bool((self._factors != 1).any())
 
     def factors(self, k: int, p: Tensor, unscaled: float) -> tuple[Tensor, float]:
@@ -44,7 +44,7 @@ def factors_of(
     factors: Callable[[Tensor], Tensor] | None,
     drops: bool,
 ) -> Tensor:
-    """[N] float64: what each sample's gradient is multiplied by.
+    """Return [N] float64: what each sample's gradient is multiplied by.
 
     Where a norm is not finite the factor is nan, as .grad is to be; or 0, if `drops` or `factors`
     says so.

@@ -86,7 +86,7 @@ class Frames:
         return notes, number
 
     def _again(self, thread: int, number: int, on: bool, now: Answer, outside: bool) -> Answer:
-        """As `answer`, in the backward of a node: its thread, and its number there."""
+        """Return the answer in the backward of a node: its thread, and its number there."""
         notes, node = self._notes.setdefault(thread, _Notes()), torch._C._current_autograd_node()
         turn = bisect_right(notes.turns, number, key=itemgetter(0)) - 1
         recorded = turn >= 0 and notes.turns[turn][1]

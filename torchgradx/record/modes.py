@@ -21,7 +21,7 @@ def several_at_once() -> bool:
 
 
 def without_user_modes() -> AbstractContextManager[None]:
-    """Modes above our own are off inside; one that is entered here is below them."""
+    """Disable modes above our own; one that is entered inside is below them."""
     return _off() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 

@@ -28,7 +28,7 @@ ON_DEVICE = 1 << 28  # the same on a GPU, where launches cost and memory is quic
 
 
 def combine(n: int, terms: Sequence[Term]) -> Tensor:
-    """[N] squared norms of the sum of all terms of one parameter."""
+    """Return [N] squared norms of the sum of all terms of one parameter."""
     terms = [(layer or _kind_of(a, g, n, terms), a, g) for layer, a, g in terms]
     grads = [term[2] for term in terms]
     sq_norms = grads[0].new_zeros(n, dtype=accumulation_dtype(grads[0].dtype))
@@ -49,7 +49,7 @@ def combine(n: int, terms: Sequence[Term]) -> Tensor:
 
 
 def combine_segments(n: int, terms: Sequence[Term], owners: Sequence[Tensor | None]) -> Tensor:
-    """[N] squared norms of the sum of all terms, of which some have rows that are not n*T+t.
+    """Return [N] squared norms of the sum of all terms, some with rows that are not n*T+t.
 
     Samples that have as many rows in each of the uses are a batch by themselves.
     owners: for each term the sample of each of its rows [rows, *], N where it is of none; None: it
@@ -90,7 +90,7 @@ def _kind_of(a: Tensor | None, g: Tensor, n: int, terms: Sequence[Term]) -> Laye
 def _closed(
     outer: Sequence[Term], tables: Sequence[Term], n: int, chunk: slice, groups: int
 ) -> Tensor:
-    """|H + E|^2 = |H|^2 + |E|^2 + 2 <H, E>, with H all outer products and E all rows looked up."""
+    """Return |H|^2 + |E|^2 + 2 <H, E>, with H all outer products and E all rows looked up."""
     sq_norms: Tensor | float = 0.0
     if outer:
         a, b = _joined([_rows(term, n, chunk) for term in outer])
@@ -106,7 +106,7 @@ def _closed(
 
 
 def _joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Several uses as one with a longer T."""
+    """Return several uses as one with a longer T."""
     if len(pairs) == 1:
         return tuple(_alike([*pairs[0]]))  # type: ignore[return-value]
     first, second = (torch.cat(_alike([pair[k] for pair in pairs]), 1) for k in (0, 1))
@@ -114,7 +114,7 @@ def _joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _looked_up(tables: Sequence[Term], chunk: slice) -> tuple[Tensor, Tensor]:
-    """ids [n, T] and their gradients [n, T, D], 0 where an id is the padding of its layer."""
+    """Return ids [n, T] and gradients [n, T, D], 0 where an id is the padding of its layer."""
     ids, rows = [], []
     for layer, indices, grads in tables:
         assert layer is not None
@@ -127,7 +127,7 @@ def _looked_up(tables: Sequence[Term], chunk: slice) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(n: int, terms: Sequence[Term], views: bool) -> Iterator[slice]:
-    """views: nothing is copied, and one chunk is all."""
+    """Return the chunks of samples; views: nothing is copied, and one chunk is all."""
     elements = sum(
         (a.numel() * _patch(layer) if a is not None else 0) + g.numel() for layer, a, g in terms
     )
@@ -149,7 +149,7 @@ def _alike(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _rows(term: Term, n: int, chunk: slice) -> tuple[Tensor, Tensor]:
-    """[n * groups, T, I], [n * groups, T, O / groups] of some samples."""
+    """Return [n * groups, T, I], [n * groups, T, O / groups] of some samples."""
     layer, a, b = term
     assert layer is not None
     assert a is not None
@@ -172,7 +172,7 @@ def _rows(term: Term, n: int, chunk: slice) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(term: Term, n: int, chunk: slice) -> Tensor:
-    """[n, size of the parameter], in the order of its memory."""
+    """Return [n, size of the parameter], in the order of its memory."""
     layer, _, grads = term
     if layer is None:
         part = grads[chunk]

@@ -88,7 +88,7 @@ class Recorder:
 
     @staticmethod
     def next_node() -> tuple[int, int]:
-        """The thread, taken to be the only one, and the number there of the node made next."""
+        """Return the thread, taken to be the only one, and the number of its next node."""
         return 0, torch.autograd._get_sequence_nr()
 
     @staticmethod
@@ -161,7 +161,7 @@ class Recorder:
         self._recorded[task, parameter] = total, size + magnitude
 
     def untaken(self, tasks: Sequence[int]) -> list[tuple[int, int]]:
-        """Backwards, and parameters of which something is recorded that these did not receive."""
+        """Return backwards, and parameters of which these did not receive what is recorded."""
         return [key for key, (total, _) in list(self._recorded.items())
                 if key[0] in tasks and bool(total.any())]  # fmt: skip
 
@@ -215,12 +215,12 @@ class Pass:
         self.create_graph, self.retained = flags
 
     def forget(self) -> None:
-        """The only backward that came to it failed."""
+        """Forget the only backward that came to it: it failed."""
         self.clear()
         self.create_graph = self.retained = False
 
     def _track(self, place: int, tensor: Tensor) -> bool:
-        """False: its gradient is another parameter's."""
+        """Return False if its gradient is another parameter's."""
         if tensor.requires_grad and tensor.is_leaf:
             node = torch.autograd.graph.get_gradient_edge(tensor).node
             anothers = node is not self._owners[place] and node in self._owners
@@ -259,7 +259,7 @@ class Pass:
         return next((k for k, counts in enumerate(counted, 1) if rows in counts), 0)
 
     def expect(self, place: int, tensor: Tensor) -> None:
-        """One more use of a parameter, which is no module's."""
+        """Note one more use of a parameter, which is no module's."""
         self._track(place, tensor)
         self._calls[place] += 1
 

@@ -76,7 +76,7 @@ class Record:
         return self._serial
 
     def begin(self, run: Any) -> None:
-        """The first gradient of a pass that is not in the record."""
+        """Take a pass into the record, at its first gradient."""
         with self._entry:  # threads begin a new record once
             if self._read:
                 self.clear()
@@ -92,7 +92,7 @@ class Record:
                 self._recorder.refuse(site, reason)
 
     def come_again(self, run: Any) -> None:
-        """Another backward of a pass in the record: it adds to it, as it does to .grad.
+        """Note another backward of a pass in the record: it adds to it, as it does to .grad.
 
         What was read and then zeroed in .grad is of the record before.
         """
@@ -155,7 +155,7 @@ class Record:
         self._read = False
 
     def undo(self, tasks: Sequence[int]) -> None:
-        """Backwards that failed leave nothing; the passes that they began are forgotten."""
+        """Drop what failed backwards left, and the passes that they began."""
         self.runs = [entry for entry in self.runs if entry[0].recorded]
         self.mismatched = {key for key in self.mismatched if key[0] not in tasks}
         self.tape.undo(alone=not self.runs)
@@ -163,7 +163,7 @@ class Record:
             self.fates.add("backward_failed")
 
     def finish(self, run: Any, place: int) -> None:
-        """All uses of a parameter are in: combine them, and let their operands go."""
+        """Combine all uses of a parameter, and drop their operands."""
         run.finish(place, self._combined(run, place))
 
     def _combined(self, run: Any, place: int) -> Tensor:
@@ -176,7 +176,7 @@ class Record:
             return combine(run.n, terms)
 
     def sq_norms(self, run: Any, place: int) -> Tensor:
-        """[N] of one parameter, of the gradients as they came to it so far."""
+        """Return [N] of one parameter, of the gradients that have come to it so far."""
         total: Tensor = run.total([place])
         return total if place not in run.waiting() else total + self._combined(run, place).to(total)
 
@@ -186,7 +186,7 @@ class Record:
         factors = list(self._factors(runs, loss_scale))
 
         def of(places: Sequence[int] | None) -> Tensor:
-            """[N1 + N2 + ...] norms of some parameters, or of all, summed in float64."""
+            """Return [N1 + N2 + ...] norms of some parameters, or of all, summed in float64."""
             whole = []
             for (run, _), factor in zip(runs, factors, strict=True):
                 total = run.total(places)
@@ -202,7 +202,7 @@ class Record:
         return {name: of(places) for name, places in self._groups(per).items()}
 
     def dots(self) -> Tensor:
-        """[N1 + N2 + ...] products of the samples' gradients with the directions."""
+        """Return [N1 + N2 + ...] products of the samples' gradients with the directions."""
         runs = self._in_order()
         sums_on, result = self._places_of_sums(runs)
         found = [torch.zeros(run.n) if run.dots is None else run.dots for run, _ in runs]
@@ -210,7 +210,7 @@ class Record:
         return (whole * self.factors(runs).to(sums_on)).to(**result)
 
     def shares(self) -> Tensor:
-        """[N1 + N2 + ...] of the samples' own gradients in .grad."""
+        """Return [N1 + N2 + ...] shares of the samples' own gradients in .grad."""
         if self.tape.closed:
             raise RuntimeError(".grad is clipped already: read it before clip_grad_norm_")
         if is_unscaled(self._options["loss_scale"]):
@@ -224,7 +224,7 @@ class Record:
         return torch.where(factors == 0, 0.0, 1 / factors)
 
     def _sizes_of_grads(self, places: Sequence[int]) -> list[Tensor]:
-        """On their devices: a set_to_none=False leaves zeros."""
+        """Return how large each .grad is, on its device: set_to_none=False leaves zeros."""
         tensors = self._parameters.tensors()
         grads = [g for place in places if (g := tensors[place].grad) is not None]
         here = [getattr(g, "_local_tensor", g) for g in grads]  # of a DTensor
@@ -232,7 +232,7 @@ class Record:
         return list(torch._foreach_norm(dense, float("inf"))) if dense else []
 
     def gradients(self, per: str) -> dict[str, list[Tensor]]:
-        """.grad by group, as far as it is there."""
+        """Return .grad by group, as far as it is there."""
         self._compares = True
         if any(map(float, self._there)):
             raise RuntimeError(
@@ -252,7 +252,7 @@ class Record:
         factors: Callable[[Tensor], Tensor] | None,
         drops: bool,
     ) -> Tensor | dict[str, Tensor]:
-        """The norms before it."""
+        """Clip by sample, and return the norms before it."""
         unscaled = unscaled_by(self._options["loss_scale"])
         runs = [run for run, _ in self._in_order()]
         self.tape.check(runs)
@@ -282,7 +282,7 @@ class Record:
         return first.device if first.is_cuda else CPU, result
 
     def _groups(self, per: str) -> dict[str, list[int]]:
-        """The places of what was trainable in any of the passes, by parameter or by module."""
+        """Return places of what was trainable in any of the passes, by parameter or by module."""
         groups: dict[str, list[int]] = {}
         for place in sorted(set().union(*(run.trainable for run, _ in self.runs))):
             name = "" if per == "model" else self._parameters.names[place]
@@ -291,7 +291,7 @@ class Record:
         return groups
 
     def factors(self, runs: Sequence[Any]) -> Tensor:
-        """[N1 + N2 + ...]: what undoes the reduction and the scale of the loss."""
+        """Return [N1 + N2 + ...] factors that undo the reduction and the scale of the loss."""
         factors = zip(runs, self._factors(runs, None), strict=True)
         ones = [(torch.ones(run.n, dtype=torch.float64), f) for (run, _), f in factors]
         return _joined([one * (f.cpu() if isinstance(f, Tensor) else f) for one, f in ones])
@@ -299,7 +299,7 @@ class Record:
     def _factors(
         self, runs: Sequence[Any], loss_scale: float | Tensor | None
     ) -> Iterator[float | Tensor]:
-        """The same by pass: a number, or a Tensor [N] or []."""
+        """Yield the same by pass: a number, or a Tensor [N] or []."""
         by_sample = loss_scale if isinstance(loss_scale, Tensor) and loss_scale.dim() else None
         if by_sample is not None:
             samples = sum(run.n for run, _ in runs)

@@ -85,7 +85,7 @@ class TokenWatch:
     """Looks at the gradients of a model's outputs until it has warned of a token mean."""
 
     def __init__(self, options: Any) -> None:
-        """Looks only if neither option was given, not even as its default."""
+        """Look only if neither option was given, not even as its default."""
         self.on = options["loss_reduction"] is MEAN and options["loss_scale"] is ONE
         self._batch_dim: int = options["batch_dim"]
         self._reads = 0
@@ -151,7 +151,7 @@ class TokenWatch:
 
 
 def _sent(flag: Tensor) -> tuple[Tensor, Any]:
-    """A copy on the host, and the event that says when it is there; None: it is."""
+    """Return a copy on the host, and the event that says when it is there; None: it is."""
     if flag.device.type != "cuda":
         return flag.cpu(), None
     host = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)

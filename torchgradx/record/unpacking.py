@@ -80,7 +80,7 @@ class _Handles(dict[Any, Any]):
 
 
 def _packed(node: Any) -> list[Packed] | None:
-    """None: what it saved does not show."""
+    """Return the hooks of a node's saved tensors, and their data; None: they do not show."""
     if type(node).__name__ == "CppFunction":
         found: list[Packed] | None = packed(node) if NATIVE else None
         return found
@@ -103,7 +103,7 @@ def _offloads(hook: Unpack) -> bool:
 
 
 def saved(leaf: Any) -> Any:
-    """An argument as a node would save it: through the hooks in force."""
+    """Return an argument as a node would save it: through the hooks in force."""
     if not isinstance(leaf, Tensor):
         return leaf
     return Saved(leaf) if NATIVE else leaf.detach()
