@@ -321,8 +321,8 @@ class _Walk:
     def _places(
         self, node: Node, shape: Shape
     ) -> tuple[Tensor, int, int, tuple[Tensor, ...]] | None:
-        """Return rows of a tensor [*shape] that a node's indices name; their count; how many leading
-        dimensions of what is taken (or put) these are, -1 where they are none of rows; flags."""
+        """Return rows of a tensor [*shape] that a node's indices name; the tensor's rows; as how
+        many leading dimensions these are taken (or put), -1 where none is of rows; flags."""
         if hasattr(node, "_saved_indices"):
             return self._by_indices(saved(node, "indices"), shape)
         dim, index = self._dim(node, shape), saved(node, "index")
