@@ -87,7 +87,7 @@ class Audit:
         verdict, met = cached[0], None
         if verdict.lasting or not ops.NATIVE:
             return (verdict, None) if verdict.lasting else None
-        more = verdict.routes or verdict.reach or verdict.zeros is not None or verdict.refusals
+        more = verdict.routes or verdict.zeros is not None or verdict.refusals
         if not more and not trace.ends and all(pending[0] != key for pending in self._pending):
             with suppress(Exception):  # it is said where a forward is examined
                 met = self._lift.recall(run, verdict.plan, outputs)
@@ -123,8 +123,6 @@ class Audit:
         def fits(verdict: Verdict) -> bool:
             """Return True if this pass takes the path that was proven."""
             if not verdict.holds(self._parameters.tensors, chosen):
-                return False
-            if verdict.reach != self.examiner.reach(forward):
                 return False
             met = meet(verdict.plan)
             return met is None or (met.way is not None and not met.mute and met.same)

@@ -98,7 +98,6 @@ class Examiner:
             complete and all(one.complete for one in judged),
             sites=[site for site, *_ in uses],
             routes=self._chosen(forward, exam.watched),
-            reach=self.reach(forward),
             sure=[one.sure for one in judged],
             zeros=versions(self._parameters.tensors()) if has_zeros or dropped else None,
             blind=dropped and not has_zeros,
@@ -337,20 +336,6 @@ class Examiner:
             return False
         expected = [None if layout in (SHARED, NOWHERE) else layout for layout in layouts]
         return Seeding(heads, watched, n, self._forwards.unspent).confirms(expected)
-
-    def reach(self, forward: Forward) -> tuple[bool, ...]:
-        """Tell which outputs, of parts with several, come into the model's; empty: all."""
-        several = forward.trace.ends
-        if not several:
-            return ()
-        whole = {(t.grad_fn, t.output_nr) for t in forward.outputs}
-        ends = [end.watched for site, _, node, _ in forward.uses
-                for end in several.get((site, node), ())]  # fmt: skip
-        found = tuple(
-            (end.node, end.output_nr) in whole or end.output_nr in forward.graph.numbers(end.node)
-            for end in ends
-        )
-        return () if all(found) else found
 
     def _watched(self, forward: Forward) -> tuple[list[Watched], list[tuple[int, End]]]:
         """Return the first output of each use, and the others, by use."""

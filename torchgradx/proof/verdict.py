@@ -52,7 +52,6 @@ class Verdict:
     complete: bool = True  # False: another forward must be looked at
     sites: Sequence[int] = ()  # of each use
     routes: Sequence[Any] = ()  # what its batch chose, see routes.py
-    reach: tuple[bool, ...] = ()  # which outputs of parts with several it saw; empty: all
     sure: Sequence[bool] = ()  # of each use: no other layout has the same rows
     # Versions of the parameters, where weights are all zeros, as of adapters that are yet to be
     # trained: what is behind them does not show.
@@ -64,7 +63,7 @@ class Verdict:
     @property
     def lasting(self) -> bool:
         """Return whether passes of this structure need not be looked at."""
-        return not (self.plan or self.routes or self.reach or self.zeros is not None)
+        return not (self.plan or self.routes or self.zeros is not None)
 
     def holds(self, tensors: Callable[[], list[Tensor]], chosen: Callable[[], list[Any]]) -> bool:
         """Return whether another pass, whose batch chose so, would be shown no more than this."""
