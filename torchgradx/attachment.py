@@ -27,7 +27,7 @@ from .proof.audit import Audit
 from .proof.forwards import Forward
 from .proof.samples import Samples
 from .proof.segments import SegmentExaminer, rows_of
-from .proof.verdict import Attached, Verdict, known
+from .proof.verdict import ProbeParts, Verdict, known
 from .record import plain
 from .record.backwards import Backwards, weakly
 from .record.frames import PassOptions
@@ -76,7 +76,7 @@ class Attachment:
         self._recorder = Recorder(count, *map(forward_to, methods))
         self._sites: list[Site] = []
         given = (self._recorder, self._parameters, self._layers, options)
-        shared = Attached(*given, self._sites, verdicts)
+        shared = ProbeParts(*given, self._sites, verdicts)
         self._record = Record(shared)
         self._samples = Samples(shared, self._record.sq_norms)
         self._record.refused = self._samples.refused

@@ -33,7 +33,7 @@ from .layout import NOWHERE
 from .listening import Listening, others
 from .routes import routes
 from .structure import Examiner
-from .verdict import Attached, Verdict, finite, from_outside
+from .verdict import ProbeParts, Verdict, finite, from_outside
 
 if ops.NATIVE:
     from .._C import undelivered
@@ -44,7 +44,7 @@ PART = 1 << 18  # elements compared at a time, in float64
 
 
 class Audit:
-    def __init__(self, shared: Attached, record: Record, backwards: Backwards) -> None:
+    def __init__(self, shared: ProbeParts, record: Record, backwards: Backwards) -> None:
         self._record, self._backwards = record, backwards
         self._recorder, self._parameters, self._layers, options, self._sites, known = shared
         recorder, parameters, layers = shared.recorder, shared.parameters, shared.layers

@@ -30,7 +30,7 @@ from ..sharding import data_parallel
 from ..shared.frontier import Graph
 from ..sites.regime import Regime
 from .arguments import size_of_batch, sized, tensors_in
-from .verdict import Attached
+from .verdict import ProbeParts
 
 HALF = (torch.float16, torch.bfloat16)
 TOLERANCE, TOLERANCE_OF_HALF = 1e-3, 5e-2  # relative to the norm over all parameters
@@ -60,7 +60,7 @@ class _OfThread(threading.local):
 class Samples:
     """Checks the passes of one probe."""
 
-    def __init__(self, shared: Attached, sq_norms: Callable[[Any, int], Tensor]) -> None:
+    def __init__(self, shared: ProbeParts, sq_norms: Callable[[Any, int], Tensor]) -> None:
         self._recorder, self._parameters, _, self._options, _, known = shared
         self.on = shared.options["check"] == "samples"
         self._local = _OfThread()

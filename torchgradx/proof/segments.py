@@ -23,7 +23,7 @@ from .audit import Audit
 from .forwards import Forward
 from .layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
 from .owners import MAPPING, Owned, fitted, mask_joins, owners_below
-from .verdict import Attached, Verdict
+from .verdict import ProbeParts, Verdict
 
 if ops.NATIVE:
     from .. import _C
@@ -145,7 +145,7 @@ def segments_from(owners: Tensor, n: int) -> Any:
 class SegmentExaminer:
     """Finds the owners of every use of a pass."""
 
-    def __init__(self, shared: Attached, audit: Audit) -> None:
+    def __init__(self, shared: ProbeParts, audit: Audit) -> None:
         _, self._parameters, self._layers, self._options, self._sites, known = shared
         self._audit = audit
         # Regimes whose rows go where a batch's values send them.

@@ -35,7 +35,7 @@ from .layout import (
 )
 from .routes import routes
 from .several import End, ends_of_node
-from .verdict import Attached, Verdict, versions
+from .verdict import ProbeParts, Verdict, versions
 
 
 @dataclass
@@ -73,7 +73,7 @@ class _Judged:
 class Examiner:
     """Examines the structures of one probe."""
 
-    def __init__(self, shared: Attached, forwards: Forwards, lift: Lift) -> None:
+    def __init__(self, shared: ProbeParts, forwards: Forwards, lift: Lift) -> None:
         _, self._parameters, self._layers, self._options, self._sites, _ = shared
         self._forwards, self._lift = forwards, lift
         self._proves = shared.options["check"] != "off"

@@ -31,7 +31,7 @@ def known(model: nn.Module, options: Mapping[str, Any]) -> dict[str, dict[Any, A
     return _known[model][1].setdefault(choices, {})
 
 
-class Attached(NamedTuple):
+class ProbeParts(NamedTuple):
     """Things that the parts of one probe share."""
 
     recorder: Any

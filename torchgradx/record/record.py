@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..options import Scale, check_scale
-from ..proof.verdict import Attached
+from ..proof.verdict import ProbeParts
 from ..refusals import SECTIONS, refused_all
 from .clipping import ClipTape
 from .deferred import DeferredTape
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 class Record:
-    def __init__(self, shared: Attached) -> None:
+    def __init__(self, shared: ProbeParts) -> None:
         self._recorder, self._parameters, self._layers, self._options, *_ = shared
         scale = shared.options["loss_scale"]
         tape = ClipTape if shared.options["weight_grad"] else DeferredTape
