@@ -128,7 +128,7 @@ class Audit:
             return met is None or (met.way is not None and not met.mute and met.same)
 
         cached = [v for k, _, v, _ in self._pending if k == key] + self._proven.get(key, [])
-        verdict = next(filter(fits, cached), None) or self._transferred(forward, key, fits)
+        verdict = next(filter(fits, cached), None) or self._transfer(forward, key, fits)
         verdict = verdict or self._new(forward, key, cached)
         self._tell(run, verdict)
         if self._parameters.gathered():
@@ -137,12 +137,12 @@ class Audit:
         if met:
             self._lift.begin(run, met, self.forwards.first)
 
-    def _transferred(
+    def _transfer(
         self, forward: Forward, key: Any, fits: Callable[[Verdict], bool]
     ) -> Verdict | None:
         """Return the verdict on the same calls with another size of batch, and cache it."""
         for other in self._alike.get(self._calls(key, forward.uses), ()):
-            verdict = self.examiner.transferred(other, forward)
+            verdict = self.examiner.transfer(other, forward)
             if verdict is not None and fits(verdict):
                 self._keep(self._proven, key, verdict)
                 return verdict

@@ -94,7 +94,7 @@ class ForwardTrace(NamedTuple):
     nodes: int  # of the graph that it made
     kind: Any  # of outputs
     flat: bool  # the first argument shows no N: its rows may be of any sample
-    by_row: Mapping[Any, Any]  # nodes that took a sample's rows from its own, see `routed`
+    by_row: Mapping[Any, Any]  # nodes that took a sample's rows from its own, see `note_routes`
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Forwards:
             if not 0 <= use < len(layouts) or layouts[use] != SHARED:
                 listen()
 
-    def several(self, site: int, first: Tensor, ends: list[End]) -> None:
+    def note_ends(self, site: int, first: Tensor, ends: list[End]) -> None:
         """Note the outputs of a use beside its first."""
         if first.grad_fn is not None:
             self._local.ends.setdefault((site, first.grad_fn), []).extend(ends)
@@ -198,7 +198,7 @@ class Forwards:
         watch = self._local.watch
         return watch is not None and bool(watch.observer.picks)
 
-    def routed(self, use: int, nodes: Mapping[Any, int], picks: bool) -> None:
+    def note_routes(self, use: int, nodes: Mapping[Any, int], picks: bool) -> None:
         """Note nodes of a use that sent rows by values, each sample's to its own; so many did not.
 
         picks: before it. What it took itself was used by these alone.

@@ -103,7 +103,7 @@ class Samples:
         """Keep what the check needs at the end of a forward, if its structure is new."""
         if not self.on or run.n < 2 or key in self._checked:
             return
-        reason = self._skipped(run.n, module, arguments)
+        reason = self._why_skipped(run.n, module, arguments)
         if reason:
             self._checked[key] = reason
             return
@@ -117,7 +117,7 @@ class Samples:
                 call.outputs[k] = t.detach(), t._version
                 t.register_hook(partial(self._arrive, run.serial, call, k))
 
-    def _skipped(self, n: int, module: nn.Module, arguments: tuple[Any, Any]) -> str | None:
+    def _why_skipped(self, n: int, module: nn.Module, arguments: tuple[Any, Any]) -> str | None:
         if self._generators != _generators(self._parameters.tensors()):
             return RANDOM
         if data_parallel(module) is not None or self._parameters.gathered():
@@ -215,7 +215,7 @@ class Samples:
             for t, seed in zip(roots.values(), seeds, strict=True):
                 # All that arrived at it: an encoder's output has its decoder's part already.
                 t.register_hook(lambda _, seed=seed: seed)
-            return _pulled_back(list(roots.values()), seeds, live) if roots else [None] * len(live)
+            return _pull_back(list(roots.values()), seeds, live) if roots else [None] * len(live)
 
     def _differs(self, call: Call, k: int, alone: Tensor, n: int, sample: int) -> None:
         """Raise where the output of the sample is another than it was in its batch."""
@@ -229,7 +229,7 @@ class Samples:
             raise RefusedError(cause("output_alone", sample=sample))
 
 
-def _pulled_back(
+def _pull_back(
     roots: Sequence[Tensor], seeds: Sequence[Tensor], live: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
     """Return the gradients of the live tensors, without the hooks of the user's on them."""

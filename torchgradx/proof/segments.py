@@ -221,7 +221,7 @@ class SegmentExaminer:
         if inputs.joined_by(masks):
             refusals.append((-1, cause("segments_mixed", shape=inputs.grid)))
         graph = _Owners(inputs, below, names)
-        owned = [self._owned(graph, use) for use in uses]
+        owned = [self._owners_of(graph, use) for use in uses]
         if ids is None:
             owned = [one if self._both_ends_show(forward, graph, use, one) else None
                      for use, one in zip(uses, owned, strict=True)]  # fmt: skip
@@ -258,7 +258,7 @@ class SegmentExaminer:
         site, sizes, *_ = use
         return list(sizes[: self._sites[site].leads(len(sizes))])
 
-    def _owned(self, graph: _Owners, use: Any) -> Owned | None:
+    def _owners_of(self, graph: _Owners, use: Any) -> Owned | None:
         """Return owners of a use's rows; None: nothing shows them."""
         _, _, node, number = use
         leads = self._leads(use)

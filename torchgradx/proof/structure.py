@@ -82,8 +82,8 @@ class Examiner:
         """Return what a forward shows of its structure."""
         n, uses = forward.n, forward.uses
         exam = self._exam(forward)
-        found, plan, complete, ambiguous = self._located(exam)
-        judged = [self._judged(exam, k, finding) for k, finding in enumerate(found)]
+        found, plan, complete, ambiguous = self._locate(exam)
+        judged = [self._judge(exam, k, finding) for k, finding in enumerate(found)]
         layouts = [one.layout for one in judged]
         refusals = [(site, one.refusal) for (site, *_), one in zip(uses, judged, strict=True)
                     if one.refusal is not None]  # fmt: skip
@@ -97,7 +97,7 @@ class Examiner:
             plan,
             complete and all(one.complete for one in judged),
             sites=[site for site, *_ in uses],
-            routes=self._chosen(forward, exam.watched),
+            routes=self._choices(forward, exam.watched),
             sure=[one.sure for one in judged],
             zeros=versions(self._parameters.tensors()) if has_zeros or dropped else None,
             blind=dropped and not has_zeros,
@@ -112,7 +112,7 @@ class Examiner:
         tables = {k for k in tables if self._sites[uses[k][0]].declared < 0}
         return _Exam(forward, *self._watched(forward), tables, constant)
 
-    def _located(self, exam: _Exam) -> tuple[list[Finding], Plan | None, bool, bool]:
+    def _locate(self, exam: _Exam) -> tuple[list[Finding], Plan | None, bool, bool]:
         """Return a finding for each use, SHARED below tables; the plan of these; whether all of it
         was shown; whether the samples may as well be in other dimensions of the outputs."""
         n, uses, outputs = exam.forward.n, exam.forward.uses, exam.forward.outputs
@@ -122,7 +122,7 @@ class Examiner:
         proven = findings is not None
         findings = findings or [Finding(None)] * len(exam.every)
         of_region = findings[len(findings) - len(exam.region) :]
-        found, exam.zeros = self._joined(exam, findings)
+        found, exam.zeros = self._join(exam, findings)
         plan, complete = None, True
         if proven or exam.constant is not None:
             plan = self._lift.plan(n, uses, self._sites, outputs, start, found, of_region, proven)
@@ -134,21 +134,21 @@ class Examiner:
                 found[k] = Finding(SHARED)
         return found, plan, complete, ambiguous
 
-    def _judged(self, exam: _Exam, k: int, finding: Finding) -> _Judged:
+    def _judge(self, exam: _Exam, k: int, finding: Finding) -> _Judged:
         """Return the verdict on a use: what was said of it, what was proven, or what sizes show."""
         n, (index, sizes, node, _) = exam.forward.n, exam.forward.uses[k]
         site, layout = self._sites[index], finding.layout
         if site.declared >= 0 or not self._proves:
             return _Judged(SHARED if layout == SHARED else site.presumed)
         if isinstance(layout, str) or layout is None or (node is None and n != 1):
-            return self._unproven(exam, k, layout)
+            return self._judge_unproven(exam, k, layout)
         says = site.fixed and exam.watched[k].samples is None and n > 1
         if says and layout in {BATCH, SEQUENCE} - {site.presumed}:
             why = cause("batch_first", n=n, shape=list(sizes))
             return _Judged(layout, finding.sure, why)
         return _Judged(layout, finding.sure)
 
-    def _unproven(self, exam: _Exam, k: int, layout: int | str | None) -> _Judged:
+    def _judge_unproven(self, exam: _Exam, k: int, layout: int | str | None) -> _Judged:
         """Return the verdict on a use that no backward has shown."""
         (site, _, node, _), use = exam.forward.uses[k], exam.watched[k]
         presumed, graph = self._sites[site].presumed, exam.forward.graph
@@ -162,9 +162,9 @@ class Examiner:
         if detached or (zeros and not isinstance(layout, str)):
             likely = zeros and from_sizes(use.leads, exam.forward.n) == presumed
             return _Judged(presumed if likely else NOWHERE)  # if a gradient comes, it is refused
-        return self._refused(exam, k, layout)
+        return self._refuse(exam, k, layout)
 
-    def _refused(self, exam: _Exam, k: int, mixes: int | str | None) -> _Judged:
+    def _refuse(self, exam: _Exam, k: int, mixes: int | str | None) -> _Judged:
         """Refuse a use, because its rows mix samples (a cause) or because nothing shows them."""
         n, (site, sizes, _, _) = exam.forward.n, exam.forward.uses[k]
         if exam.constant is None and k not in exam.tables:
@@ -179,7 +179,7 @@ class Examiner:
         why = cause(why, shape=list(sizes))
         return _Judged(self._sites[site].presumed, True, why, complete)
 
-    def _chosen(self, forward: Forward, watched: Sequence[Watched]) -> list[Any]:
+    def _choices(self, forward: Forward, watched: Sequence[Watched]) -> list[Any]:
         """Return what the batch's own values chose; None in it: of rows to come nothing shows."""
         n = forward.n
         chosen = routes(forward.outputs, n, forward.trace.by_row)
@@ -270,7 +270,7 @@ class Examiner:
         uses, memory = exam.forward.uses, self._forwards.memory
         anchors, tables = memory.anchors(uses), memory.tables(uses)
         shown = []
-        for k, one in enumerate(self._joined(exam, findings)[0]):
+        for k, one in enumerate(self._join(exam, findings)[0]):
             if isinstance(one.layout, str) and k not in tables:
                 return False
             site = uses[k][0]
@@ -285,7 +285,7 @@ class Examiner:
         """Return True if a layer is known to have the samples where its input has them."""
         return isinstance(self._sites[site], NativeSite) or self._layers[site].ruled
 
-    def transferred(self, verdict: Verdict, forward: Forward) -> Verdict | None:
+    def transfer(self, verdict: Verdict, forward: Forward) -> Verdict | None:
         """Return what was proven of the same calls, if it holds for a batch of another size."""
         n, uses, outputs = forward.n, forward.uses, forward.outputs
         if verdict.refusals or verdict.zeros is not None or n == 1 or not verdict.complete:
@@ -293,7 +293,7 @@ class Examiner:
         watched, ends = self._watched(forward)
         if any(end.watched.samples is None for _, end in ends):  # else this graph shows its rows'
             return None
-        fits, chosen = self._sizes_fit(verdict, watched, forward), self._chosen(forward, watched)
+        fits, chosen = self._sizes_fit(verdict, watched, forward), self._choices(forward, watched)
         by_row = all(isinstance(choice, str) for choice in chosen)
         if fits is False or not by_row or chosen != verdict.routes:
             return None
@@ -309,7 +309,7 @@ class Examiner:
                 moved.plan = replace(verdict.plan, n=n, shapes=met.shapes, trails={})
                 watched += [use for use, _ in met.ends]
                 layouts += [layout for _, layout in met.ends]
-        return moved if fits or self._confirmed(forward, watched, layouts) else None
+        return moved if fits or self._confirms(forward, watched, layouts) else None
 
     def _sizes_fit(
         self, verdict: Verdict, watched: Sequence[Watched], forward: Forward
@@ -326,7 +326,7 @@ class Examiner:
             doubtful = doubtful or sized is None
         return None if doubtful else True
 
-    def _confirmed(
+    def _confirms(
         self, forward: Forward, watched: Sequence[Watched], layouts: Sequence[int]
     ) -> bool:
         """Run one backward, which must show these layouts."""
@@ -356,7 +356,7 @@ class Examiner:
                 ends += [(k, end) for end in others]
         return watched, ends
 
-    def _joined(self, exam: _Exam, findings: Sequence[Finding]) -> tuple[list[Finding], set[int]]:
+    def _join(self, exam: _Exam, findings: Sequence[Finding]) -> tuple[list[Finding], set[int]]:
         """Return a finding for each use, by all its outputs; and which received zeros only."""
         uses, ends = exam.forward.uses, exam.ends
         found = list(findings[: len(uses)])

@@ -93,27 +93,27 @@ def _closed(
     """Return |H|^2 + |E|^2 + 2 <H, E>, with H all outer products and E all rows looked up."""
     sq_norms: Tensor | float = 0.0
     if outer:
-        a, b = _joined([_rows(term, n, chunk) for term in outer])
+        a, b = _join([_rows(term, n, chunk) for term in outer])
         sq_norms = ops.linear_sq_norms(a, b).view(-1, groups).sum(1)
     if tables:
-        ids, rows = _looked_up(tables, chunk)
+        ids, rows = _look_up(tables, chunk)
         sq_norms = sq_norms + ops.embedding_sq_norms(ids, rows)
     if outer and tables:
-        rows, a, b = _alike([rows, a, b])
+        rows, a, b = _cast_alike([rows, a, b])
         sq_norms = sq_norms + 2 * ops.gather_dots(ids, rows, a, b, None)
     assert isinstance(sq_norms, Tensor)
     return sq_norms.clamp_min(0)
 
 
-def _joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _join(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return several uses as one with a longer T."""
     if len(pairs) == 1:
-        return tuple(_alike([*pairs[0]]))  # type: ignore[return-value]
-    first, second = (torch.cat(_alike([pair[k] for pair in pairs]), 1) for k in (0, 1))
-    return tuple(_alike([first, second]))  # type: ignore[return-value]
+        return tuple(_cast_alike([*pairs[0]]))  # type: ignore[return-value]
+    first, second = (torch.cat(_cast_alike([pair[k] for pair in pairs]), 1) for k in (0, 1))
+    return tuple(_cast_alike([first, second]))  # type: ignore[return-value]
 
 
-def _looked_up(tables: Sequence[Term], chunk: slice) -> tuple[Tensor, Tensor]:
+def _look_up(tables: Sequence[Term], chunk: slice) -> tuple[Tensor, Tensor]:
     """Return ids [n, T] and gradients [n, T, D], 0 where an id is the padding of its layer."""
     ids, rows = [], []
     for layer, indices, grads in tables:
@@ -123,7 +123,7 @@ def _looked_up(tables: Sequence[Term], chunk: slice) -> tuple[Tensor, Tensor]:
         kept = (indices[chunk] != padding).unsqueeze(-1)
         ids.append(indices[chunk].long())
         rows.append(grads[chunk] if padding < 0 else grads[chunk] * kept)
-    return torch.cat(ids, 1), torch.cat(_alike(rows), 1)
+    return torch.cat(ids, 1), torch.cat(_cast_alike(rows), 1)
 
 
 def _chunks(n: int, terms: Sequence[Term], views: bool) -> Iterator[slice]:
@@ -141,7 +141,7 @@ def _patch(layer: Layer | None) -> int:
     return layer.kernel_size[0] * layer.kernel_size[1] if layer and layer.kernel_size else 1
 
 
-def _alike(tensors: list[Tensor]) -> list[Tensor]:
+def _cast_alike(tensors: list[Tensor]) -> list[Tensor]:
     """Cast to one dtype: uses inside and outside of autocast may differ."""
     dtypes = {t.dtype for t in tensors}
     wide = next(iter(dtypes)) if len(dtypes) == 1 else torch.promote_types(*dtypes)
@@ -178,7 +178,7 @@ def _gradients(term: Term, n: int, chunk: slice) -> Tensor:
         part = grads[chunk]
         return part.reshape(len(part), -1).to(accumulation_dtype(grads.dtype))
     if layer.kind == "embedding":
-        ids, rows = _looked_up([term], chunk)
+        ids, rows = _look_up([term], chunk)
         rows = rows.to(accumulation_dtype(rows.dtype))
         table = rows.new_zeros(len(ids), layer.constants["rows"], rows.shape[2])
         return table.scatter_add_(1, ids.unsqueeze(-1).expand_as(rows), rows).flatten(1)

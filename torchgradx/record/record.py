@@ -164,9 +164,9 @@ class Record:
 
     def finish(self, run: Any, place: int) -> None:
         """Combine all uses of a parameter, and drop their operands."""
-        run.finish(place, self._combined(run, place))
+        run.finish(place, self._combine(run, place))
 
-    def _combined(self, run: Any, place: int) -> Tensor:
+    def _combine(self, run: Any, place: int) -> Tensor:
         kept = run.terms(place)
         terms = [(self._layers[site] if site >= 0 else None, a, g) for site, a, g, _ in kept]
         owners = [segments and segments.owners for *_, segments in kept]
@@ -178,7 +178,7 @@ class Record:
     def sq_norms(self, run: Any, place: int) -> Tensor:
         """Return [N] of one parameter, of the gradients that have come to it so far."""
         total: Tensor = run.total([place])
-        return total if place not in run.waiting() else total + self._combined(run, place).to(total)
+        return total if place not in run.waiting() else total + self._combine(run, place).to(total)
 
     def norms(self, per: str, loss_scale: float | Tensor | None) -> Tensor | dict[str, Tensor]:
         runs = self._in_order()
@@ -193,9 +193,9 @@ class Record:
                 total = total if sums_on is CPU else total.to(sums_on)
                 for place in run.waiting():
                     if places is None or place in places:
-                        total += self._combined(run, place).to(total.device)
+                        total += self._combine(run, place).to(total.device)
                 whole.append(_norms(total, factor, **result))
-            return _joined(whole)
+            return _join(whole)
 
         if per == "model":
             return of(None)
@@ -206,7 +206,7 @@ class Record:
         runs = self._in_order()
         sums_on, result = self._places_of_sums(runs)
         found = [torch.zeros(run.n) if run.dots is None else run.dots for run, _ in runs]
-        whole = _joined([dots.to(sums_on, torch.float64) for dots in found])
+        whole = _join([dots.to(sums_on, torch.float64) for dots in found])
         return (whole * self.factors(runs).to(sums_on)).to(**result)
 
     def shares(self) -> Tensor:
@@ -294,7 +294,7 @@ class Record:
         """Return [N1 + N2 + ...] factors that undo the reduction and the scale of the loss."""
         factors = zip(runs, self._factors(runs, None), strict=True)
         ones = [(torch.ones(run.n, dtype=torch.float64), f) for (run, _), f in factors]
-        return _joined([one * (f.cpu() if isinstance(f, Tensor) else f) for one, f in ones])
+        return _join([one * (f.cpu() if isinstance(f, Tensor) else f) for one, f in ones])
 
     def _factors(
         self, runs: Sequence[Any], loss_scale: float | Tensor | None
@@ -355,5 +355,5 @@ def _norms(
     return (sq_norms.clamp_min(0).sqrt() * factor).to(device, dtype)
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
+def _join(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
