@@ -49,32 +49,40 @@ def factors_of(
     Where a norm is not finite the factor is nan, as .grad is to be; or 0, if `drops` or `factors`
     says so.
     """
-    exact = norms.double()
-    if factors is None:
-        if isinstance(max_norm, Tensor):
-            bound = max_norm.to(norms.device, torch.float64)
-            sound = bound.shape in ((), norms.shape) and bool((bound >= 0).all())
-        else:  # written there: a copy from the host's memory would wait
-            assert max_norm is not None
-            bound, sound = exact.new_full((), max_norm), max_norm >= 0
-        if not sound:
-            raise ValueError(
-                f"max_norm must be a number, or a Tensor [{len(norms)}], of 0 or more; got "
-                f"{max_norm!r}"
-            )
-        found = torch.where(exact <= bound, 1.0, bound / exact)
-        if drops:
-            return found.masked_fill(~exact.isfinite(), 0.0)
-        return found + (exact - exact)  # nan where it is not finite, by fewer kernels
-    found = factors(norms.clone())
-    if not isinstance(found, Tensor) or found.shape != norms.shape:
-        got = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+    if factors is not None:
+        return _of_user(norms, factors, drops)
+    exact, bound = norms.double(), _bound(norms, max_norm)
+    result = torch.where(exact <= bound, 1.0, bound / exact)
+    if drops:
+        return result.masked_fill(~exact.isfinite(), 0.0)
+    return result + (exact - exact)  # nan where it is not finite, by fewer kernels
+
+
+def _bound(norms: Tensor, max_norm: float | Tensor | None) -> Tensor:
+    """Return max_norm as a Tensor [] or [N] on the device of the norms."""
+    if isinstance(max_norm, Tensor):
+        bound = max_norm.to(norms.device, torch.float64)
+        valid = bound.shape in ((), norms.shape) and bool((bound >= 0).all())
+    else:  # written there: a copy from the host's memory would wait
+        assert max_norm is not None
+        bound, valid = norms.new_full((), max_norm, dtype=torch.float64), max_norm >= 0
+    if not valid:
+        raise ValueError(
+            f"max_norm must be a number, or a Tensor [{len(norms)}], of 0 or more; got {max_norm!r}"
+        )
+    return bound
+
+
+def _of_user(norms: Tensor, factors: Callable[[Tensor], Tensor], drops: bool) -> Tensor:
+    result = factors(norms.clone())
+    if not isinstance(result, Tensor) or result.shape != norms.shape:
+        got = f"shape {list(result.shape)}" if isinstance(result, Tensor) else repr(result)
         raise ValueError(f"factors must turn norms [{len(norms)}] into as many factors; got {got}")
-    found = found.detach().double().masked_fill(norms == 0, 0.0)  # of a gradient of zeros
-    if not bool((found.isfinite() | ~norms.isfinite()).all()):
-        raise ValueError(f"factors must be finite where the norms are; got {found}")
+    result = result.detach().double().masked_fill(norms == 0, 0.0)  # of a gradient of zeros
+    if not bool((result.isfinite() | ~norms.isfinite()).all()):
+        raise ValueError(f"factors must be finite where the norms are; got {result}")
     spoiled = 0.0 if drops else float("nan")
-    return found.masked_fill(~exact.isfinite() & (found != 0), spoiled)
+    return result.masked_fill(~norms.isfinite() & (result != 0), spoiled)
 
 
 def is_unscaled(loss_scale: Any) -> bool:
