@@ -42,7 +42,7 @@ class ClipTape:
         self._tensors: list[Tensor] = []  # the table, while it is clipped
         self._others: dict[int, Tensor] = {}  # by place
         self._versions: list[int] = []  # of the parameters, when the record began
-        self._heard: dict[int, tuple[Tensor, Any]] = {}  # by place, and our hook
+        self._hooks: dict[int, tuple[Tensor, Any]] = {}  # by place, and our hook
         self._marks: dict[int, tuple[int, int]] = {}  # .grad as backwards left it, by place
         self._idle: set[int] = set()  # places that no gradient came to
         self._torn = False  # .grad changed between passes of a record
@@ -59,9 +59,9 @@ class ClipTape:
         self._recorder.books = False
         for run in runs:
             run.take_booked()
-        where = [p for p, _ in self._heard.values()]
-        for place in list(self._heard):
-            self._forget(place)
+        where = [p for p, _ in self._hooks.values()]
+        for place in list(self._hooks):
+            self._stop_listening(place)
         forget(where)
         self.clear()
 
@@ -81,20 +81,20 @@ class ClipTape:
             return
         self.clear()
         for place, p in enumerate(tensors):
-            if p.requires_grad and p.is_leaf and self._heard.get(place, (None,))[0] is not p:
-                self._hear(place, p)
+            if p.requires_grad and p.is_leaf and self._hooks.get(place, (None,))[0] is not p:
+                self._listen(place, p)
         self._versions = [p._version for p in tensors]
         self._others = {k: p.grad.clone() for k, p in enumerate(tensors) if p.grad is not None}
 
-    def _hear(self, place: int, p: Tensor) -> None:
+    def _listen(self, place: int, p: Tensor) -> None:
         """Listen at a parameter, also where another one was before."""
-        self._forget(place)
+        self._stop_listening(place)
         after = partial(self._accumulated, place)
-        self._heard[place] = p, p.register_post_accumulate_grad_hook(after)
+        self._hooks[place] = p, p.register_post_accumulate_grad_hook(after)
 
-    def _forget(self, place: int) -> None:
-        if place in self._heard:
-            self._heard.pop(place)[1].remove()
+    def _stop_listening(self, place: int) -> None:
+        if place in self._hooks:
+            self._hooks.pop(place)[1].remove()
 
     @untraced
     def _accumulated(self, place: int, p: Tensor) -> None:
