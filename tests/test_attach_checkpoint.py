@@ -73,7 +73,11 @@ def test_nested_checkpoints_are_exact(shared, outer, inner, options):
         return m.l4(checkpoint(around, torch.tanh(m.l0(x)), use_reentrant=outer))
 
     layers = {f"l{k}": nn.Linear(4 if k else 3, 4) for k in range(5)}
-    check(Model(forward, **layers), square, torch.randn(N, 5, 3), **options)
+    model, x = Model(forward, **layers), torch.randn(N, 5, 3)
+    if outer and inner and not torchgradx.ops.NATIVE:
+        refused(model, square, x, names=[], match="use_reentrant=False", **options)
+    else:
+        check(model, square, x, **options)
 
 
 OUTSIDE = {

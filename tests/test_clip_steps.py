@@ -112,10 +112,9 @@ def test_what_else_is_in_grad_stays():
             is_sum(model, {name: want[name] + others[name] for name in want})
 
 
-@pytest.mark.parametrize("clipped_ones", [0, 1, 2, 3, 4, 6])
+@pytest.mark.parametrize("clipped_ones", [0, 1, 6])
 @pytest.mark.parametrize("layer", ["linear", "conv", "norm", "sequence first"])
-def test_few_are_clipped(layer, clipped_ones):
-    """Whether .grad is made anew or corrected, from all samples or from a few of them."""
+def test_some_are_clipped(layer, clipped_ones):
     model, shape = {
         "linear": (nn.Linear(3, 2), (N, 4, 3)),
         "conv": (nn.Conv2d(3, 2, 2), (N, 3, 4, 4)),

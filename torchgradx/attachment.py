@@ -27,11 +27,11 @@ from .proof.audit import Audit
 from .proof.forwards import Forward
 from .proof.samples import Samples
 from .proof.segments import SegmentExaminer, rows_of
-from .proof.verdict import Attached, Verdict, known
+from .proof.verdict import ProbeParts, Verdict, known
 from .record import plain
 from .record.backwards import Backwards, weakly
-from .record.frames import Told
-from .record.modes import unheard
+from .record.frames import PassOptions
+from .record.modes import without_user_modes
 from .record.record import Record
 from .record.tokens import TokenWatch
 from .refusals import cause
@@ -71,12 +71,12 @@ class Attachment:
             self._layers = find_layers(model, self._parameters, options)
             verdicts = known(model, options)
         forward_to = partial(weakly, weakref.ref(self))  # the graph owns what it calls
-        methods = ("_began", "_finish", "_drained", "_met", "_received", "_astray")
+        methods = ("_began", "_finish", "_drained", "_site_called", "_received", "_astray")
         count = len(self._parameters.names)
         self._recorder = Recorder(count, *map(forward_to, methods))
         self._sites: list[Site] = []
         given = (self._recorder, self._parameters, self._layers, options)
-        shared = Attached(*given, self._sites, verdicts)
+        shared = ProbeParts(*given, self._sites, verdicts)
         self._record = Record(shared)
         self._samples = Samples(shared, self._record.sq_norms)
         self._record.refused = self._samples.refused
@@ -116,10 +116,10 @@ class Attachment:
             self._recorder.books = self._options["clip"]
             root = root_of(model)
             self._hooks = Hooks(root)
-            add, told = self._hooks.add, {"with_kwargs": True}
+            add, keywords = self._hooks.add, {"with_kwargs": True}
             enter, leave = self._trace.enter, self._trace.leave
-            add(root.register_forward_pre_hook, call("_enter"), enter, prepend=True, **told)
-            add(root.register_forward_hook, call("_leave"), leave, always_call=True, **told)
+            add(root.register_forward_pre_hook, call("_enter"), enter, prepend=True, **keywords)
+            add(root.register_forward_hook, call("_leave"), leave, always_call=True, **keywords)
         except BaseException:
             self.remove()
             raise
@@ -131,7 +131,7 @@ class Attachment:
         self._audit.stop()
         self._record.frames.turn(False)
         self._recorder.shields = False
-        self._record.books.close(run for run, _ in self._record.runs)
+        self._record.tape.close(run for run, _ in self._record.runs)
         self._drained()
 
     def _drained(self) -> None:
@@ -165,7 +165,7 @@ class Attachment:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if self._hooks is None or self._samples.silent:
             return  # left since torch listed the hooks of this call; or a sample runs alone
-        with unheard():
+        with without_user_modes():
             self._unwind()
             if not self._standing.on:
                 self._drained()
@@ -184,8 +184,8 @@ class Attachment:
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
         self._settle()
-        on, now = self._standing.on and not self._paused, Told(self._joint, self._directed)
-        serial, told = self._record.takes(on, now)
+        on, now = self._standing.on and not self._paused, PassOptions(self._joint, self._directed)
+        serial, options = self._record.takes(on, now)
         if not serial:
             return None
         rows = rows_of(self._options, args, kwargs)
@@ -193,11 +193,11 @@ class Attachment:
         if n is None:
             self._recorder.refuse(-1, "no_batch_size")
             return None
-        run, new = self._open(module, n, serial, told)
+        run, new = self._open(module, n, serial, options)
         if run is not None and new:
             self._record.ask_scale(run, args, kwargs)
         self._samples.begin()
-        if rows is None and (new or told.joint):
+        if rows is None and (new or options.joint):
             batch_dim = self._options["batch_dim"]
             self._audit.forwards.start(n, module, (args, kwargs), batch_dim)
         return run
@@ -211,7 +211,9 @@ class Attachment:
         self._recorder.enlist(run)  # a checkpoint's recomputation finds it there
         return run
 
-    def _open(self, module: nn.Module, n: int, serial: int, told: Told) -> tuple[Pass | None, bool]:
+    def _open(
+        self, module: nn.Module, n: int, serial: int, options: PassOptions
+    ) -> tuple[Pass | None, bool]:
         """Return a pass of n samples, and whether it is a new one."""
         parameters = self._parameters.parts()
         if self._parameters.changed():
@@ -223,19 +225,19 @@ class Attachment:
         if why_not:
             self._recorder.refuse(-1, why_not)
             return None, False
-        if told.joint:
-            if told.joint[0].n != n:
-                why_not = cause("two_sizes", one=told.joint[0].n, other=n)
+        if options.joint:
+            if options.joint[0].n != n:
+                why_not = cause("two_sizes", one=options.joint[0].n, other=n)
                 self._recorder.refuse(-1, why_not)
-            return told.joint[0], False
+            return options.joint[0], False
         run = Pass(self._recorder, n, parameters)
-        if told.directed:
-            run.directions = fitting(told.directed, parameters)
+        if options.directed:
+            run.directions = fitting(options.directed, parameters)
         if self._recorder.books:
-            self._record.books.within(module)
-        if told.joint is not None:
+            self._record.tape.within(module)
+        if options.joint is not None:
             run.keep = True
-            told.joint.append(run)
+            options.joint.append(run)
         run.serial = serial
         return run, True
 
@@ -244,8 +246,8 @@ class Attachment:
         if not self._standing.on or self._paused:
             return None
         self._settle()
-        told = Told(self._joint, self._directed)
-        run, new = self._open(root_of(self._model()), n, self._record.next(), told)
+        options = PassOptions(self._joint, self._directed)
+        run, new = self._open(root_of(self._model()), n, self._record.next(), options)
         if run is not None:
             if new:
                 self._recorder.enlist(run)
@@ -272,18 +274,18 @@ class Attachment:
             return
         self._unwind()
         if self._seen.calls[-1:] == [call_of_hook()]:  # else it failed before _enter
-            with unheard():
+            with without_user_modes():
                 self._end(module, args, kwargs, out)
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         run = self._recorder.current()
         whole = self._recorder.depth() == 1
-        looked = self._audit.forwards.stop(whole, out)
-        key: Any = None if run is None else self._audit.key(run, looked)
+        trace = self._audit.forwards.stop(whole, out)
+        key: Any = None if run is None else self._audit.key(run, trace)
         seen = self._seen.last
         outputs, recalled = tensors_in(out), None
         if whole and run and seen is None and not self._segments.applies(self._seen.ids):
-            recalled = self._audit.recall(run, key, looked, outputs)
+            recalled = self._audit.recall(run, key, trace, outputs)
         uses = [] if run is None or recalled else [*self._seen.inner, *run.uses()]
         outputs = outputs if uses else []
         self._recorder.pop()
@@ -300,7 +302,7 @@ class Attachment:
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 metadata: Any = node.metadata
                 metadata.setdefault("torchgradx", []).append(run)
-        forward = Forward(run, uses, outputs, looked)
+        forward = Forward(run, uses, outputs, trace)
         if run.in_graph:
             run.refuse(-1, "graph_and_eager")
         elif self._segments.examine(forward, self._seen.ids):
@@ -324,20 +326,20 @@ class Attachment:
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 node.register_prehook(lambda _: run.arrive(run.trainable, True) and None)
 
-    def _met(self, site: int, given: Tensor) -> None:
-        self._audit.forwards.meet(site, [given])
+    def _site_called(self, site: int, inputs: Tensor) -> None:
+        self._audit.forwards.note_call(site, [inputs])
 
     # Backward
 
     def _began(self, run: Pass | None) -> None:
         if run is not None and run.recorded:
             self._record.come_again(run)
-        self._backwards.meet(run)
+        self._backwards.reach(run)
         if run is None or run.recorded:
             return
         self._unwind()
         if run.in_graph and run.outside:
-            self._audit.look(run)
+            self._audit.examine_compiled(run)
             run.outside = None
         self._record.begin(run)
         run.hooked = self._audit.hooked()
@@ -354,7 +356,7 @@ class Attachment:
         if self._recorder.shields:
             self._audit.mute(place)
         elif gradient is not None and not self._samples.silent:
-            self._record.books.apart(place, gradient)
+            self._record.tape.add_other(place, gradient)
 
     def _settle(self) -> None:
         """Cache verdicts once their backward has ended and matched .grad."""

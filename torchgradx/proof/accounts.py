@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from operator import itemgetter
 from typing import Any
 
 from ..layers.rules import Layer
@@ -16,13 +18,33 @@ def require_all(record: Record, recorder: Any, parameters: Parameters, layers: l
     sound = recorder.sound and all(run.sound for run in runs)
     if sound and not record.mismatched and not record.refused:
         return
-    created = any(run.create_graph for run in runs)
-    silent = any(run.silent for run in runs)
     places = parameters.trainable()
+    created = any(run.create_graph for run in runs)
     causes: dict[int, str] = dict.fromkeys(places, "create_graph") if created else {}
+    causes.update(_of_refusals(recorder, layers, places, any(run.silent for run in runs)))
+    for place, why in record.refused.items():
+        causes.setdefault(place, why)
+    doubts = [
+        *((place, _beyond(count)) for place, count in enumerate(recorder.balance) if count),
+        *((place, "not_the_sum") for _, place in record.mismatched),
+        *((place, "overwritten") for run in runs for place in run.changed()),
+        *((place, "late") for run in runs for place in run.late()),
+    ]
+    for place, why in sorted(doubts, key=itemgetter(0)):  # of each parameter the first in this list
+        if place in places:
+            causes.setdefault(place, why)
+    if causes:
+        raise refused({parameters.names[place]: why for place, why in causes.items()})
+
+
+def _of_refusals(
+    recorder: Any, layers: list[Layer], places: Collection[int], silent: bool
+) -> dict[int, str]:
+    """Return causes by parameter; silent: a reentrant checkpoint's graph hides tables."""
+    causes: dict[int, str] = {}
     statistics = ""  # of a batch: why rows below mix
-    for site, why in sorted(recorder.refusals, key=lambda found: _tells(key_of(found[1]))):
-        if silent and key_of(why) == "not_found":  # perhaps a table, which a checkpoint hides
+    for site, why in sorted(recorder.refusals, key=lambda refusal: _explains(key_of(refusal[1]))):
+        if silent and key_of(why) == "not_found":
             why = cause(why, more="reentrant")
         own = layers[site].parameters if site >= 0 else ()
         concerned = [place for place in own if place in places]
@@ -33,22 +55,13 @@ def require_all(record: Record, recorder: Any, parameters: Parameters, layers: l
         elif key_of(why) == "mixes":
             why = statistics or why
         causes.update(dict.fromkeys(concerned or places, why))
-    causes.update((place, why) for place, why in record.refused.items() if place not in causes)
-    doubtful = {
-        "not_the_sum": {place for _, place in record.mismatched},
-        "overwritten": {place for run in runs for place in run.changed()},
-        "late": {place for run in runs for place in run.late()},
-    }
-    for place, beyond in enumerate(recorder.balance):
-        found = [key for key, doubt in doubtful.items() if place in doubt]
-        if beyond:
-            found.insert(0, cause("beyond" if beyond > 0 else "without_edge", places=abs(beyond)))
-        if found and place in places:
-            causes.setdefault(place, found[0])
-    if causes:
-        raise refused({parameters.names[place]: why for place, why in causes.items()})
+    return causes
 
 
-def _tells(key: str) -> bool:
-    """Return True for a cause that stands where others follow from it."""
+def _beyond(count: int) -> str:
+    return cause("beyond" if count > 0 else "without_edge", places=abs(count))
+
+
+def _explains(key: str) -> bool:
+    """Return True for a cause from which others follow."""
     return key == "mixes" or key.startswith("segments_")

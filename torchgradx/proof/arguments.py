@@ -29,65 +29,65 @@ def sized(tree: Any) -> list[Tensor]:
 
 
 def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None:
-    """N: as the user says, or off the first tensor that a model is called with."""
-    given = options["batch_size"]
-    if callable(given):
-        n = given(args, kwargs)
+    """Return N: as the user says, or as the first tensor of a model's arguments has it."""
+    size = options["batch_size"]
+    if callable(size):
+        n = size(args, kwargs)
         if not hasattr(n, "__index__") or isinstance(n, bool):
             raise TypeError(f"batch_size(args, kwargs) must return an int; got {n!r}")
         if n < 1 and (n < 0 or all(t.numel() for t in tensors_in((args, kwargs)))):
             raise ValueError(f"batch_size(args, kwargs) must return 1 or more; got {n}")
         return n if isinstance(n, int) else int(n)  # of a graph, a symbol
-    if given is not None:
-        return int(given)
+    if size is not None:
+        return int(size)
     first = args[0] if args else None
-    given = [first] if isinstance(first, Tensor) and first.dim() else tensors_in((args, kwargs))
-    for tensor in given:
+    tensors = [first] if isinstance(first, Tensor) and first.dim() else tensors_in((args, kwargs))
+    for tensor in tensors:
         if tensor.dim() and _has_sizes(tensor):
-            return _size(tensor, options["batch_dim"])
+            return size_of_batch(tensor, options["batch_dim"])
     return None
 
 
 def one_of_several(options: Mapping[str, Any], arguments: Any, outputs: Any) -> bool:
     """Return True if N = 1 was read off a first tensor that is broadcast against others."""
     dim = options["batch_dim"]
-    given = [t.shape for t in sized(arguments) if t.dim() > dim]
-    several = [shape for shape in given if shape[dim] > 1]
+    shapes = [t.shape for t in sized(arguments) if t.dim() > dim]
+    several = [shape for shape in shapes if shape[dim] > 1]
     if not several or options["batch_size"] is not None:
         return False
     made = next((t.shape[dim] for t in sized(outputs) if t.dim() > dim), None)
     if made == 1 or made in {shape[dim] for shape in several}:
         return made != 1
-    first = given[0]  # the first output tells nothing: a loss alone, or with the samples elsewhere
+    first = shapes[0]  # the first output shows nothing: a loss alone, or samples elsewhere
     rest = [(shape[:dim], shape[dim + 1 : len(first)]) for shape in (first, *several)]
     return len(first) > 1 and rest[0] in rest[1:]
 
 
-def of_each(given: Any, n: int) -> list[Tensor]:
-    """Tensors of a model's argument in lists of as many as there are samples: each may be one's."""
-    if is_dataclass(given) and not isinstance(given, type):
-        given = vars(given)
-    parts = list(given.values()) if isinstance(given, dict) else given
-    if not isinstance(parts, (list, tuple)):
-        return []
-    if parts is given and len(parts) == n and all(isinstance(part, Tensor) for part in parts):
-        return list(parts)
-    return [t for part in parts for t in of_each(part, n)]
+def _lists_samples(argument: Any, n: int) -> bool:
+    """Return True if a list of N tensors is in a model's argument: each may be a sample's."""
+    if is_dataclass(argument) and not isinstance(argument, type):
+        argument = vars(argument)
+    if isinstance(argument, dict):
+        return any(_lists_samples(part, n) for part in argument.values())
+    if not isinstance(argument, (list, tuple)):
+        return False
+    whole = len(argument) == n and all(isinstance(part, Tensor) for part in argument)
+    return whole or any(_lists_samples(part, n) for part in argument)
 
 
 def flattened(arguments: Any, n: int, batch_dim: int) -> bool:
     """Return True if the first tensor holds flattened or packed rows, not N samples nor one."""
     args, kwargs = arguments
-    if any(of_each(given, n) for given in (*args, *kwargs.values())):
+    if any(_lists_samples(argument, n) for argument in (*args, *kwargs.values())):
         return False
     first = next((t for t in sized(arguments) if t.dim()), None)
-    return first is not None and _size(first, batch_dim) != n
+    return first is not None and size_of_batch(first, batch_dim) != n
 
 
 def _has_sizes(t: Tensor) -> bool:
     return not (t.is_nested and t.layout is torch.strided)
 
 
-def _size(t: Tensor, batch_dim: int) -> int:
+def size_of_batch(t: Tensor, batch_dim: int) -> int:
     """Return the size of the dimension that holds the samples, or of the only one."""
     return t.shape[batch_dim if t.dim() > batch_dim else 0]

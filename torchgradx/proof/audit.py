@@ -1,4 +1,4 @@
-"""Nothing is silently wrong: what is recorded is held against what the parameters receive.
+"""Nothing is silently wrong: what is recorded is compared with what the parameters receive.
 
 On the first pass of a new structure the places of the samples are proven (structure.py), and each
 parameter's gradient is compared with the sum of what was recorded. In every backward, each edge of
@@ -8,7 +8,7 @@ the graph into a parameter must belong to a recorded use (csrc/record/pass.cpp).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from math import hypot
@@ -28,40 +28,40 @@ from ..sharding import scattered
 from ..shared.frontier import Plan
 from ..shared.lift import Lift, Met
 from ..sites.copies import untraced
-from .forwards import Forward, Forwards, Looked
+from .forwards import Forward, Forwards, ForwardTrace
 from .layout import NOWHERE
 from .listening import Listening, others
 from .routes import routes
 from .structure import Examiner
-from .verdict import Attached, Verdict, finite, from_outside
+from .verdict import ProbeParts, Verdict, finite, from_outside
 
 if ops.NATIVE:
     from .._C import undelivered
 
-MANY, VARIANTS = 4096, 8  # structures: sizes that never repeat must not add up; ways through each
+MANY, VARIANTS = 4096, 8  # structures: sizes that never repeat must not add up; paths through each
 FORWARDS = 7  # that wait for a backward: those of which none comes must not add up
 PART = 1 << 18  # elements compared at a time, in float64
 
 
 class Audit:
-    def __init__(self, shared: Attached, record: Record, backwards: Backwards) -> None:
+    def __init__(self, shared: ProbeParts, record: Record, backwards: Backwards) -> None:
         self._record, self._backwards = record, backwards
         self._recorder, self._parameters, self._layers, options, self._sites, known = shared
         recorder, parameters, layers = shared.recorder, shared.parameters, shared.layers
         self._proven: dict[Any, list[Verdict]] = known.setdefault("structures", {})
         self._alike: dict[Any, list[Verdict]] = known.setdefault("sizes", {})  # whatever the sizes
         self.forwards = Forwards(parameters, known.setdefault("memories", {}))
-        self._lift = Lift(recorder, parameters, layers, self._hears, not options["weight_grad"])
+        self._lift = Lift(recorder, parameters, layers, self._compares, not options["weight_grad"])
         self.examiner = Examiner(shared, self.forwards, self._lift)
         # What their first pass has yet to agree with: (key, key whatever the sizes, verdict, pass).
         self._pending: list[tuple[Any, Any, Verdict, Any]] = []
         self._entry = threading.RLock()  # of what is pending, and of who listens
         self._midway: set[int] = set()  # backwards that had begun when the listening did
         self._listening, self._always_listening = Listening(), Listening()
-        self._heard_at = WeakIdKeyDictionary()  # tensors that we listen at in every backward
+        self._hooked_at = WeakIdKeyDictionary()  # tensors that we listen at in every backward
         self._deferred: set[int] = set()
         self._awaiting: dict[tuple[int, int], Tensor] = {}  # what deferred parameters received
-        self._unmet: set[tuple[int, int]] = set()  # backwards that met no pass, and what they serve
+        self._without_pass: set[tuple[int, int]] = set()  # backwards, and what they serve
         rerun = [set(layer.parameters) for layer in layers if layer.kind == "vmap"]
         native = [set(layer.parameters) for layer in layers if layer.kind != "vmap"]
         # Nothing counts the uses inside a module that is run again: its sum is compared every time.
@@ -70,25 +70,25 @@ class Audit:
 
     # Forward
 
-    def key(self, run: Any, looked: Looked) -> Any:
+    def key(self, run: Any, trace: ForwardTrace) -> Any:
         """Return a structure's key. Less can be proven where a checkpoint runs the model again."""
         again = torch._C._current_graph_task_id() != -1
-        return run.structure, run.n, again, looked.nodes, looked.kind, self._parameters.regime()
+        return run.structure, run.n, again, trace.nodes, trace.kind, self._parameters.regime()
 
     def knows(self, key: Any) -> bool:
         verdicts = self._proven.get(key)
         return verdicts is not None and len(verdicts) == 1 and verdicts[0].lasting
 
-    def recall(self, run: Any, key: Any, looked: Looked, outputs: Sequence[Tensor]) -> Any:
-        """Return (verdict, where its plan's nodes are) where nothing else is to be looked at."""
-        held = self._proven.get(key, ())
-        if len(held) != 1 or self._parameters.gathered():
+    def recall(self, run: Any, key: Any, trace: ForwardTrace, outputs: Sequence[Tensor]) -> Any:
+        """Return (verdict, where its plan's nodes are) where nothing else has to be examined."""
+        cached = self._proven.get(key, ())
+        if len(cached) != 1 or self._parameters.gathered():
             return None
-        verdict, met = held[0], None
+        verdict, met = cached[0], None
         if verdict.lasting or not ops.NATIVE:
             return (verdict, None) if verdict.lasting else None
-        more = verdict.routes or verdict.reach or verdict.zeros is not None or verdict.refusals
-        if not more and not looked.ends and all(pending[0] != key for pending in self._pending):
+        more = verdict.routes or verdict.zeros is not None or verdict.refusals
+        if not more and not trace.ends and all(pending[0] != key for pending in self._pending):
             with suppress(Exception):  # it is said where a forward is examined
                 met = self._lift.recall(run, verdict.plan, outputs)
         return met and (verdict, met)
@@ -110,45 +110,26 @@ class Audit:
             run.refuse(-1, cause("not_examined", error=f"{type(error).__name__}: {error}"))
 
     def _examine(self, forward: Forward, key: Any) -> None:
-        run, uses, outputs = forward.run, forward.uses, forward.outputs
+        run = forward.run
 
         @cache
         def meet(plan: Plan | None) -> Met | None:
-            return self._lift.meet(run, plan, uses, self._sites, outputs) if plan else None
+            if plan is None:
+                return None
+            return self._lift.meet(run, plan, forward.uses, self._sites, forward.outputs)
 
-        chosen = cache(partial(routes, outputs, run.n, forward.looked.by_row))
+        chosen = cache(partial(routes, forward.outputs, run.n, forward.trace.by_row))
 
         def fits(verdict: Verdict) -> bool:
-            """Return whether this pass goes the way that was proven."""
+            """Return True if this pass takes the path that was proven."""
             if not verdict.holds(self._parameters.tensors, chosen):
-                return False
-            if verdict.reach != self.examiner.reach(forward):
                 return False
             met = meet(verdict.plan)
             return met is None or (met.way is not None and not met.mute and met.same)
 
-        held = [v for k, _, v, _ in self._pending if k == key] + self._proven.get(key, [])
-        verdict = next(filter(fits, held), None)
-        if verdict is None:
-            calls = self._calls(key, uses)
-            for other in self._alike.get(calls, ()):
-                moved = self.examiner.transferred(other, forward)
-                if moved is not None and fits(moved):
-                    verdict = moved
-                    self._keep(self._proven, key, moved)
-                    break
-        if verdict is None:
-            verdict = self.examiner.verdict(forward)
-            tired = [v for v in held if v.zeros is not None]
-            if tired and verdict.zeros is not None:  # zeros still: look less often
-                looks = 1 + max(v.looks for v in tired)
-                planned = verdict.plan.layouts if verdict.plan else ()
-                sure = NOWHERE not in (*verdict.layouts, *planned)
-                verdict.looks, verdict.patience = looks, 2 ** max(0, looks - 4) if sure else 1
-            for old in tired:
-                self._drop(key, old)
-            if verdict.complete:
-                self._await(key, calls, verdict, run)
+        cached = [v for k, _, v, _ in self._pending if k == key] + self._proven.get(key, [])
+        verdict = next(filter(fits, cached), None) or self._transfer(forward, key, fits)
+        verdict = verdict or self._new(forward, key, cached)
         self._tell(run, verdict)
         if self._parameters.gathered():
             self._follow(run, verdict.sites)
@@ -156,13 +137,37 @@ class Audit:
         if met:
             self._lift.begin(run, met, self.forwards.first)
 
-    def expect(self, keys: list[Any], verdict: Verdict, run: Any) -> None:
-        """Cache a verdict under these keys once the pass's backward has agreed."""
-        self._await(keys, None, verdict, run)
+    def _transfer(
+        self, forward: Forward, key: Any, fits: Callable[[Verdict], bool]
+    ) -> Verdict | None:
+        """Return the verdict on the same calls with another size of batch, and cache it."""
+        for other in self._alike.get(self._calls(key, forward.uses), ()):
+            verdict = self.examiner.transfer(other, forward)
+            if verdict is not None and fits(verdict):
+                self._keep(self._proven, key, verdict)
+                return verdict
+        return None
 
-    def _await(self, *entry: Any) -> None:
+    def _new(self, forward: Forward, key: Any, cached: Sequence[Verdict]) -> Verdict:
+        """Examine a forward, and have its verdict cached once its backward has agreed."""
+        verdict = self.examiner.verdict(forward)
+        expired = [v for v in cached if v.zeros is not None]
+        if expired and verdict.zeros is not None:  # zeros still: look less often
+            verdict.looks = 1 + max(v.looks for v in expired)
+            planned = verdict.plan.layouts if verdict.plan else ()
+            sure = NOWHERE not in (*verdict.layouts, *planned)
+            verdict.patience = 2 ** max(0, verdict.looks - 4) if sure else 1
+        for old in expired:
+            self._drop(key, old)
+        if verdict.complete:
+            self.expect(key, self._calls(key, forward.uses), verdict, forward.run)
+        return verdict
+
+    def expect(self, key: Any, calls: Any, verdict: Verdict, run: Any) -> None:
+        """Cache a verdict once its pass's backward has agreed: under its key, or a list of keys,
+        and under its calls, whatever the sizes."""
         with self._entry:
-            self._pending.append(entry)
+            self._pending.append((key, calls, verdict, run))
             self._listen()
 
     def _calls(self, key: Any, uses: Sequence[Any]) -> Any:
@@ -183,14 +188,14 @@ class Audit:
         kept = self._proven.get(key, [])
         kept[:] = [other for other in kept if other is not verdict]
 
-    def look(self, run: Any) -> None:
+    def examine_compiled(self, run: Any) -> None:
         """Examine a pass of compiled graphs at its first gradient, by forwards that are not."""
         key = run.structure, run.n
-        held = [v for k, _, v, _ in self._pending if k == key] + self._proven.get(key, [])
-        known = next((v for v in held if not v.routes), None)  # what batches choose does not show
+        cached = [v for k, _, v, _ in self._pending if k == key] + self._proven.get(key, [])
+        known = next((v for v in cached if not v.routes), None)  # what batches choose does not show
         verdict = known or from_outside(run)
         if known is None and verdict.complete:
-            self._await(key, None, verdict, run)
+            self.expect(key, None, verdict, run)
         self._tell(run, verdict)
         if verdict.plan is not None:
             run.refuse(-1, "tables_in_graph")
@@ -205,55 +210,55 @@ class Audit:
 
     # Backward
 
-    def _hears(self, place: int) -> bool:
-        """Return whether what is recorded of a parameter will be held against what it receives."""
+    def _compares(self, place: int) -> bool:
+        """Return True if what is recorded of a parameter will be compared with what it receives."""
         return place in self.always or self._recorder.auditing
 
     def deliver(self, places: Iterable[int]) -> None:
-        """This backward counts their every edge: nothing else need be compared."""
+        """Note that this backward counts their every edge: nothing else need be compared."""
         task = torch._C._current_graph_task_id()
         self._lift.delivered.update((task, place) for place in places)
 
     def attend(self) -> None:
         """Compare always what modules that run again receive."""
-        self.always &= set(self._heard(self.always))
+        self.always &= set(self._hook_each(self.always))
 
-    def _heard(self, places: Iterable[int]) -> Iterator[int]:
+    def _hook_each(self, places: Iterable[int]) -> Iterator[int]:
         tensors = self._parameters.wholes()
         for place in places:
             p = tensors[place]
             if p.requires_grad and p.is_leaf:
-                self._hear(place, p)
+                self._hook(place, p)
                 yield place
 
-    def _hear(self, place: int, p: Tensor) -> None:
+    def _hook(self, place: int, p: Tensor) -> None:
         listening = self._always_listening if place in self.always else self._listening
         hook = partial(self._received, place)
         if ops.NATIVE:  # without Python where it would return at once
             hook = partial(undelivered, self._recorder, self._lift.delivered, place, hook)
         listening.before(p, hook)
         if place in self.always:
-            self._heard_at[p] = place
+            self._hooked_at[p] = place
 
     def _follow(self, run: Any, sites: Sequence[int]) -> None:
-        """fully_shard computes with tensors that it makes in the first forward, of which a pass
-        knows those alone that a module was called with; and there nobody listens yet."""
+        """Listen at the tensors that fully_shard makes in the first forward and computes with: a
+        pass knows those alone that a module was called with."""
         called = {place for site in sites for place in self._layers[site].parameters}
         parts, wholes = self._parameters.parts(), self._parameters.wholes()
         for place, both in enumerate(zip(parts, wholes, strict=True)):
             if place not in called:
                 run.expect(place, both[1])
             for p in both:
-                if place in self.always and p.requires_grad and p not in self._heard_at:
-                    self._hear(place, p)
+                if place in self.always and p.requires_grad and p not in self._hooked_at:
+                    self._hook(place, p)
 
     def hooked(self) -> list[int]:
-        """Norms only: the parameters with hooks of the user's, which are called with a gradient."""
+        """Return, for norms only, the parameters with the user's hooks, which get a gradient."""
         tensors = self._parameters.wholes() if self._recorder.shields else []
         return [place for place, p in enumerate(tensors) if others(p._backward_hooks)]
 
     def _listen(self) -> None:
-        """Hold what each parameter receives against what is recorded, until settled."""
+        """Compare what each parameter receives with what is recorded, until settled."""
         with self._entry:
             if not ops.NATIVE:
                 self._listening.stop()  # what is trained may be another
@@ -262,7 +267,7 @@ class Audit:
             if not self._recorder.auditing:  # first: what begins from here on is recorded whole
                 self._recorder.auditing = True
                 self._midway = {*self._backwards.open} - {torch._C._current_graph_task_id()}
-            list(self._heard(set(range(len(self._parameters.names))) - self.always))
+            list(self._hook_each(set(range(len(self._parameters.names))) - self.always))
 
     @untraced
     def _received(self, place: int, gradient: Tensor | None) -> None:
@@ -272,39 +277,39 @@ class Audit:
             whole = self._recorder.auditing and key[0] not in self._midway
         if gradient is None or several_at_once() or not (always or whole):
             return
-        met = self._recorder.audited(key[0])
-        if not met:  # this backward met no pass, as yet
-            self._backwards.meet(None)
-            self._unmet.add(key)
-        if met and place not in self._deferred:
+        has_pass = self._recorder.audited(key[0])
+        if not has_pass:  # this backward has reached none yet
+            self._backwards.reach(None)
+            self._without_pass.add(key)
+        if has_pass and place not in self._deferred:
             self._compare(key, gradient.detach())
         else:
             self._awaiting[key] = gradient.detach().clone()
 
     def mute(self, place: int) -> None:
-        """Norms only: nothing is accumulated in this backward, so no hook follows it."""
+        """Call no hook after this backward, which accumulates nothing: norms only."""
         hooks: Any = self._parameters.tensor(place)._post_accumulate_grad_hooks
         if hooks:
             self._muted[place] = dict(hooks), torch._C._current_graph_task_id()
             hooks.clear()
 
     def over(self, tasks: Sequence[int], done: bool) -> None:
-        """End backwards, however they did. One inside of another meets a pass if that other did."""
+        """End backwards, however they did. One inside of another has its passes."""
         delivered = self._lift.delivered
-        if self._unmet or self._muted or self._awaiting:
+        if self._without_pass or self._muted or self._awaiting:
             self._clear(tasks, done)
         if done and self.always:  # what runs again may use other weights than its forward did
             left = {key for key in self._recorder.untaken(tasks) if key not in delivered}
             tensors = self._parameters.wholes() if left else []
-            self._record.mismatched |= {key for key in left if tensors[key[1]] in self._heard_at}
+            self._record.mismatched |= {key for key in left if tensors[key[1]] in self._hooked_at}
         delivered -= {key for key in list(delivered) if key[0] in tasks}
 
     def _clear(self, tasks: Sequence[int], done: bool) -> None:
         if torch._C._current_graph_task_id() == -1:
-            unmet = {key for key in list(self._unmet) if key[0] in tasks}
-            self._unmet -= unmet
-            # Of one that met a pass later the edges tell, where they are counted.
-            inside = {key for key in unmet if not (ops.NATIVE and self._recorder.audited(key[0]))}
+            ended = {key for key in list(self._without_pass) if key[0] in tasks}
+            self._without_pass -= ended
+            # One that reached a pass later is judged by its edges, where they are counted.
+            inside = {key for key in ended if not (ops.NATIVE and self._recorder.audited(key[0]))}
             if done and any(map(self._recorder.audited, tasks)):
                 self._record.mismatched |= inside
         for place in [p for p, (_, task) in list(self._muted.items()) if task in tasks]:
@@ -317,7 +322,7 @@ class Audit:
 
     @untraced
     def compare_deferred(self, places: Iterable[int]) -> None:
-        """At the end of a backward."""
+        """Compare what deferred parameters received, at the end of a backward."""
         for place in places:
             key = torch._C._current_graph_task_id(), place
             gradient = self._awaiting.pop(key, None)
@@ -349,16 +354,16 @@ class Audit:
         return not difference > allowed  # inf and nan are the scaler's to report
 
     def defer(self, places: Sequence[int]) -> None:
-        """Their gradients by sample come only at the end of the backward."""
+        """Compare these only at the end of the backward: their gradients by sample come then."""
         self._deferred.update(places)
 
     @property
     def unsettled(self) -> bool:
-        busy = self._pending or self._recorder.auditing or self._listening.heard
+        busy = self._pending or self._recorder.auditing or self._listening.tensors
         return bool(busy or self.always)
 
     def settle(self) -> None:
-        """Outside of any backward: a structure whose first one agreed is known from now on."""
+        """Cache verdicts, outside of any backward, whose first backward has agreed."""
         with self._entry:
             waiting: list[Any] = []
             come: list[Any] = []
@@ -368,23 +373,19 @@ class Audit:
                 return
             for key, calls, verdict, run in come:
                 if self._record.mismatched or not finite(run):
-                    self._watch_again()
+                    self.forwards.watch_again()
                     continue
                 for one in key if isinstance(key, list) else [key]:
                     if not self.knows(one):
                         self._keep(self._proven, one, verdict)
-                if calls is not None and run.n > 1:  # one sample tells nothing of several
+                if calls is not None and run.n > 1:  # one sample shows nothing of several
                     self._keep(self._alike, calls, verdict)
             self._pending = waiting[-FORWARDS:]
             if len(waiting) > FORWARDS:
-                self._watch_again()
+                self.forwards.watch_again()
             if ops.NATIVE and not self._pending and (self._recorder.auditing or self.always):
                 self._stop_listening()  # without the extension, which counts edges, it goes on
             self._listening.leave()  # if a backward kept it from that
-
-    def _watch_again(self) -> None:
-        """The next forward is to be shown no less."""
-        self.forwards.memory.watches = max(1, self.forwards.memory.watches)
 
     def _stop_listening(self) -> None:
         self._recorder.auditing = False

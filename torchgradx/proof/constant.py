@@ -3,7 +3,7 @@ constants alone?
 
 A gradient that mixes samples may be that of a table that all samples share (positions, relative
 biases), or of something computed from several samples, which has no gradient by sample. The graph
-does not tell these apart, since data needs no gradient. So the operators of one forward are
+does not distinguish these, since data needs no gradient. So the operators of one forward are
 observed, as by a profiler (csrc/record/watch.cpp): no number changes for it. Nothing is constant by
 default: arguments, data hidden in objects, and what comes from NumPy are not. Without the compiled
 extension a dispatch mode does the same, under which autocast may round a few operators otherwise.
@@ -11,7 +11,6 @@ extension a dispatch mode does the same, under which autocast may round a few op
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from .. import ops
+from ..sites.copies import untraced
 from .layout import BATCH, SEQUENCE
 
 if ops.NATIVE:
@@ -33,9 +33,9 @@ class Watch:
     """Watches the operators of this thread, from here to `stop`."""
 
     def __init__(
-        self, held: Iterable[Tensor], arguments: Sequence[Tensor], n: int, batch_dim: int
+        self, constants: Iterable[Tensor], arguments: Sequence[Tensor], n: int, batch_dim: int
     ) -> None:
-        """held: parameters and buffers."""
+        """constants: parameters and buffers."""
         # By site and the place among its calls: 1 if it is given constants alone; the layout of the
         # samples in what it is given. None: that does not show.
         self.inputs: dict[tuple[int, int], int | None] = {}
@@ -48,14 +48,16 @@ class Watch:
         data = [t for t in arguments if all(t is not other for other in shared)]
         # picks: data decided how many rows there are (x[mask]) and no node shows it;
         # is_constant(node, number): this output of it is known to be the same for any batch.
-        self.seen = (_C.Watch if ops.NATIVE else _mode())([*held, *shared], data, n, batch_dim)
+        self.observer = (_C.Watch if ops.NATIVE else Mode)(
+            [*constants, *shared], data, n, batch_dim
+        )
 
-    def meet(self, site: int, given: Sequence[Tensor]) -> None:
-        """A site is called with these."""
+    def note_call(self, site: int, inputs: Sequence[Tensor]) -> None:
+        """Note what a site is called with."""
         call = site, self._calls[site]
         self._calls[site] += 1
-        self.inputs[call] = 1 if all(map(self.seen.knows_constant, given)) else None
-        dim = self.seen.holds(given[0]) if given else -1
+        self.inputs[call] = 1 if all(map(self.observer.knows_constant, inputs)) else None
+        dim = self.observer.holds(inputs[0]) if inputs else -1
         self.anchored[call] = (BATCH, SEQUENCE, None)[dim]
 
 
@@ -66,21 +68,21 @@ class Mode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import the whole compiler, 70 MiB and two seconds
+        return False  # else torch imports the whole compiler, 70 MiB and two seconds
 
     def __init__(
         self, constants: Iterable[Tensor], data: Iterable[Tensor], n: int, batch_dim: int
     ) -> None:
         super().__init__()
         self._on, self.picks, self._n, self._batch_dim = True, False, n, batch_dim
-        # By storage, which views and in-place writes share: is it constant, and how far apart are
-        # samples, 0 where that is not known. A weak reference keeps its address.
+        # By storage, which views and in-place writes share: is it constant, and the elements from
+        # one sample to the next, 0 where that is not known. A weak reference keeps its address.
         self._known: dict[int, tuple[StorageWeakRef, bool, int]] = {}
         self._bits: dict[tuple[Any, int], bool] = {}  # as consumed, by node and output
         for t in constants:
             self._mark(t, True)
         for t in data:
-            self._mark(t, False, self._apart(t, batch_dim))
+            self._mark(t, False, self._stride(t, batch_dim))
         self.__enter__()
 
     def stop(self) -> None:
@@ -94,24 +96,27 @@ class Mode(TorchDispatchMode):
 
     def stands(self, t: Tensor) -> bool:
         """Return True for views and elementwise results of an argument, samples in place."""
-        return self._known_apart(t) > 0 and self._known_apart(t) == self._apart(t, self._batch_dim)
+        return self._known_stride(t) > 0 and self._known_stride(t) == self._stride(
+            t, self._batch_dim
+        )
 
     def holds(self, t: Tensor) -> int:
         """Return which of the first two dimensions it is seen to have them in; -1: neither."""
-        known = self._known_apart(t)
-        return next((dim for dim in (0, 1) if known > 0 and known == self._apart(t, dim)), -1)
+        known = self._known_stride(t)
+        return next((dim for dim in (0, 1) if known > 0 and known == self._stride(t, dim)), -1)
 
-    def _known_apart(self, t: Tensor) -> int:
+    def _known_stride(self, t: Tensor) -> int:
         storage = _storage_of(t)
         known = None if storage is None else self._known.get(storage._cdata)
         return 0 if known is None else known[2]
 
-    def _apart(self, t: Tensor, d: int) -> int:
-        """From one sample to the next, in elements, if they are in this dimension, n*T+t."""
+    def _stride(self, t: Tensor, d: int) -> int:
+        """Return the elements from one sample to the next, if they are in this dimension, n*T+t."""
         if t.dim() <= d or t.layout is not torch.strided or t.shape[d] % self._n:
             return 0
         return t.stride(d) * (t.shape[d] // self._n)
 
+    @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._on:
@@ -139,8 +144,8 @@ class Mode(TorchDispatchMode):
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 alike = bool(shapes) and not t.is_nested and t.shape in shapes
-                apart = self._apart(t, self._batch_dim) if alike else self._known_apart(t)
-                self._mark(t, constant or _is_of_sizes(func), apart)
+                stride = self._stride(t, self._batch_dim) if alike else self._known_stride(t)
+                self._mark(t, constant or _is_of_sizes(func), stride)
         return out
 
     def knows_constant(self, t: Tensor) -> bool:
@@ -153,24 +158,10 @@ class Mode(TorchDispatchMode):
         # A number that Python made; and parameters that fully_shard brings together.
         return not t.dim() or (t.is_leaf and t.requires_grad)
 
-    def _mark(self, t: Tensor, constant: bool, apart: int = 0) -> None:
+    def _mark(self, t: Tensor, constant: bool, stride: int = 0) -> None:
         storage = _storage_of(t)
         if storage is not None:
-            self._known[storage._cdata] = StorageWeakRef(storage), constant, apart
-
-
-class _Untraced(Mode):
-    """The mode where the compiler is loaded already, which must not trace it."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return True
-
-    __torch_dispatch__ = Mode.__torch_dispatch__
-
-
-def _mode() -> type[Mode]:
-    return _Untraced if "torch._dynamo" in sys.modules else Mode
+            self._known[storage._cdata] = StorageWeakRef(storage), constant, stride
 
 
 def _storage_of(t: Tensor) -> torch.UntypedStorage | None:
@@ -181,7 +172,7 @@ def _storage_of(t: Tensor) -> torch.UntypedStorage | None:
 
 
 def _is_of_sizes(func: Any) -> bool:
-    """zeros_like(x), x.new_ones(...), bernoulli(x, 0.1): nothing of the operand's values."""
+    """Return True for zeros_like(x), x.new_ones(...), bernoulli(x, 0.1): no value of x is read."""
     schema = getattr(func, "_schema", None)
     name = "" if schema is None else schema.name.removeprefix("aten::")
     return bool(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
-from ..record.modes import unheard
+from ..record.modes import without_user_modes
 from ..sharding import part_here
 from ..shared.frontier import Graph
 from .arguments import flattened, sized
@@ -35,20 +35,20 @@ class Memory:
     """Facts that forwards of one regime have shown; outlives the probe."""
 
     watches: int = 1  # so many of the next forwards are watched
-    # Of what sites were given, by the site and the place among its calls; None: it differed.
+    # Of the inputs of sites, by the site and the place among its calls; None: it differed.
     constant: dict[tuple[int, int], int | None] = field(default_factory=dict)
     anchored: dict[tuple[int, int], int | None] = field(default_factory=dict)
-    picks: bool = False  # how many rows layers are given was up to data
+    picks: bool = False  # data chose how many rows layers have
     # Of the samples in the outputs, by their place and number of dimensions.
     dims: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def tables(self, uses: Sequence[Any]) -> set[int]:
-        """Return the uses that were given the same for any batch, as far as that was seen."""
+        """Return the uses with constant inputs, as far as that was observed."""
         return set(_where(self.constant, uses))
 
     def see(self, uses: Sequence[Any], constant: Callable[[Any, int], bool]) -> None:
-        """Note the uses that made the same for any batch, though they were given more than that, as
-        positions beside the ids that they are of."""
+        """Note the uses with constant outputs, though not all of their inputs are, as positions
+        beside the ids that they are of."""
         for call, (_, _, node, number) in zip(_calls(uses), uses, strict=True):
             same = node is not None and constant(node, number)
             self.constant[call] = 1 if same else self.constant.get(call)
@@ -59,10 +59,10 @@ class Memory:
 
     def learn(self, watch: Watch) -> None:
         self.watches = max(0, self.watches - 1)
-        self.picks = self.picks or watch.seen.picks
-        for seen, inputs in (self.constant, watch.inputs), (self.anchored, watch.anchored):
+        self.picks = self.picks or watch.observer.picks
+        for known, inputs in (self.constant, watch.inputs), (self.anchored, watch.anchored):
             for call, one in inputs.items():
-                seen[call] = one if seen.get(call, one) == one else None
+                known[call] = one if known.get(call, one) == one else None
 
 
 def _calls(uses: Sequence[Any]) -> Iterator[tuple[int, int]]:
@@ -73,20 +73,20 @@ def _calls(uses: Sequence[Any]) -> Iterator[tuple[int, int]]:
         calls[site] += 1
 
 
-def _where(seen: dict[tuple[int, int], int | None], uses: Sequence[Any]) -> dict[int, int]:
-    """Return what was seen of these uses; of a site called more often, if its calls were alike."""
+def _where(known: dict[tuple[int, int], int | None], uses: Sequence[Any]) -> dict[int, int]:
+    """Return what is known of these uses; of a site called more often, if its calls were alike."""
     found: dict[int, int] = {}
     for k, call in enumerate(_calls(uses)):
-        one = seen.get(call)
-        if call not in seen:
-            ones = {one for (site, _), one in seen.items() if site == call[0]}
+        one = known.get(call)
+        if call not in known:
+            ones = {one for (site, _), one in known.items() if site == call[0]}
             one = ones.pop() if len(ones) == 1 else None
         if one is not None:
             found[k] = one
     return found
 
 
-class Looked(NamedTuple):
+class ForwardTrace(NamedTuple):
     """Facts that one forward showed while it ran."""
 
     watch: Watch | None
@@ -94,7 +94,7 @@ class Looked(NamedTuple):
     nodes: int  # of the graph that it made
     kind: Any  # of outputs
     flat: bool  # the first argument shows no N: its rows may be of any sample
-    by_row: Mapping[Any, Any]  # nodes that took a sample's rows from its own, see `routed`
+    by_row: Mapping[Any, Any]  # nodes that took a sample's rows from its own, see `note_routes`
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Forward:
     run: Any  # its pass
     uses: Sequence[Any]  # (site, sizes of the output, its node, its number there)
     outputs: Sequence[Tensor]  # of the model
-    looked: Looked
+    trace: ForwardTrace
 
     @property
     def n(self) -> int:
@@ -140,6 +140,10 @@ class Forwards:
         regime = self._parameters.regime()
         return self._memories.get(regime) or self._memories.setdefault(regime, Memory())
 
+    def watch_again(self) -> None:
+        """Have the next forward of this regime watched, at least."""
+        self.memory.watches = max(1, self.memory.watches)
+
     @property
     def first(self) -> int:
         return self._local.first
@@ -154,24 +158,24 @@ class Forwards:
         local.postponed = []
         local.flat = n > 1 and flattened(arguments, n, batch_dim)
         if n > 1 and self.memory.watches:
-            held = [*map(part_here, model.parameters()), *model.buffers()]
-            local.watch = Watch(held, sized(arguments), n, batch_dim)
+            constants = [*map(part_here, model.parameters()), *model.buffers()]
+            local.watch = Watch(constants, sized(arguments), n, batch_dim)
 
-    def stop(self, whole: bool = True, outputs: Any = None) -> Looked:
+    def stop(self, whole: bool = True, outputs: Any = None) -> ForwardTrace:
         """Stop watching at the end of a forward (whole), or of a call of the model by itself."""
         local = self._local
         nodes = torch.autograd._get_sequence_nr() - local.first
         if outputs is None:  # it failed
             local.postponed = []
         if not whole:
-            return Looked(None, local.ends, nodes, _kind(outputs), local.flat, local.by_row)
+            return ForwardTrace(None, local.ends, nodes, _kind(outputs), local.flat, local.by_row)
         watch, ends, by_row = local.watch, local.ends, local.by_row
         local.watch, local.ends, local.by_row = None, {}, {}
         if watch is not None:
-            watch.seen.stop()
+            watch.observer.stop()
             if outputs is not None:  # else it failed, or was left by an interrupt
                 self.memory.learn(watch)
-        return Looked(watch, ends, nodes, _kind(outputs), local.flat, by_row)
+        return ForwardTrace(watch, ends, nodes, _kind(outputs), local.flat, by_row)
 
     def postpone(self, use: int, listen: Callable[[], None]) -> None:
         """Listen to a use at the end of the forward only, if it is not SHARED."""
@@ -183,8 +187,8 @@ class Forwards:
             if not 0 <= use < len(layouts) or layouts[use] != SHARED:
                 listen()
 
-    def several(self, site: int, first: Tensor, ends: list[End]) -> None:
-        """A use has outputs beside its first."""
+    def note_ends(self, site: int, first: Tensor, ends: list[End]) -> None:
+        """Note the outputs of a use beside its first."""
         if first.grad_fn is not None:
             self._local.ends.setdefault((site, first.grad_fn), []).extend(ends)
 
@@ -192,22 +196,22 @@ class Forwards:
     def picks(self) -> bool:
         """Return whether this forward, watched, has taken rows of data by data."""
         watch = self._local.watch
-        return watch is not None and bool(watch.seen.picks)
+        return watch is not None and bool(watch.observer.picks)
 
-    def routed(self, use: int, nodes: Mapping[Any, int], picks: bool) -> None:
-        """Nodes of a use sent rows by their values, each sample's to its own; so many did not.
+    def note_routes(self, use: int, nodes: Mapping[Any, int], picks: bool) -> None:
+        """Note nodes of a use that sent rows by values, each sample's to its own; so many did not.
 
-        picks: before it. What it took itself went nowhere but into these.
+        picks: before it. What it took itself was used by these alone.
         """
         self._local.by_row.update({node: (use, others) for node, others in nodes.items()})
         if self._local.watch is not None:
-            self._local.watch.seen.picks = picks
+            self._local.watch.observer.picks = picks
 
-    def meet(self, site: int, given: Sequence[Tensor]) -> None:
-        """A use of a site where operators are watched, or under a selective checkpoint."""
+    def note_call(self, site: int, inputs: Sequence[Tensor]) -> None:
+        """Note a call of a site where operators are watched, or under a selective checkpoint."""
         if self._local.watch is not None:
-            with unheard():
-                self._local.watch.meet(site, given)
+            with without_user_modes():
+                self._local.watch.note_call(site, inputs)
         for mode in _get_current_dispatch_mode_stack():
             cache = getattr(mode, "storage", None)
             if isinstance(cache, dict) and all(cache is not known for known in self._local.caches):
@@ -215,7 +219,7 @@ class Forwards:
 
     @contextlib.contextmanager
     def unspent(self) -> Iterator[None]:
-        """A backward inside leaves selective checkpoints theirs: they serve one, and no second."""
+        """Have a backward inside leave selective checkpoints as they are: they serve one alone."""
         caches = self._local.caches
         before = [{key: tree_map(_detached, kept) for key, kept in c.items()} for c in caches]
         try:

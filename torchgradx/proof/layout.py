@@ -30,6 +30,7 @@ from .rows import SILENT, Rows, digits_of, halves, weighted
 BATCH, SEQUENCE, SHARED, NOWHERE, SECOND, LAST, MINOR = range(7)
 FLEX, COMPILED = "FlexAttentionAutogradOpBackward", "CompiledFunctionBackward"
 SEGMENTS = 16  # and from there on: as one of a pass's vectors says, see segments.py
+Heads = Sequence[tuple[Tensor, int]]  # outputs, and the dimension in which each has the samples
 # Of a row's size: what it is off by at most where sums come in another order each time.
 LOOSE = 0.25
 
@@ -122,7 +123,7 @@ class Seeding:
             owner = self._owners(k).get(layout)
             if owner is None or rows.sizes.numel() != len(owner):
                 return False
-            flags.append(_heard(rows, kept[owner]))
+            flags.append(_leaks(rows, kept[owner]))
         return not bool(torch.stack(flags).any())
 
     def _silenced(self, found: list[Finding], loose: Sequence[Finding]) -> list[Finding]:
@@ -144,13 +145,13 @@ class Seeding:
         for kept in halves(self._n):
             rows = self._gradients(torch.where(kept, self._loud, SILENT))
             shown = {k: self._plain[k].sizes.isfinite() for k in doubts}
-            flags += [torch.stack([_heard(rows[k], kept[owned[k]], shown[k]) for k in doubts])]
-        heard = torch.stack(flags).any(0).tolist()
-        for k, mixes in zip(doubts, heard, strict=True):
+            flags += [torch.stack([_leaks(rows[k], kept[owned[k]], shown[k]) for k in doubts])]
+        leaks = torch.stack(flags).any(0).tolist()
+        for k, mixes in zip(doubts, leaks, strict=True):
             found[k] = found[k] if mixes else loose[k]
         return found
 
-    def differs(self, heads: Sequence[tuple[Tensor, int]], found: Sequence[Finding]) -> bool:
+    def differs(self, heads: Heads, found: Sequence[Finding]) -> bool:
         """Run one backward from other dimensions: True if its rows could be other samples'."""
         digit = torch.arange(self._n) % (4 if self._half else 16)
         try:
@@ -248,8 +249,8 @@ class Seeding:
     def _finding(
         self, owned: dict[int, Tensor], live: bool, flags: Sequence[bool], half: bool
     ) -> Finding:
-        """flags: for each layout whether all rows fit, all but faint ones, and whether what fits
-        is of every sample."""
+        """Return the finding by flags: for each layout whether all rows fit, whether all but faint
+        ones do, and whether what fits is of every sample."""
         if not live:
             return Finding(NOWHERE)
         by_layout = dict(zip(owned, zip(*[iter(flags)] * 3, strict=True), strict=True))
@@ -266,10 +267,10 @@ class Seeding:
         return Finding(fits[0], len(usual or fits) == 1)
 
 
-def _heard(rows: Rows, kept: Tensor, shown: Tensor | None = None) -> Tensor:
+def _leaks(rows: Rows, kept: Tensor, shown: Tensor | None = None) -> Tensor:
     """Tell whether a row has a gradient that is not of the samples kept: [rows], as `shown`."""
-    heard = (rows.sizes != 0) & ~kept.to(rows.sizes.device)[:, None]
-    return (heard if shown is None else heard & shown).any()
+    leaks = (rows.sizes != 0) & ~kept.to(rows.sizes.device)[:, None]
+    return (leaks if shown is None else leaks & shown).any()
 
 
 def _asked(
@@ -279,7 +280,7 @@ def _asked(
     owned: dict[int, Tensor],
     close: float,
 ) -> Tensor:
-    """[uses, 1 + 3 layouts] flags of uses whose rows are counted alike: see Seeding._finding."""
+    """Return flags [uses, 1 + 3 layouts] of uses with as many rows: see Seeding._finding."""
     sizes = torch.stack([rows.sizes for rows in plain])  # [uses, rows, 1]
     projections = torch.stack([rows.projections for rows in plain])
     device, n, close = sizes.device, len(digits[0]), max(plain[0].close, close)
@@ -304,7 +305,7 @@ def _asked(
 
 def heads_of(
     outputs: Sequence[Tensor], n: int, dims: dict[tuple[int, int], int], batch_dim: int
-) -> tuple[list[tuple[Tensor, int]], list[list[tuple[Tensor, int]]]]:
+) -> tuple[Heads, Sequence[Heads]]:
     """Return outputs with the dimension of the samples; and with each other one of that size."""
     heads, rests = [], []
     for k, t in enumerate(outputs):
@@ -354,7 +355,7 @@ def _is_half(node: Any) -> bool:
 def owners(
     leads: Sequence[int], n: int, second: bool = False, minor: bool = False
 ) -> dict[int, Tensor]:
-    """Each layout that the sizes allow, and each row's sample under it (as csrc/nodes/site.cpp)."""
+    """Return each layout that sizes allow, and each row's sample in it (as csrc/nodes/site.cpp)."""
     place, found, leads = torch.arange(prod(leads)), {}, leads or [1]  # a number has none
     if leads[0] % n == 0:
         found[BATCH] = place // (len(place) // n)
@@ -370,7 +371,7 @@ def owners(
 
 
 def from_sizes(leads: Sequence[int], n: int) -> int | None:
-    """The layout, where one dimension alone is of the samples' number and no other hides them."""
+    """Return the layout, if one dimension alone has size N and no other hides the samples."""
     first, *rest = leads or [1]
     if n == 1:
         return BATCH

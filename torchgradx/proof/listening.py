@@ -16,10 +16,10 @@ from .. import ops
 class Listening:
     def __init__(self) -> None:
         self._handles: list[Any] = []
-        self.heard: dict[int, Tensor] = {}  # by id: where our hooks are, or what they left
+        self.tensors: dict[int, Tensor] = {}  # by id: where our hooks are, or what they left
 
     def before(self, p: Tensor, hook: Callable[[Tensor], None]) -> None:
-        """Sees the gradient as it comes, before the user's own hooks change it."""
+        """Call a hook with the gradient as it comes, before the user's own hooks change it."""
         handle = p.register_hook(hook)
         hooks: dict[int, Any] = p._backward_hooks  # type: ignore[assignment]
         theirs = {key: h for key, h in hooks.items() if key != handle.id}
@@ -27,7 +27,7 @@ class Listening:
             del hooks[key]
         hooks.update(theirs)
         self._handles.append(handle)
-        self.heard[id(p)] = p
+        self.tensors[id(p)] = p
 
     def stop(self) -> None:
         for handle in self._handles:
@@ -37,8 +37,8 @@ class Listening:
 
     def leave(self) -> None:
         """Remove what is left, where nobody listens any more and no backward runs."""
-        if self.heard and not self._handles and forget(self.heard.values()):
-            self.heard = {}
+        if self.tensors and not self._handles and forget(self.tensors.values()):
+            self.tensors = {}
 
 
 def others(hooks: Any) -> bool:

@@ -1,6 +1,6 @@
 """The sample of each row of a graph's tensors, read off the graph from the outputs down.
 
-Gradients flow that way: a row's gradient is its sample's if all that it went into is that sample's.
+Gradients flow down: a row's gradient is its sample's if all that was made from it is that sample's.
 Nodes that keep rows pass the owners on; indexing, gathering and scattering map them by the indices
 that their nodes saved, so that an edge between two samples shows in every pass. What a node of
 another kind does with rows (attention, a product over them) is taken on trust here, and proven by
@@ -34,7 +34,7 @@ class Owned:
     """Owners of an output's rows, and how they were found."""
 
     owners: Tensor  # [L], the product of some leading dimensions
-    way: int  # hash of the nodes from the model's outputs to here
+    path: int  # hash of the nodes from the model's outputs to here
     flags: tuple[Tensor, ...] = ()  # bool [] each: rows here are of several samples
 
 
@@ -147,8 +147,8 @@ class _Walk:
                 continue
             shape = shape_of(child, number)
             for owned in rule(self, node, outs, operand, shape):
-                way = hash((name, operand, owned.way))
-                self._merge((child, number), shape, Owned(owned.owners, way, owned.flags))
+                path = hash((name, operand, owned.path))
+                self._merge((child, number), shape, Owned(owned.owners, path, owned.flags))
 
     def _goes_on(self, node: Node, name: str, operand: int) -> bool:
         only = self._only.get(node, PRODUCTS.get(name))
@@ -160,7 +160,7 @@ class _Walk:
         old = self.found.get(key)
         if old is None or old.owners is new.owners:
             flags = new.flags if old is None else tuple(dict.fromkeys((*old.flags, *new.flags)))
-            self.found[key] = Owned(new.owners, new.way if old is None else old.way, flags)
+            self.found[key] = Owned(new.owners, new.path if old is None else old.path, flags)
             return
         longest = max(len(old.owners), len(new.owners))
         rows = shape[: max(0, _dims(shape, longest))]
@@ -168,12 +168,12 @@ class _Walk:
         if a is None or b is None:
             return
         flag = ((a != b) & (a != self.n) & (b != self.n)).any()
-        self.found[key] = Owned(torch.minimum(a, b), old.way, (*old.flags, *new.flags, flag))
+        self.found[key] = Owned(torch.minimum(a, b), old.path, (*old.flags, *new.flags, flag))
 
     # Rules: owners of an operand [*shape], from those of a node's outputs
 
     def kept(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
-        """The rows of what it makes, some of them broadcast perhaps."""
+        """Yield the owners of what the node makes, some of them broadcast perhaps."""
         elementwise = node.name().startswith(ELEMENTWISE) or node.name() == "ExpandBackward0"
         for number, out in outs.items():
             made, length = shape_of(node, number), len(out.owners)
@@ -189,7 +189,7 @@ class _Walk:
                 finer = [p for p in _products(shape) if p % length == 0 and p in _products(made)]
                 rows = fitted(out, made, made[: _dims(made, finer[0])]) if finer else None
                 if rows is not None:
-                    yield Owned(rows, out.way, out.flags)
+                    yield Owned(rows, out.path, out.flags)
                 elif dims > 1 and length // made[dims - 1] in _products(shape):
                     yield self._narrowed(out, made[:dims], [*made[: dims - 1], 1])
 
@@ -201,11 +201,11 @@ class _Walk:
                 least = owners.amin(dim, True)
                 flags = (*flags, ((owners != least) & (owners != self.n)).any())
                 owners = least
-        return Owned(owners.flatten(), out.way, flags)
+        return Owned(owners.flatten(), out.path, flags)
 
     def _on_rows(self, out: Owned, made: Shape, dim: int) -> Tensor | None:
-        """Owners [*made[:k]] with dim < k, where a dimension counts rows; None: it is of features,
-        along which nothing moves between samples."""
+        """Return owners [*made[:k]], dim < k, where a dimension counts rows; None: it is one
+        of features, along which nothing moves between samples."""
         dims = _dims(made, len(out.owners))
         if dims > dim:
             return out.owners.view(list(made[:dims]))
@@ -235,10 +235,10 @@ class _Walk:
                 yield out
             else:
                 owners = out.owners.view(made[:dims]).permute(back).flatten()
-                yield Owned(owners, out.way, out.flags)
+                yield Owned(owners, out.path, out.flags)
 
     def viewed(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
-        """Parts of the operand along a dimension, each an output; what is left out is of none."""
+        """Yield owners of an operand whose parts are outputs; what is left out is of no sample."""
         dim, start = self._dim(node, shape), 0
         rows: Tensor | None = None
         flags: tuple[Tensor, ...] = ()
@@ -262,7 +262,7 @@ class _Walk:
                 flags += out.flags
             start += made[dim]
         if rows is not None:
-            yield Owned(rows.flatten(), next(iter(outs.values())).way, flags)
+            yield Owned(rows.flatten(), next(iter(outs.values())).path, flags)
 
     def joined(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
         out, made = outs[0], shape_of(node, 0)
@@ -282,10 +282,10 @@ class _Walk:
             if None in before:
                 start = made[dim] - sum(filter(None, after)) - shape[dim]
             part = owners.narrow(dim, start, shape[dim])
-        yield Owned(part.flatten(), out.way, out.flags)
+        yield Owned(part.flatten(), out.path, out.flags)
 
     def taken(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
-        """Rows of the operand, by index: each row is of the sample that it was taken for."""
+        """Yield owners of rows that are taken by index: each is of the sample it was taken for."""
         out, made = outs[0], shape_of(node, 0)
         places = self._places(node, shape)
         if places is None:
@@ -299,10 +299,10 @@ class _Walk:
             return
         rows = owners.new_full([count], self.n).scatter_reduce_(0, index, owners, "amin")
         mixed = ((rows[index] != owners) & (owners != self.n)).any()
-        yield Owned(rows, out.way, (*out.flags, *flags, mixed))
+        yield Owned(rows, out.path, (*out.flags, *flags, mixed))
 
     def put(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
-        """Rows put into others, by index: each is of the sample of the row that it comes to."""
+        """Yield owners of rows that are put by index: each is of the sample of its new place."""
         out, made = outs[0], shape_of(node, 0)
         if operand == 0:
             yield out
@@ -316,13 +316,13 @@ class _Walk:
             return
         owners = fitted(out, made, made[: _dims(made, count)])
         if owners is not None and len(owners) == count and len(index) in _products(shape):
-            yield Owned(owners[index], out.way, (*out.flags, *flags))
+            yield Owned(owners[index], out.path, (*out.flags, *flags))
 
     def _places(
         self, node: Node, shape: Shape
     ) -> tuple[Tensor, int, int, tuple[Tensor, ...]] | None:
-        """Rows of a tensor [*shape] that a node's indices name, of how many; how many leading
-        dimensions of what is taken (or put) these are, -1 where they are none of rows; flags."""
+        """Return rows of a tensor [*shape] that a node's indices name; the tensor's rows; as how
+        many leading dimensions these are taken (or put), -1 where none is of rows; flags."""
         if hasattr(node, "_saved_indices"):
             return self._by_indices(saved(node, "indices"), shape)
         dim, index = self._dim(node, shape), saved(node, "index")
@@ -346,16 +346,16 @@ class _Walk:
     ) -> tuple[Tensor, int, int, tuple[Tensor, ...]] | None:
         if indices is None:
             return None
-        given = list(indices)
-        while given and given[-1] is None:
-            given.pop()
-        if not given or given[0] is None:
-            return (torch.zeros(0), 0, -1, ()) if given else None
-        if any(index is None for index in given):
+        leading = list(indices)
+        while leading and leading[-1] is None:
+            leading.pop()
+        if not leading or leading[0] is None:
+            return (torch.zeros(0), 0, -1, ()) if leading else None
+        if any(index is None for index in leading):
             return None
         parts: list[Tensor] = []
         covered = 0
-        for index in given:
+        for index in leading:
             if index.dtype in (torch.bool, torch.uint8):
                 parts += index.nonzero(as_tuple=True)
                 covered += index.dim()

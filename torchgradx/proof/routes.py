@@ -90,7 +90,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _joins_samples(node: Node, n: int) -> bool:
-    """Pieces may be of any length along the first dimension, as graphs' nodes are."""
+    """Return True if pieces may be samples: of any length along the first dimension, as graphs."""
     whole = shape_of(node, 0)
     if node.name() == "CatBackward0" and any(
         child and shape_of(child, number) == whole for child, number in node.next_functions
@@ -134,7 +134,7 @@ def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:
 
 
 def _saved(node: Node, key: str) -> Tensor | bool | None:
-    """None: hooks keep it, as above; False: there is none."""
+    """Return a copy of what a node saved; None: hooks keep it, as above; False: there is none."""
     if getattr(getattr(node, f"_raw_saved_{key}"), "unpack_hook", None) is not None:
         return None
     value = getattr(node, f"_saved_{key}")
@@ -142,8 +142,8 @@ def _saved(node: Node, key: str) -> Tensor | bool | None:
 
 
 def _may_hold(shape: Sequence[int], dim: int, n: int) -> bool:
-    """Samples are in the first dimension flattened with their rows, beside a row of padding maybe;
-    in the second if the first is of another size; or in one of their number."""
+    """Return True if a dimension may hold samples: the first, with their rows and perhaps a row of
+    padding; the second, if the first has another size than N; or one of size N."""
     dim %= max(1, len(shape))
     first = dim == 0 and bool(shape) and min(shape[0] % n, -shape[0] % n) <= 1
     second = dim == 1 and shape[0] != n and shape[1] % n == 0

@@ -1,7 +1,7 @@
-"""What goes into the backwards that prove where samples are (layout.py), and what is kept of them.
+"""Seeds of the backwards that prove where samples are (layout.py), and what is kept of their rows.
 
-In go random numbers, the same each time, those of sample n times a power of two; of what comes out,
-projections of the rows are compared between backwards.
+Seeds are random numbers, the same each time, those of sample n times a power of two. Projections of
+the rows are compared between backwards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def weighted(t: Tensor, exponents: Tensor, dim: int | Tensor) -> Tensor:
 
 
 def digits_of(n: int, base: int) -> list[Tensor]:
-    """Exponents [N] below `base`, whose combination is another for each sample."""
+    """Return exponents [N] below `base`, whose combination is another for each sample."""
     samples = torch.arange(n)
     digits: list[Tensor] = []
     while not digits or base ** len(digits) < n:
@@ -45,7 +45,7 @@ def digits_of(n: int, base: int) -> list[Tensor]:
 
 
 def halves(n: int) -> list[Tensor]:
-    """Masks [N], of which each sample is False in as many, and no two samples in the same ones."""
+    """Return masks [N]: each sample is False in as many, and no two samples in the same ones."""
     count = next(k for k in range(2, n + 2) if comb(k, k // 2) >= n)
     chosen = list(islice(combinations(range(count), count // 2), n))
     return [torch.tensor([k not in mine for mine in chosen]) for k in range(count)]
@@ -65,7 +65,7 @@ class Rows:
     sizes: Tensor  # [rows, 1]
     close: float  # how near a projection comes, over its row's size
     floor: float  # of sizes: below it subnormal numbers may have made the difference
-    half: bool  # something on the way here had float16
+    half: bool  # some tensor above had float16
 
     @property
     def key(self) -> Any:

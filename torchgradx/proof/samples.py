@@ -29,8 +29,8 @@ from ..refusals import RefusedError, cause
 from ..sharding import data_parallel
 from ..shared.frontier import Graph
 from ..sites.regime import Regime
-from .arguments import sized, tensors_in
-from .verdict import Attached
+from .arguments import size_of_batch, sized, tensors_in
+from .verdict import ProbeParts
 
 HALF = (torch.float16, torch.bfloat16)
 TOLERANCE, TOLERANCE_OF_HALF = 1e-3, 5e-2  # relative to the norm over all parameters
@@ -60,7 +60,7 @@ class _OfThread(threading.local):
 class Samples:
     """Checks the passes of one probe."""
 
-    def __init__(self, shared: Attached, sq_norms: Callable[[Any, int], Tensor]) -> None:
+    def __init__(self, shared: ProbeParts, sq_norms: Callable[[Any, int], Tensor]) -> None:
         self._recorder, self._parameters, _, self._options, _, known = shared
         self.on = shared.options["check"] == "samples"
         self._local = _OfThread()
@@ -73,13 +73,13 @@ class Samples:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for explain()."""
+        """Return lines for explain()."""
         reasons = dict.fromkeys(filter(None, self._checked.values()))
         return [f"samples not checked alone: {reason}" for reason in reasons]
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Backwards inside are not the user's."""
+        """Mark backwards inside as not the user's."""
         before, self._local.silent = self._local.silent, True
         try:
             yield
@@ -103,7 +103,7 @@ class Samples:
         """Keep what the check needs at the end of a forward, if its structure is new."""
         if not self.on or run.n < 2 or key in self._checked:
             return
-        reason = self._skipped(run.n, module, arguments)
+        reason = self._why_skipped(run.n, module, arguments)
         if reason:
             self._checked[key] = reason
             return
@@ -117,7 +117,7 @@ class Samples:
                 call.outputs[k] = t.detach(), t._version
                 t.register_hook(partial(self._arrive, run.serial, call, k))
 
-    def _skipped(self, n: int, module: nn.Module, arguments: tuple[Any, Any]) -> str | None:
+    def _why_skipped(self, n: int, module: nn.Module, arguments: tuple[Any, Any]) -> str | None:
         if self._generators != _generators(self._parameters.tensors()):
             return RANDOM
         if data_parallel(module) is not None or self._parameters.gathered():
@@ -126,7 +126,7 @@ class Samples:
             return SAMPLE_IDS
         first = next((t for t in sized(arguments) if t.dim()), None)
         dim = self._options["batch_dim"]
-        if first is None or first.shape[dim if first.dim() > dim else 0] != n:
+        if first is None or size_of_batch(first, dim) != n:
             return NO_BATCH
         return None
 
@@ -214,8 +214,8 @@ class Samples:
             seeds = [_seed(call.grads[k], t, n, sample, dim, mean) for k, t in roots.items()]
             for t, seed in zip(roots.values(), seeds, strict=True):
                 # All that arrived at it: an encoder's output has its decoder's part already.
-                t.register_hook(partial(_instead, seed))
-            return _pulled_back(list(roots.values()), seeds, live) if roots else [None] * len(live)
+                t.register_hook(lambda _, seed=seed: seed)
+            return _pull_back(list(roots.values()), seeds, live) if roots else [None] * len(live)
 
     def _differs(self, call: Call, k: int, alone: Tensor, n: int, sample: int) -> None:
         """Raise where the output of the sample is another than it was in its batch."""
@@ -229,20 +229,16 @@ class Samples:
             raise RefusedError(cause("output_alone", sample=sample))
 
 
-def _instead(seed: Tensor, g: Tensor) -> Tensor:
-    return seed
-
-
-def _pulled_back(
+def _pull_back(
     roots: Sequence[Tensor], seeds: Sequence[Tensor], live: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
     """Return the gradients of the live tensors, without the hooks of the user's on them."""
-    kinds = [h for p in live for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]
-    hooks = [(held, dict(held)) for held in kinds]
+    tables = [h for p in live for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]
+    hooks = [(table, dict(table)) for table in tables]
     grads = [p.grad for p in live]
     try:
-        for held, _ in hooks:
-            held.clear()
+        for table in tables:
+            table.clear()
         if not any(map(_is_reentrant, Graph(roots).parents)):
             return torch.autograd.grad(roots, live, seeds, allow_unused=True)
         for p in live:  # a reentrant checkpoint allows backward() alone
@@ -250,8 +246,8 @@ def _pulled_back(
         torch.autograd.backward(roots, seeds)
         return [p.grad for p in live]
     finally:
-        for held, before in hooks:
-            held.update(before)
+        for table, before in hooks:
+            table.update(before)
         for p, g in zip(live, grads, strict=True):
             p.grad = g
 
@@ -261,7 +257,7 @@ def _is_reentrant(node: Any) -> bool:
 
 
 def _seed(g: Tensor, alone: Tensor, n: int, sample: int, dim: int, mean: bool) -> Tensor:
-    """The part of an output's gradient that is the sample's, in the shape of its output alone."""
+    """Return the sample's part of an output's gradient, in the shape of its output alone."""
     if g.shape == alone.shape:  # the model's own loss, or what all samples share
         return g / n if mean else g
     return _part(g, alone, n, sample, dim)
@@ -289,11 +285,9 @@ def _but(t: Tensor, dim: int) -> list[int]:
 
 def _of_one(arguments: tuple[Any, Any], n: int, sample: int, dim: int) -> tuple[Any, Any]:
     def one(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim():
+        if not isinstance(leaf, Tensor) or not leaf.dim() or size_of_batch(leaf, dim) != n:
             return leaf
         d = dim if leaf.dim() > dim else 0
-        if leaf.shape[d] != n:
-            return leaf
         return leaf.detach().narrow(d, sample, 1).requires_grad_(leaf.requires_grad)
 
     found: tuple[Any, Any] = tree_map(one, arguments)
@@ -304,8 +298,7 @@ def _sharing(arguments: Any, n: int, dim: int) -> bool:
     """Return True if an argument may be shared by all samples (a mask [T, T] with T = N)."""
     first, *others = [t for t in sized(arguments) if t.dim()]
     return n in _but(first, dim)[:1] and any(
-        t.dim() < 3 and t.shape != first.shape and t.shape[dim if t.dim() > dim else 0] == n
-        for t in others
+        t.dim() < 3 and t.shape != first.shape and size_of_batch(t, dim) == n for t in others
     )
 
 

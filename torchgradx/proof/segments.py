@@ -1,13 +1,15 @@
 """Passes whose rows are of samples as the user's `sample_ids` says, or as rows were routed.
 
 Owners of every use's rows are read off the graph in every pass (owners.py). What that takes on
-trust is proven by weighted backwards, where a use is reached in a way that no pass has shown yet:
+trust is proven by weighted backwards, where no pass has shown the path to a use yet:
 verdicts are by use, since a loop over the experts that were hit makes another graph in each step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -21,7 +23,7 @@ from .audit import Audit
 from .forwards import Forward
 from .layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
 from .owners import MAPPING, Owned, fitted, mask_joins, owners_below
-from .verdict import Attached, Verdict
+from .verdict import ProbeParts, Verdict
 
 if ops.NATIVE:
     from .. import _C
@@ -38,6 +40,66 @@ class Segments(NamedTuple):
     """The sample of each row of some uses: [rows], N where it is of none."""
 
     owners: Tensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The sample of each row of the model's inputs."""
+
+    owners: Tensor  # [rows], N where it is padding
+    grid: list[int]  # sizes of the rows
+    n: int
+
+    @staticmethod
+    def of(ids: Tensor | None, n: int) -> Inputs:
+        """Return inputs by the user's ids, negative for padding; None: one row for each sample."""
+        ids = torch.arange(n) if ids is None else ids
+        owners = ids.flatten()
+        return Inputs(torch.where(owners < 0, n, owners), list(ids.shape), n)
+
+    def joined_by(self, masks: Sequence[Tensor]) -> bool:
+        """Return whether attention's mask joins rows [B, T] of two samples."""
+        if len(self.grid) != 2:
+            return False
+        joins = (mask_joins(mask, self.owners.view(self.grid), self.n) for mask in masks)
+        return any(_read([joined for joined in joins if joined is not None]))
+
+    @cached_property
+    def within(self) -> bool:
+        """Return whether a line has several samples: one document and padding shows nothing."""
+        lines = self.owners.view(self.grid) if len(self.grid) == 2 else self.owners[:, None]
+        several = (lines != lines.amin(1, True)) & (lines != self.n) if lines.numel() else lines
+        return bool(several.any())
+
+    @cached_property
+    def padded(self) -> bool:
+        return bool((self.owners == self.n).any())
+
+
+class _Owners(NamedTuple):
+    """The owners that one forward's graph shows."""
+
+    inputs: Inputs
+    below: Mapping[Any, Owned]  # by node and output
+    names: set[str]  # of its nodes
+
+    def at(self, node: Any, number: int, leads: list[int]) -> Owned | None:
+        """Return owners of the rows [*leads] of a node's output, as far as they are known there."""
+        found, n = self.below.get((node, number)), self.inputs.n
+        if found is None:
+            return None
+        rows = fitted(found, tuple(node._input_metadata[number].shape), leads)
+        flags = found.flags
+        if rows is not None:
+            known = self.inputs.owners
+            if rows is not known and len(self.inputs.grid) == 2 and leads == self.inputs.grid:
+                ids = known.to(rows.device)  # what the user says of them holds
+                flags = (*flags, ((rows != ids) & (rows != n) & (ids != n)).any())
+        elif prod(leads) and len(found.owners) % prod(leads) == 0:  # features taken by index
+            each = found.owners.view(prod(leads), -1)
+            rows = each.amin(1)
+            flags = (*flags, ((each != rows[:, None]) & (each != n)).any())
+        return None if rows is None else Owned(rows, found.path, flags)
 
 
 def rows_of(options: Mapping[str, Any], args: Any, kwargs: Any) -> tuple[Tensor, int] | None:
@@ -66,24 +128,24 @@ def segments_from(owners: Tensor, n: int) -> Any:
     if not ops.NATIVE:
         return Segments(owners)
     counts = torch.bincount(owners, minlength=n + 1)[:n].tolist()
-    held = [sample for sample, count in enumerate(counts) if count]
+    present = [sample for sample, count in enumerate(counts) if count]
     in_order = bool((owners[1:] >= owners[:-1]).all())
-    changes = sum(counts[a] != counts[b] for a, b in pairwise(held))
+    changes = sum(counts[a] != counts[b] for a, b in pairwise(present))
     order = None
     if not in_order or changes >= max(FEW, 2 * len(set(counts))):
-        held.sort(key=lambda sample: counts[sample])
+        present.sort(key=lambda sample: counts[sample])
         rank = torch.full((n + 1,), n)
-        rank[held] = torch.arange(len(held))
+        rank[present] = torch.arange(len(present))
         order = rank.to(owners.device)[owners].argsort(stable=True)
-    samples = torch.tensor(held, dtype=torch.long, device=owners.device)
-    alike = groupby(counts[sample] for sample in held)
+    samples = torch.tensor(present, dtype=torch.long, device=owners.device)
+    alike = groupby(counts[sample] for sample in present)
     return _C.Segments(owners, order, samples, [(len(list(same)), rows) for rows, same in alike])
 
 
 class SegmentExaminer:
     """Finds the owners of every use of a pass."""
 
-    def __init__(self, shared: Attached, audit: Audit) -> None:
+    def __init__(self, shared: ProbeParts, audit: Audit) -> None:
         _, self._parameters, self._layers, self._options, self._sites, known = shared
         self._audit = audit
         # Regimes whose rows go where a batch's values send them.
@@ -92,7 +154,7 @@ class SegmentExaminer:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for explain()."""
+        """Return lines for explain()."""
         said = ["rows by sample_ids"] * (self._options["sample_ids"] is not None)
         return said + ["routed rows: by the indices that they were taken by"] * bool(self._routed)
 
@@ -100,218 +162,203 @@ class SegmentExaminer:
         return ids is not None or bool(self._routed and self._parameters.regime() in self._routed)
 
     def examine(self, forward: Forward, ids: Tensor | None) -> bool:
-        """Give a pass the owners of its uses' rows, or refuse it; False: it is of another kind.
-
-        Never fails the forward.
-        """
+        """Give a pass the owners of its uses' rows, or refuse it; False: it is of another kind."""
         if not self.applies(ids):
             return False
-        run = forward.run
-        before = run.refusals, run.layouts
-        try:
-            self._examine(forward, ids)
-        except Exception as error:
-            run.refuse(-1, cause("not_examined", error=f"{type(error).__name__}: {error}"))
-        if ids is None and run.refusals != before[0]:  # it has tables, perhaps
-            run.refusals, run.layouts = before
+        refusals, layouts = self._attempt(forward, ids)
+        if ids is None and refusals:  # it has tables, perhaps
             return False
+        forward.run.refusals += refusals
+        forward.run.layouts += layouts
         return True
 
     def rescue(self, forward: Forward) -> None:
         """Look for the owners of rows that have no layout: experts get rows by their values."""
-        run, uses = forward.run, forward.uses
-        refused = {site for site, why in run.refusals if key_of(why) in ROUTED}
+        run, uses, causes = forward.run, forward.uses, forward.run.refusals
+        refused = {site for site, why in causes if key_of(why) in ROUTED}
         here = {site for site, *_ in uses}  # none of a structure that is known as it is
         said = self._options["batch_dim"] or self._options["layout"]
         joint = len(run.layouts) != len(uses)
         if said or joint or run.n < 2 or not refused or not refused <= here:
             return
-        causes, layouts = run.refusals, run.layouts
-        run.refusals, run.layouts = [], []
-        try:
-            self._examine(forward, None)
-        except Exception:  # the first causes stand
-            run.refusals = [(-1, "segments_outputs")]
-        failed = {site for site, _ in run.refusals}
-        found, tables = run.layouts, any(layout == SHARED for layout in layouts)
-        if not failed and not tables and {site for site, _ in causes} == refused:
-            run.refusals = []
-            self._routed[self._parameters.regime()] = True
+        refusals, layouts = self._attempt(forward, None)
+        failed = {site for site, _ in refusals}
+        if -1 in failed:
             return
-        lost = {site for site in refused if site in failed or -1 in failed}
-        run.refusals = [(site, why) for site, why in causes if site not in refused - lost]
-        run.layouts = [new if site in refused - lost else old
-                       for (site, *_), old, new in zip(uses, layouts, found or layouts, strict=True)
+        served = refused - failed
+        if not failed and SHARED not in run.layouts and {site for site, _ in causes} == refused:
+            self._routed[self._parameters.regime()] = True
+            served = here
+        run.refusals = [(site, why) for site, why in causes if site not in served]
+        run.layouts = [new if site in served else old
+                       for (site, *_), old, new in zip(uses, run.layouts, layouts, strict=True)
                       ]  # fmt: skip
 
-    def _examine(self, forward: Forward, told: Tensor | None) -> None:
+    def _attempt(
+        self, forward: Forward, ids: Tensor | None
+    ) -> tuple[list[tuple[int, str]], list[int]]:
+        """Return what is refused, and each use's layout. Never fails the forward."""
+        try:
+            return self._examine(forward, ids)
+        except Exception as error:
+            return [(-1, cause("not_examined", error=f"{type(error).__name__}: {error}"))], []
+
+    def _examine(
+        self, forward: Forward, ids: Tensor | None
+    ) -> tuple[list[tuple[int, str]], list[int]]:
         run, n, uses = forward.run, forward.n, forward.uses
-        ids = torch.arange(n) if told is None else told
-        grid = list(ids.shape)
-        flat = ids.flatten()
-        flat = torch.where(flat < 0, n, flat)
+        refusals: list[tuple[int, str]] = []
+        inputs = Inputs.of(ids, n)
         live = [t for t in forward.outputs if t.grad_fn is not None and t.is_floating_point()]
         heads = [(t, rows) for k, t in enumerate(live)
-                 if (rows := self._head(k, t, flat, grid, n)) is not None]  # fmt: skip
+                 if (rows := self._head(k, t, inputs)) is not None]  # fmt: skip
         if uses and not heads:
-            run.refuse(-1, "segments_outputs")
-            return
-        given = {
-            (t.grad_fn, t.output_nr): Owned(owned, hash(len(owned) == n)) for t, owned in heads
+            return [(-1, "segments_outputs")], []
+        of_heads = {
+            (t.grad_fn, t.output_nr): Owned(rows, hash(len(rows) == n)) for t, rows in heads
         }
-        found, names, masks = owners_below(live, given, n, grid)
-        rows = flat.view(grid)
-        joins = [mask_joins(mask, rows, n) for mask in masks if len(grid) == 2]
-        if any(_read([joined for joined in joins if joined is not None])):
-            run.refuse(-1, cause("segments_mixed", shape=grid))
-        owned: list[Owned | None] = []
-        for site, sizes, node, number in uses:
-            leads = sizes[: self._sites[site].leads(len(sizes))]
-            of_use = self._owned(found, node, number, leads, flat, grid, names, n)
-            if told is None and of_use is not None:  # by indices alone: both ends are shown
-                single = (site, node) not in forward.looked.ends and not self._layers[site].inside
-                if not single or not (_batch_first(of_use, n) or _from_inputs(found, node, n)):
-                    of_use = None
-            owned.append(of_use)
-        self._settle(forward, owned, heads, names, flat, grid)
+        below, names, masks = owners_below(live, of_heads, n, inputs.grid)
+        if inputs.joined_by(masks):
+            refusals.append((-1, cause("segments_mixed", shape=inputs.grid)))
+        graph = _Owners(inputs, below, names)
+        owned = [self._owners_of(graph, use) for use in uses]
+        if ids is None:
+            owned = [one if self._both_ends_show(forward, graph, use, one) else None
+                     for use, one in zip(uses, owned, strict=True)]  # fmt: skip
+        keys = self._keys(forward, graph, owned)
+        segments, layouts = self._layouts(forward, owned)
+        new = any(key is not None and not self._audit.knows(key) for key in keys)
+        proven = [True] * len(uses)
+        if new and (n > 1 or inputs.padded) and self._options["check"] != "off":
+            proven = self._prove(forward, owned, heads, layouts)
+        refusals += [(site, layout) for (site, *_), layout in zip(uses, layouts, strict=True)
+                     if isinstance(layout, str)]  # fmt: skip
+        run.segments = segments
+        if n > 1 and new and not self._audit.examiner.has_zeros(n):
+            pending = {key for key, shown in zip(keys, proven, strict=True) if key and shown}
+            self._audit.expect(list(pending), None, NONE, run)
+        return refusals, [NOWHERE if isinstance(layout, str) else layout for layout in layouts]
 
-    def _head(self, k: int, t: Tensor, flat: Tensor, grid: list[int], n: int) -> Tensor | None:
+    def _head(self, k: int, t: Tensor, inputs: Inputs) -> Tensor | None:
         """Return owners of an output's leading rows, if they are the model's or one per sample."""
+        grid, n, count = inputs.grid, inputs.n, len(inputs.owners)
         shape, first = list(t.shape), t.shape[0] if t.dim() else 0
-        by_row = first == len(flat) or (t.dim() >= len(grid) and shape[: len(grid)] == grid)
-        by_sample = first == n and shape[: len(grid)] != grid
-        each, rows = torch.arange(n, device=t.device), flat.to(t.device)
-        if by_row and first == n == len(flat) and not torch.equal(each, rows):
-            known = self._by_sample.get((k, t.dim()))  # as it was where sizes told
+        by_row = first == count or (t.dim() >= len(grid) and shape[: len(grid)] == grid)
+        if not by_row and first != n:
+            return None
+        each, rows = torch.arange(n, device=t.device), inputs.owners.to(t.device)
+        if by_row and first == n == count and not torch.equal(each, rows):
+            known = self._by_sample.get((k, t.dim()))  # as it was where sizes showed it
             return None if known is None else each if known else rows
-        if by_row or by_sample:
-            self._by_sample[k, t.dim()] = not by_row
-        return rows if by_row else each if by_sample else None
+        self._by_sample[k, t.dim()] = not by_row
+        return rows if by_row else each
 
-    def _owned(
-        self,
-        found: Mapping[Any, Owned],
-        node: Any,
-        number: int,
-        leads: Sequence[int],
-        flat: Tensor,
-        grid: list[int],
-        names: set[str],
-        n: int,
-    ) -> Owned | None:
+    def _leads(self, use: Any) -> list[int]:
+        """Return the dimensions that count a use's rows."""
+        site, sizes, *_ = use
+        return list(sizes[: self._sites[site].leads(len(sizes))])
+
+    def _owners_of(self, graph: _Owners, use: Any) -> Owned | None:
         """Return owners of a use's rows; None: nothing shows them."""
+        _, _, node, number = use
+        leads = self._leads(use)
         if node is None:
             return None
-        at = found.get((node, number))
-        if at is not None:
-            shape = tuple(node._input_metadata[number].shape)
-            rows = fitted(at, shape, leads)
-            if rows is not None and rows is not flat and len(grid) == 2 and list(leads) == grid:
-                ids = flat.to(rows.device)  # what the user says of them holds
-                other = ((rows != ids) & (rows != n) & (ids != n)).any()
-                return Owned(rows, at.way, (*at.flags, other))
-            if rows is not None:
-                return Owned(rows, at.way, at.flags)
-            if prod(leads) and len(at.owners) % prod(leads) == 0:  # features taken by index
-                each = at.owners.view(prod(leads), -1)
-                rows = each.amin(1)
-                flag = ((each != rows[:, None]) & (each != n)).any()
-                return Owned(rows, at.way, (*at.flags, flag))
-        # What goes into attention: rows of the model's inputs, in a shape that nothing else has.
-        told = self._options["sample_ids"] is not None
-        alone = len(grid) > 1 or not names & MAPPING or (len(leads) > 1 and not told)
-        turned = len(grid) == 2 and list(leads) == grid[::-1] != grid  # sequences first
-        if not alone or (list(leads[: len(grid)]) != grid and not turned):
+        shown = graph.at(node, number, leads)
+        if shown is not None:
+            return shown
+        return self._as_inputs(graph, leads, node._input_metadata[number].device)
+
+    def _as_inputs(self, graph: _Owners, leads: list[int], device: torch.device) -> Owned | None:
+        """Return owners of the inputs of attention: rows of the model's inputs, in a shape that
+        nothing else has."""
+        grid, rows = graph.inputs.grid, graph.inputs.owners
+        by_ids = self._options["sample_ids"] is not None
+        alone = len(grid) > 1 or not graph.names & MAPPING or (len(leads) > 1 and not by_ids)
+        turned = len(grid) == 2 and leads == grid[::-1] != grid  # sequences first
+        if not alone or (leads[: len(grid)] != grid and not turned):
             return None
-        flat = flat.view(grid).T.flatten() if turned else flat
-        rows = flat.to(node._input_metadata[number].device).repeat_interleave(
-            prod(leads[len(grid) :])
-        )
+        rows = rows.view(grid).T.flatten() if turned else rows
+        rows = rows.to(device).repeat_interleave(prod(leads[len(grid) :]))
         return Owned(rows, hash(("as given", turned)))
 
-    def _settle(
+    def _both_ends_show(
+        self, forward: Forward, graph: _Owners, use: Any, owned: Owned | None
+    ) -> bool:
+        """Return whether indices alone show whose rows a use has, above it and below it."""
+        site, _, node, _ = use
+        if owned is None or (site, node) in forward.trace.ends or self._layers[site].inside:
+            return False
+        return _batch_first(owned, forward.n) or _from_inputs(graph.below, node, forward.n)
+
+    def _keys(self, forward: Forward, graph: _Owners, owned: Sequence[Owned | None]) -> list[Any]:
+        """Return what the verdict on each use is cached under; None: it has no owners."""
+        inputs = graph.inputs
+        facts = frozenset(graph.names), inputs.within, inputs.padded, len(inputs.grid)
+        whole = self._parameters.regime(), *facts
+        return [None if one is None else ("segments", whole, site, one.path)
+                for (site, *_), one in zip(forward.uses, owned, strict=True)]  # fmt: skip
+
+    def _layouts(
+        self, forward: Forward, owned: Sequence[Owned | None]
+    ) -> tuple[list[Any], list[int | str]]:
+        """Return the pass's segments, and for each use which of these are its own, or a cause."""
+        flags = list({id(flag): flag for one in owned if one for flag in one.flags}.values())
+        mixed = dict(zip(map(id, flags), _read(flags), strict=True))
+        segments = list(forward.run.segments)  # and those of earlier forwards of the same samples
+        places: dict[int, int] = {}
+
+        def place_of(owners: Tensor) -> int:
+            """Return the place of these owners' segments: layers of one graph have the same."""
+            if id(owners) not in places:
+                same = (j for j, one in enumerate(segments) if _equal(one.owners, owners))
+                places[id(owners)] = next(same, len(segments))
+                if places[id(owners)] == len(segments):
+                    segments.append(segments_from(owners, forward.n))
+            return SEGMENTS + places[id(owners)]
+
+        layouts: list[int | str] = []
+        for (site, sizes, node, _), one in zip(forward.uses, owned, strict=True):
+            layer, shape = self._layers[site], list(sizes)
+            if node is not None and layer.kind not in SERVED:
+                layouts.append(cause("segments_kind", kind=layer.type_name))
+            elif one is None:
+                layouts.append(cause("segments_unknown", shape=shape))
+            elif any(mixed[id(flag)] for flag in one.flags):
+                layouts.append(cause("segments_mixed", shape=shape))
+            else:
+                layouts.append(place_of(one.owners))
+        return segments, layouts
+
+    def _prove(
         self,
         forward: Forward,
         owned: Sequence[Owned | None],
         heads: Sequence[tuple[Tensor, Tensor]],
-        names: set[str],
-        flat: Tensor,
-        grid: list[int],
-    ) -> None:
-        run, n, uses = forward.run, forward.n, forward.uses
-        flags = list({id(f): f for o in owned if o for f in o.flags}.values())
-        mixed = dict(zip(map(id, flags), _read(flags), strict=True))
-        rows = flat.view(grid) if len(grid) == 2 else flat[:, None]
-        # a row of one document, and padding, shows nothing of rows of several
-        within = bool(((rows != rows.amin(1, True)) & (rows != n)).any()) if rows.numel() else False
-        padded = bool((flat == n).any())
-        whole = (self._parameters.regime(), frozenset(names), within, padded, len(grid))
-        keys = [None if o is None else ("segments", whole, site, o.way)
-                for (site, *_), o in zip(uses, owned, strict=True)]  # fmt: skip
-        new = [key for key in keys if key is not None and not self._audit.knows(key)]
-        layouts: list[int | str] = [NOWHERE] * len(uses)
-        made: dict[int, int] = {}
-        segments = list(run.segments)  # and those of earlier forwards of the same samples
-        for k, ((site, sizes, node, _), o) in enumerate(zip(uses, owned, strict=True)):
-            shape = list(sizes)
-            if node is None:
-                layouts[k] = cause("segments_unknown", shape=shape)
-            elif self._layers[site].kind not in SERVED:
-                layouts[k] = cause("segments_kind", kind=self._layers[site].type_name)
-            elif o is None:
-                layouts[k] = cause("segments_unknown", shape=shape)
-            elif any(mixed[id(f)] for f in o.flags):
-                layouts[k] = cause("segments_mixed", shape=shape)
-            else:
-                key = id(o.owners)
-                if key not in made:  # layers of one graph have the same, made anew by each
-                    same = (j for j, s in enumerate(segments) if _equal(s.owners, o.owners))
-                    made[key] = SEGMENTS + next(same, len(segments))
-                    if made[key] == SEGMENTS + len(segments):
-                        segments.append(segments_from(o.owners, n))
-                layouts[k] = made[key]
-        shown = [True] * len(uses)
-        if new and (n > 1 or padded) and self._options["check"] != "off":
-            shown = self._prove(run, uses, owned, heads, layouts)
-        for k, (site, *_) in enumerate(uses):
-            layout = layouts[k]
-            if isinstance(layout, str):
-                run.refuse(site, layout)
-                layouts[k] = NOWHERE
-        run.segments = segments
-        run.layouts = run.layouts + layouts
-        if n > 1 and new and not self._audit.examiner.has_zeros(n):
-            pending = {key for key, proven in zip(keys, shown, strict=True) if key and proven}
-            self._audit.expect(list(pending), NONE, run)
-
-    def _prove(
-        self,
-        run: Any,
-        uses: Sequence[Any],
-        owned: Sequence[Owned | None],
-        heads: Sequence[tuple[Tensor, Tensor]],
         layouts: list[int | str],
     ) -> list[bool]:
-        """Hold owners against weighted backwards; return which of them these show."""
+        """Compare owners with weighted backwards, and have `layouts` say what these show; return
+        which uses are proven."""
+        run, uses = forward.run, forward.uses
         watched = [
-            Watched(None if o is None else node, number, [len(o.owners)] if o else [1],
-                    samples=None if o is None else o.owners)
-            for (_, _, node, number), o in zip(uses, owned, strict=True)
+            Watched(None if one is None else node, number, [len(one.owners)] if one else [1],
+                    samples=None if one is None else one.owners)
+            for (_, _, node, number), one in zip(uses, owned, strict=True)
         ]  # fmt: skip
         unspent = self._audit.forwards.unspent
         findings = Seeding(heads, watched, run.n + 1, unspent, not run.in_graph).prove()
-        shown = []
+        proven = []
         for k, (_, sizes, _, _) in enumerate(uses):
             layout = None if findings is None else findings[k].layout
-            served = isinstance(layouts[k], int) and owned[k] is not None
+            served = isinstance(layouts[k], int)
             if served and findings is None:
                 layouts[k] = "segments_unproven"
             elif served and isinstance(layout, str):
                 layouts[k] = cause("segments_mixed", shape=list(sizes))
             elif served and layout == NOWHERE:
                 layouts[k] = NOWHERE
-            shown.append(served and layout not in (None, NOWHERE) and not isinstance(layout, str))
-        return shown
+            proven.append(served and layout not in (None, NOWHERE) and not isinstance(layout, str))
+        return proven
 
 
 def _batch_first(owned: Owned, n: int) -> bool:
@@ -322,10 +369,10 @@ def _batch_first(owned: Owned, n: int) -> bool:
 
 
 def _from_inputs(found: Mapping[Any, Owned], node: Any, n: int) -> bool:
-    """Return whether the rows that a use was given were taken from rows n*T+t, each sample's from
-    its own: else it may be given one sample's data for the loss of another."""
+    """Return True if the rows of a use's input were taken from rows n*T+t, each sample's from its
+    own: else its input may be one sample's data for the loss of another."""
     todo, seen = [*node.next_functions], {node}
-    for edge in todo:  # grows as it goes
+    for edge in todo:  # it grows
         at = found.get(edge)
         if edge[0] in seen or at is None:
             continue
@@ -343,5 +390,5 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _read(flags: Sequence[Tensor]) -> list[bool]:
-    """Read all at once from their device."""
+    """Return flags, read from their device at once."""
     return [bool(one) for one in torch.stack(list(flags)).tolist()] if flags else []

@@ -45,7 +45,7 @@ class End:
         return "different_outputs" if use not in fits and use in (BATCH, SEQUENCE, None) else use
 
     def clear(self, use: Watched, layout: int, n: int) -> bool:
-        """Without a proof: whether it is the one that the use is known by, or can be no other."""
+        """Return True if, without a proof, it is the use's output or has the samples there."""
         if (self.watched.node, self.watched.output_nr) == (use.node, use.output_nr):
             return True
         rows, taken = list(self.watched.leads), self.taken[layout == SEQUENCE]
@@ -58,14 +58,14 @@ def ends_of_module(
     module: nn.Module,
     outputs: Sequence[Tensor],
     first: Tensor,
-    given: Iterable[Tensor],
+    inputs: Iterable[Tensor],
     leads: Callable[[int], int],
     n: int,
     samples: Tensor | None,
 ) -> list[End]:
-    """first: that with the samples in rows. given: what it was called with. leads: how many
-    dimensions of an output count its rows. samples: of each row, where outputs[0] is packed."""
-    before = {(t.grad_fn, t.output_nr) for t in given}
+    """Return the ends of a call with these inputs. first: the output with the samples in rows.
+    leads: how many dimensions of an output count its rows. samples: of each row, if packed."""
+    before = {(t.grad_fn, t.output_nr) for t in inputs}
     calls = [Call(module, (), ((), {}), outputs, n, how, first.shape, Regime("cpu", None, None))
              for how in (BATCH, SEQUENCE)]  # fmt: skip
     ends = []
@@ -108,7 +108,7 @@ def ends_of_node(
 
 
 def ends_at(outputs: Iterable[Tensor]) -> dict[tuple[Any, int], int]:
-    """Which output is at an end of a graph; the first, where it is returned several times."""
+    """Return the output at each end of a graph; the first, where it is returned several times."""
     ends: dict[tuple[Any, int], int] = {}
     for k, t in enumerate(outputs):
         if t.grad_fn is not None:
@@ -124,35 +124,26 @@ def end_of(t: Tensor) -> Tensor:
     return base if plain and same_order else t  # type: ignore[return-value]
 
 
-def needed_by(node: Any, held: dict[int, Tensor], arguments: list[Any]) -> list[int]:
-    """Return the parameters that every plain backward() needs which comes to this node."""
+def needed_by(node: Any, parameters: dict[int, Tensor], arguments: list[Any]) -> list[int]:
+    """Return the parameters that every plain backward() through this node needs."""
     before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
-    met = {child for inner in below([node], before) for child, _ in inner.next_functions}
-    edges = {place: torch.autograd.graph.get_gradient_edge(p) for place, p in held.items()}
-    return [place for place, edge in edges.items() if edge.node in met]
+    reached = {child for inner in below([node], before) for child, _ in inner.next_functions}
+    edges = {place: torch.autograd.graph.get_gradient_edge(p) for place, p in parameters.items()}
+    return [place for place, edge in edges.items() if edge.node in reached]
 
 
 def made_from_others(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
     """Return outputs that others were made from: their gradients are the module's too."""
     before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
     ends = {end: k for end, k in ends_at(outputs).items() if end[0] not in before}
-    found: set[int] = set()
-    for start in {node for node, _ in ends}:
-        seen: set[Any] = {start, None, *before}
-        rest: list[Any] = [start]
-        while rest:
-            for node, number in rest.pop().next_functions:
-                found.update({ends[node, number]} if (node, number) in ends else ())
-                if node not in seen:
-                    seen.add(node)
-                    rest.append(node)
-    return found
+    nodes = below((node for node, _ in ends), before)
+    return {ends[edge] for node in nodes for edge in node.next_functions if edge in ends}
 
 
 def of_the_loss(
     call: Call, inner: set[int], silent: Callable[[], AbstractContextManager[None]]
 ) -> Call:
-    """The same without what came back into outputs (`inner`) by way of those made from them."""
+    """Return the call without the gradients of outputs (`inner`) that came through others."""
     with silent(), call.regime.again():
         outputs, _ = run_again(as_its_own(call))
         found: dict[int, Tensor] = {}

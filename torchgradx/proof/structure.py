@@ -2,20 +2,21 @@
 
 The first forward of a structure is examined by weighted backwards (layout.py). Where these cannot
 run (reentrant checkpoints, fully_shard, Functions of the user's, models that return only their
-loss), sizes must leave no doubt. A batch of another size is held to what was proven of the same
-calls: for nothing where its sizes leave no doubt, else by one backward.
+loss), sizes must leave no doubt. A batch of another size is compared with what was proven of the
+same calls: for nothing where its sizes leave no doubt, else by one backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from ..refusals import cause
-from ..shared.frontier import from_views
+from ..shared.frontier import Plan, from_views
 from ..shared.lift import Lift
 from ..sites.native import NativeSite
 from .forwards import Forward, Forwards
@@ -25,6 +26,7 @@ from .layout import (
     SEQUENCE,
     SHARED,
     Finding,
+    Heads,
     Seeding,
     Watched,
     from_sizes,
@@ -33,100 +35,156 @@ from .layout import (
 )
 from .routes import routes
 from .several import End, ends_of_node
-from .verdict import Attached, Verdict, versions
+from .verdict import ProbeParts, Verdict, versions
+
+
+@dataclass
+class _Exam:
+    """One forward while it is examined."""
+
+    forward: Forward
+    watched: list[Watched]  # the first output of each use
+    ends: list[tuple[int, End]]  # the other outputs, by use
+    tables: set[int]  # uses that are given constants alone
+    constant: Callable[[Any, int], bool] | None  # of a node's output, where operators were observed
+    region: Sequence[Watched] = ()  # where samples enter above tables
+    zeros: set[int] = field(default_factory=set)  # uses that received zeros only
+
+    @property
+    def every(self) -> list[Watched]:
+        return [*self.watched, *(end.watched for _, end in self.ends), *self.region]
+
+    @cached_property
+    def reruns(self) -> bool:
+        """Return True if a backward in Python may run what has left no node."""
+        return any(map(is_python, self.forward.graph.parents))
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """The verdict on one use."""
+
+    layout: int
+    sure: bool = True  # no other layout has the same rows
+    refusal: str | None = None
+    complete: bool = True  # False: another forward may show more
 
 
 class Examiner:
-    """Examines the structures that one probe meets."""
+    """Examines the structures of one probe."""
 
-    def __init__(self, shared: Attached, forwards: Forwards, lift: Lift) -> None:
+    def __init__(self, shared: ProbeParts, forwards: Forwards, lift: Lift) -> None:
         _, self._parameters, self._layers, self._options, self._sites, _ = shared
         self._forwards, self._lift = forwards, lift
         self._proves = shared.options["check"] != "off"
 
     def verdict(self, forward: Forward) -> Verdict:
         """Return what a forward shows of its structure."""
-        n, uses, outputs, graph = forward.n, forward.uses, forward.outputs, forward.graph
-        sites, memory, watch = self._sites, self._forwards.memory, forward.looked.watch
-        watched, ends = self._watched(forward)
-        constant = None if watch is None else watch.seen.is_constant
+        n, uses = forward.n, forward.uses
+        exam = self._exam(forward)
+        found, plan, complete, ambiguous = self._locate(exam)
+        judged = [self._judge(exam, k, finding) for k, finding in enumerate(found)]
+        layouts = [one.layout for one in judged]
+        refusals = [(site, one.refusal) for (site, *_), one in zip(uses, judged, strict=True)
+                    if one.refusal is not None]  # fmt: skip
+        if ambiguous and (plan or any(layout in (BATCH, SEQUENCE) for layout in layouts)):
+            refusals.append((-1, cause("either", n=n)))
+        # Zeros come of weights that are zeros, or of a branch that this batch dropped.
+        has_zeros, dropped = self.has_zeros(n), n > 1 and bool(exam.zeros)
+        return Verdict(
+            layouts,
+            refusals,
+            plan,
+            complete and all(one.complete for one in judged),
+            sites=[site for site, *_ in uses],
+            routes=self._choices(forward, exam.watched),
+            sure=[one.sure for one in judged],
+            zeros=versions(self._parameters.tensors()) if has_zeros or dropped else None,
+            blind=dropped and not has_zeros,
+        )
+
+    def _exam(self, forward: Forward) -> _Exam:
+        uses, memory, watch = forward.uses, self._forwards.memory, forward.trace.watch
+        constant = None if watch is None else watch.observer.is_constant
         if constant is not None:
             memory.see(uses, constant)
-        tables = memory.tables(uses) if n > 1 else set()
-        tables = {k for k in tables if sites[uses[k][0]].declared < 0}
-        start = self._lift.start(n, uses, sites, outputs, tables, constant)
-        region = start.region.watched
-        every = [*watched, *(end.watched for _, end in ends), *region]
-        findings, doubt = self._findings(forward, every, ends)
+        tables = memory.tables(uses) if forward.n > 1 else set()
+        tables = {k for k in tables if self._sites[uses[k][0]].declared < 0}
+        return _Exam(forward, *self._watched(forward), tables, constant)
+
+    def _locate(self, exam: _Exam) -> tuple[list[Finding], Plan | None, bool, bool]:
+        """Return a finding for each use, SHARED below tables; the plan of these; whether all of it
+        was shown; whether the samples may as well be in other dimensions of the outputs."""
+        n, uses, outputs = exam.forward.n, exam.forward.uses, exam.forward.outputs
+        start = self._lift.start(n, uses, self._sites, outputs, exam.tables, exam.constant)
+        exam.region = start.region.watched
+        findings, ambiguous = self._findings(exam)
         proven = findings is not None
-        findings = findings or [Finding(None)] * len(every)
-        of_region = findings[len(findings) - len(region) :]
-        found, zeros = self._joined(forward, findings, ends)
+        findings = findings or [Finding(None)] * len(exam.every)
+        of_region = findings[len(findings) - len(exam.region) :]
+        found, exam.zeros = self._join(exam, findings)
         plan, complete = None, True
-        if proven or constant is not None:
-            plan = self._lift.plan(n, uses, sites, outputs, start, found, of_region, proven)
+        if proven or exam.constant is not None:
+            plan = self._lift.plan(n, uses, self._sites, outputs, start, found, of_region, proven)
         elif start.tables or start.beside or start.read:  # sizes tell no table from activations
-            memory.watches, complete = max(memory.watches, 1), False
+            self._forwards.watch_again()
+            complete = False
         for k, _ in plan.starts if plan else ():
             if k >= 0:
                 found[k] = Finding(SHARED)
-        layouts, refusals, sure = [], [], []
-        again = any(map(is_python, graph.parents))  # may run what has left no node
-        seeded = any(n in t.shape for t in outputs)
-        for k, ((site, sizes, node, _), use, finding) in enumerate(
-            zip(uses, watched, found, strict=True)
-        ):
-            presumed, layout = sites[site].presumed, finding.layout
-            trusted = sites[site].declared >= 0 or not self._proves
-            says = sites[site].fixed and use.samples is None and n > 1 and node is not None
-            if says and layout in {BATCH, SEQUENCE} - {presumed}:
-                refusals.append((site, cause("batch_first", n=n, shape=list(sizes))))
-            if isinstance(layout, int) and (node is not None or n == 1) and not trusted:
-                layouts.append(layout)
-                sure.append(finding.sure)
-                continue
-            apart = bool(outputs) and node is not None and node not in graph.parents
-            asked = not trusted and use.samples is None and layout != SHARED
-            sized = self._from_sizes(forward, k, use) if asked else None
-            beside = [end for j, end in ends if j == k]
-            if trusted or not self._doubts(
-                forward, k, use, layout, again, k in tables, beside, sized
-            ):
-                said = presumed if sized is None else sized
-                layouts.append(SHARED if layout == SHARED else said)
-            elif apart or (k in zeros and not isinstance(layout, str)):
-                likely = k in zeros and from_sizes(use.leads, n) == presumed
-                # NOWHERE, as where it was detached: if a gradient comes, it is refused.
-                layouts.append(presumed if likely else NOWHERE)
-            else:
-                layouts.append(presumed)
-                complete = complete and (isinstance(layout, str) or not seeded)
-                name = self._layers[site].name
-                why = layout if isinstance(layout, str) else cause("unproven", n=n, name=name)
-                helps = not isinstance(layout, str) and n > 1 and not self._parameters.gathered()
-                if helps and (again or not seeded):
-                    why = cause(why, more="reentrant" if again else "loss")
-                refusals.append((site, cause(why, shape=list(sizes))))
-                if constant is None and k not in tables:
-                    memory.watches = max(memory.watches, 1)  # it may be a table's
-            sure.append(True)
-        if doubt and (plan or any(v in (BATCH, SEQUENCE) for v in layouts)):
-            refusals.append((-1, cause("either", n=n)))
-        chosen = self._chosen(forward, watched)
-        called = [site for site, *_ in uses]
-        reach = self.reach(forward)
-        # Zeros come of weights that are zeros, or of a branch that this batch dropped.
-        blind, has_zeros = n > 1 and bool(zeros), self.has_zeros(n)
-        now = versions(self._parameters.tensors()) if blind or has_zeros else None
-        blind = blind and not has_zeros
-        return Verdict(layouts, refusals, plan, complete, called, chosen, reach, sure, now, blind)
+        return found, plan, complete, ambiguous
 
-    def _chosen(self, forward: Forward, watched: Sequence[Watched]) -> list[Any]:
+    def _judge(self, exam: _Exam, k: int, finding: Finding) -> _Judged:
+        """Return the verdict on a use: what was said of it, what was proven, or what sizes show."""
+        n, (index, sizes, node, _) = exam.forward.n, exam.forward.uses[k]
+        site, layout = self._sites[index], finding.layout
+        if site.declared >= 0 or not self._proves:
+            return _Judged(SHARED if layout == SHARED else site.presumed)
+        if isinstance(layout, str) or layout is None or (node is None and n != 1):
+            return self._judge_unproven(exam, k, layout)
+        says = site.fixed and exam.watched[k].samples is None and n > 1
+        if says and layout in {BATCH, SEQUENCE} - {site.presumed}:
+            why = cause("batch_first", n=n, shape=list(sizes))
+            return _Judged(layout, finding.sure, why)
+        return _Judged(layout, finding.sure)
+
+    def _judge_unproven(self, exam: _Exam, k: int, layout: int | str | None) -> _Judged:
+        """Return the verdict on a use that no backward has shown."""
+        (site, _, node, _), use = exam.forward.uses[k], exam.watched[k]
+        presumed, graph = self._sites[site].presumed, exam.forward.graph
+        if layout == SHARED:
+            return _Judged(SHARED)
+        sized = self._from_sizes(exam.forward, k, use) if use.samples is None else None
+        if not self._doubts(exam, k, layout, sized):
+            return _Judged(presumed if sized is None else sized)
+        detached = bool(exam.forward.outputs) and node is not None and node not in graph.parents
+        zeros = k in exam.zeros
+        if detached or (zeros and not isinstance(layout, str)):
+            likely = zeros and from_sizes(use.leads, exam.forward.n) == presumed
+            return _Judged(presumed if likely else NOWHERE)  # if a gradient comes, it is refused
+        return self._refuse(exam, k, layout)
+
+    def _refuse(self, exam: _Exam, k: int, mixes: int | str | None) -> _Judged:
+        """Refuse a use, because its rows mix samples (a cause) or because nothing shows them."""
+        n, (site, sizes, _, _) = exam.forward.n, exam.forward.uses[k]
+        if exam.constant is None and k not in exam.tables:
+            self._forwards.watch_again()  # it may be a table's
+        if isinstance(mixes, str):
+            why, complete = mixes, True
+        else:
+            seedable = any(n in t.shape for t in exam.forward.outputs)
+            why, complete = cause("unproven", n=n, name=self._layers[site].name), not seedable
+            if (exam.reruns or not seedable) and n > 1 and not self._parameters.gathered():
+                why = cause(why, more="reentrant" if exam.reruns else "loss")
+        why = cause(why, shape=list(sizes))
+        return _Judged(self._sites[site].presumed, True, why, complete)
+
+    def _choices(self, forward: Forward, watched: Sequence[Watched]) -> list[Any]:
         """Return what the batch's own values chose; None in it: of rows to come nothing shows."""
         n = forward.n
-        chosen = routes(forward.outputs, n, forward.looked.by_row)
+        chosen = routes(forward.outputs, n, forward.trace.by_row)
         cut = self._forwards.memory.picks and any(from_sizes(u.leads, n) is None for u in watched)
-        if n > 1 and (forward.looked.flat or cut or any(0 in use.leads for use in watched)):
+        if n > 1 and (forward.trace.flat or cut or any(0 in use.leads for use in watched)):
             chosen.append(None)
         return chosen
 
@@ -141,33 +199,24 @@ class Examiner:
         flags = [flag.to(live[0].device) for flag in live]
         return bool(flags) and not bool(torch.stack(flags).all())
 
-    def _doubts(
-        self,
-        forward: Forward,
-        k: int,
-        use: Watched,
-        layout: int | str | None,
-        again: bool,
-        table: bool,
-        beside: Sequence[End],
-        sized: int | None,
-    ) -> bool:
+    def _doubts(self, exam: _Exam, k: int, layout: int | str | None, sized: int | None) -> bool:
         """Return whether sizes, which say `sized`, leave a doubt of a use that is not proven."""
-        n, (index, _, node, _) = forward.n, forward.uses[k]
-        site = self._sites[index]
-        if layout == SHARED or n == 1:
-            return False
+        n, (index, _, node, _) = exam.forward.n, exam.forward.uses[k]
+        site, use = self._sites[index], exam.watched[k]
         runs = node is not None and self._layers[index].kind == "vmap"
-        if runs and not self._lift.own(k, forward.uses, forward.graph):
+        if n == 1 or (runs and not self._lift.own(k, exam.forward.uses, exam.forward.graph)):
             return False  # of its own parameters it used none: what comes to them is compared
-        if isinstance(layout, str) or (table and (again or node is not None)):
+        if isinstance(layout, str):
             return True
-        if node is None and not again:
+        if node is None and not exam.reruns:
             return False  # it has left no graph, and nothing runs it again
+        if k in exam.tables:
+            return True
         if use.samples is not None:
             return False
         if sized is None or (site.fixed and sized != site.presumed):
             return True
+        beside = (end for j, end in exam.ends if j == k)
         return not site.fixed and not all(end.clear(use, sized, n) for end in beside)
 
     def _from_sizes(self, forward: Forward, k: int, watched: Watched) -> int | None:
@@ -178,90 +227,77 @@ class Examiner:
             return None
         return from_views(forward.graph, watched.node, watched.output_nr, watched.leads, n)
 
-    def _findings(
-        self, forward: Forward, watched: Sequence[Watched], ends: Sequence[tuple[int, End]]
-    ) -> tuple[list[Finding] | None, bool]:
+    def _findings(self, exam: _Exam) -> tuple[list[Finding] | None, bool]:
         """Return a finding for each output of a node, None where no backward can run; and whether
         the samples may as well be in other dimensions of the model's outputs."""
-        n, uses, outputs = forward.n, forward.uses, forward.outputs
+        n, outputs, memory = exam.forward.n, exam.forward.outputs, self._forwards.memory
         if n < 2:  # of no samples, no rows
-            first = (n == 1 or 0 in use.leads[:1] for use in watched)
+            first = (n == 1 or 0 in use.leads[:1] for use in exam.every)
             return [Finding(BATCH if is_first else SEQUENCE) for is_first in first], False
         if not self._proves or self._parameters.gathered():
             return None, False
-        memory = self._forwards.memory
         heads, others = heads_of(outputs, n, memory.dims, self._options["batch_dim"])
-        anchors, tables = memory.anchors(uses), memory.tables(uses)
-
-        def wanted(k: int, site: int) -> set[int]:
-            """Return where a use must have the samples: as its argument does, as its layer says."""
-            fixed = self._sites[site].fixed or self._layers[site].inside
-            given = k in anchors and (fixed or self._in_order(site))
-            said = {self._sites[site].presumed} if fixed else set()
-            return {*said, anchors[k]} if given else said
-
-        wants = [wanted(k, site) for k, (site, *_) in enumerate(uses)]
-
-        def agrees(found: Sequence[Finding]) -> bool | None:
-            """Return False where samples are elsewhere or mix, None if nothing shows it."""
-            joined, _ = self._joined(forward, found, ends)
-            mixes = any(isinstance(f.layout, str) and k not in tables for k, f in enumerate(joined))
-            shown = [want == {f.layout} for f, want in zip(joined, wants, strict=True)
-                     if want and f.sure and f.layout in (BATCH, SEQUENCE)]  # fmt: skip
-            if mixes or not all(shown):
-                return False
-            return True if shown else None
-
-        seeding = Seeding(heads, watched, n, self._forwards.unspent)
-        found = seeding.prove()
-        if found is None:
-            return None, False
-        doubt = False
-        if others:
-            fits = agrees(found)
-            if fits is None:
-                doubt = any(seeding.differs(other, found) for other in others)
-            for other in others if fits is False else ():
-                instead = Seeding(other, watched, n, self._forwards.unspent).prove()
-                if instead is not None and agrees(instead) is not False:
-                    heads, found, fits = other, instead, True
-                    break
-            mixes = any(isinstance(f.layout, str) for f in found)
-            doubt = doubt or (fits is False and not mixes)
-        if not doubt:
+        seeding = self._seeding(exam, heads)
+        findings, ambiguous = seeding.prove(), False
+        if findings is not None and others:
+            agrees = self._agrees(exam, findings)
+            if agrees is None:
+                ambiguous = any(seeding.differs(other, findings) for other in others)
+            elif not agrees:
+                heads, findings, ambiguous = self._instead(exam, heads, others, findings)
+        if findings is not None and not ambiguous:
             for t, dim in heads:
                 place = next(k for k, other in enumerate(outputs) if other is t)
                 memory.dims[place, t.dim()] = dim
-        return found, doubt
+        return findings, ambiguous
+
+    def _seeding(self, exam: _Exam, heads: Heads) -> Seeding:
+        return Seeding(heads, exam.every, exam.forward.n, self._forwards.unspent)
+
+    def _instead(
+        self, exam: _Exam, heads: Heads, others: Sequence[Heads], findings: list[Finding]
+    ) -> tuple[Heads, list[Finding], bool]:
+        """Return the first of other dimensions whose findings agree with the model's arguments."""
+        for other in others:
+            instead = self._seeding(exam, other).prove()
+            if instead is not None and self._agrees(exam, instead) is not False:
+                return other, instead, False
+        return heads, findings, not any(isinstance(one.layout, str) for one in findings)
+
+    def _agrees(self, exam: _Exam, findings: Sequence[Finding]) -> bool | None:
+        """Return False where samples are elsewhere than in the model's arguments, or mix; None if
+        nothing shows it."""
+        uses, memory = exam.forward.uses, self._forwards.memory
+        anchors, tables = memory.anchors(uses), memory.tables(uses)
+        shown = []
+        for k, one in enumerate(self._join(exam, findings)[0]):
+            if isinstance(one.layout, str) and k not in tables:
+                return False
+            site = uses[k][0]
+            fixed = self._sites[site].fixed or self._layers[site].inside
+            anchored = k in anchors and (fixed or self._in_order(site))
+            if anchored and one.sure and one.layout in (BATCH, SEQUENCE):
+                wanted = {anchors[k], self._sites[site].presumed} if fixed else {anchors[k]}
+                shown.append(wanted == {one.layout})
+        return all(shown) if shown else None
 
     def _in_order(self, site: int) -> bool:
         """Return True if a layer is known to have the samples where its input has them."""
         return isinstance(self._sites[site], NativeSite) or self._layers[site].ruled
 
-    def transferred(self, verdict: Verdict, forward: Forward) -> Verdict | None:
+    def transfer(self, verdict: Verdict, forward: Forward) -> Verdict | None:
         """Return what was proven of the same calls, if it holds for a batch of another size."""
         n, uses, outputs = forward.n, forward.uses, forward.outputs
         if verdict.refusals or verdict.zeros is not None or n == 1 or not verdict.complete:
             return None
         watched, ends = self._watched(forward)
-        chosen = self._chosen(forward, watched)
-        by_row = all(isinstance(choice, str) for choice in (*chosen, *verdict.routes))
-        if not by_row or chosen != verdict.routes:
-            return None
         if any(end.watched.samples is None for _, end in ends):  # else this graph shows its rows'
             return None
-        doubtful = False
-        for k, (use, layout) in enumerate(zip(watched, verdict.layouts, strict=True)):
-            if layout in (SHARED, NOWHERE) or use.node is None or use.samples is not None:
-                continue
-            fits = from_views(forward.graph, use.node, use.output_nr, use.leads, n)
-            if fits is not None and fits != layout:
-                return None
-            if fits is None:
-                doubtful = True
-                if not verdict.sure[k]:
-                    return None
-        moved, held = replace(verdict), list(verdict.layouts)
+        fits, chosen = self._sizes_fit(verdict, watched, forward), self._choices(forward, watched)
+        by_row = all(isinstance(choice, str) for choice in chosen)
+        if fits is False or not by_row or chosen != verdict.routes:
+            return None
+        moved, layouts = replace(verdict), list(verdict.layouts)
         if verdict.plan is not None:
             met = self._lift.meet(forward.run, verdict.plan, uses, self._sites, outputs)
             if met.way is None:
@@ -269,36 +305,41 @@ class Examiner:
             if not met.same:
                 if any(layout not in (BATCH, SEQUENCE) for _, layout in met.ends):
                     return None
-                doubtful = True
+                fits = None
                 moved.plan = replace(verdict.plan, n=n, shapes=met.shapes, trails={})
                 watched += [use for use, _ in met.ends]
-                held += [layout for _, layout in met.ends]
-        if not doubtful:
-            return moved
-        heads, others = heads_of(outputs, n, self._forwards.memory.dims, self._options["batch_dim"])
-        if others or self._parameters.gathered() or not self._proves:
-            return None
-        seeding = Seeding(heads, watched, n, self._forwards.unspent)
-        expected = [None if v in (SHARED, NOWHERE) else v for v in held]
-        return moved if seeding.confirms(expected) else None
+                layouts += [layout for _, layout in met.ends]
+        return moved if fits or self._confirms(forward, watched, layouts) else None
 
-    def reach(self, forward: Forward) -> tuple[bool, ...]:
-        """Tell which outputs, of parts with several, come into the model's; empty: all."""
-        several = forward.looked.ends
-        if not several:
-            return ()
-        whole = {(t.grad_fn, t.output_nr) for t in forward.outputs}
-        ends = [end.watched for site, _, node, _ in forward.uses
-                for end in several.get((site, node), ())]  # fmt: skip
-        found = tuple(
-            (end.node, end.output_nr) in whole or end.output_nr in forward.graph.numbers(end.node)
-            for end in ends
-        )
-        return () if all(found) else found
+    def _sizes_fit(
+        self, verdict: Verdict, watched: Sequence[Watched], forward: Forward
+    ) -> bool | None:
+        """Return whether sizes alone show the layouts of a verdict; None: they leave a doubt, where
+        the verdict has none."""
+        doubtful = False
+        for use, layout, sure in zip(watched, verdict.layouts, verdict.sure, strict=True):
+            if layout in (SHARED, NOWHERE) or use.node is None or use.samples is not None:
+                continue
+            sized = from_views(forward.graph, use.node, use.output_nr, use.leads, forward.n)
+            if sized != layout and (sized is not None or not sure):
+                return False
+            doubtful = doubtful or sized is None
+        return None if doubtful else True
+
+    def _confirms(
+        self, forward: Forward, watched: Sequence[Watched], layouts: Sequence[int]
+    ) -> bool:
+        """Run one backward, which must show these layouts."""
+        n, dims = forward.n, self._forwards.memory.dims
+        heads, others = heads_of(forward.outputs, n, dims, self._options["batch_dim"])
+        if others or self._parameters.gathered() or not self._proves:
+            return False
+        expected = [None if layout in (SHARED, NOWHERE) else layout for layout in layouts]
+        return Seeding(heads, watched, n, self._forwards.unspent).confirms(expected)
 
     def _watched(self, forward: Forward) -> tuple[list[Watched], list[tuple[int, End]]]:
         """Return the first output of each use, and the others, by use."""
-        n, graph, several = forward.n, forward.graph, forward.looked.ends
+        n, graph, several = forward.n, forward.graph, forward.trace.ends
         watched: list[Watched] = []
         ends: list[tuple[int, End]] = []
         for k, (site, sizes, node, number) in enumerate(forward.uses):
@@ -315,20 +356,18 @@ class Examiner:
                 ends += [(k, end) for end in others]
         return watched, ends
 
-    def _joined(
-        self, forward: Forward, findings: Sequence[Finding], ends: Sequence[tuple[int, End]]
-    ) -> tuple[list[Finding], set[int]]:
+    def _join(self, exam: _Exam, findings: Sequence[Finding]) -> tuple[list[Finding], set[int]]:
         """Return a finding for each use, by all its outputs; and which received zeros only."""
-        uses = forward.uses
+        uses, ends = exam.forward.uses, exam.ends
         found = list(findings[: len(uses)])
         of_ends = findings[len(uses) : len(uses) + len(ends)]
-        zeros = {k for k, f in enumerate(found) if f.layout == NOWHERE}
-        zeros.update(k for (k, _), f in zip(ends, of_ends, strict=True) if f.layout == NOWHERE)
-        found = [replace(f, layout=None) if f.layout == NOWHERE else f for f in found]
-        for (k, end), f in zip(ends, of_ends, strict=True):
-            layout = None if f.layout == NOWHERE else f.layout
+        zeros = {k for k, one in enumerate(found) if one.layout == NOWHERE}
+        zeros.update(k for (k, _), one in zip(ends, of_ends, strict=True) if one.layout == NOWHERE)
+        found = [replace(one, layout=None) if one.layout == NOWHERE else one for one in found]
+        for (k, end), one in zip(ends, of_ends, strict=True):
+            layout = None if one.layout == NOWHERE else one.layout
             presumed = self._sites[uses[k][0]].presumed
-            joined = end.joined(found[k].layout, layout, presumed, forward.n)
-            sure = f.sure if found[k].layout is None else found[k].sure
+            joined = end.joined(found[k].layout, layout, presumed, exam.forward.n)
+            sure = one.sure if found[k].layout is None else found[k].sure
             found[k] = replace(found[k], layout=joined, sure=sure)
         return found, zeros

@@ -31,7 +31,7 @@ def known(model: nn.Module, options: Mapping[str, Any]) -> dict[str, dict[Any, A
     return _known[model][1].setdefault(choices, {})
 
 
-class Attached(NamedTuple):
+class ProbeParts(NamedTuple):
     """Things that the parts of one probe share."""
 
     recorder: Any
@@ -52,7 +52,6 @@ class Verdict:
     complete: bool = True  # False: another forward must be looked at
     sites: Sequence[int] = ()  # of each use
     routes: Sequence[Any] = ()  # what its batch chose, see routes.py
-    reach: tuple[bool, ...] = ()  # which outputs of parts with several it saw; empty: all
     sure: Sequence[bool] = ()  # of each use: no other layout has the same rows
     # Versions of the parameters, where weights are all zeros, as of adapters that are yet to be
     # trained: what is behind them does not show.
@@ -64,7 +63,7 @@ class Verdict:
     @property
     def lasting(self) -> bool:
         """Return whether passes of this structure need not be looked at."""
-        return not (self.plan or self.routes or self.reach or self.zeros is not None)
+        return not (self.plan or self.routes or self.zeros is not None)
 
     def holds(self, tensors: Callable[[], list[Tensor]], chosen: Callable[[], list[Any]]) -> bool:
         """Return whether another pass, whose batch chose so, would be shown no more than this."""
@@ -83,17 +82,17 @@ def versions(tensors: Sequence[Tensor]) -> int:
 
 def from_outside(run: Any) -> Verdict:
     """Do the forwards of a pass of compiled graphs once more, without the compiler."""
-    seen: list[tuple[Verdict, list[Any]]] = []
+    shown: list[tuple[Verdict, list[Any]]] = []
     try:
         for forward in run.outside:
             first = forward()
-            seen.append(first if first[0].complete else forward())  # watched in the first
+            shown.append(first if first[0].complete else forward())  # watched in the first
     except Exception as error:  # no reason to end a training step
         return Verdict([], [(-1, cause("eager_failed", error=error))])
     sizes = [(site, list(sizes)) for site, sizes, *_ in run.uses()]
-    if [use for _, uses in seen for use in uses] != sizes:
+    if [use for _, uses in shown for use in uses] != sizes:
         return Verdict([], [(-1, "other_layers")])
-    verdicts = [verdict for verdict, _ in seen]
+    verdicts = [verdict for verdict, _ in shown]
     return Verdict(
         [how for verdict in verdicts for how in verdict.layouts],
         [refusal for verdict in verdicts for refusal in verdict.refusals],

@@ -1,7 +1,7 @@
 """A backward that fails leaves nothing behind.
 
-What a backward adds to the record counts under its graph task's number. The engine is given a
-callback for the end; where it lets that go uncalled, the backward was interrupted, and what it
+What a backward adds to the record counts under its graph task's number. The engine gets a
+callback for the end; where it drops that uncalled, the backward was interrupted, and what it
 added is taken back at once. A backward inside of another (reentrant checkpoints) ends with it.
 """
 
@@ -19,7 +19,7 @@ at_the_end = torch.autograd.Variable._execution_engine.queue_callback  # of the 
 
 
 def weakly(owner: Callable[[], Any], method: str) -> Callable[..., Any]:
-    """A method to be called while its owner lives."""
+    """Return a function that calls a method while its owner lives."""
 
     @untraced
     def call(*args: Any) -> Any:
@@ -30,7 +30,7 @@ def weakly(owner: Callable[[], Any], method: str) -> Callable[..., Any]:
 
 
 class Backwards:
-    """Those under way that met passes of one probe."""
+    """Backwards under way that have reached passes of one probe."""
 
     def __init__(
         self,
@@ -43,14 +43,14 @@ class Backwards:
         self._recorder, self._over, self._finished = recorder, over, finished
         self.open: dict[int, _Backward] = {}  # by graph task
 
-    def meet(self, run: Any) -> None:
-        """The backward that runs now comes to a pass; None: only its number is wanted."""
+    def reach(self, run: Any) -> None:
+        """Note that the backward that runs now reaches a pass; None: only its number is wanted."""
         task = torch._C._current_graph_task_id()
         if task == -1:
             return
-        met = self._present(task)
+        backward = self._present(task)
         if run is not None and not any(b.knows(run) for b in list(self.open.values())):
-            met.meet(run)
+            backward.add(run)
 
     def _present(self, task: int) -> _Backward:
         found = self.open.get(task)
@@ -61,14 +61,14 @@ class Backwards:
         return found
 
     def sweep(self) -> None:
-        """Outside of any backward: one that an exception's traceback keeps from going is over."""
+        """End, outside of any backward, those that an exception's traceback keeps alive."""
         if self.open and torch._C._current_graph_task_id() == -1:
             for backward in list(self.open.values()):
                 if backward.thread == threading.get_ident():
                     backward.end()
 
     def at_rest(self) -> bool:
-        """Return True if none runs, on this thread at all, or on others that met a pass."""
+        """Return True if none runs, on this thread at all, or on others that reached a pass."""
         return torch._C._current_graph_task_id() == -1 and not self.under_way()
 
     def under_way(self) -> bool:
@@ -110,7 +110,7 @@ class _Backward:
     def knows(self, run: Any) -> bool:
         return run in self.begun or run in self.before
 
-    def meet(self, run: Any) -> None:
+    def add(self, run: Any) -> None:
         if run.recorded:
             self.before[run] = run.state()
         else:
@@ -128,13 +128,13 @@ class _Backward:
             run.restore(state)
 
     def end(self) -> None:
-        """Once."""
+        """End it, once."""
         end, self._end, self.over = self._end, None, True
         if end is not None:
             end(self)
 
     def called(self) -> bool:
-        """At the end, for as long as this returns True."""
+        """Return True if the engine is to call this once more, at the end."""
         self._calls += 1
         if self._calls < 4:  # after what is done at the end, and at the end of that: it may fail
             return True

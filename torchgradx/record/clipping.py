@@ -2,7 +2,7 @@
 the parameters' gradients are made from it, each sample's share times its factor.
 
 With weight gradients they take the place of those that backward left: whatever else .grad holds,
-from before the record or from backwards of other losses, stays. Deferred (weight_grad=False),
+from before the record or from backwards of other losses, stays. DeferredTape (weight_grad=False),
 backward left none: the sums are added to .grad, and nothing in it needs watching.
 """
 
@@ -24,8 +24,6 @@ from ..sharding import data_parallel, mean_over, scattered
 from ..sites.copies import untraced
 from .factors import Group
 
-HALVES = (torch.float16, torch.bfloat16)
-
 
 class Sum(NamedTuple):
     """A parameter's weighted gradients, of one use."""
@@ -33,10 +31,9 @@ class Sum(NamedTuple):
     place: int
     made: Tensor
     scale: float  # to be multiplied by
-    differs: bool  # from .grad, of which it is to be a part
 
 
-class Books:
+class ClipTape:
     """What the passes of a record keep, and what .grad holds besides."""
 
     def __init__(self, recorder: Any, parameters: Parameters, loss_scale: Any) -> None:
@@ -45,17 +42,15 @@ class Books:
         self._tensors: list[Tensor] = []  # the table, while it is clipped
         self._others: dict[int, Tensor] = {}  # by place
         self._versions: list[int] = []  # of the parameters, when the record began
-        self._heard: dict[int, tuple[Tensor, Any]] = {}  # by place, and our hook
+        self._hooks: dict[int, tuple[Tensor, Any]] = {}  # by place, and our hook
         self._marks: dict[int, tuple[int, int]] = {}  # .grad as backwards left it, by place
-        self._samples: dict[int, Tensor] = {}  # of .grad then, where it is to be unscaled
-        self._scaled = isinstance(loss_scale, torch.amp.GradScaler)
         self._idle: set[int] = set()  # places that no gradient came to
         self._torn = False  # .grad changed between passes of a record
         self.closed = False  # clipped already
         self._ddp: Callable[[], Any] = lambda: None
 
     def within(self, module: nn.Module) -> None:
-        """A forward of this model begins."""
+        """Note the model whose forward begins."""
         ddp = data_parallel(module)
         if ddp is not None:
             self._ddp = weakref.ref(ddp)
@@ -64,20 +59,20 @@ class Books:
         self._recorder.books = False
         for run in runs:
             run.take_booked()
-        where = [p for p, _ in self._heard.values()]
-        for place in list(self._heard):
-            self._forget(place)
+        where = [p for p, _ in self._hooks.values()]
+        for place in list(self._hooks):
+            self._stop_listening(place)
         forget(where)
         self.clear()
 
     def clear(self) -> None:
-        """The record ends."""
+        """Drop what is kept: the record ends."""
         self._kept.clear()
-        self._others, self._versions, self._marks, self._samples = {}, [], {}, {}
+        self._others, self._versions, self._marks = {}, [], {}
         self._torn = self.closed = False
 
     def begin(self, first: bool) -> None:
-        """A pass's gradients come, of which none has been added to .grad yet."""
+        """Begin a pass, none of whose gradients has been added to .grad yet."""
         if not self._recorder.books:
             return
         tensors = self._parameters.tensors()
@@ -86,27 +81,25 @@ class Books:
             return
         self.clear()
         for place, p in enumerate(tensors):
-            if p.requires_grad and p.is_leaf and self._heard.get(place, (None,))[0] is not p:
-                self._hear(place, p)
+            if p.requires_grad and p.is_leaf and self._hooks.get(place, (None,))[0] is not p:
+                self._listen(place, p)
         self._versions = [p._version for p in tensors]
         self._others = {k: p.grad.clone() for k, p in enumerate(tensors) if p.grad is not None}
 
-    def _hear(self, place: int, p: Tensor) -> None:
-        """Also where another parameter stood before."""
-        self._forget(place)
+    def _listen(self, place: int, p: Tensor) -> None:
+        """Listen at a parameter, also where another one was before."""
+        self._stop_listening(place)
         after = partial(self._accumulated, place)
-        self._heard[place] = p, p.register_post_accumulate_grad_hook(after)
+        self._hooks[place] = p, p.register_post_accumulate_grad_hook(after)
 
-    def _forget(self, place: int) -> None:
-        if place in self._heard:
-            self._heard.pop(place)[1].remove()
+    def _stop_listening(self, place: int) -> None:
+        if place in self._hooks:
+            self._hooks.pop(place)[1].remove()
 
     @untraced
     def _accumulated(self, place: int, p: Tensor) -> None:
         if self._versions and p.grad is not None:
             self._marks[place] = _mark(p.grad)
-            if self._scaled:
-                self._samples[place] = _sample(p.grad)
 
     def _changed(self, places: Iterable[int], tensors: Sequence[Tensor]) -> Iterator[int]:
         """Yield those whose .grad is not as a backward left it (DDP averages it: it is gone)."""
@@ -122,27 +115,21 @@ class Books:
         changed = self._changed(self._marks, self._parameters.tensors())
         return self._torn or next(changed, None) is not None
 
-    def _as_before(self, place: int) -> bool:
-        before, grad = self._samples.get(place), self._parameters.tensor(place).grad
-        if before is None or grad is None:
-            return False
-        return bool(before.any()) and torch.equal(_sample(grad), before)
-
     def undo(self, alone: bool) -> None:
-        """Backwards failed; alone: the record holds nothing else."""
+        """Note that backwards failed; alone: the record holds nothing else."""
         if alone:
             self.clear()
         elif self._recorder.books:
             self._torn = True  # of their gradients a part is there
 
-    def apart(self, place: int, gradient: Tensor) -> None:
-        """Keep apart what comes from a backward that met no pass."""
+    def add_other(self, place: int, gradient: Tensor) -> None:
+        """Keep a gradient of a backward that reached no pass."""
         if self._versions and not self.closed:
             before = self._others.get(place)
             gradient = gradient.detach()
             self._others[place] = gradient.clone() if before is None else before + gradient
 
-    def check(self, unscaled: float, runs: Sequence[Any]) -> None:
+    def check(self, runs: Sequence[Any]) -> None:
         """Raise where nothing can be clipped, before anything is touched."""
         if not self._recorder.books:
             raise RuntimeError(
@@ -164,20 +151,17 @@ class Books:
         self._refuse("clip_hooks", (k for k in kept if _hooked(tensors[k])))
         torn = (k for _, use, places in self._kept if not use.intact for k in places)
         self._refuse("clip_inputs", torn)
-        self._check_grads(kept, unscaled)
+        self._check_grads(kept)
 
     def _unsure(self, kept: set[int]) -> set[int]:
-        """Places of uses that may have got no gradient."""
+        """Return places of uses that may have got no gradient."""
         return kept - self._marks.keys()
 
-    def _check_grads(self, kept: set[int], unscaled: float) -> None:
+    def _check_grads(self, kept: set[int]) -> None:
         tensors = self._tensors
         self._refuse("clip_between", kept if self._torn else ())
         missing = (k for k in kept if tensors[k].grad is None or k not in self._marks)
         self._refuse("clip_missing", missing)
-        # unscale_ leaves no trace of it in versions
-        scaled = (k for k in kept if unscaled != 1 and self._as_before(k))
-        self._refuse("clip_scaled", scaled)
         self._refuse("clip_changed", self._changed(kept, tensors))
 
     def _refuse(self, why: str, places: Iterable[int]) -> None:
@@ -192,22 +176,20 @@ class Books:
         by since the backward.
         """
         ddp = self._ddp() if groups else None
-        # Processes that share their gradients go the same way, whatever their samples are.
+        # Processes that share their gradients do the same, whatever their samples are.
         clipped = [group for group in groups if ddp is not None or group.clips]
-        met: set[int] = set()
-        for found in self._sums(runs, clipped, unscaled, corrects=ddp is None):
+        summed: set[int] = set()
+        for found in self._sums(runs, clipped, unscaled):
             place = found.place
             before = self._besides(place, unscaled) if place in self._others else None
-            _put(self._tensors[place], found, before, found.differs or place in met, ddp is None)
-            met.add(place)
+            _put(self._tensors[place], found, before, place in summed, ddp is None)
+            summed.add(place)
         self.closed = True
         if ddp is not None:
-            self._average(ddp, met, unscaled)
+            self._average(ddp, summed, unscaled)
 
-    def _sums(
-        self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float, corrects: bool
-    ) -> Iterator[Sum]:
-        """Yield the sums of each kept use, and drop it. corrects: .grad, where few are clipped."""
+    def _sums(self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float) -> Iterator[Sum]:
+        """Yield the sums of each kept use, and drop it."""
         numbers, tensors = {id(run): k for k, run in enumerate(runs)}, self._tensors
         live = ((g, place) for g in groups for place in g.places if place not in self._idle)
         group_of = {place: group for group, place in live}
@@ -218,15 +200,13 @@ class Books:
                 if place in group_of:
                     shares.setdefault(group_of[place], []).append(place)
             for group, places in shares.items():
-                p = tensors[places[0]]
-                differs = corrects and p.dtype not in HALVES and group.few
-                factors, scale = group.factors(numbers[id(run)], p, unscaled, differs)
+                factors, scale = group.factors(numbers[id(run)], tensors[places[0]], unscaled)
                 try:
                     weighted = use.weighted(factors, places)
                 except RefusedError as error:
                     self._refuse(error.cause, places)
                 for place, made in zip(places, weighted, strict=True):
-                    yield Sum(place, made, scale, differs)
+                    yield Sum(place, made, scale)
 
         again = [entry for entry in self._kept if entry[1].runs_again]
         yield from [found for entry in again for found in of(*entry)]  # one may fail
@@ -239,31 +219,23 @@ class Books:
         others = self._others.get(place)
         return None if others is None else others * unscaled
 
-    def _average(self, ddp: Any, met: set[int], unscaled: float) -> None:
+    def _average(self, ddp: Any, summed: set[int], unscaled: float) -> None:
         grads = {k: p.grad for k, p in enumerate(self._tensors) if p.grad is not None}
-        for place in grads.keys() - met:  # others' samples came to it
+        for place in grads.keys() - summed:  # others' samples came to it
             before = self._besides(place, unscaled)
             grads[place].copy_(torch.zeros(()) if before is None else before)
         mean_over(ddp, list(grads.values()))
 
 
 def _nothing_came(place: int, runs: Sequence[Any]) -> bool:
-    """To a parameter that its module did not use."""
+    """Return True if no gradient came to a parameter: its module did not use it."""
     waiting = [g for run in runs for _, _, g, _ in run.terms(place)]
     return not any(bool(t.any()) for t in (*(run.total([place]) for run in runs), *waiting))
 
 
-def _values(grad: Tensor) -> Tensor:
-    return grad._values() if grad.is_sparse else grad
-
-
 def _mark(grad: Tensor) -> tuple[int, int]:
-    return _values(grad).data_ptr(), grad._version
-
-
-def _sample(grad: Tensor) -> Tensor:
-    values = _values(grad).flatten()
-    return values[:: max(1, len(values) // 64)].clone()
+    values = grad._values() if grad.is_sparse else grad
+    return values.data_ptr(), grad._version
 
 
 def _hooked(p: Tensor) -> bool:

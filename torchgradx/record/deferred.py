@@ -1,4 +1,4 @@
-"""Deferred clipping, attach(clip=True, weight_grad=False): backward makes norms alone, and the
+"""DeferredTape clipping, attach(clip=True, weight_grad=False): backward makes norms alone, and the
 clipped sums are added to .grad. One weight gradient for each use in place of two."""
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ..sharding import mean_over
-from .clipping import Books, Sum, dense
+from .clipping import ClipTape, Sum, dense
 from .factors import Group, report_overflow
 
 MANY = 64  # sums that wait for a copy: their memory must not add up
 
 
-class Deferred(Books):
+class DeferredTape(ClipTape):
     """What the passes of a record keep. Nothing of .grad needs watching: backward leaves it."""
 
     disturbed = False
@@ -30,16 +30,16 @@ class Deferred(Books):
         again = (places for _, use, places in self._kept if use.runs_again)
         return {place for places in again for place in places}
 
-    def _check_grads(self, kept: set[int], unscaled: float) -> None:
+    def _check_grads(self, kept: set[int]) -> None:
         pass
 
     def clip(self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float) -> None:
         """Add the weighted sums to .grad, under DistributedDataParallel their mean."""
         tensors, ddp = self._tensors, self._ddp()
-        sums: Iterable[Sum] = self._sums(runs, groups, unscaled, corrects=False)
+        sums: Iterable[Sum] = self._sums(runs, groups, unscaled)
         if ddp is not None:
             sums = _averaged(ddp, tensors, sums)
-        met, waiting = set(), dict[int, Tensor]()  # to be copied, many at a time
+        summed, waiting = set(), dict[int, Tensor]()  # to be copied, many at a time
         try:
             for found in sums:
                 if found.place in waiting or len(waiting) == MANY:
@@ -47,17 +47,17 @@ class Deferred(Books):
                 made = _add(tensors[found.place], found)
                 if made is not None:
                     waiting[found.place] = made
-                met.add(found.place)
+                summed.add(found.place)
         finally:
             _copy(tensors, waiting)
         self.closed = True
-        if self._scaled:
-            grads = (tensors[place].grad for place in met)
+        if isinstance(self._loss_scale, torch.amp.GradScaler):
+            grads = (tensors[place].grad for place in summed)
             report_overflow(self._loss_scale, [g for g in grads if g is not None])
 
 
 def _copy(tensors: Sequence[Tensor], waiting: dict[int, Tensor]) -> None:
-    """Into a new .grad each: on a GPU a launch for each would take longer than the copies."""
+    """Copy into new .grad: on a GPU a launch for each would take longer than the copies."""
     grads = [g for place in waiting if (g := tensors[place].grad) is not None]
     if grads:
         torch._foreach_copy_(grads, list(waiting.values()))
@@ -89,9 +89,9 @@ def _averaged(ddp: Any, tensors: Sequence[Tensor], sums: Iterable[Sum]) -> list[
     live = [place for place, p in enumerate(tensors) if p.requires_grad]
     parts = {place: torch.zeros_like(tensors[place]) for place in live}
     has = parts[live[0]].new_zeros(len(tensors))
-    for place, made, scale, _ in sums:
+    for place, made, scale in sums:
         parts[place].add_(dense(made).reshape(parts[place].shape), alpha=scale)
         has[place] = 1
     mean_over(ddp, [has, *parts.values()])
-    met = has.tolist()
-    return [Sum(place, part, 1.0, False) for place, part in parts.items() if met[place]]
+    present = has.tolist()
+    return [Sum(place, part, 1.0) for place, part in parts.items() if present[place]]

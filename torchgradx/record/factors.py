@@ -16,35 +16,21 @@ from ..reference.chunks import accumulation_dtype
 class Group:
     """Parameters that are clipped together, and the samples' factors [N1 + N2 + ...]."""
 
-    def __init__(
-        self, places: Sequence[int], norms: Tensor, factors: Tensor, sizes: list[int]
-    ) -> None:
-        self.places, self._norms, self._factors, self._sizes = places, norms, factors, sizes
+    def __init__(self, places: Sequence[int], factors: Tensor, sizes: list[int]) -> None:
+        self.places, self._factors, self._sizes = places, factors, sizes
         self._made: dict[Any, tuple[Tensor, float]] = {}
 
     @cached_property
     def clips(self) -> bool:
-        """Some factor is not 1. Of a GPU it is presumed: to ask would wait for the backward."""
+        """Return True if a factor is not 1. On a GPU it is presumed: to ask would wait."""
         return not self._factors.is_cpu or bool((self._factors != 1).any())
 
-    @cached_property
-    def few(self) -> bool:
-        """Where half of the samples or more keep a factor of 1, what the others' factors take away
-        is taken from .grad: unless its rounding, that of what is taken away, would cost over two
-        bits. A GPU would have to wait, and multiplies by a 0 as by any other factor."""
-        if not self._factors.is_cpu:
-            return False
-        kept = (self._norms * self._factors.abs()).sum()
-        clipped = (self._factors != 1).sum()
-        return bool(clipped * 2 <= len(self._factors)) and bool(self._norms.sum() <= 4 * kept)
-
-    def factors(self, k: int, p: Tensor, unscaled: float, less_1: bool) -> tuple[Tensor, float]:
-        """Return [N] of pass k, and a scale for the sums: float16 keeps small factors apart."""
-        key = k, p.device, p.dtype, less_1
+    def factors(self, k: int, p: Tensor, unscaled: float) -> tuple[Tensor, float]:
+        """Return [N] of pass k, and a scale for the sums: float16 has few small numbers."""
+        key = k, p.device, p.dtype
         if key not in self._made:
             narrow, wide = p.dtype == torch.float16, accumulation_dtype(p.dtype)
             factors = self._factors.split(self._sizes)[k].to(p.device)
-            factors = factors - 1 if less_1 else factors
             factors = factors if unscaled == 1 else factors * unscaled
             largest = float(factors.abs().amax()) if narrow and len(factors) else 1.0
             scale = largest if 0 < largest < float("inf") else 1.0
@@ -58,37 +44,45 @@ def factors_of(
     factors: Callable[[Tensor], Tensor] | None,
     drops: bool,
 ) -> Tensor:
-    """[N] float64: what each sample's gradient is multiplied by.
+    """Return [N] float64: what each sample's gradient is multiplied by.
 
     Where a norm is not finite the factor is nan, as .grad is to be; or 0, if `drops` or `factors`
     says so.
     """
-    exact = norms.double()
-    if factors is None:
-        if isinstance(max_norm, Tensor):
-            bound = max_norm.to(norms.device, torch.float64)
-            sound = bound.shape in ((), norms.shape) and bool((bound >= 0).all())
-        else:  # written there: a copy from the host's memory would wait
-            assert max_norm is not None
-            bound, sound = exact.new_full((), max_norm), max_norm >= 0
-        if not sound:
-            raise ValueError(
-                f"max_norm must be a number, or a Tensor [{len(norms)}], of 0 or more; got "
-                f"{max_norm!r}"
-            )
-        found = torch.where(exact <= bound, 1.0, bound / exact)
-        if drops:
-            return found.masked_fill(~exact.isfinite(), 0.0)
-        return found + (exact - exact)  # nan where it is not finite, by fewer kernels
-    found = factors(norms.clone())
-    if not isinstance(found, Tensor) or found.shape != norms.shape:
-        got = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
+    if factors is not None:
+        return _of_user(norms, factors, drops)
+    exact, bound = norms.double(), _bound(norms, max_norm)
+    result = torch.where(exact <= bound, 1.0, bound / exact)
+    if drops:
+        return result.masked_fill(~exact.isfinite(), 0.0)
+    return result + (exact - exact)  # nan where it is not finite, by fewer kernels
+
+
+def _bound(norms: Tensor, max_norm: float | Tensor | None) -> Tensor:
+    """Return max_norm as a Tensor [] or [N] on the device of the norms."""
+    if isinstance(max_norm, Tensor):
+        bound = max_norm.to(norms.device, torch.float64)
+        valid = bound.shape in ((), norms.shape) and bool((bound >= 0).all())
+    else:  # written there: a copy from the host's memory would wait
+        assert max_norm is not None
+        bound, valid = norms.new_full((), max_norm, dtype=torch.float64), max_norm >= 0
+    if not valid:
+        raise ValueError(
+            f"max_norm must be a number, or a Tensor [{len(norms)}], of 0 or more; got {max_norm!r}"
+        )
+    return bound
+
+
+def _of_user(norms: Tensor, factors: Callable[[Tensor], Tensor], drops: bool) -> Tensor:
+    result = factors(norms.clone())
+    if not isinstance(result, Tensor) or result.shape != norms.shape:
+        got = f"shape {list(result.shape)}" if isinstance(result, Tensor) else repr(result)
         raise ValueError(f"factors must turn norms [{len(norms)}] into as many factors; got {got}")
-    found = found.detach().double().masked_fill(norms == 0, 0.0)  # of a gradient of zeros
-    if not bool((found.isfinite() | ~norms.isfinite()).all()):
-        raise ValueError(f"factors must be finite where the norms are; got {found}")
+    result = result.detach().double().masked_fill(norms == 0, 0.0)  # of a gradient of zeros
+    if not bool((result.isfinite() | ~norms.isfinite()).all()):
+        raise ValueError(f"factors must be finite where the norms are; got {result}")
     spoiled = 0.0 if drops else float("nan")
-    return found.masked_fill(~exact.isfinite() & (found != 0), spoiled)
+    return result.masked_fill(~norms.isfinite() & (result != 0), spoiled)
 
 
 def is_unscaled(loss_scale: Any) -> bool:

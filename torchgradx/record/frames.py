@@ -25,7 +25,7 @@ MANY = 1024  # calls under no_grad that are kept
 Reentrant: Any = checkpoint.CheckpointFunction._backward_cls
 
 
-class Told(NamedTuple):
+class PassOptions(NamedTuple):
     """What the user has said of a forward's samples."""
 
     joint: list[Any] | None = None  # the passes of the same ones
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
     """Of a call of the model, or of a module outside of it."""
 
     serial: int = 0  # its place among those that are recorded
-    told: Told = Told()  # when it ran first
+    options: PassOptions = PassOptions()  # when it ran first
 
 
 NONE = Answer()
@@ -65,7 +65,7 @@ class Frames:
 
         What runs again is answered as when it ran first, all else by `now` if it is recorded.
         """
-        found = now if on else Answer(0, now.told)
+        found = now if on else Answer(0, now.options)
         node = self._recorder.running_node()
         if node is not None:
             thread, number = node
@@ -86,7 +86,7 @@ class Frames:
         return notes, number
 
     def _again(self, thread: int, number: int, on: bool, now: Answer, outside: bool) -> Answer:
-        """As `answer`, in the backward of a node: its thread, and its number there."""
+        """Return the answer in the backward of a node: its thread, and its number there."""
         notes, node = self._notes.setdefault(thread, _Notes()), torch._C._current_autograd_node()
         turn = bisect_right(notes.turns, number, key=itemgetter(0)) - 1
         recorded = turn >= 0 and notes.turns[turn][1]
@@ -108,7 +108,7 @@ class Frames:
         if call >= len(notes.calls):  # it ran first when there was no probe, or is no checkpoint
             return now if on and not isinstance(node, Reentrant) else NONE
         before, found = notes.calls[call]
-        if not _C._get_current_graph_task_keep_graph():  # never again: what was told may go
+        if not _C._get_current_graph_task_keep_graph():  # never again: the options may go
             notes.calls[call] = before, Answer(found.serial)
         return found
 

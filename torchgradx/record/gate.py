@@ -29,11 +29,11 @@ def put_gate(recorder: Any, place: int, node: Any, p: Tensor) -> None:
         of = here()
         if of is None or not (of.shields or of.books):
             return None
-        met = of.audited(torch._C._current_graph_task_id())
+        has_pass = of.audited(torch._C._current_graph_task_id())
         follow: Any = p._post_accumulate_grad_hooks
-        if (met and follow) if of.shields else not (met or grads[0] is None):
+        if (has_pass and follow) if of.shields else not (has_pass or grads[0] is None):
             of.received(place, grads[0])
-        return (None,) if of.shields and met else None
+        return (None,) if of.shields and has_pass else None
 
     gates: Any = node.metadata.setdefault("torchgradx gates", weakref.WeakSet())
     if (recorder.shields or recorder.books) and recorder not in gates:

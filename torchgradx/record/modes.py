@@ -14,17 +14,15 @@ from ..proof.constant import Mode
 
 SEVERAL = torch._C._dispatch_key_parse("VmapMode")  # by name at each call it takes longer
 
-NOTHING: AbstractContextManager[None] = nullcontext()
-
 
 def several_at_once() -> bool:
     """Return True inside a backward of is_grads_batched=True: its gradients are nobody's .grad."""
     return bool(torch._C._dispatch_tls_is_dispatch_key_included(SEVERAL))
 
 
-def unheard() -> AbstractContextManager[None]:
-    """Modes above our own are off inside; one that is entered here is below them."""
-    return _off() if torch._C._len_torch_dispatch_stack() else NOTHING
+def without_user_modes() -> AbstractContextManager[None]:
+    """Disable modes above our own; one that is entered inside is below them."""
+    return _off() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 @contextmanager

@@ -28,7 +28,7 @@ ON_DEVICE = 1 << 28  # the same on a GPU, where launches cost and memory is quic
 
 
 def combine(n: int, terms: Sequence[Term]) -> Tensor:
-    """[N] squared norms of the sum of all terms of one parameter."""
+    """Return [N] squared norms of the sum of all terms of one parameter."""
     terms = [(layer or _kind_of(a, g, n, terms), a, g) for layer, a, g in terms]
     grads = [term[2] for term in terms]
     sq_norms = grads[0].new_zeros(n, dtype=accumulation_dtype(grads[0].dtype))
@@ -49,35 +49,28 @@ def combine(n: int, terms: Sequence[Term]) -> Tensor:
 
 
 def combine_segments(n: int, terms: Sequence[Term], owners: Sequence[Tensor | None]) -> Tensor:
-    """[N] squared norms of the sum of all terms, of which some have rows that are not n*T+t.
+    """Return [N] squared norms of the sum of all terms, some with rows that are not n*T+t.
 
     Samples that have as many rows in each of the uses are a batch by themselves.
     owners: for each term the sample of each of its rows [rows, *], N where it is of none; None: it
     holds the samples in front.
     """
-    wide = accumulation_dtype(terms[0][2].dtype)
-    sq_norms = torch.zeros(n, dtype=wide, device=terms[0][2].device)
-    # those of one sample one after another; of how many rows, and from where
-    orders = [None if rows is None else rows.argsort(stable=True) for rows in owners]
-    counts = [None if rows is None else torch.bincount(rows, minlength=n + 1)[:n]
-              for rows in owners]  # fmt: skip
-    firsts = [None if c is None else c.cumsum(0) - c for c in counts]
-    lengths = torch.stack([c for c in counts if c is not None]).T.tolist()
+    wide, device = accumulation_dtype(terms[0][2].dtype), terms[0][2].device
+    sq_norms = torch.zeros(n, dtype=wide, device=device)
+    owned = {k: rows for k, rows in enumerate(owners) if rows is not None}
+    counts = [torch.bincount(rows, minlength=n + 1) for rows in owned.values()]
+    lengths = torch.stack(counts).tolist()  # by use and sample, read from the device at once
+    rows_of = {k: rows.argsort(stable=True).split(length)
+               for (k, rows), length in zip(owned.items(), lengths, strict=True)}  # fmt: skip
     alike: dict[tuple[int, ...], list[int]] = {}
-    for sample, each in enumerate(lengths):
-        alike.setdefault(tuple(each), []).append(sample)
-    for each, members in alike.items():
-        samples = torch.tensor(members, device=sq_norms.device)
-        length, parts = iter(each), []
-        for (layer, a, g), order, first in zip(terms, orders, firsts, strict=True):
-            if order is None or first is None:
-                parts.append((layer, a if a is None else a[samples], g[samples]))
-                continue
-            t = next(length)
-            if not t:
-                continue
-            rows = order[first[samples][:, None] + torch.arange(t, device=order.device)]
-            parts.append((layer, None if a is None else a[rows], g[rows]))
+    for sample in range(n):
+        alike.setdefault(tuple(length[sample] for length in lengths), []).append(sample)
+    for members in alike.values():
+        samples, parts = torch.tensor(members, device=device), []
+        for k, (layer, a, g) in enumerate(terms):
+            index = torch.stack([rows_of[k][one] for one in members]) if k in rows_of else samples
+            if index.numel():
+                parts.append((layer, None if a is None else a[index], g[index]))
         if parts:
             sq_norms[samples] = combine(len(members), parts).to(wide)
     return sq_norms
@@ -97,31 +90,31 @@ def _kind_of(a: Tensor | None, g: Tensor, n: int, terms: Sequence[Term]) -> Laye
 def _closed(
     outer: Sequence[Term], tables: Sequence[Term], n: int, chunk: slice, groups: int
 ) -> Tensor:
-    """|H + E|^2 = |H|^2 + |E|^2 + 2 <H, E>, with H all outer products and E all rows looked up."""
+    """Return |H|^2 + |E|^2 + 2 <H, E>, with H all outer products and E all rows looked up."""
     sq_norms: Tensor | float = 0.0
     if outer:
-        a, b = _joined([_rows(term, n, chunk) for term in outer])
+        a, b = _join([_rows(term, n, chunk) for term in outer])
         sq_norms = ops.linear_sq_norms(a, b).view(-1, groups).sum(1)
     if tables:
-        ids, rows = _looked_up(tables, chunk)
+        ids, rows = _look_up(tables, chunk)
         sq_norms = sq_norms + ops.embedding_sq_norms(ids, rows)
     if outer and tables:
-        rows, a, b = _alike([rows, a, b])
+        rows, a, b = _cast_alike([rows, a, b])
         sq_norms = sq_norms + 2 * ops.gather_dots(ids, rows, a, b, None)
     assert isinstance(sq_norms, Tensor)
     return sq_norms.clamp_min(0)
 
 
-def _joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Several uses as one with a longer T."""
+def _join(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return several uses as one with a longer T."""
     if len(pairs) == 1:
-        return tuple(_alike([*pairs[0]]))  # type: ignore[return-value]
-    first, second = (torch.cat(_alike([pair[k] for pair in pairs]), 1) for k in (0, 1))
-    return tuple(_alike([first, second]))  # type: ignore[return-value]
+        return tuple(_cast_alike([*pairs[0]]))  # type: ignore[return-value]
+    first, second = (torch.cat(_cast_alike([pair[k] for pair in pairs]), 1) for k in (0, 1))
+    return tuple(_cast_alike([first, second]))  # type: ignore[return-value]
 
 
-def _looked_up(tables: Sequence[Term], chunk: slice) -> tuple[Tensor, Tensor]:
-    """ids [n, T] and their gradients [n, T, D], 0 where an id is the padding of its layer."""
+def _look_up(tables: Sequence[Term], chunk: slice) -> tuple[Tensor, Tensor]:
+    """Return ids [n, T] and gradients [n, T, D], 0 where an id is the padding of its layer."""
     ids, rows = [], []
     for layer, indices, grads in tables:
         assert layer is not None
@@ -130,11 +123,11 @@ def _looked_up(tables: Sequence[Term], chunk: slice) -> tuple[Tensor, Tensor]:
         kept = (indices[chunk] != padding).unsqueeze(-1)
         ids.append(indices[chunk].long())
         rows.append(grads[chunk] if padding < 0 else grads[chunk] * kept)
-    return torch.cat(ids, 1), torch.cat(_alike(rows), 1)
+    return torch.cat(ids, 1), torch.cat(_cast_alike(rows), 1)
 
 
 def _chunks(n: int, terms: Sequence[Term], views: bool) -> Iterator[slice]:
-    """views: nothing is copied, and one chunk is all."""
+    """Return the chunks of samples; views: nothing is copied, and one chunk is all."""
     elements = sum(
         (a.numel() * _patch(layer) if a is not None else 0) + g.numel() for layer, a, g in terms
     )
@@ -148,7 +141,7 @@ def _patch(layer: Layer | None) -> int:
     return layer.kernel_size[0] * layer.kernel_size[1] if layer and layer.kernel_size else 1
 
 
-def _alike(tensors: list[Tensor]) -> list[Tensor]:
+def _cast_alike(tensors: list[Tensor]) -> list[Tensor]:
     """Cast to one dtype: uses inside and outside of autocast may differ."""
     dtypes = {t.dtype for t in tensors}
     wide = next(iter(dtypes)) if len(dtypes) == 1 else torch.promote_types(*dtypes)
@@ -156,11 +149,11 @@ def _alike(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _rows(term: Term, n: int, chunk: slice) -> tuple[Tensor, Tensor]:
-    """[n * groups, T, I], [n * groups, T, O / groups] of some samples."""
+    """Return [n * groups, T, I], [n * groups, T, O / groups] of some samples."""
     layer, a, b = term
     assert layer is not None
     assert a is not None
-    if layer.transposed:  # its weight is the other way round
+    if layer.transposed:  # its weight is the transpose
         a, b = b, a
     if not layer.kernel_size:
         return a[chunk], b[chunk]
@@ -179,13 +172,13 @@ def _rows(term: Term, n: int, chunk: slice) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(term: Term, n: int, chunk: slice) -> Tensor:
-    """[n, size of the parameter], in the order of its memory."""
+    """Return [n, size of the parameter], in the order of its memory."""
     layer, _, grads = term
     if layer is None:
         part = grads[chunk]
         return part.reshape(len(part), -1).to(accumulation_dtype(grads.dtype))
     if layer.kind == "embedding":
-        ids, rows = _looked_up([term], chunk)
+        ids, rows = _look_up([term], chunk)
         rows = rows.to(accumulation_dtype(rows.dtype))
         table = rows.new_zeros(len(ids), layer.constants["rows"], rows.shape[2])
         return table.scatter_add_(1, ids.unsqueeze(-1).expand_as(rows), rows).flatten(1)

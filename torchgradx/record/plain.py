@@ -1,7 +1,7 @@
 """Recorder and Pass in plain Python: what csrc/record/pass.h says, where there is no extension.
 
 But for the balance of graph edges, which Python cannot see in backward: without the extension every
-pass is held against what the parameters receive, not only the first of a structure.
+pass is compared with what the parameters receive, not only the first of a structure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backwards import at_the_end
 from .gate import executes, put_gate
 from .versions import Versions
 
@@ -23,15 +22,10 @@ Term = tuple[int, Tensor | None, Tensor, Any]  # (site or -1, activations, gradi
 Slot = tuple[int, Tensor]  # a parameter's place in the table, and the tensor that stands there now
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 class _OfThread(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[Pass | None, int]] = []  # with the number of its first node
         self.asking = False
-        self.asked: list[tuple[int, Any, Any]] = []  # backward, whether it runs, pass
 
 
 class Recorder:
@@ -56,10 +50,8 @@ class Recorder:
         self.held = 0  # nothing is saved through hooks here
         self._audited: list[int] = []
         self.alive: Any = []
-        # The nodes made before there was a probe, and of forwards that made no pass, the latest.
-        self._unrecorded = [range(torch.autograd._get_sequence_nr())]
-        # By backward and parameter: the sum, how large its terms were, and its version.
-        self._recorded: dict[tuple[int, int], tuple[Tensor | None, float, int]] = {}
+        # By backward and parameter: the sum, and how large its terms were.
+        self._recorded: dict[tuple[int, int], tuple[Tensor, float]] = {}
         self._local = _OfThread()
 
     @property
@@ -81,48 +73,22 @@ class Recorder:
 
     def pop(self) -> None:
         run, first = self._local.stack.pop()
-        made = range(first, torch.autograd._get_sequence_nr())
         if run is not None:
             run.seen.clear()
-            run.made.append(made)
-        elif made:
-            self._unrecorded = [self._unrecorded[0], *self._unrecorded[1:][-62:], made]
+            run.made.append(range(first, torch.autograd._get_sequence_nr()))
 
-    def _original(self) -> tuple[Pass | None, bool]:
-        """The pass whose forward made the node that runs now, if any, and whether it is known."""
+    def _original(self) -> Pass | None:
+        """Return the pass whose forward made the node that runs now, if any."""
         node = torch._C._current_autograd_node()
         if node is None:
-            return None, False
+            return None
         number = node._sequence_nr()  # of its thread, which is taken to be the only one
-        for run in (ref() for ref in reversed(self.alive)):
-            if run is not None and any(number in made for made in run.made):
-                return run, True
-        if any(number in made for made in self._unrecorded):
-            return None, True
-        task = torch._C._current_graph_task_id()
-        for outer, running, ref in reversed(self._local.asked):
-            if outer < task and running() is not None:
-                return ref and ref(), True
-        return None, False
-
-    def _remember(self, run: Pass | None) -> None:
-        """Note that a recomputation asked for its pass, which its new nodes belong to as well."""
-        task = torch._C._current_graph_task_id()
-        asked = [entry for entry in self._local.asked if entry[1]() is not None]
-        running = next((entry[1] for entry in asked if entry[0] == task), None)
-        if running is None:
-
-            def until() -> None:
-                """Lives as long as the backward that owns it runs."""
-
-            at_the_end(until)
-            running = weakref.ref(until)
-        ours = (task, running, run and weakref.ref(run))
-        self._local.asked = [*(entry for entry in asked if entry[0] != task), ours]
+        runs = (ref() for ref in reversed(self.alive))
+        return next((run for run in runs if run and any(number in m for m in run.made)), None)
 
     @staticmethod
     def next_node() -> tuple[int, int]:
-        """The thread, taken to be the only one, and the number there of the node made next."""
+        """Return the thread, taken to be the only one, and the number of its next node."""
         return 0, torch.autograd._get_sequence_nr()
 
     @staticmethod
@@ -141,18 +107,15 @@ class Recorder:
     def current(self) -> Pass | None:
         if self._local.stack:
             return self._local.stack[-1][0]
-        if not _in_backward():
+        if torch._C._current_graph_task_id() == -1:
             return self._astray() if torch.is_grad_enabled() else None
-        run, known = self._original()
-        if known:
-            self._remember(run)
-        return run
+        return self._original()
 
     def audited(self, task: int) -> bool:
         return task in self._audited
 
     def follow(self, formers: Sequence[Recorder]) -> None:
-        """Nothing is held here: those removed before have left."""
+        """Do nothing: recorders removed before have left."""
 
     def hold(self) -> None:
         pass  # nothing here goes through the hooks of a checkpoint
@@ -191,23 +154,19 @@ class Recorder:
         self._refusals.pop(-1, None)
 
     def add_recorded(self, parameter: int, gradient: Tensor, magnitude: float) -> None:
-        key = torch._C._current_graph_task_id(), parameter
-        again = key in self._recorded
-        before, size = self.take_recorded(torch._C._current_graph_task_id(), parameter)
-        gradient = gradient.reshape(-1)
-        changed = again and before is None
-        total = None if changed else gradient if before is None else before + gradient
-        self._recorded[key] = total, size + magnitude, 0 if total is None else total._version
+        task = torch._C._current_graph_task_id()
+        before, size = self.take_recorded(task, parameter)
+        # A copy: others may write into a gradient.
+        total = gradient.flatten().clone() if before is None else before + gradient.flatten()
+        self._recorded[task, parameter] = total, size + magnitude
 
     def untaken(self, tasks: Sequence[int]) -> list[tuple[int, int]]:
-        """Backwards, and parameters of which something is recorded that these did not receive."""
-        return [key for key, (total, *_) in list(self._recorded.items())
-                if key[0] in tasks and total is not None and bool(total.any())]  # fmt: skip
+        """Return backwards, and parameters of which these did not receive what is recorded."""
+        return [key for key, (total, _) in list(self._recorded.items())
+                if key[0] in tasks and bool(total.any())]  # fmt: skip
 
     def take_recorded(self, task: int, parameter: int) -> tuple[Tensor | None, float]:
-        total, size, version = self._recorded.pop((task, parameter), (None, 0.0, 0))
-        stands = total is not None and total._version == version  # nobody wrote into it
-        return (total if stands else None), size
+        return self._recorded.pop((task, parameter), (None, 0.0))
 
 
 class Pass:
@@ -256,12 +215,12 @@ class Pass:
         self.create_graph, self.retained = flags
 
     def forget(self) -> None:
-        """The only backward that came to it failed."""
+        """Forget the only backward that came to it: it failed."""
         self.clear()
         self.create_graph = self.retained = False
 
     def _track(self, place: int, tensor: Tensor) -> bool:
-        """False: its gradient is another parameter's."""
+        """Return False if its gradient is another parameter's."""
         if tensor.requires_grad and tensor.is_leaf:
             node = torch.autograd.graph.get_gradient_edge(tensor).node
             anothers = node is not self._owners[place] and node in self._owners
@@ -274,33 +233,33 @@ class Pass:
         node = self._owners[place]
         return node is None or executes(node)
 
-    def call(self, site: int, slots: Sequence[Slot], sizes: Sequence[int], given: Any = ()) -> int:
+    def call(self, site: int, slots: Sequence[Slot], sizes: Sequence[int], inputs: Any = ()) -> int:
         if self.astray:
             self.refuse(site, "outside")
             return -1
         for place, tensor in slots:
             if not self._track(place, tensor):
                 self.refuse(site, "anothers")
-        if _in_backward() and not self.recorder.depth():
+        if torch._C._current_graph_task_id() != -1 and not self.recorder.depth():
             return -1
         for place, _ in slots:
             self._calls[place] += 1
         self.silent |= not torch.is_grad_enabled()
         equal = tuple(size == self.n for size in sizes)
         whole = bool(sizes) and self.n > 0 and sizes[0] % self.n == 0
-        shown = (tuple(size == self.n for size in t.shape[:8]) for t in given)
+        shown = (tuple(size == self.n for size in t.shape[:8]) for t in inputs)
         self.structure += ((site, equal, whole, self._ago(prod(sizes[:-1])), *shown),)
         self.count += 1
         self.seen.append((site, list(sizes), None, 0))
         return self.count - 1
 
     def _ago(self, rows: int) -> int:
-        """How many uses ago as many rows were met: where padding is taken out, there are fewer."""
-        met = ((prod(sizes[:-1]), prod(sizes)) for _, sizes, *_ in reversed(self.seen))  # ids
-        return next((k for k, counts in enumerate(met, 1) if rows in counts), 0)
+        """Return how many uses ago there were as many rows: without padding, there are fewer."""
+        counted = ((prod(sizes[:-1]), prod(sizes)) for _, sizes, *_ in reversed(self.seen))  # ids
+        return next((k for k, counts in enumerate(counted, 1) if rows in counts), 0)
 
     def expect(self, place: int, tensor: Tensor) -> None:
-        """One more use of a parameter, which is no module's."""
+        """Note one more use of a parameter, which is no module's."""
         self._track(place, tensor)
         self._calls[place] += 1
 

@@ -14,29 +14,28 @@ from torch import Tensor
 
 from .. import ops
 from ..options import Scale, check_scale
-from ..proof.verdict import Attached
+from ..proof.verdict import ProbeParts
 from ..refusals import SECTIONS, refused_all
-from .clipping import Books
-from .deferred import Deferred
+from .clipping import ClipTape
+from .deferred import DeferredTape
 from .factors import Group, factors_of, is_unscaled, unscaled_by
-from .frames import NONE, Answer, Frames, Told
+from .frames import NONE, Answer, Frames, PassOptions
 from .norms import combine, combine_segments
 
 if ops.NATIVE:
     from .. import _C
 
-MANY = 1024  # scales of a loss: those of forwards that meet no backward must not add up
+MANY = 1024  # scales of a loss: those of forwards without a backward must not add up
 FAKE = torch._C._TorchDispatchModeKey.FAKE
-UNTOLD = Told()
 CPU = torch.device("cpu")
 
 
 class Record:
-    def __init__(self, shared: Attached) -> None:
+    def __init__(self, shared: ProbeParts) -> None:
         self._recorder, self._parameters, self._layers, self._options, *_ = shared
         scale = shared.options["loss_scale"]
-        books = Books if shared.options["weight_grad"] else Deferred
-        self.books = books(shared.recorder, shared.parameters, scale)
+        tape = ClipTape if shared.options["weight_grad"] else DeferredTape
+        self.tape = tape(shared.recorder, shared.parameters, scale)
         self.frames = Frames(shared.recorder)
         self._serial = 0  # of forwards
         # What the user said that losses are scaled by, each from one forward on, in order.
@@ -51,12 +50,12 @@ class Record:
         self.refused: dict[int, str] = {}  # by parameter: a sample alone has another norm
         self.runs: list[tuple[Any, float | Tensor]] = []  # with the loss scale in force at each
 
-    def takes(self, on: bool, told: Told = UNTOLD, outside: bool = False) -> Answer:
+    def takes(self, on: bool, options: PassOptions = NONE.options, outside: bool = False) -> Answer:
         """Return a forward's number (0: record nothing) and what was said of its samples."""
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing() or self.unreal():
             self.fates.add("traced")
             return NONE
-        now = Answer(self.next(), told)
+        now = Answer(self.next(), options)
         found = self.frames.answer(on, now, outside)
         if not on:
             self.fates.add("paused")
@@ -77,11 +76,11 @@ class Record:
         return self._serial
 
     def begin(self, run: Any) -> None:
-        """The first gradient of a pass that is not in the record."""
+        """Take a pass into the record, at its first gradient."""
         with self._entry:  # threads begin a new record once
             if self._read:
                 self.clear()
-            self.books.begin(first=not self.runs)
+            self.tape.begin(first=not self.runs)
             if self._compares and not self.runs:
                 self._there = self._sizes_of_grads(run.trainable)
             scale = self._scale_of(run.serial)
@@ -93,7 +92,7 @@ class Record:
                 self._recorder.refuse(site, reason)
 
     def come_again(self, run: Any) -> None:
-        """Another backward of a pass in the record: it adds to it, as it does to .grad.
+        """Note another backward of a pass in the record: it adds to it, as it does to .grad.
 
         What was read and then zeroed in .grad is of the record before.
         """
@@ -148,7 +147,7 @@ class Record:
         for run, _ in self.runs:
             run.clear()
         self.runs, self._there = [], []
-        self.books.clear()
+        self.tape.clear()
         self.mismatched = set()
         self.refused.clear()
         self._recorder.clear()
@@ -156,30 +155,30 @@ class Record:
         self._read = False
 
     def undo(self, tasks: Sequence[int]) -> None:
-        """Backwards that failed leave nothing; the passes that they began are forgotten."""
+        """Drop what failed backwards left, and the passes that they began."""
         self.runs = [entry for entry in self.runs if entry[0].recorded]
         self.mismatched = {key for key in self.mismatched if key[0] not in tasks}
-        self.books.undo(alone=not self.runs)
+        self.tape.undo(alone=not self.runs)
         if not self.runs:
             self.fates.add("backward_failed")
 
     def finish(self, run: Any, place: int) -> None:
-        """All uses of a parameter are in: combine them, and let their operands go."""
-        run.finish(place, self._combined(run, place))
+        """Combine all uses of a parameter, and drop their operands."""
+        run.finish(place, self._combine(run, place))
 
-    def _combined(self, run: Any, place: int) -> Tensor:
-        given = run.terms(place)
-        terms = [(self._layers[site] if site >= 0 else None, a, g) for site, a, g, _ in given]
-        owners = [segments and segments.owners for *_, segments in given]
+    def _combine(self, run: Any, place: int) -> Tensor:
+        kept = run.terms(place)
+        terms = [(self._layers[site] if site >= 0 else None, a, g) for site, a, g, _ in kept]
+        owners = [segments and segments.owners for *_, segments in kept]
         with torch.no_grad():
             if any(rows is not None for rows in owners):
                 return combine_segments(run.n, terms, owners)
             return combine(run.n, terms)
 
     def sq_norms(self, run: Any, place: int) -> Tensor:
-        """[N] of one parameter, of the gradients as they came to it so far."""
+        """Return [N] of one parameter, of the gradients that have come to it so far."""
         total: Tensor = run.total([place])
-        return total if place not in run.waiting() else total + self._combined(run, place).to(total)
+        return total if place not in run.waiting() else total + self._combine(run, place).to(total)
 
     def norms(self, per: str, loss_scale: float | Tensor | None) -> Tensor | dict[str, Tensor]:
         runs = self._in_order()
@@ -187,36 +186,36 @@ class Record:
         factors = list(self._factors(runs, loss_scale))
 
         def of(places: Sequence[int] | None) -> Tensor:
-            """[N1 + N2 + ...] norms of some parameters, or of all, summed in float64."""
+            """Return [N1 + N2 + ...] norms of some parameters, or of all, summed in float64."""
             whole = []
             for (run, _), factor in zip(runs, factors, strict=True):
                 total = run.total(places)
                 total = total if sums_on is CPU else total.to(sums_on)
                 for place in run.waiting():
                     if places is None or place in places:
-                        total += self._combined(run, place).to(total.device)
+                        total += self._combine(run, place).to(total.device)
                 whole.append(_norms(total, factor, **result))
-            return _joined(whole)
+            return _join(whole)
 
         if per == "model":
             return of(None)
         return {name: of(places) for name, places in self._groups(per).items()}
 
     def dots(self) -> Tensor:
-        """[N1 + N2 + ...] products of the samples' gradients with the directions."""
+        """Return [N1 + N2 + ...] products of the samples' gradients with the directions."""
         runs = self._in_order()
         sums_on, result = self._places_of_sums(runs)
         found = [torch.zeros(run.n) if run.dots is None else run.dots for run, _ in runs]
-        whole = _joined([dots.to(sums_on, torch.float64) for dots in found])
+        whole = _join([dots.to(sums_on, torch.float64) for dots in found])
         return (whole * self.factors(runs).to(sums_on)).to(**result)
 
     def shares(self) -> Tensor:
-        """[N1 + N2 + ...] of the samples' own gradients in .grad."""
-        if self.books.closed:
+        """Return [N1 + N2 + ...] shares of the samples' own gradients in .grad."""
+        if self.tape.closed:
             raise RuntimeError(".grad is clipped already: read it before clip_grad_norm_")
         if is_unscaled(self._options["loss_scale"]):
             raise RuntimeError(".grad is unscaled already: read it before scaler.unscale_()")
-        if self.books.disturbed:
+        if self.tape.disturbed:
             raise RuntimeError(
                 ".grad was changed between or after this record's backwards, as by zero_grad() or "
                 "clipping: read it before that, and reset() where you zero it"
@@ -225,7 +224,7 @@ class Record:
         return torch.where(factors == 0, 0.0, 1 / factors)
 
     def _sizes_of_grads(self, places: Sequence[int]) -> list[Tensor]:
-        """On their devices: a set_to_none=False leaves zeros."""
+        """Return how large each .grad is, on its device: set_to_none=False leaves zeros."""
         tensors = self._parameters.tensors()
         grads = [g for place in places if (g := tensors[place].grad) is not None]
         here = [getattr(g, "_local_tensor", g) for g in grads]  # of a DTensor
@@ -233,7 +232,7 @@ class Record:
         return list(torch._foreach_norm(dense, float("inf"))) if dense else []
 
     def gradients(self, per: str) -> dict[str, list[Tensor]]:
-        """.grad by group, as far as it is there."""
+        """Return .grad by group, as far as it is there."""
         self._compares = True
         if any(map(float, self._there)):
             raise RuntimeError(
@@ -253,22 +252,21 @@ class Record:
         factors: Callable[[Tensor], Tensor] | None,
         drops: bool,
     ) -> Tensor | dict[str, Tensor]:
-        """The norms before it."""
+        """Clip by sample, and return the norms before it."""
         unscaled = unscaled_by(self._options["loss_scale"])
         runs = [run for run, _ in self._in_order()]
-        self.books.check(unscaled, runs)
+        self.tape.check(runs)
         norms = self.norms(per, None)
         sizes = [run.n for run in runs]
         by_group = norms if isinstance(norms, dict) else {"": norms}
         groups = []
         for key, places in self._groups(per).items():
-            norm = by_group[key]
-            by_sample = factors_of(norm, max_norm, factors, drops)
-            groups.append(Group(places, norm, by_sample, sizes))
+            by_sample = factors_of(by_group[key], max_norm, factors, drops)
+            groups.append(Group(places, by_sample, sizes))
         stays = self._options["weight_grad"] and factors is None and not drops
         if stays and bool(torch.as_tensor(max_norm).isposinf().all()):
             groups = []  # of all processes alike: nothing is touched
-        self.books.clip(runs, groups, unscaled)
+        self.tape.clip(runs, groups, unscaled)
         return norms
 
     def _in_order(self) -> list[tuple[Any, float | Tensor]]:
@@ -284,7 +282,7 @@ class Record:
         return first.device if first.is_cuda else CPU, result
 
     def _groups(self, per: str) -> dict[str, list[int]]:
-        """The places of what was trainable in any of the passes, by parameter or by module."""
+        """Return places of what was trainable in any of the passes, by parameter or by module."""
         groups: dict[str, list[int]] = {}
         for place in sorted(set().union(*(run.trainable for run, _ in self.runs))):
             name = "" if per == "model" else self._parameters.names[place]
@@ -293,16 +291,16 @@ class Record:
         return groups
 
     def factors(self, runs: Sequence[Any]) -> Tensor:
-        """[N1 + N2 + ...]: what undoes the reduction and the scale of the loss."""
+        """Return [N1 + N2 + ...] factors that undo the reduction and the scale of the loss."""
         factors = zip(runs, self._factors(runs, None), strict=True)
         ones = [(torch.ones(run.n, dtype=torch.float64), f) for (run, _), f in factors]
-        return _joined([one * (f.cpu() if isinstance(f, Tensor) else f) for one, f in ones])
+        return _join([one * (f.cpu() if isinstance(f, Tensor) else f) for one, f in ones])
 
     def _factors(
-        self, runs: Sequence[Any], given: float | Tensor | None
+        self, runs: Sequence[Any], loss_scale: float | Tensor | None
     ) -> Iterator[float | Tensor]:
-        """The same by pass: a number, or a Tensor [N] or []."""
-        by_sample = given if isinstance(given, Tensor) and given.dim() else None
+        """Yield the same by pass: a number, or a Tensor [N] or []."""
+        by_sample = loss_scale if isinstance(loss_scale, Tensor) and loss_scale.dim() else None
         if by_sample is not None:
             samples = sum(run.n for run, _ in runs)
             if by_sample.numel() != samples:
@@ -312,8 +310,8 @@ class Record:
                 )
         start = 0
         for run, scale in runs:
-            if given is not None:
-                scale = given if by_sample is None else by_sample[start : start + run.n]
+            if loss_scale is not None:
+                scale = loss_scale if by_sample is None else by_sample[start : start + run.n]
             start += run.n
             reduction = float(run.n) if self._options["loss_reduction"] == "mean" else 1.0
             if not isinstance(scale, Tensor):
@@ -357,5 +355,5 @@ def _norms(
     return (sq_norms.clamp_min(0).sqrt() * factor).to(device, dtype)
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
+def _join(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

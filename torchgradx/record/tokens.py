@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..proof.arguments import tensors_in
-from .modes import several_at_once, unheard
+from .modes import several_at_once, without_user_modes
 
 # The defaults of attach(loss_reduction=, loss_scale=), objects that no caller can pass by value.
 MEAN: str = "".join(["me", "an"])
@@ -85,7 +85,7 @@ class TokenWatch:
     """Looks at the gradients of a model's outputs until it has warned of a token mean."""
 
     def __init__(self, options: Any) -> None:
-        """Looks only if neither option was given, not even as its default."""
+        """Look only if neither option was given, not even as its default."""
         self.on = options["loss_reduction"] is MEAN and options["loss_scale"] is ONE
         self._batch_dim: int = options["batch_dim"]
         self._reads = 0
@@ -116,7 +116,7 @@ class TokenWatch:
             return
         if several_at_once() or torch._C._are_functorch_transforms_active():
             return
-        with torch.no_grad(), unheard():
+        with torch.no_grad(), without_user_modes():
             grad = grad.detach()
             if at < 0:
                 grad, at = grad.view(n, -1, grad.shape[1]), 0
@@ -136,7 +136,7 @@ class TokenWatch:
 
     def warn(self) -> None:
         """Warn, once, if a pass since the last call was of samples of unequal lengths. On a GPU the
-        first call alone waits to know; later ones leave to the next what is on its way."""
+        first call alone waits to know; later ones leave to the next what is not there yet."""
         self._reads += 1
         found, self._found = self._found, []
         sent, self._sent = [*self._sent, *map(_sent, found)], []
@@ -151,7 +151,7 @@ class TokenWatch:
 
 
 def _sent(flag: Tensor) -> tuple[Tensor, Any]:
-    """A copy on the host, and the event that says when it is there; None: it is."""
+    """Return a copy on the host, and the event that says when it is there; None: it is."""
     if flag.device.type != "cuda":
         return flag.cpu(), None
     host = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)

@@ -26,13 +26,9 @@ SAVED: dict[str, list[str]] = {}  # by a node's name: the attributes that it sav
 Holder: Any = getattr(checkpoint, "_Holder", ())  # what a checkpoint gives for a tensor
 
 
-def answers_twice(node: Any) -> bool:
-    """Return True if a node may be asked, and be run by the engine after that."""
-    return asked(node)[0]
-
-
 def asked(node: Any) -> tuple[bool, bool]:
-    """Return that, and whether it saved through hooks."""
+    """Return True if a node may be asked, and be run by the engine after that; and whether it saved
+    through hooks."""
     if isinstance(node, BackwardCFunction):  # a user's, which only the engine can call
         return shards(node), False
     found = _packed(node)
@@ -76,7 +72,7 @@ def spared(node: Any) -> Iterator[None]:
 
 
 class _Handles(dict[Any, Any]):
-    """By backward, the way to what a forward that ran again has saved. Giving it out takes it."""
+    """Table by backward of what a forward that ran again has saved. Reading takes an entry out."""
 
     def __setitem__(self, backward: Any, handle: Any) -> None:
         if handle is not None:
@@ -84,7 +80,7 @@ class _Handles(dict[Any, Any]):
 
 
 def _packed(node: Any) -> list[Packed] | None:
-    """None: what it saved does not show."""
+    """Return the hooks of a node's saved tensors, and their data; None: they do not show."""
     if type(node).__name__ == "CppFunction":
         found: list[Packed] | None = packed(node) if NATIVE else None
         return found
@@ -107,7 +103,7 @@ def _offloads(hook: Unpack) -> bool:
 
 
 def saved(leaf: Any) -> Any:
-    """An argument as a node would save it: through the hooks in force."""
+    """Return an argument as a node would save it: through the hooks in force."""
     if not isinstance(leaf, Tensor):
         return leaf
     return Saved(leaf) if NATIVE else leaf.detach()

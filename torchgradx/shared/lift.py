@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from ..layers.rules import Layer
 from ..ops import NATIVE
 from ..proof.layout import Finding, Watched
-from ..record.unpacking import answers_twice, are_offloaded, asked, hides
+from ..record.unpacking import are_offloaded, asked, hides
 from ..refusals import cause
 from ..sites.native import NativeSite
 from ..sites.recurrent import Site
@@ -136,7 +136,7 @@ class Lift:
             return are_offloaded(graph.parents)
 
         def able(node: Node, ends: bool) -> bool:
-            return answers_twice(node) and not counts_ids(node) and (not hides(node) or shown())
+            return asked(node)[0] and not counts_ids(node) and (not hides(node) or shown())
 
         def cheap(large: int, node: Node, ends: bool) -> bool:
             """Return True if asking a node costs less than running its module again. large: the

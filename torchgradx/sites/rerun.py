@@ -171,7 +171,7 @@ class FallbackSite:
         first = next((t for t in live if t.dim()), (live or outputs)[0])
         heard = self._audit.forwards.watching or torch._C._len_torch_dispatch_stack()
         if heard and self._recorder.depth():
-            self._audit.forwards.meet(self._index, given)
+            self._audit.forwards.note_call(self._index, given)
         use = run.call(self._index, list(held.items()), first.shape, given)
         for t in outputs if len(outputs) > 1 else ():
             run.note(hash(look_of(t.shape, run.n)))
@@ -188,14 +188,14 @@ class FallbackSite:
                 products = products_of(made[0], leads, given, held, *how)
         if products.of:
             self._by_products = True
-            self._audit.forwards.several(self._index, first, products.ends)
-            self._audit.forwards.routed(use, products.by_row, self._call.picks)
+            self._audit.forwards.note_ends(self._index, first, products.ends)
+            self._audit.forwards.note_routes(use, products.by_row, self._call.picks)
         else:  # of products, each edge is counted
             run.enclose(list(held), self._call.first)
         run.watch(use, made[0] if len(outputs) == 1 else first)
         if len(outputs) > 1 and run.n > 1 and self._recorder.depth():
             others = ends_of_module(module, outputs, first, given, self.leads, run.n, samples)
-            self._audit.forwards.several(self._index, first, others)
+            self._audit.forwards.note_ends(self._index, first, others)
         regime = self._call.regime or Regime.current(first.device, draws=False)
         versions = [t._version for t in outputs]
         whole = outputs, made, by_node(made), first, samples, versions, products.of
