@@ -114,6 +114,18 @@ def test_hooks_on_parameters(options, after):
     is_sum(model, clipped(model, x))
 
 
+def test_two_optimizers_of_which_one_has_unscaled():
+    model, x = mlp(), batch().float()
+    first, second = (torch.optim.SGD(layer.parameters(), 0.0) for layer in (model[0], model[2]))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with torchgradx.attach(model, clip=True, loss_scale=scaler) as probe:
+        scaler.scale(square(model, x)).backward()
+        scaler.unscale_(first)
+        refuses(CoverageError, "2.weight", probe, model, BOUND)
+        scaler.unscale_(second)
+        probe.clip_grad_norm_(BOUND)
+
+
 class Dropping(nn.Module):
     """Runs again when it is clipped, as it ran: its gradients by sample are larger than its
     output, and not kept."""

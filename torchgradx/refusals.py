@@ -208,6 +208,8 @@ clip_between: .grad was changed between the passes of this record (zero_grad, a 
     > Call reset() where you zero it, and use paused() for what is not to be clipped
 clip_missing: .grad is missing, or no backward of this record left it
     > Clip before zero_grad()
+clip_scaled: their gradients are not unscaled yet
+    > Call unscale_() for all their optimizers before
 clip_changed: .grad was changed since the backward, and clipping would undo that
     > Clip first, or change it by a separate backward()
 

@@ -44,6 +44,7 @@ class ClipTape:
         self._versions: list[int] = []  # of the parameters, when the record began
         self._hooks: dict[int, tuple[Tensor, Any]] = {}  # by place, and our hook
         self._marks: dict[int, tuple[int, int]] = {}  # .grad as backwards left it, by place
+        self._samples: dict[int, Tensor] = {}  # of .grad then, where a scaler is to unscale it
         self._idle: set[int] = set()  # places that no gradient came to
         self._torn = False  # .grad changed between passes of a record
         self.closed = False  # clipped already
@@ -68,7 +69,7 @@ class ClipTape:
     def clear(self) -> None:
         """Drop what is kept: the record ends."""
         self._kept.clear()
-        self._others, self._versions, self._marks = {}, [], {}
+        self._others, self._versions, self._marks, self._samples = {}, [], {}, {}
         self._torn = self.closed = False
 
     def begin(self, first: bool) -> None:
@@ -100,6 +101,8 @@ class ClipTape:
     def _accumulated(self, place: int, p: Tensor) -> None:
         if self._versions and p.grad is not None:
             self._marks[place] = _mark(p.grad)
+            if isinstance(self._loss_scale, torch.amp.GradScaler):
+                self._samples[place] = _sample(p.grad)
 
     def _changed(self, places: Iterable[int], tensors: Sequence[Tensor]) -> Iterator[int]:
         """Yield those whose .grad is not as a backward left it (DDP averages it: it is gone)."""
@@ -115,6 +118,13 @@ class ClipTape:
         changed = self._changed(self._marks, self._parameters.tensors())
         return self._torn or next(changed, None) is not None
 
+    def _is_scaled(self, place: int) -> bool:
+        """Return True if .grad has the values that backward left: unscale_ shows in no version."""
+        before, grad = self._samples.get(place), self._tensors[place].grad
+        if before is None or grad is None:
+            return False
+        return bool(before.any()) and torch.equal(_sample(grad), before)
+
     def undo(self, alone: bool) -> None:
         """Note that backwards failed; alone: the record holds nothing else."""
         if alone:
@@ -129,7 +139,7 @@ class ClipTape:
             gradient = gradient.detach()
             self._others[place] = gradient.clone() if before is None else before + gradient
 
-    def check(self, runs: Sequence[Any]) -> None:
+    def check(self, unscaled: float, runs: Sequence[Any]) -> None:
         """Raise where nothing can be clipped, before anything is touched."""
         if not self._recorder.books:
             raise RuntimeError(
@@ -151,17 +161,19 @@ class ClipTape:
         self._refuse("clip_hooks", (k for k in kept if _hooked(tensors[k])))
         torn = (k for _, use, places in self._kept if not use.intact for k in places)
         self._refuse("clip_inputs", torn)
-        self._check_grads(kept)
+        self._check_grads(kept, unscaled)
 
     def _unsure(self, kept: set[int]) -> set[int]:
         """Return places of uses that may have got no gradient."""
         return kept - self._marks.keys()
 
-    def _check_grads(self, kept: set[int]) -> None:
+    def _check_grads(self, kept: set[int], unscaled: float) -> None:
         tensors = self._tensors
         self._refuse("clip_between", kept if self._torn else ())
         missing = (k for k in kept if tensors[k].grad is None or k not in self._marks)
         self._refuse("clip_missing", missing)
+        scaled = (k for k in kept if unscaled != 1 and self._is_scaled(k))
+        self._refuse("clip_scaled", scaled)
         self._refuse("clip_changed", self._changed(kept, tensors))
 
     def _refuse(self, why: str, places: Iterable[int]) -> None:
@@ -233,9 +245,17 @@ def _nothing_came(place: int, runs: Sequence[Any]) -> bool:
     return not any(bool(t.any()) for t in (*(run.total([place]) for run in runs), *waiting))
 
 
+def _values(grad: Tensor) -> Tensor:
+    return grad._values() if grad.is_sparse else grad
+
+
 def _mark(grad: Tensor) -> tuple[int, int]:
-    values = grad._values() if grad.is_sparse else grad
-    return values.data_ptr(), grad._version
+    return _values(grad).data_ptr(), grad._version
+
+
+def _sample(grad: Tensor) -> Tensor:
+    values = _values(grad).flatten()
+    return values[:: max(1, len(values) // 64)].clone()
 
 
 def _hooked(p: Tensor) -> bool:

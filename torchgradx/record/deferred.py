@@ -30,7 +30,7 @@ class DeferredTape(ClipTape):
         again = (places for _, use, places in self._kept if use.runs_again)
         return {place for places in again for place in places}
 
-    def _check_grads(self, kept: set[int]) -> None:
+    def _check_grads(self, kept: set[int], unscaled: float) -> None:
         pass
 
     def clip(self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float) -> None:

@@ -255,7 +255,7 @@ class Record:
         """Clip by sample, and return the norms before it."""
         unscaled = unscaled_by(self._options["loss_scale"])
         runs = [run for run, _ in self._in_order()]
-        self.tape.check(runs)
+        self.tape.check(unscaled, runs)
         norms = self.norms(per, None)
         sizes = [run.n for run in runs]
         by_group = norms if isinstance(norms, dict) else {"": norms}
