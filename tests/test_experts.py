@@ -287,3 +287,33 @@ def test_what_was_proven_does_not_hold_once_rows_go_elsewhere(use):
 @pytest.mark.parametrize("use", PLAIN)
 def test_products_as_users_write_them(use):
     exact_steps(stack(PLAIN[use]), *(samples() for _ in range(3)))
+
+
+class EveryRow(nn.Module):
+    """All rows for each expert, one expert after the other: its rows are in no order of samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(E, *size) / 2) for size in ((D, H), (H, D)))
+
+    def forward(self, h):  # [E * R, D]
+        return torch.bmm(torch.tanh(torch.bmm(h.view(E, -1, D), self.up)), self.down).view(-1, D)
+
+
+def weighed(m, x):
+    h = torch.tanh(m.first(x)).flatten(0, 1)
+    weighted = h.repeat(E, 1) * torch.sigmoid(m.router(h)).T.reshape(-1, 1)
+    made = m.experts(weighted) - m.shift * weighted.mean(0)
+    return (h + made.view(E, -1, D).sum(0)).view_as(x)
+
+
+@native
+def test_every_expert_gets_every_row():
+    """As Llama 4's. What mixes samples above them is refused."""
+    model = Model(weighed, first=nn.Linear(D, D), router=nn.Linear(D, E), experts=EveryRow())
+    model.shift = 0
+    assert "run again" not in exact_steps(model.double(), samples(), samples(), samples()[:3])
+    model.shift = 1
+    with torchgradx.attach(model) as probe:
+        square(model, samples()).backward()
+        refusal(probe, "mix the")
