@@ -20,7 +20,6 @@ from .. import ops
 from ..layers.rules import RULES
 from ..reference.chunks import accumulation_dtype
 from ..refusals import cause, refused_all
-from ..shared.outer import sq_norms
 from ..sites.closed import rows_of_bags
 
 __all__ = ["SAMPLERS", "Registration", "register"]
@@ -76,7 +75,7 @@ def embedding(layer: nn.Embedding, inputs: list[Tensor], g: Tensor) -> Found:
 
 
 def bag(layer: nn.EmbeddingBag, inputs: list[Tensor], g: Tensor) -> Found:
-    return lambda: sq_norms(rows_of_bags(layer, g, *inputs)), g
+    return rows_of_bags(layer, g, *inputs).sq_norms, g
 
 
 def rows_norm(layer: nn.LayerNorm | nn.RMSNorm, inputs: list[Tensor], g: Tensor) -> Found:

@@ -22,21 +22,8 @@ from ..record.unpacking import spared
 from ..refusals import cause
 from ..sharding import shards
 from ..sites.copies import untraced
-from .convolved import Convolved
 from .frontier import Node, dtype_of, shape_of
-from .outer import (
-    BySample,
-    Gradients,
-    Outer,
-    Rowwise,
-    added,
-    along,
-    in_full,
-    size,
-    sq_norms,
-    to_add,
-    total,
-)
+from .gradients import BySample, Gradients, added, along, in_full, size, sq_norms, to_add, total
 from .products import (
     CAST,
     TABLE,
@@ -229,8 +216,7 @@ class Descent:
         live: dict[int, Tensor] = {}
         operands = (*station.inward, *station.leaves)
         for k, g in enumerate(held):
-            rows = isinstance(g, (Outer, Convolved, Rowwise)) and not k
-            products = through(node, g) if rows else None  # type: ignore[arg-type]
+            products = None if k else through(node, g)
             if products is not None:
                 for operand in operands:
                     self._send(station, operand, self._reduced(station, operand, products[operand]))

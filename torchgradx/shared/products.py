@@ -18,7 +18,8 @@ from ..proof.layout import BATCH, LAST, MINOR, SECOND, SEQUENCE
 from ..reference.chunks import accumulation_dtype
 from .convolved import Convolved
 from .frontier import Node, dtype_of, is_leaf, shape_of, signed
-from .outer import Gradients, LookedUp, Outer, Rowwise
+from .gradients import Gradients, OfWeight
+from .outer import LookedUp, Outer, Rowwise
 
 CAST = "ToCopyBackward0"  # autocast's
 FEW = 8  # samples
@@ -313,16 +314,18 @@ def spread(
     return None if product is None else product.to(dtype_of(*node.next_functions[operand]))
 
 
-def through(node: Node, g: Outer | Convolved | Rowwise) -> Sequence[Gradients] | None:
+def through(node: Node, g: Gradients | None) -> Sequence[Gradients] | None:
     """Return by operand what a node makes of a weight's gradients where rows stay rows: it casts,
-    reshapes or turns the weight, or computed it row by row; None: another."""
+    reshapes or transposes the weight, or computed it row by row; None: another node, or others."""
     name = node.name()
-    if not isinstance(g, Rowwise):
+    if isinstance(g, OfWeight):
         if name == CAST:
             return [g.to(dtype_of(*node.next_functions[0]))]
         if isinstance(g, Outer) and transposes(node):
-            return [g.turned()]
+            return [g.transposed()]
         g = Rowwise(g, g.shape)
+    if not isinstance(g, Rowwise):
+        return None
     if name in BY_ROWS and g.scale is None:
         return BY_ROWS[name](node, replace(g, of=g.of.to(accumulation_dtype(g.dtype))))
     if name == CAST or not gives_on(node):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ..reference.chunks import accumulation_dtype
-from ..shared.outer import Gradients, LookedUp, Outer
+from ..shared.gradients import Gradients
+from ..shared.outer import LookedUp, Outer
 from .fallback import Call, by_sample
 
 Form = Callable[[Call], dict[str, Gradients] | None]  # by parameter

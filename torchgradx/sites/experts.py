@@ -21,7 +21,8 @@ from ..proof.layout import Watched, owners
 from ..proof.owners import MAPPING, PRODUCTS, Owned, owners_within, saved
 from ..proof.several import End
 from ..shared.frontier import Node, is_leaf, shape_of, signed
-from ..shared.outer import BySample, Grouped, Pairs, along, size, sq_norms, to_add, total
+from ..shared.gradients import BySample, along, sq_norms, to_add, total
+from ..shared.grouped import Grouped, Pairs
 from ..shared.products import CAST, LINKS, POINTWISE, transposes
 from .copies import untraced
 
@@ -156,9 +157,9 @@ class Served:
 
     def _take(self, place: int, grouped: Grouped) -> None:
         run = self._run
-        whole = grouped.rows if self._held[place].dim() == 2 else grouped
+        whole = grouped.of_biases() if self._held[place].dim() == 2 else grouped
         if self._recorder.auditing:
-            rounding = size(grouped) * max(self._eps, torch.finfo(whole.dtype).eps)
+            rounding = grouped.size() * max(self._eps, torch.finfo(whole.dtype).eps)
             self._recorder.add_recorded(place, total(whole), rounding)
         if run.waits(place):
             run.add(place, *to_add(whole))

@@ -25,7 +25,7 @@ from ..record.unpacking import saved, unpacked
 from ..refusals import RefusedError, cause
 from ..sharding import scattered
 from ..shared.frontier import coarsest
-from ..shared.outer import BySample, Gradients, along, size, sq_norms, to_add, total
+from ..shared.gradients import BySample, Gradients, along, size, sq_norms, to_add, total
 from ..shared.sizes import look_of
 from .copies import stock_of, untraced
 from .experts import NONE, Served, is_experts, products_of

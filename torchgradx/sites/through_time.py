@@ -19,7 +19,8 @@ from torch.nn.utils.rnn import PackedSequence
 from .. import ops
 from ..layers.modules import recurrent_weights
 from ..proof.layout import BATCH, SEQUENCE
-from ..shared.outer import Gradients, Outer
+from ..shared.gradients import Gradients
+from ..shared.outer import Outer
 from .fallback import Call, as_it_stands, run_again
 from .packed import Packed
 
