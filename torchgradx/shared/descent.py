@@ -23,7 +23,7 @@ from ..refusals import cause
 from ..sharding import shards
 from ..sites.copies import untraced
 from .frontier import Node, dtype_of, shape_of
-from .gradients import BySample, Gradients, added, along, in_full, size, sq_norms, to_add, total
+from .gradients import Gradients, added, in_full, keep, size, sq_norms, to_add, total
 from .products import (
     CAST,
     TABLE,
@@ -302,19 +302,14 @@ class Descent:
                 continue
             for _more in range(1, leaf.counted):
                 self._run.arrive([leaf.place])
-            if squared:
+            if squared:  # and nothing else is wanted
                 self._run.finish(leaf.place, whole)
-            elif leaf.alone and self._books:
+                continue
+            if leaf.alone and self._books:
                 self._run.finish(leaf.place, sq_norms(whole))
             else:
                 self._run.add(leaf.place, *to_add(whole))
-            if self._recorder.books:
-                if self._run.n == 1 and isinstance(whole, Tensor):
-                    whole = whole.clone()  # it becomes .grad, into which another backward adds
-                self._run.book(BySample(leaf.place, whole))
-            v = self._run.directions[leaf.place] if self._run.directions else None
-            if v is not None:
-                self._run.add_dots(along(whole, v))
+            keep(self._run, self._recorder, leaf.place, whole)
 
 
 def _like(product: G, parameter: Tensor) -> G:

@@ -110,10 +110,10 @@ class Graph:
         return seen
 
 
-def coarsest(outputs: Iterable[Tensor], given: Iterable[Tensor]) -> float:
-    """The largest rounding unit of the gradients between outputs and what they were made from."""
-    seen = {t.grad_fn for t in given}
-    found = [t.grad_fn for t in outputs if t.grad_fn not in seen]
+def coarsest(ends: Iterable[Node], operands: Iterable[Tensor]) -> float:
+    """The largest rounding unit of the gradients between ends and what they were made from."""
+    seen = {t.grad_fn for t in operands}
+    found = [node for node in ends if node not in seen]
     dtypes: set[torch.dtype] = set()
     for node in filter(None, found):  # grows as it goes
         dtypes.update(kind.dtype for kind in getattr(node, "_input_metadata", ()))

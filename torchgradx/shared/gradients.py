@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,3 +162,22 @@ class BySample:
 
     def weighted(self, factors: Tensor, places: Sequence[int]) -> list[Tensor]:
         return [weighted(self._grads, factors)]
+
+
+def deliver(run: Any, recorder: Any, place: int, g: Gradients) -> None:
+    """Give a pass the gradients by sample of one parameter."""
+    if run.waits(place):
+        run.add(place, *to_add(g))
+    else:
+        run.finish(place, sq_norms(g))
+    keep(run, recorder, place, g)
+
+
+def keep(run: Any, recorder: Any, place: int, g: Gradients) -> None:
+    """Keep what clipping needs of them, and make their products with a direction."""
+    if recorder.books:
+        # of one sample it becomes .grad, into which another backward adds
+        run.book(BySample(place, g.clone() if run.n == 1 and isinstance(g, Tensor) else g))
+    direction = run.directions[place] if run.directions else None
+    if direction is not None:
+        run.add_dots(along(g, direction))

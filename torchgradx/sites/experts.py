@@ -21,7 +21,7 @@ from ..proof.layout import Watched, owners
 from ..proof.owners import MAPPING, PRODUCTS, Owned, owners_within, saved
 from ..proof.several import End
 from ..shared.frontier import Node, is_leaf, shape_of, signed
-from ..shared.gradients import BySample, along, sq_norms, to_add, total
+from ..shared.gradients import deliver, total
 from ..shared.grouped import Grouped, Pairs
 from ..shared.products import CAST, LINKS, POINTWISE, transposes
 from .copies import untraced
@@ -161,14 +161,7 @@ class Served:
         if self._recorder.auditing:
             rounding = grouped.size() * max(self._eps, torch.finfo(whole.dtype).eps)
             self._recorder.add_recorded(place, total(whole), rounding)
-        if run.waits(place):
-            run.add(place, *to_add(whole))
-        else:
-            run.finish(place, sq_norms(whole))
-        if self._recorder.books:
-            run.book(BySample(place, whole))
-        if run.directions and run.directions[place] is not None:
-            run.add_dots(along(whole, run.directions[place]))
+        deliver(run, self._recorder, place, whole)
 
 
 def is_experts(module: nn.Module) -> bool:

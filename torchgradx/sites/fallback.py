@@ -24,10 +24,11 @@ from ..proof.layout import BATCH, SEGMENTS, SEQUENCE
 from ..record.versions import Versions
 from ..refusals import RefusedError, cause
 from ..shared.frontier import below
-from .outcome import OtherOutputsError, Outcome, same
+from ..shared.gradients import weighted
+from .outcome import OtherOutputsError, Outcome, require_same
 from .packed import as_rows
 from .regime import Regime
-from .stand_in import of_its_own, put, state_of_its_own
+from .stand_in import copy_state, put, stand_in
 
 Silent = Callable[[], contextlib.AbstractContextManager[None]]
 Chunks = Iterator[tuple[slice, list[Tensor]]]
@@ -50,7 +51,7 @@ class Call:
     first: Sequence[int]  # sizes of its first output
     regime: Regime
     samples: Tensor | None = None  # of each row of the first output, where it is packed
-    gave: Sequence[Outcome | None] = ()  # in its forward, by output tensor
+    outcomes: Sequence[Outcome | None] = ()  # of its forward, by output tensor
 
     @property
     def lead(self) -> int:
@@ -81,7 +82,7 @@ def per_sample_gradients(call: Call, silent: Silent, notes: dict[str, str | None
     done = 0
     try:
         with silent(), call.regime.again():
-            for chunk, found in _by_vmap(as_its_own(call)):
+            for chunk, found in _by_vmap(copy_to_run(call)):
                 notes["vmap"] = None
                 yield chunk, found
                 done = chunk.stop
@@ -91,7 +92,7 @@ def per_sample_gradients(call: Call, silent: Silent, notes: dict[str, str | None
             raise  # else the replay's error is the one to show
     notes["replay"] = None
     with silent(), call.regime.again():
-        for chunk, found in _by_replay(as_its_own(call)):
+        for chunk, found in _by_replay(copy_to_run(call)):
             if chunk.start >= done:
                 yield chunk, found
 
@@ -137,6 +138,7 @@ def _pieces(call: Call, t: Tensor) -> Tensor | None:
 
 
 def _by_vmap(call: Call) -> Chunks:
+    """Map the gradient of one sample over the batch, and compare the outputs on the way."""
     if call.samples is not None:
         raise ValueError("a packed sequence has no dimension of samples")
     module = _Forward(call.module)
@@ -156,18 +158,12 @@ def _by_vmap(call: Call) -> Chunks:
         args, kwargs = tree_unflatten(leaves, spec)
         outputs = tensors_in(functional_call(module, parameters, args, kwargs))
         outputs = [outputs[k] for k in arrived]
-        total = torch.zeros(())
-        for out, g in zip(outputs, grads, strict=True):
-            if out.shape != g.shape:
-                raise ValueError(f"a sample's output is {out.shape}, its gradient {g.shape}")
-            wide = torch.promote_types(out.dtype, torch.float32)
-            total = total + (out.to(wide) * g.to(wide)).sum()
-        return total, outputs if call.gave else []
+        return _pulled_back(outputs, grads), outputs if call.outcomes else []
 
     dims = [None if piece is None else 0 for piece in pieces]
     mapped = vmap(grad(objective, has_aux=True), in_dims=(None, dims, 0), randomness="error")
-    shown = [g if call.gave else None for g in call.grads]
-    wholes = [None if g is None else torch.full_like(g, torch.nan) for g in shown]
+    compared = [g if call.outcomes else None for g in call.grads]
+    wholes = [None if g is None else torch.full_like(g, torch.nan) for g in compared]
     within = replace(call, grads=wholes)
     shares: list[Any] = [_pieces(within, t) for t in wholes if t is not None]
     for chunk in _chunks(call.n, sum(p.numel() for p in parameters.values())):
@@ -176,8 +172,19 @@ def _by_vmap(call: Call) -> Chunks:
         found, outputs = mapped(parameters, here, [g[chunk] for g in grads])
         for share, out in zip(shares, outputs, strict=False):
             share[chunk] = out
-        same(call.gave, wholes)
+        require_same(call.outcomes, wholes)
         yield chunk, [found[name] for name in names]
+
+
+def _pulled_back(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
+    """Return a number whose gradient is what these gradients of the outputs pull back to."""
+    total = torch.zeros(())
+    for out, g in zip(outputs, grads, strict=True):
+        if out.shape != g.shape:
+            raise ValueError(f"a sample's output is {out.shape}, its gradient {g.shape}")
+        wide = torch.promote_types(out.dtype, torch.float32)
+        total = total + (out.to(wide) * g.to(wide)).sum()
+    return total
 
 
 def terms_of_bias(call: Call, name: str) -> float:
@@ -200,13 +207,6 @@ def by_sample(call: Call, t: Tensor) -> Tensor | None:
     return None if pieces is None else pieces.flatten(1, -2)
 
 
-def _sums(call: Call, silent: Silent) -> list[Tensor]:
-    """Return the sums over the samples."""
-    with silent(), call.regime.again():
-        again = replace(as_its_own(call), n=1, layout=BATCH, samples=None)
-        return [gradients[0] for _, found in _by_replay(again) for gradients in found]
-
-
 def _owners(call: Call, t: Tensor, packed: bool) -> Tensor:
     """Return the sample of each row of an argument or an output, as a tensor beside it; -1 for rows
     of none. `packed`: it has the rows of a packed sequence, if there is one."""
@@ -226,52 +226,13 @@ def _owners(call: Call, t: Tensor, packed: bool) -> Tensor:
     return rows.view([-1 if d == dim else 1 for d in range(t.dim())])
 
 
-def _beside(by_sample: Tensor, owners: Tensor) -> Tensor:
-    """[N] for each row; 0 for those of no sample."""
-    return torch.cat([by_sample, by_sample.new_zeros(1)])[owners]
-
-
-def _weighted(call: Call, factors: Tensor) -> Call:
-    """Multiply each sample's share of the gradients by its factor [N]; 0 where that is 0."""
-
-    def times(g: Tensor | None) -> Tensor | None:
-        if g is None or not g.numel():
-            return g
-        rows = _beside(factors, _owners(call, g, g is call.grads[0]))
-        return (g * rows).masked_fill_(rows == 0, 0).to(g.dtype)
-
-    return replace(call, grads=[times(g) for g in call.grads])
-
-
-def _without(call: Call, left_out: Tensor) -> Call:
-    """Put a sample that stays in place of those left out [N], which may make nan of a 0."""
-    stays = torch.arange(call.n, device=left_out.device)
-    stays = torch.where(left_out, stays[~left_out][0], stays)
-
-    def leaf(t: Any) -> Any:
-        if not isinstance(t, Tensor) or not t.is_floating_point():
-            return t
-        if call.samples is not None:
-            rows = _beside(left_out, _owners(call, t, packed=True))
-            return t.masked_fill(rows, 0) if t.dim() > 1 else t
-        if _pieces(call, t) is None:
-            return t
-        owners = _owners(call, t, packed=False)
-        rows = owners.flatten().argsort(stable=True).unflatten(0, (call.n, -1))
-        source = torch.empty_like(owners.flatten())
-        source[rows] = rows[stays]
-        return t.index_select(dim_of(call, t), source)
-
-    return replace(call, arguments=tree_map(leaf, call.arguments), gave=())
-
-
 class Kept:
     """A call kept for clipping: it runs once more."""
 
     runs_again = True
 
     def __init__(self, call: Call, places: list[int], silent: Silent) -> None:
-        self.parameters, self._call, self._silent = places, as_it_stands(call), silent
+        self.parameters, self._call, self._silent = places, copy_to_keep(call), silent
         kept = [*tree_leaves(call.arguments), *call.module.parameters(), *self._call.grads]
         self._versions = Versions(t for t in kept if isinstance(t, Tensor))
 
@@ -280,13 +241,12 @@ class Kept:
         return self._versions.stand()
 
     def weighted(self, factors: Tensor, places: list[int]) -> list[Tensor]:
-        call, left_out = _weighted(self._call, factors), factors == 0
-        found = _sums(call, self._silent)
-        if bool(left_out.all()):
-            found = [torch.zeros_like(g) for g in found]
-        elif bool(left_out.any()) and not all(bool(g.isfinite().all()) for g in found):
-            found = _sums(_without(call, left_out), self._silent)
-        return [g for place, g in zip(self.parameters, found, strict=True) if place in places]
+        held = dict(self._call.module.named_parameters(remove_duplicate=False))
+        sums = [torch.zeros_like(held[name], requires_grad=False) for name in self._call.names]
+        for chunk, gradients in per_sample_gradients(self._call, self._silent, {}):
+            terms = (weighted(g, factors[chunk]).view_as(g[0]) for g in gradients)
+            sums = list(map(torch.add, sums, terms))
+        return [g for place, g in zip(self.parameters, sums, strict=True) if place in places]
 
 
 def run_again(call: Call) -> tuple[list[Tensor], list[Tensor]]:
@@ -298,7 +258,7 @@ def run_again(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     with torch.enable_grad():
         outputs = tensors_in(_Forward(call.module)(*args, **kwargs))
     both = zip(outputs, call.grads, strict=False)
-    same(call.gave, [t if g is not None else None for t, g in both])
+    require_same(call.outcomes, [t if g is not None else None for t, g in both])
     return outputs, parameters
 
 
@@ -332,18 +292,18 @@ def _same_alone(outputs: Sequence[Tensor]) -> None:
             raise RefusedError("scale_grad_by_freq")
 
 
-def as_it_stands(call: Call) -> Call:
+def copy_to_keep(call: Call) -> Call:
     """Copy a call to run later: its state, and gradients of one sample, which .grad may share."""
     grads = [g if g is None else g.clone() for g in call.grads] if call.n == 1 else call.grads
-    return replace(call, module=of_its_own(call.module, weights=False), grads=grads)
+    return replace(call, module=stand_in(call.module, weights=False), grads=grads)
 
 
-def as_its_own(call: Call) -> Call:
-    """To run now."""
-    seen: dict[int, Any] = {}
-    leaf = lambda v: v if isinstance(v, Tensor) else state_of_its_own(v, seen)  # noqa: E731
+def copy_to_run(call: Call) -> Call:
+    """Copy a call to run now."""
+    copies: dict[int, Any] = {}
+    leaf = lambda v: v if isinstance(v, Tensor) else copy_state(v, copies)  # noqa: E731
     arguments = tree_map(leaf, call.arguments)
-    return replace(call, module=of_its_own(call.module), arguments=arguments)
+    return replace(call, module=stand_in(call.module), arguments=arguments)
 
 
 def _chunks(n: int, elements: int) -> Iterator[slice]:

@@ -47,7 +47,7 @@ class Outcome:
             elements = _elements(output).clone()
         return Outcome(elements, max(eps, torch.finfo(output.dtype).eps))
 
-    def apart(self, again: Tensor) -> float:
+    def difference(self, again: Tensor) -> float:
         """Return the relative difference of the elements that differ, inf and nan left out."""
         before, now = (t.to(torch.promote_types(t.dtype, torch.float64))
                        for t in (self.elements, _elements(again.detach())))  # fmt: skip
@@ -56,17 +56,25 @@ class Outcome:
         return difference / max(sizes) if difference else 0.0
 
 
-def same(gave: Sequence[Outcome | None], again: Sequence[Tensor | None]) -> None:
+def outcomes_of(
+    outputs: Sequence[Tensor], versions: Sequence[int], eps: float
+) -> list[Outcome | None]:
+    """Return the outcomes of outputs, of those that nobody has written into since `versions`."""
+    pairs = zip(outputs, versions, strict=True)
+    return [Outcome.of(t, eps) if t._version == version else None for t, version in pairs]
+
+
+def require_same(outcomes: Sequence[Outcome | None], again: Sequence[Tensor | None]) -> None:
     """Raise where outputs of what ran again, as far as they are there, are not the forward's."""
-    if gave and len(gave) != len(again):
+    if outcomes and len(outcomes) != len(again):
         raise OtherOutputsError(True)
-    for before, now in zip(gave, again, strict=False):
+    for before, now in zip(outcomes, again, strict=False):
         if before is None or now is None:
             continue
         roundings = ROUNDINGS_OF_HALVES if before.eps > HALF else ROUNDINGS
-        apart = before.apart(now)
-        if apart > roundings * before.eps:
-            raise OtherOutputsError(apart > GROSS and before.eps < HALF)
+        difference = before.difference(now)
+        if difference > roundings * before.eps:
+            raise OtherOutputsError(difference > GROSS and before.eps < HALF)
 
 
 def _elements(t: Tensor) -> Tensor:

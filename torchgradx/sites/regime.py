@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..kept import random_state_kept
+
 
 @dataclass(frozen=True)
 class Regime:
@@ -48,33 +50,24 @@ class Regime:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        devices = [torch.cuda.current_device()] if self.device == "cuda" else []
-        with (
-            torch.random.fork_rng(devices, enabled=self.rng is not None),
-            torch.autocast(self.device, self.autocast, enabled=self.autocast is not None),
-        ):
+        """Run inside as the forward did, and draw the same random numbers."""
+        with torch.autocast(self.device, self.autocast, enabled=self.autocast is not None):
             if self.rng is None:
                 yield
                 return
-            before = random.getstate(), np.random.get_state()
-            torch.set_rng_state(self.rng[0])
-            if self.rng[1] is not None:
-                torch.cuda.set_rng_state(self.rng[1])
-            try:
-                _set_drawing(*self.rng[2:])
+            torchs, devices, pythons, numpys = self.rng
+            with random_state_kept():
+                torch.set_rng_state(torchs)
+                if devices is not None:
+                    torch.cuda.set_rng_state(devices)
+                random.setstate(pythons)
+                np.random.set_state(numpys)
                 yield
-            finally:
-                _set_drawing(*before)
 
 
 @cache
 def _without_random(device: str, autocast: torch.dtype | None) -> Regime:
     return Regime(device, autocast, None)
-
-
-def _set_drawing(python: Any, numpy: Any) -> None:
-    random.setstate(python)
-    np.random.set_state(numpy)
 
 
 def may_draw(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from ..layers.modules import recurrent_weights
 from ..proof.layout import BATCH, SEQUENCE
 from ..shared.gradients import Gradients
 from ..shared.outer import Outer
-from .fallback import Call, as_it_stands, run_again
+from .fallback import Call, copy_to_keep, run_again
 from .packed import Packed
 
 if ops.NATIVE:
@@ -153,7 +153,7 @@ def _lowered(module: Any, sizes: Any) -> bool:
 def beside(call: Call) -> dict[str, Gradients] | None:
     """Return gradients by parameter, from one more run of the module; None: it is replayed."""
     args, kwargs = call.arguments
-    module: Any = as_it_stands(call).module
+    module: Any = copy_to_keep(call).module
     weights = recurrent_weights(module)
     held = [id(p) for p in module._parameters.values() if p is not None]
     with call.regime.again():

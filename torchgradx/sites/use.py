@@ -3,71 +3,66 @@ there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from ..proof.several import ends_at
+from ..record.unpacking import saved, saves_through_hooks
 from .copies import stock_of
-from .experts import Group, Served
+from .experts import Served
 from .outcome import Outcome
 from .regime import Regime
 
-
-class Called(NamedTuple):
-    """A call of a module, as it was when the call ended."""
-
-    regime: Regime
-    arguments: Any
-    outputs: list[Tensor]
-    made: list[Tensor]  # what to listen at
-    ends: dict[Any, list[tuple[int, int]]]  # by node: output of the module, and of the node
-    first: Tensor  # whose rows are proven
-    samples: Tensor | None
-    versions: list[int]  # of the outputs
-    products: Mapping[int, Group]  # by place, see experts.py
-
-    def gave(self, eps: float) -> list[Outcome | None]:
-        """Return what the outputs were, of those that nobody has written into."""
-        pairs = zip(self.outputs, self.versions, strict=True)
-        return [Outcome.of(t, eps) if t._version == version else None for t, version in pairs]
+Ends = dict[Any, list[tuple[int, int]]]  # by node: output of the module, and of the node
 
 
-def by_node(made: Sequence[Tensor]) -> dict[Any, list[tuple[int, int]]]:
-    """Return where these are made, as Called.ends has it."""
-    ends: dict[Any, list[tuple[int, int]]] = {}
-    for (node, number), k in ends_at(made).items():
+def ends_by_node(outputs: Sequence[Tensor]) -> Ends:
+    """Return where these are made."""
+    ends: Ends = {}
+    for (node, number), k in ends_at(outputs).items():
         ends.setdefault(node, []).append((k, number))
     return ends
 
 
 @dataclass
 class Use:
+    """A call of a module, without its graph."""
+
     run: Any
     number: int  # among the uses of the run
-    places: list[int]  # of the parameters
-    arguments: tuple[list[Any], Any]  # leaves as saved, and their structure
+    parameters: dict[int, Tensor]  # that are trained, by place
     regime: Regime
-    drew: bool  # random numbers
-    samples: Tensor | None  # of each row of the first output, where it is packed
-    eps: float  # of the coarsest gradient inside
-    module: nn.Module  # to run again
     first: torch.Size  # of the output whose rows are proven
-    shapes: list[torch.Size]  # of the outputs
-    grads: list[Tensor | None]
-    hooked: bool  # saved through hooks, a checkpoint's or others
-    several: bool  # nodes that the outputs are of
-    inner: set[int]  # outputs that others are made from
-    gave: list[Outcome | None]  # where a user's forward runs again
+    samples: Tensor | None = None  # of each row of the first output, where it is packed
+    drew: bool = False  # random numbers
+    several: bool = False  # nodes that the outputs are of
+    inner: set[int] = field(default_factory=set)  # outputs that others are made from
+    outcomes: Sequence[Outcome | None] = ()  # of the forward, where it is a user's
     products: Served | None = None  # by which its parameters are all used, see experts.py
-    arrived: list[int] = field(default_factory=list)  # the backward, once a node that has been
+    arrivals: list[int] = field(default_factory=list)  # the backward, once a node that has been
 
-    def forget(self) -> list[Tensor | None]:
-        """Return what has arrived, and drop it."""
-        self.arrived.clear()
+    def save(self, module: nn.Module, arguments: Any, outputs: list[Tensor], eps: float) -> None:
+        """Save what runs again. eps: of the coarsest gradient inside."""
+        leaves, spec = tree_flatten(arguments)
+        self.module, self.eps = module, eps
+        self.arguments, self.spec = [saved(leaf) for leaf in leaves], spec
+        self.drew = self.regime.drew
+        self.hooked = saves_through_hooks()
+        self.shapes = [t.shape for t in outputs]
+        self.grads: list[Tensor | None] = [None] * len(outputs)
+
+    @property
+    def places(self) -> list[int]:
+        return list(self.parameters)
+
+    def take_grads(self) -> list[Tensor | None]:
+        """Return what has arrived, and forget it."""
+        self.arrivals.clear()
         grads, self.grads = self.grads, [None] * len(self.grads)
         return grads
 
@@ -81,10 +76,13 @@ class Use:
         return rounding + alone * self.eps / 32  # of 64
 
 
-def apart(module: nn.Module, out: Any) -> Any:
-    """An LSTMCell makes its h from its c: to a copy of c no gradient comes but the loss's. What is
+def copy_shared_outputs(module: nn.Module, out: Any) -> Any:
+    """Return a stock module's outputs with copies of those that share a node or memory; or None.
+
+    An LSTMCell makes its h from its c: to a copy of c no gradient comes but the loss's. What is
     written over a view puts another node in its node's place, but for a copy. A user's module may
-    keep its outputs, or have them share memory: it is run once more, see of_the_loss."""
+    keep its outputs, or have them share memory: it is run once more, see of_the_loss.
+    """
     stock = stock_of(type(module))
     if stock is nn.LSTMCell:
         return out[0], out[1].clone()
