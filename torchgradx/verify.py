@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from numbers import Real
 from typing import Any
 
@@ -45,16 +44,6 @@ class Report:
         worst = max(self.errors().values(), default=0.0)
         said = "agrees" if self.agrees else "differs"
         return f"Report({said}: {len(self.loop)} parameters, largest error {worst:.1e})"
-
-    def _repr_html_(self) -> str:
-        """As notebooks show it: the table of `print`."""
-        head = f"<tr><th>parameter</th><th>largest error (allowed {self.rtol:.1e})</th></tr>"
-        rows = (
-            f"<tr><td>{escape(name)}</td><td>{error:.2e}"
-            f"{'' if error <= self.rtol else ' differs'}</td></tr>"
-            for name, error in self.errors().items()
-        )
-        return f"<table>{head}{''.join(rows)}</table>"
 
     def __str__(self) -> str:
         errors = self.errors()

@@ -64,7 +64,7 @@ class Examiner:
         found, zeros = self._joined(forward, findings, ends)
         plan, complete = None, True
         if proven or constant is not None:
-            plan = self._lift.plan(n, uses, sites, outputs, start, found, of_region, proven)
+            plan = self._lift.plan(n, start, found, of_region, proven)
         elif start.tables or start.beside or start.read:  # sizes tell no table from activations
             memory.watches, complete = max(memory.watches, 1), False
         for k, _ in plan.starts if plan else ():

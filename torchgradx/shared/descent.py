@@ -7,7 +7,7 @@ before it runs itself and lets its saved tensors go. Gradients on their way are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from ..ops import NATIVE
 from ..proof.layout import NOWHERE
 from ..record.gate import receives
 from ..record.unpacking import spared
+from ..reference.chunks import chunks
 from ..refusals import cause
 from ..sharding import shards
 from ..sites.copies import untraced
@@ -247,7 +248,8 @@ class Descent:
             out = self._ask(node, [given.get(k) for k in range(len(held))])
             return tuple(out[operand] for operand in columns)
 
-        for part in _chunks(live.values(), self._run.n, max(1, CHUNK // max(1, most))):
+        for samples in chunks(self._run.n, most, CHUNK):
+            part = [g[samples] for g in live.values()]
             for operand, product in zip(columns, mapped(ask, part), strict=True):
                 if product is not None:
                     columns[operand].append(self._reduced(station, operand, product))
@@ -318,8 +320,3 @@ def _like(product: G, parameter: Tensor) -> G:
     if isinstance(product, Tensor):
         return product.reshape(len(product), *parameter.shape).to(parameter.dtype)  # type: ignore[return-value]
     return product
-
-
-def _chunks(grads: Iterable[Tensor], n: int, step: int) -> Iterator[list[Tensor]]:
-    grads = list(grads)
-    return ([g[start : start + step] for g in grads] for start in range(0, n, step))

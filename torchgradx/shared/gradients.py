@@ -6,10 +6,10 @@ as N weights. Each kind of factors answers by its methods; the functions here ta
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,44 +22,35 @@ from ..reference.chunks import accumulation_dtype
 _sum = torch.ops.torchgradx.affine_sum.default if ops.NATIVE else None
 
 
-class Factored(ABC):
+class Factored(Protocol):
     """Gradients [N, *shape] of one parameter, as the factors that they are made of."""
 
-    @abstractmethod
     def __len__(self) -> int:
         """N"""
 
     @property
-    @abstractmethod
     def dtype(self) -> torch.dtype:
         """Return the dtype of the gradients."""
 
     @property
-    @abstractmethod
     def operands(self) -> list[Tensor]:
         """Return the factors that others may write into."""
 
-    @abstractmethod
     def in_full(self) -> Tensor:
         """[N, *shape]"""
 
-    @abstractmethod
     def total(self) -> Tensor:
         """[*shape]: the sum over the samples."""
 
-    @abstractmethod
     def size(self) -> float:
         """Return a bound of the norm of all gradients together."""
 
-    @abstractmethod
     def sq_norms(self) -> Tensor:
         """[N]"""
 
-    @abstractmethod
     def along(self, direction: Tensor) -> Tensor:
         """[N]: products with a direction [*shape]."""
 
-    @abstractmethod
     def weighted(self, factors: Tensor) -> Tensor:
         """[*shape]: the sum over the samples, each times its factor [N]; those of 0 left out."""
 

@@ -91,59 +91,48 @@ class LookedUp(Factored):
     """[N, V, D], of which a sample's has its rows added up where its ids say."""
 
     ids: Tensor  # [N, T]
-    rows: Tensor  # [N, T, D]; where there are bags, each row's weight [N, T, 1]
+    rows: Tensor  # [N, T, D]
     count: int  # V
-    bags: Tensor | None = None  # [N, D]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.rows.dtype if self.bags is None else self.bags.dtype
+        return self.rows.dtype
 
     @property
     def operands(self) -> list[Tensor]:
-        return [self.ids, self.rows, *([] if self.bags is None else [self.bags])]
-
-    @property
-    def each(self) -> Tensor:
-        """[N, T, D]"""
-        rows = self.rows if self.bags is None else self.rows * self.bags.unsqueeze(1)
-        return rows.to(self.dtype)
+        return [self.ids, self.rows]
 
     def to_add(self) -> Sequence[Tensor]:
-        return self.each, self.ids
+        return self.rows, self.ids
 
     def added(self, other: Gradients) -> Gradients:
         if not isinstance(other, LookedUp):
             return super().added(other)
-        ids, rows = (self.ids, other.ids), (self.each, other.each)
+        ids, rows = (self.ids, other.ids), (self.rows, other.rows)
         return LookedUp(torch.cat(ids, 1), torch.cat(rows, 1), self.count)
 
     def in_full(self) -> Tensor:
-        rows = self.each
-        zeros = rows.new_zeros(len(self.ids), self.count, rows.shape[2])
-        return zeros.scatter_add_(1, self.ids.unsqueeze(2).expand_as(rows), rows)
+        zeros = self.rows.new_zeros(len(self), self.count, self.rows.shape[2])
+        return zeros.scatter_add_(1, self.ids.unsqueeze(2).expand_as(self.rows), self.rows)
 
     def total(self) -> Tensor:
-        return self._added_up(self.each)
+        return self._added_up(self.rows)
 
     def size(self) -> float:
-        return float(self.each.norm(dim=2, dtype=accumulation_dtype(self.dtype)).sum())
+        return float(self.rows.norm(dim=2, dtype=accumulation_dtype(self.dtype)).sum())
 
     def sq_norms(self) -> Tensor:
-        found = ops.embedding_sq_norms(self.ids, self.rows)
-        if self.bags is not None:  # a row is a number times its bag
-            found = found * torch.linalg.vector_norm(self.bags, dim=1, dtype=found.dtype).square()
-        return found
+        return ops.embedding_sq_norms(self.ids, self.rows)
 
     def along(self, direction: Tensor) -> Tensor:
-        return (direction[self.ids] * self.each.to(direction.dtype)).sum((1, 2))
+        return (direction[self.ids] * self.rows.to(direction.dtype)).sum((1, 2))
 
     def weighted(self, factors: Tensor) -> Tensor:
         wide, factors = accumulation_dtype(self.dtype), factors.view(-1, 1, 1)
-        kept = torch.where(factors != 0, self.each, 0)  # whatever its numbers
+        kept = torch.where(factors != 0, self.rows, 0)  # whatever its numbers
         return self._added_up(kept.to(wide) * factors.to(wide))
 
     def _added_up(self, rows: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ samples where its output has none, or with all samples but one masked where it h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 
@@ -203,19 +204,10 @@ def dense(t: Tensor) -> Tensor:
 def mapped(
     ask: Callable[..., tuple[Tensor, ...]], part: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """For each sample; None: an operand that this backward leaves out."""
-    if len(part[0]) <= FEW:  # to set up a map takes longer
-        return apart(ask, part)
-    try:
-        return vmap(ask)(*part)
-    except Exception:  # no rule for it
-        return apart(ask, part)
-
-
-def apart(
-    ask: Callable[..., tuple[Tensor, ...]], part: Sequence[Tensor]
-) -> Sequence[Tensor | None]:
-    """The same, one sample after the other."""
+    """Ask for each sample; None: an operand that this backward leaves out."""
+    if len(part[0]) > FEW:  # for fewer, to set up a map takes longer
+        with suppress(Exception):  # no rule for it
+            return vmap(ask)(*part)
     each = list(zip(*(ask(*grads) for grads in zip(*part, strict=True)), strict=True))
     return [None if column[0] is None else torch.stack(list(map(dense, column))) for column in each]
 

@@ -70,6 +70,5 @@ def rows_of_bags(
     elif module.mode == "max":  # each feature's gradient goes to one id
         values = module.weight[ids].masked_fill(rows == 0, -torch.inf)
         largest = torch.zeros_like(values).scatter_(1, values.argmax(1, keepdim=True), 1)
-        rows = largest.to(g.dtype) * rows.to(g.dtype) * g.unsqueeze(1)
-        return LookedUp(ids, rows, module.num_embeddings)
-    return LookedUp(ids, rows, module.num_embeddings, g)
+        rows = largest.to(wide) * rows
+    return LookedUp(ids, (rows * g.unsqueeze(1)).to(g.dtype), module.num_embeddings)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from ..proof.arguments import tensors_in
 from ..proof.layout import BATCH, SEGMENTS, SEQUENCE
 from ..record.versions import Versions
+from ..reference.chunks import chunks
 from ..refusals import RefusedError, cause
 from ..shared.frontier import below
 from ..shared.gradients import weighted
@@ -166,7 +167,7 @@ def _by_vmap(call: Call) -> Chunks:
     wholes = [None if g is None else torch.full_like(g, torch.nan) for g in compared]
     within = replace(call, grads=wholes)
     shares: list[Any] = [_pieces(within, t) for t in wholes if t is not None]
-    for chunk in _chunks(call.n, sum(p.numel() for p in parameters.values())):
+    for chunk in chunks(call.n, sum(p.numel() for p in parameters.values()), CHUNK):
         here = [leaf if piece is None else piece[chunk]
                 for leaf, piece in zip(leaves, pieces, strict=True)]  # fmt: skip
         found, outputs = mapped(parameters, here, [g[chunk] for g in grads])
@@ -269,7 +270,7 @@ def _by_replay(call: Call) -> Chunks:
     both = zip(outputs, call.grads, strict=True)  # of others' parameters, an output has no graph
     pairs = [(out, g) for out, g in both if g is not None and out.requires_grad]
     owners = [_owners(call, g, g is call.grads[0]) for _, g in pairs]
-    for chunk in _chunks(call.n, sum(p.numel() for p in parameters)):
+    for chunk in chunks(call.n, sum(p.numel() for p in parameters), CHUNK):
         found = []
         for sample in range(chunk.start, chunk.stop):
             masked = [g.where(of == sample, 0) for (_, g), of in zip(pairs, owners, strict=True)]
@@ -304,8 +305,3 @@ def copy_to_run(call: Call) -> Call:
     leaf = lambda v: v if isinstance(v, Tensor) else copy_state(v, copies)  # noqa: E731
     arguments = tree_map(leaf, call.arguments)
     return replace(call, module=stand_in(call.module), arguments=arguments)
-
-
-def _chunks(n: int, elements: int) -> Iterator[slice]:
-    step = max(1, CHUNK // max(1, elements))
-    return (slice(start, min(start + step, n)) for start in range(0, n, step))
