@@ -150,10 +150,6 @@ class Attachment:
         self._sites.clear()
         self._standing.leave()
 
-    @property
-    def _attached(self) -> bool:
-        return self in attachments
-
     def __del__(self) -> None:
         """Leave the model, as nobody holds the probe any more."""
         with contextlib.suppress(Exception):  # it may be half made, or the interpreter at its end

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from html import escape
 from typing import TYPE_CHECKING
 
 from .layers.rules import Layer, rule_named
@@ -15,18 +14,7 @@ if TYPE_CHECKING:
 AGAIN = "run again by vmap or a replay"
 
 
-class Explanation(str):
-    """A text that notebooks show as it is."""
-
-    __slots__ = ()
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(self)}</pre>"
-
-
-def explanation(
-    layers: Sequence[Layer], parameters: Parameters, verbose: bool = False
-) -> Explanation:
+def explanation(layers: Sequence[Layer], parameters: Parameters, verbose: bool = False) -> str:
     """Return a summary, and a line for each layer; or all that was weighed (verbose)."""
     trainable = set(parameters.trainable())
     lines: list[str] = []
@@ -50,7 +38,7 @@ def explanation(
             lines += [title, *(f"  {line}" for line in full.splitlines())]
         else:
             lines.append(f"{title}: {brief}")
-    return Explanation("\n".join([_summary(ways, again), *lines]))
+    return "\n".join([_summary(ways, again), *lines])
 
 
 def _summary(ways: Counter[str], again: Counter[str]) -> str:

@@ -22,11 +22,16 @@ Loss = Callable[[Any, Any], Tensor]
 MEAN, SUM = 1, 2  # as the nodes of torch's losses number them
 
 
-def call(model: nn.Module, inputs: Any) -> Any:
-    """Call the model on a tensor, a tuple (positional arguments) or a dict (keywords)."""
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return (args, kwargs) of a tensor, a tuple (positional arguments) or a dict (keywords)."""
     if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+        return (), inputs
+    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    args, kwargs = arguments_of(inputs)
+    return model(*args, **kwargs)
 
 
 def one_sample(tree: Any, sample: int, n: int, dim: int) -> Any:

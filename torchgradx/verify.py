@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .errors import CoverageError, VerificationError
 from .proof.arguments import tensors_in
-from .scoring import Loss, call, norms_alone, one_sample
+from .scoring import Loss, arguments_of, call, norms_alone, one_sample
 
 DROPOUT = nn.modules.dropout._DropoutNd
 
@@ -200,8 +200,7 @@ def _loop_by_rows(
     loss_reduction: str,
 ) -> Gradients:
     """The same, where no sample can be cut out: its rows of the outputs' gradient, pulled back."""
-    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-    ids = options["sample_ids"](args if isinstance(args, (tuple, list)) else (args,), kwargs)
+    ids = options["sample_ids"](*arguments_of(inputs))
     with torch.enable_grad():
         output = call(model, inputs)
         outputs = [t for t in tensors_in(output) if t.requires_grad]

@@ -21,7 +21,7 @@ from ..layers.rules import RULES
 from ..reference.chunks import accumulation_dtype
 from ..refusals import cause, refused_all
 from ..shared.convolved import Convolved
-from ..sites.closed import rows_of_bags
+from ..sites.fallback import rows_of_bags
 
 __all__ = ["SAMPLERS", "Registration", "register"]
 

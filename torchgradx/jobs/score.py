@@ -30,12 +30,7 @@ SampleIds = Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
 
 @overload
 def score(
-    model: Models,
-    loss_fn: Loss | None,
-    loader: Any,
-    *,
-    sample_ids: SampleIds,
-    **options: Any,
+    model: Models, loss_fn: Loss | None, loader: Any, *, sample_ids: SampleIds, **options: Any
 ) -> dict[str, NDArray[Any]]: ...
 
 

@@ -7,10 +7,10 @@ before it runs itself and lets its saved tensors go. Gradients on their way are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from .products import (
     spread,
     through,
 )
-from .stations import Leaf, Station, Trail
+from .stations import Leaf, Met, Station, Trail
 
 if NATIVE:
     from .._C import Terms, hooked
@@ -47,43 +47,37 @@ G = TypeVar("G", bound=Gradients)
 CHUNK = 1 << 23  # elements of parameters' gradients at a time: 32 MiB of float32
 
 
+class Shared(NamedTuple):
+    """What the descents of one probe share; see Lift."""
+
+    recorder: Any
+    hears: Callable[[Leaf], bool]
+    delivered: set[tuple[int, int]]
+    norms_only: bool
+
+
 class Descent:
     """The way down through one pass's graph: owned by its hooks, it owns no node."""
 
     def __init__(
-        self,
-        run: Any,
-        recorder: Any,
-        way: dict[Node, Station],
-        leaves: Sequence[Leaf],
-        packed: Collection[int],
-        tensors: Sequence[Tensor],
-        *,
-        hears: Callable[[Leaf], bool],
-        delivered: set[tuple[int, int]],
-        refuse: Callable[[str], None],
-        norms_only: bool,
-        guarded: bool,
+        self, run: Any, met: Met, shared: Shared, parameters: Any, refuse: Callable[[str], None]
     ) -> None:
-        """way: what `serve` does not serve. packed: keys of stations that saved through hooks.
-        tensors: the table of parameters. delivered: see Lift."""
-        self._run, self._recorder, self._norms_only = run, recorder, norms_only
-        self._packed, self._tensors = packed, tensors
-        self._hears, self._delivered, self._refuse = hears, delivered, refuse
+        self._run, self._refuse, self._tensors = run, refuse, parameters.wholes()
+        self._recorder, self._hears, self._delivered, self._norms_only = shared
+        self._packed, self._leaves = met.packed, met.leaves
         self._task, self._final, self._books, self._rounding = -1, True, False, 0.0
         self._held: dict[tuple[int, int], Gradients] = {}  # on their way, by node and output
         self._ready: list[tuple[Leaf, Gradients, bool]] = []
-        self._leaves = leaves
         # Then only a hook of the user's on the way changes what comes down it.
-        self._guarded, self._compares = guarded, True
+        self._guarded, self._compares = met.trail is not None, True
         known: Counter[int] = Counter()
-        for leaf in leaves:
+        for leaf in met.leaves:
             if leaf.alone:
                 continue
             known[leaf.place] += 1
             if known[leaf.place] > leaf.calls:  # the sum over its uses waits for this one too
-                run.expect(leaf.place, tensors[leaf.place])
-        for node, station in way.items():
+                run.expect(leaf.place, self._tensors[leaf.place])
+        for node, station in (met.way or {}).items():
             node.register_prehook(partial(self._arrive, station))
             if station.leaves:
                 node.register_hook(self._deliver)
@@ -180,82 +174,104 @@ class Descent:
             return
         if station.inward or any(self._hears(leaf) for leaf in station.leaves.values()):
             self._measure(g)  # for what will be compared
-        masked: list[int] = []
-        for operand in (*station.inward, *station.leaves):
+        masked = []
+        for operand in station.operands:
             product = closed(node, operand, g, layout, n)
             if product is None:
                 masked.append(operand)
             else:
-                self._send(station, operand, self._reduced(station, operand, product))
-        if not masked:
-            return
-        grads: list[Tensor | None] = [None] * len(incoming)
-        columns: dict[int, list[Tensor]] = {operand: [] for operand in masked}
-        for sample in range(n):
+                self._send(station, operand, product)
+        if masked:
+            self._collect(station, masked, self._ask_masked(station, node, incoming, masked))
+
+    def _ask_masked(
+        self,
+        station: Station,
+        node: Node,
+        incoming: Sequence[Tensor | None],
+        operands: Sequence[int],
+    ) -> Iterator[Sequence[Tensor]]:
+        """Ask a node of the frontier for each sample, all others' rows masked."""
+        g: Any = incoming[station.output]
+        layout: Any = station.layout
+        for sample in range(self._run.n):
             only = torch.zeros_like(g)
-            by_sample(only, layout, n)[sample] = by_sample(g, layout, n)[sample]
-            grads[station.output] = only
-            out = self._ask(node, grads)
-            for operand in masked:
-                product = self._reduced(station, operand, dense(out[operand])[None])
-                columns[operand].append(product)
-        for operand, column in columns.items():
-            self._send(station, operand, torch.cat(column))
+            by_sample(only, layout, self._run.n)[sample] = by_sample(g, layout, self._run.n)[sample]
+            out = self._ask(node, [only if k == station.output else None
+                                   for k in range(len(incoming))])  # fmt: skip
+            yield [dense(out[operand])[None] for operand in operands]
 
     def _nothing(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
         """Send zeros: of no samples, or behind weights that are zeros."""
         tensors = (*incoming, *(self._tensors[leaf.place] for leaf in station.leaves.values()))
         device = next((t.device for t in tensors if t is not None), None)
-        for operand in (*station.inward, *station.leaves):
+        for operand in station.operands:
             edge = node.next_functions[operand]
             zeros = torch.zeros((), dtype=dtype_of(*edge), device=device)
-            zeros = zeros.expand(self._run.n, *shape_of(*edge))
-            self._send(station, operand, self._reduced(station, operand, zeros))
+            self._send(station, operand, zeros.expand(self._run.n, *shape_of(*edge)))
 
     def _pass(self, station: Station, node: Node, held: list[Gradients | None]) -> None:
         """Through a node of which all outputs are shared."""
-        live: dict[int, Tensor] = {}
-        operands = (*station.inward, *station.leaves)
-        for k, g in enumerate(held):
-            products = None if k else through(node, g)
-            if products is not None:
-                for operand in operands:
-                    self._send(station, operand, self._reduced(station, operand, products[operand]))
-                return
-            if g is not None:
-                live[k] = in_full(g).to(dtype_of(node, k))
+        products = through(node, held[0])
+        if products is not None:
+            for operand in station.operands:
+                self._send(station, operand, products[operand])
+            return
+        live = {k: in_full(g).to(dtype_of(node, k)) for k, g in enumerate(held) if g is not None}
         if not live:
             return
+        formed = self._formed(station, node, live, len(held))
+        for operand, product in formed.items():
+            self._send(station, operand, product)
+        if not formed:
+            asked = self._ask_mapped(station, node, live, len(held))
+            self._collect(station, station.operands, asked)
+
+    def _formed(
+        self, station: Station, node: Node, live: dict[int, Tensor], outputs: int
+    ) -> dict[int, Gradients]:
+        """Return products of all operands in closed form; empty: some have none."""
         if node.name() == TABLE and not counts_ids(node):  # the same ids for all samples
             ids = node._saved_indices.reshape(1, -1).expand(self._run.n, -1)
-            found = looked_up(node, ids, live[0])
-            for operand in operands:
-                self._send(station, operand, self._reduced(station, operand, found))
-            return
-        if len(held) == 1:
-            ask_one = partial(self._ask, node)
-            formed = {k: spread(node, k, live[0], lambda g: ask_one([g])) for k in operands}
-            if None not in formed.values():
-                for k, whole in formed.items():
-                    self._send(station, k, self._reduced(station, k, whole))  # type: ignore
-                return
-        columns: dict[int, list[Tensor]] = {k: [] for k in operands}
+            return dict.fromkeys(station.operands, looked_up(node, ids, live[0]))
+        formed = {}
+        for k in station.operands if outputs == 1 else ():
+            product = spread(node, k, live[0], lambda g: self._ask(node, [g]))
+            if product is None:
+                return {}
+            formed[k] = product
+        return formed
+
+    def _ask_mapped(
+        self, station: Station, node: Node, live: dict[int, Tensor], outputs: int
+    ) -> Iterator[Sequence[Tensor | None]]:
+        """Ask a node for so many samples at a time."""
         places = (leaf.place for leaf in station.leaves.values())
         most = max((self._tensors[place].numel() for place in places), default=1)
 
         def ask(*grads: Tensor) -> tuple[Tensor, ...]:
-            given = dict(zip(live, grads, strict=True))
-            out = self._ask(node, [given.get(k) for k in range(len(held))])
-            return tuple(out[operand] for operand in columns)
+            by_output = dict(zip(live, grads, strict=True))
+            out = self._ask(node, [by_output.get(k) for k in range(outputs)])
+            return tuple(out[operand] for operand in station.operands)
 
         for samples in chunks(self._run.n, most, CHUNK):
-            part = [g[samples] for g in live.values()]
-            for operand, product in zip(columns, mapped(ask, part), strict=True):
+            yield mapped(ask, [g[samples] for g in live.values()])
+
+    def _collect(
+        self, station: Station, operands: Sequence[int], parts: Iterable[Sequence[Tensor | None]]
+    ) -> None:
+        """Send products that come for some samples at a time, reduced as they come."""
+        columns: dict[int, list[Tensor]] = {operand: [] for operand in operands}
+        for products in parts:
+            for operand, product in zip(operands, products, strict=True):
                 if product is not None:
                     columns[operand].append(self._reduced(station, operand, product))
         for operand, column in columns.items():
             if column:
-                self._send(station, operand, torch.cat(column))
+                self._pass_on(station, operand, torch.cat(column))
+
+    def _send(self, station: Station, operand: int, product: Gradients) -> None:
+        self._pass_on(station, operand, self._reduced(station, operand, product))
 
     def _reduced(self, station: Station, operand: int, product: G) -> G | Tensor:
         """[n, *shape], or [n] squared norms where nothing else is added to it."""
@@ -270,7 +286,7 @@ class Descent:
             self._recorder.add_recorded(leaf.place, total(product), self._rounding)
         return sq_norms(product) if leaf.alone and self._final else product
 
-    def _send(self, station: Station, operand: int, whole: Gradients) -> None:
+    def _pass_on(self, station: Station, operand: int, whole: Gradients) -> None:
         if operand in station.leaves:
             leaf = station.leaves[operand]
             self._ready.append((leaf, whole, leaf.alone and self._final))

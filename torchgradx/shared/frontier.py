@@ -84,11 +84,7 @@ class Graph:
         return True
 
     def _prune(
-        self,
-        node: Node,
-        uses: set[Node],
-        left: dict[Node, list[tuple[Node, int]]],
-        told: set[Node],
+        self, node: Node, uses: set[Node], left: dict[Node, list[tuple[Node, int]]], told: set[Node]
     ) -> bool:
         """What is `left` of the parents of a node; whether that is nothing. No closure calls itself
         here: it would keep the graph until garbage is collected."""
@@ -332,11 +328,7 @@ class Region:
 
 
 def survey(
-    n: int,
-    graph: Graph,
-    groups: Sequence[Group],
-    region: Region,
-    layouts: dict[Node, int | None],
+    n: int, graph: Graph, groups: Sequence[Group], region: Region, layouts: dict[Node, int | None]
 ) -> Plan:
     """Survey groups all of whose consumers are shared, up to nodes with rows proven by sample."""
 

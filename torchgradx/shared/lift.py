@@ -15,14 +15,14 @@ from torch import Tensor
 
 from ..layers.rules import Layer
 from ..ops import NATIVE
-from ..proof.layout import Finding, Watched
+from ..proof.layout import Finding
 from ..record.unpacking import answers_twice, are_offloaded, asked, hides
 from ..refusals import cause
 from ..sites.recurrent import Site
-from .descent import CHUNK, Descent
-from .frontier import Graph, Group, Node, Plan, Region, Shape, shape_of, survey
+from .descent import CHUNK, Descent, Shared
+from .frontier import Graph, Group, Node, Plan, Region, shape_of, survey
 from .products import counts_ids, gives_on, in_closed_form, keeps_rows, makes_in_full
-from .stations import Leaf, Station, Trail, Way, stations
+from .stations import Leaf, Met, Trail, Way, stations
 from .uses import Use, Uses
 
 if NATIVE:
@@ -33,25 +33,6 @@ IN_FULL = (
     "; where this is computed with parameters alone they are made in full, some samples at a time, "
     "by vmap"
 )
-
-
-class Met(NamedTuple):
-    """A plan's nodes, in a pass."""
-
-    lifted: list[int]  # sites
-    enclosed: list[int]  # parameters read beside the calls of their modules, of edges not counted
-    # But for stations that the extension serves. None: consumed otherwise than when it was proven.
-    way: dict[Node, Station] | None
-    same: bool = False  # its nodes look as they did, or their sizes leave no doubt
-    ends: Sequence[tuple[Watched, int]] = ()  # of the frontier, with the layouts that were proven
-    shapes: tuple[Shape | None, ...] = ()  # of the nodes now
-    leaves: Sequence[Leaf] = ()  # all that are served
-    counted: Sequence[int] = ()  # the parameters of those whose edges are
-    in_full: frozenset[int] = frozenset()  # parameters that a node computed with, not row by row
-    mute: tuple[str, ...] = ()  # nodes that saved in a way in which they cannot be asked, by name
-    packed: frozenset[int] = frozenset()  # keys of stations that saved through hooks
-    trail: Trail | None = None
-    outline: Any = None  # of this graph; None: nothing guards the way
 
 
 class Start(NamedTuple):
@@ -204,19 +185,8 @@ class Lift:
             layer = self._layers[site]
             in_full = not met.in_full.isdisjoint(layer.parameters)
             layer.notes["lifted"] = IN_FULL if in_full else None
-        descent = Descent(
-            run,
-            self._recorder,
-            met.way,
-            met.leaves,
-            met.packed,
-            self._parameters.wholes(),
-            hears=self._hears,
-            delivered=self.delivered,
-            refuse=partial(refuse, self._recorder),
-            norms_only=self._norms_only,
-            guarded=met.trail is not None,
-        )
+        shared = Shared(self._recorder, self._hears, self.delivered, self._norms_only)
+        descent = Descent(run, met, shared, self._parameters, partial(refuse, self._recorder))
         if met.trail is not None:
             met.outline.guard(run, met.trail.guarded, met.trail.inside, lifted)
             if run.n:

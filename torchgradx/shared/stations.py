@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..ops import NATIVE
-from ..proof.layout import BATCH, SEQUENCE
-from .frontier import Graph, Node, Plan, below, is_leaf
+from ..proof.layout import BATCH, SEQUENCE, Watched
+from .frontier import Graph, Node, Plan, Shape, below, is_leaf
 from .products import CAST, SUM, gives_on, is_elementwise
 
 if NATIVE:
@@ -33,6 +33,10 @@ class Station:
     output: int
     inward: dict[int, tuple[int, int]] = field(default_factory=dict)  # to a node's key and output
     leaves: dict[int, Leaf] = field(default_factory=dict)
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        return *self.inward, *self.leaves
 
 
 class Way(NamedTuple):
@@ -69,6 +73,25 @@ class Trail(NamedTuple):
             [numbers[node] for node in way.links],
             stops,
         )
+
+
+class Met(NamedTuple):
+    """A plan's nodes, in a pass."""
+
+    lifted: list[int]  # sites
+    enclosed: list[int]  # parameters read beside the calls of their modules, of edges not counted
+    # But for stations that the extension serves. None: consumed otherwise than when it was proven.
+    way: dict[Node, Station] | None
+    same: bool = False  # its nodes look as they did, or their sizes leave no doubt
+    ends: Sequence[tuple[Watched, int]] = ()  # of the frontier, with the layouts that were proven
+    shapes: tuple[Shape | None, ...] = ()  # of the nodes now
+    leaves: Sequence[Leaf] = ()  # all that are served
+    counted: Sequence[int] = ()  # the parameters of those whose edges are
+    in_full: frozenset[int] = frozenset()  # parameters that a node computed with, not row by row
+    mute: tuple[str, ...] = ()  # nodes that saved in a way in which they cannot be asked, by name
+    packed: frozenset[int] = frozenset()  # keys of stations that saved through hooks
+    trail: Trail | None = None
+    outline: Any = None  # of this graph; None: nothing guards the way
 
 
 def stations(

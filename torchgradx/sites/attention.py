@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -110,9 +110,9 @@ class _Forward:
         self._attention = _with(F.multi_head_attention_forward, own)
 
     def __call__(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
-        found = _with(stock.forward, {"F": _Functional(self._attention)})(
-            self._module, *args, **kwargs
-        )
+        functional = {**vars(F), "multi_head_attention_forward": self._attention}
+        forward = _with(stock.forward, {"F": SimpleNamespace(**functional)})
+        found = forward(self._module, *args, **kwargs)
         if self._batch < 0:  # in one kernel, as where no gradient is wanted
             x = args[0] if args else kwargs["query"]
             m = self._module
@@ -166,16 +166,6 @@ class _Forward:
         steps = len(x) // max(1, self._batch)
         rows = x.unflatten(0, (steps, self._batch))
         return self._roles[OUT](self._recorder.current(), rows, weight, bias).flatten(0, 1)
-
-
-class _Functional:
-    """torch.nn.functional, but for the attention."""
-
-    def __init__(self, attention: Callable[..., Any]) -> None:
-        self.multi_head_attention_forward = attention
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(F, name)
 
 
 def _with(function: Any, names: Mapping[str, Any]) -> Callable[..., Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import ops
 from ..layers.modules import own_names, parameter_of
@@ -18,15 +19,55 @@ from ..layers.table import Context, declared_layout
 from ..proof.layout import BATCH, NOWHERE, SEGMENTS, SEQUENCE, SHARED
 from ..proof.several import of_the_loss
 from ..record.backwards import at_the_end
-from ..record.unpacking import unpacked
+from ..record.unpacking import saved, saves_through_hooks, unpacked
 from ..refusals import RefusedError, cause
 from ..sharding import scattered
 from ..shared.gradients import Gradients, along, deliver, size, sq_norms, total
 from .copies import untraced
+from .experts import Served
 from .fallback import Call, Kept, per_sample_gradients, terms_of_bias
+from .outcome import Outcome
 from .packed import counts_rows
+from .regime import Regime
 from .stand_in import stand_in
-from .use import Use
+
+
+@dataclass
+class Use:
+    """A call of a module, without its graph."""
+
+    run: Any
+    number: int  # among the uses of the run
+    parameters: dict[int, Tensor]  # that are trained, by place
+    regime: Regime
+    first: torch.Size  # of the output whose rows are proven
+    samples: Tensor | None = None  # of each row of the first output, where it is packed
+    drew: bool = False  # random numbers
+    several: bool = False  # nodes that the outputs are of
+    inner: set[int] = field(default_factory=set)  # outputs that others are made from
+    outcomes: Sequence[Outcome | None] = ()  # of the forward, where it is a user's
+    products: Served | None = None  # by which its parameters are all used, see experts.py
+    arrivals: list[int] = field(default_factory=list)  # the backward, once a node that has been
+
+    def save(self, module: nn.Module, arguments: Any, outputs: list[Tensor], eps: float) -> None:
+        """Save what runs again. eps: of the coarsest gradient inside."""
+        leaves, spec = tree_flatten(arguments)
+        self.module, self.eps = module, eps
+        self.arguments, self.spec = [saved(leaf) for leaf in leaves], spec
+        self.drew = self.regime.drew
+        self.hooked = saves_through_hooks()
+        self.shapes = [t.shape for t in outputs]
+        self.grads: list[Tensor | None] = [None] * len(outputs)
+
+    @property
+    def places(self) -> list[int]:
+        return list(self.parameters)
+
+    def take_grads(self) -> list[Tensor | None]:
+        """Return what has arrived, and forget it."""
+        self.arrivals.clear()
+        grads, self.grads = self.grads, [None] * len(self.grads)
+        return grads
 
 
 class Delivery:
@@ -191,7 +232,10 @@ class Delivery:
                 parameter = parameter_of(use.module, call.names[k])
                 summed = total(g) if parameter is None else total(g).view_as(parameter)
                 terms = every + terms_of_bias(call, call.names[k]) * len(g) / n
-                rounding = use.rounding(call.grads, summed, terms, alone)
+                kinds = {use.regime.autocast or summed.dtype}
+                kinds.update(g.dtype for g in call.grads if g is not None)
+                rounding = terms * max(torch.finfo(kind).eps for kind in kinds)
+                rounding += alone * use.eps / 32  # of 64
                 self._recorder.add_recorded(place, summed, rounding)
 
     def _failed(self, error: Exception) -> None:

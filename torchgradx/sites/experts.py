@@ -151,17 +151,16 @@ class Served:
                 pairs = [parts[k] for k in range(len(parts))]
                 left, right = (torch.cat(column) for column in zip(*pairs, strict=True))
                 del self._parts[place]
-                self._take(place, Grouped(left, right, group.pairs))
+                self._deliver(place, Grouped(left, right, group.pairs))
         except Exception as error:  # never from inside backward()
             self._failed(error)
 
-    def _take(self, place: int, grouped: Grouped) -> None:
-        run = self._run
+    def _deliver(self, place: int, grouped: Grouped) -> None:
         whole = grouped.of_biases() if self._held[place].dim() == 2 else grouped
         if self._recorder.auditing:
             rounding = grouped.size() * max(self._eps, torch.finfo(whole.dtype).eps)
             self._recorder.add_recorded(place, total(whole), rounding)
-        deliver(run, self._recorder, place, whole)
+        deliver(self._run, self._recorder, place, whole)
 
 
 def is_experts(module: nn.Module) -> bool:

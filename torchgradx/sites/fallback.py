@@ -1,6 +1,7 @@
-"""Per-sample gradients of a module that has no kernel: vmap over its own gradient, or a replay.
+"""Per-sample gradients of a module that has no kernel: vmap over its own gradient, a replay, or a
+closed form.
 
-Both run the module's forward again on the inputs it was given, and pull back the gradient of its
+The first two run the module's forward again on its inputs, and pull back the gradient of its
 outputs. Where vmap has no rule (recurrent layers, custom Functions, dropout), the whole batch is
 replayed once with its random state, and each sample's gradient is one vector-Jacobian product.
 """
@@ -10,22 +11,24 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..proof.arguments import tensors_in
 from ..proof.layout import BATCH, SEGMENTS, SEQUENCE
 from ..record.versions import Versions
-from ..reference.chunks import chunks
+from ..reference.chunks import accumulation_dtype, chunks
 from ..refusals import RefusedError, cause
 from ..shared.frontier import below
-from ..shared.gradients import weighted
+from ..shared.gradients import Gradients, weighted
+from ..shared.outer import LookedUp, Outer
 from .outcome import OtherOutputsError, Outcome, require_same
 from .packed import as_rows
 from .regime import Regime
@@ -60,6 +63,9 @@ class Call:
         if isinstance(self.module, CHANNELS_FIRST):
             return 0  # rows t*N+n: the second dimension is of channels
         return int(self.layout == SEQUENCE and len(self.first) > 2 and self.first[1] == self.n)
+
+
+Form = Callable[[Call], dict[str, Gradients] | None]  # by parameter
 
 
 class _Forward(nn.Module):
@@ -202,7 +208,7 @@ def terms_of_bias(call: Call, name: str) -> float:
     return sum(size(g) for g in call.grads if g is not None)
 
 
-def by_sample(call: Call, t: Tensor) -> Tensor | None:
+def rows_by_sample(call: Call, t: Tensor) -> Tensor | None:
     """[N, T, F] of rows [*, F], one for each of the module's output."""
     pieces = _pieces(call, t)
     return None if pieces is None else pieces.flatten(1, -2)
@@ -305,3 +311,59 @@ def copy_to_run(call: Call) -> Call:
     leaf = lambda v: v if isinstance(v, Tensor) else copy_state(v, copies)  # noqa: E731
     arguments = tree_map(leaf, call.arguments)
     return replace(call, module=stand_in(call.module), arguments=arguments)
+
+
+# Closed forms, of modules that have no kernel. None: a call that has none, and runs again.
+
+
+def embedding_bag(call: Call) -> dict[str, Gradients] | None:
+    """Return the rows that each sample looks up, for samples of one bag each."""
+    g, module = call.grads[0], cast(nn.EmbeddingBag, call.module)
+    if g is None or len(g) != call.n:
+        return None
+    return {
+        "weight": rows_of_bags(module, g, *_named(call, "input", "offsets", "per_sample_weights"))
+    }
+
+
+def bilinear(call: Call) -> dict[str, Gradients] | None:
+    """Return a Linear's operands, whose input are all products of the two inputs."""
+    operands = [rows_by_sample(call, t) for t in (call.grads[0], *_named(call, "input1", "input2"))]
+    if any(t is None for t in operands):
+        return None
+    g, x, y = (t for t in operands if t is not None)
+    pairs = (x.unsqueeze(3) * y.unsqueeze(2)).flatten(2)
+    return {"weight": Outer(g, pairs.to(g.dtype)), "bias": g.sum(1)}
+
+
+def _named(call: Call, *names: str) -> list[Any]:
+    args, kwargs = call.arguments
+    return [*args, *map(kwargs.get, names[len(args) :])]
+
+
+@torch.no_grad()
+def rows_of_bags(
+    module: nn.EmbeddingBag,
+    g: Tensor,  # [B, D], of the output
+    ids: Tensor,  # [B, L], or all bags' one after another [L]
+    offsets: Tensor | None = None,  # [B], or [B + 1]: where the bags begin, for ids [L]
+    weights: Tensor | None = None,  # as ids; of mode "sum" only
+) -> LookedUp:
+    """Return a gradient for each id of a bag: the bag's, times the id's weight."""
+    wide = accumulation_dtype(g.dtype)
+    weights = torch.ones_like(ids, dtype=wide) if weights is None else weights.to(wide)
+    if module.padding_idx is not None:
+        weights = weights.where(ids != module.padding_idx, 0)
+    if offsets is not None:
+        ends = [*offsets.tolist(), len(ids)][1 : len(g) + 1]
+        sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        parts = (t[: ends[-1]].split(sizes) for t in (ids, weights))
+        ids, weights = (pad_sequence(part, batch_first=True) for part in parts)
+    rows = weights.unsqueeze(2)
+    if module.mode == "mean":
+        rows = rows / rows.count_nonzero(1).clamp(min=1).unsqueeze(1)
+    elif module.mode == "max":  # each feature's gradient goes to one id
+        values = module.weight[ids].masked_fill(rows == 0, -torch.inf)
+        largest = torch.zeros_like(values).scatter_(1, values.argmax(1, keepdim=True), 1)
+        rows = largest.to(wide) * rows
+    return LookedUp(ids, (rows * g.unsqueeze(1)).to(g.dtype), module.num_embeddings)

@@ -87,13 +87,7 @@ class NativeSite:
 
     fixed = False
 
-    def __init__(
-        self,
-        module: nn.Module,
-        layer: Layer,
-        index: int,
-        context: Context,
-    ) -> None:
+    def __init__(self, module: nn.Module, layer: Layer, index: int, context: Context) -> None:
         options = context.options
         self.layer, self.declared = layer, declared_layout(layer, options)
         self.presumed = SEQUENCE if options["batch_dim"] or layer.role else BATCH

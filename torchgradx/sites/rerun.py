@@ -18,23 +18,33 @@ from ..layers.modules import CONTAINERS, parameter_of, same_parameters
 from ..layers.rules import Layer
 from ..layers.table import Context
 from ..proof.arguments import tensors_in
-from ..proof.several import end_of, ends_of_module, made_from_others, needed_by
+from ..proof.several import end_of, ends_at, ends_of_module, made_from_others, needed_by
 from ..record.unpacking import saves_through_hooks
 from ..shared.frontier import coarsest
 from ..shared.sizes import look_of
 from .copies import stock_of
-from .delivery import Delivery
-from .experts import NONE, Group, Products, Served, is_experts, products_of
+from .delivery import Delivery, Use
+from .experts import NONE, Group, Served, is_experts, products_of
 from .fallback import CHANNELS_FIRST
 from .native import MIXED, Hooks, why_mixed
 from .outcome import outcomes_of
 from .packed import samples_of, why_not
 from .regime import Regime, may_draw
 from .stand_in import has_users_forward, makes_weight
-from .use import Ends, Use, copy_shared_outputs, ends_by_node
 
 if ops.NATIVE:
     from .._C import called
+
+
+Ends = dict[Any, list[tuple[int, int]]]  # by node: output of the module, and of the node
+
+
+def ends_by_node(outputs: Sequence[Tensor]) -> Ends:
+    """Return where these are made."""
+    ends: Ends = {}
+    for (node, number), k in ends_at(outputs).items():
+        ends.setdefault(node, []).append((k, number))
+    return ends
 
 
 class _OfThread(threading.local):
@@ -181,7 +191,10 @@ class FallbackSite(Delivery):
         end, wrapped = end_of(first) if single else first, saves_through_hooks()
         products = NONE
         if self._has_experts and single and recorded and not wrapped:
-            products = self._find_products(end, first, operands, parameters, run.n)
+            leads = first.shape[: self.leads(first.dim())]
+            how = run.n, self.presumed, self._call.first
+            with contextlib.suppress(Exception):  # else it runs again
+                products = products_of(end, leads, operands, parameters, *how)
         if products.of:
             self._by_products = True
             forwards.several(self._index, first, products.ends)
@@ -202,20 +215,6 @@ class FallbackSite(Delivery):
             forwards.postpone(number, listen)  # it will hardly be needed
         else:
             listen()
-
-    def _find_products(
-        self,
-        end: Tensor,
-        first: Tensor,
-        operands: Sequence[Tensor],
-        parameters: dict[int, Tensor],
-        n: int,
-    ) -> Products:
-        leads = first.shape[: self.leads(first.dim())]
-        how = n, self.presumed, self._call.first
-        with contextlib.suppress(Exception):  # else it runs again
-            return products_of(end, leads, operands, parameters, *how)
-        return NONE
 
     def _listen_late(
         self,
@@ -265,3 +264,17 @@ class FallbackSite(Delivery):
         if products:  # after the hook that begins it: an end may be a product
             shared = products, use.parameters, use.eps, self._failed
             use.products = Served(use.run, self._recorder, *shared)
+
+
+def copy_shared_outputs(module: nn.Module, out: Any) -> Any:
+    """Return a stock module's outputs with copies of those that share a node or memory; or None.
+
+    An LSTMCell makes its h from its c: to a copy of c no gradient comes but the loss's. What is
+    written over a view puts another node in its node's place, but for a copy. A user's module may
+    keep its outputs, or have them share memory: it is run once more, see of_the_loss.
+    """
+    stock = stock_of(type(module))
+    if stock is nn.LSTMCell:
+        return out[0], out[1].clone()
+    views = stock in (nn.LSTM, nn.MultiheadAttention) and isinstance(out[0], Tensor)
+    return (out[0].clone(), *out[1:]) if views and out[0]._base is not None else None

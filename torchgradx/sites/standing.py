@@ -7,7 +7,6 @@ before them, and let them have what is theirs.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +15,6 @@ from typing import Any
 from torch import nn
 
 from .copies import stock_of, swapped
-
-MANY = 8  # removed probes that graphs keep; more are looked for among the garbage
 
 _standing: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Standing]]] = (
     weakref.WeakKeyDictionary()
@@ -31,9 +28,6 @@ class Standing:
         """Raises RuntimeError where another probe is on."""
         self.on = True  # False from remove() on
         self.formers = _removed_from(model)
-        if len(self.formers) > MANY:
-            gc.collect()  # a checkpoint's graph is a cycle
-            self.formers = _removed_from(model)
         self._modules = list(model.modules())
         self._recorder: Any = None
         self._classes: dict[type, tuple[type, dict[int, Any]]] = {}

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
 from .. import ops
+from ..kept import model_kept, random_state_kept
 from ..layers.rules import Layer
 from ..proof.arguments import batch_size
 
@@ -141,26 +142,16 @@ KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_
 @contextlib.contextmanager
 def outside(model: nn.Module, call: Call, inputs: Sequence[Tensor]) -> Iterator[Any]:
     """Call the model of a running graph as it is without the compiler, and put all back."""
-    held = [(table, dict(table)) for m in model.modules() for table in (m.__dict__, m._buffers)]
-    values = [(b, b.clone()) for b in model.buffers()]
     copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    try:
-        with (
-            torch.random.fork_rng(devices),
-            torch.compiler.set_stance("force_eager"),
-            torch._C._ForceDispatchKeyGuard(*KEYS),
-            torch.autocast(call.device, call.autocast, enabled=call.autocast is not None),
-            torch.enable_grad(),
-        ):
-            yield _restored(call.how, copies)
-    finally:
-        for table, before in held:
-            table.clear()
-            table.update(before)
-        for b, value in values:
-            if not torch.equal(b, value):
-                b.copy_(value)
+    with (
+        model_kept(model),
+        random_state_kept(),
+        torch.compiler.set_stance("force_eager"),
+        torch._C._ForceDispatchKeyGuard(*KEYS),
+        torch.autocast(call.device, call.autocast, enabled=call.autocast is not None),
+        torch.enable_grad(),
+    ):
+        yield _restored(call.how, copies)
 
 
 _numbers = itertools.count(1)
