@@ -101,8 +101,8 @@ def set_aside(model: nn.Module) -> Iterator[None]:
     modules = set(model.modules())
     with contextlib.ExitStack() as stack:
         for probe in list(attachments):
-            held = probe._model()
-            if held is not None and not modules.isdisjoint(held.modules()):
+            other = probe._model()
+            if other is not None and not modules.isdisjoint(other.modules()):
                 stack.enter_context(probe._aside())
         yield
 

@@ -50,7 +50,7 @@ attachments: weakref.WeakSet[Any] = weakref.WeakSet()  # the probes that are att
 _leaving: set[Attachment] = set()  # removed, and a graph in flight may run their layers again
 
 
-class _Seen(threading.local):
+class _OfThread(threading.local):
     def __init__(self) -> None:
         self.calls: list[FrameType] = []  # of the model, under way; an interrupt leaves them here
         self.last: list[Any] | None = None  # looking from outside at the model of a compiled graph
@@ -67,16 +67,16 @@ class Attachment:
         self._model = weakref.ref(model)
         self._options = options
         self._parameters = Parameters(model)
-        with self._standing.apart():
+        with self._standing.as_stock():
             self._layers = find_layers(model, self._parameters, options)
             verdicts = known(model, options)
         forward_to = partial(weakly, weakref.ref(self))  # the graph owns what it calls
-        methods = ("_began", "_finish", "_drained", "_met", "_received", "_astray")
+        methods = ("_began", "_finish", "_drained", "_met", "_received", "_pass_outside")
         count = len(self._parameters.names)
         self._recorder = Recorder(count, *map(forward_to, methods))
         self._sites: list[Site] = []
-        given = (self._recorder, self._parameters, self._layers, options)
-        shared = Attached(*given, self._sites, verdicts)
+        common = (self._recorder, self._parameters, self._layers, options)
+        shared = Attached(*common, self._sites, verdicts)
         self._record = Record(shared)
         self._samples = Samples(shared, self._record.sq_norms)
         self._record.refused = self._samples.refused
@@ -91,7 +91,7 @@ class Attachment:
         self._joint: list[Pass] | None = None
         self._paused = 0
         self._asides = 0  # contexts in which another probe has the model
-        self._seen = _Seen()
+        self._local = _OfThread()
         self._hooks: Hooks | None = None
         self._listen(model)
         attachments.add(self)
@@ -168,11 +168,11 @@ class Attachment:
             if self._hooks is not None:
                 outer = self._recorder.depth() and self._recorder.current()
                 self._recorder.push(outer or self._begin(module, args, kwargs))
-                self._seen.calls.append(call_of_hook())
+                self._local.calls.append(call_of_hook())
 
     def _unwind(self) -> None:
         """End the forwards that an interrupt ended, which runs no hooks."""
-        calls = self._seen.calls
+        calls = self._local.calls
         while calls and not is_running(calls[-1]):
             calls.pop()
             self._recorder.pop()
@@ -185,7 +185,7 @@ class Attachment:
         if not serial:
             return None
         rows = rows_of(self._options, args, kwargs)
-        self._seen.ids, n = rows or (None, batch_size(self._options, args, kwargs))
+        self._local.ids, n = rows or (None, batch_size(self._options, args, kwargs))
         if n is None:
             self._recorder.refuse(-1, "no_batch_size")
             return None
@@ -198,7 +198,7 @@ class Attachment:
             self._audit.forwards.start(n, module, (args, kwargs), batch_dim)
         return run
 
-    def _astray(self) -> Pass | None:
+    def _pass_outside(self) -> Pass | None:
         """Make the pass of a module called outside of the model's forward: it is refused."""
         if not self._record.takes(self._standing.on and not self._paused, outside=True).serial:
             return None
@@ -255,19 +255,19 @@ class Attachment:
     def _outside(self, call: Call, inputs: Sequence[Tensor]) -> tuple[Verdict, list[Any]]:
         """Call the model as it is without the compiler, for what is to be said of its structure."""
         module = root_of(self._model())
-        joint, self._joint, self._seen.last = self._joint, None, []
+        joint, self._joint, self._local.last = self._joint, None, []
         try:
             with outside(module, call, inputs) as (args, kwargs):
                 module._call_impl(*args, **kwargs)
-            return self._seen.last[-1]
+            return self._local.last[-1]
         finally:
-            self._joint, self._seen.last = joint, None
+            self._joint, self._local.last = joint, None
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
         if self._hooks is None or self._samples.silent:
             return
         self._unwind()
-        if self._seen.calls[-1:] == [call_of_hook()]:  # else it failed before _enter
+        if self._local.calls[-1:] == [call_of_hook()]:  # else it failed before _enter
             with unheard():
                 self._end(module, args, kwargs, out)
 
@@ -276,21 +276,21 @@ class Attachment:
         whole = self._recorder.depth() == 1
         looked = self._audit.forwards.stop(whole, out)
         key: Any = None if run is None else self._audit.key(run, looked)
-        seen = self._seen.last
+        seen = self._local.last
         outputs, recalled = tensors_in(out), None
-        if whole and run and seen is None and not self._segments.applies(self._seen.ids):
+        if whole and run and seen is None and not self._segments.applies(self._local.ids):
             recalled = self._audit.recall(run, key, looked, outputs)
-        uses = [] if run is None or recalled else [*self._seen.inner, *run.uses()]
+        uses = [] if run is None or recalled else [*self._local.inner, *run.uses()]
         outputs = outputs if uses else []
         self._recorder.pop()
-        self._seen.calls.pop()
+        self._local.calls.pop()
         inner = run and self._recorder.depth() and self._recorder.current() is run
-        self._seen.inner = uses if inner else []  # a root called itself: the outer outputs tell
+        self._local.inner = uses if inner else []  # a root called itself: the outer outputs tell
         if not self._standing.on and sys.exc_info()[0] is None:  # else torch walks the hooks
             self._drained()
         if inner or not run or out is None or not self._standing.on:
             return
-        if self._tokens.on and self._seen.ids is None:
+        if self._tokens.on and self._local.ids is None:
             self._tokens.watch(out, run.n)
         if run.silent:  # a reentrant checkpoint's graph holds no use until it runs again
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
@@ -299,7 +299,7 @@ class Attachment:
         forward = Forward(run, uses, outputs, looked)
         if run.in_graph:
             run.refuse(-1, "graph_and_eager")
-        elif self._segments.examine(forward, self._seen.ids):
+        elif self._segments.examine(forward, self._local.ids):
             self._audit.forwards.listen(run.layouts)
         elif seen is None:
             if run.n == 1 and one_of_several(self._options, (args, kwargs), out):
@@ -320,8 +320,8 @@ class Attachment:
             for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
                 node.register_prehook(lambda _: run.arrive(run.trainable, True) and None)
 
-    def _met(self, site: int, given: Tensor) -> None:
-        self._audit.forwards.meet(site, [given])
+    def _met(self, site: int, common: Tensor) -> None:
+        self._audit.forwards.meet(site, [common])
 
     # Backward
 
@@ -356,6 +356,6 @@ class Attachment:
         """Cache verdicts once their backward has ended and matched .grad."""
         if not (self._backwards.open or self._audit.unsettled):
             return
-        if self._seen.last is None and not self._record.unreal():
+        if self._local.last is None and not self._record.unreal():
             self._backwards.sweep()
             self._audit.settle()

@@ -129,9 +129,9 @@ class Probe(Attachment):
         return dict(self._directions)
 
     @directions.setter
-    def directions(self, given: Mapping[str, Tensor]) -> None:
-        self._directed = placed(given, self._parameters)
-        self._directions = dict(given)
+    def directions(self, directions: Mapping[str, Tensor]) -> None:
+        self._directed = placed(directions, self._parameters)
+        self._directions = dict(directions)
 
     @overload
     def clip_grad_norm_(

@@ -91,14 +91,14 @@ def sample_norms(
             "the loss depends on no parameter that requires a gradient: is the model frozen, or "
             "the loss detached?"
         )
-    said = Said(loss) if compare else None
+    reduction = LossReduction(loss) if compare else None
     loss.backward(retain_graph=retain_graph)
-    if said is not None:
-        said.compare(probe)
+    if reduction is not None:
+        reduction.compare(probe)
     return probe.norms(per)
 
 
-class Said:
+class LossReduction:
     """What the graph of a loss tells of how it combines its samples."""
 
     def __init__(self, loss: Tensor) -> None:
@@ -126,8 +126,8 @@ class Said:
         n = len(shares)
         if n < 2:
             return
-        told = {MEAN: 1.0, SUM: float(n)}.get(self._reduction)
-        if told is not None and not math.isclose(float(shares.sum()), told, rel_tol=1e-3):
+        expected = {MEAN: 1.0, SUM: float(n)}.get(self._reduction)
+        if expected is not None and not math.isclose(float(shares.sum()), expected, rel_tol=1e-3):
             kind = "mean" if self._reduction == MEAN else "sum"
             raise refused_all(cause("reduction", kind=kind), probe.gradients("parameter"))
         if self._counts is None or not self._counts.numel() or self._counts.numel() % n:

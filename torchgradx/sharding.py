@@ -19,8 +19,8 @@ def _known(module: str, *names: str) -> tuple[type, ...]:
     """Classes of a module, if it was imported."""
     if module not in sys.modules:
         return ()
-    held = vars(sys.modules[module])
-    return tuple(held[name] for name in names if name in held)
+    known = vars(sys.modules[module])
+    return tuple(known[name] for name in names if name in known)
 
 
 def gathers(modules: Iterable[nn.Module]) -> bool:

@@ -42,8 +42,8 @@ class Report:
 
     def __repr__(self) -> str:
         worst = max(self.errors().values(), default=0.0)
-        said = "agrees" if self.agrees else "differs"
-        return f"Report({said}: {len(self.loop)} parameters, largest error {worst:.1e})"
+        verdict = "agrees" if self.agrees else "differs"
+        return f"Report({verdict}: {len(self.loop)} parameters, largest error {worst:.1e})"
 
     def __str__(self) -> str:
         errors = self.errors()
@@ -224,5 +224,5 @@ def _rows_of_one(g: Tensor, ids: Tensor, sample: int, n: int) -> Tensor:
 
 def _computed_by(model: nn.Module) -> dict[int, Any]:
     """Return tensors with a graph that a forward left in attributes, for deepcopy to detach."""
-    held = (t for module in model.modules() for t in vars(module).values())
-    return {id(t): t.detach() for t in held if isinstance(t, Tensor) and not t.is_leaf}
+    tensors = (t for module in model.modules() for t in vars(module).values())
+    return {id(t): t.detach() for t in tensors if isinstance(t, Tensor) and not t.is_leaf}

@@ -93,10 +93,10 @@ def _sampler(find: Callable[..., Found]) -> Sampler:
     @wraps(find)
     @torch.no_grad()
     def sampler(layer: Any, inputs: list[Tensor], g: Tensor) -> dict[nn.Parameter, Tensor]:
-        said = getattr(layer, "max_batch_len", len(g))
-        if said != len(g):  # and has multiplied g by it, under a mean
+        length = getattr(layer, "max_batch_len", len(g))
+        if length != len(g):  # and has multiplied g by it, under a mean
             kind = type(layer).__name__
-            raise refused_all(cause("opacus_samples", layer=kind, said=said, n=len(g)), ())
+            raise refused_all(cause("opacus_samples", layer=kind, said=length, n=len(g)), ())
         weight_sq_norms, rows = find(layer, inputs, g)
         bias = getattr(layer, "bias", None)
         found = {layer.weight: weight_sq_norms().sqrt()} if layer.weight.requires_grad else {}

@@ -16,7 +16,7 @@ from ..kept import random_state_kept
 from ..options import Model, Parts, check_loss, check_per
 from ..scoring import Loss
 from . import fingerprint
-from .given import indices_of
+from .arguments import indices_of
 from .job import Job
 from .pool import Pool, Split
 from .quantities import KINDS, OF_OUTPUT, Logits, Quantities
@@ -195,10 +195,10 @@ def score(
                 "same on all ranks"
             )
     quantity = Quantities(kinds, per, loss_fn, loss_reduction, logits, top_classes, options)
-    shown = progress and ranks.rank == 0
+    shows = progress and ranks.rank == 0
     partial = path and ranks.beside(path)
     job = Job(
-        pool, quantity, wanted, ranks, options, split, eval_mode, shown, partial, facts, resume
+        pool, quantity, wanted, ranks, options, split, eval_mode, shows, partial, facts, resume
     )
     try:
         with ranks.together(), random_state_kept(pool.generators()):

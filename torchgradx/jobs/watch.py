@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..probe import Probe
-from .given import indices_of, norms_of
+from .arguments import indices_of, norms_of
 
 MODEL = ""  # the name of norms that are of the whole model
 
@@ -94,8 +94,8 @@ class OutlierWatch:
             CoverageError: as of `Probe.norms`.
         """
         step = self.steps if step is None else step
-        given = norms if isinstance(norms, Mapping) else {MODEL: norms}
-        groups = {name: norms_of(each).double() for name, each in given.items()}
+        by_name = norms if isinstance(norms, Mapping) else {MODEL: norms}
+        groups = {name: norms_of(each).double() for name, each in by_name.items()}
         together = torch.stack(list(groups.values())).cpu().numpy() if groups else ()
         flagged: list[Outlier] = []
         scalars: dict[str, float] = {}

@@ -94,8 +94,8 @@ def parameter_of(module: nn.Module, name: str) -> Tensor | None:
 
 def same_parameters(one: nn.Module, other: nn.Module, names: Iterable[str]) -> bool:
     """Return True if two modules compute with the same named parameters: one at least."""
-    held = [parameter_of(one, name) is parameter_of(other, name) for name in names]
-    return bool(held) and all(held)
+    same = [parameter_of(one, name) is parameter_of(other, name) for name in names]
+    return bool(same) and all(same)
 
 
 def modules_in_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -170,8 +170,8 @@ def _geometry(module: Any, padding: Sequence[int]) -> dict[str, Any]:
 
 def _each(sizes: int | Sequence[int], dims: int) -> tuple[int, ...]:
     """By dimension: what was set on a module by hand need not say it so."""
-    given = (sizes,) if isinstance(sizes, int) else tuple(sizes)
-    return given * dims if len(given) == 1 else given
+    each = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    return each * dims if len(each) == 1 else each
 
 
 def _pair(sizes: Sequence[int], first: int = 1) -> tuple[int, ...]:

@@ -26,7 +26,8 @@ from ..record.record import Record
 from ..refusals import cause
 from ..sharding import scattered
 from ..shared.frontier import Plan
-from ..shared.lift import Lift, Met
+from ..shared.lift import Lift
+from ..shared.stations import Match
 from ..sites.copies import untraced
 from .forwards import Forward, Forwards, Looked
 from .layout import NOWHERE
@@ -113,8 +114,8 @@ class Audit:
         run, uses, outputs = forward.run, forward.uses, forward.outputs
 
         @cache
-        def meet(plan: Plan | None) -> Met | None:
-            return self._lift.meet(run, plan, uses, self._sites, outputs) if plan else None
+        def meet(plan: Plan | None) -> Match | None:
+            return self._lift.match(run, plan, uses, self._sites, outputs) if plan else None
 
         chosen = cache(partial(routes, outputs, run.n, forward.looked.by_row))
 

@@ -263,7 +263,7 @@ class Examiner:
                     return None
         moved, held = replace(verdict), list(verdict.layouts)
         if verdict.plan is not None:
-            met = self._lift.meet(forward.run, verdict.plan, uses, self._sites, outputs)
+            met = self._lift.match(forward.run, verdict.plan, uses, self._sites, outputs)
             if met.way is None:
                 return None
             if not met.same:

@@ -38,7 +38,7 @@ from .products import (
     spread,
     through,
 )
-from .stations import Leaf, Met, Station, Trail
+from .stations import Leaf, Match, Station, Trail
 
 if NATIVE:
     from .._C import Terms, hooked
@@ -60,24 +60,24 @@ class Descent:
     """The way down through one pass's graph: owned by its hooks, it owns no node."""
 
     def __init__(
-        self, run: Any, met: Met, shared: Shared, parameters: Any, refuse: Callable[[str], None]
+        self, run: Any, match: Match, shared: Shared, parameters: Any, refuse: Callable[[str], None]
     ) -> None:
         self._run, self._refuse, self._tensors = run, refuse, parameters.wholes()
         self._recorder, self._hears, self._delivered, self._norms_only = shared
-        self._packed, self._leaves = met.packed, met.leaves
+        self._packed, self._leaves = match.packed, match.leaves
         self._task, self._final, self._books, self._rounding = -1, True, False, 0.0
-        self._held: dict[tuple[int, int], Gradients] = {}  # on their way, by node and output
+        self._received: dict[tuple[int, int], Gradients] = {}  # on their way, by node and output
         self._ready: list[tuple[Leaf, Gradients, bool]] = []
         # Then only a hook of the user's on the way changes what comes down it.
-        self._guarded, self._compares = met.trail is not None, True
+        self._guarded, self._compares = match.trail is not None, True
         known: Counter[int] = Counter()
-        for leaf in met.leaves:
+        for leaf in match.leaves:
             if leaf.alone:
                 continue
             known[leaf.place] += 1
             if known[leaf.place] > leaf.calls:  # the sum over its uses waits for this one too
                 run.expect(leaf.place, self._tensors[leaf.place])
-        for node, station in (met.way or {}).items():
+        for node, station in (match.way or {}).items():
             node.register_prehook(partial(self._arrive, station))
             if station.leaves:
                 node.register_hook(self._deliver)
@@ -118,16 +118,18 @@ class Descent:
                 elif station.layout is not None:
                     self._enter(station, node, incoming)
                 else:
-                    held = [self._held.pop((station.key, k), None) for k in range(len(incoming))]
+                    grads = [
+                        self._received.pop((station.key, k), None) for k in range(len(incoming))
+                    ]
                     if self._compares or hooked(node, 1, bool(station.leaves)):
-                        self._compare(station, node, incoming, held)
-                    self._pass(station, node, held)
+                        self._compare(station, node, incoming, grads)
+                    self._pass(station, node, grads)
         except Exception as error:  # never from inside backward()
             self._refuse(cause("failed", error=f"at {node.name()}: {error}"))
 
     def _begin(self) -> None:
         self._task, self._rounding = torch._C._current_graph_task_id(), 0.0
-        self._held.clear()
+        self._received.clear()
         self._ready.clear()
         arrives = any(self._run.arrive([leaf.place], True) for leaf in self._leaves)
         served = (self._tensors[leaf.place] for leaf in self._leaves)
@@ -147,12 +149,12 @@ class Descent:
         station: Station,
         node: Node,
         incoming: Sequence[Tensor | None],
-        held: Sequence[Gradients | None],
+        grads: Sequence[Gradients | None],
     ) -> None:
         """Refuse where a node receives something else than the sum over the samples of what came
         down: of a use that no output leads to, or by a hook of the user's in between."""
         casts = station.leaves and node.name() == CAST  # autocast: for all uses at once
-        for g, mine in zip(incoming, held, strict=True):
+        for g, mine in zip(incoming, grads, strict=True):
             if mine is not None:
                 self._measure(mine)
             if g is None or casts:
@@ -210,21 +212,21 @@ class Descent:
             zeros = torch.zeros((), dtype=dtype_of(*edge), device=device)
             self._send(station, operand, zeros.expand(self._run.n, *shape_of(*edge)))
 
-    def _pass(self, station: Station, node: Node, held: list[Gradients | None]) -> None:
+    def _pass(self, station: Station, node: Node, grads: list[Gradients | None]) -> None:
         """Through a node of which all outputs are shared."""
-        products = through(node, held[0])
+        products = through(node, grads[0])
         if products is not None:
             for operand in station.operands:
                 self._send(station, operand, products[operand])
             return
-        live = {k: in_full(g).to(dtype_of(node, k)) for k, g in enumerate(held) if g is not None}
+        live = {k: in_full(g).to(dtype_of(node, k)) for k, g in enumerate(grads) if g is not None}
         if not live:
             return
-        formed = self._formed(station, node, live, len(held))
+        formed = self._formed(station, node, live, len(grads))
         for operand, product in formed.items():
             self._send(station, operand, product)
         if not formed:
-            asked = self._ask_mapped(station, node, live, len(held))
+            asked = self._ask_mapped(station, node, live, len(grads))
             self._collect(station, station.operands, asked)
 
     def _formed(
@@ -278,11 +280,11 @@ class Descent:
         leaf = station.leaves.get(operand)
         if leaf is None:
             return product
-        heard = self._hears(leaf) and self._gives and not (self._withholds and operand)
-        if heard:
+        is_compared = self._hears(leaf) and self._gives and not (self._withholds and operand)
+        if is_compared:
             self._measure(product)
         product = _like(product, self._tensors[leaf.place])
-        if heard:
+        if is_compared:
             self._recorder.add_recorded(leaf.place, total(product), self._rounding)
         return sq_norms(product) if leaf.alone and self._final else product
 
@@ -292,7 +294,7 @@ class Descent:
             self._ready.append((leaf, whole, leaf.alone and self._final))
         else:
             key = station.inward[operand]
-            self._held[key] = added(whole, self._held.get(key))
+            self._received[key] = added(whole, self._received.get(key))
 
     def _ask(self, node: Node, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
         """The node's own products. Its hooks are not called, and nothing of it is recorded."""

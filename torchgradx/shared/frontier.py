@@ -60,12 +60,12 @@ class Graph:
     def climb(self, starts: Iterable[Node], on: Callable[[int, Node], bool]) -> list[Node]:
         """Nodes above, nearest first; beyond the k-th only if `on` says so."""
         found = list(dict.fromkeys(starts))
-        seen = set(found)
+        visited = set(found)
         for k, node in enumerate(found):  # grows as it goes
             if on(k, node):
-                fresh = dict.fromkeys(p for p, _ in self.parents.get(node, ()) if p not in seen)
+                fresh = dict.fromkeys(p for p, _ in self.parents.get(node, ()) if p not in visited)
                 found += fresh
-                seen.update(fresh)
+                visited.update(fresh)
         return found
 
     def without(self, leaf: Node, uses: set[Node]) -> bool:
@@ -74,9 +74,9 @@ class Graph:
         False, and nothing is changed, where they cannot be told.
         """
         left: dict[Node, list[tuple[Node, int]]] = {}
-        told: set[Node] = set()
-        gone = leaf in self.parents and self._prune(leaf, uses, left, told)
-        if told != uses:
+        hits: set[Node] = set()
+        gone = leaf in self.parents and self._prune(leaf, uses, left, hits)
+        if hits != uses:
             return False
         self.parents.update(left)
         if gone:
@@ -84,50 +84,50 @@ class Graph:
         return True
 
     def _prune(
-        self, node: Node, uses: set[Node], left: dict[Node, list[tuple[Node, int]]], told: set[Node]
+        self, node: Node, uses: set[Node], left: dict[Node, list[tuple[Node, int]]], hits: set[Node]
     ) -> bool:
         """What is `left` of the parents of a node; whether that is nothing. No closure calls itself
         here: it would keep the graph until garbage is collected."""
         kept = left[node] = []
         for parent, number in self.parents[node]:
             made = self._made(parent) & uses
-            told |= made
-            if not made and not (parent.name() in VIEWS and self._prune(parent, uses, left, told)):
+            hits |= made
+            if not made and not (parent.name() in VIEWS and self._prune(parent, uses, left, hits)):
                 kept.append((parent, number))
         return not kept and node not in self.roots
 
     def _made(self, node: Node) -> set[Node]:
         """It, and what it makes in another shape and with a bias added."""
-        todo, seen = [node], {node}
+        todo, visited = [node], {node}
         for node in todo:  # grows as it goes
             parents = {p for p, _ in self.parents.get(node, ()) if p.name() in OUTPUTS}
-            todo += parents - seen
-            seen |= parents
-        return seen
+            todo += parents - visited
+            visited |= parents
+        return visited
 
 
 def coarsest(ends: Iterable[Node], operands: Iterable[Tensor]) -> float:
     """The largest rounding unit of the gradients between ends and what they were made from."""
-    seen = {t.grad_fn for t in operands}
-    found = [node for node in ends if node not in seen]
+    visited = {t.grad_fn for t in operands}
+    found = [node for node in ends if node not in visited]
     dtypes: set[torch.dtype] = set()
     for node in filter(None, found):  # grows as it goes
         dtypes.update(kind.dtype for kind in getattr(node, "_input_metadata", ()))
-        fresh = {child for child, _ in node.next_functions} - seen
+        fresh = {child for child, _ in node.next_functions} - visited
         found += fresh
-        seen.update(fresh)
+        visited.update(fresh)
     return max((torch.finfo(kind).eps for kind in dtypes if kind.is_floating_point), default=0.0)
 
 
 def below(starts: Iterable[Node], until: Collection[Node | None] = ()) -> list[Node]:
     """These nodes and all that they lead to, but for the parameters, and for what is `until`."""
     found = [node for node in dict.fromkeys(starts) if node not in until]
-    seen = {*found, *until}
+    visited = {*found, *until}
     for node in found:  # grows as it goes
         children = (child for child, _ in node.next_functions if child and not is_leaf(child))
-        fresh = dict.fromkeys(child for child in children if child not in seen)
+        fresh = dict.fromkeys(child for child in children if child not in visited)
         found += fresh
-        seen.update(fresh)
+        visited.update(fresh)
     return found
 
 
@@ -159,7 +159,7 @@ def shape_of(node: Node, number: int) -> tuple[int, ...]:
 
 def from_views(graph: Graph, node: Node, number: int, leads: Sequence[int], n: int) -> int | None:
     """Return the layout of an output's rows, from its sizes and its views', if in no doubt."""
-    return _told(leads, _views(graph, node, number) if n > 1 else [], n)
+    return _in_no_doubt(leads, _views(graph, node, number) if n > 1 else [], n)
 
 
 def of_sizes(graph: Graph, use: Watched, n: int) -> int | None:
@@ -167,10 +167,10 @@ def of_sizes(graph: Graph, use: Watched, n: int) -> int | None:
     views, shape = _views(graph, use.node, use.output_nr), shape_of(use.node, use.output_nr)
     if shape.count(n) > (from_sizes(use.leads, n) is not None):
         return None
-    return None if any(view.count(n) > 1 for view in views) else _told(use.leads, views, n)
+    return None if any(view.count(n) > 1 for view in views) else _in_no_doubt(use.leads, views, n)
 
 
-def _told(leads: Sequence[int], views: Sequence[Shape], n: int) -> int | None:
+def _in_no_doubt(leads: Sequence[int], views: Sequence[Shape], n: int) -> int | None:
     rows = [tuple(leads)]
     for shape in views:
         cuts = (shape[:k] for k in range(1, len(shape)) if shape[0] > 1)
@@ -211,7 +211,7 @@ class Plan:
     layouts: tuple[int | None, ...]  # of the frontier's outputs; None: no rows by sample yet
     n: int  # in the pass that showed it
     shapes: tuple[Shape | None, ...]  # of these outputs, in that pass
-    # By the look of a graph, where its nodes were found: see Lift.meet.
+    # By the look of a graph, where its nodes were found: see Lift.match.
     trails: dict[bytes, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def climb(self, graph: Graph, starts: Iterable[Node]) -> list[Node] | None:

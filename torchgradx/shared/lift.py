@@ -22,7 +22,7 @@ from ..sites.recurrent import Site
 from .descent import CHUNK, Descent, Shared
 from .frontier import Graph, Group, Node, Plan, Region, shape_of, survey
 from .products import counts_ids, gives_on, in_closed_form, keeps_rows, makes_in_full
-from .stations import Leaf, Met, Trail, Way, stations
+from .stations import Leaf, Match, Trail, Way, stations
 from .uses import Use, Uses
 
 if NATIVE:
@@ -127,70 +127,70 @@ class Lift:
         """Return the ends of the graph that are parameters of a use."""
         return Uses(self._layers, self._parameters, uses, (), ()).own(k, graph)
 
-    def meet(
+    def match(
         self,
         run: Any,
         plan: Plan,
         uses: Sequence[Use],
         sites: Sequence[Site],
         outputs: Sequence[Tensor],
-    ) -> Met:
+    ) -> Match:
         """Find a plan's nodes in the graph of this pass: where those of another were that looks the
         same, or by a walk."""
         its = Uses(self._layers, self._parameters, uses, sites, outputs)
         if not NATIVE or self._parameters.gathered():
-            met, way = _walk(run.n, plan, its)
+            match, way = _walk(run.n, plan, its)
             if way is None:
-                return met
-            return _asked(met._replace(way=way.stations), lambda: Graph(outputs).parents)
+                return match
+            return _asked(match._replace(way=way.stations), lambda: Graph(outputs).parents)
         outline = Outline(run, outputs)
         known = _known(plan, outline)
         if known is not None:
             return _placed(run.n, known, outline)
-        met, way = _walk(run.n, plan, its)
+        match, way = _walk(run.n, plan, its)
         if way is None:
-            return met
-        met = met._replace(trail=Trail.of(way, outline.numbers()))
-        placed = _placed(run.n, met, outline)
-        if met.same and not placed.mute:
+            return match
+        match = match._replace(trail=Trail.of(way, outline.numbers()))
+        placed = _placed(run.n, match, outline)
+        if match.same and not placed.mute:
             if len(plan.trails) >= TRAILS:
                 plan.trails.clear()
-            plan.trails[outline.key] = met._replace(ends=())
+            plan.trails[outline.key] = match._replace(ends=())
         return placed
 
-    def recall(self, run: Any, plan: Any, outputs: Sequence[Tensor]) -> Met | None:
+    def recall(self, run: Any, plan: Any, outputs: Sequence[Tensor]) -> Match | None:
         """Return a plan's nodes in a graph that looks as one in which it held; else None."""
         known = _known(plan, outline := Outline(run, outputs))
-        met = known and _placed(run.n, known, outline)
-        return None if met is None or met.mute else met
+        match = known and _placed(run.n, known, outline)
+        return None if match is None or match.mute else match
 
-    def begin(self, run: Any, met: Met, first: int) -> None:
+    def begin(self, run: Any, match: Match, first: int) -> None:
         """Listen at the frontier, and below it. first: of the nodes that the forward made."""
-        lifted = met.lifted  # what listens must not own the graph, which the outline does
+        lifted = match.lifted  # what listens must not own the graph, which the outline does
 
         def refuse(where: Any, why: str) -> None:
             for site in lifted:
                 where.refuse(site, why)
 
-        run.enclose(met.enclosed, first)
-        if met.counted:
-            run.disclose(met.counted)
-        if met.way is None:
+        run.enclose(match.enclosed, first)
+        if match.counted:
+            run.disclose(match.counted)
+        if match.way is None:
             refuse(run, "otherwise")
             return
-        if met.mute:
-            refuse(run, cause("node_twice", node=met.mute[0]))
+        if match.mute:
+            refuse(run, cause("node_twice", node=match.mute[0]))
             return
         for site in lifted:
             layer = self._layers[site]
-            in_full = not met.in_full.isdisjoint(layer.parameters)
+            in_full = not match.in_full.isdisjoint(layer.parameters)
             layer.notes["lifted"] = IN_FULL if in_full else None
         shared = Shared(self._recorder, self._hears, self.delivered, self._norms_only)
-        descent = Descent(run, met, shared, self._parameters, partial(refuse, self._recorder))
-        if met.trail is not None:
-            met.outline.guard(run, met.trail.guarded, met.trail.inside, lifted)
+        descent = Descent(run, match, shared, self._parameters, partial(refuse, self._recorder))
+        if match.trail is not None:
+            match.outline.guard(run, match.trail.guarded, match.trail.inside, lifted)
             if run.n:
-                descent.serve(met.outline, met.trail)
+                descent.serve(match.outline, match.trail)
 
     def _hears(self, leaf: Leaf) -> bool:
         """Return whether its gradient will be compared. What is counted edge by edge need not be,
@@ -221,7 +221,7 @@ class Asking:
         return self.is_able(node, ends) and (not ends or self._n == 1 or in_closed_form(node))
 
 
-def _walk(n: int, plan: Plan, uses: Uses) -> tuple[Met, Way | None]:
+def _walk(n: int, plan: Plan, uses: Uses) -> tuple[Match, Way | None]:
     """Find a plan's nodes by climbing the graph of this pass."""
     read = {-1 - k for k, _ in plan.starts if k < 0}
     beside = {k for k, own in plan.starts if own and k >= 0}
@@ -234,7 +234,7 @@ def _walk(n: int, plan: Plan, uses: Uses) -> tuple[Met, Way | None]:
         starts += uses.own(k, graph) if own else [uses.node(k)]
     climbed = plan.climb(graph, starts)
     if climbed is None:
-        return Met(lifted, sorted(read - called), None), None
+        return Match(lifted, sorted(read - called), None), None
     way = stations(graph, plan, climbed, uses.leaves(plan, called).get)
     same, shapes, ends = plan.fits(graph, climbed, n)
     leaves = [leaf for station in way.stations.values() for leaf in station.leaves.values()]
@@ -242,32 +242,32 @@ def _walk(n: int, plan: Plan, uses: Uses) -> tuple[Met, Way | None]:
     enclosed = sorted(read - called - counted)
     made = [s for node, s in way.stations.items() if s.layout is None and makes_in_full(node)]
     in_full = frozenset(leaf.place for s in made for leaf in s.leaves.values())
-    return Met(lifted, enclosed, {}, same, ends, shapes, leaves, sorted(counted), in_full), way
+    return Match(lifted, enclosed, {}, same, ends, shapes, leaves, sorted(counted), in_full), way
 
 
-def _known(plan: Plan, outline: Any) -> Met | None:
+def _known(plan: Plan, outline: Any) -> Match | None:
     """Return what was found of a plan's nodes in a graph that looks the same."""
-    seen = list(plan.trails.items())  # other threads add to it
-    met = next((met for look, met in seen if outline.looks(look)), None)
-    return met if met and all(map(gives_on, outline.nodes(met.trail.links))) else None
+    trails = list(plan.trails.items())  # other threads add to it
+    match = next((match for look, match in trails if outline.looks(look)), None)
+    return match if match and all(map(gives_on, outline.nodes(match.trail.links))) else None
 
 
-def _placed(n: int, met: Met, outline: Any) -> Met:
+def _placed(n: int, match: Match, outline: Any) -> Match:
     """Find the nodes of a trail in this graph, of stations that the extension does not serve."""
-    trail: Any = met.trail
+    trail: Any = match.trail
     served = set(outline.served(trail.stops)) if n else set()
-    met = met._replace(outline=outline)
+    match = match._replace(outline=outline)
     if len(served) == len(trail.nodes):
-        return met
+        return match
     rest = [k for k in range(len(trail.nodes)) if k not in served]
     nodes = outline.nodes([trail.nodes[k] for k in rest])
     way = dict(zip(nodes, (trail.stations[k] for k in rest), strict=True))
-    return _asked(met._replace(way=way), outline.numbers)
+    return _asked(match._replace(way=way), outline.numbers)
 
 
-def _asked(met: Met, every: Callable[[], Iterable[Node]]) -> Met:
+def _asked(match: Match, every: Callable[[], Iterable[Node]]) -> Match:
     """Add which nodes cannot be asked, and which saved through hooks. every: the graph's nodes."""
-    way = met.way or {}
+    way = match.way or {}
     shown = not any(map(hides, way)) or are_offloaded(every())
     mute, packed = [], set()
     for node, station in way.items():
@@ -276,4 +276,4 @@ def _asked(met: Met, every: Callable[[], Iterable[Node]]) -> Met:
             mute.append(node.name())
         if packs:
             packed.add(station.key)
-    return met._replace(mute=tuple(mute), packed=frozenset(packed))
+    return match._replace(mute=tuple(mute), packed=frozenset(packed))

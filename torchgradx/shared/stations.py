@@ -75,7 +75,7 @@ class Trail(NamedTuple):
         )
 
 
-class Met(NamedTuple):
+class Match(NamedTuple):
     """A plan's nodes, in a pass."""
 
     lifted: list[int]  # sites

@@ -47,7 +47,7 @@ def parts(module: nn.MultiheadAttention, own: Mapping[str, int]) -> Iterator[dic
     def linear(
         role: str, names: tuple[str, str], features: int, rows: slice = slice(0, 0), of: int = 1
     ) -> dict[str, Any]:
-        apart = (rows.start, all_rows - rows.stop, of)
+        place = (rows.start, all_rows - rows.stop, of)
         weight, bias = (own.get(name, -1) for name in names)
         return {
             "role": role,
@@ -57,8 +57,8 @@ def parts(module: nn.MultiheadAttention, own: Mapping[str, int]) -> Iterator[dic
             "parameters": tuple(place for place in (weight, bias) if place >= 0),
             "in_features": features,
             "out_features": rows.stop - rows.start or width,
-            "weight_rows": apart if of > 1 and names[0] == "in_proj_weight" else (0, 0, 1),
-            "bias_rows": apart if of > 1 else (0, 0, 1),
+            "weight_rows": place if of > 1 and names[0] == "in_proj_weight" else (0, 0, 1),
+            "bias_rows": place if of > 1 else (0, 0, 1),
         }
 
     thirds = [slice(k * width, (k + 1) * width) for k in range(3)]

@@ -156,8 +156,8 @@ def _by_vmap(call: Call) -> Chunks:
     if len(grads) < len(arrived):
         raise ValueError("an output's samples are elsewhere than in the first")
     names = [f"module.{name}" for name in call.names]
-    held = dict(module.named_parameters(remove_duplicate=False))
-    parameters = {name: held[name].detach() for name in names}
+    by_name = dict(module.named_parameters(remove_duplicate=False))
+    parameters = {name: by_name[name].detach() for name in names}
 
     def objective(
         parameters: dict[str, Tensor], leaves: list[Any], grads: list[Tensor]
@@ -248,8 +248,8 @@ class Kept:
         return self._versions.stand()
 
     def weighted(self, factors: Tensor, places: list[int]) -> list[Tensor]:
-        held = dict(self._call.module.named_parameters(remove_duplicate=False))
-        sums = [torch.zeros_like(held[name], requires_grad=False) for name in self._call.names]
+        by_name = dict(self._call.module.named_parameters(remove_duplicate=False))
+        sums = [torch.zeros_like(by_name[name], requires_grad=False) for name in self._call.names]
         for chunk, gradients in per_sample_gradients(self._call, self._silent, {}):
             terms = (weighted(g, factors[chunk]).view_as(g[0]) for g in gradients)
             sums = list(map(torch.add, sums, terms))
@@ -259,9 +259,9 @@ class Kept:
 def run_again(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     """The outputs of a stand-in, in a graph of their own, and the parameters that they end in."""
     args, kwargs = call.arguments
-    held = dict(call.module.named_parameters(remove_duplicate=False))
-    parameters = [held[name].detach().requires_grad_() for name in call.names]
-    put(call.module, {id(held[n]): p for n, p in zip(call.names, parameters, strict=True)})
+    by_name = dict(call.module.named_parameters(remove_duplicate=False))
+    parameters = [by_name[name].detach().requires_grad_() for name in call.names]
+    put(call.module, {id(by_name[n]): p for n, p in zip(call.names, parameters, strict=True)})
     with torch.enable_grad():
         outputs = tensors_in(_Forward(call.module)(*args, **kwargs))
     both = zip(outputs, call.grads, strict=False)

@@ -31,12 +31,12 @@ CALL = nn.Module._call_impl.__code__
 CODES = {"rank1": 0, "gram": 1, "direct": 2, "fused": 3}  # Algorithm in csrc/nodes/site.h
 
 
-def why_mixed(module: nn.Module, given: Sequence[Any], n: int) -> str | None:
+def why_mixed(module: nn.Module, arguments: Sequence[Any], n: int) -> str | None:
     """Return the cause where a module mixes the samples of a call."""
     if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
         return "batch_statistics"
     along = isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and n > 1
-    rows = given[0] if along and given and isinstance(given[0], Tensor) else None
+    rows = arguments[0] if along and arguments and isinstance(arguments[0], Tensor) else None
     unbatched = rows is not None and rows.dim() == 2 and len(rows) % n == 0  # else a table's
     return cause("unbatched", n=n) if unbatched else None
 

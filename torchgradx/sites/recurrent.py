@@ -47,16 +47,16 @@ class RecurrentSite(FallbackSite):
         out = self._stock.forward(module, input, hx)
         return self._after(module, (input, hx), {}, out) or out
 
-    def _layer(self, k: int, layers: int, *given: Any) -> Any:
+    def _layer(self, k: int, layers: int, *arguments: Any) -> Any:
         count = len(self._products) // layers
-        return _C.call_recurrent(self._products[k * count : (k + 1) * count], *given)
+        return _C.call_recurrent(self._products[k * count : (k + 1) * count], *arguments)
 
 
 class BesideSite(FallbackSite):
     """The same, with fused=False."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._closed = through_time.beside
         self.layer.notes["through time"] = None
 

@@ -125,7 +125,7 @@ class FallbackSite(Delivery):
             at = self._recorder, self._index, module, *self._slots, self._call.first
             known = called(*at, args, out)
             if known is not None:  # it will hardly be listened to
-                listen = partial(self._listen_late, args, out, *known)
+                listen = partial(self._listen_late, args, out, known)
                 self._audit.forwards.postpone(known[1], listen)
                 return None
         if not self._computes_the_same(module):
@@ -216,19 +216,10 @@ class FallbackSite(Delivery):
         else:
             listen()
 
-    def _listen_late(
-        self,
-        args: Any,
-        out: Tensor,
-        run: Any,
-        number: int,
-        node: Any,
-        output_nr: int,
-        version: int,
-        autocast: torch.dtype | None,
-    ) -> None:
-        """Listen after all to a call, as csrc/nodes/called.cpp noted it, that is not served at the
+    def _listen_late(self, args: Any, out: Tensor, known: tuple[Any, ...]) -> None:
+        """Listen after all to a call, as csrc/nodes/called.cpp knows it, that is not served at the
         graph's nodes this time."""
+        run, number, node, output_nr, version, autocast = known
         regime = Regime(out.device.type, autocast, None)
         use = Use(run, number, self._trained(self._module), regime, out.shape)
         self._listen(use, (args, {}), [out], {node: [(0, output_nr)]}, [version])

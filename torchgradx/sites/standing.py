@@ -40,7 +40,7 @@ class Standing:
             _standing.setdefault(module, []).append(weakref.ref(self))
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def as_stock(self) -> Iterator[None]:
         """The modules are of their own classes inside."""
         kinds = [type(module) for module in self._modules] if self.formers else []
         for module, kind in zip(self._modules, kinds, strict=False):

@@ -65,10 +65,10 @@ def _sequence(layer: Layer, module: Any, input: Any, hx: Any) -> Any:
         x = x.transpose(0, 1)
     layers, ways = module.num_layers, 1 + module.bidirectional
     lstm = module.mode == "LSTM"
-    given = [] if hx is None else list(hx) if lstm else [hx]
+    states = [] if hx is None else list(hx) if lstm else [hx]
     if packed:
-        given = [packed.sort(state) for state in given]
-    first = [*given, None, None][:2]  # none: zeros
+        states = [packed.sort(state) for state in states]
+    first = [*states, None, None][:2]  # none: zeros
     of = _C.Recurrence(
         CELLS[module.mode],
         module.bias,
@@ -114,8 +114,8 @@ def served(module: Any, input: Any, hx: Any = None) -> bool:
     single = isinstance(module, nn.RNNCellBase)
     data, sizes = input[:2] if isinstance(input, PackedSequence) and not single else (input, None)
     lstm = isinstance(module, (nn.LSTM, nn.LSTMCell))
-    given = [] if hx is None else list(hx) if lstm and isinstance(hx, (tuple, list)) else [hx]
-    for t in (data, *given, *module._parameters.values()):
+    states = [] if hx is None else list(hx) if lstm and isinstance(hx, (tuple, list)) else [hx]
+    for t in (data, *states, *module._parameters.values()):
         if t is None:
             continue
         if type(t) not in PLAIN or t.dtype is not data.dtype or not t.is_cpu:
@@ -130,7 +130,7 @@ def served(module: Any, input: Any, hx: Any = None) -> bool:
         return False
     if data.shape[-1] != module.input_size:
         return False
-    if not given:
+    if not states:
         return True
     if single:
         wanted: list[Any] = [(len(data), module.hidden_size)] * (1 + lstm)
@@ -138,7 +138,7 @@ def served(module: Any, input: Any, hx: Any = None) -> bool:
         wanted = [module.get_expected_hidden_size(data, sizes)]
         if lstm:
             wanted.append(module.get_expected_cell_size(data, sizes))
-    return [tuple(t.shape) for t in given] == [tuple(w) for w in wanted]
+    return [tuple(t.shape) for t in states] == [tuple(w) for w in wanted]
 
 
 def _lowered(module: Any, sizes: Any) -> bool:
@@ -155,28 +155,28 @@ def beside(call: Call) -> dict[str, Gradients] | None:
     args, kwargs = call.arguments
     module: Any = copy_to_keep(call).module
     weights = recurrent_weights(module)
-    held = [id(p) for p in module._parameters.values() if p is not None]
+    ids = [id(p) for p in module._parameters.values() if p is not None]
     with call.regime.again():
         known = served(module, *args, **kwargs)
-    if not (weights and known and len(set(held)) == len(held) and _a_row_each(call)):
+    if not (weights and known and len(set(ids)) == len(ids) and _a_row_each(call)):
         return None
-    met: list[Any] = []
+    layers: list[Any] = []
 
-    def layer(k: int, layers: int, *given: Any) -> Any:
-        met.append(_C.Gathered())
-        return _C.call_recurrent([], *given, met[-1])
+    def layer(k: int, count: int, *operands: Any) -> Any:
+        layers.append(_C.Gathered())
+        return _C.call_recurrent([], *operands, layers[-1])
 
     module.__dict__["forward"] = partial(run, layer, module)
     with call.regime.again():
         outputs, parameters = run_again(replace(call, module=module))
     arrived = [k for k, g in enumerate(call.grads) if g is not None]
-    made, given = [outputs[k] for k in arrived], [call.grads[k] for k in arrived]
-    torch.autograd.grad(made, parameters, given, allow_unused=True)
+    made, grads = [outputs[k] for k in arrived], [call.grads[k] for k in arrived]
+    torch.autograd.grad(made, parameters, grads, allow_unused=True)
     found: dict[str, Gradients] = {
         name: torch.zeros(()).expand(call.n, *p.shape)
         for name, p in zip(call.names, parameters, strict=True)
     }
-    pairs = [pair for gathered in met for pair in gathered.operands]
+    pairs = [pair for gathered in layers for pair in gathered.operands]
     for (weight, bias), pair in zip(weights, pairs, strict=True):
         if pair and weight in found:
             found[weight] = Outer(pair[1], pair[0])
@@ -192,5 +192,5 @@ def _a_row_each(call: Call) -> bool:
     module, (args, kwargs) = call.module, call.arguments
     x = args[0] if args else kwargs["input"]
     first = isinstance(module, nn.RNNCellBase) or bool(module.batch_first)
-    said = isinstance(module, nn.RNNCellBase) or call.layout == (BATCH if first else SEQUENCE)
-    return bool(said and x.shape[0 if first else 1] == call.n)
+    is_there = isinstance(module, nn.RNNCellBase) or call.layout == (BATCH if first else SEQUENCE)
+    return bool(is_there and x.shape[0 if first else 1] == call.n)
