@@ -67,9 +67,8 @@ class Attachment:
         self._model = weakref.ref(model)
         self._options = options
         self._parameters = Parameters(model)
-        with self._standing.as_stock():
-            self._layers = find_layers(model, self._parameters, options)
-            verdicts = known(model, options)
+        self._layers = find_layers(model, self._parameters, options)
+        verdicts = known(model, options)
         forward_to = partial(weakly, weakref.ref(self))  # the graph owns what it calls
         methods = ("_began", "_finish", "_drained", "_met", "_received", "_pass_outside")
         count = len(self._parameters.names)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..sites.copies import stock_of
+
 # Never called: their parameters are their owner's.
 CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 PLAIN = {bool, bytes, complex, float, int, str, type(None), torch.device, torch.dtype}
@@ -20,7 +22,8 @@ RECURRENT = (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)
 
 def recurrent_weights(module: Any) -> list[tuple[str, str | None]]:
     """Return (weight, bias) of each product of a stock recurrent module, in order; or nothing."""
-    stock = any(isinstance(module, k) and type(module).forward is k.forward for k in RECURRENT)
+    forward = stock_of(type(module)).forward
+    stock = any(isinstance(module, k) and forward is k.forward for k in RECURRENT)
     if not stock or "forward" in module.__dict__:
         return []
     several = isinstance(module, nn.RNNBase)
@@ -42,8 +45,8 @@ def recurrent_weights(module: Any) -> list[tuple[str, str | None]]:
 def build_of(model: nn.Module) -> tuple[Any, ...]:
     """Return what a forward may depend on beside tensors: the modules, and their attributes."""
     return tuple(
-        (name, type(module), *((k, _same(v)) for k, v in vars(module).items() if k not in OWN))
-        for name, module in model.named_modules(remove_duplicate=False)
+        (name, stock_of(type(m)), *((k, _same(v)) for k, v in vars(m).items() if k not in OWN))
+        for name, m in model.named_modules(remove_duplicate=False)
     )
 
 

@@ -21,6 +21,7 @@ from .. import ops
 from ..plan.cost import Plan, Problem, plan
 from ..plan.gpu import Gpu
 from ..sites import attention, fallback
+from ..sites.copies import stock_of
 
 if ops.NATIVE:
     from .. import _C
@@ -249,7 +250,8 @@ def _stock(kind: Any, *methods: str) -> Callable[[Any], bool]:
     names = ("forward", "__getattr__", "__getattribute__", "weight", "bias", *methods)
 
     def accepts(module: Any) -> bool:
-        same = all(getattr(type(module), n, None) is getattr(kind, n, None) for n in names)
+        own = stock_of(type(module))  # another probe may have the model, and stand aside
+        same = all(getattr(own, n, None) is getattr(kind, n, None) for n in names)
         return same and isinstance(module, kind) and _only_weight_and_bias(module)
 
     return accepts

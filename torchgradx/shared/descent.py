@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,23 +47,16 @@ G = TypeVar("G", bound=Gradients)
 CHUNK = 1 << 23  # elements of parameters' gradients at a time: 32 MiB of float32
 
 
-class Shared(NamedTuple):
-    """What the descents of one probe share; see Lift."""
-
-    recorder: Any
-    hears: Callable[[Leaf], bool]
-    delivered: set[tuple[int, int]]
-    norms_only: bool
-
-
 class Descent:
     """The way down through one pass's graph: owned by its hooks, it owns no node."""
 
     def __init__(
-        self, run: Any, match: Match, shared: Shared, parameters: Any, refuse: Callable[[str], None]
+        self, run: Any, match: Match, lift: Any, parameters: Any, refuse: Callable[[str], None]
     ) -> None:
+        """lift: see lift.py."""
         self._run, self._refuse, self._tensors = run, refuse, parameters.wholes()
-        self._recorder, self._hears, self._delivered, self._norms_only = shared
+        self._recorder, self._hears, self._delivered = lift.recorder, lift.hears, lift.delivered
+        self._norms_only = lift.norms_only
         self._packed, self._leaves = match.packed, match.leaves
         self._task, self._final, self._books, self._rounding = -1, True, False, 0.0
         self._received: dict[tuple[int, int], Gradients] = {}  # on their way, by node and output

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..proof.layout import LAST, MINOR, NOWHERE, SECOND, SEQUENCE, Finding, Watched, from_sizes
 from ..sharding import shards
-from .sizes import columns_of, look_of, rows_of
+from .sizes import look_of, rows_of
 
 Node = Any
 Shape = tuple[int, ...]
@@ -284,7 +284,8 @@ class Region:
                 for k in graph.numbers(node) or [0]]  # fmt: skip
         few = self._nodes if most is None else self._nodes[:FEW]
         products = [(node, shape_of(node, 0)) for node in few if node.name() in PRODUCTS]
-        columns = [(node, Watched(node, 0, columns_of(shape), second=True))
+        # the last dimension may hold samples (einsum)
+        columns = [(node, Watched(node, 0, (prod(shape[:-1]), shape[-1]), second=True))
                    for node, shape in products]  # fmt: skip
         middles = [(node, Watched(node, 0, shape[:2], second=True, minor=True))
                    for node, shape in products if len(shape) > 2 and shape[1] % n == 0]  # fmt: skip

@@ -6,7 +6,6 @@ as N weights. Each kind of factors answers by its methods; the functions here ta
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, Protocol
@@ -64,24 +63,20 @@ class Factored(Protocol):
         return self.in_full() + in_full(other)
 
 
-class OfWeight(Factored):
+class OfWeight(Factored, Protocol):
     """Gradients of a weight [A, *] from its product with rows or images, row by row."""
 
     shape: Sequence[int]  # of the weight
 
-    @abstractmethod
     def part(self, samples: slice) -> OfWeight:
         """Return those of some samples."""
 
-    @abstractmethod
     def to(self, dtype: torch.dtype) -> OfWeight:
         """Convert the factors."""
 
-    @abstractmethod
     def times(self, rows: Tensor) -> OfWeight:
         """Multiply each row of the weight's gradients by its number [A]."""
 
-    @abstractmethod
     def along_rows(self, matrix: Tensor) -> Tensor:
         """[N, A]: the product of each row with that of a matrix [A, B]; one may be all rows'."""
 

@@ -19,7 +19,7 @@ from ..proof.layout import Finding
 from ..record.unpacking import answers_twice, are_offloaded, asked, hides
 from ..refusals import cause
 from ..sites.recurrent import Site
-from .descent import CHUNK, Descent, Shared
+from .descent import CHUNK, Descent
 from .frontier import Graph, Group, Node, Plan, Region, shape_of, survey
 from .products import counts_ids, gives_on, in_closed_form, keeps_rows, makes_in_full
 from .stations import Leaf, Match, Trail, Way, stations
@@ -57,8 +57,8 @@ class Lift:
         hears: Callable[[int], bool],
         norms_only: bool,
     ) -> None:
-        self._recorder, self._parameters, self._layers = recorder, parameters, layers
-        self._hears_always, self._norms_only = hears, norms_only
+        self.recorder, self._parameters, self._layers = recorder, parameters, layers
+        self._hears_always, self.norms_only = hears, norms_only
         # Backwards, and parameters whose every edge was counted there. Hooks hold this set.
         self.delivered: set[tuple[int, int]] = set()
 
@@ -104,7 +104,7 @@ class Lift:
             return None
         asking = Asking(n, graph)
         # What is sharded apart, or checkpointed reentrantly inside, cannot be run again.
-        once = self._parameters.gathered() or uses.some_left_no_node()
+        once = self._parameters.gathered() or not uses.have_nodes()
         groups = [Group(k, (uses.node(k),), lambda node, ends: True) for k in sorted(mixing)]
         for k in beside:
             if own := uses.own(k, graph):
@@ -121,7 +121,7 @@ class Lift:
         or that is kept for clipping; else 0."""
         kernels = [p for p in (leaf.variable for leaf in leaves) if p.dim() > 2]
         most = max((p.numel() for p in kernels if p.numel() > max(p.shape)), default=0)
-        return most if self._recorder.books or n * most > CHUNK else 0
+        return most if self.recorder.books or n * most > CHUNK else 0
 
     def own(self, k: int, uses: Sequence[Use], graph: Graph) -> tuple[Node, ...]:
         """Return the ends of the graph that are parameters of a use."""
@@ -185,17 +185,16 @@ class Lift:
             layer = self._layers[site]
             in_full = not match.in_full.isdisjoint(layer.parameters)
             layer.notes["lifted"] = IN_FULL if in_full else None
-        shared = Shared(self._recorder, self._hears, self.delivered, self._norms_only)
-        descent = Descent(run, match, shared, self._parameters, partial(refuse, self._recorder))
+        descent = Descent(run, match, self, self._parameters, partial(refuse, self.recorder))
         if match.trail is not None:
             match.outline.guard(run, match.trail.guarded, match.trail.inside, lifted)
             if run.n:
                 descent.serve(match.outline, match.trail)
 
-    def _hears(self, leaf: Leaf) -> bool:
+    def hears(self, leaf: Leaf) -> bool:
         """Return whether its gradient will be compared. What is counted edge by edge need not be,
         once its structure is known."""
-        return self._recorder.auditing or (not leaf.counted and self._hears_always(leaf.place))
+        return self.recorder.auditing or (not leaf.counted and self._hears_always(leaf.place))
 
 
 class Asking:

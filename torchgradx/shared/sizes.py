@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 
@@ -13,11 +12,6 @@ def rows_of(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
         shape = shape[1:]
     several = len(shape) > 2 or shape[1:] == (n,)  # else the second is of features
     return shape[: 1 + several] or (1,)
-
-
-def columns_of(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns of a matrix whose last dimension may hold samples (einsum)."""
-    return prod(shape[:-1]), shape[-1]
 
 
 def look_of(shape: Sequence[int], n: int) -> tuple[Any, ...]:

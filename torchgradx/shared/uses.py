@@ -39,8 +39,8 @@ class Uses:
         """Return the node of a use's output."""
         return self._uses[k][2]
 
-    def some_left_no_node(self) -> bool:
-        return any(node is None for _, _, node, _ in self._uses)
+    def have_nodes(self) -> bool:
+        return all(node is not None for _, _, node, _ in self._uses)
 
     def beside(self) -> list[int]:
         """Return uses of modules that would run again, and share their parameters with none that

@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 from .. import ops
 from ..proof.layout import SEQUENCE
 from ..refusals import cause
+from .copies import stock_of
 
 if ops.NATIVE:
     from .. import _C
@@ -35,9 +36,10 @@ def accepts(module: Any) -> bool:
     if not isinstance(module, nn.MultiheadAttention) or module.bias_k is not None:
         return False  # rows of its own among the keys: no Linear
     out = module.out_proj
-    plain = type(out) is NonDynamicallyQuantizableLinear and "forward" not in out.__dict__
+    plain = stock_of(type(out)) is NonDynamicallyQuantizableLinear and "forward" not in out.__dict__
     hooks = out._forward_hooks or out._forward_pre_hooks or parametrize.is_parametrized(out)
-    return plain and not hooks and type(module).forward is nn.MultiheadAttention.forward
+    own = stock_of(type(module)).forward
+    return plain and not hooks and own is nn.MultiheadAttention.forward
 
 
 def parts(module: nn.MultiheadAttention, own: Mapping[str, int]) -> Iterator[dict[str, Any]]:

@@ -148,12 +148,6 @@ def swapped(
     module would cost more than a small layer does.
     """
 
-    def replicate(self: Any) -> Any:
-        replica = stock._replicate_for_data_parallel(self)
-        own = {id(replica): sites[id(self)]} if id(self) in sites else {}
-        replica.__class__ = swapped(stock, forward_of, own, altered, former)
-        return replica
-
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         made = stock.__reduce_ex__(self, 2)
         return (copyreg._reconstructor, (stock, object, None), _without_hooks(made[2]))  # type: ignore[attr-defined]
@@ -169,7 +163,6 @@ def swapped(
     body = {
         "forward": _in_turn(forward_of(stock, sites), former),
         "__setattr__": set_attribute,
-        "_replicate_for_data_parallel": replicate,
         "__reduce_ex__": reduce,
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,

@@ -26,9 +26,8 @@ from ..shared.gradients import Gradients, along, deliver, size, sq_norms, total
 from .copies import untraced
 from .experts import Served
 from .fallback import Call, Kept, per_sample_gradients, terms_of_bias
-from .outcome import Outcome
 from .packed import counts_rows
-from .regime import Regime
+from .regime import Outcome, Regime
 from .stand_in import stand_in
 
 

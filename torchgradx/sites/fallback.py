@@ -29,9 +29,8 @@ from ..refusals import RefusedError, cause
 from ..shared.frontier import below
 from ..shared.gradients import Gradients, weighted
 from ..shared.outer import LookedUp, Outer
-from .outcome import OtherOutputsError, Outcome, require_same
 from .packed import as_rows
-from .regime import Regime
+from .regime import OtherOutputsError, Outcome, Regime, require_same
 from .stand_in import copy_state, put, stand_in
 
 Silent = Callable[[], contextlib.AbstractContextManager[None]]
@@ -106,26 +105,17 @@ def per_sample_gradients(call: Call, silent: Silent, notes: dict[str, str | None
 
 def dim_of(call: Call, t: Tensor) -> int:
     """Return the dimension of the samples in an argument or an output."""
-    if isinstance(call.module, nn.RNNBase) and not _is_data(call, t):
+    args, kwargs = call.arguments
+    data = args[0] if args else kwargs.get("input")
+    if isinstance(call.module, nn.RNNBase) and t is not data and t is not call.grads[0]:
         return t.dim() - 2  # a state [layers, N, H], whatever batch_first says
-    if isinstance(call.module, nn.MultiheadAttention) and _beside_data(call, t):
+    attends = isinstance(call.module, nn.MultiheadAttention)
+    if attends and (t.dim() == 2 or any(t is g for g in call.grads[1:])):
         return 0  # weights [N, ...] and a mask [N, S], whatever batch_first says
     dim = call.lead if t.dim() > 2 or list(t.shape[:2]) == list(call.first[:2]) else 0
     whole = t.dim() > 2 and call.first[call.lead] == call.n != t.shape[dim]
     elsewhere = whole and t.shape[1 - dim] == call.n and any(t is g for g in call.grads)
     return 1 - dim if elsewhere else dim  # a state [1, N, H] beside [N, T, H]
-
-
-def _is_data(call: Call, t: Tensor) -> bool:
-    """Return True for input and output of a recurrent layer, not its states."""
-    args, kwargs = call.arguments
-    data = args[0] if args else kwargs.get("input")
-    return t is data or t is call.grads[0]
-
-
-def _beside_data(call: Call, t: Tensor) -> bool:
-    """Return True for weights and masks [N, S] of attention."""
-    return t.dim() == 2 or any(t is g for g in call.grads[1:])
 
 
 def _pieces(call: Call, t: Tensor) -> Tensor | None:
@@ -206,12 +196,6 @@ def terms_of_bias(call: Call, name: str) -> float:
         return float(g.double().norm()) * g.numel() ** 0.5 * length
 
     return sum(size(g) for g in call.grads if g is not None)
-
-
-def rows_by_sample(call: Call, t: Tensor) -> Tensor | None:
-    """[N, T, F] of rows [*, F], one for each of the module's output."""
-    pieces = _pieces(call, t)
-    return None if pieces is None else pieces.flatten(1, -2)
 
 
 def _owners(call: Call, t: Tensor, packed: bool) -> Tensor:
@@ -328,10 +312,11 @@ def embedding_bag(call: Call) -> dict[str, Gradients] | None:
 
 def bilinear(call: Call) -> dict[str, Gradients] | None:
     """Return a Linear's operands, whose input are all products of the two inputs."""
-    operands = [rows_by_sample(call, t) for t in (call.grads[0], *_named(call, "input1", "input2"))]
-    if any(t is None for t in operands):
+    operands = call.grads[0], *_named(call, "input1", "input2")
+    pieces = [_pieces(call, t) for t in operands]
+    if any(piece is None for piece in pieces):
         return None
-    g, x, y = (t for t in operands if t is not None)
+    g, x, y = (piece.flatten(1, -2) for piece in pieces if piece is not None)  # [N, T, F] each
     pairs = (x.unsqueeze(3) * y.unsqueeze(2)).flatten(2)
     return {"weight": Outer(g, pairs.to(g.dtype)), "bias": g.sum(1)}
 

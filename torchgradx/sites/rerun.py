@@ -27,9 +27,8 @@ from .delivery import Delivery, Use
 from .experts import NONE, Group, Served, is_experts, products_of
 from .fallback import CHANNELS_FIRST
 from .native import MIXED, Hooks, why_mixed
-from .outcome import outcomes_of
 from .packed import samples_of, why_not
-from .regime import Regime, may_draw
+from .regime import Regime, may_draw, outcomes_of
 from .stand_in import has_users_forward, makes_weight
 
 if ops.NATIVE:

@@ -47,10 +47,10 @@ def _shallow(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
         return made[id(module)]
     # Not by its class, which builds the plain module in __new__ where it is sharded.
     twin = made[id(module)] = object.__new__(stock_of(type(module)))
-    twin.__dict__ = {
-        key: MethodType(v.__func__, twin) if _is_method(v, module) else v
-        for key, v in module.__dict__.items()
-    }
+    twin.__dict__ = dict(module.__dict__)
+    for key, v in module.__dict__.items():
+        if isinstance(v, MethodType) and v.__self__ is module:  # put onto the module, as a forward
+            twin.__dict__[key] = MethodType(v.__func__, twin)
     makers = {key: h for key, h in module._forward_pre_hooks.items() if makes_weight(h)}
     twin.__dict__.update(
         _parameters=dict(module._parameters),
@@ -87,11 +87,6 @@ def put(module: nn.Module, swaps: dict[int, Tensor]) -> None:
 
 def makes_weight(hook: Any) -> bool:
     return type(hook).__module__.startswith("torch.nn.utils.")  # weight_norm of old
-
-
-def _is_method(value: Any, module: nn.Module) -> bool:
-    """Return True for a method that was put onto the module, as a forward."""
-    return isinstance(value, MethodType) and value.__self__ is module
 
 
 def copy_state(value: Any, copies: dict[int, Any]) -> Any:

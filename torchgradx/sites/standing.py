@@ -8,8 +8,7 @@ before them, and let them have what is theirs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -38,20 +37,6 @@ class Standing:
         recorder.follow([former._recorder for former in self.formers])
         for module in self._modules:
             _standing.setdefault(module, []).append(weakref.ref(self))
-
-    @contextmanager
-    def as_stock(self) -> Iterator[None]:
-        """The modules are of their own classes inside."""
-        kinds = [type(module) for module in self._modules] if self.formers else []
-        for module, kind in zip(self._modules, kinds, strict=False):
-            if stock_of(kind) is not kind:
-                module.__class__ = stock_of(kind)
-        try:
-            yield
-        finally:
-            for module, kind in zip(self._modules, kinds, strict=False):
-                if type(module) is not kind:
-                    module.__class__ = kind
 
     def put(
         self,

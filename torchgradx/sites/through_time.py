@@ -61,14 +61,11 @@ def _step(layer: Layer, cell: Any, input: Tensor, hx: Any) -> Any:
 def _sequence(layer: Layer, module: Any, input: Any, hx: Any) -> Any:
     packed = Packed(input) if isinstance(input, PackedSequence) else None
     x = packed.data if packed else input  # [N, T, I] or [total, I]
-    if not (packed or module.batch_first):
+    turns = not (packed or module.batch_first)
+    if turns:
         x = x.transpose(0, 1)
-    layers, ways = module.num_layers, 1 + module.bidirectional
-    lstm = module.mode == "LSTM"
-    states = [] if hx is None else list(hx) if lstm else [hx]
-    if packed:
-        states = [packed.sort(state) for state in states]
-    first = [*states, None, None][:2]  # none: zeros
+    count, lstm = module.num_layers, module.mode == "LSTM"
+    firsts = _by_layer(packed, count, [] if hx is None else list(hx) if lstm else [hx])
     of = _C.Recurrence(
         CELLS[module.mode],
         module.bias,
@@ -80,27 +77,39 @@ def _sequence(layer: Layer, module: Any, input: Any, hx: Any) -> Any:
     )
     module._update_flat_weights()
     weights = module._flat_weights
+    each = len(weights) // count
     last: list[Tensor] = []
     cells: list[Tensor] = []
-    for k in range(layers):
+    for k in range(count):
         if k and module.dropout and module.training:
             # in the order of memory, which is that of the random numbers
             x = torch.dropout(x if packed else x.transpose(0, 1), module.dropout, True)
             x = x if packed else x.transpose(0, 1)
-        here = slice(k * ways, (k + 1) * ways)
-        states = [t if t is None or layers == 1 else t[here] for t in first]
-        count = len(weights) // layers
-        y, h, c = layer(k, layers, of, x, *states, weights[k * count : (k + 1) * count])
+        y, h, c = layer(k, count, of, x, *firsts[k], weights[k * each : (k + 1) * each])
         last.append(h)
         cells.append(c)
         x = packed.pack(y) if packed else y
     out: Any = PackedSequence(x, *input[1:]) if packed else x
-    if not (packed or module.batch_first):
+    if turns:
         out = _C.of_its_own(x.transpose(0, 1))
-    h = last[0] if layers == 1 else torch.cat(last)
-    if not lstm:
-        return out, h
-    return out, (h, cells[0] if layers == 1 else torch.cat(cells))
+    h = _joined(last)
+    return out, (h, _joined(cells)) if lstm else h
+
+
+def _joined(states: list[Tensor]) -> Tensor:
+    return states[0] if len(states) == 1 else torch.cat(states)
+
+
+def _by_layer(
+    packed: Packed | None, count: int, states: list[Tensor]
+) -> list[tuple[Tensor | None, ...]]:
+    """Return the first state and cell state of each layer; None: zeros."""
+    whole = [packed.sort(t) if packed else t for t in states] + [None] * (2 - len(states))
+    if count == 1:
+        return [tuple(whole)]
+    ways = len(states[0]) // count if states else 1
+    return [tuple(t if t is None else t[k * ways : (k + 1) * ways] for t in whole)
+            for k in range(count)]  # fmt: skip
 
 
 def _mode(module: Any) -> str:
