@@ -115,10 +115,10 @@ class Attachment:
             self._recorder.books = self._options["clip"]
             root = root_of(model)
             self._hooks = Hooks(root)
-            add, told = self._hooks.add, {"with_kwargs": True}
+            add, more = self._hooks.add, {"with_kwargs": True}
             enter, leave = self._trace.enter, self._trace.leave
-            add(root.register_forward_pre_hook, call("_enter"), enter, prepend=True, **told)
-            add(root.register_forward_hook, call("_leave"), leave, always_call=True, **told)
+            add(root.register_forward_pre_hook, call("_enter"), enter, prepend=True, **more)
+            add(root.register_forward_hook, call("_leave"), leave, always_call=True, **more)
         except BaseException:
             self.remove()
             raise
@@ -180,7 +180,7 @@ class Attachment:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
         self._settle()
         on, now = self._standing.on and not self._paused, Told(self._joint, self._directed)
-        serial, told = self._record.takes(on, now)
+        serial, context = self._record.takes(on, now)
         if not serial:
             return None
         rows = rows_of(self._options, args, kwargs)
@@ -188,11 +188,11 @@ class Attachment:
         if n is None:
             self._recorder.refuse(-1, "no_batch_size")
             return None
-        run, new = self._open(module, n, serial, told)
+        run, new = self._open(module, n, serial, context)
         if run is not None and new:
             self._record.ask_scale(run, args, kwargs)
         self._samples.begin()
-        if rows is None and (new or told.joint):
+        if rows is None and (new or context.joint):
             batch_dim = self._options["batch_dim"]
             self._audit.forwards.start(n, module, (args, kwargs), batch_dim)
         return run
@@ -206,7 +206,9 @@ class Attachment:
         self._recorder.enlist(run)  # a checkpoint's recomputation finds it there
         return run
 
-    def _open(self, module: nn.Module, n: int, serial: int, told: Told) -> tuple[Pass | None, bool]:
+    def _open(
+        self, module: nn.Module, n: int, serial: int, context: Told
+    ) -> tuple[Pass | None, bool]:
         """Return a pass of n samples, and whether it is a new one."""
         parameters = self._parameters.parts()
         if self._parameters.changed():
@@ -218,19 +220,19 @@ class Attachment:
         if why_not:
             self._recorder.refuse(-1, why_not)
             return None, False
-        if told.joint:
-            if told.joint[0].n != n:
-                why_not = cause("two_sizes", one=told.joint[0].n, other=n)
+        if context.joint:
+            if context.joint[0].n != n:
+                why_not = cause("two_sizes", one=context.joint[0].n, other=n)
                 self._recorder.refuse(-1, why_not)
-            return told.joint[0], False
+            return context.joint[0], False
         run = Pass(self._recorder, n, parameters)
-        if told.directed:
-            run.directions = fitting(told.directed, parameters)
+        if context.directed:
+            run.directions = fitting(context.directed, parameters)
         if self._recorder.books:
             self._record.books.within(module)
-        if told.joint is not None:
+        if context.joint is not None:
             run.keep = True
-            told.joint.append(run)
+            context.joint.append(run)
         run.serial = serial
         return run, True
 
@@ -239,8 +241,8 @@ class Attachment:
         if not self._standing.on or self._paused:
             return None
         self._settle()
-        told = Told(self._joint, self._directed)
-        run, new = self._open(root_of(self._model()), n, self._record.next(), told)
+        context = Told(self._joint, self._directed)
+        run, new = self._open(root_of(self._model()), n, self._record.next(), context)
         if run is not None:
             if new:
                 self._recorder.enlist(run)

@@ -45,7 +45,7 @@ class Probe(Attachment):
 
         Args:
             per: "model" for one Tensor [N]; "module" or "parameter" for a dict of them, by name.
-            loss_scale: overrides what `attach` was told: a number, or a Tensor [N].
+            loss_scale: overrides that of `attach`: a number, or a Tensor [N].
 
         Returns:
             float32 (float64 for float64 models), samples in the order of their forwards.

@@ -77,7 +77,7 @@ def sample_norms(
 ) -> Tensor | dict[str, Tensor]:
     """One backward from the attached model's output: the norms of its samples, and of no others.
 
-    compare: refuse a loss that is seen not to be reduced as the probe was told.
+    compare: refuse a loss that is seen not to be reduced as the probe expects.
     """
     loss = loss_fn(output, targets)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -99,7 +99,7 @@ def sample_norms(
 
 
 class LossReduction:
-    """What the graph of a loss tells of how it combines its samples."""
+    """How a loss combines its samples, as its graph shows."""
 
     def __init__(self, loss: Tensor) -> None:
         root: Any = loss.grad_fn
@@ -121,7 +121,7 @@ class LossReduction:
             self._counts = counts if weight is None else counts * weight[target.clamp_min(0)]
 
     def compare(self, probe: Probe) -> None:
-        """Refuse norms that are not of the samples' own losses, as the probe was told of them."""
+        """Refuse norms that are not of the samples' own losses, as the probe expects them."""
         shares = probe.shares
         n = len(shares)
         if n < 2:

@@ -1,4 +1,4 @@
-"""Fingerprints: what tells that a partial result is of the same model, dataset and options."""
+"""Fingerprints: digests of the model, dataset and options that a partial result is of."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def of_function(function: Any) -> str:
 
     Also the arguments of a functools.partial; of an object, or of one whose method it is, its class
     and its plain attributes; of a module all that `of_model` looks at. What a function closes over,
-    its globals and what it calls are not looked at. What cannot be called is told by its value.
+    its globals and what it calls are not looked at. What cannot be called is digested by its value.
     """
     if not callable(function):
         return of_values(function) if isinstance(function, Tensor) else repr(function)

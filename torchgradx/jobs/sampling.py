@@ -58,9 +58,9 @@ class ImportanceSampler(Sampler[int]):
         size: N, of the dataset (or the dataset itself).
         num_samples: drawn in one iteration, after which new norms take effect; None: N.
         batch_size: of the loader, if that says drop_last=True: what would fill no batch is not
-            drawn, so that each draw is met, and a restored state begins no iteration of none.
+            drawn, so that each draw is used, and a restored state begins no iteration of none.
         smoothing: the part drawn evenly, above 0 and up to 1.
-        seed: of a generator of its own. Under DDP give each rank another one: ranks draw apart,
+        seed: of the sampler's generator. Under DDP give each rank another one: ranks draw alone,
             each from what it has seen, and each is unbiased.
     """
 
@@ -158,7 +158,7 @@ class ImportanceSampler(Sampler[int]):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Restored, the iteration goes on after the samples that `update` has been told of."""
+        """Restored, the iteration goes on after the samples that `update` was called with."""
         return {
             "norms": self._norms.clone(),
             "probabilities": self._p.clone(),

@@ -146,7 +146,7 @@ def score(
         out: a file to write, .npz, .csv or .parquet. Until it is whole, `<out>.partial` beside it
             holds every batch that is done (of rank r: `<out>.rank<r>.partial`).
         resume: go on from the partial file, if there is one; False begins anew. It must be of the
-            same model, dataset and options. A dataset is told by its length, eight of its samples,
+            same model, dataset and options. A dataset is known by its length, eight of its samples,
             and what a TensorDataset or a Subset holds; a function by its name, its source text and,
             of a functools.partial, its arguments, but not by what it closes over or calls.
         split: batch -> (inputs, targets), both as of `grad_norms`. Unless given, the last of a

@@ -32,7 +32,7 @@ class OutlierWatch:
     """Flags samples whose norm is above factor x a running quantile: what made the loss spike.
 
     The quantile is exact, of the last `window` finite norms (numpy's linear interpolation), which
-    follows a training whose norms drift; a batch is held against those before it. Outliers enter
+    follows a training whose norms drift; a batch is compared with those before it. Outliers enter
     the window like all others, so that a lasting change is no outlier for long. A norm that is not
     finite is always flagged and never enters. One copy to the CPU a step.
 

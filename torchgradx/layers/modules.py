@@ -27,8 +27,8 @@ def recurrent_weights(module: Any) -> list[tuple[str, str | None]]:
     if not stock or "forward" in module.__dict__:
         return []
     several = isinstance(module, nn.RNNBase)
-    ways = ("", "_reverse") if several and module.bidirectional else ("",)
-    ends = [f"_l{k}{way}" for k in range(module.num_layers) for way in ways] if several else [""]
+    sides = ("", "_reverse") if several and module.bidirectional else ("",)
+    ends = [f"_l{k}{side}" for k in range(module.num_layers) for side in sides] if several else [""]
     found: list[tuple[str, str | None]] = []
     for end in ends:
         found += [(f"weight_{w}{end}", f"bias_{w}{end}" if module.bias else None)

@@ -99,7 +99,7 @@ class Rule:
     leads: Callable[[Layer, int], int] = lambda layer, dims: 1  # of an input: that count rows
     swaps: bool = True  # its forward can be ours; else its output is tapped
     whole: bool = False  # then: that forward is one operator all the same
-    way: str = ""  # what serves it, where there is nothing to choose; else the cost model says
+    served_by: str = ""  # where there is nothing to choose; else the cost model says
     argument: str = "input"
     closed: fallback.Form | None = None  # in place of `make`: from what the module was called with
     parts: Callable[..., Iterator[dict[str, Any]]] | None = None  # fields of several layers
@@ -311,24 +311,24 @@ def _rules() -> Iterator[tuple[type[nn.Module] | str, Rule]]:
         yield _row(kind, _transposed, _convolution_layer, when=_fits, swaps=False)
     rows = _constants("padding_idx", "sparse", "max_norm", rows="num_embeddings")
     table = _made_of("embedding_layer")
-    tables: dict[str, Any] = {"swaps": False, "whole": True, "way": GATHER}
+    tables: dict[str, Any] = {"swaps": False, "whole": True, "served_by": GATHER}
     yield _row(nn.Embedding, rows, table, _all, when=_unscaled, **tables)
-    bags: dict[str, Any] = {"closed": fallback.embedding_bag, "way": BAGS}
+    bags: dict[str, Any] = {"closed": fallback.embedding_bag, "served_by": BAGS}
     yield _row(nn.EmbeddingBag, _constants(), when=_plain_bags, **bags)
-    yield _row(nn.Bilinear, _constants(), closed=fallback.bilinear, way=PAIRS)
+    yield _row(nn.Bilinear, _constants(), closed=fallback.bilinear, served_by=PAIRS)
     yield (
         nn.MultiheadAttention,
         Rule("multiheadattention", attention.accepts, _constants(), parts=attention.parts),
     )
     shape = _constants("eps", shape="normalized_shape")
-    yield _row(nn.LayerNorm, shape, _made_of("layer_norm_layer"), _all_but_shape, way=SWEEP)
+    yield _row(nn.LayerNorm, shape, _made_of("layer_norm_layer"), _all_but_shape, served_by=SWEEP)
     rms = _made_of("rms_norm_layer")
-    yield _row(nn.RMSNorm, shape, rms, _all_but_shape, argument="x", way=SWEEP)
+    yield _row(nn.RMSNorm, shape, rms, _all_but_shape, argument="x", served_by=SWEEP)
     groups = _constants("eps", groups="num_groups")
-    yield _row(nn.GroupNorm, groups, _made_of("group_norm_layer"), way=SWEEP)
+    yield _row(nn.GroupNorm, groups, _made_of("group_norm_layer"), served_by=SWEEP)
     slopes = _constants(slopes="num_parameters")
-    yield _row(nn.PReLU, slopes, _made_of("prelu_layer"), way=SWEEP)
-    tapped: dict[str, Any] = {"swaps": False, "way": BESIDE}
+    yield _row(nn.PReLU, slopes, _made_of("prelu_layer"), served_by=SWEEP)
+    tapped: dict[str, Any] = {"swaps": False, "served_by": BESIDE}
     eps = _constants("eps")
     for kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
         instances = _made_of("instance_norm_layer")

@@ -126,7 +126,7 @@ class Audit:
             if verdict.reach != self.examiner.reach(forward):
                 return False
             met = meet(verdict.plan)
-            return met is None or (met.way is not None and not met.mute and met.same)
+            return met is None or (met.stations is not None and not met.mute and met.same)
 
         held = [v for k, _, v, _ in self._pending if k == key] + self._proven.get(key, [])
         verdict = next(filter(fits, held), None)

@@ -264,7 +264,7 @@ class Examiner:
         moved, held = replace(verdict), list(verdict.layouts)
         if verdict.plan is not None:
             met = self._lift.match(forward.run, verdict.plan, uses, self._sites, outputs)
-            if met.way is None:
+            if met.stations is None:
                 return None
             if not met.same:
                 if any(layout not in (BATCH, SEQUENCE) for _, layout in met.ends):

@@ -1,7 +1,7 @@
 """Gradients by sample, taken down from a frontier (frontier.py) to the parameters below it.
 
-As the backward comes by, each node is asked for its vector-Jacobian product sample by sample,
-before it runs itself and lets its saved tensors go. Gradients on their way are [N, *shape].
+As the backward reaches it, each node is asked for its vector-Jacobian product sample by sample,
+before it runs itself and lets its saved tensors go. Gradients between nodes are [N, *shape].
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CHUNK = 1 << 23  # elements of parameters' gradients at a time: 32 MiB of float3
 
 
 class Descent:
-    """The way down through one pass's graph: owned by its hooks, it owns no node."""
+    """The path down through one pass's graph: owned by its hooks, it owns no node."""
 
     def __init__(
         self, run: Any, match: Match, lift: Any, parameters: Any, refuse: Callable[[str], None]
@@ -59,9 +59,9 @@ class Descent:
         self._norms_only = lift.norms_only
         self._packed, self._leaves = match.packed, match.leaves
         self._task, self._final, self._books, self._rounding = -1, True, False, 0.0
-        self._received: dict[tuple[int, int], Gradients] = {}  # on their way, by node and output
+        self._received: dict[tuple[int, int], Gradients] = {}  # between nodes, by node and output
         self._ready: list[tuple[Leaf, Gradients, bool]] = []
-        # Then only a hook of the user's on the way changes what comes down it.
+        # Then only a hook of the user's between nodes changes what comes down.
         self._guarded, self._compares = match.trail is not None, True
         known: Counter[int] = Counter()
         for leaf in match.leaves:
@@ -70,7 +70,7 @@ class Descent:
             known[leaf.place] += 1
             if known[leaf.place] > leaf.calls:  # the sum over its uses waits for this one too
                 run.expect(leaf.place, self._tensors[leaf.place])
-        for node, station in (match.way or {}).items():
+        for node, station in (match.stations or {}).items():
             node.register_prehook(partial(self._arrive, station))
             if station.leaves:
                 node.register_hook(self._deliver)
@@ -302,13 +302,13 @@ class Descent:
         return tuple(map(fitted, products, node.next_functions))
 
     def _measure(self, g: Gradients) -> None:
-        """The rounding of a sum is by its terms, of which the largest met on the way stands."""
+        """Note the rounding of a sum, which is that of its largest terms."""
         rounding = size(g) * self._run.n * torch.finfo(g.dtype).eps
         self._rounding = max(self._rounding, rounding)
 
     @untraced
     def _deliver(self, *_: Any) -> None:
-        """After the node ran: a use of its own has arrived by then."""
+        """Deliver after the node ran: its own use has arrived by then."""
         ready, self._ready = self._ready, []
         for leaf, whole, squared in ready:
             if not self._run.arrive([leaf.place], not leaf.counted):

@@ -1,6 +1,6 @@
 """What all samples share, and where in a graph the samples come in.
 
-wpe(torch.arange(T)[None]) receives one gradient, summed over the samples where its output met them.
+wpe(torch.arange(T)[None]) receives one gradient, summed over the samples where its output is added.
 Each node of the graph where that happens still gets rows by sample. These nodes are the frontier,
 found by climbing the graph; descent.py takes their gradients down by sample.
 """
@@ -36,7 +36,7 @@ class Graph:
     """A forward's graph, walked from its outputs: who consumes what."""
 
     def __init__(self, outputs: Iterable[Tensor]) -> None:
-        # in the outputs' order: a plan's names are of nodes that every pass meets in the same one
+        # in the outputs' order: a plan's names are of nodes that every pass lists in the same one
         self.roots = dict.fromkeys(t.grad_fn for t in outputs if t.grad_fn is not None)
         self.parents: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.roots}
         todo = list(self.parents)
@@ -71,7 +71,7 @@ class Graph:
     def without(self, leaf: Node, uses: set[Node]) -> bool:
         """Take away a parameter's edges into what made the outputs `uses` of its modules.
 
-        False, and nothing is changed, where they cannot be told.
+        False, and nothing is changed, where they are not found.
         """
         left: dict[Node, list[tuple[Node, int]]] = {}
         hits: set[Node] = set()
@@ -182,7 +182,7 @@ def _in_no_doubt(leads: Sequence[int], views: Sequence[Shape], n: int) -> int | 
 
 
 def _views(graph: Graph, node: Node, number: int) -> list[tuple[int, ...]]:
-    """The sizes of what an output is reshaped to, as it stands in memory."""
+    """The sizes of what an output is reshaped to, as it lies in memory."""
     found = [(node, number)]
     for view, output in found:  # grows as it goes
         found += [(parent, 0) for parent, of in graph.parents.get(view, ())

@@ -22,7 +22,7 @@ from ..sites.recurrent import Site
 from .descent import CHUNK, Descent
 from .frontier import Graph, Group, Node, Plan, Region, shape_of, survey
 from .products import counts_ids, gives_on, in_closed_form, keeps_rows, makes_in_full
-from .stations import Leaf, Match, Trail, Way, stations
+from .stations import Leaf, Match, Path, Trail, stations
 from .uses import Use, Uses
 
 if NATIVE:
@@ -103,7 +103,7 @@ class Lift:
         if not mixing and not beside and not read:
             return None
         asking = Asking(n, graph)
-        # What is sharded apart, or checkpointed reentrantly inside, cannot be run again.
+        # What is sharded by itself, or checkpointed reentrantly inside, cannot be run again.
         once = self._parameters.gathered() or not uses.have_nodes()
         groups = [Group(k, (uses.node(k),), lambda node, ends: True) for k in sorted(mixing)]
         for k in beside:
@@ -139,18 +139,18 @@ class Lift:
         same, or by a walk."""
         its = Uses(self._layers, self._parameters, uses, sites, outputs)
         if not NATIVE or self._parameters.gathered():
-            match, way = _walk(run.n, plan, its)
-            if way is None:
+            match, path = _walk(run.n, plan, its)
+            if path is None:
                 return match
-            return _asked(match._replace(way=way.stations), lambda: Graph(outputs).parents)
+            return _asked(match._replace(stations=path.stations), lambda: Graph(outputs).parents)
         outline = Outline(run, outputs)
         known = _known(plan, outline)
         if known is not None:
             return _placed(run.n, known, outline)
-        match, way = _walk(run.n, plan, its)
-        if way is None:
+        match, path = _walk(run.n, plan, its)
+        if path is None:
             return match
-        match = match._replace(trail=Trail.of(way, outline.numbers()))
+        match = match._replace(trail=Trail.of(path, outline.numbers()))
         placed = _placed(run.n, match, outline)
         if match.same and not placed.mute:
             if len(plan.trails) >= TRAILS:
@@ -175,7 +175,7 @@ class Lift:
         run.enclose(match.enclosed, first)
         if match.counted:
             run.disclose(match.counted)
-        if match.way is None:
+        if match.stations is None:
             refuse(run, "otherwise")
             return
         if match.mute:
@@ -220,7 +220,7 @@ class Asking:
         return self.is_able(node, ends) and (not ends or self._n == 1 or in_closed_form(node))
 
 
-def _walk(n: int, plan: Plan, uses: Uses) -> tuple[Match, Way | None]:
+def _walk(n: int, plan: Plan, uses: Uses) -> tuple[Match, Path | None]:
     """Find a plan's nodes by climbing the graph of this pass."""
     read = {-1 - k for k, _ in plan.starts if k < 0}
     beside = {k for k, own in plan.starts if own and k >= 0}
@@ -234,14 +234,14 @@ def _walk(n: int, plan: Plan, uses: Uses) -> tuple[Match, Way | None]:
     climbed = plan.climb(graph, starts)
     if climbed is None:
         return Match(lifted, sorted(read - called), None), None
-    way = stations(graph, plan, climbed, uses.leaves(plan, called).get)
+    path = stations(graph, plan, climbed, uses.leaves(plan, called).get)
     same, shapes, ends = plan.fits(graph, climbed, n)
-    leaves = [leaf for station in way.stations.values() for leaf in station.leaves.values()]
+    leaves = [leaf for station in path.stations.values() for leaf in station.leaves.values()]
     counted = {leaf.place for leaf in leaves if leaf.counted}
     enclosed = sorted(read - called - counted)
-    made = [s for node, s in way.stations.items() if s.layout is None and makes_in_full(node)]
+    made = [s for node, s in path.stations.items() if s.layout is None and makes_in_full(node)]
     in_full = frozenset(leaf.place for s in made for leaf in s.leaves.values())
-    return Match(lifted, enclosed, {}, same, ends, shapes, leaves, sorted(counted), in_full), way
+    return Match(lifted, enclosed, {}, same, ends, shapes, leaves, sorted(counted), in_full), path
 
 
 def _known(plan: Plan, outline: Any) -> Match | None:
@@ -260,16 +260,16 @@ def _placed(n: int, match: Match, outline: Any) -> Match:
         return match
     rest = [k for k in range(len(trail.nodes)) if k not in served]
     nodes = outline.nodes([trail.nodes[k] for k in rest])
-    way = dict(zip(nodes, (trail.stations[k] for k in rest), strict=True))
-    return _asked(match._replace(way=way), outline.numbers)
+    by_node = dict(zip(nodes, (trail.stations[k] for k in rest), strict=True))
+    return _asked(match._replace(stations=by_node), outline.numbers)
 
 
 def _asked(match: Match, every: Callable[[], Iterable[Node]]) -> Match:
     """Add which nodes cannot be asked, and which saved through hooks. every: the graph's nodes."""
-    way = match.way or {}
-    shown = not any(map(hides, way)) or are_offloaded(every())
+    by_node = match.stations or {}
+    shown = not any(map(hides, by_node)) or are_offloaded(every())
     mute, packed = [], set()
-    for node, station in way.items():
+    for node, station in by_node.items():
         answers, packs = asked(node)
         if not answers or (hides(node) and not shown):
             mute.append(node.name())

@@ -43,7 +43,7 @@ def accepts(module: Any) -> bool:
 
 
 def parts(module: nn.MultiheadAttention, own: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Fields of a Layer for each way in which rows of the projections are used."""
+    """Yield fields of a Layer for each part of the projections' rows that is used at once."""
     width, all_rows = module.embed_dim, 3 * module.embed_dim
 
     def linear(

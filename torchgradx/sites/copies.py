@@ -140,7 +140,7 @@ def swapped(
 ) -> type[nn.Module]:
     """A subclass whose forward is forward_of(stock, sites) and looks up the module's site by its
     id; where there is none (a stand-in that runs again, or another's copy of the dict) it is the
-    stock one's. Copies are stock. `altered`: to be told where an option of a module that has a site
+    stock one's. Copies are stock. `altered`: called where an option of a module that has a site
     is set to another value: that site, which knows the old one, serves no more. `former`: whose
     forward is to run in place of ours, if another's.
 

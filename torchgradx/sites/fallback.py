@@ -93,7 +93,7 @@ def per_sample_gradients(call: Call, silent: Silent, notes: dict[str, str | None
                 yield chunk, found
                 done = chunk.stop
         return
-    except Exception as error:  # it refuses in many ways, or rounds otherwise
+    except Exception as error:  # of any kind, or it rounds otherwise
         if isinstance(error, OtherOutputsError) and error.gross:
             raise  # else the replay's error is the one to show
     notes["replay"] = None
@@ -135,7 +135,7 @@ def _pieces(call: Call, t: Tensor) -> Tensor | None:
 
 
 def _by_vmap(call: Call) -> Chunks:
-    """Map the gradient of one sample over the batch, and compare the outputs on the way."""
+    """Map the gradient of one sample over the batch, and compare the outputs."""
     if call.samples is not None:
         raise ValueError("a packed sequence has no dimension of samples")
     module = _Forward(call.module)

@@ -129,7 +129,7 @@ def core(
     beside = swaps and options["weight_grad"]
 
     def planner(n: int, t: int, itemsize: int) -> int:
-        if rule.way:
+        if rule.served_by:
             return CODES["fused"]
         try:
             plan = layer.plan(n, t, itemsize, beside, options["algorithm"], device)

@@ -1,6 +1,6 @@
 """The sites of nn.LSTM, nn.GRU, nn.RNN and their cells, which go through time (through_time.py).
 
-Each weight has a site of its own. With fused=False the framework's own gradients stay, and norms
+Each weight has its own site. With fused=False the framework's own gradients stay, and norms
 are made beside them. What is not served, as under autocast, is run again in backward like any other
 module.
 """

@@ -24,9 +24,9 @@ OF_TORCH = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}
 
 
 def stand_in(module: nn.Module, weights: bool | None = None) -> nn.Module:
-    """Return a copy to run, hooks off, with buffers of its own.
+    """Return a copy to run, hooks off, with copies of the buffers.
 
-    Where a forward is a user's, also with memories of its own, which that may write into. weights:
+    Where a forward is a user's, also of memories, which that may write into. weights:
     copied too, for others step or shard them later in a backward; None: where a forward is a
     user's.
     """

@@ -107,8 +107,8 @@ def _by_layer(
     whole = [packed.sort(t) if packed else t for t in states] + [None] * (2 - len(states))
     if count == 1:
         return [tuple(whole)]
-    ways = len(states[0]) // count if states else 1
-    return [tuple(t if t is None else t[k * ways : (k + 1) * ways] for t in whole)
+    sides = len(states[0]) // count if states else 1
+    return [tuple(t if t is None else t[k * sides : (k + 1) * sides] for t in whole)
             for k in range(count)]  # fmt: skip
 
 

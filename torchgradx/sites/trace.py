@@ -29,7 +29,7 @@ from ..proof.arguments import batch_size
 if ops.NATIVE:
     from .. import _C
 
-# What the compiler is told of a layer: its forward, in plain PyTorch.
+# A layer's forward in plain PyTorch, for the compiler.
 PLAIN: dict[str, Callable[[Layer, Tensor, Tensor, Tensor | None], Tensor]] = {
     "linear": lambda layer, x, w, b: F.linear(x, w, b),
     "conv2d": lambda layer, x, w, b: F.conv2d(
@@ -88,7 +88,9 @@ class Trace:
         how = _described((args, kwargs), tensors)
         if n is None or how is None or not tensors:
             return NotImplemented
-        call = _new_call(self._number, how, *_autocast(tensors[0].device.type))
+        device = tensors[0].device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        call = _new_call(self._number, how, device, autocast)
         self.token = torch.ops.torchgradx.trace_begin(tensors, n, self._number, call)
         return None
 
@@ -215,11 +217,6 @@ def _breaks_allowed() -> bool:
     return not (tx.one_graph or tx.error_on_graph_break)
 
 
-def _autocast(device: str) -> tuple[str, torch.dtype | None]:
-    on = torch.is_autocast_enabled(device)
-    return device, torch.get_autocast_dtype(device) if on else None
-
-
 def _new_call(probe: str, how: Any, device: str, autocast: torch.dtype | None) -> str:
     number = str(next(_numbers))
     _traces[probe].calls[number] = Call(how, device, autocast)
@@ -231,7 +228,7 @@ def _new_use(site: str) -> str:
     from torch._dynamo.source import LocalSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    # The compiler bounds how often it compiles one code, but for each module anew that it is told.
+    # The compiler bounds how often it compiles one code, but anew for each module that guards name.
     tx = InstructionTranslator.current_tx()
     for name in [name for name, v in tx.output.local_scope.items() if isinstance(v, nn.Module)]:
         install_guard(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
