@@ -294,32 +294,37 @@ class Attachment:
         if self._tokens.on and self._local.ids is None:
             self._tokens.watch(out, run.n)
         if run.silent:  # a reentrant checkpoint's graph holds no use until it runs again
-            for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
-                metadata: Any = node.metadata
-                metadata.setdefault("torchgradx", []).append(run)
-        forward = Forward(run, uses, outputs, looked)
+            for node in _nodes_of(out):
+                node.metadata.setdefault("torchgradx", []).append(run)
+        arguments = args, kwargs or {}
+        self._examine(Forward(run, uses, outputs, looked), key, recalled, arguments, out)
+        if seen is None and not run.in_graph:
+            self._samples.listen(run, (key[0], *key[2:]), module, arguments, out)
+        if not uses and not recalled and not run.refusals:
+            self._record.fates.add("no_use")
+        elif not uses and not recalled:  # nothing else would tell of its backward
+            for node in _nodes_of(out):
+                node.register_prehook(lambda _: run.arrive(run.trainable, True) and None)
+
+    def _examine(
+        self, forward: Forward, key: Any, recalled: Any, arguments: tuple[Any, Any], out: Any
+    ) -> None:
+        """Find or prove where the samples of a forward's uses are."""
+        run, seen = forward.run, self._local.last
         if run.in_graph:
             run.refuse(-1, "graph_and_eager")
         elif self._segments.examine(forward, self._local.ids):
             self._audit.forwards.listen(run.layouts)
         elif seen is None:
-            if run.n == 1 and one_of_several(self._options, (args, kwargs), out):
+            if run.n == 1 and one_of_several(self._options, arguments, out):
                 run.refuse(-1, "one_row")
             with self._samples.quiet():
                 self._audit.examine(forward, key, recalled)
                 self._segments.rescue(forward)
             self._audit.forwards.listen(run.layouts)
         else:
-            seen.append(
-                (self._audit.examiner.verdict(forward), [(site, sizes) for site, sizes, *_ in uses])
-            )
-        if seen is None and not run.in_graph:
-            self._samples.listen(run, (key[0], *key[2:]), module, (args, kwargs or {}), out)
-        if not uses and not recalled and not run.refusals:
-            self._record.fates.add("no_use")
-        elif not uses and not recalled:  # nothing else would tell of its backward
-            for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
-                node.register_prehook(lambda _: run.arrive(run.trainable, True) and None)
+            uses = [(site, sizes) for site, sizes, *_ in forward.uses]
+            seen.append((self._audit.examiner.verdict(forward), uses))
 
     def _met(self, site: int, common: Tensor) -> None:
         self._audit.forwards.meet(site, [common])
@@ -360,3 +365,8 @@ class Attachment:
         if self._local.last is None and not self._record.unreal():
             self._backwards.sweep()
             self._audit.settle()
+
+
+def _nodes_of(out: Any) -> set[Any]:
+    """Return the nodes that made the outputs."""
+    return {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}

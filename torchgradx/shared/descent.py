@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +43,6 @@ from .stations import Leaf, Match, Station, Trail
 if NATIVE:
     from .._C import Terms, hooked
 
-G = TypeVar("G", bound=Gradients)
 CHUNK = 1 << 23  # elements of parameters' gradients at a time: 32 MiB of float32
 
 
@@ -268,7 +267,7 @@ class Descent:
     def _send(self, station: Station, operand: int, product: Gradients) -> None:
         self._pass_on(station, operand, self._reduced(station, operand, product))
 
-    def _reduced(self, station: Station, operand: int, product: G) -> G | Tensor:
+    def _reduced(self, station: Station, operand: int, product: Gradients) -> Any:
         """[n, *shape], or [n] squared norms where nothing else is added to it."""
         leaf = station.leaves.get(operand)
         if leaf is None:
@@ -276,7 +275,9 @@ class Descent:
         is_compared = self._hears(leaf) and self._gives and not (self._withholds and operand)
         if is_compared:
             self._measure(product)
-        product = _like(product, self._tensors[leaf.place])
+        parameter = self._tensors[leaf.place]
+        if isinstance(product, Tensor):  # what lies between, a view or a cast, may have had others
+            product = product.reshape(len(product), *parameter.shape).to(parameter.dtype)
         if is_compared:
             self._recorder.add_recorded(leaf.place, total(product), self._rounding)
         return sq_norms(product) if leaf.alone and self._final else product
@@ -323,11 +324,3 @@ class Descent:
             else:
                 self._run.add(leaf.place, *to_add(whole))
             keep(self._run, self._recorder, leaf.place, whole)
-
-
-def _like(product: G, parameter: Tensor) -> G:
-    """Return gradients [N, *] in the parameter's shape and dtype: what lies between, as a view or
-    a cast, may have had others."""
-    if isinstance(product, Tensor):
-        return product.reshape(len(product), *parameter.shape).to(parameter.dtype)  # type: ignore[return-value]
-    return product
