@@ -108,7 +108,7 @@ def set_aside(model: nn.Module) -> Iterator[None]:
 
 
 def _unattached() -> Probe:
-    """A copy or a pickle of a probe, as of a trainer that holds one, is attached to nothing."""
+    """Make the copy or pickle of a probe, as of a trainer that holds one: attached to nothing."""
     probe = attach(nn.Module())
     probe.remove()
     return probe

@@ -277,9 +277,9 @@ class Attachment:
         whole = self._recorder.depth() == 1
         looked = self._audit.forwards.stop(whole, out)
         key: Any = None if run is None else self._audit.key(run, looked)
-        seen = self._local.last
+        verdicts = self._local.last
         outputs, recalled = tensors_in(out), None
-        if whole and run and seen is None and not self._segments.applies(self._local.ids):
+        if whole and run and verdicts is None and not self._segments.applies(self._local.ids):
             recalled = self._audit.recall(run, key, looked, outputs)
         uses = [] if run is None or recalled else [*self._local.inner, *run.uses()]
         outputs = outputs if uses else []
@@ -298,7 +298,7 @@ class Attachment:
                 node.metadata.setdefault("torchgradx", []).append(run)
         arguments = args, kwargs or {}
         self._examine(Forward(run, uses, outputs, looked), key, recalled, arguments, out)
-        if seen is None and not run.in_graph:
+        if verdicts is None and not run.in_graph:
             self._samples.listen(run, (key[0], *key[2:]), module, arguments, out)
         if not uses and not recalled and not run.refusals:
             self._record.fates.add("no_use")
@@ -310,12 +310,12 @@ class Attachment:
         self, forward: Forward, key: Any, recalled: Any, arguments: tuple[Any, Any], out: Any
     ) -> None:
         """Find or prove where the samples of a forward's uses are."""
-        run, seen = forward.run, self._local.last
+        run, verdicts = forward.run, self._local.last
         if run.in_graph:
             run.refuse(-1, "graph_and_eager")
         elif self._segments.examine(forward, self._local.ids):
             self._audit.forwards.listen(run.layouts)
-        elif seen is None:
+        elif verdicts is None:
             if run.n == 1 and one_of_several(self._options, arguments, out):
                 run.refuse(-1, "one_row")
             with self._samples.quiet():
@@ -324,7 +324,7 @@ class Attachment:
             self._audit.forwards.listen(run.layouts)
         else:
             uses = [(site, sizes) for site, sizes, *_ in forward.uses]
-            seen.append((self._audit.examiner.verdict(forward), uses))
+            verdicts.append((self._audit.examiner.verdict(forward), uses))
 
     def _met(self, site: int, common: Tensor) -> None:
         self._audit.forwards.meet(site, [common])

@@ -79,7 +79,7 @@ def kernels_on(device: torch.device) -> bool:
 
 
 def _operator(name: str, fake: Operator) -> Operator:
-    """The overload, held once: a look-up through torch.ops costs more than a small kernel."""
+    """Return the overload: a look-up through torch.ops costs more than a small kernel."""
     twin: Operator = getattr(reference, name)
 
     def serve(*arguments: Any) -> Any:

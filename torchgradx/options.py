@@ -48,7 +48,7 @@ def check_scale(scale: Any, scaler: str = "") -> None:
 
 
 def placed(directions: Any, parameters: Parameters) -> list[Tensor | None]:
-    """By the parameters' places, in the dtype of sums; empty where there are none."""
+    """Return them by the parameters' places, in the dtype of sums; empty if there are none."""
     if not isinstance(directions, Mapping):
         got = type(directions).__name__
         raise TypeError(f"directions must be {{parameter name: Tensor}}; got {got}")

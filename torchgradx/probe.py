@@ -228,7 +228,7 @@ class Probe(Attachment):
         )
 
     def explain(self, verbose: bool = False) -> str:
-        """A summary; for each layer shapes, algorithm, cost, and what was refused and why.
+        """Return a summary; for each layer shapes, algorithm, cost, and what was refused and why.
 
         verbose: with the cost of each algorithm that was weighed.
         """
@@ -262,7 +262,7 @@ class Probe(Attachment):
 
     @contextlib.contextmanager
     def same_samples(self) -> Iterator[None]:
-        """All forwards inside are of the same samples: their gradients add up before the norm."""
+        """Add up gradients before the norm: all forwards inside are of the same samples."""
         before, self._joint = self._joint, []
         try:
             yield

@@ -75,7 +75,7 @@ def sample_norms(
     compare: bool = True,
     retain_graph: bool = False,
 ) -> Tensor | dict[str, Tensor]:
-    """One backward from the attached model's output: the norms of its samples, and of no others.
+    """Run one backward from the attached model's output; return the norms of its samples alone.
 
     compare: refuse a loss that is seen not to be reduced as the probe expects.
     """

@@ -88,7 +88,7 @@ def data_parallel(module: nn.Module) -> Any:
 
 
 def mean_over(ddp: Any, gradients: Sequence[Tensor]) -> None:
-    """As it averages them: in place, over its processes."""
+    """Average gradients as it does: in place, over its processes."""
     if not ddp.require_backward_grad_sync:  # under no_sync() it does not
         return
     group = ddp.process_group

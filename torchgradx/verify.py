@@ -180,7 +180,7 @@ def _loop(
     n: int,
     options: Mapping[str, Any],
 ) -> Gradients:
-    """One sample at a time."""
+    """Yield gradients of one sample at a time."""
     for sample in range(n):
         model.zero_grad()
         one = one_sample(inputs, sample, n, options["batch_dim"])
@@ -199,7 +199,7 @@ def _loop_by_rows(
     options: Mapping[str, Any],
     loss_reduction: str,
 ) -> Gradients:
-    """The same, where no sample can be cut out: its rows of the outputs' gradient, pulled back."""
+    """Yield them where no sample can be cut out: pull back its rows of the outputs' gradient."""
     ids = options["sample_ids"](*arguments_of(inputs))
     with torch.enable_grad():
         output = call(model, inputs)

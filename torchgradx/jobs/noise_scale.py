@@ -144,7 +144,7 @@ class NoiseScale:
         return reduced[: 4 + k].tolist(), (here + reduced[4 + k : -2]).tolist()
 
     def _read(self, source: Any, grad: Any) -> tuple[Tensor, Mapping[str, Tensor], Tensor, Tensor]:
-        """Weights [N], norms [N] by group; |.grad|^2 [K] of what is whole here, and of parts."""
+        """Return weights [N], norms [N] by group; |.grad|^2 [K] of what is whole here; of parts."""
         if isinstance(source, Probe):
             if grad is not None:
                 raise TypeError("grad goes beside norms: a probe knows its model")
@@ -267,7 +267,7 @@ class NoiseScale:
         return np.stack([_inverse(now + error), _inverse(now - error)], 1)
 
     def __str__(self) -> str:
-        """A sentence that says what the noise scale means for the batch in use."""
+        """Return a sentence that says what the noise scale means for the batch in use."""
         if not self.steps:
             return "Noise scale: no step was counted yet."
         head = "Noise scale"

@@ -34,7 +34,7 @@ class Ranks:
         return path.with_name(f"{path.name}{rank}.partial")
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Over all ranks, in place where it can be."""
+        """Sum over all ranks, in place where it can be."""
         if self.world > 1:
             there = values.to(_device())
             dist.all_reduce(there)

@@ -71,7 +71,7 @@ def opaque(module: nn.Module) -> bool:
 
 
 def own_names(module: nn.Module) -> list[str]:
-    """The parameters that a module's own forward uses, by their names within it.
+    """Return names of the parameters that a module's own forward uses.
 
     One that a layer below it holds too (a head's bias, kept beside the decoder that adds it) is the
     layer's: a module that runs again would count it a second time. What the module itself does with
@@ -90,7 +90,7 @@ def own_names(module: nn.Module) -> list[str]:
 
 
 def parameter_of(module: nn.Module, name: str) -> Tensor | None:
-    """By its name within the module, as `own_names` has it."""
+    """Return a parameter by its name within the module, as `own_names` has it."""
     owner, _, key = name.rpartition(".")
     return (module.get_submodule(owner) if owner else module)._parameters.get(key)
 

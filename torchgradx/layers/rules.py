@@ -170,7 +170,7 @@ def _geometry(module: Any, padding: Sequence[int]) -> dict[str, Any]:
 
 
 def _each(sizes: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """By dimension: what was set on a module by hand need not say it so."""
+    """Return sizes by dimension: what was set on a module by hand need not say it so."""
     each = (sizes,) if isinstance(sizes, int) else tuple(sizes)
     return each * dims if len(each) == 1 else each
 
@@ -263,7 +263,7 @@ def _only_weight_and_bias(module: nn.Module) -> bool:
 
 
 def _elsewhere(module: str, name: str) -> Callable[[Any], bool]:
-    """As _stock, of a class of a package that is never imported here."""
+    """Return what _stock does, of a class of a package that is never imported here."""
 
     def accepts(candidate: Any) -> bool:
         kind = getattr(sys.modules.get(module), name, None)

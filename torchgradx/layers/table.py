@@ -65,8 +65,8 @@ class Parameters:
 
     def tensor(self, place: int) -> Tensor:
         """Return the tensor in one place, as `tensors` has it."""
-        held, key = self._slots[place]
-        now = held.get(key)
+        own, key = self._slots[place]
+        now = own.get(key)
         return self._tensors[place] if now is None else now
 
     def tensors(self) -> list[Tensor]:
@@ -105,7 +105,7 @@ class Parameters:
         if self.altered or any(self._childless) or not here:
             return True
         now = self.tensors() if self._tied else []
-        return any(held.get(key) is not now[place] for held, key, place in self._tied)
+        return any(own.get(key) is not now[place] for own, key, place in self._tied)
 
     def trainable(self) -> list[int]:
         return [place for place, p in enumerate(self.tensors()) if p.requires_grad]
@@ -121,8 +121,8 @@ else:
 
     def facts(tables: Iterable[dict[str, Any]], keys: Any, tensors: list[Tensor]) -> bytes:
         """Return of each dictionary whether these are true, of each tensor if it is trained."""
-        held = [bool(table.get(key)) for table in tables for key in keys]
-        return bytes([*held, *(t.requires_grad for t in tensors)])
+        own = [bool(table.get(key)) for table in tables for key in keys]
+        return bytes([*own, *(t.requires_grad for t in tensors)])
 
     def stand(tables: Iterable[dict[str, Any]], before: list[Any]) -> bool:
         """Return True if these dictionaries hold what they did, in order."""

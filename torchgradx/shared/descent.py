@@ -291,7 +291,7 @@ class Descent:
             self._received[key] = added(whole, self._received.get(key))
 
     def _ask(self, node: Node, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """The node's own products. Its hooks are not called, and nothing of it is recorded."""
+        """Return the node's own products. No hook is called, and nothing of it is recorded."""
         if shards(node):  # which gives back what it is given
             return tuple(grads)
         self._recorder.asking = True

@@ -50,11 +50,11 @@ class Graph:
                     self.parents[child].append((node, number))
 
     def numbers(self, node: Node) -> list[int]:
-        """The outputs of a node that others consume."""
+        """Return the outputs of a node that others consume."""
         return sorted({number for _, number in self.parents.get(node, ())})
 
     def last(self, node: Node) -> int:
-        """The one output of a frontier's node."""
+        """Return the one output of a frontier's node."""
         return max(self.numbers(node), default=0)
 
     def climb(self, starts: Iterable[Node], on: Callable[[int, Node], bool]) -> list[Node]:
@@ -86,8 +86,8 @@ class Graph:
     def _prune(
         self, node: Node, uses: set[Node], left: dict[Node, list[tuple[Node, int]]], hits: set[Node]
     ) -> bool:
-        """What is `left` of the parents of a node; whether that is nothing. No closure calls itself
-        here: it would keep the graph until garbage is collected."""
+        """Fill `left` with the parents that remain; return True if none does. No closure calls
+        itself here: it would keep the graph until garbage is collected."""
         kept = left[node] = []
         for parent, number in self.parents[node]:
             made = self._made(parent) & uses
@@ -107,7 +107,7 @@ class Graph:
 
 
 def coarsest(ends: Iterable[Node], operands: Iterable[Tensor]) -> float:
-    """The largest rounding unit of the gradients between ends and what they were made from."""
+    """Return the largest rounding unit of gradients between ends and what they are made from."""
     visited = {t.grad_fn for t in operands}
     found = [node for node in ends if node not in visited]
     dtypes: set[torch.dtype] = set()
@@ -120,7 +120,7 @@ def coarsest(ends: Iterable[Node], operands: Iterable[Tensor]) -> float:
 
 
 def below(starts: Iterable[Node], until: Collection[Node | None] = ()) -> list[Node]:
-    """These nodes and all that they lead to, but for the parameters, and for what is `until`."""
+    """Return these nodes and all that they lead to, less the parameters and what is `until`."""
     found = [node for node in dict.fromkeys(starts) if node not in until]
     visited = {*found, *until}
     for node in found:  # grows as it goes
@@ -163,7 +163,7 @@ def from_views(graph: Graph, node: Node, number: int, leads: Sequence[int], n: i
 
 
 def of_sizes(graph: Graph, use: Watched, n: int) -> int | None:
-    """The same of any node's output, whose last dimensions may be as many by themselves."""
+    """Return that of any node's output, whose last dimensions may be as many by themselves."""
     views, shape = _views(graph, use.node, use.output_nr), shape_of(use.node, use.output_nr)
     if shape.count(n) > (from_sizes(use.leads, n) is not None):
         return None
@@ -182,7 +182,7 @@ def _in_no_doubt(leads: Sequence[int], views: Sequence[Shape], n: int) -> int | 
 
 
 def _views(graph: Graph, node: Node, number: int) -> list[tuple[int, ...]]:
-    """The sizes of what an output is reshaped to, as it lies in memory."""
+    """Return the sizes of what an output is reshaped to, as it lies in memory."""
     found = [(node, number)]
     for view, output in found:  # grows as it goes
         found += [(parent, 0) for parent, of in graph.parents.get(view, ())
@@ -215,7 +215,7 @@ class Plan:
     trails: dict[bytes, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def climb(self, graph: Graph, starts: Iterable[Node]) -> list[Node] | None:
-        """The same nodes in another pass, if they are there."""
+        """Return the same nodes in another pass, if they are there."""
 
         def on(k: int, node: Node) -> bool:
             known = k < len(self.names) and self.names[k] == name_of(node)

@@ -267,11 +267,11 @@ def _placed(n: int, match: Match, outline: Any) -> Match:
 def _asked(match: Match, every: Callable[[], Iterable[Node]]) -> Match:
     """Add which nodes cannot be asked, and which saved through hooks. every: the graph's nodes."""
     by_node = match.stations or {}
-    shown = not any(map(hides, by_node)) or are_offloaded(every())
+    opens = not any(map(hides, by_node)) or are_offloaded(every())
     mute, packed = [], set()
     for node, station in by_node.items():
         answers, packs = asked(node)
-        if not answers or (hides(node) and not shown):
+        if not answers or (hides(node) and not opens):
             mute.append(node.name())
         if packs:
             packed.add(station.key)

@@ -189,7 +189,7 @@ def _normalisation(node: Node, operand: int, g: Tensor) -> Tensor | None:
 
 
 def fitted(product: Tensor | None, edge: tuple[Node, int]) -> Tensor | None:
-    """As the engine does: nodes leave sums over broadcast dimensions, and casts, to it."""
+    """Sum over broadcast dimensions, and cast, as nodes leave it to the engine to do."""
     if product is None or edge[0] is None or product.is_sparse:
         return product
     shape, dtype = shape_of(*edge), dtype_of(*edge)
@@ -213,7 +213,7 @@ def mapped(
 
 
 def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradients | None:
-    """A frontier node's product for all samples at the price of one call, where there is a form."""
+    """Return a frontier node's product for all samples at the price of one call; None: no form."""
     name, edge = node.name(), node.next_functions[operand]
     if g.is_complex():  # what is saved would have to be conjugated
         return None

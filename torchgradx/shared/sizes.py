@@ -7,7 +7,7 @@ from typing import Any
 
 
 def rows_of(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-    """The dimensions that may hold samples: the first two that are not a leading 1."""
+    """Return the dimensions that may hold samples: the first two that are not a leading 1."""
     while len(shape) > 1 and shape[0] == 1:
         shape = shape[1:]
     several = len(shape) > 2 or shape[1:] == (n,)  # else the second is of features

@@ -97,7 +97,7 @@ class Part:
         return out
 
     def count(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """A use whose forward was not seen: it will run again."""
+        """Count a use whose forward was not recorded: it will run again."""
         _C.count(self._site, x, weight, bias)
 
 
@@ -147,7 +147,7 @@ class _Forward:
     def _enclosed(
         self, roles: Sequence[str], q: Tensor, project: Callable[[], Sequence[Tensor]]
     ) -> Sequence[Tensor]:
-        """The parts of a parameter are split off by nodes of one use, which nothing counts."""
+        """Enclose the nodes of a use that split off parts of a parameter, which nothing counts."""
         self._batch = q.shape[1]
         if roles == (SELF,):
             return project()
@@ -171,7 +171,7 @@ class _Forward:
 
 
 def _with(function: Any, names: Mapping[str, Any]) -> Callable[..., Any]:
-    """A function of the framework's, that finds other things under these names."""
+    """Return a function of the framework's that finds other things under these names."""
     scope = {**function.__globals__, **names}
     return FunctionType(function.__code__, scope, function.__name__, _defaults(function))
 

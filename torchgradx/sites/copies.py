@@ -25,8 +25,8 @@ _stock: weakref.WeakKeyDictionary[type, type[nn.Module]] = weakref.WeakKeyDictio
 
 
 def untraced(function: Any, below: bool = True) -> Any:
-    """A compiled program calls it as it is, with all that it calls (`below`); inlined, it is traced
-    like any other. torch.compiler.disable would do so too, and takes a second to import."""
+    """Let compiled programs call a function as it is, with all that it calls (`below`), untraced.
+    torch.compiler.disable would do so too, and takes a second to import."""
     action = eval_frame._FrameAction
     strategy = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if below else action.DEFAULT)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
@@ -138,8 +138,8 @@ def swapped(
     altered: Callable[[str], None] | None = None,
     former: Callable[[nn.Module], type | None] | None = None,
 ) -> type[nn.Module]:
-    """A subclass whose forward is forward_of(stock, sites) and looks up the module's site by its
-    id; where there is none (a stand-in that runs again, or another's copy of the dict) it is the
+    """Make a subclass whose forward is forward_of(stock, sites) and looks up the module's site by
+    its id; where there is none (a stand-in that runs again, another's copy of the dict) it is the
     stock one's. Copies are stock. `altered`: called where an option of a module that has a site
     is set to another value: that site, which knows the old one, serves no more. `former`: whose
     forward is to run in place of ours, if another's.

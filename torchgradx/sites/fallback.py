@@ -185,7 +185,7 @@ def _pulled_back(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
 
 
 def terms_of_bias(call: Call, name: str) -> float:
-    """How large the terms are that a bias's gradient sums: those of a normalisation cancel."""
+    """Return the size of the terms that a bias's gradient sums: a normalisation's cancel."""
     if name != "bias" or not type(call.module).__module__.startswith("torch.nn.modules."):
         return 0.0
     bias: Any = call.module.bias
@@ -241,7 +241,7 @@ class Kept:
 
 
 def run_again(call: Call) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs of a stand-in, in a graph of their own, and the parameters that they end in."""
+    """Return the outputs of a stand-in, in a new graph, and the parameters that they end in."""
     args, kwargs = call.arguments
     by_name = dict(call.module.named_parameters(remove_duplicate=False))
     parameters = [by_name[name].detach().requires_grad_() for name in call.names]

@@ -112,7 +112,7 @@ class NativeSite:
             sites[id(module)] = site if ours else _tap(site, index, layer.kind, context.recorder)
 
     def leads(self, dims: int) -> int:
-        """How many leading dimensions of its input count rows."""
+        """Return how many leading dimensions of its input count rows."""
         return self._rule.leads(self.layer, dims)
 
     def remove(self) -> None:
@@ -122,7 +122,7 @@ class NativeSite:
 def core(
     layer: Layer, index: int, context: Context, declared: int, presumed: int, swaps: bool
 ) -> Any:
-    """The site's part in C++."""
+    """Make the site's part in C++."""
     recorder, options = context.recorder, context.options  # not the context, which owns the site
     rule = rule_named(layer.kind)
     device = gpu_of(context.parameters.tensors()[layer.weight].device)
@@ -179,7 +179,7 @@ def _forward_of(
 def _listening_of(
     trace: Trace, argument: str, stock: Any, taps: dict[int, Any]
 ) -> Callable[..., Any]:
-    """The stock forward, with a tap at its output."""
+    """Make the stock forward, with a tap at its output."""
 
     @untraced
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

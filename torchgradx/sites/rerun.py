@@ -83,7 +83,7 @@ class FallbackSite(Delivery):
         self._hooks.remove()
 
     def leads(self, dims: int) -> int:
-        """How many leading dimensions of its output count rows: [N, ...] or [T, N, ...]."""
+        """Return how many leading dimensions of its output count rows: [N, ...] or [T, N, ...]."""
         return 1 if isinstance(self._module, CHANNELS_FIRST) else min(2, max(1, dims - 1))
 
     @property
@@ -107,7 +107,7 @@ class FallbackSite(Delivery):
             call.first = torch.autograd._get_sequence_nr()
 
     def _opened(self, *_: Any) -> None:
-        """Before its first use of its parameters: that may be by a hook which makes its weight."""
+        """Note the start of its first use of parameters, maybe by a hook which makes its weight."""
         self._call.first = torch.autograd._get_sequence_nr()
 
     def _trained(self, module: nn.Module) -> dict[int, Tensor]:

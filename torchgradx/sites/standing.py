@@ -55,7 +55,7 @@ class Standing:
         return sites
 
     def _former(self, module: nn.Module) -> type | None:
-        """The class whose forward runs again now, where that is not ours."""
+        """Return the class whose forward runs again now, where that is not ours."""
         k = self._recorder.former() if self.formers else -1
         if k < 0:
             return None
@@ -84,7 +84,7 @@ class Standing:
 
 
 def _those_of(module: nn.Module) -> list[Standing]:
-    """In the order in which they came."""
+    """Return them in the order in which they came."""
     return [one for ref in _standing.get(module, ()) if (one := ref()) is not None]
 
 

@@ -66,7 +66,7 @@ class Trace:
         _traces[self._number] = self
 
     def add(self, module: Any, layer: Layer, site: Any | None) -> None:
-        """A module that owns parameters."""
+        """Add a module that owns parameters."""
         if not (self.able and site and _traceable(module, layer)):
             self.able = False
             return
@@ -163,8 +163,8 @@ _codes: dict[int, weakref.ref[CodeType]] = {}  # compiled with a layer of ours i
 
 
 def _make_room() -> None:
-    """The compiler refuses code that it has compiled eight times, also for models that are gone:
-    code near it is forgotten, and compiled again where it is called."""
+    """Forget code that was compiled often, to be compiled anew where it is called: the compiler
+    refuses code that it has compiled eight times, also for models that are gone."""
     for key, ref in list(_codes.items()):
         code = ref()
         if code is None:
