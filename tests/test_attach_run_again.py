@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from attach_oracle import close_named, fallback_mode, joined, loop, read_or_refused, refusal, square
+from clip_oracle import bounded, gradients, is_sum, norms_of, weighted
 from torch import nn
 
 import torchgradx
@@ -70,6 +71,37 @@ def test_what_a_module_keeps_of_its_calls_is_as_without_a_probe(name, options):
             value.backward()
             assert torch.equal(value, plain)
             read_or_refused(probe, alone, "1.scale")
+
+
+class Stateful(nn.Module):
+    """Of the batch before, if that had as many samples; else it begins anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.state = nn.Parameter(torch.randn(2, 4)), None
+
+    def forward(self, x):
+        state = self.state if self.state is not None and len(self.state) == len(x) else 0
+        y = torch.sinh(x * self.scale.sum(0) + 0.5 * state)
+        self.state = y.detach()
+        return y
+
+
+@fallback_mode
+def test_what_is_clipped_had_the_forwards_state(options):
+    """Clipping runs it again sample by sample, without a state, as the first pass did.
+
+    It runs again where its layout is said, and its gradients by sample would take more memory than
+    its input.
+    """
+    model = nn.Sequential(nn.Linear(3, 4), Stateful(), nn.Linear(4, 2)).double()
+    x = torch.randn(N, 3).double()
+    rows = [gradients(model, square, row)[0] for row in x.split(1)]
+    clipped = weighted(rows, bounded(norms_of(rows, "model"), 0.1), "model")
+    with torchgradx.attach(model, clip=True, layout={"1": "batch"}, **options) as probe:
+        square(model, x).backward()
+        probe.clip_grad_norm_(0.1)
+    is_sum(model, {name: g / N for name, g in clipped.items()})
 
 
 class Sometimes(nn.Module):

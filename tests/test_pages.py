@@ -11,9 +11,10 @@ from statistics import median
 import pytest
 import torch
 from processes import python
+from test_refusals import first_words
 
 import torchgradx
-from torchgradx.refusals import SECTIONS, first_words
+from torchgradx.refusals import SECTIONS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -228,7 +228,7 @@ def test_verify_reports_a_refusal_as_its_own_error():
 
 @pytest.mark.parametrize("mixes", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_a_wrong_gradient_of_torchs_own_is_noted(dtype, mixes):
+def test_a_wrong_gradient_of_torchs_own_is_mended_in_the_loop(dtype, mixes):
     """BatchNorm in eval mode, of a batch of one, whose gradient does not lie as its input does."""
     rows = Model(lambda m, x: m.norm(x).flatten(2).transpose(1, 2), norm=nn.BatchNorm2d(8))
     rows, x = rows.to(dtype).eval(), torch.randn(N, 8, 4, 4, dtype=dtype)
@@ -246,19 +246,5 @@ def test_a_wrong_gradient_of_torchs_own_is_noted(dtype, mixes):
     report = torchgradx.verify(rows, loss, x, target)
     assert torch.equal(torch.get_rng_state(), state)
     assert report.agrees
-    assert "wrong: norm.weight, norm.bias" in str(report)
-    one = x[:1].double().requires_grad_()  # if this holds no more, torch is mended: the note may go
+    one = x[:1].double().requires_grad_()  # once it holds, _mend may go
     assert not torch.autograd.gradcheck(rows.double(), one, raise_exception=False)
-
-
-@pytest.mark.parametrize("options", [{"batch_dim": 1}, {"loss_reduction": "sum"}], ids=str)
-def test_a_difference_is_reported_where_no_rows_of_the_batch_can_be_pulled_back(options):
-    gives_loss = "loss_reduction" in options
-    model = Model(lambda m, x: m.a(x).square().mean() if gives_loss else m.a(x), a=nn.Linear(3, 4))
-    x = torch.randn(N, N - 1, 3) if gives_loss else torch.randn(N - 1, N, 3)
-
-    def loss(out, _):
-        return 1 * out if gives_loss else out.square().mean() * (1 if N in out.shape else 2)
-
-    with pytest.raises(torchgradx.VerificationError, match="norms differ"):
-        torchgradx.verify(model, loss, x.requires_grad_(), torch.zeros(N), **options)

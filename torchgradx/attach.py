@@ -101,14 +101,14 @@ def set_aside(model: nn.Module) -> Iterator[None]:
     modules = set(model.modules())
     with contextlib.ExitStack() as stack:
         for probe in list(attachments):
-            held = probe._model()
-            if held is not None and not modules.isdisjoint(held.modules()):
+            other = probe._model()
+            if other is not None and not modules.isdisjoint(other.modules()):
                 stack.enter_context(probe._aside())
         yield
 
 
 def _unattached() -> Probe:
-    """A copy or a pickle of a probe, as of a trainer that holds one, is attached to nothing."""
+    """Make the copy or pickle of a probe, as of a trainer that holds one: attached to nothing."""
     probe = attach(nn.Module())
     probe.remove()
     return probe

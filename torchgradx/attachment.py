@@ -50,7 +50,7 @@ attachments: weakref.WeakSet[Any] = weakref.WeakSet()  # the probes that are att
 _leaving: set[Attachment] = set()  # removed, and a graph in flight may run their layers again
 
 
-class _Seen(threading.local):
+class _OfThread(threading.local):
     def __init__(self) -> None:
         self.calls: list[FrameType] = []  # of the model, under way; an interrupt leaves them here
         self.last: list[Any] | None = None  # looking from outside at the model of a compiled graph
@@ -67,16 +67,15 @@ class Attachment:
         self._model = weakref.ref(model)
         self._options = options
         self._parameters = Parameters(model)
-        with self._standing.apart():
-            self._layers = find_layers(model, self._parameters, options)
-            verdicts = known(model, options)
+        self._layers = find_layers(model, self._parameters, options)
+        verdicts = known(model, options)
         forward_to = partial(weakly, weakref.ref(self))  # the graph owns what it calls
-        methods = ("_began", "_finish", "_drained", "_site_called", "_received", "_astray")
+        methods = ("_began", "_finish", "_drained", "_site_called", "_received", "_pass_outside")
         count = len(self._parameters.names)
         self._recorder = Recorder(count, *map(forward_to, methods))
         self._sites: list[Site] = []
-        given = (self._recorder, self._parameters, self._layers, options)
-        shared = ProbeParts(*given, self._sites, verdicts)
+        common = (self._recorder, self._parameters, self._layers, options)
+        shared = ProbeParts(*common, self._sites, verdicts)
         self._record = Record(shared)
         self._samples = Samples(shared, self._record.sq_norms)
         self._record.refused = self._samples.refused
@@ -91,7 +90,7 @@ class Attachment:
         self._joint: list[Pass] | None = None
         self._paused = 0
         self._asides = 0  # contexts in which another probe has the model
-        self._seen = _Seen()
+        self._local = _OfThread()
         self._hooks: Hooks | None = None
         self._listen(model)
         attachments.add(self)
@@ -116,10 +115,10 @@ class Attachment:
             self._recorder.books = self._options["clip"]
             root = root_of(model)
             self._hooks = Hooks(root)
-            add, keywords = self._hooks.add, {"with_kwargs": True}
+            add, more = self._hooks.add, {"with_kwargs": True}
             enter, leave = self._trace.enter, self._trace.leave
-            add(root.register_forward_pre_hook, call("_enter"), enter, prepend=True, **keywords)
-            add(root.register_forward_hook, call("_leave"), leave, always_call=True, **keywords)
+            add(root.register_forward_pre_hook, call("_enter"), enter, prepend=True, **more)
+            add(root.register_forward_hook, call("_leave"), leave, always_call=True, **more)
         except BaseException:
             self.remove()
             raise
@@ -150,10 +149,6 @@ class Attachment:
         self._sites.clear()
         self._standing.leave()
 
-    @property
-    def _attached(self) -> bool:
-        return self in attachments
-
     def __del__(self) -> None:
         """Leave the model, as nobody holds the probe any more."""
         with contextlib.suppress(Exception):  # it may be half made, or the interpreter at its end
@@ -172,11 +167,11 @@ class Attachment:
             if self._hooks is not None:
                 outer = self._recorder.depth() and self._recorder.current()
                 self._recorder.push(outer or self._begin(module, args, kwargs))
-                self._seen.calls.append(call_of_hook())
+                self._local.calls.append(call_of_hook())
 
     def _unwind(self) -> None:
         """End the forwards that an interrupt ended, which runs no hooks."""
-        calls = self._seen.calls
+        calls = self._local.calls
         while calls and not is_running(calls[-1]):
             calls.pop()
             self._recorder.pop()
@@ -185,24 +180,24 @@ class Attachment:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
         self._settle()
         on, now = self._standing.on and not self._paused, PassOptions(self._joint, self._directed)
-        serial, options = self._record.takes(on, now)
+        serial, context = self._record.takes(on, now)
         if not serial:
             return None
         rows = rows_of(self._options, args, kwargs)
-        self._seen.ids, n = rows or (None, batch_size(self._options, args, kwargs))
+        self._local.ids, n = rows or (None, batch_size(self._options, args, kwargs))
         if n is None:
             self._recorder.refuse(-1, "no_batch_size")
             return None
-        run, new = self._open(module, n, serial, options)
+        run, new = self._open(module, n, serial, context)
         if run is not None and new:
             self._record.ask_scale(run, args, kwargs)
         self._samples.begin()
-        if rows is None and (new or options.joint):
+        if rows is None and (new or context.joint):
             batch_dim = self._options["batch_dim"]
             self._audit.forwards.start(n, module, (args, kwargs), batch_dim)
         return run
 
-    def _astray(self) -> Pass | None:
+    def _pass_outside(self) -> Pass | None:
         """Make the pass of a module called outside of the model's forward: it is refused."""
         if not self._record.takes(self._standing.on and not self._paused, outside=True).serial:
             return None
@@ -212,7 +207,7 @@ class Attachment:
         return run
 
     def _open(
-        self, module: nn.Module, n: int, serial: int, options: PassOptions
+        self, module: nn.Module, n: int, serial: int, context: PassOptions
     ) -> tuple[Pass | None, bool]:
         """Return a pass of n samples, and whether it is a new one."""
         parameters = self._parameters.parts()
@@ -225,19 +220,19 @@ class Attachment:
         if why_not:
             self._recorder.refuse(-1, why_not)
             return None, False
-        if options.joint:
-            if options.joint[0].n != n:
-                why_not = cause("two_sizes", one=options.joint[0].n, other=n)
+        if context.joint:
+            if context.joint[0].n != n:
+                why_not = cause("two_sizes", one=context.joint[0].n, other=n)
                 self._recorder.refuse(-1, why_not)
-            return options.joint[0], False
+            return context.joint[0], False
         run = Pass(self._recorder, n, parameters)
-        if options.directed:
-            run.directions = fitting(options.directed, parameters)
+        if context.directed:
+            run.directions = fitting(context.directed, parameters)
         if self._recorder.books:
             self._record.tape.within(module)
-        if options.joint is not None:
+        if context.joint is not None:
             run.keep = True
-            options.joint.append(run)
+            context.joint.append(run)
         run.serial = serial
         return run, True
 
@@ -246,8 +241,8 @@ class Attachment:
         if not self._standing.on or self._paused:
             return None
         self._settle()
-        options = PassOptions(self._joint, self._directed)
-        run, new = self._open(root_of(self._model()), n, self._record.next(), options)
+        context = PassOptions(self._joint, self._directed)
+        run, new = self._open(root_of(self._model()), n, self._record.next(), context)
         if run is not None:
             if new:
                 self._recorder.enlist(run)
@@ -261,19 +256,19 @@ class Attachment:
     def _outside(self, call: Call, inputs: Sequence[Tensor]) -> tuple[Verdict, list[Any]]:
         """Call the model as it is without the compiler, for what is to be said of its structure."""
         module = root_of(self._model())
-        joint, self._joint, self._seen.last = self._joint, None, []
+        joint, self._joint, self._local.last = self._joint, None, []
         try:
             with outside(module, call, inputs) as (args, kwargs):
                 module._call_impl(*args, **kwargs)
-            return self._seen.last[-1]
+            return self._local.last[-1]
         finally:
-            self._joint, self._seen.last = joint, None
+            self._joint, self._local.last = joint, None
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
         if self._hooks is None or self._samples.silent:
             return
         self._unwind()
-        if self._seen.calls[-1:] == [call_of_hook()]:  # else it failed before _enter
+        if self._local.calls[-1:] == [call_of_hook()]:  # else it failed before _enter
             with without_user_modes():
                 self._end(module, args, kwargs, out)
 
@@ -282,52 +277,57 @@ class Attachment:
         whole = self._recorder.depth() == 1
         trace = self._audit.forwards.stop(whole, out)
         key: Any = None if run is None else self._audit.key(run, trace)
-        seen = self._seen.last
+        verdicts = self._local.last
         outputs, recalled = tensors_in(out), None
-        if whole and run and seen is None and not self._segments.applies(self._seen.ids):
+        if whole and run and verdicts is None and not self._segments.applies(self._local.ids):
             recalled = self._audit.recall(run, key, trace, outputs)
-        uses = [] if run is None or recalled else [*self._seen.inner, *run.uses()]
+        uses = [] if run is None or recalled else [*self._local.inner, *run.uses()]
         outputs = outputs if uses else []
         self._recorder.pop()
-        self._seen.calls.pop()
+        self._local.calls.pop()
         inner = run and self._recorder.depth() and self._recorder.current() is run
-        self._seen.inner = uses if inner else []  # a root called itself: the outer outputs tell
+        self._local.inner = uses if inner else []  # a root called itself: the outer outputs tell
         if not self._standing.on and sys.exc_info()[0] is None:  # else torch walks the hooks
             self._drained()
         if inner or not run or out is None or not self._standing.on:
             return
-        if self._tokens.on and self._seen.ids is None:
+        if self._tokens.on and self._local.ids is None:
             self._tokens.watch(out, run.n)
         if run.silent:  # a reentrant checkpoint's graph holds no use until it runs again
-            for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
-                metadata: Any = node.metadata
-                metadata.setdefault("torchgradx", []).append(run)
-        forward = Forward(run, uses, outputs, trace)
+            for node in _nodes_of(out):
+                node.metadata.setdefault("torchgradx", []).append(run)
+        arguments = args, kwargs or {}
+        self._examine(Forward(run, uses, outputs, trace), key, recalled, arguments, out)
+        if verdicts is None and not run.in_graph:
+            self._samples.listen(run, (key[0], *key[2:]), module, arguments, out)
+        if not uses and not recalled and not run.refusals:
+            self._record.fates.add("no_use")
+        elif not uses and not recalled:  # nothing else would tell of its backward
+            for node in _nodes_of(out):
+                node.register_prehook(lambda _: run.arrive(run.trainable, True) and None)
+
+    def _examine(
+        self, forward: Forward, key: Any, recalled: Any, arguments: tuple[Any, Any], out: Any
+    ) -> None:
+        """Find or prove where the samples of a forward's uses are."""
+        run, verdicts = forward.run, self._local.last
         if run.in_graph:
             run.refuse(-1, "graph_and_eager")
-        elif self._segments.examine(forward, self._seen.ids):
+        elif self._segments.examine(forward, self._local.ids):
             self._audit.forwards.listen(run.layouts)
-        elif seen is None:
-            if run.n == 1 and one_of_several(self._options, (args, kwargs), out):
+        elif verdicts is None:
+            if run.n == 1 and one_of_several(self._options, arguments, out):
                 run.refuse(-1, "one_row")
             with self._samples.quiet():
                 self._audit.examine(forward, key, recalled)
                 self._segments.rescue(forward)
             self._audit.forwards.listen(run.layouts)
         else:
-            seen.append(
-                (self._audit.examiner.verdict(forward), [(site, sizes) for site, sizes, *_ in uses])
-            )
-        if seen is None and not run.in_graph:
-            self._samples.listen(run, (key[0], *key[2:]), module, (args, kwargs or {}), out)
-        if not uses and not recalled and not run.refusals:
-            self._record.fates.add("no_use")
-        elif not uses and not recalled:  # nothing else would tell of its backward
-            for node in {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}:
-                node.register_prehook(lambda _: run.arrive(run.trainable, True) and None)
+            uses = [(site, sizes) for site, sizes, *_ in forward.uses]
+            verdicts.append((self._audit.examiner.verdict(forward), uses))
 
-    def _site_called(self, site: int, inputs: Tensor) -> None:
-        self._audit.forwards.note_call(site, [inputs])
+    def _site_called(self, site: int, common: Tensor) -> None:
+        self._audit.forwards.note_call(site, [common])
 
     # Backward
 
@@ -362,6 +362,11 @@ class Attachment:
         """Cache verdicts once their backward has ended and matched .grad."""
         if not (self._backwards.open or self._audit.unsettled):
             return
-        if self._seen.last is None and not self._record.unreal():
+        if self._local.last is None and not self._record.unreal():
             self._backwards.sweep()
             self._audit.settle()
+
+
+def _nodes_of(out: Any) -> set[Any]:
+    """Return the nodes that made the outputs."""
+    return {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}

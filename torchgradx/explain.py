@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from html import escape
 from typing import TYPE_CHECKING
 
 from .layers.rules import Layer, rule_named
@@ -15,47 +14,36 @@ if TYPE_CHECKING:
 AGAIN = "run again by vmap or a replay"
 
 
-class Explanation(str):
-    """A text that notebooks show as it is."""
-
-    __slots__ = ()
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(self)}</pre>"
-
-
-def explanation(
-    layers: Sequence[Layer], parameters: Parameters, verbose: bool = False
-) -> Explanation:
+def explanation(layers: Sequence[Layer], parameters: Parameters, verbose: bool = False) -> str:
     """Return a summary, and a line for each layer; or all that was weighed (verbose)."""
     trainable = set(parameters.trainable())
     lines: list[str] = []
-    ways: Counter[str] = Counter()
+    words: Counter[str] = Counter()
     again: Counter[str] = Counter()  # by type, of those that run again
     for layer in layers:
         if (layer.role and not layer.plans) or (layer.kind == "recurrent" and not layer.notes):
-            continue  # a way in which its module was not called; or its weights follow
+            continue  # a part that its module did not call; or its weights follow
         names = [parameters.names[place] for place in layer.parameters if place in trainable]
         part = f", {layer.role}" if layer.role else ""
         title = f"{layer.name or '(root)'}: {layer.type_name}{part}"
         title = f"{title}  [{', '.join(names) or 'frozen'}]"
         if not names:
-            ways["frozen"] += 1
+            words["frozen"] += 1
             lines.append(title)
             continue
-        way, brief, full = _served(layer)
-        ways[way] += 1
-        again[layer.type_name] += way == AGAIN
+        word, brief, full = _served(layer)
+        words[word] += 1
+        again[layer.type_name] += word == AGAIN
         if verbose:
             lines += [title, *(f"  {line}" for line in full.splitlines())]
         else:
             lines.append(f"{title}: {brief}")
-    return Explanation("\n".join([_summary(ways, again), *lines]))
+    return "\n".join([_summary(words, again), *lines])
 
 
-def _summary(ways: Counter[str], again: Counter[str]) -> str:
-    total = ways.total()
-    text = ", ".join(f"{count} {way}" for way, count in ways.most_common())
+def _summary(words: Counter[str], again: Counter[str]) -> str:
+    total = words.total()
+    text = ", ".join(f"{count} {word}" for word, count in words.most_common())
     types = ", ".join(f"{count} {name}" for name, count in again.most_common() if count)
     return f"{total} layer{'s' * (total != 1)}: {text}" + (f" ({types})" if types else "")
 
@@ -75,15 +63,15 @@ def _served(layer: Layer) -> tuple[str, str, str]:
         if not layer.notes:
             text = f"no use seen; no kernel for {layer.type_name}"
             return "not seen", text, text
-        ways = " and ".join(layer.notes)
+        words = " and ".join(layer.notes)
         beside = "through time" in layer.notes
         why = "the framework's gradients stay" if beside else f"no kernel for {layer.type_name}"
-        text = f"{ways}: {why}; its own forward is run again in backward"
-        return "through time" if ways == "through time" else AGAIN, text, text
+        text = f"{words}: {why}; its own forward is run again in backward"
+        return "through time" if words == "through time" else AGAIN, text, text
     if layer.plans:
         plans = list(layer.plans.values())
         brief = "; ".join(plan.brief() for plan in plans)
         return plans[-1].algorithm, brief, "\n".join(map(repr, plans))
     unseen = f"{layer.kind}: no single use seen; several uses of a parameter are combined"
-    text = rule_named(layer.kind).way or unseen
+    text = rule_named(layer.kind).served_by or unseen
     return text.partition(":")[0], text, text

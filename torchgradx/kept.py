@@ -1,4 +1,4 @@
-"""Keep what a call must leave as it was: a model's buffers and modes, random generators."""
+"""Keep what a call must leave as it was: a model's attributes and buffers, random generators."""
 
 from __future__ import annotations
 
@@ -29,23 +29,19 @@ def random_state_kept(generators: Sequence[torch.Generator] = ()) -> Iterator[No
 
 @contextmanager
 def model_kept(model: nn.Module, evaluates: bool = False) -> Iterator[None]:
-    """Modules keep their modes and buffers, and these their values. evaluates: in eval mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    """Modules keep attributes and buffers, and these their values. evaluates: in eval mode."""
+    tables = [(table, dict(table)) for m in model.modules() for table in (vars(m), m._buffers)]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     if evaluates:
         model.eval()
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for table, before in tables:
+            if table.keys() != before.keys() or any(table[k] is not v for k, v in before.items()):
+                table.clear()
+                table.update(before)
         with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                module._buffers[name] = buffer
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
+            for buffer, value in values:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)

@@ -1,4 +1,4 @@
-"""What attach() was told: the first thing that is looked at, before the model is touched."""
+"""Checks of the arguments of attach(), before the model is touched."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_scale(scale: Any, scaler: str = "") -> None:
 
 
 def placed(directions: Any, parameters: Parameters) -> list[Tensor | None]:
-    """By the parameters' places, in the dtype of sums; empty where there are none."""
+    """Return them by the parameters' places, in the dtype of sums; empty if there are none."""
     if not isinstance(directions, Mapping):
         got = type(directions).__name__
         raise TypeError(f"directions must be {{parameter name: Tensor}}; got {got}")
@@ -85,19 +85,23 @@ def fitting(
     ]
 
 
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "loss_reduction": ("mean", "sum"),
+    "batch_dim": (0, 1),
+    "algorithm": (None, "rank1", "gram", "direct"),
+    "backend": ("auto", "native", "vmap"),
+    "fused": (True, False),
+    "weight_grad": (True, False),
+    "clip": (True, False),
+    "check": ("graph", "samples", "off"),
+}
+
+
 def check(model: Any, options: dict[str, Any]) -> None:
+    """Raise where arguments of attach() are not as its docstring says."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
-    for name, choices in (
-        ("loss_reduction", ("mean", "sum")),
-        ("batch_dim", (0, 1)),
-        ("algorithm", (None, "rank1", "gram", "direct")),
-        ("backend", ("auto", "native", "vmap")),
-        ("fused", (True, False)),
-        ("weight_grad", (True, False)),
-        ("clip", (True, False)),
-        ("check", ("graph", "samples", "off")),
-    ):
+    for name, choices in CHOICES.items():
         if options[name] not in choices:
             expected = ", ".join(map(repr, choices))
             raise ValueError(f"{name} must be one of {expected}; got {options[name]!r}")
@@ -106,24 +110,31 @@ def check(model: Any, options: dict[str, Any]) -> None:
             'backend="native" needs the compiled extension, which is not there: build it with '
             '`pip install .`, or say backend="auto"'
         )
-    ids = options["sample_ids"]
+    _check_samples(options)
+    scale = options["loss_scale"]
+    if not isinstance(scale, torch.amp.GradScaler) and not callable(scale):
+        check_scale(scale, ", a GradScaler or a callable")
+    _check_layout(options["layout"] or {}, dict(model.named_modules()))
+    _check_model(model)
+
+
+def _check_samples(options: dict[str, Any]) -> None:
+    ids, size = options["sample_ids"], options["batch_size"]
     if ids is not None and not callable(ids):
         raise TypeError(
             f"sample_ids must be a callable (args, kwargs) -> LongTensor; got {type(ids).__name__}"
         )
     if ids is not None and (options["layout"] or options["batch_dim"]):
         raise ValueError("sample_ids says where all samples are: leave layout and batch_dim out")
-    size = options["batch_size"]
     if not (size is None or callable(size) or type(size) is int):
         raise TypeError(
             f"batch_size must be an int or a callable (args, kwargs) -> int; got {size!r}"
         )
     if isinstance(size, int) and size < 1:
         raise ValueError(f"batch_size must be 1 or more; got {size}")
-    scale = options["loss_scale"]
-    if not isinstance(scale, torch.amp.GradScaler) and not callable(scale):
-        check_scale(scale, ", a GradScaler or a callable")
-    layout, modules = options["layout"] or {}, dict(model.named_modules())
+
+
+def _check_layout(layout: Any, modules: Mapping[str, nn.Module]) -> None:
     if not isinstance(layout, Mapping):
         raise TypeError(f'layout must be {{module name: "batch" or "sequence"}}; got {layout!r}')
     for pattern, how in layout.items():
@@ -134,12 +145,15 @@ def check(model: Any, options: dict[str, Any]) -> None:
         if pattern not in modules and not fnmatch.filter(modules, pattern):
             known = ", ".join(filter(None, modules))
             raise ValueError(f"layout[{pattern!r}] fits no module of the model: it has {known}")
-    lazy = [n for n, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
+
+
+def _check_model(model: nn.Module) -> None:
+    parameters = dict(model.named_parameters())
+    lazy = [name for name, p in parameters.items() if isinstance(p, UninitializedParameter)]
     if lazy:
         raise ValueError(f"model has uninitialized parameters ({lazy[0]}): run a forward first")
-    names = [name for name, _ in model.named_parameters()]
     scripted = (isinstance(m, torch.jit.RecursiveScriptModule) for m in model.modules())
     if isinstance(model, torch.jit.ScriptModule) or any(scripted):
-        raise refused_all("scripted", names)
+        raise refused_all("scripted", parameters)
     if flattened(model):
-        raise refused_all("flat_parameter", names)
+        raise refused_all("flat_parameter", parameters)

@@ -12,7 +12,7 @@ from typing import Any, overload
 from torch import Tensor
 
 from .attachment import Attachment, attachments
-from .explain import Explanation, explanation
+from .explain import explanation
 from .options import Model, NonFinite, Parts, Per, Scale, check_per, check_scale, placed
 from .proof.accounts import require_all
 from .record.frames import runs
@@ -45,7 +45,7 @@ class Probe(Attachment):
 
         Args:
             per: "model" for one Tensor [N]; "module" or "parameter" for a dict of them, by name.
-            loss_scale: overrides what `attach` was told: a number, or a Tensor [N].
+            loss_scale: overrides that of `attach`: a number, or a Tensor [N].
 
         Returns:
             float32 (float64 for float64 models), samples in the order of their forwards.
@@ -129,9 +129,9 @@ class Probe(Attachment):
         return dict(self._directions)
 
     @directions.setter
-    def directions(self, given: Mapping[str, Tensor]) -> None:
-        self._directed = placed(given, self._parameters)
-        self._directions = dict(given)
+    def directions(self, directions: Mapping[str, Tensor]) -> None:
+        self._directed = placed(directions, self._parameters)
+        self._directions = dict(directions)
 
     @overload
     def clip_grad_norm_(
@@ -221,23 +221,19 @@ class Probe(Attachment):
         model = self._model()
         state = type(model).__name__ if model is not None else "of a model that is gone"
         samples = sum(run.n for run, _ in self._record.runs)
-        if not self._attached:
+        if self not in attachments:
             return f"Probe({state}, removed)"
         return (
             f"Probe({state}, {len(self._parameters.names)} parameters, {samples} samples recorded)"
         )
 
-    def __dir__(self) -> list[str]:
-        """Return the public names."""
-        return [name for name in super().__dir__() if not name.startswith("_")]
-
     def explain(self, verbose: bool = False) -> str:
-        """A summary; for each layer shapes, algorithm, cost, and what was refused and why.
+        """Return a summary; for each layer shapes, algorithm, cost, and what was refused and why.
 
         verbose: with the cost of each algorithm that was weighed.
         """
         text = explanation(self._layers, self._parameters, verbose)
-        return Explanation("\n".join([text, *self._samples.notes, *self._segments.notes]))
+        return "\n".join([text, *self._samples.notes, *self._segments.notes])
 
     def reset(self) -> None:
         """Begin a new record at once."""
@@ -266,7 +262,7 @@ class Probe(Attachment):
 
     @contextlib.contextmanager
     def same_samples(self) -> Iterator[None]:
-        """All forwards inside are of the same samples: their gradients add up before the norm."""
+        """Add up gradients before the norm: all forwards inside are of the same samples."""
         before, self._joint = self._joint, []
         try:
             yield
@@ -294,7 +290,7 @@ class Probe(Attachment):
         check_per(per)
         self._unwind()
         self._settle()
-        self._record.require(self._attached, self._backwards.under_way())
+        self._record.require(self in attachments, self._backwards.under_way())
         require_all(self._record, self._recorder, self._parameters, self._layers)
         if self._tokens.on:
             self._tokens.warn()

@@ -304,11 +304,6 @@ def refused_all(why: str, names: Iterable[str]) -> CoverageError:
     return CoverageError(sentence(why) + concerned, names)
 
 
-def first_words(key: str) -> str:
-    """Return what a text begins with, by which the documentation lists it."""
-    return re.split(r"[:,;]| \(", re.sub(r"\{\w+\}", "...", REFUSALS[key].text))[0].strip()
-
-
 def _of_all(why: str) -> str:
     """Return a cause without what differs from one parameter to the next."""
     key, *fields = why.split(FIELD)

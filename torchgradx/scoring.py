@@ -22,11 +22,16 @@ Loss = Callable[[Any, Any], Tensor]
 MEAN, SUM = 1, 2  # as the nodes of torch's losses number them
 
 
-def call(model: nn.Module, inputs: Any) -> Any:
-    """Call the model on a tensor, a tuple (positional arguments) or a dict (keywords)."""
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return (args, kwargs) of a tensor, a tuple (positional arguments) or a dict (keywords)."""
     if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+        return (), inputs
+    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    args, kwargs = arguments_of(inputs)
+    return model(*args, **kwargs)
 
 
 def one_sample(tree: Any, sample: int, n: int, dim: int) -> Any:
@@ -70,9 +75,9 @@ def sample_norms(
     compare: bool = True,
     retain_graph: bool = False,
 ) -> Tensor | dict[str, Tensor]:
-    """One backward from the attached model's output: the norms of its samples, and of no others.
+    """Run one backward from the attached model's output; return the norms of its samples alone.
 
-    compare: refuse a loss that is seen not to be reduced as the probe was told.
+    compare: refuse a loss that is seen not to be reduced as the probe expects.
     """
     loss = loss_fn(output, targets)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -86,15 +91,15 @@ def sample_norms(
             "the loss depends on no parameter that requires a gradient: is the model frozen, or "
             "the loss detached?"
         )
-    said = Said(loss) if compare else None
+    reduction = LossReduction(loss) if compare else None
     loss.backward(retain_graph=retain_graph)
-    if said is not None:
-        said.compare(probe)
+    if reduction is not None:
+        reduction.compare(probe)
     return probe.norms(per)
 
 
-class Said:
-    """What the graph of a loss tells of how it combines its samples."""
+class LossReduction:
+    """How a loss combines its samples, as its graph shows."""
 
     def __init__(self, loss: Tensor) -> None:
         root: Any = loss.grad_fn
@@ -116,13 +121,13 @@ class Said:
             self._counts = counts if weight is None else counts * weight[target.clamp_min(0)]
 
     def compare(self, probe: Probe) -> None:
-        """Refuse norms that are not of the samples' own losses, as the probe was told of them."""
+        """Refuse norms that are not of the samples' own losses, as the probe expects them."""
         shares = probe.shares
         n = len(shares)
         if n < 2:
             return
-        told = {MEAN: 1.0, SUM: float(n)}.get(self._reduction)
-        if told is not None and not math.isclose(float(shares.sum()), told, rel_tol=1e-3):
+        expected = {MEAN: 1.0, SUM: float(n)}.get(self._reduction)
+        if expected is not None and not math.isclose(float(shares.sum()), expected, rel_tol=1e-3):
             kind = "mean" if self._reduction == MEAN else "sum"
             raise refused_all(cause("reduction", kind=kind), probe.gradients("parameter"))
         if self._counts is None or not self._counts.numel() or self._counts.numel() % n:

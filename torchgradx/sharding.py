@@ -19,8 +19,8 @@ def _known(module: str, *names: str) -> tuple[type, ...]:
     """Classes of a module, if it was imported."""
     if module not in sys.modules:
         return ()
-    held = vars(sys.modules[module])
-    return tuple(held[name] for name in names if name in held)
+    known = vars(sys.modules[module])
+    return tuple(known[name] for name in names if name in known)
 
 
 def gathers(modules: Iterable[nn.Module]) -> bool:
@@ -88,7 +88,7 @@ def data_parallel(module: nn.Module) -> Any:
 
 
 def mean_over(ddp: Any, gradients: Sequence[Tensor]) -> None:
-    """As it averages them: in place, over its processes."""
+    """Average gradients as it does: in place, over its processes."""
     if not ddp.require_backward_grad_sync:  # under no_sync() it does not
         return
     group = ddp.process_group

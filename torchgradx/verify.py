@@ -1,22 +1,20 @@
-"""verify(): the norms of a model held against a loop over its samples, one at a time."""
+"""verify(): compares the norms of a model with a loop over its samples, one at a time."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from html import escape
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .errors import CoverageError, VerificationError
 from .proof.arguments import tensors_in
-from .scoring import Loss, call, norms_alone, one_sample
+from .scoring import Loss, arguments_of, call, norms_alone, one_sample
 
 DROPOUT = nn.modules.dropout._DropoutNd
 
@@ -28,7 +26,6 @@ class Report:
     norms: Mapping[str, Tensor]  # name -> [N]
     loop: Mapping[str, Tensor]
     rtol: float
-    note: str = ""  # of torch's own gradients, where they are wrong
 
     def errors(self) -> dict[str, float]:
         """Return each parameter's largest difference, relative to the sample's whole norm."""
@@ -45,18 +42,8 @@ class Report:
 
     def __repr__(self) -> str:
         worst = max(self.errors().values(), default=0.0)
-        said = "agrees" if self.agrees else "differs"
-        return f"Report({said}: {len(self.loop)} parameters, largest error {worst:.1e})"
-
-    def _repr_html_(self) -> str:
-        """As notebooks show it: the table of `print`."""
-        head = f"<tr><th>parameter</th><th>largest error (allowed {self.rtol:.1e})</th></tr>"
-        rows = (
-            f"<tr><td>{escape(name)}</td><td>{error:.2e}"
-            f"{'' if error <= self.rtol else ' differs'}</td></tr>"
-            for name, error in self.errors().items()
-        )
-        return f"<table>{head}{''.join(rows)}</table>{escape(self.note)}"
+        verdict = "agrees" if self.agrees else "differs"
+        return f"Report({verdict}: {len(self.loop)} parameters, largest error {worst:.1e})"
 
     def __str__(self) -> str:
         errors = self.errors()
@@ -65,7 +52,7 @@ class Report:
         for name, error in errors.items():
             wrong = "" if error <= self.rtol else "  <- differs"
             lines.append(f"{name:<{width}}  {error:13.2e}{wrong}")
-        return "\n".join([*lines, self.note] if self.note else lines)
+        return "\n".join(lines)
 
 
 def verify(
@@ -83,9 +70,7 @@ def verify(
     """Compare a model's norms with a loop over single samples; `.grad` and the model are untouched.
 
     The loop sees each sample alone, so it also finds what no attachment can: a loss that mixes
-    samples (in-batch negatives) has no gradient by sample. Where differences of a sample's loss
-    show that torch's own gradient is wrong for it alone, norms are compared with that of its rows
-    of the batch, and the report's `note` says so.
+    samples (in-batch negatives) has no gradient by sample.
 
     Args:
         model, loss_fn, inputs, targets, loss_reduction: as of `grad_norms`. Tensors with N in their
@@ -113,43 +98,10 @@ def verify(
     except CoverageError as error:
         raise VerificationError(str(error)) from error
     assert isinstance(norms, dict)
-    n = len(next(iter(norms.values()))) if norms else 0
-    twin = copy.deepcopy(model, _computed_by(model))
-    held = dict(twin.named_parameters())
-    live = [held[name] for name in norms]
-    if rtol is None:
-        dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
-        # A norm over a long sum keeps half its digits at least, whatever the order of summation.
-        rtol = max((torch.finfo(d).eps for d in dtypes), default=0.0) ** 0.5
-
-    def compared(loop: Gradients, note: str = "") -> Report:
-        found = {name: held[name].new_zeros(n, dtype=torch.float64) for name in norms}
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(state)
-            for sample, gradients in enumerate(loop):
-                for norm, gradient in zip(found.values(), gradients, strict=True):
-                    norm[sample] = 0 if gradient is None else gradient.double().norm()
-        return Report(norms, found, rtol, note)
-
-    alone = partial(_loss_alone, twin, loss_fn, inputs, targets, n, batch_dim)
-    rows = (twin, live, loss_fn, inputs, targets, n, options, loss_reduction)
-    if options.get("sample_ids") is not None:
-        report = compared(_loop_by_rows(*rows))
-    else:
-        report = compared(_loop(twin, live, n, alone))
-        where = {name: int((norms[name] - report.loop[name]).abs().argmax())
-                 for name, error in report.errors().items() if not error <= rtol}  # fmt: skip
-        told = _picked(_loop(twin, live, n, alone), norms, where)
-        of_rows: dict[str, Tensor | None] = {}
-        with suppress(Exception):  # a witness only: there may be no rows, or no backward by them
-            of_rows = _picked(_loop_by_rows(*rows), norms, where)
-        if of_rows and all(
-            _is_slope(held[name], partial(alone, sample), of_rows[name])
-            and not _is_slope(held[name], partial(alone, sample), told[name])
-            for name, sample in where.items()
-        ):
-            note = f"torch's own gradient of a sample alone is wrong: {', '.join(where)}"
-            report = compared(_loop_by_rows(*rows), note)
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(state)
+        loop = _norms_of_loop(model, loss_fn, inputs, targets, norms, loss_reduction, options)
+    report = Report(norms, loop, _tolerance(model) if rtol is None else rtol)
     if not report.agrees:
         why = f"does the model or the loss mix samples, or draw random numbers?{_random(model)}"
         try:
@@ -160,6 +112,12 @@ def verify(
             f"the norms differ from those of each sample alone: {why}\n{report}"
         )
     return report
+
+
+def _tolerance(model: nn.Module) -> float:
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    # A norm over a long sum keeps half its digits at least, whatever the order of summation.
+    return max((torch.finfo(d).eps for d in dtypes), default=0.0) ** 0.5
 
 
 def _random(model: nn.Module) -> str:
@@ -173,51 +131,62 @@ def _random(model: nn.Module) -> str:
 Gradients = Iterator[Sequence[Tensor | None]]  # of each sample, by parameter
 
 
-def _loop(
-    model: nn.Module, live: Sequence[Tensor], n: int, alone: Callable[[int], Tensor]
-) -> Gradients:
-    """One sample at a time."""
-    for sample in range(n):
-        model.zero_grad()
-        alone(sample).backward()  # reentrant checkpoints allow no grad()
-        yield [p.grad for p in live]
-
-
-@torch.enable_grad()
-def _loss_alone(
-    model: nn.Module, loss_fn: Loss, inputs: Any, targets: Any, n: int, batch_dim: int, sample: int
-) -> Tensor:
-    given, target = one_sample(inputs, sample, n, batch_dim), one_sample(targets, sample, n, 0)
-    return loss_fn(call(model, given), target)
-
-
-def _picked(
-    loop: Gradients, names: Iterable[str], where: Mapping[str, int]
-) -> dict[str, Tensor | None]:
-    """Return gradients by parameter, each of one sample."""
-    found: dict[str, Tensor | None] = {}
-    for sample, gradients in enumerate(loop if where else ()):
-        each = zip(names, gradients, strict=True)
-        found |= {name: g for name, g in each if where.get(name) == sample}
+def _norms_of_loop(
+    model: nn.Module,
+    loss_fn: Loss,
+    inputs: Any,
+    targets: Any,
+    norms: Mapping[str, Tensor],
+    loss_reduction: str,
+    options: Mapping[str, Any],
+) -> dict[str, Tensor]:
+    """Return norms of the parameters of `norms`, by a loop over a copy of the model."""
+    n = len(next(iter(norms.values()))) if norms else 0
+    twin = copy.deepcopy(model, _computed_by(model))
+    _mend(twin)
+    parameters = dict(twin.named_parameters())
+    live = [parameters[name] for name in norms]
+    data = twin, live, loss_fn, inputs, targets, n
+    by_rows = options.get("sample_ids") is not None  # then no sample can be cut out
+    loop = _loop_by_rows(*data, options, loss_reduction) if by_rows else _loop(*data, options)
+    found = {name: p.new_zeros(n, dtype=torch.float64) for name, p in zip(norms, live, strict=True)}
+    for sample, gradients in enumerate(loop):
+        for norm, gradient in zip(found.values(), gradients, strict=True):
+            norm[sample] = 0 if gradient is None else gradient.double().norm()
     return found
 
 
-def _is_slope(p: Tensor, loss: Callable[[], Tensor], gradient: Tensor | None) -> bool:
-    """Return True if differences of a loss along a gradient by p say that it is one."""
-    if gradient is None or not gradient.any():
-        return False
-    norm, before = float(gradient.norm()), p.detach().clone()
-    eps = torch.finfo(p.dtype).eps
-    step = eps ** (1 / 3) * max(1.0, float(before.norm()))
-    losses = []
-    for side in (step, -step):
-        p.data = before + gradient.to(p) * (side / norm)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            losses.append(float(loss().detach()))
-    p.data = before
-    slope = (losses[0] - losses[1]) / (2 * step)
-    return abs(slope - norm) <= 0.05 * norm + 10 * eps * max(map(abs, losses)) / step
+def _mend(model: nn.Module) -> None:
+    """Lay out gradients of BatchNorm's outputs as these are: torch's backward of a batch of one, in
+    eval mode on a CPU, is wrong for others (2.13 and 2.14)."""
+
+    def lay_out(module: nn.Module, args: Any, out: Tensor) -> None:
+        if out.requires_grad:
+            like = out.detach()
+            out.register_hook(lambda g: torch.empty_like(like).copy_(g))
+
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.register_forward_hook(lay_out)
+
+
+@torch.enable_grad()
+def _loop(
+    model: nn.Module,
+    live: Sequence[Tensor],
+    loss_fn: Loss,
+    inputs: Any,
+    targets: Any,
+    n: int,
+    options: Mapping[str, Any],
+) -> Gradients:
+    """Yield gradients of one sample at a time."""
+    for sample in range(n):
+        model.zero_grad()
+        one = one_sample(inputs, sample, n, options["batch_dim"])
+        loss = loss_fn(call(model, one), one_sample(targets, sample, n, 0))
+        loss.backward()  # reentrant checkpoints allow no grad()
+        yield [p.grad for p in live]
 
 
 def _loop_by_rows(
@@ -230,10 +199,8 @@ def _loop_by_rows(
     options: Mapping[str, Any],
     loss_reduction: str,
 ) -> Gradients:
-    """The same, where no sample can be cut out: its rows of the outputs' gradient, pulled back."""
-    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-    of = options.get("sample_ids") or (lambda args, kwargs: torch.arange(n))
-    ids = of(args if isinstance(args, (tuple, list)) else (args,), kwargs)
+    """Yield them where no sample can be cut out: pull back its rows of the outputs' gradient."""
+    ids = options["sample_ids"](*arguments_of(inputs))
     with torch.enable_grad():
         output = call(model, inputs)
         outputs = [t for t in tensors_in(output) if t.requires_grad]
@@ -257,5 +224,5 @@ def _rows_of_one(g: Tensor, ids: Tensor, sample: int, n: int) -> Tensor:
 
 def _computed_by(model: nn.Module) -> dict[int, Any]:
     """Return tensors with a graph that a forward left in attributes, for deepcopy to detach."""
-    held = (t for module in model.modules() for t in vars(module).values())
-    return {id(t): t.detach() for t in held if isinstance(t, Tensor) and not t.is_leaf}
+    tensors = (t for module in model.modules() for t in vars(module).values())
+    return {id(t): t.detach() for t in tensors if isinstance(t, Tensor) and not t.is_leaf}

@@ -23,19 +23,19 @@ class _Step(nn.Module):
         super().__init__()
         self._modules = task._modules  # by the same names
         self._run = run
-        self._seen: list[Any] | None = None  # what calls of the task itself return in a step
+        self._outputs: list[Any] | None = None  # what calls of the task itself return in a step
 
     def see(self, task: LightningModule, args: Any, output: Any) -> None:
-        if self._seen is not None:
-            self._seen.append(output)
+        if self._outputs is not None:
+            self._outputs.append(output)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
-        seen: list[Any] = []
-        self._seen = seen
+        outputs: list[Any] = []
+        self._outputs = outputs
         try:
-            return self._run(*args, **kwargs), seen  # a loss alone proves little of its samples
+            return self._run(*args, **kwargs), outputs  # a loss alone proves little of its samples
         finally:
-            self._seen = None  # evaluation is not seen, and nothing kept
+            self._outputs = None  # evaluation is not seen, and nothing kept
 
 
 class GradNorms(StepNorms, Callback):

@@ -20,8 +20,8 @@ from .. import ops
 from ..layers.rules import RULES
 from ..reference.chunks import accumulation_dtype
 from ..refusals import cause, refused_all
-from ..shared.outer import sq_norms
-from ..sites.closed import rows_of_bags
+from ..shared.convolved import Convolved
+from ..sites.fallback import rows_of_bags
 
 __all__ = ["SAMPLERS", "Registration", "register"]
 
@@ -39,33 +39,18 @@ def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: list[Tensor], 
     kind = next(kind for kind in type(layer).__mro__ if kind in RULES)  # fully_shard makes another
     form = RULES[kind].describe(layer)
 
+    deep = form["depth"] or (1, 1, 0, 1)
+    names = ("stride", "padding", "dilation")
+    sizes = [(size, *form[name])[2 - g.dim() :] for size, name in zip(deep[1:], names, strict=True)]
+
     def weight() -> Tensor:
-        x, b, padding = inputs[0].to(g.dtype), g, form["padding"]
+        x = inputs[0].to(g.dtype)
         if form["pre_pad"]:
             x = F.pad(x, form["pre_pad"], mode=form["pad_mode"])
-        if x.dim() == 3:
-            x, b = x.unsqueeze(2), b.unsqueeze(2)
-        if form["depth"]:
-            x, b = _flat(x, b, form)
-            padding = (0, padding[1])
-        geometry = {name: form[name] for name in ("stride", "dilation", "groups")}
-        return ops.conv2d_sq_norms(x, b, form["kernel_size"], padding=padding, **geometry)
+        one = x.unsqueeze(1), g.unsqueeze(1)  # image for each sample
+        return Convolved(*one, layer.weight.shape, sizes, layer.groups).sq_norms()
 
     return weight, g.flatten(2).mT
-
-
-def _flat(x: Tensor, g: Tensor, form: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return a 3d convolution as a 2d one, as csrc/layers/convolution.cpp has it."""
-    kernel, stride, padding, dilation = form["depth"]
-    step, top = form["stride"][0], form["padding"][0]
-    reach = form["dilation"][0] * (form["kernel_size"][0] - 1) + 1
-    rows = -(-(x.shape[3] + 2 * top) // step)
-    below = rows * step - x.shape[3] - 2 * top
-    x = F.pad(x, (0, 0, top, top + below, padding, padding))
-    spans = x.unfold(2, (kernel - 1) * dilation + 1, stride)[:, :, : g.shape[2], ..., ::dilation]
-    image = spans.permute(0, 1, 5, 2, 3, 4).flatten(3, 4).flatten(1, 2)
-    grads = F.pad(g, (0, 0, 0, rows - g.shape[3])).flatten(2, 3)
-    return F.pad(image, (0, 0, 0, max(0, reach - step))), grads
 
 
 def embedding(layer: nn.Embedding, inputs: list[Tensor], g: Tensor) -> Found:
@@ -76,7 +61,7 @@ def embedding(layer: nn.Embedding, inputs: list[Tensor], g: Tensor) -> Found:
 
 
 def bag(layer: nn.EmbeddingBag, inputs: list[Tensor], g: Tensor) -> Found:
-    return lambda: sq_norms(rows_of_bags(layer, g, *inputs)), g
+    return rows_of_bags(layer, g, *inputs).sq_norms, g
 
 
 def rows_norm(layer: nn.LayerNorm | nn.RMSNorm, inputs: list[Tensor], g: Tensor) -> Found:
@@ -108,10 +93,10 @@ def _sampler(find: Callable[..., Found]) -> Sampler:
     @wraps(find)
     @torch.no_grad()
     def sampler(layer: Any, inputs: list[Tensor], g: Tensor) -> dict[nn.Parameter, Tensor]:
-        said = getattr(layer, "max_batch_len", len(g))
-        if said != len(g):  # and has multiplied g by it, under a mean
+        length = getattr(layer, "max_batch_len", len(g))
+        if length != len(g):  # and has multiplied g by it, under a mean
             kind = type(layer).__name__
-            raise refused_all(cause("opacus_samples", layer=kind, said=said, n=len(g)), ())
+            raise refused_all(cause("opacus_samples", layer=kind, said=length, n=len(g)), ())
         weight_sq_norms, rows = find(layer, inputs, g)
         bias = getattr(layer, "bias", None)
         found = {layer.weight: weight_sq_norms().sqrt()} if layer.weight.requires_grad else {}

@@ -67,7 +67,7 @@ class StepNorms:
         self._pause.close()
 
     def read(self, scale: float, step: int) -> dict[str, Tensor]:
-        """The statistics to log of a step whose losses were multiplied by `scale` for autocast."""
+        """Return the statistics to log of a step whose losses were multiplied by `scale`."""
         assert self.probe is not None
         shares = self.probe.norms()
         assert isinstance(shares, Tensor)

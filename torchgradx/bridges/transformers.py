@@ -15,7 +15,7 @@ __all__ = ["GradNorms"]
 class GradNorms(StepNorms, TrainerCallback):
     """Logs the norms of each sample's gradient, whenever the trainer logs its loss.
 
-    A trainer tells its callbacks nothing of an exception: inside `with`, the model is left as it
+    A trainer does not notify its callbacks of an exception: inside `with`, the model is left as it
     was after one too. `trainer.add_callback(GradNorms(trainer))` does without.
 
     `norms` holds those of the latest step, in the order of its micro-batches; a norm is that of the

@@ -68,17 +68,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.command(arguments))
     except UsageError as error:
-        said, code = str(error), 2
+        text, code = str(error), 2
     except CoverageError as error:
-        said, code = f"refused: {error}", 1
+        text, code = f"refused: {error}", 1
     except VerificationError as error:
-        said, code = f"verify failed: {error}", 1
+        text, code = f"verify failed: {error}", 1
     except KeyboardInterrupt:
         out = Path(getattr(arguments, "out", ""))
         kept = [str(path) for path in sorted(out.parent.glob(f"{escape(out.name)}*.partial"))]
         go_on = "keeps what is done, and the same command goes on from there"
-        said, code = f"interrupted; {f'{kept[0]} {go_on}' if kept else 'nothing was kept'}", 130
-    print(f"torchgradx: {said}", file=sys.stderr)
+        text, code = f"interrupted; {f'{kept[0]} {go_on}' if kept else 'nothing was kept'}", 130
+    print(f"torchgradx: {text}", file=sys.stderr)
     return code
 
 
@@ -147,43 +147,43 @@ def _info(_: argparse.Namespace) -> int:
     return 0
 
 
-def _score(given: argparse.Namespace) -> int:
-    out = Path(given.out)
-    if out.exists() and not given.force:
+def _score(arguments: argparse.Namespace) -> int:
+    out = Path(arguments.out)
+    if out.exists() and not arguments.force:
         raise UsageError(f"--out: {out} is there: say --force to replace it, or another name")
     ours = int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized()  # by torchrun
     if ours:
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:
-        device = _device(given.device)
-        torch.manual_seed(given.seed)
-        data = named.dataset(given.data)
+        device = _device(arguments.device)
+        torch.manual_seed(arguments.seed)
+        data = named.dataset(arguments.data)
         if not isinstance(data, DataLoader):
-            sizes = {"batch_size": given.batch_size, "num_workers": given.workers}
+            sizes = {"batch_size": arguments.batch_size, "num_workers": arguments.workers}
             data = _or_usage_error("--data", DataLoader, data, **sizes)
-        models = _models(given, device)
-        kinds = ",".join(given.kind or ["norm"]).split(",")
+        models = _models(arguments, device)
+        kinds = ",".join(arguments.kind or ["norm"]).split(",")
         scores = _or_usage_error(
             "score",
             score,
-            models if given.seeds > 1 or given.checkpoint else next(models),
-            named.loss(given.loss),
+            models if arguments.seeds > 1 or arguments.checkpoint else next(models),
+            named.loss(arguments.loss),
             data,
-            per=given.per,
-            progress=not given.quiet,
-            kind=kinds if given.per == "model" or len(kinds) > 1 else kinds[0],
-            top_classes=given.top_classes,
+            per=arguments.per,
+            progress=not arguments.quiet,
+            kind=kinds if arguments.per == "model" or len(kinds) > 1 else kinds[0],
+            top_classes=arguments.top_classes,
             out=out,
-            resume=not given.fresh,
-            split=_split(given.split),
-            eval_mode=not given.train_mode,
-            loss_reduction=given.loss_reduction,
-            backend=given.backend,
+            resume=not arguments.fresh,
+            split=_split(arguments.split),
+            eval_mode=not arguments.train_mode,
+            loss_reduction=arguments.loss_reduction,
+            backend=arguments.backend,
         )
         if not dist.is_initialized() or dist.get_rank() == 0:
             count = len(next(iter(scores.values()), ()))
             print(f"{out}: {', '.join(kinds)} of {count:,} samples")
-            if not given.quiet:
+            if not arguments.quiet:
                 print(summary(scores))
     finally:
         if ours:
@@ -191,30 +191,31 @@ def _score(given: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(given: argparse.Namespace) -> int:
-    device = _device(given.device)
-    torch.manual_seed(given.seed)
-    data = named.dataset(given.data)
+def _verify(arguments: argparse.Namespace) -> int:
+    device = _device(arguments.device)
+    torch.manual_seed(arguments.seed)
+    data = named.dataset(arguments.data)
     if not isinstance(data, DataLoader):
-        data = DataLoader(data, batch_size=max(1, given.samples))
+        data = DataLoader(data, batch_size=max(1, arguments.samples))
     pool = _or_usage_error("--data", Pool, data)
-    first = np.arange(min(given.samples, len(pool)))
+    first = np.arange(min(arguments.samples, len(pool)))
     if not len(first):
-        raise UsageError(f"--samples: nothing to compare: {given.samples} of {len(pool)} samples")
-    model = named.model(given.model, given.checkpoint, device).train(given.train_mode)
+        text = f"nothing to compare: {arguments.samples} of {len(pool)} samples"
+        raise UsageError(f"--samples: {text}")
+    model = named.model(arguments.model, arguments.checkpoint, device).train(arguments.train_mode)
     with random_state_kept():
         batch = moved(next(batch for _, batch in pool.read([first])), device)
-    inputs, targets = (_split(given.split) or split_batch)(batch)
+    inputs, targets = (_split(arguments.split) or split_batch)(batch)
     report = _or_usage_error(
         "verify",
-        missed(targets, given.split is None)(verify),
+        missed(targets, arguments.split is None)(verify),
         model,
-        named.loss(given.loss),
+        named.loss(arguments.loss),
         inputs,
         targets,
-        given.rtol,
-        loss_reduction=given.loss_reduction,
-        backend=given.backend,
+        arguments.rtol,
+        loss_reduction=arguments.loss_reduction,
+        backend=arguments.backend,
     )
     print(report)
     return 0
@@ -252,30 +253,30 @@ def _or_usage_error(what: str, call: Any, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
-def _models(given: argparse.Namespace, device: torch.device) -> Iterator[torch.nn.Module]:
+def _models(arguments: argparse.Namespace, device: torch.device) -> Iterator[torch.nn.Module]:
     """Yield one at a time: of each checkpoint, or of each seed."""
-    if given.checkpoint and given.seeds != 1:
+    if arguments.checkpoint and arguments.seeds != 1:
         raise UsageError("--seeds: a checkpoint's weights are of no seed; leave one of the two out")
-    if given.seeds < 1:
-        raise UsageError(f"--seeds: expected 1 or more; got {given.seeds}")
-    for k, path in enumerate(given.checkpoint or [None] * given.seeds):
-        torch.manual_seed(given.seed + (0 if path else k))
-        yield named.model(given.model, path, device).train(given.train_mode)
+    if arguments.seeds < 1:
+        raise UsageError(f"--seeds: expected 1 or more; got {arguments.seeds}")
+    for k, path in enumerate(arguments.checkpoint or [None] * arguments.seeds):
+        torch.manual_seed(arguments.seed + (0 if path else k))
+        yield named.model(arguments.model, path, device).train(arguments.train_mode)
 
 
 def _split(spec: str | None) -> Any:
     return None if spec is None else named.found("--split", spec)
 
 
-def _device(given: str | None) -> torch.device:
-    if given is None:
+def _device(name: str | None) -> torch.device:
+    if name is None:
         local = int(os.environ.get("LOCAL_RANK", 0))
-        given = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
+        name = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.empty(0, device=given).device
+        device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
-        raise UsageError(f"--device: {given} cannot be used here: {reason}") from None
+        raise UsageError(f"--device: {name} cannot be used here: {reason}") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device

@@ -33,54 +33,54 @@ def found(option: str, spec: str) -> Any:
         sys.path.insert(0, folder)  # as `python file.py` or `python -m` would
     try:
         module = importlib.import_module(file.stem if file else where)
-        held = operator.attrgetter(name)(module)
+        target = operator.attrgetter(name)(module)
     except Exception as error:
         raise UsageError(f"{option}: {spec}: {type(error).__name__}: {error}") from error
     if file and Path(module.__file__ or "").resolve() != file:
         raise UsageError(f"{option}: {where} has the name of another module: rename it")
-    return held
+    return target
 
 
 def _made(option: str, spec: str) -> Any:
     """Return what is named, or what it returns where it is a function or class."""
-    held = found(option, spec)
-    ready = isinstance(held, (nn.Module, DataLoader)) or hasattr(held, "__getitem__")
-    if ready and not isinstance(held, type):
-        return held
+    target = found(option, spec)
+    ready = isinstance(target, (nn.Module, DataLoader)) or hasattr(target, "__getitem__")
+    if ready and not isinstance(target, type):
+        return target
     try:
-        return held()
+        return target()
     except Exception as error:
         raise UsageError(f"{option}: {spec}() failed: {type(error).__name__}: {error}") from error
 
 
 def model(spec: str, checkpoint: str | None, device: torch.device) -> nn.Module:
     """Return a model, made or found, with the weights of a checkpoint, on a device."""
-    held = _made("--model", spec)
-    if not isinstance(held, nn.Module):
+    target = _made("--model", spec)
+    if not isinstance(target, nn.Module):
         raise UsageError(
-            f"--model: {spec} must be or return an nn.Module; got {type(held).__name__}"
+            f"--model: {spec} must be or return an nn.Module; got {type(target).__name__}"
         )
     if checkpoint is not None:
         try:
             state = torch.load(checkpoint, map_location="cpu", weights_only=True)
             for key in ("state_dict", "model_state_dict", "model"):
                 state = state[key] if isinstance(state.get(key), dict) else state
-            held.load_state_dict(state)
+            target.load_state_dict(state)
         except Exception as error:
             raise UsageError(f"--checkpoint: {checkpoint} does not load: {error}") from error
-    return held.to(device)
+    return target.to(device)
 
 
 def dataset(spec: str) -> Any:
     """Return a dataset or a DataLoader, made or found."""
-    held = _made("--data", spec)
-    known = hasattr(held, "__len__") and not isinstance(held, (str, bytes, Mapping))
-    if not isinstance(held, DataLoader) and not known:
+    target = _made("--data", spec)
+    known = hasattr(target, "__len__") and not isinstance(target, (str, bytes, Mapping))
+    if not isinstance(target, DataLoader) and not known:
         raise UsageError(
             f"--data: {spec} must be or return a dataset with a length, or a DataLoader; got "
-            f"{type(held).__name__}"
+            f"{type(target).__name__}"
         )
-    return held
+    return target
 
 
 def loss(spec: str) -> Callable[[Any, Any], torch.Tensor]:
@@ -89,5 +89,5 @@ def loss(spec: str) -> Callable[[Any, Any], torch.Tensor]:
         return known
     if ":" not in spec:
         raise UsageError(f"--loss: expected {', '.join(LOSSES)}, or module:function; got {spec!r}")
-    held = found("--loss", spec)
-    return _made("--loss", spec) if isinstance(held, type) else held  # nn.CrossEntropyLoss, say
+    target = found("--loss", spec)
+    return _made("--loss", spec) if isinstance(target, type) else target  # nn.CrossEntropyLoss, say

@@ -1,4 +1,4 @@
-"""Fingerprints: what tells that a partial result is of the same model, dataset and options."""
+"""Fingerprints: digests of the model, dataset and options that a partial result is of."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ SAMPLES = 8  # of a dataset that are looked at, spread over it
 
 def of_values(*values: Any) -> str:
     """Digest tensors by their bits, all else by its repr without addresses."""
-    seen = blake2b(digest_size=16)
+    digest = blake2b(digest_size=16)
     for value in tree_leaves(values):
         if isinstance(value, Tensor):
             value = getattr(value, "_local_tensor", value)  # of a DTensor
-            seen.update(f"{value.dtype}{list(value.shape)}".encode())
+            digest.update(f"{value.dtype}{list(value.shape)}".encode())
             if value.layout is torch.strided and not value.is_meta:
                 bits = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                seen.update(bits.numpy().data)
+                digest.update(bits.numpy().data)
         elif isinstance(value, np.ndarray):
-            seen.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+            digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
         else:
-            seen.update(re.sub(r"\bat 0x[0-9a-f]+", "", repr(value)).encode() + b"\n")
-    return seen.hexdigest()
+            digest.update(re.sub(r"\bat 0x[0-9a-f]+", "", repr(value)).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def of_model(model: nn.Module, modes: bool = False) -> str:
@@ -55,13 +55,13 @@ def of_model(model: nn.Module, modes: bool = False) -> str:
 def of_dataset(pool: Pool) -> str:
     """Digest its type and length, and the tensors or indices that it holds."""
     dataset: Any = pool.dataset
-    held: list[Any] = []
+    contents: list[Any] = []
     while isinstance(dataset, Subset):
-        held.append(np.asarray(dataset.indices))
+        contents.append(np.asarray(dataset.indices))
         dataset = dataset.dataset
     if isinstance(dataset, TensorDataset):
-        held += dataset.tensors
-    return of_values(type(pool.dataset).__qualname__, len(pool), held)
+        contents += dataset.tensors
+    return of_values(type(pool.dataset).__qualname__, len(pool), contents)
 
 
 def of_samples(pool: Pool) -> str:
@@ -79,7 +79,7 @@ def of_function(function: Any) -> str:
 
     Also the arguments of a functools.partial; of an object, or of one whose method it is, its class
     and its plain attributes; of a module all that `of_model` looks at. What a function closes over,
-    its globals and what it calls are not looked at. What cannot be called is told by its value.
+    its globals and what it calls are not looked at. What cannot be called is digested by its value.
     """
     if not callable(function):
         return of_values(function) if isinstance(function, Tensor) else repr(function)
@@ -94,5 +94,5 @@ def of_function(function: Any) -> str:
         source = inspect.getsource(named)
     except (OSError, TypeError, SyntaxError):  # in C, or typed at a prompt
         source = ""
-    told = of_values(type(owner).__qualname__, repr(plain), source)
-    return f"{named.__qualname__} {told}"
+    digest = of_values(type(owner).__qualname__, repr(plain), source)
+    return f"{named.__qualname__} {digest}"

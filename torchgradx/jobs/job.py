@@ -41,7 +41,7 @@ class Job:
     options: Mapping[str, Any]  # of attach
     split: Split | None
     eval_mode: bool
-    shown: bool
+    shows: bool
     path: Path | None  # of the partial result
     facts: Mapping[str, Any]
     resume: bool
@@ -141,13 +141,13 @@ class Job:
             again = batches[0] if batches else np.zeros(1, np.int64)
             batches += [again] * (self.ranks.largest(count) - count)
         total, before = int(self._mine.sum()), int((self._mine & gathered.done).sum())
-        if before and self.shown:
-            said = f"going on from {before:,} of {total:,} samples, in {gathered.path}"
-            print(said, file=sys.stderr, flush=True)
+        if before and self.shows:
+            text = f"going on from {before:,} of {total:,} samples, in {gathered.path}"
+            print(text, file=sys.stderr, flush=True)
         with (
             model_kept(inner, self.eval_mode),
             self._attached(inner) as probe,
-            progress(total, before, self.shown) as advance,
+            progress(total, before, self.shows) as advance,
         ):
             for place, (indices, batch) in enumerate(self.pool.read(batches)):
                 inputs, targets = (self.split or split_batch)(moved(batch, first.device))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..options import check_per
 from ..probe import Probe
-from .given import norms_of
+from .arguments import norms_of
 from .ranks import Ranks, running
 
 MODEL = ""  # the name of the one group of per="model"
@@ -122,11 +122,11 @@ class NoiseScale:
         self.steps += 1
         self.batch_size = int(count)
 
-    def _measure(self, given: Any, grad: Any) -> tuple[list[float], list[float]]:
+    def _measure(self, source: Any, grad: Any) -> tuple[list[float], list[float]]:
         """[4 + K]: count, W, Q, sum w_n |g_n| and the sum of |g_n|^2 by group; [K]: |.grad|^2."""
         ranks = Ranks(running() if self.distributed is None else self.distributed)
         with ranks.together():
-            weights, groups, here, sharded = self._read(given, grad)
+            weights, groups, here, sharded = self._read(source, grad)
             weights = weights / ranks.world
             sq_norms = torch.stack(list(groups.values())).double().cpu().square()  # [K, N]
             most = weights.abs() @ sq_norms.sum(0).sqrt()
@@ -143,24 +143,24 @@ class NoiseScale:
         k = len(groups)
         return reduced[: 4 + k].tolist(), (here + reduced[4 + k : -2]).tolist()
 
-    def _read(self, given: Any, grad: Any) -> tuple[Tensor, Mapping[str, Tensor], Tensor, Tensor]:
-        """Weights [N], norms [N] by group; |.grad|^2 [K] of what is whole here, and of parts."""
-        if isinstance(given, Probe):
+    def _read(self, source: Any, grad: Any) -> tuple[Tensor, Mapping[str, Tensor], Tensor, Tensor]:
+        """Return weights [N], norms [N] by group; |.grad|^2 [K] of what is whole here; of parts."""
+        if isinstance(source, Probe):
             if grad is not None:
                 raise TypeError("grad goes beside norms: a probe knows its model")
-            weights = given.shares
-            found = given.norms(self.per)
+            weights = source.shares
+            found = source.norms(self.per)
             groups = {MODEL: found} if isinstance(found, Tensor) else found
             self._names = list(groups)
-            here, sharded = self._sq_grads(given.gradients(self.per))
+            here, sharded = self._sq_grads(source.gradients(self.per))
             return weights, groups, here, sharded
-        norms = norms_of(given)
+        norms = norms_of(source)
         if self.per != "model":
             raise TypeError(f"norms must be a probe, of which per={self.per!r} can be read")
         self._names = [MODEL]
         if isinstance(grad, nn.Module):
-            held = [p.grad for p in grad.parameters() if p.grad is not None]
-            here, sharded = self._sq_grads({MODEL: held})
+            grads = [p.grad for p in grad.parameters() if p.grad is not None]
+            here, sharded = self._sq_grads({MODEL: grads})
         elif isinstance(grad, (Real, Tensor)) and not isinstance(grad, bool):
             here = torch.as_tensor(grad).detach().double().cpu().reshape(1).square()
             sharded = torch.zeros_like(here)
@@ -267,16 +267,16 @@ class NoiseScale:
         return np.stack([_inverse(now + error), _inverse(now - error)], 1)
 
     def __str__(self) -> str:
-        """A sentence that says what the noise scale means for the batch in use."""
+        """Return a sentence that says what the noise scale means for the batch in use."""
         if not self.steps:
             return "Noise scale: no step was counted yet."
         head = "Noise scale"
         if self.warming_up:
             head += f" (warming up: {self.steps} of {self._warmup} steps)"
-        said = [_said(*each) for each in zip(self._ratios(), *self._spreads().T, strict=True)]
+        texts = [_said(*each) for each in zip(self._ratios(), *self._spreads().T, strict=True)]
         if self.per == "model":
-            return f"{head}: {said[0]} samples. {_meaning(self.batch_size, *self._ratios())}"
-        lines = [f"  {n or '(root)'}: {text}" for n, text in zip(self._names, said, strict=True)]
+            return f"{head}: {texts[0]} samples. {_meaning(self.batch_size, *self._ratios())}"
+        lines = [f"  {n or '(root)'}: {text}" for n, text in zip(self._names, texts, strict=True)]
         return "\n".join([f"{head}, in samples:", *lines])
 
     def __repr__(self) -> str:

@@ -90,8 +90,8 @@ class Pool:
     def generators(self) -> list[torch.Generator]:
         """Return those that reading may draw from, beside the global ones."""
         holders = (self._loader, self._sampler, getattr(self._sampler, "sampler", None))
-        held = (getattr(holder, "generator", None) for holder in holders)
-        return [generator for generator in held if isinstance(generator, torch.Generator)]
+        generators = (getattr(holder, "generator", None) for holder in holders)
+        return [generator for generator in generators if isinstance(generator, torch.Generator)]
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def progress(total: int, done: int, shown: bool) -> Iterator[Callable[[int], object]]:
+def progress(total: int, done: int, shows: bool) -> Iterator[Callable[[int], object]]:
     """Yield a function that takes the number of samples scored since its last call."""
     try:
-        tqdm = importlib.import_module("tqdm").tqdm if shown else None
+        tqdm = importlib.import_module("tqdm").tqdm if shows else None
     except ImportError:
         tqdm = None
     if tqdm is None:

@@ -132,9 +132,9 @@ class Quantities:
         are arranged.
         """
         with torch.no_grad():
-            given = self._classes(output).softmax(1)
-        classes = min(self.top_classes or given.shape[1], given.shape[1])
-        p, likely = given.topk(classes, dim=1)
+            probabilities = self._classes(output).softmax(1)
+        classes = min(self.top_classes or probabilities.shape[1], probabilities.shape[1])
+        p, likely = probabilities.topk(classes, dim=1)
 
         def cross_entropy(output: Any, labels: Tensor) -> Tensor:
             return F.cross_entropy(self._classes(output), labels, reduction=self.loss_reduction)

@@ -34,7 +34,7 @@ class Ranks:
         return path.with_name(f"{path.name}{rank}.partial")
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Over all ranks, in place where it can be."""
+        """Sum over all ranks, in place where it can be."""
         if self.world > 1:
             there = values.to(_device())
             dist.all_reduce(there)
@@ -52,14 +52,14 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Raise on all ranks if one fails, wherever they meet next: none waits in vain."""
+        """Raise on all ranks if one fails, at their next exchange: none waits in vain."""
         try:
             yield
         except Exception:
             if not self._parted:
                 self._meet(failed=True)
             raise
-        if self._meet() != (0, 0):  # another meets for something else
+        if self._meet() != (0, 0):  # another exchanges something else
             self._part()
 
     def _meet(self, number: int = 0, failed: bool = False) -> tuple[int, int]:

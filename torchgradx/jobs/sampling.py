@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from .given import indices_of, norms_of
+from .arguments import indices_of, norms_of
 
 Indices = Any  # a Tensor, an array or a sequence of ints
 
@@ -58,9 +58,9 @@ class ImportanceSampler(Sampler[int]):
         size: N, of the dataset (or the dataset itself).
         num_samples: drawn in one iteration, after which new norms take effect; None: N.
         batch_size: of the loader, if that says drop_last=True: what would fill no batch is not
-            drawn, so that each draw is met, and a restored state begins no iteration of none.
+            drawn, so that each draw is used, and a restored state begins no iteration of none.
         smoothing: the part drawn evenly, above 0 and up to 1.
-        seed: of a generator of its own. Under DDP give each rank another one: ranks draw apart,
+        seed: of the sampler's generator. Under DDP give each rank another one: ranks draw alone,
             each from what it has seen, and each is unbiased.
     """
 
@@ -75,8 +75,8 @@ class ImportanceSampler(Sampler[int]):
     ) -> None:
         self.size = size if isinstance(size, int) else len(size)
         self.num_samples = self.size if num_samples is None else num_samples
-        given = {"size": self.size, "num_samples": self.num_samples, "batch_size": batch_size}
-        for name, value in given.items():
+        sizes = {"size": self.size, "num_samples": self.num_samples, "batch_size": batch_size}
+        for name, value in sizes.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an int, 1 or more; got {value!r}")
         if batch_size > self.num_samples:
@@ -89,7 +89,7 @@ class ImportanceSampler(Sampler[int]):
         self.smoothing = smoothing
         self._norms = torch.full((self.size,), torch.nan, dtype=torch.float64)
         self._generator = torch.Generator().manual_seed(seed)
-        self._seen = 0  # by update(), of this iteration
+        self._updated = 0  # by update(), of this iteration
         self._resumed: int | None = None  # draws of this iteration that a restored state has seen
         self._begin()
 
@@ -97,21 +97,21 @@ class ImportanceSampler(Sampler[int]):
         return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
-        seen, self._resumed = self._resumed, None
-        if seen is not None and seen >= self.num_samples:  # it had come to its end
+        skipped, self._resumed = self._resumed, None
+        if skipped is not None and skipped >= self.num_samples:  # it had come to its end
             torch.rand(self.num_samples, dtype=torch.float64, generator=self._generator)
-            seen = None
-        if seen is None:
+            skipped = None
+        if skipped is None:
             self._begin()
         # cumsum and searchsorted: torch.multinomial knows 2^24 categories at most
         edges = self._p.cumsum(0)
         places = torch.rand(self.num_samples, dtype=torch.float64, generator=self._generator)
         drawn = torch.searchsorted(edges, places * edges[-1], right=True)
-        yield from drawn.clamp_(max=self.size - 1)[seen or 0 :].tolist()
+        yield from drawn.clamp_(max=self.size - 1)[skipped or 0 :].tolist()
 
     def _begin(self) -> None:
         self._start = self._generator.get_state()
-        self._seen = 0
+        self._updated = 0
         known = self._norms.isfinite()
         mean = self._norms[known].mean() if known.any() else torch.ones((), dtype=torch.float64)
         norms = torch.where(known, self._norms, mean)
@@ -153,17 +153,17 @@ class ImportanceSampler(Sampler[int]):
         good = values.isfinite()
         for place, value in zip(where[good].tolist(), values[good].tolist(), strict=True):
             self._norms[place] = value  # in order, which an indexed assignment does not promise
-        self._seen += len(where)
+        self._updated += len(where)
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Restored, the iteration goes on after the samples that `update` has been told of."""
+        """Restored, the iteration goes on after the samples that `update` was called with."""
         return {
             "norms": self._norms.clone(),
             "probabilities": self._p.clone(),
             "generator": self._start.clone(),
-            "seen": self._seen,
+            "seen": self._updated,
             "num_samples": self.num_samples,
             "smoothing": self.smoothing,
         }
@@ -174,6 +174,6 @@ class ImportanceSampler(Sampler[int]):
             raise ValueError(f"the state is of {len(state['norms'])} samples, not {self.size}")
         self._norms, self._p = state["norms"].clone(), state["probabilities"].clone()
         self.num_samples, self.smoothing = state["num_samples"], state["smoothing"]
-        self._start, self._seen = state["generator"].clone(), state["seen"]
+        self._start, self._updated = state["generator"].clone(), state["seen"]
         self._generator.set_state(self._start)
-        self._resumed = self._seen
+        self._resumed = self._updated

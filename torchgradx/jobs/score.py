@@ -16,7 +16,7 @@ from ..kept import random_state_kept
 from ..options import Model, Parts, check_loss, check_per
 from ..scoring import Loss
 from . import fingerprint
-from .given import indices_of
+from .arguments import indices_of
 from .job import Job
 from .pool import Pool, Split
 from .quantities import KINDS, OF_OUTPUT, Logits, Quantities
@@ -30,12 +30,7 @@ SampleIds = Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
 
 @overload
 def score(
-    model: Models,
-    loss_fn: Loss | None,
-    loader: Any,
-    *,
-    sample_ids: SampleIds,
-    **options: Any,
+    model: Models, loss_fn: Loss | None, loader: Any, *, sample_ids: SampleIds, **options: Any
 ) -> dict[str, NDArray[Any]]: ...
 
 
@@ -151,7 +146,7 @@ def score(
         out: a file to write, .npz, .csv or .parquet. Until it is whole, `<out>.partial` beside it
             holds every batch that is done (of rank r: `<out>.rank<r>.partial`).
         resume: go on from the partial file, if there is one; False begins anew. It must be of the
-            same model, dataset and options. A dataset is told by its length, eight of its samples,
+            same model, dataset and options. A dataset is known by its length, eight of its samples,
             and what a TensorDataset or a Subset holds; a function by its name, its source text and,
             of a functools.partial, its arguments, but not by what it closes over or calls.
         split: batch -> (inputs, targets), both as of `grad_norms`. Unless given, the last of a
@@ -200,10 +195,10 @@ def score(
                 "same on all ranks"
             )
     quantity = Quantities(kinds, per, loss_fn, loss_reduction, logits, top_classes, options)
-    shown = progress and ranks.rank == 0
+    shows = progress and ranks.rank == 0
     partial = path and ranks.beside(path)
     job = Job(
-        pool, quantity, wanted, ranks, options, split, eval_mode, shown, partial, facts, resume
+        pool, quantity, wanted, ranks, options, split, eval_mode, shows, partial, facts, resume
     )
     try:
         with ranks.together(), random_state_kept(pool.generators()):

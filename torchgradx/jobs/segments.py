@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..proof.segments import rows_of
+from ..scoring import arguments_of
 
 Indices = NDArray[np.int64]
 
@@ -21,17 +22,15 @@ def items_of(
 
     items: those of the batch. A sample without rows is left out, unless each item is a sample.
     """
-    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-    args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
-    told = rows_of({"batch_size": None, **options}, args, kwargs)
-    assert told is not None
-    ids, n, each = told[0].cpu(), told[1], np.arange(told[1])
+    rows = rows_of({"batch_size": None, **options}, *arguments_of(inputs))
+    assert rows is not None
+    ids, n, each = rows[0].cpu(), rows[1], np.arange(rows[1])
     grid = ids.dim() == 2
     by_row = grid and len(ids) == len(items)  # an item is a row
     if not n or (len(items) == n and not by_row):  # nothing but padding; or an item is a sample
         return items[:n], each, n, grid
-    rows = torch.arange(len(items))[:, None] if by_row else torch.zeros((), dtype=torch.long)
-    keys = (rows * n + ids)[ids >= 0].unique().numpy()  # by row, then by id
+    row = torch.arange(len(items))[:, None] if by_row else torch.zeros((), dtype=torch.long)
+    keys = (row * n + ids)[ids >= 0].unique().numpy()  # by row, then by id
     places, samples = keys // n, keys % n
     in_one_row = len(np.unique(samples)) == len(samples)
     either = len(items) == n and not np.array_equal(keys, each * (n + 1))  # by row, or by sample

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..probe import Probe
-from .given import indices_of, norms_of
+from .arguments import indices_of, norms_of
 
 MODEL = ""  # the name of norms that are of the whole model
 
@@ -32,7 +32,7 @@ class OutlierWatch:
     """Flags samples whose norm is above factor x a running quantile: what made the loss spike.
 
     The quantile is exact, of the last `window` finite norms (numpy's linear interpolation), which
-    follows a training whose norms drift; a batch is held against those before it. Outliers enter
+    follows a training whose norms drift; a batch is compared with those before it. Outliers enter
     the window like all others, so that a lasting change is no outlier for long. A norm that is not
     finite is always flagged and never enters. One copy to the CPU a step.
 
@@ -94,8 +94,8 @@ class OutlierWatch:
             CoverageError: as of `Probe.norms`.
         """
         step = self.steps if step is None else step
-        given = norms if isinstance(norms, Mapping) else {MODEL: norms}
-        groups = {name: norms_of(each).double() for name, each in given.items()}
+        by_name = norms if isinstance(norms, Mapping) else {MODEL: norms}
+        groups = {name: norms_of(each).double() for name, each in by_name.items()}
         together = torch.stack(list(groups.values())).cpu().numpy() if groups else ()
         flagged: list[Outlier] = []
         scalars: dict[str, float] = {}

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..sites.copies import stock_of
+
 # Never called: their parameters are their owner's.
 CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 PLAIN = {bool, bytes, complex, float, int, str, type(None), torch.device, torch.dtype}
@@ -20,12 +22,13 @@ RECURRENT = (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)
 
 def recurrent_weights(module: Any) -> list[tuple[str, str | None]]:
     """Return (weight, bias) of each product of a stock recurrent module, in order; or nothing."""
-    stock = any(isinstance(module, k) and type(module).forward is k.forward for k in RECURRENT)
+    forward = stock_of(type(module)).forward
+    stock = any(isinstance(module, k) and forward is k.forward for k in RECURRENT)
     if not stock or "forward" in module.__dict__:
         return []
     several = isinstance(module, nn.RNNBase)
-    ways = ("", "_reverse") if several and module.bidirectional else ("",)
-    ends = [f"_l{k}{way}" for k in range(module.num_layers) for way in ways] if several else [""]
+    sides = ("", "_reverse") if several and module.bidirectional else ("",)
+    ends = [f"_l{k}{side}" for k in range(module.num_layers) for side in sides] if several else [""]
     found: list[tuple[str, str | None]] = []
     for end in ends:
         found += [(f"weight_{w}{end}", f"bias_{w}{end}" if module.bias else None)
@@ -42,8 +45,8 @@ def recurrent_weights(module: Any) -> list[tuple[str, str | None]]:
 def build_of(model: nn.Module) -> tuple[Any, ...]:
     """Return what a forward may depend on beside tensors: the modules, and their attributes."""
     return tuple(
-        (name, type(module), *((k, _same(v)) for k, v in vars(module).items() if k not in OWN))
-        for name, module in model.named_modules(remove_duplicate=False)
+        (name, stock_of(type(m)), *((k, _same(v)) for k, v in vars(m).items() if k not in OWN))
+        for name, m in model.named_modules(remove_duplicate=False)
     )
 
 
@@ -68,7 +71,7 @@ def opaque(module: nn.Module) -> bool:
 
 
 def own_names(module: nn.Module) -> list[str]:
-    """The parameters that a module's own forward uses, by their names within it.
+    """Return names of the parameters that a module's own forward uses.
 
     One that a layer below it holds too (a head's bias, kept beside the decoder that adds it) is the
     layer's: a module that runs again would count it a second time. What the module itself does with
@@ -87,15 +90,15 @@ def own_names(module: nn.Module) -> list[str]:
 
 
 def parameter_of(module: nn.Module, name: str) -> Tensor | None:
-    """By its name within the module, as `own_names` has it."""
+    """Return a parameter by its name within the module, as `own_names` has it."""
     owner, _, key = name.rpartition(".")
     return (module.get_submodule(owner) if owner else module)._parameters.get(key)
 
 
 def same_parameters(one: nn.Module, other: nn.Module, names: Iterable[str]) -> bool:
     """Return True if two modules compute with the same named parameters: one at least."""
-    held = [parameter_of(one, name) is parameter_of(other, name) for name in names]
-    return bool(held) and all(held)
+    same = [parameter_of(one, name) is parameter_of(other, name) for name in names]
+    return bool(same) and all(same)
 
 
 def modules_in_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -20,7 +20,8 @@ from torch.nn.utils import parametrize
 from .. import ops
 from ..plan.cost import Plan, Problem, plan
 from ..plan.gpu import Gpu
-from ..sites import attention, closed
+from ..sites import attention, fallback
+from ..sites.copies import stock_of
 
 if ops.NATIVE:
     from .. import _C
@@ -98,9 +99,9 @@ class Rule:
     leads: Callable[[Layer, int], int] = lambda layer, dims: 1  # of an input: that count rows
     swaps: bool = True  # its forward can be ours; else its output is tapped
     whole: bool = False  # then: that forward is one operator all the same
-    way: str = ""  # what serves it, where there is nothing to choose; else the cost model says
+    served_by: str = ""  # where there is nothing to choose; else the cost model says
     argument: str = "input"
-    closed: closed.Form | None = None  # in place of `make`: from what the module was called with
+    closed: fallback.Form | None = None  # in place of `make`: from what the module was called with
     parts: Callable[..., Iterator[dict[str, Any]]] | None = None  # fields of several layers
 
 
@@ -169,9 +170,9 @@ def _geometry(module: Any, padding: Sequence[int]) -> dict[str, Any]:
 
 
 def _each(sizes: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """By dimension: what was set on a module by hand need not say it so."""
-    given = (sizes,) if isinstance(sizes, int) else tuple(sizes)
-    return given * dims if len(given) == 1 else given
+    """Return sizes by dimension: what was set on a module by hand need not say it so."""
+    each = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    return each * dims if len(each) == 1 else each
 
 
 def _pair(sizes: Sequence[int], first: int = 1) -> tuple[int, ...]:
@@ -193,10 +194,6 @@ def _convolution_layer(layer: Layer) -> Any:
     )
 
 
-def _one(layer: Layer, dims: int) -> int:
-    return 1
-
-
 def _fits(module: Any) -> bool:
     """Return True if a transposed convolution has the sizes of a convolution turned round."""
     dims = len(module.kernel_size)
@@ -215,10 +212,6 @@ def _constants(*names: str, **renamed: str) -> Callable[[Any], dict[str, Any]]:
         return {"constants": {k: -1 if v is None else v for k, v in found.items()}}
 
     return describe
-
-
-def _nothing(module: Any) -> dict[str, Any]:
-    return {}
 
 
 def _made_of(name: str) -> Callable[[Layer], Any]:
@@ -257,7 +250,8 @@ def _stock(kind: Any, *methods: str) -> Callable[[Any], bool]:
     names = ("forward", "__getattr__", "__getattribute__", "weight", "bias", *methods)
 
     def accepts(module: Any) -> bool:
-        same = all(getattr(type(module), n, None) is getattr(kind, n, None) for n in names)
+        own = stock_of(type(module))  # another probe may have the model, and stand aside
+        same = all(getattr(own, n, None) is getattr(kind, n, None) for n in names)
         return same and isinstance(module, kind) and _only_weight_and_bias(module)
 
     return accepts
@@ -269,7 +263,7 @@ def _only_weight_and_bias(module: nn.Module) -> bool:
 
 
 def _elsewhere(module: str, name: str) -> Callable[[Any], bool]:
-    """As _stock, of a class of a package that is never imported here."""
+    """Return what _stock does, of a class of a package that is never imported here."""
 
     def accepts(candidate: Any) -> bool:
         kind = getattr(sys.modules.get(module), name, None)
@@ -311,36 +305,36 @@ def _rules() -> Iterator[tuple[type[nn.Module] | str, Rule]]:
         lambda layer: _C.linear_layer(), _all_but_last, argument="x"
     )  # fmt: skip
     for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-        yield _row(kind, _convolution, _convolution_layer, _one, methods=("_conv_forward",))
+        yield _row(kind, _convolution, _convolution_layer, methods=("_conv_forward",))
     for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
         # its forward takes an output_size besides, and stays the framework's own
-        yield _row(kind, _transposed, _convolution_layer, _one, when=_fits, swaps=False)
+        yield _row(kind, _transposed, _convolution_layer, when=_fits, swaps=False)
     rows = _constants("padding_idx", "sparse", "max_norm", rows="num_embeddings")
     table = _made_of("embedding_layer")
-    tables: dict[str, Any] = {"swaps": False, "whole": True, "way": GATHER}
+    tables: dict[str, Any] = {"swaps": False, "whole": True, "served_by": GATHER}
     yield _row(nn.Embedding, rows, table, _all, when=_unscaled, **tables)
-    bags: dict[str, Any] = {"closed": closed.embedding_bag, "way": BAGS}
-    yield _row(nn.EmbeddingBag, _nothing, when=_plain_bags, **bags)
-    yield _row(nn.Bilinear, _nothing, closed=closed.bilinear, way=PAIRS)
+    bags: dict[str, Any] = {"closed": fallback.embedding_bag, "served_by": BAGS}
+    yield _row(nn.EmbeddingBag, _constants(), when=_plain_bags, **bags)
+    yield _row(nn.Bilinear, _constants(), closed=fallback.bilinear, served_by=PAIRS)
     yield (
         nn.MultiheadAttention,
-        Rule("multiheadattention", attention.accepts, _nothing, parts=attention.parts),
+        Rule("multiheadattention", attention.accepts, _constants(), parts=attention.parts),
     )
     shape = _constants("eps", shape="normalized_shape")
-    yield _row(nn.LayerNorm, shape, _made_of("layer_norm_layer"), _all_but_shape, way=SWEEP)
+    yield _row(nn.LayerNorm, shape, _made_of("layer_norm_layer"), _all_but_shape, served_by=SWEEP)
     rms = _made_of("rms_norm_layer")
-    yield _row(nn.RMSNorm, shape, rms, _all_but_shape, argument="x", way=SWEEP)
+    yield _row(nn.RMSNorm, shape, rms, _all_but_shape, argument="x", served_by=SWEEP)
     groups = _constants("eps", groups="num_groups")
-    yield _row(nn.GroupNorm, groups, _made_of("group_norm_layer"), _one, way=SWEEP)
+    yield _row(nn.GroupNorm, groups, _made_of("group_norm_layer"), served_by=SWEEP)
     slopes = _constants(slopes="num_parameters")
-    yield _row(nn.PReLU, slopes, _made_of("prelu_layer"), _one, way=SWEEP)
-    tapped: dict[str, Any] = {"swaps": False, "way": BESIDE}
+    yield _row(nn.PReLU, slopes, _made_of("prelu_layer"), served_by=SWEEP)
+    tapped: dict[str, Any] = {"swaps": False, "served_by": BESIDE}
     eps = _constants("eps")
     for kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
         instances = _made_of("instance_norm_layer")
-        yield _row(kind, eps, instances, _one, when=_own_statistics, **tapped)
+        yield _row(kind, eps, instances, when=_own_statistics, **tapped)
     for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-        yield _row(kind, eps, _made_of("batch_norm_layer"), _one, **tapped)
+        yield _row(kind, eps, _made_of("batch_norm_layer"), **tapped)
 
 
 RULES: dict[type[nn.Module] | str, Rule] = dict(_rules())

@@ -29,14 +29,6 @@ LAYOUTS = {"batch": BATCH, "sequence": SEQUENCE}
 _MODES = "training", "_backward_hooks", "_backward_pre_hooks"  # hooks make nodes of the graph
 
 
-def _owner(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _key(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
 class Parameters:
     """The table of a model's parameters: by place, by first name, and whatever stands there now."""
 
@@ -50,7 +42,8 @@ class Parameters:
             if id(p) not in places:
                 places[id(p)] = len(self.names)
                 self.names.append(name)
-                self._slots.append((modules[_owner(name)]._parameters, _key(name)))
+                owner, _, key = name.rpartition(".")
+                self._slots.append((modules[owner]._parameters, key))
             self._aliases[name] = places[id(p)]
         self._tensors: list[Tensor] = list(model.parameters())
         self.computed = False  # whether any is none, but made of some
@@ -63,16 +56,17 @@ class Parameters:
         self._lengths = list(map(len, self._held))
         self._states = list(map(vars, self._modules))
         self._odd = [m for m in self._modules if "training" not in vars(m)]  # it is computed
-        tied = [name for name, place in self._aliases.items() if self.names[place] != name]
-        self._tied = [(modules[_owner(n)]._parameters, _key(n), self._aliases[n]) for n in tied]
+        tied = [(*name.rpartition("."), place) for name, place in self._aliases.items()
+                if self.names[place] != name]  # fmt: skip
+        self._tied = [(modules[owner]._parameters, key, place) for owner, _, key, place in tied]
 
     def place(self, name: str) -> int:
         return self._aliases[name]
 
     def tensor(self, place: int) -> Tensor:
         """Return the tensor in one place, as `tensors` has it."""
-        held, key = self._slots[place]
-        now = held.get(key)
+        own, key = self._slots[place]
+        now = own.get(key)
         return self._tensors[place] if now is None else now
 
     def tensors(self) -> list[Tensor]:
@@ -111,7 +105,7 @@ class Parameters:
         if self.altered or any(self._childless) or not here:
             return True
         now = self.tensors() if self._tied else []
-        return any(held.get(key) is not now[place] for held, key, place in self._tied)
+        return any(own.get(key) is not now[place] for own, key, place in self._tied)
 
     def trainable(self) -> list[int]:
         return [place for place, p in enumerate(self.tensors()) if p.requires_grad]
@@ -127,8 +121,8 @@ else:
 
     def facts(tables: Iterable[dict[str, Any]], keys: Any, tensors: list[Tensor]) -> bytes:
         """Return of each dictionary whether these are true, of each tensor if it is trained."""
-        held = [bool(table.get(key)) for table in tables for key in keys]
-        return bytes([*held, *(t.requires_grad for t in tensors)])
+        own = [bool(table.get(key)) for table in tables for key in keys]
+        return bytes([*own, *(t.requires_grad for t in tensors)])
 
     def stand(tables: Iterable[dict[str, Any]], before: list[Any]) -> bool:
         """Return True if these dictionaries hold what they did, in order."""

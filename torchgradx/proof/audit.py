@@ -26,7 +26,8 @@ from ..record.record import Record
 from ..refusals import cause
 from ..sharding import scattered
 from ..shared.frontier import Plan
-from ..shared.lift import Lift, Met
+from ..shared.lift import Lift
+from ..shared.stations import Match
 from ..sites.copies import untraced
 from .forwards import Forward, Forwards, ForwardTrace
 from .layout import NOWHERE
@@ -113,10 +114,9 @@ class Audit:
         run = forward.run
 
         @cache
-        def meet(plan: Plan | None) -> Met | None:
-            if plan is None:
-                return None
-            return self._lift.meet(run, plan, forward.uses, self._sites, forward.outputs)
+        def meet(plan: Plan | None) -> Match | None:
+            given = forward.uses, self._sites, forward.outputs
+            return self._lift.match(run, plan, *given) if plan else None
 
         chosen = cache(partial(routes, forward.outputs, run.n, forward.trace.by_row))
 
@@ -125,7 +125,7 @@ class Audit:
             if not verdict.holds(self._parameters.tensors, chosen):
                 return False
             met = meet(verdict.plan)
-            return met is None or (met.way is not None and not met.mute and met.same)
+            return met is None or (met.stations is not None and not met.mute and met.same)
 
         cached = [v for k, _, v, _ in self._pending if k == key] + self._proven.get(key, [])
         verdict = next(filter(fits, cached), None) or self._transfer(forward, key, fits)

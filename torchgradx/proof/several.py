@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..shared.frontier import Graph, below
-from ..sites.fallback import Call, as_its_own, dim_of, run_again
+from ..sites.fallback import Call, copy_to_run, dim_of, run_again
 from ..sites.regime import Regime
 from .layout import BATCH, SEQUENCE, Watched, owners
 
@@ -145,7 +145,7 @@ def of_the_loss(
 ) -> Call:
     """Return the call without the gradients of outputs (`inner`) that came through others."""
     with silent(), call.regime.again():
-        outputs, _ = run_again(as_its_own(call))
+        outputs, _ = run_again(copy_to_run(call))
         found: dict[int, Tensor] = {}
         made = [(t.grad_fn._sequence_nr(), k) for k, t in enumerate(outputs) if t.grad_fn]
         for _, k in sorted(made, reverse=True):  # what is made from others first

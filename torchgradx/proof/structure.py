@@ -125,7 +125,7 @@ class Examiner:
         found, exam.zeros = self._join(exam, findings)
         plan, complete = None, True
         if proven or exam.constant is not None:
-            plan = self._lift.plan(n, uses, self._sites, outputs, start, found, of_region, proven)
+            plan = self._lift.plan(n, start, found, of_region, proven)
         elif start.tables or start.beside or start.read:  # sizes tell no table from activations
             self._forwards.watch_again()
             complete = False
@@ -299,8 +299,8 @@ class Examiner:
             return None
         moved, layouts = replace(verdict), list(verdict.layouts)
         if verdict.plan is not None:
-            met = self._lift.meet(forward.run, verdict.plan, uses, self._sites, outputs)
-            if met.way is None:
+            met = self._lift.match(forward.run, verdict.plan, uses, self._sites, outputs)
+            if met.stations is None:
                 return None
             if not met.same:
                 if any(layout not in (BATCH, SEQUENCE) for _, layout in met.ends):

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
@@ -100,6 +101,11 @@ def _known(packed: Packed) -> bool:
 
 def _offloads(hook: Unpack) -> bool:
     return getattr(hook, "__qualname__", "").startswith("save_on_cpu.")
+
+
+def saves_through_hooks() -> bool:
+    """Return True if tensors are saved through hooks now, a checkpoint's or others."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def saved(leaf: Any) -> Any:

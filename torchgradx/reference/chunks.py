@@ -29,9 +29,9 @@ def along(grads: Tensor, direction: Tensor) -> Tensor:
     return grads.reshape(len(grads), -1).to(direction.dtype) @ direction.flatten()
 
 
-def chunks(count: int, elements: int) -> Iterator[slice]:
-    """Slices of range(count), each of as many items of `elements` elements as fit in CHUNK."""
-    step = max(1, CHUNK // max(1, elements))
+def chunks(count: int, elements: int, most: int = CHUNK) -> Iterator[slice]:
+    """Slices of range(count), each of as many items of `elements` elements as fit in `most`."""
+    step = max(1, most // max(1, elements))
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 

@@ -1,16 +1,16 @@
 """Gradients by sample, taken down from a frontier (frontier.py) to the parameters below it.
 
-As the backward comes by, each node is asked for its vector-Jacobian product sample by sample,
-before it runs itself and lets its saved tensors go. Gradients on their way are [N, *shape].
+As the backward reaches it, each node is asked for its vector-Jacobian product sample by sample,
+before it runs itself and lets its saved tensors go. Gradients between nodes are [N, *shape].
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,24 +19,12 @@ from ..ops import NATIVE
 from ..proof.layout import NOWHERE
 from ..record.gate import receives
 from ..record.unpacking import spared
+from ..reference.chunks import chunks
 from ..refusals import cause
 from ..sharding import shards
 from ..sites.copies import untraced
-from .convolved import Convolved
 from .frontier import Node, dtype_of, shape_of
-from .outer import (
-    BySample,
-    Gradients,
-    Outer,
-    Rowwise,
-    added,
-    along,
-    in_full,
-    size,
-    sq_norms,
-    to_add,
-    total,
-)
+from .gradients import Gradients, added, in_full, keep, size, sq_norms, to_add, total
 from .products import (
     CAST,
     TABLE,
@@ -50,52 +38,38 @@ from .products import (
     spread,
     through,
 )
-from .stations import Leaf, Station, Trail
+from .stations import Leaf, Match, Station, Trail
 
 if NATIVE:
     from .._C import Terms, hooked
 
-G = TypeVar("G", bound=Gradients)
 CHUNK = 1 << 23  # elements of parameters' gradients at a time: 32 MiB of float32
 
 
 class Descent:
-    """The way down through one pass's graph: owned by its hooks, it owns no node."""
+    """The path down through one pass's graph: owned by its hooks, it owns no node."""
 
     def __init__(
-        self,
-        run: Any,
-        recorder: Any,
-        way: dict[Node, Station],
-        leaves: Sequence[Leaf],
-        packed: Collection[int],
-        tensors: Sequence[Tensor],
-        *,
-        hears: Callable[[Leaf], bool],
-        delivered: set[tuple[int, int]],
-        refuse: Callable[[str], None],
-        norms_only: bool,
-        guarded: bool,
+        self, run: Any, match: Match, lift: Any, parameters: Any, refuse: Callable[[str], None]
     ) -> None:
-        """way: what `serve` does not serve. packed: keys of stations that saved through hooks.
-        tensors: the table of parameters. delivered: see Lift."""
-        self._run, self._recorder, self._norms_only = run, recorder, norms_only
-        self._packed, self._tensors = packed, tensors
-        self._hears, self._delivered, self._refuse = hears, delivered, refuse
+        """lift: see lift.py."""
+        self._run, self._refuse, self._tensors = run, refuse, parameters.wholes()
+        self._recorder, self._hears, self._delivered = lift.recorder, lift.hears, lift.delivered
+        self._norms_only = lift.norms_only
+        self._packed, self._leaves = match.packed, match.leaves
         self._task, self._final, self._books, self._rounding = -1, True, False, 0.0
-        self._held: dict[tuple[int, int], Gradients] = {}  # on their way, by node and output
+        self._received: dict[tuple[int, int], Gradients] = {}  # between nodes, by node and output
         self._ready: list[tuple[Leaf, Gradients, bool]] = []
-        self._leaves = leaves
-        # Then only a hook of the user's on the way changes what comes down it.
-        self._guarded, self._compares = guarded, True
+        # Then only a hook of the user's between nodes changes what comes down.
+        self._guarded, self._compares = match.trail is not None, True
         known: Counter[int] = Counter()
-        for leaf in leaves:
+        for leaf in match.leaves:
             if leaf.alone:
                 continue
             known[leaf.place] += 1
             if known[leaf.place] > leaf.calls:  # the sum over its uses waits for this one too
-                run.expect(leaf.place, tensors[leaf.place])
-        for node, station in way.items():
+                run.expect(leaf.place, self._tensors[leaf.place])
+        for node, station in (match.stations or {}).items():
             node.register_prehook(partial(self._arrive, station))
             if station.leaves:
                 node.register_hook(self._deliver)
@@ -136,16 +110,18 @@ class Descent:
                 elif station.layout is not None:
                     self._enter(station, node, incoming)
                 else:
-                    held = [self._held.pop((station.key, k), None) for k in range(len(incoming))]
+                    grads = [
+                        self._received.pop((station.key, k), None) for k in range(len(incoming))
+                    ]
                     if self._compares or hooked(node, 1, bool(station.leaves)):
-                        self._compare(station, node, incoming, held)
-                    self._pass(station, node, held)
+                        self._compare(station, node, incoming, grads)
+                    self._pass(station, node, grads)
         except Exception as error:  # never from inside backward()
             self._refuse(cause("failed", error=f"at {node.name()}: {error}"))
 
     def _begin(self) -> None:
         self._task, self._rounding = torch._C._current_graph_task_id(), 0.0
-        self._held.clear()
+        self._received.clear()
         self._ready.clear()
         arrives = any(self._run.arrive([leaf.place], True) for leaf in self._leaves)
         served = (self._tensors[leaf.place] for leaf in self._leaves)
@@ -165,12 +141,12 @@ class Descent:
         station: Station,
         node: Node,
         incoming: Sequence[Tensor | None],
-        held: Sequence[Gradients | None],
+        grads: Sequence[Gradients | None],
     ) -> None:
         """Refuse where a node receives something else than the sum over the samples of what came
         down: of a use that no output leads to, or by a hook of the user's in between."""
         casts = station.leaves and node.name() == CAST  # autocast: for all uses at once
-        for g, mine in zip(incoming, held, strict=True):
+        for g, mine in zip(incoming, grads, strict=True):
             if mine is not None:
                 self._measure(mine)
             if g is None or casts:
@@ -192,106 +168,130 @@ class Descent:
             return
         if station.inward or any(self._hears(leaf) for leaf in station.leaves.values()):
             self._measure(g)  # for what will be compared
-        masked: list[int] = []
-        for operand in (*station.inward, *station.leaves):
+        masked = []
+        for operand in station.operands:
             product = closed(node, operand, g, layout, n)
             if product is None:
                 masked.append(operand)
             else:
-                self._send(station, operand, self._reduced(station, operand, product))
-        if not masked:
-            return
-        grads: list[Tensor | None] = [None] * len(incoming)
-        columns: dict[int, list[Tensor]] = {operand: [] for operand in masked}
-        for sample in range(n):
+                self._send(station, operand, product)
+        if masked:
+            self._collect(station, masked, self._ask_masked(station, node, incoming, masked))
+
+    def _ask_masked(
+        self,
+        station: Station,
+        node: Node,
+        incoming: Sequence[Tensor | None],
+        operands: Sequence[int],
+    ) -> Iterator[Sequence[Tensor]]:
+        """Ask a node of the frontier for each sample, all others' rows masked."""
+        g: Any = incoming[station.output]
+        layout: Any = station.layout
+        for sample in range(self._run.n):
             only = torch.zeros_like(g)
-            by_sample(only, layout, n)[sample] = by_sample(g, layout, n)[sample]
-            grads[station.output] = only
-            out = self._ask(node, grads)
-            for operand in masked:
-                product = self._reduced(station, operand, dense(out[operand])[None])
-                columns[operand].append(product)
-        for operand, column in columns.items():
-            self._send(station, operand, torch.cat(column))
+            by_sample(only, layout, self._run.n)[sample] = by_sample(g, layout, self._run.n)[sample]
+            out = self._ask(node, [only if k == station.output else None
+                                   for k in range(len(incoming))])  # fmt: skip
+            yield [dense(out[operand])[None] for operand in operands]
 
     def _nothing(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
         """Send zeros: of no samples, or behind weights that are zeros."""
         tensors = (*incoming, *(self._tensors[leaf.place] for leaf in station.leaves.values()))
         device = next((t.device for t in tensors if t is not None), None)
-        for operand in (*station.inward, *station.leaves):
+        for operand in station.operands:
             edge = node.next_functions[operand]
             zeros = torch.zeros((), dtype=dtype_of(*edge), device=device)
-            zeros = zeros.expand(self._run.n, *shape_of(*edge))
-            self._send(station, operand, self._reduced(station, operand, zeros))
+            self._send(station, operand, zeros.expand(self._run.n, *shape_of(*edge)))
 
-    def _pass(self, station: Station, node: Node, held: list[Gradients | None]) -> None:
+    def _pass(self, station: Station, node: Node, grads: list[Gradients | None]) -> None:
         """Through a node of which all outputs are shared."""
-        live: dict[int, Tensor] = {}
-        operands = (*station.inward, *station.leaves)
-        for k, g in enumerate(held):
-            rows = isinstance(g, (Outer, Convolved, Rowwise)) and not k
-            products = through(node, g) if rows else None  # type: ignore[arg-type]
-            if products is not None:
-                for operand in operands:
-                    self._send(station, operand, self._reduced(station, operand, products[operand]))
-                return
-            if g is not None:
-                live[k] = in_full(g).to(dtype_of(node, k))
+        products = through(node, grads[0])
+        if products is not None:
+            for operand in station.operands:
+                self._send(station, operand, products[operand])
+            return
+        live = {k: in_full(g).to(dtype_of(node, k)) for k, g in enumerate(grads) if g is not None}
         if not live:
             return
+        formed = self._formed(station, node, live, len(grads))
+        for operand, product in formed.items():
+            self._send(station, operand, product)
+        if not formed:
+            asked = self._ask_mapped(station, node, live, len(grads))
+            self._collect(station, station.operands, asked)
+
+    def _formed(
+        self, station: Station, node: Node, live: dict[int, Tensor], outputs: int
+    ) -> dict[int, Gradients]:
+        """Return products of all operands in closed form; empty: some have none."""
         if node.name() == TABLE and not counts_ids(node):  # the same ids for all samples
             ids = node._saved_indices.reshape(1, -1).expand(self._run.n, -1)
-            found = looked_up(node, ids, live[0])
-            for operand in operands:
-                self._send(station, operand, self._reduced(station, operand, found))
-            return
-        if len(held) == 1:
-            ask_one = partial(self._ask, node)
-            formed = {k: spread(node, k, live[0], lambda g: ask_one([g])) for k in operands}
-            if None not in formed.values():
-                for k, whole in formed.items():
-                    self._send(station, k, self._reduced(station, k, whole))  # type: ignore
-                return
-        columns: dict[int, list[Tensor]] = {k: [] for k in operands}
+            return dict.fromkeys(station.operands, looked_up(node, ids, live[0]))
+        formed = {}
+        for k in station.operands if outputs == 1 else ():
+            product = spread(node, k, live[0], lambda g: self._ask(node, [g]))
+            if product is None:
+                return {}
+            formed[k] = product
+        return formed
+
+    def _ask_mapped(
+        self, station: Station, node: Node, live: dict[int, Tensor], outputs: int
+    ) -> Iterator[Sequence[Tensor | None]]:
+        """Ask a node for so many samples at a time."""
         places = (leaf.place for leaf in station.leaves.values())
         most = max((self._tensors[place].numel() for place in places), default=1)
 
         def ask(*grads: Tensor) -> tuple[Tensor, ...]:
-            given = dict(zip(live, grads, strict=True))
-            out = self._ask(node, [given.get(k) for k in range(len(held))])
-            return tuple(out[operand] for operand in columns)
+            by_output = dict(zip(live, grads, strict=True))
+            out = self._ask(node, [by_output.get(k) for k in range(outputs)])
+            return tuple(out[operand] for operand in station.operands)
 
-        for part in _chunks(live.values(), self._run.n, max(1, CHUNK // max(1, most))):
-            for operand, product in zip(columns, mapped(ask, part), strict=True):
+        for samples in chunks(self._run.n, most, CHUNK):
+            yield mapped(ask, [g[samples] for g in live.values()])
+
+    def _collect(
+        self, station: Station, operands: Sequence[int], parts: Iterable[Sequence[Tensor | None]]
+    ) -> None:
+        """Send products that come for some samples at a time, reduced as they come."""
+        columns: dict[int, list[Tensor]] = {operand: [] for operand in operands}
+        for products in parts:
+            for operand, product in zip(operands, products, strict=True):
                 if product is not None:
                     columns[operand].append(self._reduced(station, operand, product))
         for operand, column in columns.items():
             if column:
-                self._send(station, operand, torch.cat(column))
+                self._pass_on(station, operand, torch.cat(column))
 
-    def _reduced(self, station: Station, operand: int, product: G) -> G | Tensor:
+    def _send(self, station: Station, operand: int, product: Gradients) -> None:
+        self._pass_on(station, operand, self._reduced(station, operand, product))
+
+    def _reduced(self, station: Station, operand: int, product: Gradients) -> Any:
         """[n, *shape], or [n] squared norms where nothing else is added to it."""
         leaf = station.leaves.get(operand)
         if leaf is None:
             return product
-        heard = self._hears(leaf) and self._gives and not (self._withholds and operand)
-        if heard:
+        is_compared = self._hears(leaf) and self._gives and not (self._withholds and operand)
+        if is_compared:
             self._measure(product)
-        product = _like(product, self._tensors[leaf.place])
-        if heard:
+        parameter = self._tensors[leaf.place]
+        if isinstance(product, Tensor):  # what lies between, a view or a cast, may have had others
+            product = product.reshape(len(product), *parameter.shape).to(parameter.dtype)
+        if is_compared:
             self._recorder.add_recorded(leaf.place, total(product), self._rounding)
         return sq_norms(product) if leaf.alone and self._final else product
 
-    def _send(self, station: Station, operand: int, whole: Gradients) -> None:
+    def _pass_on(self, station: Station, operand: int, whole: Gradients) -> None:
         if operand in station.leaves:
             leaf = station.leaves[operand]
             self._ready.append((leaf, whole, leaf.alone and self._final))
         else:
             key = station.inward[operand]
-            self._held[key] = added(whole, self._held.get(key))
+            self._received[key] = added(whole, self._received.get(key))
 
     def _ask(self, node: Node, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """The node's own products. Its hooks are not called, and nothing of it is recorded."""
+        """Return the node's own products. No hook is called, and nothing of it is recorded."""
         if shards(node):  # which gives back what it is given
             return tuple(grads)
         self._recorder.asking = True
@@ -303,42 +303,24 @@ class Descent:
         return tuple(map(fitted, products, node.next_functions))
 
     def _measure(self, g: Gradients) -> None:
-        """The rounding of a sum is by its terms, of which the largest met on the way stands."""
+        """Note the rounding of a sum, which is that of its largest terms."""
         rounding = size(g) * self._run.n * torch.finfo(g.dtype).eps
         self._rounding = max(self._rounding, rounding)
 
     @untraced
     def _deliver(self, *_: Any) -> None:
-        """After the node ran: a use of its own has arrived by then."""
+        """Deliver after the node ran: its own use has arrived by then."""
         ready, self._ready = self._ready, []
         for leaf, whole, squared in ready:
             if not self._run.arrive([leaf.place], not leaf.counted):
                 continue
             for _more in range(1, leaf.counted):
                 self._run.arrive([leaf.place])
-            if squared:
+            if squared:  # and nothing else is wanted
                 self._run.finish(leaf.place, whole)
-            elif leaf.alone and self._books:
+                continue
+            if leaf.alone and self._books:
                 self._run.finish(leaf.place, sq_norms(whole))
             else:
                 self._run.add(leaf.place, *to_add(whole))
-            if self._recorder.books:
-                if self._run.n == 1 and isinstance(whole, Tensor):
-                    whole = whole.clone()  # it becomes .grad, into which another backward adds
-                self._run.book(BySample(leaf.place, whole))
-            v = self._run.directions[leaf.place] if self._run.directions else None
-            if v is not None:
-                self._run.add_dots(along(whole, v))
-
-
-def _like(product: G, parameter: Tensor) -> G:
-    """Return gradients [N, *] in the parameter's shape and dtype: what lies between, as a view or
-    a cast, may have had others."""
-    if isinstance(product, Tensor):
-        return product.reshape(len(product), *parameter.shape).to(parameter.dtype)  # type: ignore[return-value]
-    return product
-
-
-def _chunks(grads: Iterable[Tensor], n: int, step: int) -> Iterator[list[Tensor]]:
-    grads = list(grads)
-    return ([g[start : start + step] for g in grads] for start in range(0, n, step))
+            keep(self._run, self._recorder, leaf.place, whole)

@@ -1,6 +1,6 @@
 """What all samples share, and where in a graph the samples come in.
 
-wpe(torch.arange(T)[None]) receives one gradient, summed over the samples where its output met them.
+wpe(torch.arange(T)[None]) receives one gradient, summed over the samples where its output is added.
 Each node of the graph where that happens still gets rows by sample. These nodes are the frontier,
 found by climbing the graph; descent.py takes their gradients down by sample.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..proof.layout import LAST, MINOR, NOWHERE, SECOND, SEQUENCE, Finding, Watched, from_sizes
 from ..sharding import shards
-from .sizes import columns_of, look_of, rows_of
+from .sizes import look_of, rows_of
 
 Node = Any
 Shape = tuple[int, ...]
@@ -36,7 +36,7 @@ class Graph:
     """A forward's graph, walked from its outputs: who consumes what."""
 
     def __init__(self, outputs: Iterable[Tensor]) -> None:
-        # in the outputs' order: a plan's names are of nodes that every pass meets in the same one
+        # in the outputs' order: a plan's names are of nodes that every pass lists in the same one
         self.roots = dict.fromkeys(t.grad_fn for t in outputs if t.grad_fn is not None)
         self.parents: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.roots}
         todo = list(self.parents)
@@ -50,33 +50,33 @@ class Graph:
                     self.parents[child].append((node, number))
 
     def numbers(self, node: Node) -> list[int]:
-        """The outputs of a node that others consume."""
+        """Return the outputs of a node that others consume."""
         return sorted({number for _, number in self.parents.get(node, ())})
 
     def last(self, node: Node) -> int:
-        """The one output of a frontier's node."""
+        """Return the one output of a frontier's node."""
         return max(self.numbers(node), default=0)
 
     def climb(self, starts: Iterable[Node], on: Callable[[int, Node], bool]) -> list[Node]:
         """Nodes above, nearest first; beyond the k-th only if `on` says so."""
         found = list(dict.fromkeys(starts))
-        seen = set(found)
+        visited = set(found)
         for k, node in enumerate(found):  # grows as it goes
             if on(k, node):
-                fresh = dict.fromkeys(p for p, _ in self.parents.get(node, ()) if p not in seen)
+                fresh = dict.fromkeys(p for p, _ in self.parents.get(node, ()) if p not in visited)
                 found += fresh
-                seen.update(fresh)
+                visited.update(fresh)
         return found
 
     def without(self, leaf: Node, uses: set[Node]) -> bool:
         """Take away a parameter's edges into what made the outputs `uses` of its modules.
 
-        False, and nothing is changed, where they cannot be told.
+        False, and nothing is changed, where they are not found.
         """
         left: dict[Node, list[tuple[Node, int]]] = {}
-        told: set[Node] = set()
-        gone = leaf in self.parents and self._prune(leaf, uses, left, told)
-        if told != uses:
+        hits: set[Node] = set()
+        gone = leaf in self.parents and self._prune(leaf, uses, left, hits)
+        if hits != uses:
             return False
         self.parents.update(left)
         if gone:
@@ -84,54 +84,50 @@ class Graph:
         return True
 
     def _prune(
-        self,
-        node: Node,
-        uses: set[Node],
-        left: dict[Node, list[tuple[Node, int]]],
-        told: set[Node],
+        self, node: Node, uses: set[Node], left: dict[Node, list[tuple[Node, int]]], hits: set[Node]
     ) -> bool:
-        """What is `left` of the parents of a node; whether that is nothing. No closure calls itself
-        here: it would keep the graph until garbage is collected."""
+        """Fill `left` with the parents that remain; return True if none does. No closure calls
+        itself here: it would keep the graph until garbage is collected."""
         kept = left[node] = []
         for parent, number in self.parents[node]:
             made = self._made(parent) & uses
-            told |= made
-            if not made and not (parent.name() in VIEWS and self._prune(parent, uses, left, told)):
+            hits |= made
+            if not made and not (parent.name() in VIEWS and self._prune(parent, uses, left, hits)):
                 kept.append((parent, number))
         return not kept and node not in self.roots
 
     def _made(self, node: Node) -> set[Node]:
         """It, and what it makes in another shape and with a bias added."""
-        todo, seen = [node], {node}
+        todo, visited = [node], {node}
         for node in todo:  # grows as it goes
             parents = {p for p, _ in self.parents.get(node, ()) if p.name() in OUTPUTS}
-            todo += parents - seen
-            seen |= parents
-        return seen
+            todo += parents - visited
+            visited |= parents
+        return visited
 
 
-def coarsest(outputs: Iterable[Tensor], given: Iterable[Tensor]) -> float:
-    """The largest rounding unit of the gradients between outputs and what they were made from."""
-    seen = {t.grad_fn for t in given}
-    found = [t.grad_fn for t in outputs if t.grad_fn not in seen]
+def coarsest(ends: Iterable[Node], operands: Iterable[Tensor]) -> float:
+    """Return the largest rounding unit of gradients between ends and what they are made from."""
+    visited = {t.grad_fn for t in operands}
+    found = [node for node in ends if node not in visited]
     dtypes: set[torch.dtype] = set()
     for node in filter(None, found):  # grows as it goes
         dtypes.update(kind.dtype for kind in getattr(node, "_input_metadata", ()))
-        fresh = {child for child, _ in node.next_functions} - seen
+        fresh = {child for child, _ in node.next_functions} - visited
         found += fresh
-        seen.update(fresh)
+        visited.update(fresh)
     return max((torch.finfo(kind).eps for kind in dtypes if kind.is_floating_point), default=0.0)
 
 
 def below(starts: Iterable[Node], until: Collection[Node | None] = ()) -> list[Node]:
-    """These nodes and all that they lead to, but for the parameters, and for what is `until`."""
+    """Return these nodes and all that they lead to, less the parameters and what is `until`."""
     found = [node for node in dict.fromkeys(starts) if node not in until]
-    seen = {*found, *until}
+    visited = {*found, *until}
     for node in found:  # grows as it goes
         children = (child for child, _ in node.next_functions if child and not is_leaf(child))
-        fresh = dict.fromkeys(child for child in children if child not in seen)
+        fresh = dict.fromkeys(child for child in children if child not in visited)
         found += fresh
-        seen.update(fresh)
+        visited.update(fresh)
     return found
 
 
@@ -163,18 +159,18 @@ def shape_of(node: Node, number: int) -> tuple[int, ...]:
 
 def from_views(graph: Graph, node: Node, number: int, leads: Sequence[int], n: int) -> int | None:
     """Return the layout of an output's rows, from its sizes and its views', if in no doubt."""
-    return _told(leads, _views(graph, node, number) if n > 1 else [], n)
+    return _in_no_doubt(leads, _views(graph, node, number) if n > 1 else [], n)
 
 
 def of_sizes(graph: Graph, use: Watched, n: int) -> int | None:
-    """The same of any node's output, whose last dimensions may be as many by themselves."""
+    """Return that of any node's output, whose last dimensions may be as many by themselves."""
     views, shape = _views(graph, use.node, use.output_nr), shape_of(use.node, use.output_nr)
     if shape.count(n) > (from_sizes(use.leads, n) is not None):
         return None
-    return None if any(view.count(n) > 1 for view in views) else _told(use.leads, views, n)
+    return None if any(view.count(n) > 1 for view in views) else _in_no_doubt(use.leads, views, n)
 
 
-def _told(leads: Sequence[int], views: Sequence[Shape], n: int) -> int | None:
+def _in_no_doubt(leads: Sequence[int], views: Sequence[Shape], n: int) -> int | None:
     rows = [tuple(leads)]
     for shape in views:
         cuts = (shape[:k] for k in range(1, len(shape)) if shape[0] > 1)
@@ -186,7 +182,7 @@ def _told(leads: Sequence[int], views: Sequence[Shape], n: int) -> int | None:
 
 
 def _views(graph: Graph, node: Node, number: int) -> list[tuple[int, ...]]:
-    """The sizes of what an output is reshaped to, as it stands in memory."""
+    """Return the sizes of what an output is reshaped to, as it lies in memory."""
     found = [(node, number)]
     for view, output in found:  # grows as it goes
         found += [(parent, 0) for parent, of in graph.parents.get(view, ())
@@ -215,11 +211,11 @@ class Plan:
     layouts: tuple[int | None, ...]  # of the frontier's outputs; None: no rows by sample yet
     n: int  # in the pass that showed it
     shapes: tuple[Shape | None, ...]  # of these outputs, in that pass
-    # By the look of a graph, where its nodes were found: see Lift.meet.
+    # By the look of a graph, where its nodes were found: see Lift.match.
     trails: dict[bytes, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def climb(self, graph: Graph, starts: Iterable[Node]) -> list[Node] | None:
-        """The same nodes in another pass, if they are there."""
+        """Return the same nodes in another pass, if they are there."""
 
         def on(k: int, node: Node) -> bool:
             known = k < len(self.names) and self.names[k] == name_of(node)
@@ -288,7 +284,8 @@ class Region:
                 for k in graph.numbers(node) or [0]]  # fmt: skip
         few = self._nodes if most is None else self._nodes[:FEW]
         products = [(node, shape_of(node, 0)) for node in few if node.name() in PRODUCTS]
-        columns = [(node, Watched(node, 0, columns_of(shape), second=True))
+        # the last dimension may hold samples (einsum)
+        columns = [(node, Watched(node, 0, (prod(shape[:-1]), shape[-1]), second=True))
                    for node, shape in products]  # fmt: skip
         middles = [(node, Watched(node, 0, shape[:2], second=True, minor=True))
                    for node, shape in products if len(shape) > 2 and shape[1] % n == 0]  # fmt: skip
@@ -332,11 +329,7 @@ class Region:
 
 
 def survey(
-    n: int,
-    graph: Graph,
-    groups: Sequence[Group],
-    region: Region,
-    layouts: dict[Node, int | None],
+    n: int, graph: Graph, groups: Sequence[Group], region: Region, layouts: dict[Node, int | None]
 ) -> Plan:
     """Survey groups all of whose consumers are shared, up to nodes with rows proven by sample."""
 

@@ -7,6 +7,7 @@ samples where its output has none, or with all samples but one masked where it h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 
@@ -18,7 +19,8 @@ from ..proof.layout import BATCH, LAST, MINOR, SECOND, SEQUENCE
 from ..reference.chunks import accumulation_dtype
 from .convolved import Convolved
 from .frontier import Node, dtype_of, is_leaf, shape_of, signed
-from .outer import Gradients, LookedUp, Outer, Rowwise
+from .gradients import Gradients
+from .outer import LookedUp, Outer, Rowwise
 
 CAST = "ToCopyBackward0"  # autocast's
 FEW = 8  # samples
@@ -187,7 +189,7 @@ def _normalisation(node: Node, operand: int, g: Tensor) -> Tensor | None:
 
 
 def fitted(product: Tensor | None, edge: tuple[Node, int]) -> Tensor | None:
-    """As the engine does: nodes leave sums over broadcast dimensions, and casts, to it."""
+    """Sum over broadcast dimensions, and cast, as nodes leave it to the engine to do."""
     if product is None or edge[0] is None or product.is_sparse:
         return product
     shape, dtype = shape_of(*edge), dtype_of(*edge)
@@ -202,63 +204,65 @@ def dense(t: Tensor) -> Tensor:
 def mapped(
     ask: Callable[..., tuple[Tensor, ...]], part: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """For each sample; None: an operand that this backward leaves out."""
-    if len(part[0]) <= FEW:  # to set up a map takes longer
-        return apart(ask, part)
-    try:
-        return vmap(ask)(*part)
-    except Exception:  # no rule for it
-        return apart(ask, part)
-
-
-def apart(
-    ask: Callable[..., tuple[Tensor, ...]], part: Sequence[Tensor]
-) -> Sequence[Tensor | None]:
-    """The same, one sample after the other."""
+    """Ask for each sample; None: an operand that this backward leaves out."""
+    if len(part[0]) > FEW:  # for fewer, to set up a map takes longer
+        with suppress(Exception):  # no rule for it
+            return vmap(ask)(*part)
     each = list(zip(*(ask(*grads) for grads in zip(*part, strict=True)), strict=True))
     return [None if column[0] is None else torch.stack(list(map(dense, column))) for column in each]
 
 
 def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradients | None:
-    """A frontier node's product for all samples at the price of one call, where there is a form."""
+    """Return a frontier node's product for all samples at the price of one call; None: no form."""
     name, edge = node.name(), node.next_functions[operand]
     if g.is_complex():  # what is saved would have to be conjugated
         return None
-    if name in ELEMENTWISE or name in NORMALISED:
+    if is_elementwise(node):
         product = (ELEMENTWISE.get(name) or _normalisation)(node, operand, g)
-        if product is None:
-            return None
-        pieces = by_sample(product, layout, n)
-        return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
-    if name == WRITTEN and operand == 1:
-        mask, *others = node._saved_indices
-        if others or mask is None or mask.dtype != torch.bool:
-            return None
-        rows = mask.view(*mask.shape, *[1] * (g.dim() - mask.dim()))
-        pieces = by_sample(g.masked_fill(~rows, 0), layout, n)
-        return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
+    elif name == WRITTEN and operand == 1:
+        product = _written(node, g)
+    elif name == "AddmmBackward0" and operand == 0:
+        product = g if node._saved_beta == 1 else g * node._saved_beta
+    else:
+        return _product_of_rows(node, operand, g, layout, n)
+    if product is None:
+        return None
+    pieces = by_sample(product, layout, n)
+    return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
+
+
+def _written(node: Node, g: Tensor) -> Tensor | None:
+    """Return the product by what x[mask] = values wrote; None: by other indices."""
+    mask, *others = node._saved_indices
+    if others or mask is None or mask.dtype != torch.bool:
+        return None
+    return g.masked_fill(~mask.view(*mask.shape, *[1] * (g.dim() - mask.dim())), 0)
+
+
+def _product_of_rows(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradients | None:
+    """Return the product of a node that multiplies rows, looks them up or convolves."""
+    name = node.name()
     if name in COLUMNS and operand == 0 and layout == LAST:
         grads, columns = (by_sample(t, layout, n) for t in (g, node._saved_mat2))
         return grads @ columns.mT
-    if name == "AddmmBackward0" and operand == 0:
-        pieces = by_sample(g if node._saved_beta == 1 else g * node._saved_beta, layout, n)
-        return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
     if name == TABLE:
         return looked_up(node, *(by_sample(t, layout, n) for t in (node._saved_indices, g)))
     if name == CONVOLUTION:
         return _convolution(node, operand, g, layout, n)
     saved, place = ROWS.get(name, ("", -1))
-    if operand == place:
-        rows = getattr(node, saved)
-        if layout not in (BATCH, SECOND, MINOR) and not _sequence_first(rows, g, layout, n):
-            return None
-        rows, grads = (by_sample(t, layout, n) for t in (rows, g))
-        if layout in (SECOND, MINOR):
-            return rows.mT @ grads
-        alpha = getattr(node, "_saved_alpha", 1)
-        if rows.dim() == 3 and (rows.shape[2], grads.shape[2]) == tuple(shape_of(*edge)):
-            return Outer(rows, grads if alpha == 1 else grads * alpha)
-    return None
+    if operand != place:
+        return None
+    rows = getattr(node, saved)
+    if layout not in (BATCH, SECOND, MINOR) and not _sequence_first(rows, g, layout, n):
+        return None
+    rows, grads = (by_sample(t, layout, n) for t in (rows, g))
+    if layout in (SECOND, MINOR):
+        return rows.mT @ grads
+    made = shape_of(*node.next_functions[operand])
+    if rows.dim() != 3 or (rows.shape[2], grads.shape[2]) != made:
+        return None
+    alpha = getattr(node, "_saved_alpha", 1)
+    return Outer(rows, grads if alpha == 1 else grads * alpha)
 
 
 def _convolution(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradients | None:
@@ -313,16 +317,18 @@ def spread(
     return None if product is None else product.to(dtype_of(*node.next_functions[operand]))
 
 
-def through(node: Node, g: Outer | Convolved | Rowwise) -> Sequence[Gradients] | None:
+def through(node: Node, g: Gradients | None) -> Sequence[Gradients] | None:
     """Return by operand what a node makes of a weight's gradients where rows stay rows: it casts,
-    reshapes or turns the weight, or computed it row by row; None: another."""
+    reshapes or transposes the weight, or computed it row by row; None: another node, or others."""
     name = node.name()
-    if not isinstance(g, Rowwise):
+    if isinstance(g, (Outer, Convolved)):
         if name == CAST:
             return [g.to(dtype_of(*node.next_functions[0]))]
         if isinstance(g, Outer) and transposes(node):
-            return [g.turned()]
+            return [g.transposed()]
         g = Rowwise(g, g.shape)
+    if not isinstance(g, Rowwise):
+        return None
     if name in BY_ROWS and g.scale is None:
         return BY_ROWS[name](node, replace(g, of=g.of.to(accumulation_dtype(g.dtype))))
     if name == CAST or not gives_on(node):

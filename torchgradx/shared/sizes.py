@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 
 def rows_of(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-    """The dimensions that may hold samples: the first two that are not a leading 1."""
+    """Return the dimensions that may hold samples: the first two that are not a leading 1."""
     while len(shape) > 1 and shape[0] == 1:
         shape = shape[1:]
     several = len(shape) > 2 or shape[1:] == (n,)  # else the second is of features
     return shape[: 1 + several] or (1,)
-
-
-def columns_of(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns of a matrix whose last dimension may hold samples (einsum)."""
-    return prod(shape[:-1]), shape[-1]
 
 
 def look_of(shape: Sequence[int], n: int) -> tuple[Any, ...]:

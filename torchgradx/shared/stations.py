@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..ops import NATIVE
-from ..proof.layout import BATCH, SEQUENCE
-from .frontier import Graph, Node, Plan, below, is_leaf
+from ..proof.layout import BATCH, SEQUENCE, Watched
+from .frontier import Graph, Node, Plan, Shape, below, is_leaf
 from .products import CAST, SUM, gives_on, is_elementwise
 
 if NATIVE:
@@ -34,17 +34,21 @@ class Station:
     inward: dict[int, tuple[int, int]] = field(default_factory=dict)  # to a node's key and output
     leaves: dict[int, Leaf] = field(default_factory=dict)
 
+    @property
+    def operands(self) -> tuple[int, ...]:
+        return *self.inward, *self.leaves
 
-class Way(NamedTuple):
+
+class Path(NamedTuple):
     """Between the frontier and the parameters to serve."""
 
     stations: dict[Node, Station]
     guarded: dict[Node, bool]  # all its nodes; True: only these give it a gradient
-    links: list[Node]  # sums that a shortened way passes over, for they give on their gradient
+    links: list[Node]  # sums that a shortened path leaves out, for they give on their gradient
 
 
 class Trail(NamedTuple):
-    """A way by the numbers of its nodes, in graphs that look the same (csrc/record/outline.cpp)."""
+    """Numbers of a path's nodes, in graphs that look the same (csrc/record/outline.cpp)."""
 
     nodes: list[int]
     stations: list[Station]
@@ -54,33 +58,52 @@ class Trail(NamedTuple):
     stops: list[Any]  # of stations that the extension may serve: at_node.cpp
 
     @staticmethod
-    def of(way: Way, numbers: dict[Node, int]) -> Trail:
+    def of(path: Path, numbers: dict[Node, int]) -> Trail:
         stops = []
-        for k, (node, s) in enumerate(way.stations.items()):
+        for k, (node, s) in enumerate(path.stations.items()):
             counted = {operand: (x.place, x.counted) for operand, x in s.leaves.items() if x.alone}
             plain = s.layout in (BATCH, SEQUENCE) and not s.inward and len(counted) == len(s.leaves)
             if plain and all(count for _, count in counted.values()):
                 stops.append(Stop(numbers[node], k, s.layout == SEQUENCE, counted))
         return Trail(
-            [numbers[node] for node in way.stations],
-            [*way.stations.values()],
-            [numbers[node] for node in way.guarded],
-            [*way.guarded.values()],
-            [numbers[node] for node in way.links],
+            [numbers[node] for node in path.stations],
+            [*path.stations.values()],
+            [numbers[node] for node in path.guarded],
+            [*path.guarded.values()],
+            [numbers[node] for node in path.links],
             stops,
         )
 
 
+class Match(NamedTuple):
+    """A plan's nodes, in a pass."""
+
+    lifted: list[int]  # sites
+    enclosed: list[int]  # parameters read beside the calls of their modules, of edges not counted
+    # But for stations that the extension serves. None: consumed otherwise than when it was proven.
+    stations: dict[Node, Station] | None
+    same: bool = False  # its nodes look as they did, or their sizes leave no doubt
+    ends: Sequence[tuple[Watched, int]] = ()  # of the frontier, with the layouts that were proven
+    shapes: tuple[Shape | None, ...] = ()  # of the nodes now
+    leaves: Sequence[Leaf] = ()  # all that are served
+    counted: Sequence[int] = ()  # the parameters of those whose edges are
+    in_full: frozenset[int] = frozenset()  # parameters that a node computed with, not row by row
+    mute: tuple[str, ...] = ()  # names of nodes that cannot be asked, for how they saved
+    packed: frozenset[int] = frozenset()  # keys of stations that saved through hooks
+    trail: Trail | None = None
+    outline: Any = None  # of this graph; None: nothing guards the path
+
+
 def stations(
     graph: Graph, plan: Plan, climbed: Sequence[Node], leaf_of: Callable[[int], Leaf | None]
-) -> Way:
+) -> Path:
     """Return the nodes between the frontier and the parameters to serve."""
     layouts = dict(zip(climbed, plan.layouts, strict=True))
     inside = dict.fromkeys(below(node for node in climbed if layouts[node] is None))
     numbers = {node: k for k, node in enumerate({**dict.fromkeys(climbed), **inside})}
-    way = {node: Station(key, layouts.get(node), graph.last(node))
+    by_node = {node: Station(key, layouts.get(node), graph.last(node))
            for node, key in numbers.items()}  # fmt: skip
-    for node, station in way.items():
+    for node, station in by_node.items():
         for operand, (child, _) in enumerate(node.next_functions):
             if child and is_leaf(child) and (node in inside or child in inside):
                 leaf = leaf_of(id(child.variable))
@@ -91,42 +114,42 @@ def stations(
                         leaf = replace(leaf, counted=len(graph.parents[node]))
                 if leaf:
                     station.leaves[operand] = leaf
-    edges = Counter(leaf.place for s in way.values() for leaf in s.leaves.values())
-    for station in way.values():
+    edges = Counter(leaf.place for s in by_node.values() for leaf in s.leaves.values())
+    for station in by_node.values():
         for operand, leaf in station.leaves.items():
             if leaf.alone and edges[leaf.place] > 1:
                 station.leaves[operand] = replace(leaf, alone=False)
-    ends = [node for node, station in way.items() if station.leaves]
-    useful = way.keys() & graph.climb(ends, lambda _, node: node in inside)
+    ends = [node for node, station in by_node.items() if station.leaves]
+    useful = by_node.keys() & graph.climb(ends, lambda _, node: node in inside)
     for node in useful:
         for operand, (child, output) in enumerate(node.next_functions):
             if child in inside and child in useful:
-                way[node].inward[operand] = numbers[child], output
+                by_node[node].inward[operand] = numbers[child], output
     casts = {node for node in ends if node.name() == CAST}  # of which each edge is counted
-    guarded = {node: node in inside for node in way if node in useful - casts and not is_leaf(node)}
+    guarded = {n: n in inside for n in by_node if n in useful - casts and not is_leaf(n)}
     links: list[Node] = []
-    for node, station in way.items():
+    for node, station in by_node.items():
         if station.layout is not None and is_elementwise(node):
             for operand in list(station.inward):
-                links += _shorten(graph, way, node, operand)
-    return Way({node: s for node, s in way.items() if s.inward or s.leaves}, guarded, links)
+                links += _shorten(graph, by_node, node, operand)
+    return Path({node: s for node, s in by_node.items() if s.inward or s.leaves}, guarded, links)
 
 
-def _shorten(graph: Graph, way: dict[Node, Station], node: Node, operand: int) -> list[Node]:
+def _shorten(graph: Graph, by_node: dict[Node, Station], node: Node, operand: int) -> list[Node]:
     """Serve a parameter at a frontier's node where what lies between, as in 1 + weight, gives on
     the gradient that it receives. Return the sums there."""
     links: list[Node] = []
     child = node.next_functions[operand][0]
-    while way[child].inward and not way[child].leaves and gives_on(child):
+    while by_node[child].inward and not by_node[child].leaves and gives_on(child):
         links.append(child)
-        child = child.next_functions[next(iter(way[child].inward))][0]
+        child = child.next_functions[next(iter(by_node[child].inward))][0]
     links.append(child)
-    leaves = way[child].leaves
+    leaves = by_node[child].leaves
     if len(leaves) != 1 or not gives_on(child) or any(len(graph.parents[c]) > 1 for c in links):
         return []
-    way[node].leaves[operand] = next(iter(leaves.values()))
-    del way[node].inward[operand]
+    by_node[node].leaves[operand] = next(iter(leaves.values()))
+    del by_node[node].inward[operand]
     for link in links:
-        way[link].inward.clear()
-        way[link].leaves.clear()
+        by_node[link].inward.clear()
+        by_node[link].leaves.clear()
     return [link for link in links if link.name() == SUM]

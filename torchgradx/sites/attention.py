@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 from .. import ops
 from ..proof.layout import SEQUENCE
 from ..refusals import cause
+from .copies import stock_of
 
 if ops.NATIVE:
     from .. import _C
@@ -35,19 +36,20 @@ def accepts(module: Any) -> bool:
     if not isinstance(module, nn.MultiheadAttention) or module.bias_k is not None:
         return False  # rows of its own among the keys: no Linear
     out = module.out_proj
-    plain = type(out) is NonDynamicallyQuantizableLinear and "forward" not in out.__dict__
+    plain = stock_of(type(out)) is NonDynamicallyQuantizableLinear and "forward" not in out.__dict__
     hooks = out._forward_hooks or out._forward_pre_hooks or parametrize.is_parametrized(out)
-    return plain and not hooks and type(module).forward is nn.MultiheadAttention.forward
+    own = stock_of(type(module)).forward
+    return plain and not hooks and own is nn.MultiheadAttention.forward
 
 
 def parts(module: nn.MultiheadAttention, own: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Fields of a Layer for each way in which rows of the projections are used."""
+    """Yield fields of a Layer for each part of the projections' rows that is used at once."""
     width, all_rows = module.embed_dim, 3 * module.embed_dim
 
     def linear(
         role: str, names: tuple[str, str], features: int, rows: slice = slice(0, 0), of: int = 1
     ) -> dict[str, Any]:
-        apart = (rows.start, all_rows - rows.stop, of)
+        place = (rows.start, all_rows - rows.stop, of)
         weight, bias = (own.get(name, -1) for name in names)
         return {
             "role": role,
@@ -57,8 +59,8 @@ def parts(module: nn.MultiheadAttention, own: Mapping[str, int]) -> Iterator[dic
             "parameters": tuple(place for place in (weight, bias) if place >= 0),
             "in_features": features,
             "out_features": rows.stop - rows.start or width,
-            "weight_rows": apart if of > 1 and names[0] == "in_proj_weight" else (0, 0, 1),
-            "bias_rows": apart if of > 1 else (0, 0, 1),
+            "weight_rows": place if of > 1 and names[0] == "in_proj_weight" else (0, 0, 1),
+            "bias_rows": place if of > 1 else (0, 0, 1),
         }
 
     thirds = [slice(k * width, (k + 1) * width) for k in range(3)]
@@ -95,7 +97,7 @@ class Part:
         return out
 
     def count(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """A use whose forward was not seen: it will run again."""
+        """Count a use whose forward was not recorded: it will run again."""
         _C.count(self._site, x, weight, bias)
 
 
@@ -110,9 +112,9 @@ class _Forward:
         self._attention = _with(F.multi_head_attention_forward, own)
 
     def __call__(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
-        found = _with(stock.forward, {"F": _Functional(self._attention)})(
-            self._module, *args, **kwargs
-        )
+        functional = {**vars(F), "multi_head_attention_forward": self._attention}
+        forward = _with(stock.forward, {"F": SimpleNamespace(**functional)})
+        found = forward(self._module, *args, **kwargs)
         if self._batch < 0:  # in one kernel, as where no gradient is wanted
             x = args[0] if args else kwargs["query"]
             m = self._module
@@ -145,7 +147,7 @@ class _Forward:
     def _enclosed(
         self, roles: Sequence[str], q: Tensor, project: Callable[[], Sequence[Tensor]]
     ) -> Sequence[Tensor]:
-        """The parts of a parameter are split off by nodes of one use, which nothing counts."""
+        """Enclose the nodes of a use that split off parts of a parameter, which nothing counts."""
         self._batch = q.shape[1]
         if roles == (SELF,):
             return project()
@@ -168,18 +170,8 @@ class _Forward:
         return self._roles[OUT](self._recorder.current(), rows, weight, bias).flatten(0, 1)
 
 
-class _Functional:
-    """torch.nn.functional, but for the attention."""
-
-    def __init__(self, attention: Callable[..., Any]) -> None:
-        self.multi_head_attention_forward = attention
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(F, name)
-
-
 def _with(function: Any, names: Mapping[str, Any]) -> Callable[..., Any]:
-    """A function of the framework's, that finds other things under these names."""
+    """Return a function of the framework's that finds other things under these names."""
     scope = {**function.__globals__, **names}
     return FunctionType(function.__code__, scope, function.__name__, _defaults(function))
 

@@ -25,8 +25,8 @@ _stock: weakref.WeakKeyDictionary[type, type[nn.Module]] = weakref.WeakKeyDictio
 
 
 def untraced(function: Any, below: bool = True) -> Any:
-    """A compiled program calls it as it is, with all that it calls (`below`); inlined, it is traced
-    like any other. torch.compiler.disable would do so too, and takes a second to import."""
+    """Let compiled programs call a function as it is, with all that it calls (`below`), untraced.
+    torch.compiler.disable would do so too, and takes a second to import."""
     action = eval_frame._FrameAction
     strategy = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if below else action.DEFAULT)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
@@ -138,21 +138,15 @@ def swapped(
     altered: Callable[[str], None] | None = None,
     former: Callable[[nn.Module], type | None] | None = None,
 ) -> type[nn.Module]:
-    """A subclass whose forward is forward_of(stock, sites) and looks up the module's site by its
-    id; where there is none (a stand-in that runs again, or another's copy of the dict) it is the
-    stock one's. Copies are stock. `altered`: to be told where an option of a module that has a site
+    """Make a subclass whose forward is forward_of(stock, sites) and looks up the module's site by
+    its id; where there is none (a stand-in that runs again, another's copy of the dict) it is the
+    stock one's. Copies are stock. `altered`: called where an option of a module that has a site
     is set to another value: that site, which knows the old one, serves no more. `former`: whose
     forward is to run in place of ours, if another's.
 
     One class serves all modules of a type: Python's own caches are by type, and a class for each
     module would cost more than a small layer does.
     """
-
-    def replicate(self: Any) -> Any:
-        replica = stock._replicate_for_data_parallel(self)
-        own = {id(replica): sites[id(self)]} if id(self) in sites else {}
-        replica.__class__ = swapped(stock, forward_of, own, altered, former)
-        return replica
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         made = stock.__reduce_ex__(self, 2)
@@ -169,7 +163,6 @@ def swapped(
     body = {
         "forward": _in_turn(forward_of(stock, sites), former),
         "__setattr__": set_attribute,
-        "_replicate_for_data_parallel": replicate,
         "__reduce_ex__": reduce,
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,

@@ -21,7 +21,8 @@ from ..proof.layout import Watched, owners
 from ..proof.owners import MAPPING, PRODUCTS, Owned, owners_within, saved
 from ..proof.several import End
 from ..shared.frontier import Node, is_leaf, shape_of, signed
-from ..shared.outer import BySample, Grouped, Pairs, along, size, sq_norms, to_add, total
+from ..shared.gradients import deliver, total
+from ..shared.grouped import Grouped, Pairs
 from ..shared.products import CAST, LINKS, POINTWISE, transposes
 from .copies import untraced
 
@@ -123,12 +124,17 @@ class Served:
         run: Any,
         recorder: Any,
         groups: Mapping[int, Group],
-        held: Mapping[int, Tensor],
+        parameters: Mapping[int, Tensor],
         eps: float,
         failed: Callable[[Exception], None],
     ) -> None:
-        """held: parameters by their places. eps: of the coarsest gradient inside."""
-        self._run, self._recorder, self._groups, self._held = run, recorder, groups, held
+        """parameters: by their places. eps: of the coarsest gradient inside."""
+        self._run, self._recorder, self._groups, self._parameters = (
+            run,
+            recorder,
+            groups,
+            parameters,
+        )
         self._eps, self._failed, self._task = eps, failed, -1
         self._parts: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
         for place, group in groups.items():
@@ -145,29 +151,21 @@ class Served:
             return
         try:
             group, parts = self._groups[place], self._parts.setdefault(place, {})
-            parts[k] = group.products[k].operands(incoming[0], self._held[place])
+            parts[k] = group.products[k].operands(incoming[0], self._parameters[place])
             if len(parts) == len(group.products):
                 pairs = [parts[k] for k in range(len(parts))]
                 left, right = (torch.cat(column) for column in zip(*pairs, strict=True))
                 del self._parts[place]
-                self._take(place, Grouped(left, right, group.pairs))
+                self._deliver(place, Grouped(left, right, group.pairs))
         except Exception as error:  # never from inside backward()
             self._failed(error)
 
-    def _take(self, place: int, grouped: Grouped) -> None:
-        run = self._run
-        whole = grouped.rows if self._held[place].dim() == 2 else grouped
+    def _deliver(self, place: int, grouped: Grouped) -> None:
+        whole = grouped.of_biases() if self._parameters[place].dim() == 2 else grouped
         if self._recorder.auditing:
-            rounding = size(grouped) * max(self._eps, torch.finfo(whole.dtype).eps)
+            rounding = grouped.size() * max(self._eps, torch.finfo(whole.dtype).eps)
             self._recorder.add_recorded(place, total(whole), rounding)
-        if run.waits(place):
-            run.add(place, *to_add(whole))
-        else:
-            run.finish(place, sq_norms(whole))
-        if self._recorder.books:
-            run.book(BySample(place, whole))
-        if run.directions and run.directions[place] is not None:
-            run.add_dots(along(whole, run.directions[place]))
+        deliver(self._run, self._recorder, place, whole)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -181,8 +179,8 @@ def is_experts(module: nn.Module) -> bool:
 def products_of(
     out: Tensor,
     leads: Sequence[int],
-    given: Sequence[Tensor],
-    held: Mapping[int, Tensor],
+    operands: Sequence[Tensor],
+    parameters: Mapping[int, Tensor],
     n: int,
     layout: int,
     start: int,
@@ -190,39 +188,79 @@ def products_of(
     """out: which has rows [*leads] of this layout, as what it is made of. start: of the nodes that
     the call made. Reads from the device once."""
     rows, end = owners(leads, n).get(layout), (out.grad_fn, out.output_nr)
-    first = given[0].grad_fn if given else None
+    first = operands[0].grad_fn if operands else None
     if rows is None or first is None:
         return NONE
-    rows = rows.to(given[0].device)
     nodes = _between(end[0], first)
-    leaves = {id(p): place for place, p in held.items()}
-    edges = [edge for node in nodes for edge in node.next_functions if edge[0] is not None]
-    products = [product for node in nodes for product in _products(node, leaves, held)]
-    uses = sum(_place(child, leaves) is not None for child, _ in edges)
-    if not products or not uses == len(products) == len({product.edge for product in products}):
+    products = _all_uses(nodes, parameters)
+    if not products:
         return NONE
+    rows = rows.to(operands[0].device)
     owned = owners_within(end, rows, nodes, n, leads, {p.node: p.rows for p in products})
-    flags: list[Tensor] = []  # none of which may be
-    inside = set(nodes)
-    for edge in dict.fromkeys(edges):
-        if edge[0] in inside or is_leaf(edge[0]):
+    of_inputs, of_products = _input_flags(nodes, owned, n, layout), _product_flags(products, owned)
+    moves = _moves(nodes, owned, n, start)
+    if of_inputs is None or of_products is None or moves is None:
+        return NONE
+    groups = _groups(products, owned, parameters, n)
+    pairs = list(dict.fromkeys(group.pairs for group in groups.values()))
+    is_doubtful, loses = _read([*of_inputs, *of_products, *moves.flags], moves.lost, pairs)
+    if is_doubtful:
+        return NONE
+    by_row = {node for node in nodes if node.name() in RANKS}
+    by_row |= {node for node, lossy in zip(moves.nodes, loses, strict=True) if not lossy}
+    return Products(groups, _ends(products, owned, n), dict.fromkeys(by_row, sum(loses)))
+
+
+def _all_uses(nodes: Sequence[Node], parameters: Mapping[int, Tensor]) -> list[Product]:
+    """Return the products, if these are all that nodes do with the parameters; else none."""
+    leaves = {id(p): place for place, p in parameters.items()}
+    products = [product for node in nodes for product in _products(node, leaves, parameters)]
+    edges = (child for node in nodes for child, _ in node.next_functions)
+    uses = sum(_place(child, leaves) is not None for child in edges)
+    return products if uses == len(products) == len({p.edge for p in products}) else []
+
+
+Owners = Mapping[tuple[Node, int], Owned]  # of the rows of nodes' outputs
+
+
+def _input_flags(nodes: Sequence[Node], owned: Owners, n: int, layout: int) -> list[Tensor] | None:
+    """Return flags, of which none may be set if rows of the inputs come to their own samples."""
+    inside, flags = set(nodes), list[Tensor]()
+    for edge in dict.fromkeys(edge for node in nodes for edge in node.next_functions):
+        if edge[0] is None or edge[0] in inside or is_leaf(edge[0]):
             continue
-        source = owned.get(edge)  # what rows of an input come to, they must be of
-        its = None if source is None else owners([len(source.owners)], n).get(layout)
-        if source is None or its is None:
-            return NONE
-        its = its.to(rows.device)
-        flags += [((source.owners != its) & (source.owners != n)).any(), *source.flags]
+        source = owned.get(edge)
+        own = None if source is None else owners([len(source.owners)], n).get(layout)
+        if source is None or own is None:
+            return None
+        own = own.to(source.owners.device)
+        flags += [((source.owners != own) & (source.owners != n)).any(), *source.flags]
+    return flags
+
+
+def _product_flags(products: Sequence[Product], owned: Owners) -> list[Tensor] | None:
+    """Return flags, of which none may be set if the products' rows have owners."""
+    flags: list[Tensor] = []
     for product in products:
         of_rows = owned.get((product.node, 0))
         if of_rows is None or len(of_rows.owners) != shape_of(product.node, 0)[0]:
-            return NONE
+            return None
         if product.node.next_functions[product.rows][0] is None:
-            return NONE  # rows that are data: whose, nothing shows
+            return None  # rows that are data: whose, nothing shows
         flags += of_rows.flags
-    by_row = {node for node in nodes if node.name() in RANKS}
-    movers: list[Node] = []
-    lost: list[Tensor] = []  # of movers: whether rows of theirs come to nothing
+    return flags
+
+
+class Moves(NamedTuple):
+    """Nodes of a call that move rows by their values."""
+
+    flags: list[Tensor]  # none may be set if the owners below all nodes follow from those above
+    nodes: list[Node]
+    lost: list[Tensor]  # by node: whether rows of it come to nothing
+
+
+def _moves(nodes: Sequence[Node], owned: Owners, n: int, start: int) -> Moves | None:
+    moves = Moves([], [], [])
     for node in nodes:
         outputs = range(len(node._input_metadata))
         made = next((owned[node, k] for k in outputs if (node, k) in owned), None)
@@ -230,42 +268,45 @@ def products_of(
             continue
         doubts = _doubts(node, made)
         if doubts is None:
-            return NONE
-        flags += doubts
+            return None
+        moves.flags.extend(doubts)
         if node.name() in MAPPING and node._sequence_nr() >= start:
-            movers.append(node)  # nothing else has its rows, and if all come back:
-            lost.append((made.owners == n).any())
-    groups = _groups(products, owned, held, n)
-    pairs = list(dict.fromkeys(group.pairs for group in groups.values()))
+            moves.nodes.append(node)  # nothing else has its rows, and if all come back:
+            moves.lost.append((made.owners == n).any())
+    return moves
+
+
+def _read(
+    flags: Sequence[Tensor], lost: Sequence[Tensor], pairs: Sequence[Pairs]
+) -> tuple[bool, list[bool]]:
+    """Return whether any flag is set, and what is lost; the pairs then know their lengths."""
     answers = torch.stack([*flags, *lost]).long()
     read = torch.cat([answers, *(p.lengths for p in pairs)]).cpu()  # all that is read, at once
     answers, *lengths = read.split([len(answers), *(len(p.lengths) for p in pairs)])
-    doubtful, lossy = (part.tolist() for part in answers.split([len(flags), len(lost)]))
-    if any(doubtful):
-        return NONE
     for p, known in zip(pairs, lengths, strict=True):
         p.known = known
-    by_row |= {node for node, loses in zip(movers, lossy, strict=True) if not loses}
+    is_set: list[bool] = answers.bool().tolist()
+    return any(is_set[: len(flags)]), is_set[len(flags) :]
+
+
+def _ends(products: Sequence[Product], owned: Owners, n: int) -> list[End]:
     ends = []
     for node in dict.fromkeys(product.node for product in products):
-        its = owned[node, 0].owners
-        its = its.masked_fill(its == n, 0)  # of none: they receive zeros
-        ends.append(End(Watched(node, 0, [len(its)], samples=its), (its, its)))
-    return Products(groups, ends, dict.fromkeys(by_row, sum(lossy)))
+        own = owned[node, 0].owners
+        own = own.masked_fill(own == n, 0)  # of none: they receive zeros
+        ends.append(End(Watched(node, 0, [len(own)], samples=own), (own, own)))
+    return ends
 
 
 def _groups(
-    products: Sequence[Product],
-    owned: Mapping[tuple[Node, int], Owned],
-    held: Mapping[int, Tensor],
-    n: int,
+    products: Sequence[Product], owned: Owners, parameters: Mapping[int, Tensor], n: int
 ) -> dict[int, Group]:
     """Return the products by their parameters' places. Those whose rows are seen to be the same
     share their pairs."""
     groups: dict[int, Group] = {}
     pairs: dict[Any, Pairs] = {}
     for place in dict.fromkeys(product.place for product in products):
-        its, count = [p for p in products if p.place == place], len(held[place])
+        its, count = [p for p in products if p.place == place], len(parameters[place])
         owners = [owned[p.node, 0].owners for p in its]
         chosen = (p.matrix if isinstance(p.matrix, int) else id(p.matrix) for p in its)
         key = *map(id, owners), *chosen
@@ -278,13 +319,13 @@ def _groups(
 
 def _between(end: Node, first: Node) -> list[Node]:
     """Return the nodes made after `first` that lead to an end."""
-    found, seen = [end], {end}
+    found, visited = [end], {end}
     for node in found:  # grows as it goes
         for child, _ in node.next_functions:
-            if child is None or child in seen or is_leaf(child):
+            if child is None or child in visited or is_leaf(child):
                 continue
             if child._sequence_nr() > first._sequence_nr():
-                seen.add(child)
+                visited.add(child)
                 found.append(child)
     return found
 
@@ -319,7 +360,7 @@ def _place(child: Node, leaves: Mapping[int, int]) -> int | None:
 
 
 def _products(
-    node: Node, leaves: Mapping[int, int], held: Mapping[int, Tensor]
+    node: Node, leaves: Mapping[int, int], parameters: Mapping[int, Tensor]
 ) -> Iterator[Product]:
     """Yield a node's products with matrices of parameters."""
     for operand, which in OPERANDS.get(node.name(), {}).items():
@@ -338,7 +379,7 @@ def _products(
         place = _place(child, leaves)
         if place is not None and matrix is not None:
             product = Product(node, place, operand, edge, matrix, turned, *which)
-            if product.fits(held[place]):
+            if product.fits(parameters[place]):
                 yield product
 
 

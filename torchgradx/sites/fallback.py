@@ -1,6 +1,7 @@
-"""Per-sample gradients of a module that has no kernel: vmap over its own gradient, or a replay.
+"""Per-sample gradients of a module that has no kernel: vmap over its own gradient, a replay, or a
+closed form.
 
-Both run the module's forward again on the inputs it was given, and pull back the gradient of its
+The first two run the module's forward again on its inputs, and pull back the gradient of its
 outputs. Where vmap has no rule (recurrent layers, custom Functions, dropout), the whole batch is
 replayed once with its random state, and each sample's gradient is one vector-Jacobian product.
 """
@@ -10,24 +11,27 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..proof.arguments import tensors_in
 from ..proof.layout import BATCH, SEGMENTS, SEQUENCE
 from ..record.versions import Versions
+from ..reference.chunks import accumulation_dtype, chunks
 from ..refusals import RefusedError, cause
 from ..shared.frontier import below
-from .outcome import OtherOutputsError, Outcome, same
+from ..shared.gradients import Gradients, weighted
+from ..shared.outer import LookedUp, Outer
 from .packed import as_rows
-from .regime import Regime
-from .stand_in import of_its_own, put, state_of_its_own
+from .regime import OtherOutputsError, Outcome, Regime, require_same
+from .stand_in import copy_state, put, stand_in
 
 Silent = Callable[[], contextlib.AbstractContextManager[None]]
 Chunks = Iterator[tuple[slice, list[Tensor]]]
@@ -50,7 +54,7 @@ class Call:
     first: Sequence[int]  # sizes of its first output
     regime: Regime
     samples: Tensor | None = None  # of each row of the first output, where it is packed
-    gave: Sequence[Outcome | None] = ()  # in its forward, by output tensor
+    outcomes: Sequence[Outcome | None] = ()  # of its forward, by output tensor
 
     @property
     def lead(self) -> int:
@@ -58,6 +62,9 @@ class Call:
         if isinstance(self.module, CHANNELS_FIRST):
             return 0  # rows t*N+n: the second dimension is of channels
         return int(self.layout == SEQUENCE and len(self.first) > 2 and self.first[1] == self.n)
+
+
+Form = Callable[[Call], dict[str, Gradients] | None]  # by parameter
 
 
 class _Forward(nn.Module):
@@ -81,43 +88,34 @@ def per_sample_gradients(call: Call, silent: Silent, notes: dict[str, str | None
     done = 0
     try:
         with silent(), call.regime.again():
-            for chunk, found in _by_vmap(as_its_own(call)):
+            for chunk, found in _by_vmap(copy_to_run(call)):
                 notes["vmap"] = None
                 yield chunk, found
                 done = chunk.stop
         return
-    except Exception as error:  # it refuses in many ways, or rounds otherwise
+    except Exception as error:  # of any kind, or it rounds otherwise
         if isinstance(error, OtherOutputsError) and error.gross:
             raise  # else the replay's error is the one to show
     notes["replay"] = None
     with silent(), call.regime.again():
-        for chunk, found in _by_replay(as_its_own(call)):
+        for chunk, found in _by_replay(copy_to_run(call)):
             if chunk.start >= done:
                 yield chunk, found
 
 
 def dim_of(call: Call, t: Tensor) -> int:
     """Return the dimension of the samples in an argument or an output."""
-    if isinstance(call.module, nn.RNNBase) and not _is_data(call, t):
+    args, kwargs = call.arguments
+    data = args[0] if args else kwargs.get("input")
+    if isinstance(call.module, nn.RNNBase) and t is not data and t is not call.grads[0]:
         return t.dim() - 2  # a state [layers, N, H], whatever batch_first says
-    if isinstance(call.module, nn.MultiheadAttention) and _beside_data(call, t):
+    attends = isinstance(call.module, nn.MultiheadAttention)
+    if attends and (t.dim() == 2 or any(t is g for g in call.grads[1:])):
         return 0  # weights [N, ...] and a mask [N, S], whatever batch_first says
     dim = call.lead if t.dim() > 2 or list(t.shape[:2]) == list(call.first[:2]) else 0
     whole = t.dim() > 2 and call.first[call.lead] == call.n != t.shape[dim]
     elsewhere = whole and t.shape[1 - dim] == call.n and any(t is g for g in call.grads)
     return 1 - dim if elsewhere else dim  # a state [1, N, H] beside [N, T, H]
-
-
-def _is_data(call: Call, t: Tensor) -> bool:
-    """Return True for input and output of a recurrent layer, not its states."""
-    args, kwargs = call.arguments
-    data = args[0] if args else kwargs.get("input")
-    return t is data or t is call.grads[0]
-
-
-def _beside_data(call: Call, t: Tensor) -> bool:
-    """Return True for weights and masks [N, S] of attention."""
-    return t.dim() == 2 or any(t is g for g in call.grads[1:])
 
 
 def _pieces(call: Call, t: Tensor) -> Tensor | None:
@@ -137,6 +135,7 @@ def _pieces(call: Call, t: Tensor) -> Tensor | None:
 
 
 def _by_vmap(call: Call) -> Chunks:
+    """Map the gradient of one sample over the batch, and compare the outputs."""
     if call.samples is not None:
         raise ValueError("a packed sequence has no dimension of samples")
     module = _Forward(call.module)
@@ -147,8 +146,8 @@ def _by_vmap(call: Call) -> Chunks:
     if len(grads) < len(arrived):
         raise ValueError("an output's samples are elsewhere than in the first")
     names = [f"module.{name}" for name in call.names]
-    held = dict(module.named_parameters(remove_duplicate=False))
-    parameters = {name: held[name].detach() for name in names}
+    by_name = dict(module.named_parameters(remove_duplicate=False))
+    parameters = {name: by_name[name].detach() for name in names}
 
     def objective(
         parameters: dict[str, Tensor], leaves: list[Any], grads: list[Tensor]
@@ -156,32 +155,37 @@ def _by_vmap(call: Call) -> Chunks:
         args, kwargs = tree_unflatten(leaves, spec)
         outputs = tensors_in(functional_call(module, parameters, args, kwargs))
         outputs = [outputs[k] for k in arrived]
-        total = torch.zeros(())
-        for out, g in zip(outputs, grads, strict=True):
-            if out.shape != g.shape:
-                raise ValueError(f"a sample's output is {out.shape}, its gradient {g.shape}")
-            wide = torch.promote_types(out.dtype, torch.float32)
-            total = total + (out.to(wide) * g.to(wide)).sum()
-        return total, outputs if call.gave else []
+        return _pulled_back(outputs, grads), outputs if call.outcomes else []
 
     dims = [None if piece is None else 0 for piece in pieces]
     mapped = vmap(grad(objective, has_aux=True), in_dims=(None, dims, 0), randomness="error")
-    shown = [g if call.gave else None for g in call.grads]
-    wholes = [None if g is None else torch.full_like(g, torch.nan) for g in shown]
+    compared = [g if call.outcomes else None for g in call.grads]
+    wholes = [None if g is None else torch.full_like(g, torch.nan) for g in compared]
     within = replace(call, grads=wholes)
     shares: list[Any] = [_pieces(within, t) for t in wholes if t is not None]
-    for chunk in _chunks(call.n, sum(p.numel() for p in parameters.values())):
+    for chunk in chunks(call.n, sum(p.numel() for p in parameters.values()), CHUNK):
         here = [leaf if piece is None else piece[chunk]
                 for leaf, piece in zip(leaves, pieces, strict=True)]  # fmt: skip
         found, outputs = mapped(parameters, here, [g[chunk] for g in grads])
         for share, out in zip(shares, outputs, strict=False):
             share[chunk] = out
-        same(call.gave, wholes)
+        require_same(call.outcomes, wholes)
         yield chunk, [found[name] for name in names]
 
 
+def _pulled_back(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
+    """Return a number whose gradient is what these gradients of the outputs pull back to."""
+    total = torch.zeros(())
+    for out, g in zip(outputs, grads, strict=True):
+        if out.shape != g.shape:
+            raise ValueError(f"a sample's output is {out.shape}, its gradient {g.shape}")
+        wide = torch.promote_types(out.dtype, torch.float32)
+        total = total + (out.to(wide) * g.to(wide)).sum()
+    return total
+
+
 def terms_of_bias(call: Call, name: str) -> float:
-    """How large the terms are that a bias's gradient sums: those of a normalisation cancel."""
+    """Return the size of the terms that a bias's gradient sums: a normalisation's cancel."""
     if name != "bias" or not type(call.module).__module__.startswith("torch.nn.modules."):
         return 0.0
     bias: Any = call.module.bias
@@ -192,19 +196,6 @@ def terms_of_bias(call: Call, name: str) -> float:
         return float(g.double().norm()) * g.numel() ** 0.5 * length
 
     return sum(size(g) for g in call.grads if g is not None)
-
-
-def by_sample(call: Call, t: Tensor) -> Tensor | None:
-    """[N, T, F] of rows [*, F], one for each of the module's output."""
-    pieces = _pieces(call, t)
-    return None if pieces is None else pieces.flatten(1, -2)
-
-
-def _sums(call: Call, silent: Silent) -> list[Tensor]:
-    """Return the sums over the samples."""
-    with silent(), call.regime.again():
-        again = replace(as_its_own(call), n=1, layout=BATCH, samples=None)
-        return [gradients[0] for _, found in _by_replay(again) for gradients in found]
 
 
 def _owners(call: Call, t: Tensor, packed: bool) -> Tensor:
@@ -226,52 +217,13 @@ def _owners(call: Call, t: Tensor, packed: bool) -> Tensor:
     return rows.view([-1 if d == dim else 1 for d in range(t.dim())])
 
 
-def _beside(by_sample: Tensor, owners: Tensor) -> Tensor:
-    """[N] for each row; 0 for those of no sample."""
-    return torch.cat([by_sample, by_sample.new_zeros(1)])[owners]
-
-
-def _weighted(call: Call, factors: Tensor) -> Call:
-    """Multiply each sample's share of the gradients by its factor [N]; 0 where that is 0."""
-
-    def times(g: Tensor | None) -> Tensor | None:
-        if g is None or not g.numel():
-            return g
-        rows = _beside(factors, _owners(call, g, g is call.grads[0]))
-        return (g * rows).masked_fill_(rows == 0, 0).to(g.dtype)
-
-    return replace(call, grads=[times(g) for g in call.grads])
-
-
-def _without(call: Call, left_out: Tensor) -> Call:
-    """Put a sample that stays in place of those left out [N], which may make nan of a 0."""
-    stays = torch.arange(call.n, device=left_out.device)
-    stays = torch.where(left_out, stays[~left_out][0], stays)
-
-    def leaf(t: Any) -> Any:
-        if not isinstance(t, Tensor) or not t.is_floating_point():
-            return t
-        if call.samples is not None:
-            rows = _beside(left_out, _owners(call, t, packed=True))
-            return t.masked_fill(rows, 0) if t.dim() > 1 else t
-        if _pieces(call, t) is None:
-            return t
-        owners = _owners(call, t, packed=False)
-        rows = owners.flatten().argsort(stable=True).unflatten(0, (call.n, -1))
-        source = torch.empty_like(owners.flatten())
-        source[rows] = rows[stays]
-        return t.index_select(dim_of(call, t), source)
-
-    return replace(call, arguments=tree_map(leaf, call.arguments), gave=())
-
-
 class Kept:
     """A call kept for clipping: it runs once more."""
 
     runs_again = True
 
     def __init__(self, call: Call, places: list[int], silent: Silent) -> None:
-        self.parameters, self._call, self._silent = places, as_it_stands(call), silent
+        self.parameters, self._call, self._silent = places, copy_to_keep(call), silent
         kept = [*tree_leaves(call.arguments), *call.module.parameters(), *self._call.grads]
         self._versions = Versions(t for t in kept if isinstance(t, Tensor))
 
@@ -280,25 +232,24 @@ class Kept:
         return self._versions.stand()
 
     def weighted(self, factors: Tensor, places: list[int]) -> list[Tensor]:
-        call, left_out = _weighted(self._call, factors), factors == 0
-        found = _sums(call, self._silent)
-        if bool(left_out.all()):
-            found = [torch.zeros_like(g) for g in found]
-        elif bool(left_out.any()) and not all(bool(g.isfinite().all()) for g in found):
-            found = _sums(_without(call, left_out), self._silent)
-        return [g for place, g in zip(self.parameters, found, strict=True) if place in places]
+        by_name = dict(self._call.module.named_parameters(remove_duplicate=False))
+        sums = [torch.zeros_like(by_name[name], requires_grad=False) for name in self._call.names]
+        for chunk, gradients in per_sample_gradients(self._call, self._silent, {}):
+            terms = (weighted(g, factors[chunk]).view_as(g[0]) for g in gradients)
+            sums = list(map(torch.add, sums, terms))
+        return [g for place, g in zip(self.parameters, sums, strict=True) if place in places]
 
 
 def run_again(call: Call) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs of a stand-in, in a graph of their own, and the parameters that they end in."""
+    """Return the outputs of a stand-in, in a new graph, and the parameters that they end in."""
     args, kwargs = call.arguments
-    held = dict(call.module.named_parameters(remove_duplicate=False))
-    parameters = [held[name].detach().requires_grad_() for name in call.names]
-    put(call.module, {id(held[n]): p for n, p in zip(call.names, parameters, strict=True)})
+    by_name = dict(call.module.named_parameters(remove_duplicate=False))
+    parameters = [by_name[name].detach().requires_grad_() for name in call.names]
+    put(call.module, {id(by_name[n]): p for n, p in zip(call.names, parameters, strict=True)})
     with torch.enable_grad():
         outputs = tensors_in(_Forward(call.module)(*args, **kwargs))
     both = zip(outputs, call.grads, strict=False)
-    same(call.gave, [t if g is not None else None for t, g in both])
+    require_same(call.outcomes, [t if g is not None else None for t, g in both])
     return outputs, parameters
 
 
@@ -309,7 +260,7 @@ def _by_replay(call: Call) -> Chunks:
     both = zip(outputs, call.grads, strict=True)  # of others' parameters, an output has no graph
     pairs = [(out, g) for out, g in both if g is not None and out.requires_grad]
     owners = [_owners(call, g, g is call.grads[0]) for _, g in pairs]
-    for chunk in _chunks(call.n, sum(p.numel() for p in parameters)):
+    for chunk in chunks(call.n, sum(p.numel() for p in parameters), CHUNK):
         found = []
         for sample in range(chunk.start, chunk.stop):
             masked = [g.where(of == sample, 0) for (_, g), of in zip(pairs, owners, strict=True)]
@@ -332,20 +283,72 @@ def _same_alone(outputs: Sequence[Tensor]) -> None:
             raise RefusedError("scale_grad_by_freq")
 
 
-def as_it_stands(call: Call) -> Call:
+def copy_to_keep(call: Call) -> Call:
     """Copy a call to run later: its state, and gradients of one sample, which .grad may share."""
     grads = [g if g is None else g.clone() for g in call.grads] if call.n == 1 else call.grads
-    return replace(call, module=of_its_own(call.module, weights=False), grads=grads)
+    return replace(call, module=stand_in(call.module, weights=False), grads=grads)
 
 
-def as_its_own(call: Call) -> Call:
-    """To run now."""
-    seen: dict[int, Any] = {}
-    leaf = lambda v: v if isinstance(v, Tensor) else state_of_its_own(v, seen)  # noqa: E731
+def copy_to_run(call: Call) -> Call:
+    """Copy a call to run now."""
+    copies: dict[int, Any] = {}
+    leaf = lambda v: v if isinstance(v, Tensor) else copy_state(v, copies)  # noqa: E731
     arguments = tree_map(leaf, call.arguments)
-    return replace(call, module=of_its_own(call.module), arguments=arguments)
+    return replace(call, module=stand_in(call.module), arguments=arguments)
 
 
-def _chunks(n: int, elements: int) -> Iterator[slice]:
-    step = max(1, CHUNK // max(1, elements))
-    return (slice(start, min(start + step, n)) for start in range(0, n, step))
+# Closed forms, of modules that have no kernel. None: a call that has none, and runs again.
+
+
+def embedding_bag(call: Call) -> dict[str, Gradients] | None:
+    """Return the rows that each sample looks up, for samples of one bag each."""
+    g, module = call.grads[0], cast(nn.EmbeddingBag, call.module)
+    if g is None or len(g) != call.n:
+        return None
+    return {
+        "weight": rows_of_bags(module, g, *_named(call, "input", "offsets", "per_sample_weights"))
+    }
+
+
+def bilinear(call: Call) -> dict[str, Gradients] | None:
+    """Return a Linear's operands, whose input are all products of the two inputs."""
+    operands = call.grads[0], *_named(call, "input1", "input2")
+    pieces = [_pieces(call, t) for t in operands]
+    if any(piece is None for piece in pieces):
+        return None
+    g, x, y = (piece.flatten(1, -2) for piece in pieces if piece is not None)  # [N, T, F] each
+    pairs = (x.unsqueeze(3) * y.unsqueeze(2)).flatten(2)
+    return {"weight": Outer(g, pairs.to(g.dtype)), "bias": g.sum(1)}
+
+
+def _named(call: Call, *names: str) -> list[Any]:
+    args, kwargs = call.arguments
+    return [*args, *map(kwargs.get, names[len(args) :])]
+
+
+@torch.no_grad()
+def rows_of_bags(
+    module: nn.EmbeddingBag,
+    g: Tensor,  # [B, D], of the output
+    ids: Tensor,  # [B, L], or all bags' one after another [L]
+    offsets: Tensor | None = None,  # [B], or [B + 1]: where the bags begin, for ids [L]
+    weights: Tensor | None = None,  # as ids; of mode "sum" only
+) -> LookedUp:
+    """Return a gradient for each id of a bag: the bag's, times the id's weight."""
+    wide = accumulation_dtype(g.dtype)
+    weights = torch.ones_like(ids, dtype=wide) if weights is None else weights.to(wide)
+    if module.padding_idx is not None:
+        weights = weights.where(ids != module.padding_idx, 0)
+    if offsets is not None:
+        ends = [*offsets.tolist(), len(ids)][1 : len(g) + 1]
+        sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        parts = (t[: ends[-1]].split(sizes) for t in (ids, weights))
+        ids, weights = (pad_sequence(part, batch_first=True) for part in parts)
+    rows = weights.unsqueeze(2)
+    if module.mode == "mean":
+        rows = rows / rows.count_nonzero(1).clamp(min=1).unsqueeze(1)
+    elif module.mode == "max":  # each feature's gradient goes to one id
+        values = module.weight[ids].masked_fill(rows == 0, -torch.inf)
+        largest = torch.zeros_like(values).scatter_(1, values.argmax(1, keepdim=True), 1)
+        rows = largest.to(wide) * rows
+    return LookedUp(ids, (rows * g.unsqueeze(1)).to(g.dtype), module.num_embeddings)

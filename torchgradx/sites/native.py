@@ -31,12 +31,12 @@ CALL = nn.Module._call_impl.__code__
 CODES = {"rank1": 0, "gram": 1, "direct": 2, "fused": 3}  # Algorithm in csrc/nodes/site.h
 
 
-def why_mixed(module: nn.Module, given: Sequence[Any], n: int) -> str | None:
+def why_mixed(module: nn.Module, arguments: Sequence[Any], n: int) -> str | None:
     """Return the cause where a module mixes the samples of a call."""
     if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
         return "batch_statistics"
     along = isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and n > 1
-    rows = given[0] if along and given and isinstance(given[0], Tensor) else None
+    rows = arguments[0] if along and arguments and isinstance(arguments[0], Tensor) else None
     unbatched = rows is not None and rows.dim() == 2 and len(rows) % n == 0  # else a table's
     return cause("unbatched", n=n) if unbatched else None
 
@@ -87,13 +87,7 @@ class NativeSite:
 
     fixed = False
 
-    def __init__(
-        self,
-        module: nn.Module,
-        layer: Layer,
-        index: int,
-        context: Context,
-    ) -> None:
+    def __init__(self, module: nn.Module, layer: Layer, index: int, context: Context) -> None:
         options = context.options
         self.layer, self.declared = layer, declared_layout(layer, options)
         self.presumed = SEQUENCE if options["batch_dim"] or layer.role else BATCH
@@ -118,7 +112,7 @@ class NativeSite:
             sites[id(module)] = site if ours else _tap(site, index, layer.kind, context.recorder)
 
     def leads(self, dims: int) -> int:
-        """How many leading dimensions of its input count rows."""
+        """Return how many leading dimensions of its input count rows."""
         return self._rule.leads(self.layer, dims)
 
     def remove(self) -> None:
@@ -128,14 +122,14 @@ class NativeSite:
 def core(
     layer: Layer, index: int, context: Context, declared: int, presumed: int, swaps: bool
 ) -> Any:
-    """The site's part in C++."""
+    """Make the site's part in C++."""
     recorder, options = context.recorder, context.options  # not the context, which owns the site
     rule = rule_named(layer.kind)
     device = gpu_of(context.parameters.tensors()[layer.weight].device)
     beside = swaps and options["weight_grad"]
 
     def planner(n: int, t: int, itemsize: int) -> int:
-        if rule.way:
+        if rule.served_by:
             return CODES["fused"]
         try:
             plan = layer.plan(n, t, itemsize, beside, options["algorithm"], device)
@@ -185,7 +179,7 @@ def _forward_of(
 def _listening_of(
     trace: Trace, argument: str, stock: Any, taps: dict[int, Any]
 ) -> Callable[..., Any]:
-    """The stock forward, with a tap at its output."""
+    """Make the stock forward, with a tap at its output."""
 
     @untraced
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

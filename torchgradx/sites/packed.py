@@ -42,7 +42,7 @@ def samples_of(out: Any, n: int) -> Tensor | None:
 
 
 def counts_rows(t: Tensor, rows: int) -> int:
-    """How many leading dimensions of a tensor count so many rows; 0: none do."""
+    """Return how many leading dimensions of a tensor count so many rows; 0: none do."""
     return next((k for k in range(1, t.dim() + 1) if t.shape[:k].numel() == rows), 0)
 
 

@@ -1,6 +1,6 @@
 """The sites of nn.LSTM, nn.GRU, nn.RNN and their cells, which go through time (through_time.py).
 
-Each weight has a site of its own. With fused=False, and where a GPU runs several layers in one
+Each weight has its own site. With fused=False, and where a GPU runs several layers in one
 piece, the framework's own gradients stay, and norms are made beside them. What is not served, as
 under autocast, is run again in backward like any other module.
 """
@@ -56,16 +56,16 @@ class RecurrentSite(FallbackSite):
             self.layer.notes["through time"] = None
         return found
 
-    def _layer(self, k: int, layers: int, *given: Any) -> Any:
+    def _layer(self, k: int, layers: int, *arguments: Any) -> Any:
         count = len(self._products) // layers
-        return _C.call_recurrent(self._products[k * count : (k + 1) * count], *given)
+        return _C.call_recurrent(self._products[k * count : (k + 1) * count], *arguments)
 
 
 class BesideSite(FallbackSite):
     """The same, with fused=False."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._closed = through_time.beside
         self.layer.notes["through time"] = None
 

@@ -7,17 +7,13 @@ before them, and let them have what is theirs.
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from .copies import stock_of, swapped
-
-MANY = 8  # removed probes that graphs keep; more are looked for among the garbage
 
 _standing: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Standing]]] = (
     weakref.WeakKeyDictionary()
@@ -31,9 +27,6 @@ class Standing:
         """Raises RuntimeError where another probe is on."""
         self.on = True  # False from remove() on
         self.formers = _removed_from(model)
-        if len(self.formers) > MANY:
-            gc.collect()  # a checkpoint's graph is a cycle
-            self.formers = _removed_from(model)
         self._modules = list(model.modules())
         self._recorder: Any = None
         self._classes: dict[type, tuple[type, dict[int, Any]]] = {}
@@ -44,20 +37,6 @@ class Standing:
         recorder.follow([former._recorder for former in self.formers])
         for module in self._modules:
             _standing.setdefault(module, []).append(weakref.ref(self))
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """The modules are of their own classes inside."""
-        kinds = [type(module) for module in self._modules] if self.formers else []
-        for module, kind in zip(self._modules, kinds, strict=False):
-            if stock_of(kind) is not kind:
-                module.__class__ = stock_of(kind)
-        try:
-            yield
-        finally:
-            for module, kind in zip(self._modules, kinds, strict=False):
-                if type(module) is not kind:
-                    module.__class__ = kind
 
     def put(
         self,
@@ -76,7 +55,7 @@ class Standing:
         return sites
 
     def _former(self, module: nn.Module) -> type | None:
-        """The class whose forward runs again now, where that is not ours."""
+        """Return the class whose forward runs again now, where that is not ours."""
         k = self._recorder.former() if self.formers else -1
         if k < 0:
             return None
@@ -105,7 +84,7 @@ class Standing:
 
 
 def _those_of(module: nn.Module) -> list[Standing]:
-    """In the order in which they came."""
+    """Return them in the order in which they came."""
     return [one for ref in _standing.get(module, ()) if (one := ref()) is not None]
 
 

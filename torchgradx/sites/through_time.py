@@ -19,8 +19,9 @@ from torch.nn.utils.rnn import PackedSequence
 from .. import ops
 from ..layers.modules import recurrent_weights
 from ..proof.layout import BATCH, SEQUENCE
-from ..shared.outer import Gradients, Outer
-from .fallback import Call, as_it_stands, run_again
+from ..shared.gradients import Gradients
+from ..shared.outer import Outer
+from .fallback import Call, copy_to_keep, run_again
 from .packed import Packed
 
 if ops.NATIVE:
@@ -60,14 +61,11 @@ def _step(layer: Layer, cell: Any, input: Tensor, hx: Any) -> Any:
 def _sequence(layer: Layer, module: Any, input: Any, hx: Any) -> Any:
     packed = Packed(input) if isinstance(input, PackedSequence) else None
     x = packed.data if packed else input  # [N, T, I] or [total, I]
-    if not (packed or module.batch_first):
+    turns = not (packed or module.batch_first)
+    if turns:
         x = x.transpose(0, 1)
-    layers, ways = module.num_layers, 1 + module.bidirectional
-    lstm = module.mode == "LSTM"
-    given = [] if hx is None else list(hx) if lstm else [hx]
-    if packed:
-        given = [packed.sort(state) for state in given]
-    first = [*given, None, None][:2]  # none: zeros
+    count, lstm = module.num_layers, module.mode == "LSTM"
+    firsts = _by_layer(packed, count, [] if hx is None else list(hx) if lstm else [hx])
     of = _C.Recurrence(
         CELLS[module.mode],
         module.bias,
@@ -79,27 +77,39 @@ def _sequence(layer: Layer, module: Any, input: Any, hx: Any) -> Any:
     )
     module._update_flat_weights()
     weights = module._flat_weights
+    each = len(weights) // count
     last: list[Tensor] = []
     cells: list[Tensor] = []
-    for k in range(layers):
+    for k in range(count):
         if k and module.dropout and module.training:
             # in the order of memory, which is that of the random numbers
             x = torch.dropout(x if packed else x.transpose(0, 1), module.dropout, True)
             x = x if packed else x.transpose(0, 1)
-        here = slice(k * ways, (k + 1) * ways)
-        states = [t if t is None or layers == 1 else t[here] for t in first]
-        count = len(weights) // layers
-        y, h, c = layer(k, layers, of, x, *states, weights[k * count : (k + 1) * count])
+        y, h, c = layer(k, count, of, x, *firsts[k], weights[k * each : (k + 1) * each])
         last.append(h)
         cells.append(c)
         x = packed.pack(y) if packed else y
     out: Any = PackedSequence(x, *input[1:]) if packed else x
-    if not (packed or module.batch_first):
+    if turns:
         out = _C.of_its_own(x.transpose(0, 1))
-    h = last[0] if layers == 1 else torch.cat(last)
-    if not lstm:
-        return out, h
-    return out, (h, cells[0] if layers == 1 else torch.cat(cells))
+    h = _joined(last)
+    return out, (h, _joined(cells)) if lstm else h
+
+
+def _joined(states: list[Tensor]) -> Tensor:
+    return states[0] if len(states) == 1 else torch.cat(states)
+
+
+def _by_layer(
+    packed: Packed | None, count: int, states: list[Tensor]
+) -> list[tuple[Tensor | None, ...]]:
+    """Return the first state and cell state of each layer; None: zeros."""
+    whole = [packed.sort(t) if packed else t for t in states] + [None] * (2 - len(states))
+    if count == 1:
+        return [tuple(whole)]
+    sides = len(states[0]) // count if states else 1
+    return [tuple(t if t is None else t[k * sides : (k + 1) * sides] for t in whole)
+            for k in range(count)]  # fmt: skip
 
 
 def _mode(module: Any) -> str:
@@ -113,8 +123,8 @@ def served(module: Any, input: Any, hx: Any = None) -> bool:
     single = isinstance(module, nn.RNNCellBase)
     data, sizes = input[:2] if isinstance(input, PackedSequence) and not single else (input, None)
     lstm = isinstance(module, (nn.LSTM, nn.LSTMCell))
-    given = [] if hx is None else list(hx) if lstm and isinstance(hx, (tuple, list)) else [hx]
-    for t in (data, *given, *module._parameters.values()):
+    states = [] if hx is None else list(hx) if lstm and isinstance(hx, (tuple, list)) else [hx]
+    for t in (data, *states, *module._parameters.values()):
         if t is None:
             continue
         if type(t) not in PLAIN or t.dtype is not data.dtype or t.device != data.device:
@@ -130,7 +140,7 @@ def served(module: Any, input: Any, hx: Any = None) -> bool:
         return False
     if data.shape[-1] != module.input_size:
         return False
-    if not given:
+    if not states:
         return True
     if single:
         wanted: list[Any] = [(len(data), module.hidden_size)] * (1 + lstm)
@@ -138,7 +148,7 @@ def served(module: Any, input: Any, hx: Any = None) -> bool:
         wanted = [module.get_expected_hidden_size(data, sizes)]
         if lstm:
             wanted.append(module.get_expected_cell_size(data, sizes))
-    return [tuple(t.shape) for t in given] == [tuple(w) for w in wanted]
+    return [tuple(t.shape) for t in states] == [tuple(w) for w in wanted]
 
 
 def keeps_outputs(module: Any, input: Any) -> bool:
@@ -160,33 +170,33 @@ def _lowered(module: Any, sizes: Any) -> bool:
 def beside(call: Call) -> dict[str, Gradients] | None:
     """Return gradients by parameter, from one more run of the module; None: it is replayed."""
     args, kwargs = call.arguments
-    module: Any = as_it_stands(call).module
+    module: Any = copy_to_keep(call).module
     weights = recurrent_weights(module)
-    held = [id(p) for p in module._parameters.values() if p is not None]
+    ids = [id(p) for p in module._parameters.values() if p is not None]
     with call.regime.again():
         known = served(module, *args, **kwargs)
-    if not (weights and known and len(set(held)) == len(held) and _a_row_each(call)):
+    if not (weights and known and len(set(ids)) == len(ids) and _a_row_each(call)):
         return None
     drops = module.training and getattr(module, "dropout", 0) > 0
     if drops and not keeps_outputs(module, args[0] if args else kwargs["input"]):
         return None  # its random numbers are cuDNN's own
-    met: list[Any] = []
+    layers: list[Any] = []
 
-    def layer(k: int, layers: int, *given: Any) -> Any:
-        met.append(_C.Gathered())
-        return _C.call_recurrent([], *given, met[-1])
+    def layer(k: int, count: int, *operands: Any) -> Any:
+        layers.append(_C.Gathered())
+        return _C.call_recurrent([], *operands, layers[-1])
 
     module.__dict__["forward"] = partial(run, layer, module)
     with call.regime.again():
         outputs, parameters = run_again(replace(call, module=module))
     arrived = [k for k, g in enumerate(call.grads) if g is not None]
-    made, given = [outputs[k] for k in arrived], [call.grads[k] for k in arrived]
-    torch.autograd.grad(made, parameters, given, allow_unused=True)
+    made, grads = [outputs[k] for k in arrived], [call.grads[k] for k in arrived]
+    torch.autograd.grad(made, parameters, grads, allow_unused=True)
     found: dict[str, Gradients] = {
         name: torch.zeros(()).expand(call.n, *p.shape)
         for name, p in zip(call.names, parameters, strict=True)
     }
-    pairs = [pair for gathered in met for pair in gathered.operands]
+    pairs = [pair for gathered in layers for pair in gathered.operands]
     for (weight, bias), pair in zip(weights, pairs, strict=True):
         if pair and weight in found:
             found[weight] = Outer(pair[1], pair[0])
@@ -202,5 +212,5 @@ def _a_row_each(call: Call) -> bool:
     module, (args, kwargs) = call.module, call.arguments
     x = args[0] if args else kwargs["input"]
     first = isinstance(module, nn.RNNCellBase) or bool(module.batch_first)
-    said = isinstance(module, nn.RNNCellBase) or call.layout == (BATCH if first else SEQUENCE)
-    return bool(said and x.shape[0 if first else 1] == call.n)
+    is_there = isinstance(module, nn.RNNCellBase) or call.layout == (BATCH if first else SEQUENCE)
+    return bool(is_there and x.shape[0 if first else 1] == call.n)

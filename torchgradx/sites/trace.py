@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
 from .. import ops
+from ..kept import model_kept, random_state_kept
 from ..layers.rules import Layer
 from ..proof.arguments import batch_size
 
 if ops.NATIVE:
     from .. import _C
 
-# What the compiler is told of a layer: its forward, in plain PyTorch.
+# A layer's forward in plain PyTorch, for the compiler.
 PLAIN: dict[str, Callable[[Layer, Tensor, Tensor, Tensor | None], Tensor]] = {
     "linear": lambda layer, x, w, b: F.linear(x, w, b),
     "conv2d": lambda layer, x, w, b: F.conv2d(
@@ -65,7 +66,7 @@ class Trace:
         _traces[self._number] = self
 
     def add(self, module: Any, layer: Layer, site: Any | None) -> None:
-        """A module that owns parameters."""
+        """Add a module that owns parameters."""
         if not (self.able and site and _traceable(module, layer)):
             self.able = False
             return
@@ -87,7 +88,9 @@ class Trace:
         how = _described((args, kwargs), tensors)
         if n is None or how is None or not tensors:
             return NotImplemented
-        call = _new_call(self._number, how, *_autocast(tensors[0].device.type))
+        device = tensors[0].device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        call = _new_call(self._number, how, device, autocast)
         self.token = torch.ops.torchgradx.trace_begin(tensors, n, self._number, call)
         return None
 
@@ -141,26 +144,16 @@ KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_
 @contextlib.contextmanager
 def outside(model: nn.Module, call: Call, inputs: Sequence[Tensor]) -> Iterator[Any]:
     """Call the model of a running graph as it is without the compiler, and put all back."""
-    held = [(table, dict(table)) for m in model.modules() for table in (m.__dict__, m._buffers)]
-    values = [(b, b.clone()) for b in model.buffers()]
     copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    try:
-        with (
-            torch.random.fork_rng(devices),
-            torch.compiler.set_stance("force_eager"),
-            torch._C._ForceDispatchKeyGuard(*KEYS),
-            torch.autocast(call.device, call.autocast, enabled=call.autocast is not None),
-            torch.enable_grad(),
-        ):
-            yield _restored(call.how, copies)
-    finally:
-        for table, before in held:
-            table.clear()
-            table.update(before)
-        for b, value in values:
-            if not torch.equal(b, value):
-                b.copy_(value)
+    with (
+        model_kept(model),
+        random_state_kept(),
+        torch.compiler.set_stance("force_eager"),
+        torch._C._ForceDispatchKeyGuard(*KEYS),
+        torch.autocast(call.device, call.autocast, enabled=call.autocast is not None),
+        torch.enable_grad(),
+    ):
+        yield _restored(call.how, copies)
 
 
 _numbers = itertools.count(1)
@@ -170,8 +163,8 @@ _codes: dict[int, weakref.ref[CodeType]] = {}  # compiled with a layer of ours i
 
 
 def _make_room() -> None:
-    """The compiler refuses code that it has compiled eight times, also for models that are gone:
-    code near it is forgotten, and compiled again where it is called."""
+    """Forget code that was compiled often, to be compiled anew where it is called: the compiler
+    refuses code that it has compiled eight times, also for models that are gone."""
     for key, ref in list(_codes.items()):
         code = ref()
         if code is None:
@@ -224,11 +217,6 @@ def _breaks_allowed() -> bool:
     return not (tx.one_graph or tx.error_on_graph_break)
 
 
-def _autocast(device: str) -> tuple[str, torch.dtype | None]:
-    on = torch.is_autocast_enabled(device)
-    return device, torch.get_autocast_dtype(device) if on else None
-
-
 def _new_call(probe: str, how: Any, device: str, autocast: torch.dtype | None) -> str:
     number = str(next(_numbers))
     _traces[probe].calls[number] = Call(how, device, autocast)
@@ -240,7 +228,7 @@ def _new_use(site: str) -> str:
     from torch._dynamo.source import LocalSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    # The compiler bounds how often it compiles one code, but for each module anew that it is told.
+    # The compiler bounds how often it compiles one code, but anew for each module that guards name.
     tx = InstructionTranslator.current_tx()
     for name in [name for name, v in tx.output.local_scope.items() if isinstance(v, nn.Module)]:
         install_guard(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))

@@ -13,23 +13,23 @@ from torch import Tensor
 from ..probe import Probe
 
 
-def norms_of(given: Any) -> Tensor:
+def norms_of(value: Any) -> Tensor:
     """Return norms [N]: those of a probe's record, or those of a Tensor, an array or a sequence."""
-    if isinstance(given, Probe):
-        return given.norms()
-    norms: Any = given
-    if isinstance(given, (np.ndarray, Sequence)) and not isinstance(given, str):
-        norms = torch.as_tensor(given)
+    if isinstance(value, Probe):
+        return value.norms()
+    norms: Any = value
+    if isinstance(value, (np.ndarray, Sequence)) and not isinstance(value, str):
+        norms = torch.as_tensor(value)
     if not isinstance(norms, Tensor):
-        raise TypeError(f"norms must be a Tensor [N] or a probe; got {type(given).__name__}")
+        raise TypeError(f"norms must be a Tensor [N] or a probe; got {type(value).__name__}")
     if norms.dim() != 1:
         raise ValueError(f"norms must be [N]; got {list(norms.shape)}")
     return norms.detach()
 
 
-def indices_of(given: Any, size: int | None = None) -> NDArray[np.int64]:
+def indices_of(value: Any, size: int | None = None) -> NDArray[np.int64]:
     """Return indices [B]. size: of the dataset, which they must be within."""
-    found = given.cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
+    found = value.cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
     if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
         raise TypeError(f"indices must be integers [B]; got {found.dtype} {list(found.shape)}")
     found = found.astype(np.int64)
