@@ -239,7 +239,7 @@ def of_tokens(name, rows):
     """A mean over all tokens, with token weights."""
     model, case = drawn(name, rows)
     weights = torchgradx.token_weights(torch.cat(case.y), sample_ids=case.ids.flatten())
-    options = {"loss_reduction": "sum", "loss_scale": weights}
+    options = {"loss_reduction": "sum", "loss_scale": lambda args, kwargs: weights}
     inputs = {"tokens": case.x, "positions": case.at, "ids": case.ids}
     return model, case, token_mean, inputs, torch.cat(case.y), options
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from html import escape
 from typing import TYPE_CHECKING
 
 from .layers.rules import Layer, rule_named
@@ -14,7 +15,18 @@ if TYPE_CHECKING:
 AGAIN = "run again by vmap or a replay"
 
 
-def explanation(layers: Sequence[Layer], parameters: Parameters, verbose: bool = False) -> str:
+class Explanation(str):
+    """A text that notebooks show as it is."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self)}</pre>"
+
+
+def explanation(
+    layers: Sequence[Layer], parameters: Parameters, verbose: bool = False
+) -> Explanation:
     """Return a summary, and a line for each layer; or all that was weighed (verbose)."""
     trainable = set(parameters.trainable())
     lines: list[str] = []
@@ -38,7 +50,7 @@ def explanation(layers: Sequence[Layer], parameters: Parameters, verbose: bool =
             lines += [title, *(f"  {line}" for line in full.splitlines())]
         else:
             lines.append(f"{title}: {brief}")
-    return "\n".join([_summary(words, again), *lines])
+    return Explanation("\n".join([_summary(words, again), *lines]))
 
 
 def _summary(words: Counter[str], again: Counter[str]) -> str:

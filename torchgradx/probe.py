@@ -12,7 +12,7 @@ from typing import Any, overload
 from torch import Tensor
 
 from .attachment import Attachment, attachments
-from .explain import explanation
+from .explain import Explanation, explanation
 from .options import Model, NonFinite, Parts, Per, Scale, check_per, check_scale, placed
 from .proof.accounts import require_all
 from .record.frames import runs
@@ -227,13 +227,17 @@ class Probe(Attachment):
             f"Probe({state}, {len(self._parameters.names)} parameters, {samples} samples recorded)"
         )
 
+    def __dir__(self) -> list[str]:
+        """Return the public names."""
+        return [name for name in super().__dir__() if not name.startswith("_")]
+
     def explain(self, verbose: bool = False) -> str:
         """Return a summary; for each layer shapes, algorithm, cost, and what was refused and why.
 
         verbose: with the cost of each algorithm that was weighed.
         """
         text = explanation(self._layers, self._parameters, verbose)
-        return "\n".join([text, *self._samples.notes, *self._segments.notes])
+        return Explanation("\n".join([text, *self._samples.notes, *self._segments.notes]))
 
     def reset(self) -> None:
         """Begin a new record at once."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from numbers import Real
 from typing import Any
 
@@ -44,6 +46,9 @@ class Report:
         worst = max(self.errors().values(), default=0.0)
         verdict = "agrees" if self.agrees else "differs"
         return f"Report({verdict}: {len(self.loop)} parameters, largest error {worst:.1e})"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         errors = self.errors()
@@ -200,13 +205,16 @@ def _loop_by_rows(
     loss_reduction: str,
 ) -> Gradients:
     """Yield them where no sample can be cut out: pull back its rows of the outputs' gradient."""
-    ids = options["sample_ids"](*arguments_of(inputs))
+    args, kwargs = arguments_of(inputs)
+    ids, scale = options["sample_ids"](args, kwargs), options.get("loss_scale", 1.0)
+    if callable(scale):
+        scale = scale(args, kwargs) if inspect.signature(scale).parameters else scale()
     with torch.enable_grad():
         output = call(model, inputs)
         outputs = [t for t in tensors_in(output) if t.requires_grad]
         seeds = torch.autograd.grad(loss_fn(output, targets), outputs, allow_unused=True)
     pairs = [(t, g) for t, g in zip(outputs, seeds, strict=True) if g is not None]
-    scales = torch.as_tensor(options.get("loss_scale", 1.0)).expand(n)
+    scales = torch.as_tensor(scale).expand(n)
     weights = torch.where(scales == 0, 0.0, (n if loss_reduction == "mean" else 1) / scales.abs())
     for sample in range(n):
         of_one = [g * _rows_of_one(g, ids, sample, n) for _, g in pairs]
