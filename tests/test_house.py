@@ -13,7 +13,7 @@ FORBIDDEN = (
 )  # fmt: skip
 ENDINGS = {".py", ".cpp", ".cu", ".cuh", ".h"}
 LINES_OF_A_FILE = 400
-LINES = {ROOT: 17_980, CSRC: 17_931}  # to be lowered to 12,000 and 17,000
+LINES = {ROOT: 17_988, CSRC: 17_931}  # to be lowered to 12,000 and 17,000
 TESTS = Path(__file__).parent
 LINES_OF_TESTS, ATTACH_FILES = 26_470, 22  # to be lowered to 25,000
 LEAVES = re.compile(r"torchgradx\.(jobs|bridges|cli)\b")

@@ -91,9 +91,18 @@ def _operator(name: str, fake: Operator) -> Operator:
         return serve
     overload: Any = getattr(torch.ops.torchgradx, name).default
 
-    torch.library.register_fake(f"torchgradx::{name}", fake)
+    def checked(function: Operator) -> Operator:
+        def call(*arguments: Any) -> Any:
+            for argument, value in zip(overload._schema.arguments, arguments, strict=True):
+                if value is None and isinstance(argument.type, torch.TensorType):
+                    raise ValueError(f"{argument.name} must be a tensor; got None")
+            return function(*arguments)
+
+        return call
+
+    torch.library.register_fake(f"torchgradx::{name}", checked(fake))
     # On every device for which no backend has registered a kernel.
-    _library.impl(name, serve, "CompositeExplicitAutograd")
+    _library.impl(name, checked(serve), "CompositeExplicitAutograd")
     return overload
 
 
