@@ -147,6 +147,10 @@ def test_every_kernel_is_launched_within_its_bounds(allow_tf32):
         for problem in hopper.LINEAR + hopper.CONV2D:
             for dtype in hopper.HALVES:
                 hopper.results(problem, *hopper.operands(problem, dtype, "integers"))
+        for problem, count in hopper.CLUSTERS:
+            with operators().multiprocessors(count):
+                for dtype in hopper.HALVES:
+                    hopper.results(problem, *hopper.operands(problem, dtype, "integers"))
     for dtype in DTYPES:
         for affine in elementwise.PROBLEMS:
             case = elementwise.case(affine, dtype, "integers")[0]

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from multiprocessing.util import Finalize
 
 import lightning
 import torch
@@ -30,6 +31,9 @@ class Parts(Task):
 
 
 class Check(lightning.Callback):
+    def on_fit_end(self, trainer, task):  # else gloo's threads may end after what they work with
+        Finalize(None, torch.distributed.destroy_process_group, exitpriority=0)
+
     def on_train_batch_start(self, trainer, task, batch, index):
         model, self.want = copy.deepcopy(task), []
         for x, y in zip(*(part.split(1) for part in batch), strict=True):
