@@ -67,7 +67,7 @@ def test_every_option_has_the_norms_of_the_loop(kind, option, options, dtype):
 
 @pytest.fixture
 def _as_on_a_gpu():
-    """By the framework's operators, which serve where our kernels do not."""
+    """Take the framework's operators, which serve where our kernels do not."""
     if not ops.NATIVE:
         pytest.skip("needs the extension")
     from torchgradx import _C

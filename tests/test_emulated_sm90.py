@@ -289,7 +289,7 @@ def battery():
 
 
 def clusters():
-    """What planted bugs of clusters are held to."""
+    """Raise what planted bugs of clusters show."""
     with operators().hopper():
         for problem, count in CLUSTERS:
             test_clusters_are_right(problem, count, torch.bfloat16)

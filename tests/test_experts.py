@@ -309,7 +309,7 @@ def weighed(m, x):
 
 @native
 def test_every_expert_gets_every_row():
-    """As Llama 4's. What mixes samples above them is refused."""
+    """Llama 4 has such experts. A mean over samples above them is refused."""
     model = Model(weighed, first=nn.Linear(D, D), router=nn.Linear(D, E), experts=EveryRow())
     model.shift = 0
     assert "run again" not in exact_steps(model.double(), samples(), samples(), samples()[:3])

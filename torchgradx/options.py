@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from numbers import Real
 from typing import Any, Literal
@@ -33,6 +34,11 @@ def check_per(per: str) -> None:
 def check_loss(loss_fn: Any) -> None:
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be callable; got {type(loss_fn).__name__}")
+
+
+def takes_call(scale: Callable[..., Scale]) -> bool:
+    """Return True if a loss_scale is called with the (args, kwargs) of a forward."""
+    return bool(inspect.signature(scale).parameters)
 
 
 def check_scale(scale: Any, scaler: str = "") -> None:

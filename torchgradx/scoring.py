@@ -99,7 +99,7 @@ def sample_norms(
 
 
 class LossReduction:
-    """How a loss combines its samples, as its graph shows."""
+    """Reduction of a loss over its samples, as its graph shows."""
 
     def __init__(self, loss: Tensor) -> None:
         root: Any = loss.grad_fn

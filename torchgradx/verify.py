@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .errors import CoverageError, VerificationError
+from .options import takes_call
 from .proof.arguments import tensors_in
 from .scoring import Loss, arguments_of, call, norms_alone, one_sample
 
@@ -208,7 +208,7 @@ def _loop_by_rows(
     args, kwargs = arguments_of(inputs)
     ids, scale = options["sample_ids"](args, kwargs), options.get("loss_scale", 1.0)
     if callable(scale):
-        scale = scale(args, kwargs) if inspect.signature(scale).parameters else scale()
+        scale = scale(args, kwargs) if takes_call(scale) else scale()
     with torch.enable_grad():
         output = call(model, inputs)
         outputs = [t for t in tensors_in(output) if t.requires_grad]

@@ -86,30 +86,30 @@ GateGradients by_operators(const Recurrence& of, bool backwards, const Weights& 
   const Tensor states = gru ? zeros({at.steps, at.rows, h}) : Tensor();  // their gradients, at each step
   const Tensor carried = carried_from(grads.last, p);
   at.each(false, [&](int64_t t) {
-    const Tensor carry = at.first(carried, t), here = at.of(found.state, t);
+    Tensor carry = at.first(carried, t), here = at.of(found.state, t);
     Tensor g = carry.add_(at.of(grads.states, t));
     if (of.projects) {
       at.of(found.out, t).copy_(g);
       g = g.mm(w.hr);
     }
-    const Tensor by_gate = here.narrow(1, 0, gates.size(2) * h).unflatten(1, {gates.size(2), h});
+    Tensor by_gate = here.narrow(1, 0, gates.size(2) * h).unflatten(1, {gates.size(2), h});
     const Tensor cell = lstm ? at.first(found.first_cell, t).addcmul_(g, at.of(of_cells, t)) : g;
-    by_gate.copy_(cell.unsqueeze(1) * at.of(gates, t));
+    at::mul_out(by_gate, cell.unsqueeze(1), at.of(gates, t));
     if (lstm) {
-      here.narrow(1, 3 * h, h).copy_(g * at.of(out_gate, t));
+      Tensor of_output = here.narrow(1, 3 * h, h);
+      at::mul_out(of_output, g, at.of(out_gate, t));
       cell.mul_(at.of(passes, t));
     }
     if (gru) {
       at.of(states, t).copy_(g);
       carry.mul_(at.of(passes, t)).addmm_(here, w.hh);
     } else {
-      carry.copy_(here.mm(w.hh));
+      at::mm_out(carry, here, w.hh);
     }
   });
   found.first_state = carried;
-  found.input = found.state;
-  if (gru)  // at the input, the new gate's is not multiplied by the reset gate
-    found.input = at::cat({found.state.narrow(2, 0, 2 * h), states * out_gate}, 2);
+  // A GRU's new gate is multiplied by the reset gate at the state alone.
+  found.input = gru ? at::cat({found.state.narrow(2, 0, 2 * h), states * out_gate}, 2) : found.state;
   if (wants_input) found.layer_input = found.input.matmul(w.ih);
   return found;
 }

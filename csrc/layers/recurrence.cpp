@@ -108,6 +108,10 @@ Tensor shifted(const Recurrence& of, const Tensor& states, const Tensor& first, 
 
 namespace {
 
+struct Silence : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
 Output arranged(const Recurrence& of, const Ran& ran) {
   const Tensor& order = of.packing.unsorted;
   const auto by_sample = [&](const Tensor& t) {  // [*, B, *] -> [B, *, *]
@@ -137,10 +141,6 @@ Tensor from_steps(const Recurrence& of, const Tensor& by_step, const Tensor& lik
 Output framework(const Recurrence& of, const Sequence& in) {
   return arranged(of, stepwise(of, in));
 }
-
-struct Silence : c10::WarningHandler {
-  void process(const c10::Warning&) override {}
-};
 
 Output run(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps, bool late) {
   Silence silence;  // of cuDNN, whose weights of a layer are no piece of memory alone

@@ -115,8 +115,8 @@ class Audit:
 
         @cache
         def meet(plan: Plan | None) -> Match | None:
-            given = forward.uses, self._sites, forward.outputs
-            return self._lift.match(run, plan, *given) if plan else None
+            where = forward.uses, self._sites, forward.outputs
+            return self._lift.match(run, plan, *where) if plan else None
 
         chosen = cache(partial(routes, forward.outputs, run.n, forward.trace.by_row))
 

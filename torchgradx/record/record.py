@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..options import Scale, check_scale
+from ..options import Scale, check_scale, takes_call
 from ..proof.verdict import ProbeParts
 from ..refusals import SECTIONS, refused_all
 from .clipping import ClipTape
@@ -117,7 +116,7 @@ class Record:
         """Call the user's loss_scale for a pass, with its (args, kwargs) where they are known."""
         if self._asked is None:
             return
-        wants = len(inspect.signature(self._asked).parameters) > 0
+        wants = takes_call(self._asked)
         if wants and not call:
             run.refuse(-1, "scale_in_graph")
             return

@@ -1,1 +1,1 @@
-"""What all samples share: its gradient by sample, from where in the graph samples come in."""
+"""Gradients by sample of what all samples share, from where in the graph samples come in."""

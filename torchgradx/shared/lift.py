@@ -198,7 +198,7 @@ class Lift:
 
 
 class Asking:
-    """Which nodes of a graph may be asked for their products, in place of running modules again."""
+    """Choice of the nodes to ask for their products, in place of running modules again."""
 
     def __init__(self, n: int, graph: Graph) -> None:
         self._n, self._nodes = n, graph.parents

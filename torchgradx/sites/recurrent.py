@@ -7,6 +7,7 @@ under autocast, is run again in backward like any other module.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -15,10 +16,8 @@ from .. import ops
 from ..layers.rules import Layer, rule_named
 from ..layers.table import Context, declared_layout, owns_backward
 from ..proof.layout import BATCH
-from ..shared.outer import Gradients
 from . import through_time
 from .copies import Hook, stock_of
-from .fallback import Call
 from .native import NativeSite, core
 from .rerun import FallbackSite
 
@@ -33,7 +32,8 @@ class RecurrentSite(FallbackSite):
 
     def _attend(self, context: Context) -> None:
         module, options = self._module, context.options
-        self._stock, self._closed = stock_of(type(module)), self._beside
+        self._stock = stock_of(type(module))
+        self._closed = partial(through_time.beside, self.layer.notes)
         self._strict = options["backend"] == "native"
         self._products = context.products.setdefault(id(module), [])
         context.standing.put(module, _forward_of)[id(module)] = Hook(self._forward)
@@ -50,12 +50,6 @@ class RecurrentSite(FallbackSite):
         out = self._stock.forward(module, input, hx)
         return self._after(module, (input, hx), {}, out) or out
 
-    def _beside(self, call: Call) -> dict[str, Gradients] | None:
-        found = through_time.beside(call)
-        if found is not None:
-            self.layer.notes["through time"] = None
-        return found
-
     def _layer(self, k: int, layers: int, *arguments: Any) -> Any:
         count = len(self._products) // layers
         return _C.call_recurrent(self._products[k * count : (k + 1) * count], *arguments)
@@ -66,7 +60,7 @@ class BesideSite(FallbackSite):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._closed = through_time.beside
+        self._closed = partial(through_time.beside, self.layer.notes)
         self.layer.notes["through time"] = None
 
     @property

@@ -1,4 +1,4 @@
-"""What a forward ran under and gave, for what runs again to run under it, and to give the same.
+"""Conditions and outputs of a forward, for what runs again to run under these and give the same.
 
 The sums of gradients would show that it took another path, by another switch, state or mask: but
 the less the more samples they are of and the fewer digits they have.

@@ -167,7 +167,7 @@ def _lowered(module: Any, sizes: Any) -> bool:
     return whole and bfloat16 and runs and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def beside(call: Call) -> dict[str, Gradients] | None:
+def beside(notes: dict[str, str | None], call: Call) -> dict[str, Gradients] | None:
     """Return gradients by parameter, from one more run of the module; None: it is replayed."""
     args, kwargs = call.arguments
     module: Any = copy_to_keep(call).module
@@ -193,7 +193,7 @@ def beside(call: Call) -> dict[str, Gradients] | None:
     made, grads = [outputs[k] for k in arrived], [call.grads[k] for k in arrived]
     torch.autograd.grad(made, parameters, grads, allow_unused=True)
     found: dict[str, Gradients] = {
-        name: torch.zeros(()).expand(call.n, *p.shape)
+        name: p.new_zeros(()).expand(call.n, *p.shape)
         for name, p in zip(call.names, parameters, strict=True)
     }
     pairs = [pair for gathered in layers for pair in gathered.operands]
@@ -202,6 +202,7 @@ def beside(call: Call) -> dict[str, Gradients] | None:
             found[weight] = Outer(pair[1], pair[0])
         if pair and bias in found:
             found[bias] = pair[1].sum(1)
+    notes["through time"] = None
     return found
 
 
