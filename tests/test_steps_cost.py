@@ -19,7 +19,7 @@ from torch import nn
 
 import torchgradx
 from torchgradx import ops
-from torchgradx.record import modes
+from torchgradx.graph import modes
 
 
 def bound(n):

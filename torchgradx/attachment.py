@@ -19,25 +19,27 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import ops
-from .layers.table import Context, Parameters, find_layers
+from .graph.arguments import batch_size, one_of_several, tensors_in
+from .graph.modes import without_user_modes
+from .hooks.engine import weakly
+from .layers.table import Parameters, find_layers
 from .options import check as check_options
 from .options import fitting, placed
-from .proof.arguments import batch_size, one_of_several, tensors_in
 from .proof.audit import Audit
 from .proof.forwards import Forward
 from .proof.samples import Samples
 from .proof.segments import SegmentExaminer, rows_of
-from .proof.verdict import ProbeParts, Verdict, known
+from .proof.verdict import Verdict, known
 from .record import plain
-from .record.backwards import Backwards, weakly
+from .record.backwards import Backwards
 from .record.frames import PassOptions
-from .record.modes import without_user_modes
 from .record.record import Record
 from .record.tokens import TokenWatch
 from .refusals import cause
 from .sharding import uncovered
+from .sites.context import Context
 from .sites.native import Hooks, call_of_hook, is_running
-from .sites.recurrent import Site, site_of
+from .sites.site import ProbeParts, Site, site_of
 from .sites.standing import Standing
 from .sites.trace import Call, Trace, outside, root_of
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from .attach import attach, set_aside
+from .graph.arguments import tensors_in
+from .graph.nodes import signed
 from .options import Model, Parts, check_loss, check_per
 from .probe import Probe
-from .proof.arguments import tensors_in
 from .refusals import cause, refused_all
-from .shared.frontier import signed
 
 Loss = Callable[[Any, Any], Tensor]
 MEAN, SUM = 1, 2  # as the nodes of torch's losses number them

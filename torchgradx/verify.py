@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .errors import CoverageError, VerificationError
+from .graph.arguments import tensors_in
 from .options import takes_call
-from .proof.arguments import tensors_in
 from .scoring import Loss, arguments_of, call, norms_alone, one_sample
 
 DROPOUT = nn.modules.dropout._DropoutNd

@@ -48,7 +48,7 @@ bool observed() {
          at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/true).has_value();
 }
 
-// In-place operations replace a view's node, not its base's: `end_of` in torchgradx/proof/several.py.
+// In-place operations replace a view's node, not its base's: `end_of` in torchgradx/sites/several.py.
 Tensor end_of(const Tensor& t) {
   if (!t.is_view()) return t;
   const Tensor base(t._base());

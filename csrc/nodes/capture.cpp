@@ -90,7 +90,7 @@ c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, const Tenso
   if ((wants_weight && site->weight_rows.parts == 1 && !weight.is_leaf()) ||
       (wants_bias && site->bias_rows.parts == 1 && !bias->is_leaf()))
     pass->refusals.emplace_back(site->index, "computed");
-  // Where operators are observed (torchgradx/proof/constant.py), or a selective checkpoint takes them down.
+  // Where operators are observed (torchgradx/graph/constant.py), or a selective checkpoint takes them down.
   const bool heard = watching() || c10::impl::TorchDispatchModeTLS::any_modes_set();
   if (heard && site->recorder->depth() > 0) {
     py::gil_scoped_acquire gil;

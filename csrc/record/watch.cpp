@@ -1,5 +1,5 @@
 // One bit per tensor of a forward: is it the same for any batch, computed from parameters and constants alone? See
-// torchgradx/proof/constant.py, which says what for. Operators are observed as a profiler observes them: nothing is
+// torchgradx/graph/constant.py, which says what for. Operators are observed as a profiler observes them: nothing is
 // dispatched otherwise for it, so no number changes, whatever autocast or a compiler does.
 #include "pass.h"
 

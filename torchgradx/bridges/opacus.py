@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import ops
+from ..gradients.convolved import Convolved
 from ..layers.rules import RULES
 from ..reference.chunks import accumulation_dtype
 from ..refusals import cause, refused_all
-from ..shared.convolved import Convolved
 from ..sites.fallback import rows_of_bags
 
 __all__ = ["SAMPLERS", "Registration", "register"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..sites.copies import stock_of
+from ..hooks.copies import stock_of
 
 # Never called: their parameters are their owner's.
 CONTAINERS = (nn.ParameterList, nn.ParameterDict)

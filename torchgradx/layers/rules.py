@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from .. import ops
+from ..hooks.copies import stock_of
 from ..plan.cost import Plan, Problem, plan
 from ..plan.gpu import Gpu
-from ..sites import attention, fallback
-from ..sites.copies import stock_of
+from . import attention
 
 if ops.NATIVE:
     from .. import _C
@@ -101,7 +101,7 @@ class Rule:
     whole: bool = False  # then: that forward is one operator all the same
     served_by: str = ""  # where there is nothing to choose; else the cost model says
     argument: str = "input"
-    closed: fallback.Form | None = None  # in place of `make`: from what the module was called with
+    closed: bool = False  # in place of `make`: from what the module was called with
     parts: Callable[..., Iterator[dict[str, Any]]] | None = None  # fields of several layers
 
 
@@ -313,9 +313,9 @@ def _rules() -> Iterator[tuple[type[nn.Module] | str, Rule]]:
     table = _made_of("embedding_layer")
     tables: dict[str, Any] = {"swaps": False, "whole": True, "served_by": GATHER}
     yield _row(nn.Embedding, rows, table, _all, when=_unscaled, **tables)
-    bags: dict[str, Any] = {"closed": fallback.embedding_bag, "served_by": BAGS}
+    bags: dict[str, Any] = {"closed": True, "served_by": BAGS}
     yield _row(nn.EmbeddingBag, _constants(), when=_plain_bags, **bags)
-    yield _row(nn.Bilinear, _constants(), closed=fallback.bilinear, served_by=PAIRS)
+    yield _row(nn.Bilinear, _constants(), closed=True, served_by=PAIRS)
     yield (
         nn.MultiheadAttention,
         Rule("multiheadattention", attention.accepts, _constants(), parts=attention.parts),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +13,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import ops
-from ..proof.layout import BATCH, SEQUENCE
+from ..graph.layout import BATCH, SEQUENCE
 from ..refusals import refused_all
 from ..sharding import FSDP, gathers, pairs
 from .modules import modules_in_order, opaque, own_names, recurrent_weights
 from .rules import Layer, rule_of
 
 if TYPE_CHECKING:
-    from ..proof.audit import Audit
-    from ..sites.standing import Standing
-    from ..sites.trace import Trace
+    pass
 
 LAYOUTS = {"batch": BATCH, "sequence": SEQUENCE}
 _MODES = "training", "_backward_hooks", "_backward_pre_hooks"  # hooks make nodes of the graph
@@ -188,19 +185,6 @@ def _product(
         in_features=in_features,
         out_features=out_features,
     )
-
-
-@dataclass(frozen=True)
-class Context:
-    """What the sites of one probe share."""
-
-    recorder: Any
-    audit: Audit
-    parameters: Parameters
-    options: Mapping[str, Any]
-    trace: Trace
-    standing: Standing
-    products: dict[int, list[Any]] = field(default_factory=dict)  # by recurrent module's id
 
 
 def _runs_natively(module: nn.Module, backend: str) -> bool:

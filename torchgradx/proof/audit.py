@@ -20,21 +20,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import ops
 from ..errors import CoverageError
+from ..graph.layout import NOWHERE
+from ..graph.modes import several_at_once
+from ..graph.routes import routes
+from ..hooks.copies import untraced
+from ..hooks.listening import Listening, others
 from ..record.backwards import Backwards
-from ..record.modes import several_at_once
 from ..record.record import Record
 from ..refusals import cause
 from ..sharding import scattered
 from ..shared.frontier import Plan
 from ..shared.lift import Lift
 from ..shared.stations import Match
-from ..sites.copies import untraced
+from ..sites.site import ProbeParts
 from .forwards import Forward, Forwards, ForwardTrace
-from .layout import NOWHERE
-from .listening import Listening, others
-from .routes import routes
 from .structure import Examiner
-from .verdict import ProbeParts, Verdict, finite, from_outside
+from .verdict import Verdict, finite, from_outside
 
 if ops.NATIVE:
     from .._C import undelivered

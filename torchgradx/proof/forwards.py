@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
-from ..record.modes import without_user_modes
+from ..graph.arguments import flattened, sized
+from ..graph.constant import Watch
+from ..graph.layout import SHARED
+from ..graph.modes import without_user_modes
+from ..graph.nodes import Graph
 from ..sharding import part_here
-from ..shared.frontier import Graph
-from .arguments import flattened, sized
-from .constant import Watch
-from .layout import SHARED
-from .several import End
+from ..sites.several import End
 
 
 @dataclass

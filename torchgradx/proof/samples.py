@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ..graph.arguments import size_of_batch, sized, tensors_in
+from ..graph.nodes import Graph
 from ..kept import model_kept, random_state_kept
 from ..refusals import RefusedError, cause
 from ..sharding import data_parallel
-from ..shared.frontier import Graph
 from ..sites.regime import Regime
-from .arguments import size_of_batch, sized, tensors_in
-from .verdict import ProbeParts
+from ..sites.site import ProbeParts
 
 HALF = (torch.float16, torch.bfloat16)
 TOLERANCE, TOLERANCE_OF_HALF = 1e-3, 5e-2  # relative to the norm over all parameters

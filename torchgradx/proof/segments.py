@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..graph.layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
+from ..graph.owners import MAPPING, Owned, fitted, mask_joins, owners_below
 from ..refusals import cause, key_of
+from ..sites.site import ProbeParts
 from .audit import Audit
 from .forwards import Forward
-from .layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
-from .owners import MAPPING, Owned, fitted, mask_joins, owners_below
-from .verdict import ProbeParts, Verdict
+from .verdict import Verdict
 
 if ops.NATIVE:
     from .. import _C

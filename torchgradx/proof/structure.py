@@ -15,12 +15,7 @@ from typing import Any
 
 import torch
 
-from ..refusals import cause
-from ..shared.frontier import Plan, from_views
-from ..shared.lift import Lift
-from ..sites.native import NativeSite
-from .forwards import Forward, Forwards
-from .layout import (
+from ..graph.layout import (
     BATCH,
     NOWHERE,
     SEQUENCE,
@@ -33,9 +28,16 @@ from .layout import (
     heads_of,
     is_python,
 )
-from .routes import routes
-from .several import End, ends_of_node
-from .verdict import ProbeParts, Verdict, versions
+from ..graph.routes import routes
+from ..graph.sizes import from_views
+from ..refusals import cause
+from ..shared.frontier import Plan
+from ..shared.lift import Lift
+from ..sites.native import NativeSite
+from ..sites.several import End, ends_of_node
+from ..sites.site import ProbeParts
+from .forwards import Forward, Forwards
+from .verdict import Verdict, versions
 
 
 @dataclass

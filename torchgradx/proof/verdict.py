@@ -5,17 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
+from ..graph.routes import alike
 from ..layers.modules import build_of
-from ..layers.rules import Layer
-from ..layers.table import Parameters
 from ..refusals import cause
 from ..shared.frontier import Plan
-from ..sites.recurrent import Site
-from .routes import alike
 
 CHOICES = ("layout", "batch_dim", "backend", "fused", "weight_grad", "check")
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, dict[str, dict[Any, Any]]]]] = (
@@ -29,17 +26,6 @@ def known(model: nn.Module, options: Mapping[str, Any]) -> dict[str, dict[Any, A
     if model not in _known or _known[model][0] != build:
         _known[model] = build, {}
     return _known[model][1].setdefault(choices, {})
-
-
-class ProbeParts(NamedTuple):
-    """Things that the parts of one probe share."""
-
-    recorder: Any
-    parameters: Parameters
-    layers: Sequence[Layer]
-    options: Mapping[str, Any]
-    sites: Sequence[Site]  # by layer; none before they are made and after they have left
-    known: dict[str, dict[Any, Any]]  # see `known`
 
 
 @dataclass

@@ -13,20 +13,8 @@ from typing import Any
 
 import torch
 
-from ..sites.copies import untraced
-
-at_the_end = torch.autograd.Variable._execution_engine.queue_callback  # of the current backward
-
-
-def weakly(owner: Callable[[], Any], method: str) -> Callable[..., Any]:
-    """Return a function that calls a method while its owner lives."""
-
-    @untraced
-    def call(*args: Any) -> Any:
-        alive = owner()
-        return None if alive is None else getattr(alive, method)(*args)
-
-    return call
+from ..hooks.copies import untraced
+from ..hooks.engine import at_the_end
 
 
 class Backwards:

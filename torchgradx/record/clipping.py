@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..hooks.copies import untraced
+from ..hooks.listening import forget, others
 from ..layers.table import Parameters
-from ..proof.listening import forget, others
 from ..refusals import RefusedError, refused_all
 from ..sharding import data_parallel, mean_over, scattered
-from ..sites.copies import untraced
 from .factors import Group
 
 

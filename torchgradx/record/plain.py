@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gate import executes, put_gate
-from .versions import Versions
+from ..hooks.engine import executes, put_gate
+from ..hooks.versions import Versions
 
 Term = tuple[int, Tensor | None, Tensor, Any]  # (site or -1, activations, gradients, whose rows)
 Slot = tuple[int, Tensor]  # a parameter's place in the table, and the tensor that stands there now

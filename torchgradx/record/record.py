@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .. import ops
 from ..options import Scale, check_scale, takes_call
-from ..proof.verdict import ProbeParts
 from ..refusals import SECTIONS, refused_all
+from ..sites.site import ProbeParts
 from .clipping import ClipTape
 from .deferred import DeferredTape
 from .factors import Group, factors_of, is_unscaled, unscaled_by

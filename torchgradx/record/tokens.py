@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..proof.arguments import tensors_in
-from .modes import several_at_once, without_user_modes
+from ..graph.arguments import tensors_in
+from ..graph.modes import several_at_once, without_user_modes
 
 # The defaults of attach(loss_reduction=, loss_scale=), objects that no caller can pass by value.
 MEAN: str = "".join(["me", "an"])

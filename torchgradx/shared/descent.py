@@ -15,17 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import NATIVE
-from ..proof.layout import NOWHERE
-from ..record.gate import receives
-from ..record.unpacking import spared
-from ..reference.chunks import chunks
-from ..refusals import cause
-from ..sharding import shards
-from ..sites.copies import untraced
-from .frontier import Node, dtype_of, shape_of
-from .gradients import Gradients, added, in_full, keep, size, sq_norms, to_add, total
-from .products import (
+from ..gradients.by_sample import Gradients, added, in_full, keep, size, sq_norms, to_add, total
+from ..gradients.products import (
     CAST,
     TABLE,
     by_sample,
@@ -38,6 +29,15 @@ from .products import (
     spread,
     through,
 )
+from ..graph.layout import NOWHERE
+from ..graph.nodes import Node, dtype_of, shape_of
+from ..graph.unpacking import spared
+from ..hooks.copies import untraced
+from ..hooks.engine import receives
+from ..ops import NATIVE
+from ..reference.chunks import chunks
+from ..refusals import cause
+from ..sharding import shards
 from .stations import Leaf, Match, Station, Trail
 
 if NATIVE:

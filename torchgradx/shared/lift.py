@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..gradients.products import counts_ids, gives_on, in_closed_form, keeps_rows, makes_in_full
+from ..graph.layout import Finding
+from ..graph.nodes import Graph, Node, shape_of
+from ..graph.unpacking import are_offloaded, asked, hides
 from ..layers.rules import Layer
 from ..ops import NATIVE
-from ..proof.layout import Finding
-from ..record.unpacking import are_offloaded, asked, hides
 from ..refusals import cause
-from ..sites.recurrent import Site
+from ..sites.site import Site
 from .descent import CHUNK, Descent
-from .frontier import Graph, Group, Node, Plan, Region, shape_of, survey
-from .products import counts_ids, gives_on, in_closed_form, keeps_rows, makes_in_full
+from .frontier import Group, Plan, Region, survey
 from .stations import Leaf, Match, Path, Trail, stations
 from .uses import Use, Uses
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from ..gradients.products import CAST, SUM, gives_on, is_elementwise
+from ..graph.layout import BATCH, SEQUENCE, Watched
+from ..graph.nodes import Graph, Node, Shape, below, is_leaf
 from ..ops import NATIVE
-from ..proof.layout import BATCH, SEQUENCE, Watched
-from .frontier import Graph, Node, Plan, Shape, below, is_leaf
-from .products import CAST, SUM, gives_on, is_elementwise
+from .frontier import Plan
 
 if NATIVE:
     from .._C import Stop

@@ -9,12 +9,13 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from ..graph.nodes import Graph, Node
 from ..layers.rules import Layer
 from ..ops import NATIVE
 from ..sites.native import NativeSite
-from ..sites.recurrent import Site
 from ..sites.rerun import FallbackSite
-from .frontier import Graph, Node, Plan
+from ..sites.site import Site
+from .frontier import Plan
 from .stations import Leaf
 
 Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, output of the node)

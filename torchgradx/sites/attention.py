@@ -8,75 +8,22 @@ three parts, each used once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.utils import parametrize
 
 from .. import ops
-from ..proof.layout import SEQUENCE
+from ..graph.layout import SEQUENCE
+from ..layers.attention import OUT, SELF, THREE, TWO
 from ..refusals import cause
-from .copies import stock_of
 
 if ops.NATIVE:
     from .. import _C
-
-SELF, OUT = "query, key and value", "output"
-TWO = ("query of two", "key and value")
-THREE = ("query", "key", "value")
-
-
-def accepts(module: Any) -> bool:
-    if not isinstance(module, nn.MultiheadAttention) or module.bias_k is not None:
-        return False  # rows of its own among the keys: no Linear
-    out = module.out_proj
-    plain = stock_of(type(out)) is NonDynamicallyQuantizableLinear and "forward" not in out.__dict__
-    hooks = out._forward_hooks or out._forward_pre_hooks or parametrize.is_parametrized(out)
-    own = stock_of(type(module)).forward
-    return plain and not hooks and own is nn.MultiheadAttention.forward
-
-
-def parts(module: nn.MultiheadAttention, own: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Yield fields of a Layer for each part of the projections' rows that is used at once."""
-    width, all_rows = module.embed_dim, 3 * module.embed_dim
-
-    def linear(
-        role: str, names: tuple[str, str], features: int, rows: slice = slice(0, 0), of: int = 1
-    ) -> dict[str, Any]:
-        place = (rows.start, all_rows - rows.stop, of)
-        weight, bias = (own.get(name, -1) for name in names)
-        return {
-            "role": role,
-            "kind": "linear",
-            "weight": weight,
-            "bias": bias,
-            "parameters": tuple(place for place in (weight, bias) if place >= 0),
-            "in_features": features,
-            "out_features": rows.stop - rows.start or width,
-            "weight_rows": place if of > 1 and names[0] == "in_proj_weight" else (0, 0, 1),
-            "bias_rows": place if of > 1 else (0, 0, 1),
-        }
-
-    thirds = [slice(k * width, (k + 1) * width) for k in range(3)]
-    if module._qkv_same_embed_dim:
-        packed = "in_proj_weight", "in_proj_bias"
-        yield linear(SELF, packed, width, slice(0, all_rows))
-        for role, rows in zip(TWO, (thirds[0], slice(width, all_rows)), strict=True):
-            yield linear(role, packed, width, rows, 2)
-        for role, rows in zip(THREE, thirds, strict=True):
-            yield linear(role, packed, width, rows, 3)
-    else:
-        sizes = (width, module.kdim, module.vdim)
-        for role, size, rows in zip(THREE, sizes, thirds, strict=True):
-            names = f"{role[0]}_proj_weight", "in_proj_bias"
-            yield linear(role, names, size, rows, 3)
-    yield linear(OUT, ("out_proj.weight", "out_proj.bias"), width)
 
 
 class Part:

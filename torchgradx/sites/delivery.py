@@ -13,21 +13,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import ops
+from ..gradients.by_sample import Gradients, along, deliver, size, sq_norms, total
+from ..graph.layout import BATCH, NOWHERE, SEGMENTS, SEQUENCE, SHARED
+from ..graph.unpacking import saved, saves_through_hooks, unpacked
+from ..hooks.copies import untraced
+from ..hooks.engine import at_the_end
 from ..layers.modules import own_names, parameter_of
-from ..layers.rules import Layer, rule_named
-from ..layers.table import Context, declared_layout
-from ..proof.layout import BATCH, NOWHERE, SEGMENTS, SEQUENCE, SHARED
-from ..proof.several import of_the_loss
-from ..record.backwards import at_the_end
-from ..record.unpacking import saved, saves_through_hooks, unpacked
+from ..layers.rules import Layer
+from ..layers.table import declared_layout
 from ..refusals import RefusedError, cause
 from ..sharding import scattered
-from ..shared.gradients import Gradients, along, deliver, size, sq_norms, total
-from .copies import untraced
+from .context import Context
 from .experts import Served
-from .fallback import Call, Kept, per_sample_gradients, terms_of_bias
+from .fallback import CLOSED, Call, Kept, per_sample_gradients, terms_of_bias
 from .packed import counts_rows
 from .regime import Outcome, Regime
+from .several import of_the_loss
 from .stand_in import stand_in
 
 
@@ -81,8 +82,7 @@ class Delivery:
         self._own: dict[int, str] = {}
         for key in own_names(module):
             self._own.setdefault(context.parameters.place(prefix + key), key)
-        known = layer.kind not in ("vmap", "recurrent")
-        self._closed = rule_named(layer.kind).closed if known else None
+        self._closed = CLOSED.get(layer.kind)
         self._lifted = False  # its latest use was served at the graph's nodes
 
     @property

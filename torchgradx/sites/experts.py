@@ -3,7 +3,7 @@
 x[rows] @ weight[e] + bias[e], one product for each expert that was hit, a grouped product of all,
 or one with weight[ids]. A bias [E, *] is added to its expert's rows: their product with ones. The
 samples of a product's rows follow from those of the module's output, by the indices between
-(proof/owners.py), and the first pass of a structure proves them like any other output.
+(graph/owners.py), and the first pass of a structure proves them like any other output.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..proof.layout import Watched, owners
-from ..proof.owners import MAPPING, PRODUCTS, Owned, owners_within, saved
-from ..proof.several import End
-from ..shared.frontier import Node, is_leaf, shape_of, signed
-from ..shared.gradients import deliver, total
-from ..shared.grouped import Grouped, Pairs
-from ..shared.products import CAST, LINKS, POINTWISE, transposes
-from .copies import untraced
+from ..gradients.by_sample import deliver, total
+from ..gradients.grouped import Grouped, Pairs
+from ..gradients.products import CAST, LINKS, POINTWISE, transposes
+from ..graph.layout import Watched, owners
+from ..graph.nodes import Node, is_leaf, shape_of, signed
+from ..graph.owners import MAPPING, PRODUCTS, Owned, owners_within, saved
+from ..hooks.copies import untraced
+from .several import End
 
 # By the operand that the parameter is: the one with the rows, and the name of it as the node saved
 # it; none where it is added to them.

@@ -21,14 +21,14 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ..proof.arguments import tensors_in
-from ..proof.layout import BATCH, SEGMENTS, SEQUENCE
-from ..record.versions import Versions
+from ..gradients.by_sample import Gradients, weighted
+from ..gradients.outer import LookedUp, Outer
+from ..graph.arguments import tensors_in
+from ..graph.layout import BATCH, SEGMENTS, SEQUENCE
+from ..graph.nodes import below
+from ..hooks.versions import Versions
 from ..reference.chunks import accumulation_dtype, chunks
 from ..refusals import RefusedError, cause
-from ..shared.frontier import below
-from ..shared.gradients import Gradients, weighted
-from ..shared.outer import LookedUp, Outer
 from .packed import as_rows
 from .regime import OtherOutputsError, Outcome, Regime, require_same
 from .stand_in import copy_state, put, stand_in
@@ -352,3 +352,6 @@ def rows_of_bags(
         largest = torch.zeros_like(values).scatter_(1, values.argmax(1, keepdim=True), 1)
         rows = largest.to(wide) * rows
     return LookedUp(ids, (rows * g.unsqueeze(1)).to(g.dtype), module.num_embeddings)
+
+
+CLOSED: dict[str, Form] = {"embeddingbag": embedding_bag, "bilinear": bilinear}  # by kind of layer

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import ops
+from ..graph.layout import BATCH, SECOND, SEQUENCE
+from ..hooks.copies import Hook, keep_out, let_in, stock_of, untraced
 from ..layers.rules import Layer, rule_named
-from ..layers.table import Context, declared_layout, owns_backward
+from ..layers.table import declared_layout, owns_backward
 from ..plan.gpu import gpu_of
-from ..proof.layout import BATCH, SECOND, SEQUENCE
 from ..refusals import cause
 from .attention import Part, attending
-from .copies import Hook, keep_out, let_in, stock_of, untraced
+from .context import Context
 from .trace import Trace
 
 if ops.NATIVE:

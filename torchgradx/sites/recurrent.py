@@ -8,17 +8,18 @@ under autocast, is run again in backward like any other module.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
 
 from .. import ops
-from ..layers.rules import Layer, rule_named
-from ..layers.table import Context, declared_layout, owns_backward
-from ..proof.layout import BATCH
+from ..graph.layout import BATCH
+from ..hooks.copies import Hook, stock_of
+from ..layers.rules import Layer
+from ..layers.table import declared_layout
 from . import through_time
-from .copies import Hook, stock_of
-from .native import NativeSite, core
+from .context import Context
+from .native import core
 from .rerun import FallbackSite
 
 if ops.NATIVE:
@@ -86,21 +87,6 @@ class Product:
 
     def remove(self) -> None:
         pass  # the module's site does it
-
-
-Site: TypeAlias = NativeSite | FallbackSite | Product
-
-
-def site_of(module: nn.Module, layer: Layer, index: int, context: Context) -> Site:
-    kind: Any = NativeSite
-    if layer.inside:
-        kind = Product
-    elif layer.kind == "recurrent":
-        kind = RecurrentSite if owns_backward(context.options) else BesideSite
-    elif layer.kind == "vmap" or rule_named(layer.kind).closed:
-        kind = FallbackSite
-    site: Site = kind(module, layer, index, context)
-    return site
 
 
 def _forward_of(stock: Any, sites: dict[int, Any]) -> Any:

@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .. import ops
+from ..graph.arguments import tensors_in
+from ..graph.nodes import coarsest
+from ..graph.sizes import look_of
+from ..graph.unpacking import saves_through_hooks
+from ..hooks.copies import stock_of
 from ..layers.modules import CONTAINERS, parameter_of, same_parameters
 from ..layers.rules import Layer
-from ..layers.table import Context
-from ..proof.arguments import tensors_in
-from ..proof.several import end_of, ends_at, ends_of_module, made_from_others, needed_by
-from ..record.unpacking import saves_through_hooks
-from ..shared.frontier import coarsest
-from ..shared.sizes import look_of
-from .copies import stock_of
+from .context import Context
 from .delivery import Delivery, Use
 from .experts import NONE, Group, Served, is_experts, products_of
 from .fallback import CHANNELS_FIRST
 from .native import MIXED, Hooks, why_mixed
 from .packed import samples_of, why_not
 from .regime import Regime, may_draw, outcomes_of
+from .several import end_of, ends_at, ends_of_module, made_from_others, needed_by
 from .stand_in import has_users_forward, makes_weight
 
 if ops.NATIVE:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from .copies import stock_of
+from ..hooks.copies import stock_of
 
 DRAW = (np.random.Generator, np.random.RandomState, random.Random)
 SPECTRAL = (SpectralNorm, _SpectralNorm)

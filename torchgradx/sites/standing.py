@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from .copies import stock_of, swapped
+from ..hooks.copies import stock_of, swapped
 
 _standing: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Standing]]] = (
     weakref.WeakKeyDictionary()

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .. import ops
+from ..gradients.by_sample import Gradients
+from ..gradients.outer import Outer
+from ..graph.layout import BATCH, SEQUENCE
 from ..layers.modules import recurrent_weights
-from ..proof.layout import BATCH, SEQUENCE
-from ..shared.gradients import Gradients
-from ..shared.outer import Outer
 from .fallback import Call, copy_to_keep, run_again
 from .packed import Packed
 

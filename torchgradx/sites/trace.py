@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
 from .. import ops
+from ..graph.arguments import batch_size
 from ..kept import model_kept, random_state_kept
 from ..layers.rules import Layer
-from ..proof.arguments import batch_size
 
 if ops.NATIVE:
     from .. import _C

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ..record.unpacking import answers_again, checkpointed
 from ..refusals import cause, refused_all
 from .rows import SILENT, Rows, digits_of, halves, weighted
+from .unpacking import answers_again, checkpointed
 
 # rows n*T+t | rows t*N+n | of no sample, see shared | no gradient comes from the outputs, and if
 # one does come it is refused | [T, N K, *] | [*, N K] | [*, K N, *]

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..shared.frontier import Graph, below
-from ..sites.fallback import Call, copy_to_run, dim_of, run_again
-from ..sites.regime import Regime
-from .layout import BATCH, SEQUENCE, Watched, owners
+from ..graph.layout import BATCH, SEQUENCE, Watched, owners
+from ..graph.nodes import Graph, below
+from .fallback import Call, copy_to_run, dim_of, run_again
+from .regime import Regime
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from .. import ops
-from ..sites.copies import untraced
+from ..hooks.copies import untraced
 from .layout import BATCH, SEQUENCE
 
 if ops.NATIVE:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
-from ..proof.constant import Mode
+from .constant import Mode
 
 SEVERAL = torch._C._dispatch_key_parse("VmapMode")  # by name at each call it takes longer
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import ops
 from ..reference import chunks
 from ..reference.chunks import accumulation_dtype
-from .gradients import Factored, Gradients, OfWeight, sq_norms
+from .by_sample import Factored, Gradients, OfWeight, sq_norms
 
 CANCELLED = 0.05  # of rows' squares: what is left has lost two digits
 

@@ -1,12 +1,18 @@
-"""Gates at the nodes of parameters, for norms only and for clipping."""
+"""The backward that the engine runs now: what it executes, gates at parameters' nodes (for norms
+only and for clipping), and calls at its end."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .copies import untraced
+
+at_the_end = torch.autograd.Variable._execution_engine.queue_callback  # of the current backward
 
 
 def executes(node: Any) -> bool:
@@ -39,3 +45,14 @@ def put_gate(recorder: Any, place: int, node: Any, p: Tensor) -> None:
     if (recorder.shields or recorder.books) and recorder not in gates:
         gates.add(recorder)
         node.register_prehook(gate)
+
+
+def weakly(owner: Callable[[], Any], method: str) -> Callable[..., Any]:
+    """Return a function that calls a method while its owner lives."""
+
+    @untraced
+    def call(*args: Any) -> Any:
+        alive = owner()
+        return None if alive is None else getattr(alive, method)(*args)
+
+    return call

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from ..proof.layout import BATCH, LAST, MINOR, SECOND, SEQUENCE
+from ..graph.layout import BATCH, LAST, MINOR, SECOND, SEQUENCE
+from ..graph.nodes import Node, dtype_of, is_leaf, shape_of, signed
 from ..reference.chunks import accumulation_dtype
+from .by_sample import Gradients
 from .convolved import Convolved
-from .frontier import Node, dtype_of, is_leaf, shape_of, signed
-from .gradients import Gradients
 from .outer import LookedUp, Outer, Rowwise
 
 CAST = "ToCopyBackward0"  # autocast's

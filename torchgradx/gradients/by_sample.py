@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..record.versions import Versions
+from ..hooks.versions import Versions
 from ..reference import chunks
 from ..reference.chunks import accumulation_dtype
 

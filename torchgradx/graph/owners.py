@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..shared.frontier import Node, is_leaf, shape_of, signed
 from .layout import in_order
+from .nodes import Node, is_leaf, shape_of, signed
 
 Shape = Sequence[int]
 Outs = dict[int, "Owned"]  # by output of a node

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import ops
 from ..reference import chunks
 from ..reference.chunks import accumulation_dtype
-from .gradients import OfWeight, sq_norms
+from .by_sample import OfWeight, sq_norms
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..shared.frontier import Node, below, is_leaf, shape_of, signed
+from .nodes import Node, below, is_leaf, shape_of, signed
 
 if ops.NATIVE:
     from .. import _C

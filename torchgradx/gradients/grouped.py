@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..reference.chunks import accumulation_dtype
-from .gradients import Factored
+from .by_sample import Factored
 from .outer import Outer
 
 

@@ -1,0 +1,1 @@
+"""Gradients by sample of one parameter, as the factors that they are made of."""

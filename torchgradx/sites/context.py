@@ -1,0 +1,24 @@
+"""What the sites of one probe share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..layers.table import Parameters
+from .standing import Standing
+from .trace import Trace
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the sites of one probe share."""
+
+    recorder: Any
+    audit: Any  # see proof/audit.py
+    parameters: Parameters
+    options: Mapping[str, Any]
+    trace: Trace
+    standing: Standing
+    products: dict[int, list[Any]] = field(default_factory=dict)  # by recurrent module's id

@@ -1,0 +1,40 @@
+"""The site of a layer, of whatever kind, and what the parts of a probe know of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import nn
+
+from ..layers.rules import Layer, rule_named
+from ..layers.table import Parameters, owns_backward
+from .context import Context
+from .native import NativeSite
+from .recurrent import BesideSite, Product, RecurrentSite
+from .rerun import FallbackSite
+
+Site: TypeAlias = NativeSite | FallbackSite | Product
+
+
+def site_of(module: nn.Module, layer: Layer, index: int, context: Context) -> Site:
+    kind: Any = NativeSite
+    if layer.inside:
+        kind = Product
+    elif layer.kind == "recurrent":
+        kind = RecurrentSite if owns_backward(context.options) else BesideSite
+    elif layer.kind == "vmap" or rule_named(layer.kind).closed:
+        kind = FallbackSite
+    site: Site = kind(module, layer, index, context)
+    return site
+
+
+class ProbeParts(NamedTuple):
+    """Things that the parts of one probe share."""
+
+    recorder: Any
+    parameters: Parameters
+    layers: Sequence[Layer]
+    options: Mapping[str, Any]
+    sites: Sequence[Site]  # by layer; none before they are made and after they have left
+    known: dict[str, dict[Any, Any]]  # see `known`
